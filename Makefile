@@ -1,0 +1,84 @@
+# `make` lists what there is. Needs python3 >= 3.11, GNU make >= 3.81 and a package index; all else goes to .venv.
+#
+#   make test DEVICE=cuda                run the tests on a GPU
+#   make pytest PY=python3 DEVICE=cuda   only pytest, with an interpreter that has everything: nothing is set up
+#   make demo ARGS='--seed 7'            pass anything else on to the command behind a target
+#   make setup PYTHON=python3.13         choose the interpreter that .venv is made from
+
+PYTHON := python3
+VENV   := .venv
+VENVPY := $(VENV)/bin/python
+PY     := $(VENVPY)
+STAMP  := $(VENV)/.set-up
+DEVICE :=
+ARGS   :=
+
+# An interpreter named on the command line is used as it is.
+ifeq ($(PY),$(VENVPY))
+READY := $(STAMP)
+endif
+
+ON_DEVICE := $(if $(DEVICE),--device $(DEVICE))
+PIP := $(VENVPY) -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup demo test lint format types docs pytest fuzz bench wheel pins clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+setup: $(STAMP)  ## make .venv: torch, the pinned tools, batchstate itself (editable)
+	@:
+
+# torch goes first and alone: with its version settled, nothing installed later can bring another build of it.
+$(STAMP): constraints.txt pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "batchstate: no '$(PYTHON)' found; install Python 3.11 or newer, or name one: make $(MAKECMDGOALS) PYTHON=/path/to/python" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "batchstate: needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1); name another: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@$(VENVPY) -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "set-up 1/4: $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
+	@echo "set-up 2/4: torch (once; large)"
+	@$(PIP) "$$(grep '^torch==' constraints.txt)"
+	@echo "set-up 3/4: build backend"
+	@$(PIP) hatchling editables
+	@echo "set-up 4/4: batchstate and its tools"
+	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)  ## a batch under simulated traffic, checked at every step
+	@$(PY) -m batchstate traffic --checks cheap $(ON_DEVICE) $(ARGS)
+
+test: lint types docs pytest  ## everything CI runs: lint, types, docs, tests
+
+lint: $(READY)  ## ruff: rules and format
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+
+format: $(READY)  ## ruff: repair what can be repaired
+	$(PY) -m ruff check --fix
+	$(PY) -m ruff format
+
+types: $(READY)  ## mypy, strict
+	$(PY) -m mypy
+
+# -E reads every page anew: a page read before keeps its warnings to itself.
+docs: $(READY)  ## the documentation as HTML in docs/_build/html; a warning is an error
+	$(PY) -m sphinx -q -E -W --keep-going -n -b html docs docs/_build/html
+
+pytest: $(READY)  ## tests and the documentation's examples
+	$(PY) -m pytest $(ON_DEVICE) $(ARGS)
+
+fuzz: $(READY)  ## look for a batch history that breaks an invariant
+	@$(PY) -m batchstate fuzz $(ON_DEVICE) $(ARGS)
+
+bench: $(READY)  ## measure what the operations and the checks cost
+	@$(PY) -m benchmarks $(ON_DEVICE) $(ARGS)
+
+wheel: $(READY)  ## sdist and wheel in dist/
+	$(PY) -m build --no-isolation --outdir dist
+
+pins:  ## refresh constraints.txt with the newest releases (torch keeps its version)
+	@sh .ci/refresh-pins "$(PYTHON)"
+
+clean:  ## remove everything made here, .venv too; keeps the examples that hypothesis found
+	rm -rf $(VENV) build dist docs/_build docs/reference/api .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

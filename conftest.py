@@ -1,0 +1,45 @@
+"""Runs the Python examples of README.md and docs/ as tests.
+
+Every fenced `python` block runs, top to bottom; the blocks of one page share their names, and `>>>` examples
+are compared with their output. What must not run says so, in a comment that readers of the page do not see:
+
+    <!-- skip: next "needs an engine" -->
+"""
+
+from pathlib import Path
+
+import pytest
+
+try:
+    from sybil import Sybil
+    from sybil.parsers.myst import PythonCodeBlockParser, SkipParser
+except ImportError:  # a machine where nothing can be installed still runs the tests
+    collect_examples = None
+else:
+    collect_examples = Sybil(
+        parsers=[PythonCodeBlockParser(), SkipParser()],
+        patterns=["README.md", "docs/**/*.md"],
+        excludes=["docs/_build/**"],
+        path=str(Path(__file__).parent),
+    ).pytest()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--device`: where the tests put the device side."""
+    parser.addoption("--device", default="cpu", help="device under test: cpu (default), cuda, cuda:1, ...")
+
+
+class UncheckedPage(pytest.File):
+    """A page whose examples cannot run here: reported as skipped, so that nobody takes it for tested."""
+
+    def collect(self) -> list[pytest.Item]:
+        """Say why there is nothing to run."""
+        pytest.skip("the examples of this page need sybil", allow_module_level=True)
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """Collect the examples of a page."""
+    if collect_examples is not None:
+        page: pytest.Collector | None = collect_examples(file_path, parent)
+        return page
+    return UncheckedPage.from_parent(parent, path=file_path) if file_path.suffix == ".md" else None
