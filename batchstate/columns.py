@@ -1,0 +1,160 @@
+"""What a batch class declares: its columns, each one descriptor, in the style of attrs.
+
+A declaration is all a column needs to take part in every operation. On the class the name is the declaration
+(`Decode.seq_lens.dtype`); on a batch it is the column's value (`batch.seq_lens.np`).
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+
+import numpy as np
+import torch
+
+from batchstate.contracts import Contract, parse_contract
+from batchstate.errors import DeclarationError
+from batchstate.host_arrays import Array, converted, count
+from batchstate.indices import Slots
+from batchstate.mirror import MirroredTensor
+from batchstate.runtime import numpy_dtype
+
+if TYPE_CHECKING:
+    from batchstate.batch import Batch
+
+T = TypeVar("T")
+Self_ = TypeVar("Self_")
+
+
+class Column:
+    """One declared column.
+
+    Attributes:
+        name: its name in the class.
+    """
+
+    name: str = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        if self.name and self.name != name:
+            raise DeclarationError(
+                f"one declaration is used as {self.name!r} and as {name!r}",
+                value=name,
+                remedy="declare each column anew",
+            )
+        self.name = name
+
+    def __set__(self, instance: object, value: object) -> None:
+        raise DeclarationError(
+            f"column {self.name!r} of a batch was assigned to",
+            value=type(value).__name__,
+            remedy=f"batches are immutable: batch = batch.evolve({self.name}=...)",
+        )
+
+
+class TensorColumn(Column):
+    """A column of numbers.
+
+    Attributes:
+        dtype: of the elements.
+        shape: of one row.
+        pad: value of padded rows, as an array of `shape`.
+        contract: the weakest contract that the column takes.
+        unit: index space of the values.
+    """
+
+    value_type: type[MirroredTensor] = MirroredTensor
+
+    def __init__(self, dtype: torch.dtype, shape: Iterable[int], pad: object, contract: Contract) -> None:
+        self.dtype = dtype
+        self.np_dtype = numpy_dtype(dtype)
+        self.shape = tuple(count(size, "shape") for size in shape)
+        self.contract = contract
+        self.pad: Array = np.broadcast_to(
+            np.zeros((), self.np_dtype) if pad is None else converted(pad, self.np_dtype, "pad"), self.shape
+        )
+
+    @property
+    def unit(self) -> str | None:
+        """Index space of the values, or None."""
+        return self.value_type.unit
+
+    @overload
+    def __get__(self: Self_, instance: None, owner: type) -> Self_: ...
+    @overload
+    def __get__(self, instance: "Batch", owner: type) -> MirroredTensor: ...
+    def __get__(self, instance: "Batch | None", owner: type) -> Any:
+        return self if instance is None else instance[self.name]
+
+
+class MirroredColumn(TensorColumn):
+    """Both sides, moved in the batch's one copy."""
+
+
+class SlotColumn(MirroredColumn):
+    """The batch's slots with their generations. Padded rows point at slot 0."""
+
+    value_type = Slots
+
+    def __init__(self) -> None:
+        super().__init__(torch.int64, (), 0, Contract.EXACT)
+
+    @overload
+    def __get__(self: Self_, instance: None, owner: type) -> Self_: ...
+    @overload
+    def __get__(self, instance: "Batch", owner: type) -> Slots: ...
+    def __get__(self, instance: "Batch | None", owner: type) -> Any:
+        return super().__get__(instance, owner)  # type: ignore[call-overload]
+
+
+class DeviceColumn(TensorColumn):
+    """The device side alone; its rows are gathered when somebody reads them."""
+
+
+class HostColumn(Column, Generic[T]):
+    """Python objects, one a request; a tuple on the batch. Padded rows have none."""
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> "HostColumn[T]": ...
+    @overload
+    def __get__(self, instance: "Batch", owner: type) -> tuple[T, ...]: ...
+    def __get__(self, instance: "Batch | None", owner: type) -> Any:
+        return self if instance is None else instance.objects(self.name)
+
+
+def mirrored(
+    dtype: torch.dtype, *, shape: Iterable[int] = (), pad: object = None, contract: str | Contract = Contract.EXACT
+) -> MirroredColumn:
+    """Declares a column with both sides.
+
+    Args:
+        dtype: one that torch and numpy share.
+        shape: of one row.
+        pad: value of padded rows; zero by default.
+        contract: `exact`, or `upper_bound` for a column whose host side may become a bound.
+
+    Raises:
+        DtypeError, ValueOverflowError: numpy lacks the dtype, or `pad` does not go into it.
+        DeclarationError: another contract.
+    """
+    weakest = parse_contract(contract)
+    if weakest not in (Contract.EXACT, Contract.UPPER_BOUND):
+        raise DeclarationError(
+            f"a mirrored column cannot be {weakest.value}",
+            value=weakest.value,
+            remedy="use `device_only(...)` or `host_list()`; uploads of a batch are deferred as they are",
+        )
+    return MirroredColumn(dtype, shape, pad, weakest)
+
+
+def slot_column() -> SlotColumn:
+    """Declares the column of request slots: int64, with generations."""
+    return SlotColumn()
+
+
+def device_only(dtype: torch.dtype, *, shape: Iterable[int] = (), pad: object = None) -> DeviceColumn:
+    """Declares a column without a host side. Arguments and errors as `mirrored`."""
+    return DeviceColumn(dtype, shape, pad, Contract.DEVICE_ONLY)
+
+
+def host_list() -> HostColumn[Any]:
+    """Declares a column of Python objects, such as the requests themselves."""
+    return HostColumn()

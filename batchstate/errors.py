@@ -1,0 +1,111 @@
+"""Every error that batchstate raises on purpose, one meaning each.
+
+Each derives from `BatchStateError` and from the nearest builtin, so that a caller who knows only Python catches the
+right thing. A message says what happened, shows the value that caused it, and says what to do; the same three are
+fields, for tools. A broken invariant is a `batchstate.invariants.Violation`, which derives from here too.
+"""
+
+from typing import Any, Self
+
+
+class BatchStateError(Exception):
+    """Base of every error of this library.
+
+    Attributes:
+        problem: what happened, in one sentence.
+        value: the value that caused it, or None.
+        remedy: what the caller can do about it.
+    """
+
+    def __init__(self, problem: str, *, value: object = None, remedy: str = "") -> None:
+        self.problem = problem
+        self.value = value
+        self.remedy = remedy
+        super().__init__(problem)
+
+    def __str__(self) -> str:
+        return f"{self.problem}\n  remedy: {self.remedy}" if self.remedy else self.problem
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Keyword-only fields do not survive the default reduction, and test runners pickle exceptions.
+        return _rebuild, (type(self), self.args), self.__dict__
+
+    @classmethod
+    def _bare(cls, args: tuple[Any, ...]) -> Self:
+        error = cls.__new__(cls)
+        error.args = args
+        return error
+
+
+def _rebuild(cls: type[BatchStateError], args: tuple[Any, ...]) -> BatchStateError:
+    return cls._bare(args)
+
+
+class ArgumentError(BatchStateError, ValueError):
+    """An argument has a value that cannot be meant (a negative count, an unknown column, duplicate rows)."""
+
+
+class ShapeError(BatchStateError, ValueError):
+    """Shapes do not go together (a mask of another length, a trailing shape that differs)."""
+
+
+class DtypeError(BatchStateError, TypeError):
+    """A dtype is wrong for the operation: floats where integers are meant, or one side unlike the other."""
+
+
+class RowIndexError(BatchStateError, IndexError):
+    """A row index lies outside the value. Negative indices are never taken to count from the end."""
+
+
+class ValueOverflowError(BatchStateError, OverflowError):
+    """A value does not fit the dtype. Raised on the host before anything is launched."""
+
+
+class DeclarationError(BatchStateError, TypeError):
+    """A batch class is declared wrongly, or two batches of different declarations were combined."""
+
+
+class ContractError(BatchStateError, TypeError):
+    """An operation would need a stronger contract than the value has (see `batchstate.contracts.Contract`)."""
+
+
+class SideMissingError(BatchStateError, RuntimeError):
+    """A side was read that is not there: the host side of a `device_only` value."""
+
+
+class DeviceError(BatchStateError, ValueError):
+    """Operands belong to different runtimes or devices, or a tensor lies on the wrong one."""
+
+
+class OwnerThreadError(BatchStateError, RuntimeError):
+    """A pool, table or runtime was used from a thread that does not own it."""
+
+
+class CaptureError(BatchStateError, RuntimeError):
+    """Something that CUDA-graph capture forbids was asked for while capturing."""
+
+
+class PoolExhaustedError(BatchStateError, RuntimeError):
+    """A pool has fewer free entries than were asked for. Nothing was taken.
+
+    Attributes:
+        requested: entries asked for.
+        free: entries free now.
+        pending: entries that become free once their fences complete. When `free + pending >= requested`, waiting helps.
+    """
+
+    def __init__(self, pool: str, *, requested: int, free: int, pending: int) -> None:
+        self.pool = pool
+        self.requested = requested
+        self.free = free
+        self.pending = pending
+        waits = free + pending >= requested
+        super().__init__(
+            f"{pool}: {requested} requested, {free} free, {pending} pending behind a fence",
+            value=requested,
+            remedy=(
+                "finish the steps in flight and ask again: the pending entries suffice"
+                if waits
+                else "retract or finish requests, or make the pool larger"
+            ),
+        )

@@ -1,0 +1,192 @@
+"""The door: whatever a caller passes becomes a checked numpy array on the host, or a typed error.
+
+Nothing here looks at a device. Arrays are fastest; lists work.
+"""
+
+import operator
+from typing import Any, SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchstate.errors import ArgumentError, DeviceError, DtypeError, RowIndexError, ShapeError, ValueOverflowError
+from batchstate.invariants import first_duplicate
+
+Array = npt.NDArray[Any]
+Rows = npt.NDArray[np.int64]
+
+
+def as_array(values: object, what: str) -> Array:
+    """`values` as a numpy array; shares memory where it can.
+
+    Raises:
+        DeviceError: an accelerator tensor, which could be read only by waiting for the device.
+        DtypeError: a dtype that numpy lacks, or something that is no array of numbers.
+        ShapeError: nested lists of unequal lengths.
+    """
+    if isinstance(values, np.ndarray):
+        array: Array = values
+    elif isinstance(values, torch.Tensor):
+        if values.device.type != "cpu":
+            raise DeviceError(
+                f"{what}: a tensor on {values.device} was given where host values are meant",
+                value=str(values.device),
+                remedy="pass host values; `MirroredTensor.from_device` takes device tensors",
+            )
+        try:
+            array = values.detach().numpy()
+        except TypeError:
+            raise DtypeError(
+                f"{what}: numpy has no {values.dtype}", value=values.dtype, remedy="convert the tensor first"
+            ) from None
+    else:
+        try:
+            array = np.asarray(values)
+        except ValueError:
+            raise ShapeError(f"{what}: rows of unequal lengths", value=values, remedy="pass equal rows") from None
+    if array.dtype.kind not in "biuf":
+        raise DtypeError(
+            f"{what}: values of dtype {array.dtype} are no numbers",
+            value=array.dtype,
+            remedy="pass numbers or booleans",
+        )
+    return array
+
+
+def converted(values: object, dtype: np.dtype[Any], what: str) -> Array:
+    """A new array of `dtype` with the same values.
+
+    Integers must fit, floats are rounded to a narrower float but never to integers.
+
+    Raises:
+        DtypeError: the kind of number does not go into `dtype`.
+        ValueOverflowError: a value lies outside the range of `dtype`.
+    """
+    array = as_array(values, what)
+    if array.dtype == dtype:
+        return array.copy(order="C")
+    if array.size == 0 and isinstance(values, list | tuple):  # numpy makes [] float64
+        return np.empty(array.shape, dtype=dtype)
+    kind, target = array.dtype.kind, dtype.kind
+    if (target == "b" and kind != "b") or (target in "iu" and kind == "f"):
+        raise DtypeError(
+            f"{what}: values of dtype {array.dtype} do not go into {dtype}",
+            value=array.dtype,
+            remedy=f"convert to {dtype} where the loss is intended",
+        )
+    if target in "iu" and kind in "iu" and array.size:
+        check_range(int(array.min()), int(array.max()), dtype, what)
+    with np.errstate(over="ignore"):
+        result = array.astype(dtype, order="C")
+    if target == "f" and array.size and not np.array_equal(np.isfinite(result), np.isfinite(array)):
+        raise ValueOverflowError(
+            f"{what}: a finite value becomes infinite in {dtype}", value=array.max(), remedy="use a wider dtype"
+        )
+    return result
+
+
+def check_range(least: int, most: int, dtype: np.dtype[Any], what: str) -> None:
+    """Refuses values that `dtype` cannot hold.
+
+    Raises:
+        ValueOverflowError: `least` or `most` lies outside.
+    """
+    limits = np.iinfo(dtype)
+    if least < limits.min or most > limits.max:
+        value = least if least < limits.min else most
+        raise ValueOverflowError(
+            f"{what}: {value} does not fit {dtype} ({limits.min} to {limits.max})",
+            value=value,
+            remedy="use a wider dtype, or find out why the value is so large",
+        )
+
+
+def count(value: SupportsIndex, what: str, *, least: int = 0) -> int:
+    """`value` as an int of at least `least`.
+
+    Raises:
+        DtypeError: not an integer (booleans are not counts).
+        ArgumentError: too small.
+    """
+    if isinstance(value, bool | np.bool_):
+        raise DtypeError(f"{what} is {value}, a boolean", value=value, remedy="pass an integer")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise DtypeError(f"{what} is {value!r}, no integer", value=value, remedy="pass an integer") from None
+    if number < least:
+        raise ArgumentError(f"{what} is {number}", value=number, remedy=f"pass {least} or more")
+    return number
+
+
+def kept_rows(keep: object, num_rows: int, what: str) -> Rows:
+    """The rows that a filter keeps, in the order given: int64[k], each at most once.
+
+    Args:
+        keep: a boolean mask bool[num_rows], or row indices as list or array.
+        num_rows: rows of the value that is filtered.
+        what: the operation, for messages.
+
+    Raises:
+        ShapeError: a mask of another length, or not one-dimensional.
+        DtypeError: neither booleans nor integers.
+        RowIndexError: an index outside [0, num_rows).
+        ArgumentError: an index twice.
+    """
+    rows = row_indices(keep, num_rows, what)
+    copy = None
+    if rows.size > num_rows:
+        copy = first_duplicate(rows)
+    elif rows.size > 1:
+        seen = np.zeros(num_rows, dtype=np.bool_)
+        seen[rows] = True
+        if np.count_nonzero(seen) != rows.size:
+            copy = first_duplicate(rows)
+    if copy is not None:
+        raise ArgumentError(
+            f"{what}: row {rows[copy]} is kept twice",
+            value=int(rows[copy]),
+            remedy="name each row once; `take` repeats rows",
+        )
+    return rows
+
+
+def row_indices(rows: object, num_rows: int, what: str) -> Rows:
+    """Row indices as int64[k], repeats allowed; a boolean mask bool[num_rows] is taken too.
+
+    Raises:
+        ShapeError: not one-dimensional, or a mask of another length.
+        DtypeError: neither booleans nor integers.
+        RowIndexError: an index outside [0, num_rows); negative ones do not count from the end.
+    """
+    array = as_array(rows, what)
+    if array.ndim != 1:
+        raise ShapeError(
+            f"{what}: rows have {array.ndim} dimensions",
+            value=array.shape,
+            remedy="pass a one-dimensional index or mask",
+        )
+    if array.dtype.kind == "b":
+        if array.size != num_rows:
+            raise ShapeError(
+                f"{what}: a mask of {array.size} rows for {num_rows} rows",
+                value=array.size,
+                remedy="make the mask from this value, after all earlier filters",
+            )
+        return np.flatnonzero(array)
+    if array.size == 0:
+        return np.empty(0, dtype=np.int64)
+    if array.dtype.kind not in "iu":
+        raise DtypeError(
+            f"{what}: row indices of dtype {array.dtype}", value=array.dtype, remedy="pass integers or booleans"
+        )
+    least, most = array.min(), array.max()
+    if least < 0 or most >= num_rows:
+        wrong = int(least if least < 0 else most)
+        raise RowIndexError(
+            f"{what}: row {wrong} of {num_rows}",
+            value=wrong,
+            remedy="pass rows from 0 to the number of rows - 1; negative rows do not count from the end",
+        )
+    return array.astype(np.int64, copy=False)

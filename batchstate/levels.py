@@ -1,0 +1,88 @@
+"""The switch that says how much is checked: off, cheap or full.
+
+Parsed once from `BATCHSTATE_CHECKS`, changed with `set_checks`. The library asks `levels.cheap` and `levels.full`, two
+module attributes, so that a check that is off costs one branch. The switch belongs to the process, not to a thread.
+
+`cheap` (the default) never touches the device. `full` also reads device memory back and checksums host memory: it
+synchronises, and says so in `Counters.check_reads` instead of `Counters.forced_syncs`.
+"""
+
+import contextlib
+import enum
+import os
+from collections.abc import Iterator
+
+from batchstate.errors import ArgumentError
+
+ENVIRONMENT_VARIABLE = "BATCHSTATE_CHECKS"
+
+
+class Level(enum.Enum):
+    """How much is checked."""
+
+    OFF = "off"
+    CHEAP = "cheap"
+    FULL = "full"
+
+
+cheap: bool = True
+full: bool = False
+
+
+def parse_level(text: "str | Level") -> Level:
+    """The level of that name.
+
+    Raises:
+        ArgumentError: the name is none of the legal ones; the message lists them.
+    """
+    if isinstance(text, Level):
+        return text
+    try:
+        return Level(text)
+    except ValueError:
+        legal = ", ".join(level.value for level in Level)
+        raise ArgumentError(f"unknown level of checks {text!r}", value=text, remedy=f"use one of: {legal}") from None
+
+
+def current_checks() -> Level:
+    """The level in force."""
+    return Level.FULL if full else Level.CHEAP if cheap else Level.OFF
+
+
+def set_checks(level: str | Level) -> Level:
+    """Sets the level for the whole process and returns the one before.
+
+    Raises:
+        ArgumentError: unknown level.
+    """
+    global cheap, full
+    before = current_checks()
+    chosen = parse_level(level)
+    cheap = chosen is not Level.OFF
+    full = chosen is Level.FULL
+    return before
+
+
+@contextlib.contextmanager
+def checks(level: str | Level) -> Iterator[None]:
+    """A window in which the level is another one."""
+    before = set_checks(level)
+    try:
+        yield
+    finally:
+        set_checks(before)
+
+
+def _from_environment() -> None:
+    text = os.environ.get(ENVIRONMENT_VARIABLE)
+    if text is None:
+        return
+    try:
+        set_checks(text)
+    except ArgumentError as error:
+        raise ArgumentError(
+            f"environment variable {ENVIRONMENT_VARIABLE}: {error.problem}", value=text, remedy=error.remedy
+        ) from None
+
+
+_from_environment()

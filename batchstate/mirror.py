@@ -1,0 +1,643 @@
+"""`MirroredTensor`: one per-request vector, on the host and on the device, as one immutable value.
+
+Every operation returns a new value and acts on both sides: on the host side with numpy, at once; on the device side
+with one launch, if the device side exists already, or else not before somebody uses it. Nothing here waits for the
+device but `resolve`. Nothing that a launched kernel may still read is ever written in place.
+
+`repr`, `len`, `sum`, `max` and comparisons use the host side.
+"""
+
+import contextlib
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, Self, SupportsIndex
+
+import numpy as np
+import torch
+
+from batchstate import invariants, levels
+from batchstate.contracts import Contract, combined, parse_contract, weaker_or_equal
+from batchstate.device_ops import add, concatenate, replace_rows, select_rows, signed_twin
+from batchstate.device_side import DeviceSide, Made, version_mark
+from batchstate.errors import (
+    ArgumentError,
+    ContractError,
+    DeclarationError,
+    DeviceError,
+    DtypeError,
+    ShapeError,
+    SideMissingError,
+)
+from batchstate.host_arrays import Array, Rows, as_array, converted, count, kept_rows, row_indices
+from batchstate.host_numbers import HostNumbers
+from batchstate.integers import across, amounts, shifted
+from batchstate.runtime import NUMPY_DTYPES, Runtime, numpy_dtype, torch_dtype
+from batchstate.stale import StaleWindow, reasons
+from batchstate.violations import Where
+
+__all__ = ["Contract", "MirroredTensor"]
+
+
+class MirroredTensor(HostNumbers):
+    """A vector (rows first, any trailing shape) whose host and device side are kept together.
+
+    Make one with `from_host`, `from_device` or `from_pair`. Subclasses in `batchstate.indices` carry an index space.
+
+    Attributes:
+        unit: index space of the values (`slot`, `page`, `token`, `host_token`), or None for plain numbers.
+        runtime: the device it belongs to.
+        contract: how the host side relates to the device side.
+        name: for reports.
+        version: a number that no other value of the runtime has; stamp derived metadata with it.
+    """
+
+    unit: ClassVar[str | None] = None
+
+    __slots__ = (
+        "__weakref__",
+        "_checksum",
+        "_device",
+        "_host",
+        "_host_tensor",
+        "_origin",
+        "_tags",
+        "_windows",
+        "contract",
+        "dtype",
+        "name",
+        "runtime",
+        "shape",
+        "version",
+    )
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        host: Array | None,
+        device: DeviceSide | None,
+        *,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        contract: Contract,
+        name: str = "",
+        windows: tuple[StaleWindow, ...] = (),
+        tags: tuple[Array, ...] = (),
+        origin: int = 0,
+    ) -> None:
+        """For the library. `host` becomes the property of the value; without `device` it is uploaded at first use.
+
+        `tags` are host arrays whose rows go wherever the rows of the value go, `origin` the pool that made its indices.
+        """
+        self.runtime = runtime
+        self.dtype = dtype
+        self.shape = shape
+        self.contract = contract
+        self.name = name
+        self.version = runtime.new_version()
+        self._host = host
+        self._host_tensor: torch.Tensor | None = None
+        self._device = DeviceSide(self._upload) if device is None else device
+        self._windows = windows
+        self._tags = tags
+        self._origin = origin
+        self._checksum = _checksum(host) if levels.full and host is not None else None
+
+    # Making
+
+    @classmethod
+    def from_host(
+        cls,
+        runtime: Runtime,
+        values: object,
+        *,
+        dtype: torch.dtype | None = None,
+        contract: str | Contract = Contract.EXACT,
+        name: str = "",
+    ) -> Self:
+        """A value from host values, which are copied. The device side is uploaded at first use, in one copy.
+
+        Args:
+            runtime: the device.
+            values: list, numpy array or CPU tensor; rows first.
+            dtype: of the column; by default the dtype of an array or tensor, int64 or float32 for lists.
+            contract: `exact`, or `host_only` for values whose upload belongs to the stream that uses them.
+            name: for reports.
+
+        Raises:
+            DtypeError: values do not go into `dtype`, or torch and numpy do not share it.
+            ValueOverflowError: a value lies outside the range of `dtype`.
+            ShapeError: no rows (a scalar).
+            ContractError: `upper_bound` and `device_only` values need a device side of their own.
+        """
+        wanted = parse_contract(contract)
+        if wanted not in (Contract.EXACT, Contract.HOST_ONLY):
+            raise ContractError(
+                f"{cls.__name__}.from_host cannot make a {wanted.value} value",
+                value=wanted.value,
+                remedy="use `from_pair` for upper_bound, `from_device` for device_only",
+            )
+        what = name or cls.__name__
+        array = as_array(values, what)
+        if dtype is None:
+            chosen = np.dtype(array.dtype)
+            if not isinstance(values, np.ndarray | torch.Tensor) and array.dtype.kind == "f":
+                chosen = np.dtype(np.float32) if array.size else np.dtype(np.int64)
+            torch_dtype(chosen)
+        else:
+            chosen = numpy_dtype(dtype)
+        if array.ndim == 0:
+            raise ShapeError(f"{what}: a scalar has no rows", value=values, remedy="pass one row a request")
+        host = converted(values, chosen, what)
+        return cls(runtime, host, None, dtype=torch_dtype(chosen), shape=host.shape, contract=wanted, name=name)
+
+    @classmethod
+    def from_device(cls, runtime: Runtime, tensor: torch.Tensor, *, name: str = "") -> Self:
+        """A `device_only` value. `tensor` is taken over, not copied, and must not be written any more.
+
+        Raises:
+            DeviceError: `tensor` lies on another device.
+            ShapeError: no rows.
+        """
+        _check_on_device(runtime, tensor, name or cls.__name__)
+        return cls(
+            runtime,
+            None,
+            DeviceSide.of(tensor, runtime),
+            dtype=tensor.dtype,
+            shape=tuple(tensor.shape),
+            contract=Contract.DEVICE_ONLY,
+            name=name,
+        )
+
+    @classmethod
+    def from_pair(
+        cls,
+        runtime: Runtime,
+        host: object,
+        device: torch.Tensor,
+        *,
+        contract: str | Contract = Contract.EXACT,
+        name: str = "",
+    ) -> Self:
+        """A value from both sides. `host` is copied, `device` is taken over and must not be written any more.
+
+        Raises:
+            DeviceError: `device` lies on another device.
+            ShapeError, DtypeError: the sides do not go together.
+            ContractError: a contract without one of the sides.
+            Violation: MIRROR_EQUAL or MIRROR_BOUND, at level `full`.
+        """
+        wanted = parse_contract(contract)
+        what = name or cls.__name__
+        if wanted not in (Contract.EXACT, Contract.UPPER_BOUND):
+            raise ContractError(
+                f"{what}: a {wanted.value} value is no pair",
+                value=wanted.value,
+                remedy="use `from_host` or `from_device`",
+            )
+        _check_on_device(runtime, device, what)
+        array = converted(host, numpy_dtype(device.dtype), what)
+        if array.shape != tuple(device.shape):
+            raise ShapeError(
+                f"{what}: host side {list(array.shape)}, device side {list(device.shape)}",
+                value=array.shape,
+                remedy="pass two sides of one shape",
+            )
+        value = cls(
+            runtime,
+            array,
+            DeviceSide.of(device, runtime),
+            dtype=device.dtype,
+            shape=array.shape,
+            contract=wanted,
+            name=name,
+        )
+        value.check("from_pair")
+        return value
+
+    # Sides
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def np(self) -> Array:
+        """The host side as a read-only array.
+
+        Raises:
+            SideMissingError: a `device_only` value.
+            Violation: MIRROR_STALE_READ inside a stale window of the host side.
+        """
+        self._check_fresh("host")
+        view = self._host_side().view()
+        view.flags.writeable = False
+        return view
+
+    @property
+    def host(self) -> torch.Tensor:
+        """The host side as a CPU tensor, to be read only. Raises what `np` raises."""
+        self._check_fresh("host")
+        if self._host_tensor is None:
+            self._host_tensor = torch.from_numpy(self._host_side())
+        return self._host_tensor
+
+    @property
+    def device(self) -> torch.Tensor:
+        """The device side, to be read only, safe to use on the current stream. Uploaded if it is not there yet.
+
+        Raises:
+            Violation: MIRROR_STALE_READ inside a stale window of the device side.
+        """
+        self._check_fresh("device")
+        return self._device.tensor(self.runtime)
+
+    @property
+    def device_side(self) -> DeviceSide:
+        """The device side as it may not exist yet. For the library: batches and relays take it over as it is."""
+        self._check_fresh("device")
+        return self._device
+
+    def _host_side(self) -> Array:
+        if self._host is None:
+            raise SideMissingError(
+                f"{self!r} has no host side",
+                value=self.contract.value,
+                remedy="call `resolve()`, which waits for the device, or plan with a bound",
+            )
+        return self._host
+
+    def _upload(self) -> Made:
+        packed = self.runtime.upload([self._host_side()])
+        return Made(packed.view(0), packed.stream, packed.ready)
+
+    def _check_fresh(self, side: str) -> None:
+        if self._windows:
+            invariants.mirror_stale_read(side, reasons(self._windows, side), **self._where("read"))
+
+    @contextlib.contextmanager
+    def stale(self, side: str, *, reason: str) -> Iterator[None]:
+        """A window in which `side` (`host` or `device`) is knowingly old: reading it raises, here and in derived values.
+
+        Raises:
+            ArgumentError: unknown side, or no reason given.
+        """
+        window = StaleWindow(side, reason)
+        self._windows = (*self._windows, window)
+        try:
+            yield
+        finally:
+            window.open = False
+            self._windows = tuple(one for one in self._windows if one.open)
+
+    # Moving rows
+
+    def filter(self, keep: object) -> Self:
+        """The rows that `keep` names, in its order.
+
+        Args:
+            keep: boolean mask bool[n], or unique row indices as list or array.
+
+        Raises:
+            ShapeError, DtypeError, RowIndexError, ArgumentError: see `host_arrays.kept_rows`.
+        """
+        return self._taken(kept_rows(keep, len(self), self._what("filter")), "filter")
+
+    def take(self, rows: object) -> Self:
+        """The rows at `rows` (int[k]), which may repeat.
+
+        Raises:
+            ShapeError, DtypeError, RowIndexError: see `host_arrays.row_indices`.
+        """
+        return self._taken(row_indices(rows, len(self), self._what("take")), "take")
+
+    def _taken(self, rows: Rows, operation: str) -> Self:
+        self.check(operation)
+        host = None if self._host is None else self._host[rows]
+        device = self._made_device()
+        if device is not None:
+            index = self.runtime.upload([rows]).view(0)
+            device = self.runtime.launch(select_rows, device, index, reads=(device, index), name=operation)
+        tags = tuple(tag[rows] for tag in self._tags)
+        return self._derived(host, device, (len(rows), *self.shape[1:]), operation, tags=tags)
+
+    def merge(self, other: Self) -> Self:
+        """The rows of this value, then those of `other`; the weaker contract of the two.
+
+        Raises:
+            Violation: UNIT_MISMATCH.
+            DtypeError, ShapeError, DeviceError: the two do not go together.
+        """
+        return self.cat([self, other])
+
+    @classmethod
+    def cat(cls, values: Sequence[Self]) -> Self:
+        """The rows of all values in order; the weakest of their contracts. Raises what `merge` raises."""
+        if not values:
+            raise ArgumentError("cat of no values", value=values, remedy="pass at least one value")
+        first = values[0]
+        for other in values[1:]:
+            first._check_alike(other)
+        for value in values:
+            value.check("cat")
+        contract = first.contract
+        for other in values[1:]:
+            contract = combined(contract, other.contract)
+        host = None
+        if contract is not Contract.DEVICE_ONLY:
+            host = np.concatenate([value._host_side() for value in values])
+        device = None
+        if contract in (Contract.UPPER_BOUND, Contract.DEVICE_ONLY) or any(
+            value._device.made is not None for value in values
+        ):
+            parts = [value._device.tensor(first.runtime) for value in values]
+            device = first.runtime.launch(concatenate, parts, reads=parts, name="cat")
+        windows = tuple(dict.fromkeys(window for value in values for window in value._windows))
+        rows = sum(len(value) for value in values)
+        tags = tuple(np.concatenate(column) for column in zip(*(value._tags for value in values), strict=True))
+        return first._derived(
+            host, device, (rows, *first.shape[1:]), "cat", contract=contract, windows=windows, tags=tags
+        )
+
+    def split(self, sizes: Sequence[int]) -> list[Self]:
+        """Consecutive pieces of the given sizes, which sum to the number of rows. No copy, no launch.
+
+        Raises:
+            ArgumentError: a negative size, or a sum that differs.
+        """
+        self.check("split")
+        what = self._what("split")
+        lengths = [count(size, f"{what}: size") for size in sizes]
+        if sum(lengths) != len(self):
+            raise ArgumentError(
+                f"{what}: sizes {lengths} sum to {sum(lengths)}, not {len(self)}",
+                value=lengths,
+                remedy="cover every row",
+            )
+        pieces, start = [], 0
+        made = self._made_device()
+        for size in lengths:
+            rows = slice(start, start + size)
+            host = None if self._host is None else self._host[rows]
+            device = None if made is None else made[rows]
+            pieces.append(
+                self._derived(
+                    host, device, (size, *self.shape[1:]), "split", tags=tuple(tag[rows] for tag in self._tags)
+                )
+            )
+            start += size
+        return pieces
+
+    def pad(self, to: SupportsIndex, value: float = 0) -> Self:
+        """The same rows, then rows of `value` up to `to` rows.
+
+        Raises:
+            ArgumentError: `to` is less than the number of rows, or a non-zero pad for indices (slot 0 is the padding).
+            DtypeError, ValueOverflowError: `value` does not go into the dtype.
+        """
+        self.check("pad")
+        what = self._what("pad")
+        rows = count(to, f"{what}: rows", least=len(self))
+        if self.unit is not None and value != 0:
+            raise ArgumentError(f"{what}: padding {self.unit}s with {value}", value=value, remedy="pad indices with 0")
+        padding = np.broadcast_to(
+            converted(np.asarray(value), numpy_dtype(self.dtype), what), (rows - len(self), *self.shape[1:])
+        )
+        host = None if self._host is None else np.concatenate([self._host, padding])
+        device = self._made_device()
+        if device is not None:
+            tail = self.runtime.upload([padding]).view(0)
+            device = self.runtime.launch(concatenate, [device, tail], reads=(device, tail), name="pad")
+        tags = tuple(np.concatenate([tag, np.zeros(rows - len(self), tag.dtype)]) for tag in self._tags)
+        result = self._derived(host, device, (rows, *self.shape[1:]), "pad", tags=tags)
+        if levels.cheap and host is not None:
+            invariants.tail_stale(host[len(self) :], padding.dtype.type(value), len(self), **self._where("pad"))
+        return result
+
+    def update(self, rows: object, values: object) -> Self:
+        """The same value with other values in some rows, on both sides.
+
+        Args:
+            rows: unique row indices int[k], or a mask bool[n].
+            values: a number, or k rows.
+
+        Raises:
+            ShapeError, DtypeError, RowIndexError, ArgumentError: see `host_arrays.kept_rows`.
+            ValueOverflowError: a value outside the range of the dtype.
+        """
+        self.check("update")
+        what = self._what("update")
+        index = kept_rows(rows, len(self), what)
+        source = values._host_side() if isinstance(values, MirroredTensor) else values
+        new = converted(source, numpy_dtype(self.dtype), what)
+        shape = (len(index), *self.shape[1:])
+        if new.ndim and new.shape != shape:
+            raise ShapeError(f"{what}: {list(new.shape)} for {list(shape)}", value=new.shape, remedy="one row each")
+        new = np.broadcast_to(new, shape)
+        host = None
+        if self._host is not None:
+            host = self._host.copy()
+            host[index] = new
+        device = self._made_device()
+        if device is not None:
+            packed = self.runtime.upload([index, new])
+            places, updates = packed.view(0), packed.view(1)
+            device = self.runtime.launch(
+                replace_rows, device, places, updates, reads=(device, places, updates), name="update", operations=2
+            )
+        return self._derived(host, device, self.shape, "update", tags=self._updated_tags(index, values))
+
+    def _updated_tags(self, rows: Rows, values: object) -> tuple[Array, ...]:
+        if not self._tags:
+            return ()
+        if type(values) is not type(self):
+            raise DtypeError(
+                f"{self._what('update')}: {self.unit}s are replaced by {self.unit}s of a pool, not by numbers",
+                value=values,
+                remedy="pass what the pool handed out",
+            )
+        tags = tuple(tag.copy() for tag in self._tags)
+        for tag, new in zip(tags, values._tags, strict=True):
+            tag[rows] = new
+        return tags
+
+    # Arithmetic
+
+    def __add__(self, n: object) -> Self:
+        return self._added(n, 1)
+
+    def __sub__(self, n: object) -> Self:
+        return self._added(n, -1)
+
+    def _added(self, n: object, sign: int) -> Self:
+        operation = "+ n" if sign > 0 else "- n"
+        what = self._what(operation)
+        if self.dtype.is_floating_point or self.dtype is torch.bool:
+            raise DtypeError(
+                f"{what}: arithmetic on {self.dtype}; two processors round differently",
+                value=self.dtype,
+                remedy="compute it in one place and pass the result to `update`",
+            )
+        if self.unit is not None:
+            raise DtypeError(
+                f"{what}: arithmetic on {self.unit} indices", value=n, remedy="indices are moved, not computed"
+            )
+        self.check(operation)
+        if isinstance(n, MirroredTensor) and n.contract not in (Contract.EXACT, Contract.HOST_ONLY):
+            raise ContractError(
+                f"{what}: {n!r} has no exact host side", value=n.contract.value, remedy="resolve it first"
+            )
+        amount = sign * amounts(n._host_side() if isinstance(n, MirroredTensor) else n, len(self), what)
+        host = None if self._host is None else shifted(self._host, across(amount, len(self.shape)), what)
+        device = self._made_device()
+        if device is not None:
+            delta: torch.Tensor | int = int(amount) if amount.ndim == 0 else self._amounts_on_device(amount)
+            device = self.runtime.launch(add, device, delta, reads=(device,), name=operation)
+        return self._derived(host, device, self.shape, operation)
+
+    def _amounts_on_device(self, amount: Rows) -> torch.Tensor:
+        lanes = across(amount, len(self.shape)).astype(numpy_dtype(signed_twin(self.dtype)))
+        return self.runtime.upload([lanes]).view(0)
+
+    # Contracts
+
+    def weaken(self, contract: str | Contract) -> Self:
+        """The same value under a contract that promises less: a bound before speculation, say.
+
+        Raises:
+            ContractError: `contract` promises more than the present one; only `resolve` strengthens.
+        """
+        wanted = parse_contract(contract)
+        if not weaker_or_equal(wanted, self.contract) or wanted is Contract.HOST_ONLY:
+            raise ContractError(
+                f"{self!r} is {self.contract.value} and does not become {wanted.value}",
+                value=wanted.value,
+                remedy="only `resolve()` strengthens a contract, and it waits for the device",
+            )
+        host = None if wanted is Contract.DEVICE_ONLY else self._host
+        device = self._device.tensor(self.runtime) if wanted is not Contract.EXACT else self._made_device()
+        return self._derived(host, device, self.shape, "weaken", contract=wanted)
+
+    def resolve(self) -> Self:
+        """The same value as `exact`, its host side read back from the device. Waits: one forced sync."""
+        self.check("resolve")
+        if self.contract in (Contract.EXACT, Contract.HOST_ONLY):
+            return self
+        device = self._device.tensor(self.runtime)
+        return self._derived(self.runtime.read_back(device), device, self.shape, "resolve", contract=Contract.EXACT)
+
+    def __repr__(self) -> str:
+        kind = numpy_dtype(self.dtype).name if self.dtype in NUMPY_DTYPES else str(self.dtype)
+        label = f" {self.name!r}" if self.name else ""
+        return f"{type(self).__name__}{label} {kind}{list(self.shape)} {self.contract.value} on {self.runtime.device}"
+
+    # Checks
+
+    def check(self, operation: str = "check") -> None:
+        """Judges this value by every law that applies at the level in force.
+
+        `cheap` compares torch's version counters; `full` also compares the two sides, their memory, and a checksum.
+
+        Raises:
+            Violation: MIRROR_FOREIGN_WRITE, MIRROR_ALIASED, MIRROR_EQUAL, MIRROR_BOUND.
+        """
+        if not levels.cheap:
+            return
+        device, mark = self._device.made, self._device.mark
+        if device is not None and mark is not None:
+            invariants.mirror_foreign_write("device", mark, version_mark(device) or 0, **self._where(operation))
+        if self._host_tensor is not None and not self._host_tensor.is_inference():
+            invariants.mirror_foreign_write("host", 0, self._host_tensor._version, **self._where(operation))
+        if levels.full and not self.runtime.capturing:
+            self._check_fully(device, self._where(operation))
+
+    def _check_fully(self, device: torch.Tensor | None, where: Where) -> None:
+        if self._host is None:
+            return
+        if self._checksum is not None:
+            invariants.mirror_foreign_write("host", self._checksum, _checksum(self._host), **where)
+        if device is None:
+            return
+        if device.device.type == "cpu":
+            start = self._host.__array_interface__["data"][0]
+            invariants.mirror_aliased(
+                (start, start + self._host.nbytes), (device.data_ptr(), device.data_ptr() + device.nbytes), **where
+            )
+        law = invariants.mirror_bound if self.contract is Contract.UPPER_BOUND else invariants.mirror_equal
+        law(self._host, self.runtime.inspect(self._device.tensor(self.runtime)), **where)
+
+    # Helpers
+
+    def _made_device(self) -> torch.Tensor | None:
+        """The device side, safe on the current stream, if it exists already."""
+        return None if self._device.made is None else self._device.tensor(self.runtime)
+
+    def _derived(
+        self,
+        host: Array | None,
+        device: torch.Tensor | None,
+        shape: tuple[int, ...],
+        operation: str,
+        *,
+        contract: Contract | None = None,
+        windows: tuple[StaleWindow, ...] | None = None,
+        tags: tuple[Array, ...] | None = None,
+    ) -> Self:
+        value = type(self)(
+            self.runtime,
+            host,
+            None if device is None else DeviceSide.of(device, self.runtime),
+            dtype=self.dtype,
+            shape=shape,
+            contract=self.contract if contract is None else contract,
+            name=self.name,
+            windows=self._windows if windows is None else windows,
+            tags=self._tags if tags is None else tags,
+            origin=self._origin,
+        )
+        if levels.full:
+            value.check(operation)
+        return value
+
+    def _check_alike(self, other: "MirroredTensor") -> None:
+        what = self._what("merge")
+        if not isinstance(other, MirroredTensor):
+            raise DeclarationError(
+                f"{what}: {type(other).__name__} is no MirroredTensor", value=other, remedy="wrap it"
+            )
+        if self.unit != other.unit:
+            invariants.unit_mismatch(str(self.unit), str(other.unit), **self._where("merge"))
+        if self.runtime is not other.runtime:
+            raise DeviceError(
+                f"{what}: {self!r} and {other!r} have two runtimes", value=other, remedy="use one runtime"
+            )
+        if self.dtype != other.dtype:
+            raise DtypeError(f"{what}: {self.dtype} with {other.dtype}", value=other.dtype, remedy="use one dtype")
+        if self.shape[1:] != other.shape[1:]:
+            raise ShapeError(
+                f"{what}: rows of {list(self.shape[1:])} with rows of {list(other.shape[1:])}",
+                value=other.shape,
+                remedy="rows must have one shape",
+            )
+
+    def _what(self, operation: str) -> str:
+        return f"{self.name or type(self).__name__}: {operation}"
+
+    def _where(self, operation: str) -> Where:
+        return {"object": self, "operation": operation, "column": self.name, "step": self.runtime.step}
+
+
+def _checksum(values: Array) -> int:
+    return zlib.crc32(np.ascontiguousarray(values).tobytes())
+
+
+def _check_on_device(runtime: Runtime, tensor: torch.Tensor, what: str) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise DtypeError(f"{what}: {type(tensor).__name__} is no tensor", value=tensor, remedy="pass a device tensor")
+    if tensor.device != runtime.device:
+        raise DeviceError(
+            f"{what}: a tensor on {tensor.device}, runtime on {runtime.device}",
+            value=str(tensor.device),
+            remedy="pass a tensor of the runtime's device",
+        )
+    if tensor.ndim == 0:
+        raise ShapeError(f"{what}: a scalar has no rows", value=tuple(tensor.shape), remedy="pass one row a request")

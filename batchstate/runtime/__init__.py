@@ -1,0 +1,30 @@
+"""The seam between the library and a device: streams, fences, staging, launches and counters.
+
+Nothing else in the library names a stream, an event or pinned memory, so the same code runs on an accelerator, on a
+plain CPU and on test devices. `open_runtime` chooses.
+"""
+
+from batchstate.runtime.accelerator import AcceleratorRuntime
+from batchstate.runtime.base import Runtime, open_runtime
+from batchstate.runtime.counters import Counters
+from batchstate.runtime.cpu import CpuRuntime
+from batchstate.runtime.dtypes import NUMPY_DTYPES, numpy_dtype, torch_dtype
+from batchstate.runtime.fences import DoneFence, Fence, Stream
+from batchstate.runtime.packed import PackedUpload
+from batchstate.runtime.staging import Staging
+
+__all__ = [
+    "NUMPY_DTYPES",
+    "AcceleratorRuntime",
+    "Counters",
+    "CpuRuntime",
+    "DoneFence",
+    "Fence",
+    "PackedUpload",
+    "Runtime",
+    "Staging",
+    "Stream",
+    "numpy_dtype",
+    "open_runtime",
+    "torch_dtype",
+]

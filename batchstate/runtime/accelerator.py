@@ -1,0 +1,135 @@
+"""CUDA, and any accelerator whose torch module has the same streams and events."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import torch
+
+from batchstate.errors import ArgumentError
+from batchstate.runtime.base import Array, Runtime
+from batchstate.runtime.counters import Counters
+from batchstate.runtime.fences import Fence, Stream
+
+
+@attrs.frozen(eq=False)
+class EventFence:
+    """A recorded event."""
+
+    event: Any
+    _counters: Counters
+
+    def query(self) -> bool:
+        """Whether the event has happened. Never waits."""
+        return bool(self.event.query())
+
+    def wait(self) -> None:
+        """Blocks the host until the event has happened."""
+        self._counters.fence_waits += 1
+        self.event.synchronize()
+
+
+class AcceleratorRuntime(Runtime):
+    """Runs on an accelerator through `torch.get_device_module(device)`.
+
+    Args:
+        device: the device; without an index, the current one.
+        steps_in_flight: see `Runtime`.
+
+    Raises:
+        ArgumentError: torch has no such accelerator, or none is available here.
+    """
+
+    def __init__(self, device: torch.device, *, steps_in_flight: int = 2) -> None:
+        module = _device_module(device)
+        if module is None or not hasattr(module, "Event") or not module.is_available():
+            raise ArgumentError(
+                f"device {str(device)!r} is not available here",
+                value=str(device),
+                remedy="use 'cpu', or a machine and a torch build that have this device",
+            )
+        self._module = module
+        index = device.index if device.index is not None else module.current_device()
+        super().__init__(torch.device(device.type, index), steps_in_flight=steps_in_flight)
+
+    def _pinned(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def _device_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def _copy_to_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def _read_back(self, source: torch.Tensor) -> Array:
+        with self._synchronisation_allowed():
+            copy: Array = source.detach().to("cpu").numpy()
+        return copy
+
+    def _wait_for_device(self) -> None:
+        with self._synchronisation_allowed():
+            self._module.synchronize(self.device)
+
+    @contextlib.contextmanager
+    def _synchronisation_allowed(self) -> Iterator[None]:
+        """Calls named for waiting may wait, also where the engine runs under torch's sync-debug mode."""
+        if not hasattr(self._module, "get_sync_debug_mode"):
+            yield
+            return
+        before = self._module.get_sync_debug_mode()
+        if before == 0:
+            yield
+            return
+        self._module.set_sync_debug_mode(0)
+        try:
+            yield
+        finally:
+            self._module.set_sync_debug_mode(before)
+
+    def _wrap(self, native: Any, name: str) -> Stream:
+        return Stream(name, native, (native.device_index, native.stream_id))
+
+    def stream(self, name: str) -> Stream:
+        """A new stream of the device."""
+        return self._wrap(self._module.Stream(device=self.device), name)
+
+    @property
+    def current_stream(self) -> Stream:
+        """Torch's current stream, whoever set it."""
+        return self._wrap(self._module.current_stream(self.device), "current")
+
+    @contextlib.contextmanager
+    def use(self, stream: Stream) -> Iterator[None]:
+        """A window in which `stream` is torch's current stream."""
+        with self._module.stream(stream.native):
+            yield
+
+    def record(self, stream: Stream | None = None) -> Fence:
+        """An event recorded on `stream`."""
+        event = self._module.Event()
+        event.record((stream or self.current_stream).native)
+        return EventFence(event, self.counters)
+
+    def _stream_wait(self, stream: Stream, fence: Fence) -> None:
+        if isinstance(fence, EventFence):
+            stream.native.wait_event(fence.event)
+        elif not fence.query():
+            raise ArgumentError(
+                f"{fence!r} was not recorded by this runtime", value=fence, remedy="record fences with `Runtime.record`"
+            )
+
+    def _keep_alive(self, tensor: torch.Tensor, stream: Stream) -> None:
+        tensor.record_stream(stream.native)
+
+    @property
+    def capturing(self) -> bool:
+        """Whether torch's current stream is being captured."""
+        return bool(self._module.is_current_stream_capturing())
+
+
+def _device_module(device: torch.device) -> Any:
+    try:
+        return torch.get_device_module(device)
+    except RuntimeError:
+        return None

@@ -1,0 +1,321 @@
+"""The protocol a device has to speak, and everything that does not depend on the device."""
+
+import abc
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import numpy.typing as npt
+import torch
+
+from batchstate import invariants, levels
+from batchstate.errors import ArgumentError, CaptureError, OwnerThreadError
+from batchstate.runtime.counters import Counters
+from batchstate.runtime.fences import Fence, Stream
+from batchstate.runtime.packed import PackedUpload, packed_offsets
+from batchstate.runtime.staging import Staging
+
+T = TypeVar("T")
+Array = npt.NDArray[Any]
+
+
+class Runtime(abc.ABC):
+    """One device as the library uses it. Belongs to the thread that made it.
+
+    A new kind of device implements the methods marked abstract; the rest is shared. `open_runtime` makes the one for a
+    device name.
+
+    Attributes:
+        device: where `device_empty` allocates.
+        steps_in_flight: steps that may be under way at once, the one being planned included. Staging is sized by it.
+        step: number of the present step, raised by `next_step`.
+        counters: running totals.
+    """
+
+    def __init__(self, device: torch.device, *, steps_in_flight: int = 2) -> None:
+        if steps_in_flight < 1:
+            raise ArgumentError(
+                f"steps_in_flight is {steps_in_flight}",
+                value=steps_in_flight,
+                remedy="declare 1 for a synchronous engine, 2 for one step of overlap",
+            )
+        self.device = device
+        self.steps_in_flight = steps_in_flight
+        self.step = 0
+        self.counters = Counters()
+        self._thread = threading.get_ident()
+        self._staging = Staging(self._allocate_staging, depth=steps_in_flight + 1)
+        self._versions = 0
+        self._persistent: list[weakref.ref[torch.Tensor]] = []
+        self._observed: list[torch.Tensor] | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(device={str(self.device)!r}, steps_in_flight={self.steps_in_flight}, step={self.step})"
+
+    # What a device implements
+
+    @abc.abstractmethod
+    def _pinned(self, nbytes: int) -> torch.Tensor:
+        """uint8[nbytes] of host memory that a copy can read without the host waiting."""
+
+    @abc.abstractmethod
+    def _device_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised device memory, allocated on the current stream."""
+
+    @abc.abstractmethod
+    def _copy_to_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copies staged host memory to the device on the current stream; the host does not wait."""
+
+    @abc.abstractmethod
+    def _read_back(self, source: torch.Tensor) -> Array:
+        """Waits for the current stream and returns a host copy that shares no memory with `source`."""
+
+    @abc.abstractmethod
+    def _wait_for_device(self) -> None:
+        """Blocks the host until the device has run everything."""
+
+    @abc.abstractmethod
+    def stream(self, name: str) -> Stream:
+        """A new stream."""
+
+    @property
+    @abc.abstractmethod
+    def current_stream(self) -> Stream:
+        """The stream that operations of this thread go to."""
+
+    @abc.abstractmethod
+    def use(self, stream: Stream) -> contextlib.AbstractContextManager[None]:
+        """A window in which `stream` is the current one."""
+
+    @abc.abstractmethod
+    def record(self, stream: Stream | None = None) -> Fence:
+        """A fence behind everything enqueued on `stream` (the current one by default) so far."""
+
+    @abc.abstractmethod
+    def _stream_wait(self, stream: Stream, fence: Fence) -> None:
+        """Makes `stream` wait for `fence`, on the device."""
+
+    @abc.abstractmethod
+    def _keep_alive(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Keeps the memory of `tensor` from being reused until `stream` has run what it has enqueued by then."""
+
+    @property
+    @abc.abstractmethod
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph."""
+
+    # Ownership and steps
+
+    def check_owner(self, operation: str) -> None:
+        """Refuses use from a second thread.
+
+        Raises:
+            OwnerThreadError: called from a thread other than the one that made the runtime.
+        """
+        if threading.get_ident() != self._thread:
+            raise OwnerThreadError(
+                f"{operation} was called from thread {threading.current_thread().name!r}, which does not own {self!r}",
+                value=threading.current_thread().name,
+                remedy="make one runtime a thread, or pass the call to the owning thread",
+            )
+
+    def next_step(self) -> int:
+        """Begins the next step and returns its number. Never waits.
+
+        Raises:
+            Violation: STAGING_OVERRUN, at `cheap`: more steps are in flight than were declared.
+        """
+        self.check_owner("next_step")
+        if levels.cheap and not self.capturing:
+            oldest = self._staging.oldest_step()
+            if oldest is not None:
+                invariants.staging_overrun(
+                    oldest,
+                    self.step + 1,
+                    self.steps_in_flight,
+                    object=repr(self),
+                    operation="next_step",
+                    step=self.step,
+                )
+        self.step += 1
+        return self.step
+
+    def new_version(self) -> int:
+        """A number no other value of this runtime has."""
+        self._versions += 1
+        return self._versions
+
+    # Memory
+
+    def device_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised device memory that lives as long as its users."""
+        self._refuse_capture("allocating device memory")
+        tensor = self._device_memory(shape, dtype)
+        self.counters.device_allocations += 1
+        if self._observed is not None:
+            self._observed.append(tensor)
+        return tensor
+
+    def device_zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Zeroed device memory for tables that outlive a step. Not counted as a device operation."""
+        # A table is written in place for years: it must not be an inference tensor, which only inference mode may write.
+        with torch.inference_mode(False):
+            tensor = self.device_empty(shape, dtype).zero_()
+        self._persistent.append(weakref.ref(tensor))
+        return tensor
+
+    def _allocate_staging(self, nbytes: int) -> torch.Tensor:
+        self.counters.staging_allocations += 1
+        return self._pinned(nbytes)
+
+    # Transfers
+
+    def upload(self, arrays: Sequence[Array]) -> PackedUpload:
+        """Copies host arrays to the device in one copy, on the current stream. The host does not wait.
+
+        The arrays may be changed afterwards: they were copied into staging memory, which is reused only when its fence
+        is complete.
+
+        Args:
+            arrays: any number of arrays of shared dtypes.
+
+        Raises:
+            CaptureError: the current stream is being captured; staging memory would be baked into the graph.
+        """
+        self.check_owner("upload")
+        self._refuse_capture("an upload")
+        offsets, nbytes = packed_offsets(arrays)
+        buffer = self.device_empty((nbytes,), torch.uint8)
+        stream = self.current_stream
+        block = self._staging.take(nbytes)
+        try:
+            for array, start in zip(arrays, offsets, strict=True):
+                target = block.bytes[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+                target[...] = array
+            self._copy_to_device(buffer, block.tensor[:nbytes])
+        except BaseException:
+            self._staging.give_up(block)
+            raise
+        ready = self.record(stream)
+        self._staging.release(block, ready, self.step)
+        self.counters.host_to_device_copies += 1
+        self.counters.host_to_device_bytes += nbytes
+        return PackedUpload(buffer, stream, ready, offsets, [(array.dtype, array.shape) for array in arrays])
+
+    def read_back(self, tensor: torch.Tensor) -> Array:
+        """Brings a device tensor to the host. Waits for the device: counted as a forced sync."""
+        self.check_owner("read_back")
+        self._refuse_capture("a read-back")
+        self.counters.forced_syncs += 1
+        self.counters.device_to_host_copies += 1
+        return self._read_back(tensor)
+
+    def inspect(self, tensor: torch.Tensor) -> Array:
+        """What `read_back` does, for checks: counted in `check_reads` and nowhere else."""
+        self.counters.check_reads += 1
+        return self._read_back(tensor)
+
+    def synchronize(self) -> None:
+        """Waits until the device has run everything: counted as a forced sync."""
+        self._refuse_capture("synchronize")
+        self.counters.forced_syncs += 1
+        self._wait_for_device()
+
+    # Operations and order
+
+    def launch(
+        self,
+        operation: Callable[..., T],
+        *args: Any,
+        reads: Sequence[torch.Tensor] = (),
+        writes: Sequence[torch.Tensor] = (),
+        name: str = "",
+        operations: int = 1,
+        **kwargs: Any,
+    ) -> T:
+        """Runs a device operation on the current stream and counts it.
+
+        Args:
+            operation: called with `args` and `kwargs`; enqueues kernels (or replays one graph).
+            reads: device tensors that it reads, for tools that watch for races.
+            writes: device tensors that it writes in place.
+            name: for reports.
+            operations: how many kernels it enqueues.
+
+        Returns:
+            what `operation` returns.
+
+        Raises:
+            OwnerThreadError: called from a thread that does not own the runtime.
+        """
+        self.check_owner(name or "launch")
+        result = operation(*args, **kwargs)
+        self.counters.device_operations += operations
+        if self._observed is not None and isinstance(result, torch.Tensor):
+            self._observed.append(result)
+        return result
+
+    def wait(self, fence: Fence, *, stream: Stream | None = None) -> None:
+        """Makes `stream` (the current one by default) wait for `fence`, on the device. The host does not wait."""
+        self.counters.stream_waits += 1
+        self._stream_wait(stream or self.current_stream, fence)
+
+    def acquire(self, tensor: torch.Tensor, made_on: Stream, ready: Fence | None = None) -> torch.Tensor:
+        """Makes `tensor` safe to use on the current stream, whichever stream made it, and returns it.
+
+        If that is another stream, the current one waits for `ready` (or for all that `made_on` has enqueued), and the
+        memory is kept until the current stream is done with it: an order of execution alone does not protect memory.
+        """
+        current = self.current_stream
+        if current != made_on and not self.capturing:
+            self.wait(ready or self.record(made_on), stream=current)
+            self.counters.hand_overs += 1
+            self._keep_alive(tensor, current)
+        return tensor
+
+    def _refuse_capture(self, what: str) -> None:
+        if self.capturing:
+            raise CaptureError(
+                f"{what} is not possible while the stream is captured",
+                remedy="prepare inputs before the capture, into buffers with fixed addresses",
+            )
+
+    # For test tools
+
+    @contextlib.contextmanager
+    def observe(self) -> Iterator[list[torch.Tensor]]:
+        """A window in which every device tensor made through the runtime is collected (and kept alive).
+
+        Yields the list, which begins with the tables that live already. For tools that must tell device tensors from
+        host tensors where both lie in CPU memory.
+        """
+        alive = [tensor for reference in self._persistent if (tensor := reference()) is not None]
+        before, self._observed = self._observed, alive
+        try:
+            yield alive
+        finally:
+            self._observed = before
+
+
+def open_runtime(device: str | torch.device = "cpu", *, steps_in_flight: int = 2) -> Runtime:
+    """The runtime of a device.
+
+    Args:
+        device: `"cpu"`, or an accelerator that torch was built for (`"cuda"`, `"cuda:1"`, ...).
+        steps_in_flight: see `Runtime`.
+
+    Raises:
+        ArgumentError: torch does not know the device, or it is not available here.
+    """
+    from batchstate.runtime.accelerator import AcceleratorRuntime
+    from batchstate.runtime.cpu import CpuRuntime
+
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ArgumentError(f"unknown device {device!r}", value=device, remedy="use 'cpu' or 'cuda'") from None
+    if wanted.type == "cpu":
+        return CpuRuntime(steps_in_flight=steps_in_flight)
+    return AcceleratorRuntime(wanted, steps_in_flight=steps_in_flight)

@@ -1,0 +1,74 @@
+"""A plain CPU as device: every operation runs at once, and device memory is an allocation of its own.
+
+The point of this runtime is that host and device side stay two memories. `.to("cpu")` and `torch.from_numpy` would alias
+them, a pair that aliases always agrees, and every check on it would be vacuous.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+
+import torch
+
+from batchstate.runtime.base import Array, Runtime
+from batchstate.runtime.fences import DoneFence, Fence, Stream
+
+_DONE = DoneFence()
+_ids = itertools.count()
+
+
+class CpuRuntime(Runtime):
+    """Runs on CPU tensors, with streams that have a name and no concurrency."""
+
+    def __init__(self, *, steps_in_flight: int = 2) -> None:
+        super().__init__(torch.device("cpu"), steps_in_flight=steps_in_flight)
+        self._current = self.stream("default")
+
+    def _pinned(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def _device_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def _copy_to_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def _read_back(self, source: torch.Tensor) -> Array:
+        copy: Array = source.detach().clone().numpy()
+        return copy
+
+    def _wait_for_device(self) -> None:
+        return
+
+    def stream(self, name: str) -> Stream:
+        """A new stream; it has an identity and runs at once."""
+        return Stream(name, None, next(_ids))
+
+    @property
+    def current_stream(self) -> Stream:
+        """The stream of the innermost `use`."""
+        return self._current
+
+    @contextlib.contextmanager
+    def use(self, stream: Stream) -> Iterator[None]:
+        """A window in which `stream` is the current one."""
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def record(self, stream: Stream | None = None) -> Fence:
+        """A fence that is complete: everything has run."""
+        return _DONE
+
+    def _stream_wait(self, stream: Stream, fence: Fence) -> None:
+        return
+
+    def _keep_alive(self, tensor: torch.Tensor, stream: Stream) -> None:
+        return
+
+    @property
+    def capturing(self) -> bool:
+        """False: there are no graphs."""
+        return False

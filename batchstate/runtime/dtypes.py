@@ -1,0 +1,56 @@
+"""The dtypes that torch and numpy share, and the way from one to the other."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchstate.errors import DtypeError
+
+NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
+    torch.bool: np.dtype(np.bool_),
+    torch.uint8: np.dtype(np.uint8),
+    torch.int8: np.dtype(np.int8),
+    torch.int16: np.dtype(np.int16),
+    torch.int32: np.dtype(np.int32),
+    torch.int64: np.dtype(np.int64),
+    torch.uint16: np.dtype(np.uint16),
+    torch.uint32: np.dtype(np.uint32),
+    torch.uint64: np.dtype(np.uint64),
+    torch.float16: np.dtype(np.float16),
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+}
+_TORCH_DTYPES = {dtype: torch_one for torch_one, dtype in NUMPY_DTYPES.items()}
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """Numpy's dtype of the same bits.
+
+    Raises:
+        DtypeError: numpy has none (bfloat16, for example).
+    """
+    try:
+        return NUMPY_DTYPES[dtype]
+    except (KeyError, TypeError):
+        raise _unshared(dtype) from None
+
+
+def torch_dtype(dtype: npt.DTypeLike) -> torch.dtype:
+    """Torch's dtype of the same bits.
+
+    Raises:
+        DtypeError: torch has none (strings and objects, for example).
+    """
+    try:
+        return _TORCH_DTYPES[np.dtype(dtype)]
+    except (KeyError, TypeError):
+        raise _unshared(dtype) from None
+
+
+def _unshared(dtype: object) -> DtypeError:
+    names = ", ".join(str(one) for one in NUMPY_DTYPES.values())
+    return DtypeError(
+        f"dtype {dtype} does not exist in both torch and numpy", value=dtype, remedy=f"use one of: {names}"
+    )

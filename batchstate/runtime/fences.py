@@ -1,0 +1,51 @@
+"""Fences and streams as the library sees them."""
+
+from typing import Any, Protocol, runtime_checkable
+
+import attrs
+
+
+@runtime_checkable
+class Fence(Protocol):
+    """A point in a stream. The device waits for it through `Stream.wait`; the host asks or waits here."""
+
+    def query(self) -> bool:
+        """Whether everything before this point has run. Never waits."""
+        ...
+
+    def wait(self) -> None:
+        """Blocks the host until everything before this point has run."""
+        ...
+
+
+@attrs.frozen
+class DoneFence:
+    """A fence that is complete: what a device records that runs everything at once."""
+
+    def query(self) -> bool:
+        """True."""
+        return True
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+
+@attrs.frozen(eq=False)
+class Stream:
+    """A queue of device operations that run in order.
+
+    Attributes:
+        name: for reports.
+        native: the backend's stream object, or None on a device without streams.
+        key: what two names of one backend stream have in common; streams compare by it.
+    """
+
+    name: str
+    native: Any
+    key: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)

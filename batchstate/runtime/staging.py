@@ -1,0 +1,82 @@
+"""Pinned host memory that uploads are staged in, reused only after the copy that read it has run.
+
+The host writes a block once, the copy reads it when the device gets there, and a fence recorded behind the copy says
+when that was. A block goes back to the pool only when its fence is complete, and only its fence decides: not the number
+of calls, not a ring index. So a source can never be refilled in flight, however deep the engine runs; the depth it
+declares (`steps_in_flight`) sets how many blocks are made in advance, and an engine that runs deeper is reported.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchstate.runtime.fences import Fence
+
+SMALLEST_BLOCK = 1 << 14
+"""Bytes of the smallest block. Batch state of a few hundred requests fits."""
+
+
+@final
+@attrs.define(eq=False)
+class StagingBlock:
+    """One piece of pinned memory: `tensor` uint8[nbytes] and `bytes`, the same memory as an array."""
+
+    tensor: torch.Tensor
+    bytes: npt.NDArray[np.uint8]
+
+
+@final
+@attrs.define(eq=False)
+class Staging:
+    """Blocks by size, free or in flight.
+
+    Attributes:
+        allocate: makes uint8[nbytes] of host memory, pinned where that means something.
+        depth: blocks made at once for a size that is asked for the first time.
+    """
+
+    allocate: Callable[[int], torch.Tensor]
+    depth: int
+    _free: dict[int, list[StagingBlock]] = attrs.field(factory=dict, init=False)
+    _in_flight: deque[tuple[Fence, int, StagingBlock]] = attrs.field(factory=deque, init=False)
+    blocks: int = attrs.field(default=0, init=False)
+
+    def take(self, nbytes: int) -> StagingBlock:
+        """A block of at least `nbytes` that no copy still reads. Never waits; makes a new one if all are in flight."""
+        self.reap()
+        size = max(SMALLEST_BLOCK, 1 << max(nbytes - 1, 0).bit_length())
+        free = self._free.get(size)
+        if free is None:
+            free = self._free[size] = [self._make(size) for _ in range(self.depth)]
+        return free.pop() if free else self._make(size)
+
+    def release(self, block: StagingBlock, fence: Fence, step: int) -> None:
+        """Gives a block back once `fence`, recorded behind the copy that reads it, is complete."""
+        self._in_flight.append((fence, step, block))
+
+    def give_up(self, block: StagingBlock) -> None:
+        """Gives back a block of which no copy was made."""
+        self._free[len(block.bytes)].append(block)
+
+    def reap(self) -> None:
+        """Makes every block free whose copy has run, oldest first."""
+        in_flight = self._in_flight
+        while in_flight and in_flight[0][0].query():
+            block = in_flight.popleft()[2]
+            self._free[len(block.bytes)].append(block)
+
+    def oldest_step(self) -> int | None:
+        """Step of the oldest upload that has not run, or None."""
+        self.reap()
+        return self._in_flight[0][1] if self._in_flight else None
+
+    def _make(self, size: int) -> StagingBlock:
+        tensor = self.allocate(size)
+        self.blocks += 1
+        array: Any = tensor.numpy()
+        return StagingBlock(tensor, array)

@@ -1,0 +1,115 @@
+"""What a broken invariant looks like: its code, and a report a person can act on."""
+
+import enum
+from typing import Any, TypedDict
+
+from batchstate.errors import BatchStateError
+
+
+class Code(enum.StrEnum):
+    """The invariants by name. The law behind each is the function of `batchstate.invariants` registered for it."""
+
+    MIRROR_EQUAL = "MIRROR_EQUAL"
+    MIRROR_BOUND = "MIRROR_BOUND"
+    MIRROR_STALE_READ = "MIRROR_STALE_READ"
+    MIRROR_FOREIGN_WRITE = "MIRROR_FOREIGN_WRITE"
+    MIRROR_ALIASED = "MIRROR_ALIASED"
+    ROW_COUNT = "ROW_COUNT"
+    SLOT_ZERO_ALLOCATED = "SLOT_ZERO_ALLOCATED"
+    SLOT_ZERO_DIRTY = "SLOT_ZERO_DIRTY"
+    SLOT_OUT_OF_RANGE = "SLOT_OUT_OF_RANGE"
+    SLOT_DOUBLE_FREE = "SLOT_DOUBLE_FREE"
+    SLOT_STALE_HANDLE = "SLOT_STALE_HANDLE"
+    SLOT_SHARED = "SLOT_SHARED"
+    SLOT_CONSERVATION = "SLOT_CONSERVATION"
+    SLOT_IN_FLIGHT = "SLOT_IN_FLIGHT"
+    TABLE_CAPACITY = "TABLE_CAPACITY"
+    PAGE_OWNER = "PAGE_OWNER"
+    PAGE_ALIGNMENT = "PAGE_ALIGNMENT"
+    LENGTH_ORDER = "LENGTH_ORDER"
+    TAIL_STALE = "TAIL_STALE"
+    SENTINEL_ESCAPED = "SENTINEL_ESCAPED"
+    UNIT_MISMATCH = "UNIT_MISMATCH"
+    HIDDEN_SYNC = "HIDDEN_SYNC"
+    STAGING_OVERRUN = "STAGING_OVERRUN"
+
+
+class Where(TypedDict, total=False):
+    """Where a law was asked: what every invariant function takes besides the values it judges.
+
+    Keys:
+        object: the value, pool or table; its `repr` is taken only when the law is broken.
+        operation: the public operation under way.
+        column: the column of a batch.
+        step: the runtime's step number.
+    """
+
+    object: object
+    operation: str
+    column: str
+    step: int
+
+
+class Violation(BatchStateError, RuntimeError):
+    """An invariant was found broken. The state is as it was before the operation, unless the breach was older.
+
+    Attributes:
+        code: which invariant.
+        object, operation, column, step: where (see `Where`); None when unknown.
+        row: row of the value or batch, or None.
+        slot: slot, page or token that the report is about, or None.
+        generation: generation of the slot, or None.
+        expected, actual: what the law demands and what was found.
+    """
+
+    def __init__(
+        self,
+        code: Code,
+        problem: str,
+        *,
+        expected: object,
+        actual: object,
+        remedy: str,
+        where: Where,
+        row: int | None = None,
+        slot: int | None = None,
+        generation: int | None = None,
+    ) -> None:
+        super().__init__(problem, value=actual, remedy=remedy)
+        self.code = code
+        self.expected = expected
+        self.actual = actual
+        named = where.get("object")
+        self.object: str | None = named if named is None or isinstance(named, str) else repr(named)
+        self.operation: str | None = where.get("operation")
+        self.column: str | None = where.get("column")
+        self.step: int | None = where.get("step")
+        self.row = row
+        self.slot = slot
+        self.generation = generation
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as plain values, for logs and JSON."""
+        return {
+            "code": self.code.value,
+            "problem": self.problem,
+            "object": self.object,
+            "operation": self.operation,
+            "column": self.column,
+            "row": self.row,
+            "slot": self.slot,
+            "generation": self.generation,
+            "step": self.step,
+            "expected": str(self.expected),
+            "actual": str(self.actual),
+            "remedy": self.remedy,
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{self.code}: {self.problem}"]
+        for name in ("object", "operation", "column", "row", "slot", "generation", "step", "expected", "actual"):
+            value = getattr(self, name)
+            if value is not None:
+                lines.append(f"  {name:<10} {value}")
+        lines.append(f"  {'remedy':<10} {self.remedy}")
+        return "\n".join(lines)
