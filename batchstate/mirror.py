@@ -7,100 +7,32 @@ device but `resolve`. Nothing that a launched kernel may still read is ever writ
 `repr`, `len`, `sum`, `max` and comparisons use the host side.
 """
 
-import contextlib
-import zlib
-from collections.abc import Iterator, Sequence
-from typing import ClassVar, Self, SupportsIndex
+from collections.abc import Sequence
+from typing import Self, SupportsIndex
 
 import numpy as np
 import torch
 
 from batchstate import invariants, levels
-from batchstate.contracts import Contract, combined, parse_contract, weaker_or_equal
+from batchstate.contracts import Contract, combined, parse_contract
 from batchstate.device_ops import add, concatenate, replace_rows, select_rows, signed_twin
-from batchstate.device_side import DeviceSide, Made, version_mark
-from batchstate.errors import (
-    ArgumentError,
-    ContractError,
-    DeclarationError,
-    DeviceError,
-    DtypeError,
-    ShapeError,
-    SideMissingError,
-)
+from batchstate.device_side import DeviceSide
+from batchstate.errors import ArgumentError, ContractError, DeclarationError, DeviceError, DtypeError, ShapeError
 from batchstate.host_arrays import Array, Rows, as_array, converted, count, kept_rows, row_indices
-from batchstate.host_numbers import HostNumbers
 from batchstate.integers import across, amounts, shifted
-from batchstate.runtime import NUMPY_DTYPES, Runtime, numpy_dtype, torch_dtype
-from batchstate.stale import StaleWindow, reasons
-from batchstate.violations import Where
+from batchstate.runtime import Runtime, numpy_dtype, torch_dtype
+from batchstate.sides import TwoSides
 
 __all__ = ["Contract", "MirroredTensor"]
 
 
-class MirroredTensor(HostNumbers):
+class MirroredTensor(TwoSides):
     """A vector (rows first, any trailing shape) whose host and device side are kept together.
 
     Make one with `from_host`, `from_device` or `from_pair`. Subclasses in `batchstate.indices` carry an index space.
-
-    Attributes:
-        unit: index space of the values (`slot`, `page`, `token`, `host_token`), or None for plain numbers.
-        runtime: the device it belongs to.
-        contract: how the host side relates to the device side.
-        name: for reports.
-        version: a number that no other value of the runtime has; stamp derived metadata with it.
     """
 
-    unit: ClassVar[str | None] = None
-
-    __slots__ = (
-        "__weakref__",
-        "_checksum",
-        "_device",
-        "_host",
-        "_host_tensor",
-        "_origin",
-        "_tags",
-        "_windows",
-        "contract",
-        "dtype",
-        "name",
-        "runtime",
-        "shape",
-        "version",
-    )
-
-    def __init__(
-        self,
-        runtime: Runtime,
-        host: Array | None,
-        device: DeviceSide | None,
-        *,
-        dtype: torch.dtype,
-        shape: tuple[int, ...],
-        contract: Contract,
-        name: str = "",
-        windows: tuple[StaleWindow, ...] = (),
-        tags: tuple[Array, ...] = (),
-        origin: int = 0,
-    ) -> None:
-        """For the library. `host` becomes the property of the value; without `device` it is uploaded at first use.
-
-        `tags` are host arrays whose rows go wherever the rows of the value go, `origin` the pool that made its indices.
-        """
-        self.runtime = runtime
-        self.dtype = dtype
-        self.shape = shape
-        self.contract = contract
-        self.name = name
-        self.version = runtime.new_version()
-        self._host = host
-        self._host_tensor: torch.Tensor | None = None
-        self._device = DeviceSide(self._upload) if device is None else device
-        self._windows = windows
-        self._tags = tags
-        self._origin = origin
-        self._checksum = _checksum(host) if levels.full and host is not None else None
+    __slots__ = ()
 
     # Making
 
@@ -214,80 +146,6 @@ class MirroredTensor(HostNumbers):
         )
         value.check("from_pair")
         return value
-
-    # Sides
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    @property
-    def np(self) -> Array:
-        """The host side as a read-only array.
-
-        Raises:
-            SideMissingError: a `device_only` value.
-            Violation: MIRROR_STALE_READ inside a stale window of the host side.
-        """
-        self._check_fresh("host")
-        view = self._host_side().view()
-        view.flags.writeable = False
-        return view
-
-    @property
-    def host(self) -> torch.Tensor:
-        """The host side as a CPU tensor, to be read only. Raises what `np` raises."""
-        self._check_fresh("host")
-        if self._host_tensor is None:
-            self._host_tensor = torch.from_numpy(self._host_side())
-        return self._host_tensor
-
-    @property
-    def device(self) -> torch.Tensor:
-        """The device side, to be read only, safe to use on the current stream. Uploaded if it is not there yet.
-
-        Raises:
-            Violation: MIRROR_STALE_READ inside a stale window of the device side.
-        """
-        self._check_fresh("device")
-        return self._device.tensor(self.runtime)
-
-    @property
-    def device_side(self) -> DeviceSide:
-        """The device side as it may not exist yet. For the library: batches and relays take it over as it is."""
-        self._check_fresh("device")
-        return self._device
-
-    def _host_side(self) -> Array:
-        if self._host is None:
-            raise SideMissingError(
-                f"{self!r} has no host side",
-                value=self.contract.value,
-                remedy="call `resolve()`, which waits for the device, or plan with a bound",
-            )
-        return self._host
-
-    def _upload(self) -> Made:
-        packed = self.runtime.upload([self._host_side()])
-        return Made(packed.view(0), packed.stream, packed.ready)
-
-    def _check_fresh(self, side: str) -> None:
-        if self._windows:
-            invariants.mirror_stale_read(side, reasons(self._windows, side), **self._where("read"))
-
-    @contextlib.contextmanager
-    def stale(self, side: str, *, reason: str) -> Iterator[None]:
-        """A window in which `side` (`host` or `device`) is knowingly old: reading it raises, here and in derived values.
-
-        Raises:
-            ArgumentError: unknown side, or no reason given.
-        """
-        window = StaleWindow(side, reason)
-        self._windows = (*self._windows, window)
-        try:
-            yield
-        finally:
-            window.open = False
-            self._windows = tuple(one for one in self._windows if one.open)
 
     # Moving rows
 
@@ -498,105 +356,7 @@ class MirroredTensor(HostNumbers):
         lanes = across(amount, len(self.shape)).astype(numpy_dtype(signed_twin(self.dtype)))
         return self.runtime.upload([lanes]).view(0)
 
-    # Contracts
-
-    def weaken(self, contract: str | Contract) -> Self:
-        """The same value under a contract that promises less: a bound before speculation, say.
-
-        Raises:
-            ContractError: `contract` promises more than the present one; only `resolve` strengthens.
-        """
-        wanted = parse_contract(contract)
-        if not weaker_or_equal(wanted, self.contract) or wanted is Contract.HOST_ONLY:
-            raise ContractError(
-                f"{self!r} is {self.contract.value} and does not become {wanted.value}",
-                value=wanted.value,
-                remedy="only `resolve()` strengthens a contract, and it waits for the device",
-            )
-        host = None if wanted is Contract.DEVICE_ONLY else self._host
-        device = self._device.tensor(self.runtime) if wanted is not Contract.EXACT else self._made_device()
-        return self._derived(host, device, self.shape, "weaken", contract=wanted)
-
-    def resolve(self) -> Self:
-        """The same value as `exact`, its host side read back from the device. Waits: one forced sync."""
-        self.check("resolve")
-        if self.contract in (Contract.EXACT, Contract.HOST_ONLY):
-            return self
-        device = self._device.tensor(self.runtime)
-        return self._derived(self.runtime.read_back(device), device, self.shape, "resolve", contract=Contract.EXACT)
-
-    def __repr__(self) -> str:
-        kind = numpy_dtype(self.dtype).name if self.dtype in NUMPY_DTYPES else str(self.dtype)
-        label = f" {self.name!r}" if self.name else ""
-        return f"{type(self).__name__}{label} {kind}{list(self.shape)} {self.contract.value} on {self.runtime.device}"
-
-    # Checks
-
-    def check(self, operation: str = "check") -> None:
-        """Judges this value by every law that applies at the level in force.
-
-        `cheap` compares torch's version counters; `full` also compares the two sides, their memory, and a checksum.
-
-        Raises:
-            Violation: MIRROR_FOREIGN_WRITE, MIRROR_ALIASED, MIRROR_EQUAL, MIRROR_BOUND.
-        """
-        if not levels.cheap:
-            return
-        device, mark = self._device.made, self._device.mark
-        if device is not None and mark is not None:
-            invariants.mirror_foreign_write("device", mark, version_mark(device) or 0, **self._where(operation))
-        if self._host_tensor is not None and not self._host_tensor.is_inference():
-            invariants.mirror_foreign_write("host", 0, self._host_tensor._version, **self._where(operation))
-        if levels.full and not self.runtime.capturing:
-            self._check_fully(device, self._where(operation))
-
-    def _check_fully(self, device: torch.Tensor | None, where: Where) -> None:
-        if self._host is None:
-            return
-        if self._checksum is not None:
-            invariants.mirror_foreign_write("host", self._checksum, _checksum(self._host), **where)
-        if device is None:
-            return
-        if device.device.type == "cpu":
-            start = self._host.__array_interface__["data"][0]
-            invariants.mirror_aliased(
-                (start, start + self._host.nbytes), (device.data_ptr(), device.data_ptr() + device.nbytes), **where
-            )
-        law = invariants.mirror_bound if self.contract is Contract.UPPER_BOUND else invariants.mirror_equal
-        law(self._host, self.runtime.inspect(self._device.tensor(self.runtime)), **where)
-
-    # Helpers
-
-    def _made_device(self) -> torch.Tensor | None:
-        """The device side, safe on the current stream, if it exists already."""
-        return None if self._device.made is None else self._device.tensor(self.runtime)
-
-    def _derived(
-        self,
-        host: Array | None,
-        device: torch.Tensor | None,
-        shape: tuple[int, ...],
-        operation: str,
-        *,
-        contract: Contract | None = None,
-        windows: tuple[StaleWindow, ...] | None = None,
-        tags: tuple[Array, ...] | None = None,
-    ) -> Self:
-        value = type(self)(
-            self.runtime,
-            host,
-            None if device is None else DeviceSide.of(device, self.runtime),
-            dtype=self.dtype,
-            shape=shape,
-            contract=self.contract if contract is None else contract,
-            name=self.name,
-            windows=self._windows if windows is None else windows,
-            tags=self._tags if tags is None else tags,
-            origin=self._origin,
-        )
-        if levels.full:
-            value.check(operation)
-        return value
+    # The door
 
     def _check_alike(self, other: "MirroredTensor") -> None:
         what = self._what("merge")
@@ -618,16 +378,6 @@ class MirroredTensor(HostNumbers):
                 value=other.shape,
                 remedy="rows must have one shape",
             )
-
-    def _what(self, operation: str) -> str:
-        return f"{self.name or type(self).__name__}: {operation}"
-
-    def _where(self, operation: str) -> Where:
-        return {"object": self, "operation": operation, "column": self.name, "step": self.runtime.step}
-
-
-def _checksum(values: Array) -> int:
-    return zlib.crc32(np.ascontiguousarray(values).tobytes())
 
 
 def _check_on_device(runtime: Runtime, tensor: torch.Tensor, what: str) -> None:

@@ -1,0 +1,313 @@
+"""What a batch is: declared columns, packed rows, and the laws that judge them.
+
+What can be done with one is `batchstate.batch`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+from batchstate import invariants, levels
+from batchstate.batch_upload import Extras, PackedBatch, pack
+from batchstate.columns import Column, MirroredColumn, SlotColumn, TensorColumn
+from batchstate.contracts import Contract
+from batchstate.device_rows import MOST_SOURCES, DeviceRows
+from batchstate.device_side import DeviceSide, Made
+from batchstate.errors import ArgumentError, DeclarationError
+from batchstate.host_arrays import Array
+from batchstate.host_rows import GENERATION_SUFFIX, HostRows, Layout
+from batchstate.mirror import MirroredTensor
+from batchstate.runtime import Runtime
+from batchstate.tables import TableWrite
+from batchstate.violations import Where
+
+
+class BatchRecord:
+    """The state of a declared batch.
+
+    Attributes:
+        runtime: the device.
+        num_reqs: requests; `len(batch)` too.
+        num_rows: rows of each column, `num_reqs` and padding.
+        version: a number that no other value of the runtime has; stamp derived metadata with it.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_device_rows",
+        "_objects",
+        "_packed",
+        "_pool",
+        "_rows",
+        "_values",
+        "num_reqs",
+        "num_rows",
+        "runtime",
+        "version",
+    )
+
+    _columns: ClassVar[Mapping[str, Column]] = {}
+    _layout: ClassVar[Layout] = Layout.of([])
+    _slot_column: ClassVar[str | None] = None
+    _reserved: ClassVar[frozenset[str]] = frozenset()
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        declared = dict(cls._columns)
+        for name, value in vars(cls).items():
+            if name in cls._reserved and not name.startswith("__"):
+                raise DeclarationError(
+                    f"{cls.__name__}.{name} would hide what every batch has",
+                    value=name,
+                    remedy="choose another name for the column",
+                )
+            if isinstance(value, Column):
+                declared[name] = value
+        slots = [name for name, column in declared.items() if isinstance(column, SlotColumn)]
+        if len(slots) > 1:
+            raise DeclarationError(
+                f"{cls.__name__} declares {len(slots)} slot columns", value=slots, remedy="a request has one slot"
+            )
+        cls._columns = declared
+        cls._layout = Layout.of([one for one in declared.values() if isinstance(one, MirroredColumn)])
+        cls._slot_column = slots[0] if slots else None
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        rows: HostRows,
+        device_rows: Mapping[str, DeviceRows],
+        objects: Mapping[str, Array],
+        *,
+        num_reqs: int,
+        num_rows: int,
+        pool: int,
+    ) -> None:
+        """For the library; use `build` or `empty`."""
+        self.runtime = runtime
+        self.num_reqs = num_reqs
+        self.num_rows = num_rows
+        self.version = runtime.new_version()
+        self._rows = rows
+        self._device_rows = device_rows
+        self._objects = objects
+        self._pool = pool
+        self._packed: PackedBatch | None = None
+        self._values: dict[str, Any] = {}
+
+    # Reading
+
+    @classmethod
+    def columns(cls) -> Mapping[str, Column]:
+        """The declarations by name, in order."""
+        return dict(cls._columns)
+
+    def __len__(self) -> int:
+        return self.num_reqs
+
+    def __getitem__(self, column: str) -> MirroredTensor:
+        """The value of a mirrored or device-only column.
+
+        Raises:
+            DeclarationError: no such column, or one of Python objects.
+        """
+        value = self._values.get(column)
+        if value is None:
+            declared = self._columns.get(column)
+            if not isinstance(declared, TensorColumn):
+                raise DeclarationError(
+                    f"{type(self).__name__} has no tensor column {column!r}",
+                    value=column,
+                    remedy=f"use one of: {', '.join(self._columns)}",
+                )
+            value = self._values[column] = self._value(declared)
+        return value
+
+    def _value(self, column: TensorColumn) -> MirroredTensor:
+        name = column.name
+        mirrored = isinstance(column, MirroredColumn)
+        contract = Contract.EXACT
+        if name in self._device_rows:
+            contract = Contract.UPPER_BOUND if mirrored else Contract.DEVICE_ONLY
+        tags: tuple[Array, ...] = ()
+        if name == self._slot_column:
+            tags = (self._rows.column(name + GENERATION_SUFFIX),)
+        return column.value_type(
+            self.runtime,
+            self._rows.column(name) if mirrored else None,
+            DeviceSide(lambda: self._made(column)),
+            dtype=column.dtype,
+            shape=(self.num_rows, *column.shape),
+            contract=contract,
+            name=name,
+            tags=tags,
+            origin=self._pool if tags else 0,
+        )
+
+    def _made(self, column: TensorColumn) -> Made:
+        """The device side of a column; uploads the whole batch if nobody did before."""
+        packed = self._ensure_packed()
+        rows = self._device_rows.get(column.name)
+        if rows is None:
+            place = self._layout.places[column.name]
+            return packed.column(place.stack, place.lane, place.dtype)
+        tensor = rows.gathered(self.runtime, packed.needed(column.name, self.runtime))
+        return Made(tensor, self.runtime.current_stream)
+
+    def objects(self, column: str) -> tuple[Any, ...]:
+        """The Python objects of a host column, one a request.
+
+        Raises:
+            DeclarationError: no such column.
+        """
+        if column not in self._objects:
+            raise DeclarationError(
+                f"{type(self).__name__} has no host column {column!r}",
+                value=column,
+                remedy=f"use one of: {', '.join(self._objects)}",
+            )
+        return tuple(self._objects[column].tolist())
+
+    # To the device
+
+    def upload(self, *, writes: Sequence[TableWrite] = (), extras: Mapping[str, object] | None = None) -> Extras:
+        """Sends the step to the device on the current stream: one copy, then one scatter for each table written.
+
+        All columns ride in the copy, unless this batch was uploaded before. The host does not wait.
+
+        Args:
+            writes: table writes, from `Table.entry` or `Extension.entry`.
+            extras: derived host arrays (positions, `query_start_loc`, ...) by name.
+
+        Returns:
+            the device tensors of `extras`.
+
+        Raises:
+            CaptureError: the stream is being captured.
+            DtypeError: an extra that torch and numpy do not share.
+        """
+        again = self._packed is not None
+        if again and not writes and not extras:
+            return Extras(self.runtime, None, {})
+        packed, mapping = pack(
+            self.runtime, () if again else self._rows.stacks, {} if again else self._needs(), writes, extras or {}
+        )
+        if not again:
+            self._packed = packed
+            for name, rows in self._device_rows.items():
+                if len(rows.sources) > MOST_SOURCES:
+                    self[name].device_side.tensor(self.runtime)
+        return mapping
+
+    def _ensure_packed(self) -> PackedBatch:
+        if self._packed is None:
+            self._packed, _ = pack(self.runtime, self._rows.stacks, self._needs(), (), {})
+        return self._packed
+
+    def _needs(self) -> dict[str, list[Array]]:
+        needs = {}
+        for name, rows in self._device_rows.items():
+            column = self._tensor_column(name, "upload")
+            needs[name] = rows.arrays(column.dtype, 1 + len(column.shape))
+        return needs
+
+    # Checks
+
+    def check(self, operation: str = "check") -> None:
+        """Judges this batch and all its columns by every law that applies at the level in force.
+
+        Raises:
+            Violation: ROW_COUNT, TAIL_STALE, SLOT_SHARED, SLOT_ZERO_ALLOCATED, SENTINEL_ESCAPED, and those of
+                `MirroredTensor.check`.
+        """
+        if not levels.cheap:
+            return
+        self._check_rows(operation)
+        self._check_slots(operation)
+        self._check_tail(operation)
+        names = [name for name, column in self._columns.items() if isinstance(column, TensorColumn)]
+        for name in names if levels.full else self._values:
+            self[name].check(operation)
+
+    def _checked(self, operation: str) -> Self:
+        if levels.full:
+            self.check(operation)
+        elif levels.cheap:
+            self._check_rows(operation)
+        return self
+
+    def _check_rows(self, operation: str) -> None:
+        lengths = self._rows.lengths()
+        lengths.update({name: len(rows) for name, rows in self._device_rows.items()})
+        where = self._where(operation)
+        invariants.row_count(self.num_rows, lengths, **where)
+        if self._objects:
+            invariants.row_count(self.num_reqs, {name: len(one) for name, one in self._objects.items()}, **where)
+
+    def _check_slots(self, operation: str) -> None:
+        if not levels.cheap or self._slot_column is None:
+            return
+        slots = self._rows.column(self._slot_column)[: self.num_reqs]
+        where = self._where(operation, self._slot_column)
+        invariants.sentinel_escaped(slots, **where)
+        invariants.slot_zero_allocated(slots, **where)
+        invariants.slot_shared(slots, **where)
+
+    def _check_tail(self, operation: str) -> None:
+        if self.num_rows == self.num_reqs:
+            return
+        for name, column in self._columns.items():
+            if isinstance(column, MirroredColumn):
+                tail = self._rows.column(name)[self.num_reqs :]
+                invariants.tail_stale(tail, column.pad, self.num_reqs, **self._where(operation, name))
+
+    # Helpers
+
+    def _with(
+        self,
+        rows: HostRows,
+        device_rows: Mapping[str, DeviceRows],
+        objects: Mapping[str, Array],
+        num_reqs: int,
+        *,
+        num_rows: int | None = None,
+        pool: int | None = None,
+    ) -> Self:
+        return type(self)(
+            self.runtime,
+            rows,
+            device_rows,
+            objects,
+            num_reqs=num_reqs,
+            num_rows=num_reqs if num_rows is None else num_rows,
+            pool=self._pool if pool is None else pool,
+        )
+
+    def _unpadded(self, operation: str) -> int:
+        if self.num_rows != self.num_reqs:
+            raise ArgumentError(
+                f"{type(self).__name__}.{operation}: a batch padded from {self.num_reqs} to {self.num_rows} rows",
+                value=self.num_rows,
+                remedy="keep the batch from before `pad`; a padded one is for one launch",
+            )
+        return self.num_reqs
+
+    def _tensor_column(self, name: str, what: str) -> TensorColumn:
+        column = self._columns.get(name)
+        if not isinstance(column, TensorColumn):
+            raise DeclarationError(
+                f"{what} is no tensor column", value=name, remedy=f"use one of: {', '.join(self._columns)}"
+            )
+        return column
+
+    def _where(self, operation: str, column: str | None = None) -> Where:
+        where: Where = {"object": self, "operation": operation, "step": self.runtime.step}
+        if column is not None:
+            where["column"] = column
+        return where
+
+    def __repr__(self) -> str:
+        padding = f" padded to {self.num_rows}" if self.num_rows != self.num_reqs else ""
+        return (
+            f"{type(self).__name__}({self.num_reqs} requests{padding}, {len(self._columns)} columns) "
+            f"on {self.runtime.device}"
+        )
