@@ -91,22 +91,6 @@ class Slots(MirroredTensor):
         """Identity of the pool that handed the slots out; 0 when none did."""
         return self._origin
 
-    @classmethod
-    def cat(cls, values: "list[Self] | tuple[Self, ...]") -> Self:  # type: ignore[override]
-        """As `MirroredTensor.cat`.
-
-        Raises:
-            ArgumentError: slots of two pools.
-        """
-        pools = {value.pool for value in values if len(value)}
-        if len(pools) > 1:
-            raise ArgumentError(
-                "cat: slots of two pools", value=sorted(pools), remedy="keep one column for each pool that owns slots"
-            )
-        result = super().cat(values)
-        result._origin = pools.pop() if pools else result._origin
-        return result
-
 
 class Pages(MirroredTensor):
     """KV pages. Page 0 is padding."""

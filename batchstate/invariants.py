@@ -192,8 +192,8 @@ def mirror_stale_read(side: str, reasons: tuple[str, ...], **where: Unpack[Where
 def mirror_foreign_write(side: str, expected: int, actual: int, **where: Unpack[Where]) -> None:
     """The mark of a side's memory is the one taken when the value was made.
 
-    The mark is torch's version counter at `cheap` (host work only) and a checksum of the host memory at `full`.
-    Broken by writing in place through a tensor or array that the value handed out.
+    The mark is torch's version counter at `cheap` and a checksum of the host memory at `full`. Cost: one comparison
+    of two numbers at `cheap`, one pass over the host side at `full`. Broken by writing in place through a tensor or array that the value handed out.
     """
     made[Code.MIRROR_FOREIGN_WRITE] += 1
     if expected != actual:
@@ -265,7 +265,8 @@ def tail_stale(tail: Array, pad: object, first_row: int, **where: Unpack[Where])
     Cost: one comparison a padded element. Broken by reusing a padded buffer without resetting its tail.
     """
     made[Code.TAIL_STALE] += 1
-    dirty = tail != pad
+    filler: Array = np.asarray(pad)
+    dirty = (tail != filler) & ~((tail != tail) & (filler != filler))  # a pad of NaN is kept by NaN
     if dirty.any():
         row = _first_row(dirty)
         _broken(
@@ -448,7 +449,8 @@ def slot_double_free(slots: Ints, live: npt.NDArray[np.bool_], **where: Unpack[W
 def slot_stale_handle(slots: Ints, held: Ints, current: Ints, **where: Unpack[Where]) -> None:
     """The generation a handle holds is the slot's present one. `held` and `current` are integer[n], row by row.
 
-    `current` is 0 where the slot belongs to nobody. Cost: one comparison a handle. Broken by keeping a slot number past its free: it then names another request.
+    `current` is 0 where the slot belongs to nobody.
+    Cost: one comparison a handle. Broken by keeping a slot number past its free: it then names another request.
     """
     made[Code.SLOT_STALE_HANDLE] += 1
     stale = held != current

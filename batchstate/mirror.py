@@ -195,6 +195,13 @@ class MirroredTensor(TwoSides):
         first = values[0]
         for other in values[1:]:
             first._check_alike(other)
+        origins = {value._origin for value in values if len(value)}
+        if len(origins) > 1:
+            raise ArgumentError(
+                f"{first._what('merge')}: {first.unit}s of pools {sorted(origins)}",
+                value=sorted(origins),
+                remedy="keep one column for each pool",
+            )
         for value in values:
             value.check("cat")
         contract = first.contract
@@ -213,7 +220,14 @@ class MirroredTensor(TwoSides):
         rows = sum(len(value) for value in values)
         tags = tuple(np.concatenate(column) for column in zip(*(value._tags for value in values), strict=True))
         return first._derived(
-            host, device, (rows, *first.shape[1:]), "cat", contract=contract, windows=windows, tags=tags
+            host,
+            device,
+            (rows, *first.shape[1:]),
+            "cat",
+            contract=contract,
+            windows=windows,
+            tags=tags,
+            origin=max(origins, default=0),
         )
 
     def split(self, sizes: Sequence[int]) -> list[Self]:
@@ -257,9 +271,9 @@ class MirroredTensor(TwoSides):
         rows = count(to, f"{what}: rows", least=len(self))
         if self.unit is not None and value != 0:
             raise ArgumentError(f"{what}: padding {self.unit}s with {value}", value=value, remedy="pad indices with 0")
-        padding = np.broadcast_to(
-            converted(np.asarray(value), numpy_dtype(self.dtype), what), (rows - len(self), *self.shape[1:])
-        )
+        dtype = numpy_dtype(self.dtype)
+        fill = np.zeros((), dtype) if value == 0 else converted(np.asarray(value), dtype, what)  # 0 is False, too
+        padding = np.broadcast_to(fill, (rows - len(self), *self.shape[1:]))
         host = None if self._host is None else np.concatenate([self._host, padding])
         device = self._made_device()
         if device is not None:

@@ -209,7 +209,7 @@ class TwoSides(HostNumbers):
             invariants.mirror_foreign_write("device", mark, version_mark(device) or 0, **self._where(operation))
         if self._host_tensor is not None and not self._host_tensor.is_inference():
             invariants.mirror_foreign_write("host", 0, self._host_tensor._version, **self._where(operation))
-        if levels.full and not self.runtime.capturing:
+        if levels.full and not self.runtime.checks_stand_aside():
             self._check_fully(device, self._where(operation))
 
     def _check_fully(self, device: torch.Tensor | None, where: Where) -> None:
@@ -243,6 +243,7 @@ class TwoSides(HostNumbers):
         contract: Contract | None = None,
         windows: tuple[StaleWindow, ...] | None = None,
         tags: tuple[Array, ...] | None = None,
+        origin: int | None = None,
     ) -> Self:
         value = type(self)(
             self.runtime,
@@ -254,7 +255,7 @@ class TwoSides(HostNumbers):
             name=self.name,
             windows=self._windows if windows is None else windows,
             tags=self._tags if tags is None else tags,
-            origin=self._origin,
+            origin=self._origin if origin is None else origin,
         )
         if levels.full:
             value.check(operation)

@@ -2,6 +2,7 @@
 
 import abc
 import contextlib
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from batchstate.runtime.packed import PackedUpload, packed_offsets
 from batchstate.runtime.staging import Staging
 
 T = TypeVar("T")
+_log = logging.getLogger("batchstate")
 Array = npt.NDArray[Any]
 
 
@@ -50,6 +52,7 @@ class Runtime(abc.ABC):
         self._versions = 0
         self._persistent: list[weakref.ref[torch.Tensor]] = []
         self._observed: list[torch.Tensor] | None = None
+        self._stood_aside = False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(device={str(self.device)!r}, steps_in_flight={self.steps_in_flight}, step={self.step})"
@@ -128,7 +131,7 @@ class Runtime(abc.ABC):
             Violation: STAGING_OVERRUN, at `cheap`: more steps are in flight than were declared.
         """
         self.check_owner("next_step")
-        if levels.cheap and not self.capturing:
+        if levels.cheap and not self.checks_stand_aside():
             oldest = self._staging.oldest_step()
             if oldest is not None:
                 invariants.staging_overrun(
@@ -274,6 +277,14 @@ class Runtime(abc.ABC):
             self.counters.hand_overs += 1
             self._keep_alive(tensor, current)
         return tensor
+
+    def checks_stand_aside(self) -> bool:
+        """Whether checks that would touch the device must not run now, because the stream is captured. Logs it once."""
+        aside = self.capturing
+        if aside and not self._stood_aside:
+            self._stood_aside = True
+            _log.warning("%r: checks that read the device stand aside while a graph is captured", self)
+        return aside
 
     def _refuse_capture(self, what: str) -> None:
         if self.capturing:

@@ -1,0 +1,180 @@
+"""The accelerator runtime against a stand-in for torch's device module, where no accelerator is needed."""
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from batchstate import MirroredTensor, checks
+from batchstate.errors import ArgumentError, CaptureError
+from batchstate.runtime import AcceleratorRuntime, DoneFence
+
+
+class FakeStream:
+    """Numbers itself, and notes what it waits for."""
+
+    count = 0
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        FakeStream.count += 1
+        self.stream_id = FakeStream.count
+        self.device_index = 0
+        self.waited: list[object] = []
+
+    def wait_event(self, event: object) -> None:
+        self.waited.append(event)
+
+
+class FakeEvent:
+    """Happens when the test says so."""
+
+    happened = True
+
+    def record(self, stream: FakeStream) -> None:
+        self.stream = stream
+
+    def query(self) -> bool:
+        return self.happened
+
+    def synchronize(self) -> None:
+        self.happened = True
+
+
+class FakeModule(SimpleNamespace):
+    """The part of `torch.cuda` that the runtime uses."""
+
+    Event = FakeEvent
+    Stream = FakeStream
+
+    def __init__(self) -> None:
+        super().__init__(
+            default=FakeStream(), current=None, capturing=False, sync_debug_mode=0, modes=[], available=True
+        )
+
+    def is_available(self) -> bool:
+        return self.available
+
+    def current_device(self) -> int:
+        return 0
+
+    def current_stream(self, device: torch.device) -> FakeStream:
+        return self.current or self.default
+
+    @contextlib.contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def synchronize(self, device: torch.device) -> None:
+        self.modes.append(self.sync_debug_mode)
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.capturing
+
+    def get_sync_debug_mode(self) -> int:
+        return self.sync_debug_mode
+
+    def set_sync_debug_mode(self, mode: int) -> None:
+        self.sync_debug_mode = mode
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
+    """The stand-in, where torch would give the device's module."""
+    fake = FakeModule()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
+    return fake
+
+
+@pytest.fixture
+def runtime(module: FakeModule, monkeypatch: pytest.MonkeyPatch) -> AcceleratorRuntime:
+    """An accelerator runtime whose memory is CPU memory."""
+    made = AcceleratorRuntime(torch.device("cpu"))
+    made.device = torch.device("cpu")
+    monkeypatch.setattr(made, "_pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    return made
+
+
+def test_an_index_is_chosen(module: FakeModule) -> None:
+    """A device without an index is the current one."""
+    assert AcceleratorRuntime(torch.device("cuda")).device == torch.device("cuda:0")
+    module.available = False
+    with pytest.raises(ArgumentError, match="not available"):
+        AcceleratorRuntime(torch.device("cuda"))
+
+
+def test_values_cross_streams_in_order_and_alive(runtime: AcceleratorRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value made on one stream and read on another is waited for on the device, and kept alive for it."""
+    kept: list[int] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: kept.append(stream.stream_id))
+    value = MirroredTensor.from_host(runtime, [1, 2, 3])
+    assert value.device.tolist() == [1, 2, 3]
+    assert not kept
+    forward = runtime.stream("forward")
+    with runtime.use(forward):
+        assert value.device.tolist() == [1, 2, 3]
+    assert kept == [forward.native.stream_id]
+    assert len(forward.native.waited) == 1
+    assert runtime.counters.hand_overs == 1
+
+
+def test_only_calls_named_for_waiting_wait(runtime: AcceleratorRuntime, module: FakeModule) -> None:
+    """`synchronize` lifts torch's sync-debug mode for its own length, and puts it back."""
+    module.sync_debug_mode = 2
+    runtime.synchronize()
+    assert module.modes == [0]
+    assert module.sync_debug_mode == 2
+    assert runtime.read_back(torch.arange(3)).tolist() == [0, 1, 2]
+    assert module.sync_debug_mode == 2
+    assert runtime.counters.forced_syncs == 2
+
+
+def test_fences_are_events(runtime: AcceleratorRuntime) -> None:
+    """A fence asks its event, and waiting for one is counted."""
+    fence = runtime.record()
+    fence.event.happened = False  # type: ignore[attr-defined]
+    assert not fence.query()
+    fence.wait()
+    assert fence.query()
+    assert runtime.counters.fence_waits == 1
+    runtime.wait(DoneFence())
+
+    class Foreign:
+        def query(self) -> bool:
+            return False
+
+        def wait(self) -> None: ...
+
+    with pytest.raises(ArgumentError, match="not recorded by this runtime"):
+        runtime.wait(Foreign())
+
+
+def test_nothing_happens_under_capture(
+    runtime: AcceleratorRuntime, module: FakeModule, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While a graph is captured the library neither allocates nor uploads nor asks events, and says why."""
+    value = MirroredTensor.from_host(runtime, [1, 2, 3])
+    assert len(value.device) == 3
+    fresh = MirroredTensor.from_host(runtime, [1, 2, 3])
+    module.capturing = True
+    before = runtime.counters.snapshot()
+    with checks("full"):
+        assert value.device.shape == (3,)
+        value.check()
+        value.check()
+        runtime.next_step()
+        for forbidden in (
+            lambda: fresh.device,
+            lambda: runtime.upload([np.arange(3)]),
+            lambda: runtime.synchronize(),
+            lambda: runtime.read_back(value.device),
+            lambda: runtime.device_zeros((2,), torch.int64),
+        ):
+            with pytest.raises(CaptureError, match="captured"):
+                forbidden()
+    assert runtime.counters == before
+    assert [record.message.endswith("while a graph is captured") for record in caplog.records] == [True]

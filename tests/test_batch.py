@@ -1,0 +1,434 @@
+"""Batch: declared columns of every kind, moved as one."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from batchstate import Code, Contract, MirroredTensor, Runtime, Slots, Violation, open_runtime
+from batchstate.batch import Batch
+from batchstate.columns import device_only, host_list, mirrored, slot_column
+from batchstate.errors import (
+    ArgumentError,
+    ContractError,
+    DeclarationError,
+    DeviceError,
+    DtypeError,
+    RowIndexError,
+    ShapeError,
+    ValueOverflowError,
+)
+from batchstate.pools import SlotPool
+
+
+class Decode(Batch):
+    """One column of every kind."""
+
+    slots = slot_column()
+    seq_lens = mirrored(torch.int64)
+    top_k = mirrored(torch.int32, pad=-1)
+    temperature = mirrored(torch.float32, pad=1.0)
+    greedy = mirrored(torch.bool)
+    adapter = mirrored(torch.uint8)
+    bias = mirrored(torch.float32, shape=(3,))
+    kv_lens = mirrored(torch.int64, contract="upper_bound")
+    last_token = device_only(torch.int64)
+    requests = host_list()
+
+
+def rows(pool: SlotPool, names: str) -> dict[str, Any]:
+    """Columns for one request a letter, each value made from the letter."""
+    keys = np.array([ord(name) - ord("a") for name in names], dtype=np.int64)
+    return {
+        "slots": pool.take(len(names)),
+        "seq_lens": keys + 10,
+        "top_k": keys,
+        "temperature": keys / 8,
+        "greedy": keys % 2 == 0,
+        "adapter": keys,
+        "bias": keys[:, None] + np.array([0.25, 0.5, 0.75]),
+        "kv_lens": keys + 20,
+        "last_token": torch.from_numpy(keys * 100).to(pool.runtime.device),
+        "requests": list(names),
+    }
+
+
+@pytest.fixture
+def pool(rt: Runtime) -> SlotPool:
+    """Sixteen slots."""
+    return SlotPool(rt, 16)
+
+
+@pytest.fixture
+def abcd(rt: Runtime, pool: SlotPool) -> Decode:
+    """Four requests."""
+    return Decode.build(rt, **rows(pool, "abcd"))
+
+
+def assert_holds(batch: Decode, names: str, *, seq_lens: int = 10, kv_lens: int = 20) -> None:
+    """Every column of every side holds what belongs to these requests, in this order."""
+    keys = [ord(name) - ord("a") for name in names]
+    expected = {
+        "seq_lens": [key + seq_lens for key in keys],
+        "top_k": keys,
+        "temperature": [key / 8 for key in keys],
+        "greedy": [key % 2 == 0 for key in keys],
+        "adapter": keys,
+        "bias": [[key + 0.25, key + 0.5, key + 0.75] for key in keys],
+        "kv_lens": [key + kv_lens for key in keys],
+    }
+    for column, values in expected.items():
+        assert batch[column].np.tolist() == values, column
+        assert batch.runtime.inspect(batch[column].device).tolist() == values, column
+    assert batch.runtime.inspect(batch.last_token.device).tolist() == [100 * key for key in keys]
+    assert batch.runtime.inspect(batch.slots.device).tolist() == batch.slots.np.tolist()
+    assert batch.requests == tuple(names)
+    assert len(batch) == batch.num_reqs == batch.num_rows == len(names)
+    batch.check()
+
+
+def test_every_column_takes_part_in_every_operation(rt: Runtime, pool: SlotPool, abcd: Decode, full: None) -> None:
+    """Filter, merge, split and advance move all columns alike, on both sides."""
+    assert_holds(abcd, "abcd")
+    assert_holds(abcd.filter([3, 1]), "db")
+    assert_holds(abcd.filter([True, False, False, True]), "ad")
+    ef = Decode.build(rt, **rows(pool, "ef"))
+    assert_holds(abcd.filter([2, 0]).merge(ef), "caef")
+    first, none, rest = abcd.merge(ef).split([1, 0, 5])
+    assert_holds(first, "a")
+    assert_holds(none, "")
+    assert_holds(rest, "bcdef")
+    assert_holds(abcd.advance(("seq_lens", "kv_lens"), 5).filter([0, 3]), "ad", seq_lens=15, kv_lens=25)
+    assert_holds(abcd, "abcd")
+
+
+def test_handles_move_with_their_slots(rt: Runtime, pool: SlotPool, full: None) -> None:
+    """Generations and pool identity stay with the slots through every operation, so that the pool takes them back."""
+    pool.free(pool.take(5))
+    batch = Decode.build(rt, **rows(pool, "abcd")).filter([3, 0, 1])
+    batch = batch.merge(Decode.build(rt, **rows(pool, "ef"))).split([1, 4])[1]
+    assert batch.slots.generations.min() >= 1
+    assert batch.slots.pool == pool.identity
+    pool.check_handles(batch.slots, "test")
+    pool.free(batch.slots)
+    with pytest.raises(Violation):
+        pool.free(batch.slots)
+
+
+def test_padding_points_at_slot_zero(rt: Runtime, abcd: Decode, full: None) -> None:
+    """Padded rows hold slot 0 and each column's pad value, on both sides, and the count of requests stays."""
+    padded = abcd.pad(6)
+    assert (padded.num_reqs, padded.num_rows, len(padded)) == (4, 6, 4)
+    tails = {
+        "slots": [0, 0],
+        "seq_lens": [0, 0],
+        "top_k": [-1, -1],
+        "temperature": [1.0, 1.0],
+        "greedy": [False, False],
+        "bias": [[0.0] * 3] * 2,
+        "last_token": [0, 0],
+    }
+    for column, tail in tails.items():
+        assert rt.inspect(padded[column].device)[4:].tolist() == tail, column
+        if column != "last_token":
+            assert padded[column].np[4:].tolist() == tail, column
+    assert padded.requests == ("a", "b", "c", "d")
+    assert abcd.pad(4).num_rows == 4
+    for operation in (
+        lambda: padded.filter([0]),
+        lambda: padded.merge(abcd),
+        lambda: abcd.merge(padded),
+        lambda: padded.advance("seq_lens", 1),
+        lambda: padded.pad(8),
+        lambda: padded.split([4]),
+        lambda: padded.evolve(seq_lens=[1] * 4),
+        lambda: padded.update("seq_lens", [0], 1),
+    ):
+        with pytest.raises(ArgumentError, match="padded from 4 to 6"):
+            operation()
+
+
+def test_a_bound_travels_through_a_batch(rt: Runtime, pool: SlotPool, abcd: Decode, full: None) -> None:
+    """A column that becomes a bound keeps its two sides apart until it is given exactly again."""
+    device = torch.tensor([11, 12, 13, 14]).to(rt.device)
+    bounded = abcd.evolve(kv_lens=MirroredTensor.from_pair(rt, [20, 20, 20, 20], device, contract="upper_bound"))
+    assert bounded.kv_lens.contract is Contract.UPPER_BOUND
+    moved = bounded.filter([3, 0]).advance("kv_lens", [1, 2]).merge(Decode.build(rt, **rows(pool, "e")))
+    assert moved.kv_lens.contract is Contract.UPPER_BOUND
+    assert moved.kv_lens.np.tolist() == [21, 22, 24]
+    assert rt.inspect(moved.kv_lens.device).tolist() == [15, 13, 24]
+    padded = moved.pad(4)
+    assert rt.inspect(padded.kv_lens.device).tolist() == [15, 13, 24, 0]
+    exact = moved.evolve(kv_lens=moved.kv_lens.resolve())
+    assert exact.kv_lens.contract is Contract.EXACT
+    assert exact.kv_lens.np.tolist() == [15, 13, 24]
+    with pytest.raises(ContractError, match="takes exact"):
+        abcd.evolve(seq_lens=bounded.kv_lens)
+
+
+def test_device_columns_are_gathered_only_when_read(rt: Runtime, pool: SlotPool, abcd: Decode) -> None:
+    """Moving rows of a device-only column launches nothing; reading it costs one concatenation and one gather."""
+    batch = abcd
+    before = rt.counters.snapshot()
+    for name in "efgh":
+        batch = batch.filter(range(1, len(batch))).merge(Decode.build(rt, **rows(pool, name)))
+    batch.upload()
+    assert (rt.counters - before).device_operations == 0
+    assert (rt.counters - before).host_to_device_copies == 1
+    assert rt.inspect(batch.last_token.device).tolist() == [400, 500, 600, 700]
+    assert batch.last_token.contract is Contract.DEVICE_ONLY
+    assert (rt.counters - before).device_operations == 2
+    assert (rt.counters - before).host_to_device_copies == 1
+
+
+def test_device_columns_do_not_pile_up(rt: Runtime, pool: SlotPool) -> None:
+    """The tensors that a device-only column still refers to stay few, however many batches were merged."""
+    batch = Decode.build(rt, **rows(pool, "a"))
+    for _ in range(60):
+        joined = Decode.build(rt, **rows(pool, "b"))
+        batch = batch.merge(joined)
+        batch.upload()
+        pool.free(batch.split([1, 1])[0].slots)
+        batch = batch.filter([1])
+        assert len(batch._device_rows["last_token"].sources) <= 10
+    assert rt.inspect(batch.last_token.device).tolist() == [100]
+
+
+def test_update_and_evolve(rt: Runtime, pool: SlotPool, abcd: Decode, full: None) -> None:
+    """Single rows or whole columns get other values, and all other columns are untouched."""
+    changed = abcd.update("seq_lens", [2, 0], [7, 8]).update("bias", [False, True, False, False], [1, 2, 3])
+    assert changed.seq_lens.np.tolist() == [8, 11, 7, 13]
+    assert rt.inspect(changed.bias.device)[1].tolist() == [1, 2, 3]
+    evolved = changed.evolve(
+        seq_lens=[1, 2, 3, 4], requests="wxyz"[:0] or ["w", "x", "y", "z"], last_token=[9, 8, 7, 6]
+    )
+    assert evolved.seq_lens.np.tolist() == [1, 2, 3, 4]
+    assert evolved.requests == ("w", "x", "y", "z")
+    assert rt.inspect(evolved.last_token.device).tolist() == [9, 8, 7, 6]
+    assert evolved.top_k.np.tolist() == [0, 1, 2, 3]
+    fresh = abcd.evolve(slots=pool.take(4))
+    pool.free(fresh.slots)
+    pool.free(abcd.slots)
+
+
+def test_operations_leave_the_batch_as_it_was(rt: Runtime, pool: SlotPool, abcd: Decode, full: None) -> None:
+    """A batch is immutable: whatever was derived from it, it still holds what it held."""
+    ef = Decode.build(rt, **rows(pool, "ef"))
+    assert len(abcd.seq_lens.device) == 4
+    abcd.filter([0]).advance("seq_lens", 3)
+    abcd.merge(ef).advance(["seq_lens", "top_k"], -1)
+    abcd.update("seq_lens", [0], 99)
+    abcd.evolve(seq_lens=[0, 0, 0, 0])
+    assert_holds(abcd, "abcd")
+    with pytest.raises(DeclarationError, match="evolve"):
+        abcd.seq_lens = 3  # type: ignore[misc, assignment]
+
+
+def test_empty_batches(rt: Runtime, abcd: Decode, full: None) -> None:
+    """A batch of no requests goes through every operation, and merging it changes nothing."""
+    none = Decode.empty(rt)
+    assert_holds(none, "")
+    assert_holds(none.filter([]).advance("seq_lens", 1).merge(abcd), "abcd")
+    assert_holds(abcd.merge(none), "abcd")
+    assert abcd.merge(none).slots.pool == none.merge(abcd).slots.pool == abcd.slots.pool
+    assert none.pad(3).slots.np.tolist() == [0, 0, 0]
+    assert none.split([]) == []
+    assert len(none.upload()) == 0
+
+
+def test_upload_carries_extras(rt: Runtime, abcd: Decode) -> None:
+    """Derived arrays of any shape ride in the batch's one copy, and come back by name."""
+    before = rt.counters.snapshot()
+    extras = abcd.upload(
+        extras={"positions": np.array([3, 4, 5]), "query_start_loc": [0, 1, 2], "none": np.zeros((0, 2))}
+    )
+    assert (rt.counters - before).host_to_device_copies == 1
+    assert rt.inspect(extras["positions"]).tolist() == [3, 4, 5]
+    assert rt.inspect(extras["query_start_loc"]).tolist() == [0, 1, 2]
+    assert tuple(extras["none"].shape) == (0, 2)
+    assert list(extras) == ["positions", "query_start_loc", "none"]
+    abcd.upload()
+    assert abcd.seq_lens.device.shape == (4,)
+    assert (rt.counters - before).host_to_device_copies == 1
+
+
+def test_upload_carries_table_writes(rt: Runtime, pool: SlotPool, abcd: Decode) -> None:
+    """Writes to one table ride in the copy and are one scatter together."""
+    table = pool.table("req_to_token", (8,), torch.int32)
+    before = rt.counters.snapshot()
+    writes = [
+        table.entry(abcd.slots, np.array([0, 1, 2, 3]), np.array([10, 11, 12, 13])),
+        table.entry(abcd.slots, np.array([4, 5, 6, 7]), np.array([20, 21, 22, 23])),
+    ]
+    abcd.upload(writes=writes)
+    spent = rt.counters - before
+    assert (spent.host_to_device_copies, spent.device_operations) == (1, 1)
+    held = rt.inspect(table.device)[abcd.slots.np]
+    assert [held[i, i] for i in range(4)] == [10, 11, 12, 13]
+    assert [held[i, i + 4] for i in range(4)] == [20, 21, 22, 23]
+    abcd.upload(writes=[table.entry(abcd.slots, np.array([0, 0, 0, 0]), np.array([1, 2, 3, 4]))])
+    assert rt.inspect(table.device)[abcd.slots.np, 0].tolist() == [1, 2, 3, 4]
+
+
+# What is refused
+
+
+def test_a_slot_in_two_rows_is_reported(rt: Runtime, pool: SlotPool, abcd: Decode) -> None:
+    """Merging requests that are in the batch already is found at once."""
+    with pytest.raises(Violation) as caught:
+        abcd.merge(abcd.filter([2]))
+    assert caught.value.code is Code.SLOT_SHARED
+    assert caught.value.column == "slots"
+    assert caught.value.row == 4
+
+
+@pytest.mark.parametrize(("slots", "code"), [([1, 0], Code.SLOT_ZERO_ALLOCATED), ([1, -1], Code.SENTINEL_ESCAPED)])
+def test_padding_and_sentinels_are_no_slots(rt: Runtime, slots: list[int], code: Code) -> None:
+    """A request with slot 0 or a negative slot does not get into a batch."""
+
+    class Small(Batch):
+        slots = slot_column()
+
+    with pytest.raises(Violation) as caught:
+        Small.build(rt, slots=slots)
+    assert caught.value.code is code
+
+
+def test_a_column_of_another_length_is_reported(rt: Runtime, abcd: Decode) -> None:
+    """A stack that lost a row is found by the next check, with its name."""
+    stacks = list(abcd._rows.stacks)
+    stacks[0] = stacks[0][:, :3]
+    object.__setattr__(abcd._rows, "stacks", tuple(stacks))
+    with pytest.raises(Violation) as caught:
+        abcd.check()
+    assert caught.value.code is Code.ROW_COUNT
+    assert caught.value.column == "8-byte columns"
+
+
+def test_writes_from_outside_are_reported(rt: Runtime, abcd: Decode) -> None:
+    """A write into a column's device side is found at `cheap`, by torch's version counter."""
+    abcd.seq_lens.device.add_(1)
+    with pytest.raises(Violation) as caught:
+        abcd.check()
+    assert caught.value.code is Code.MIRROR_FOREIGN_WRITE
+
+
+@pytest.mark.parametrize(
+    ("operation", "error", "message"),
+    [
+        (lambda b: b.filter([0, 0]), ArgumentError, "twice"),
+        (lambda b: b.filter([4]), RowIndexError, "row 4 of 4"),
+        (lambda b: b.filter([-1]), RowIndexError, "row -1"),
+        (lambda b: b.filter([True]), ShapeError, "1 rows for 4"),
+        (lambda b: b.filter([0.5]), DtypeError, "float64"),
+        (lambda b: b.split([1, 1]), ArgumentError, "sum to 2"),
+        (lambda b: b.split([5, -1]), ArgumentError, "-1"),
+        (lambda b: b.pad(3), ArgumentError, "3"),
+        (lambda b: b.pad(4.5), DtypeError, "4.5"),
+        (lambda b: b.pad(True), DtypeError, "boolean"),
+        (lambda b: b.advance("temperature", 1), DtypeError, "float32"),
+        (lambda b: b.advance("greedy", 1), DtypeError, "bool"),
+        (lambda b: b.advance("slots", 1), DtypeError, "slot"),
+        (lambda b: b.advance("nothing", 1), DeclarationError, "'nothing'"),
+        (lambda b: b.advance("requests", 1), DeclarationError, "'requests'"),
+        (lambda b: b.advance("seq_lens", 0.5), DtypeError, "float64"),
+        (lambda b: b.advance("seq_lens", [1, 2]), ShapeError, r"\[2\]"),
+        (lambda b: b.advance("adapter", 253), ValueOverflowError, "256"),
+        (lambda b: b.advance(("seq_lens", "adapter"), -1), ValueOverflowError, "-1"),
+        (lambda b: b.update("seq_lens", [0, 0], 1), ArgumentError, "twice"),
+        (lambda b: b.update("seq_lens", [0], [1, 2]), ShapeError, r"\[2\]"),
+        (lambda b: b.update("adapter", [0], 256), ValueOverflowError, "256"),
+        (lambda b: b.update("slots", [0], 1), ArgumentError, "evolve"),
+        (lambda b: b.update("last_token", [0], 1), ArgumentError, "evolve"),
+        (lambda b: b.evolve(seq_lens=[1]), ShapeError, r"\[1\]"),
+        (lambda b: b.evolve(seq_lens=[0.5] * 4), DtypeError, "float64"),
+        (lambda b: b.evolve(bias=[1, 2, 3, 4]), ShapeError, r"\[4, 3\]"),
+        (lambda b: b.evolve(requests=["a"]), ShapeError, "1 rows of 4"),
+        (lambda b: b.evolve(requests="abcd"), DtypeError, "str"),
+        (lambda b: b.evolve(unknown=[1]), DeclarationError, "'unknown'"),
+        (lambda b: b.evolve(last_token=torch.ones(4, device=b.runtime.device)), DtypeError, "float32"),
+        (lambda b: b.evolve(last_token=torch.ones(4, dtype=torch.int64, device="meta")), DeviceError, "meta"),
+        (lambda b: b["requests"], DeclarationError, "'requests'"),
+        (lambda b: b.objects("seq_lens"), DeclarationError, "'seq_lens'"),
+        (lambda b: b.upload(extras={"x": ["text"]}), DtypeError, "extra 'x'"),
+        (lambda b: b.merge(b.seq_lens), DeclarationError, "MirroredTensor"),
+    ],
+)
+def test_bad_arguments(abcd: Decode, operation: Any, error: type[Exception], message: str) -> None:
+    """A bad argument raises a typed error that names it, costs nothing on the device, and changes nothing."""
+    before = abcd.runtime.counters.snapshot()
+    with pytest.raises(error, match=message):
+        operation(abcd)
+    assert abcd.runtime.counters == before
+    assert_holds(abcd, "abcd")
+
+
+def test_batches_that_do_not_go_together(rt: Runtime, pool: SlotPool, abcd: Decode, device: str) -> None:
+    """Another declaration, another runtime or another pool is refused by a merge."""
+
+    class Other(Batch):
+        slots = slot_column()
+
+    with pytest.raises(DeclarationError, match="Decode with Other"):
+        abcd.merge(Other.empty(rt))  # type: ignore[arg-type]
+    with pytest.raises(DeviceError, match="two runtimes"):
+        abcd.merge(Decode.empty(open_runtime(device)))
+    with pytest.raises(ArgumentError, match="pools"):
+        abcd.merge(Decode.build(rt, **rows(SlotPool(rt, 40), "e")))
+    with pytest.raises(DeviceError, match="another runtime"):
+        abcd.evolve(seq_lens=MirroredTensor.from_host(open_runtime(device), [1, 2, 3, 4]))
+    with pytest.raises(Violation) as caught:
+        abcd.evolve(seq_lens=Slots.from_host(rt, [1, 2, 3, 4]))
+    assert caught.value.code is Code.UNIT_MISMATCH
+
+
+def test_building_asks_for_every_column(rt: Runtime, pool: SlotPool) -> None:
+    """A forgotten column is named when the batch is built, not when it is missed."""
+    values = rows(pool, "ab")
+    del values["top_k"]
+    with pytest.raises(DeclarationError, match="no value for top_k"):
+        Decode.build(rt, **values)
+    with pytest.raises(ShapeError, match="'seq_lens'"):
+        Decode.build(rt, **{**rows(pool, "ab"), "seq_lens": [1, 2, 3]})
+    with pytest.raises(DeclarationError, match="no value"):
+        Decode.build(rt)
+
+
+def test_declarations(rt: Runtime) -> None:
+    """What cannot be declared is refused where it is declared."""
+    with pytest.raises(DeclarationError, match="hide"):
+        type("Bad", (Batch,), {"filter": mirrored(torch.int64)})
+    with pytest.raises(DeclarationError, match="2 slot columns"):
+        type("Bad", (Batch,), {"a": slot_column(), "b": slot_column()})
+    with pytest.raises(DeclarationError, match="cannot be device_only"):
+        mirrored(torch.int64, contract="device_only")
+    with pytest.raises(DtypeError, match="bfloat16"):
+        mirrored(torch.bfloat16)
+    with pytest.raises(ValueOverflowError, match="-1"):
+        mirrored(torch.uint8, pad=-1)
+    shared = mirrored(torch.int64)
+    with pytest.raises((DeclarationError, RuntimeError)):
+        type("Bad", (Batch,), {"a": shared, "b": shared})
+
+    class Wider(Decode):
+        priority = mirrored(torch.int32)
+
+    assert [*Wider.columns()] == [*Decode.columns(), "priority"]
+    assert Decode.seq_lens.dtype is torch.int64
+
+
+# The two ways agree
+
+
+def test_the_packed_way_agrees_with_moving_each_column(rt: Runtime, abcd: Decode, full: None) -> None:
+    """What a batch does to all columns at once is what MirroredTensor does to each."""
+    columns = [name for name in Decode.columns() if name != "requests"]
+    made = {name: abcd[name] for name in columns}
+    for value in made.values():
+        assert len(value.device) == 4
+    packed = abcd.filter([3, 0, 2]).merge(abcd.filter([1]))
+    for name, value in made.items():
+        alone = value.filter([3, 0, 2]).merge(value.filter([1]))
+        assert rt.inspect(packed[name].device).tolist() == rt.inspect(alone.device).tolist(), name
+        assert packed[name].contract is alone.contract

@@ -1,0 +1,151 @@
+"""Every law by itself: what breaks it, what does not, and what its report says."""
+
+import pickle
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from batchstate import invariants
+from batchstate.errors import BatchStateError
+from batchstate.invariants import LAWS, Code, Violation, made
+
+ints = np.array
+NAN = np.array([np.nan, 1.0], dtype=np.float32)
+
+# code -> arguments that break it, arguments that nearly do, where the report points
+CASES: dict[Code, tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = {
+    Code.MIRROR_EQUAL: ((ints([1, 2, 3]), ints([1, 2, 4])), (NAN, NAN.copy()), {"row": 2, "expected": 3, "actual": 4}),
+    Code.MIRROR_BOUND: ((ints([5, 5]), ints([5, 6])), (ints([5, 5]), ints([5, 4])), {"row": 1, "actual": 6}),
+    Code.MIRROR_STALE_READ: (("host", ("verifying",)), ("host", ()), {}),
+    Code.MIRROR_FOREIGN_WRITE: (("device", 0, 1), ("device", 3, 3), {}),
+    Code.MIRROR_ALIASED: (((100, 200), (199, 300)), ((100, 200), (200, 300)), {}),
+    Code.ROW_COUNT: ((3, {"a": 3, "b": 2}), (3, {"a": 3, "b": 3}), {"column": "b", "expected": 3, "actual": 2}),
+    Code.SLOT_ZERO_ALLOCATED: ((ints([3, 0]),), (ints([3, 1]),), {"row": 1, "slot": 0}),
+    Code.SLOT_ZERO_DIRTY: ((ints([0, 0, 7]),), (ints([0, 0, 0]),), {"slot": 0, "actual": 7}),
+    Code.SLOT_OUT_OF_RANGE: ((ints([0, 9]), 9), (ints([0, 8]), 9), {"row": 1, "slot": 9}),
+    Code.SLOT_DOUBLE_FREE: (
+        (ints([4, 5, 4]), np.array([True] * 3)),
+        (ints([4, 5]), np.array([True] * 2)),
+        {"row": 2, "slot": 4},
+    ),
+    Code.SLOT_STALE_HANDLE: (
+        (ints([4, 5]), ints([1, 1]), ints([1, 2])),
+        (ints([4, 5]), ints([1, 2]), ints([1, 2])),
+        {"row": 1, "slot": 5, "generation": 1},
+    ),
+    Code.SLOT_SHARED: ((ints([3, 0, 3]),), (ints([3, 0, 0]),), {"row": 2, "slot": 3}),
+    Code.SLOT_CONSERVATION: ((3, 1, 1, 6), (3, 1, 2, 6), {"actual": 5}),
+    Code.SLOT_IN_FLIGHT: (
+        (ints([4, 5]), np.array([False, True])),
+        (ints([4, 5]), np.array([False, False])),
+        {"row": 1, "slot": 5},
+    ),
+    Code.TABLE_CAPACITY: ((8, 9), (9, 9), {"actual": 8}),
+    Code.PAGE_OWNER: ((ints([0, 1, 2]), ints([0, 1, 1])), (ints([0, -1]), ints([0, -1])), {"slot": 2}),
+    Code.PAGE_ALIGNMENT: ((ints([16, 17]), 16), (ints([16, 32]), 16), {"row": 1, "actual": 17}),
+    Code.LENGTH_ORDER: ((ints([3]), ints([2]), 8), (ints([2]), ints([2]), 2), {"row": 0}),
+    Code.TAIL_STALE: ((ints([0, 7]), 0, 4), (ints([0, 0]), 0, 4), {"row": 5, "actual": 7}),
+    Code.SENTINEL_ESCAPED: ((ints([3, -1]),), (ints([3, 0]),), {"row": 1, "actual": -1}),
+    Code.UNIT_MISMATCH: (("slot", "page"), ("slot", "slot"), {"expected": "slot", "actual": "page"}),
+    Code.HIDDEN_SYNC: (("item", False), ("item", True), {"actual": "item"}),
+    Code.STAGING_OVERRUN: ((3, 5, 2), (4, 5, 2), {"actual": 3}),
+}
+# further ways to break a law, beside the first
+MORE: list[tuple[Code, tuple[Any, ...]]] = [
+    (Code.MIRROR_EQUAL, (ints([1]), np.array([1], dtype=np.int32))),
+    (Code.MIRROR_EQUAL, (ints([1]), ints([1, 2]))),
+    (Code.MIRROR_EQUAL, (np.array([0.0]), np.array([-0.0]))),
+    (Code.MIRROR_EQUAL, (ints([[1, 2], [3, 4]]), ints([[1, 2], [3, 5]]))),
+    (Code.MIRROR_BOUND, (ints([1]), np.array([1], dtype=np.int32))),
+    (Code.SLOT_OUT_OF_RANGE, (ints([-1]), 9)),
+    (Code.SLOT_DOUBLE_FREE, (ints([4, 5]), np.array([True, False]))),
+    (Code.SLOT_CONSERVATION, (-1, 1, 6, 6)),
+    (Code.SLOT_CONSERVATION, (4, 1, 2, 6)),
+    (Code.LENGTH_ORDER, (ints([-1]), ints([2]), 8)),
+    (Code.LENGTH_ORDER, (ints([1]), ints([9]), 8)),
+    (Code.TAIL_STALE, (ints([[0, 0], [0, 1]]), 0, 4)),
+    (Code.MIRROR_ALIASED, ((100, 200), (120, 130))),
+    (Code.STAGING_OVERRUN, (0, 1, 1)),
+]
+
+
+def test_every_code_has_a_law_and_a_case() -> None:
+    """No code without a law, no law without a case here, and each law says what it is and what to do."""
+    assert set(LAWS) == set(Code) == set(CASES)
+    for law in LAWS.values():
+        assert law.asked in ("always", "cheap", "full", "test")
+        assert len(law.statement) > 80
+        assert "Cost:" in law.statement or "Cost " in law.statement
+        assert "Broken" in law.statement
+        assert law.remedy
+        assert len(law.origins) >= 2 or law.code is Code.MIRROR_STALE_READ
+        assert not law.remedy.endswith(".")
+
+
+@pytest.mark.parametrize("code", list(Code))
+def test_a_broken_law_is_reported(code: Code) -> None:
+    """Breaking a law raises a violation with its code, where, what was expected, what was found and what to do."""
+    broken, _, report = CASES[code]
+    before = made[code]
+    with pytest.raises(Violation) as caught:
+        LAWS[code].check(*broken, object="thing", operation="deed", step=41)
+    violation = caught.value
+    assert violation.code is code
+    assert (violation.object, violation.operation, violation.step) == ("thing", "deed", 41)
+    for field, value in report.items():
+        assert getattr(violation, field) == value, field
+    text = str(violation)
+    assert text.startswith(f"{code}: ")
+    for word in ("thing", "deed", "41", "expected", "actual", LAWS[code].remedy):
+        assert word in text
+    assert made[code] == before + 1
+
+
+@pytest.mark.parametrize("code", list(Code))
+def test_a_law_that_holds_is_silent(code: Code) -> None:
+    """What nearly breaks a law does not, and the asking is counted."""
+    before = made[code]
+    LAWS[code].check(*CASES[code][1])
+    assert made[code] == before + 1
+
+
+@pytest.mark.parametrize(("code", "broken"), MORE)
+def test_further_ways_to_break_a_law(code: Code, broken: tuple[Any, ...]) -> None:
+    """Each clause of a law has a case that breaks it alone."""
+    with pytest.raises(Violation) as caught:
+        LAWS[code].check(*broken)
+    assert caught.value.code is code
+
+
+@pytest.mark.parametrize("code", [code for code, case in CASES.items() if isinstance(case[0][0], np.ndarray)])
+def test_laws_hold_of_nothing(code: Code) -> None:
+    """A law over no rows holds."""
+    empty = [value[:0] if isinstance(value, np.ndarray) else value for value in CASES[code][0]]
+    LAWS[code].check(*empty)
+
+
+def test_reports_survive_pickling() -> None:
+    """A violation crosses a process boundary with its fields and its text."""
+    with pytest.raises(Violation) as caught:
+        invariants.slot_shared(ints([1, 1]), object="pool", operation="take", step=2)
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert str(copy) == str(caught.value)
+    assert copy.as_dict() == caught.value.as_dict()
+    assert isinstance(copy, BatchStateError | RuntimeError)
+
+
+def test_reports_name_no_tensor() -> None:
+    """A report of a large array stays short: it shows the row, not the array."""
+    with pytest.raises(Violation) as caught:
+        invariants.mirror_equal(np.zeros((10_000, 64)), np.ones((10_000, 64)))
+    assert len(re.sub(r"\d", "", str(caught.value))) < 2_000
+
+
+@pytest.mark.parametrize(
+    ("values", "row"), [([], None), ([1], None), ([1, 2, 3], None), ([1, 2, 1], 2), ([0, 5, 0, 5], 2), ([7] * 5, 1)]
+)
+def test_first_duplicate(values: list[int], row: int | None) -> None:
+    """The first row whose value stands in an earlier one is found."""
+    assert invariants.first_duplicate(np.array(values, dtype=np.int64)) == row

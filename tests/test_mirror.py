@@ -1,0 +1,492 @@
+"""MirroredTensor: what each operation does to both sides, and what it refuses."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from batchstate import Code, Contract, MirroredTensor, Runtime, Slots, Tokens, Violation, checks, open_runtime
+from batchstate.errors import (
+    ArgumentError,
+    ContractError,
+    DeviceError,
+    DtypeError,
+    OwnerThreadError,
+    RowIndexError,
+    ShapeError,
+    SideMissingError,
+    ValueOverflowError,
+)
+
+
+def both(value: MirroredTensor) -> list:
+    """The host side as a list, after showing that the device side holds the same."""
+    device = value.runtime.inspect(value.device)
+    assert device.dtype == value.np.dtype
+    assert device.tolist() == value.np.tolist()
+    return value.np.tolist()
+
+
+@pytest.fixture(params=[False, True], ids=["device side not made", "device side made"])
+def lens(rt: Runtime, request: pytest.FixtureRequest) -> MirroredTensor:
+    """Four lengths, with and without a device side that exists already."""
+    value = MirroredTensor.from_host(rt, [5, 6, 7, 8], name="seq_lens")
+    if request.param:
+        assert value.device.shape == (4,)
+    return value
+
+
+def test_operations_act_on_both_sides(lens: MirroredTensor, full: None) -> None:
+    """Each operation gives the same rows on the host and on the device."""
+    assert both(lens.filter([True, False, True, True])) == [5, 7, 8]
+    assert both(lens.filter(np.array([3, 0]))) == [8, 5]
+    assert both(lens.take([1, 1, 0])) == [6, 6, 5]
+    assert both(lens.merge(lens)) == [5, 6, 7, 8, 5, 6, 7, 8]
+    assert both(MirroredTensor.cat([lens, lens, lens]).take([8, 3])) == [5, 8]
+    assert both(lens + 3) == [8, 9, 10, 11]
+    assert both(lens - np.array([1, 2, 3, 4])) == [4, 4, 4, 4]
+    assert both(lens + lens) == [10, 12, 14, 16]
+    assert [both(part) for part in lens.split([1, 0, 3])] == [[5], [], [6, 7, 8]]
+    assert both(lens.pad(6)) == [5, 6, 7, 8, 0, 0]
+    assert both(lens.pad(5, 9)) == [5, 6, 7, 8, 9]
+    assert both(lens.update([2, 0], [70, 50])) == [50, 6, 70, 8]
+    assert both(lens.update([True, False, False, True], 1)) == [1, 6, 7, 1]
+    assert both(lens) == [5, 6, 7, 8]
+
+
+def test_no_operation_waits_for_the_device(lens: MirroredTensor) -> None:
+    """No operation and no reading of the host side is a forced sync."""
+    value = (lens.filter([0, 2]).merge(lens) + 1).pad(8).update([0], [3]).take([0, 1])
+    assert value.sum() == 11
+    assert (value.max(), value.min(), len(value)) == (8, 3, 2)
+    assert (value == 3).tolist() == [True, False]
+    assert "seq_lens" in repr(value)
+    assert lens.runtime.counters.forced_syncs == 0
+    assert lens.runtime.counters.device_to_host_copies == 0
+
+
+def test_cost_of_one_operation(rt: Runtime) -> None:
+    """Once the device side exists, an operation is one launch and at most one upload; before, it is neither."""
+    value = MirroredTensor.from_host(rt, [1, 2, 3])
+    before = rt.counters.snapshot()
+    (value.filter([0]).merge(value) + 1).pad(9)
+    assert (rt.counters - before).host_to_device_copies == 0
+    assert (rt.counters - before).device_operations == 0
+    assert value.device.shape == (3,)
+    for operation, copies, launches in [
+        (lambda: value.filter([0, 1]), 1, 1),
+        (lambda: value.merge(value), 0, 1),
+        (lambda: value + 1, 0, 1),
+        (lambda: value + np.array([1, 2, 3]), 1, 1),
+        (lambda: value.split([1, 2]), 0, 0),
+        (lambda: value.pad(4), 1, 1),
+        (lambda: value.update([0], [9]), 1, 2),
+    ]:
+        before = rt.counters.snapshot()
+        operation()
+        spent = rt.counters - before
+        assert (spent.host_to_device_copies, spent.device_operations) == (copies, launches)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32])
+@pytest.mark.parametrize("trailing", [(), (2,), (0,)])
+def test_small_dtypes_and_trailing_shapes_move(rt: Runtime, dtype: torch.dtype, trailing: tuple, full: None) -> None:
+    """Any shared dtype and any trailing shape is moved unchanged."""
+    values = torch.arange(3 * int(np.prod(trailing, dtype=int))).reshape(3, *trailing).to(dtype)
+    value = MirroredTensor.from_host(rt, values)
+    assert value.device.dtype is dtype
+    moved = value.filter([2, 0]).merge(value).take([0, 4, 1])
+    assert both(moved) == values[[2, 2, 0]].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_wide_unsigned_integers_compute(rt: Runtime, dtype: torch.dtype, full: None) -> None:
+    """Unsigned dtypes that torch cannot add are added all the same, up to their last value."""
+    most = torch.iinfo(dtype).max
+    value = MirroredTensor.from_host(rt, np.array([most - 3, 5], dtype=str(dtype)[6:]))
+    assert value.device.dtype is dtype
+    assert both(value + np.array([3, 1])) == [most, 6]
+    assert both(value - 5) == [most - 8, 0]
+    with pytest.raises(ValueOverflowError):
+        value + 4
+    with pytest.raises(ValueOverflowError):
+        value - 6
+
+
+def test_floats_are_moved_never_computed(rt: Runtime, full: None) -> None:
+    """A float column moves with all its bits, NaN included, and refuses arithmetic."""
+    value = MirroredTensor.from_host(rt, [0.5, float("nan"), -0.0])
+    assert value.device.dtype is torch.float32
+    value.filter([1, 2]).merge(value).pad(7, 1.5).check()
+    with pytest.raises(DtypeError, match="two processors round differently"):
+        value + 1
+
+
+# The sides are two memories
+
+
+def written(rt: Runtime) -> dict[str, MirroredTensor]:
+    """One value for each way of coming by one, its device side made."""
+    base = MirroredTensor.from_host(rt, [1, 2, 3, 4])
+    assert len(base.device) == 4
+    host = torch.tensor([1, 2, 3, 4])
+    array = np.array([1, 2, 3, 4])
+    values = {
+        "from list": MirroredTensor.from_host(rt, [1, 2, 3, 4]),
+        "from array": MirroredTensor.from_host(rt, array),
+        "from tensor": MirroredTensor.from_host(rt, host),
+        "host_only": MirroredTensor.from_host(rt, array, contract="host_only"),
+        "from pair": MirroredTensor.from_pair(rt, host, host.to(rt.device)),
+        "from pair of arrays": MirroredTensor.from_pair(rt, array, torch.from_numpy(array).to(rt.device)),
+        "slots": Slots.from_host(rt, array),
+        "filter": base.filter([0, 1]),
+        "take": base.take([0, 0]),
+        "merge": base.merge(base),
+        "add": base + 1,
+        "subtract": base - 1,
+        "split": base.split([2, 2])[1],
+        "pad": base.pad(6),
+        "update": base.update([1], [5]),
+        "weaken": base.weaken("upper_bound"),
+        "resolve": base.weaken("upper_bound").resolve(),
+    }
+    for value in values.values():
+        assert len(value.device) == len(value)
+    return values
+
+
+WAYS = [
+    "from list", "from array", "from tensor", "host_only", "from pair", "from pair of arrays", "slots", "filter", "take",
+    "merge", "add", "subtract", "split", "pad", "update", "weaken", "resolve",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_write_into_the_device_side_is_reported(rt: Runtime, way: str, full: None) -> None:
+    """However a value came about, a write into its device memory alone breaks a law at `full`."""
+    value = written(rt)[way]
+    value.check()
+    with torch.no_grad():
+        value.device.data[0] += 77
+    with pytest.raises(Violation) as caught:
+        value.check()
+    assert caught.value.code in (Code.MIRROR_EQUAL, Code.MIRROR_BOUND, Code.MIRROR_FOREIGN_WRITE)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_write_into_the_host_side_is_reported(rt: Runtime, way: str, full: None) -> None:
+    """However a value came about, a write into its host memory alone breaks a law at `full`, and spares the device."""
+    value = written(rt)[way]
+    before = rt.inspect(value.device).tolist()
+    array = value.np
+    array.flags.writeable = True  # as a C extension would, which asks nobody
+    array[0] += 77
+    assert rt.inspect(value.device).tolist() == before
+    with pytest.raises(Violation) as caught:
+        value.check()
+    assert caught.value.code is Code.MIRROR_FOREIGN_WRITE
+
+
+def test_the_caller_keeps_its_own_memory(rt: Runtime, full: None) -> None:
+    """What the caller does with the array afterwards does not reach the value."""
+    array = np.array([1, 2, 3])
+    host_tensor = torch.tensor([1, 2, 3])
+    values = [MirroredTensor.from_host(rt, array), MirroredTensor.from_host(rt, host_tensor)]
+    array[:] = 9
+    host_tensor[:] = 9
+    assert [both(value) for value in values] == [[1, 2, 3], [1, 2, 3]]
+
+
+def test_a_pair_that_aliases_is_reported(rt: Runtime, full: None) -> None:
+    """A host side that lies in the device side's memory is found, although both always agree."""
+    if rt.device.type != "cpu":
+        pytest.skip("host and device memory cannot alias on an accelerator")
+    value = MirroredTensor.from_host(rt, [1, 2, 3])
+    value._host = value.device.numpy()
+    value._checksum = None
+    with pytest.raises(Violation) as caught:
+        value.check()
+    assert caught.value.code is Code.MIRROR_ALIASED
+
+
+def test_writes_through_handed_out_tensors_are_seen_at_cheap(rt: Runtime) -> None:
+    """Torch's version counters show a write in place without touching the device."""
+    with checks("cheap"):
+        for side in ("host", "device"):
+            value = MirroredTensor.from_host(rt, [1, 2, 3], name="lens")
+            getattr(value, side).add_(1)
+            reads = rt.counters.check_reads
+            with pytest.raises(Violation) as caught:
+                value.filter([0])
+            assert caught.value.code is Code.MIRROR_FOREIGN_WRITE
+            assert f"the {side} side" in str(caught.value)
+            assert rt.counters.check_reads == reads
+
+
+def test_the_array_is_read_only(rt: Runtime) -> None:
+    """Numpy itself refuses a write to what `np` hands out."""
+    with pytest.raises(ValueError, match="read-only"):
+        MirroredTensor.from_host(rt, [1]).np[0] = 2
+
+
+# Contracts
+
+
+def bound(rt: Runtime) -> MirroredTensor:
+    """Host 5, 5, 5 over device 3, 4, 5."""
+    device = torch.tensor([3, 4, 5]).to(rt.device)
+    return MirroredTensor.from_pair(rt, [5, 5, 5], device, contract="upper_bound")
+
+
+def test_a_bound_moves_on_both_sides_by_itself(rt: Runtime, full: None) -> None:
+    """Under `upper_bound` each side runs the operation on its own numbers."""
+    value = (bound(rt).filter([2, 0]) + 2).merge(bound(rt))
+    assert value.contract is Contract.UPPER_BOUND
+    assert value.np.tolist() == [7, 7, 5, 5, 5]
+    assert rt.inspect(value.device).tolist() == [7, 5, 3, 4, 5]
+
+
+def test_a_broken_bound_is_reported(rt: Runtime, full: None) -> None:
+    """A device side above its bound is a violation that names the row."""
+    with pytest.raises(Violation) as caught:
+        MirroredTensor.from_pair(rt, [5, 5], torch.tensor([5, 6]).to(rt.device), contract="upper_bound")
+    assert caught.value.code is Code.MIRROR_BOUND
+    assert caught.value.row == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "merged"),
+    [
+        ("exact", "exact", "exact"),
+        ("exact", "upper_bound", "upper_bound"),
+        ("upper_bound", "exact", "upper_bound"),
+        ("upper_bound", "device_only", "device_only"),
+        ("host_only", "host_only", "host_only"),
+        ("host_only", "exact", "exact"),
+        ("host_only", "device_only", "device_only"),
+    ],
+)
+def test_a_merge_has_the_weaker_contract(rt: Runtime, first: str, second: str, merged: str, full: None) -> None:
+    """Merging never strengthens a contract."""
+    made = {
+        "exact": MirroredTensor.from_host(rt, [1, 2]),
+        "host_only": MirroredTensor.from_host(rt, [1, 2], contract="host_only"),
+        "upper_bound": bound(rt),
+        "device_only": MirroredTensor.from_device(rt, torch.tensor([8, 9]).to(rt.device)),
+    }
+    value = made[first].merge(made[second])
+    assert value.contract.value == merged
+    assert len(value.device) == len(made[first]) + len(made[second])
+
+
+def test_a_missing_side_raises(rt: Runtime) -> None:
+    """A `device_only` value has no numbers on the host, and says what to do."""
+    value = MirroredTensor.from_device(rt, torch.tensor([1, 2]).to(rt.device), name="sampled")
+    for read in (lambda: value.np, lambda: value.host, lambda: value.max(), lambda: value == 1):
+        with pytest.raises(SideMissingError, match="resolve"):
+            read()
+    assert rt.inspect((value + 1).filter([1]).device).tolist() == [3]
+
+
+def test_only_resolve_strengthens_and_it_counts(rt: Runtime) -> None:
+    """`resolve` makes a bound exact, at the price of one forced sync; `weaken` cannot."""
+    value = bound(rt).resolve()
+    assert (value.contract, value.np.tolist()) == (Contract.EXACT, [3, 4, 5])
+    assert rt.counters.forced_syncs == 1
+    assert value.resolve() is value
+    with pytest.raises(ContractError, match="resolve"):
+        bound(rt).weaken("exact")
+
+
+def test_host_only_values_are_uploaded_once_where_they_are_used(rt: Runtime) -> None:
+    """A `host_only` value crosses at its first use and not again."""
+    value = MirroredTensor.from_host(rt, [1, 2, 3], contract="host_only")
+    assert rt.counters.host_to_device_copies == 0
+    assert value.device is value.device
+    assert rt.counters.host_to_device_copies == 1
+
+
+# Stale windows
+
+
+def test_a_stale_side_cannot_be_read(rt: Runtime) -> None:
+    """Inside the window reading that side raises, here and in what was derived; afterwards it does not."""
+    value = MirroredTensor.from_host(rt, [1, 2, 3], name="seq_lens")
+    with value.stale("host", reason="verification changes the lengths"):
+        derived = value.filter([0, 1])
+        assert value.device.shape == (3,)
+        for read in (lambda: value.np, lambda: derived.host, lambda: derived.sum()):
+            with pytest.raises(Violation, match="verification changes the lengths") as caught:
+                read()
+            assert caught.value.code is Code.MIRROR_STALE_READ
+        with value.stale("device", reason="not written yet"), pytest.raises(Violation, match="not written yet"):
+            value.device  # noqa: B018
+        assert len(value.device) == 3
+    assert value.np.tolist() == [1, 2, 3]
+    assert derived.np.tolist() == [1, 2]
+
+
+def test_stale_windows_are_refused_without_a_reason(rt: Runtime) -> None:
+    """A window names a side and a reason."""
+    value = MirroredTensor.from_host(rt, [1])
+    with pytest.raises(ArgumentError, match="reason"), value.stale("host", reason=""):
+        pass
+    with pytest.raises(ArgumentError, match="'cpu'"), value.stale("cpu", reason="x"):
+        pass
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("keep", "error"),
+    [
+        ([0, 0], ArgumentError),
+        ([0, 4], RowIndexError),
+        ([-1], RowIndexError),
+        ([0.0, 1.0], DtypeError),
+        ([True, False], ShapeError),
+        ([[0, 1]], ShapeError),
+        (np.arange(5), RowIndexError),
+        (["a"], DtypeError),
+        (None, DtypeError),
+        (0, ShapeError),
+        ([0, 1, 2, 3, 3], ArgumentError),
+    ],
+)
+def test_bad_keep_lists(lens: MirroredTensor, keep: object, error: type[Exception]) -> None:
+    """A keep list that cannot be meant raises a typed error, launches nothing and changes nothing."""
+    before = lens.runtime.counters.snapshot()
+    with pytest.raises(error, match="seq_lens: filter"):
+        lens.filter(keep)
+    assert lens.runtime.counters == before
+    assert lens.np.tolist() == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("keep", [[], np.array([], dtype=np.int64), np.zeros(4, dtype=bool), ()])
+def test_empty_keep_lists(lens: MirroredTensor, keep: object, full: None) -> None:
+    """An empty keep list gives a value of no rows, which all operations take."""
+    value = lens.filter(keep)
+    assert both(value) == []
+    assert both((value + 1).merge(value).pad(0).take([])) == []
+    assert both(value.merge(lens)) == [5, 6, 7, 8]
+    with pytest.raises(ArgumentError, match="max of"):
+        value.max()
+
+
+@pytest.mark.parametrize(
+    ("operation", "error", "message"),
+    [
+        (lambda v: v.split([1, 2]), ArgumentError, "sum to 3"),
+        (lambda v: v.split([-1, 5]), ArgumentError, "-1"),
+        (lambda v: v.pad(3), ArgumentError, "3"),
+        (lambda v: v.pad(5, 1.5), DtypeError, "float64"),
+        (lambda v: v.pad(5, 2**70), DtypeError, "object"),
+        (lambda v: v.update([0], [1, 2]), ShapeError, r"\[2\]"),
+        (lambda v: v.update([0, 0], [1, 2]), ArgumentError, "twice"),
+        (lambda v: v.update([0], [1.5]), DtypeError, "float64"),
+        (lambda v: v + 1.5, DtypeError, "float64"),
+        (lambda v: v + True, DtypeError, "bool"),
+        (lambda v: v + [1, 2], ShapeError, r"\[2\]"),
+        (lambda v: v + 2**63, ValueOverflowError, "9223372036854775808"),
+        (lambda v: v + (2**63 - 1), ValueOverflowError, "row 0"),
+        (lambda v: v.cat([]), ArgumentError, "no values"),
+        (lambda v: v.merge(v.take([0]).weaken("device_only").np), SideMissingError, "no host side"),
+        (lambda v: bool(v), ArgumentError, "ambiguous"),
+    ],
+)
+def test_bad_arguments(lens: MirroredTensor, operation: object, error: type[Exception], message: str) -> None:
+    """Every other bad argument raises a typed error that names the value."""
+    with pytest.raises(error, match=message):
+        operation(lens)  # type: ignore[operator]
+    assert both(lens) == [5, 6, 7, 8]
+
+
+def test_values_that_do_not_go_together(rt: Runtime, device: str) -> None:
+    """Values of another dtype, shape, unit or runtime are not merged."""
+    lens = MirroredTensor.from_host(rt, [1, 2])
+    with pytest.raises(DtypeError, match="int32"):
+        lens.merge(MirroredTensor.from_host(rt, [1], dtype=torch.int32))
+    with pytest.raises(ShapeError, match=r"\[2\]"):
+        lens.merge(MirroredTensor.from_host(rt, [[1, 2]]))
+    with pytest.raises(DeviceError, match="two runtimes"):
+        lens.merge(MirroredTensor.from_host(open_runtime(device), [1]))
+    with pytest.raises(Violation) as caught:
+        Slots.from_host(rt, [1]).merge(Tokens.from_host(rt, [1]))  # type: ignore[arg-type]
+    assert caught.value.code is Code.UNIT_MISMATCH
+    with pytest.raises(DtypeError, match="arithmetic on slot"):
+        Slots.from_host(rt, [1]) + 1
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda rt: MirroredTensor.from_host(rt, 3), ShapeError),
+        (lambda rt: MirroredTensor.from_host(rt, ["x"]), DtypeError),
+        (lambda rt: MirroredTensor.from_host(rt, [[1], [1, 2]]), ShapeError),
+        (lambda rt: MirroredTensor.from_host(rt, [300], dtype=torch.uint8), ValueOverflowError),
+        (lambda rt: MirroredTensor.from_host(rt, [-1], dtype=torch.uint8), ValueOverflowError),
+        (lambda rt: MirroredTensor.from_host(rt, [1.5], dtype=torch.int64), DtypeError),
+        (lambda rt: MirroredTensor.from_host(rt, [1e300], dtype=torch.float32), ValueOverflowError),
+        (lambda rt: MirroredTensor.from_host(rt, [1], dtype=torch.bfloat16), DtypeError),
+        (lambda rt: MirroredTensor.from_host(rt, torch.ones(1, dtype=torch.bfloat16)), DtypeError),
+        (lambda rt: MirroredTensor.from_host(rt, [1], contract="upper_bound"), ContractError),
+        (lambda rt: MirroredTensor.from_host(rt, [1], contract="sometimes"), ArgumentError),
+        (lambda rt: MirroredTensor.from_pair(rt, [1, 2], torch.ones(3).to(rt.device)), ShapeError),
+        (lambda rt: MirroredTensor.from_pair(rt, [1.5], torch.ones(1, dtype=torch.int64).to(rt.device)), DtypeError),
+        (
+            lambda rt: MirroredTensor.from_pair(rt, [1], torch.ones(1).to(rt.device), contract="host_only"),
+            ContractError,
+        ),
+        (lambda rt: MirroredTensor.from_device(rt, torch.tensor(1).to(rt.device)), ShapeError),
+        (lambda rt: MirroredTensor.from_device(rt, torch.ones(1, device="meta")), DeviceError),
+        (lambda rt: MirroredTensor.from_device(rt, [1]), DtypeError),
+    ],
+)
+def test_bad_constructions(rt: Runtime, make: object, error: type[Exception]) -> None:
+    """A value that cannot be made raises a typed error before anything is uploaded."""
+    with pytest.raises(error):
+        make(rt)  # type: ignore[operator]
+    assert rt.counters.host_to_device_copies == 0
+
+
+def test_another_thread_may_read_but_not_launch(rt: Runtime) -> None:
+    """Values may be read anywhere; what would use the device from a second thread is a typed error."""
+    value = MirroredTensor.from_host(rt, [1, 2, 3])
+    made = value + 0
+    assert len(made.device) == 3
+    seen: list[object] = []
+
+    def elsewhere() -> None:
+        seen.append(value.np.tolist())
+        try:
+            made.filter([0])
+        except OwnerThreadError as error:
+            seen.append(error)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert seen[0] == [1, 2, 3]
+    assert isinstance(seen[1], OwnerThreadError)
+
+
+def test_versions_tell_values_apart(rt: Runtime) -> None:
+    """No two values of a runtime share a version, so that metadata of an older one is recognised."""
+    value = MirroredTensor.from_host(rt, [1, 2, 3])
+    versions = [
+        value.version,
+        (value + 0).version,
+        value.filter([0]).version,
+        *(v.version for v in value.split([1, 2])),
+    ]
+    assert len(set(versions)) == len(versions)
+
+
+def test_inference_mode(rt: Runtime, full: None) -> None:
+    """Values work under torch's inference mode, where tensors count no versions."""
+    with torch.inference_mode():
+        value = MirroredTensor.from_host(rt, [1, 2, 3])
+        assert both((value + 1).filter([0, 2]).merge(value)) == [2, 4, 1, 2, 3]
+    assert both(value.filter([1])) == [2]

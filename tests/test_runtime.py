@@ -1,0 +1,205 @@
+"""The runtime: copies that are staged, counted and never waited for."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from batchstate import Code, Runtime, Violation, checks, open_runtime
+from batchstate.errors import ArgumentError, DtypeError, OwnerThreadError
+from batchstate.runtime import CpuRuntime, DoneFence, Staging
+
+
+class Gate:
+    """A fence that the test opens."""
+
+    def __init__(self) -> None:
+        self.open = False
+
+    def query(self) -> bool:
+        return self.open
+
+    def wait(self) -> None:
+        raise AssertionError("the library waited for a fence")
+
+
+class GatedRuntime(CpuRuntime):
+    """A CPU whose fences stay closed until the test opens them: copies that are forever in flight."""
+
+    def __init__(self, steps_in_flight: int = 2) -> None:
+        self.gates: list[Gate] = []
+        super().__init__(steps_in_flight=steps_in_flight)
+
+    def record(self, stream: object = None) -> Gate:
+        self.gates.append(Gate())
+        return self.gates[-1]
+
+
+def test_upload_packs_many_arrays_into_one_copy(rt: Runtime) -> None:
+    """Arrays of any dtype and shape arrive whole, in one copy, in memory of their own."""
+    arrays = [
+        np.arange(5, dtype=np.int64),
+        np.array([True, False, True]),
+        np.zeros((0, 3), dtype=np.float32),
+        np.arange(6, dtype=np.float32).reshape(2, 3).T,
+        np.array([2**63], dtype=np.uint64),
+        np.arange(20, dtype=np.int32)[::3],
+    ]
+    packed = rt.upload(arrays)
+    for i, array in enumerate(arrays):
+        assert rt.inspect(packed.view(i)).tolist() == array.tolist()
+        assert packed.view(i).device == rt.device
+    assert rt.counters.host_to_device_copies == 1
+    arrays[0][:] = 9
+    assert rt.inspect(packed.view(0)).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_upload_of_nothing(rt: Runtime) -> None:
+    """No arrays, or only empty ones, are uploaded without complaint."""
+    rt.upload([])
+    assert rt.upload([np.zeros(0, dtype=np.int32)]).view(0).shape == (0,)
+
+
+def test_steady_state_allocates_no_staging(rt: Runtime) -> None:
+    """One upload a step reuses the blocks made in advance for the declared depth."""
+    for _ in range(50):
+        rt.next_step()
+        rt.upload([np.arange(100)])
+        rt.record().wait()
+    assert rt.counters.staging_allocations == rt.steps_in_flight + 1
+
+
+def test_a_block_in_flight_is_never_refilled() -> None:
+    """While a copy has not run, no later upload gets its staging memory, however many there are."""
+    staging = Staging(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), depth=2)
+    gates = [Gate() for _ in range(10)]
+    blocks = []
+    for step, gate in enumerate(gates):
+        block = staging.take(100)
+        staging.release(block, gate, step)
+        blocks.append(block)
+    assert len({id(block) for block in blocks}) == 10
+    gates[0].open = True
+    assert staging.take(100) is blocks[0]
+    gates[2].open = True  # behind one that has not run: it waits its turn
+    assert staging.take(100) not in blocks
+    assert staging.oldest_step() == 1
+
+
+def test_large_uploads_get_larger_blocks() -> None:
+    """A block is at least as large as what it is asked for."""
+    staging = Staging(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), depth=1)
+    for nbytes in (0, 1, 1 << 14, (1 << 14) + 1, 1_000_000):
+        assert len(staging.take(nbytes).bytes) >= nbytes
+
+
+def test_running_deeper_than_declared_is_reported() -> None:
+    """An engine that begins a step although the declared depth is in flight is told so, with the step."""
+    rt = GatedRuntime(steps_in_flight=2)
+    for _ in range(2):
+        rt.next_step()
+        rt.upload([np.arange(3)])
+    with pytest.raises(Violation) as caught:
+        rt.next_step()
+    assert caught.value.code is Code.STAGING_OVERRUN
+    assert "step 1 has not run when step 3 begins" in str(caught.value)
+    assert rt.step == 2
+    rt.gates[0].open = True
+    assert rt.next_step() == 3
+    with checks("off"):
+        rt.next_step()
+
+
+def test_a_failed_upload_keeps_its_staging(rt: Runtime) -> None:
+    """An upload that fails gives its block back and counts nothing."""
+    rt.upload([np.arange(3)])
+    before = rt.counters.snapshot()
+    for _ in range(5):
+        with pytest.raises(TypeError):
+            rt.upload([np.array([object()])])
+    assert (rt.counters - before).host_to_device_copies == 0
+    assert (rt.counters - before).staging_allocations == 0
+
+
+def test_counters_tell_waiting_apart(rt: Runtime) -> None:
+    """A read-back is a forced sync; a check's read-back is a check read and nothing else."""
+    tensor = rt.upload([np.arange(3)]).view(0)
+    before = rt.counters.snapshot()
+    rt.inspect(tensor)
+    assert (rt.counters - before).check_reads == 1
+    assert (rt.counters - before).forced_syncs == 0
+    copy = rt.read_back(tensor)
+    rt.synchronize()
+    spent = rt.counters - before
+    assert (spent.forced_syncs, spent.device_to_host_copies) == (2, 1)
+    copy[0] = 9
+    assert rt.inspect(tensor).tolist() == [0, 1, 2]
+
+
+def test_use_from_another_thread_is_refused(rt: Runtime) -> None:
+    """A runtime belongs to the thread that made it."""
+    errors: list[Exception] = []
+
+    def elsewhere() -> None:
+        for call in (lambda: rt.upload([np.arange(3)]), rt.next_step, lambda: rt.launch(lambda: None)):
+            try:
+                call()
+            except OwnerThreadError as error:
+                errors.append(error)
+
+    thread = threading.Thread(target=elsewhere, name="scheduler-2")
+    thread.start()
+    thread.join()
+    assert len(errors) == 3
+    assert "scheduler-2" in str(errors[0])
+    assert rt.counters.host_to_device_copies == 0
+
+
+def test_streams_and_fences(rt: Runtime) -> None:
+    """Streams have an identity, `use` is a window, and fences answer."""
+    forward = rt.stream("forward")
+    default = rt.current_stream
+    assert forward != default
+    with rt.use(forward):
+        assert rt.current_stream == forward
+        assert hash(rt.current_stream) == hash(forward)
+        tensor = rt.upload([np.arange(3)])
+        fence = rt.record()
+    assert rt.current_stream == default
+    rt.wait(fence)
+    assert rt.counters.stream_waits == 1
+    rt.acquire(tensor.view(0), forward, tensor.ready)
+    assert (rt.counters.stream_waits, rt.counters.hand_overs) == (2, 1)
+    fence.wait()
+    assert fence.query()
+    assert DoneFence().query()
+
+
+def test_device_memory_is_not_host_memory(rt: Runtime) -> None:
+    """Tables start zero, on the device, and may be written inside and outside of inference mode."""
+    with torch.inference_mode():
+        table = rt.device_zeros((3, 2), torch.int32)
+        table[1] = 5
+    table[2] = 6
+    assert rt.inspect(table).tolist() == [[0, 0], [5, 5], [6, 6]]
+
+
+@pytest.mark.parametrize(
+    ("device", "steps_in_flight", "message"),
+    [("abacus", 2, "abacus"), ("cpu", 0, "steps_in_flight is 0"), ("mtia", 2, "not available"), (None, 2, "None")],
+)
+def test_runtimes_that_cannot_be_opened(device: str, steps_in_flight: int, message: str) -> None:
+    """An unknown or missing device, and a depth of nothing, are refused in words."""
+    with pytest.raises(ArgumentError, match=message):
+        open_runtime(device, steps_in_flight=steps_in_flight)
+
+
+def test_dtypes_that_numpy_lacks_are_refused() -> None:
+    """The dtype tables name what is legal."""
+    from batchstate.runtime import numpy_dtype, torch_dtype
+
+    with pytest.raises(DtypeError, match="bfloat16"):
+        numpy_dtype(torch.bfloat16)
+    with pytest.raises(DtypeError, match="int64"):
+        torch_dtype("datetime64[s]")
