@@ -3,26 +3,86 @@
 The names below are the whole public surface for an engine; `batchstate.testing` is the surface for its tests.
 """
 
-from batchstate.contracts import Contract
-from batchstate.errors import BatchStateError
-from batchstate.indices import HostTokens, Pages, Slots, Tokens
-from batchstate.invariants import Code, Level, Violation, checks, set_checks
-from batchstate.mirror import MirroredTensor
-from batchstate.runtime import Runtime, open_runtime
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from batchstate.batch import Batch
+    from batchstate.columns import device_only, host_list, mirrored, slot_column
+    from batchstate.contracts import Contract
+    from batchstate.errors import BatchStateError, PoolExhaustedError
+    from batchstate.hybrid import HybridSlotPool
+    from batchstate.indices import HostTokens, Pages, Slots, Tokens
+    from batchstate.invariants import Code, Level, Violation, checks, set_checks
+    from batchstate.mirror import MirroredTensor
+    from batchstate.pages import PagePool
+    from batchstate.pools import SlotPool
+    from batchstate.runtime import Runtime, open_runtime
+    from batchstate.tables import Table
 
 __all__ = [
+    "Batch",
     "BatchStateError",
     "Code",
     "Contract",
     "HostTokens",
+    "HybridSlotPool",
     "Level",
     "MirroredTensor",
+    "PagePool",
     "Pages",
+    "PoolExhaustedError",
     "Runtime",
+    "SlotPool",
     "Slots",
+    "Table",
     "Tokens",
     "Violation",
     "checks",
+    "device_only",
+    "host_list",
+    "mirrored",
     "open_runtime",
     "set_checks",
+    "slot_column",
 ]
+
+# Imported when first used: `batchstate --help` and the pytest plugin import this package and must not import torch.
+_HOMES = {
+    "Batch": "batchstate.batch",
+    "BatchStateError": "batchstate.errors",
+    "Code": "batchstate.invariants",
+    "Contract": "batchstate.contracts",
+    "HostTokens": "batchstate.indices",
+    "HybridSlotPool": "batchstate.hybrid",
+    "Level": "batchstate.invariants",
+    "MirroredTensor": "batchstate.mirror",
+    "PagePool": "batchstate.pages",
+    "Pages": "batchstate.indices",
+    "PoolExhaustedError": "batchstate.errors",
+    "Runtime": "batchstate.runtime",
+    "SlotPool": "batchstate.pools",
+    "Slots": "batchstate.indices",
+    "Table": "batchstate.tables",
+    "Tokens": "batchstate.indices",
+    "Violation": "batchstate.invariants",
+    "checks": "batchstate.invariants",
+    "device_only": "batchstate.columns",
+    "host_list": "batchstate.columns",
+    "mirrored": "batchstate.columns",
+    "open_runtime": "batchstate.runtime",
+    "set_checks": "batchstate.invariants",
+    "slot_column": "batchstate.columns",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

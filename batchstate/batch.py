@@ -199,9 +199,15 @@ class Batch(BatchRecord):
             DeclarationError: no such column.
             DtypeError: a column of floats, booleans or indices, or `n` no integer.
             ValueOverflowError: a value would leave the column's dtype.
-            ArgumentError: a padded batch.
+            ArgumentError: a padded batch, or a column named twice.
         """
         names = (columns,) if isinstance(columns, str) else tuple(columns)
+        if len(set(names)) < len(names):
+            raise ArgumentError(
+                f"{type(self).__name__}.advance: a column is named twice in {names}",
+                value=names,
+                remedy="name each column once, and add the sum",
+            )
         num_reqs = self._unpadded("advance")
         host: dict[str, Array] = {}
         device_rows = dict(self._device_rows)

@@ -151,7 +151,11 @@ class BatchRecord:
             place = self._layout.places[column.name]
             return packed.column(place.stack, place.lane, place.dtype)
         tensor = rows.gathered(self.runtime, packed.needed(column.name, self.runtime))
-        return Made(tensor, self.runtime.current_stream)
+        made = Made(tensor, self.runtime.current_stream)
+        # Batches derived from here on start from what was gathered, not from where it came from.
+        gathered = DeviceRows.of(DeviceSide(None, made), self.num_rows)
+        self._device_rows = {**self._device_rows, column.name: gathered}
+        return made
 
     def objects(self, column: str) -> tuple[Any, ...]:
         """The Python objects of a host column, one a request.
@@ -196,6 +200,8 @@ class BatchRecord:
             for name, rows in self._device_rows.items():
                 if len(rows.sources) > MOST_SOURCES:
                     self[name].device_side.tensor(self.runtime)
+            if levels.full:
+                self.check("upload")
         return mapping
 
     def _ensure_packed(self) -> PackedBatch:
@@ -226,7 +232,11 @@ class BatchRecord:
         self._check_tail(operation)
         names = [name for name, column in self._columns.items() if isinstance(column, TensorColumn)]
         for name in names if levels.full else self._values:
-            self[name].check(operation)
+            value = self[name]
+            if levels.full and self._packed is not None and name not in self._device_rows:
+                # What crossed is compared although nobody read it yet: a view of the copy, nothing is launched.
+                value._device.tensor(self.runtime)
+            value.check(operation)
 
     def _checked(self, operation: str) -> Self:
         if levels.full:

@@ -230,8 +230,9 @@ class TwoSides(HostNumbers):
     # Helpers
 
     def _made_device(self) -> torch.Tensor | None:
-        """The device side, safe on the current stream, if it exists already."""
-        return None if self._device.made is None else self._device.tensor(self.runtime)
+        """The device side, safe on the current stream, if it exists already or the host side could not make it."""
+        of_its_own = self.contract in (Contract.UPPER_BOUND, Contract.DEVICE_ONLY)  # such as a batch gathers late
+        return self._device.tensor(self.runtime) if of_its_own or self._device.made is not None else None
 
     def _derived(
         self,

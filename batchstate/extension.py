@@ -1,0 +1,55 @@
+"""The tokens that a step adds to its requests: where each lies, and whose it is."""
+
+from typing import final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from batchstate.errors import ArgumentError
+from batchstate.indices import Tokens
+from batchstate.tables import Table, TableWrite
+
+Ints = npt.NDArray[np.int64]
+
+
+@final
+@attrs.frozen(eq=False)
+class Extension:
+    """t tokens of n requests, those of one request together, in order.
+
+    Attributes:
+        slots: int64[t], the slot of each token.
+        positions: int64[t], its position in the request.
+        tokens: `host_only` int64[t], its place in KV memory.
+        counts: int64[n], tokens of each request.
+    """
+
+    slots: Ints
+    positions: Ints
+    tokens: Tokens
+    counts: Ints
+    _token_table: Table | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __repr__(self) -> str:
+        return f"Extension({len(self)} tokens of {self.counts.size} requests)"
+
+    def entry(self, table: Table | None = None) -> TableWrite:
+        """The write that records the tokens in a table [slot, position] -> token; rides in a batch's upload.
+
+        Args:
+            table: by default the pool's token table.
+
+        Raises:
+            ArgumentError: no table given, and the pool has none.
+            RowIndexError, Violation: see `Table.entry`.
+        """
+        target = self._token_table if table is None else table
+        if target is None:
+            raise ArgumentError(
+                "entry without a table", value=None, remedy="pass a table, or give the PagePool a token_table"
+            )
+        return target.entry(self.slots, self.positions, self.tokens)

@@ -1,0 +1,46 @@
+"""A stack of free indices: the last one freed is the first one handed out."""
+
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+
+@final
+class FreeList:
+    """Free ones among the indices `first` to `last`. At first all are free, the lowest on top.
+
+    Attributes:
+        count: how many are free.
+        room: how many there can be.
+    """
+
+    def __init__(self, first: int, last: int) -> None:
+        self._stack = self._initial(first, last)
+        self.count = len(self._stack)
+        self.room = last - first + 1
+
+    def __repr__(self) -> str:
+        return f"FreeList({self.count} of {self.room})"
+
+    def top(self, n: int) -> Ints:
+        """The next `n` to be handed out, in that order, as a new array. They stay on the stack."""
+        return self._stack[self.count - n : self.count][::-1].copy()
+
+    def drop(self, n: int) -> None:
+        """Takes the next `n` off the stack."""
+        self.count -= n
+
+    def push(self, indices: Ints) -> None:
+        """Puts copies of `indices` on the stack so that `top` gives them in the same order."""
+        self._stack[self.count : self.count + indices.size] = indices[::-1]
+        self.count += indices.size
+
+    def entries(self) -> Ints:
+        """All free indices, as a new array."""
+        return self._stack[: self.count].copy()
+
+    def _initial(self, first: int, last: int) -> Ints:
+        return np.arange(last, first - 1, -1, dtype=np.int64)

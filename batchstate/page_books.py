@@ -1,0 +1,207 @@
+"""The books of a page pool: rows, references and leases, changed together and never in part.
+
+Works on slot numbers that `PagePool` has checked. Each operation checks the lengths and owners first, then takes pages,
+which fails without a trace, and only then writes.
+"""
+
+from typing import NamedTuple, final
+
+import numpy as np
+import numpy.typing as npt
+
+from batchstate import invariants, levels
+from batchstate.errors import ArgumentError
+from batchstate.page_lease import Leases
+from batchstate.page_references import PageReferences
+from batchstate.page_rows import PageRows, ragged
+from batchstate.runtime import Fence, Runtime
+from batchstate.violations import Where
+
+Ints = npt.NDArray[np.int64]
+
+
+class Added(NamedTuple):
+    """Tokens that an operation added: for each its slot, position and place, int64[t]; and how many a row, int64[n]."""
+
+    slots: Ints
+    positions: Ints
+    tokens: Ints
+    counts: Ints
+
+
+@final
+class PageBooks:
+    """Everything that a page pool knows.
+
+    Attributes:
+        rows: pages and lengths of each slot.
+        references: references to each page.
+        leases: prefixes held without a slot.
+        page_size: tokens a page.
+        max_tokens: most tokens of one request.
+    """
+
+    def __init__(
+        self, runtime: Runtime, capacity: int, num_pages: int, page_size: int, max_tokens: int, *, label: str
+    ) -> None:
+        self.rows = PageRows(capacity, page_size, max_tokens)
+        self.references = PageReferences(runtime, num_pages, label=label)
+        self.leases = Leases()
+        self.page_size = page_size
+        self.max_tokens = max_tokens
+        self._runtime = runtime
+        self._label = label
+
+    def __repr__(self) -> str:
+        return f"PageBooks({self.references!r}, {self.leases!r})"
+
+    def allocated(self, slots: Ints) -> Ints:
+        """Allocated tokens of each slot."""
+        return self.rows.num_pages[slots] * self.page_size
+
+    def grow(self, slots: Ints, lengths: Ints, operation: str) -> None:
+        """Allocates until each slot has room for `lengths`."""
+        self._check_lengths(lengths, lengths, operation)
+        self._allocate(slots, lengths, operation)
+
+    def commit(self, slots: Ints, lengths: Ints, operation: str) -> None:
+        """Commits what is allocated."""
+        start = self.rows.committed[slots]
+        self._check_lengths(start, lengths, operation)
+        invariants.length_order(
+            lengths, self.allocated(slots), self.rows.width * self.page_size, **self._where(operation)
+        )
+        self._check_writable(slots, start, lengths - start, operation)
+        self.rows.commit(slots, lengths)
+
+    def extend(self, slots: Ints, lengths: Ints, operation: str) -> Added:
+        """Allocates and commits each slot to `lengths`."""
+        return self._extend(slots, self.rows.committed[slots], lengths, operation)
+
+    def advance(self, slots: Ints, counts: Ints, operation: str) -> Added:
+        """Allocates and commits `counts` further tokens, each 0 or more."""
+        if slots.size and not np.count_nonzero(counts != 1):
+            return self.advance_by_one(slots, operation)
+        start = self.rows.committed[slots]
+        # A sum that wraps is less than `start`, so that the check of the lengths finds it.
+        return self._extend(slots, start, start + counts, operation)
+
+    def _extend(self, slots: Ints, start: Ints, lengths: Ints, operation: str) -> Added:
+        self._check_lengths(start, lengths, operation)
+        counts = lengths - start
+        self._check_writable(slots, start, counts, operation)
+        self._allocate(slots, lengths, operation)
+        self.rows.commit(slots, lengths)
+        return self._added(slots, start, counts, operation)
+
+    def advance_by_one(self, slots: Ints, operation: str) -> Added:
+        """`advance` by one token a slot, the hot path of decoding: nothing is ragged."""
+        rows = self.rows
+        start = rows.committed[slots]
+        if slots.size and int(start.max()) >= self.max_tokens:
+            self._check_lengths(start, start + 1, operation)
+        columns = start // self.page_size
+        pages = rows.pages_at(slots, columns)
+        self.references.check_exclusive(pages, operation)
+        missing = pages == 0
+        if np.count_nonzero(missing):
+            places = np.flatnonzero(missing)
+            pages[places] = taken = self.references.take(places.size, operation)
+            rows.append(slots[places], np.ones(places.size, dtype=np.int64), taken)
+        rows.commit(slots, start + 1)
+        tokens = pages * self.page_size + (start - columns * self.page_size)
+        self._check_no_padding(tokens, operation)
+        return Added(slots, start, tokens, np.ones(slots.size, dtype=np.int64))
+
+    def prefix(self, slot: int, tokens: int, operation: str) -> Ints:
+        """The pages of the first `tokens` tokens of a slot, a new array."""
+        self.check_prefix(tokens, int(self.rows.committed[slot]), operation)
+        return self.rows.prefix(slot, tokens // self.page_size)
+
+    def check_prefix(self, tokens: int, available: int, operation: str) -> None:
+        """Refuses a prefix that ends inside a page, or that is longer than what is there.
+
+        Raises:
+            Violation: PAGE_ALIGNMENT, LENGTH_ORDER.
+        """
+        length = np.array([tokens], dtype=np.int64)
+        invariants.page_alignment(length, self.page_size, **self._where(operation))
+        self._check_lengths(length, np.array([available], dtype=np.int64), operation)
+
+    def share(self, pages: Ints, slots: Ints, operation: str) -> Added:
+        """Lets each slot, which has no pages, begin with `pages`."""
+        have = self.rows.num_pages[slots]
+        if np.count_nonzero(have):
+            slot = int(slots[have > 0][0])
+            raise ArgumentError(
+                f"{self._label}: {operation} into slot {slot}, which has pages already",
+                value=slot,
+                remedy="share a prefix before the request gets pages of its own, or release those",
+            )
+        lengths = np.full(slots.size, pages.size * self.page_size, dtype=np.int64)
+        self._check_lengths(lengths, lengths, operation)
+        self.references.add(pages, slots.size)
+        self.rows.append(slots, np.full(slots.size, pages.size, dtype=np.int64), np.tile(pages, slots.size))
+        self.rows.commit(slots, lengths)
+        return self._added(slots, np.zeros(slots.size, dtype=np.int64), lengths, operation)
+
+    def truncate(self, slots: Ints, lengths: Ints, after: Fence | None, operation: str) -> None:
+        """Takes back committed tokens beyond `lengths`, and whole pages beyond them."""
+        self._check_lengths(lengths, self.rows.committed[slots], operation)
+        self._cut(slots, lengths, after, operation)
+
+    def release(self, slots: Ints, after: Fence | None, operation: str) -> None:
+        """Takes everything back."""
+        self._cut(slots, np.zeros(slots.size, dtype=np.int64), after, operation)
+
+    def _cut(self, slots: Ints, lengths: Ints, after: Fence | None, operation: str) -> None:
+        pages = self.rows.cut(slots, self.rows.pages_needed(lengths))
+        self.rows.commit(slots, lengths)
+        self.references.drop(pages, after, operation)
+
+    def _allocate(self, slots: Ints, lengths: Ints, operation: str) -> None:
+        missing = np.maximum(self.rows.pages_needed(lengths) - self.rows.num_pages[slots], 0)
+        total = int(missing.sum())
+        if total:
+            self.rows.append(slots, missing, self.references.take(total, operation))
+
+    def _added(self, slots: Ints, start: Ints, counts: Ints, operation: str) -> Added:
+        owners, positions = ragged(start, counts)
+        owned_by = slots[owners]
+        tokens = self.rows.tokens_at(owned_by, positions)
+        self._check_no_padding(tokens, operation)
+        return Added(owned_by, positions, tokens, counts)
+
+    # Checks
+
+    def _check_lengths(self, shorter: Ints, longer: Ints, operation: str) -> None:
+        """0 <= shorter <= longer <= the most a request may have."""
+        invariants.length_order(shorter, longer, self.max_tokens, **self._where(operation))
+
+    def _check_writable(self, slots: Ints, start: Ints, counts: Ints, operation: str) -> None:
+        """Tokens are added in pages that nobody else uses. Only the first page of each row can be an old one."""
+        partial = np.flatnonzero((counts > 0) & (start % self.page_size > 0))
+        pages = self.rows.pages_at(slots[partial], start[partial] // self.page_size)
+        self.references.check_exclusive(pages, operation)
+
+    def _check_no_padding(self, tokens: Ints, operation: str) -> None:
+        """No token lies on page 0, which would mean that a position was taken for allocated that is not."""
+        if levels.cheap and tokens.size and int(tokens.min()) < self.page_size:
+            invariants.slot_zero_allocated(tokens // self.page_size, **self._where(operation))
+
+    def verify(self) -> None:
+        """Every law of rows, references and leases from scratch.
+
+        Raises:
+            Violation: PAGE_OWNER, LENGTH_ORDER, and see `Ledger.verify`.
+        """
+        rows, where = self.rows, self._where("verify")
+        num_pages = self.references.ledger.size
+        self.references.verify(rows.holders(num_pages) + self.leases.holders(num_pages))
+        invariants.length_order(rows.committed, rows.num_pages * self.page_size, rows.width * self.page_size, **where)
+        # Each row names pages exactly up to its last one.
+        named = (rows.table != 0) & (np.arange(rows.width) < rows.num_pages[:, None])
+        invariants.page_owner(named.sum(axis=1), rows.num_pages, **where)
+
+    def _where(self, operation: str) -> Where:
+        return {"object": self._label, "operation": operation, "step": self._runtime.step}

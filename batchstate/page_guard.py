@@ -1,0 +1,68 @@
+"""What a slot pool asks of the pages that its slots own: no slot is freed while it has pages."""
+
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+
+from batchstate import invariants
+from batchstate.page_books import PageBooks
+from batchstate.pools import SlotPool
+from batchstate.runtime import Fence
+
+Ints = npt.NDArray[np.int64]
+
+
+@final
+class PageGuard:
+    """The companion of a slot pool whose slots own pages. Slots are taken without pages and get them by growing."""
+
+    def __init__(self, slots: SlotPool, books: PageBooks) -> None:
+        self._slots = slots
+        self._books = books
+
+    def __repr__(self) -> str:
+        return f"PageGuard({self._books!r})"
+
+    def check_take(self, n: int) -> None:
+        """Nothing is needed."""
+
+    def taken(self, rows: Ints) -> None:
+        """Nothing is given."""
+
+    def check_free(self, rows: Ints, operation: str) -> None:
+        """Refuses to free slots that have pages: nobody would give those back.
+
+        Raises:
+            Violation: SLOT_CONSERVATION, naming slots.
+        """
+        owned = self._books.rows.num_pages[rows]
+        if np.count_nonzero(owned):
+            ledger = self._books.references.ledger
+            invariants.slot_conservation(
+                ledger.free,
+                ledger.pending,
+                ledger.live - int(owned.sum()),
+                ledger.size,
+                leaked=rows[owned > 0],
+                object=ledger.label,
+                operation=operation,
+            )
+
+    def freed(self, rows: Ints, after: Fence | None) -> None:
+        """Nothing is left."""
+
+    def check_conservation(self, live: int, operation: str) -> None:
+        """Pages are counted on their own, by their ledger."""
+
+    def verify(self) -> None:
+        """Every law of the pages from scratch, and none belongs to a slot that is nobody's.
+
+        Raises:
+            Violation: SLOT_CONSERVATION, and see `PageBooks.verify`.
+        """
+        self._books.verify()
+        owners = np.flatnonzero(self._books.rows.num_pages)
+        orphans = owners[~self._slots.is_live(owners)]
+        if orphans.size:
+            self.check_free(orphans, "verify")

@@ -1,0 +1,167 @@
+"""Who else uses a page: reference counts, and what has to happen before a page is anybody's again.
+
+A page is free when its last reference is gone AND every forward that used it through any of its references is
+complete. The second half matters for shared prefixes: request A leaves behind fence F and its reference goes, request B
+leaves later without a fence and takes the last one, and the forward behind F may still be reading. So the fence of each
+reference that was not the last is remembered until it is complete.
+"""
+
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+
+from batchstate import invariants, levels
+from batchstate.fence_queue import AllFences
+from batchstate.ledger import Ledger
+from batchstate.runtime import Fence, Runtime
+from batchstate.violations import Where
+
+Ints = npt.NDArray[np.int64]
+
+
+@final
+class PageReferences:
+    """Pages 1 to num_pages with the references to each. Page 0 is padding.
+
+    Attributes:
+        ledger: which pages are free, pending or live.
+        counts: int64[num_pages + 1], references; 0 for pages that are not live.
+        shared: live pages with more than one reference.
+    """
+
+    def __init__(self, runtime: Runtime, num_pages: int, *, label: str) -> None:
+        self.runtime = runtime
+        self.ledger = Ledger(runtime, num_pages, label=label)
+        self.counts = np.zeros(num_pages + 1, dtype=np.int64)
+        self.shared = 0
+        self._tickets = 0
+        self._read_by = np.zeros(num_pages + 1, dtype=np.int64)  # ticket of the last fence noted for the page
+        self._readers: list[tuple[int, Fence]] = []  # by ticket, ascending; not known to be complete
+
+    def __repr__(self) -> str:
+        return f"PageReferences({self.ledger!r}, {self.shared} shared)"
+
+    def take(self, n: int, operation: str) -> Ints:
+        """Takes `n` pages with one reference each, int64[n].
+
+        Raises:
+            PoolExhaustedError: fewer are free. Nothing was taken.
+            Violation: see `Ledger.take`; SLOT_IN_FLIGHT also for a page that a former sharer's forward still reads.
+        """
+        pages = self.ledger.take(n, operation)
+        if levels.cheap and self._readers:
+            self._check_unread(pages, operation)
+        self.counts[pages] = 1
+        return pages
+
+    def add(self, pages: Ints, times: int) -> None:
+        """Adds `times` references to each of `pages`, which are live and named once each."""
+        if times:
+            self.shared += int(np.count_nonzero(self.counts[pages] == 1))
+            self._add(pages, times)
+
+    def drop(self, pages: Ints, after: Fence | None, operation: str) -> None:
+        """Takes one reference from each of `pages` (a page may be named several times); those without any go.
+
+        Raises:
+            Violation: SLOT_DOUBLE_FREE, at `cheap`: a page is not live. Nothing was dropped.
+        """
+        if not pages.size:
+            return
+        repeated = self.ledger.repeated(pages)
+        distinct = self.ledger.distinct(pages) if repeated else pages
+        if levels.cheap:
+            live = self.ledger.live_among(distinct)
+            if not live.all():
+                invariants.slot_double_free(distinct, live, **self._where(operation))
+        were_shared = self.counts[distinct] > 1
+        self._subtract(pages, repeated=repeated)
+        left = self.counts[distinct]
+        self.shared -= int(np.count_nonzero(were_shared & (left <= 1)))
+        if after is not None:
+            self._note_readers(distinct[left > 0], after)
+        self._release(self._unreferenced(distinct, left), after, operation)
+
+    def _add(self, pages: Ints, times: int) -> None:
+        self.counts[pages] += times
+
+    def _subtract(self, pages: Ints, *, repeated: bool) -> None:
+        if repeated:
+            np.subtract.at(self.counts, pages, 1)
+        else:
+            self.counts[pages] -= 1
+
+    def _unreferenced(self, pages: Ints, left: Ints) -> Ints:
+        gone: Ints = pages[left == 0]
+        return gone
+
+    def _release(self, pages: Ints, after: Fence | None, operation: str) -> None:
+        """Gives pages back behind `after` and behind every fence under which a former sharer may still read them."""
+        self._forget_finished_readers()
+        if self._readers:
+            late = self._still_read(pages)
+            if late.any():
+                fences = tuple(fence for _, fence in self._readers)
+                everything = AllFences(fences if after is None else (*fences, after))
+                self.ledger.release(pages[late], everything, operation)
+                pages = pages[~late]
+        self.ledger.release(pages, after, operation)
+
+    def _note_readers(self, pages: Ints, fence: Fence) -> None:
+        if not pages.size:
+            return
+        if not self._readers or self._readers[-1][1] is not fence:
+            self._tickets += 1
+            self._readers.append((self._tickets, fence))
+        self._read_by[pages] = self._readers[-1][0]
+
+    def _still_read(self, pages: Ints) -> npt.NDArray[np.bool_]:
+        # A page knows only its last ticket; an older one of it may be open too. So everything from the oldest open one
+        # on counts as read: too careful at times, never too little.
+        still: npt.NDArray[np.bool_] = self._read_by[pages] >= self._readers[0][0]
+        return still
+
+    def _forget_finished_readers(self) -> None:
+        if self._readers and not self.runtime.capturing:
+            self._readers = [reader for reader in self._readers if not reader[1].query()]
+
+    def _check_unread(self, pages: Ints, operation: str) -> None:
+        self._forget_finished_readers()
+        read = np.isin(self._read_by[pages], [ticket for ticket, _ in self._readers])
+        if read.any() and not self.runtime.capturing:
+            invariants.slot_in_flight(pages, read, **self._where(operation))
+
+    def check_exclusive(self, pages: Ints, operation: str) -> None:
+        """Refuses to have a page written that somebody else uses too; page 0 stands for a page not allocated yet.
+
+        Raises:
+            Violation: PAGE_OWNER.
+        """
+        counts = self.counts[pages]
+        if np.count_nonzero(counts > 1):
+            alone = self.counts.copy()
+            alone[pages] = np.minimum(counts, 1)
+            invariants.page_owner(self.counts, alone, **self._where(operation))
+
+    def verify(self, holders: Ints) -> None:
+        """Every law of the pages from scratch.
+
+        Args:
+            holders: int64[num_pages + 1], how many hold each page, counted anew.
+
+        Raises:
+            Violation: PAGE_OWNER, and see `Ledger.verify`.
+        """
+        self.ledger.verify()
+        everyone = np.arange(holders.size, dtype=np.int64)
+        unowned = np.bincount(self.ledger.unowned(), minlength=holders.size)
+        where, live = self._where("verify"), self.ledger.live_among(everyone)
+        invariants.page_owner(np.where(live, 0, self.counts), np.zeros_like(holders), **where)
+        # A page that is not live is recorded as -1, and counted -1 for the one list that it stands in.
+        recorded = np.where(live, self.counts, -1)
+        recorded[0] = 0
+        invariants.page_owner(holders - unowned, recorded, **where)
+
+    def _where(self, operation: str) -> Where:
+        return {"object": self.ledger.label, "operation": operation, "step": self.runtime.step}

@@ -1,0 +1,358 @@
+"""`PagePool`: which KV pages a request has, how many of its tokens are committed, and who else uses a page.
+
+A request grows (pages are allocated), commits (tokens are written), truncates (speculation was rejected) and is
+released, pages and slot together. Whole pages of a prefix may be shared: each holder has a reference, and nobody writes
+into a page that has two. Bookkeeping is numpy on the host, O(what changes), by the owning thread; nothing here touches
+the device.
+"""
+
+from typing import SupportsIndex, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchstate import invariants, levels
+from batchstate.contracts import Contract
+from batchstate.errors import ArgumentError, DeviceError, ShapeError
+from batchstate.extension import Extension
+from batchstate.fence_queue import check_fence
+from batchstate.host_arrays import count
+from batchstate.hybrid import HybridSlotPool
+from batchstate.indices import Slots, Tokens
+from batchstate.integers import amounts
+from batchstate.page_books import Added, PageBooks
+from batchstate.page_guard import PageGuard
+from batchstate.page_lease import PageLease
+from batchstate.page_stats import PageStats
+from batchstate.pools import SlotPool
+from batchstate.runtime import Fence, Runtime
+from batchstate.tables import Table
+from batchstate.violations import Where
+
+__all__ = ["Extension", "PageLease", "PagePool", "PageStats"]
+
+Ints = npt.NDArray[np.int64]
+
+
+@final
+class PagePool:
+    """Pages 1 to num_pages for the requests of one slot pool. Token t lies on page t // page_size.
+
+    Args:
+        runtime: the device.
+        slots: the pool whose slots own the pages. From now on a slot that still has pages cannot be freed.
+        num_pages: pages that can be allocated.
+        page_size: tokens a page.
+        max_tokens_per_request: most tokens that one request can have.
+        name: for reports.
+        token_table: default table of `Extension.entry`, [slot, position] -> token.
+
+    Raises:
+        ArgumentError, DtypeError: sizes that are no positive integers.
+        ShapeError: `token_table` has no room for a request. Violation: UNIT_MISMATCH: it holds something else.
+        DeviceError: `slots` belongs to another runtime.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        slots: SlotPool | HybridSlotPool,
+        num_pages: SupportsIndex,
+        page_size: SupportsIndex,
+        *,
+        max_tokens_per_request: SupportsIndex,
+        name: str = "pages",
+        token_table: Table | None = None,
+    ) -> None:
+        self.runtime = runtime
+        self.name = name
+        self.slots = slots if isinstance(slots, SlotPool) else slots.slots
+        self.num_pages = count(num_pages, f"{name}: num_pages", least=1)
+        self.page_size = count(page_size, f"{name}: page_size", least=1)
+        self.max_tokens_per_request = count(max_tokens_per_request, f"{name}: max_tokens_per_request", least=1)
+        self.token_table = token_table
+        if self.slots.runtime is not runtime:
+            raise DeviceError(f"{name}: {slots!r} has another runtime", value=slots, remedy="use one runtime")
+        self._books = PageBooks(
+            runtime,
+            self.slots.capacity,
+            self.num_pages,
+            self.page_size,
+            self.max_tokens_per_request,
+            label=f"PagePool {name!r}",
+        )
+        self._guard = PageGuard(self.slots, self._books)
+        if token_table is not None:
+            self._check_token_table(token_table)
+        self.slots.attach(self._guard)
+
+    def __repr__(self) -> str:
+        ledger = self._books.references.ledger
+        return (
+            f"PagePool({self.name!r}, {self.num_pages} pages of {self.page_size}, "
+            f"free={ledger.free}, pending={ledger.pending}, live={ledger.live})"
+        )
+
+    @property
+    def stats(self) -> PageStats:
+        """The pool in numbers, after `reap`."""
+        self.reap()
+        ledger = self._books.references.ledger
+        return PageStats(
+            num_pages=self.num_pages,
+            free=ledger.free,
+            pending=ledger.pending,
+            live=ledger.live,
+            shared=self._books.references.shared,
+            leases=len(self._books.leases),
+        )
+
+    @property
+    def page_table(self) -> npt.NDArray[np.int32]:
+        """The pages of each slot in order, int32[slots.capacity, max_pages], 0 beyond the last; a read-only view."""
+        view = self._books.rows.table.view()
+        view.flags.writeable = False
+        return view
+
+    def committed(self, slots: Slots) -> Ints:
+        """Committed tokens of each slot, int64[n]."""
+        return self._books.rows.committed[self.slots.rows_of(slots, "committed")]
+
+    def allocated(self, slots: Slots) -> Ints:
+        """Allocated tokens of each slot, int64[n]: its pages times the page size."""
+        return self._books.allocated(self.slots.rows_of(slots, "allocated"))
+
+    def reap(self) -> int:
+        """Makes free the pending pages whose fences are complete; says how many. Never waits."""
+        self.runtime.check_owner(f"{self.name}: reap")
+        return self._books.references.ledger.reap()
+
+    # Growing
+
+    def grow(self, slots: Slots, lengths: object) -> None:
+        """Allocates pages until each slot has room for `lengths` tokens. Commits nothing, releases nothing.
+
+        Args:
+            slots: live handles, each once.
+            lengths: tokens, one number or int[n].
+
+        Raises:
+            PoolExhaustedError: too few pages are free. Nothing was allocated.
+            Violation: LENGTH_ORDER: longer than a request may be. Handles as for `SlotPool.check_handles`; SLOT_SHARED.
+            ShapeError, DtypeError: `lengths` does not go with `slots`.
+        """
+        rows = self._begin(slots, "grow")
+        self._books.grow(rows, self._per_row(lengths, rows, "grow"), "grow")
+        self._check_after()
+
+    def commit(self, slots: Slots, lengths: object) -> None:
+        """Declares that each slot's first `lengths` tokens are written: not fewer than before, nor than are allocated.
+
+        Raises:
+            Violation: LENGTH_ORDER; PAGE_OWNER: the tokens lie on a page that others use too.
+        """
+        rows = self._begin(slots, "commit")
+        self._books.commit(rows, self._per_row(lengths, rows, "commit"), "commit")
+        self._check_after()
+
+    def extend(self, slots: Slots, lengths: object) -> Extension:
+        """Grows and commits each slot to `lengths` tokens.
+
+        Returns:
+            the tokens from the old committed length to the new one.
+
+        Raises:
+            As `grow` and `commit`. Nothing was changed.
+        """
+        rows = self._begin(slots, "extend")
+        return self._extension(self._books.extend(rows, self._per_row(lengths, rows, "extend"), "extend"))
+
+    def advance(self, slots: Slots, n: object = 1) -> Extension:
+        """Grows and commits each slot by `n` tokens: what a decode step does, O(requests).
+
+        Args:
+            slots: live handles, each once.
+            n: one number or int[n], 0 or more.
+
+        Returns:
+            the new tokens.
+
+        Raises:
+            As `grow` and `commit`. Nothing was changed.
+        """
+        rows = self._begin(slots, "advance")
+        if type(n) is int and n == 1:
+            return self._extension(self._books.advance_by_one(rows, "advance"))
+        counts = self._per_row(n, rows, "advance")
+        if counts.size and int(counts.min()) < 0:
+            raise ArgumentError(
+                f"{self.name}: advance by {counts.min()}",
+                value=int(counts.min()),
+                remedy="advance by 0 or more; `truncate` takes tokens back",
+            )
+        return self._extension(self._books.advance(rows, counts, "advance"))
+
+    # Sharing
+
+    def share(self, source: Slots | PageLease, target: Slots, tokens: SupportsIndex) -> Extension:
+        """Lets `target` begin with the first `tokens` tokens of `source`: nothing is copied, pages get further holders.
+
+        Args:
+            source: one live handle, or a lease.
+            target: live handles without pages.
+            tokens: whole pages; at most what the source has committed.
+
+        Returns:
+            these tokens as tokens of the targets, for their rows of a token table.
+
+        Raises:
+            Violation: PAGE_ALIGNMENT, LENGTH_ORDER.
+            ArgumentError: a target has pages already, or the source is not one slot or not a lease of this pool.
+        """
+        rows = self._begin(target, "share")
+        return self._extension(self._books.share(self._prefix(source, tokens, "share"), rows, "share"))
+
+    def hold(self, slots: Slots, tokens: SupportsIndex) -> PageLease:
+        """Keeps the first `tokens` tokens of one slot when the slot is gone: one reference to each of their pages.
+
+        Raises:
+            Violation: PAGE_ALIGNMENT, LENGTH_ORDER.
+            ArgumentError: not one slot.
+        """
+        self.runtime.check_owner(f"{self.name}: hold")
+        pages = self._prefix(slots, tokens, "hold")
+        self._books.references.add(pages, 1)
+        lease = self._books.leases.make(pages, pages.size * self.page_size, self._end_lease)
+        self._check_after()
+        return lease
+
+    def _end_lease(self, lease: PageLease, after: Fence | None) -> None:
+        operation = "release a lease"
+        self.runtime.check_owner(f"{self.name}: {operation}")
+        check_fence(after, f"{self.name}: {operation}")
+        self._books.leases.check_held(lease, **self._where(operation))
+        self._books.references.drop(lease.pages, after, operation)
+        self._books.leases.end(lease)
+        self._check_after()
+
+    def _prefix(self, source: Slots | PageLease, tokens: SupportsIndex, operation: str) -> Ints:
+        """The pages of the first `tokens` tokens of a slot or lease, checked; a new array."""
+        length = count(tokens, f"{self.name}: {operation}: tokens")
+        if isinstance(source, PageLease):
+            if not self._books.leases.holds(source):
+                raise ArgumentError(
+                    f"{self.name}: {operation} from {source!r}, which this pool does not hold",
+                    value=source,
+                    remedy="share from a lease before it is released, in the pool that made it",
+                )
+            self._books.check_prefix(length, source.tokens, operation)
+            return source.pages[: length // self.page_size].copy()
+        rows = self.slots.rows_of(source, operation)
+        if rows.size != 1:
+            raise ArgumentError(
+                f"{self.name}: {operation} from {rows.size} slots", value=rows.size, remedy="name one source"
+            )
+        return self._books.prefix(int(rows[0]), length, operation)
+
+    # Releasing
+
+    def truncate(self, slots: Slots, lengths: object, *, after: Fence | None = None) -> None:
+        """Takes tokens back, after rejected speculation: committed falls to `lengths`, whole pages beyond are released.
+
+        Args:
+            slots: live handles, each once.
+            lengths: tokens, one number or int[n]; at most what is committed.
+            after: the forward-done fence of the last forward that uses the pages.
+
+        Raises:
+            Violation: LENGTH_ORDER.
+        """
+        rows = self._begin(slots, "truncate")
+        check_fence(after, f"{self.name}: truncate")
+        self._books.truncate(rows, self._per_row(lengths, rows, "truncate"), after, "truncate")
+        self._check_after()
+
+    def release(self, slots: Slots, *, after: Fence | None = None) -> None:
+        """Releases every page of the slots, which stay live. See `release_requests` for requests that leave."""
+        rows = self._begin(slots, "release")
+        check_fence(after, f"{self.name}: release")
+        self._books.release(rows, after, "release")
+        self._check_after()
+
+    def release_requests(self, slots: Slots, *, after: Fence | None = None) -> None:
+        """Releases the pages and frees the slots: a request leaves with all it has, or an error changes nothing.
+
+        Raises:
+            As `SlotPool.free`.
+        """
+        operation = "release_requests"
+        self.runtime.check_owner(f"{self.name}: {operation}")
+        check_fence(after, f"{self.name}: {operation}")
+        rows = self.slots.check_release(slots, operation, besides=self._guard)
+        self._books.release(rows, after, operation)
+        self.slots.release_rows(rows, after, operation)
+        self._check_after()
+
+    # The door
+
+    def _begin(self, slots: Slots, operation: str) -> Ints:
+        """Checks the caller's thread and the handles; int64[n]."""
+        self.runtime.check_owner(f"{self.name}: {operation}")
+        return self.slots.rows_of(slots, operation, unique=levels.cheap)
+
+    def _per_row(self, numbers: object, rows: Ints, operation: str) -> Ints:
+        """One number a row, int64[n]."""
+        given = amounts(numbers, rows.size, f"{self.name}: {operation}")
+        return np.full(rows.size, given, dtype=np.int64) if given.ndim == 0 else given
+
+    def _extension(self, added: Added) -> Extension:
+        self._check_after()
+        tokens = Tokens(
+            self.runtime,
+            added.tokens,
+            None,
+            dtype=torch.int64,
+            shape=added.tokens.shape,
+            contract=Contract.HOST_ONLY,
+            name=self.name,
+        )
+        return Extension(added.slots, added.positions, tokens, added.counts, self.token_table)
+
+    def _check_token_table(self, table: Table) -> None:
+        invariants.table_capacity(table.capacity, self.slots.capacity, **self._where("token_table"))
+        if table.holds not in (None, "token"):
+            invariants.unit_mismatch("token", table.holds, **self._where("token_table"))
+        if table.device.ndim != 2 or table.device.shape[1] < self.max_tokens_per_request:
+            raise ShapeError(
+                f"{self.name}: rows of {list(table.device.shape[1:])} for {self.max_tokens_per_request} tokens",
+                value=tuple(table.device.shape),
+                remedy="make the table with `slots.table(name, (max_tokens_per_request,), holds='token')`",
+            )
+
+    # Checks
+
+    def _check_after(self) -> None:
+        if levels.full:
+            self._guard.verify()
+
+    def verify(self) -> None:
+        """Every law of the pool from scratch, on the host. Costs O(pages + slots x width).
+
+        Raises:
+            Violation: PAGE_OWNER, LENGTH_ORDER, and see `Ledger.verify`.
+        """
+        self.runtime.check_owner(f"{self.name}: verify")
+        self._guard.verify()
+
+    def expect_idle(self) -> None:
+        """No slot and no lease holds a page; pending pages are no leak.
+
+        Raises:
+            Violation: SLOT_CONSERVATION, naming up to 8 of the leaked pages.
+        """
+        self.runtime.check_owner(f"{self.name}: expect_idle")
+        self._books.references.ledger.check_idle("expect_idle")
+
+    def _where(self, operation: str) -> Where:
+        return {"object": f"PagePool {self.name!r}", "operation": operation, "step": self.runtime.step}

@@ -1,0 +1,308 @@
+"""`SlotPool`: who owns which row of every slot-indexed table.
+
+Slots are handed out as handles, number and generation, and come back as handles: a handle outlives its slot without
+harm. A slot freed behind a fence is handed out again only after the fence, since a launched forward still uses it.
+Bookkeeping is numpy on the host, by the owning thread; no operation here waits for the device.
+"""
+
+from typing import SupportsIndex, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchstate import invariants, levels
+from batchstate.companions import Companion
+from batchstate.errors import DeviceError, DtypeError, ShapeError
+from batchstate.fence_queue import check_fence
+from batchstate.host_arrays import as_array, count
+from batchstate.indices import Slots
+from batchstate.ledger import Ledger
+from batchstate.runtime import Fence, Runtime
+from batchstate.slot_handles import HandleBook
+from batchstate.slot_stats import SlotStats
+from batchstate.tables import Table
+
+__all__ = ["SlotPool", "SlotStats"]
+
+Ints = npt.NDArray[np.int64]
+
+
+@final
+class SlotPool:
+    """Slots 1 to size + reserve. Slot 0 is padding and is never handed out.
+
+    Args:
+        runtime: the device of the pool's tables.
+        size: slots that can be taken ordinarily.
+        reserve: further slots that only `take(n, reserved=True)` hands out: for requests whose KV is still arriving.
+        name: for reports.
+
+    Raises:
+        ArgumentError, DtypeError: `size` is no positive integer, `reserve` no count.
+    """
+
+    def __init__(
+        self, runtime: Runtime, size: SupportsIndex, *, reserve: SupportsIndex = 0, name: str = "slots"
+    ) -> None:
+        self.runtime = runtime
+        self.name = name
+        self._ledger = Ledger(
+            runtime,
+            count(size, f"{name}: size", least=1),
+            reserve=count(reserve, f"{name}: reserve"),
+            label=f"SlotPool {name!r}",
+        )
+        self._handles = HandleBook(runtime, self._ledger, name=name)
+        self._tables: list[Table] = []
+        self._companions: list[Companion] = []
+
+    def __repr__(self) -> str:
+        ledger = self._ledger
+        return (
+            f"SlotPool({self.name!r}, size={self.size}, reserve={self.reserve}, "
+            f"free={ledger.free}, pending={ledger.pending}, live={ledger.live})"
+        )
+
+    @property
+    def identity(self) -> int:
+        """Number of the pool, which its handles carry."""
+        return self._handles.identity
+
+    @property
+    def size(self) -> int:
+        """Slots that can be taken ordinarily."""
+        return self._ledger.size
+
+    @property
+    def reserve(self) -> int:
+        """Further slots, for reserved takes."""
+        return self._ledger.reserve
+
+    @property
+    def capacity(self) -> int:
+        """Rows that a table indexed by slots has in memory: size + reserve + 1."""
+        return self._ledger.capacity
+
+    @property
+    def stats(self) -> SlotStats:
+        """The pool in numbers, after `reap`."""
+        self.reap()
+        return SlotStats.of(self._ledger)
+
+    # Taking and freeing
+
+    def take(self, n: SupportsIndex, *, reserved: bool = False) -> Slots:
+        """Takes `n` slots and raises the generation of each. Costs O(n), whatever the size of the pool.
+
+        Args:
+            n: how many.
+            reserved: use the reserve first, then ordinary slots; without it the reserve is left alone.
+
+        Returns:
+            handles int64[n].
+
+        Raises:
+            PoolExhaustedError: fewer are free, here or in what the slots own besides. Nothing was taken.
+            ArgumentError, DtypeError: `n` is no count.
+            OwnerThreadError: called from a second thread.
+        """
+        self.runtime.check_owner(f"{self.name}: take")
+        wanted = count(n, f"{self.name}: take: n")
+        self._ledger.check_available(wanted, reserved=reserved)
+        for companion in self._companions:
+            companion.check_take(wanted)
+        rows = self._ledger.take(wanted, "take", reserved=reserved)
+        done: list[Companion] = []
+        try:
+            slots = self._handles.make(rows)
+            for companion in self._companions:
+                companion.taken(rows)
+                done.append(companion)
+        except BaseException:
+            for companion in done:
+                companion.freed(rows, None)
+            self._ledger.release(rows, None, "take")
+            raise
+        self._check_after("take")
+        return slots
+
+    def free(self, slots: Slots, *, after: Fence | None = None) -> None:
+        """Frees slots, at once or when `after` is complete.
+
+        Args:
+            slots: live handles of this pool, each once.
+            after: the forward-done fence of the last forward that uses them; until then they are pending.
+
+        Raises:
+            Violation: SLOT_ZERO_ALLOCATED, SLOT_OUT_OF_RANGE, SLOT_DOUBLE_FREE, SLOT_STALE_HANDLE, UNIT_MISMATCH.
+                Nothing was freed.
+            ArgumentError: slots of another pool, or `after` is no fence.
+        """
+        self.runtime.check_owner(f"{self.name}: free")
+        check_fence(after, f"{self.name}: free")
+        self.release_rows(self.check_release(slots, "free"), after, "free")
+
+    def release_rows(self, rows: Ints, after: Fence | None, operation: str) -> None:
+        """The second half of `free`, for companions: frees what `check_release` has returned."""
+        for companion in self._companions:
+            companion.freed(rows, after)
+        self._ledger.release(rows, after, operation)
+        self._check_after(operation)
+
+    def reap(self) -> int:
+        """Makes free the pending slots whose fences are complete; says how many. Never waits."""
+        self.runtime.check_owner(f"{self.name}: reap")
+        return self._ledger.reap()
+
+    def attach(self, companion: Companion) -> None:
+        """Makes `companion` part of every take and free of this pool."""
+        self.runtime.check_owner(f"{self.name}: attach")
+        self._companions.append(companion)
+
+    # Tables
+
+    def table(
+        self,
+        name: str,
+        shape: tuple[int, ...] = (),
+        dtype: torch.dtype = torch.int32,
+        *,
+        holds: str | None = None,
+        host: bool = False,
+    ) -> Table:
+        """A new zeroed table with one row of `shape` for each slot, padding included.
+
+        Args:
+            name: for reports.
+            shape: of one row.
+            dtype: one that numpy has too.
+            holds: index space of the values, if they are indices.
+            host: keep the same values on the host too, for checks and for planning.
+        """
+        self.runtime.check_owner(f"{self.name}: table")
+        sizes = tuple(count(size, f"{name}: shape") for size in shape)
+        table = Table(
+            self,
+            self.runtime.device_zeros((self._table_rows(), *sizes), dtype),
+            name=name,
+            holds=holds,
+            host=host,
+        )
+        self._tables.append(table)
+        return table
+
+    def adopt(self, tensor: torch.Tensor, name: str, *, holds: str | None = None) -> Table:
+        """A table over an engine's own tensor. Its row 0 must be zero.
+
+        Raises:
+            Violation: TABLE_CAPACITY: fewer rows than the pool has slots, padding included.
+            DeviceError, ShapeError: on another device; not contiguous, or without rows.
+        """
+        self.runtime.check_owner(f"{self.name}: adopt")
+        if tensor.device != self.runtime.device:
+            raise DeviceError(
+                f"{name}: a tensor on {tensor.device}, pool on {self.runtime.device}",
+                value=str(tensor.device),
+                remedy="adopt a tensor of the pool's device",
+            )
+        if tensor.ndim == 0 or not tensor.is_contiguous():
+            raise ShapeError(
+                f"{name}: {list(tensor.shape)} with strides {list(tensor.stride())}",
+                value=tuple(tensor.shape),
+                remedy="adopt a contiguous tensor with one row a slot",
+            )
+        table = Table(self, tensor, name=name, holds=holds)
+        self._tables.append(table)
+        return table
+
+    # Asking
+
+    def is_live(self, slots: object) -> npt.NDArray[np.bool_]:
+        """Whether each of the numbers `slots` int[n] is somebody's now, bool[n].
+
+        Raises:
+            Violation: SLOT_OUT_OF_RANGE.
+        """
+        array = as_array(slots, f"{self.name}: is_live")
+        if array.size and array.dtype.kind not in "iu":
+            raise DtypeError(f"{self.name}: is_live: {array.dtype}", value=array.dtype, remedy="pass integers")
+        rows = array.astype(np.int64, copy=False)
+        invariants.slot_out_of_range(rows, self.capacity, object=self._ledger.label, operation="is_live")
+        return self._ledger.live_among(rows)
+
+    def live_slots(self) -> Ints:
+        """All live slots in ascending order, int64[live]. Costs O(capacity): for checks and shutdown."""
+        return self._ledger.live_indices()
+
+    def check_handles(self, slots: Slots, operation: str) -> None:
+        """Refuses handles that are not of this pool, not live, or older than their slot's owner.
+
+        Raises:
+            Violation: SLOT_ZERO_ALLOCATED, SLOT_OUT_OF_RANGE, SLOT_STALE_HANDLE, UNIT_MISMATCH.
+            ArgumentError: slots of another pool.
+        """
+        self.rows_of(slots, operation)
+
+    def rows_of(self, slots: Slots, operation: str, *, unique: bool = False) -> Ints:
+        """The numbers of live handles, int64[n] and read-only, checked as by `check_handles`.
+
+        Args:
+            slots: the handles.
+            operation: for reports.
+            unique: also refuse a slot named twice (SLOT_SHARED).
+        """
+        return self._handles.rows_of(slots, operation, unique=unique)
+
+    def check_release(self, slots: Slots, operation: str, *, besides: Companion | None = None) -> Ints:
+        """What `free` checks before it changes anything; returns the numbers, int64[n].
+
+        Args:
+            slots: the handles.
+            operation: for reports.
+            besides: a companion that releases what the slots own itself and need not be asked.
+        """
+        rows = self._handles.rows_to_free(slots, operation)
+        for companion in self._companions:
+            if companion is not besides:
+                companion.check_free(rows, operation)
+        return rows
+
+    def _table_rows(self) -> int:
+        return self.capacity
+
+    # Checks
+
+    def _check_after(self, operation: str) -> None:
+        if levels.cheap:
+            for companion in self._companions:
+                companion.check_conservation(self._ledger.live, operation)
+            if levels.full:
+                self.verify()
+
+    def verify(self) -> None:
+        """Every law of the pool from scratch, its tables and companions included.
+
+        Reads device memory, and stands aside under capture.
+
+        Raises:
+            Violation: any of the SLOT_ codes, TABLE_CAPACITY, MIRROR_EQUAL.
+        """
+        self.runtime.check_owner(f"{self.name}: verify")
+        if self.runtime.capturing:
+            return
+        self._ledger.verify()
+        self._handles.verify()
+        for table in self._tables:
+            table.check("verify")
+        for companion in self._companions:
+            companion.verify()
+
+    def expect_idle(self) -> None:
+        """No slot is live; pending ones are no leak.
+
+        Raises:
+            Violation: SLOT_CONSERVATION, naming up to 8 of the leaked slots.
+        """
+        self.runtime.check_owner(f"{self.name}: expect_idle")
+        self._ledger.check_idle("expect_idle")

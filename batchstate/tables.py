@@ -1,0 +1,299 @@
+"""Device tables with one row a slot, and writes to them that are checked on the host before anything is launched.
+
+A table is made by the pool whose slots index it and has `capacity` rows, one for every index that can reach it. It
+starts zero, and row 0, which padded lanes read, stays zero. What is written is planned by the owning thread; the
+scatter runs on the stream that is current then, after every forward that still reads the table (`read_until`) and
+after earlier writes from other streams. The host never waits.
+"""
+
+from typing import Protocol, final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchstate import invariants, levels
+from batchstate.device_ops import signed_twin
+from batchstate.errors import ArgumentError, DeviceError, DtypeError, RowIndexError, ShapeError
+from batchstate.fence_queue import check_fence
+from batchstate.host_arrays import Array, as_array, converted
+from batchstate.indices import Slots
+from batchstate.mirror import MirroredTensor
+from batchstate.runtime import Fence, Runtime, Stream, numpy_dtype
+from batchstate.violations import Where
+
+Ints = npt.NDArray[np.int64]
+
+
+class SlotSpace(Protocol):
+    """What a table knows of the pool whose slots index it."""
+
+    name: str
+
+    @property
+    def runtime(self) -> Runtime:
+        """The device of the pool."""
+        ...
+
+    @property
+    def capacity(self) -> int:
+        """Rows that a table needs: the largest slot + 1."""
+        ...
+
+    def check_handles(self, slots: Slots, operation: str) -> None:
+        """Refuses handles that are not live or not of this pool."""
+        ...
+
+
+@final
+@attrs.frozen(eq=False)
+class TableWrite:
+    """A checked write that is not launched yet: `table.device.view(-1)[index] = values`.
+
+    Attributes:
+        table: where it goes.
+        index: int64[n], flat places in the table.
+        values: [n] of the table's dtype.
+    """
+
+    table: "Table"
+    index: Ints
+    values: Array
+
+    def __repr__(self) -> str:
+        return f"TableWrite({self.index.size} elements of {self.table!r})"
+
+
+@final
+class Table:
+    """Device memory `[capacity, *row_shape]` indexed by the slots of one pool.
+
+    Made by `SlotPool.table` and `SlotPool.adopt`.
+
+    Attributes:
+        name: for reports.
+        runtime: the device.
+        device: the memory itself, for kernels. Its address never changes.
+        holds: index space of its values (`slot`, `page`, `token`, ...), or None for plain numbers.
+        host: the same values on the host, kept by every write, if the table was made with `host=True`; else None.
+    """
+
+    def __init__(
+        self, slots: SlotSpace, device: torch.Tensor, *, name: str, holds: str | None = None, host: bool = False
+    ) -> None:
+        self._slots = slots
+        self.name = name
+        self.runtime = slots.runtime
+        self.holds = holds
+        self.device = device
+        invariants.table_capacity(self.capacity, slots.capacity, **self._where("table"))
+        self._dtype = numpy_dtype(device.dtype)
+        self._row_width = int(np.prod(device.shape[1:], dtype=np.int64))
+        self._flat = device.view(signed_twin(device.dtype)).view(-1)
+        self._last_writer: Stream = self.runtime.current_stream
+        self._readers: list[tuple[Fence, set[Stream]]] = []
+        self.host = np.zeros(tuple(device.shape), dtype=self._dtype) if host else None
+
+    def __repr__(self) -> str:
+        return f"Table({self.name!r}, {self._dtype_name}{list(self.device.shape)}, holds={self.holds})"
+
+    @property
+    def capacity(self) -> int:
+        """Rows in memory, row 0 included."""
+        return int(self.device.shape[0])
+
+    @property
+    def _dtype_name(self) -> str:
+        return str(self.device.dtype).removeprefix("torch.")
+
+    # Writing
+
+    def entry(self, slots: object, positions: object, values: object) -> TableWrite:
+        """A write of `values[i]` to element `positions[i]` of row `slots[i]`, checked; nothing is launched.
+
+        Args:
+            slots: rows int[n], repeats allowed; the handles of `Slots` are checked.
+            positions: int[n], elements of the row (flat, where a row has several dimensions). None writes whole rows.
+            values: [n] with positions, `[n, *row_shape]` without. A mirrored value must have the unit of the table.
+
+        Raises:
+            ShapeError: arrays that do not go together.
+            DtypeError, ValueOverflowError: values that do not go into the table's dtype.
+            RowIndexError: a position at or beyond the row's width.
+            ArgumentError: an element named twice, at level `full`: which value stays is not defined on a device.
+            Violation: UNIT_MISMATCH, SLOT_ZERO_ALLOCATED, SLOT_OUT_OF_RANGE, SLOT_STALE_HANDLE, SENTINEL_ESCAPED.
+        """
+        what = f"{self.name}: write"
+        rows = self._rows(slots, "write")
+        array = self._values(values, what)
+        if positions is None:
+            shape = (rows.size, *self.device.shape[1:])
+            index = (rows[:, None] * self._row_width + np.arange(self._row_width)).reshape(-1)
+        else:
+            shape = (rows.size,)
+            index = rows * self._row_width + self._positions(positions, rows.size, what)
+        if array.shape != shape:
+            raise ShapeError(
+                f"{what}: values {list(array.shape)} for {list(shape)}", value=array.shape, remedy="one for each place"
+            )
+        if levels.full:
+            copy = invariants.first_duplicate(index)
+            if copy is not None:
+                raise ArgumentError(
+                    f"{what}: element {index[copy] % self._row_width} of row {index[copy] // self._row_width} twice",
+                    value=int(index[copy]),
+                    remedy="write each element once; a device does not order the writes of one scatter",
+                )
+        return TableWrite(self, index, array.reshape(-1))
+
+    def write(self, slots: object, positions: object, values: object) -> None:
+        """Writes on the current stream at once: one upload, one scatter. Arguments and errors as for `entry`.
+
+        Raises:
+            CaptureError: the current stream is being captured.
+        """
+        self.runtime.check_owner(f"{self.name}: write")
+        write = self.entry(slots, positions, values)
+        if write.index.size:
+            packed = self.runtime.upload([write.index, write.values])
+            self.apply(write, packed.view(0), packed.view(1))
+
+    def apply(self, write: TableWrite, index: torch.Tensor, values: torch.Tensor) -> None:
+        """Launches a write whose index and values crossed already, in a copy that carried more.
+
+        Args:
+            write: what `entry` returned.
+            index: its index on the device, safe to use on the current stream.
+            values: its values on the device, likewise.
+        """
+        if not write.index.size:
+            return
+        self._await_readers()
+        self.runtime.launch(
+            self._scatter, index, values, reads=(index, values), writes=(self.device,), name=f"{self.name}: write"
+        )
+        if self.host is not None:
+            self.host.reshape(-1)[write.index] = write.values
+
+    def clear(self, slots: object) -> None:
+        """Sets whole rows to zero on the current stream: one upload, one kernel.
+
+        Raises:
+            Violation: SLOT_ZERO_ALLOCATED, SLOT_OUT_OF_RANGE, SLOT_STALE_HANDLE.
+        """
+        self.runtime.check_owner(f"{self.name}: clear")
+        rows = self._rows(slots, "clear")
+        if not rows.size:
+            return
+        index = self.runtime.upload([rows]).view(0)
+        self._await_readers()
+        self.runtime.launch(self._zero_rows, index, reads=(index,), writes=(self.device,), name=f"{self.name}: clear")
+        if self.host is not None:
+            self.host[rows] = 0
+
+    def read_until(self, fence: Fence) -> None:
+        """Declares that a launched forward reads the table until `fence` (its read-done).
+
+        Each stream that writes next waits for it, on the device.
+        """
+        self.runtime.check_owner(f"{self.name}: read_until")
+        check_fence(fence, f"{self.name}: read_until")
+        self._forget_finished_readers()
+        self._readers.append((fence, set()))
+
+    def _scatter(self, index: torch.Tensor, values: torch.Tensor) -> None:
+        self._flat.scatter_(0, index, values.view(self._flat.dtype))
+
+    def _zero_rows(self, index: torch.Tensor) -> None:
+        self._flat.view(self.capacity, -1).index_fill_(0, index, 0)
+
+    def _await_readers(self) -> None:
+        """Orders what the current stream does next behind forwards that read, and behind writes from other streams."""
+        if self.runtime.capturing:
+            return  # a captured stream may not wait for what lies outside its graph; who replays it sees to the order
+        self._forget_finished_readers()
+        current = self.runtime.current_stream
+        for fence, waited in self._readers:
+            if current not in waited:
+                self.runtime.wait(fence, stream=current)
+                waited.add(current)
+        self.runtime.acquire(self.device, self._last_writer)
+        self._last_writer = current
+
+    def _forget_finished_readers(self) -> None:
+        if self._readers and not self.runtime.capturing:
+            self._readers = [reader for reader in self._readers if not reader[0].query()]
+
+    # The door
+
+    def _rows(self, slots: object, operation: str) -> Ints:
+        if isinstance(slots, MirroredTensor):
+            if slots.unit != "slot":
+                invariants.unit_mismatch("slot", str(slots.unit), **self._where(operation))
+            if isinstance(slots, Slots):
+                self._slots.check_handles(slots, operation)
+            rows: Ints = slots.np
+        else:
+            rows = self._integers(slots, f"{self.name}: {operation}: slots")
+            invariants.slot_out_of_range(rows, self._slots.capacity, **self._where(operation))
+            invariants.slot_zero_allocated(rows, **self._where(operation))
+        return rows
+
+    def _positions(self, positions: object, n: int, what: str) -> Ints:
+        array = self._integers(positions, f"{what}: positions")
+        if array.size != n:
+            raise ShapeError(f"{what}: {array.size} positions for {n} slots", value=array.size, remedy="one each")
+        if array.size:
+            if levels.cheap:
+                invariants.sentinel_escaped(array, **self._where("write"))
+            least, most = int(array.min()), int(array.max())
+            if least < 0 or most >= self._row_width:
+                wrong = least if least < 0 else most
+                raise RowIndexError(
+                    f"{what}: position {wrong} of a row of {self._row_width}",
+                    value=wrong,
+                    remedy="positions lie in 0 to the row's width - 1",
+                )
+        return array
+
+    def _integers(self, values: object, what: str) -> Ints:
+        array = as_array(values, what)
+        if array.ndim != 1:
+            raise ShapeError(f"{what}: {array.ndim} dimensions", value=array.shape, remedy="pass one dimension")
+        if array.size and array.dtype.kind not in "iu":
+            raise DtypeError(f"{what}: dtype {array.dtype}", value=array.dtype, remedy="pass integers")
+        return array.astype(np.int64, copy=False)
+
+    def _values(self, values: object, what: str) -> Array:
+        if isinstance(values, MirroredTensor):
+            if values.runtime is not self.runtime:
+                raise DeviceError(f"{what}: {values!r} has another runtime", value=values, remedy="use one runtime")
+            if self.holds is not None and values.unit is not None and values.unit != self.holds:
+                invariants.unit_mismatch(self.holds, values.unit, **self._where("write"))
+            array = converted(values.np, self._dtype, what)
+        else:
+            array = converted(values, self._dtype, what)
+        if self.holds is not None and levels.cheap and self._dtype.kind == "i":
+            invariants.sentinel_escaped(array.reshape(-1), **self._where("write"))
+        return array
+
+    # Checks
+
+    def check(self, operation: str = "check") -> None:
+        """Row 0 is zero, and the device holds what the host knows. Reads device memory; stands aside under capture.
+
+        Raises:
+            Violation: TABLE_CAPACITY, SLOT_ZERO_DIRTY, MIRROR_EQUAL.
+        """
+        if self.runtime.capturing:
+            return
+        where = self._where(operation)
+        invariants.table_capacity(self.capacity, self._slots.capacity, **where)
+        device = self.runtime.acquire(self.device, self._last_writer)
+        invariants.slot_zero_dirty(self.runtime.inspect(device[0]), **where)
+        if self.host is not None:
+            invariants.mirror_equal(self.host, self.runtime.inspect(device), **where)
+
+    def _where(self, operation: str) -> Where:
+        return {"object": repr(self), "operation": operation, "step": self.runtime.step}

@@ -1,0 +1,225 @@
+"""Hybrid pools: a slot and its states are taken and freed as one."""
+
+from collections.abc import Callable
+
+import attrs
+import numpy as np
+import pytest
+
+from batchstate.errors import ArgumentError, CaptureError, PoolExhaustedError
+from batchstate.hybrid import HybridSlotPool, StateOwner
+from batchstate.indices import Slots
+from batchstate.runtime import Runtime
+from batchstate.tables import Table
+from batchstate.violations import Code, Violation
+
+
+@attrs.define(eq=False)
+class Gate:
+    """A fence that a test opens."""
+
+    done: bool = False
+
+    def query(self) -> bool:
+        return self.done
+
+    def wait(self) -> None:
+        raise AssertionError("the host waited")
+
+
+def refused(code: Code, action: Callable[[], object]) -> Violation:
+    """Runs `action`, which has to break the law of `code`."""
+    with pytest.raises(Violation) as caught:
+        action()
+    assert caught.value.code == code, caught.value
+    return caught.value
+
+
+@pytest.fixture
+def pool(rt: Runtime) -> HybridSlotPool:
+    """4 slots and 2 in reserve, with 2 of 8 states each."""
+    return HybridSlotPool(rt, 4, states=8, states_per_slot=2, reserve=2)
+
+
+def test_each_slot_owns_its_states(rt: Runtime, pool: HybridSlotPool) -> None:
+    """Live slots have states 1 and up, each state one slot, and the device table says the same."""
+    slots = pool.take(3)
+    states = pool.states_of(slots)
+    assert states.shape == (3, 2)
+    assert len(set(states.reshape(-1).tolist())) == 6
+    assert states.min() >= 1
+    assert np.array_equal(rt.read_back(pool.state_table.device)[slots.np], states)
+    assert pool.state_stats.live == 6
+    pool.verify()
+
+
+def test_the_table_is_sized_by_slots(pool: HybridSlotPool) -> None:
+    """The mapping has a row for every slot, not for every state."""
+    assert tuple(pool.state_table.device.shape) == (7, 2)
+    assert pool.capacity == 7
+    assert pool.state_table.holds == "state"
+
+
+def test_freed_as_one(pool: HybridSlotPool) -> None:
+    """Freeing slots frees their states, behind the same fence."""
+    gate = Gate()
+    slots = pool.take(3)
+    pool.free(slots.take([0]))
+    assert (pool.stats.live, pool.state_stats.live) == (2, 4)
+    pool.free(slots.take([1, 2]), after=gate)
+    assert (pool.stats.pending, pool.state_stats.pending) == (2, 4)
+    gate.done = True
+    assert (pool.stats.free, pool.state_stats.free) == (6, 8)
+    pool.expect_idle()
+    pool.verify()
+
+
+def test_all_or_nothing(pool: HybridSlotPool) -> None:
+    """When either pool is short nothing is taken from the other, and the error names the short one."""
+    pool.take(4)
+    with pytest.raises(PoolExhaustedError, match="states of HybridSlotPool"):
+        pool.take(1, reserved=True)
+    with pytest.raises(PoolExhaustedError, match="SlotPool 'slots'"):
+        pool.take(1)
+    assert (pool.stats.live, pool.state_stats.live) == (4, 8)
+    pool.verify()
+
+
+def test_refusals_leave_both_pools(pool: HybridSlotPool) -> None:
+    """A double free changes neither slots nor states."""
+    slots = pool.take(2)
+    pool.free(slots.take([0]))
+    refused(Code.SLOT_DOUBLE_FREE, lambda: pool.free(slots))
+    refused(Code.SLOT_STALE_HANDLE, lambda: pool.states_of(slots))
+    assert (pool.stats.live, pool.state_stats.live) == (1, 2)
+
+
+def test_reserve(pool: HybridSlotPool) -> None:
+    """Reserved slots have states too and give them back."""
+    arriving = pool.take(2, reserved=True)
+    assert sorted(arriving.np.tolist()) == [5, 6]
+    assert pool.states_of(arriving).min() >= 1
+    pool.free(arriving)
+    assert pool.stats.free_reserved == 2
+    pool.expect_idle()
+
+
+def test_costs_one_copy_and_one_kernel(rt: Runtime, pool: HybridSlotPool) -> None:
+    """Taking writes the mapping in one upload and one kernel; with write=False it rides in another copy."""
+    before = rt.counters.snapshot()
+    pool.take(2)
+    cost = rt.counters - before
+    assert (cost.host_to_device_copies, cost.device_operations) == (1, 1)
+    before = rt.counters.snapshot()
+    slots = pool.take(2, write=False)
+    entry = pool.state_entry(slots)
+    pool.verify()
+    assert (rt.counters - before).host_to_device_copies == 0
+    packed = rt.upload([entry.index, entry.values])
+    pool.state_table.apply(entry, packed.view(0), packed.view(1))
+    assert np.array_equal(rt.read_back(pool.state_table.device)[slots.np], pool.states_of(slots))
+    pool.verify()
+
+
+def test_capture_refuses_the_write(rt: Runtime, pool: HybridSlotPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a stream is captured the mapping cannot be written; nothing is taken."""
+    with monkeypatch.context() as patch:
+        patch.setattr(type(rt), "capturing", property(lambda self: True))
+        with pytest.raises(CaptureError):
+            pool.take(1)
+        pool.free(pool.take(1, write=False))
+    assert pool.stats.live == pool.state_stats.live == 0
+
+
+def test_a_failed_write_gives_everything_back(pool: HybridSlotPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the device write fails, slots and states are free again."""
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Table, "write", fail)
+    with pytest.raises(MemoryError):
+        pool.take(2)
+    assert pool.stats.live == pool.state_stats.live == 0
+    pool.verify()
+
+
+def test_refuses_sizes(rt: Runtime) -> None:
+    """There are enough states for one slot at least."""
+    with pytest.raises(ArgumentError):
+        HybridSlotPool(rt, 4, states=1, states_per_slot=2)
+    with pytest.raises(ArgumentError):
+        HybridSlotPool(rt, 4, states=4, states_per_slot=0)
+
+
+def test_repr_counts(pool: HybridSlotPool) -> None:
+    """`repr` shows counts of both pools."""
+    pool.take(1)
+    assert "states=8, free=6, pending=0, live=2" in repr(pool)
+
+
+@pytest.mark.usefixtures("full")
+def test_random_use_keeps_every_law(rt: Runtime) -> None:
+    """Any order of taking and freeing keeps all laws of both pools, judged after each operation."""
+    rng = np.random.default_rng(2)
+    pool = HybridSlotPool(rt, 8, states=12, states_per_slot=2, reserve=2)
+    held: list[Slots] = []
+    gate = Gate()
+    shortages = 0
+    for _ in range(150):
+        if held and rng.random() < 0.5:
+            pool.free(held.pop(int(rng.integers(len(held)))), after=gate if rng.random() < 0.5 else None)
+        else:
+            try:
+                held.append(
+                    pool.take(
+                        int(rng.integers(0, 4)), reserved=bool(rng.random() < 0.3), write=bool(rng.random() < 0.5)
+                    )
+                )
+            except PoolExhaustedError:
+                shortages += 1
+        pool.verify()
+        if rng.random() < 0.3:
+            gate.done = True
+            gate = Gate()
+    for slots in held:
+        pool.free(slots)
+    pool.expect_idle()
+    assert shortages
+
+
+# Bugs switched on: each has to be found, by name.
+
+
+def test_finds_states_that_are_not_released(pool: HybridSlotPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release that forgets the side pool is found at once."""
+    monkeypatch.setattr(StateOwner, "_release", lambda self, states, after: None)
+    slots = pool.take(2)
+    refused(Code.SLOT_CONSERVATION, lambda: pool.free(slots))
+
+
+def test_finds_a_mapping_sized_by_states(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mapping with a row for each state instead of each slot is refused."""
+    monkeypatch.setattr(StateOwner, "_mapping_rows", lambda self: self.ledger.size)
+    refused(Code.TABLE_CAPACITY, lambda: HybridSlotPool(rt, 8, states=4))
+
+
+def test_finds_a_mapping_left_behind(pool: HybridSlotPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A freed slot whose row still names states is found by the recount."""
+    monkeypatch.setattr(StateOwner, "_clear", lambda self, rows: None)
+    pool.free(pool.take(2))
+    refused(Code.SLOT_CONSERVATION, pool.verify)
+
+
+def test_finds_a_mapping_that_was_not_written(pool: HybridSlotPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot whose states never reached the device is found."""
+    monkeypatch.setattr(HybridSlotPool, "_write_states", lambda self, slots: None)
+    pool.take(1)
+    refused(Code.MIRROR_EQUAL, pool.verify)
+
+
+def test_finds_a_state_of_two_slots(pool: HybridSlotPool) -> None:
+    """A state that two slots own is found."""
+    pool.take(2)
+    pool._states.mapping[2, 0] = pool._states.mapping[1, 0]
+    refused(Code.SLOT_SHARED, pool.verify)

@@ -1,0 +1,489 @@
+"""Slot pools: nobody gets what is somebody else's, and everything that was taken can be accounted for."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import attrs
+import numpy as np
+import pytest
+import torch
+
+from batchstate import invariants, levels
+from batchstate.errors import ArgumentError, DeviceError, DtypeError, OwnerThreadError, PoolExhaustedError
+from batchstate.fence_queue import FenceQueue
+from batchstate.free_list import FreeList
+from batchstate.indices import Slots, Tokens
+from batchstate.ledger import Ledger
+from batchstate.pools import SlotPool
+from batchstate.runtime import Runtime, open_runtime
+from batchstate.slot_handles import HandleBook
+from batchstate.violations import Code, Violation
+
+
+@attrs.define(eq=False)
+class Gate:
+    """A fence that a test opens; counts how often it was asked."""
+
+    done: bool = False
+    asked: int = 0
+
+    def query(self) -> bool:
+        self.asked += 1
+        return self.done
+
+    def wait(self) -> None:
+        raise AssertionError("the host waited")
+
+
+def refused(code: Code, action: Callable[[], object]) -> Violation:
+    """Runs `action`, which has to break the law of `code`."""
+    with pytest.raises(Violation) as caught:
+        action()
+    assert caught.value.code == code, caught.value
+    return caught.value
+
+
+def test_hands_out_one_to_size(rt: Runtime) -> None:
+    """A pool of n hands out 1..n, each once, and never 0."""
+    pool = SlotPool(rt, 5)
+    taken = np.concatenate([pool.take(2).np, pool.take(3).np])
+    assert sorted(taken.tolist()) == [1, 2, 3, 4, 5]
+    assert pool.capacity == 6
+
+
+def test_handles_are_mirrored(rt: Runtime) -> None:
+    """What is handed out has both sides, generations and the identity of its pool."""
+    pool = SlotPool(rt, 4)
+    slots = pool.take(3)
+    assert isinstance(slots, Slots)
+    assert rt.read_back(slots.device).tolist() == slots.np.tolist() == [1, 2, 3]
+    assert slots.generations.tolist() == [1, 1, 1]
+    assert slots.pool == pool.identity != 0
+
+
+def test_last_freed_is_first_taken(rt: Runtime) -> None:
+    """Reuse is last in, first out; generations make that safe."""
+    pool = SlotPool(rt, 8)
+    first = pool.take(4)
+    pool.free(first.take([1, 2]))
+    assert pool.take(2).np.tolist() == first.np[[1, 2]].tolist()
+
+
+def test_generations_only_rise(rt: Runtime) -> None:
+    """Each allocation of a slot raises its generation by one; freeing does not reset it."""
+    pool = SlotPool(rt, 1)
+    for generation in range(1, 5):
+        slots = pool.take(1)
+        assert slots.generations.tolist() == [generation]
+        pool.free(slots)
+
+
+def test_nothing_is_fine(rt: Runtime) -> None:
+    """Taking none and freeing none does nothing."""
+    pool = SlotPool(rt, 2)
+    before = pool.stats
+    none = pool.take(0)
+    assert len(none) == 0
+    pool.free(none)
+    pool.free(none, after=Gate())
+    assert pool.stats == before
+
+
+@pytest.mark.parametrize(
+    ("n", "error"), [(-1, ArgumentError), (True, DtypeError), (1.0, DtypeError), ("1", DtypeError)]
+)
+def test_refuses_what_is_no_count(rt: Runtime, n: object, error: type[Exception]) -> None:
+    """Counts are integers of at least 0; booleans are none."""
+    pool = SlotPool(rt, 2)
+    with pytest.raises(error):
+        pool.take(n)  # type: ignore[arg-type]
+    with pytest.raises(error):
+        SlotPool(rt, n)  # type: ignore[arg-type]
+    assert pool.stats.free == 2
+
+
+def test_running_out_changes_nothing(rt: Runtime) -> None:
+    """The error says what was asked, what is free and what is pending; the pool is as it was."""
+    pool = SlotPool(rt, 4)
+    gate = Gate()
+    pool.free(pool.take(2), after=gate)
+    before = pool.stats
+    with pytest.raises(PoolExhaustedError) as caught:
+        pool.take(3)
+    assert (caught.value.requested, caught.value.free, caught.value.pending) == (3, 2, 2)
+    assert pool.stats == before
+    gate.done = True
+    assert len(pool.take(3)) == 3
+
+
+def test_pending_until_the_fence(rt: Runtime) -> None:
+    """A slot freed behind a fence is neither free nor live until the fence is complete; nobody waits."""
+    pool = SlotPool(rt, 2)
+    gate = Gate()
+    slots = pool.take(2)
+    pool.free(slots, after=gate)
+    stats = pool.stats
+    assert (stats.free, stats.pending, stats.live) == (0, 2, 0)
+    assert not pool.is_live(slots.np).any()
+    with pytest.raises(PoolExhaustedError):
+        pool.take(1)
+    gate.done = True
+    assert pool.reap() == 2
+    assert pool.reap() == 0
+    assert pool.stats.free == 2
+
+
+def test_fences_complete_in_any_order(rt: Runtime) -> None:
+    """Groups become free as their own fences complete, also when an older one is still open."""
+    pool = SlotPool(rt, 4)
+    old, new = Gate(), Gate()
+    first, second = pool.take(2), pool.take(2)
+    pool.free(first, after=old)
+    pool.free(second, after=new)
+    new.done = True
+    assert sorted(pool.take(2).np.tolist()) == sorted(second.np.tolist())
+    assert pool.stats.pending == 2
+    old.done = True
+    assert pool.stats.free == 2
+
+
+def test_one_query_for_one_step(rt: Runtime) -> None:
+    """Requests freed behind one fence cost one query of it."""
+    pool = SlotPool(rt, 64)
+    gate = Gate()
+    slots = pool.take(64)
+    for row in range(64):
+        pool.free(slots.take([row]), after=gate)
+    gate.asked = 0
+    pool.reap()
+    assert gate.asked == 1
+
+
+def test_capture_asks_no_fence(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """During capture fences are not queried; pending slots simply stay pending."""
+    pool = SlotPool(rt, 4)
+    gate = Gate(done=True)
+    slots = pool.take(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(rt), "capturing", property(lambda self: True))
+        pool.free(slots, after=gate)
+        assert pool.reap() == 0
+        assert pool.stats.pending == 2
+        pool.take(1)
+        pool.verify()
+    assert gate.asked == 0
+    assert pool.reap() == 2
+
+
+def test_reserve_is_for_reserved_takes(rt: Runtime) -> None:
+    """Ordinary takes leave the reserve alone; reserved takes use it first, then ordinary slots; all of it returns."""
+    pool = SlotPool(rt, 2, reserve=2)
+    ordinary = pool.take(2)
+    with pytest.raises(PoolExhaustedError):
+        pool.take(1)
+    arriving = pool.take(2, reserved=True)
+    assert sorted(arriving.np.tolist()) == [3, 4]
+    with pytest.raises(PoolExhaustedError):
+        pool.take(1, reserved=True)
+    pool.free(ordinary)
+    mixed = pool.take(1, reserved=True)
+    pool.free(mixed.merge(arriving))
+    stats = pool.stats
+    assert (stats.free, stats.free_reserved, stats.live) == (4, 2, 0)
+    pool.verify()
+    pool.expect_idle()
+
+
+def test_reserved_pending_does_not_help_ordinary_takes(rt: Runtime) -> None:
+    """The pending figure of an ordinary shortage counts only slots that would cure it."""
+    pool = SlotPool(rt, 1, reserve=2)
+    pool.take(1)
+    pool.free(pool.take(2, reserved=True), after=Gate())
+    with pytest.raises(PoolExhaustedError) as caught:
+        pool.take(1)
+    assert (caught.value.free, caught.value.pending) == (0, 0)
+
+
+def test_refuses_double_free(rt: Runtime) -> None:
+    """A slot is freed once: not twice in turn, not while pending, not twice in one call. Nothing changes."""
+    pool = SlotPool(rt, 4)
+    slots = pool.take(3)
+    refused(Code.SLOT_DOUBLE_FREE, lambda: pool.free(slots.take([0, 1, 0])))
+    assert pool.stats.live == 3
+    pool.free(slots.take([0]))
+    refused(Code.SLOT_DOUBLE_FREE, lambda: pool.free(slots))
+    assert pool.stats.live == 2
+    pool.free(slots.take([1]), after=Gate())
+    report = refused(Code.SLOT_DOUBLE_FREE, lambda: pool.free(slots.take([2, 1])))
+    assert (report.row, report.slot) == (1, 2)
+    assert pool.stats.live == 1
+
+
+def test_refuses_stale_handles(rt: Runtime) -> None:
+    """A handle kept past its slot's free neither frees nor passes for the next owner's."""
+    pool = SlotPool(rt, 1)
+    old = pool.take(1)
+    pool.free(old)
+    refused(Code.SLOT_STALE_HANDLE, lambda: pool.check_handles(old, "test"))
+    pool.take(1)
+    report = refused(Code.SLOT_STALE_HANDLE, lambda: pool.free(old))
+    assert (report.slot, report.generation) == (1, 1)
+    assert "generation 2" in str(report)
+    refused(Code.SLOT_STALE_HANDLE, lambda: pool.check_handles(old, "test"))
+    assert pool.stats.live == 1
+
+
+def test_refuses_padding(rt: Runtime) -> None:
+    """Padded rows are slot 0 and cannot be freed."""
+    pool = SlotPool(rt, 4)
+    padded = pool.take(2).pad(4)
+    refused(Code.SLOT_ZERO_ALLOCATED, lambda: pool.free(padded))
+    refused(Code.SLOT_ZERO_ALLOCATED, lambda: pool.check_handles(padded, "test"))
+    assert pool.stats.live == 2
+
+
+@pytest.mark.parametrize("slot", [-1, 5, 2**62])
+def test_refuses_what_is_out_of_range(rt: Runtime, slot: int) -> None:
+    """Forged numbers outside the pool never index an array."""
+    pool = SlotPool(rt, 4)
+    pool.take(4)
+    forged = Slots.from_host(rt, [slot], generations=[1], pool=pool.identity)
+    refused(Code.SLOT_OUT_OF_RANGE, lambda: pool.free(forged))
+    refused(Code.SLOT_OUT_OF_RANGE, lambda: pool.check_handles(forged, "test"))
+    refused(Code.SLOT_OUT_OF_RANGE, lambda: pool.is_live(np.array([slot])))
+
+
+def test_refuses_other_pools_units_and_runtimes(rt: Runtime, device: str) -> None:
+    """Slots of another pool, other indices, bare numbers and other runtimes are typed errors."""
+    pool, other = SlotPool(rt, 4, name="mine"), SlotPool(rt, 4, name="theirs")
+    foreign = other.take(1)
+    pool.take(1)
+    with pytest.raises(ArgumentError, match=r"'theirs'.*'mine'"):
+        pool.free(foreign)
+    refused(Code.UNIT_MISMATCH, lambda: pool.free(Tokens.from_host(rt, [1])))  # type: ignore[arg-type]
+    with pytest.raises(DtypeError):
+        pool.free(np.array([1]))  # type: ignore[arg-type]
+    elsewhere = SlotPool(open_runtime(device), 4).take(1)
+    with pytest.raises(DeviceError):
+        pool.free(elsewhere)
+    with pytest.raises(ArgumentError):
+        pool.free(pool.take(1), after=3)  # type: ignore[arg-type]
+
+
+def test_arguments_are_judged_at_level_off(rt: Runtime) -> None:
+    """With checks off a double free, a stale handle and padding are refused all the same."""
+    with levels.checks("off"):
+        pool = SlotPool(rt, 2)
+        slots = pool.take(1)
+        pool.free(slots)
+        refused(Code.SLOT_DOUBLE_FREE, lambda: pool.free(slots))
+        pool.take(1)
+        refused(Code.SLOT_STALE_HANDLE, lambda: pool.free(slots))
+
+
+def test_belongs_to_one_thread(rt: Runtime) -> None:
+    """Use from a second thread is an error, not a race."""
+    pool = SlotPool(rt, 2)
+    caught: list[BaseException] = []
+
+    def use() -> None:
+        try:
+            pool.take(1)
+        except OwnerThreadError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert len(caught) == 1
+    assert pool.stats.live == 0
+
+
+def test_statistics_add_up(rt: Runtime) -> None:
+    """The sum of free, pending and live is size + reserve, and totals and the peak are kept."""
+    pool = SlotPool(rt, 6, reserve=2)
+    slots = pool.take(5)
+    pool.free(slots.take([0]))
+    pool.free(slots.take([1, 2]), after=Gate())
+    stats = pool.stats
+    assert (stats.free, stats.free_reserved, stats.pending, stats.live) == (4, 2, 2, 2)
+    assert (stats.taken_total, stats.freed_total, stats.peak_live) == (5, 3, 5)
+    assert pool.live_slots().tolist() == slots.np[3:].tolist()
+
+
+def test_idle_names_the_leaked(rt: Runtime) -> None:
+    """A slot that nobody freed is named at shutdown, up to 8 of them; pending slots are no leak."""
+    pool = SlotPool(rt, 20)
+    slots = pool.take(12)
+    report = refused(Code.SLOT_CONSERVATION, pool.expect_idle)
+    assert "12 leaked: 1, 2, 3, 4, 5, 6, 7, 8, ..." in str(report)
+    pool.free(slots, after=Gate())
+    pool.expect_idle()
+
+
+def test_owns_what_was_freed(rt: Runtime) -> None:
+    """The pool copies what it is given: writing into the caller's memory afterwards changes nothing."""
+    pool = SlotPool(rt, 8)
+    gate = Gate()
+    slots = pool.take(3)
+    pool.free(slots, after=gate)
+    slots.host.fill_(7)
+    gate.done = True
+    assert sorted(pool.take(3).np.tolist()) == [1, 2, 3]
+    pool.verify()
+
+
+@pytest.mark.usefixtures("full")
+def test_random_use_keeps_every_law(rt: Runtime) -> None:
+    """Any order of taking, freeing and completing keeps all laws, judged from scratch after each operation."""
+    rng = np.random.default_rng(0)
+    pool = SlotPool(rt, 24, reserve=8)
+    pool.table("kv", (2,), torch.int32, host=True)
+    held: list[Slots] = []
+    gates = [Gate()]
+    shortages = 0
+    for _ in range(300):
+        if held and rng.random() < 0.5:
+            slots = held.pop(int(rng.integers(len(held))))
+            pool.free(slots, after=gates[-1] if rng.random() < 0.6 else None)
+        else:
+            try:
+                held.append(pool.take(int(rng.integers(0, 6)), reserved=bool(rng.random() < 0.3)))
+            except PoolExhaustedError:
+                shortages += 1
+        if rng.random() < 0.3:
+            gates[int(rng.integers(len(gates)))].done = True
+            gates.append(Gate())
+        everything = [row for one in held for row in one.np.tolist()]
+        assert len(set(everything)) == len(everything) == pool.stats.live
+    for slots in held:
+        pool.free(slots)
+    pool.expect_idle()
+    assert shortages
+
+
+def test_costs_what_changes(rt: Runtime) -> None:
+    """Taking and returning 256 slots costs about the same whatever the size of the pool."""
+    least = {}
+    for size in (10_000, 1_000_000):
+        pool = SlotPool(rt, size)
+        times = []
+        for _ in range(200):
+            start = time.perf_counter_ns()
+            pool.free(pool.take(256))
+            times.append(time.perf_counter_ns() - start)
+        least[size] = min(times)
+    assert least[1_000_000] < 10 * least[10_000]
+
+
+def test_repr_counts(rt: Runtime) -> None:
+    """`repr` shows counts."""
+    pool = SlotPool(rt, 3, name="rows")
+    pool.take(1)
+    assert repr(pool) == "SlotPool('rows', size=3, reserve=0, free=2, pending=0, live=1)"
+
+
+# Bugs switched on: each has to be found, by name.
+
+
+def test_finds_slot_zero_in_the_free_list(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool that counts from 0 is found at its first take of 0."""
+    monkeypatch.setattr(FreeList, "_initial", lambda self, first, last: np.arange(last - 1, first - 2, -1))
+    pool = SlotPool(rt, 3)
+    refused(Code.SLOT_ZERO_ALLOCATED, lambda: pool.take(1))
+
+
+def test_finds_a_slot_freed_before_its_fence(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A free that ignores its fence is found at once."""
+    monkeypatch.setattr(Ledger, "_defer", lambda self, indices, fence: self._push_free(indices))
+    pool = SlotPool(rt, 3)
+    slots = pool.take(2)
+    refused(Code.SLOT_IN_FLIGHT, lambda: pool.free(slots, after=Gate()))
+
+
+def test_finds_a_pending_slot_handed_out(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot that stands in the free list while it is pending is found when it is taken."""
+    pool = SlotPool(rt, 3)
+    slots = pool.take(2)
+    pool.free(slots, after=Gate())
+    pool._ledger._ordinary.push(slots.np)
+    refused(Code.SLOT_IN_FLIGHT, lambda: pool.take(1))
+
+
+def test_finds_a_queue_that_does_not_ask(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queue that frees everything whatever its fences say is found."""
+    monkeypatch.setattr(FenceQueue, "_complete", lambda self, fence: True)
+    pool = SlotPool(rt, 3)
+    pool.free(pool.take(2), after=Gate())
+    refused(Code.SLOT_IN_FLIGHT, lambda: pool.take(1))
+
+
+def test_finds_a_queue_that_keeps_a_view(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queue that keeps the caller's memory is found when that memory has changed."""
+    monkeypatch.setattr(FenceQueue, "_own", lambda self, indices: indices)
+    pool = SlotPool(rt, 8)
+    gate = Gate()
+    slots = pool.take(2)
+    pool.free(slots, after=gate)
+    slots.host.fill_(7)
+    gate.done = True
+    refused(Code.SLOT_DOUBLE_FREE, pool.reap)
+
+
+def test_finds_a_generation_that_stands_still(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generation that is not raised at allocation is found."""
+    monkeypatch.setattr(HandleBook, "_raise_generations", lambda self, rows, before: before)
+    pool = SlotPool(rt, 3)
+    refused(Code.SLOT_STALE_HANDLE, lambda: pool.take(1))
+    assert pool.stats.live == 0
+
+
+def test_finds_a_generation_that_falls(rt: Runtime) -> None:
+    """A generation that is reset is found by the recount."""
+    pool = SlotPool(rt, 3)
+    pool.take(2)
+    pool.verify()
+    pool._handles._generations[1] = 0
+    refused(Code.SLOT_STALE_HANDLE, pool.verify)
+
+
+def test_finds_a_reserve_that_is_not_returned(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reserved slots that get lost, or come back as ordinary ones, are found."""
+    pool = SlotPool(rt, 3, reserve=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "_push_reserved", lambda self, indices: None)
+        slots = pool.take(2, reserved=True)
+        refused(Code.SLOT_CONSERVATION, lambda: pool.free(slots))
+    pool = SlotPool(rt, 3, reserve=2)
+    pool.take(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "_push_reserved", lambda self, indices: self._push_ordinary(indices))
+        pool.free(pool.take(1, reserved=True))
+        refused(Code.SLOT_OUT_OF_RANGE, lambda: pool.take(1))
+        refused(Code.SLOT_OUT_OF_RANGE, pool.verify)
+
+
+def test_finds_a_slot_twice_in_the_free_list(rt: Runtime) -> None:
+    """A free list that grew, and one that holds a live slot, are found."""
+    pool = SlotPool(rt, 4)
+    slots = pool.take(2)
+    pool._ledger._ordinary.push(slots.np[:1])
+    refused(Code.SLOT_CONSERVATION, pool.verify)
+    refused(Code.SLOT_SHARED, lambda: pool.take(1))
+
+
+def test_finds_a_table_sized_by_size(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table with `size` rows instead of `capacity` is refused when it is made."""
+    monkeypatch.setattr(SlotPool, "_table_rows", lambda self: self.size)
+    pool = SlotPool(rt, 4)
+    refused(Code.TABLE_CAPACITY, lambda: pool.table("kv"))
+
+
+def test_laws_are_asked(rt: Runtime) -> None:
+    """One take and one free ask the laws of conservation, flight and double free."""
+    pool = SlotPool(rt, 4)
+    before = invariants.made.copy()
+    pool.free(pool.take(2), after=Gate())
+    asked = invariants.made - before
+    assert {Code.SLOT_CONSERVATION, Code.SLOT_IN_FLIGHT, Code.SLOT_DOUBLE_FREE} <= set(asked)

@@ -1,0 +1,272 @@
+"""Slot-indexed tables: what is written reaches the right rows, and what must not be written is refused."""
+
+import attrs
+import numpy as np
+import pytest
+import torch
+
+from batchstate import levels
+from batchstate.errors import ArgumentError, DtypeError, RowIndexError, ShapeError, ValueOverflowError
+from batchstate.indices import HostTokens, Tokens
+from batchstate.mirror import MirroredTensor
+from batchstate.pools import SlotPool
+from batchstate.runtime import DoneFence, Runtime
+from batchstate.violations import Code, Violation
+
+
+@attrs.define(eq=False)
+class Gate:
+    """A fence that a test opens."""
+
+    done: bool = False
+
+    def query(self) -> bool:
+        return self.done
+
+    def wait(self) -> None:
+        self.done = True
+
+
+@pytest.fixture
+def pool(rt: Runtime) -> SlotPool:
+    """4 slots and 2 in reserve."""
+    return SlotPool(rt, 4, reserve=2)
+
+
+def test_has_a_row_for_every_slot_and_for_padding(pool: SlotPool) -> None:
+    """A table has size + reserve + 1 rows of zeros."""
+    table = pool.table("kv", (3,), torch.int64)
+    assert tuple(table.device.shape) == (7, 3)
+    assert table.capacity == pool.capacity == 7
+    assert not table.device.any()
+
+
+def test_writes_elements(rt: Runtime, pool: SlotPool) -> None:
+    """Element positions[i] of row slots[i] becomes values[i], and nothing else changes; rows may repeat."""
+    table = pool.table("kv", (3,), torch.int32, host=True)
+    table.write(np.array([2, 5, 2]), np.array([0, 2, 1]), np.array([7, 8, 9]))
+    expected = np.zeros((7, 3), np.int32)
+    expected[2] = [7, 9, 0]
+    expected[5, 2] = 8
+    assert np.array_equal(rt.read_back(table.device), expected)
+    assert table.host is not None
+    assert np.array_equal(table.host, expected)
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (2, 3)])
+def test_writes_whole_rows(rt: Runtime, pool: SlotPool, shape: tuple[int, ...]) -> None:
+    """Without positions whole rows are written, whatever their shape."""
+    table = pool.table("state", shape, torch.float32)
+    values = np.arange(1, 1 + 2 * int(np.prod(shape)), dtype=np.float32).reshape(2, *shape)
+    table.write(np.array([3, 1]), None, values)
+    assert np.array_equal(rt.read_back(table.device)[[3, 1]], values)
+    assert not rt.read_back(table.device)[[0, 2, 4, 5, 6]].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint16, torch.uint32, torch.float16, torch.int8])
+def test_any_shared_dtype(rt: Runtime, pool: SlotPool, dtype: torch.dtype) -> None:
+    """Tables of every dtype that numpy shares can be written and cleared."""
+    table = pool.table("any", (2,), dtype, host=True)
+    table.write(np.array([1, 2]), np.array([1, 0]), np.array([True, True]))
+    table.check()
+    table.clear(np.array([1, 2]))
+    assert not rt.read_back(table.device).any()
+    table.check()
+
+
+def test_costs_one_copy_and_one_kernel(rt: Runtime, pool: SlotPool) -> None:
+    """A write of its own is one upload and one device operation, and waits for nothing."""
+    table = pool.table("kv", (8,))
+    before = rt.counters.snapshot()
+    table.write(np.arange(1, 5), np.arange(4), np.arange(4))
+    cost = rt.counters - before
+    assert (cost.host_to_device_copies, cost.device_operations, cost.forced_syncs) == (1, 1, 0)
+
+
+def test_entry_launches_nothing(rt: Runtime, pool: SlotPool) -> None:
+    """`entry` checks on the host; its arrays can ride in another copy."""
+    table = pool.table("kv", (8,))
+    before = rt.counters.snapshot()
+    entry = table.entry(np.array([1, 2]), np.array([3, 4]), np.array([5, 6]))
+    assert rt.counters == before
+    packed = rt.upload([entry.index, entry.values])
+    table.apply(entry, packed.view(0), packed.view(1))
+    assert rt.read_back(table.device)[1, 3] == 5
+    assert rt.read_back(table.device)[2, 4] == 6
+
+
+def test_nothing_to_write(rt: Runtime, pool: SlotPool) -> None:
+    """An empty write launches nothing."""
+    table = pool.table("kv", (8,))
+    before = rt.counters.snapshot()
+    table.write(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int32))
+    table.clear(np.empty(0, np.int64))
+    assert rt.counters == before
+
+
+@pytest.mark.parametrize(
+    ("slots", "positions", "values", "error"),
+    [
+        ([1], [8], [0], RowIndexError),
+        ([1, 2], [0], [0, 0], ShapeError),
+        ([1, 2], [0, 1], [0], ShapeError),
+        ([1.0], [0], [0], DtypeError),
+        ([1], [0.0], [0], DtypeError),
+        ([1], [0], [0.5], DtypeError),
+        ([1], [0], [2**31], ValueOverflowError),
+        ([[1]], [0], [0], ShapeError),
+    ],
+)
+def test_refuses_arguments(
+    rt: Runtime, pool: SlotPool, slots: object, positions: object, values: object, error: type[Exception]
+) -> None:
+    """Arguments that do not go together are typed errors, and nothing is launched."""
+    table = pool.table("kv", (8,), torch.int32)
+    before = rt.counters.snapshot()
+    with pytest.raises(error):
+        table.write(np.array(slots), np.array(positions), np.array(values))
+    assert rt.counters == before
+
+
+@pytest.mark.parametrize(
+    ("slots", "positions", "values", "code"),
+    [
+        ([0], [0], [1], Code.SLOT_ZERO_ALLOCATED),
+        ([7], [0], [1], Code.SLOT_OUT_OF_RANGE),
+        ([-1], [0], [1], Code.SLOT_OUT_OF_RANGE),
+        ([1], [-1], [1], Code.SENTINEL_ESCAPED),
+        ([1], [0], [-1], Code.SENTINEL_ESCAPED),
+    ],
+)
+def test_refuses_what_would_corrupt(
+    rt: Runtime, pool: SlotPool, slots: list[int], positions: list[int], values: list[int], code: Code
+) -> None:
+    """Padding, foreign rows and placeholders never reach the device."""
+    table = pool.table("kv", (8,), holds="token")
+    before = rt.counters.snapshot()
+    with pytest.raises(Violation) as caught:
+        table.write(np.array(slots), np.array(positions), np.array(values))
+    assert caught.value.code == code
+    assert rt.counters == before
+
+
+def test_refuses_another_unit(rt: Runtime, pool: SlotPool) -> None:
+    """Host tokens do not go into a table of device tokens; device tokens and plain numbers do."""
+    table = pool.table("kv", (8,), holds="token")
+    with pytest.raises(Violation) as caught:
+        table.write(np.array([1]), np.array([0]), HostTokens.from_host(rt, [5]))
+    assert caught.value.code == Code.UNIT_MISMATCH
+    table.write(np.array([1]), np.array([0]), Tokens.from_host(rt, [5]))
+    table.write(np.array([1]), np.array([1]), MirroredTensor.from_host(rt, [6]))
+    assert rt.read_back(table.device)[1, :2].tolist() == [5, 6]
+
+
+def test_refuses_stale_handles(pool: SlotPool) -> None:
+    """A handle whose slot was freed does not write into the row of the next owner."""
+    table = pool.table("kv", (8,))
+    slots = pool.take(1)
+    pool.free(slots)
+    pool.take(1)
+    with pytest.raises(Violation) as caught:
+        table.write(slots, np.array([0]), np.array([1]))
+    assert caught.value.code == Code.SLOT_STALE_HANDLE
+
+
+def test_refuses_other_indices_as_rows(rt: Runtime, pool: SlotPool) -> None:
+    """Tokens do not name rows of a slot-indexed table."""
+    with pytest.raises(Violation) as caught:
+        pool.table("kv").write(Tokens.from_host(rt, [1]), None, np.array([1]))  # type: ignore[arg-type]
+    assert caught.value.code == Code.UNIT_MISMATCH
+
+
+@pytest.mark.usefixtures("full")
+def test_refuses_an_element_twice(pool: SlotPool) -> None:
+    """At level full one scatter may not write one element twice: the device does not say which value stays."""
+    with pytest.raises(ArgumentError):
+        pool.table("kv", (8,)).entry(np.array([1, 1]), np.array([2, 2]), np.array([3, 4]))
+
+
+def test_writers_wait_for_readers_on_the_device(rt: Runtime, pool: SlotPool) -> None:
+    """The next write makes its stream wait for the forward that still reads; once, and the host never waits."""
+    table = pool.table("kv", (8,))
+    table.read_until(DoneFence())
+    before = rt.counters.snapshot()
+    table.write(np.array([1]), np.array([0]), np.array([1]))
+    assert (rt.counters - before).stream_waits == 0
+
+    waited = []
+    stream_wait = rt._stream_wait
+    rt._stream_wait = lambda stream, fence: waited.append(fence)  # type: ignore[method-assign]
+    gate = Gate()
+    table.read_until(gate)
+    table.write(np.array([1]), np.array([0]), np.array([1]))
+    table.write(np.array([1]), np.array([0]), np.array([2]))
+    assert waited == [gate]
+    assert not gate.done
+    gate.done = True
+    rt._stream_wait = stream_wait  # type: ignore[method-assign]
+
+
+def test_writers_on_other_streams_wait_too(rt: Runtime, pool: SlotPool) -> None:
+    """Every stream that writes waits for the readers, and for the writer before it."""
+    table = pool.table("kv", (8,))
+    table.write(np.array([1]), np.array([0]), np.array([1]))
+    before = rt.counters.snapshot()
+    with rt.use(rt.stream("other")):
+        table.write(np.array([1]), np.array([0]), np.array([2]))
+        table.check()
+        assert rt.read_back(table.device)[1, 0] == 2
+    assert (rt.counters - before).stream_waits >= 1
+
+
+def test_finds_a_dirty_row_zero(pool: SlotPool) -> None:
+    """A kernel that stores into row 0 is found."""
+    table = pool.table("kv", (8,))
+    table.check()
+    table.device[0, 3] = 1
+    with pytest.raises(Violation) as caught:
+        table.check()
+    assert caught.value.code == Code.SLOT_ZERO_DIRTY
+
+
+def test_finds_a_side_written_alone(pool: SlotPool) -> None:
+    """A device side changed behind the library's back differs from its host shadow."""
+    table = pool.table("kv", (8,), host=True)
+    table.write(np.array([1]), np.array([0]), np.array([1]))
+    table.check()
+    table.device[1, 0] = 2
+    with pytest.raises(Violation) as caught:
+        table.check()
+    assert caught.value.code == Code.MIRROR_EQUAL
+
+
+def test_adopts_an_engines_tensor(rt: Runtime, pool: SlotPool) -> None:
+    """An engine's own tensor becomes a table if it has a row for every slot; nothing is copied."""
+    tensor = rt.device_zeros((9, 4), torch.int32)
+    table = pool.adopt(tensor, "theirs")
+    assert table.device is tensor
+    table.write(np.array([6]), np.array([1]), np.array([3]))
+    assert rt.read_back(tensor)[6, 1] == 3
+    with pytest.raises(Violation) as caught:
+        pool.adopt(rt.device_zeros((pool.size, 4), torch.int32), "short")
+    assert caught.value.code == Code.TABLE_CAPACITY
+    with pytest.raises(ShapeError):
+        pool.adopt(rt.device_zeros((4, 9), torch.int32).t(), "strided")
+
+
+def test_repr_reads_no_tensor(rt: Runtime, pool: SlotPool) -> None:
+    """`repr` shows dtype and shape and costs no read-back."""
+    table = pool.table("kv", (8,), holds="token")
+    before = rt.counters.snapshot()
+    assert repr(table) == "Table('kv', int32[7, 8], holds=token)"
+    assert repr(table.entry(np.array([1]), np.array([0]), np.array([1]))).startswith("TableWrite(1 elements")
+    assert rt.counters == before
+
+
+def test_capacity_counts_at_every_level(pool: SlotPool) -> None:
+    """Arguments are checked at level off too."""
+    table = pool.table("kv", (8,))
+    with levels.checks("off"), pytest.raises(Violation):
+        table.write(np.array([0]), np.array([0]), np.array([1]))
+    with levels.checks("off"), pytest.raises(RowIndexError):
+        table.write(np.array([1]), np.array([-1]), np.array([1]))
