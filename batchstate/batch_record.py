@@ -3,15 +3,16 @@
 What can be done with one is `batchstate.batch`.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from batchstate import invariants, levels
-from batchstate.batch_upload import Extras, PackedBatch, pack
+from batchstate.batch_upload import BatchDevice, Extras
 from batchstate.columns import Column, MirroredColumn, SlotColumn, TensorColumn
 from batchstate.contracts import Contract
-from batchstate.device_rows import MOST_SOURCES, DeviceRows
-from batchstate.device_side import DeviceSide, Made
+from batchstate.device_rows import DeviceRows
+from batchstate.device_side import DeviceSide
 from batchstate.errors import ArgumentError, DeclarationError
 from batchstate.host_arrays import Array
 from batchstate.host_rows import GENERATION_SUFFIX, HostRows, Layout
@@ -33,9 +34,8 @@ class BatchRecord:
 
     __slots__ = (
         "__weakref__",
-        "_device_rows",
+        "_device",
         "_objects",
-        "_packed",
         "_pool",
         "_rows",
         "_values",
@@ -88,10 +88,9 @@ class BatchRecord:
         self.num_rows = num_rows
         self.version = runtime.new_version()
         self._rows = rows
-        self._device_rows = device_rows
+        self._device = BatchDevice(runtime, self._columns, rows, device_rows)
         self._objects = objects
         self._pool = pool
-        self._packed: PackedBatch | None = None
         self._values: dict[str, Any] = {}
 
     # Reading
@@ -134,7 +133,7 @@ class BatchRecord:
         return column.value_type(
             self.runtime,
             self._rows.column(name) if mirrored else None,
-            DeviceSide(lambda: self._made(column)),
+            DeviceSide(functools.partial(self._device.column, name)),
             dtype=column.dtype,
             shape=(self.num_rows, *column.shape),
             contract=contract,
@@ -143,19 +142,9 @@ class BatchRecord:
             origin=self._pool if tags else 0,
         )
 
-    def _made(self, column: TensorColumn) -> Made:
-        """The device side of a column; uploads the whole batch if nobody did before."""
-        packed = self._ensure_packed()
-        rows = self._device_rows.get(column.name)
-        if rows is None:
-            place = self._layout.places[column.name]
-            return packed.column(place.stack, place.lane, place.dtype)
-        tensor = rows.gathered(self.runtime, packed.needed(column.name, self.runtime))
-        made = Made(tensor, self.runtime.current_stream)
-        # Batches derived from here on start from what was gathered, not from where it came from.
-        gathered = DeviceRows.of(DeviceSide(None, made), self.num_rows)
-        self._device_rows = {**self._device_rows, column.name: gathered}
-        return made
+    @property
+    def _device_rows(self) -> Mapping[str, DeviceRows]:
+        return self._device.device_rows
 
     def objects(self, column: str) -> tuple[Any, ...]:
         """The Python objects of a host column, one a request.
@@ -189,32 +178,11 @@ class BatchRecord:
             CaptureError: the stream is being captured.
             DtypeError: an extra that torch and numpy do not share.
         """
-        again = self._packed is not None
-        if again and not writes and not extras:
-            return Extras(self.runtime, None, {})
-        packed, mapping = pack(
-            self.runtime, () if again else self._rows.stacks, {} if again else self._needs(), writes, extras or {}
-        )
-        if not again:
-            self._packed = packed
-            for name, rows in self._device_rows.items():
-                if len(rows.sources) > MOST_SOURCES:
-                    self[name].device_side.tensor(self.runtime)
-            if levels.full:
-                self.check("upload")
-        return mapping
-
-    def _ensure_packed(self) -> PackedBatch:
-        if self._packed is None:
-            self._packed, _ = pack(self.runtime, self._rows.stacks, self._needs(), (), {})
-        return self._packed
-
-    def _needs(self) -> dict[str, list[Array]]:
-        needs = {}
-        for name, rows in self._device_rows.items():
-            column = self._tensor_column(name, "upload")
-            needs[name] = rows.arrays(column.dtype, 1 + len(column.shape))
-        return needs
+        first = not self._device.uploaded
+        derived = self._device.upload(writes, extras or {})
+        if first and levels.full:
+            self.check("upload")
+        return derived
 
     # Checks
 
@@ -233,7 +201,7 @@ class BatchRecord:
         names = [name for name, column in self._columns.items() if isinstance(column, TensorColumn)]
         for name in names if levels.full else self._values:
             value = self[name]
-            if levels.full and self._packed is not None and name not in self._device_rows:
+            if levels.full and self._device.uploaded and name not in self._device_rows:
                 # What crossed is compared although nobody read it yet: a view of the copy, nothing is launched.
                 value._device.tensor(self.runtime)
             value.check(operation)
@@ -246,10 +214,10 @@ class BatchRecord:
         return self
 
     def _check_rows(self, operation: str) -> None:
-        lengths = self._rows.lengths()
-        lengths.update({name: len(rows) for name, rows in self._device_rows.items()})
         where = self._where(operation)
-        invariants.row_count(self.num_rows, lengths, **where)
+        invariants.row_count(self.num_rows, self._rows.lengths(), **where)
+        if self._device_rows:  # counted apart: a bounded column has rows on both sides, under one name
+            invariants.row_count(self.num_rows, {name: len(rows) for name, rows in self._device_rows.items()}, **where)
         if self._objects:
             invariants.row_count(self.num_reqs, {name: len(one) for name, one in self._objects.items()}, **where)
 

@@ -7,41 +7,13 @@ import attrs
 import numpy as np
 import torch
 
-from batchstate.device_side import Made
+from batchstate.columns import Column, TensorColumn
+from batchstate.device_rows import MOST_SOURCES, DeviceRows
+from batchstate.device_side import DeviceSide, Made
 from batchstate.host_arrays import Array, as_array
+from batchstate.host_rows import HostRows
 from batchstate.runtime import PackedUpload, Runtime, torch_dtype
 from batchstate.tables import TableWrite
-
-
-@final
-@attrs.define(eq=False)
-class PackedBatch:
-    """The device side of a batch's stacks, and of what its device columns need to be gathered.
-
-    Attributes:
-        upload: the copy.
-        needs: column -> places in the copy of what `DeviceRows.arrays` asked for.
-    """
-
-    upload: PackedUpload
-    needs: Mapping[str, Sequence[int]]
-    _lanes: dict[int, tuple[torch.Tensor, ...]] = attrs.field(factory=dict, init=False)
-
-    def column(self, stack: int, lane: int | None, dtype: "np.dtype[np.generic]") -> Made:
-        """The device side of a column; views only, no launch."""
-        if lane is None:
-            tensor = self.upload.view(stack)
-        else:
-            lanes = self._lanes.get(stack)
-            if lanes is None:
-                lanes = self._lanes[stack] = self.upload.view(stack).unbind(0)
-            tensor = lanes[lane].view(torch_dtype(dtype))
-        return Made(tensor, self.upload.stream, self.upload.ready)
-
-    def needed(self, column: str, runtime: Runtime) -> list[torch.Tensor]:
-        """The device sides of what the column needs, safe on the current stream."""
-        packed = self.upload
-        return [runtime.acquire(packed.view(place), packed.stream, packed.ready) for place in self.needs[column]]
 
 
 @final
@@ -66,39 +38,116 @@ class Extras(Mapping[str, torch.Tensor]):
         return len(self._places)
 
 
-def pack(
-    runtime: Runtime,
-    stacks: Sequence[Array],
-    needs: Mapping[str, Sequence[Array]],
-    writes: Sequence[TableWrite],
-    extras: Mapping[str, object],
-) -> tuple[PackedBatch, Extras]:
-    """Uploads everything in one copy, then launches one scatter for each table that is written.
+@final
+class BatchDevice:
+    """The device side of a batch, which does not exist before somebody uses it.
 
-    Args:
-        runtime: the device.
-        stacks: a batch's host stacks, or none if they crossed before.
-        needs: column -> arrays that its gathering needs.
-        writes: validated table writes; those of one table are joined.
-        extras: name -> host array.
+    It refers to the rows and not to the batch, and columns refer to it: without a cycle, device memory goes back when
+    the last user drops it and not whenever Python next collects garbage.
+
+    Attributes:
+        rows: the batch's host rows.
+        device_rows: columns of which the host side is no copy. Once gathered, a column's rows are what was gathered.
     """
-    arrays: list[Array] = list(stacks)
-    places: dict[str, list[int]] = {}
-    for column, wanted in needs.items():
-        places[column] = list(range(len(arrays), len(arrays) + len(wanted)))
-        arrays += wanted
-    joined = _joined(writes)
-    first_write = len(arrays)
-    for write in joined:
-        arrays += (write.index, write.values)
-    named: dict[str, int] = {}
-    for name, values in extras.items():
-        named[name] = len(arrays)
-        arrays.append(as_array(values, f"extra {name!r}"))
-    upload = runtime.upload(arrays)
-    for i, write in enumerate(joined):
-        write.table.apply(write, upload.view(first_write + 2 * i), upload.view(first_write + 2 * i + 1))
-    return PackedBatch(upload, places), Extras(runtime, upload, named)
+
+    __slots__ = ("_columns", "_lanes", "_needs", "_packed", "_runtime", "device_rows", "rows")
+
+    def __init__(
+        self, runtime: Runtime, columns: Mapping[str, Column], rows: HostRows, device_rows: Mapping[str, DeviceRows]
+    ) -> None:
+        self._runtime = runtime
+        self._columns = columns
+        self.rows = rows
+        self.device_rows = device_rows
+        self._packed: PackedUpload | None = None
+        self._needs: dict[str, range] = {}
+        self._lanes: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    @property
+    def uploaded(self) -> bool:
+        """Whether the columns have crossed."""
+        return self._packed is not None
+
+    def upload(self, writes: Sequence[TableWrite], extras: Mapping[str, object]) -> Extras:
+        """Uploads what has not crossed yet in one copy, then launches one scatter for each table that is written.
+
+        Args:
+            writes: validated table writes; those of one table are joined.
+            extras: name -> host array.
+        """
+        if self._packed is not None and not writes and not extras:
+            return Extras(self._runtime, None, {})
+        arrays: list[Array] = []
+        needs: dict[str, range] = {}
+        if self._packed is None:
+            arrays += self.rows.stacks
+            for name, wanted in self._wanted().items():
+                needs[name] = range(len(arrays), len(arrays) + len(wanted))
+                arrays += wanted
+        joined = _joined(writes)
+        first_write = len(arrays)
+        for write in joined:
+            arrays += (write.index, write.values)
+        places: dict[str, int] = {}
+        for name, values in extras.items():
+            places[name] = len(arrays)
+            arrays.append(as_array(values, f"extra {name!r}"))
+        upload = self._runtime.upload(arrays)
+        if self._packed is None:
+            self._packed, self._needs = upload, needs
+            self._gather_what_piled_up()
+        for i, write in enumerate(joined):
+            write.table.apply(write, upload.view(first_write + 2 * i), upload.view(first_write + 2 * i + 1))
+        return Extras(self._runtime, upload, places)
+
+    def _wanted(self) -> dict[str, list[Array]]:
+        """What each column's gathering needs on the device."""
+        wanted = {}
+        for name, rows in self.device_rows.items():
+            column = self._columns[name]
+            if isinstance(column, TensorColumn):
+                wanted[name] = rows.arrays(column.dtype, 1 + len(column.shape))
+        return wanted
+
+    def _gather_what_piled_up(self) -> None:
+        for name, rows in self.device_rows.items():
+            if len(rows.sources) > MOST_SOURCES:
+                self._gathered(name, rows)
+
+    def column(self, name: str) -> Made:
+        """The device side of a column; uploads the whole batch if nobody did before."""
+        if self._packed is None:
+            self.upload((), {})
+        rows = self.device_rows.get(name)
+        return self._from_stack(name) if rows is None else self._gathered(name, rows)
+
+    def _from_stack(self, name: str) -> Made:
+        """Views of the copy; no launch."""
+        packed = self._packed_now()
+        place = self.rows.layout.places[name]
+        if place.lane is None:
+            tensor = packed.view(place.stack)
+        else:
+            lanes = self._lanes.get(place.stack)
+            if lanes is None:
+                lanes = self._lanes[place.stack] = packed.view(place.stack).unbind(0)
+            tensor = lanes[place.lane].view(torch_dtype(place.dtype))
+        return Made(tensor, packed.stream, packed.ready)
+
+    def _gathered(self, name: str, rows: DeviceRows) -> Made:
+        crossed: list[torch.Tensor] = []
+        if name in self._needs:
+            packed, places = self._packed_now(), self._needs.pop(name)
+            crossed = [self._runtime.acquire(packed.view(place), packed.stream, packed.ready) for place in places]
+        made = Made(rows.gathered(self._runtime, crossed), self._runtime.current_stream)
+        # The column, and batches derived from here on, start from what was gathered, not from where it came from.
+        self.device_rows = {**self.device_rows, name: DeviceRows.of(DeviceSide(None, made), len(rows))}
+        return made
+
+    def _packed_now(self) -> PackedUpload:
+        if self._packed is None:  # pragma: no cover - callers upload first
+            raise RuntimeError("the batch has not been uploaded")
+        return self._packed
 
 
 def _joined(writes: Sequence[TableWrite]) -> list[TableWrite]:

@@ -4,6 +4,7 @@ What can be done with one is `batchstate.mirror`.
 """
 
 import contextlib
+import functools
 import zlib
 from collections.abc import Iterator
 from typing import ClassVar, Self
@@ -80,7 +81,7 @@ class TwoSides(HostNumbers):
         self.version = runtime.new_version()
         self._host = host
         self._host_tensor: torch.Tensor | None = None
-        self._device = DeviceSide(self._upload) if device is None else device
+        self._device = DeviceSide(functools.partial(_uploaded, runtime, host)) if device is None else device
         self._windows = windows
         self._tags = tags
         self._origin = origin
@@ -136,10 +137,6 @@ class TwoSides(HostNumbers):
                 remedy="call `resolve()`, which waits for the device, or plan with a bound",
             )
         return self._host
-
-    def _upload(self) -> Made:
-        packed = self.runtime.upload([self._host_side()])
-        return Made(packed.view(0), packed.stream, packed.ready)
 
     def _check_fresh(self, side: str) -> None:
         if self._windows:
@@ -217,8 +214,8 @@ class TwoSides(HostNumbers):
             return
         if self._checksum is not None:
             invariants.mirror_foreign_write("host", self._checksum, _checksum(self._host), **where)
-        if device is None:
-            return
+        if device is None or any(window.open for window in self._windows):
+            return  # nothing to compare with, or declared not to agree
         if device.device.type == "cpu":
             start = self._host.__array_interface__["data"][0]
             invariants.mirror_aliased(
@@ -267,6 +264,12 @@ class TwoSides(HostNumbers):
 
     def _where(self, operation: str) -> Where:
         return {"object": self, "operation": operation, "column": self.name, "step": self.runtime.step}
+
+
+def _uploaded(runtime: Runtime, host: Array | None) -> Made:
+    """Uploads a host side alone. It knows the array and not the value: a cycle would keep memory alive."""
+    packed = runtime.upload([] if host is None else [host])
+    return Made(packed.view(0), packed.stream, packed.ready)
 
 
 def _checksum(values: Array) -> int:

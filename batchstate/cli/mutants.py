@@ -1,0 +1,85 @@
+"""`batchstate mutants`: real bugs, switched on one at a time, and which invariant finds each."""
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from batchstate.cli import options
+from batchstate.cli.progress import progress
+from batchstate.cli.tables import Row, Section, show
+
+if TYPE_CHECKING:
+    from batchstate.testing.mutants import MutantReport, MutantResult
+
+NAME = "mutants"
+SUMMARY = "switch real bugs on in the library, one at a time, and show which invariant finds each"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
+    parser.add_argument(
+        "--name", metavar="NAME", action="append", help="hunt only this mutant; may be repeated (default: all)"
+    )
+    parser.add_argument(
+        "--examples",
+        metavar="N",
+        type=options.whole(1),
+        default=100,
+        help="examples after which a mutant has survived (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--clean-examples",
+        metavar="N",
+        type=options.whole(0),
+        default=2000,
+        help="examples without a mutant, none of which may be reported (default: %(default)s)",
+    )
+    options.add_device(parser)
+    options.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Hunts the mutants, prints the table, and returns 0 if all were killed and nothing else was reported."""
+    from batchstate.testing import mutants
+
+    parts = 1000
+    with progress("mutants", parts) as update:
+        report = mutants.run(
+            args.name,
+            device=options.chosen_device(args.device),
+            examples=args.examples,
+            clean_examples=args.clean_examples,
+            progress=lambda done, total, name: update(done * parts // total, name),
+        )
+    options.write_json(args.json, report.as_dict())
+    show(f"{report.killed} of {report.total} mutants killed, on {report.device}", _sections(report))
+    for result in report.clean:
+        if result.failure is not None:
+            print(f"\nreported without a mutant, by machine {result.name}:\n{result.failure}", file=sys.stderr)
+    return 0 if report.sound else 1
+
+
+def _sections(report: "MutantReport") -> list[Section]:
+    from batchstate.testing.mutants import GROUPS
+
+    sections = []
+    for group, title in GROUPS.items():
+        rows = [_row(result) for result in report.results if result.mutant.group == group]
+        if rows:
+            sections.append(Section(title, rows))
+    clean = Row(
+        "false reports",
+        f"{report.false_reports}",
+        f"in {report.clean_examples:,} examples; {report.seconds:,.0f} s in all",
+        report.false_reports > 0,
+    )
+    return [*sections, Section("The library as it is.", [clean])]
+
+
+def _row(result: "MutantResult") -> Row:
+    tried = f"{result.examples} example{'s' if result.examples > 1 else ''}"
+    remark = f"{tried}; {result.mutant.origin}"
+    if not result.killed:
+        wanted = " or ".join(code.value for code in result.mutant.killed_by)
+        remark = f"SURVIVED {tried}; {wanted} should have fired"
+    return Row(result.mutant.name, result.by or "nothing", remark, not result.killed)

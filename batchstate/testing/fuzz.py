@@ -1,0 +1,264 @@
+"""Runs the machines: one with `run_machine`, several with `fuzz`.
+
+The settings are given in full and come from no profile: Hypothesis loads one by itself where it finds the environment
+variable CI, which tries the same examples every time. Here the seed alone decides.
+"""
+
+import time
+import unittest
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import attrs
+from hypothesis import HealthCheck, Phase, Verbosity, seed, settings
+from hypothesis.database import DirectoryBasedExampleDatabase, ExampleDatabase
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
+
+from batchstate.errors import ArgumentError
+from batchstate.invariants import Violation
+from batchstate.runtime import open_runtime
+from batchstate.testing.machine import Machine
+from batchstate.testing.machines import MACHINES
+from batchstate.testing.session import OpenRuntime, session
+
+__all__ = ["EXAMPLES_FOLDER", "MACHINES", "FuzzReport", "MachineResult", "fuzz", "run_machine"]
+
+EXAMPLES_FOLDER = ".hypothesis/examples"
+"""Where failing examples are kept, so that the next run tries them first."""
+
+STEPS = 50
+"""Rules of one example, unless said otherwise."""
+
+
+@final
+@attrs.frozen
+class MachineResult:
+    """What came of one machine.
+
+    Attributes:
+        name: of the machine.
+        examples: examples run, until the first failure if there was one.
+        steps: rules run in them.
+        violations: failures found: 0 or 1, since a run stops at the first.
+        seconds: wall time, shrinking included.
+        failure: the report, the shrunk program and how to replay it; None when all was well.
+        code: the invariant that was broken, or the name of another error; None when all was well.
+        first_failure: examples run until the first failure, that one included; None when all was well.
+        reached: interesting state -> times reached.
+    """
+
+    name: str
+    examples: int
+    steps: int
+    violations: int
+    seconds: float
+    failure: str | None
+    code: str | None
+    first_failure: int | None
+    reached: Mapping[str, int]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures, for JSON."""
+        return {
+            "name": self.name,
+            "examples": self.examples,
+            "steps": self.steps,
+            "violations": self.violations,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+@final
+@attrs.frozen
+class FuzzReport:
+    """What came of a run of several machines.
+
+    Attributes:
+        device: where it ran.
+        seed: that repeats it.
+        machines: one result each.
+    """
+
+    device: str
+    seed: int
+    machines: tuple[MachineResult, ...]
+
+    @property
+    def violations(self) -> int:
+        """Failures of all machines."""
+        return sum(result.violations for result in self.machines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures, for JSON."""
+        return {
+            "device": self.device,
+            "seed": self.seed,
+            "machines": [result.as_dict() for result in self.machines],
+            "violations": self.violations,
+        }
+
+
+def run_machine(
+    machine: type[Machine],
+    *,
+    device: str = "cpu",
+    examples: int = 100,
+    seed: int = 0,
+    derandomize: bool = False,
+    steps: int = STEPS,
+    shrink: bool = True,
+    database: ExampleDatabase | None = None,
+    runtimes: OpenRuntime | None = None,
+) -> MachineResult:
+    """Runs one machine.
+
+    Args:
+        machine: one of `MACHINES`, or any other `Machine`.
+        device: where it runs.
+        examples: how many examples to try.
+        seed: the same seed tries the same examples.
+        derandomize: leave the seed aside and derive the examples from the machine's name.
+        steps: rules of one example.
+        shrink: look for the shortest program once one fails; without it the first is reported.
+        database: failing examples of earlier runs, tried first; new ones are added.
+        runtimes: makes the runtime of each example; by default `open_runtime(device)`.
+
+    Raises:
+        ArgumentError: no positive number of examples or steps, or an unknown device.
+    """
+    for name, value in (("examples", examples), ("steps", steps)):
+        if value < 1:
+            raise ArgumentError(f"run_machine: {name} is {value}", value=value, remedy="pass 1 or more")
+    if seed < 0:
+        raise ArgumentError(f"run_machine: seed is {seed}", value=seed, remedy="pass 0 or more")
+    if runtimes is None:
+        open_runtime(device)  # an unknown device is the caller's mistake, not a failure of the machine
+        runtimes = _Opener(device)
+    phases = [Phase.reuse, Phase.generate, *([Phase.shrink] if shrink else [])]
+    profile = settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        derandomize=derandomize,
+        database=None if derandomize else database,
+        deadline=None,
+        print_blob=database is not None,
+        phases=phases,
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+        verbosity=Verbosity.normal,
+    )
+    start = time.perf_counter()
+    with session(runtimes) as found:
+        error = _error_of(lambda: run_state_machine_as_test(_named(machine, seed, derandomize), settings=profile))
+    seconds = time.perf_counter() - start
+    return MachineResult(
+        name=machine.NAME,
+        examples=found.examples,
+        steps=found.steps,
+        violations=0 if error is None else 1,
+        seconds=seconds,
+        failure=None if error is None else _report(error, machine, seed=seed, examples=examples, device=device),
+        code=None if error is None else _code(error),
+        first_failure=None if error is None else found.first_failure,
+        reached=found.reach.of(machine.NAME),
+    )
+
+
+def fuzz(
+    device: str = "cpu",
+    examples: int = 100,
+    seed: int = 0,
+    machines: Sequence[str] | None = None,
+    *,
+    steps: int = STEPS,
+    database: ExampleDatabase | None = None,
+    progress: Callable[[str, int], None] | None = None,
+) -> FuzzReport:
+    """Runs several machines one after the other.
+
+    Args:
+        device: where they run.
+        examples: of each.
+        seed: the same seed tries the same examples.
+        machines: names out of `MACHINES`; all by default.
+        steps: rules of one example.
+        database: failing examples of earlier runs; by default those in `EXAMPLES_FOLDER`.
+        progress: called before each machine with its name and its place.
+
+    Raises:
+        ArgumentError: an unknown machine, and what `run_machine` refuses.
+    """
+    names = list(MACHINES) if machines is None else list(machines)
+    for name in names:
+        if name not in MACHINES:
+            raise ArgumentError(
+                f"unknown machine {name!r}", value=name, remedy=f"use one or several of: {', '.join(MACHINES)}"
+            )
+    kept = DirectoryBasedExampleDatabase(EXAMPLES_FOLDER) if database is None else database
+    results = []
+    for place, name in enumerate(names):
+        if progress is not None:
+            progress(name, place)
+        results.append(
+            run_machine(MACHINES[name], device=device, examples=examples, seed=seed, steps=steps, database=kept)
+        )
+    return FuzzReport(device, seed, tuple(results))
+
+
+@final
+@attrs.frozen
+class _Opener:
+    device: str
+
+    def __call__(self) -> Any:
+        return open_runtime(self.device)
+
+
+def _named(machine: type[Machine], number: int, derandomize: bool) -> Any:
+    """A factory that Hypothesis tells from those of other machines, and that carries the seed."""
+
+    def begin() -> RuleBasedStateMachine:
+        return machine()
+
+    begin.__name__ = begin.__qualname__ = f"{machine.__module__}.{machine.__name__}"
+    return begin if derandomize else seed(number)(begin)
+
+
+class _Outcome(unittest.TestResult):
+    """Keeps the exception that ended a test, whatever it is: that is what a test runner is for."""
+
+    error: BaseException | None = None
+
+    def addError(self, test: Any, err: Any) -> None:  # noqa: N802 - the name is unittest's
+        self.error = err[1]
+
+    def addFailure(self, test: Any, err: Any) -> None:  # noqa: N802
+        self.error = err[1]
+
+
+def _error_of(body: Callable[[], None]) -> BaseException | None:
+    outcome = _Outcome()
+    unittest.FunctionTestCase(body).run(outcome)
+    return outcome.error
+
+
+def _code(error: BaseException) -> str:
+    return error.code.value if isinstance(error, Violation) else type(error).__name__
+
+
+def _report(error: BaseException, machine: type[Machine], *, seed: int, examples: int, device: str) -> str:
+    lines = [f"{type(error).__name__}: {error}" if not isinstance(error, Violation) else str(error)]
+    program = getattr(error, "__notes__", [])
+    if program:
+        lines += [
+            "",
+            "The shortest program that shows it:",
+            *(f"    {line}" for note in program for line in note.splitlines()),
+        ]
+    if machine.NAME in MACHINES:
+        lines += [
+            "",
+            "To replay it:",
+            f"    batchstate fuzz --machine {machine.NAME} --seed {seed} --examples {examples} --device {device}",
+        ]
+    return "\n".join(lines)

@@ -1,0 +1,157 @@
+"""The base of every state machine: a runtime an example, all checks at `full`, and refusals that change nothing."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any, ClassVar, final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+from hypothesis.errors import HypothesisException
+from hypothesis.stateful import RuleBasedStateMachine, invariant
+
+from batchstate import levels
+from batchstate.errors import BatchStateError
+from batchstate.invariants import Code, Violation
+from batchstate.runtime import Runtime, Stream
+from batchstate.testing.session import current_session
+
+Expected = type[BatchStateError] | Code
+
+
+@final
+@attrs.define
+class Refusal:
+    """How a call was refused; None before."""
+
+    error: BatchStateError | None = None
+
+
+class DisagreementError(AssertionError):
+    """The library and the model of it say different things, and no law of the library noticed."""
+
+
+def agree(expected: object, actual: object, what: str) -> None:
+    """Compares what the model says with what the library says.
+
+    Raises:
+        DisagreementError: they differ; the message shows both.
+    """
+    if expected != actual:
+        raise DisagreementError(f"{what}\n  model    {expected!r}\n  library  {actual!r}")
+
+
+def agree_on(expected: npt.NDArray[Any], actual: npt.NDArray[Any], what: str) -> None:
+    """Compares two arrays, dtype and shape included, bit by bit.
+
+    Raises:
+        DisagreementError: they differ; the message shows both.
+    """
+    same = (
+        expected.dtype == actual.dtype
+        and expected.shape == actual.shape
+        and np.ascontiguousarray(expected).tobytes() == np.ascontiguousarray(actual).tobytes()
+    )
+    if not same:
+        raise DisagreementError(
+            f"{what}\n  model    {expected.dtype} {expected.tolist()}\n  library  {actual.dtype} {actual.tolist()}"
+        )
+
+
+class Machine(RuleBasedStateMachine):
+    """A state machine over a model. Subclasses call `open` in an `@initialize` rule and judge in `judge`.
+
+    Attributes:
+        NAME: under which `batchstate fuzz --machine` knows it, and `reach.STATES` its interesting states.
+        rt: the runtime of the example.
+        side: a second stream of it.
+    """
+
+    NAME: ClassVar[str] = ""
+
+    rt: Runtime
+    side: Stream
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.session = current_session()
+        self._steps = 0
+        self._windows = contextlib.ExitStack()
+
+    def open(self) -> None:
+        """Opens the runtime, and sets checks to `full` for the length of the example."""
+        self._windows.enter_context(levels.checks("full"))
+        self.rt = self.session.open_runtime()
+        self.side = self.rt.stream("side")
+
+    def judge(self) -> None:
+        """Compares everything with the model and asks every law. Called after each rule."""
+
+    def snapshot(self) -> object:
+        """All state that a refused call must leave alone, to be compared with `==`."""
+        return None
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        """Runs `judge`."""
+        self.judge()
+        self._steps += 1
+
+    def teardown(self) -> None:
+        """Closes the example and notes whether it failed."""
+        error = sys.exc_info()[1]
+        failed = isinstance(error, Exception) and not isinstance(error, HypothesisException)
+        if failed or error is None:  # else Hypothesis gave the example up
+            self.session.end_example(self._steps, failed=failed)
+        self._windows.close()
+
+    # For rules
+
+    def reached(self, state: str, when: bool = True) -> None:
+        """Counts an interesting state."""
+        if when:
+            self.session.reach.count(self.NAME, state)
+
+    def on(self, side: bool) -> contextlib.AbstractContextManager[None]:
+        """A window on the second stream, or on the first."""
+        return self.rt.use(self.side) if side else contextlib.nullcontext()
+
+    def on_device(self, values: npt.NDArray[Any]) -> torch.Tensor:
+        """A device tensor of its own with these values."""
+        return self.rt.upload([values]).view(0).clone()
+
+    @contextlib.contextmanager
+    def refused(self, *expected: Expected) -> Iterator["Refusal"]:
+        """A window around a call that has to be refused with one of `expected`, and to change nothing.
+
+        Yields:
+            what has the error afterwards.
+
+        Raises:
+            DisagreementError: the call was accepted, or refused for another reason, or left something changed.
+        """
+        before = self.snapshot()
+        refusal = Refusal()
+        try:
+            yield refusal
+        except BatchStateError as error:
+            if not _is_one_of(error, expected):
+                raise
+            refusal.error = error
+            if not error.problem or not error.remedy:
+                raise DisagreementError(f"an error without a problem or a remedy: {error!r}") from error
+        else:
+            raise DisagreementError(f"accepted what should be refused with one of {_names(expected)}")
+        agree(before, self.snapshot(), "a refused call changed something")
+
+
+def _is_one_of(error: BatchStateError, expected: tuple[Expected, ...]) -> bool:
+    if isinstance(error, Violation):
+        return error.code in expected
+    return any(isinstance(one, type) and isinstance(error, one) for one in expected)
+
+
+def _names(expected: tuple[Expected, ...]) -> str:
+    return ", ".join(one.value if isinstance(one, Code) else one.__name__ for one in expected)

@@ -1,0 +1,18 @@
+"""The state machines, one a file, each over a model simple enough to be seen to be right."""
+
+from batchstate.testing.machine import Machine
+from batchstate.testing.machines.batch import BatchMachine
+from batchstate.testing.machines.hybrid import HybridMachine
+from batchstate.testing.machines.mirrored_tensor import MirroredTensorMachine
+from batchstate.testing.machines.page_pool import PagePoolMachine
+from batchstate.testing.machines.slot_pool import SlotPoolMachine
+
+__all__ = ["MACHINES"]
+
+_ALL: tuple[type[Machine], ...] = (MirroredTensorMachine, BatchMachine, SlotPoolMachine, PagePoolMachine, HybridMachine)
+
+MACHINES: dict[str, type[Machine]] = {
+    machine.NAME: machine
+    for machine in (MirroredTensorMachine, BatchMachine, SlotPoolMachine, PagePoolMachine, HybridMachine)
+}
+"""Name -> machine."""

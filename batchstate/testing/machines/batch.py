@@ -1,0 +1,322 @@
+"""`Batch` against a list of dictionaries, and the packed way against moving each column by itself."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, initialize, multiple, rule
+
+from batchstate.columns import MirroredColumn
+from batchstate.contracts import Contract
+from batchstate.errors import ArgumentError, ValueOverflowError
+from batchstate.indices import Slots
+from batchstate.invariants import Code
+from batchstate.mirror import MirroredTensor
+from batchstate.pools import SlotPool
+from batchstate.testing.machine import Machine, agree, agree_on
+from batchstate.testing.machines.batch_misuse import MISUSES
+from batchstate.testing.machines.batch_model import BOUNDED, COLUMNS, COUNTED, Cell, Decode, Row, Rows, numbers
+from batchstate.testing.misuse import Misuse
+from batchstate.testing.strategies import amounts, keep_lists, split_sizes
+
+Array = npt.NDArray[Any]
+
+_POOL = 7
+"""Identity of the pool that the slots of every batch pretend to come from."""
+_KEPT = 6
+"""Batches that are judged after every rule: the newest."""
+
+
+class BatchMachine(Machine):
+    """Builds batches of requests with few slots, so that they collide, and moves them about."""
+
+    NAME = "batch"
+
+    batches = Bundle("batches")
+
+    @initialize()
+    def begin(self) -> None:
+        """Opens the runtime, and a table for the writes that ride in an upload."""
+        self.open()
+        self.alive: list[Rows] = []
+        self.seen: list[Rows] = []
+        self.pool = SlotPool(self.rt, 8)
+        self.table = self.pool.table("table", (2,), host=True)
+        self.requests = 0
+
+    def judge(self) -> None:
+        """The newest batches are as they were, and those whose device sides were read have them still."""
+        for one in self.alive[-_KEPT:]:
+            one.judge()
+        for one in self.seen[-2:]:
+            one.judge_devices()
+        self.table.check()
+
+    def snapshot(self) -> object:
+        """Versions, host sides and what of the batches is uploaded."""
+        return [
+            (
+                one.batch.version,
+                [one.batch[name].np.tobytes() for name, c in COLUMNS.items() if isinstance(c, MirroredColumn)],
+                [one.batch[name].device_side.made is None for name in COLUMNS],
+            )
+            for one in self.alive[-_KEPT:]
+        ]
+
+    def kept(self, one: Rows, *, look: bool = False) -> Rows:
+        """A batch that is judged from now on; `look` reads its device sides at once."""
+        self.alive.append(one)
+        if look:
+            self.look(one)
+        return one
+
+    def look(self, one: Rows, *, side: bool = False) -> None:
+        """Compares all device sides."""
+        with self.on(side):
+            one.judge_devices()
+        self.seen.append(one)
+        self.reached("padded rows read on the device", one.padding > 0)
+        self.reached("a bounded column read on the device", bool(one.bounded) and len(one) > 0)
+
+    # Building
+
+    @rule(
+        target=batches,
+        slots=st.lists(st.integers(1, 8), max_size=3, unique=True),
+        first=st.integers(0, 9),
+        bounds=st.booleans(),
+        look=st.booleans(),
+    )
+    def build(self, slots: list[int], first: int, bounds: bool, look: bool) -> Rows:
+        """A batch of new requests; their numbers follow from `first`, so that a program stays readable."""
+        generations = np.arange(1, len(slots) + 1, dtype=np.int64)
+        handles = Slots.from_host(self.rt, slots, generations=generations, pool=_POOL)
+        requests = self._new_requests(len(slots))
+        values: dict[str, object] = {"slots": handles, "requests": requests}
+        cells = {"slots": [Cell(one, one) for one in np.array(slots, np.int64)]}
+        for name in COLUMNS:
+            if name != "slots":
+                values[name], cells[name] = self._column(name, len(slots), first, bounds)
+        rows: list[Row] = [
+            {name: cells[name][at] for name in COLUMNS} | {"requests": request, "generation": at + 1}
+            for at, request in enumerate(requests)
+        ]
+        bounded = frozenset(BOUNDED if bounds else ())
+        return self.kept(Rows(Decode.build(self.rt, **values), rows, bounded), look=look)
+
+    def _new_requests(self, n: int) -> list[str]:
+        self.requests += n
+        return [f"request {self.requests - at}" for at in range(n)]
+
+    def _column(self, name: str, n: int, first: int, bounds: bool) -> tuple[object, list[Cell]]:
+        """A value for a column, as a list, an array or a mirrored value, and what it makes of each request."""
+        column = COLUMNS[name]
+        device = numbers(name, n, first)
+        form = ("array", "list", "value")[(first + len(name)) % 3]
+        if not isinstance(column, MirroredColumn):
+            given: object = self.on_device(device) if form == "value" else device
+            return given, [Cell(None, one) for one in device]
+        if name in BOUNDED and bounds:
+            host = device + (np.arange(n) % 3).reshape(-1, *[1] * (device.ndim - 1)).astype(device.dtype)
+            value = MirroredTensor.from_pair(self.rt, host, self.on_device(device), contract="upper_bound")
+            return value, [Cell(above, one) for above, one in zip(host, device, strict=True)]
+        given = MirroredTensor.from_host(self.rt, device) if form == "value" else device
+        return device.tolist() if form == "list" and n else given, [Cell(one, one) for one in device]
+
+    # Moving rows
+
+    @rule(target=batches, one=batches, data=st.data(), look=st.booleans())
+    def filter(self, one: Rows, data: st.DataObject, look: bool) -> Rows:
+        """`filter` is indexing of the list."""
+        keep = data.draw(keep_lists(len(one)), label="keep")
+        return self.kept(one.moved(one.batch.filter(keep), [one.rows[at] for at in _rows(keep)]), look=look)
+
+    @rule(target=batches, first=batches, second=batches, look=st.booleans())
+    def merge(self, first: Rows, second: Rows, look: bool) -> Any:
+        """`merge` is the sum of the lists; a request in both is refused."""
+        slots = [int(row["slots"].device) for row in (*first.rows, *second.rows)]
+        if len(set(slots)) < len(slots):
+            self.reached("a request in both batches refused")
+            with self.refused(Code.SLOT_SHARED):
+                first.batch.merge(second.batch)
+            return multiple()
+        self.reached("merge of exact with bound", first.bounded != second.bounded and bool(len(first) and len(second)))
+        merged = Rows(first.batch.merge(second.batch), [*first.rows, *second.rows], first.bounded | second.bounded)
+        return self.kept(merged, look=look)
+
+    @rule(target=batches, one=batches, data=st.data(), look=st.booleans())
+    def split(self, one: Rows, data: st.DataObject, look: bool) -> Any:
+        """`split` slices the list."""
+        sizes = data.draw(split_sizes(len(one)), label="sizes")
+        stops = np.cumsum(sizes).tolist()
+        pieces = one.batch.split(sizes)
+        agree(len(sizes), len(pieces), "pieces of a split")
+        return multiple(
+            *(
+                self.kept(one.moved(piece, one.rows[stop - size : stop]), look=look)
+                for piece, size, stop in zip(pieces, sizes, stops, strict=True)
+            )
+        )
+
+    @rule(one=batches, more=st.integers(0, 2), side=st.booleans())
+    def pad(self, one: Rows, more: int, side: bool) -> None:
+        """`pad` appends rows of slot 0 and the declared pad values; a padded batch does not move rows."""
+        padded = one.moved(one.batch.pad(len(one) + more), one.rows, padding=more)
+        padded.judge()
+        if more:
+            for call in (lambda: padded.batch.filter([]), lambda: padded.batch.pad(9), lambda: padded.batch.split([])):
+                with self.refused(ArgumentError):
+                    call()
+        self.look(padded, side=side)
+
+    # Changing values
+
+    @rule(target=batches, one=batches, data=st.data(), look=st.booleans())
+    def advance(self, one: Rows, data: st.DataObject, look: bool) -> Any:
+        """`advance` is exact integer arithmetic on both sides, or refused."""
+        names = data.draw(st.lists(st.sampled_from(COUNTED), min_size=1, max_size=2, unique=True), label="columns")
+        n = data.draw(amounts(len(one)), label="n")
+        each = np.broadcast_to(np.asarray(n), len(one)).tolist()
+        given = names[0] if len(names) == 1 else names
+        if any(not _fits(one.side(name, "host"), each) for name in names if name != "last_token"):
+            self.reached("overflow refused")
+            with self.refused(ValueOverflowError):
+                one.batch.advance(given, n)
+            return multiple()
+        if any(not _fits(one.side(name, "device"), each) for name in names):
+            return multiple()  # the host cannot know that a number which only the device has leaves its dtype
+        batch = one.batch.advance(given, n)
+        result = one
+        for name in names:
+            result = result.changed(batch, name, lambda at, cell: _shifted(cell, each[at]))
+        return self.kept(result, look=look)
+
+    @rule(target=batches, one=batches, data=st.data(), look=st.booleans())
+    def update(self, one: Rows, data: st.DataObject, look: bool) -> Any:
+        """`update` changes some requests; a bounded column is refused, since its host side is no copy."""
+        name = data.draw(st.sampled_from(["seq_lens", "temperature", "bias", "accepted"]), label="column")
+        rows = list(_rows(data.draw(keep_lists(len(one)), label="rows")))
+        new = numbers(name, len(rows), 100)
+        if name in one.bounded:
+            with self.refused(ArgumentError):
+                one.batch.update(name, rows, new)
+            return multiple()
+        batch = one.batch.update(name, rows, new)
+        by_row = dict(zip(rows, new, strict=True))
+        updated = one.changed(batch, name, lambda at, cell: Cell(by_row[at], by_row[at]) if at in by_row else cell)
+        return self.kept(updated, look=look)
+
+    @rule(
+        target=batches,
+        one=batches,
+        name=st.sampled_from([name for name in COLUMNS if name != "slots"]),
+        first=st.integers(0, 9),
+        bounds=st.booleans(),
+        look=st.booleans(),
+    )
+    def evolve(self, one: Rows, name: str, first: int, bounds: bool, look: bool) -> Rows:
+        """`evolve` gives one column other values, and with them perhaps another contract."""
+        value, cells = self._column(name, len(one), first, bounds)
+        self.reached("a bound made exact again", name in one.bounded and not bounds)
+        changed = one.changed(one.batch.evolve(**{name: value}), name, lambda at, _: cells[at])
+        bounded = one.bounded | {name} if name in BOUNDED and bounds else one.bounded - {name}
+        return self.kept(Rows(changed.batch, changed.rows, bounded), look=look)
+
+    # To the device
+
+    @rule(one=batches, data=st.data(), side=st.booleans())
+    def upload(self, one: Rows, data: st.DataObject, side: bool) -> None:
+        """Columns, table writes and derived arrays cross in one copy, and one operation scatters the writes."""
+        first = all(one.batch[name].device_side.made is None for name in COLUMNS)
+        slots = data.draw(st.lists(st.integers(1, 8), max_size=3, unique=True), label="written slots")
+        new = np.arange(len(slots), dtype=np.int32) + self.requests
+        halves = np.array_split(np.arange(len(slots)), 2)
+        writes = [self.table.entry(np.array(slots)[half], half % 2, new[half]) for half in halves if half.size]
+        before = self.rt.counters.snapshot()
+        with self.on(side):
+            extras = one.batch.upload(writes=writes, extras={"positions": new})
+        cost = self.rt.counters - before
+        agree((1, 0), (cost.host_to_device_copies, cost.forced_syncs), "copies and forced syncs of an upload")
+        if first:
+            agree(int(bool(writes)), cost.device_operations, "device operations of an upload")
+        agree_on(new, self.rt.inspect(extras["positions"]), "an array that rode along")
+        self.reached("table writes of one table joined", len(writes) > 1)
+        self.look(one, side=side)
+
+    # Both ways
+
+    @rule(one=batches, data=st.data(), how=st.sampled_from(["filter", "split", "pad", "advance"]))
+    def both_ways(self, one: Rows, data: st.DataObject, how: str) -> None:
+        """A batch moves its columns as each would move by itself."""
+        n = len(one)
+        argument: Any = n + 1
+        if how == "filter":
+            argument = data.draw(keep_lists(n), label="keep")
+        elif how == "split":
+            argument = data.draw(split_sizes(n), label="sizes")
+        for name, column in COLUMNS.items():
+            alone, batch = one.batch[name], one.batch
+            if how == "filter":
+                self._same(alone.filter(argument), batch.filter(argument)[name])
+            elif how == "split":
+                for mine, theirs in zip(alone.split(argument), batch.split(argument), strict=True):
+                    self._same(mine, theirs[name])
+            elif how == "pad" and not column.shape:
+                self._same(alone.pad(argument, column.pad.item()), batch.pad(argument)[name])
+            elif how == "advance" and name in COUNTED and self._fits_both(one, name):
+                self._same(alone + 1, batch.advance(name, 1)[name])
+        self.reached("packed and single ways compared", n > 0)
+
+    def _fits_both(self, one: Rows, name: str) -> bool:
+        sides = ("device", "host") if isinstance(COLUMNS[name], MirroredColumn) else ("device",)
+        return all(_fits(one.side(name, side), [1] * len(one)) for side in sides)
+
+    @rule(first=batches, second=batches)
+    def both_ways_merge(self, first: Rows, second: Rows) -> None:
+        """Merging batches merges their columns."""
+        slots = [int(row["slots"].device) for row in (*first.rows, *second.rows)]
+        if len(set(slots)) == len(slots):
+            merged = first.batch.merge(second.batch)
+            for name in COLUMNS:
+                self._same(first.batch[name].merge(second.batch[name]), merged[name])
+
+    def _same(self, alone: MirroredTensor, packed: MirroredTensor) -> None:
+        for one in (alone, packed):
+            _ = one.device
+            one.check("both ways")
+        agree(alone.contract, packed.contract, f"contract of {packed!r}")
+        if alone.contract is not Contract.DEVICE_ONLY:
+            agree_on(alone.np, packed.np, f"host side of {packed!r}")
+        agree_on(self.rt.inspect(alone.device), self.rt.inspect(packed.device), f"device side of {packed!r}")
+        if isinstance(alone, Slots) and isinstance(packed, Slots):
+            agree_on(alone.generations, packed.generations, f"generations of {packed!r}")
+
+    @rule(one=batches, misuse=st.sampled_from(MISUSES))
+    def misuse(self, one: Rows, misuse: Misuse[Decode]) -> None:
+        """What cannot be meant is refused, and changes nothing."""
+        if misuse.applies(one.batch):
+            with self.refused(*misuse.expected):
+                misuse.call(one.batch)
+
+
+def _rows(keep: Any) -> list[int]:
+    array = np.asarray(keep)
+    rows: list[int] = (np.flatnonzero(array) if array.dtype.kind == "b" else array.astype(np.int64)).tolist()
+    return rows
+
+
+def _fits(values: Array, each: list[int]) -> bool:
+    limits = np.iinfo(values.dtype)
+    return all(
+        int(limits.min) <= int(one) + n <= int(limits.max)
+        for row, n in zip(values, each, strict=True)
+        for one in np.asarray(row).reshape(-1)
+    )
+
+
+def _shifted(cell: Cell, n: int) -> Cell:
+    def add(values: Array | None) -> Any:
+        return None if values is None else np.asarray(np.asarray(values).astype(object) + n).astype(values.dtype)
+
+    return Cell(add(cell.host), add(cell.device))

@@ -1,0 +1,115 @@
+"""What a mutant is, how it is switched on, and the list of them all."""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, final
+
+import attrs
+
+from batchstate.errors import DeclarationError
+from batchstate.violations import Code
+
+
+@final
+@attrs.define(eq=False)
+class Patch:
+    """Replaces attributes of classes and modules until the window around it closes."""
+
+    _undo: contextlib.ExitStack
+
+    def __call__(self, owner: type | ModuleType, name: str, replacement: Callable[..., Any]) -> Callable[..., Any]:
+        """Replaces `owner.name`, which must exist, and returns what was there.
+
+        Methods are given and returned as plain functions, `self` or `cls` first; whether the attribute is a property
+        or a class method stays as it was.
+        """
+        before = inspect.getattr_static(owner, name)
+        original: Any = before
+        after: Any = replacement
+        if isinstance(before, property):
+            original, after = before.fget, property(replacement)
+        elif isinstance(before, classmethod | staticmethod):
+            original, after = before.__func__, type(before)(replacement)
+        if name in vars(owner):
+            self._undo.callback(setattr, owner, name, before)
+        else:  # inherited: what the base has comes to light again
+            self._undo.callback(delattr, owner, name)
+        setattr(owner, name, after)
+        found: Callable[..., Any] = original
+        return found
+
+
+Switch = Callable[[Patch], None]
+
+
+@final
+@attrs.frozen
+class Mutant:
+    """A real bug, in our own code, that can be switched on.
+
+    Attributes:
+        name: what goes wrong, in a few words.
+        origin: public threads in which an engine had it.
+        mechanism: what goes wrong, in a sentence.
+        killed_by: the invariants of which one must fire. Anything else that fails is no kill.
+        machine: the state machine of `batchstate.testing.fuzz.MACHINES` that must find it.
+        group: the kind of bug, which is the module it stands in.
+        only_on: the type of device that can have the bug; None for all.
+    """
+
+    name: str
+    origin: str
+    mechanism: str
+    killed_by: tuple[Code, ...]
+    machine: str
+    group: str
+    only_on: str | None
+    _switch: Switch = attrs.field(repr=False)
+
+    @contextlib.contextmanager
+    def switched_on(self) -> Iterator[None]:
+        """A window in which the library has the bug. Not for a process that does anything else meanwhile."""
+        with contextlib.ExitStack() as undo:
+            self._switch(Patch(undo))
+            yield
+
+    def exists_on(self, device: str) -> bool:
+        """Whether a device of this name (`cpu`, `cuda:1`) can have the bug."""
+        return self.only_on in (None, device.partition(":")[0])
+
+
+MUTANTS: dict[str, Mutant] = {}
+"""Every mutant by name. Filled by the modules of this package when they are imported."""
+
+
+def mutant(*killed_by: Code, machine: str, origin: str, only_on: str | None = None) -> Callable[[Switch], Mutant]:
+    """Registers the function below as a mutant: its name is the mutant's, its docstring the mechanism.
+
+    Args:
+        *killed_by: see `Mutant`.
+        machine: see `Mutant`.
+        origin: see `Mutant`.
+        only_on: see `Mutant`.
+    """
+
+    def register(switch: Switch) -> Mutant:
+        if switch.__name__ in MUTANTS:
+            raise DeclarationError(
+                f"two mutants are named {switch.__name__!r}", value=switch.__name__, remedy="rename one"
+            )
+        made = Mutant(
+            name=switch.__name__,
+            origin=origin,
+            mechanism=" ".join((switch.__doc__ or "").split()),
+            killed_by=killed_by,
+            machine=machine,
+            group=switch.__module__.rpartition(".")[2],
+            only_on=only_on,
+            switch=switch,
+        )
+        MUTANTS[made.name] = made
+        return made
+
+    return register

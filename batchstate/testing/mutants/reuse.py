@@ -1,0 +1,67 @@
+"""A slot changes hands while somebody still uses it, or while an old handle still opens it."""
+
+from batchstate.fence_queue import FenceQueue, Ints
+from batchstate.host_rows import GENERATION_SUFFIX, HostRows
+from batchstate.ledger import Ledger
+from batchstate.runtime import Fence
+from batchstate.slot_handles import HandleBook
+from batchstate.testing.mutants.registry import Patch, mutant
+from batchstate.violations import Code
+
+
+@mutant(Code.SLOT_IN_FLIGHT, machine="slot_pool", origin="sglang #18744, sglang #18746, sglang #18803")
+def free_ignores_fence(patch: Patch) -> None:
+    """A finished request's row goes to the free list while the launched forward still reads it."""
+
+    def defer(self: Ledger, indices: Ints, fence: Fence) -> None:
+        self._push_free(indices)
+
+    patch(Ledger, "_defer", defer)
+
+
+@mutant(Code.SLOT_IN_FLIGHT, machine="slot_pool", origin="sglang #29352, sglang #29353")
+def fence_queue_pops_all(patch: Patch) -> None:
+    """Everything that waits is freed when anything is complete: a fence that is too early for most of it."""
+    patch(FenceQueue, "_complete", lambda self, fence: True)
+
+
+@mutant(Code.SLOT_IN_FLIGHT, machine="slot_pool", origin="sglang #26376, sglang #26380")
+def pending_handed_out(patch: Patch) -> None:
+    """Admission counts pending rows as free and hands them out, and the next request overwrites them in flight."""
+
+    def next_free(self: Ledger, ordinary: int, reserved: int) -> Ints:
+        waiting = self._waiting.indices()
+        if ordinary and not reserved and waiting.size >= ordinary:
+            return waiting[:ordinary]
+        indices: Ints = original(self, ordinary, reserved)
+        return indices
+
+    original = patch(Ledger, "_next_free", next_free)
+
+
+@mutant(Code.SLOT_STALE_HANDLE, machine="slot_pool", origin="sglang #34876")
+def generation_not_raised(patch: Patch) -> None:
+    """A row that is reused keeps its generation, so that the handle of the request before opens it."""
+
+    def raise_generations(self: HandleBook, rows: Ints, before: Ints) -> Ints:
+        generations: Ints = original(self, rows, before)
+        reused = before > 0
+        self._generations[rows[reused]] = before[reused]
+        generations[reused] = before[reused]
+        return generations
+
+    original = patch(HandleBook, "_raise_generations", raise_generations)
+
+
+@mutant(Code.SLOT_STALE_HANDLE, machine="engine", origin="sglang #18647, sglang #26941")
+def generations_not_filtered(patch: Patch) -> None:
+    """`filter` moves the slots and forgets their generations: the rows hold handles of others."""
+
+    def taken(self: HostRows, rows: Ints) -> HostRows:
+        result: HostRows = original(self, rows)
+        for name in self.layout.places:
+            if name.endswith(GENERATION_SUFFIX):
+                result.column(name)[...] = self.column(name)[: rows.size]
+        return result
+
+    original = patch(HostRows, "taken", taken)

@@ -1,0 +1,99 @@
+"""Interesting states: what a machine has to get into, or else its silence proves nothing."""
+
+from collections import Counter
+from typing import final
+
+import attrs
+
+from batchstate.errors import ArgumentError
+
+STATES: dict[str, tuple[str, ...]] = {
+    "mirrored_tensor": (
+        "moved before the device side was made",
+        "moved after the device side was made",
+        "merge of exact with bound",
+        "merge of host_only with exact",
+        "merge with device_only",
+        "a row taken twice",
+        "an empty value",
+        "a bound resolved",
+        "read on a second stream",
+        "overflow refused",
+        "handles moved with their generations",
+        "read in a stale window refused",
+        "write from outside found",
+    ),
+    "batch": (
+        "merge of exact with bound",
+        "a bound made exact again",
+        "a bounded column read on the device",
+        "padded rows read on the device",
+        "a request in both batches refused",
+        "overflow refused",
+        "table writes of one table joined",
+        "packed and single ways compared",
+    ),
+    "slot_pool": (
+        "two steps in flight",
+        "a slot used again after its fence",
+        "taken while another slot is pending",
+        "freed behind step N while N+1 is in flight",
+        "exhausted while pending would suffice",
+        "exhausted for good",
+        "the reserve used",
+        "double free refused",
+        "handle of a slot used again refused",
+        "write through a stale handle refused",
+    ),
+    "page_pool": (
+        "two steps in flight",
+        "a page held by three",
+        "a prefix shared from a lease",
+        "a write into a shared page refused",
+        "a request too long refused",
+        "allocated first and committed later",
+        "tokens taken back",
+        "exhausted while pending would suffice",
+        "exhausted for good",
+        "released behind step N while N+1 is in flight",
+        "retraction",
+    ),
+    "hybrid": (
+        "two steps in flight",
+        "a state used again after its fence",
+        "states exhausted while slots are free",
+        "exhausted while pending would suffice",
+        "the reserve used",
+        "the mapping written by the caller",
+        "double free refused",
+    ),
+}
+"""Machine -> the states that its ordinary number of examples must reach."""
+
+
+@final
+@attrs.define(eq=False)
+class Reach:
+    """How often each state was reached.
+
+    Attributes:
+        counts: (machine, state) -> times.
+    """
+
+    counts: Counter[tuple[str, str]] = attrs.field(factory=Counter)
+
+    def count(self, machine: str, state: str) -> None:
+        """Counts a state once.
+
+        Raises:
+            ArgumentError: the state is not declared in `STATES`.
+        """
+        if state not in STATES.get(machine, ()):
+            raise ArgumentError(
+                f"machine {machine!r} has no state {state!r}", value=state, remedy="declare it in `reach.STATES`"
+            )
+        self.counts[machine, state] += 1
+
+    def of(self, machine: str) -> dict[str, int]:
+        """Times each state of a machine was reached, in the order of declaration; 0 for those that were not."""
+        return {state: self.counts[machine, state] for state in STATES.get(machine, ())}

@@ -1,0 +1,160 @@
+"""What the traffic is made of: when each request arrives, how long its prompt is and how long its answer gets."""
+
+import csv
+import datetime
+from collections.abc import Iterator
+from pathlib import Path
+from typing import final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from batchstate.errors import ArgumentError
+
+TRACE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+"""The columns of a trace file; others are ignored."""
+
+
+class TraceError(ArgumentError):
+    """A trace file cannot be read as one. `value` is the offending text, `line` its line (the header is line 1).
+
+    Attributes:
+        line: the line in the file, or None when the file as a whole is at fault.
+    """
+
+    def __init__(self, problem: str, *, value: object = None, remedy: str = "", line: int | None = None) -> None:
+        super().__init__(problem, value=value, remedy=remedy)
+        self.line = line
+
+
+@final
+@attrs.frozen(eq=False)
+class Workload:
+    """Requests by arrival; row i of every array is request i.
+
+    Attributes:
+        arrival: float64[n], seconds since the first request, ascending.
+        context_tokens: int64[n], tokens of the prompt, at least 1.
+        generated_tokens: int64[n], tokens of the answer, at least 1.
+        source: where it comes from, for reports.
+
+    Raises:
+        ArgumentError: no request, arrays of different lengths, arrivals out of order, or a count below 1.
+    """
+
+    arrival: npt.NDArray[np.float64]
+    context_tokens: npt.NDArray[np.int64]
+    generated_tokens: npt.NDArray[np.int64]
+    source: str = attrs.field(default="given", kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        lengths = (len(self.arrival), len(self.context_tokens), len(self.generated_tokens))
+        if min(lengths) == 0 or min(lengths) != max(lengths):
+            raise ArgumentError(
+                f"a workload has arrays of {lengths} rows", value=lengths, remedy="give each array one row a request"
+            )
+        if not (np.diff(self.arrival) >= 0).all():
+            raise ArgumentError("arrivals are out of order", remedy="sort the requests by arrival")
+        for name in ("context_tokens", "generated_tokens"):
+            fewest = int(getattr(self, name).min())
+            if fewest < 1:
+                raise ArgumentError(f"{name} has a {fewest}", value=fewest, remedy="leave out empty requests")
+
+    def __len__(self) -> int:
+        return len(self.arrival)
+
+    def __repr__(self) -> str:
+        return (
+            f"Workload({self.source}: {len(self)} requests, {self.total_generated} tokens to generate, "
+            f"{self.arrival[-1]:.0f} s)"
+        )
+
+    @property
+    def total_generated(self) -> int:
+        """Tokens of all answers together."""
+        return int(self.generated_tokens.sum())
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with its answer."""
+        return int((self.context_tokens + self.generated_tokens).max())
+
+    def first(self, num_requests: int) -> "Workload":
+        """The requests that arrive first; all of them when there are fewer."""
+        if num_requests < 1:
+            raise ArgumentError(f"{num_requests} requests", value=num_requests, remedy="ask for at least 1")
+        return Workload(
+            self.arrival[:num_requests],
+            self.context_tokens[:num_requests],
+            self.generated_tokens[:num_requests],
+            source=self.source,
+        )
+
+
+def read_trace(path: str | Path) -> Workload:
+    """Reads a production trace: CSV with the columns `TIMESTAMP`, `ContextTokens` and `GeneratedTokens`.
+
+    Timestamps are ISO 8601 (`2023-11-16 18:15:46.6805900`), without a zone taken as UTC; rows may come in any order.
+
+    Raises:
+        TraceError: a column is missing, a value is none, or there is no row; names the line and the value.
+        OSError: the file cannot be read.
+    """
+    path = Path(path)
+    try:
+        rows = sorted(_trace_rows(path))
+    except csv.Error as error:
+        raise TraceError(f"{path} is no CSV: {error}", remedy="give a text file with commas between columns") from None
+    if not rows:
+        raise TraceError(f"{path} has no requests", remedy="give a trace with at least one row after the header")
+    arrival = np.array([(row[0] - rows[0][0]).total_seconds() for row in rows])
+    lengths = np.array([row[1:] for row in rows], np.int64)
+    return Workload(arrival, lengths[:, 0].copy(), lengths[:, 1].copy(), source=path.name)
+
+
+def _trace_rows(path: Path) -> Iterator[tuple[datetime.datetime, int, int]]:
+    with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
+        reader = csv.DictReader(file)
+        header = tuple(reader.fieldnames or ())
+        missing = [column for column in TRACE_COLUMNS if column not in header]
+        if missing:
+            raise TraceError(
+                f"{path} has no column {', '.join(missing)}",
+                value=",".join(header),
+                remedy=f"the first line names the columns: {','.join(TRACE_COLUMNS)}",
+                line=1,
+            )
+        for row in reader:
+            line = reader.line_num
+            time, context, generated = (row[column] for column in TRACE_COLUMNS)
+            yield (
+                _timestamp(time, path, line),
+                _count(context, "ContextTokens", path, line),
+                _count(generated, "GeneratedTokens", path, line),
+            )
+
+
+def _timestamp(text: str | None, path: Path, line: int) -> datetime.datetime:
+    try:
+        time = datetime.datetime.fromisoformat(text or "")
+    except ValueError:
+        raise TraceError(
+            f"{path}, line {line}: TIMESTAMP is {text!r}",
+            value=text,
+            remedy="write the time as 2023-11-16 18:15:46.680590",
+            line=line,
+        ) from None
+    return time if time.tzinfo else time.replace(tzinfo=datetime.UTC)
+
+
+def _count(text: str | None, column: str, path: Path, line: int) -> int:
+    # Not `int(text)` alone: it takes " 1_0 ", and tens of digits that no int64 holds.
+    if text is None or not (text.isascii() and text.isdigit() and len(text) <= 9 and int(text) >= 1):
+        raise TraceError(
+            f"{path}, line {line}: {column} is {text!r}",
+            value=text,
+            remedy="token counts are whole numbers from 1 to 999999999",
+            line=line,
+        )
+    return int(text)
