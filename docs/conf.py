@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import pkgutil
+import sys
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -14,7 +15,8 @@ author = "The batchstate authors"
 copyright = author
 release = importlib.metadata.version("batchstate")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+sys.path.append(str(Path(__file__).parent / "_ext"))
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "from_code"]
 exclude_patterns = ["_build"]
 
 myst_enable_extensions = ["colon_fence", "deflist", "fieldlist"]
@@ -29,6 +31,7 @@ python_use_unqualified_type_names = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+napoleon_attr_annotations = False  # it writes `object_` as text, and docutils takes that for a reference
 
 # The docs build without a network, so names of other projects are not looked up. Our own have to resolve,
 # except private names and one-letter type variables.

@@ -1,0 +1,46 @@
+"""What the figures were measured on."""
+
+import datetime
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from batchstate.runtime import Runtime
+
+
+def machine(runtime: Runtime) -> dict[str, Any]:
+    """The machine and the versions, by name; a figure without them says little."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "device": str(runtime.device),
+        "device_name": _device_name(runtime.device),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return _cpu_model()
+    module: Any = torch.get_device_module(device)
+    return str(module.get_device_name(device))

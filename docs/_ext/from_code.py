@@ -1,0 +1,225 @@
+"""Directives that write reference pages from the code itself, so that the two cannot drift apart.
+
+    {invariant-table}         every invariant in one table
+    {invariants}              each with its level, remedy, real bugs and mutants, in a section with an anchor
+    {command-options} NAME    the options of a command
+    {attributes} MODULE:NAME  the attributes that the docstring of a class lists, with their types
+    {error-classes}           the error classes, with the builtin that each derives from
+
+Each makes Markdown and hands it to the parser of the page.
+"""
+
+import argparse
+import importlib
+import inspect
+import re
+from collections.abc import Iterable
+from typing import ClassVar
+
+import attrs
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+REPOSITORIES = {
+    "sglang": "sgl-project/sglang",
+    "sglang-jax": "sgl-project/sglang-jax",
+    "mini-sglang": "sgl-project/mini-sglang",
+    "vllm": "vllm-project/vllm",
+    "vllm-ascend": "vllm-project/vllm-ascend",
+    "lmdeploy": "InternLM/lmdeploy",
+    "TRT-LLM": "NVIDIA/TensorRT-LLM",
+    "TensorRT-LLM": "NVIDIA/TensorRT-LLM",
+    "pytorch": "pytorch/pytorch",
+}
+"""Short name -> repository of the public threads that laws and mutants refer to."""
+
+ASKED = {
+    "always": "at every level, of the arguments of a call",
+    "cheap": "at `cheap` and `full`",
+    "full": "at `full`",
+    "test": "by test tools only",
+}
+
+
+def thread_links(text: str) -> str:
+    """`sglang #123` and `lmdeploy#4569` as links; anything else as it is."""
+
+    def link(found: re.Match[str]) -> str:
+        repository = REPOSITORIES.get(found["name"])
+        return f"[{found[0]}](https://github.com/{repository}/issues/{found['number']})" if repository else found[0]
+
+    return re.sub(r"(?P<name>[A-Za-z][\w-]*) ?#(?P<number>\d+)", link, text)
+
+
+def one_line(text: str | None) -> str:
+    """A docstring as one line."""
+    return " ".join((text or "").split())
+
+
+def paragraphs(documented: object) -> list[str]:
+    """The paragraphs of a docstring, a line each."""
+    return [one_line(part) for part in re.split(r"\n\s*\n", inspect.getdoc(documented) or "")]
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    """A Markdown table."""
+    cells = [list(head)]
+    lines = [cells[0], ["---"] * len(cells[0]), *(list(row) for row in rows)]
+    return ["| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines]
+
+
+class FromCode(SphinxDirective):
+    """A directive that parses the Markdown it makes."""
+
+    has_content: ClassVar[bool] = False
+
+    def markdown(self) -> list[str]:
+        """The lines."""
+        raise NotImplementedError
+
+    def run(self) -> list[nodes.Node]:
+        """Sphinx calls this."""
+        self.env.note_dependency(__file__)
+        return self.parse_text_to_nodes("\n".join(self.markdown()) + "\n", allow_section_headings=True)
+
+
+class InvariantTable(FromCode):
+    """Every invariant in a line."""
+
+    def markdown(self) -> list[str]:
+        """One row a code."""
+        from batchstate.invariants import LAWS
+
+        rows = []
+        for code, law in LAWS.items():
+            rows.append((f"[`{code.value}`](#{code.value})", f"`{law.asked}`", paragraphs(law.check)[0]))
+        return table(("code", "asked", "the law"), rows)
+
+
+class Invariants(FromCode):
+    """Every invariant, in the order of the code."""
+
+    def markdown(self) -> list[str]:
+        """A section for each code."""
+        from batchstate.invariants import LAWS
+
+        mutants = mutants_by_code()
+        lines: list[str] = []
+        for code, law in LAWS.items():
+            lines += [f"({code.value})=", "", f"## {code.value}", ""]
+            for paragraph in paragraphs(law.check):
+                lines += [paragraph, ""]
+            lines += [f"**Asked:** {ASKED[law.asked]}.", "", f"**Remedy:** {law.remedy}.", ""]
+            lines += [f"**Real bugs of this kind:** {thread_links(', '.join(law.origins))}.", ""]
+            if not mutants:
+                lines += ["**Mutants:** not listed; this build could not import `batchstate.testing`.", ""]
+                continue
+            lines += ["**Mutants that fire it:**", ""]
+            lines += [*mutants.get(code.value, ["- none yet"]), ""]
+        return lines
+
+
+def mutants_by_code() -> dict[str, list[str]]:
+    """Code -> a list item for each mutant that fires it; empty where hypothesis is missing."""
+    try:
+        registered = importlib.import_module("batchstate.testing.mutants").MUTANTS
+    except ImportError:
+        return {}
+    items: dict[str, list[str]] = {}
+    for mutant in registered.values():
+        for code in mutant.killed_by:
+            items.setdefault(code.value, []).append(
+                f"- `{mutant.name}`: {mutant.mechanism} ({thread_links(mutant.origin)})"
+            )
+    return items
+
+
+class CommandOptions(FromCode):
+    """The options of one command, from its own parser."""
+
+    required_arguments = 1
+
+    def markdown(self) -> list[str]:
+        """Its summary, usage and options."""
+        name = self.arguments[0]
+        try:
+            command = importlib.import_module(f"batchstate.cli.{name}")
+        except ModuleNotFoundError:
+            raise self.error(f"no command {name!r}") from None
+        parser = argparse.ArgumentParser(prog=f"batchstate {name}", add_help=False)
+        command.add_arguments(parser)
+        rows = []
+        for action in parser._actions:
+            shown = ", ".join(action.option_strings) or action.dest
+            if action.nargs != 0:
+                value = action.metavar or "{" + ",".join(map(str, action.choices or (action.dest.upper(),))) + "}"
+                shown += f" {value}"
+            rows.append((f"`{shown}`", one_line((action.help or "") % {**vars(action), "prog": parser.prog})))
+        summary = command.SUMMARY[:1].upper() + command.SUMMARY[1:]
+        return [f"{summary}.", "", *table(("option", "meaning"), rows)]
+
+
+class Attributes(FromCode):
+    """What the `Attributes:` section of a docstring says, as a table."""
+
+    required_arguments = 1
+
+    def markdown(self) -> list[str]:
+        """One row an attribute."""
+        module, _, name = self.arguments[0].partition(":")
+        cls = getattr(importlib.import_module(module), name)
+        types = {field.name: field.type for field in attrs.fields(cls)} if attrs.has(cls) else {}
+        rows = []
+        for names, meaning in documented_attributes(cls.__doc__ or ""):
+            kinds = {type_name(types[one]) for one in names if one in types}
+            rows.append((", ".join(f"`{one}`" for one in names), ", ".join(sorted(kinds)), meaning))
+        return table(("key", "type", "meaning"), rows)
+
+
+def documented_attributes(doc: str) -> list[tuple[list[str], str]]:
+    """The `Attributes:` section: names that share a line, and their meaning."""
+    _, _, section = inspect.cleandoc(doc).partition("Attributes:\n")
+    found: list[tuple[list[str], str]] = []
+    for line in section.splitlines():
+        if line and not line.startswith(" "):
+            break
+        entry = re.match(r"    ([\w, ]+): (.*)", line)
+        if entry:
+            found.append(([one.strip() for one in entry[1].split(",")], entry[2]))
+        elif line.strip() and found:
+            found[-1] = (found[-1][0], f"{found[-1][1]} {line.strip()}")
+    return found
+
+
+def type_name(kind: object) -> str:
+    """A type as a reader knows it."""
+    return kind.__name__ if isinstance(kind, type) else str(kind)
+
+
+class ErrorClasses(FromCode):
+    """Every error class and what it derives from."""
+
+    def markdown(self) -> list[str]:
+        """One row a class."""
+        from batchstate import errors, invariants
+
+        classes = [one for one in vars(errors).values() if inspect.isclass(one) and one.__module__ == errors.__name__]
+        rows = []
+        for cls in [*classes, invariants.Violation]:
+            builtins = [base.__name__ for base in cls.__mro__[1:] if base.__module__ == "builtins"]
+            nearest = next(
+                (one for one in builtins if one not in ("Exception", "BaseException", "object")), "Exception"
+            )
+            rows.append((f"`{cls.__name__}`", f"`{nearest}`", paragraphs(cls)[0]))
+        return table(("class", "also a", "raised when"), rows)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Sphinx calls this."""
+    app.add_directive("invariant-table", InvariantTable)
+    app.add_directive("invariants", Invariants)
+    app.add_directive("command-options", CommandOptions)
+    app.add_directive("attributes", Attributes)
+    app.add_directive("error-classes", ErrorClasses)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,122 @@
+"""The benchmarks compare like with like and report under the documented names. No test here looks at a time."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from batchstate.levels import Level, checks, current_checks
+from batchstate.runtime import Runtime
+from benchmarks.__main__ import main
+from benchmarks.comparisons import Comparison, MismatchError, require_equal, run
+from benchmarks.decode_steps import Scene
+from benchmarks.free_lists import LinkedBlocks, PopList, SliceList, TensorList, shuffled
+from benchmarks.pools import all_numbers
+from benchmarks.timing import Contender, Effort, measure, median, quartiles
+from benchmarks.twin_columns import ARRAYS, TENSORS, HostKind
+
+TINY = Effort(rounds=3, sample_us=20)
+
+
+def test_a_quick_run_reports_each_comparison_under_the_documented_names(
+    tmp_path: Path, device: str, capsys: pytest.CaptureFixture
+) -> None:
+    """`python -m benchmarks --quick --json FILE` writes machine and rows; unequal results would make it fail."""
+    target = tmp_path / "rows.json"
+    assert main(["--quick", "--device", device, "--json", str(target)]) == 0
+    report = json.loads(target.read_text())
+    assert {"cpu", "cores", "python", "torch", "date"} <= set(report["machine"])
+    rows = report["rows"]
+    for row in rows:
+        assert {"work", "ours_us", "baseline", "baseline_us", "ratio", "spread"} <= set(row)
+        assert row["ratio"] == pytest.approx(row["baseline_us"] / row["ours_us"])
+        assert set(row["spread"]) == {"ours_us", "baseline_us", "ratio"}
+        assert all(0 < low <= high for low, high in row["spread"].values())
+        assert 0 < row["ours_host_us"] <= row["ours_us"]
+    pairs = [(row["work"], row["baseline"]) for row in rows]
+    assert len(set(pairs)) == len(pairs)
+    printed = capsys.readouterr().out
+    for wanted in ("decode step, 12 columns", "decode step, 40 columns", "256 of 10,000 slots", "2,048 of 4,096 pages"):
+        assert any(wanted in row["task"] for row in rows)
+        assert wanted in printed
+
+
+def test_unequal_results_are_never_timed(rt: Runtime) -> None:
+    """A comparison whose ways disagree ends before its first sample."""
+
+    def disagree() -> None:
+        require_equal("slots", [1, 2], [2, 1])
+
+    def never() -> None:
+        pytest.fail("was timed")
+
+    way = Contender("a way", never)
+    with pytest.raises(MismatchError, match="slots"):
+        run(rt, Comparison("a task", [way], [way], disagree), TINY)
+
+
+@pytest.mark.parametrize(
+    ("ours", "others"),
+    [
+        ([1, 2], [1, 3]),
+        ([1, 2], [1, 2, 3]),
+        (np.zeros(2, np.int64), np.zeros(2, np.int32)),
+    ],
+)
+def test_equal_means_dtype_shape_and_values(ours: object, others: object) -> None:
+    """A baseline that works on narrower numbers, or on fewer, does less."""
+    with pytest.raises(MismatchError):
+        require_equal("column", ours, others)
+
+
+@pytest.mark.parametrize("kind", [TENSORS, ARRAYS], ids=lambda kind: kind.name)
+def test_a_baseline_that_forgets_one_side_is_found(rt: Runtime, kind: HostKind) -> None:
+    """Verification reads both sides of each column: the very bug that twins kept by hand have."""
+    scene = Scene.of(rt, num_columns=5, rows=16, churn=3)
+    twins = scene.twins(kind)
+    scene.verify([twins])
+    twins.running.device["seq_lens"] = twins.running.device["seq_lens"] + 1
+    with pytest.raises(MismatchError, match="device side of seq_lens"):
+        scene.verify([twins])
+
+
+@pytest.mark.parametrize("kind", [PopList, SliceList, TensorList, LinkedBlocks], ids=lambda kind: kind.__name__)
+def test_each_free_list_hands_out_each_number_once(rt: Runtime, kind: type) -> None:
+    """After shuffling and turnover, all of 1 to size are still there."""
+    free_list = kind(50, rt.device)
+    shuffled(free_list, 50)
+    assert free_list.numbers(free_list.take(0)) == []
+    assert all_numbers(free_list.take, free_list.free, free_list.numbers, 50, 20) == list(range(1, 51))
+
+
+def test_a_linked_list_hands_out_no_more_than_it_has(rt: Runtime) -> None:
+    """Running out is an error that takes nothing."""
+    blocks = LinkedBlocks(3, rt.device)
+    with pytest.raises(ValueError, match="4 of 3"):
+        blocks.take(4)
+    assert blocks.count == 3
+
+
+def test_contenders_run_in_turns_at_their_own_level_of_checks(rt: Runtime) -> None:
+    """Each round samples each contender once, and the level of the process is as it was afterwards."""
+    seen: list[tuple[str, Level]] = []
+
+    def contender(name: str, level: Level) -> Contender:
+        return Contender(name, lambda: seen.append((name, current_checks())), level)
+
+    contenders = [contender("a", Level.OFF), contender("b", Level.CHEAP), contender("c", Level.FULL)]
+    with checks(Level.CHEAP):
+        times = measure(rt, contenders, Effort(rounds=3, sample_us=0))
+        assert current_checks() is Level.CHEAP
+    assert set(seen) == {("a", Level.OFF), ("b", Level.CHEAP), ("c", Level.FULL)}
+    assert "".join(name for name, _ in seen[-9:]) == "abcbcacab"
+    assert all(one.total.shape == (3,) and (one.host <= one.total).all() for one in times)
+
+
+def test_one_disturbed_sample_moves_neither_median_nor_quartiles() -> None:
+    """The figures are robust: an outlier of a busy machine does not show."""
+    samples = np.array([1.0, 2.0, 3.0, 4.0, 5.0])
+    disturbed = np.array([1.0, 2.0, 3.0, 4.0, 5_000.0])
+    assert median(samples) == median(disturbed) == 3
+    assert quartiles(samples) == quartiles(disturbed) == (2, 4)
