@@ -11,7 +11,7 @@ the device before `upload`, or before somebody reads a column's device side. The
 together with the step's table writes and derived arrays.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Self, SupportsIndex
 
 import numpy as np
@@ -22,9 +22,9 @@ from batchstate.batch_record import BatchRecord
 from batchstate.columns import MirroredColumn, TensorColumn
 from batchstate.device_rows import DeviceRows
 from batchstate.errors import ArgumentError, DeclarationError, DeviceError, DtypeError, ShapeError
-from batchstate.host_arrays import Array, converted, count, kept_rows
+from batchstate.host_arrays import converted, count, kept_rows
 from batchstate.host_rows import HostRows
-from batchstate.integers import across, amounts, shifted
+from batchstate.integers import across, amounts, shift
 from batchstate.runtime import Runtime
 
 
@@ -89,7 +89,7 @@ class Batch(BatchRecord):
         Raises:
             ShapeError, DtypeError, RowIndexError, ArgumentError: see `host_arrays.kept_rows`.
         """
-        rows = kept_rows(keep, self._unpadded("filter"), f"{type(self).__name__}.filter")
+        rows = kept_rows(keep, self._begin("filter"), f"{type(self).__name__}.filter")
         return self._with(
             self._rows.taken(rows),
             {name: one.taken(rows) for name, one in self._device_rows.items()},
@@ -114,8 +114,8 @@ class Batch(BatchRecord):
             )
         if other.runtime is not self.runtime:
             raise DeviceError("merge of batches of two runtimes", value=other, remedy="use one runtime")
-        self._unpadded("merge")
-        other._unpadded("merge")
+        self._begin("merge")
+        other._begin("merge")
         if self._pool != other._pool and len(self) and len(other):
             raise ArgumentError(
                 f"merge of slots of pools {self._pool} and {other._pool}",
@@ -148,7 +148,7 @@ class Batch(BatchRecord):
             ArgumentError: a negative size, a sum that differs, or a padded batch.
         """
         what = f"{type(self).__name__}.split"
-        num_reqs = self._unpadded("split")
+        num_reqs = self._begin("split")
         lengths = [count(size, f"{what}: size") for size in sizes]
         if sum(lengths) != num_reqs:
             raise ArgumentError(
@@ -178,7 +178,7 @@ class Batch(BatchRecord):
             ArgumentError: fewer rows than requests, or padded already.
         """
         what = f"{type(self).__name__}.pad"
-        num_reqs = self._unpadded("pad")
+        num_reqs = self._begin("pad")
         extra = count(to, f"{what}: rows", least=num_reqs) - num_reqs
         device_rows = {}
         for name, one in self._device_rows.items():
@@ -192,8 +192,12 @@ class Batch(BatchRecord):
 
     # Changing values
 
-    def advance(self, columns: str | Iterable[str], n: object) -> Self:
-        """The same batch with `n` (one integer, or int[num_reqs]) added to one or several integer columns.
+    def advance(self, columns: str | Iterable[str] | Mapping[str, object], n: object = 1) -> Self:
+        """The same batch with integers added to one or several integer columns.
+
+        Args:
+            columns: one column, several that all get `n`, or a mapping column -> what is added to it.
+            n: one integer, or int[num_reqs]; not looked at when `columns` is a mapping.
 
         Raises:
             DeclarationError: no such column.
@@ -202,16 +206,17 @@ class Batch(BatchRecord):
             ArgumentError: a padded batch, or a column named twice.
         """
         names = (columns,) if isinstance(columns, str) else tuple(columns)
-        if len(set(names)) < len(names):
+        added = columns if isinstance(columns, Mapping) else dict.fromkeys(names, n)
+        if len(added) < len(names):
             raise ArgumentError(
                 f"{type(self).__name__}.advance: a column is named twice in {names}",
                 value=names,
                 remedy="name each column once, and add the sum",
             )
-        num_reqs = self._unpadded("advance")
-        host: dict[str, Array] = {}
+        num_reqs = self._begin("advance")
+        rows = self._rows.copied([name for name in names if isinstance(self._columns.get(name), MirroredColumn)])
         device_rows = dict(self._device_rows)
-        for name in names:
+        for name, by in added.items():
             what = f"{type(self).__name__}.advance: column {name!r}"
             column = self._tensor_column(name, what)
             if column.np_dtype.kind not in "iu" or column.unit is not None:
@@ -220,12 +225,12 @@ class Batch(BatchRecord):
                     value=column.dtype,
                     remedy="only integers that are no indices are computed; set others with `update` or `evolve`",
                 )
-            amount = amounts(n, num_reqs, what)
+            amount = amounts(by, num_reqs, what)
             if isinstance(column, MirroredColumn):
-                host[name] = shifted(self._rows.column(name), across(amount, 1 + len(column.shape)), what)
+                shift(rows.column(name), across(amount, 1 + len(column.shape)), what)
             if name in device_rows:
                 device_rows[name] = device_rows[name].shifted(amount)
-        return self._with(self._rows.replaced(host), device_rows, self._objects, num_reqs)._checked("advance")
+        return self._with(rows, device_rows, self._objects, num_reqs)._checked("advance")
 
     def update(self, column: str, rows: object, values: object) -> Self:
         """The same batch with other values in some rows of one mirrored column, on both sides.
@@ -240,7 +245,7 @@ class Batch(BatchRecord):
         """
         what = f"{type(self).__name__}.update: column {column!r}"
         declared = self._tensor_column(column, what)
-        index = kept_rows(rows, self._unpadded("update"), what)
+        index = kept_rows(rows, self._begin("update"), what)
         if not isinstance(declared, MirroredColumn) or column in self._device_rows or column == self._slot_column:
             raise ArgumentError(
                 f"{what} has no exact host side of its own", value=column, remedy=f"use evolve({column}=...)"
@@ -258,7 +263,7 @@ class Batch(BatchRecord):
     def evolve(self, **columns: object) -> Self:
         """The same requests with other values for some columns, given as to `build`. Raises what `build` raises."""
         what = f"{type(self).__name__}.evolve"
-        num_reqs = self._unpadded("evolve")
+        num_reqs = self._begin("evolve")
         given = read_columns(self._columns, columns, num_reqs, self.runtime, what)
         device_rows = {name: one for name, one in self._device_rows.items() if name not in given.exact}
         batch = self._with(

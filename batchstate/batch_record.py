@@ -7,6 +7,8 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
+import numpy as np
+
 from batchstate import invariants, levels
 from batchstate.batch_upload import BatchDevice, Extras
 from batchstate.columns import Column, MirroredColumn, SlotColumn, TensorColumn
@@ -19,7 +21,7 @@ from batchstate.host_rows import GENERATION_SUFFIX, HostRows, Layout
 from batchstate.mirror import MirroredTensor
 from batchstate.runtime import Runtime
 from batchstate.tables import TableWrite
-from batchstate.violations import Where
+from batchstate.violations import Code, Where
 
 
 class BatchRecord:
@@ -177,7 +179,9 @@ class BatchRecord:
         Raises:
             CaptureError: the stream is being captured.
             DtypeError: an extra that torch and numpy do not share.
+            Violation: MIRROR_FOREIGN_WRITE, and at `full` those of `check`.
         """
+        self._check_read_columns("upload")
         first = not self._device.uploaded
         derived = self._device.upload(writes, extras or {})
         if first and levels.full:
@@ -206,6 +210,12 @@ class BatchRecord:
                 value._device.tensor(self.runtime)
             value.check(operation)
 
+    def _check_read_columns(self, operation: str) -> None:
+        """Only a column that somebody has read can have been written by somebody."""
+        if levels.cheap:
+            for value in self._values.values():
+                value.check(operation)
+
     def _checked(self, operation: str) -> Self:
         if levels.full:
             self.check(operation)
@@ -214,20 +224,37 @@ class BatchRecord:
         return self
 
     def _check_rows(self, operation: str) -> None:
+        if self._rows_agree():
+            invariants.made[Code.ROW_COUNT] += 1
+            return
         where = self._where(operation)
+        # Counted apart: a bounded column has rows on both sides, under one name.
         invariants.row_count(self.num_rows, self._rows.lengths(), **where)
-        if self._device_rows:  # counted apart: a bounded column has rows on both sides, under one name
-            invariants.row_count(self.num_rows, {name: len(rows) for name, rows in self._device_rows.items()}, **where)
+        invariants.row_count(self.num_rows, {name: len(rows) for name, rows in self._device_rows.items()}, **where)
         if self._objects:
             invariants.row_count(self.num_reqs, {name: len(one) for name, one in self._objects.items()}, **where)
+
+    def _rows_agree(self) -> bool:
+        """The test of ROW_COUNT, without its report: the law names the column."""
+        agree = self._rows.have(self.num_rows)
+        for rows in self._device_rows.values():
+            agree = agree and len(rows) == self.num_rows
+        for objects in self._objects.values():
+            agree = agree and len(objects) == self.num_reqs
+        return agree
 
     def _check_slots(self, operation: str) -> None:
         if not levels.cheap or self._slot_column is None:
             return
         slots = self._rows.column(self._slot_column)[: self.num_reqs]
+        if _positive_and_distinct(slots):
+            for code in (Code.SENTINEL_ESCAPED, Code.SLOT_ZERO_ALLOCATED, Code.SLOT_SHARED):
+                invariants.made[code] += 1
+            return
         where = self._where(operation, self._slot_column)
-        invariants.sentinel_escaped(slots, **where)
-        invariants.slot_zero_allocated(slots, **where)
+        if slots.min(initial=1) < 1:  # one look decides that neither of the two is broken
+            invariants.sentinel_escaped(slots, **where)
+            invariants.slot_zero_allocated(slots, **where)
         invariants.slot_shared(slots, **where)
 
     def _check_tail(self, operation: str) -> None:
@@ -260,7 +287,9 @@ class BatchRecord:
             pool=self._pool if pool is None else pool,
         )
 
-    def _unpadded(self, operation: str) -> int:
+    def _begin(self, operation: str) -> int:
+        """What every operation asks first: nobody wrote into what was handed out, and there is no padding."""
+        self._check_read_columns(operation)
         if self.num_rows != self.num_reqs:
             raise ArgumentError(
                 f"{type(self).__name__}.{operation}: a batch padded from {self.num_reqs} to {self.num_rows} rows",
@@ -289,3 +318,20 @@ class BatchRecord:
             f"{type(self).__name__}({self.num_reqs} requests{padding}, {len(self._columns)} columns) "
             f"on {self.runtime.device}"
         )
+
+
+def _positive_and_distinct(slots: Array) -> bool:
+    """The tests of three laws without their reports: no slot is negative, none is 0, none stands twice."""
+    num_rows = slots.size
+    if num_rows <= _FEW:
+        in_order = np.sort(slots)
+        return not num_rows or (int(in_order[0]) > 0 and int(np.count_nonzero(in_order[1:] == in_order[:-1])) == 0)
+    if int(slots.min()) <= 0:
+        return False
+    seen = np.zeros(int(slots.max()) + 1, dtype=np.bool_)
+    seen[slots] = True
+    return int(np.count_nonzero(seen)) == num_rows
+
+
+_FEW = 1024
+"""Rows up to which a sort is faster than a mark for each slot that there may be; from here on it is much slower."""

@@ -61,7 +61,7 @@ class BatchDevice:
         self.device_rows = device_rows
         self._packed: PackedUpload | None = None
         self._needs: dict[str, range] = {}
-        self._lanes: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._lanes: dict[tuple[int, np.dtype[np.generic]], tuple[torch.Tensor, ...]] = {}
 
     @property
     def uploaded(self) -> bool:
@@ -128,10 +128,11 @@ class BatchDevice:
         if place.lane is None:
             tensor = packed.view(place.stack)
         else:
-            lanes = self._lanes.get(place.stack)
-            if lanes is None:
-                lanes = self._lanes[place.stack] = packed.view(place.stack).unbind(0)
-            tensor = lanes[place.lane].view(torch_dtype(place.dtype))
+            kind = place.stack, place.dtype
+            lanes = self._lanes.get(kind)
+            if lanes is None:  # all at once: a view of each costs several times as much
+                lanes = self._lanes[kind] = packed.view(place.stack).view(torch_dtype(place.dtype)).unbind(0)
+            tensor = lanes[place.lane]
         return Made(tensor, packed.stream, packed.ready)
 
     def _gathered(self, name: str, rows: DeviceRows) -> Made:

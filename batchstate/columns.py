@@ -5,7 +5,7 @@ A declaration is all a column needs to take part in every operation. On the clas
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import Any, Generic, Protocol, TypeVar, overload
 
 import numpy as np
 import torch
@@ -17,11 +17,20 @@ from batchstate.indices import Slots
 from batchstate.mirror import MirroredTensor
 from batchstate.runtime import numpy_dtype
 
-if TYPE_CHECKING:
-    from batchstate.batch import Batch
-
 T = TypeVar("T")
 Self_ = TypeVar("Self_")
+
+
+class ColumnValues(Protocol):
+    """What a declaration asks of the batch that it is read from."""
+
+    def __getitem__(self, column: str) -> MirroredTensor:
+        """The value of a tensor column."""
+        ...
+
+    def objects(self, column: str) -> tuple[Any, ...]:
+        """The objects of a host column."""
+        ...
 
 
 class Column:
@@ -80,8 +89,8 @@ class TensorColumn(Column):
     @overload
     def __get__(self: Self_, instance: None, owner: type) -> Self_: ...
     @overload
-    def __get__(self, instance: "Batch", owner: type) -> MirroredTensor: ...
-    def __get__(self, instance: "Batch | None", owner: type) -> Any:
+    def __get__(self, instance: "ColumnValues", owner: type) -> MirroredTensor: ...
+    def __get__(self, instance: "ColumnValues | None", owner: type) -> Any:
         return self if instance is None else instance[self.name]
 
 
@@ -100,8 +109,8 @@ class SlotColumn(MirroredColumn):
     @overload
     def __get__(self: Self_, instance: None, owner: type) -> Self_: ...
     @overload
-    def __get__(self, instance: "Batch", owner: type) -> Slots: ...
-    def __get__(self, instance: "Batch | None", owner: type) -> Any:
+    def __get__(self, instance: "ColumnValues", owner: type) -> Slots: ...
+    def __get__(self, instance: "ColumnValues | None", owner: type) -> Any:
         return super().__get__(instance, owner)  # type: ignore[call-overload]
 
 
@@ -115,8 +124,8 @@ class HostColumn(Column, Generic[T]):
     @overload
     def __get__(self, instance: None, owner: type) -> "HostColumn[T]": ...
     @overload
-    def __get__(self, instance: "Batch", owner: type) -> tuple[T, ...]: ...
-    def __get__(self, instance: "Batch | None", owner: type) -> Any:
+    def __get__(self, instance: "ColumnValues", owner: type) -> tuple[T, ...]: ...
+    def __get__(self, instance: "ColumnValues | None", owner: type) -> Any:
         return self if instance is None else instance.objects(self.name)
 
 

@@ -6,6 +6,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from batchstate import levels
 from batchstate.errors import ArgumentError
 from batchstate.indices import Tokens
 from batchstate.tables import Table, TableWrite
@@ -52,4 +53,6 @@ class Extension:
             raise ArgumentError(
                 "entry without a table", value=None, remedy="pass a table, or give the PagePool a token_table"
             )
+        if target is self._token_table and not levels.full:
+            return target.planned(self.slots, self.positions, self.tokens.np)  # the pool made and checked all three
         return target.entry(self.slots, self.positions, self.tokens)

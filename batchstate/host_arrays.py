@@ -134,11 +134,14 @@ def kept_rows(keep: object, num_rows: int, what: str) -> Rows:
         RowIndexError: an index outside [0, num_rows).
         ArgumentError: an index twice.
     """
-    rows = row_indices(keep, num_rows, what)
+    array = as_array(keep, what)
+    rows = row_indices(array, num_rows, what)
+    if array.dtype.kind == "b":
+        return rows  # a mask names no row twice
     copy = None
     if rows.size > num_rows:
         copy = first_duplicate(rows)
-    elif rows.size > 1:
+    elif rows.size > 1 and not _is_mask(keep):
         seen = np.zeros(num_rows, dtype=np.bool_)
         seen[rows] = True
         if np.count_nonzero(seen) != rows.size:
@@ -150,6 +153,10 @@ def kept_rows(keep: object, num_rows: int, what: str) -> Rows:
             remedy="name each row once; `take` repeats rows",
         )
     return rows
+
+
+def _is_mask(keep: object) -> bool:
+    return isinstance(keep, np.ndarray) and keep.dtype == np.bool_
 
 
 def row_indices(rows: object, num_rows: int, what: str) -> Rows:
@@ -174,19 +181,20 @@ def row_indices(rows: object, num_rows: int, what: str) -> Rows:
                 value=array.size,
                 remedy="make the mask from this value, after all earlier filters",
             )
-        return np.flatnonzero(array)
+        return array.nonzero()[0]
     if array.size == 0:
         return np.empty(0, dtype=np.int64)
     if array.dtype.kind not in "iu":
         raise DtypeError(
             f"{what}: row indices of dtype {array.dtype}", value=array.dtype, remedy="pass integers or booleans"
         )
-    least, most = array.min(), array.max()
-    if least < 0 or most >= num_rows:
-        wrong = int(least if least < 0 else most)
+    index: Rows = array.astype(np.int64, copy=False)
+    if int(index.view(np.uint64).max()) >= num_rows:  # one look: as unsigned numbers, negative ones are the largest
+        least, most = int(array.min()), int(array.max())
+        wrong = least if least < 0 else most
         raise RowIndexError(
             f"{what}: row {wrong} of {num_rows}",
             value=wrong,
             remedy="pass rows from 0 to the number of rows - 1; negative rows do not count from the end",
         )
-    return array.astype(np.int64, copy=False)
+    return index

@@ -20,24 +20,24 @@ class HostNumbers(abc.ABC):
         """The host side as a read-only array."""
 
     def sum(self) -> Any:
-        """Sum of the host side (of the bounds, under `upper_bound`)."""
-        return self.np.sum()
+        """Sum of the host side (of the bounds, under `upper_bound`), as a Python number."""
+        return self.np.sum().item()
 
     def max(self) -> Any:
-        """Maximum of the host side.
+        """Maximum of the host side, as a Python number.
 
         Raises:
             ArgumentError: no rows.
         """
-        return self._not_empty("max").max()
+        return self._not_empty("max").max().item()
 
     def min(self) -> Any:
-        """Minimum of the host side.
+        """Minimum of the host side, as a Python number.
 
         Raises:
             ArgumentError: no rows.
         """
-        return self._not_empty("min").min()
+        return self._not_empty("min").min().item()
 
     def _not_empty(self, operation: str) -> Array:
         values = self.np

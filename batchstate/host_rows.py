@@ -5,7 +5,7 @@ int32[k, n], and so on; a column with a trailing shape is an array of its own, [
 numpy call a stack, and each column is a contiguous row of its stack, with the column's own dtype as a view.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import final
 
 import attrs
@@ -101,7 +101,15 @@ class HostRows:
         """The values of a column, a view [n, ...]."""
         place = self.layout.places[name]
         stack = self.stacks[place.stack]
-        return stack if place.lane is None else stack[place.lane].view(place.dtype)
+        if place.lane is None:
+            return stack
+        lane: Array = stack[place.lane]
+        return lane if lane.dtype is place.dtype else lane.view(place.dtype)
+
+    def have(self, num_rows: int) -> bool:
+        """Whether each stack has so many rows, counted on its own."""
+        lengths = [stack.shape[axis] for stack, axis in zip(self.stacks, self.layout.row_axes, strict=True)]
+        return lengths == [num_rows] * len(lengths)
 
     def lengths(self) -> dict[str, int]:
         """Rows of each stack, counted on its own."""
@@ -146,10 +154,14 @@ class HostRows:
             ]
         )
 
-    def replaced(self, columns: Mapping[str, Array]) -> "HostRows":
-        """The same rows with other values in some columns; stacks without such a column are shared."""
+    def copied(self, columns: Iterable[str]) -> "HostRows":
+        """The same rows, with `columns` in memory that nobody else has seen yet; other stacks are shared."""
         touched = {self.layout.places[name].stack for name in columns}
-        rows = self._with([stack.copy() if i in touched else stack for i, stack in enumerate(self.stacks)])
+        return self._with([stack.copy() if i in touched else stack for i, stack in enumerate(self.stacks)])
+
+    def replaced(self, columns: Mapping[str, Array]) -> "HostRows":
+        """The same rows with other values in some columns."""
+        rows = self.copied(columns)
         for name, values in columns.items():
             rows.column(name)[...] = values
         return rows

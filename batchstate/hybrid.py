@@ -173,6 +173,11 @@ class HybridSlotPool:
         return self.slots.capacity
 
     @property
+    def state_capacity(self) -> int:
+        """Rows of a tensor that states index: the largest state + 1."""
+        return self._states.ledger.capacity
+
+    @property
     def stats(self) -> SlotStats:
         """The slots in numbers; `state_stats` has the states."""
         return self.slots.stats
@@ -277,4 +282,4 @@ class HybridSlotPool:
             Violation: SLOT_CONSERVATION, naming up to 8 leaked slots or states.
         """
         self.slots.expect_idle()
-        self._states.ledger.check_idle("expect_idle")
+        self._states.ledger.expect_idle("expect_idle")

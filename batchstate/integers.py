@@ -10,6 +10,8 @@ from batchstate.host_arrays import Array, as_array, check_range
 
 Amounts = npt.NDArray[np.int64]
 
+_LIMITS = {(kind, width): np.iinfo(f"{kind}{width}") for kind in "iu" for width in (1, 2, 4, 8)}
+
 
 def amounts(n: object, num_rows: int, what: str) -> Amounts:
     """What is added to each row: int64[] for one number, int64[num_rows] for one a row.
@@ -19,6 +21,8 @@ def amounts(n: object, num_rows: int, what: str) -> Amounts:
         ShapeError: neither one number nor one a row.
         ValueOverflowError: outside int64.
     """
+    if type(n) is int and -(2**63) <= n < 2**63:  # what a decode step adds
+        return np.array(n, dtype=np.int64)
     array = as_array(n, what)
     if array.dtype.kind not in "iu" and array.size:
         raise DtypeError(f"{what}: {array.dtype} is no integer dtype", value=array.dtype, remedy="pass integers")
@@ -28,8 +32,8 @@ def amounts(n: object, num_rows: int, what: str) -> Amounts:
             value=array.shape,
             remedy="pass one, or one a row",
         )
-    if array.size:
-        check_range(int(array.min()), int(array.max()), np.dtype(np.int64), what)
+    if array.size and array.dtype.kind == "u":  # every signed dtype goes into int64
+        check_range(0, int(array.max()), np.dtype(np.int64), what)
     return array.astype(np.int64)
 
 
@@ -39,31 +43,39 @@ def across(amount: Amounts, ndim: int) -> Amounts:
 
 
 def shifted(values: Array, amount: Amounts, what: str) -> Array:
-    """`values + amount` in the dtype of `values`.
+    """`values + amount` in the dtype of `values`, as a new array. Arguments and errors as `shift`."""
+    result = values.copy()
+    shift(result, amount, what)
+    return result
+
+
+def shift(values: Array, amount: Amounts, what: str) -> None:
+    """Adds `amount` to `values` in place.
 
     Args:
-        values: integers of any dtype, [n, ...].
+        values: integers of any dtype, [n, ...], that nobody else has seen yet.
         amount: int64, broadcastable to `values`.
         what: the operation, for messages.
 
     Raises:
-        ValueOverflowError: a sum lies outside the dtype. Nothing was computed in place.
+        ValueOverflowError: a sum lies outside the dtype. Nothing was changed.
     """
     if not values.size:
-        return values.copy()
-    limits = np.iinfo(values.dtype)
-    least = int(values.min()) + int(amount.min())
-    most = int(values.max()) + int(amount.max())
-    if least < limits.min or most > limits.max:
+        return
+    limits = _LIMITS[values.dtype.kind, values.dtype.itemsize]
+    if amount.ndim:
+        down, up = int(amount.min()), int(amount.max())
+    else:
+        down = up = int(amount)
+    if (down < 0 and int(values.min()) + down < limits.min) or (up > 0 and int(values.max()) + up > limits.max):
         # The extremes need not be in one row: look at each row with Python's integers, which do not wrap.
         exact = values.astype(object) + np.broadcast_to(amount, values.shape).astype(object)
         wrong = np.asarray((exact < int(limits.min)) | (exact > int(limits.max)), dtype=np.bool_)
         if wrong.any():
             at = np.unravel_index(int(np.argmax(wrong)), values.shape)
             raise _overflow(what, int(at[0]), exact[at], values.dtype)
-    with np.errstate(over="ignore"):  # the cast of a negative amount to an unsigned dtype wraps, and so does the sum
-        result: Array = values + amount.astype(values.dtype)
-    return result
+    # The cast of a negative amount to an unsigned dtype wraps, and so does the sum; for arrays numpy says nothing.
+    values += amount.astype(values.dtype, copy=False)
 
 
 def _overflow(what: str, row: int, value: object, dtype: np.dtype[Any]) -> ValueOverflowError:

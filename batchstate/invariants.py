@@ -201,8 +201,8 @@ def mirror_foreign_write(side: str, expected: int, actual: int, **where: Unpack[
             Code.MIRROR_FOREIGN_WRITE,
             f"the {side} side was written in place from outside",
             where,
-            expected=f"mark {expected}",
-            actual=f"mark {actual}",
+            expected="no write since the value was made",
+            actual=f"at least one (mark {actual}, was {expected})",
         )
 
 
@@ -482,9 +482,9 @@ def slot_shared(slots: Ints, **where: Unpack[Where]) -> None:
     """
     made[Code.SLOT_SHARED] += 1
     in_order = np.sort(slots)
-    row = None
-    if ((in_order[1:] == in_order[:-1]) & (in_order[1:] != 0)).any():
-        row = first_duplicate(slots, ignore_zero=True)
+    if not np.count_nonzero(in_order[1:] == in_order[:-1]):
+        return
+    row = first_duplicate(slots, ignore_zero=True)
     if row is not None:
         _broken(
             Code.SLOT_SHARED,
@@ -515,7 +515,7 @@ def slot_conservation(
     if min(free, pending, live) < 0 or free + pending + live != size:
         _broken(
             Code.SLOT_CONSERVATION,
-            f"{free} free + {pending} pending + {live} live is {free + pending + live}" + _named(leaked),
+            _named(leaked) + f"{free} free + {pending} pending + {live} live is {free + pending + live}",
             where,
             expected=f"{size} in all",
             actual=free + pending + live,
@@ -719,7 +719,7 @@ def _named(leaked: Ints | None) -> str:
     if leaked is None or not leaked.size:
         return ""
     names = ", ".join(str(index) for index in leaked[:8])
-    return f"; {leaked.size} leaked: {names}{', ...' if leaked.size > 8 else ''}"
+    return f"{leaked.size} leaked: {names}{', ...' if leaked.size > 8 else ''}; without them "
 
 
 def _first_row(hits: npt.NDArray[np.bool_]) -> int:

@@ -246,7 +246,7 @@ class Ledger:
             return
         invariants.slot_conservation(free, pending, self.live, total, **self._where(operation))
 
-    def check_idle(self, operation: str) -> None:
+    def expect_idle(self, operation: str) -> None:
         """Nothing is live.
 
         Raises:

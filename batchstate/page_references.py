@@ -106,6 +106,8 @@ class PageReferences:
                 everything = AllFences(fences if after is None else (*fences, after))
                 self.ledger.release(pages[late], everything, operation)
                 pages = pages[~late]
+            if levels.cheap:
+                self._check_unread(pages, operation)
         self.ledger.release(pages, after, operation)
 
     def _note_readers(self, pages: Ints, fence: Fence) -> None:

@@ -98,6 +98,9 @@ def ragged(starts: Ints, counts: Ints) -> tuple[Ints, Ints]:
     Returns:
         the i that each number belongs to, and the numbers; both int64[counts.sum()].
     """
+    if counts.size == 1:  # one request, as admission and retraction have it
+        count, start = int(counts[0]), int(starts[0])
+        return np.zeros(count, dtype=np.int64), np.arange(start, start + count, dtype=np.int64)
     ends = np.cumsum(counts)
     total = int(ends[-1]) if ends.size else 0
     owners = np.repeat(np.arange(counts.size, dtype=np.int64), counts)

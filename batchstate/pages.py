@@ -17,7 +17,7 @@ from batchstate.contracts import Contract
 from batchstate.errors import ArgumentError, DeviceError, ShapeError
 from batchstate.extension import Extension
 from batchstate.fence_queue import check_fence
-from batchstate.host_arrays import count
+from batchstate.host_arrays import converted, count
 from batchstate.hybrid import HybridSlotPool
 from batchstate.indices import Slots, Tokens
 from batchstate.integers import amounts
@@ -26,7 +26,7 @@ from batchstate.page_guard import PageGuard
 from batchstate.page_lease import PageLease
 from batchstate.page_stats import PageStats
 from batchstate.pools import SlotPool
-from batchstate.runtime import Fence, Runtime
+from batchstate.runtime import Fence, Runtime, numpy_dtype
 from batchstate.tables import Table
 from batchstate.violations import Where
 
@@ -50,7 +50,9 @@ class PagePool:
 
     Raises:
         ArgumentError, DtypeError: sizes that are no positive integers.
-        ShapeError: `token_table` has no room for a request. Violation: UNIT_MISMATCH: it holds something else.
+        ShapeError: `token_table` has no room for a request.
+        DtypeError, ValueOverflowError: it has no room for the last token.
+        Violation: UNIT_MISMATCH: it holds something else.
         DeviceError: `slots` belongs to another runtime.
     """
 
@@ -71,7 +73,7 @@ class PagePool:
         self.num_pages = count(num_pages, f"{name}: num_pages", least=1)
         self.page_size = count(page_size, f"{name}: page_size", least=1)
         self.max_tokens_per_request = count(max_tokens_per_request, f"{name}: max_tokens_per_request", least=1)
-        self.token_table = token_table
+        self._token_table = token_table
         if self.slots.runtime is not runtime:
             raise DeviceError(f"{name}: {slots!r} has another runtime", value=slots, remedy="use one runtime")
         self._books = PageBooks(
@@ -93,6 +95,16 @@ class PagePool:
             f"PagePool({self.name!r}, {self.num_pages} pages of {self.page_size}, "
             f"free={ledger.free}, pending={ledger.pending}, live={ledger.live})"
         )
+
+    @property
+    def token_table(self) -> Table | None:
+        """The default table of `Extension.entry`."""
+        return self._token_table
+
+    @property
+    def token_capacity(self) -> int:
+        """Rows of KV memory that tokens index: those of all pages, page 0 included."""
+        return (self.num_pages + 1) * self.page_size
 
     @property
     def stats(self) -> PageStats:
@@ -317,7 +329,7 @@ class PagePool:
             contract=Contract.HOST_ONLY,
             name=self.name,
         )
-        return Extension(added.slots, added.positions, tokens, added.counts, self.token_table)
+        return Extension(added.slots, added.positions, tokens, added.counts, self._token_table)
 
     def _check_token_table(self, table: Table) -> None:
         invariants.table_capacity(table.capacity, self.slots.capacity, **self._where("token_table"))
@@ -329,6 +341,7 @@ class PagePool:
                 value=tuple(table.device.shape),
                 remedy="make the table with `slots.table(name, (max_tokens_per_request,), holds='token')`",
             )
+        converted(np.array([self.token_capacity - 1]), numpy_dtype(table.device.dtype), f"{self.name}: token_table")
 
     # Checks
 
@@ -352,7 +365,7 @@ class PagePool:
             Violation: SLOT_CONSERVATION, naming up to 8 of the leaked pages.
         """
         self.runtime.check_owner(f"{self.name}: expect_idle")
-        self._books.references.ledger.check_idle("expect_idle")
+        self._books.references.ledger.expect_idle("expect_idle")
 
     def _where(self, operation: str) -> Where:
         return {"object": f"PagePool {self.name!r}", "operation": operation, "step": self.runtime.step}

@@ -286,7 +286,7 @@ class SlotPool:
         Reads device memory, and stands aside under capture.
 
         Raises:
-            Violation: any of the SLOT_ codes, TABLE_CAPACITY, MIRROR_EQUAL.
+            Violation: any code of slots, TABLE_CAPACITY, MIRROR_EQUAL.
         """
         self.runtime.check_owner(f"{self.name}: verify")
         if self.runtime.capturing:
@@ -305,4 +305,4 @@ class SlotPool:
             Violation: SLOT_CONSERVATION, naming up to 8 of the leaked slots.
         """
         self.runtime.check_owner(f"{self.name}: expect_idle")
-        self._ledger.check_idle("expect_idle")
+        self._ledger.expect_idle("expect_idle")

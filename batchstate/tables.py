@@ -147,6 +147,13 @@ class Table:
                 )
         return TableWrite(self, index, array.reshape(-1))
 
+    def planned(self, rows: Ints, positions: Ints, values: Ints) -> TableWrite:
+        """An entry of a table with rows of one dimension from what a pool has made: live slots, places, fitting values.
+
+        For the library: nothing is checked again. All are int64[n].
+        """
+        return TableWrite(self, rows * self._row_width + positions, values.astype(self._dtype, copy=False))
+
     def write(self, slots: object, positions: object, values: object) -> None:
         """Writes on the current stream at once: one upload, one scatter. Arguments and errors as for `entry`.
 

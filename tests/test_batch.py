@@ -1,5 +1,7 @@
 """Batch: declared columns of every kind, moved as one."""
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -99,6 +101,9 @@ def test_every_column_takes_part_in_every_operation(rt: Runtime, pool: SlotPool,
     assert_holds(first, "a")
     assert_holds(none, "")
     assert_holds(rest, "bcdef")
+    mixed = abcd.advance({"seq_lens": [1, 2, 3, 4], "top_k": -1})
+    assert mixed.seq_lens.np.tolist() == [11, 13, 15, 17]
+    assert rt.inspect(mixed.top_k.device).tolist() == [-1, 0, 1, 2]
     assert_holds(abcd.advance(("seq_lens", "kv_lens"), 5).filter([0, 3]), "ad", seq_lens=15, kv_lens=25)
     assert_holds(abcd, "abcd")
 
@@ -307,11 +312,13 @@ def test_a_column_of_another_length_is_reported(rt: Runtime, abcd: Decode) -> No
 
 
 def test_writes_from_outside_are_reported(rt: Runtime, abcd: Decode) -> None:
-    """A write into a column's device side is found at `cheap`, by torch's version counter."""
+    """A write into a column's device side is found at `cheap`, by torch's version counter, by whatever comes next."""
     abcd.seq_lens.device.add_(1)
-    with pytest.raises(Violation) as caught:
-        abcd.check()
-    assert caught.value.code is Code.MIRROR_FOREIGN_WRITE
+    for operation in (abcd.check, abcd.upload, lambda: abcd.filter([0]), lambda: abcd.advance("top_k", 1)):
+        with pytest.raises(Violation) as caught:
+            operation()
+        assert caught.value.code is Code.MIRROR_FOREIGN_WRITE
+        assert caught.value.column == "seq_lens"
 
 
 @pytest.mark.parametrize(
@@ -432,3 +439,19 @@ def test_the_packed_way_agrees_with_moving_each_column(rt: Runtime, abcd: Decode
         alone = value.filter([3, 0, 2]).merge(value.filter([1]))
         assert rt.inspect(packed[name].device).tolist() == rt.inspect(alone.device).tolist(), name
         assert packed[name].contract is alone.contract
+
+
+def test_memory_goes_back_with_the_last_user(rt: Runtime, pool: SlotPool) -> None:
+    """A dropped batch and its columns are gone at once, read or not: they are in no reference cycle."""
+    gc.disable()
+    try:
+        for read in (False, True):
+            batch = Decode.build(rt, **rows(pool, "abc"))
+            column = batch.seq_lens
+            if read:
+                assert len(column.device) == len(batch.last_token.device) == 3
+            gone = [weakref.ref(batch), weakref.ref(column), weakref.ref(batch.last_token)]
+            del batch, column
+            assert [reference() for reference in gone] == [None, None, None]
+    finally:
+        gc.enable()

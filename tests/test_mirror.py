@@ -1,6 +1,8 @@
 """MirroredTensor: what each operation does to both sides, and what it refuses."""
 
+import gc
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -490,3 +492,18 @@ def test_inference_mode(rt: Runtime, full: None) -> None:
         value = MirroredTensor.from_host(rt, [1, 2, 3])
         assert both((value + 1).filter([0, 2]).merge(value)) == [2, 4, 1, 2, 3]
     assert both(value.filter([1])) == [2]
+
+
+def test_memory_goes_back_with_the_last_user(rt: Runtime) -> None:
+    """A dropped value is gone at once, whether or not its device side was made: it is in no reference cycle."""
+    gc.disable()
+    try:
+        for read in (False, True):
+            value = MirroredTensor.from_host(rt, [1, 2, 3])
+            if read:
+                value.device  # noqa: B018
+            gone = weakref.ref(value)
+            del value
+            assert gone() is None
+    finally:
+        gc.enable()

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from batchstate import levels
-from batchstate.errors import ArgumentError, DeviceError, DtypeError, PoolExhaustedError, ShapeError
+from batchstate.errors import (
+    ArgumentError,
+    DeviceError,
+    DtypeError,
+    PoolExhaustedError,
+    ShapeError,
+    ValueOverflowError,
+)
 from batchstate.hybrid import HybridSlotPool
 from batchstate.indices import Slots, Tokens
 from batchstate.page_references import PageReferences
@@ -523,14 +530,20 @@ def test_finds_a_shared_page_that_is_freed(slots: SlotPool, pages: PagePool, mon
 
 
 def test_finds_a_forgotten_reader(slots: SlotPool, pages: PagePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page freed while a former sharer's forward still reads it is found when it is handed out."""
+    """A page freed while a former sharer's forward still reads it is found then, and else when it is handed out."""
     monkeypatch.setattr(PageReferences, "_still_read", lambda self, pages: np.zeros(pages.size, np.bool_))
     source, target = slots.take(1), slots.take(1)
     pages.extend(source, 4)
     pages.share(source, target, 4)
     pages.release_requests(source, after=Gate())
-    pages.release_requests(target)
+    with levels.checks("off"):
+        pages.release_requests(target)
     refused(Code.SLOT_IN_FLIGHT, lambda: pages.extend(slots.take(1), 4))
+    other, last = slots.take(1), slots.take(1)
+    pages.extend(other, 4)
+    pages.share(other, last, 4)
+    pages.release_requests(other, after=Gate())
+    refused(Code.SLOT_IN_FLIGHT, lambda: pages.release_requests(last))
 
 
 def test_finds_a_page_in_two_rows(slots: SlotPool, pages: PagePool) -> None:
@@ -547,3 +560,23 @@ def test_finds_committed_beyond_allocated(slots: SlotPool, pages: PagePool, monk
     one = slots.take(1)
     refused(Code.SLOT_ZERO_ALLOCATED, lambda: pages.extend(one, 6))
     refused(Code.LENGTH_ORDER, pages.verify)
+
+
+def test_the_pools_own_table_is_written_without_a_second_look(rt: Runtime) -> None:
+    """An entry for the pool's token table equals the one that is checked again; a table too narrow is refused."""
+    slots = SlotPool(rt, 4)
+    table = slots.table("req_to_token", (8,), torch.int32, holds="token")
+    pages = PagePool(rt, slots, 8, 2, max_tokens_per_request=8, token_table=table)
+    assert pages.token_table is table
+    extension = pages.extend(slots.take(2), [3, 5])
+    quick, careful = extension.entry(), table.entry(extension.slots, extension.positions, extension.tokens)
+    assert quick.index.tolist() == careful.index.tolist()
+    assert quick.values.tolist() == careful.values.tolist()
+    assert quick.values.dtype == careful.values.dtype
+    narrow = slots.table("narrow", (8,), torch.int8, holds="token")
+    with pytest.raises(ValueOverflowError, match="token_table"):
+        PagePool(rt, slots, 200, 2, max_tokens_per_request=8, token_table=narrow)
+    with pytest.raises(DtypeError, match="token_table"):
+        PagePool(
+            rt, slots, 8, 2, max_tokens_per_request=8, token_table=slots.table("mask", (8,), torch.bool, holds="token")
+        )

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from batchstate.cli import mutants, traffic
+from batchstate.cli import fuzz, mutants, traffic
 from batchstate.errors import BatchStateError
 from batchstate.violations import Violation
 
@@ -25,7 +25,7 @@ class Command(Protocol):
         ...
 
 
-COMMANDS: tuple[Command, ...] = (mutants, traffic)
+COMMANDS: tuple[Command, ...] = (fuzz, mutants, traffic)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,11 +5,12 @@ plain CPU and on test devices. `open_runtime` chooses.
 """
 
 from batchstate.runtime.accelerator import AcceleratorRuntime
-from batchstate.runtime.base import Runtime, open_runtime
+from batchstate.runtime.base import Runtime
 from batchstate.runtime.counters import Counters
 from batchstate.runtime.cpu import CpuRuntime
 from batchstate.runtime.dtypes import NUMPY_DTYPES, numpy_dtype, torch_dtype
 from batchstate.runtime.fences import DoneFence, Fence, Stream
+from batchstate.runtime.opening import open_runtime
 from batchstate.runtime.packed import PackedUpload
 from batchstate.runtime.staging import Staging
 

@@ -11,6 +11,7 @@ from batchstate.errors import ArgumentError
 from batchstate.runtime.base import Array, Runtime
 from batchstate.runtime.counters import Counters
 from batchstate.runtime.fences import Fence, Stream
+from batchstate.runtime.staging import StagingBlock
 
 
 @attrs.frozen(eq=False)
@@ -59,8 +60,9 @@ class AcceleratorRuntime(Runtime):
     def _device_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def _copy_to_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source, non_blocking=True)
+    def _copied_to_device(self, block: StagingBlock, nbytes: int) -> torch.Tensor:
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return buffer.copy_(block.tensor[:nbytes], non_blocking=True)
 
     def _read_back(self, source: torch.Tensor) -> Array:
         with self._synchronisation_allowed():

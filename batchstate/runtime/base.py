@@ -16,7 +16,7 @@ from batchstate.errors import ArgumentError, CaptureError, OwnerThreadError
 from batchstate.runtime.counters import Counters
 from batchstate.runtime.fences import Fence, Stream
 from batchstate.runtime.packed import PackedUpload, packed_offsets
-from batchstate.runtime.staging import Staging
+from batchstate.runtime.staging import Staging, StagingBlock
 
 T = TypeVar("T")
 _log = logging.getLogger("batchstate")
@@ -55,7 +55,8 @@ class Runtime(abc.ABC):
         self._stood_aside = False
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(device={str(self.device)!r}, steps_in_flight={self.steps_in_flight}, step={self.step})"
+        kind, device = type(self).__name__, str(self.device)
+        return f"{kind}(device={device!r}, steps_in_flight={self.steps_in_flight}, step={self.step})"
 
     # What a device implements
 
@@ -68,8 +69,11 @@ class Runtime(abc.ABC):
         """Uninitialised device memory, allocated on the current stream."""
 
     @abc.abstractmethod
-    def _copy_to_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies staged host memory to the device on the current stream; the host does not wait."""
+    def _copied_to_device(self, block: StagingBlock, nbytes: int) -> torch.Tensor:
+        """New device memory uint8[nbytes] with the first bytes of `block`, copied on the current stream.
+
+        The host does not wait.
+        """
 
     @abc.abstractmethod
     def _read_back(self, source: torch.Tensor) -> Array:
@@ -155,7 +159,9 @@ class Runtime(abc.ABC):
     def device_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised device memory that lives as long as its users."""
         self._refuse_capture("allocating device memory")
-        tensor = self._device_memory(shape, dtype)
+        return self._allocated(self._device_memory(shape, dtype))
+
+    def _allocated(self, tensor: torch.Tensor) -> torch.Tensor:
         self.counters.device_allocations += 1
         if self._observed is not None:
             self._observed.append(tensor)
@@ -163,7 +169,7 @@ class Runtime(abc.ABC):
 
     def device_zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Zeroed device memory for tables that outlive a step. Not counted as a device operation."""
-        # A table is written in place for years: it must not be an inference tensor, which only inference mode may write.
+        # Written in place for years, a table must not be an inference tensor, which only inference mode may write.
         with torch.inference_mode(False):
             tensor = self.device_empty(shape, dtype).zero_()
         self._persistent.append(weakref.ref(tensor))
@@ -190,14 +196,13 @@ class Runtime(abc.ABC):
         self.check_owner("upload")
         self._refuse_capture("an upload")
         offsets, nbytes = packed_offsets(arrays)
-        buffer = self.device_empty((nbytes,), torch.uint8)
         stream = self.current_stream
         block = self._staging.take(nbytes)
         try:
             for array, start in zip(arrays, offsets, strict=True):
                 target = block.bytes[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
                 target[...] = array
-            self._copy_to_device(buffer, block.tensor[:nbytes])
+            buffer = self._allocated(self._copied_to_device(block, nbytes))
         except BaseException:
             self._staging.give_up(block)
             raise
@@ -242,10 +247,12 @@ class Runtime(abc.ABC):
 
         Args:
             operation: called with `args` and `kwargs`; enqueues kernels (or replays one graph).
+            *args: for `operation`.
             reads: device tensors that it reads, for tools that watch for races.
             writes: device tensors that it writes in place.
             name: for reports.
             operations: how many kernels it enqueues.
+            **kwargs: for `operation`.
 
         Returns:
             what `operation` returns.
@@ -272,7 +279,7 @@ class Runtime(abc.ABC):
         memory is kept until the current stream is done with it: an order of execution alone does not protect memory.
         """
         current = self.current_stream
-        if current != made_on and not self.capturing:
+        if current is not made_on and current != made_on and not self.capturing:
             self.wait(ready or self.record(made_on), stream=current)
             self.counters.hand_overs += 1
             self._keep_alive(tensor, current)
@@ -308,25 +315,3 @@ class Runtime(abc.ABC):
             yield alive
         finally:
             self._observed = before
-
-
-def open_runtime(device: str | torch.device = "cpu", *, steps_in_flight: int = 2) -> Runtime:
-    """The runtime of a device.
-
-    Args:
-        device: `"cpu"`, or an accelerator that torch was built for (`"cuda"`, `"cuda:1"`, ...).
-        steps_in_flight: see `Runtime`.
-
-    Raises:
-        ArgumentError: torch does not know the device, or it is not available here.
-    """
-    from batchstate.runtime.accelerator import AcceleratorRuntime
-    from batchstate.runtime.cpu import CpuRuntime
-
-    try:
-        wanted = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise ArgumentError(f"unknown device {device!r}", value=device, remedy="use 'cpu' or 'cuda'") from None
-    if wanted.type == "cpu":
-        return CpuRuntime(steps_in_flight=steps_in_flight)
-    return AcceleratorRuntime(wanted, steps_in_flight=steps_in_flight)

@@ -1,7 +1,7 @@
 """A plain CPU as device: every operation runs at once, and device memory is an allocation of its own.
 
-The point of this runtime is that host and device side stay two memories. `.to("cpu")` and `torch.from_numpy` would alias
-them, a pair that aliases always agrees, and every check on it would be vacuous.
+The point of this runtime is that host and device side stay two memories. `.to("cpu")` and `torch.from_numpy` would
+alias them, a pair that aliases always agrees, and every check on it would be vacuous.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import torch
 
 from batchstate.runtime.base import Array, Runtime
 from batchstate.runtime.fences import DoneFence, Fence, Stream
+from batchstate.runtime.staging import StagingBlock
 
 _DONE = DoneFence()
 _ids = itertools.count()
@@ -30,10 +31,12 @@ class CpuRuntime(Runtime):
     def _device_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
-    def _copy_to_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def _copied_to_device(self, block: StagingBlock, nbytes: int) -> torch.Tensor:
         # By numpy: torch copies from 32 KiB on with all its threads, which then wait for each other and for more work.
-        # On a busy machine that makes a copy of microseconds one of milliseconds.
-        target.numpy()[...] = source.numpy()
+        # On a busy machine that makes a copy of microseconds one of milliseconds. The tensor aliases the copy alone.
+        if not nbytes:
+            return self._device_memory((0,), torch.uint8)  # numpy gives nothing a stride of 0, which torch cannot view
+        return torch.from_numpy(block.bytes[:nbytes].copy())
 
     def _read_back(self, source: torch.Tensor) -> Array:
         copy: Array = source.detach().clone().numpy()

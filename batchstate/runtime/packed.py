@@ -1,5 +1,6 @@
 """Several host arrays that crossed to the device in one copy."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -47,7 +48,7 @@ class PackedUpload:
         view = self._views.get(index)
         if view is None:
             dtype, shape = self._kinds[index]
-            count = int(np.prod(shape, dtype=np.int64))
+            count = math.prod(shape)
             start = self._offsets[index]
             flat = self.buffer[start : start + count * dtype.itemsize].view(torch_dtype(dtype))
             view = self._views[index] = flat.view(shape)

@@ -7,6 +7,7 @@ variable CI, which tries the same examples every time. Here the seed alone decid
 import time
 import unittest
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, final
 
 import attrs
@@ -17,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 from batchstate.errors import ArgumentError
 from batchstate.invariants import Violation
 from batchstate.runtime import open_runtime
-from batchstate.testing.machine import Machine
+from batchstate.testing.machine import DisagreementError, Machine
 from batchstate.testing.machines import MACHINES
 from batchstate.testing.session import OpenRuntime, session
 
@@ -42,7 +43,8 @@ class MachineResult:
         violations: failures found: 0 or 1, since a run stops at the first.
         seconds: wall time, shrinking included.
         failure: the report, the shrunk program and how to replay it; None when all was well.
-        code: the invariant that was broken, or the name of another error; None when all was well.
+        code: the invariant that was broken, `MODEL` where only the model knew better, or the name of another error;
+            None when all was well.
         first_failure: examples run until the first failure, that one included; None when all was well.
         reached: interesting state -> times reached.
     """
@@ -109,6 +111,7 @@ def run_machine(
     shrink: bool = True,
     database: ExampleDatabase | None = None,
     runtimes: OpenRuntime | None = None,
+    on_example: Callable[[int], None] | None = None,
 ) -> MachineResult:
     """Runs one machine.
 
@@ -122,6 +125,7 @@ def run_machine(
         shrink: look for the shortest program once one fails; without it the first is reported.
         database: failing examples of earlier runs, tried first; new ones are added.
         runtimes: makes the runtime of each example; by default `open_runtime(device)`.
+        on_example: called after each example with the number run so far.
 
     Raises:
         ArgumentError: no positive number of examples or steps, or an unknown device.
@@ -133,7 +137,7 @@ def run_machine(
         raise ArgumentError(f"run_machine: seed is {seed}", value=seed, remedy="pass 0 or more")
     if runtimes is None:
         open_runtime(device)  # an unknown device is the caller's mistake, not a failure of the machine
-        runtimes = _Opener(device)
+        runtimes = partial(open_runtime, device)
     phases = [Phase.reuse, Phase.generate, *([Phase.shrink] if shrink else [])]
     profile = settings(
         max_examples=examples,
@@ -148,7 +152,7 @@ def run_machine(
         verbosity=Verbosity.normal,
     )
     start = time.perf_counter()
-    with session(runtimes) as found:
+    with session(runtimes, on_example=on_example) as found:
         error = _error_of(lambda: run_state_machine_as_test(_named(machine, seed, derandomize), settings=profile))
     seconds = time.perf_counter() - start
     return MachineResult(
@@ -172,7 +176,7 @@ def fuzz(
     *,
     steps: int = STEPS,
     database: ExampleDatabase | None = None,
-    progress: Callable[[str, int], None] | None = None,
+    progress: Callable[[int, str], None] | None = None,
 ) -> FuzzReport:
     """Runs several machines one after the other.
 
@@ -183,7 +187,7 @@ def fuzz(
         machines: names out of `MACHINES`; all by default.
         steps: rules of one example.
         database: failing examples of earlier runs; by default those in `EXAMPLES_FOLDER`.
-        progress: called before each machine with its name and its place.
+        progress: called after each example with the number run so far, and the name of the machine.
 
     Raises:
         ArgumentError: an unknown machine, and what `run_machine` refuses.
@@ -197,21 +201,22 @@ def fuzz(
     kept = DirectoryBasedExampleDatabase(EXAMPLES_FOLDER) if database is None else database
     results = []
     for place, name in enumerate(names):
-        if progress is not None:
-            progress(name, place)
-        results.append(
-            run_machine(MACHINES[name], device=device, examples=examples, seed=seed, steps=steps, database=kept)
+        before = place * examples
+        result = run_machine(
+            MACHINES[name],
+            device=device,
+            examples=examples,
+            seed=seed,
+            steps=steps,
+            database=kept,
+            on_example=None if progress is None else partial(_tell, progress, name, before),
         )
+        results.append(result)
     return FuzzReport(device, seed, tuple(results))
 
 
-@final
-@attrs.frozen
-class _Opener:
-    device: str
-
-    def __call__(self) -> Any:
-        return open_runtime(self.device)
+def _tell(progress: Callable[[int, str], None], name: str, before: int, done: int) -> None:
+    progress(before + done, name)
 
 
 def _named(machine: type[Machine], number: int, derandomize: bool) -> Any:
@@ -243,7 +248,9 @@ def _error_of(body: Callable[[], None]) -> BaseException | None:
 
 
 def _code(error: BaseException) -> str:
-    return error.code.value if isinstance(error, Violation) else type(error).__name__
+    if isinstance(error, Violation):
+        return error.code.value
+    return "MODEL" if isinstance(error, DisagreementError) else type(error).__name__
 
 
 def _report(error: BaseException, machine: type[Machine], *, seed: int, examples: int, device: str) -> str:

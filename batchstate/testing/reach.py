@@ -67,6 +67,22 @@ STATES: dict[str, tuple[str, ...]] = {
         "the mapping written by the caller",
         "double free refused",
     ),
+    "engine": (
+        "two steps in flight",
+        "retraction",
+        "waited for a step that held what was needed",
+        "slots free behind step N while N+1 is in flight",
+        "abort with a step in flight",
+        "a shared prefix",
+        "a page held by two",
+    ),
+    "twins": (
+        "rows left",
+        "rows in another order",
+        "batches merged",
+        "a batch advanced",
+        "an empty batch",
+    ),
 }
 """Machine -> the states that its ordinary number of examples must reach."""
 

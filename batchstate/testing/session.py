@@ -26,6 +26,7 @@ class Session:
         steps: rules run in them.
         first_failure: number of the example that failed first, from 1, or None.
         reach: how often each interesting state was reached.
+        on_example: called after each example with the number run so far.
     """
 
     open_runtime: OpenRuntime
@@ -33,6 +34,7 @@ class Session:
     steps: int = 0
     first_failure: int | None = None
     reach: Reach = attrs.field(factory=Reach)
+    on_example: Callable[[int], None] | None = None
 
     def end_example(self, steps: int, *, failed: bool) -> None:
         """An example of `steps` rules is over."""
@@ -41,6 +43,8 @@ class Session:
             self.steps += steps
             if failed:
                 self.first_failure = self.examples
+            if self.on_example is not None:
+                self.on_example(self.examples)
 
 
 _current: ContextVar[Session] = ContextVar("batchstate_session")
@@ -53,9 +57,11 @@ def current_session() -> Session:
 
 
 @contextlib.contextmanager
-def session(runtimes: OpenRuntime = open_runtime) -> Iterator[Session]:
+def session(
+    runtimes: OpenRuntime = open_runtime, *, on_example: Callable[[int], None] | None = None
+) -> Iterator[Session]:
     """A window in which every machine takes its runtimes from `runtimes` and counts into the session yielded."""
-    token = _current.set(Session(runtimes))
+    token = _current.set(Session(runtimes, on_example=on_example))
     try:
         yield _current.get()
     finally:

@@ -70,7 +70,7 @@ def row_shapes() -> SearchStrategy[tuple[int, ...]]:
 
 
 def column_values(dtype: torch.dtype, rows: SupportsIndex, shape: Sequence[int] = ()) -> SearchStrategy[Array]:
-    """Arrays [rows, *shape] of `dtype`: small numbers, extremes, and for floats also zeros, infinities and NaN.
+    """Arrays `[rows, *shape]` of `dtype`: small numbers, extremes, and for floats also zeros, infinities and NaN.
 
     Raises:
         DtypeError: numpy lacks the dtype.

@@ -77,6 +77,7 @@ class Engine:
             settings.num_pages,
             settings.page_size,
             max_tokens_per_request=max_tokens_per_request,
+            token_table=self.req_to_token,
         )
         self.batch = RunningBatch.empty(runtime)
         self.waiting: deque[Request] = deque()
@@ -206,12 +207,12 @@ class Engine:
         else:
             generates = plan.generates
             generated = int(generates.sum())
-            batch = self.batch.advance("seq_lens", plan.chunks).advance("num_generated", generates)
+            batch = self.batch.advance({"seq_lens": plan.chunks, "num_generated": generates})
             extension = self._when_free(lambda: self.pages.advance(batch.slots, plan.chunks))
         query_start_loc = np.zeros(len(batch) + 1, np.int32)
         np.cumsum(plan.chunks, out=query_start_loc[1:])
         batch.upload(
-            writes=[extension.entry(self.req_to_token)],
+            writes=[extension.entry()],
             extras={
                 "positions": extension.positions,  # int64[tokens]
                 "out_cache_loc": extension.tokens.np,  # int64[tokens]

@@ -2,6 +2,7 @@
 
 from batchstate.testing.machine import Machine
 from batchstate.testing.machines.batch import BatchMachine
+from batchstate.testing.machines.engine import EngineMachine
 from batchstate.testing.machines.hybrid import HybridMachine
 from batchstate.testing.machines.mirrored_tensor import MirroredTensorMachine
 from batchstate.testing.machines.page_pool import PagePoolMachine
@@ -9,10 +10,14 @@ from batchstate.testing.machines.slot_pool import SlotPoolMachine
 
 __all__ = ["MACHINES"]
 
-_ALL: tuple[type[Machine], ...] = (MirroredTensorMachine, BatchMachine, SlotPoolMachine, PagePoolMachine, HybridMachine)
+_ALL: tuple[type[Machine], ...] = (
+    MirroredTensorMachine,
+    BatchMachine,
+    SlotPoolMachine,
+    PagePoolMachine,
+    HybridMachine,
+    EngineMachine,
+)
 
-MACHINES: dict[str, type[Machine]] = {
-    machine.NAME: machine
-    for machine in (MirroredTensorMachine, BatchMachine, SlotPoolMachine, PagePoolMachine, HybridMachine)
-}
+MACHINES: dict[str, type[Machine]] = {machine.NAME: machine for machine in _ALL}
 """Name -> machine."""

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, initialize, multiple, rule
+from hypothesis.stateful import multiple, rule
 
 from batchstate.columns import MirroredColumn
 from batchstate.contracts import Contract
@@ -13,126 +13,31 @@ from batchstate.errors import ArgumentError, ValueOverflowError
 from batchstate.indices import Slots
 from batchstate.invariants import Code
 from batchstate.mirror import MirroredTensor
-from batchstate.pools import SlotPool
-from batchstate.testing.machine import Machine, agree, agree_on
+from batchstate.testing.arithmetic import fits, plus
+from batchstate.testing.machine import agree, agree_on
+from batchstate.testing.machines.batch_builder import BATCHES, BatchBuilder
 from batchstate.testing.machines.batch_misuse import MISUSES
-from batchstate.testing.machines.batch_model import BOUNDED, COLUMNS, COUNTED, Cell, Decode, Row, Rows, numbers
+from batchstate.testing.machines.batch_model import BOUNDED, COLUMNS, COUNTED, Cell, Decode, Rows, numbers
 from batchstate.testing.misuse import Misuse
 from batchstate.testing.strategies import amounts, keep_lists, split_sizes
 
 Array = npt.NDArray[Any]
 
-_POOL = 7
-"""Identity of the pool that the slots of every batch pretend to come from."""
-_KEPT = 6
-"""Batches that are judged after every rule: the newest."""
 
-
-class BatchMachine(Machine):
-    """Builds batches of requests with few slots, so that they collide, and moves them about."""
+class BatchMachine(BatchBuilder):
+    """Moves batches about, changes them and uploads them."""
 
     NAME = "batch"
 
-    batches = Bundle("batches")
-
-    @initialize()
-    def begin(self) -> None:
-        """Opens the runtime, and a table for the writes that ride in an upload."""
-        self.open()
-        self.alive: list[Rows] = []
-        self.seen: list[Rows] = []
-        self.pool = SlotPool(self.rt, 8)
-        self.table = self.pool.table("table", (2,), host=True)
-        self.requests = 0
-
-    def judge(self) -> None:
-        """The newest batches are as they were, and those whose device sides were read have them still."""
-        for one in self.alive[-_KEPT:]:
-            one.judge()
-        for one in self.seen[-2:]:
-            one.judge_devices()
-        self.table.check()
-
-    def snapshot(self) -> object:
-        """Versions, host sides and what of the batches is uploaded."""
-        return [
-            (
-                one.batch.version,
-                [one.batch[name].np.tobytes() for name, c in COLUMNS.items() if isinstance(c, MirroredColumn)],
-                [one.batch[name].device_side.made is None for name in COLUMNS],
-            )
-            for one in self.alive[-_KEPT:]
-        ]
-
-    def kept(self, one: Rows, *, look: bool = False) -> Rows:
-        """A batch that is judged from now on; `look` reads its device sides at once."""
-        self.alive.append(one)
-        if look:
-            self.look(one)
-        return one
-
-    def look(self, one: Rows, *, side: bool = False) -> None:
-        """Compares all device sides."""
-        with self.on(side):
-            one.judge_devices()
-        self.seen.append(one)
-        self.reached("padded rows read on the device", one.padding > 0)
-        self.reached("a bounded column read on the device", bool(one.bounded) and len(one) > 0)
-
-    # Building
-
-    @rule(
-        target=batches,
-        slots=st.lists(st.integers(1, 8), max_size=3, unique=True),
-        first=st.integers(0, 9),
-        bounds=st.booleans(),
-        look=st.booleans(),
-    )
-    def build(self, slots: list[int], first: int, bounds: bool, look: bool) -> Rows:
-        """A batch of new requests; their numbers follow from `first`, so that a program stays readable."""
-        generations = np.arange(1, len(slots) + 1, dtype=np.int64)
-        handles = Slots.from_host(self.rt, slots, generations=generations, pool=_POOL)
-        requests = self._new_requests(len(slots))
-        values: dict[str, object] = {"slots": handles, "requests": requests}
-        cells = {"slots": [Cell(one, one) for one in np.array(slots, np.int64)]}
-        for name in COLUMNS:
-            if name != "slots":
-                values[name], cells[name] = self._column(name, len(slots), first, bounds)
-        rows: list[Row] = [
-            {name: cells[name][at] for name in COLUMNS} | {"requests": request, "generation": at + 1}
-            for at, request in enumerate(requests)
-        ]
-        bounded = frozenset(BOUNDED if bounds else ())
-        return self.kept(Rows(Decode.build(self.rt, **values), rows, bounded), look=look)
-
-    def _new_requests(self, n: int) -> list[str]:
-        self.requests += n
-        return [f"request {self.requests - at}" for at in range(n)]
-
-    def _column(self, name: str, n: int, first: int, bounds: bool) -> tuple[object, list[Cell]]:
-        """A value for a column, as a list, an array or a mirrored value, and what it makes of each request."""
-        column = COLUMNS[name]
-        device = numbers(name, n, first)
-        form = ("array", "list", "value")[(first + len(name)) % 3]
-        if not isinstance(column, MirroredColumn):
-            given: object = self.on_device(device) if form == "value" else device
-            return given, [Cell(None, one) for one in device]
-        if name in BOUNDED and bounds:
-            host = device + (np.arange(n) % 3).reshape(-1, *[1] * (device.ndim - 1)).astype(device.dtype)
-            value = MirroredTensor.from_pair(self.rt, host, self.on_device(device), contract="upper_bound")
-            return value, [Cell(above, one) for above, one in zip(host, device, strict=True)]
-        given = MirroredTensor.from_host(self.rt, device) if form == "value" else device
-        return device.tolist() if form == "list" and n else given, [Cell(one, one) for one in device]
-
     # Moving rows
 
-    @rule(target=batches, one=batches, data=st.data(), look=st.booleans())
+    @rule(target=BATCHES, one=BATCHES, data=st.data(), look=st.booleans())
     def filter(self, one: Rows, data: st.DataObject, look: bool) -> Rows:
         """`filter` is indexing of the list."""
         keep = data.draw(keep_lists(len(one)), label="keep")
         return self.kept(one.moved(one.batch.filter(keep), [one.rows[at] for at in _rows(keep)]), look=look)
 
-    @rule(target=batches, first=batches, second=batches, look=st.booleans())
+    @rule(target=BATCHES, first=BATCHES, second=BATCHES, look=st.booleans())
     def merge(self, first: Rows, second: Rows, look: bool) -> Any:
         """`merge` is the sum of the lists; a request in both is refused."""
         slots = [int(row["slots"].device) for row in (*first.rows, *second.rows)]
@@ -145,7 +50,7 @@ class BatchMachine(Machine):
         merged = Rows(first.batch.merge(second.batch), [*first.rows, *second.rows], first.bounded | second.bounded)
         return self.kept(merged, look=look)
 
-    @rule(target=batches, one=batches, data=st.data(), look=st.booleans())
+    @rule(target=BATCHES, one=BATCHES, data=st.data(), look=st.booleans())
     def split(self, one: Rows, data: st.DataObject, look: bool) -> Any:
         """`split` slices the list."""
         sizes = data.draw(split_sizes(len(one)), label="sizes")
@@ -159,7 +64,7 @@ class BatchMachine(Machine):
             )
         )
 
-    @rule(one=batches, more=st.integers(0, 2), side=st.booleans())
+    @rule(one=BATCHES, more=st.integers(0, 2), side=st.booleans())
     def pad(self, one: Rows, more: int, side: bool) -> None:
         """`pad` appends rows of slot 0 and the declared pad values; a padded batch does not move rows."""
         padded = one.moved(one.batch.pad(len(one) + more), one.rows, padding=more)
@@ -172,19 +77,19 @@ class BatchMachine(Machine):
 
     # Changing values
 
-    @rule(target=batches, one=batches, data=st.data(), look=st.booleans())
+    @rule(target=BATCHES, one=BATCHES, data=st.data(), look=st.booleans())
     def advance(self, one: Rows, data: st.DataObject, look: bool) -> Any:
         """`advance` is exact integer arithmetic on both sides, or refused."""
         names = data.draw(st.lists(st.sampled_from(COUNTED), min_size=1, max_size=2, unique=True), label="columns")
         n = data.draw(amounts(len(one)), label="n")
         each = np.broadcast_to(np.asarray(n), len(one)).tolist()
         given = names[0] if len(names) == 1 else names
-        if any(not _fits(one.side(name, "host"), each) for name in names if name != "last_token"):
+        if any(not fits(one.side(name, "host"), each) for name in names if name != "last_token"):
             self.reached("overflow refused")
             with self.refused(ValueOverflowError):
                 one.batch.advance(given, n)
             return multiple()
-        if any(not _fits(one.side(name, "device"), each) for name in names):
+        if any(not fits(one.side(name, "device"), each) for name in names):
             return multiple()  # the host cannot know that a number which only the device has leaves its dtype
         batch = one.batch.advance(given, n)
         result = one
@@ -192,7 +97,7 @@ class BatchMachine(Machine):
             result = result.changed(batch, name, lambda at, cell: _shifted(cell, each[at]))
         return self.kept(result, look=look)
 
-    @rule(target=batches, one=batches, data=st.data(), look=st.booleans())
+    @rule(target=BATCHES, one=BATCHES, data=st.data(), look=st.booleans())
     def update(self, one: Rows, data: st.DataObject, look: bool) -> Any:
         """`update` changes some requests; a bounded column is refused, since its host side is no copy."""
         name = data.draw(st.sampled_from(["seq_lens", "temperature", "bias", "accepted"]), label="column")
@@ -208,8 +113,8 @@ class BatchMachine(Machine):
         return self.kept(updated, look=look)
 
     @rule(
-        target=batches,
-        one=batches,
+        target=BATCHES,
+        one=BATCHES,
         name=st.sampled_from([name for name in COLUMNS if name != "slots"]),
         first=st.integers(0, 9),
         bounds=st.booleans(),
@@ -217,7 +122,7 @@ class BatchMachine(Machine):
     )
     def evolve(self, one: Rows, name: str, first: int, bounds: bool, look: bool) -> Rows:
         """`evolve` gives one column other values, and with them perhaps another contract."""
-        value, cells = self._column(name, len(one), first, bounds)
+        value, cells = self.column(name, len(one), first, bounds)
         self.reached("a bound made exact again", name in one.bounded and not bounds)
         changed = one.changed(one.batch.evolve(**{name: value}), name, lambda at, _: cells[at])
         bounded = one.bounded | {name} if name in BOUNDED and bounds else one.bounded - {name}
@@ -225,7 +130,7 @@ class BatchMachine(Machine):
 
     # To the device
 
-    @rule(one=batches, data=st.data(), side=st.booleans())
+    @rule(one=BATCHES, data=st.data(), side=st.booleans())
     def upload(self, one: Rows, data: st.DataObject, side: bool) -> None:
         """Columns, table writes and derived arrays cross in one copy, and one operation scatters the writes."""
         first = all(one.batch[name].device_side.made is None for name in COLUMNS)
@@ -246,7 +151,7 @@ class BatchMachine(Machine):
 
     # Both ways
 
-    @rule(one=batches, data=st.data(), how=st.sampled_from(["filter", "split", "pad", "advance"]))
+    @rule(one=BATCHES, data=st.data(), how=st.sampled_from(["filter", "split", "pad", "advance"]))
     def both_ways(self, one: Rows, data: st.DataObject, how: str) -> None:
         """A batch moves its columns as each would move by itself."""
         n = len(one)
@@ -270,9 +175,9 @@ class BatchMachine(Machine):
 
     def _fits_both(self, one: Rows, name: str) -> bool:
         sides = ("device", "host") if isinstance(COLUMNS[name], MirroredColumn) else ("device",)
-        return all(_fits(one.side(name, side), [1] * len(one)) for side in sides)
+        return all(fits(one.side(name, side), [1] * len(one)) for side in sides)
 
-    @rule(first=batches, second=batches)
+    @rule(first=BATCHES, second=BATCHES)
     def both_ways_merge(self, first: Rows, second: Rows) -> None:
         """Merging batches merges their columns."""
         slots = [int(row["slots"].device) for row in (*first.rows, *second.rows)]
@@ -292,7 +197,7 @@ class BatchMachine(Machine):
         if isinstance(alone, Slots) and isinstance(packed, Slots):
             agree_on(alone.generations, packed.generations, f"generations of {packed!r}")
 
-    @rule(one=batches, misuse=st.sampled_from(MISUSES))
+    @rule(one=BATCHES, misuse=st.sampled_from(MISUSES))
     def misuse(self, one: Rows, misuse: Misuse[Decode]) -> None:
         """What cannot be meant is refused, and changes nothing."""
         if misuse.applies(one.batch):
@@ -306,17 +211,5 @@ def _rows(keep: Any) -> list[int]:
     return rows
 
 
-def _fits(values: Array, each: list[int]) -> bool:
-    limits = np.iinfo(values.dtype)
-    return all(
-        int(limits.min) <= int(one) + n <= int(limits.max)
-        for row, n in zip(values, each, strict=True)
-        for one in np.asarray(row).reshape(-1)
-    )
-
-
 def _shifted(cell: Cell, n: int) -> Cell:
-    def add(values: Array | None) -> Any:
-        return None if values is None else np.asarray(np.asarray(values).astype(object) + n).astype(values.dtype)
-
-    return Cell(add(cell.host), add(cell.device))
+    return Cell(None if cell.host is None else plus(cell.host, n), plus(cell.device, n))

@@ -46,7 +46,7 @@ def numbers(name: str, n: int, first: int) -> Array:
     size = (n, *column.shape)
     counted = np.arange(first, first + int(np.prod(size, dtype=np.int64))).reshape(size) + 10 * len(name)
     if column.np_dtype.kind == "b":
-        return counted % 2 == 0
+        return np.asarray(counted % 2 == 0)
     if column.np_dtype == np.uint8:
         return (counted % 7 - 3).astype(np.uint8)  # 253 to 255, 0 to 3
     values = counted.astype(column.np_dtype)

@@ -1,20 +1,23 @@
 """`MirroredTensor` against numpy: every operation, every contract, device sides made and not made."""
 
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, initialize, multiple, rule
+from hypothesis.stateful import multiple, rule
 
 from batchstate.contracts import Contract, combined, weaker_or_equal
 from batchstate.errors import ContractError, DtypeError, ShapeError, ValueOverflowError
-from batchstate.indices import HostTokens, Pages, Slots, Tokens
+from batchstate.indices import Slots
 from batchstate.invariants import Code, Violation
 from batchstate.mirror import MirroredTensor
-from batchstate.testing.machine import DisagreementError, Machine, agree
+from batchstate.testing.arithmetic import fits, plus
+from batchstate.testing.machine import DisagreementError, agree
 from batchstate.testing.machines.mirrored_tensor_misuse import MISUSES
+from batchstate.testing.machines.values import VALUES, ValueMachine
 from batchstate.testing.misuse import Misuse
 from batchstate.testing.modelled import Modelled, value_of
 from batchstate.testing.strategies import (
@@ -22,95 +25,23 @@ from batchstate.testing.strategies import (
     amounts,
     column_values,
     contracts,
-    dtypes,
     keep_lists,
-    mirrored_tensors,
     row_lists,
-    row_shapes,
     split_sizes,
 )
+from batchstate.testing.sync_guard import no_hidden_sync
 
 Array = npt.NDArray[Any]
 
-_FEW_DTYPES = st.one_of(st.just(torch.int64), dtypes())
 
-
-class MirroredTensorMachine(Machine):
-    """Makes values, derives values from values, and tries what must be refused."""
+class MirroredTensorMachine(ValueMachine):
+    """Derives values from values, and tries what must be refused."""
 
     NAME = "mirrored_tensor"
 
-    values = Bundle("values")
-
-    @initialize(dtype=_FEW_DTYPES, shape=row_shapes())
-    def begin(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """Opens the runtime. Most values of one example have one dtype and shape, so that they go together."""
-        self.alive: list[Modelled] = []
-        self.dtype, self.shape = dtype, shape
-        self.open()
-
-    def judge(self) -> None:
-        """Every value ever made is as it was, since values are immutable."""
-        for one in self.alive:
-            one.judge()
-
-    def snapshot(self) -> object:
-        """Host sides, device sides that are made, and what else a value is."""
-        return [
-            (
-                None if one.host is None else one.value.np.tobytes(),
-                None if (made := one.value.device_side.made) is None else self.rt.inspect(made).tobytes(),
-                one.value.contract,
-                one.value.version,
-            )
-            for one in self.alive
-        ]
-
-    def kept(self, one: Modelled) -> Modelled:
-        """A result of an operation: judged from now on."""
-        self.reached("an empty value", not len(one))
-        self.alive.append(one)
-        return one
-
-    def derived(self, before: Modelled, one: Modelled) -> Modelled:
-        """A result that other rows or numbers came from."""
-        made = before.value.device_side.made is not None
-        self.reached("moved after the device side was made" if made else "moved before the device side was made")
-        self.reached("handles moved with their generations", before.generations is not None and len(one) > 0)
-        return self.kept(one)
-
-    # Making
-
-    @rule(target=values, data=st.data(), contract=contracts("exact", "upper_bound", "host_only", "device_only"))
-    def make(self, data: st.DataObject, contract: Contract) -> Modelled:
-        """A value like the others."""
-        alike = mirrored_tensors(
-            self.rt, dtypes=st.just(self.dtype), contracts=st.just(contract), shapes=st.just(self.shape)
-        )
-        return self.kept(data.draw(alike, label="value"))
-
-    @rule(target=values, data=st.data(), kind=st.sampled_from([Slots, Pages, Tokens, HostTokens, MirroredTensor]))
-    def make_another(self, data: st.DataObject, kind: type[MirroredTensor]) -> Modelled:
-        """Any other value: indices of an index space, or numbers unlike the others."""
-        if kind is MirroredTensor:
-            return self.kept(data.draw(mirrored_tensors(self.rt), label="value"))
-        array = data.draw(column_values(torch.int64, data.draw(st.integers(1, MOST_ROWS))), label="indices")
-        if kind is not Slots:
-            return self.kept(Modelled(kind.from_host(self.rt, array), array, array))
-        generations = np.arange(1, len(array) + 1, dtype=np.int64)
-        value = Slots.from_host(self.rt, array, generations=generations)
-        return self.kept(Modelled(value, array, array, generations))
-
-    @rule(one=values, side=st.booleans())
-    def use_on_device(self, one: Modelled, side: bool) -> None:
-        """The device side is made at first use, on whichever stream uses it."""
-        with self.on(side):
-            one.judge_device()
-        self.reached("read on a second stream", side)
-
     # Moving rows
 
-    @rule(target=values, one=values, data=st.data(), side=st.booleans())
+    @rule(target=VALUES, one=VALUES, data=st.data(), side=st.booleans())
     def filter(self, one: Modelled, data: st.DataObject, side: bool) -> Modelled:
         """`filter` is numpy's index."""
         keep = data.draw(keep_lists(len(one)), label="keep")
@@ -119,7 +50,7 @@ class MirroredTensorMachine(Machine):
             value = one.value.filter(keep)
         return self.derived(one, one.moved(value, lambda array: array[rows]))
 
-    @rule(target=values, one=values, data=st.data())
+    @rule(target=VALUES, one=VALUES, data=st.data())
     def take(self, one: Modelled, data: st.DataObject) -> Modelled:
         """`take` is numpy's index with repeats."""
         rows = data.draw(row_lists(len(one)), label="rows")
@@ -127,7 +58,7 @@ class MirroredTensorMachine(Machine):
         index = np.array(rows, dtype=np.int64)
         return self.derived(one, one.moved(one.value.take(rows), lambda array: array[index]))
 
-    @rule(target=values, first=values, data=st.data(), twice=st.booleans(), side=st.booleans())
+    @rule(target=VALUES, first=VALUES, data=st.data(), twice=st.booleans(), side=st.booleans())
     def merge(self, first: Modelled, data: st.DataObject, twice: bool, side: bool) -> Modelled:
         """`merge` and `cat` are numpy's concatenate, under the weakest contract."""
         second = data.draw(st.sampled_from([one for one in self.alive if _alike(first, one)]), label="other")
@@ -147,7 +78,7 @@ class MirroredTensorMachine(Machine):
         )
         return self.derived(first, joined)
 
-    @rule(first=values, second=values)
+    @rule(first=VALUES, second=VALUES)
     def merge_unlike(self, first: Modelled, second: Modelled) -> None:
         """What does not go together is refused."""
         one, other = first.value, second.value
@@ -164,7 +95,7 @@ class MirroredTensorMachine(Machine):
         self.reached("merge of host_only with exact", both == {Contract.EXACT, Contract.HOST_ONLY})
         self.reached("merge with device_only", Contract.DEVICE_ONLY in both and len(both) == 2)
 
-    @rule(target=values, one=values, data=st.data())
+    @rule(target=VALUES, one=VALUES, data=st.data())
     def split(self, one: Modelled, data: st.DataObject) -> Any:
         """`split` covers every row once, in order."""
         sizes = data.draw(split_sizes(len(one)), label="sizes")
@@ -172,12 +103,12 @@ class MirroredTensorMachine(Machine):
         parts = one.value.split(sizes)
         agree(len(sizes), len(parts), "pieces of a split")
         pieces = []
-        for place, value in enumerate(parts):
-            piece = one.moved(value, lambda array, place=place: np.split(array, stops)[place])
-            pieces.append(self.derived(one, piece))
+        for value, start, size in zip(parts, [0, *stops], sizes, strict=True):
+            rows = slice(start, start + size)
+            pieces.append(self.derived(one, one.moved(value, itemgetter(rows))))
         return multiple(*pieces)
 
-    @rule(target=values, one=values, more=st.integers(0, 3), value=st.sampled_from([0, 0, 1]))
+    @rule(target=VALUES, one=VALUES, more=st.integers(0, 3), value=st.sampled_from([0, 0, 1]))
     def pad(self, one: Modelled, more: int, value: int) -> Modelled:
         """`pad` appends rows of one value; padded slots are nobody's."""
         if one.value.unit is not None:
@@ -192,7 +123,7 @@ class MirroredTensorMachine(Machine):
 
         return self.derived(one, one.moved(one.value.pad(len(one) + more, value), padded))
 
-    @rule(target=values, one=values, data=st.data())
+    @rule(target=VALUES, one=VALUES, data=st.data())
     def update(self, one: Modelled, data: st.DataObject) -> Modelled:
         """`update` replaces rows on both sides and leaves the old value alone."""
         rows = data.draw(row_lists(len(one)).map(lambda rows: list(dict.fromkeys(rows))), label="rows")
@@ -216,26 +147,34 @@ class MirroredTensorMachine(Machine):
         return self.derived(one, updated)
 
     @rule(
-        target=values,
+        target=VALUES,
         lens=st.lists(st.integers(1, 9), min_size=2, max_size=MOST_ROWS),
         leaves=st.integers(0, MOST_ROWS - 1),
         n=st.integers(-1, 2),
+        contract=contracts("exact", "host_only", "upper_bound"),
         touch=st.booleans(),
     )
-    def decode(self, lens: list[int], leaves: int, n: int, touch: bool) -> Any:
+    def decode(self, lens: list[int], leaves: int, n: int, contract: Contract, touch: bool) -> Any:
         """A step of an engine: of the running requests one leaves, one joins, and all advance."""
         array = np.array(lens, dtype=np.int64)
-        running = self.kept(value_of(self.rt, array, array, Contract.EXACT, touch=touch), "make")
+        running = self.kept(value_of(self.rt, array, array, Contract.EXACT, touch=touch))
         keep = np.arange(array.size) != leaves % array.size
-        stay = self.derived(running, running.moved(running.value.filter(keep), lambda values: values[keep]), "filter")
-        both = stay.value.merge(MirroredTensor.from_host(self.rt, np.array([1])))
-        joined = self.derived(stay, stay.moved(both, lambda values: np.append(values, np.int64(1))), "merge")
-        advanced = self.derived(joined, joined.moved(joined.value + n, lambda values: values + n), "add")
+        bound = contract is Contract.UPPER_BOUND
+        other = value_of(self.rt, np.array([1 + bound]), np.array([1]), contract)
+        with no_hidden_sync(self.rt):
+            left = running.value.filter(keep)
+            both = left.merge(other.value)
+            longer = both + n
+        stay = self.derived(running, running.moved(left, lambda values: values[keep]))
+        self._count_merge(Contract.EXACT, contract)
+        sides = [np.append(stay.device, side) for side in (1 + bound, 1)]
+        joined = self.derived(stay, Modelled(both, *sides))
+        advanced = self.derived(joined, joined.moved(longer, lambda values: values + n))
         return multiple(stay, joined, advanced)
 
     # Arithmetic
 
-    @rule(target=values, one=values, data=st.data(), minus=st.booleans())
+    @rule(target=VALUES, one=VALUES, data=st.data(), minus=st.booleans())
     def add(self, one: Modelled, data: st.DataObject, minus: bool) -> Any:
         """`+` and `-` are exact integer arithmetic, or refused."""
         amount = data.draw(amounts(len(one)), label="amount")
@@ -245,19 +184,19 @@ class MirroredTensorMachine(Machine):
                 _ = one.value + amount
             return multiple()
         sign = -1 if minus else 1
-        if one.host is not None and not _fits(one.host, sign * np.asarray(amount)):
+        if one.host is not None and not fits(one.host, sign * np.asarray(amount)):
             self.reached("overflow refused")
             with self.refused(ValueOverflowError):
                 _ = one.value - amount if minus else one.value + amount
             return multiple()
-        if not _fits(one.device, sign * np.asarray(amount)):
+        if not fits(one.device, sign * np.asarray(amount)):
             return multiple()  # the host cannot know that a number which only the device has leaves its dtype
         value = one.value - amount if minus else one.value + amount
-        return self.derived(one, one.moved(value, lambda array: _sum(array, sign * np.asarray(amount))))
+        return self.derived(one, one.moved(value, lambda array: plus(array, sign * np.asarray(amount))))
 
     # Contracts
 
-    @rule(target=values, one=values, contract=contracts())
+    @rule(target=VALUES, one=VALUES, contract=contracts())
     def weaken(self, one: Modelled, contract: Contract) -> Any:
         """A contract gets weaker, never stronger."""
         if not weaker_or_equal(contract, one.value.contract) or contract is Contract.HOST_ONLY:
@@ -269,7 +208,7 @@ class MirroredTensorMachine(Machine):
         agree(contract, value.contract, "contract after weaken")
         return self.derived(one, Modelled(value, host, one.device, one.generations))
 
-    @rule(target=values, one=values)
+    @rule(target=VALUES, one=VALUES)
     def resolve(self, one: Modelled) -> Modelled:
         """`resolve` brings the exact numbers to the host, and says that it waits."""
         waits = one.value.contract in (Contract.UPPER_BOUND, Contract.DEVICE_ONLY)
@@ -279,7 +218,7 @@ class MirroredTensorMachine(Machine):
         self.reached("a bound resolved", one.value.contract is Contract.UPPER_BOUND)
         return self.derived(one, Modelled(value, one.device, one.device, one.generations))
 
-    @rule(target=values, one=values, side=st.sampled_from(["host", "device"]), moves=st.booleans())
+    @rule(target=VALUES, one=VALUES, side=st.sampled_from(["host", "device"]), moves=st.booleans())
     def stale_window(self, one: Modelled, side: str, moves: bool) -> Modelled:
         """In a stale window that side is not read, neither here nor in values derived inside; afterwards it is."""
         with one.value.stale(side, reason="a forward is about to change it"):
@@ -301,7 +240,7 @@ class MirroredTensorMachine(Machine):
 
     # Misuse
 
-    @rule(one=values, side=st.sampled_from(["host", "device"]))
+    @rule(one=VALUES, side=st.sampled_from(["host", "device"]))
     def write_from_outside(self, one: Modelled, side: str) -> None:
         """A write in place through what a value hands out is found at the next check."""
         victim = one.value.take(range(len(one)))  # in memory of its own
@@ -319,7 +258,7 @@ class MirroredTensorMachine(Machine):
         else:
             raise DisagreementError(f"the {side} side of {victim!r} was written from outside, and nobody noticed")
 
-    @rule(one=values, misuse=st.sampled_from(MISUSES))
+    @rule(one=VALUES, misuse=st.sampled_from(MISUSES))
     def misuse(self, one: Modelled, misuse: Misuse[MirroredTensor]) -> None:
         """What cannot be meant is refused, and changes nothing."""
         if misuse.applies(one.value):
@@ -333,17 +272,3 @@ def _alike(one: Modelled, other: Modelled) -> bool:
         (first.unit, first.dtype, first.shape[1:]) == (second.unit, second.dtype, second.shape[1:])
         and len(first) + len(second) <= 2 * MOST_ROWS
     ) or one is other
-
-
-def _fits(values: Array, amount: Array) -> bool:
-    limits = np.iinfo(values.dtype)
-    sums = values.astype(object) + _across(amount, values.ndim).astype(object)
-    return all(int(limits.min) <= int(one) <= int(limits.max) for one in sums.reshape(-1))
-
-
-def _sum(values: Array, amount: Array) -> Array:
-    return (values.astype(object) + _across(amount, values.ndim).astype(object)).astype(values.dtype)
-
-
-def _across(amount: Array, ndim: int) -> Array:
-    return amount.reshape(-1, *[1] * (ndim - 1)) if amount.ndim else amount

@@ -179,8 +179,8 @@ class SlotPoolMachine(Machine):
         count = len(slots)
         positions = data.draw(st.lists(st.integers(0, _WIDTH - 1), min_size=count, max_size=count), label="positions")
         places: npt.NDArray[Any] | None = None if whole else np.array(positions, dtype=np.int64)
-        new = np.arange(1, count * (_WIDTH if whole else 1) + 1, dtype=np.int32)
-        new = new.reshape(-1, _WIDTH) if whole else new
+        size = (count, _WIDTH) if whole else (count,)
+        new = np.arange(1, int(np.prod(size)) + 1, dtype=np.int32).reshape(size)
         good = bool(self.pool.is_live(slots.np).all()) and (slots.generations == self.generations[slots.np]).all()
         if not good:
             self.reached("write through a stale handle refused")

@@ -9,6 +9,7 @@ from batchstate.testing.mutants import (
     leaks,
     ownership,
     pages,
+    requests,
     reuse,
     sides,
     slot_zero,
@@ -26,8 +27,8 @@ from batchstate.testing.mutants.hunt import (
 from batchstate.testing.mutants.registry import MUTANTS, Mutant
 
 GROUPS = {
-    module.__name__.rpartition(".")[2]: (module.__doc__ or "").strip()
-    for module in (drift, sides, reuse, ownership, leaks, slot_zero, pages, states, units, steps)
+    module.__name__.rpartition(".")[2]: (module.__doc__ or "").partition("\n")[0]
+    for module in (drift, sides, reuse, ownership, leaks, slot_zero, pages, states, units, requests, steps)
 }
 """The kinds of bugs: name of the module -> what they have in common."""
 

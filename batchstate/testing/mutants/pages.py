@@ -120,7 +120,9 @@ def prefix_kept_unaligned(patch: Patch) -> None:
     """The prefix cache keeps all committed tokens, and a part of the last page belongs to two requests."""
 
     def hold(self: PagePool, slots: Slots, tokens: int) -> PageLease:
-        lease: PageLease = original(self, slots, int(self.committed(slots)[0]) if len(slots) == 1 else tokens)
+        committed = int(self.committed(slots)[0]) if len(slots) == 1 else 0
+        aligned = tokens % self.page_size == 0 and 0 <= committed - tokens < self.page_size
+        lease: PageLease = original(self, slots, committed if aligned else tokens)
         return lease
 
     original = patch(PagePool, "hold", hold)

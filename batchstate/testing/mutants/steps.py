@@ -4,6 +4,7 @@ from typing import Any
 
 from batchstate.mirror import MirroredTensor
 from batchstate.runtime.staging import Staging
+from batchstate.testing.machines.engine_scheduler import Running, Scheduler
 from batchstate.testing.mutants.registry import Patch, mutant
 from batchstate.violations import Code
 
@@ -15,17 +16,35 @@ def staging_never_reaped(patch: Patch) -> None:
 
 
 @mutant(Code.HIDDEN_SYNC, machine="engine", origin="sglang #28480")
-def max_asks_device(patch: Patch) -> None:
-    """Planning asks the device for the longest request: `seq_lens.max().item()`."""
-    patch(MirroredTensor, "max", lambda self: self.device.max().item())
+def planning_asks_device_for_longest(patch: Patch) -> None:
+    """Planning asks the device for the longest of the running requests: `seq_lens.max().item()`."""
+
+    def lacking(self: Scheduler) -> int:
+        if self.launched is not None:
+            self.launched.seq_lens.device.max().item()
+        pages: int = original(self)
+        return pages
+
+    original = patch(Scheduler, "_lacking", lacking)
 
 
-@mutant(Code.HIDDEN_SYNC, machine="engine", origin="sglang #29420")
-def filter_reads_list_of_device(patch: Patch) -> None:
+@mutant(Code.HIDDEN_SYNC, machine="engine", origin="sglang #27689, sglang #26425")
+def drafts_copied_to_host(patch: Patch) -> None:
+    """The step after the drafts were verified is planned with lengths that come back by `.cpu()`."""
+
+    def forward(self: Scheduler, batch: Running) -> None:
+        original(self, batch)
+        self.batch.bound_lens.device.cpu()
+
+    original = patch(Scheduler, "_forward", forward)
+
+
+@mutant(Code.HIDDEN_SYNC, machine="mirrored_tensor", origin="sglang #29420")
+def filter_lists_device(patch: Patch) -> None:
     """`filter` lists the device's values to find out which rows stay: `seq_lens.tolist()`."""
 
     def taken(self: MirroredTensor, rows: Any, operation: str) -> MirroredTensor:
-        self.device.tolist()
+        self._device.tensor(self.runtime).tolist()
         result: MirroredTensor = original(self, rows, operation)
         return result
 

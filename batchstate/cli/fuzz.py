@@ -1,0 +1,61 @@
+"""`batchstate fuzz`: state machines look for a history of calls that breaks an invariant."""
+
+import argparse
+import secrets
+import sys
+from typing import TYPE_CHECKING
+
+from batchstate.cli import options
+from batchstate.cli.progress import progress
+from batchstate.cli.tables import Row, Section, show
+
+if TYPE_CHECKING:
+    from batchstate.testing import FuzzReport, MachineResult
+
+NAME = "fuzz"
+SUMMARY = "look for a history of calls that breaks an invariant, and print the shortest one found"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
+    parser.add_argument(
+        "--machine", metavar="NAME", action="append", help="run only this machine; may be repeated (default: all)"
+    )
+    parser.add_argument(
+        "--examples",
+        metavar="N",
+        type=options.whole(1),
+        default=100,
+        help="histories that each machine tries (default: %(default)s)",
+    )
+    options.add_seed(parser, default=None)
+    options.add_device(parser)
+    options.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the machines, prints the table, and returns 0 if none found anything."""
+    from batchstate.testing import MACHINES, fuzz
+
+    device = options.chosen_device(args.device)
+    seed = secrets.randbits(32) if args.seed is None else args.seed
+    machines = list(MACHINES) if args.machine is None else args.machine
+    total = args.examples * len(machines)
+    with progress("fuzz", total) as update:
+        report = fuzz(device, args.examples, seed, machines, progress=lambda done, name: update(min(done, total), name))
+    options.write_json(args.json, report.as_dict())
+    show(f"seed {report.seed}, on {report.device}", [Section("Machines", [_row(one) for one in report.machines])])
+    _show_failures(report)
+    return 1 if report.violations else 0
+
+
+def _row(result: "MachineResult") -> Row:
+    found = f"broken: {result.code}" if result.code else ""
+    remark = f"{result.steps:,} rules in {result.seconds:.1f} s{'; ' if found else ''}{found}"
+    return Row(result.name, f"{result.examples:,} examples", remark, bool(result.violations))
+
+
+def _show_failures(report: "FuzzReport") -> None:
+    for result in report.machines:
+        if result.failure is not None:
+            print(f"\nmachine {result.name}\n{result.failure}", file=sys.stderr)

@@ -1,0 +1,164 @@
+"""`run_machine` and `fuzz`: deterministic by seed, honest about what they found, and able to replay it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.database import InMemoryExampleDatabase
+from hypothesis.stateful import initialize, rule
+
+from batchstate.cli import main
+from batchstate.errors import ArgumentError
+from batchstate.invariants import Code
+from batchstate.pools import SlotPool
+from batchstate.testing import MACHINES, Machine, fuzz, run_machine
+from batchstate.testing import fuzz as fuzz_function
+
+trace: list[object] = []
+
+
+class Recorder(Machine):
+    """Writes down what it was told to do, and fails on the number that `fails_at` names."""
+
+    NAME = "recorder"
+    fails_at = 10**9
+
+    @initialize()
+    def begin(self) -> None:
+        """Opens the runtime."""
+        self.open()
+
+    @rule(number=st.integers(0, 10**6), flags=st.sets(st.sampled_from("abcd")))
+    def tell(self, number: int, flags: set[str]) -> None:
+        """Anything."""
+        trace.append((number, sorted(flags)))
+        if number >= self.fails_at:
+            raise ZeroDivisionError(f"{number} is too much")
+
+
+class Failing(Recorder):
+    NAME = "failing"
+    fails_at = 1000
+
+
+def traced(machine: type[Machine], seed: int, **options: object) -> list[object]:
+    """What a run did."""
+    trace.clear()
+    run_machine(machine, seed=seed, examples=20, steps=10, **options)  # type: ignore[arg-type]
+    return list(trace)
+
+
+def test_same_seed_same_examples() -> None:
+    """The seed alone decides what is tried."""
+    assert traced(Recorder, 5) == traced(Recorder, 5)
+    assert traced(Recorder, 5) != traced(Recorder, 6)
+
+
+@pytest.mark.parametrize("name", list(MACHINES))
+def test_same_seed_same_run(name: str, device: str) -> None:
+    """Two runs of a machine by one seed take the same steps and reach the same states."""
+    first, second = (run_machine(MACHINES[name], device=device, seed=9, examples=8, steps=20) for _ in range(2))
+    assert first.failure is None, first.failure
+    assert (first.examples, first.steps, first.reached) == (second.examples, second.steps, second.reached)
+
+
+def test_ci_explores_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where CI is set, Hypothesis would try the same examples every time; a fuzz run does not."""
+    code = (
+        "import sys; sys.path.insert(0, '.')\n"
+        "from tests.test_fuzz import Recorder, traced\n"
+        "print(traced(Recorder, 1) != traced(Recorder, 2))"
+    )
+    monkeypatch.setenv("CI", "true")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "True"
+
+
+def test_derandomized_runs_leave_the_seed_aside() -> None:
+    """With derandomize the machine alone decides, whatever the seed."""
+    assert traced(Recorder, 1, derandomize=True) == traced(Recorder, 2, derandomize=True)
+
+
+def test_failure_is_shrunk_and_can_be_replayed() -> None:
+    """A failure is reported once, with the shortest program and the number of examples it took."""
+    result = run_machine(Failing, examples=100, seed=3)
+    assert result.violations == 1
+    assert result.code == "ZeroDivisionError"
+    assert result.first_failure == result.examples <= 100
+    assert result.failure is not None
+    assert "state.tell(flags=set(), number=1000)" in result.failure
+    assert run_machine(Failing, examples=100, seed=3) != result  # only the wall time differs
+    assert run_machine(Failing, examples=100, seed=3).failure == result.failure
+
+
+def test_first_failure_is_found_without_shrinking_too() -> None:
+    """Shrinking changes the program, not when it was found."""
+    found = [run_machine(Failing, examples=100, seed=3, shrink=shrink).first_failure for shrink in (True, False)]
+    assert found[0] == found[1]
+
+
+def test_kept_examples_are_tried_first() -> None:
+    """What failed once is tried first by the next run, whatever its seed."""
+    database = InMemoryExampleDatabase()
+    run_machine(Failing, examples=100, seed=3, database=database)
+    assert run_machine(Failing, examples=100, seed=4, database=database).first_failure == 1
+
+
+def test_broken_library_is_reported(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """A pool that hands out a slot twice is reported by its invariant, with the command that replays it."""
+    monkeypatch.setattr(SlotPool, "release_rows", lambda self, rows, after, operation: None)
+    result = run_machine(MACHINES["slot_pool"], device=device, examples=50, seed=7)
+    assert result.violations == 1
+    assert result.failure is not None
+    assert f"batchstate fuzz --machine slot_pool --seed 7 --examples 50 --device {device}" in result.failure
+    assert result.code == "MODEL" or result.code in set(Code)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"examples": 0}, {"steps": 0}, {"seed": -1}, {"device": "abacus"}],
+    ids=["examples", "steps", "seed", "device"],
+)
+def test_bad_arguments_are_refused(options: dict) -> None:
+    """What cannot be meant is the caller's mistake, not a finding."""
+    with pytest.raises(ArgumentError):
+        run_machine(Recorder, **options)
+
+
+def test_unknown_machine_lists_the_known() -> None:
+    """An unknown machine is refused with the names of those there are."""
+    with pytest.raises(ArgumentError, match="mirrored_tensor, batch, slot_pool"):
+        fuzz(machines=["slots"])
+
+
+def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """`batchstate fuzz` writes the figures of every machine and returns 0 when nothing was found."""
+    monkeypatch.chdir(tmp_path)
+    wanted = ["fuzz", "--machine", "hybrid", "--machine", "slot_pool", "--examples", "4", "--seed", "2"]
+    assert main([*wanted, "--device", device, "--json", "fuzz.json"]) == 0
+    figures = json.loads((tmp_path / "fuzz.json").read_text())
+    assert (figures["device"], figures["seed"], figures["violations"]) == (device, 2, 0)
+    assert [machine["name"] for machine in figures["machines"]] == ["hybrid", "slot_pool"]
+    assert set(figures["machines"][0]) == {"name", "examples", "steps", "violations", "seconds"}
+    assert all(machine["examples"] == 4 for machine in figures["machines"])
+
+
+def test_command_line_shows_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], device: str
+) -> None:
+    """A failing fuzz prints the shrunk program and the command that replays it, and returns 1."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(SlotPool, "release_rows", lambda self, rows, after, operation: None)
+    assert main(["fuzz", "--machine", "slot_pool", "--examples", "50", "--seed", "7", "--device", device]) == 1
+    shown = capsys.readouterr().err
+    assert "state = SlotPoolMachine()" in shown
+    assert f"batchstate fuzz --machine slot_pool --seed 7 --examples 50 --device {device}" in shown
+    assert (tmp_path / ".hypothesis" / "examples").is_dir()
+
+
+def test_the_function_and_its_module_do_not_clash() -> None:
+    """`batchstate.testing.fuzz` is the function, wherever it is imported from."""
+    assert callable(fuzz_function)

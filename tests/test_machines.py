@@ -1,0 +1,94 @@
+"""The state machines find nothing, and get into every state that makes finding nothing mean something."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from batchstate.invariants import current_checks
+from batchstate.levels import Level
+from batchstate.runtime import CpuRuntime, Runtime, open_runtime
+from batchstate.testing import MACHINES, run_machine, session
+from batchstate.testing.machines.slot_pool import SlotPoolMachine
+from batchstate.testing.reach import STATES
+
+EXAMPLES = {"mirrored_tensor": 100, "batch": 60, "slot_pool": 60, "page_pool": 80, "hybrid": 60, "engine": 30}
+"""The ordinary number of examples: enough for every interesting state, and for a suite that is run often."""
+
+ORDINARY = settings(
+    max_examples=10, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck), database=None
+)
+
+
+@pytest.fixture(autouse=True)
+def runtimes(device: str) -> Iterator[None]:
+    """Every machine of this module runs on the device under test."""
+    with session(partial(open_runtime, device)):
+        yield
+
+
+def case_of(name: str) -> type:
+    """The machine as a test case, as an engine would collect it."""
+    case = MACHINES[name].TestCase
+    case.settings = ORDINARY
+    return case
+
+
+TestMirroredTensor = case_of("mirrored_tensor")
+TestBatch = case_of("batch")
+TestSlotPool = case_of("slot_pool")
+TestPagePool = case_of("page_pool")
+TestHybrid = case_of("hybrid")
+TestEngine = case_of("engine")
+
+
+@pytest.mark.parametrize("name", list(MACHINES))
+def test_interesting_states_are_reached(name: str, device: str) -> None:
+    """Within the ordinary number of examples a machine finds nothing and reaches each of its interesting states."""
+    result = run_machine(MACHINES[name], device=device, examples=EXAMPLES[name], seed=1)
+    assert result.failure is None, result.failure
+    assert result.examples == EXAMPLES[name]
+    missed = [state for state in STATES[name] if not result.reached[state]]
+    assert not missed, f"{name} never reached: {missed}"
+
+
+def test_every_machine_has_states() -> None:
+    """A machine without interesting states could be asleep."""
+    assert set(MACHINES) <= set(STATES)
+    assert all(STATES.values())
+
+
+def test_machines_check_at_full_and_restore_the_level() -> None:
+    """A machine judges at level full, and leaves the level of the process as it found it."""
+    seen: list[Level] = []
+
+    class Watching(SlotPoolMachine):
+        def judge(self) -> None:
+            seen.append(current_checks())
+
+    before = current_checks()
+    assert run_machine(Watching, examples=2, steps=3).failure is None
+    assert set(seen) == {Level.FULL}
+    assert current_checks() is before
+
+
+def test_runtimes_come_from_the_session() -> None:
+    """Every example opens its runtime through the factory of the run, so that other runtimes can take its place."""
+    opened: list[Runtime] = []
+
+    class Watched(CpuRuntime):
+        pass
+
+    def open_watched() -> Runtime:
+        opened.append(Watched())
+        return opened[-1]
+
+    result = run_machine(MACHINES["slot_pool"], examples=5, steps=5, runtimes=open_watched)
+    assert result.failure is None
+    assert len(opened) >= 5
+
+
+def test_machines_are_machines() -> None:
+    """The registry holds each machine under its own name."""
+    assert {machine.NAME: machine for machine in MACHINES.values()} == MACHINES

@@ -1,0 +1,185 @@
+"""Named mutants: each real bug is found by an invariant that is there to find it, and the library as it is by none."""
+
+import functools
+import inspect
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from batchstate.cli import main
+from batchstate.errors import ArgumentError, DeclarationError
+from batchstate.mirror import MirroredTensor
+from batchstate.testing.fuzz import MACHINES
+from batchstate.testing.mutants import GROUPS, MUTANTS, Mutant, MutantResult, hunt, mutants_table, run
+from batchstate.testing.mutants.registry import mutant
+from batchstate.violations import Code
+
+
+@functools.cache
+def hunted(name: str, device: str) -> MutantResult:
+    """The result of a hunt, which several tests look at."""
+    return hunt(MUTANTS[name], device=device)
+
+
+def of_device(device: str) -> list[Mutant]:
+    """Mutants that the device can have."""
+    return [one for one in MUTANTS.values() if one.exists_on(device)]
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_killed(name: str, device: str) -> None:
+    """The mutant is found, and by an invariant that is there for it: another failure is no kill."""
+    if not MUTANTS[name].exists_on(device):
+        pytest.skip(f"only on {MUTANTS[name].only_on}")
+    result = hunted(name, device)
+    assert result.killed, f"{name}: {result.by} after {result.examples} examples\n{result.failure}"
+
+
+def test_every_invariant_kills(device: str) -> None:
+    """Each code fires for at least one mutant, so that no invariant is there for nothing."""
+    fired = {hunted(one.name, device).by for one in of_device(device)}
+    out_of_reach = {code.value for one in MUTANTS.values() if not one.exists_on(device) for code in one.killed_by}
+    assert {code.value for code in Code} - fired <= out_of_reach
+
+
+def test_enough_mutants() -> None:
+    """There are at least 36, in every kind and for every machine."""
+    assert len(MUTANTS) >= 36
+    assert {one.group for one in MUTANTS.values()} == set(GROUPS)
+    assert {one.machine for one in MUTANTS.values()} <= set(MACHINES)
+
+
+def test_each_is_described() -> None:
+    """A mutant names public threads and says in one sentence what goes wrong."""
+    thread = re.compile(r"[A-Za-z][\w./-]*( #|#| )\w[\w ]*")
+    for one in MUTANTS.values():
+        assert all(thread.fullmatch(origin) for origin in one.origin.split(", ")), one
+        assert one.mechanism.endswith("."), one
+        assert one.killed_by, one
+
+
+def snapshot() -> dict[tuple[str, ...], int]:
+    """Identity of every function and attribute of the library."""
+    found: dict[tuple[str, ...], int] = {}
+    for module_name, module in sorted(sys.modules.items()):
+        if not module_name.startswith("batchstate."):
+            continue
+        for name, value in vars(module).items():
+            found[module_name, name] = id(value)
+            if inspect.isclass(value) and value.__module__.startswith("batchstate."):
+                found.update({(module_name, name, key): id(one) for key, one in vars(value).items()})
+    return found
+
+
+def test_switched_off_again(device: str) -> None:
+    """After its window nothing of a mutant is left in the library, also when the window ends in an error."""
+    before = snapshot()
+    for one in MUTANTS.values():
+        with pytest.raises(RuntimeError, match="in between"), one.switched_on():  # noqa: PT012
+            assert snapshot() != before, one
+            raise RuntimeError("in between")
+        assert snapshot() == before, one
+
+
+def test_library_as_it_is_gets_no_report(device: str) -> None:
+    """Without a mutant no machine reports anything."""
+    report = run([], device=device, clean_examples=0)
+    assert (report.total, report.clean_examples) == (0, 0)
+    first = next(iter(MUTANTS))
+    report = run([first], device=device, clean_examples=30)
+    assert report.sound
+    assert report.clean_examples >= 30
+    assert [one.name for one in report.clean] == [MUTANTS[first].machine]
+
+
+def test_same_hunt_every_time(device: str) -> None:
+    """A hunt tries the same examples each time."""
+    one = MUTANTS["filter_forgets_device"]
+    assert hunt(one, device=device).examples == hunted(one.name, device).examples
+
+
+def test_harmless_change_survives(device: str) -> None:
+    """A change that breaks nothing survives all its examples."""
+    harmless = attrs.evolve(MUTANTS["filter_forgets_device"], name="harmless", switch=lambda patch: None)
+    result = hunt(harmless, device=device, examples=5)
+    assert (result.killed, result.by, result.examples) == (False, None, 5)
+
+
+def test_other_failure_is_no_kill(device: str) -> None:
+    """A mutant that another error gives away has survived: nobody would know what is wrong."""
+
+    def broken(patch: Any) -> None:
+        patch(MirroredTensor, "_taken", lambda self, rows, operation: 1 / 0)
+
+    result = hunt(attrs.evolve(MUTANTS["filter_forgets_device"], switch=broken), device=device)
+    assert result.by == "ZeroDivisionError"
+    assert not result.killed
+
+
+def test_unknown_name_is_refused() -> None:
+    """A mutant that does not exist is an error that lists those that do."""
+    with pytest.raises(ArgumentError, match="unknown mutant 'nobody'") as refused:
+        run(["nobody"])
+    assert "filter_forgets_device" in refused.value.remedy
+    with pytest.raises(ArgumentError, match="cannot exist on cuda"):
+        run(["device_side_is_host_memory"], device="cuda")
+    with pytest.raises(ArgumentError, match="clean_examples is -1"):
+        run(["filter_forgets_device"], clean_examples=-1)
+
+
+def test_name_is_taken_once() -> None:
+    """Two mutants of one name are refused where the second is declared."""
+    with pytest.raises(DeclarationError, match="two mutants are named 'filter_forgets_device'"):
+
+        @mutant(Code.MIRROR_EQUAL, machine="mirrored_tensor", origin="none #1")
+        def filter_forgets_device(patch: Any) -> None:
+            """Nothing."""
+
+
+def test_table_lists_all() -> None:
+    """The table for the documentation has a row for each mutant."""
+    lines = mutants_table().splitlines()
+    assert len(lines) == 2 + len(MUTANTS)
+    assert all(line.count("|") == 5 for line in lines)
+
+
+def test_command(tmp_path: Path, device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`batchstate mutants` prints a table, writes figures and ends with 0 when all are killed."""
+    path = tmp_path / "mutants.json"
+    arguments = ["mutants", "--device", device, "--json", str(path), "--name", "filter_forgets_device"]
+    assert main([*arguments, "--clean-examples", "20"]) == 0
+    figures = json.loads(path.read_text())
+    assert list(figures) == ["device", "mutants", "killed", "total", "false_reports", "clean_examples"]
+    assert figures["killed"] == figures["total"] == 1
+    assert figures["false_reports"] == 0
+    assert figures["clean_examples"] >= 20
+    (one,) = figures["mutants"]
+    assert list(one) == ["name", "origin", "killed", "by", "examples"]
+    assert one["by"] == "MIRROR_EQUAL"
+    output = capsys.readouterr().out
+    assert "1 of 1 mutants killed" in output
+    assert "MIRROR_EQUAL" in output
+
+
+def test_command_reports_survivors(
+    device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mutant that survives is marked, and the command ends with 1."""
+    harmless = attrs.evolve(MUTANTS["filter_forgets_device"], name="harmless", switch=lambda patch: None)
+    monkeypatch.setitem(MUTANTS, "harmless", harmless)
+    options = ["--device", device, "--examples", "3", "--clean-examples", "3"]
+    assert main(["mutants", "--name", "harmless", *options]) == 1
+    output = capsys.readouterr().out
+    assert "0 of 1 mutants killed" in output
+    assert "SURVIVED 3 examples; MIRROR_EQUAL should have fired" in output
+
+
+def test_command_refuses_unknown_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """An unknown name is one message, and 2."""
+    assert main(["mutants", "--device", "cpu", "--name", "nobody"]) == 2
+    assert "unknown mutant 'nobody'" in capsys.readouterr().err

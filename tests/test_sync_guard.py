@@ -1,0 +1,141 @@
+"""`no_hidden_sync`: what would wait for the device is reported, and what would not is left alone."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from batchstate import MirroredTensor, Violation
+from batchstate.batch import Batch
+from batchstate.columns import device_only, host_list, mirrored, slot_column
+from batchstate.invariants import Code
+from batchstate.pages import PagePool
+from batchstate.pools import SlotPool
+from batchstate.runtime import Runtime
+from batchstate.testing import no_hidden_sync
+
+WAITS: dict[str, Callable[[torch.Tensor], object]] = {
+    "item": lambda t: t[0].item(),
+    "tolist": lambda t: t.tolist(),
+    "numpy of a copy": lambda t: t.cpu().numpy(),
+    "to": lambda t: t.to("cpu"),
+    "to device": lambda t: t.to(device=torch.device("cpu")),
+    "bool": lambda t: bool(t[0]),
+    "int": lambda t: int(t[0]),
+    "float": lambda t: float(t[0]),
+    "as an index": lambda t: range(t[0]),
+    "a comparison in an if": lambda t: 1 if t.max() > 2 else 0,
+    "in": lambda t: 2 in t,
+    "equal": lambda t: torch.equal(t, t + 1),
+    "repr": repr,
+    "an f-string": lambda t: f"{t[0]}",
+    "a boolean mask": lambda t: t[t > 1],
+    "an assignment through a mask": lambda t: t.clone().__setitem__(t > 1, t[:2]),
+    "nonzero": lambda t: t.nonzero(),
+    "where": lambda t: torch.where(t > 1),
+    "unique": lambda t: torch.unique(t),
+    "masked_select": lambda t: torch.masked_select(t, t > 1),
+    "a copy into host memory": lambda t: torch.empty(3, dtype=t.dtype).copy_(t),
+    "what was computed from it": lambda t: (t * 2 + 1).sum().item(),
+    "a view of it": lambda t: t[1:].view(2, 1)[0, 0].item(),
+}
+
+
+class Running(Batch):
+    slots = slot_column()
+    seq_lens = mirrored(torch.int64)
+    bounds = mirrored(torch.int64, contract="upper_bound")
+    last_token = device_only(torch.int64)
+    requests = host_list()
+
+
+@pytest.mark.parametrize("name", list(WAITS))
+def test_hidden_sync_is_reported(name: str, rt: Runtime) -> None:
+    """A call that makes the host wait for the device is HIDDEN_SYNC."""
+    with pytest.raises(Violation) as caught, no_hidden_sync(rt):
+        WAITS[name](MirroredTensor.from_host(rt, [1, 2, 3]).device)
+    assert caught.value.code is Code.HIDDEN_SYNC
+
+
+def test_tables_from_before_the_window_are_known(rt: Runtime) -> None:
+    """A table that was made before the window is device memory in it."""
+    table = SlotPool(rt, 3).table("table")
+    with pytest.raises(Violation, match="HIDDEN_SYNC"), no_hidden_sync(rt):
+        table.device.sum().item()
+
+
+def test_host_tensors_are_left_alone(rt: Runtime) -> None:
+    """Reading the host side, or any tensor of the engine's own on the host, is no synchronisation."""
+    with no_hidden_sync(rt):
+        value = MirroredTensor.from_host(rt, [1, 2, 3])
+        _ = value.device
+        assert value.host[0].item() == 1
+        assert value.host.tolist() == [1, 2, 3]
+        assert value.host[value.host > 1].numpy().sum() == 5
+        assert bool(torch.ones(1))
+        assert int(torch.arange(3)[2]) == 2
+        assert (value > 1).sum() == 2
+        repr(value)
+
+
+def test_work_on_the_device_is_left_alone(rt: Runtime) -> None:
+    """Kernels, and indices of known size, make nobody wait."""
+    with no_hidden_sync(rt):
+        value = MirroredTensor.from_host(rt, [1, 2, 3]).device
+        rows = MirroredTensor.from_host(rt, [2, 0]).device
+        total = (value[rows] + value[:2]).to(torch.int32).sum()
+        value.clone()[0] = total
+        torch.where(value > 1, value, 0)
+        assert total.shape == ()
+
+
+def test_calls_named_for_waiting_may_wait(rt: Runtime) -> None:
+    """`resolve`, `read_back`, `synchronize` and the checks at level full wait openly."""
+    with no_hidden_sync(rt):
+        value = MirroredTensor.from_host(rt, [1, 2, 3]).weaken("upper_bound")
+        assert value.resolve().np.tolist() == [1, 2, 3]
+        assert rt.read_back(value.device).tolist() == [1, 2, 3]
+        assert rt.inspect(value.device).tolist() == [1, 2, 3]
+        rt.synchronize()
+    assert rt.counters.forced_syncs == 3
+
+
+def test_window_closes(rt: Runtime) -> None:
+    """Behind the window everything is as it was, also when it closed with a violation."""
+    value = MirroredTensor.from_host(rt, [1, 2, 3])
+    with pytest.raises(Violation, match="HIDDEN_SYNC"), no_hidden_sync(rt):
+        value.device.tolist()
+    assert value.device.tolist() == [1, 2, 3]
+    assert value.resolve() is value
+
+
+def test_step_loop_runs_clean(rt: Runtime) -> None:
+    """Steps in which requests leave, join and advance, with pages, tables and an upload, never wait."""
+    slots = SlotPool(rt, 8)
+    table = slots.table("req_to_token", (16,), holds="token")
+    pages = PagePool(rt, slots, 32, 2, max_tokens_per_request=16, token_table=table)
+
+    def joining(n: int) -> Running:
+        numbers = np.arange(n)
+        bound = MirroredTensor.from_host(rt, numbers).weaken("upper_bound")
+        taken = slots.take(n)
+        return Running.build(rt, slots=taken, seq_lens=[0] * n, bounds=bound, last_token=numbers, requests=[*range(n)])
+
+    forced = rt.counters.forced_syncs
+    with no_hidden_sync(rt):
+        batch = joining(4)
+        for step in range(12):
+            rt.next_step()
+            leaving = np.arange(len(batch)) == step % len(batch)
+            pages.release_requests(batch.filter(leaving).slots, after=rt.record())
+            while slots.stats.free < 1:
+                pass
+            batch = batch.filter(~leaving).merge(joining(1)).advance(["seq_lens", "bounds"], 1)
+            extension = pages.advance(batch.slots)
+            extras = batch.upload(writes=[extension.entry()], extras={"positions": extension.positions})
+            assert len(extras["positions"]) == len(batch)
+            sampled = rt.launch(torch.add, batch.last_token.device, 1)
+            batch = batch.evolve(last_token=sampled)
+            table.read_until(rt.record())
+    assert rt.counters.forced_syncs == forced

@@ -1,0 +1,169 @@
+"""Fuzzing a batch class of the engine's own: a correct one is left in peace, a forgotten field is found."""
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from batchstate.errors import ArgumentError
+from batchstate.testing import Twin, TwinSpec, fuzz_twins, run_machine, twin_machine
+from batchstate.testing.reach import STATES
+from examples.handwritten_batch import ForgetfulBatch, HandwrittenBatch, spec_of
+
+TestHandwritten = twin_machine(spec_of(HandwrittenBatch)).TestCase
+TestHandwritten.settings = settings(
+    max_examples=15, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck), database=None
+)
+
+
+def on(device: str, batch: type[HandwrittenBatch], **changes: Any) -> TwinSpec[HandwrittenBatch, int]:
+    """The specification of a class whose device is the one under test, with changes."""
+    there = type(batch.__name__, (batch,), {"device": torch.device(device)})
+    return attrs.evolve(spec_of(there), **changes)
+
+
+def killed(device: str, code: str, **methods: Any) -> str:
+    """The report on a class in which some methods are replaced."""
+    broken = type("BrokenBatch", (HandwrittenBatch,), methods)
+    result = fuzz_twins(on(device, broken), examples=60)
+    assert result.code == code, result.failure or "nothing was found"
+    return str(result.failure)
+
+
+def test_correct_class_is_left_in_peace(device: str) -> None:
+    """A class that keeps its twins right is never accused, while every interesting state is reached."""
+    result = fuzz_twins(on(device, HandwrittenBatch), examples=100)
+    assert result.failure is None, result.failure
+    assert [state for state in STATES["twins"] if not result.reached[state]] == []
+
+
+def test_forgotten_field_is_found(device: str) -> None:
+    """A field that one operation forgets is reported by name, with the shortest program that shows it."""
+    result = fuzz_twins(on(device, ForgetfulBatch), examples=60)
+    assert result.code == "ROW_COUNT"
+    report = str(result.failure)
+    assert "'temperatures'" in report
+    assert "operation  filter" in report
+    assert report.count("state.build(") == report.count("state.filter(") == 1
+    assert "fuzz_twins(ForgetfulBatch spec" in report
+
+
+def test_drifting_twin_is_found(device: str) -> None:
+    """A twin that is advanced on one side is MIRROR_EQUAL."""
+
+    def prepare(self: HandwrittenBatch) -> None:
+        self.seq_lens_cpu = self.seq_lens_cpu + 1
+
+    assert "seq_lens_cpu / seq_lens" in killed(device, "MIRROR_EQUAL", prepare_for_decode=prepare)
+
+
+def test_exceeded_bound_is_found(device: str) -> None:
+    """A device value beyond its host bound is MIRROR_BOUND."""
+
+    def prepare(self: HandwrittenBatch) -> None:
+        self.kv_lens = self.kv_lens + 3
+
+    assert "kv_bound_cpu / kv_lens" in killed(device, "MIRROR_BOUND", prepare_for_decode=prepare)
+
+
+def test_aliased_twins_are_found() -> None:
+    """On a CPU device, twins in one memory are MIRROR_ALIASED: they could never disagree."""
+
+    def prepare(self: HandwrittenBatch) -> None:
+        self.seq_lens_cpu = self.seq_lens
+
+    killed("cpu", "MIRROR_ALIASED", prepare_for_decode=prepare)
+
+
+def test_rows_out_of_order_are_found(device: str) -> None:
+    """A field filtered in another order than the others is found, although every length is right."""
+
+    def filter_sampling(self: HandwrittenBatch, rows: torch.Tensor) -> None:
+        self.temperatures = self.temperatures[rows.sort().values]
+
+    report = killed(device, "MODEL", _filter_sampling=filter_sampling)
+    assert "filter moved other rows than it was told to: 'temperatures'" in report
+
+
+def test_shared_memory_between_batches_is_found(device: str) -> None:
+    """A batch whose numbers lie in memory that the next batch writes is found, although it is right when it is made."""
+    buffer = torch.zeros(8, device=device)
+
+    def build(self: HandwrittenBatch, reqs: list[str], lengths: list[int]) -> None:
+        HandwrittenBatch.__init__(self, reqs, lengths)
+        self.temperatures = buffer[: len(lengths)].copy_(self.temperatures)
+
+    assert "an operation on another batch changed it" in killed(device, "MODEL", __init__=build)
+
+
+def test_batches_returned_and_batches_changed_in_place_are_both_taken(device: str) -> None:
+    """An operation may return the batch, an empty one too, or change it in place and return nothing."""
+
+    def filter_and_return(batch: HandwrittenBatch, keep: list[int]) -> HandwrittenBatch:
+        batch.filter_batch(keep)
+        return batch
+
+    class Sized(HandwrittenBatch):
+        def __len__(self) -> int:
+            return len(self.reqs)
+
+    assert fuzz_twins(on(device, Sized, filter=filter_and_return), examples=20).failure is None
+
+
+def test_classes_that_are_never_empty(device: str) -> None:
+    """With least_rows=1 no batch is built or filtered to nothing."""
+    spec = on(device, HandwrittenBatch, least_rows=1)
+    result = run_machine(twin_machine(spec), examples=20)
+    assert result.failure is None
+    assert not result.reached["an empty batch"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"twins": [], "rows": []},
+        {"rows": ["seq_lens"]},
+        {"least_rows": 5},
+        {"most_rows": 0},
+    ],
+    ids=["nothing", "twice", "least", "most"],
+)
+def test_bad_specifications_are_refused(changes: dict) -> None:
+    """A specification that cannot be meant is refused when it is made."""
+    with pytest.raises(ArgumentError):
+        attrs.evolve(spec_of(HandwrittenBatch), **changes)
+
+
+def test_twins_have_two_sides() -> None:
+    """Twins are exact or bounded; an attribute with one side belongs to the rows."""
+    with pytest.raises(ArgumentError, match="name an attribute that has no twin in `rows`"):
+        Twin("last_token", "last_token", "device_only")
+
+
+def test_dotted_attributes_are_reached() -> None:
+    """Attributes of parts of a batch are named with dots."""
+
+    class Part:
+        def __init__(self) -> None:
+            self.lens = [1]
+            self.lens_device = torch.tensor([2])
+
+    class Whole:
+        def __init__(self) -> None:
+            self.part = Part()
+
+    spec = TwinSpec[Whole, int](
+        name="Whole",
+        row=st.just(1),
+        build=lambda rows: Whole(),
+        filter=lambda batch, keep: None,
+        merge=lambda batch, other: None,
+        twins=[Twin("part.lens", "part.lens_device")],
+        num_rows=lambda batch: 1,
+        least_rows=1,
+        most_rows=1,
+    )
+    assert fuzz_twins(spec, examples=5).code == "MIRROR_EQUAL"
