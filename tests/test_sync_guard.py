@@ -12,7 +12,7 @@ from batchstate.columns import device_only, host_list, mirrored, slot_column
 from batchstate.invariants import Code
 from batchstate.pages import PagePool
 from batchstate.pools import SlotPool
-from batchstate.runtime import Runtime
+from batchstate.runtime import Fence, Runtime
 from batchstate.testing import no_hidden_sync
 
 WAITS: dict[str, Callable[[torch.Tensor], object]] = {
@@ -122,6 +122,7 @@ def test_step_loop_runs_clean(rt: Runtime) -> None:
         taken = slots.take(n)
         return Running.build(rt, slots=taken, seq_lens=[0] * n, bounds=bound, last_token=numbers, requests=[*range(n)])
 
+    in_flight: list[Fence] = []
     forced = rt.counters.forced_syncs
     with no_hidden_sync(rt):
         batch = joining(4)
@@ -129,13 +130,14 @@ def test_step_loop_runs_clean(rt: Runtime) -> None:
             rt.next_step()
             leaving = np.arange(len(batch)) == step % len(batch)
             pages.release_requests(batch.filter(leaving).slots, after=rt.record())
-            while slots.stats.free < 1:
-                pass
             batch = batch.filter(~leaving).merge(joining(1)).advance(["seq_lens", "bounds"], 1)
             extension = pages.advance(batch.slots)
             extras = batch.upload(writes=[extension.entry()], extras={"positions": extension.positions})
             assert len(extras["positions"]) == len(batch)
             sampled = rt.launch(torch.add, batch.last_token.device, 1)
             batch = batch.evolve(last_token=sampled)
-            table.read_until(rt.record())
+            in_flight.append(rt.record())
+            table.read_until(in_flight[-1])
+            while len(in_flight) >= rt.steps_in_flight:
+                in_flight.pop(0).wait()
     assert rt.counters.forced_syncs == forced

@@ -46,9 +46,7 @@ class BatchMachine(BatchBuilder):
             with self.refused(Code.SLOT_SHARED):
                 first.batch.merge(second.batch)
             return multiple()
-        self.reached("merge of exact with bound", first.bounded != second.bounded and bool(len(first) and len(second)))
-        merged = Rows(first.batch.merge(second.batch), [*first.rows, *second.rows], first.bounded | second.bounded)
-        return self.kept(merged, look=look)
+        return self.kept(self.joined(first, second), look=look)
 
     @rule(target=BATCHES, one=BATCHES, data=st.data(), look=st.booleans())
     def split(self, one: Rows, data: st.DataObject, look: bool) -> Any:
@@ -81,7 +79,8 @@ class BatchMachine(BatchBuilder):
     def advance(self, one: Rows, data: st.DataObject, look: bool) -> Any:
         """`advance` is exact integer arithmetic on both sides, or refused."""
         names = data.draw(st.lists(st.sampled_from(COUNTED), min_size=1, max_size=2, unique=True), label="columns")
-        n = data.draw(amounts(len(one)), label="n")
+        near = amounts(len(one))
+        n = data.draw(st.one_of(near, near, near, amounts(len(one), 2**63 - 1, 2**63 - 1)), label="n")
         each = np.broadcast_to(np.asarray(n), len(one)).tolist()
         given = names[0] if len(names) == 1 else names
         if any(not fits(one.side(name, "host"), each) for name in names if name != "last_token"):
@@ -148,6 +147,28 @@ class BatchMachine(BatchBuilder):
         agree_on(new, self.rt.inspect(extras["positions"]), "an array that rode along")
         self.reached("table writes of one table joined", len(writes) > 1)
         self.look(one, side=side)
+
+    @rule(target=BATCHES, one=BATCHES, leaves=st.integers(0, 3), n=st.integers(0, 2), first=st.integers(0, 9))
+    def step(self, one: Rows, leaves: int, n: int, first: int) -> Rows:
+        """A step of an engine: one leaves, others join under the other contract, all advance, one upload."""
+        keep = [at for at in range(len(one)) if at != leaves]
+        taken = {int(one.rows[at]["slots"].device) for at in keep}
+        free = [slot for slot in range(1, 9) if slot not in taken][: n + 1]
+        joining = self.built(free, first, bounds=not one.bounded)
+        left = one.moved(one.batch.filter(keep), [one.rows[at] for at in keep])
+        both = self.joined(left, joining)
+        before = self.rt.counters.snapshot()
+        batch = both.batch.advance("seq_lens", 1)
+        batch.upload()
+        cost = self.rt.counters - before
+        agree((1, 0), (cost.host_to_device_copies, cost.device_operations), "copies and operations of a step")
+        return self.kept(both.changed(batch, "seq_lens", lambda _, cell: _shifted(cell, 1)), look=True)
+
+    def joined(self, first: Rows, second: Rows) -> Rows:
+        """Two batches of different requests as one."""
+        self.reached("merge of exact with bound", first.bounded != second.bounded and bool(len(first) and len(second)))
+        merged = first.batch.merge(second.batch)
+        return Rows(merged, [*first.rows, *second.rows], first.bounded | second.bounded)
 
     # Both ways
 

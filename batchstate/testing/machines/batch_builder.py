@@ -82,6 +82,10 @@ class BatchBuilder(Machine):
     )
     def build(self, slots: list[int], first: int, bounds: bool, look: bool) -> Rows:
         """A batch of new requests; their numbers follow from `first`, so that a program stays readable."""
+        return self.kept(self.built(slots, first, bounds=bounds), look=look)
+
+    def built(self, slots: list[int], first: int, *, bounds: bool) -> Rows:
+        """A batch of new requests in these slots."""
         generations = np.arange(1, len(slots) + 1, dtype=np.int64)
         handles = Slots.from_host(self.rt, slots, generations=generations, pool=_POOL)
         requests = self._new_requests(len(slots))
@@ -95,7 +99,7 @@ class BatchBuilder(Machine):
             for at, request in enumerate(requests)
         ]
         bounded = frozenset(BOUNDED if bounds else ())
-        return self.kept(Rows(Decode.build(self.rt, **values), rows, bounded), look=look)
+        return Rows(Decode.build(self.rt, **values), rows, bounded)
 
     def _new_requests(self, n: int) -> list[str]:
         self.requests += n

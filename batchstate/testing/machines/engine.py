@@ -158,17 +158,17 @@ class EngineMachine(Machine):
         """The oldest steps end."""
         self.steps.complete(n)
 
-    @precondition(lambda self: self.requests)
-    @rule(back=st.integers(1, 4))
-    def abort(self, back: int) -> None:
+    @precondition(lambda self: bool(self.engine.waiting) or len(self.engine.batch) > 0)
+    @rule(at=st.integers(0, 5))
+    def abort(self, at: int) -> None:
         """A client hangs up, whatever its request is doing, and the engine goes on."""
-        request = self.requests[-min(back, len(self.requests))]
+        here = [*self.engine.batch.requests, *self.engine.waiting]
+        request = here[at % len(here)]
         if request.state == "waiting":
             self.engine.waiting.remove(request)
-        if request.state in ("waiting", "running"):
-            self.reached("abort with a step in flight", request.state == "running" and self.steps.depth > 0)
-            request.state = "aborted"
-            self._step()
+        self.reached("abort with a step in flight", request.state == "running" and self.steps.depth > 0)
+        request.state = "aborted"
+        self._step()
 
     @rule(prompt=st.integers(1, 6), shares=st.booleans())
     def step_finish_admit_step(self, prompt: int, shares: bool) -> None:

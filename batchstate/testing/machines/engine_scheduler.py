@@ -21,7 +21,7 @@ from batchstate.indices import Slots
 from batchstate.mirror import MirroredTensor
 from batchstate.pages import Extension, PageLease, PagePool
 from batchstate.pools import SlotPool
-from batchstate.runtime import Runtime
+from batchstate.runtime import Fence, Runtime
 from batchstate.tables import TableWrite
 from batchstate.testing.fences import ManualStream
 
@@ -116,6 +116,7 @@ class Scheduler:
     launched: Running | None = None
     batch: Running = attrs.field(init=False)
     _writes: list[TableWrite] = attrs.field(factory=list)
+    _real: deque[Fence] = attrs.field(factory=deque)  # of the device itself, which may be slower than the steps
 
     def __attrs_post_init__(self) -> None:
         self.batch = Running.empty(self.runtime)
@@ -237,6 +238,8 @@ class Scheduler:
     def _launch(self) -> None:
         while self.steps.depth >= self.depth:
             self.steps.complete()
+        while len(self._real) >= self.runtime.steps_in_flight:
+            self._real.popleft().wait()
         self.runtime.next_step()
         chunks, left = self._chunks(), self._left()
         batch = self.batch.advance("seq_lens", chunks).advance("num_generated", (chunks == left).astype(np.int64))
@@ -250,6 +253,9 @@ class Scheduler:
         self._writes.clear()
         self.launched = batch
         self._forward(batch)
+        self._real.append(self.runtime.record())
+        if self.pages.token_table is not None:
+            self.pages.token_table.read_until(self._real[-1])
         self.steps.record()
 
     def _forward(self, batch: Running) -> None:

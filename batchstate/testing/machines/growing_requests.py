@@ -158,8 +158,9 @@ class GrowingRequests(Machine):
     @rule(data=st.data(), length=st.integers(0, 8))
     def grow(self, data: st.DataObject, length: int) -> None:
         """Pages are allocated, and no token is committed."""
-        slots = self.some(data)
+        self._grow(self.some(data), length)
 
+    def _grow(self, slots: list[int], length: int) -> None:
         def call() -> None:
             self.pages.grow(self.handles(slots), length)
 
@@ -169,10 +170,21 @@ class GrowingRequests(Machine):
                 self.model.grew(slot)
 
     @HAS_REQUESTS
+    @rule(data=st.data(), more=st.integers(1, 3))
+    def grow_and_commit(self, data: st.DataObject, more: int) -> None:
+        """Pages first; the tokens are committed when they are known, and perhaps fewer."""
+        slot = self.some(data)[0]
+        length = min(self.most, len(self.model.requests[slot].stamps) + more)
+        self._grow([slot], length)
+        self._commit(slot, length - more // 2)
+
+    @HAS_REQUESTS
     @rule(data=st.data(), length=st.integers(0, 8))
     def commit(self, data: st.DataObject, length: int) -> None:
         """What is allocated is committed; what is not, and fewer than before, is refused."""
-        slot = self.some(data)[0]
+        self._commit(self.some(data)[0], length)
+
+    def _commit(self, slot: int, length: int) -> None:
         holding = self.model.requests[slot]
         handle = self.held[slot]
         fits = len(holding.stamps) <= length <= min(self.most, len(holding.pages) * self.pages.page_size)

@@ -33,6 +33,9 @@ from batchstate.testing.sync_guard import no_hidden_sync
 
 Array = npt.NDArray[Any]
 
+_FAR = 2**63 - 1
+"""An amount that takes most numbers out of their dtype."""
+
 
 class MirroredTensorMachine(ValueMachine):
     """Derives values from values, and tries what must be refused."""
@@ -61,7 +64,9 @@ class MirroredTensorMachine(ValueMachine):
     @rule(target=VALUES, first=VALUES, data=st.data(), twice=st.booleans(), side=st.booleans())
     def merge(self, first: Modelled, data: st.DataObject, twice: bool, side: bool) -> Modelled:
         """`merge` and `cat` are numpy's concatenate, under the weakest contract."""
-        second = data.draw(st.sampled_from([one for one in self.alive if _alike(first, one)]), label="other")
+        alike = [one for one in self.alive if _alike(first, one)]
+        mixed = [one for one in alike if one.value.contract is not first.value.contract]
+        second = data.draw(st.one_of(*(st.sampled_from(some) for some in (alike, mixed) if some)), label="other")
         parts = [first, second, first] if twice and len(first) < MOST_ROWS else [first, second]
         one, other = first.value, second.value
         with self.on(side):
@@ -177,7 +182,8 @@ class MirroredTensorMachine(ValueMachine):
     @rule(target=VALUES, one=VALUES, data=st.data(), minus=st.booleans())
     def add(self, one: Modelled, data: st.DataObject, minus: bool) -> Any:
         """`+` and `-` are exact integer arithmetic, or refused."""
-        amount = data.draw(amounts(len(one)), label="amount")
+        near = amounts(len(one))
+        amount = data.draw(st.one_of(near, near, near, amounts(len(one), _FAR, _FAR)), label="amount")
         kind = one.device.dtype.kind
         if kind in "bf" or one.value.unit is not None:
             with self.refused(DtypeError):

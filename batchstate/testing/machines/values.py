@@ -49,7 +49,7 @@ class ValueMachine(Machine):
         return [
             (
                 None if one.host is None else one.value.np.tobytes(),
-                None if (made := one.value.device_side.made) is None else self.rt.inspect(made).tobytes(),
+                None if one.value.device_side.made is None else self.rt.inspect(one.value.device).tobytes(),
                 one.value.contract,
                 one.value.version,
             )

@@ -16,6 +16,9 @@ EXAMPLES = 100
 CLEAN_EXAMPLES = 2000
 """Examples of the library as it is, of all machines together, none of which may be reported."""
 
+CLEAN_STEPS = 25
+"""Rules of one such example: many short examples differ more than few long ones, in the same time."""
+
 Progress = Callable[[int, int, str], None]
 """Called with what is done, what will have been done, and what comes next."""
 
@@ -150,7 +153,7 @@ def run(
     for name in machines if each else ():
         if progress is not None:
             progress(len(results) + len(clean), steps, f"{name} without a mutant")
-        clean.append(run_machine(MACHINES[name], device=device, examples=each, derandomize=True, shrink=True))
+        clean.append(run_machine(MACHINES[name], device=device, examples=each, steps=CLEAN_STEPS, derandomize=True))
     return MutantReport(device, tuple(results), tuple(clean), time.perf_counter() - start)
 
 

@@ -53,7 +53,7 @@ def allocated_length_not_updated(patch: Patch) -> None:
     original = patch(PageRows, "append", append)
 
 
-@mutant(Code.SLOT_ZERO_ALLOCATED, machine="page_pool", origin="sglang #27789, sglang #31616")
+@mutant(Code.SLOT_ZERO_ALLOCATED, Code.LENGTH_ORDER, machine="page_pool", origin="sglang #27789, sglang #31616")
 def last_partial_page_not_allocated(patch: Patch) -> None:
     """The pages of a length are counted by rounding down, and the last tokens of a request lie on page 0."""
     patch(PageRows, "pages_needed", lambda self, lengths: lengths // self.page_size)
