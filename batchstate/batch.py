@@ -17,15 +17,15 @@ from typing import Self, SupportsIndex
 import numpy as np
 
 from batchstate import levels
-from batchstate.batch_input import read_columns, rows_of
-from batchstate.batch_record import BatchRecord
+from batchstate.batching.device_rows import DeviceRows
+from batchstate.batching.given import read_columns, rows_of
+from batchstate.batching.host_rows import HostRows
+from batchstate.batching.record import BatchRecord
 from batchstate.columns import MirroredColumn, TensorColumn
-from batchstate.device_rows import DeviceRows
 from batchstate.errors import ArgumentError, DeclarationError, DeviceError, DtypeError, ShapeError
-from batchstate.host_arrays import converted, count, kept_rows
-from batchstate.host_rows import HostRows
-from batchstate.integers import across, amounts, shift
 from batchstate.runtime import Runtime
+from batchstate.values.host_arrays import converted, count, kept_rows
+from batchstate.values.integers import across, amounts, shift
 
 
 class Batch(BatchRecord):

@@ -12,10 +12,10 @@ import torch
 
 from batchstate.contracts import Contract, parse_contract
 from batchstate.errors import DeclarationError
-from batchstate.host_arrays import Array, converted, count
 from batchstate.indices import Slots
 from batchstate.mirror import MirroredTensor
 from batchstate.runtime import numpy_dtype
+from batchstate.values.host_arrays import Array, converted, count
 
 T = TypeVar("T")
 Self_ = TypeVar("Self_")
@@ -111,7 +111,7 @@ class SlotColumn(MirroredColumn):
     @overload
     def __get__(self, instance: "ColumnValues", owner: type) -> Slots: ...
     def __get__(self, instance: "ColumnValues | None", owner: type) -> Any:
-        return super().__get__(instance, owner)  # type: ignore[call-overload]
+        return super().__get__(instance, owner)
 
 
 class DeviceColumn(TensorColumn):

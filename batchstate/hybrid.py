@@ -12,13 +12,13 @@ import torch
 
 from batchstate import invariants
 from batchstate.errors import CaptureError
-from batchstate.host_arrays import count
 from batchstate.indices import Slots
-from batchstate.ledger import Ledger
+from batchstate.ownership.ledger import Ledger
+from batchstate.ownership.slot_stats import SlotStats
 from batchstate.pools import SlotPool
 from batchstate.runtime import Fence, Runtime
-from batchstate.slot_stats import SlotStats
 from batchstate.tables import Table, TableWrite
+from batchstate.values.host_arrays import count
 from batchstate.violations import Where
 
 __all__ = ["HybridSlotPool"]

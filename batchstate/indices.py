@@ -12,9 +12,9 @@ import torch
 
 from batchstate.contracts import Contract
 from batchstate.errors import ArgumentError, ShapeError
-from batchstate.host_arrays import converted, count
 from batchstate.mirror import MirroredTensor
 from batchstate.runtime import Runtime
+from batchstate.values.host_arrays import converted, count
 
 
 class Slots(MirroredTensor):

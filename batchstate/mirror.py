@@ -15,13 +15,13 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate.contracts import Contract, combined, parse_contract
-from batchstate.device_ops import add, concatenate, replace_rows, select_rows, signed_twin
-from batchstate.device_side import DeviceSide
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, DeviceError, DtypeError, ShapeError
-from batchstate.host_arrays import Array, Rows, as_array, converted, count, kept_rows, row_indices
-from batchstate.integers import across, amounts, shifted
 from batchstate.runtime import Runtime, numpy_dtype, torch_dtype
-from batchstate.sides import TwoSides
+from batchstate.values.device_ops import add, concatenate, replace_rows, select_rows, signed_twin
+from batchstate.values.device_side import DeviceSide
+from batchstate.values.host_arrays import Array, Rows, as_array, converted, count, kept_rows, row_indices
+from batchstate.values.integers import across, amounts, shifted
+from batchstate.values.sides import TwoSides
 
 __all__ = ["Contract", "MirroredTensor"]
 

@@ -15,19 +15,19 @@ import torch
 from batchstate import invariants, levels
 from batchstate.contracts import Contract
 from batchstate.errors import ArgumentError, DeviceError, ShapeError
-from batchstate.extension import Extension
-from batchstate.fence_queue import check_fence
-from batchstate.host_arrays import converted, count
 from batchstate.hybrid import HybridSlotPool
 from batchstate.indices import Slots, Tokens
-from batchstate.integers import amounts
-from batchstate.page_books import Added, PageBooks
-from batchstate.page_guard import PageGuard
-from batchstate.page_lease import PageLease
-from batchstate.page_stats import PageStats
+from batchstate.ownership.extension import Extension
+from batchstate.ownership.fence_queue import check_fence
+from batchstate.ownership.page_books import Added, PageBooks
+from batchstate.ownership.page_guard import PageGuard
+from batchstate.ownership.page_lease import PageLease
+from batchstate.ownership.page_stats import PageStats
 from batchstate.pools import SlotPool
 from batchstate.runtime import Fence, Runtime, numpy_dtype
 from batchstate.tables import Table
+from batchstate.values.host_arrays import converted, count
+from batchstate.values.integers import amounts
 from batchstate.violations import Where
 
 __all__ = ["Extension", "PageLease", "PagePool", "PageStats"]

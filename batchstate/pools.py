@@ -12,16 +12,16 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate.companions import Companion
 from batchstate.errors import DeviceError, DtypeError, ShapeError
-from batchstate.fence_queue import check_fence
-from batchstate.host_arrays import as_array, count
 from batchstate.indices import Slots
-from batchstate.ledger import Ledger
+from batchstate.ownership.companions import Companion
+from batchstate.ownership.fence_queue import check_fence
+from batchstate.ownership.ledger import Ledger
+from batchstate.ownership.slot_handles import HandleBook
+from batchstate.ownership.slot_stats import SlotStats
 from batchstate.runtime import Fence, Runtime
-from batchstate.slot_handles import HandleBook
-from batchstate.slot_stats import SlotStats
 from batchstate.tables import Table
+from batchstate.values.host_arrays import as_array, count
 
 __all__ = ["SlotPool", "SlotStats"]
 

@@ -50,9 +50,7 @@ class FakeModule(SimpleNamespace):
     Stream = FakeStream
 
     def __init__(self) -> None:
-        super().__init__(
-            default=FakeStream(), current=None, capturing=False, sync_debug_mode=0, modes=[], available=True
-        )
+        super().__init__(default=FakeStream(), entered=[], capturing=False, sync_debug_mode=0, modes=[], available=True)
 
     def is_available(self) -> bool:
         return self.available
@@ -61,13 +59,13 @@ class FakeModule(SimpleNamespace):
         return 0
 
     def current_stream(self, device: torch.device) -> FakeStream:
-        return self.current or self.default
+        return self.entered[-1] if self.entered else self.default
 
     @contextlib.contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
-        before, self.current = self.current, stream
+        self.entered.append(stream)
         yield
-        self.current = before
+        self.entered.pop()
 
     def synchronize(self, device: torch.device) -> None:
         self.modes.append(self.sync_debug_mode)

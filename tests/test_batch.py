@@ -227,7 +227,7 @@ def test_operations_leave_the_batch_as_it_was(rt: Runtime, pool: SlotPool, abcd:
     abcd.evolve(seq_lens=[0, 0, 0, 0])
     assert_holds(abcd, "abcd")
     with pytest.raises(DeclarationError, match="evolve"):
-        abcd.seq_lens = 3  # type: ignore[misc, assignment]
+        abcd.seq_lens = 3
 
 
 def test_empty_batches(rt: Runtime, abcd: Decode, full: None) -> None:
@@ -314,6 +314,7 @@ def test_a_column_of_another_length_is_reported(rt: Runtime, abcd: Decode) -> No
 def test_writes_from_outside_are_reported(rt: Runtime, abcd: Decode) -> None:
     """A write into a column's device side is found at `cheap`, by torch's version counter, by whatever comes next."""
     abcd.seq_lens.device.add_(1)
+    operation: Any
     for operation in (abcd.check, abcd.upload, lambda: abcd.filter([0]), lambda: abcd.advance("top_k", 1)):
         with pytest.raises(Violation) as caught:
             operation()
@@ -450,7 +451,7 @@ def test_memory_goes_back_with_the_last_user(rt: Runtime, pool: SlotPool) -> Non
             column = batch.seq_lens
             if read:
                 assert len(column.device) == len(batch.last_token.device) == 3
-            gone = [weakref.ref(batch), weakref.ref(column), weakref.ref(batch.last_token)]
+            gone: list[Any] = [weakref.ref(batch), weakref.ref(column), weakref.ref(batch.last_token)]
             del batch, column
             assert [reference() for reference in gone] == [None, None, None]
     finally:

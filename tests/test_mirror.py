@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -76,7 +77,7 @@ def test_cost_of_one_operation(rt: Runtime) -> None:
     assert (rt.counters - before).host_to_device_copies == 0
     assert (rt.counters - before).device_operations == 0
     assert value.device.shape == (3,)
-    for operation, copies, launches in [
+    costs: list[tuple[Callable[[], object], int, int]] = [
         (lambda: value.filter([0, 1]), 1, 1),
         (lambda: value.merge(value), 0, 1),
         (lambda: value + 1, 0, 1),
@@ -84,7 +85,8 @@ def test_cost_of_one_operation(rt: Runtime) -> None:
         (lambda: value.split([1, 2]), 0, 0),
         (lambda: value.pad(4), 1, 1),
         (lambda: value.update([0], [9]), 1, 2),
-    ]:
+    ]
+    for operation, copies, launches in costs:
         before = rt.counters.snapshot()
         operation()
         spent = rt.counters - before
@@ -159,8 +161,8 @@ def written(rt: Runtime) -> dict[str, MirroredTensor]:
 
 
 WAYS = [
-    "from list", "from array", "from tensor", "host_only", "from pair", "from pair of arrays", "slots", "filter", "take",
-    "merge", "add", "subtract", "split", "pad", "update", "weaken", "resolve",
+    "from list", "from array", "from tensor", "host_only", "from pair", "from pair of arrays", "slots", "filter",
+    "take", "merge", "add", "subtract", "split", "pad", "update", "weaken", "resolve",
 ]  # fmt: skip
 
 
@@ -390,7 +392,7 @@ def test_empty_keep_lists(lens: MirroredTensor, keep: object, full: None) -> Non
         (lambda v: v.update([0], [1.5]), DtypeError, "float64"),
         (lambda v: v + 1.5, DtypeError, "float64"),
         (lambda v: v + True, DtypeError, "bool"),
-        (lambda v: v + [1, 2], ShapeError, r"\[2\]"),
+        (lambda v: v + np.array([1, 2]), ShapeError, r"\[2\]"),
         (lambda v: v + 2**63, ValueOverflowError, "9223372036854775808"),
         (lambda v: v + (2**63 - 1), ValueOverflowError, "row 0"),
         (lambda v: v.cat([]), ArgumentError, "no values"),
@@ -443,7 +445,7 @@ def test_values_that_do_not_go_together(rt: Runtime, device: str) -> None:
         ),
         (lambda rt: MirroredTensor.from_device(rt, torch.tensor(1).to(rt.device)), ShapeError),
         (lambda rt: MirroredTensor.from_device(rt, torch.ones(1, device="meta")), DeviceError),
-        (lambda rt: MirroredTensor.from_device(rt, [1]), DtypeError),
+        (lambda rt: MirroredTensor.from_device(rt, np.ones(1)), DtypeError),  # type: ignore[arg-type]
     ],
 )
 def test_bad_constructions(rt: Runtime, make: object, error: type[Exception]) -> None:

@@ -19,8 +19,8 @@ from batchstate.errors import (
 )
 from batchstate.hybrid import HybridSlotPool
 from batchstate.indices import Slots, Tokens
-from batchstate.page_references import PageReferences
-from batchstate.page_rows import PageRows, ragged
+from batchstate.ownership.page_references import PageReferences
+from batchstate.ownership.page_rows import PageRows, ragged
 from batchstate.pages import PageLease, PagePool
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime, open_runtime

@@ -11,13 +11,13 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, OwnerThreadError, PoolExhaustedError
-from batchstate.fence_queue import FenceQueue
-from batchstate.free_list import FreeList
 from batchstate.indices import Slots, Tokens
-from batchstate.ledger import Ledger
+from batchstate.ownership.fence_queue import FenceQueue
+from batchstate.ownership.free_list import FreeList
+from batchstate.ownership.ledger import Ledger
+from batchstate.ownership.slot_handles import HandleBook
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime, open_runtime
-from batchstate.slot_handles import HandleBook
 from batchstate.violations import Code, Violation
 
 

@@ -13,22 +13,29 @@ from batchstate.pools import SlotPool
 DTYPES = [torch.int64, torch.int32, torch.float32, torch.bool, torch.uint8, torch.float64, torch.int16]
 
 
-def declare(num_columns: int) -> type[Batch]:
+class Base(Batch):
+    """What every batch of these tests has."""
+
+    slots = slot_column()
+    seq_lens = mirrored(torch.int64)
+
+
+def declare(num_columns: int) -> type[Base]:
     """A batch class of that many columns, slots and lengths among them."""
     columns = {f"column_{i}": mirrored(DTYPES[i % len(DTYPES)]) for i in range(num_columns - 2)}
-    return type("Declared", (Batch,), {"slots": slot_column(), "seq_lens": mirrored(torch.int64), **columns})
+    return type("Declared", (Base,), columns)
 
 
 @pytest.mark.parametrize("level", ["off", "cheap"])
 @pytest.mark.parametrize("num_columns", [4, 12, 40])
 def test_one_copy_and_one_operation_a_step(rt: Runtime, num_columns: int, level: str) -> None:
-    """Requests leave, join and advance, and the token table is written: one copy, one scatter, no sync, no new staging."""
+    """Requests leave, join and advance, and the table is written: one copy, one scatter, no sync, no new staging."""
     declared = declare(num_columns)
     slots = SlotPool(rt, 64)
     pages = PagePool(rt, slots, 256, 4, max_tokens_per_request=64)
     table = slots.table("req_to_token", (64,), torch.int32, holds="token")
 
-    def arrive(num_reqs: int) -> Batch:
+    def arrive(num_reqs: int) -> Base:
         taken = slots.take(num_reqs)
         extension = pages.extend(taken, np.full(num_reqs, 5))
         columns = {

@@ -175,7 +175,7 @@ def test_refuses_stale_handles(pool: SlotPool) -> None:
 def test_refuses_other_indices_as_rows(rt: Runtime, pool: SlotPool) -> None:
     """Tokens do not name rows of a slot-indexed table."""
     with pytest.raises(Violation) as caught:
-        pool.table("kv").write(Tokens.from_host(rt, [1]), None, np.array([1]))  # type: ignore[arg-type]
+        pool.table("kv").write(Tokens.from_host(rt, [1]), None, np.array([1]))
     assert caught.value.code == Code.UNIT_MISMATCH
 
 

@@ -44,14 +44,16 @@ class AcceleratorRuntime(Runtime):
 
     def __init__(self, device: torch.device, *, steps_in_flight: int = 2) -> None:
         module = _device_module(device)
-        if module is None or not hasattr(module, "Event") or not module.is_available():
+        if not hasattr(module, "Event") or not module.is_available():  # None has no events
             raise ArgumentError(
                 f"device {str(device)!r} is not available here",
                 value=str(device),
                 remedy="use 'cpu', or a machine and a torch build that have this device",
             )
         self._module = module
-        index = device.index if device.index is not None else module.current_device()
+        index: int | None = device.index  # torch's stub says int, and a device named without one has None
+        if index is None:
+            index = module.current_device()
         super().__init__(torch.device(device.type, index), steps_in_flight=steps_in_flight)
 
     def _pinned(self, nbytes: int) -> torch.Tensor:

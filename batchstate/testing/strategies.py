@@ -15,9 +15,9 @@ from hypothesis.strategies import SearchStrategy
 
 from batchstate.contracts import Contract, parse_contract
 from batchstate.errors import ArgumentError
-from batchstate.host_arrays import count
 from batchstate.runtime import NUMPY_DTYPES, Runtime, numpy_dtype
 from batchstate.testing.modelled import Modelled, value_of
+from batchstate.values.host_arrays import count
 
 __all__ = [
     "MOST_ROWS",

@@ -7,19 +7,19 @@ from typing import Any
 import numpy as np
 import torch
 
-import batchstate.device_rows
+import batchstate.batching.device_rows
 import batchstate.mirror
 from batchstate.batch import Batch
-from batchstate.batch_upload import BatchDevice, Extras
+from batchstate.batching.device_rows import DeviceRows
+from batchstate.batching.host_rows import HostRows
+from batchstate.batching.upload import BatchDevice, Extras
 from batchstate.contracts import Contract
-from batchstate.device_rows import DeviceRows
-from batchstate.device_side import Made
-from batchstate.host_arrays import Array
-from batchstate.host_rows import HostRows
 from batchstate.mirror import MirroredTensor
 from batchstate.runtime import Runtime
 from batchstate.tables import TableWrite
 from batchstate.testing.mutants.registry import Patch, mutant
+from batchstate.values.device_side import Made
+from batchstate.values.host_arrays import Array
 from batchstate.violations import Code
 
 
@@ -186,7 +186,7 @@ def gather_of_moved_rows(patch: Patch) -> None:
         selected: torch.Tensor = original(source, rows.sort(descending=True).values)
         return selected
 
-    original = patch(batchstate.device_rows, "select_rows", select_rows)
+    original = patch(batchstate.batching.device_rows, "select_rows", select_rows)
 
 
 @mutant(Code.TAIL_STALE, machine="batch", origin="lmdeploy#4569, sglang #18647")

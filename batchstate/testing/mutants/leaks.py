@@ -1,7 +1,7 @@
 """Something that is taken never comes back, or is not counted while it is away."""
 
-from batchstate.fence_queue import FenceQueue, Ints
-from batchstate.ledger import Ledger
+from batchstate.ownership.fence_queue import FenceQueue, Ints
+from batchstate.ownership.ledger import Ledger
 from batchstate.runtime import Fence
 from batchstate.testing.mutants.registry import Patch, mutant
 from batchstate.violations import Code

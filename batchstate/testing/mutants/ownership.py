@@ -1,7 +1,7 @@
 """One index with two owners, or freed by two."""
 
-from batchstate.fence_queue import FenceQueue, Ints
-from batchstate.free_list import FreeList
+from batchstate.ownership.fence_queue import FenceQueue, Ints
+from batchstate.ownership.free_list import FreeList
 from batchstate.runtime import Fence
 from batchstate.testing.mutants.registry import Patch, mutant
 from batchstate.violations import Code

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from batchstate.fence_queue import Ints
 from batchstate.indices import Slots
-from batchstate.page_references import PageReferences
-from batchstate.page_rows import PageRows
+from batchstate.ownership.fence_queue import Ints
+from batchstate.ownership.page_references import PageReferences
+from batchstate.ownership.page_rows import PageRows
 from batchstate.pages import PageLease, PagePool
 from batchstate.runtime import Fence
 from batchstate.testing.mutants.registry import Patch, mutant

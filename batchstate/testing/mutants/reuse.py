@@ -1,10 +1,10 @@
 """A slot changes hands while somebody still uses it, or while an old handle still opens it."""
 
-from batchstate.fence_queue import FenceQueue, Ints
-from batchstate.host_rows import GENERATION_SUFFIX, HostRows
-from batchstate.ledger import Ledger
+from batchstate.batching.host_rows import GENERATION_SUFFIX, HostRows
+from batchstate.ownership.fence_queue import FenceQueue, Ints
+from batchstate.ownership.ledger import Ledger
+from batchstate.ownership.slot_handles import HandleBook
 from batchstate.runtime import Fence
-from batchstate.slot_handles import HandleBook
 from batchstate.testing.mutants.registry import Patch, mutant
 from batchstate.violations import Code
 

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 
 import batchstate.mirror
-import batchstate.sides
-from batchstate.device_side import Made
-from batchstate.fence_queue import FenceQueue
-from batchstate.free_list import FreeList
-from batchstate.host_arrays import Array
-from batchstate.integers import Amounts
+import batchstate.values.sides
 from batchstate.mirror import MirroredTensor
+from batchstate.ownership.fence_queue import FenceQueue
+from batchstate.ownership.free_list import FreeList
 from batchstate.runtime import Runtime
-from batchstate.stale import StaleWindow
 from batchstate.testing.mutants.registry import Patch, mutant
+from batchstate.values.device_side import Made
+from batchstate.values.host_arrays import Array
+from batchstate.values.integers import Amounts
+from batchstate.values.stale import StaleWindow
 from batchstate.violations import Code
 
 
@@ -48,7 +48,7 @@ def device_side_is_host_memory(patch: Patch) -> None:
     def uploaded(runtime: Runtime, host: Array) -> Made:
         return Made(torch.from_numpy(host), runtime.current_stream)
 
-    patch(batchstate.sides, "_uploaded", uploaded)
+    patch(batchstate.values.sides, "_uploaded", uploaded)
 
 
 @mutant(Code.MIRROR_STALE_READ, machine="mirrored_tensor", origin="sglang admit_request_direct flag, sglang #25944")

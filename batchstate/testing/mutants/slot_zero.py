@@ -2,8 +2,8 @@
 
 import torch
 
-from batchstate.fence_queue import Ints
-from batchstate.free_list import FreeList
+from batchstate.ownership.fence_queue import Ints
+from batchstate.ownership.free_list import FreeList
 from batchstate.pools import SlotPool
 from batchstate.tables import Table
 from batchstate.testing.mutants.registry import Patch, mutant

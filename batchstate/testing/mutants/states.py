@@ -1,8 +1,8 @@
 """A slot and what it owns in a second pool come apart."""
 
-from batchstate.fence_queue import Ints
 from batchstate.hybrid import HybridSlotPool, StateOwner
 from batchstate.indices import Slots
+from batchstate.ownership.fence_queue import Ints
 from batchstate.runtime import Fence
 from batchstate.testing.mutants.registry import Patch, mutant
 from batchstate.violations import Code

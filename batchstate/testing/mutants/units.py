@@ -3,9 +3,9 @@
 import attrs
 
 import batchstate.pages
-from batchstate.extension import Extension
 from batchstate.hybrid import HybridSlotPool
 from batchstate.indices import HostTokens, Pages, Slots
+from batchstate.ownership.extension import Extension
 from batchstate.tables import Table, TableWrite
 from batchstate.testing.mutants.registry import Patch, mutant
 from batchstate.violations import Code

@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 
 from batchstate.columns import MirroredColumn, SlotColumn
-from batchstate.host_arrays import Array, Rows
+from batchstate.values.host_arrays import Array, Rows
 
 GENERATION_SUFFIX = ".generation"
 """Names the hidden lane that carries the generations of a slot column."""

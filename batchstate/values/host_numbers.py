@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from batchstate.errors import ArgumentError
-from batchstate.host_arrays import Array
+from batchstate.values.host_arrays import Array
 
 
 class HostNumbers(abc.ABC):

@@ -14,12 +14,12 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate.contracts import Contract, parse_contract, weaker_or_equal
-from batchstate.device_side import DeviceSide, Made, version_mark
 from batchstate.errors import ContractError, SideMissingError
-from batchstate.host_arrays import Array
-from batchstate.host_numbers import HostNumbers
 from batchstate.runtime import NUMPY_DTYPES, Runtime, numpy_dtype
-from batchstate.stale import StaleWindow, reasons
+from batchstate.values.device_side import DeviceSide, Made, version_mark
+from batchstate.values.host_arrays import Array
+from batchstate.values.host_numbers import HostNumbers
+from batchstate.values.stale import StaleWindow, reasons
 from batchstate.violations import Where
 
 

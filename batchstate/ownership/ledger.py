@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from batchstate import invariants, levels
 from batchstate.errors import PoolExhaustedError
-from batchstate.fence_queue import FenceQueue
-from batchstate.free_list import FreeList
+from batchstate.ownership.fence_queue import FenceQueue
+from batchstate.ownership.free_list import FreeList
 from batchstate.runtime import Fence, Runtime
 from batchstate.violations import Code, Where
 

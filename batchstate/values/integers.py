@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchstate.errors import DtypeError, ShapeError, ValueOverflowError
-from batchstate.host_arrays import Array, as_array, check_range
+from batchstate.values.host_arrays import Array, as_array, check_range
 
 Amounts = npt.NDArray[np.int64]
 

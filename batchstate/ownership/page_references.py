@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from batchstate import invariants, levels
-from batchstate.fence_queue import AllFences
-from batchstate.ledger import Ledger
+from batchstate.ownership.fence_queue import AllFences
+from batchstate.ownership.ledger import Ledger
 from batchstate.runtime import Fence, Runtime
 from batchstate.violations import Where
 

@@ -12,11 +12,11 @@ import attrs
 import numpy as np
 import torch
 
-from batchstate.device_ops import add, concatenate, select_rows, signed_twin
-from batchstate.device_side import DeviceSide
-from batchstate.host_arrays import Array, Rows
-from batchstate.integers import across
 from batchstate.runtime import Runtime, numpy_dtype
+from batchstate.values.device_ops import add, concatenate, select_rows, signed_twin
+from batchstate.values.device_side import DeviceSide
+from batchstate.values.host_arrays import Array, Rows
+from batchstate.values.integers import across
 
 MOST_SOURCES = 8
 """Beyond this many tensors a column is gathered at the next upload: each source is memory kept alive."""

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from batchstate import invariants, levels
 from batchstate.errors import ArgumentError, DeviceError, DtypeError
 from batchstate.indices import Slots
-from batchstate.ledger import Ledger
 from batchstate.mirror import MirroredTensor
+from batchstate.ownership.ledger import Ledger
 from batchstate.runtime import Runtime
 from batchstate.violations import Code, Where
 

@@ -10,17 +10,17 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from batchstate import invariants, levels
-from batchstate.batch_upload import BatchDevice, Extras
+from batchstate.batching.device_rows import DeviceRows
+from batchstate.batching.host_rows import GENERATION_SUFFIX, HostRows, Layout
+from batchstate.batching.upload import BatchDevice, Extras
 from batchstate.columns import Column, MirroredColumn, SlotColumn, TensorColumn
 from batchstate.contracts import Contract
-from batchstate.device_rows import DeviceRows
-from batchstate.device_side import DeviceSide
 from batchstate.errors import ArgumentError, DeclarationError
-from batchstate.host_arrays import Array
-from batchstate.host_rows import GENERATION_SUFFIX, HostRows, Layout
 from batchstate.mirror import MirroredTensor
 from batchstate.runtime import Runtime
 from batchstate.tables import TableWrite
+from batchstate.values.device_side import DeviceSide
+from batchstate.values.host_arrays import Array
 from batchstate.violations import Code, Where
 
 

@@ -9,16 +9,16 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants
+from batchstate.batching.device_rows import DeviceRows
+from batchstate.batching.host_rows import GENERATION_SUFFIX
 from batchstate.columns import Column, DeviceColumn, HostColumn, MirroredColumn, TensorColumn
 from batchstate.contracts import Contract
-from batchstate.device_rows import DeviceRows
-from batchstate.device_side import DeviceSide
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, DeviceError, DtypeError, ShapeError
-from batchstate.host_arrays import Array, converted
-from batchstate.host_rows import GENERATION_SUFFIX
 from batchstate.indices import Slots
 from batchstate.mirror import MirroredTensor
 from batchstate.runtime import Runtime
+from batchstate.values.device_side import DeviceSide
+from batchstate.values.host_arrays import Array, converted
 
 Objects = npt.NDArray[np.object_]
 

@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from batchstate import invariants, levels
 from batchstate.errors import ArgumentError
-from batchstate.page_lease import Leases
-from batchstate.page_references import PageReferences
-from batchstate.page_rows import PageRows, ragged
+from batchstate.ownership.page_lease import Leases
+from batchstate.ownership.page_references import PageReferences
+from batchstate.ownership.page_rows import PageRows, ragged
 from batchstate.runtime import Fence, Runtime
 from batchstate.violations import Where
 

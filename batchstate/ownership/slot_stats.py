@@ -4,7 +4,7 @@ from typing import Self
 
 import attrs
 
-from batchstate.ledger import Ledger
+from batchstate.ownership.ledger import Ledger
 
 
 @attrs.frozen

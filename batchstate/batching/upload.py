@@ -7,13 +7,13 @@ import attrs
 import numpy as np
 import torch
 
+from batchstate.batching.device_rows import MOST_SOURCES, DeviceRows
+from batchstate.batching.host_rows import HostRows
 from batchstate.columns import Column, TensorColumn
-from batchstate.device_rows import MOST_SOURCES, DeviceRows
-from batchstate.device_side import DeviceSide, Made
-from batchstate.host_arrays import Array, as_array
-from batchstate.host_rows import HostRows
 from batchstate.runtime import PackedUpload, Runtime, torch_dtype
 from batchstate.tables import TableWrite
+from batchstate.values.device_side import DeviceSide, Made
+from batchstate.values.host_arrays import Array, as_array
 
 
 @final

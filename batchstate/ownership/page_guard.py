@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchstate import invariants
-from batchstate.page_books import PageBooks
+from batchstate.ownership.page_books import PageBooks
 from batchstate.pools import SlotPool
 from batchstate.runtime import Fence
 

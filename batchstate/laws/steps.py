@@ -1,0 +1,51 @@
+"""Laws of a step: what may wait, and how deep steps may overlap."""
+
+from typing import Unpack
+
+from batchstate.laws.catalog import broken, law, made
+from batchstate.violations import Code, Where
+
+
+@law(
+    Code.HIDDEN_SYNC,
+    asked="test",
+    remedy="read the host side of the mirrored value, or call `resolve`/`synchronize`, whose names say that they wait",
+    origins=("sglang #26425", "sglang #29420", "sglang #34782", "sglang #27689", "sglang #28491"),
+)
+def hidden_sync(call: str, allowed: bool, **where: Unpack[Where]) -> None:
+    """Nothing waits for the device but calls named for it. `call` is what was about to wait.
+
+    Cost: none at run time; test tools intercept. Broken by `.item()`, `.tolist()`, `.cpu()` or a boolean index.
+    """
+    made[Code.HIDDEN_SYNC] += 1
+    if not allowed:
+        broken(
+            Code.HIDDEN_SYNC,
+            f"`{call}` on a device tensor waits for the device",
+            where,
+            expected="no synchronisation",
+            actual=call,
+        )
+
+
+@law(
+    Code.STAGING_OVERRUN,
+    asked="cheap",
+    remedy="declare the true depth: open the runtime with a larger `steps_in_flight`, or wait for older steps first",
+    origins=("TRT-LLM#18485", "sglang #13713", "sglang-jax#1487", "vllm #24527"),
+)
+def staging_overrun(oldest_step: int, next_step: int, steps_in_flight: int, **where: Unpack[Where]) -> None:
+    """When step s begins, the uploads of step s - steps_in_flight and older have run.
+
+    `oldest_step` is the oldest step with an upload that has not. Cost: one query of a fence. Broken by an engine that
+    runs deeper than it declared: buffers planned for the declared depth are then in use at once.
+    """
+    made[Code.STAGING_OVERRUN] += 1
+    if oldest_step <= next_step - steps_in_flight:
+        broken(
+            Code.STAGING_OVERRUN,
+            f"an upload of step {oldest_step} has not run when step {next_step} begins",
+            where,
+            expected=f"at most {steps_in_flight} steps in flight",
+            actual=next_step - oldest_step + 1,
+        )
