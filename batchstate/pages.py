@@ -18,13 +18,12 @@ from batchstate.errors import ArgumentError, DeviceError, ShapeError
 from batchstate.hybrid import HybridSlotPool
 from batchstate.indices import Slots, Tokens
 from batchstate.ownership.extension import Extension
-from batchstate.ownership.fence_queue import check_fence
 from batchstate.ownership.page_books import Added, PageBooks
 from batchstate.ownership.page_guard import PageGuard
 from batchstate.ownership.page_lease import PageLease
 from batchstate.ownership.page_stats import PageStats
 from batchstate.pools import SlotPool
-from batchstate.runtime import Fence, Runtime, numpy_dtype
+from batchstate.runtime import Fence, Runtime, check_fence, numpy_dtype
 from batchstate.tables import Table
 from batchstate.values.host_arrays import converted, count
 from batchstate.values.integers import amounts
@@ -84,7 +83,7 @@ class PagePool:
             self.max_tokens_per_request,
             label=f"PagePool {name!r}",
         )
-        self._guard = PageGuard(self.slots, self._books)
+        self._guard = PageGuard(self.slots.is_live, self._books)
         if token_table is not None:
             self._check_token_table(token_table)
         self.slots.attach(self._guard)

@@ -15,11 +15,10 @@ from batchstate import invariants, levels
 from batchstate.errors import DeviceError, DtypeError, ShapeError
 from batchstate.indices import Slots
 from batchstate.ownership.companions import Companion
-from batchstate.ownership.fence_queue import check_fence
 from batchstate.ownership.ledger import Ledger
 from batchstate.ownership.slot_handles import HandleBook
 from batchstate.ownership.slot_stats import SlotStats
-from batchstate.runtime import Fence, Runtime
+from batchstate.runtime import Fence, Runtime, check_fence
 from batchstate.tables import Table
 from batchstate.values.host_arrays import as_array, count
 

@@ -17,8 +17,7 @@ from batchstate import invariants, levels
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, RowIndexError, ShapeError
 from batchstate.indices import Slots
 from batchstate.mirror import MirroredTensor
-from batchstate.ownership.fence_queue import check_fence
-from batchstate.runtime import Fence, Runtime, Stream, numpy_dtype
+from batchstate.runtime import Fence, Runtime, Stream, check_fence, numpy_dtype
 from batchstate.values.device_ops import signed_twin
 from batchstate.values.host_arrays import Array, as_array, converted
 from batchstate.violations import Where

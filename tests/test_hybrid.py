@@ -1,8 +1,5 @@
 """Hybrid pools: a slot and its states are taken and freed as one."""
 
-from collections.abc import Callable
-
-import attrs
 import numpy as np
 import pytest
 
@@ -11,28 +8,8 @@ from batchstate.hybrid import HybridSlotPool, StateOwner
 from batchstate.indices import Slots
 from batchstate.runtime import Runtime
 from batchstate.tables import Table
-from batchstate.violations import Code, Violation
-
-
-@attrs.define(eq=False)
-class Gate:
-    """A fence that a test opens."""
-
-    done: bool = False
-
-    def query(self) -> bool:
-        return self.done
-
-    def wait(self) -> None:
-        raise AssertionError("the host waited")
-
-
-def refused(code: Code, action: Callable[[], object]) -> Violation:
-    """Runs `action`, which has to break the law of `code`."""
-    with pytest.raises(Violation) as caught:
-        action()
-    assert caught.value.code == code, caught.value
-    return caught.value
+from batchstate.violations import Code
+from tests.doubles import Gate, refused
 
 
 @pytest.fixture

@@ -1,9 +1,7 @@
 """Page pools: each token has one place, each page one owner or as many references as holders, and lengths in order."""
 
 import functools
-from collections.abc import Callable
 
-import attrs
 import numpy as np
 import pytest
 import torch
@@ -25,27 +23,7 @@ from batchstate.pages import PageLease, PagePool
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime, open_runtime
 from batchstate.violations import Code, Violation
-
-
-@attrs.define(eq=False)
-class Gate:
-    """A fence that a test opens."""
-
-    done: bool = False
-
-    def query(self) -> bool:
-        return self.done
-
-    def wait(self) -> None:
-        raise AssertionError("the host waited")
-
-
-def refused(code: Code, action: Callable[[], object]) -> Violation:
-    """Runs `action`, which has to break the law of `code`."""
-    with pytest.raises(Violation) as caught:
-        action()
-    assert caught.value.code == code, caught.value
-    return caught.value
+from tests.doubles import Gate, refused
 
 
 @pytest.fixture

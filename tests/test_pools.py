@@ -2,9 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
 
-import attrs
 import numpy as np
 import pytest
 import torch
@@ -18,30 +16,8 @@ from batchstate.ownership.ledger import Ledger
 from batchstate.ownership.slot_handles import HandleBook
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime, open_runtime
-from batchstate.violations import Code, Violation
-
-
-@attrs.define(eq=False)
-class Gate:
-    """A fence that a test opens; counts how often it was asked."""
-
-    done: bool = False
-    asked: int = 0
-
-    def query(self) -> bool:
-        self.asked += 1
-        return self.done
-
-    def wait(self) -> None:
-        raise AssertionError("the host waited")
-
-
-def refused(code: Code, action: Callable[[], object]) -> Violation:
-    """Runs `action`, which has to break the law of `code`."""
-    with pytest.raises(Violation) as caught:
-        action()
-    assert caught.value.code == code, caught.value
-    return caught.value
+from batchstate.violations import Code
+from tests.doubles import Gate, refused
 
 
 def test_hands_out_one_to_size(rt: Runtime) -> None:

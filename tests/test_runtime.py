@@ -9,19 +9,7 @@ import torch
 from batchstate import Code, Runtime, Violation, checks, open_runtime
 from batchstate.errors import ArgumentError, DtypeError, OwnerThreadError
 from batchstate.runtime import CpuRuntime, DoneFence, Staging
-
-
-class Gate:
-    """A fence that the test opens."""
-
-    def __init__(self) -> None:
-        self.open = False
-
-    def query(self) -> bool:
-        return self.open
-
-    def wait(self) -> None:
-        raise AssertionError("the library waited for a fence")
+from tests.doubles import Gate
 
 
 class GatedRuntime(CpuRuntime):
@@ -80,9 +68,9 @@ def test_a_block_in_flight_is_never_refilled() -> None:
         staging.release(block, gate, step)
         blocks.append(block)
     assert len({id(block) for block in blocks}) == 10
-    gates[0].open = True
+    gates[0].done = True
     assert staging.take(100) is blocks[0]
-    gates[2].open = True  # behind one that has not run: it waits its turn
+    gates[2].done = True  # behind one that has not run: it waits its turn
     assert staging.take(100) not in blocks
     assert staging.oldest_step() == 1
 
@@ -105,7 +93,7 @@ def test_running_deeper_than_declared_is_reported() -> None:
     assert caught.value.code is Code.STAGING_OVERRUN
     assert "step 1 has not run when step 3 begins" in str(caught.value)
     assert rt.step == 2
-    rt.gates[0].open = True
+    rt.gates[0].done = True
     assert rt.next_step() == 3
     with checks("off"):
         rt.next_step()

@@ -21,14 +21,7 @@ def mirror_equal(host: Array, device: Array, **where: Unpack[Where]) -> None:
     Cost: reads the device side back. Broken by writing one side alone, or by an operation that forgets one side.
     """
     made[Code.MIRROR_EQUAL] += 1
-    if host.dtype != device.dtype or host.shape != device.shape:
-        broken(
-            Code.MIRROR_EQUAL,
-            "the two sides differ in dtype or shape",
-            where,
-            expected=f"{host.dtype}{list(host.shape)} (host)",
-            actual=f"{device.dtype}{list(device.shape)} (device)",
-        )
+    _same_kind(Code.MIRROR_EQUAL, host, device, where)
     unequal = bits(host) != bits(device)
     if unequal.any():
         row = first_row(unequal)
@@ -54,14 +47,7 @@ def mirror_bound(host: Array, device: Array, **where: Unpack[Where]) -> None:
     Cost: reads the device side back. Broken by adding on the device more than was added on the host.
     """
     made[Code.MIRROR_BOUND] += 1
-    if host.dtype != device.dtype or host.shape != device.shape:
-        broken(
-            Code.MIRROR_BOUND,
-            "the two sides differ in dtype or shape",
-            where,
-            expected=f"{host.dtype}{list(host.shape)} (host)",
-            actual=f"{device.dtype}{list(device.shape)} (device)",
-        )
+    _same_kind(Code.MIRROR_BOUND, host, device, where)
     above = device > host
     if above.any():
         row = first_row(above)
@@ -237,4 +223,15 @@ def unit_mismatch(expected: str, actual: str, **where: Unpack[Where]) -> None:
             where,
             expected=expected,
             actual=actual,
+        )
+
+
+def _same_kind(code: Code, host: Array, device: Array, where: Where) -> None:
+    if host.dtype != device.dtype or host.shape != device.shape:
+        broken(
+            code,
+            "the two sides differ in dtype or shape",
+            where,
+            expected=f"{host.dtype}{list(host.shape)} (host)",
+            actual=f"{device.dtype}{list(device.shape)} (device)",
         )

@@ -4,13 +4,12 @@ The queue owns what waits in it: it copies on entry, so that nothing a caller do
 and never waits for one.
 """
 
-from typing import Any, final
+from typing import final
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from batchstate.errors import ArgumentError
 from batchstate.runtime import Fence
 
 Ints = npt.NDArray[np.int64]
@@ -81,17 +80,3 @@ class FenceQueue:
 
     def _complete(self, fence: Fence) -> bool:
         return fence.query()
-
-
-def check_fence(fence: Any, operation: str) -> None:
-    """Refuses what is no fence.
-
-    Raises:
-        ArgumentError: `fence` is neither None nor something to be asked with `query()`.
-    """
-    if fence is not None and not callable(getattr(fence, "query", None)):
-        raise ArgumentError(
-            f"{operation}: after={fence!r} is no fence",
-            value=fence,
-            remedy="pass what `Runtime.record()` returns",
-        )

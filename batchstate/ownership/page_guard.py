@@ -1,5 +1,6 @@
 """What a slot pool asks of the pages that its slots own: no slot is freed while it has pages."""
 
+from collections.abc import Callable
 from typing import final
 
 import numpy as np
@@ -7,7 +8,6 @@ import numpy.typing as npt
 
 from batchstate import invariants
 from batchstate.ownership.page_books import PageBooks
-from batchstate.pools import SlotPool
 from batchstate.runtime import Fence
 
 Ints = npt.NDArray[np.int64]
@@ -15,10 +15,15 @@ Ints = npt.NDArray[np.int64]
 
 @final
 class PageGuard:
-    """The companion of a slot pool whose slots own pages. Slots are taken without pages and get them by growing."""
+    """The companion of a slot pool whose slots own pages. Slots are taken without pages and get them by growing.
 
-    def __init__(self, slots: SlotPool, books: PageBooks) -> None:
-        self._slots = slots
+    Args:
+        is_live: which of some slots int64[n] are live, bool[n].
+        books: the pages.
+    """
+
+    def __init__(self, is_live: Callable[[Ints], npt.NDArray[np.bool_]], books: PageBooks) -> None:
+        self._is_live = is_live
         self._books = books
 
     def __repr__(self) -> str:
@@ -63,6 +68,6 @@ class PageGuard:
         """
         self._books.verify()
         owners = np.flatnonzero(self._books.rows.num_pages)
-        orphans = owners[~self._slots.is_live(owners)]
+        orphans = owners[~self._is_live(owners)]
         if orphans.size:
             self.check_free(orphans, "verify")

@@ -9,7 +9,7 @@ from batchstate.runtime.base import Runtime
 from batchstate.runtime.counters import Counters
 from batchstate.runtime.cpu import CpuRuntime
 from batchstate.runtime.dtypes import NUMPY_DTYPES, numpy_dtype, torch_dtype
-from batchstate.runtime.fences import DoneFence, Fence, Stream
+from batchstate.runtime.fences import DoneFence, Fence, Stream, check_fence
 from batchstate.runtime.opening import open_runtime
 from batchstate.runtime.packed import PackedUpload
 from batchstate.runtime.staging import Staging
@@ -25,6 +25,7 @@ __all__ = [
     "Runtime",
     "Staging",
     "Stream",
+    "check_fence",
     "numpy_dtype",
     "open_runtime",
     "torch_dtype",

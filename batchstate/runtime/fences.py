@@ -4,6 +4,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
+from batchstate.errors import ArgumentError
+
 
 @runtime_checkable
 class Fence(Protocol):
@@ -49,3 +51,17 @@ class Stream:
 
     def __hash__(self) -> int:
         return hash(self.key)
+
+
+def check_fence(fence: Any, operation: str) -> None:
+    """Refuses what is no fence.
+
+    Raises:
+        ArgumentError: `fence` is neither None nor something to be asked with `query()`.
+    """
+    if fence is not None and not callable(getattr(fence, "query", None)):
+        raise ArgumentError(
+            f"{operation}: after={fence!r} is no fence",
+            value=fence,
+            remedy="pass what `Runtime.record()` returns",
+        )
