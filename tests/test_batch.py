@@ -456,3 +456,42 @@ def test_memory_goes_back_with_the_last_user(rt: Runtime, pool: SlotPool) -> Non
             assert [reference() for reference in gone] == [None, None, None]
     finally:
         gc.enable()
+
+
+TENSORS = [name for name in Decode.columns() if name != "requests"]
+
+
+@pytest.mark.parametrize("column", TENSORS)
+@pytest.mark.parametrize("way", ["build", "filter", "merge", "split", "pad", "advance", "update", "evolve"])
+def test_a_write_into_the_device_side_of_a_column_is_reported(
+    rt: Runtime, pool: SlotPool, abcd: Decode, way: str, column: str, full: None
+) -> None:
+    """However a batch came about, the device side of each column is memory of its own, and a write into it is found."""
+    batch: Decode = {
+        "build": lambda: abcd,
+        "filter": lambda: abcd.filter([3, 0]),
+        "merge": lambda: abcd.merge(Decode.build(rt, **rows(pool, "ef"))),
+        "split": lambda: abcd.split([1, 3])[1],
+        "pad": lambda: abcd.pad(6),
+        "advance": lambda: abcd.advance("seq_lens", 1),
+        "update": lambda: abcd.update("top_k", [0], 5),
+        "evolve": lambda: abcd.evolve(adapter=[1, 2, 3, 4]),
+    }[way]()
+    batch.check()
+    host = None if column == "last_token" else batch[column].np.tolist()
+    memory = batch[column].device.view(torch.uint8) if column != "greedy" else batch[column].device
+    memory[0] = memory[0].logical_not() if column == "greedy" else memory[0] + 1
+    assert column == "last_token" or batch[column].np.tolist() == host
+    with pytest.raises(Violation) as caught:
+        batch.check()
+    assert caught.value.code in (Code.MIRROR_EQUAL, Code.MIRROR_FOREIGN_WRITE)
+
+
+def test_a_write_into_the_host_side_of_a_batch_is_reported(rt: Runtime, abcd: Decode, full: None) -> None:
+    """A write into the packed host rows does not reach the device, and is found."""
+    before = rt.inspect(abcd.seq_lens.device).tolist()
+    abcd._rows.column("seq_lens")[0] += 1
+    assert rt.inspect(abcd.seq_lens.device).tolist() == before
+    with pytest.raises(Violation) as caught:
+        abcd.check()
+    assert caught.value.code in (Code.MIRROR_EQUAL, Code.MIRROR_FOREIGN_WRITE)

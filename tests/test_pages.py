@@ -558,3 +558,22 @@ def test_the_pools_own_table_is_written_without_a_second_look(rt: Runtime) -> No
         PagePool(
             rt, slots, 8, 2, max_tokens_per_request=8, token_table=slots.table("mask", (8,), torch.bool, holds="token")
         )
+
+
+@pytest.mark.parametrize("made_by", ["take", "extend", "share"])
+def test_what_pools_hand_out_has_two_memories(rt: Runtime, made_by: str) -> None:
+    """Slots and tokens come with sides of their own: a write into one is found, and does not reach the other."""
+    with levels.checks("full"):
+        slots = SlotPool(rt, 4)
+        pages = PagePool(rt, slots, 8, 2, max_tokens_per_request=8)
+        taken = slots.take(2)
+        extension = pages.extend(taken, 4)
+        shared = pages.share(taken.filter([0]), slots.take(1), 4)
+        value = {"take": taken, "extend": extension.tokens, "share": shared.tokens}[made_by]
+        host, device = value.np.tolist(), rt.inspect(value.device).tolist()
+        assert host == device
+        value.device.data[0] += 1
+        assert value.np.tolist() == host
+        with pytest.raises(Violation) as caught:
+            value.check()
+        assert caught.value.code in (Code.MIRROR_EQUAL, Code.MIRROR_FOREIGN_WRITE)
