@@ -214,9 +214,12 @@ class MirroredTensorMachine(ValueMachine):
         agree(contract, value.contract, "contract after weaken")
         return self.derived(one, Modelled(value, host, one.device, one.generations))
 
-    @rule(target=VALUES, one=VALUES)
-    def resolve(self, one: Modelled) -> Modelled:
-        """`resolve` brings the exact numbers to the host, and says that it waits."""
+    @rule(target=VALUES, one=VALUES, bound=st.booleans())
+    def resolve(self, one: Modelled, bound: bool) -> Modelled:
+        """`resolve` brings the exact numbers to the host, and says that it waits; `bound` prefers the newest bound."""
+        if bound:
+            bounds = [other for other in self.alive if other.value.contract is Contract.UPPER_BOUND]
+            one = bounds[-1] if bounds else one
         waits = one.value.contract in (Contract.UPPER_BOUND, Contract.DEVICE_ONLY)
         before = self.rt.counters.forced_syncs
         value = one.value.resolve()

@@ -14,7 +14,7 @@ from batchstate import invariants
 from batchstate.contracts import Contract
 from batchstate.testing.machine import DisagreementError, Machine
 from batchstate.testing.strategies import keep_lists
-from batchstate.testing.twins import Twin, TwinSpec
+from batchstate.testing.twin_spec import Twin, TwinSpec
 
 Array = npt.NDArray[Any]
 
