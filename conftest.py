@@ -6,6 +6,7 @@ are compared with their output. What must not run says so, in a comment that rea
     <!-- skip: next "needs an engine" -->
 """
 
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,16 @@ else:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--device`: where the tests put the device side."""
     parser.addoption("--device", default="cpu", help="device under test: cpu (default), cuda, cuda:1, ...")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Say of a skipped example where it stands, not where in pytest it was skipped."""
+    report = yield
+    if item.path.suffix == ".md" and isinstance(report.longrepr, tuple):
+        path, line, _ = item.location
+        report.longrepr = (path, (line or 0) + 1, report.longrepr[2])
+    return report
 
 
 class UncheckedPage(pytest.File):

@@ -6,6 +6,8 @@ The names below are the whole public surface for an engine; `batchstate.testing`
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
+
     from batchstate.batch import Batch
     from batchstate.columns import device_only, host_list, mirrored, slot_column
     from batchstate.contracts import Contract
@@ -76,13 +78,25 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
+    importlib.import_module("batchstate.levels")  # first of all: it refuses a wrong level in the environment
     value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
     return value
 
 
+def _version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("batchstate")
+    except metadata.PackageNotFoundError:
+        return "unknown (a checkout that is not installed)"
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "__version__"})

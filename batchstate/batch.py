@@ -24,19 +24,26 @@ from batchstate.batching.record import BatchRecord
 from batchstate.columns import MirroredColumn, TensorColumn
 from batchstate.errors import ArgumentError, DeclarationError, DeviceError, DtypeError, ShapeError
 from batchstate.runtime import Runtime
-from batchstate.values.host_arrays import converted, count, kept_rows
-from batchstate.values.integers import across, amounts, shift
+from batchstate.values.host_arrays import converted, count, counts, kept_rows
+from batchstate.values.integers import across, amounts, check_bound_can_move, shift
 
 
 class Batch(BatchRecord):
-    """Base of declared batches. Subclass it to declare columns; never to override what is here."""
+    """Base of declared batches. Subclass it to declare columns; never to override what is here.
+
+    Attributes:
+        runtime: the device.
+        num_reqs: requests; `len(batch)` too.
+        num_rows: rows of each column, `num_reqs` and padding.
+        version: a number that no other value of the runtime has; stamp derived metadata with it.
+    """
 
     __slots__ = ()
 
     # Making
 
     @classmethod
-    def build(cls, runtime: Runtime, **columns: object) -> Self:
+    def build(cls, runtime: Runtime, /, **columns: object) -> Self:
         """A batch from a value for every declared column.
 
         Args:
@@ -46,13 +53,18 @@ class Batch(BatchRecord):
 
         Raises:
             DeclarationError: a column is missing or not declared.
-            ShapeError, DtypeError, ValueOverflowError, ContractError, DeviceError: see `batch_input.read_columns`.
+            ShapeError: another number of rows, or another shape of a row.
+            DtypeError, ValueOverflowError: values that do not go into the column.
+            ContractError: a contract weaker than the column takes.
+            DeviceError: values of another runtime, or a tensor on another device.
             Violation: SLOT_SHARED, SLOT_ZERO_ALLOCATED, SENTINEL_ESCAPED, UNIT_MISMATCH.
         """
         missing = [name for name in cls._columns if name not in columns]
         if missing:
+            unknown = [name for name in columns if name not in cls._columns]
+            also = f", but values for {', '.join(unknown)}, which it does not declare" if unknown else ""
             raise DeclarationError(
-                f"{cls.__name__}.build: no value for {', '.join(missing)}",
+                f"{cls.__name__}.build: no value for {', '.join(missing)}{also}",
                 value=missing,
                 remedy="give every declared column its value",
             )
@@ -87,7 +99,10 @@ class Batch(BatchRecord):
         """The requests that `keep` names, in its order: a mask bool[num_reqs], or unique row indices.
 
         Raises:
-            ShapeError, DtypeError, RowIndexError, ArgumentError: see `host_arrays.kept_rows`.
+            ShapeError: a mask of another length.
+            DtypeError: neither booleans nor integers.
+            RowIndexError: an index outside [0, num_reqs).
+            ArgumentError: an index twice, or a padded batch.
         """
         rows = kept_rows(keep, self._begin("filter"), f"{type(self).__name__}.filter")
         return self._with(
@@ -132,8 +147,9 @@ class Batch(BatchRecord):
             {name: np.concatenate((one, other._objects[name])) for name, one in self._objects.items()},
             len(self) + len(other),
             pool=self._pool if len(self) else other._pool,
+            windows={**self._open_windows(), **other._open_windows()},
         )
-        if len(other):
+        if len(other) and levels.cheap:
             batch._check_slots("merge")
         return batch._checked("merge")
 
@@ -149,7 +165,7 @@ class Batch(BatchRecord):
         """
         what = f"{type(self).__name__}.split"
         num_reqs = self._begin("split")
-        lengths = [count(size, f"{what}: size") for size in sizes]
+        lengths = counts(sizes, what)
         if sum(lengths) != num_reqs:
             raise ArgumentError(
                 f"{what}: sizes {lengths} sum to {sum(lengths)}, not {num_reqs}",
@@ -205,6 +221,10 @@ class Batch(BatchRecord):
             ValueOverflowError: a value would leave the column's dtype.
             ArgumentError: a padded batch, or a column named twice.
         """
+        if not isinstance(columns, Iterable):
+            raise DeclarationError(
+                f"{type(self).__name__}.advance: {columns!r} names no column", value=columns, remedy="pass column names"
+            )
         names = (columns,) if isinstance(columns, str) else tuple(columns)
         added = columns if isinstance(columns, Mapping) else dict.fromkeys(names, n)
         if len(added) < len(names):
@@ -227,6 +247,8 @@ class Batch(BatchRecord):
                 )
             amount = amounts(by, num_reqs, what)
             if isinstance(column, MirroredColumn):
+                if name in device_rows:
+                    check_bound_can_move(column.dtype, amount, what)
                 shift(rows.column(name), across(amount, 1 + len(column.shape)), what)
             if name in device_rows:
                 device_rows[name] = device_rows[name].shifted(amount)
@@ -260,7 +282,7 @@ class Batch(BatchRecord):
             self._rows.replaced({column: replaced}), self._device_rows, self._objects, self.num_reqs
         )._checked("update")
 
-    def evolve(self, **columns: object) -> Self:
+    def evolve(self, /, **columns: object) -> Self:
         """The same requests with other values for some columns, given as to `build`. Raises what `build` raises."""
         what = f"{type(self).__name__}.evolve"
         num_reqs = self._begin("evolve")
@@ -272,6 +294,7 @@ class Batch(BatchRecord):
             {**self._objects, **given.objects},
             num_reqs,
             pool=self._pool if given.pool is None else given.pool,
+            windows={name: one for name, one in self._open_windows().items() if name not in columns},
         )
         if given.pool is not None:
             batch._check_slots("evolve")

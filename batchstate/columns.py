@@ -164,6 +164,14 @@ def device_only(dtype: torch.dtype, *, shape: Iterable[int] = (), pad: object = 
     return DeviceColumn(dtype, shape, pad, Contract.DEVICE_ONLY)
 
 
-def host_list() -> HostColumn[Any]:
-    """Declares a column of Python objects, such as the requests themselves."""
+@overload
+def host_list() -> HostColumn[Any]: ...
+@overload
+def host_list(kind: type[T]) -> HostColumn[T]: ...
+def host_list(kind: type[Any] = object) -> HostColumn[Any]:
+    """Declares a column of Python objects, such as the requests themselves.
+
+    Args:
+        kind: their class, for type checkers alone: `requests = host_list(Request)`.
+    """
     return HostColumn()

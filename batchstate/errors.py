@@ -3,6 +3,9 @@
 Each derives from `BatchStateError` and from the nearest builtin, so that a caller who knows only Python catches the
 right thing. A message says what happened, shows the value that caused it, and says what to do; the same three are
 fields, for tools. A broken invariant is a `batchstate.invariants.Violation`, which derives from here too.
+
+An operation that raises one of these has changed nothing. That does not hold for an interrupt: a `KeyboardInterrupt` in
+the middle of an operation may leave a pool with half of it, so end the process, or make its pools anew.
 """
 
 from typing import Any, Self
@@ -92,20 +95,33 @@ class PoolExhaustedError(BatchStateError, RuntimeError):
         requested: entries asked for.
         free: entries free now.
         pending: entries that become free once their fences complete. When `free + pending >= requested`, waiting helps.
+        size: entries that such a request can ever have, or None where nobody said.
+        free_reserved: entries free now that only a reserved take hands out.
     """
 
-    def __init__(self, pool: str, *, requested: int, free: int, pending: int) -> None:
+    def __init__(
+        self,
+        pool: str,
+        *,
+        requested: int,
+        free: int,
+        pending: int,
+        size: int | None = None,
+        free_reserved: int = 0,
+    ) -> None:
         self.pool = pool
         self.requested = requested
         self.free = free
         self.pending = pending
-        waits = free + pending >= requested
-        super().__init__(
-            f"{pool}: {requested} requested, {free} free, {pending} pending behind a fence",
-            value=requested,
-            remedy=(
-                "finish the steps in flight and ask again: the pending entries suffice"
-                if waits
-                else "retract or finish requests, or make the pool larger"
-            ),
-        )
+        self.size = size
+        self.free_reserved = free_reserved
+        problem = f"{pool}: {requested} requested, {free} free, {pending} pending behind a fence"
+        if free_reserved:
+            problem += f"; {free_reserved} more are free in the reserve, for `take(n, reserved=True)` alone"
+        if size is not None and requested > size:
+            remedy = f"this can never succeed: the pool has {size}; ask for fewer, or make the pool larger"
+        elif free + pending >= requested:
+            remedy = "finish the steps in flight and ask again: the pending entries suffice"
+        else:
+            remedy = "retract or finish requests, or make the pool larger"
+        super().__init__(problem, value=requested, remedy=remedy)

@@ -4,6 +4,7 @@ A slot and its states are taken and freed as one: never one without the other, a
 slot -> states is a table of the SLOTS, one row for each of them, whose values are state indices. State 0 is padding.
 """
 
+from collections.abc import Sequence
 from typing import SupportsIndex, final
 
 import numpy as np
@@ -14,6 +15,7 @@ from batchstate import invariants
 from batchstate.errors import CaptureError
 from batchstate.indices import Slots
 from batchstate.ownership.ledger import Ledger
+from batchstate.ownership.sizes import size_of
 from batchstate.ownership.slot_stats import SlotStats
 from batchstate.pools import SlotPool
 from batchstate.runtime import Fence, Runtime
@@ -153,7 +155,7 @@ class HybridSlotPool:
         self.runtime = runtime
         self.name = name
         per_slot = count(states_per_slot, f"{name}: states_per_slot", least=1)
-        num_states = count(states, f"{name}: states", least=per_slot)
+        num_states = size_of(states, f"{name}: states", least=per_slot)
         self.slots = SlotPool(runtime, size, reserve=reserve, name=name)
         self._states = StateOwner(self.slots, num_states, per_slot, label=f"states of HybridSlotPool {name!r}")
         self.slots.attach(self._states)
@@ -185,6 +187,7 @@ class HybridSlotPool:
     @property
     def state_stats(self) -> SlotStats:
         """The states in numbers."""
+        self.runtime.check_owner(f"{self.name}: state_stats")
         self._states.ledger.reap()
         return SlotStats.of(self._states.ledger)
 
@@ -211,7 +214,7 @@ class HybridSlotPool:
             try:
                 self._write_states(slots)
             except BaseException:
-                self.slots.free(slots)
+                self.slots.release_rows(slots.np, None, "take")
                 raise
         return slots
 
@@ -221,6 +224,7 @@ class HybridSlotPool:
 
     def reap(self) -> int:
         """Makes free the pending slots and states whose fences are complete; says how many slots."""
+        self.runtime.check_owner(f"{self.name}: reap")
         self._states.ledger.reap()
         return self.slots.reap()
 
@@ -238,7 +242,7 @@ class HybridSlotPool:
     def table(
         self,
         name: str,
-        shape: tuple[int, ...] = (),
+        shape: Sequence[int] = (),
         dtype: torch.dtype = torch.int32,
         *,
         holds: str | None = None,

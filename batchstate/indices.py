@@ -4,7 +4,7 @@ All are mirrored int64 vectors. To a type checker they are different; at run tim
 functions compare it. Index 0 of every space is padding.
 """
 
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,8 @@ from batchstate.contracts import Contract
 from batchstate.errors import ArgumentError, ShapeError
 from batchstate.mirror import MirroredTensor
 from batchstate.runtime import Runtime
-from batchstate.values.host_arrays import converted, count
+from batchstate.values.device_side import DeviceSide
+from batchstate.values.host_arrays import Array, converted, count
 
 
 class Slots(MirroredTensor):
@@ -25,6 +26,12 @@ class Slots(MirroredTensor):
 
     unit: ClassVar[str | None] = "slot"
     __slots__ = ()
+
+    def __init__(self, runtime: Runtime, host: Array | None, device: DeviceSide | None, **rest: Any) -> None:
+        """For the library. Slots that no pool gave generations have generation 0, which no live slot has."""
+        if not rest.get("tags"):
+            rest["tags"] = (np.zeros(rest["shape"][0], dtype=np.int64),)
+        super().__init__(runtime, host, device, **rest)
 
     @classmethod
     def of_pool(
@@ -66,8 +73,10 @@ class Slots(MirroredTensor):
         Raises:
             ShapeError: not one generation a slot. Else as `MirroredTensor.from_host`.
         """
-        plain = MirroredTensor.from_host(runtime, values, dtype=dtype or torch.int64, contract=contract, name=name)
-        slots = plain.np.astype(np.int64)
+        if isinstance(values, Slots):
+            values = values.exact_host(name or cls.__name__)
+        plain = Pages.from_host(runtime, values, dtype=dtype, contract=contract, name=name or cls.__name__)
+        slots = plain.np.copy()
         held = (
             np.zeros_like(slots) if generations is None else converted(generations, np.dtype(np.int64), "generations")
         )
@@ -80,8 +89,6 @@ class Slots(MirroredTensor):
     @property
     def generations(self) -> npt.NDArray[np.int64]:
         """The generation of each handle, int64[n], read-only."""
-        if not self._tags:  # a device_only or paired vector of slots has numbers, no handles
-            return np.zeros(len(self), dtype=np.int64)
         view = self._tags[0].view()
         view.flags.writeable = False
         return view

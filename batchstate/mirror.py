@@ -19,8 +19,8 @@ from batchstate.errors import ArgumentError, ContractError, DeclarationError, De
 from batchstate.runtime import Runtime, numpy_dtype, torch_dtype
 from batchstate.values.device_ops import add, concatenate, replace_rows, select_rows, signed_twin
 from batchstate.values.device_side import DeviceSide
-from batchstate.values.host_arrays import Array, Rows, as_array, converted, count, kept_rows, row_indices
-from batchstate.values.integers import across, amounts, shifted
+from batchstate.values.host_arrays import Array, Rows, converted, count, counts, kept_rows, natural_dtype, row_indices
+from batchstate.values.integers import across, amounts, check_bound_can_move, negated, shifted
 from batchstate.values.sides import TwoSides
 
 __all__ = ["Contract", "MirroredTensor"]
@@ -30,6 +30,15 @@ class MirroredTensor(TwoSides):
     """A vector (rows first, any trailing shape) whose host and device side are kept together.
 
     Make one with `from_host`, `from_device` or `from_pair`. Subclasses in `batchstate.indices` carry an index space.
+
+    Attributes:
+        unit: index space of the values (`slot`, `page`, `token`, `host_token`), or None for plain numbers.
+        runtime: the device it belongs to.
+        contract: how the host side relates to the device side.
+        dtype: of the elements.
+        shape: rows first.
+        name: for reports.
+        version: a number that no other value of the runtime has; stamp derived metadata with it.
     """
 
     __slots__ = ()
@@ -51,7 +60,8 @@ class MirroredTensor(TwoSides):
         Args:
             runtime: the device.
             values: list, numpy array or CPU tensor; rows first.
-            dtype: of the column; by default the dtype of an array or tensor, int64 or float32 for lists.
+            dtype: of the column; by default the dtype of an array or tensor; int64, float32 or bool for lists. Indices
+                are int64.
             contract: `exact`, or `host_only` for values whose upload belongs to the stream that uses them.
             name: for reports.
 
@@ -60,6 +70,7 @@ class MirroredTensor(TwoSides):
             ValueOverflowError: a value lies outside the range of `dtype`.
             ShapeError: no rows (a scalar).
             ContractError: `upper_bound` and `device_only` values need a device side of their own.
+            Violation: UNIT_MISMATCH: `values` is a mirrored value of another index space.
         """
         wanted = parse_contract(contract)
         if wanted not in (Contract.EXACT, Contract.HOST_ONLY):
@@ -69,22 +80,26 @@ class MirroredTensor(TwoSides):
                 remedy="use `from_pair` for upper_bound, `from_device` for device_only",
             )
         what = name or cls.__name__
-        array = as_array(values, what)
-        if dtype is None:
-            chosen = np.dtype(array.dtype)
-            if not isinstance(values, np.ndarray | torch.Tensor) and array.dtype.kind == "f":
-                chosen = np.dtype(np.float32) if array.size else np.dtype(np.int64)
-            torch_dtype(chosen)
-        else:
-            chosen = numpy_dtype(dtype)
-        if array.ndim == 0:
-            raise ShapeError(f"{what}: a scalar has no rows", value=values, remedy="pass one row a request")
+        if isinstance(values, MirroredTensor):
+            if values.unit != cls.unit:
+                invariants.unit_mismatch(str(cls.unit), str(values.unit), object=values, operation="from_host")
+            values = values.exact_host(what)
+        chosen = natural_dtype(values, what) if dtype is None else numpy_dtype(dtype)
+        if cls.unit is not None and chosen != np.int64:
+            if dtype is not None or chosen.kind not in "iu":
+                raise DtypeError(f"{what}: {cls.unit}s of {chosen}", value=chosen, remedy="indices are int64")
+            chosen = np.dtype(np.int64)
+        torch_dtype(chosen)
         host = converted(values, chosen, what)
+        if host.ndim == 0:
+            raise ShapeError(f"{what}: a scalar has no rows", value=values, remedy="pass one row a request")
         return cls(runtime, host, None, dtype=torch_dtype(chosen), shape=host.shape, contract=wanted, name=name)
 
     @classmethod
     def from_device(cls, runtime: Runtime, tensor: torch.Tensor, *, name: str = "") -> Self:
         """A `device_only` value. `tensor` is taken over, not copied, and must not be written any more.
+
+        Call it on the stream that made the tensor (inside `Runtime.use`): readers on other streams wait for that one.
 
         Raises:
             DeviceError: `tensor` lies on another device.
@@ -112,6 +127,8 @@ class MirroredTensor(TwoSides):
         name: str = "",
     ) -> Self:
         """A value from both sides. `host` is copied, `device` is taken over and must not be written any more.
+
+        Call it on the stream that made `device` (inside `Runtime.use`): readers on other streams wait for that one.
 
         Raises:
             DeviceError: `device` lies on another device.
@@ -156,7 +173,10 @@ class MirroredTensor(TwoSides):
             keep: boolean mask bool[n], or unique row indices as list or array.
 
         Raises:
-            ShapeError, DtypeError, RowIndexError, ArgumentError: see `host_arrays.kept_rows`.
+            ShapeError: a mask of another length.
+            DtypeError: neither booleans nor integers.
+            RowIndexError: an index outside the value.
+            ArgumentError: an index twice.
         """
         return self._taken(kept_rows(keep, len(self), self._what("filter")), "filter")
 
@@ -164,7 +184,9 @@ class MirroredTensor(TwoSides):
         """The rows at `rows` (int[k]), which may repeat.
 
         Raises:
-            ShapeError, DtypeError, RowIndexError: see `host_arrays.row_indices`.
+            ShapeError: a mask of another length.
+            DtypeError: neither booleans nor integers.
+            RowIndexError: an index outside the value; negative ones do not count from the end.
         """
         return self._taken(row_indices(rows, len(self), self._what("take")), "take")
 
@@ -190,8 +212,9 @@ class MirroredTensor(TwoSides):
     @classmethod
     def cat(cls, values: Sequence[Self]) -> Self:
         """The rows of all values in order; the weakest of their contracts. Raises what `merge` raises."""
-        if not values:
-            raise ArgumentError("cat of no values", value=values, remedy="pass at least one value")
+        given: object = values
+        if not isinstance(given, list | tuple) or not given or not isinstance(given[0], MirroredTensor):
+            raise ArgumentError("cat of no values", value=given, remedy="pass a list of at least one value")
         first = values[0]
         for other in values[1:]:
             first._check_alike(other)
@@ -214,6 +237,7 @@ class MirroredTensor(TwoSides):
         if contract in (Contract.UPPER_BOUND, Contract.DEVICE_ONLY) or any(
             value._device.made is not None for value in values
         ):
+            first.runtime._refuse_capture("a merge")  # its kernel would not run now, and its result would be kept
             parts = [value._device.tensor(first.runtime) for value in values]
             device = first.runtime.launch(concatenate, parts, reads=parts, name="cat")
         windows = tuple(dict.fromkeys(window for value in values for window in value._windows))
@@ -238,7 +262,7 @@ class MirroredTensor(TwoSides):
         """
         self.check("split")
         what = self._what("split")
-        lengths = [count(size, f"{what}: size") for size in sizes]
+        lengths = counts(sizes, what)
         if sum(lengths) != len(self):
             raise ArgumentError(
                 f"{what}: sizes {lengths} sum to {sum(lengths)}, not {len(self)}",
@@ -259,20 +283,19 @@ class MirroredTensor(TwoSides):
             start += size
         return pieces
 
-    def pad(self, to: SupportsIndex, value: float = 0) -> Self:
-        """The same rows, then rows of `value` up to `to` rows.
+    def pad(self, to: SupportsIndex, value: object = None) -> Self:
+        """The same rows, then rows of `value` (one number or one row; zero by default) up to `to` rows.
 
         Raises:
             ArgumentError: `to` is less than the number of rows, or a non-zero pad for indices (slot 0 is the padding).
-            DtypeError, ValueOverflowError: `value` does not go into the dtype.
+            ShapeError, DtypeError, ValueOverflowError: `value` does not go into a row.
         """
         self.check("pad")
         what = self._what("pad")
         rows = count(to, f"{what}: rows", least=len(self))
-        if self.unit is not None and value != 0:
+        fill = self._pad_row(value, what)
+        if self.unit is not None and fill.any():
             raise ArgumentError(f"{what}: padding {self.unit}s with {value}", value=value, remedy="pad indices with 0")
-        dtype = numpy_dtype(self.dtype)
-        fill = np.zeros((), dtype) if value == 0 else converted(np.asarray(value), dtype, what)  # 0 is False, too
         padding = np.broadcast_to(fill, (rows - len(self), *self.shape[1:]))
         host = None if self._host is None else np.concatenate([self._host, padding])
         device = self._made_device()
@@ -282,8 +305,17 @@ class MirroredTensor(TwoSides):
         tags = tuple(np.concatenate([tag, np.zeros(rows - len(self), tag.dtype)]) for tag in self._tags)
         result = self._derived(host, device, (rows, *self.shape[1:]), "pad", tags=tags)
         if levels.cheap and host is not None:
-            invariants.tail_stale(host[len(self) :], padding.dtype.type(value), len(self), **self._where("pad"))
+            invariants.tail_stale(host[len(self) :], fill, len(self), **self._where("pad"))
         return result
+
+    def _pad_row(self, value: object, what: str) -> Array:
+        dtype = numpy_dtype(self.dtype)
+        row = np.zeros((), dtype) if value is None else converted(value, dtype, what)
+        if row.ndim and row.shape != self.shape[1:]:
+            raise ShapeError(
+                f"{what}: a pad of {list(row.shape)}", value=row.shape, remedy="pass one number or one row"
+            )
+        return row
 
     def update(self, rows: object, values: object) -> Self:
         """The same value with other values in some rows, on both sides.
@@ -293,14 +325,26 @@ class MirroredTensor(TwoSides):
             values: a number, or k rows.
 
         Raises:
-            ShapeError, DtypeError, RowIndexError, ArgumentError: see `host_arrays.kept_rows`.
+            ShapeError: a mask of another length.
+            DtypeError: neither booleans nor integers.
+            RowIndexError: an index outside the value.
+            ArgumentError: an index twice.
             ValueOverflowError: a value outside the range of the dtype.
         """
         self.check("update")
         what = self._what("update")
         index = kept_rows(rows, len(self), what)
-        source = values._host_side() if isinstance(values, MirroredTensor) else values
-        new = converted(source, numpy_dtype(self.dtype), what)
+        if isinstance(values, MirroredTensor):
+            self._check_alike(values, "update")
+            if values._tags and values._origin != self._origin and len(values):
+                raise ArgumentError(
+                    f"{what}: {self.unit}s of pool {values._origin} into those of pool {self._origin}",
+                    value=values._origin,
+                    remedy="keep one column for each pool",
+                )
+        new = converted(
+            values.exact_host(what) if isinstance(values, MirroredTensor) else values, numpy_dtype(self.dtype), what
+        )
         shape = (len(index), *self.shape[1:])
         if new.ndim and new.shape != shape:
             raise ShapeError(f"{what}: {list(new.shape)} for {list(shape)}", value=new.shape, remedy="one row each")
@@ -354,14 +398,15 @@ class MirroredTensor(TwoSides):
                 f"{what}: arithmetic on {self.unit} indices", value=n, remedy="indices are moved, not computed"
             )
         self.check(operation)
-        if isinstance(n, MirroredTensor) and n.contract not in (Contract.EXACT, Contract.HOST_ONLY):
-            raise ContractError(
-                f"{what}: {n!r} has no exact host side", value=n.contract.value, remedy="resolve it first"
-            )
-        amount = sign * amounts(n._host_side() if isinstance(n, MirroredTensor) else n, len(self), what)
+        amount = amounts(n, len(self), what)
+        if sign < 0:
+            amount = negated(amount, what)
+        if self.contract is Contract.UPPER_BOUND:
+            check_bound_can_move(self.dtype, amount, what)
         host = None if self._host is None else shifted(self._host, across(amount, len(self.shape)), what)
         device = self._made_device()
         if device is not None:
+            self.runtime._refuse_capture(f"`{operation}`")  # its kernel would not run now, and its result would be kept
             delta: torch.Tensor | int = int(amount) if amount.ndim == 0 else self._amounts_on_device(amount)
             device = self.runtime.launch(add, device, delta, reads=(device,), name=operation)
         return self._derived(host, device, self.shape, operation)
@@ -372,14 +417,14 @@ class MirroredTensor(TwoSides):
 
     # The door
 
-    def _check_alike(self, other: "MirroredTensor") -> None:
-        what = self._what("merge")
+    def _check_alike(self, other: "MirroredTensor", operation: str = "merge") -> None:
+        what = self._what(operation)
         if not isinstance(other, MirroredTensor):
             raise DeclarationError(
                 f"{what}: {type(other).__name__} is no MirroredTensor", value=other, remedy="wrap it"
             )
         if self.unit != other.unit:
-            invariants.unit_mismatch(str(self.unit), str(other.unit), **self._where("merge"))
+            invariants.unit_mismatch(str(self.unit), str(other.unit), **self._where(operation))
         if self.runtime is not other.runtime:
             raise DeviceError(
                 f"{what}: {self!r} and {other!r} have two runtimes", value=other, remedy="use one runtime"

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchstate import invariants, levels
+from batchstate import levels
 from batchstate.contracts import Contract
-from batchstate.errors import ArgumentError, DeviceError, ShapeError
+from batchstate.errors import ArgumentError, DeviceError
 from batchstate.hybrid import HybridSlotPool
 from batchstate.indices import Slots, Tokens
 from batchstate.ownership.extension import Extension
@@ -22,10 +22,11 @@ from batchstate.ownership.page_books import Added, PageBooks
 from batchstate.ownership.page_guard import PageGuard
 from batchstate.ownership.page_lease import PageLease
 from batchstate.ownership.page_stats import PageStats
+from batchstate.ownership.sizes import MOST_TOKENS, size_of
+from batchstate.ownership.token_table import check_token_table
 from batchstate.pools import SlotPool
-from batchstate.runtime import Fence, Runtime, check_fence, numpy_dtype
+from batchstate.runtime import Fence, Runtime, check_fence, check_runtime
 from batchstate.tables import Table
-from batchstate.values.host_arrays import converted, count
 from batchstate.values.integers import amounts
 from batchstate.violations import Where
 
@@ -48,7 +49,8 @@ class PagePool:
         token_table: default table of `Extension.entry`, [slot, position] -> token.
 
     Raises:
-        ArgumentError, DtypeError: sizes that are no positive integers.
+        ArgumentError, DtypeError: sizes that are no positive integers, or of which a product goes beyond int64; no
+            runtime or no slot pool; `token_table` is indexed by another pool's slots, or holds no integers.
         ShapeError: `token_table` has no room for a request.
         DtypeError, ValueOverflowError: it has no room for the last token.
         Violation: UNIT_MISMATCH: it holds something else.
@@ -66,12 +68,21 @@ class PagePool:
         name: str = "pages",
         token_table: Table | None = None,
     ) -> None:
+        check_runtime(runtime, name)
+        if not isinstance(slots, SlotPool | HybridSlotPool):
+            raise ArgumentError(
+                f"{name}: {type(slots).__name__} is no pool of slots",
+                value=slots,
+                remedy="pass the SlotPool or HybridSlotPool whose slots own the pages",
+            )
         self.runtime = runtime
         self.name = name
         self.slots = slots if isinstance(slots, SlotPool) else slots.slots
-        self.num_pages = count(num_pages, f"{name}: num_pages", least=1)
-        self.page_size = count(page_size, f"{name}: page_size", least=1)
-        self.max_tokens_per_request = count(max_tokens_per_request, f"{name}: max_tokens_per_request", least=1)
+        self.num_pages = size_of(num_pages, f"{name}: num_pages", least=1)
+        self.page_size = size_of(page_size, f"{name}: page_size", least=1, most=MOST_TOKENS // (self.num_pages + 1))
+        self.max_tokens_per_request = size_of(
+            max_tokens_per_request, f"{name}: max_tokens_per_request", least=1, most=MOST_TOKENS
+        )
         self._token_table = token_table
         if self.slots.runtime is not runtime:
             raise DeviceError(f"{name}: {slots!r} has another runtime", value=slots, remedy="use one runtime")
@@ -85,7 +96,14 @@ class PagePool:
         )
         self._guard = PageGuard(self.slots.is_live, self._books)
         if token_table is not None:
-            self._check_token_table(token_table)
+            check_token_table(
+                token_table,
+                self.slots,
+                max_tokens=self.max_tokens_per_request,
+                token_capacity=self.token_capacity,
+                name=name,
+                where=self._where("token_table"),
+            )
         self.slots.attach(self._guard)
 
     def __repr__(self) -> str:
@@ -177,7 +195,7 @@ class PagePool:
             As `grow` and `commit`. Nothing was changed.
         """
         rows = self._begin(slots, "extend")
-        return self._extension(self._books.extend(rows, self._per_row(lengths, rows, "extend"), "extend"))
+        return self._extension(slots, self._books.extend(rows, self._per_row(lengths, rows, "extend"), "extend"))
 
     def advance(self, slots: Slots, n: object = 1) -> Extension:
         """Grows and commits each slot by `n` tokens: what a decode step does, O(requests).
@@ -194,7 +212,7 @@ class PagePool:
         """
         rows = self._begin(slots, "advance")
         if type(n) is int and n == 1:
-            return self._extension(self._books.advance_by_one(rows, "advance"))
+            return self._extension(slots, self._books.advance_by_one(rows, "advance"))
         counts = self._per_row(n, rows, "advance")
         if counts.size and int(counts.min()) < 0:
             raise ArgumentError(
@@ -202,7 +220,7 @@ class PagePool:
                 value=int(counts.min()),
                 remedy="advance by 0 or more; `truncate` takes tokens back",
             )
-        return self._extension(self._books.advance(rows, counts, "advance"))
+        return self._extension(slots, self._books.advance(rows, counts, "advance"))
 
     # Sharing
 
@@ -222,7 +240,7 @@ class PagePool:
             ArgumentError: a target has pages already, or the source is not one slot or not a lease of this pool.
         """
         rows = self._begin(target, "share")
-        return self._extension(self._books.share(self._prefix(source, tokens, "share"), rows, "share"))
+        return self._extension(target, self._books.share(self._prefix(source, tokens, "share"), rows, "share"))
 
     def hold(self, slots: Slots, tokens: SupportsIndex) -> PageLease:
         """Keeps the first `tokens` tokens of one slot when the slot is gone: one reference to each of their pages.
@@ -243,13 +261,14 @@ class PagePool:
         self.runtime.check_owner(f"{self.name}: {operation}")
         check_fence(after, f"{self.name}: {operation}")
         self._books.leases.check_held(lease, **self._where(operation))
+        self._books.references.ask_fences()
         self._books.references.drop(lease.pages, after, operation)
         self._books.leases.end(lease)
         self._check_after()
 
     def _prefix(self, source: Slots | PageLease, tokens: SupportsIndex, operation: str) -> Ints:
         """The pages of the first `tokens` tokens of a slot or lease, checked; a new array."""
-        length = count(tokens, f"{self.name}: {operation}: tokens")
+        length = size_of(tokens, f"{self.name}: {operation}: tokens", most=MOST_TOKENS)
         if isinstance(source, PageLease):
             if not self._books.leases.holds(source):
                 raise ArgumentError(
@@ -310,14 +329,14 @@ class PagePool:
     def _begin(self, slots: Slots, operation: str) -> Ints:
         """Checks the caller's thread and the handles; int64[n]."""
         self.runtime.check_owner(f"{self.name}: {operation}")
-        return self.slots.rows_of(slots, operation, unique=levels.cheap)
+        return self.slots.rows_of(slots, operation, unique=True)
 
     def _per_row(self, numbers: object, rows: Ints, operation: str) -> Ints:
         """One number a row, int64[n]."""
         given = amounts(numbers, rows.size, f"{self.name}: {operation}")
         return np.full(rows.size, given, dtype=np.int64) if given.ndim == 0 else given
 
-    def _extension(self, added: Added) -> Extension:
+    def _extension(self, owners: Slots, added: Added) -> Extension:
         self._check_after()
         tokens = Tokens(
             self.runtime,
@@ -328,19 +347,9 @@ class PagePool:
             contract=Contract.HOST_ONLY,
             name=self.name,
         )
-        return Extension(added.slots, added.positions, tokens, added.counts, self._token_table)
-
-    def _check_token_table(self, table: Table) -> None:
-        invariants.table_capacity(table.capacity, self.slots.capacity, **self._where("token_table"))
-        if table.holds not in (None, "token"):
-            invariants.unit_mismatch("token", table.holds, **self._where("token_table"))
-        if table.device.ndim != 2 or table.device.shape[1] < self.max_tokens_per_request:
-            raise ShapeError(
-                f"{self.name}: rows of {list(table.device.shape[1:])} for {self.max_tokens_per_request} tokens",
-                value=tuple(table.device.shape),
-                remedy="make the table with `slots.table(name, (max_tokens_per_request,), holds='token')`",
-            )
-        converted(np.array([self.token_capacity - 1]), numpy_dtype(table.device.dtype), f"{self.name}: token_table")
+        return Extension(
+            added.slots, added.positions, tokens, added.counts, owners, self.slots, token_table=self._token_table
+        )
 
     # Checks
 

@@ -5,6 +5,7 @@ harm. A slot freed behind a fence is handed out again only after the fence, sinc
 Bookkeeping is numpy on the host, by the owning thread; no operation here waits for the device.
 """
 
+from collections.abc import Sequence
 from typing import SupportsIndex, final
 
 import numpy as np
@@ -12,13 +13,15 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate.errors import DeviceError, DtypeError, ShapeError
+from batchstate.errors import DtypeError, ShapeError
 from batchstate.indices import Slots
+from batchstate.ownership.adopting import check_adoptable
 from batchstate.ownership.companions import Companion
 from batchstate.ownership.ledger import Ledger
+from batchstate.ownership.sizes import size_of
 from batchstate.ownership.slot_handles import HandleBook
 from batchstate.ownership.slot_stats import SlotStats
-from batchstate.runtime import Fence, Runtime, check_fence
+from batchstate.runtime import Fence, Runtime, check_fence, check_runtime
 from batchstate.tables import Table
 from batchstate.values.host_arrays import as_array, count
 
@@ -38,20 +41,20 @@ class SlotPool:
         name: for reports.
 
     Raises:
-        ArgumentError, DtypeError: `size` is no positive integer, `reserve` no count.
+        ArgumentError, DtypeError: `runtime` is none; `size` is no positive integer, `reserve` no count; more together
+            than int32 can count.
     """
 
     def __init__(
         self, runtime: Runtime, size: SupportsIndex, *, reserve: SupportsIndex = 0, name: str = "slots"
     ) -> None:
+        check_runtime(runtime, name)
+        ordinary = size_of(size, f"{name}: size", least=1)
+        reserved = size_of(reserve, f"{name}: reserve")
+        size_of(ordinary + reserved, f"{name}: size + reserve")
         self.runtime = runtime
         self.name = name
-        self._ledger = Ledger(
-            runtime,
-            count(size, f"{name}: size", least=1),
-            reserve=count(reserve, f"{name}: reserve"),
-            label=f"SlotPool {name!r}",
-        )
+        self._ledger = Ledger(runtime, ordinary, reserve=reserved, label=f"SlotPool {name!r}")
         self._handles = HandleBook(runtime, self._ledger, name=name)
         self._tables: list[Table] = []
         self._companions: list[Companion] = []
@@ -105,12 +108,14 @@ class SlotPool:
             PoolExhaustedError: fewer are free, here or in what the slots own besides. Nothing was taken.
             ArgumentError, DtypeError: `n` is no count.
             OwnerThreadError: called from a second thread.
+            Violation: SLOT_ZERO_DIRTY, MIRROR_EQUAL, at `full`: somebody has damaged a table. Nothing was taken.
         """
         self.runtime.check_owner(f"{self.name}: take")
         wanted = count(n, f"{self.name}: take: n")
         self._ledger.check_available(wanted, reserved=reserved)
         for companion in self._companions:
             companion.check_take(wanted)
+        self._check_before("take")
         rows = self._ledger.take(wanted, "take", reserved=reserved)
         done: list[Companion] = []
         try:
@@ -118,12 +123,12 @@ class SlotPool:
             for companion in self._companions:
                 companion.taken(rows)
                 done.append(companion)
+            self._check_after("take")
         except BaseException:
             for companion in done:
                 companion.freed(rows, None)
             self._ledger.release(rows, None, "take")
             raise
-        self._check_after("take")
         return slots
 
     def free(self, slots: Slots, *, after: Fence | None = None) -> None:
@@ -144,6 +149,7 @@ class SlotPool:
 
     def release_rows(self, rows: Ints, after: Fence | None, operation: str) -> None:
         """The second half of `free`, for companions: frees what `check_release` has returned."""
+        self.runtime.check_owner(f"{self.name}: {operation}")
         for companion in self._companions:
             companion.freed(rows, after)
         self._ledger.release(rows, after, operation)
@@ -164,7 +170,7 @@ class SlotPool:
     def table(
         self,
         name: str,
-        shape: tuple[int, ...] = (),
+        shape: Sequence[int] = (),
         dtype: torch.dtype = torch.int32,
         *,
         holds: str | None = None,
@@ -178,8 +184,14 @@ class SlotPool:
             dtype: one that numpy has too.
             holds: index space of the values, if they are indices.
             host: keep the same values on the host too, for checks and for planning.
+
+        Raises:
+            ShapeError: `shape` is no sequence.
+            ArgumentError, DtypeError: it holds something else than counts; a dtype that numpy lacks.
         """
         self.runtime.check_owner(f"{self.name}: table")
+        if not isinstance(shape, tuple | list):
+            raise ShapeError(f"{name}: shape is {shape!r}", value=shape, remedy="pass a tuple, as `(8,)`")
         sizes = tuple(count(size, f"{name}: shape") for size in shape)
         table = Table(
             self,
@@ -197,20 +209,10 @@ class SlotPool:
         Raises:
             Violation: TABLE_CAPACITY: fewer rows than the pool has slots, padding included.
             DeviceError, ShapeError: on another device; not contiguous, or without rows.
+            ArgumentError: no tensor.
         """
         self.runtime.check_owner(f"{self.name}: adopt")
-        if tensor.device != self.runtime.device:
-            raise DeviceError(
-                f"{name}: a tensor on {tensor.device}, pool on {self.runtime.device}",
-                value=str(tensor.device),
-                remedy="adopt a tensor of the pool's device",
-            )
-        if tensor.ndim == 0 or not tensor.is_contiguous():
-            raise ShapeError(
-                f"{name}: {list(tensor.shape)} with strides {list(tensor.stride())}",
-                value=tuple(tensor.shape),
-                remedy="adopt a contiguous tensor with one row a slot",
-            )
+        check_adoptable(tensor, self.runtime.device, name)
         table = Table(self, tensor, name=name, holds=holds)
         self._tables.append(table)
         return table
@@ -250,7 +252,11 @@ class SlotPool:
             slots: the handles.
             operation: for reports.
             unique: also refuse a slot named twice (SLOT_SHARED).
+
+        Raises:
+            OwnerThreadError: called from a second thread. Else as `check_handles`.
         """
+        self.runtime.check_owner(f"{self.name}: {operation}")
         return self._handles.rows_of(slots, operation, unique=unique)
 
     def check_release(self, slots: Slots, operation: str, *, besides: Companion | None = None) -> Ints:
@@ -261,10 +267,12 @@ class SlotPool:
             operation: for reports.
             besides: a companion that releases what the slots own itself and need not be asked.
         """
+        self.runtime.check_owner(f"{self.name}: {operation}")
         rows = self._handles.rows_to_free(slots, operation)
         for companion in self._companions:
             if companion is not besides:
                 companion.check_free(rows, operation)
+        self._check_before(operation)
         return rows
 
     def _table_rows(self) -> int:
@@ -272,12 +280,20 @@ class SlotPool:
 
     # Checks
 
+    def _check_before(self, operation: str) -> None:
+        """At `full`: what others can damage is whole, asked before anything changes, so that a refusal changes nothing.
+
+        An operation of the pool does not write its tables, so that asking once is enough.
+        """
+        if levels.full:
+            self._verify_tables(operation)
+
     def _check_after(self, operation: str) -> None:
         if levels.cheap:
             for companion in self._companions:
                 companion.check_conservation(self._ledger.live, operation)
             if levels.full:
-                self.verify()
+                self._verify_books()
 
     def verify(self) -> None:
         """Every law of the pool from scratch, its tables and companions included.
@@ -290,12 +306,18 @@ class SlotPool:
         self.runtime.check_owner(f"{self.name}: verify")
         if self.runtime.capturing:
             return
+        self._verify_books()
+        self._verify_tables("verify")
+
+    def _verify_books(self) -> None:
         self._ledger.verify()
         self._handles.verify()
-        for table in self._tables:
-            table.check("verify")
         for companion in self._companions:
             companion.verify()
+
+    def _verify_tables(self, operation: str) -> None:
+        for table in self._tables:
+            table.check(operation)
 
     def expect_idle(self) -> None:
         """No slot is live; pending ones are no leak.

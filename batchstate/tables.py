@@ -6,9 +6,8 @@ scatter runs on the stream that is current then, after every forward that still 
 after earlier writes from other streams. The host never waits.
 """
 
-from typing import Protocol, final
+from typing import final
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -17,51 +16,15 @@ from batchstate import invariants, levels
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, RowIndexError, ShapeError
 from batchstate.indices import Slots
 from batchstate.mirror import MirroredTensor
-from batchstate.runtime import Fence, Runtime, Stream, check_fence, numpy_dtype
+from batchstate.ownership.table_write import SlotSpace, TableWrite, read_only
+from batchstate.runtime import Fence, Stream, check_fence, numpy_dtype
 from batchstate.values.device_ops import signed_twin
 from batchstate.values.host_arrays import Array, as_array, converted
 from batchstate.violations import Where
 
+__all__ = ["SlotSpace", "Table", "TableWrite"]
+
 Ints = npt.NDArray[np.int64]
-
-
-class SlotSpace(Protocol):
-    """What a table knows of the pool whose slots index it."""
-
-    name: str
-
-    @property
-    def runtime(self) -> Runtime:
-        """The device of the pool."""
-        ...
-
-    @property
-    def capacity(self) -> int:
-        """Rows that a table needs: the largest slot + 1."""
-        ...
-
-    def check_handles(self, slots: Slots, operation: str) -> None:
-        """Refuses handles that are not live or not of this pool."""
-        ...
-
-
-@final
-@attrs.frozen(eq=False)
-class TableWrite:
-    """A checked write that is not launched yet: `table.device.view(-1)[index] = values`.
-
-    Attributes:
-        table: where it goes.
-        index: int64[n], flat places in the table.
-        values: [n] of the table's dtype.
-    """
-
-    table: "Table"
-    index: Ints
-    values: Array
-
-    def __repr__(self) -> str:
-        return f"TableWrite({self.index.size} elements of {self.table!r})"
 
 
 @final
@@ -73,9 +36,9 @@ class Table:
     Attributes:
         name: for reports.
         runtime: the device.
-        device: the memory itself, for kernels. Its address never changes.
         holds: index space of its values (`slot`, `page`, `token`, ...), or None for plain numbers.
-        host: the same values on the host, kept by every write, if the table was made with `host=True`; else None.
+        host: the same values on the host, read-only, kept by every write, if the table was made with `host=True`; else
+            None.
     """
 
     def __init__(
@@ -85,26 +48,41 @@ class Table:
         self.name = name
         self.runtime = slots.runtime
         self.holds = holds
-        self.device = device
+        self._memory = device
         invariants.table_capacity(self.capacity, slots.capacity, **self._where("table"))
         self._dtype = numpy_dtype(device.dtype)
         self._row_width = int(np.prod(device.shape[1:], dtype=np.int64))
-        self._flat = device.view(signed_twin(device.dtype)).view(-1)
+        with torch.inference_mode(False):  # a view made in inference mode can be written there alone
+            self._flat = device.view(signed_twin(device.dtype)).view(-1)
         self._last_writer: Stream = self.runtime.current_stream
         self._readers: list[tuple[Fence, set[Stream]]] = []
-        self.host = np.zeros(tuple(device.shape), dtype=self._dtype) if host else None
+        self._host = np.zeros(tuple(device.shape), dtype=self._dtype) if host else None
+        self.host = None if self._host is None else read_only(self._host)
 
     def __repr__(self) -> str:
-        return f"Table({self.name!r}, {self._dtype_name}{list(self.device.shape)}, holds={self.holds})"
+        return f"Table({self.name!r}, {self._dtype_name}{list(self._memory.shape)}, holds={self.holds})"
+
+    @property
+    def device(self) -> torch.Tensor:
+        """The memory itself, for kernels; its address never changes. Safe to read on the current stream.
+
+        On a stream other than the one that wrote last, that stream's writes are waited for, on the device.
+        """
+        return self.runtime.acquire(self._memory, self._last_writer)
 
     @property
     def capacity(self) -> int:
         """Rows in memory, row 0 included."""
-        return int(self.device.shape[0])
+        return int(self._memory.shape[0])
+
+    @property
+    def slots(self) -> SlotSpace:
+        """The pool whose slots index it."""
+        return self._slots
 
     @property
     def _dtype_name(self) -> str:
-        return str(self.device.dtype).removeprefix("torch.")
+        return str(self._memory.dtype).removeprefix("torch.")
 
     # Writing
 
@@ -127,7 +105,7 @@ class Table:
         rows = self._rows(slots, "write")
         array = self._values(values, what)
         if positions is None:
-            shape = (rows.size, *self.device.shape[1:])
+            shape = (rows.size, *self._memory.shape[1:])
             index = (rows[:, None] * self._row_width + np.arange(self._row_width)).reshape(-1)
         else:
             shape = (rows.size,)
@@ -144,14 +122,30 @@ class Table:
                     value=int(index[copy]),
                     remedy="write each element once; a device does not order the writes of one scatter",
                 )
-        return TableWrite(self, index, array.reshape(-1))
+        return TableWrite(self, index, array.reshape(-1), slots if isinstance(slots, Slots) else None)
 
-    def planned(self, rows: Ints, positions: Ints, values: Ints) -> TableWrite:
+    def planned(self, rows: Ints, positions: Ints, values: Ints, owners: Slots | None) -> TableWrite:
         """An entry of a table with rows of one dimension from what a pool has made: live slots, places, fitting values.
 
-        For the library: nothing is checked again. All are int64[n].
+        For the library: nothing is checked again. `rows`, `positions` and `values` are int64[n]; for `owners` see
+        `TableWrite`.
         """
-        return TableWrite(self, rows * self._row_width + positions, values.astype(self._dtype, copy=False))
+        index = rows * self._row_width + positions
+        return TableWrite(self, index, values.astype(self._dtype, copy=False), owners)
+
+    def check_write(self, write: TableWrite, operation: str = "write") -> None:
+        """Refuses a write that is not of this table, or whose slots have become somebody else's since it was made.
+
+        Raises:
+            ArgumentError: made by another table.
+            Violation: SLOT_STALE_HANDLE.
+        """
+        if write.table is not self:
+            raise ArgumentError(
+                f"{self.name}: {operation} of {write!r}", value=write, remedy="give a write to the table that made it"
+            )
+        if write.owners is not None:
+            self._slots.check_handles(write.owners, f"{self.name}: {operation}")
 
     def write(self, slots: object, positions: object, values: object) -> None:
         """Writes on the current stream at once: one upload, one scatter. Arguments and errors as for `entry`.
@@ -172,15 +166,19 @@ class Table:
             write: what `entry` returned.
             index: its index on the device, safe to use on the current stream.
             values: its values on the device, likewise.
+
+        Raises:
+            As `check_write`. Nothing was launched.
         """
+        self.check_write(write)
         if not write.index.size:
             return
         self._await_readers()
         self.runtime.launch(
-            self._scatter, index, values, reads=(index, values), writes=(self.device,), name=f"{self.name}: write"
+            self._scatter, index, values, reads=(index, values), writes=(self._memory,), name=f"{self.name}: write"
         )
-        if self.host is not None:
-            self.host.reshape(-1)[write.index] = write.values
+        if self._host is not None:
+            self._host.reshape(-1)[write.index] = write.values
 
     def clear(self, slots: object) -> None:
         """Sets whole rows to zero on the current stream: one upload, one kernel.
@@ -194,9 +192,9 @@ class Table:
             return
         index = self.runtime.upload([rows]).view(0)
         self._await_readers()
-        self.runtime.launch(self._zero_rows, index, reads=(index,), writes=(self.device,), name=f"{self.name}: clear")
-        if self.host is not None:
-            self.host[rows] = 0
+        self.runtime.launch(self._zero_rows, index, reads=(index,), writes=(self._memory,), name=f"{self.name}: clear")
+        if self._host is not None:
+            self._host[rows] = 0
 
     def read_until(self, fence: Fence) -> None:
         """Declares that a launched forward reads the table until `fence` (its read-done).
@@ -224,7 +222,7 @@ class Table:
             if current not in waited:
                 self.runtime.wait(fence, stream=current)
                 waited.add(current)
-        self.runtime.acquire(self.device, self._last_writer)
+        self.runtime.acquire(self._memory, self._last_writer)
         self._last_writer = current
 
     def _forget_finished_readers(self) -> None:
@@ -251,14 +249,12 @@ class Table:
         if array.size != n:
             raise ShapeError(f"{what}: {array.size} positions for {n} slots", value=array.size, remedy="one each")
         if array.size:
-            if levels.cheap:
-                invariants.sentinel_escaped(array, **self._where("write"))
-            least, most = int(array.min()), int(array.max())
-            if least < 0 or most >= self._row_width:
-                wrong = least if least < 0 else most
+            invariants.sentinel_escaped(array, **self._where("write"))
+            most = int(array.max())
+            if most >= self._row_width:
                 raise RowIndexError(
-                    f"{what}: position {wrong} of a row of {self._row_width}",
-                    value=wrong,
+                    f"{what}: position {most} of a row of {self._row_width}",
+                    value=most,
                     remedy="positions lie in 0 to the row's width - 1",
                 )
         return array
@@ -277,10 +273,10 @@ class Table:
                 raise DeviceError(f"{what}: {values!r} has another runtime", value=values, remedy="use one runtime")
             if self.holds is not None and values.unit is not None and values.unit != self.holds:
                 invariants.unit_mismatch(self.holds, values.unit, **self._where("write"))
-            array = converted(values.np, self._dtype, what)
+            array = converted(values.exact_host(what), self._dtype, what)
         else:
             array = converted(values, self._dtype, what)
-        if self.holds is not None and levels.cheap and self._dtype.kind == "i":
+        if self.holds is not None and self._dtype.kind == "i":
             invariants.sentinel_escaped(array.reshape(-1), **self._where("write"))
         return array
 
@@ -296,7 +292,7 @@ class Table:
             return
         where = self._where(operation)
         invariants.table_capacity(self.capacity, self._slots.capacity, **where)
-        device = self.runtime.acquire(self.device, self._last_writer)
+        device = self.runtime.acquire(self._memory, self._last_writer)
         invariants.slot_zero_dirty(self.runtime.inspect(device[0]), **where)
         if self.host is not None:
             invariants.mirror_equal(self.host, self.runtime.inspect(device), **where)

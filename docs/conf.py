@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import pkgutil
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
+from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.util.nodes import make_refnode
 
 project = "batchstate"
 author = "The batchstate authors"
@@ -34,33 +40,34 @@ napoleon_use_ivar = True
 napoleon_attr_annotations = False  # it writes `object_` as text, and docutils takes that for a reference
 
 # The docs build without a network, so names of other projects are not looked up. Our own have to resolve,
-# except private names and one-letter type variables.
+# except private names, one-letter type variables, and those in folders that users do not import from.
+INSIDE = "values|batching|ownership|laws|traffic|runtime|testing"
 nitpicky = True
-nitpick_ignore_regex = [(r"py:.*", r"(?!batchstate\.).*|batchstate\.(.*\.)?(_.*|[A-Z])")]
+nitpick_ignore_regex = [
+    (r"py:.*", rf"(?!batchstate\.).*|batchstate\.(.*\.)?(_.*|[A-Z])|batchstate\.({INSIDE})\.\w+\..*")
+]
 
 html_theme = "furo"
 html_title = f"batchstate {release}"
 
 NOT_API = {"__main__", "cli"}  # documented as commands
+PUBLIC_FOLDERS = {"runtime", "testing"}  # documented with what they export; from others nobody imports
+
+WITH_INNER_BASES = {"batchstate.batch", "batchstate.mirror"}  # a reader finds there what the classes have from within
 
 
 def _api_modules() -> list[str]:
-    """Every public module of the package, at any depth."""
+    """The modules that users import from: those at the top of the package, and the public folders."""
     spec = importlib.util.find_spec("batchstate")
     if spec is None or spec.submodule_search_locations is None:
         raise RuntimeError("batchstate is not installed: run `make setup`")
-
-    def walk(folder: Path, prefix: str) -> list[str]:
-        found = []
-        for module in pkgutil.iter_modules([str(folder)]):
-            if module.name.startswith("_") or module.name in NOT_API:
-                continue
-            found.append(f"{prefix}.{module.name}")
-            if module.ispkg:
-                found += walk(folder / module.name, f"{prefix}.{module.name}")
-        return found
-
-    return walk(Path(spec.submodule_search_locations[0]), "batchstate")
+    return [
+        f"batchstate.{module.name}"
+        for module in pkgutil.iter_modules(spec.submodule_search_locations)
+        if module.name not in NOT_API
+        and not module.name.startswith("_")
+        and (not module.ispkg or module.name in PUBLIC_FOLDERS)
+    ]
 
 
 def _write_api_pages() -> list[str]:
@@ -69,7 +76,8 @@ def _write_api_pages() -> list[str]:
     folder.mkdir(exist_ok=True)
     modules = _api_modules()
     for module in modules:
-        text = f"# {module}\n\n```{{eval-rst}}\n.. automodule:: {module}\n```\n"
+        inherited = "   :inherited-members:\n" if module in WITH_INNER_BASES else ""
+        text = f"# {module}\n\n```{{eval-rst}}\n.. automodule:: {module}\n{inherited}```\n"
         page = folder / f"{module}.md"
         if not page.exists() or page.read_text() != text:
             page.write_text(text)
@@ -79,16 +87,48 @@ def _write_api_pages() -> list[str]:
     return modules
 
 
-def _is_documented_elsewhere(
-    app: Sphinx, _what: str, _name: str, member: object, _skip: bool, _options: object
+def _is_of_another_page(
+    app: Sphinx, what: str, _name: str, member: object, _skip: bool, _options: object
 ) -> bool | None:
-    """Skip what a module re-exports from another public module, so that every name has one page."""
+    """Skip what a module re-exports from another public module, and what a class has from another project.
+
+    So every name has one page, and a class also shows what it has from bases that have none.
+    """
     page = app.env.docname.rpartition("/")[2]
-    home = getattr(member, "__module__", None)
-    return True if home != page and home in app.config.api_modules else None
+    home = getattr(member, "__module__", None) or getattr(getattr(member, "__objclass__", None), "__module__", None)
+    if what == "module":
+        return True if home != page and home in app.config.api_modules else None
+    return True if home is not None and not home.startswith("batchstate") else None
+
+
+def _resolve_at_its_door(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: Any) -> Any:
+    """Link a type, which knows the inner module it stands in, to the public module that exports it."""
+    if node.get("refdomain") != "py":
+        return None
+    home, _, name = node["reftarget"].rpartition(".")
+    domain: Any = env.get_domain("py")
+    for module in app.config.api_modules:
+        found = domain.objects.get(f"{module}.{name}")
+        if found is not None and getattr(getattr(importlib.import_module(module), name), "__module__", None) == home:
+            return make_refnode(app.builder, node["refdoc"], found.docname, found.node_id, contnode, name)
+    return None
+
+
+def _hide_inner_bases(_app: Sphinx, _name: str, _obj: object, _options: object, bases: list[type]) -> None:
+    """A base that has no page says nothing to a reader."""
+    bases[:] = [base for base in bases if not re.match(rf"batchstate\.({INSIDE})\.", base.__module__)] or [object]
+
+
+def _keep_colons(_app: Sphinx, what: str, _name: str, _obj: object, _options: object, lines: list[str]) -> None:
+    """Napoleon takes what stands before the first colon of a property's docstring for its type; ours mean no type."""
+    if what in {"attribute", "data", "property"} and lines:
+        lines[:0] = ["..", ""]  # an empty comment takes the place of the first line
 
 
 def setup(app: Sphinx) -> None:
     """Sphinx calls this."""
     app.add_config_value("api_modules", _write_api_pages(), "env")
-    app.connect("autodoc-skip-member", _is_documented_elsewhere)
+    app.connect("autodoc-process-docstring", _keep_colons, priority=400)  # before Napoleon
+    app.connect("autodoc-process-bases", _hide_inner_bases)
+    app.connect("autodoc-skip-member", _is_of_another_page)
+    app.connect("missing-reference", _resolve_at_its_door)

@@ -1,5 +1,6 @@
 """What several tests stand in for the real thing."""
 
+import threading
 from collections.abc import Callable
 
 import attrs
@@ -29,3 +30,19 @@ def refused(code: Code, action: Callable[[], object]) -> Violation:
         action()
     assert caught.value.code == code, caught.value
     return caught.value
+
+
+def in_a_thread(action: Callable[[], object]) -> BaseException | None:
+    """Runs `action` in a second thread and returns what it raised."""
+    raised: list[BaseException] = []
+
+    def act() -> None:
+        try:
+            action()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    thread.join()
+    return raised[0] if raised else None

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchstate import MirroredTensor, checks
+from batchstate import Batch, MirroredTensor, SlotPool, checks, device_only, mirrored
 from batchstate.errors import ArgumentError, CaptureError
 from batchstate.runtime import AcceleratorRuntime, DoneFence
 
@@ -158,6 +158,12 @@ def test_nothing_happens_under_capture(
     value = MirroredTensor.from_host(runtime, [1, 2, 3])
     assert len(value.device) == 3
     fresh = MirroredTensor.from_host(runtime, [1, 2, 3])
+
+    class Sampled(Batch):
+        last_token = device_only(torch.int64)
+
+    moved = Sampled.build(runtime, last_token=[1, 2, 3]).filter([2, 0])
+    moved.upload()
     module.capturing = True
     before = runtime.counters.snapshot()
     with checks("full"):
@@ -171,8 +177,47 @@ def test_nothing_happens_under_capture(
             lambda: runtime.synchronize(),
             lambda: runtime.read_back(value.device),
             lambda: runtime.device_zeros((2,), torch.int64),
+            lambda: value + 1,
+            lambda: value.merge(value),
+            lambda: moved.last_token.device,
         ):
             with pytest.raises(CaptureError, match="captured"):
                 forbidden()
     assert runtime.counters == before
     assert [record.message.endswith("while a graph is captured") for record in caplog.records] == [True]
+    module.capturing = False
+    assert moved.last_token.device.tolist() == [3, 1]
+
+
+def test_a_table_is_read_after_it_was_written(runtime: AcceleratorRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward on another stream that takes a table's memory waits for the scatter, and the memory is kept for it."""
+    kept: list[int] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: kept.append(stream.stream_id))
+    pool = SlotPool(runtime, 4)
+    table = pool.table("lens", (), torch.int64)
+    table.write(pool.take(2), None, np.array([5, 6]))
+    forward = runtime.stream("forward")
+    with runtime.use(forward):
+        assert sorted(table.device.tolist()) == [0, 0, 0, 5, 6]
+    assert len(forward.native.waited) == 1
+    assert kept == [forward.native.stream_id]
+
+
+def test_columns_start_where_the_widest_load_may_start(runtime: AcceleratorRuntime) -> None:
+    """Whatever the number of requests, the device side of every column is aligned to 16 bytes in the packed copy."""
+
+    class Columns(Batch):
+        a = mirrored(torch.int64)
+        b = mirrored(torch.int64)
+        c = mirrored(torch.int32)
+        d = mirrored(torch.bool)
+        e = mirrored(torch.bool)
+
+    for num_reqs in range(1, 20):
+        batch = Columns.build(
+            runtime, **{name: [1] * num_reqs for name in "abc"}, d=[True] * num_reqs, e=[False] * num_reqs
+        )
+        for name in Columns.columns():
+            column = batch[name].device
+            assert column.tolist() == batch[name].np.tolist()
+            assert column.storage_offset() * column.element_size() % 16 == 0

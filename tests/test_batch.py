@@ -1,6 +1,8 @@
 """Batch: declared columns of every kind, moved as one."""
 
+import copy
 import gc
+import pickle
 import weakref
 from typing import Any
 
@@ -296,7 +298,7 @@ def test_padding_and_sentinels_are_no_slots(rt: Runtime, slots: list[int], code:
         slots = slot_column()
 
     with pytest.raises(Violation) as caught:
-        Small.build(rt, slots=slots)
+        Small.build(rt, slots=Slots.from_host(rt, slots))
     assert caught.value.code is code
 
 
@@ -495,3 +497,172 @@ def test_a_write_into_the_host_side_of_a_batch_is_reported(rt: Runtime, abcd: De
     with pytest.raises(Violation) as caught:
         abcd.check()
     assert caught.value.code in (Code.MIRROR_EQUAL, Code.MIRROR_FOREIGN_WRITE)
+
+
+# What a batch refuses, and what it never forgets
+
+
+def test_numbers_are_no_slots(rt: Runtime, abcd: Decode) -> None:
+    """A slot column takes handles: numbers that no pool gave are wrapped on purpose or refused."""
+    with pytest.raises(DtypeError, match=r"pool\.take"):
+        abcd.evolve(slots=[1, 2, 3, 4])
+    assert abcd.evolve(slots=Slots.from_host(rt, [11, 12, 13, 14])).slots.np.tolist() == [11, 12, 13, 14]
+
+
+def test_indices_do_not_name_rows(rt: Runtime, abcd: Decode) -> None:
+    """Slots given as rows to keep, as amounts or as values of a plain column are of the wrong unit."""
+    for operation in (
+        lambda: abcd.filter(abcd.filter([0]).slots),
+        lambda: abcd.advance("seq_lens", abcd.slots),
+        lambda: abcd.update("seq_lens", [0, 1, 2, 3], abcd.slots),
+        lambda: abcd.seq_lens.take(abcd.slots),
+    ):
+        with pytest.raises(Violation) as caught:
+            operation()
+        assert caught.value.code is Code.UNIT_MISMATCH
+
+
+def test_a_bound_is_never_taken_for_exact(rt: Runtime, pool: SlotPool, abcd: Decode) -> None:
+    """A bounded value as amount, as new rows or as table values is refused: it would become exact in silence."""
+    device = torch.tensor([1, 2, 3, 4]).to(rt.device)
+    bound = MirroredTensor.from_pair(rt, [9, 9, 9, 9], device, contract="upper_bound")
+    table = pool.table("lens", (), torch.int64)
+    for operation in (
+        lambda: abcd.advance("seq_lens", bound),
+        lambda: abcd.update("seq_lens", [0, 1, 2, 3], bound),
+        lambda: abcd.seq_lens.update([0, 1, 2, 3], bound),
+        lambda: abcd.seq_lens + bound,
+        lambda: MirroredTensor.from_host(rt, bound),
+        lambda: table.entry(abcd.slots, None, bound),
+    ):
+        with pytest.raises(ContractError, match="no exact host side"):
+            operation()
+
+
+def test_stale_windows_cover_derived_batches(rt: Runtime, pool: SlotPool, abcd: Decode) -> None:
+    """What was derived from a batch inside a stale window of a column is as stale; a column given anew is not."""
+    for side in ("host", "device"):
+        with abcd.seq_lens.stale(side, reason="verifying"):
+            derived = [
+                abcd.filter([0]),
+                abcd.advance("seq_lens", 1),
+                abcd.evolve(top_k=[1, 2, 3, 4]).split([2, 2])[1],
+                abcd.pad(6),
+                abcd.update("top_k", [0], 1).filter([1]),
+                Decode.build(rt, **rows(pool, "e")).merge(abcd),
+            ]
+            for batch in derived:
+                with pytest.raises(Violation) as caught:
+                    getattr(batch.seq_lens, side)
+                assert caught.value.code is Code.MIRROR_STALE_READ
+                assert len(batch.top_k.np)
+            assert abcd.evolve(seq_lens=[1, 2, 3, 4]).seq_lens.np.tolist() == [1, 2, 3, 4]
+        assert [len(getattr(batch.seq_lens, side)) for batch in derived] == [1, 4, 2, 6, 1, 5]
+        pool.free(derived[5].filter([0]).slots)
+
+
+def test_nothing_is_carried_beside_a_batch(abcd: Decode) -> None:
+    """An attribute that is no column would be lost with the next operation; a batch has no room for it."""
+    with pytest.raises(AttributeError, match="lengths"):
+        abcd.lengths = [1, 2, 3, 4]  # type: ignore[attr-defined]
+    with pytest.raises(DeclarationError, match="evolve"):
+        abcd.seq_lens = [1, 2, 3, 4]
+
+
+def test_declarations_that_would_be_lost_are_refused() -> None:
+    """Forgotten parentheses, a bare annotation, a dtype, a hidden column or an overridden method are found at once."""
+    bodies: list[dict[str, Any]] = [
+        {"slots": slot_column},
+        {"lens": torch.int64},
+        {"__annotations__": {"lens": torch.Tensor}},
+        {"__init__": lambda self: None},
+        {"check": lambda self: None},
+        {"seq_lens": 5},
+        {"a.b": mirrored(torch.int64)},
+    ]
+    for body in bodies:
+        with pytest.raises(DeclarationError):
+            type("Bad", (Decode,), body)
+
+
+def test_columns_of_all_bases_are_declared(rt: Runtime) -> None:
+    """A batch class has the columns of every base, mixins that are no batches included."""
+
+    class First(Batch):
+        x = mirrored(torch.int64)
+
+    class Second(Batch):
+        y = mirrored(torch.int64)
+
+    class Sampling:
+        z = mirrored(torch.int64)
+
+    class All(First, Second, Sampling):
+        pass
+
+    assert set(All.columns()) == {"x", "y", "z"}
+    assert All.build(rt, x=[1], y=[2], z=[3]).filter([0]).z.np.tolist() == [3]
+
+
+def test_columns_may_have_any_name(rt: Runtime) -> None:
+    """A column may be called like an argument of `build` and `evolve`."""
+
+    class Named(Batch):
+        cls = mirrored(torch.int64)
+        runtime_ = mirrored(torch.int64)
+
+    batch = Named.build(rt, cls=[1], runtime_=[2])
+    assert batch.evolve(cls=[3])["cls"].np.tolist() == [3]
+
+
+def test_a_failed_gather_can_be_tried_again(rt: Runtime, abcd: Decode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch that fails while a device-only column is gathered leaves the batch as it was."""
+    moved = abcd.filter([2, 0])
+
+    def fails(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rt, "launch", fails)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            moved.last_token.device  # noqa: B018
+    assert rt.inspect(moved.last_token.device).tolist() == [200, 0]
+
+
+def test_writing_into_an_extra_does_not_accuse_a_column(rt: Runtime, abcd: Decode) -> None:
+    """Extras are the engine's to write; a written column is named, and no other."""
+    extras = abcd.upload(extras={"positions": [0, 1, 2, 3]})
+    assert len(abcd.seq_lens.device) == len(abcd.top_k.device) == len(abcd.kv_lens.device) == 4
+    extras["positions"].add_(1)
+    abcd.check()
+    abcd.kv_lens.device.add_(1)
+    with pytest.raises(Violation) as caught:
+        abcd.check()
+    assert caught.value.column == "kv_lens"
+
+
+def test_a_foreign_write_before_the_first_read_is_seen(rt: Runtime, pool: SlotPool) -> None:
+    """A device tensor given to a batch and written afterwards is reported, although nobody had read the column."""
+    tensor = torch.tensor([1, 2]).to(rt.device)
+    batch = Decode.build(rt, **{**rows(pool, "ab"), "last_token": tensor})
+    tensor[0] = 99
+    with pytest.raises(Violation) as caught:
+        batch.filter([1]).last_token.device  # noqa: B018
+    assert caught.value.code is Code.MIRROR_FOREIGN_WRITE
+
+
+def test_batches_and_values_are_not_copied(abcd: Decode) -> None:
+    """A copy of what is immutable is the thing itself, and pickling says what to send instead."""
+    for thing in (abcd, abcd.seq_lens):
+        assert copy.copy(thing) is thing
+        assert copy.deepcopy(thing) is thing
+        with pytest.raises(DeviceError, match="send"):
+            pickle.dumps(thing)
+
+
+def test_reports_name_no_tensor(abcd: Decode) -> None:
+    """What prints in a session or a log is short, and reads no tensor."""
+    extras = abcd.upload(extras={"positions": [0, 1, 2, 3]})
+    for thing in (abcd, extras, abcd.seq_lens, abcd._device, abcd._rows, *abcd._device_rows.values()):
+        assert len(repr(thing)) < 160
+        assert "tensor(" not in repr(thing)

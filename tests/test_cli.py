@@ -1,6 +1,8 @@
 """The command line: what it prints, writes and returns."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,10 +10,12 @@ from typing import Any
 
 import pytest
 
-from batchstate.cli import main
+import batchstate
+from batchstate.cli import main, traffic
 from batchstate.cli.progress import progress
 from batchstate.cli.tables import Row, Section, show
-from batchstate.traffic import Engine
+from batchstate.testing.mutants import MUTANTS
+from batchstate.traffic import Engine, EngineSettings
 
 FIGURES = {
     "requests",
@@ -74,6 +78,130 @@ def test_traffic_reads_a_trace(tmp_path: Path, device: str, capsys: pytest.Captu
     figures = json.loads(path.read_text())
     assert (figures["requests"], figures["tokens"], figures["prefill_tokens"]) == (2, 12, 148)
     assert "mine.csv" in capsys.readouterr().out
+
+
+def program(arguments: list[str], before: str = "", environment: dict[str, str] | None = None) -> tuple[int, str]:
+    """Runs the program in a process of its own, after some statements; its exit code and what it said on stderr."""
+    code = f"import sys\n{before}\nfrom batchstate.cli import main\nsys.exit(main({arguments!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **(environment or {})},
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("command", ["fuzz", "mutants"])
+def test_missing_hypothesis_is_one_message(command: str) -> None:
+    """Where the extra `testing` is not installed, the commands that need it say which to install."""
+    code, error = program([command], "sys.modules['hypothesis'] = None")
+    assert (code, error) == (2, f"batchstate: `{command}` needs hypothesis: pip install 'batchstate[testing]'\n")
+
+
+def test_wrong_level_in_the_environment_is_one_message() -> None:
+    """A typo in BATCHSTATE_CHECKS is told without a traceback, by help too."""
+    code, error = program(["--help"], environment={"BATCHSTATE_CHECKS": "foo"})
+    assert code == 2
+    assert error.startswith("batchstate: environment variable BATCHSTATE_CHECKS: unknown level of checks 'foo'\n")
+    assert "Traceback" not in error
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """`batchstate --version` is the version of the package."""
+    with pytest.raises(SystemExit) as done:
+        main(["--version"])
+    assert done.value.code == 0
+    assert capsys.readouterr().out == f"batchstate {batchstate.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["fuzz", "--examples", "1", "--machine", "slot_pool"],
+        ["mutants", "--name", "filter_forgets_device", "--clean-examples", "1"],
+        ["traffic", "--requests", "3"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_closed_streams_are_no_error(arguments: list[str], tmp_path: Path) -> None:
+    """A program that was started without stdout and stderr does its work all the same."""
+    path = tmp_path / "figures.json"
+    arguments = [*arguments, "--device", "cpu", "--json", str(path)]
+    code, _ = program(arguments, "sys.stdout = sys.stderr = None")
+    assert code == 0
+    assert json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("command", ["fuzz", "mutants", "traffic"])
+def test_file_that_cannot_be_written_does_not_lose_the_table(
+    command: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The table is printed before the file is written, so a full disk costs only the file; the code is 2."""
+    few = {
+        "fuzz": ["--examples", "1", "--machine", "slot_pool"],
+        "mutants": ["--name", "filter_forgets_device", "--clean-examples", "1"],
+        "traffic": ["--requests", "3"],
+    }
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    arguments = [command, *few[command], "--device", device, "--json", str(tmp_path / "figures.json")]
+    assert main(arguments) == 2
+    output = capsys.readouterr()
+    assert "====" in output.out
+    assert "No space left on device" in output.err
+
+
+def test_fuzz_ends_with_a_verdict(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last line of the table says how many violations were found."""
+    assert main(["fuzz", "--examples", "2", "--machine", "slot_pool", "--device", device]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["violations", "0", "in", "2", "examples"]
+
+
+def test_list_of_mutants(capsys: pytest.CaptureFixture[str]) -> None:
+    """`mutants --list` shows each mutant with the invariants that find it, and runs none."""
+    assert main(["mutants", "--list"]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith(f"{len(MUTANTS)} mutants\n")
+    assert all(name in output for name in MUTANTS)
+    assert "MIRROR_EQUAL" in output
+
+
+def test_named_mutant_is_quick(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever names a mutant gets a few clean examples, not those of the whole hunt."""
+    path = tmp_path / "figures.json"
+    assert main(["mutants", "--name", "filter_forgets_device", "--device", device, "--json", str(path)]) == 0
+    assert json.loads(path.read_text())["clean_examples"] == 20
+
+
+def test_unknown_mutant_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+    """A misspelt mutant gets the ones like it, and where all are listed."""
+    assert main(["mutants", "--name", "filter_forgets_devise"]) == 2
+    error = capsys.readouterr().err
+    assert "use filter_forgets_device" in error
+    assert "batchstate mutants --list" in error
+    assert max(map(len, error.splitlines())) < 200
+
+
+def test_too_few_pages_name_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A request that does not fit names the option that makes room, and the option does."""
+    trace = tmp_path / "long.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01 00:00:00,100,7\n")
+    arguments = ["traffic", "--trace", str(trace), "--device", "cpu", "--num-pages"]
+    assert main([*arguments, "6"]) == 2
+    assert "--num-pages" in capsys.readouterr().err
+    assert main([*arguments, "7"]) == 0
+
+
+def test_default_of_pages_is_that_of_the_engine() -> None:
+    """The help names the number of pages that the engine has."""
+    assert EngineSettings().num_pages == traffic.NUM_PAGES
 
 
 def test_missing_file_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:

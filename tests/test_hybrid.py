@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from batchstate.errors import ArgumentError, CaptureError, PoolExhaustedError
+from batchstate.errors import ArgumentError, CaptureError, OwnerThreadError, PoolExhaustedError
 from batchstate.hybrid import HybridSlotPool, StateOwner
 from batchstate.indices import Slots
 from batchstate.runtime import Runtime
 from batchstate.tables import Table
 from batchstate.violations import Code
-from tests.doubles import Gate, refused
+from tests.doubles import Gate, in_a_thread, refused
 
 
 @pytest.fixture
@@ -200,3 +200,16 @@ def test_finds_a_state_of_two_slots(pool: HybridSlotPool) -> None:
     pool.take(2)
     pool._states.mapping[2, 0] = pool._states.mapping[1, 0]
     refused(Code.SLOT_SHARED, pool.verify)
+
+
+def test_a_second_thread_changes_nothing(rt: Runtime) -> None:
+    """`reap` and `state_stats` refuse a foreign thread before they have touched the states."""
+    pool = HybridSlotPool(rt, 4, states=4)
+    gate = Gate()
+    pool.free(pool.take(2), after=gate)
+    gate.done = True
+    asked = gate.asked
+    for ask in (pool.reap, lambda: pool.state_stats):
+        assert isinstance(in_a_thread(ask), OwnerThreadError)
+    assert gate.asked == asked
+    assert pool.reap() == 2

@@ -41,6 +41,16 @@ def test_a_wrong_environment_is_an_error_that_lists_what_is_legal() -> None:
         assert word in result.stderr
 
 
+@pytest.mark.parametrize("name", ["Batch", "checks", "BatchStateError"])
+def test_a_wrong_environment_is_found_by_the_first_import_of_a_name(name: str) -> None:
+    """Whatever an engine takes from the package first, the typo is told."""
+    code = f"from batchstate import {name}"
+    environment = {"BATCHSTATE_CHECKS": "ful", "PATH": "", "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "ArgumentError: environment variable BATCHSTATE_CHECKS: unknown level of checks 'ful'" in done.stderr
+
+
 def test_windows_and_switches() -> None:
     """`set_checks` returns what was before; `checks` puts it back, after an error too."""
     assert set_checks("full") is Level.CHEAP

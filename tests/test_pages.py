@@ -1,6 +1,8 @@
 """Page pools: each token has one place, each page one owner or as many references as holders, and lengths in order."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -510,6 +512,11 @@ def test_finds_a_shared_page_that_is_freed(slots: SlotPool, pages: PagePool, mon
 def test_finds_a_forgotten_reader(slots: SlotPool, pages: PagePool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page freed while a former sharer's forward still reads it is found then, and else when it is handed out."""
     monkeypatch.setattr(PageReferences, "_still_read", lambda self, pages: np.zeros(pages.size, np.bool_))
+    other, last = slots.take(1), slots.take(1)
+    pages.extend(other, 4)
+    pages.share(other, last, 4)
+    pages.release_requests(other, after=Gate())
+    refused(Code.SLOT_IN_FLIGHT, lambda: pages.release_requests(last))
     source, target = slots.take(1), slots.take(1)
     pages.extend(source, 4)
     pages.share(source, target, 4)
@@ -517,11 +524,6 @@ def test_finds_a_forgotten_reader(slots: SlotPool, pages: PagePool, monkeypatch:
     with levels.checks("off"):
         pages.release_requests(target)
     refused(Code.SLOT_IN_FLIGHT, lambda: pages.extend(slots.take(1), 4))
-    other, last = slots.take(1), slots.take(1)
-    pages.extend(other, 4)
-    pages.share(other, last, 4)
-    pages.release_requests(other, after=Gate())
-    refused(Code.SLOT_IN_FLIGHT, lambda: pages.release_requests(last))
 
 
 def test_finds_a_page_in_two_rows(slots: SlotPool, pages: PagePool) -> None:
@@ -577,3 +579,148 @@ def test_what_pools_hand_out_has_two_memories(rt: Runtime, made_by: str) -> None
         with pytest.raises(Violation) as caught:
             value.check()
         assert caught.value.code in (Code.MIRROR_EQUAL, Code.MIRROR_FOREIGN_WRITE)
+
+
+class Failing:
+    """A fence that is not complete, and fails once `lost`."""
+
+    def __init__(self) -> None:
+        self.lost = False
+
+    def query(self) -> bool:
+        if self.lost:
+            raise RuntimeError("device lost")
+        return False
+
+    def wait(self) -> None:
+        raise AssertionError("the host waited")
+
+
+@pytest.mark.parametrize("level", ["off", "cheap", "full"])
+@pytest.mark.parametrize("operation", ["release", "release_requests", "truncate", "extend", "lease"])
+def test_a_fence_that_fails_changes_nothing(slots: SlotPool, pages: PagePool, operation: str, level: str) -> None:
+    """Fences are asked before rows, references and slots change: an error of one leaves the pool as it was."""
+    with levels.checks(level):
+        first, second = slots.take(1), slots.take(1)
+        pages.extend(first, 8)
+        pages.share(first, second, 8)
+        lease = pages.hold(second, 8)
+        fence = Failing()
+        pages.release(first, after=fence)
+        fence.lost = True
+        actions: dict[str, Callable[[], object]] = {
+            "release": lambda: pages.release(second),
+            "release_requests": lambda: pages.release_requests(second),
+            "truncate": lambda: pages.truncate(second, 4),
+            "extend": lambda: pages.extend(second, 12),
+            "lease": lease.release,
+        }
+        table, before = pages.page_table.copy(), pages.committed(second).tolist()
+        with pytest.raises(RuntimeError, match="device lost"):
+            actions[operation]()
+        assert np.array_equal(pages.page_table, table)
+        assert pages.committed(second).tolist() == before
+        assert not lease.released
+        pages.verify()
+        fence.lost = False
+        pages.release_requests(second)
+        lease.release()
+        slots.free(first)
+        pages.expect_idle()
+        pages.verify()
+
+
+def test_finds_a_live_page_that_is_nobodys(slots: SlotPool, pages: PagePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page without holder and without reference is found while it is still counted as live."""
+    one = slots.take(1)
+    pages.extend(one, 4)
+    monkeypatch.setattr(PageReferences, "_release", lambda self, pages, after, operation: None)
+    pages.release(one)
+    refused(Code.PAGE_OWNER, pages.verify)
+
+
+@pytest.mark.parametrize("operation", ["extend", "grow", "advance", "commit", "release", "truncate"])
+def test_a_handle_is_named_once_at_every_level(slots: SlotPool, pages: PagePool, operation: str) -> None:
+    """A handle named twice is refused with checks off too: the two rows would get pages of each other."""
+    one = slots.take(1)
+    pages.extend(one, 4)
+    twice = one.take([0, 0])
+    act = getattr(pages, operation)
+    with levels.checks("off"):
+        refused(Code.SLOT_SHARED, lambda: act(twice) if operation == "release" else act(twice, 4))
+    pages.verify()
+
+
+def test_an_extension_is_asked_again(slots: SlotPool, pages: PagePool) -> None:
+    """The tokens of a request that has left are not written into the row of its successor."""
+    table = slots.table("tokens", (16,), holds="token")
+    one = slots.take(1)
+    added = pages.extend(one, 4)
+    pages.release_requests(one)
+    slots.take(1)
+    refused(Code.SLOT_STALE_HANDLE, lambda: added.entry(table))
+
+
+def test_an_extension_cannot_be_changed(slots: SlotPool, pages: PagePool) -> None:
+    """Slots, positions and counts of new tokens are read-only: they were checked as they are."""
+    added = pages.extend(slots.take(2), 4)
+    for array in (added.slots, added.positions, added.counts):
+        with pytest.raises(ValueError, match="read-only"):
+            array[:] = 0
+
+
+def test_tables_of_other_slots_take_no_tokens(rt: Runtime, slots: SlotPool, pages: PagePool) -> None:
+    """A token table is indexed by the slots of the pool, and holds integers."""
+    other = SlotPool(rt, 8).table("tokens", (16,), holds="token")
+    with pytest.raises(ArgumentError, match="another pool"):
+        PagePool(rt, slots, 12, 4, max_tokens_per_request=16, token_table=other)
+    with pytest.raises(ArgumentError, match="made by the pool of these slots"):
+        pages.extend(slots.take(1), 4).entry(other)
+    halves = slots.table("tokens", (16,), torch.float16)
+    with pytest.raises(DtypeError, match="tokens are integers"):
+        PagePool(rt, slots, 12, 4, max_tokens_per_request=16, token_table=halves)
+
+
+def test_refuses_sizes_that_int64_cannot_count(rt: Runtime, slots: SlotPool, pages: PagePool) -> None:
+    """Token numbers never wrap: sizes of which the product would are refused, and so is what is no pool of slots."""
+    with pytest.raises(ArgumentError, match="page_size is"):
+        PagePool(rt, slots, 12, 2**62, max_tokens_per_request=16)
+    with pytest.raises(ArgumentError, match="max_tokens_per_request is"):
+        PagePool(rt, slots, 12, 4, max_tokens_per_request=2**63)
+    nobody: Any = None
+    with pytest.raises(ArgumentError, match="no pool of slots"):
+        PagePool(rt, nobody, 12, 4, max_tokens_per_request=16)
+    two = slots.take(2)
+    with pytest.raises(ArgumentError, match="tokens is"):
+        pages.share(two.take([0]), two.take([1]), 2**63)
+
+
+def test_refusals_say_what_was_asked_for(slots: SlotPool, pages: PagePool) -> None:
+    """The report of a length names what the caller asked for, and the operation that does what is meant."""
+    one, other = slots.take(1), slots.take(1)
+    pages.extend(one, 5)
+    told = {
+        "17 tokens asked for, a request may have 16": lambda: pages.extend(one, 17),
+        "`truncate` takes tokens back, `advance` adds": lambda: pages.extend(one, 3),
+        "105 tokens asked for, a request may have 16": lambda: pages.advance(one, 100),
+        "9 tokens are to be committed, 8 are allocated": lambda: pages.commit(one, 9),
+        "truncation to 9 tokens, of 5": lambda: pages.truncate(one, 9),
+        "a prefix of 8 tokens asked for, 5 are committed": lambda: pages.share(one, other, 8),
+    }
+    for words, action in told.items():
+        assert words in str(refused(Code.LENGTH_ORDER, action))
+    report = str(refused(Code.SLOT_CONSERVATION, lambda: slots.free(one)))
+    assert "these slots still own 2 pages: 1" in report
+    assert "pages.release_requests(slots, after=...)" in report
+    with pytest.raises(ArgumentError, match="use slots with the pool that handed them out"):
+        pages.extend(SlotPool(slots.runtime, 2).take(1), 3)
+
+
+def test_a_refusal_costs_no_look_at_all_pages(slots: SlotPool, pages: PagePool) -> None:
+    """The report of a page that others use too names the page that the request would write."""
+    one = slots.take(1)
+    pages.extend(one, 4)
+    lease = pages.hold(one, 4)
+    pages.truncate(one, 2)
+    report = refused(Code.PAGE_OWNER, lambda: pages.advance(one))
+    assert report.slot == lease.pages[0]

@@ -2,6 +2,8 @@
 
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from batchstate.ownership.slot_handles import HandleBook
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime, open_runtime
 from batchstate.violations import Code
-from tests.doubles import Gate, refused
+from tests.doubles import Gate, in_a_thread, refused
 
 
 def test_hands_out_one_to_size(rt: Runtime) -> None:
@@ -463,3 +465,116 @@ def test_laws_are_asked(rt: Runtime) -> None:
     pool.free(pool.take(2), after=Gate())
     asked = invariants.made - before
     assert {Code.SLOT_CONSERVATION, Code.SLOT_IN_FLIGHT, Code.SLOT_DOUBLE_FREE} <= set(asked)
+
+
+class Shaky:
+    """A fence that answers as told, or fails; calls `first` before."""
+
+    def __init__(self, *answers: bool, first: Callable[[], object] | None = None) -> None:
+        self.answers = list(answers)
+        self.first = first
+
+    def query(self) -> bool:
+        if self.first is not None:
+            self.first()
+        if not self.answers:
+            raise RuntimeError("device lost")
+        return self.answers.pop(0)
+
+    def wait(self) -> None:
+        raise AssertionError("the host waited")
+
+
+@pytest.mark.parametrize("level", ["off", "cheap", "full"])
+def test_a_completed_fence_is_not_asked_again(rt: Runtime, level: str) -> None:
+    """What a fence has released once is free, whatever the fence says or raises later."""
+    with levels.checks(level):
+        for fence in (Shaky(True), Shaky(True, False)):
+            pool = SlotPool(rt, 4)
+            pool.free(pool.take(4), after=fence)
+            pool.take(1)
+            pool.verify()
+            assert (pool.stats.free, pool.stats.pending, pool.stats.live) == (3, 0, 1)
+
+
+def test_a_fence_that_fails_loses_nothing(rt: Runtime) -> None:
+    """An error of one fence comes through, and every slot is where it was, those behind other fences included."""
+    pool = SlotPool(rt, 4)
+    two, other = pool.take(2), pool.take(1)
+    pool.free(two, after=Gate(done=True))
+    failing = Shaky()
+    pool.free(other, after=failing)
+    with pytest.raises(RuntimeError, match="device lost"):
+        pool.take(1)
+    pool.verify()
+    failing.answers = [True]
+    assert pool.reap() == 3
+    assert (pool.stats.free, pool.stats.pending) == (4, 0)
+
+
+def test_a_fence_may_call_its_pool(rt: Runtime) -> None:
+    """A fence that reaps the pool which asks it frees nothing twice."""
+    pool = SlotPool(rt, 4)
+    pool.free(pool.take(4), after=Shaky(True, first=pool.reap))
+    assert pool.reap() == 4
+    pool.verify()
+    assert (pool.stats.free, pool.stats.pending) == (4, 0)
+
+
+def test_a_damaged_table_refuses_without_a_change(rt: Runtime, full: None) -> None:
+    """At `full` a dirty row 0 is found before a take or a free has changed anything."""
+    pool = SlotPool(rt, 4)
+    table = pool.table("a")
+    slots = pool.take(1)
+    table.device[0] = 7
+    refused(Code.SLOT_ZERO_DIRTY, lambda: pool.take(1))
+    refused(Code.SLOT_ZERO_DIRTY, lambda: pool.free(slots))
+    with levels.checks("off"):
+        assert (pool.stats.free, pool.stats.live) == (3, 1)
+        assert pool.is_live(slots.np).all()
+
+
+def test_every_question_belongs_to_the_owning_thread(rt: Runtime) -> None:
+    """Looking handles up uses scratch memory of the pool, so that a second thread is refused there too."""
+    pool = SlotPool(rt, 4)
+    slots = pool.take(1)
+    for ask in (
+        lambda: pool.rows_of(slots, "x", unique=True),
+        lambda: pool.check_handles(slots, "x"),
+        lambda: pool.check_release(slots, "free"),
+        lambda: pool.release_rows(slots.np, None, "free"),
+    ):
+        assert isinstance(in_a_thread(ask), OwnerThreadError)
+    assert pool.stats.live == 1
+
+
+def test_refuses_sizes_and_runtimes_that_cannot_be(rt: Runtime) -> None:
+    """What the arrays of the books cannot count, and what is no runtime, is refused with a typed error."""
+    nobody: Any = None
+    with pytest.raises(ArgumentError, match="no runtime"):
+        SlotPool(nobody, 3)
+    for size, reserve in ((2**63, 0), (1, 2**63), (2**31 - 2, 1)):
+        with pytest.raises(ArgumentError, match=r"or less"):
+            SlotPool(rt, size, reserve=reserve)
+
+
+def test_a_class_of_fences_is_no_fence(rt: Runtime) -> None:
+    """`after=Gate` for `after=Gate()` is refused at once and not when somebody takes."""
+    pool = SlotPool(rt, 2)
+    wrong: Any = Gate
+    with pytest.raises(ArgumentError, match="is no fence"):
+        pool.free(pool.take(1), after=wrong)
+    assert pool.stats.live == 1
+
+
+def test_running_out_says_whether_it_can_ever_succeed(rt: Runtime) -> None:
+    """The error of a request larger than the pool says so, and names what only a reserved take hands out."""
+    pool = SlotPool(rt, 6, reserve=2)
+    with pytest.raises(PoolExhaustedError, match="can never succeed: the pool has 6"):
+        pool.take(100)
+    with pytest.raises(PoolExhaustedError, match="can never succeed: the pool has 8"):
+        pool.take(9, reserved=True)
+    pool.take(6)
+    with pytest.raises(PoolExhaustedError, match="2 more are free in the reserve") as caught:
+        pool.take(1)
+    assert (caught.value.size, caught.value.free_reserved) == (6, 2)

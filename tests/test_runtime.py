@@ -1,6 +1,7 @@
 """The runtime: copies that are staged, counted and never waited for."""
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 from batchstate import Code, Runtime, Violation, checks, open_runtime
 from batchstate.errors import ArgumentError, DtypeError, OwnerThreadError
 from batchstate.runtime import CpuRuntime, DoneFence, Staging
-from tests.doubles import Gate
+from tests.doubles import Gate, in_a_thread
 
 
 class GatedRuntime(CpuRuntime):
@@ -191,3 +192,23 @@ def test_dtypes_that_numpy_lacks_are_refused() -> None:
         numpy_dtype(torch.bfloat16)
     with pytest.raises(DtypeError, match="int64"):
         torch_dtype("datetime64[s]")
+
+
+def test_what_changes_the_runtime_belongs_to_its_thread(rt: Runtime) -> None:
+    """Streams, tables and waiting are the owning thread's."""
+    stream = rt.stream("other")
+
+    def use() -> None:
+        with rt.use(stream):
+            raise AssertionError("a second thread has changed the current stream")
+
+    for act in (use, lambda: rt.device_zeros((2,), torch.int32), rt.synchronize):
+        assert isinstance(in_a_thread(act), OwnerThreadError)
+    assert rt.counters.forced_syncs == 0
+
+
+@pytest.mark.parametrize("depth", [1.5, float("nan"), True, "x", None, 0])
+def test_depth_is_a_positive_integer(device: str, depth: Any) -> None:
+    """`steps_in_flight` is refused with a typed error, whatever it is."""
+    with pytest.raises((ArgumentError, DtypeError), match="steps_in_flight is"):
+        open_runtime(device, steps_in_flight=depth)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchstate import Runtime, checks
+from batchstate import Runtime, Slots, checks
 from batchstate.batch import Batch
 from batchstate.columns import mirrored, slot_column
 from batchstate.pages import PagePool
@@ -78,7 +78,7 @@ def test_a_step_without_table_writes_launches_nothing(rt: Runtime) -> None:
         name: np.arange(1, 9).astype(column.np_dtype)  # type: ignore[attr-defined]
         for name, column in declared.columns().items()
     }
-    batch = declared.build(rt, **columns)
+    batch = declared.build(rt, **{**columns, "slots": Slots.from_host(rt, columns["slots"])})
     before = rt.counters.snapshot()
     batch = batch.filter([0, 2, 4]).advance("seq_lens", 1)
     for name in declared.columns():
@@ -94,7 +94,7 @@ def test_bytes_of_a_step_do_not_exceed_the_columns(rt: Runtime) -> None:
         name: np.arange(1, 257).astype(column.np_dtype)  # type: ignore[attr-defined]
         for name, column in declared.columns().items()
     }
-    batch = declared.build(rt, **columns)
+    batch = declared.build(rt, **{**columns, "slots": Slots.from_host(rt, columns["slots"])})
     before = rt.counters.snapshot()
     batch.upload()
     useful = sum(column.np_dtype.itemsize for column in declared.columns().values()) + 8  # type: ignore[attr-defined]

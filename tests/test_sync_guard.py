@@ -1,5 +1,6 @@
 """`no_hidden_sync`: what would wait for the device is reported, and what would not is left alone."""
 
+import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -12,7 +13,7 @@ from batchstate.columns import device_only, host_list, mirrored, slot_column
 from batchstate.invariants import Code
 from batchstate.pages import PagePool
 from batchstate.pools import SlotPool
-from batchstate.runtime import Fence, Runtime
+from batchstate.runtime import Fence, Runtime, open_runtime
 from batchstate.testing import no_hidden_sync
 
 WAITS: dict[str, Callable[[torch.Tensor], object]] = {
@@ -141,3 +142,32 @@ def test_step_loop_runs_clean(rt: Runtime) -> None:
             while len(in_flight) >= rt.steps_in_flight:
                 in_flight.pop(0).wait()
     assert rt.counters.forced_syncs == forced
+
+
+def test_torchs_own_mode_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the device has a sync-debug mode it holds inside the window alone, and its first warning is no error."""
+
+    class Module:
+        mode: object = 0
+
+        def get_sync_debug_mode(self) -> object:
+            return self.mode
+
+        def set_sync_debug_mode(self, mode: object) -> None:
+            self.mode = mode
+            if mode == "error":
+                warnings.warn("Synchronization debug mode is a prototype feature", UserWarning, stacklevel=1)
+
+    module = Module()
+    runtime = open_runtime("cpu")
+    runtime.device = torch.device("cuda:0")
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with no_hidden_sync(runtime):
+            assert [module.mode] == ["error"]
+        assert [module.mode] == [0]
+        with pytest.raises(Violation) as caught, no_hidden_sync(runtime):
+            raise RuntimeError("called a synchronizing CUDA operation")
+    assert caught.value.code is Code.HIDDEN_SYNC
+    assert [module.mode] == [0]

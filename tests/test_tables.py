@@ -1,17 +1,24 @@
 """Slot-indexed tables: what is written reaches the right rows, and what must not be written is refused."""
 
+import functools
+import gc
+from typing import Any
+
 import attrs
 import numpy as np
 import pytest
 import torch
 
 from batchstate import levels
-from batchstate.errors import ArgumentError, DtypeError, RowIndexError, ShapeError, ValueOverflowError
+from batchstate.batch import Batch
+from batchstate.columns import slot_column
+from batchstate.errors import ArgumentError, DeviceError, DtypeError, RowIndexError, ShapeError, ValueOverflowError
 from batchstate.indices import HostTokens, Tokens
 from batchstate.mirror import MirroredTensor
 from batchstate.pools import SlotPool
-from batchstate.runtime import DoneFence, Runtime
+from batchstate.runtime import DoneFence, Runtime, open_runtime
 from batchstate.violations import Code, Violation
+from tests.doubles import refused
 
 
 @attrs.define(eq=False)
@@ -269,4 +276,105 @@ def test_capacity_counts_at_every_level(pool: SlotPool) -> None:
     with levels.checks("off"), pytest.raises(Violation):
         table.write(np.array([0]), np.array([0]), np.array([1]))
     with levels.checks("off"), pytest.raises(RowIndexError):
-        table.write(np.array([1]), np.array([-1]), np.array([1]))
+        table.write(np.array([1]), np.array([8]), np.array([1]))
+    tokens = pool.table("tokens", (8,), holds="token")
+    for level in ("off", "cheap", "full"):
+        with levels.checks(level):
+            refused(Code.SENTINEL_ESCAPED, functools.partial(table.write, np.array([1]), np.array([-1]), np.array([1])))
+            refused(Code.SENTINEL_ESCAPED, functools.partial(tokens.write, np.array([1]), np.array([0]), [-1]))
+
+
+def test_tables_made_in_inference_mode_are_written_outside(rt: Runtime) -> None:
+    """An engine that builds its pools under inference mode can write their tables anywhere."""
+    with torch.inference_mode():
+        pool = SlotPool(rt, 4)
+        table = pool.table("a", host=True)
+    slots = pool.take(2)
+    table.write(slots, None, [3, 4])
+    table.clear(slots)
+    with torch.inference_mode():
+        table.write(slots, None, [5, 6])
+    table.check()
+
+
+def test_a_write_is_asked_again_when_it_is_launched(rt: Runtime, pool: SlotPool) -> None:
+    """A write that was made for a request which has left is not launched into its successor's row."""
+    table = pool.table("a", host=True)
+    slots = pool.take(1)
+    entry = table.entry(slots, None, [7])
+    pool.free(slots)
+    assert pool.take(1).np.tolist() == slots.np.tolist()
+    packed = rt.upload([entry.index, entry.values])
+    refused(Code.SLOT_STALE_HANDLE, lambda: table.apply(entry, packed.view(0), packed.view(1)))
+    assert table.host is not None
+    assert not table.host.any()
+    table.check()
+
+
+def test_a_write_belongs_to_its_table(rt: Runtime, pool: SlotPool) -> None:
+    """A table launches its own writes alone."""
+    entry = pool.table("a").entry(pool.take(1), None, [7])
+    packed = rt.upload([entry.index, entry.values])
+    with pytest.raises(ArgumentError, match="the table that made it"):
+        pool.table("b").apply(entry, packed.view(0), packed.view(1))
+
+
+def test_what_was_checked_cannot_be_changed(pool: SlotPool) -> None:
+    """The arrays of a write, and the host side of a table, are read-only."""
+    table = pool.table("a", (2,), host=True)
+    entry = table.entry(pool.take(1), None, [[7, 8]])
+    assert table.host is not None
+    for array in (entry.index, entry.values, table.host):
+        with pytest.raises(ValueError, match="read-only"):
+            array[...] = 0
+
+
+class Rows(Batch):
+    """A batch with nothing but slots."""
+
+    slots = slot_column()
+
+
+def test_one_upload_writes_an_element_once(rt: Runtime, pool: SlotPool, full: None) -> None:
+    """Two writes of one upload name one element: a device does not say which stays, so `full` refuses."""
+    table = pool.table("a", (2,), host=True)
+    slots = pool.take(1)
+    batch = Rows.build(rt, slots=slots)
+    with pytest.raises(ArgumentError, match="written twice"):
+        batch.upload(writes=[table.entry(slots, [0], [1]), table.entry(slots, [0], [3])])
+    assert table.host is not None
+    assert not table.host.any()
+    batch.upload(writes=[table.entry(slots, [0], [1]), table.entry(slots, [1], [3])])
+    assert table.host[slots.np].tolist() == [[1, 3]]
+    table.check()
+
+
+def test_an_upload_refuses_what_is_not_of_its_time_or_runtime(rt: Runtime, device: str, pool: SlotPool) -> None:
+    """A write of a request that left, or of another runtime's table, is refused before anything is copied."""
+    table, foreign = pool.table("a"), SlotPool(open_runtime(device), 4)
+    slots = pool.take(1)
+    batch = Rows.build(rt, slots=slots)
+    theirs = foreign.table("b").entry(foreign.take(1), None, [7])
+    with pytest.raises(DeviceError, match="another runtime"):
+        batch.upload(writes=[theirs])
+    stale = table.entry(slots, None, [7])
+    pool.free(slots)
+    refused(Code.SLOT_STALE_HANDLE, lambda: batch.upload(writes=[stale]))
+    assert rt.counters.host_to_device_copies == 0
+
+
+def test_tables_that_are_gone_leave_nothing(rt: Runtime) -> None:
+    """The runtime forgets a table that nobody has any more."""
+    for _ in range(5):
+        SlotPool(rt, 4).table("a")
+        gc.collect()
+    assert len(rt._persistent) <= 1
+
+
+def test_refuses_shapes_and_tensors_that_are_none(pool: SlotPool) -> None:
+    """A row shape is a tuple, and what is adopted is a tensor."""
+    wrong: Any = 5
+    with pytest.raises(ShapeError, match="pass a tuple"):
+        pool.table("a", wrong)
+    with pytest.raises(ArgumentError, match="adopt of int"):
+        pool.adopt(wrong, "a")

@@ -65,7 +65,7 @@ def many(count: int, seed: int = 0) -> Workload:
 def outcome(report: TrafficReport) -> dict:
     """All of a report that does not depend on the machine's speed."""
     figures = report.as_dict()
-    for timing in ("seconds", "host_us_per_step"):
+    for timing in ("seconds", "host_us_per_step", "laws_asked"):  # a fence that is late is asked again
         figures.pop(timing)
     return figures
 

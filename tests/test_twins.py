@@ -48,7 +48,7 @@ def test_forgotten_field_is_found(device: str) -> None:
     assert "'temperatures'" in report
     assert "operation  filter" in report
     assert report.count("state.build(") == report.count("state.filter(") == 1
-    assert "fuzz_twins(ForgetfulBatch spec" in report
+    assert "fuzz_twins(spec, examples=60, seed=0, steps=50)  # the TwinSpec of ForgetfulBatch" in report
 
 
 def test_drifting_twin_is_found(device: str) -> None:
@@ -135,6 +135,84 @@ def test_bad_specifications_are_refused(changes: dict) -> None:
     """A specification that cannot be meant is refused when it is made."""
     with pytest.raises(ArgumentError):
         attrs.evolve(spec_of(HandwrittenBatch), **changes)
+
+
+def test_changed_dtype_is_called_by_name(device: str) -> None:
+    """An operation that changes only the dtype is not reported as two equal lists."""
+
+    def filter_sampling(self: HandwrittenBatch, rows: torch.Tensor) -> None:
+        self.temperatures = self.temperatures[rows].to(torch.float16)
+
+    def build(self: HandwrittenBatch, reqs: list[str], lengths: list[int]) -> None:
+        HandwrittenBatch.__init__(self, reqs, lengths)
+        self.temperatures = torch.tensor(lengths, dtype=torch.float32, device=self.device)
+
+    report = killed(device, "MODEL", __init__=build, _filter_sampling=filter_sampling)
+    assert "the dtype of 'temperatures' changed from float32 to float16" in report
+
+
+def test_empty_tensor_of_another_dtype_is_found_where_it_spoils_numbers(device: str) -> None:
+    """`torch.tensor([])` is float32; merged with integers it makes floats of them, and that is what is reported."""
+
+    def build(self: HandwrittenBatch, reqs: list[str], lengths: list[int]) -> None:
+        HandwrittenBatch.__init__(self, reqs, lengths)
+        self.temperatures = torch.tensor(lengths, device=self.device)
+
+    report = killed(device, "MODEL", __init__=build)
+    assert "the dtype of 'temperatures' changed from int64 to float32" in report
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_floats_that_numpy_lacks_are_judged(device: str, dtype: torch.dtype) -> None:
+    """Rows in bfloat16 or an 8-bit float are followed like others, and told from the float32 they are read as."""
+
+    def build(self: HandwrittenBatch, reqs: list[str], lengths: list[int]) -> None:
+        HandwrittenBatch.__init__(self, reqs, lengths)
+        self.temperatures = torch.tensor(lengths, dtype=torch.float32, device=self.device).to(dtype)
+
+    as_bits = torch.uint8 if dtype.itemsize == 1 else torch.int16  # not all operations take 8-bit floats
+
+    def select(self: HandwrittenBatch, rows: torch.Tensor) -> None:
+        self.temperatures = self.temperatures.view(as_bits)[rows].view(dtype)
+
+    def merge(self: HandwrittenBatch, other: HandwrittenBatch) -> None:
+        both = [one.temperatures.float() for one in (self, other)]
+        HandwrittenBatch.merge_batch(self, other)
+        self.temperatures = torch.cat(both).to(dtype)
+
+    right = type("LowBatch", (HandwrittenBatch,), {"__init__": build, "_filter_sampling": select, "merge_batch": merge})
+    assert fuzz_twins(on(device, right), examples=20).failure is None
+
+    def widen(self: HandwrittenBatch, rows: torch.Tensor) -> None:
+        self.temperatures = self.temperatures.float()[rows]
+
+    report = killed(device, "MODEL", __init__=build, _filter_sampling=widen)
+    assert f"changed from {str(dtype).removeprefix('torch.')} to float32" in report
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"twins": [Twin("seq_lens_cpu", "seq_len")]}, "attribute 'seq_len' of a batch just built: AttributeError"),
+        ({"rows": ["reqs", "sampling.temperatures"]}, "attribute 'sampling.temperatures' of a batch just built"),
+        ({"rows": ["from_lengths"]}, "attribute 'from_lengths' of a batch just built: TypeError"),
+        ({"num_rows": lambda batch: len(batch.requests)}, "num_rows of a batch just built: AttributeError"),
+    ],
+    ids=["twin", "part", "no vector", "num_rows"],
+)
+def test_typing_error_in_a_specification_is_no_bug_of_the_class(changes: dict, problem: str) -> None:
+    """What the spec names and the class lacks is refused before the fuzzing begins."""
+    with pytest.raises(ArgumentError, match=problem):
+        fuzz_twins(attrs.evolve(spec_of(HandwrittenBatch), **changes), examples=5)
+
+
+def test_build_that_fails_is_left_to_the_fuzzer() -> None:
+    """A class that cannot be built has a bug, and gets its shrunk program."""
+
+    def build(rows: list[int]) -> HandwrittenBatch:
+        raise KeyError("nobody builds this")
+
+    assert fuzz_twins(attrs.evolve(spec_of(HandwrittenBatch), build=build), examples=5).code == "KeyError"
 
 
 def test_twins_have_two_sides() -> None:

@@ -12,9 +12,10 @@ import attrs
 import numpy as np
 import torch
 
+from batchstate import invariants, levels
 from batchstate.runtime import Runtime, numpy_dtype
 from batchstate.values.device_ops import add, concatenate, select_rows, signed_twin
-from batchstate.values.device_side import DeviceSide
+from batchstate.values.device_side import DeviceSide, version_mark
 from batchstate.values.host_arrays import Array, Rows
 from batchstate.values.integers import across
 
@@ -23,7 +24,7 @@ MOST_SOURCES = 8
 
 
 @final
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class DeviceRows:
     """Row i is row `rows[i]` of all sources laid end to end, plus `added[i]`.
 
@@ -44,6 +45,9 @@ class DeviceRows:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def __repr__(self) -> str:
+        return f"DeviceRows({len(self)} rows of {len(self.sources)} sources)"
 
     def taken(self, rows: Rows) -> "DeviceRows":
         """The rows at checked indices int64[k]."""
@@ -80,6 +84,7 @@ class DeviceRows:
             runtime: the device.
             uploaded: the device sides of `arrays`.
         """
+        self._check_sources(runtime)
         source = self._as_it_is()
         if source is not None:
             return source.tensor(runtime)
@@ -94,6 +99,15 @@ class DeviceRows:
         if amount is not None:
             rows = runtime.launch(add, rows, amount, reads=(rows, amount), name="gather: add")
         return rows
+
+    def _check_sources(self, runtime: Runtime) -> None:
+        """Nobody wrote into the tensors between their becoming part of a batch and now."""
+        if levels.cheap:
+            for source, _ in self.sources:
+                if isinstance(source, DeviceSide) and source.made is not None and source.mark is not None:
+                    invariants.mirror_foreign_write(
+                        "device", source.mark, version_mark(source.made) or 0, object=self, step=runtime.step
+                    )
 
     def _as_it_is(self) -> DeviceSide | None:
         """The only source, where its rows are wanted unmoved and unchanged."""

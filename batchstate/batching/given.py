@@ -79,9 +79,12 @@ def rows_of(values: Mapping[str, object], what: str) -> int:
         ArgumentError: no column, or a column without a length.
     """
     for name, value in values.items():
-        if not isinstance(value, Sized):
-            raise ArgumentError(f"{what}: column {name!r} has no rows", value=value, remedy="pass one row a request")
-        return len(value)
+        try:
+            return len(value)  # type: ignore[arg-type]
+        except TypeError:  # also of what has a length in general, and none as it is: an array of no dimensions
+            raise ArgumentError(
+                f"{what}: column {name!r} has no rows", value=value, remedy="pass one row a request"
+            ) from None
     raise ArgumentError(f"{what}: no columns", value=(), remedy="use `empty` for a batch of no requests")
 
 
@@ -89,6 +92,12 @@ def _read_mirrored(
     column: MirroredColumn, value: object, num_rows: int, runtime: Runtime, label: str, given: Given
 ) -> None:
     if not isinstance(value, MirroredTensor):
+        if issubclass(column.value_type, Slots) and num_rows:
+            raise DtypeError(
+                f"{label}: numbers are no slots",
+                value=value,
+                remedy="pass what `pool.take` returned; wrap numbers of an allocator of your own in `Slots.from_host`",
+            )
         given.host[column.name] = _fitting(column, converted(value, column.np_dtype, label), num_rows, label)
         given.exact.append(column.name)
         if issubclass(column.value_type, Slots):

@@ -74,7 +74,7 @@ class Layout:
 
 
 @final
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class HostRows:
     """The rows of a batch on the host. Immutable: every operation returns new arrays, or shares untouched ones.
 
@@ -96,6 +96,9 @@ class HostRows:
         for name, values in columns.items():
             rows.column(name)[...] = values
         return rows
+
+    def __repr__(self) -> str:
+        return f"HostRows({', '.join(f'{name}: {rows} rows' for name, rows in self.lengths().items())})"
 
     def column(self, name: str) -> Array:
         """The values of a column, a view [n, ...]."""

@@ -5,26 +5,42 @@ What can be done with one is `batchstate.batch`.
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from types import MappingProxyType
+from typing import Any, ClassVar, NoReturn, Self
 
 import numpy as np
 
 from batchstate import invariants, levels
+from batchstate.batching.declaration import declared_columns
 from batchstate.batching.device_rows import DeviceRows
 from batchstate.batching.host_rows import GENERATION_SUFFIX, HostRows, Layout
 from batchstate.batching.upload import BatchDevice, Extras
 from batchstate.columns import Column, MirroredColumn, SlotColumn, TensorColumn
 from batchstate.contracts import Contract
-from batchstate.errors import ArgumentError, DeclarationError
+from batchstate.errors import ArgumentError, DeclarationError, DeviceError
 from batchstate.mirror import MirroredTensor
 from batchstate.runtime import Runtime
 from batchstate.tables import TableWrite
 from batchstate.values.device_side import DeviceSide
 from batchstate.values.host_arrays import Array
+from batchstate.values.stale import StaleWindow
 from batchstate.violations import Code, Where
 
+Windows = Mapping[str, tuple[StaleWindow, ...]]
 
-class BatchRecord:
+_NO_WINDOWS: Windows = MappingProxyType({})
+
+
+class BatchType(type):
+    """Makes batch classes without a `__dict__`: an attribute that is no column cannot be carried beside a batch."""
+
+    def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> "BatchType":
+        """The class, its instances without room for more."""
+        namespace.setdefault("__slots__", ())
+        return super().__new__(cls, name, bases, namespace, **kwargs)
+
+
+class BatchRecord(metaclass=BatchType):
     """The state of a declared batch.
 
     Attributes:
@@ -41,6 +57,7 @@ class BatchRecord:
         "_pool",
         "_rows",
         "_values",
+        "_windows",
         "num_reqs",
         "num_rows",
         "runtime",
@@ -54,24 +71,10 @@ class BatchRecord:
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        declared = dict(cls._columns)
-        for name, value in vars(cls).items():
-            if name in cls._reserved and not name.startswith("__"):
-                raise DeclarationError(
-                    f"{cls.__name__}.{name} would hide what every batch has",
-                    value=name,
-                    remedy="choose another name for the column",
-                )
-            if isinstance(value, Column):
-                declared[name] = value
-        slots = [name for name, column in declared.items() if isinstance(column, SlotColumn)]
-        if len(slots) > 1:
-            raise DeclarationError(
-                f"{cls.__name__} declares {len(slots)} slot columns", value=slots, remedy="a request has one slot"
-            )
+        declared = declared_columns(cls, cls._reserved)
         cls._columns = declared
         cls._layout = Layout.of([one for one in declared.values() if isinstance(one, MirroredColumn)])
-        cls._slot_column = slots[0] if slots else None
+        cls._slot_column = next((name for name, one in declared.items() if isinstance(one, SlotColumn)), None)
 
     def __init__(
         self,
@@ -83,6 +86,7 @@ class BatchRecord:
         num_reqs: int,
         num_rows: int,
         pool: int,
+        windows: Windows = _NO_WINDOWS,
     ) -> None:
         """For the library; use `build` or `empty`."""
         self.runtime = runtime
@@ -93,7 +97,21 @@ class BatchRecord:
         self._device = BatchDevice(runtime, self._columns, rows, device_rows)
         self._objects = objects
         self._pool = pool
+        self._windows = windows
         self._values: dict[str, Any] = {}
+
+    def __copy__(self) -> Self:
+        return self  # immutable
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self  # immutable, and of this runtime
+
+    def __reduce__(self) -> NoReturn:
+        raise DeviceError(
+            f"{self!r} cannot be pickled: it belongs to a runtime of this process",
+            value=type(self).__name__,
+            remedy="send the columns' `.np`, and build a batch on the other side",
+        )
 
     # Reading
 
@@ -140,9 +158,20 @@ class BatchRecord:
             shape=(self.num_rows, *column.shape),
             contract=contract,
             name=name,
+            windows=self._windows.get(name, ()),
             tags=tags,
             origin=self._pool if tags else 0,
         )
+
+    def _open_windows(self) -> Windows:
+        """Column -> its stale windows that are open: batches derived now inherit them."""
+        if not self._values and not self._windows:
+            return _NO_WINDOWS
+        found = dict(self._windows)
+        for name, value in self._values.items():
+            if value.open_windows:
+                found[name] = value.open_windows
+        return found or _NO_WINDOWS
 
     @property
     def _device_rows(self) -> Mapping[str, DeviceRows]:
@@ -244,7 +273,7 @@ class BatchRecord:
         return agree
 
     def _check_slots(self, operation: str) -> None:
-        if not levels.cheap or self._slot_column is None:
+        if self._slot_column is None:
             return
         slots = self._rows.column(self._slot_column)[: self.num_reqs]
         if _positive_and_distinct(slots):
@@ -276,6 +305,7 @@ class BatchRecord:
         *,
         num_rows: int | None = None,
         pool: int | None = None,
+        windows: Windows | None = None,
     ) -> Self:
         return type(self)(
             self.runtime,
@@ -285,6 +315,7 @@ class BatchRecord:
             num_reqs=num_reqs,
             num_rows=num_reqs if num_rows is None else num_rows,
             pool=self._pool if pool is None else pool,
+            windows=self._open_windows() if windows is None else windows,
         )
 
     def _begin(self, operation: str) -> int:
@@ -328,10 +359,15 @@ def _positive_and_distinct(slots: Array) -> bool:
         return not num_rows or (int(in_order[0]) > 0 and int(np.count_nonzero(in_order[1:] == in_order[:-1])) == 0)
     if int(slots.min()) <= 0:
         return False
-    seen = np.zeros(int(slots.max()) + 1, dtype=np.bool_)
+    largest = int(slots.max())
+    if largest > _MANY:
+        return bool(np.unique(slots).size == num_rows)
+    seen = np.zeros(largest + 1, dtype=np.bool_)
     seen[slots] = True
     return int(np.count_nonzero(seen)) == num_rows
 
 
 _FEW = 1024
 """Rows up to which a sort is faster than a mark for each slot that there may be; from here on it is much slower."""
+_MANY = 1 << 24
+"""Slots up to which a mark for each is little memory."""

@@ -7,17 +7,21 @@ import attrs
 import numpy as np
 import torch
 
+from batchstate import levels
 from batchstate.batching.device_rows import MOST_SOURCES, DeviceRows
 from batchstate.batching.host_rows import HostRows
 from batchstate.columns import Column, TensorColumn
+from batchstate.errors import ArgumentError, DeviceError
+from batchstate.invariants import first_duplicate
 from batchstate.runtime import PackedUpload, Runtime, torch_dtype
+from batchstate.runtime.packed import ALIGNMENT
 from batchstate.tables import TableWrite
 from batchstate.values.device_side import DeviceSide, Made
 from batchstate.values.host_arrays import Array, as_array
 
 
 @final
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class Extras(Mapping[str, torch.Tensor]):
     """Derived arrays that rode in a batch's copy: name -> device tensor, safe on the stream that asks."""
 
@@ -33,6 +37,9 @@ class Extras(Mapping[str, torch.Tensor]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
+
+    def __repr__(self) -> str:
+        return f"Extras({', '.join(self._places)})"
 
     def __len__(self) -> int:
         return len(self._places)
@@ -71,20 +78,32 @@ class BatchDevice:
     def upload(self, writes: Sequence[TableWrite], extras: Mapping[str, object]) -> Extras:
         """Uploads what has not crossed yet in one copy, then launches one scatter for each table that is written.
 
+        Every write is asked again before the copy: an error of the library's changes nothing. The scatters are
+        launched one after the other, and a device cannot take one back: if torch fails to launch the second, the first
+        table is written, on the device and in its `host` alike, and the second on neither.
+
         Args:
-            writes: validated table writes; those of one table are joined.
+            writes: table writes; those of one table are joined.
             extras: name -> host array.
+
+        Raises:
+            DeviceError: a table of another runtime.
+            Violation: SLOT_STALE_HANDLE: a slot of a write has become somebody else's since it was made.
+            ArgumentError: one element is written twice, at level `full`.
         """
         if self._packed is not None and not writes and not extras:
             return Extras(self._runtime, None, {})
         arrays: list[Array] = []
         needs: dict[str, range] = {}
         if self._packed is None:
-            arrays += self.rows.stacks
+            arrays += [
+                _aligned(stack) if axis else stack
+                for stack, axis in zip(self.rows.stacks, self.rows.layout.row_axes, strict=True)
+            ]
             for name, wanted in self._wanted().items():
                 needs[name] = range(len(arrays), len(arrays) + len(wanted))
                 arrays += wanted
-        joined = _joined(writes)
+        joined = _joined(self._runtime, writes)
         first_write = len(arrays)
         for write in joined:
             arrays += (write.index, write.values)
@@ -132,15 +151,20 @@ class BatchDevice:
             lanes = self._lanes.get(kind)
             if lanes is None:  # all at once: a view of each costs several times as much
                 lanes = self._lanes[kind] = packed.view(place.stack).view(torch_dtype(place.dtype)).unbind(0)
-            tensor = lanes[place.lane]
+            # `.data` counts writes in place of its own: a write then names its column. Behind the rows lies alignment.
+            tensor = lanes[place.lane].data[: self.rows.stacks[place.stack].shape[1]]
         return Made(tensor, packed.stream, packed.ready)
 
     def _gathered(self, name: str, rows: DeviceRows) -> Made:
+        if self._runtime.capturing:
+            # The kernels of a captured gather do not run: what it returns must not become the column's device side.
+            self._runtime._refuse_capture(f"gathering column {name!r}")
         crossed: list[torch.Tensor] = []
         if name in self._needs:
-            packed, places = self._packed_now(), self._needs.pop(name)
+            packed, places = self._packed_now(), self._needs[name]
             crossed = [self._runtime.acquire(packed.view(place), packed.stream, packed.ready) for place in places]
         made = Made(rows.gathered(self._runtime, crossed), self._runtime.current_stream)
+        self._needs.pop(name, None)
         # The column, and batches derived from here on, start from what was gathered, not from where it came from.
         self.device_rows = {**self.device_rows, name: DeviceRows.of(DeviceSide(None, made), len(rows))}
         return made
@@ -151,7 +175,36 @@ class BatchDevice:
         return self._packed
 
 
-def _joined(writes: Sequence[TableWrite]) -> list[TableWrite]:
+def _aligned(stack: Array) -> Array:
+    """A stack of lanes [k, n] with room behind each, so that all lanes start where the widest load may start."""
+    spare = -stack.shape[1] % (ALIGNMENT // stack.itemsize)
+    if not spare:
+        return stack
+    wider = np.zeros((len(stack), stack.shape[1] + spare), dtype=stack.dtype)
+    wider[:, : stack.shape[1]] = stack
+    return wider
+
+
+def _joined(runtime: Runtime, writes: Sequence[TableWrite]) -> list[TableWrite]:
+    """One write a table, all asked again; see `BatchDevice.upload` for what is refused."""
+    for write in writes:
+        if write.table.runtime is not runtime:
+            raise DeviceError(f"upload of {write!r}, of another runtime", value=write, remedy="use one runtime")
+        write.table.check_write(write, "upload")
+    joined = _one_a_table(writes)
+    if levels.full:
+        for write in joined:
+            copy = first_duplicate(write.index)
+            if copy is not None:
+                raise ArgumentError(
+                    f"upload: element {write.index[copy]} of {write.table!r} is written twice",
+                    value=int(write.index[copy]),
+                    remedy="write each element once a step; a device does not order the writes of one scatter",
+                )
+    return joined
+
+
+def _one_a_table(writes: Sequence[TableWrite]) -> list[TableWrite]:
     if len(writes) < 2:
         return list(writes)
     by_table: dict[int, list[TableWrite]] = {}

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
+import batchstate
 from batchstate.cli import fuzz, mutants, traffic
 from batchstate.errors import BatchStateError
 from batchstate.violations import Violation
@@ -38,10 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 when all is well, 1 when a violation was found, 2 when the command could not do its work, and 130 when it was
         interrupted.
     """
-    args = _parser().parse_args(argv)
-    command: Command = args.command
     try:
-        return command.run(args)
+        args = _parser().parse_args(argv)
+        command: Command = args.command
+        return _run(command, args)
     except Violation as violation:
         return _failed(str(violation), 1)
     except BatchStateError as error:
@@ -52,12 +53,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed("interrupted", 130)
 
 
+def _run(command: Command, args: argparse.Namespace) -> int:
+    try:
+        return command.run(args)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "hypothesis":
+            raise
+        return _failed(f"`{command.NAME}` needs hypothesis: pip install 'batchstate[testing]'", 2)
+
+
+class _Version(argparse.Action):
+    """Looks the version up only when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"batchstate {batchstate.__version__}")
+        parser.exit(0)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="batchstate",
         description="Checks that the host and the device side of an inference batch agree.",
         epilog="`batchstate COMMAND --help` lists the options of a command.",
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         subparser = subparsers.add_parser(command.NAME, help=command.SUMMARY, description=command.SUMMARY)

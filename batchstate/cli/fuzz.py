@@ -43,10 +43,16 @@ def run(args: argparse.Namespace) -> int:
     total = args.examples * len(machines)
     with progress("fuzz", total) as update:
         report = fuzz(device, args.examples, seed, machines, progress=lambda done, name: update(min(done, total), name))
-    options.write_json(args.json, report.as_dict())
-    show(f"seed {report.seed}, on {report.device}", [Section("Machines", [_row(one) for one in report.machines])])
+    show(f"seed {report.seed}, on {report.device}", _sections(report))
     _show_failures(report)
+    options.write_json(args.json, report.as_dict())
     return 1 if report.violations else 0
+
+
+def _sections(report: "FuzzReport") -> list[Section]:
+    examples = sum(result.examples for result in report.machines)
+    verdict = Row("violations", f"{report.violations:,}", f"in {examples:,} examples", report.violations > 0)
+    return [Section("Machines", [_row(result) for result in report.machines]), Section("In all", [verdict])]
 
 
 def _row(result: "MachineResult") -> Row:

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from batchstate.testing.mutants import MutantReport, MutantResult
 
 NAME = "mutants"
+CLEAN = 2000
+CLEAN_NAMED = 20
+"""Fewer, because whoever names a mutant asks about that one."""
 SUMMARY = "switch real bugs on in the library, one at a time, and show which invariant finds each"
 
 
@@ -31,9 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--clean-examples",
         metavar="N",
         type=options.whole(0),
-        default=2000,
-        help="examples without a mutant, none of which may be reported (default: %(default)s)",
+        help=f"examples without a mutant; none may be reported (default: {CLEAN:,}; {CLEAN_NAMED} with --name)",
     )
+    parser.add_argument("--list", action="store_true", help="only show all mutants: name, what finds it, what it does")
     options.add_device(parser)
     options.add_json(parser)
 
@@ -42,21 +45,36 @@ def run(args: argparse.Namespace) -> int:
     """Hunts the mutants, prints the table, and returns 0 if all were killed and nothing else was reported."""
     from batchstate.testing import mutants
 
+    if args.list:
+        show(f"{len(mutants.MUTANTS)} mutants", _list())
+        return 0
+    clean_examples = args.clean_examples
+    if clean_examples is None:
+        clean_examples = CLEAN if args.name is None else CLEAN_NAMED
     parts = 1000
     with progress("mutants", parts) as update:
         report = mutants.run(
             args.name,
             device=options.chosen_device(args.device),
             examples=args.examples,
-            clean_examples=args.clean_examples,
+            clean_examples=clean_examples,
             progress=lambda done, total, name: update(done * parts // total, name),
         )
-    options.write_json(args.json, report.as_dict())
     show(f"{report.killed} of {report.total} mutants killed, on {report.device}", _sections(report))
     for result in report.clean:
         if result.failure is not None:
             print(f"\nreported without a mutant, by machine {result.name}:\n{result.failure}", file=sys.stderr)
+    options.write_json(args.json, report.as_dict())
     return 0 if report.sound else 1
+
+
+def _list() -> list[Section]:
+    from batchstate.testing.mutants import GROUPS, MUTANTS
+
+    rows: dict[str, list[Row]] = {group: [] for group in GROUPS}
+    for mutant in MUTANTS.values():
+        rows[mutant.group].append(Row(mutant.name, " or ".join(mutant.killed_by), mutant.mechanism))
+    return [Section(title, rows[group]) for group, title in GROUPS.items()]
 
 
 def _sections(report: "MutantReport") -> list[Section]:

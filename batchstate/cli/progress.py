@@ -4,6 +4,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import TextIO
 
 SECONDS_BETWEEN_LINES = 5.0
 """Where stderr is no terminal: a log should tell a long run from one that hangs, and stay short."""
@@ -23,8 +24,13 @@ def progress(what: str, total: int) -> Iterator[Update]:
     Yields:
         a function to call, as often as is convenient, with what is done and a remark.
     """
-    with _bar(what, total) if sys.stderr.isatty() and has_rich() else _lines(what, total) as update:
+    with _bar(what, total) if on_terminal(sys.stderr) and has_rich() else _lines(what, total) as update:
         yield update
+
+
+def on_terminal(stream: TextIO | None) -> bool:
+    """Whether somebody watches; a stream that was closed before the start is None."""
+    return stream is not None and stream.isatty()
 
 
 def has_rich() -> bool:

@@ -6,7 +6,7 @@ from typing import final
 
 import attrs
 
-from batchstate.cli.progress import has_rich
+from batchstate.cli.progress import has_rich, on_terminal
 
 
 @final
@@ -38,7 +38,7 @@ class Section:
 
 def show(title: str, sections: Sequence[Section]) -> None:
     """Prints a table of sections. Values of all sections stand in one column, aligned to the right."""
-    if sys.stdout.isatty() and has_rich():
+    if on_terminal(sys.stdout) and has_rich():
         _show_rich(title, sections)
     else:
         _show_plain(title, sections)

@@ -8,17 +8,20 @@ from typing import TYPE_CHECKING
 from batchstate.cli import options
 from batchstate.cli.progress import progress
 from batchstate.cli.tables import Row, Section, show
-from batchstate.levels import Level, current_checks
 
 if TYPE_CHECKING:
     from batchstate.traffic import Progress, TrafficReport
 
 NAME = "traffic"
+NUM_PAGES = 10_240
+"""The default of `EngineSettings`, known here without importing torch."""
 SUMMARY = "serve an hour of requests with an engine that lacks only the model, and show what the batch state costs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
+    from batchstate.levels import Level, current_checks  # reads the environment, and may refuse what it finds there
+
     parser.add_argument(
         "--trace",
         metavar="CSV",
@@ -32,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--aborts", metavar="RATE", type=options.share, default=0.0, help="share of clients that hang up (default: 0)"
     )
+    parser.add_argument(
+        "--num-pages", metavar="N", type=options.whole(1), help=f"KV pages of the engine (default: {NUM_PAGES:,})"
+    )
     options.add_device(parser)
     parser.add_argument(
         "--checks",
@@ -44,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the traffic, prints the table, and returns 0 if it was clean."""
-    from batchstate.traffic import fitted_workload, read_trace, run_traffic
+    from batchstate.traffic import EngineSettings, fitted_workload, read_trace, run_traffic
 
     if args.trace is not None:
         workload = read_trace(args.trace)
@@ -58,15 +64,16 @@ def run(args: argparse.Namespace) -> int:
         report = run_traffic(
             workload,
             device=options.chosen_device(args.device),
+            settings=EngineSettings(num_pages=args.num_pages or NUM_PAGES),
             seed=args.seed,
             aborts=args.aborts,
             checks=args.checks,
             progress=lambda at: update(at.done, _remark(at)),
         )
-    options.write_json(args.json, report.as_dict())
     show(f"{report.requests:,} requests from {report.workload}, on {report.device}", _sections(report))
     if report.broken is not None:
         print(f"\n{report.broken}", file=sys.stderr)
+    options.write_json(args.json, report.as_dict())
     return 0 if report.clean else 1
 
 
@@ -92,7 +99,7 @@ def _sections(report: "TrafficReport") -> list[Section]:
                     f"but {report.tokens_delivered:,} delivered" if duplicated else "each exactly once",
                     duplicated,
                 ),
-                Row("prompt tokens", f"{report.prefill_tokens:,}", "computed in chunks, after a retraction again"),
+                Row("tokens prefilled", f"{report.prefill_tokens:,}", "KV computed without generating one, also again"),
                 Row("simulated time", f"{minutes:,.1f} min", f"{report.steps:,} steps of the engine"),
                 Row("real time", f"{report.seconds:,.1f} s", f"{faster:,.0f} times as fast"),
             ],

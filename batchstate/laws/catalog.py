@@ -65,8 +65,9 @@ def broken(
     row: int | None = None,
     slot: int | None = None,
     generation: int | None = None,
+    remedy: str | None = None,
 ) -> NoReturn:
-    """Raises the violation of `code`, with the remedy of its law.
+    """Raises the violation of `code`, with the remedy of its law unless the place knows a better one.
 
     Raises:
         Violation: always.
@@ -76,7 +77,7 @@ def broken(
         problem,
         expected=expected,
         actual=actual,
-        remedy=LAWS[code].remedy,
+        remedy=LAWS[code].remedy if remedy is None else remedy,
         where=where,
         row=row,
         slot=slot,

@@ -185,22 +185,32 @@ def slot_shared(slots: Ints, **where: Unpack[Where]) -> None:
     origins=("sglang #10871", "sglang #11970", "sglang #13741", "sglang #23496", "sglang #21652"),
 )
 def slot_conservation(
-    free: int, pending: int, live: int, size: int, *, leaked: Ints | None = None, **where: Unpack[Where]
+    free: int,
+    pending: int,
+    live: int,
+    size: int,
+    *,
+    leaked: Ints | None = None,
+    problem: str | None = None,
+    remedy: str | None = None,
+    **where: Unpack[Where],
 ) -> None:
     """Free + pending + live = size, each counted on its own.
 
-    `leaked` are indices to name in the report: those whose owner is gone or should be.
+    `leaked` are indices to name in the report: those whose owner is gone or should be. `problem` and `remedy` say it in
+    the words of a place that knows what is being done.
     Cost: three additions at `cheap`; `verify` counts the states anew. Broken by a leak or by a free list that grew.
     """
     made[Code.SLOT_CONSERVATION] += 1
     if min(free, pending, live) < 0 or free + pending + live != size:
         broken(
             Code.SLOT_CONSERVATION,
-            _named(leaked) + f"{free} free + {pending} pending + {live} live is {free + pending + live}",
+            problem or _named(leaked) + f"{free} free + {pending} pending + {live} live is {free + pending + live}",
             where,
             expected=f"{size} in all",
             actual=free + pending + live,
             slot=None if leaked is None or not leaked.size else int(leaked[0]),
+            remedy=remedy,
         )
 
 
@@ -232,7 +242,8 @@ def slot_in_flight(slots: Ints, in_flight: npt.NDArray[np.bool_], **where: Unpac
 @law(
     Code.TABLE_CAPACITY,
     asked="always",
-    remedy="make the table with `pool.table(...)` of the pool whose entries index it: it then has size + 1 rows",
+    remedy="make the table with `pool.table(...)` of the pool whose entries index it: it then has"
+    " capacity = size + reserve + 1 rows",
     origins=("sglang #24439", "sglang #24244", "sglang #32184"),
 )
 def table_capacity(rows: int, needed: int, **where: Unpack[Where]) -> None:

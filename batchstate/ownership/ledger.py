@@ -53,6 +53,7 @@ class Ledger:
         self._ordinary = FreeList(1, size)
         self._reserved = FreeList(size + 1, size + reserve)
         self._waiting = FenceQueue()
+        self._asking = False  # a fence that calls its own pool must not start a second round of questions
         # One state more than indices: see `_states_of`.
         self._states = np.full(self.capacity + 1, FREE, dtype=np.uint8)
         self._states[[0, -1]] = PADDING
@@ -80,7 +81,7 @@ class Ledger:
     # Taking
 
     def check_available(self, n: int, *, reserved: bool = False) -> None:
-        """Lets what is ready become free, and refuses if `n` cannot be taken.
+        """Lets what is ready become free, and refuses if `n` cannot be taken. Whatever can fail in `take` fails here.
 
         Raises:
             PoolExhaustedError: fewer than `n` are free.
@@ -90,19 +91,30 @@ class Ledger:
         if n > free:
             pending = self._waiting.indices()
             usable = self.pending if reserved else int(np.count_nonzero(pending <= self.size))
-            raise PoolExhaustedError(self.label, requested=n, free=free, pending=usable)
+            raise PoolExhaustedError(
+                self.label,
+                requested=n,
+                free=free,
+                pending=usable,
+                size=self.size + (self.reserve if reserved else 0),
+                free_reserved=0 if reserved else self._reserved.count,
+            )
+
+    def next_free(self, n: int) -> Ints:
+        """What `take(n)` would hand out now, int64[n], a new array."""
+        return self._next_free(n, 0)
 
     def take(self, n: int, operation: str, *, reserved: bool = False) -> Ints:
-        """Takes `n`: of the reserve first if `reserved`, then of the ordinary ones.
+        """Takes `n`: of the reserve first if `reserved`, then of the ordinary ones. Asks no fence.
+
+        The caller has shown by `check_available` that they are there.
 
         Returns:
             int64[n], a new array.
 
         Raises:
-            PoolExhaustedError: fewer are free. Nothing was taken.
             Violation: SLOT_ZERO_ALLOCATED, SLOT_OUT_OF_RANGE, SLOT_IN_FLIGHT, SLOT_SHARED, at `cheap`.
         """
-        self.check_available(n, reserved=reserved)
         from_reserve = min(n, self._reserved.count) if reserved else 0
         indices = self._next_free(n - from_reserve, from_reserve)
         if levels.cheap:
@@ -151,16 +163,23 @@ class Ledger:
     def reap(self) -> int:
         """Makes free what waits for a complete fence; says how many. Never waits, asks nothing under capture.
 
+        What a fence raises comes through, and nothing has changed. Called by a fence that it asks, it does nothing.
+
         Raises:
             Violation: SLOT_IN_FLIGHT, SLOT_DOUBLE_FREE, SLOT_CONSERVATION, at `cheap`.
         """
-        if not self._waiting.count or self.runtime.capturing:
+        if not self._waiting.count or self._asking or self.runtime.capturing:
             return 0
+        self._asking = True
+        try:
+            done = self._waiting.completed()
+        finally:
+            self._asking = False
         reaped = 0
-        for fence, indices in self._waiting.completed():
+        for fence, indices in done:  # runs no code but ours
             if levels.cheap:
                 where = self._where("reap")
-                if not fence.query():
+                if not fence.complete:
                     invariants.slot_in_flight(indices, np.ones(indices.size, dtype=np.bool_), **where)
                 self._check_waited(indices, where)
             self._push_free(indices)

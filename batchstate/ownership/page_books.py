@@ -4,6 +4,7 @@ Works on slot numbers that `PagePool` has checked. Each operation checks the len
 which fails without a trace, and only then writes.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, final
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy.typing as npt
 
 from batchstate import invariants, levels
 from batchstate.errors import ArgumentError
+from batchstate.ownership import length_words
 from batchstate.ownership.page_lease import Leases
 from batchstate.ownership.page_references import PageReferences
 from batchstate.ownership.page_rows import PageRows, ragged
@@ -18,6 +20,7 @@ from batchstate.runtime import Fence, Runtime
 from batchstate.violations import Where
 
 Ints = npt.NDArray[np.int64]
+Explain = Callable[[int, int, int], tuple[str, str]]
 
 
 class Added(NamedTuple):
@@ -69,7 +72,11 @@ class PageBooks:
         start = self.rows.committed[slots]
         self._check_lengths(start, lengths, operation)
         invariants.length_order(
-            lengths, self.allocated(slots), self.rows.width * self.page_size, **self._where(operation)
+            lengths,
+            self.allocated(slots),
+            self.rows.width * self.page_size,
+            explain=length_words.written,
+            **self._where(operation),
         )
         self._check_writable(slots, start, lengths - start, operation)
         self.rows.commit(slots, lengths)
@@ -84,10 +91,12 @@ class PageBooks:
             return self.advance_by_one(slots, operation)
         start = self.rows.committed[slots]
         # A sum that wraps is less than `start`, so that the check of the lengths finds it.
-        return self._extend(slots, start, start + counts, operation)
+        return self._extend(slots, start, start + counts, operation, length_words.further)
 
-    def _extend(self, slots: Ints, start: Ints, lengths: Ints, operation: str) -> Added:
-        self._check_lengths(start, lengths, operation)
+    def _extend(
+        self, slots: Ints, start: Ints, lengths: Ints, operation: str, explain: Explain = length_words.total
+    ) -> Added:
+        self._check_lengths(start, lengths, operation, explain)
         counts = lengths - start
         self._check_writable(slots, start, counts, operation)
         self._allocate(slots, lengths, operation)
@@ -99,7 +108,7 @@ class PageBooks:
         rows = self.rows
         start = rows.committed[slots]
         if slots.size and int(start.max()) >= self.max_tokens:
-            self._check_lengths(start, start + 1, operation)
+            self._check_lengths(start, start + 1, operation, length_words.further)
         columns = start // self.page_size
         pages = rows.pages_at(slots, columns)
         self.references.check_exclusive(pages, operation)
@@ -126,7 +135,7 @@ class PageBooks:
         """
         length = np.array([tokens], dtype=np.int64)
         invariants.page_alignment(length, self.page_size, **self._where(operation))
-        self._check_lengths(length, np.array([available], dtype=np.int64), operation)
+        self._check_lengths(length, np.array([available], dtype=np.int64), operation, length_words.prefix)
 
     def share(self, pages: Ints, slots: Ints, operation: str) -> Added:
         """Lets each slot, which has no pages, begin with `pages`."""
@@ -147,7 +156,7 @@ class PageBooks:
 
     def truncate(self, slots: Ints, lengths: Ints, after: Fence | None, operation: str) -> None:
         """Takes back committed tokens beyond `lengths`, and whole pages beyond them."""
-        self._check_lengths(lengths, self.rows.committed[slots], operation)
+        self._check_lengths(lengths, self.rows.committed[slots], operation, length_words.back)
         self._cut(slots, lengths, after, operation)
 
     def release(self, slots: Ints, after: Fence | None, operation: str) -> None:
@@ -155,6 +164,7 @@ class PageBooks:
         self._cut(slots, np.zeros(slots.size, dtype=np.int64), after, operation)
 
     def _cut(self, slots: Ints, lengths: Ints, after: Fence | None, operation: str) -> None:
+        self.references.ask_fences()
         pages = self.rows.cut(slots, self.rows.pages_needed(lengths))
         self.rows.commit(slots, lengths)
         self.references.drop(pages, after, operation)
@@ -174,9 +184,11 @@ class PageBooks:
 
     # Checks
 
-    def _check_lengths(self, shorter: Ints, longer: Ints, operation: str) -> None:
+    def _check_lengths(
+        self, shorter: Ints, longer: Ints, operation: str, explain: Explain = length_words.total
+    ) -> None:
         """0 <= shorter <= longer <= the most a request may have."""
-        invariants.length_order(shorter, longer, self.max_tokens, **self._where(operation))
+        invariants.length_order(shorter, longer, self.max_tokens, explain=explain, **self._where(operation))
 
     def _check_writable(self, slots: Ints, start: Ints, counts: Ints, operation: str) -> None:
         """Tokens are added in pages that nobody else uses. Only the first page of each row can be an old one."""

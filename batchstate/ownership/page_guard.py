@@ -43,16 +43,31 @@ class PageGuard:
         """
         owned = self._books.rows.num_pages[rows]
         if np.count_nonzero(owned):
-            ledger = self._books.references.ledger
-            invariants.slot_conservation(
-                ledger.free,
-                ledger.pending,
-                ledger.live - int(owned.sum()),
-                ledger.size,
-                leaked=rows[owned > 0],
-                object=ledger.label,
-                operation=operation,
+            owners = rows[owned > 0]
+            names = ", ".join(str(slot) for slot in owners[:8]) + (", ..." if owners.size > 8 else "")
+            self._refuse(
+                owners,
+                int(owned.sum()),
+                operation,
+                problem=f"these slots still own {int(owned.sum())} pages: {names}",
+                remedy="use `pages.release_requests(slots, after=...)`, which frees a request with all it has",
             )
+
+    def _refuse(
+        self, owners: Ints, pages: int, operation: str, *, problem: str | None = None, remedy: str | None = None
+    ) -> None:
+        ledger = self._books.references.ledger
+        invariants.slot_conservation(
+            ledger.free,
+            ledger.pending,
+            ledger.live - pages,
+            ledger.size,
+            leaked=owners,
+            problem=problem,
+            remedy=remedy,
+            object=ledger.label,
+            operation=operation,
+        )
 
     def freed(self, rows: Ints, after: Fence | None) -> None:
         """Nothing is left."""
@@ -70,4 +85,4 @@ class PageGuard:
         owners = np.flatnonzero(self._books.rows.num_pages)
         orphans = owners[~self._is_live(owners)]
         if orphans.size:
-            self.check_free(orphans, "verify")
+            self._refuse(orphans, int(self._books.rows.num_pages[orphans].sum()), "verify")

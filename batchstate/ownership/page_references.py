@@ -49,9 +49,11 @@ class PageReferences:
             PoolExhaustedError: fewer are free. Nothing was taken.
             Violation: see `Ledger.take`; SLOT_IN_FLIGHT also for a page that a former sharer's forward still reads.
         """
-        pages = self.ledger.take(n, operation)
+        self.ledger.check_available(n)
+        self.ask_fences()  # after the ledger has asked: what it made free was read by none that is still open
         if levels.cheap and self._readers:
-            self._check_unread(pages, operation)
+            self._check_unread(self.ledger.next_free(n), operation)
+        pages = self.ledger.take(n, operation)
         self.counts[pages] = 1
         return pages
 
@@ -63,6 +65,8 @@ class PageReferences:
 
     def drop(self, pages: Ints, after: Fence | None, operation: str) -> None:
         """Takes one reference from each of `pages` (a page may be named several times); those without any go.
+
+        The caller has called `ask_fences` before it changed anything: nothing here asks one.
 
         Raises:
             Violation: SLOT_DOUBLE_FREE, at `cheap`: a page is not live. Nothing was dropped.
@@ -98,7 +102,6 @@ class PageReferences:
 
     def _release(self, pages: Ints, after: Fence | None, operation: str) -> None:
         """Gives pages back behind `after` and behind every fence under which a former sharer may still read them."""
-        self._forget_finished_readers()
         if self._readers:
             late = self._still_read(pages)
             if late.any():
@@ -124,12 +127,13 @@ class PageReferences:
         still: npt.NDArray[np.bool_] = self._read_by[pages] >= self._readers[0][0]
         return still
 
-    def _forget_finished_readers(self) -> None:
+    def ask_fences(self) -> None:
+        """Forgets the forwards of former sharers that are complete. Fences may raise: to be called before a change."""
         if self._readers and not self.runtime.capturing:
-            self._readers = [reader for reader in self._readers if not reader[1].query()]
+            complete = {ticket for ticket, fence in tuple(self._readers) if fence.query()}
+            self._readers = [reader for reader in self._readers if reader[0] not in complete]
 
     def _check_unread(self, pages: Ints, operation: str) -> None:
-        self._forget_finished_readers()
         read = np.isin(self._read_by[pages], [ticket for ticket, _ in self._readers])
         if read.any() and not self.runtime.capturing:
             invariants.slot_in_flight(pages, read, **self._where(operation))
@@ -142,9 +146,7 @@ class PageReferences:
         """
         counts = self.counts[pages]
         if np.count_nonzero(counts > 1):
-            alone = self.counts.copy()
-            alone[pages] = np.minimum(counts, 1)
-            invariants.page_owner(self.counts, alone, **self._where(operation))
+            invariants.page_owner(counts, np.minimum(counts, 1), pages=pages, **self._where(operation))
 
     def verify(self, holders: Ints) -> None:
         """Every law of the pages from scratch.
@@ -164,6 +166,9 @@ class PageReferences:
         recorded = np.where(live, self.counts, -1)
         recorded[0] = 0
         invariants.page_owner(holders - unowned, recorded, **where)
+        lost = np.flatnonzero(live & (holders == 0))
+        if lost.size:  # as many references as holders, none, and yet nobody's to take: it would never come back
+            invariants.page_owner(holders[lost], np.ones_like(lost), pages=lost, **where)
 
     def _where(self, operation: str) -> Where:
         return {"object": self.ledger.label, "operation": operation, "step": self.runtime.step}

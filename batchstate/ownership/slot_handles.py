@@ -115,7 +115,7 @@ class HandleBook:
                 f"{operation}: slots of {'no pool' if other is None else f'pool {other.name!r}'} "
                 f"given to pool {self.name!r}",
                 value=slots,
-                remedy="give slots back to the pool that handed them out",
+                remedy="use slots with the pool that handed them out, and with the pages and tables made over it",
             )
         return rows, slots.generations
 

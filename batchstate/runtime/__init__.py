@@ -5,7 +5,7 @@ plain CPU and on test devices. `open_runtime` chooses.
 """
 
 from batchstate.runtime.accelerator import AcceleratorRuntime
-from batchstate.runtime.base import Runtime
+from batchstate.runtime.base import Runtime, check_runtime
 from batchstate.runtime.counters import Counters
 from batchstate.runtime.cpu import CpuRuntime
 from batchstate.runtime.dtypes import NUMPY_DTYPES, numpy_dtype, torch_dtype
@@ -26,6 +26,7 @@ __all__ = [
     "Staging",
     "Stream",
     "check_fence",
+    "check_runtime",
     "numpy_dtype",
     "open_runtime",
     "torch_dtype",

@@ -106,6 +106,7 @@ class AcceleratorRuntime(Runtime):
     @contextlib.contextmanager
     def use(self, stream: Stream) -> Iterator[None]:
         """A window in which `stream` is torch's current stream."""
+        self.check_owner("use")
         with self._module.stream(stream.native):
             yield
 

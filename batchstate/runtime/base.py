@@ -14,6 +14,7 @@ import torch
 from batchstate import invariants, levels
 from batchstate.errors import ArgumentError, CaptureError, OwnerThreadError
 from batchstate.runtime.counters import Counters
+from batchstate.runtime.depth import declared_depth
 from batchstate.runtime.fences import Fence, Stream
 from batchstate.runtime.packed import PackedUpload, packed_offsets
 from batchstate.runtime.staging import Staging, StagingBlock
@@ -37,18 +38,12 @@ class Runtime(abc.ABC):
     """
 
     def __init__(self, device: torch.device, *, steps_in_flight: int = 2) -> None:
-        if steps_in_flight < 1:
-            raise ArgumentError(
-                f"steps_in_flight is {steps_in_flight}",
-                value=steps_in_flight,
-                remedy="declare 1 for a synchronous engine, 2 for one step of overlap",
-            )
         self.device = device
-        self.steps_in_flight = steps_in_flight
+        self.steps_in_flight = declared_depth(steps_in_flight)
         self.step = 0
         self.counters = Counters()
         self._thread = threading.get_ident()
-        self._staging = Staging(self._allocate_staging, depth=steps_in_flight + 1)
+        self._staging = Staging(self._allocate_staging, depth=self.steps_in_flight + 1)
         self._versions = 0
         self._persistent: list[weakref.ref[torch.Tensor]] = []
         self._observed: list[torch.Tensor] | None = None
@@ -169,9 +164,11 @@ class Runtime(abc.ABC):
 
     def device_zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Zeroed device memory for tables that outlive a step. Not counted as a device operation."""
+        self.check_owner("device_zeros")
         # Written in place for years, a table must not be an inference tensor, which only inference mode may write.
         with torch.inference_mode(False):
             tensor = self.device_empty(shape, dtype).zero_()
+        self._persistent = [reference for reference in self._persistent if reference() is not None]
         self._persistent.append(weakref.ref(tensor))
         return tensor
 
@@ -227,6 +224,7 @@ class Runtime(abc.ABC):
 
     def synchronize(self) -> None:
         """Waits until the device has run everything: counted as a forced sync."""
+        self.check_owner("synchronize")
         self._refuse_capture("synchronize")
         self.counters.forced_syncs += 1
         self._wait_for_device()
@@ -315,3 +313,15 @@ class Runtime(abc.ABC):
             yield alive
         finally:
             self._observed = before
+
+
+def check_runtime(runtime: object, what: str) -> None:
+    """Refuses what is no runtime.
+
+    Raises:
+        ArgumentError: `runtime` is something else.
+    """
+    if not isinstance(runtime, Runtime):
+        raise ArgumentError(
+            f"{what}: {type(runtime).__name__} is no runtime", value=runtime, remedy="pass what `open_runtime` returns"
+        )

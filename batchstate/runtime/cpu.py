@@ -57,6 +57,7 @@ class CpuRuntime(Runtime):
     @contextlib.contextmanager
     def use(self, stream: Stream) -> Iterator[None]:
         """A window in which `stream` is the current one."""
+        self.check_owner("use")
         before, self._current = self._current, stream
         try:
             yield

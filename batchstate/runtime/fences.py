@@ -57,9 +57,9 @@ def check_fence(fence: Any, operation: str) -> None:
     """Refuses what is no fence.
 
     Raises:
-        ArgumentError: `fence` is neither None nor something to be asked with `query()`.
+        ArgumentError: `fence` is neither None nor something to be asked with `query()`; a class of fences is no fence.
     """
-    if fence is not None and not callable(getattr(fence, "query", None)):
+    if fence is not None and (isinstance(fence, type) or not callable(getattr(fence, "query", None))):
         raise ArgumentError(
             f"{operation}: after={fence!r} is no fence",
             value=fence,

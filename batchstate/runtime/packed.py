@@ -26,7 +26,7 @@ def packed_offsets(arrays: Sequence[npt.NDArray[Any]]) -> tuple[list[int], int]:
 
 
 @final
-@attrs.define(eq=False)
+@attrs.define(eq=False, repr=False)
 class PackedUpload:
     """The device side of several arrays in one allocation; views are made when they are asked for.
 
@@ -43,6 +43,9 @@ class PackedUpload:
     _kinds: list[tuple[np.dtype[Any], tuple[int, ...]]]
     _views: dict[int, torch.Tensor] = attrs.field(factory=dict, init=False)
 
+    def __repr__(self) -> str:
+        return f"PackedUpload({len(self._kinds)} arrays in {self.buffer.numel()} bytes)"
+
     def view(self, index: int) -> torch.Tensor:
         """The device side of array `index`, with its dtype and shape."""
         view = self._views.get(index)
@@ -50,6 +53,7 @@ class PackedUpload:
             dtype, shape = self._kinds[index]
             count = math.prod(shape)
             start = self._offsets[index]
-            flat = self.buffer[start : start + count * dtype.itemsize].view(torch_dtype(dtype))
+            # `.data` counts writes in place of its own: a write into one array is none into its neighbours.
+            flat = self.buffer.data[start : start + count * dtype.itemsize].view(torch_dtype(dtype))
             view = self._views[index] = flat.view(shape)
         return view

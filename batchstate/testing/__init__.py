@@ -1,30 +1,35 @@
-"""For tests of engines: strategies, state machines, fences completed by hand, and guards. Needs the extra `testing`.
+"""For tests of engines: strategies, state machines, fences completed by hand, and guards.
 
 Begin with `twin_machine` to fuzz a batch class of your own, with `no_hidden_sync` to guard a step loop, and with
-`ManualFence` where a test has to say when a step ends.
+`ManualFence` where a test has to say when a step ends. The fences and the guard need nothing else; all other names need
+hypothesis (extra `testing`) and are imported when first used.
 """
 
-from batchstate.testing.fences import ManualFence, ManualStream
-from batchstate.testing.fuzz import MACHINES, FuzzReport, MachineResult, fuzz, run_machine
-from batchstate.testing.ledger_model import LedgerModel
-from batchstate.testing.machine import DisagreementError, Machine
-from batchstate.testing.misuse import Misuse
-from batchstate.testing.modelled import Modelled
-from batchstate.testing.reach import Reach
-from batchstate.testing.session import OpenRuntime, Session, session
-from batchstate.testing.strategies import (
-    amounts,
-    column_values,
-    contracts,
-    dtypes,
-    keep_lists,
-    mirrored_tensors,
-    row_lists,
-    row_shapes,
-    split_sizes,
-)
-from batchstate.testing.sync_guard import no_hidden_sync
-from batchstate.testing.twins import Twin, TwinSpec, fuzz_twins, twin_machine
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from batchstate.testing.fences import ManualFence, ManualStream
+    from batchstate.testing.ledger_model import LedgerModel
+    from batchstate.testing.machine import DisagreementError, Machine
+    from batchstate.testing.misuse import Misuse
+    from batchstate.testing.modelled import Modelled
+    from batchstate.testing.reach import Reach
+    from batchstate.testing.runner import MACHINES, FuzzReport, MachineResult, fuzz, run_machine
+    from batchstate.testing.sessions import OpenRuntime, Session, session
+    from batchstate.testing.strategies import (
+        amounts,
+        column_values,
+        contracts,
+        dtypes,
+        keep_lists,
+        mirrored_tensors,
+        row_lists,
+        row_shapes,
+        split_sizes,
+    )
+    from batchstate.testing.sync_guard import no_hidden_sync
+    from batchstate.testing.twin_spec import Twin, TwinSpec
+    from batchstate.testing.twins import fuzz_twins, twin_machine
 
 __all__ = [
     "MACHINES",
@@ -58,3 +63,59 @@ __all__ = [
     "split_sizes",
     "twin_machine",
 ]
+
+# Imported when first used, so that what needs no hypothesis works without it. No module here may have the name of
+# something public: importing the module would hide it.
+_HOMES = {
+    "MACHINES": "runner",
+    "DisagreementError": "machine",
+    "FuzzReport": "runner",
+    "LedgerModel": "ledger_model",
+    "Machine": "machine",
+    "MachineResult": "runner",
+    "ManualFence": "fences",
+    "ManualStream": "fences",
+    "Misuse": "misuse",
+    "Modelled": "modelled",
+    "OpenRuntime": "sessions",
+    "Reach": "reach",
+    "Session": "sessions",
+    "Twin": "twin_spec",
+    "TwinSpec": "twin_spec",
+    "amounts": "strategies",
+    "column_values": "strategies",
+    "contracts": "strategies",
+    "dtypes": "strategies",
+    "fuzz": "runner",
+    "fuzz_twins": "twins",
+    "keep_lists": "strategies",
+    "mirrored_tensors": "strategies",
+    "no_hidden_sync": "sync_guard",
+    "row_lists": "strategies",
+    "row_shapes": "strategies",
+    "run_machine": "runner",
+    "session": "sessions",
+    "split_sizes": "strategies",
+    "twin_machine": "twins",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    try:
+        home = importlib.import_module(f"{__name__}.{_HOMES[name]}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "hypothesis":
+            raise
+        raise ModuleNotFoundError(
+            f"{__name__}.{name} needs hypothesis: pip install 'batchstate[testing]'", name="hypothesis"
+        ) from None
+    value = globals()[name] = getattr(home, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

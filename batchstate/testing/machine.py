@@ -16,7 +16,7 @@ from batchstate import levels
 from batchstate.errors import BatchStateError
 from batchstate.invariants import Code, Violation
 from batchstate.runtime import Runtime, Stream
-from batchstate.testing.session import current_session
+from batchstate.testing.sessions import current_session
 
 Expected = type[BatchStateError] | Code
 

@@ -19,7 +19,8 @@ class Twin:
     """Two attributes that hold one value.
 
     Attributes:
-        host, device: their names; dots reach into parts (`sampling.temperatures`).
+        host: name of the attribute on the host; dots reach into parts (`sampling.temperatures`).
+        device: name of the attribute on the device.
         contract: `exact`, or `upper_bound` if the host side may be larger.
     """
 

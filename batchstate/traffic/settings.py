@@ -60,5 +60,5 @@ class EngineSettings:
             raise ArgumentError(
                 f"the longest request needs {needed} pages for {workload.longest} tokens; there are {self.num_pages}",
                 value=needed,
-                remedy="raise num_pages, or leave out the longest requests",
+                remedy="raise num_pages (`batchstate traffic --num-pages`), or leave out the longest requests",
             )

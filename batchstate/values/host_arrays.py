@@ -4,6 +4,7 @@ Nothing here looks at a device. Arrays are fastest; lists work.
 """
 
 import operator
+from collections.abc import Iterable
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -20,13 +21,21 @@ Rows = npt.NDArray[np.int64]
 def as_array(values: object, what: str) -> Array:
     """`values` as a numpy array; shares memory where it can.
 
+    A mirrored value gives its host side if that is exact and a plain number (`TwoSides.exact_numbers`).
+
     Raises:
         DeviceError: an accelerator tensor, which could be read only by waiting for the device.
         DtypeError: a dtype that numpy lacks, or something that is no array of numbers.
         ShapeError: nested lists of unequal lengths.
     """
-    if isinstance(values, np.ndarray):
-        array: Array = values
+    array: Array
+    exact_numbers = getattr(values, "exact_numbers", None)
+    if type(values) is np.ndarray:
+        array = values
+    elif exact_numbers is not None:
+        array = exact_numbers(what)
+    elif isinstance(values, np.ma.MaskedArray):
+        raise DtypeError(f"{what}: a masked array", value=values.dtype, remedy="fill or filter the masked elements")
     elif isinstance(values, torch.Tensor):
         if values.device.type != "cpu":
             raise DeviceError(
@@ -35,7 +44,7 @@ def as_array(values: object, what: str) -> Array:
                 remedy="pass host values; `MirroredTensor.from_device` takes device tensors",
             )
         try:
-            array = values.detach().numpy()
+            array = values.detach().resolve_neg().numpy()
         except TypeError:
             raise DtypeError(
                 f"{what}: numpy has no {values.dtype}", value=values.dtype, remedy="convert the tensor first"
@@ -63,11 +72,11 @@ def converted(values: object, dtype: np.dtype[Any], what: str) -> Array:
         DtypeError: the kind of number does not go into `dtype`.
         ValueOverflowError: a value lies outside the range of `dtype`.
     """
+    if isinstance(values, list | tuple) and dtype.kind in "iu":
+        values = _integers(values, dtype, what)
     array = as_array(values, what)
     if array.dtype == dtype:
-        return array.copy(order="C")
-    if array.size == 0 and isinstance(values, list | tuple):  # numpy makes [] float64
-        return np.empty(array.shape, dtype=dtype)
+        return np.array(array, order="C")
     kind, target = array.dtype.kind, dtype.kind
     if (target == "b" and kind != "b") or (target in "iu" and kind == "f"):
         raise DtypeError(
@@ -84,6 +93,23 @@ def converted(values: object, dtype: np.dtype[Any], what: str) -> Array:
             f"{what}: a finite value becomes infinite in {dtype}", value=array.max(), remedy="use a wider dtype"
         )
     return result
+
+
+def _integers(values: list[Any] | tuple[Any, ...], dtype: np.dtype[Any], what: str) -> object:
+    """A list as integers where numpy, which looks for a dtype for all of it, would make floats or objects of them."""
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        return values  # unequal rows: `as_array` says so
+    if array.size == 0:
+        return np.empty(array.shape, dtype=dtype)
+    if array.dtype.kind not in "fO":
+        return array
+    flat = np.asarray(values, dtype=object).reshape(-1).tolist()
+    if not all(isinstance(one, int | np.integer) and not isinstance(one, bool) for one in flat):
+        return array
+    check_range(min(map(int, flat)), max(map(int, flat)), dtype, what)
+    return np.array(flat, dtype=dtype).reshape(array.shape)
 
 
 def check_range(least: int, most: int, dtype: np.dtype[Any], what: str) -> None:
@@ -118,6 +144,30 @@ def count(value: SupportsIndex, what: str, *, least: int = 0) -> int:
     if number < least:
         raise ArgumentError(f"{what} is {number}", value=number, remedy=f"pass {least} or more")
     return number
+
+
+def counts(sizes: object, what: str) -> list[int]:
+    """`sizes` as a list of ints, each 0 or more.
+
+    Raises:
+        ArgumentError, DtypeError: no list of counts.
+    """
+    if not isinstance(sizes, Iterable):
+        raise ArgumentError(f"{what}: sizes are {sizes!r}", value=sizes, remedy="pass a list of sizes")
+    return [count(size, f"{what}: size") for size in sizes]
+
+
+def natural_dtype(values: object, what: str) -> np.dtype[Any]:
+    """The dtype of a column made from `values`: an array's own; int64, float32 or bool for a list.
+
+    Raises:
+        DtypeError, DeviceError, ShapeError: see `as_array`.
+    """
+    if not isinstance(values, list | tuple):
+        return as_array(values, what).dtype
+    array = as_array(_integers(values, np.dtype(np.int64), what), what)
+    names: dict[str, type[np.generic]] = {"f": np.float32, "b": np.bool_}
+    return np.dtype(names.get(array.dtype.kind, np.int64))
 
 
 def kept_rows(keep: object, num_rows: int, what: str) -> Rows:

@@ -20,8 +20,11 @@ class HostNumbers(abc.ABC):
         """The host side as a read-only array."""
 
     def sum(self) -> Any:
-        """Sum of the host side (of the bounds, under `upper_bound`), as a Python number."""
-        return self.np.sum().item()
+        """Sum of the host side (of the bounds, under `upper_bound`), as a Python number; integers never wrap."""
+        values = self.np
+        if values.dtype.kind in "iu" and values.size and _largest(values) * values.size >= 2**63:
+            return sum(values.reshape(-1).tolist())
+        return values.sum().item()
 
     def max(self) -> Any:
         """Maximum of the host side, as a Python number.
@@ -38,6 +41,11 @@ class HostNumbers(abc.ABC):
             ArgumentError: no rows.
         """
         return self._not_empty("min").min().item()
+
+    def tolist(self) -> list[Any]:
+        """The host side as Python numbers."""
+        values: list[Any] = self.np.tolist()
+        return values
 
     def _not_empty(self, operation: str) -> Array:
         values = self.np
@@ -74,6 +82,10 @@ class HostNumbers(abc.ABC):
             value=self.np.shape,
             remedy="use `len(value) > 0`, or `.any()`/`.all()` of a comparison",
         )
+
+
+def _largest(values: Array) -> int:
+    return max(int(values.max()), -int(values.min()))
 
 
 def _numbers(other: object) -> Any:

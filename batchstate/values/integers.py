@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from batchstate.errors import DtypeError, ShapeError, ValueOverflowError
+from batchstate.errors import ContractError, DtypeError, ShapeError, ValueOverflowError
 from batchstate.values.host_arrays import Array, as_array, check_range
 
 Amounts = npt.NDArray[np.int64]
@@ -35,6 +36,21 @@ def amounts(n: object, num_rows: int, what: str) -> Amounts:
     if array.size and array.dtype.kind == "u":  # every signed dtype goes into int64
         check_range(0, int(array.max()), np.dtype(np.int64), what)
     return array.astype(np.int64)
+
+
+def negated(amount: Amounts, what: str) -> Amounts:
+    """`-amount`.
+
+    Raises:
+        ValueOverflowError: an amount is the least int64, whose negative does not fit.
+    """
+    if amount.size and int(amount.min()) == _LIMITS["i", 8].min:
+        raise ValueOverflowError(
+            f"{what}: {amount.min()} cannot be negated in int64",
+            value=int(amount.min()),
+            remedy="pass a smaller amount",
+        )
+    return np.negative(amount)
 
 
 def across(amount: Amounts, ndim: int) -> Amounts:
@@ -85,3 +101,17 @@ def _overflow(what: str, row: int, value: object, dtype: np.dtype[Any]) -> Value
         value=value,
         remedy="use a wider dtype, or find out why the value is so large",
     )
+
+
+def check_bound_can_move(dtype: torch.dtype, amount: Amounts, what: str) -> None:
+    """Refuses to lower a bound whose device side, which is smaller by an unknown amount, could wrap below zero.
+
+    Raises:
+        ContractError: a negative amount and an unsigned dtype.
+    """
+    if not dtype.is_signed and amount.size and int(amount.min()) < 0:
+        raise ContractError(
+            f"{what}: {amount.min()} added to a bound of {dtype}, whose device side may be smaller than that",
+            value=int(amount.min()),
+            remedy="resolve it first, or declare the column signed",
+        )

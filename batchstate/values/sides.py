@@ -7,14 +7,14 @@ import contextlib
 import functools
 import zlib
 from collections.abc import Iterator
-from typing import ClassVar, Self
+from typing import ClassVar, NoReturn, Self
 
 import numpy as np
 import torch
 
 from batchstate import invariants, levels
 from batchstate.contracts import Contract, parse_contract, weaker_or_equal
-from batchstate.errors import ContractError, SideMissingError
+from batchstate.errors import ContractError, DeviceError, DtypeError, SideMissingError
 from batchstate.runtime import NUMPY_DTYPES, Runtime, numpy_dtype
 from batchstate.values.device_side import DeviceSide, Made, version_mark
 from batchstate.values.host_arrays import Array
@@ -129,6 +129,30 @@ class TwoSides(HostNumbers):
         self._check_fresh("device")
         return self._device
 
+    def exact_numbers(self, what: str) -> Array:
+        """The host side, for whoever takes plain numbers as exact: amounts, rows to keep, values of another column.
+
+        Raises:
+            ContractError: the host side is a bound, or there is none.
+            Violation: UNIT_MISMATCH: indices; MIRROR_STALE_READ.
+        """
+        if self.unit is not None:
+            invariants.unit_mismatch("plain numbers", self.unit, **self._where(what))
+        return self.exact_host(what)
+
+    def exact_host(self, what: str) -> Array:
+        """The host side if it is exact, whatever its unit. Raises what `exact_numbers` raises, but UNIT_MISMATCH."""
+        if self.contract not in (Contract.EXACT, Contract.HOST_ONLY):
+            raise ContractError(
+                f"{what}: {self!r} has no exact host side", value=self.contract.value, remedy="resolve it first"
+            )
+        return self.np
+
+    @property
+    def open_windows(self) -> tuple[StaleWindow, ...]:
+        """The stale windows that are open now; what is derived from the value inherits them."""
+        return tuple(window for window in self._windows if window.open) if self._windows else ()
+
     def _host_side(self) -> Array:
         if self._host is None:
             raise SideMissingError(
@@ -182,7 +206,24 @@ class TwoSides(HostNumbers):
         if self.contract in (Contract.EXACT, Contract.HOST_ONLY):
             return self
         device = self._device.tensor(self.runtime)
+        if self.dtype not in NUMPY_DTYPES:
+            raise DtypeError(
+                f"{self!r}: numpy has no {self.dtype}", value=self.dtype, remedy="convert it on the device"
+            )
         return self._derived(self.runtime.read_back(device), device, self.shape, "resolve", contract=Contract.EXACT)
+
+    def __copy__(self) -> Self:
+        return self  # immutable
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self  # immutable, and of this runtime
+
+    def __reduce__(self) -> NoReturn:
+        raise DeviceError(
+            f"{self!r} cannot be pickled: it belongs to a runtime of this process",
+            value=self.name,
+            remedy="send `.np`, and make a value from it on the other side",
+        )
 
     def __repr__(self) -> str:
         kind = numpy_dtype(self.dtype).name if self.dtype in NUMPY_DTYPES else str(self.dtype)
@@ -214,7 +255,7 @@ class TwoSides(HostNumbers):
             return
         if self._checksum is not None:
             invariants.mirror_foreign_write("host", self._checksum, _checksum(self._host), **where)
-        if device is None or any(window.open for window in self._windows):
+        if device is None or self.open_windows:
             return  # nothing to compare with, or declared not to agree
         if device.device.type == "cpu":
             start = self._host.__array_interface__["data"][0]

@@ -1,5 +1,7 @@
 """Ways to misuse a `Batch`."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -33,6 +35,11 @@ def _bound(batch: Decode) -> MirroredTensor:
 
 def _slots(batch: Decode, numbers: list[int], pool: int = 7) -> Slots:
     return Slots.from_host(batch.runtime, numbers, pool=pool)
+
+
+def _every_slot(number: int) -> Callable[[Decode], Decode]:
+    """Gives every request of a batch the same slot."""
+    return lambda batch: batch.evolve(slots=_slots(batch, [number] * len(batch)))
 
 
 def _alone(batch: Decode, slots: object) -> Decode:
@@ -93,9 +100,25 @@ MISUSES: tuple[Misuse[Decode], ...] = (
         (Code.UNIT_MISMATCH,),
         lambda one: one.evolve(slots=Pages.from_host(one.runtime, [1] * len(one), dtype=torch.int64)),
     ),
-    Misuse("two requests in one slot", (Code.SLOT_SHARED,), lambda one: one.evolve(slots=[1] * len(one)), _has_two),
-    Misuse("a request in slot 0", (Code.SLOT_ZERO_ALLOCATED,), lambda one: one.evolve(slots=[0] * len(one)), _has_rows),
-    Misuse("a request in slot -1", (Code.SENTINEL_ESCAPED,), lambda one: one.evolve(slots=[-1] * len(one)), _has_rows),
+    Misuse("slots that are mere numbers", (DtypeError,), lambda one: one.evolve(slots=[1] * len(one)), _has_rows),
+    Misuse(
+        "two requests in one slot",
+        (Code.SLOT_SHARED,),
+        _every_slot(1),
+        _has_two,
+    ),
+    Misuse(
+        "a request in slot 0",
+        (Code.SLOT_ZERO_ALLOCATED,),
+        _every_slot(0),
+        _has_rows,
+    ),
+    Misuse(
+        "a request in slot -1",
+        (Code.SENTINEL_ESCAPED,),
+        _every_slot(-1),
+        _has_rows,
+    ),
     Misuse("build without columns", (DeclarationError,), lambda one: Decode.build(one.runtime)),
     Misuse("assign to a column", (DeclarationError,), lambda one: setattr(one, "seq_lens", [1])),
     Misuse("a column that is not there", (DeclarationError,), lambda one: one["seqlens"]),

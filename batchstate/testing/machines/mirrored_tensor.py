@@ -190,6 +190,11 @@ class MirroredTensorMachine(ValueMachine):
                 _ = one.value + amount
             return multiple()
         sign = -1 if minus else 1
+        bounded = one.value.contract is Contract.UPPER_BOUND
+        if kind == "u" and bounded and (sign * np.asarray(amount) < 0).any():
+            with self.refused(ContractError):  # the device side may be smaller than what is taken off
+                _ = one.value - amount if minus else one.value + amount
+            return multiple()
         if one.host is not None and not fits(one.host, sign * np.asarray(amount)):
             self.reached("overflow refused")
             with self.refused(ValueOverflowError):

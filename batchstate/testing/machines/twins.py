@@ -1,12 +1,9 @@
 """The machine behind `batchstate.testing.twins`: any batch class with twins kept by hand."""
 
-from operator import attrgetter
 from typing import Any, ClassVar, final
 
 import attrs
 import numpy as np
-import numpy.typing as npt
-import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, consumes, initialize, precondition, rule
 
@@ -14,9 +11,8 @@ from batchstate import invariants
 from batchstate.contracts import Contract
 from batchstate.testing.machine import DisagreementError, Machine
 from batchstate.testing.strategies import keep_lists
+from batchstate.testing.twin_reading import Seen, attribute, memory, seen
 from batchstate.testing.twin_spec import Twin, TwinSpec
-
-Array = npt.NDArray[Any]
 
 
 @final
@@ -26,7 +22,7 @@ class Held:
 
     batch: Any
     name: str
-    columns: dict[str, Array] = attrs.field(factory=dict)
+    columns: dict[str, Seen] = attrs.field(factory=dict)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(f"<{self.name}>")
@@ -76,7 +72,7 @@ class TwinMachine(Machine):
             _result(self.spec.filter(held.batch, keep), held),
             len(keep),
             "filter",
-            {name: column[keep] for name, column in held.columns.items()},
+            {name: column.rows(keep) for name, column in held.columns.items()},
         )
 
     @rule(target=batches, first=consumes(batches), second=consumes(batches))
@@ -92,7 +88,7 @@ class TwinMachine(Machine):
             _result(self.spec.merge(first.batch, second.batch), first),
             n,
             "merge",
-            {name: np.concatenate([column, second.columns[name]]) for name, column in first.columns.items()},
+            {name: column.merged(second.columns[name]) for name, column in first.columns.items()},
         )
 
     @precondition(lambda self: self.spec.advance is not None)
@@ -112,11 +108,11 @@ class TwinMachine(Machine):
     def _names(self) -> list[str]:
         return [name for twin in self.spec.twins for name in (twin.host, twin.device)] + list(self.spec.rows)
 
-    def _made(self, batch: Any, n: int, operation: str, expected: dict[str, Array] | None = None) -> Held:
+    def _made(self, batch: Any, n: int, operation: str, expected: dict[str, Seen] | None = None) -> Held:
         held = Held(batch, f"{self.spec.name} after {operation}")
         invariants.row_count(n, {"num_rows": self.spec.num_rows(batch)}, object=held.name, operation=operation)
         self._laws(held, operation)
-        held.columns = {name: _numbers(attrgetter(name)(batch)).copy() for name in self._names}
+        held.columns = {name: seen(attribute(batch, name)).copied() for name in self._names}
         if expected is not None:
             self._unchanged(held, expected, f"{operation} moved other rows than it was told to")
         self.reached("an empty batch", n == 0)
@@ -125,7 +121,7 @@ class TwinMachine(Machine):
 
     def _laws(self, held: Held, operation: str) -> None:
         n = self.spec.num_rows(held.batch)
-        values = {name: attrgetter(name)(held.batch) for name in self._names}
+        values = {name: attribute(held.batch, name) for name in self._names}
         lengths = {name: len(value) for name, value in values.items()}
         invariants.row_count(n, lengths, object=held.name, operation=operation)
         for twin in self.spec.twins:
@@ -137,20 +133,33 @@ class TwinMachine(Machine):
             "operation": operation,
             "column": f"{twin.host} / {twin.device}",
         }
-        ranges = (_memory(host), _memory(device))
+        ranges = (memory(host), memory(device))
         if ranges[0] is not None and ranges[1] is not None:
             invariants.mirror_aliased(ranges[0], ranges[1], **where)
-        of_device = _numbers(device)
-        of_host = _numbers(host) if hasattr(host, "dtype") else np.array(host, dtype=of_device.dtype)
+        of_device = seen(device)
+        if hasattr(host, "dtype"):
+            of_host = seen(host)
+        else:  # a list has no dtype of its own
+            of_host = Seen(of_device.dtype, np.array(host, dtype=of_device.values.dtype))
+        if of_host.dtype != of_device.dtype and of_host.values.dtype == of_device.values.dtype:  # else the law says it
+            raise DisagreementError(
+                f"{name}: the twins differ in dtype: {twin.host!r} is {of_host.dtype}, "
+                f"{twin.device!r} is {of_device.dtype}"
+            )
         law = invariants.mirror_bound if twin.contract is Contract.UPPER_BOUND else invariants.mirror_equal
-        law(of_host, of_device, **where)
+        law(of_host.values, of_device.values, **where)
 
-    def _unchanged(self, held: Held, expected: dict[str, Array], problem: str) -> None:
+    def _unchanged(self, held: Held, expected: dict[str, Seen], problem: str) -> None:
         for name, column in expected.items():
-            found = _numbers(attrgetter(name)(held.batch))
-            if found.shape != column.shape or not _same(column, found):
+            found = seen(attribute(held.batch, name))
+            if found.dtype != column.dtype and len(column.values):
                 raise DisagreementError(
-                    f"{held.name}: {problem}: {name!r}\n  expected {column.tolist()}\n  found    {found.tolist()}"
+                    f"{held.name}: the dtype of {name!r} changed from {column.dtype} to {found.dtype}"
+                )
+            if not column.same(found):
+                raise DisagreementError(
+                    f"{held.name}: {problem}: {name!r}\n"
+                    f"  expected {column.values.tolist()}\n  found    {found.values.tolist()}"
                 )
 
 
@@ -163,31 +172,3 @@ def _as_rows(keep: Any) -> list[int]:
     array = np.asarray(keep)
     rows: list[int] = (np.flatnonzero(array) if array.dtype.kind == "b" else array.astype(np.int64)).tolist()
     return rows
-
-
-def _numbers(value: Any) -> Array:
-    """An attribute as an array on the host; Python objects stay what they are."""
-    if isinstance(value, torch.Tensor):
-        array: Array = value.detach().to("cpu").numpy()
-        return array
-    if isinstance(value, np.ndarray):
-        return value
-    objects = np.empty(len(value), dtype=object)
-    objects[:] = list(value)
-    return objects
-
-
-def _same(one: Array, other: Array) -> bool:
-    if one.dtype.kind == "O":
-        return bool(one.tolist() == other.tolist())
-    return one.dtype == other.dtype and np.ascontiguousarray(one).tobytes() == np.ascontiguousarray(other).tobytes()
-
-
-def _memory(value: Any) -> tuple[int, int] | None:
-    """First address and the one after the last, of what lies in host memory; None for other things."""
-    if isinstance(value, torch.Tensor) and value.device.type == "cpu":
-        return value.data_ptr(), value.data_ptr() + value.nbytes
-    if isinstance(value, np.ndarray):
-        start = int(value.__array_interface__["data"][0])
-        return start, start + value.nbytes
-    return None

@@ -1,5 +1,6 @@
 """Switches the mutants on, one at a time, and lets the state machines look for them."""
 
+import difflib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -7,8 +8,8 @@ from typing import Any, final
 import attrs
 
 from batchstate.errors import ArgumentError
-from batchstate.testing.fuzz import MACHINES, MachineResult, run_machine
 from batchstate.testing.mutants.registry import MUTANTS, Mutant
+from batchstate.testing.runner import MACHINES, MachineResult, run_machine
 
 EXAMPLES = 100
 """Examples after which a mutant that nobody noticed has survived."""
@@ -128,7 +129,7 @@ def run(
         names: of the mutants; by default all that the device can have.
         device: where they run.
         examples: the most for one mutant.
-        clean_examples: the fewest without a mutant, of the machines together: all of them, or those that are named
+        clean_examples: examples without a mutant, spread over the machines: all of them, or those that are named
             mutants' own.
         progress: called before each mutant and each clean machine.
 
@@ -141,8 +142,8 @@ def run(
         raise ArgumentError(
             f"mutants: clean_examples is {clean_examples}", value=clean_examples, remedy="pass 0 or more"
         )
-    each = -(-clean_examples // max(len(machines), 1))
-    steps = len(chosen) + (len(machines) if each else 0)
+    shares = _shares(clean_examples, machines)
+    steps = len(chosen) + len(shares)
     start = time.perf_counter()
     results: list[MutantResult] = []
     clean: list[MachineResult] = []
@@ -150,7 +151,7 @@ def run(
         if progress is not None:
             progress(len(results), steps, mutant.name)
         results.append(hunt(mutant, device=device, examples=examples))
-    for name in machines if each else ():
+    for name, each in shares.items():
         if progress is not None:
             progress(len(results) + len(clean), steps, f"{name} without a mutant")
         clean.append(run_machine(MACHINES[name], device=device, examples=each, steps=CLEAN_STEPS, derandomize=True))
@@ -174,12 +175,25 @@ def mutants_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _shares(examples: int, machines: Sequence[str]) -> dict[str, int]:
+    """Machine -> its part of the examples; those that get none are left out."""
+    each, more = divmod(examples, max(len(machines), 1))
+    shares = {name: each + (place < more) for place, name in enumerate(machines)}
+    return {name: share for name, share in shares.items() if share}
+
+
+def _remedy(name: str) -> str:
+    close = difflib.get_close_matches(name, MUTANTS, n=3)
+    meant = f"use {' or '.join(close)}; " if close else ""
+    return f"{meant}`batchstate mutants --list` shows all {len(MUTANTS)}"
+
+
 def _chosen(names: Sequence[str] | None, device: str) -> list[Mutant]:
     if names is None:
         return [mutant for mutant in MUTANTS.values() if mutant.exists_on(device)]
     for name in names:
         if name not in MUTANTS:
-            raise ArgumentError(f"unknown mutant {name!r}", value=name, remedy=f"use one of: {', '.join(MUTANTS)}")
+            raise ArgumentError(f"unknown mutant {name!r}", value=name, remedy=_remedy(name))
         if not MUTANTS[name].exists_on(device):
             raise ArgumentError(
                 f"mutant {name!r} cannot exist on {device}", value=name, remedy=f"use {MUTANTS[name].only_on}"

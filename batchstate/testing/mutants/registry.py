@@ -54,7 +54,7 @@ class Mutant:
         origin: public threads in which an engine had it.
         mechanism: what goes wrong, in a sentence.
         killed_by: the invariants of which one must fire. Anything else that fails is no kill.
-        machine: the state machine of `batchstate.testing.fuzz.MACHINES` that must find it.
+        machine: the state machine of `batchstate.testing.runner.MACHINES` that must find it.
         group: the kind of bug, which is the module it stands in.
         only_on: the type of device that can have the bug; None for all.
     """

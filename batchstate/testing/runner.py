@@ -20,7 +20,7 @@ from batchstate.invariants import Violation
 from batchstate.runtime import open_runtime
 from batchstate.testing.machine import DisagreementError, Machine
 from batchstate.testing.machines import MACHINES
-from batchstate.testing.session import OpenRuntime, session
+from batchstate.testing.sessions import OpenRuntime, session
 
 __all__ = ["EXAMPLES_FOLDER", "MACHINES", "FuzzReport", "MachineResult", "fuzz", "run_machine"]
 
@@ -153,7 +153,7 @@ def run_machine(
     )
     start = time.perf_counter()
     with session(runtimes, on_example=on_example) as found:
-        error = _error_of(lambda: run_state_machine_as_test(_named(machine, seed, derandomize), settings=profile))
+        error = error_of(lambda: run_state_machine_as_test(_named(machine, seed, derandomize), settings=profile))
     seconds = time.perf_counter() - start
     return MachineResult(
         name=machine.NAME,
@@ -241,7 +241,8 @@ class _Outcome(unittest.TestResult):
         self.error = err[1]
 
 
-def _error_of(body: Callable[[], None]) -> BaseException | None:
+def error_of(body: Callable[[], object]) -> BaseException | None:
+    """What the body raises, whatever it is; None if nothing."""
     outcome = _Outcome()
     unittest.FunctionTestCase(body).run(outcome)
     return outcome.error
