@@ -30,14 +30,23 @@ class BatchStateError(Exception):
         return f"{self.problem}\n  remedy: {self.remedy}" if self.remedy else self.problem
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Keyword-only fields do not survive the default reduction, and test runners pickle exceptions.
-        return _rebuild, (type(self), self.args), self.__dict__
+        # Keyword-only fields do not survive the default reduction, and test runners pickle exceptions. Values and pools
+        # belong to a runtime of this process: their names go instead.
+        fields = {name: one if _crosses(one) else repr(one) for name, one in self.__dict__.items()}
+        return _rebuild, (type(self), self.args), fields
 
     @classmethod
     def _bare(cls, args: tuple[Any, ...]) -> Self:
         error = cls.__new__(cls)
         error.args = args
         return error
+
+
+def _crosses(field: object) -> bool:
+    """Whether another process can have the field as it is."""
+    if isinstance(field, list | tuple):
+        return all(map(_crosses, field))
+    return field is None or isinstance(field, bool | int | float | str)
 
 
 def _rebuild(cls: type[BatchStateError], args: tuple[Any, ...]) -> BatchStateError:

@@ -10,6 +10,7 @@ import torch
 
 from batchstate.batch import Batch
 from batchstate.columns import TensorColumn, mirrored, slot_column
+from batchstate.indices import Slots
 from batchstate.levels import Level
 from batchstate.runtime import Runtime
 from benchmarks.comparisons import Comparison, require_equal
@@ -58,8 +59,8 @@ class Scene:
         kind = declared(num_columns)
         keep = np.ones(rows, dtype=np.bool_)
         keep[rng.choice(rows, churn, replace=False)] = False
-        running = kind.build(runtime, **_values(kind, rng, first_slot=1, rows=rows))
-        joining = kind.build(runtime, **_values(kind, rng, first_slot=1 + rows, rows=churn))
+        running = kind.build(runtime, **_values(runtime, kind, rng, first_slot=1, rows=rows))
+        joining = kind.build(runtime, **_values(runtime, kind, rng, first_slot=1 + rows, rows=churn))
         return cls(runtime, running, joining, keep)
 
     def packed_step(self) -> Decode:
@@ -144,12 +145,14 @@ def against_checks(runtime: Runtime, *, num_columns: int, rows: int = 256, churn
     )
 
 
-def _values(kind: type[Decode], rng: np.random.Generator, *, first_slot: int, rows: int) -> dict[str, Array]:
-    values: dict[str, Array] = {}
+def _values(
+    runtime: Runtime, kind: type[Decode], rng: np.random.Generator, *, first_slot: int, rows: int
+) -> dict[str, object]:
+    values: dict[str, object] = {}
     for name, column in kind.columns().items():
         if isinstance(column, TensorColumn):
             values[name] = rng.integers(0, 10_000, rows).astype(column.np_dtype)
-    values["slots"] = np.arange(first_slot, first_slot + rows, dtype=np.int64)
+    values["slots"] = Slots.from_host(runtime, np.arange(first_slot, first_slot + rows, dtype=np.int64))
     return values
 
 

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from batchstate.cli.progress import on_terminal
 from benchmarks.comparisons import Row
 
 HEADINGS = ("ours", "us", "baseline", "us", "ratio", "quartiles")
@@ -14,11 +15,11 @@ def show(machine: Mapping[str, Any], rows: Sequence[Row]) -> None:
     note = (
         f"{machine['cpu']}, {machine['cores']} cores; device {machine['device']}; "
         f"Python {machine['python']}, torch {machine['torch']}; {machine['date']}\n"
-        "Medians of one interleaved run, device included; ratio = baseline / ours: above 1 ours is faster, below 1 it is\n"
-        "slower. "
-        "The baselines do less: no generations, no double frees found, no fences, no checks of twins."
+        "Medians of an interleaved run, device included; ratio = baseline / ours.\n"
+        "Above 1 ours is faster, below 1 it is slower. "
+        "Baselines do less: no generations, no double frees found, no fences, no checks of twins."
     )
-    if sys.stdout.isatty() and _has_rich():
+    if on_terminal(sys.stdout) and _has_rich():
         _show_rich(note, rows)
     else:
         _show_plain(note, rows)

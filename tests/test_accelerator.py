@@ -114,9 +114,26 @@ def test_values_cross_streams_in_order_and_alive(runtime: AcceleratorRuntime, mo
     assert not kept
     forward = runtime.stream("forward")
     with runtime.use(forward):
-        assert value.device.tolist() == [1, 2, 3]
+        for _ in range(3):
+            assert value.device.tolist() == [1, 2, 3]
     assert kept == [forward.native.stream_id]
     assert len(forward.native.waited) == 1
+    assert runtime.counters.hand_overs == 1
+
+
+def test_columns_cross_streams_together(runtime: AcceleratorRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The columns of a batch lie in one buffer: a stream that reads them all waits once and keeps it once."""
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+
+    class Columns(Batch):
+        a = mirrored(torch.int64)
+        b = mirrored(torch.float32)
+
+    batch = Columns.build(runtime, a=[1, 2], b=[0.5, 1.5])
+    batch.upload()
+    with runtime.use(runtime.stream("forward")):
+        assert batch.a.device.tolist() == [1, 2]
+        assert batch.b.device.tolist() == [0.5, 1.5]
     assert runtime.counters.hand_overs == 1
 
 
@@ -175,6 +192,8 @@ def test_nothing_happens_under_capture(
             lambda: fresh.device,
             lambda: runtime.upload([np.arange(3)]),
             lambda: runtime.synchronize(),
+            lambda: runtime.record(),
+            lambda: runtime.inspect(value.device),
             lambda: runtime.read_back(value.device),
             lambda: runtime.device_zeros((2,), torch.int64),
             lambda: value + 1,

@@ -1,6 +1,7 @@
 """MirroredTensor: what each operation does to both sides, and what it refuses."""
 
 import gc
+import pickle
 import threading
 import weakref
 from collections.abc import Callable
@@ -509,3 +510,67 @@ def test_memory_goes_back_with_the_last_user(rt: Runtime) -> None:
             assert gone() is None
     finally:
         gc.enable()
+
+
+def test_errors_about_values_survive_pickling(rt: Runtime) -> None:
+    """An error that shows a value crosses a process boundary with the value's name."""
+    with pytest.raises(DtypeError) as caught:
+        Slots.from_host(rt, [1]) + MirroredTensor.from_host(rt, [1])
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert str(copy) == str(caught.value)
+    assert "MirroredTensor" in copy.value
+
+
+def test_further_bad_input(rt: Runtime) -> None:
+    """Masked arrays, huge integers in lists, wide negatives and pads of another shape are refused or exact."""
+    lens = MirroredTensor.from_host(rt, [0, 1, 2])
+    with pytest.raises(DtypeError, match="masked"):
+        MirroredTensor.from_host(rt, np.ma.array([1, 2], mask=[False, True]))
+    with pytest.raises(ValueOverflowError, match="9223372036854775808"):
+        MirroredTensor.from_host(rt, [2**63, -1])
+    with pytest.raises(ValueOverflowError):
+        lens - (-(2**63))
+    with pytest.raises(ShapeError, match="pad"):
+        lens.pad(5, [7, 8])
+    with pytest.raises(ArgumentError, match="sizes are 5"):
+        lens.split(5)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="no values"):
+        MirroredTensor.cat([None])  # type: ignore[list-item]
+    wide = MirroredTensor.from_host(rt, [2**63, 1], dtype=torch.uint64)
+    assert both(wide) == [2**63, 1]
+    assert MirroredTensor.from_host(rt, [2**62] * 4).sum() == 2**64
+    assert lens.tolist() == [0, 1, 2]
+
+
+def test_indices_are_int64(rt: Runtime) -> None:
+    """Indices of other dtypes, or with fractions, are no indices."""
+    for make in (Slots.from_host, Tokens.from_host):
+        with pytest.raises(DtypeError, match="int64"):
+            make(rt, [1.5])
+        with pytest.raises(DtypeError, match="int64"):
+            make(rt, [1], dtype=torch.int32)
+        with pytest.raises(ValueOverflowError):
+            make(rt, np.array([2**63 + 5], dtype=np.uint64))
+        assert make(rt, np.array([5], dtype=np.int32)).dtype is torch.int64
+
+
+def test_slots_of_two_pools_never_mix(rt: Runtime) -> None:
+    """Rows of one pool's slots cannot be replaced by another pool's: the handle would name a slot of the wrong one."""
+    mine = Slots.from_host(rt, [1, 2], generations=[1, 1], pool=1)
+    theirs = Slots.from_host(rt, [1], generations=[1], pool=2)
+    with pytest.raises(ArgumentError, match="pool 2"):
+        mine.update([0], theirs)
+    with pytest.raises(ArgumentError, match="pools"):
+        mine.merge(theirs)
+    assert mine.update([0], Slots.from_host(rt, [3], generations=[4], pool=1)).generations.tolist() == [4, 1]
+    paired = Slots.from_pair(rt, [1], torch.tensor([1]).to(rt.device))
+    assert paired.generations.tolist() == [0]
+
+
+def test_a_bound_of_unsigned_numbers_is_not_lowered(rt: Runtime) -> None:
+    """The device side of an unsigned bound could wrap below zero, which the host cannot know."""
+    device = torch.tensor([3], dtype=torch.uint8).to(rt.device)
+    value = MirroredTensor.from_pair(rt, [200], device, contract="upper_bound")
+    with pytest.raises(ContractError, match="smaller"):
+        value - 5
+    assert rt.inspect((value + 5).device).tolist() == [8]

@@ -76,6 +76,19 @@ def test_a_block_in_flight_is_never_refilled() -> None:
     assert staging.oldest_step() == 1
 
 
+def test_a_busy_stream_keeps_no_block_of_another() -> None:
+    """Blocks whose copies have run come back, whatever other streams are still to copy."""
+    staging = Staging(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), depth=1)
+    busy, idle = Gate(), Gate()
+    first = staging.take(100)
+    staging.release(first, busy, 0, "forward")
+    second = staging.take(100)
+    staging.release(second, idle, 1, "schedule")
+    idle.done = True
+    assert staging.take(100) is second
+    assert staging.oldest_step() == 0
+
+
 def test_large_uploads_get_larger_blocks() -> None:
     """A block is at least as large as what it is asked for."""
     staging = Staging(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), depth=1)

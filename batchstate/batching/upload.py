@@ -153,7 +153,7 @@ class BatchDevice:
                 lanes = self._lanes[kind] = packed.view(place.stack).view(torch_dtype(place.dtype)).unbind(0)
             # `.data` counts writes in place of its own: a write then names its column. Behind the rows lies alignment.
             tensor = lanes[place.lane].data[: self.rows.stacks[place.stack].shape[1]]
-        return Made(tensor, packed.stream, packed.ready)
+        return Made(tensor, packed.stream, packed.ready, packed.handed)
 
     def _gathered(self, name: str, rows: DeviceRows) -> Made:
         if self._runtime.capturing:
@@ -163,7 +163,7 @@ class BatchDevice:
         if name in self._needs:
             packed, places = self._packed_now(), self._needs[name]
             crossed = [self._runtime.acquire(packed.view(place), packed.stream, packed.ready) for place in places]
-        made = Made(rows.gathered(self._runtime, crossed), self._runtime.current_stream)
+        made = Made(rows.gathered(self._runtime, crossed), self._runtime.current_stream, None, set())
         self._needs.pop(name, None)
         # The column, and batches derived from here on, start from what was gathered, not from where it came from.
         self.device_rows = {**self.device_rows, name: DeviceRows.of(DeviceSide(None, made), len(rows))}

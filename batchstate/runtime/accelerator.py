@@ -112,6 +112,7 @@ class AcceleratorRuntime(Runtime):
 
     def record(self, stream: Stream | None = None) -> Fence:
         """An event recorded on `stream`."""
+        self._refuse_capture("recording a fence")  # the event would belong to the graph, and could not be asked
         event = self._module.Event()
         event.record((stream or self.current_stream).native)
         return EventFence(event, self.counters)

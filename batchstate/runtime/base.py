@@ -204,7 +204,7 @@ class Runtime(abc.ABC):
             self._staging.give_up(block)
             raise
         ready = self.record(stream)
-        self._staging.release(block, ready, self.step)
+        self._staging.release(block, ready, self.step, stream.key)
         self.counters.host_to_device_copies += 1
         self.counters.host_to_device_bytes += nbytes
         return PackedUpload(buffer, stream, ready, offsets, [(array.dtype, array.shape) for array in arrays])
@@ -219,6 +219,7 @@ class Runtime(abc.ABC):
 
     def inspect(self, tensor: torch.Tensor) -> Array:
         """What `read_back` does, for checks: counted in `check_reads` and nowhere else."""
+        self._refuse_capture("a check's read-back")
         self.counters.check_reads += 1
         return self._read_back(tensor)
 
@@ -270,17 +271,30 @@ class Runtime(abc.ABC):
         self.counters.stream_waits += 1
         self._stream_wait(stream or self.current_stream, fence)
 
-    def acquire(self, tensor: torch.Tensor, made_on: Stream, ready: Fence | None = None) -> torch.Tensor:
+    def acquire(
+        self, tensor: torch.Tensor, made_on: Stream, ready: Fence | None = None, *, handed: set[object] | None = None
+    ) -> torch.Tensor:
         """Makes `tensor` safe to use on the current stream, whichever stream made it, and returns it.
 
         If that is another stream, the current one waits for `ready` (or for all that `made_on` has enqueued), and the
         memory is kept until the current stream is done with it: an order of execution alone does not protect memory.
+
+        Args:
+            tensor: device memory.
+            made_on: the stream that made it.
+            ready: a fence behind its making.
+            handed: keys of the streams that have it already, of memory that is not written again. For each of them
+                order and memory are settled, and nothing is done; a new one is added.
         """
         current = self.current_stream
-        if current is not made_on and current != made_on and not self.capturing:
+        if current is made_on or current == made_on or (handed is not None and current.key in handed):
+            return tensor
+        if not self.capturing:
             self.wait(ready or self.record(made_on), stream=current)
             self.counters.hand_overs += 1
             self._keep_alive(tensor, current)
+            if handed is not None:
+                handed.add(current.key)
         return tensor
 
     def checks_stand_aside(self) -> bool:

@@ -34,6 +34,7 @@ class PackedUpload:
         buffer: uint8[nbytes] on the device.
         stream: the stream that ran the copy.
         ready: the fence behind the copy.
+        handed: keys of the streams that the buffer was handed to (see `Runtime.acquire`).
     """
 
     buffer: torch.Tensor
@@ -41,6 +42,7 @@ class PackedUpload:
     ready: Fence
     _offsets: list[int]
     _kinds: list[tuple[np.dtype[Any], tuple[int, ...]]]
+    handed: set[object] = attrs.field(factory=set, init=False)
     _views: dict[int, torch.Tensor] = attrs.field(factory=dict, init=False)
 
     def __repr__(self) -> str:

@@ -43,7 +43,7 @@ class Staging:
     allocate: Callable[[int], torch.Tensor]
     depth: int
     _free: dict[int, list[StagingBlock]] = attrs.field(factory=dict, init=False)
-    _in_flight: deque[tuple[Fence, int, StagingBlock]] = attrs.field(factory=deque, init=False)
+    _in_flight: dict[object, deque[tuple[Fence, int, StagingBlock]]] = attrs.field(factory=dict, init=False)
     blocks: int = attrs.field(default=0, init=False)
 
     def take(self, nbytes: int) -> StagingBlock:
@@ -55,25 +55,29 @@ class Staging:
             free = self._free[size] = [self._make(size) for _ in range(self.depth)]
         return free.pop() if free else self._make(size)
 
-    def release(self, block: StagingBlock, fence: Fence, step: int) -> None:
-        """Gives a block back once `fence`, recorded behind the copy that reads it, is complete."""
-        self._in_flight.append((fence, step, block))
+    def release(self, block: StagingBlock, fence: Fence, step: int, stream: object = None) -> None:
+        """Gives a block back once `fence`, recorded behind the copy that reads it, is complete.
+
+        `stream` is the key of the stream that copies: blocks of one stream come back in order, and a stream that is
+        busy keeps none of another's.
+        """
+        self._in_flight.setdefault(stream, deque()).append((fence, step, block))
 
     def give_up(self, block: StagingBlock) -> None:
         """Gives back a block of which no copy was made."""
         self._free[len(block.bytes)].append(block)
 
     def reap(self) -> None:
-        """Makes every block free whose copy has run, oldest first."""
-        in_flight = self._in_flight
-        while in_flight and in_flight[0][0].query():
-            block = in_flight.popleft()[2]
-            self._free[len(block.bytes)].append(block)
+        """Makes every block free whose copy has run, oldest first on each stream."""
+        for in_flight in self._in_flight.values():
+            while in_flight and in_flight[0][0].query():
+                block = in_flight.popleft()[2]
+                self._free[len(block.bytes)].append(block)
 
     def oldest_step(self) -> int | None:
         """Step of the oldest upload that has not run, or None."""
         self.reap()
-        return self._in_flight[0][1] if self._in_flight else None
+        return min((in_flight[0][1] for in_flight in self._in_flight.values() if in_flight), default=None)
 
     def _make(self, size: int) -> StagingBlock:
         tensor = self.allocate(size)

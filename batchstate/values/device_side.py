@@ -9,11 +9,12 @@ from batchstate.runtime import Fence, Runtime, Stream
 
 
 class Made(NamedTuple):
-    """A device tensor, the stream it was made on, and a fence behind its making where one was recorded."""
+    """A device tensor, the stream it was made on, a fence behind its making, and the streams that have its memory."""
 
     tensor: torch.Tensor
     stream: Stream
-    ready: Fence | None = None
+    ready: Fence | None
+    handed: set[object]
 
 
 @final
@@ -30,7 +31,7 @@ class DeviceSide:
     @classmethod
     def of(cls, tensor: torch.Tensor, runtime: Runtime) -> "DeviceSide":
         """A tensor that exists, made on the current stream."""
-        return cls(None, Made(tensor, runtime.current_stream))
+        return cls(None, Made(tensor, runtime.current_stream, None, set()))
 
     @property
     def made(self) -> torch.Tensor | None:
@@ -46,7 +47,7 @@ class DeviceSide:
             made = self._made = self._make()
             self._make = None
             self.mark = version_mark(made.tensor)
-        return runtime.acquire(made.tensor, made.stream, made.ready)
+        return runtime.acquire(made.tensor, made.stream, made.ready, handed=made.handed)
 
 
 def version_mark(tensor: torch.Tensor) -> int | None:

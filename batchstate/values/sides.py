@@ -310,7 +310,7 @@ class TwoSides(HostNumbers):
 def _uploaded(runtime: Runtime, host: Array | None) -> Made:
     """Uploads a host side alone. It knows the array and not the value: a cycle would keep memory alive."""
     packed = runtime.upload([] if host is None else [host])
-    return Made(packed.view(0), packed.stream, packed.ready)
+    return Made(packed.view(0), packed.stream, packed.ready, packed.handed)
 
 
 def _checksum(values: Array) -> int:

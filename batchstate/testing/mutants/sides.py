@@ -46,7 +46,7 @@ def device_side_is_host_memory(patch: Patch) -> None:
     """The upload returns the host's own memory, as `.to("cpu")` and `from_numpy` do: the sides can never disagree."""
 
     def uploaded(runtime: Runtime, host: Array) -> Made:
-        return Made(torch.from_numpy(host), runtime.current_stream)
+        return Made(torch.from_numpy(host), runtime.current_stream, None, set())
 
     patch(batchstate.values.sides, "_uploaded", uploaded)
 
