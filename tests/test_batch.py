@@ -363,6 +363,10 @@ def test_writes_from_outside_are_reported(rt: Runtime, abcd: Decode) -> None:
         (lambda b: b.objects("seq_lens"), DeclarationError, "'seq_lens'"),
         (lambda b: b.upload(extras={"x": ["text"]}), DtypeError, "extra 'x'"),
         (lambda b: b.merge(b.seq_lens), DeclarationError, "MirroredTensor"),
+        (lambda b: b.upload(writes=[b.seq_lens]), ArgumentError, "entry"),
+        (lambda b: b.upload(writes=b.seq_lens), ArgumentError, "entry"),
+        (lambda b: b.advance(None), DeclarationError, "names no column"),
+        (lambda b: b.split(5), ArgumentError, "sizes are 5"),
     ],
 )
 def test_bad_arguments(abcd: Decode, operation: Any, error: type[Exception], message: str) -> None:

@@ -210,6 +210,13 @@ class BatchRecord(metaclass=BatchType):
             DtypeError: an extra that torch and numpy do not share.
             Violation: MIRROR_FOREIGN_WRITE, and at `full` those of `check`.
         """
+        given: object = writes
+        if not isinstance(given, list | tuple) or not all(isinstance(one, TableWrite) for one in given):
+            raise ArgumentError(
+                f"{type(self).__name__}.upload: writes are {given!r}",
+                value=given,
+                remedy="pass a list of what `Table.entry` or `Extension.entry` returned",
+            )
         self._check_read_columns("upload")
         first = not self._device.uploaded
         derived = self._device.upload(writes, extras or {})
