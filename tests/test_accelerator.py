@@ -130,8 +130,9 @@ def test_columns_cross_streams_together(runtime: AcceleratorRuntime, monkeypatch
         b = mirrored(torch.float32)
 
     batch = Columns.build(runtime, a=[1, 2], b=[0.5, 1.5])
-    batch.upload()
+    extras = batch.upload(extras={"positions": [3, 4]})
     with runtime.use(runtime.stream("forward")):
+        assert extras["positions"].tolist() == extras["positions"].tolist() == [3, 4]
         assert batch.a.device.tolist() == [1, 2]
         assert batch.b.device.tolist() == [0.5, 1.5]
     assert runtime.counters.hand_overs == 1

@@ -33,7 +33,7 @@ class Extras(Mapping[str, torch.Tensor]):
         place = self._places[name]
         if self._upload is None:
             raise KeyError(name)
-        return self._runtime.acquire(self._upload.view(place), self._upload.stream, self._upload.ready)
+        return self._runtime.acquire_part(self._upload, place)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -162,7 +162,7 @@ class BatchDevice:
         crossed: list[torch.Tensor] = []
         if name in self._needs:
             packed, places = self._packed_now(), self._needs[name]
-            crossed = [self._runtime.acquire(packed.view(place), packed.stream, packed.ready) for place in places]
+            crossed = [self._runtime.acquire_part(packed, place) for place in places]
         made = Made(rows.gathered(self._runtime, crossed), self._runtime.current_stream, None, set())
         self._needs.pop(name, None)
         # The column, and batches derived from here on, start from what was gathered, not from where it came from.

@@ -297,6 +297,10 @@ class Runtime(abc.ABC):
                 handed.add(current.key)
         return tensor
 
+    def acquire_part(self, packed: PackedUpload, index: int) -> torch.Tensor:
+        """Array `index` of a packed upload, safe to use on the current stream; see `acquire`."""
+        return self.acquire(packed.view(index), packed.stream, packed.ready, handed=packed.handed)
+
     def checks_stand_aside(self) -> bool:
         """Whether checks that would touch the device must not run now, because the stream is captured. Logs it once."""
         aside = self.capturing

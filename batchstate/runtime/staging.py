@@ -44,7 +44,6 @@ class Staging:
     depth: int
     _free: dict[int, list[StagingBlock]] = attrs.field(factory=dict, init=False)
     _in_flight: dict[object, deque[tuple[Fence, int, StagingBlock]]] = attrs.field(factory=dict, init=False)
-    blocks: int = attrs.field(default=0, init=False)
 
     def take(self, nbytes: int) -> StagingBlock:
         """A block of at least `nbytes` that no copy still reads. Never waits; makes a new one if all are in flight."""
@@ -81,6 +80,5 @@ class Staging:
 
     def _make(self, size: int) -> StagingBlock:
         tensor = self.allocate(size)
-        self.blocks += 1
         array: Any = tensor.numpy()
         return StagingBlock(tensor, array)
