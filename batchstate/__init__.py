@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from batchstate.columns import device_only, host_list, mirrored, slot_column
     from batchstate.contracts import Contract
     from batchstate.errors import BatchStateError, PoolExhaustedError
+    from batchstate.forward_inputs import ForwardInputs
+    from batchstate.forward_plan import ForwardPlan
+    from batchstate.future_map import FutureMap, relay_field
     from batchstate.hybrid import HybridSlotPool
     from batchstate.indices import HostTokens, Pages, Slots, Tokens
     from batchstate.invariants import Code, Level, Violation, checks, set_checks
@@ -26,6 +29,9 @@ __all__ = [
     "BatchStateError",
     "Code",
     "Contract",
+    "ForwardInputs",
+    "ForwardPlan",
+    "FutureMap",
     "HostTokens",
     "HybridSlotPool",
     "Level",
@@ -44,6 +50,7 @@ __all__ = [
     "host_list",
     "mirrored",
     "open_runtime",
+    "relay_field",
     "set_checks",
     "slot_column",
 ]
@@ -54,6 +61,9 @@ _HOMES = {
     "BatchStateError": "batchstate.errors",
     "Code": "batchstate.invariants",
     "Contract": "batchstate.contracts",
+    "ForwardInputs": "batchstate.forward_inputs",
+    "ForwardPlan": "batchstate.forward_plan",
+    "FutureMap": "batchstate.future_map",
     "HostTokens": "batchstate.indices",
     "HybridSlotPool": "batchstate.hybrid",
     "Level": "batchstate.invariants",
@@ -72,6 +82,7 @@ _HOMES = {
     "host_list": "batchstate.columns",
     "mirrored": "batchstate.columns",
     "open_runtime": "batchstate.runtime",
+    "relay_field": "batchstate.future_map",
     "set_checks": "batchstate.invariants",
     "slot_column": "batchstate.columns",
 }

@@ -7,6 +7,13 @@ show that a check really ran. The laws stand in `batchstate.laws`, by what they 
 """
 
 from batchstate.laws.catalog import LAWS, Law, first_duplicate, made
+from batchstate.laws.futures import (
+    future_consumed,
+    future_generation,
+    future_order,
+    future_unread_overwritten,
+    future_unwritten,
+)
 from batchstate.laws.mirrors import (
     mirror_aliased,
     mirror_bound,
@@ -30,7 +37,7 @@ from batchstate.laws.slots import (
     slot_zero_dirty,
     table_capacity,
 )
-from batchstate.laws.steps import hidden_sync, staging_overrun
+from batchstate.laws.steps import hidden_sync, staging_overrun, staging_reused
 from batchstate.levels import Level, checks, current_checks, set_checks
 from batchstate.violations import Code, Violation, Where
 
@@ -44,6 +51,11 @@ __all__ = [
     "checks",
     "current_checks",
     "first_duplicate",
+    "future_consumed",
+    "future_generation",
+    "future_order",
+    "future_unread_overwritten",
+    "future_unwritten",
     "hidden_sync",
     "length_order",
     "made",
@@ -66,6 +78,7 @@ __all__ = [
     "slot_zero_allocated",
     "slot_zero_dirty",
     "staging_overrun",
+    "staging_reused",
     "table_capacity",
     "tail_stale",
     "unit_mismatch",

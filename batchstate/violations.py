@@ -32,6 +32,12 @@ class Code(enum.StrEnum):
     UNIT_MISMATCH = "UNIT_MISMATCH"
     HIDDEN_SYNC = "HIDDEN_SYNC"
     STAGING_OVERRUN = "STAGING_OVERRUN"
+    STAGING_REUSED = "STAGING_REUSED"
+    FUTURE_UNWRITTEN = "FUTURE_UNWRITTEN"
+    FUTURE_UNREAD_OVERWRITTEN = "FUTURE_UNREAD_OVERWRITTEN"
+    FUTURE_CONSUMED = "FUTURE_CONSUMED"
+    FUTURE_GENERATION = "FUTURE_GENERATION"
+    FUTURE_ORDER = "FUTURE_ORDER"
 
 
 class Where(TypedDict, total=False):
@@ -59,6 +65,7 @@ class Violation(BatchStateError, RuntimeError):
         row: row of the value or batch, or None.
         slot: slot, page or token that the report is about, or None.
         generation: generation of the slot, or None.
+        writer, reader: of a relay entry: which publish wrote it, and who reads it; None elsewhere.
         expected, actual: what the law demands and what was found.
     """
 
@@ -74,6 +81,8 @@ class Violation(BatchStateError, RuntimeError):
         row: int | None = None,
         slot: int | None = None,
         generation: int | None = None,
+        writer: str | None = None,
+        reader: str | None = None,
     ) -> None:
         super().__init__(problem, value=actual, remedy=remedy)
         self.code = code
@@ -87,6 +96,8 @@ class Violation(BatchStateError, RuntimeError):
         self.row = row
         self.slot = slot
         self.generation = generation
+        self.writer = writer
+        self.reader = reader
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain values, for logs and JSON."""
@@ -100,6 +111,8 @@ class Violation(BatchStateError, RuntimeError):
             "slot": self.slot,
             "generation": self.generation,
             "step": self.step,
+            "writer": self.writer,
+            "reader": self.reader,
             "expected": str(self.expected),
             "actual": str(self.actual),
             "remedy": self.remedy,
@@ -107,9 +120,24 @@ class Violation(BatchStateError, RuntimeError):
 
     def __str__(self) -> str:
         lines = [f"{self.code}: {self.problem}"]
-        for name in ("object", "operation", "column", "row", "slot", "generation", "step", "expected", "actual"):
+        for name in _SHOWN:
             value = getattr(self, name)
             if value is not None:
                 lines.append(f"  {name:<10} {value}")
         lines.append(f"  {'remedy':<10} {self.remedy}")
         return "\n".join(lines)
+
+
+_SHOWN = (
+    "object",
+    "operation",
+    "column",
+    "row",
+    "slot",
+    "generation",
+    "step",
+    "writer",
+    "reader",
+    "expected",
+    "actual",
+)

@@ -65,6 +65,8 @@ def broken(
     row: int | None = None,
     slot: int | None = None,
     generation: int | None = None,
+    writer: str | None = None,
+    reader: str | None = None,
     remedy: str | None = None,
 ) -> NoReturn:
     """Raises the violation of `code`, with the remedy of its law unless the place knows a better one.
@@ -82,6 +84,8 @@ def broken(
         row=row,
         slot=slot,
         generation=generation,
+        writer=writer,
+        reader=reader,
     )
 
 

@@ -1,4 +1,4 @@
-"""Laws of a step: what may wait, and how deep steps may overlap."""
+"""Laws of a step: what may wait, how deep steps may overlap, and whose the memory of a transfer is."""
 
 from typing import Unpack
 
@@ -48,4 +48,27 @@ def staging_overrun(oldest_step: int, next_step: int, steps_in_flight: int, **wh
             where,
             expected=f"at most {steps_in_flight} steps in flight",
             actual=next_step - oldest_step + 1,
+        )
+
+
+@law(
+    Code.STAGING_REUSED,
+    asked="cheap",
+    remedy="give a block of host memory back when its values have been taken out, and never before its copy has run",
+    origins=("vllm #51571", "vllm #36013", "pytorch #68749"),
+)
+def staging_reused(held: int, current: int, **where: Unpack[Where]) -> None:
+    """Host memory that a copy from the device landed in is still lent to that copy when its values are taken out.
+
+    `held` is the number under which it was lent, `current` that of its last lending; 0 when it is lent to nobody.
+    Cost: one comparison. Broken by a ring of landing buffers that turns once a call, or that is read a step too late.
+    """
+    made[Code.STAGING_REUSED] += 1
+    if held != current:
+        broken(
+            Code.STAGING_REUSED,
+            "the host memory of a copy from the device was given to another before its values were taken out",
+            where,
+            expected=f"lending {held}",
+            actual=f"lending {current}" if current else "lent to nobody",
         )

@@ -66,6 +66,9 @@ class AcceleratorRuntime(Runtime):
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return buffer.copy_(block.tensor[:nbytes], non_blocking=True)
 
+    def _copied_to_host(self, block: StagingBlock, source: torch.Tensor) -> None:
+        block.tensor[: source.numel()].copy_(source, non_blocking=True)
+
     def _read_back(self, source: torch.Tensor) -> Array:
         with self._synchronisation_allowed():
             copy: Array = source.detach().to("cpu").numpy()

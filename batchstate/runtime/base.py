@@ -15,6 +15,8 @@ from batchstate import invariants, levels
 from batchstate.errors import ArgumentError, CaptureError, OwnerThreadError
 from batchstate.runtime.counters import Counters
 from batchstate.runtime.depth import declared_depth
+from batchstate.runtime.download import Download
+from batchstate.runtime.dtypes import numpy_dtype
 from batchstate.runtime.fences import Fence, Stream
 from batchstate.runtime.packed import PackedUpload, packed_offsets
 from batchstate.runtime.staging import Staging, StagingBlock
@@ -44,6 +46,7 @@ class Runtime(abc.ABC):
         self.counters = Counters()
         self._thread = threading.get_ident()
         self._staging = Staging(self._allocate_staging, depth=self.steps_in_flight + 1)
+        self._landing = Staging(self._allocate_staging, depth=self.steps_in_flight + 1)
         self._versions = 0
         self._persistent: list[weakref.ref[torch.Tensor]] = []
         self._observed: list[torch.Tensor] | None = None
@@ -66,6 +69,13 @@ class Runtime(abc.ABC):
     @abc.abstractmethod
     def _copied_to_device(self, block: StagingBlock, nbytes: int) -> torch.Tensor:
         """New device memory uint8[nbytes] with the first bytes of `block`, copied on the current stream.
+
+        The host does not wait.
+        """
+
+    @abc.abstractmethod
+    def _copied_to_host(self, block: StagingBlock, source: torch.Tensor) -> None:
+        """Copies device memory uint8[nbytes] into the first bytes of `block`, on the current stream.
 
         The host does not wait.
         """
@@ -208,6 +218,39 @@ class Runtime(abc.ABC):
         self.counters.host_to_device_copies += 1
         self.counters.host_to_device_bytes += nbytes
         return PackedUpload(buffer, stream, ready, offsets, [(array.dtype, array.shape) for array in arrays])
+
+    def download(self, tensors: Sequence[torch.Tensor], *, name: str = "download") -> Download:
+        """Starts to bring device tensors to the host in one copy, on the current stream. The host does not wait.
+
+        Args:
+            tensors: made on the current stream, of dtypes that numpy has too.
+            name: for reports.
+
+        Returns:
+            what hands the values out once they are there.
+
+        Raises:
+            CaptureError: the current stream is being captured.
+            DtypeError: a dtype that numpy lacks.
+        """
+        self.check_owner("download")
+        self._refuse_capture("a download")
+        kinds = [(numpy_dtype(tensor.dtype), tuple(tensor.shape)) for tensor in tensors]
+        parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
+        packed = parts[0] if len(parts) == 1 else None
+        if len(parts) > 1:
+            packed = self.launch(torch.cat, parts, reads=parts, name=f"{name}: pack")
+        stream = self.current_stream
+        block = self._landing.take(0 if packed is None else packed.numel())
+        try:
+            if packed is not None:
+                self._copied_to_host(block, packed)
+            done = self.record(stream)
+        except BaseException:
+            self._landing.give_up(block)
+            raise
+        self.counters.device_to_host_copies += 1
+        return Download(self._landing, block, done, self.step, stream.key, kinds, name)
 
     def read_back(self, tensor: torch.Tensor) -> Array:
         """Brings a device tensor to the host. Waits for the device: counted as a forced sync."""

@@ -38,6 +38,9 @@ class CpuRuntime(Runtime):
             return self._device_memory((0,), torch.uint8)  # numpy gives nothing a stride of 0, which torch cannot view
         return torch.from_numpy(block.bytes[:nbytes].copy())
 
+    def _copied_to_host(self, block: StagingBlock, source: torch.Tensor) -> None:
+        block.bytes[: source.numel()] = source.numpy()
+
     def _read_back(self, source: torch.Tensor) -> Array:
         copy: Array = source.detach().clone().numpy()
         return copy

@@ -24,10 +24,15 @@ SMALLEST_BLOCK = 1 << 14
 @final
 @attrs.define(eq=False)
 class StagingBlock:
-    """One piece of pinned memory: `tensor` uint8[nbytes] and `bytes`, the same memory as an array."""
+    """One piece of pinned memory: `tensor` uint8[nbytes] and `bytes`, the same memory as an array.
+
+    Attributes:
+        lending: number of the present lending, 0 while it is free. A copy from the device checks that its is still it.
+    """
 
     tensor: torch.Tensor
     bytes: npt.NDArray[np.uint8]
+    lending: int = 0
 
 
 @final
@@ -44,6 +49,7 @@ class Staging:
     depth: int
     _free: dict[int, list[StagingBlock]] = attrs.field(factory=dict, init=False)
     _in_flight: dict[object, deque[tuple[Fence, int, StagingBlock]]] = attrs.field(factory=dict, init=False)
+    _lendings: int = attrs.field(default=0, init=False)
 
     def take(self, nbytes: int) -> StagingBlock:
         """A block of at least `nbytes` that no copy still reads. Never waits; makes a new one if all are in flight."""
@@ -52,7 +58,10 @@ class Staging:
         free = self._free.get(size)
         if free is None:
             free = self._free[size] = [self._make(size) for _ in range(self.depth)]
-        return free.pop() if free else self._make(size)
+        block = free.pop() if free else self._make(size)
+        self._lendings += 1
+        block.lending = self._lendings
+        return block
 
     def release(self, block: StagingBlock, fence: Fence, step: int, stream: object = None) -> None:
         """Gives a block back once `fence`, recorded behind the copy that reads it, is complete.
@@ -63,15 +72,15 @@ class Staging:
         self._in_flight.setdefault(stream, deque()).append((fence, step, block))
 
     def give_up(self, block: StagingBlock) -> None:
-        """Gives back a block of which no copy was made."""
+        """Gives back a block that no copy reads or writes any more."""
+        block.lending = 0
         self._free[len(block.bytes)].append(block)
 
     def reap(self) -> None:
         """Makes every block free whose copy has run, oldest first on each stream."""
         for in_flight in self._in_flight.values():
             while in_flight and in_flight[0][0].query():
-                block = in_flight.popleft()[2]
-                self._free[len(block.bytes)].append(block)
+                self.give_up(in_flight.popleft()[2])
 
     def oldest_step(self) -> int | None:
         """Step of the oldest upload that has not run, or None."""

@@ -163,7 +163,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 def _seam_allowed(runtime: Runtime) -> Iterator[None]:
     """What a runtime does in its own calls is its own affair; those that wait are named for it, and counted."""
     with contextlib.ExitStack() as patches:
-        for name in ("_copied_to_device", "_read_back"):
+        for name in ("_copied_to_device", "_copied_to_host", "_read_back"):
             patches.enter_context(mock.patch.object(runtime, name, _unguarded(getattr(runtime, name))))
         yield
 

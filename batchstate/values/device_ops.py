@@ -35,6 +35,11 @@ def replace_rows(source: torch.Tensor, rows: torch.Tensor, values: torch.Tensor)
     return torch.index_copy(_movable(source), 0, rows, _movable(values)).view(source.dtype)
 
 
+def put_rows(target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+    """`values` into `target` at `rows` int64[k], in place. One kernel."""
+    _movable(target).index_copy_(0, rows, _movable(values))
+
+
 def add(source: torch.Tensor, amount: torch.Tensor | int) -> torch.Tensor:
     """`source + amount`, in new memory; the caller has shown that it fits. One kernel."""
     return torch.add(_movable(source), amount).view(source.dtype)

@@ -14,10 +14,10 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate.contracts import Contract, parse_contract, weaker_or_equal
-from batchstate.errors import ContractError, DeviceError, DtypeError, SideMissingError
+from batchstate.errors import ArgumentError, ContractError, DeviceError, DtypeError, ShapeError, SideMissingError
 from batchstate.runtime import NUMPY_DTYPES, Runtime, numpy_dtype
 from batchstate.values.device_side import DeviceSide, Made, version_mark
-from batchstate.values.host_arrays import Array
+from batchstate.values.host_arrays import Array, converted
 from batchstate.values.host_numbers import HostNumbers
 from batchstate.values.stale import StaleWindow, reasons
 from batchstate.violations import Where
@@ -199,6 +199,50 @@ class TwoSides(HostNumbers):
         host = None if wanted is Contract.DEVICE_ONLY else self._host
         device = self._device.tensor(self.runtime) if wanted is not Contract.EXACT else self._made_device()
         return self._derived(host, device, self.shape, "weaken", contract=wanted)
+
+    def tighten(self, bound: object) -> Self:
+        """The same bounded value with lower bounds on the host. Its device side is not touched, nor waited for.
+
+        Args:
+            bound: numbers of the value's shape, none above the present bounds: what results of earlier steps prove.
+
+        Raises:
+            ContractError: a value that is no bound.
+            ShapeError, DtypeError, ValueOverflowError: `bound` does not go with the value.
+            ArgumentError: a bound that rises; `+ n` moves both sides.
+            Violation: MIRROR_BOUND, at `full`: the device holds more.
+        """
+        what = f"{self.name or type(self).__name__}: tighten"
+        if self.contract is not Contract.UPPER_BOUND:
+            raise ContractError(
+                f"{what}: {self!r} is {self.contract.value}",
+                value=self.contract.value,
+                remedy="only a bound can be tightened; `update` changes exact values on both sides",
+            )
+        host = converted(bound, numpy_dtype(self.dtype), what)
+        if host.shape != self.shape:
+            raise ShapeError(f"{what}: {list(host.shape)} for {list(self.shape)}", value=host.shape, remedy="one each")
+        higher = np.flatnonzero((host > self.np).reshape(len(self), -1).any(axis=1))
+        if higher.size:
+            raise ArgumentError(
+                f"{what}: the bound of row {higher[0]} would rise",
+                value=int(higher[0]),
+                remedy="pass bounds that are at most the present ones",
+            )
+        value = type(self)(
+            self.runtime,
+            host,
+            self._device,
+            dtype=self.dtype,
+            shape=self.shape,
+            contract=self.contract,
+            name=self.name,
+            windows=self._windows,
+            tags=self._tags,
+            origin=self._origin,
+        )
+        value.check("tighten")
+        return value
 
     def resolve(self) -> Self:
         """The same value as `exact`, its host side read back from the device. Waits: one forced sync."""

@@ -1,0 +1,229 @@
+"""`ForwardInputs`: the device tensors that one forward takes, as its own view of the batch.
+
+What the host planned crossed in the step's copy. At forward entry, on the forward's stream, the relay adds what only
+the last forward knew: ids, and true lengths where the host has bounds. The view belongs to the forward, which may
+change it; the batch, whose two sides stay what they are, never hears of it.
+"""
+
+from collections.abc import Callable
+from typing import final
+
+import attrs
+import torch
+
+from batchstate import invariants, levels
+from batchstate.batching.upload import Extras
+from batchstate.errors import ArgumentError, ContractError, ShapeError
+from batchstate.forward_plan import ForwardPlan
+from batchstate.indices import Slots
+from batchstate.runtime import Runtime
+from batchstate.tables import Table
+from batchstate.values.device_ops import add, put_rows
+from batchstate.values.device_side import DeviceSide
+
+
+@final
+@attrs.frozen(eq=False)
+class Sources:
+    """Where a forward's inputs come from besides the plan. For the library.
+
+    Attributes:
+        runtime: the device.
+        gather: takes entries of a relay field.
+        ids: fields whose entries end to end are the ids of a request, `width` of them.
+        lengths: field with the tokens in KV memory before this step, or None.
+        token_table: [slot, position] -> token, or None.
+    """
+
+    runtime: Runtime
+    gather: Callable[[Slots, str], torch.Tensor]
+    ids: tuple[str, ...]
+    width: int
+    lengths: str | None
+    token_table: Table | None
+
+    def check(self, plan: ForwardPlan, what: str) -> None:
+        """Refuses a plan that these cannot serve; see `FutureMap.resolve_forward_inputs`."""
+        for row in plan.relay_rows[plan.query_lens[plan.relay_rows] != self.width].tolist():
+            raise ShapeError(
+                f"{what}: the request in row {row} puts in {plan.query_lens[row]} tokens, "
+                f"and the relay has {self.width} for it in {', '.join(self.ids)}",
+                value=int(plan.query_lens[row]),
+                remedy="pass its ids to the plan, or name the fields that hold them all",
+            )
+        if plan.bounded and self.lengths is None:
+            raise ContractError(
+                f"{what}: {plan!r} has bounds of the lengths",
+                value="upper_bound",
+                remedy="name the field that was published with the true ones: lengths=...",
+            )
+        if plan.bounded and "slot_mapping" in plan.extras and self.token_table is None:
+            raise ArgumentError(
+                f"{what}: the slot mapping of bounded lengths needs a token table",
+                value=None,
+                remedy="pass token_table=, from which the device looks up where the KV really goes",
+            )
+
+
+@final
+@attrs.define(eq=False, repr=False)
+class ForwardInputs:
+    """One forward's inputs on the device. Made by `FutureMap.resolve_forward_inputs`.
+
+    Attributes:
+        plan: what the host knows of it.
+        slots: int64[num_rows]; 0 for padded rows.
+        sampling: handles of the requests that sample, for `stash` and `publish`.
+        input_ids, positions: int64[num_padded_tokens].
+        query_start_loc: int32[num_rows + 1], where the tokens of each request begin (FlashAttention's `cu_seqlens_q`,
+            flashinfer's `qo_indptr`).
+        kv_lens: int32[num_rows], tokens of each request with those of this step (`seqused_k`, `cache_seqlens`).
+        last_token_indices: int64[s], the last token of each request that samples; int64[num_rows] where all do.
+        slot_mapping: int64[num_padded_tokens], where the KV of each token goes, or None without pages.
+        kv_start_loc, block_table: `cu_seqlens_k` int32[num_rows + 1] and int32[num_rows, m], or None.
+        kv_page_indptr, kv_page_indices, kv_last_page_len: flashinfer's `paged_kv_*`, or None.
+    """
+
+    plan: ForwardPlan
+    slots: torch.Tensor
+    sampling: Slots
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    query_start_loc: torch.Tensor
+    kv_lens: torch.Tensor
+    last_token_indices: torch.Tensor
+    slot_mapping: torch.Tensor | None = None
+    kv_start_loc: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None
+    kv_page_indptr: torch.Tensor | None = None
+    kv_page_indices: torch.Tensor | None = None
+    kv_last_page_len: torch.Tensor | None = None
+
+    def __repr__(self) -> str:
+        return f"ForwardInputs({self.plan!r})"
+
+    @classmethod
+    def made(cls, plan: ForwardPlan, uploaded: Extras, sources: Sources) -> "ForwardInputs":
+        """For the library: the inputs of a checked plan, on the current stream."""
+        plan.use()
+        runtime = sources.runtime
+        relayed = plan.slots if plan.direct else _on_device(plan.relayed, uploaded, "relay_slots")
+        ids = _ids(plan, uploaded, relayed, sources)
+        inputs = cls(
+            plan=plan,
+            slots=plan.slots.device,
+            sampling=_on_device(plan.sampling, uploaded, "sample_slots"),
+            input_ids=ids,
+            **{name: uploaded[name] for name in _TENSORS if name in plan.extras},
+        )
+        if plan.bounded and sources.lengths is not None:
+            inputs._set_right(uploaded, sources.gather(relayed, sources.lengths), relayed.device, sources)
+        if levels.full and not runtime.checks_stand_aside():
+            invariants.sentinel_escaped(
+                runtime.inspect(inputs.input_ids),
+                object=plan,
+                operation="resolve_forward_inputs",
+                column="input_ids",
+                step=runtime.step,
+            )
+        return inputs
+
+    def _set_right(self, uploaded: Extras, lengths: torch.Tensor, slots: torch.Tensor, sources: Sources) -> None:
+        """Positions, KV lengths and slot mapping of requests of which the host knows a bound; `lengths` are before.
+
+        Changes tensors that crossed for this forward alone.
+        """
+        launch, width = sources.runtime.launch, sources.width
+        true_lens = launch(_with_query, lengths, width, self.kv_lens.dtype, reads=(lengths,), name="true KV lengths")
+        positions = launch(_positions, lengths, width, reads=(lengths,), name="true positions")
+        changes = [(self.kv_lens, true_lens, "relay_rows"), (self.positions, positions, "relay_tokens")]
+        if self.slot_mapping is not None and sources.token_table is not None:
+            table = sources.token_table.device
+            mapping = launch(_looked_up, table, slots, positions, width, reads=(table, slots), name="true slot mapping")
+            changes.append((self.slot_mapping, mapping, "relay_tokens"))
+        for target, values, places in changes:
+            if self.plan.direct:
+                launch(target.copy_, values, reads=(values,), writes=(target,), name="set right")
+            else:
+                index = uploaded[places]
+                launch(put_rows, target, index, values, reads=(index, values), writes=(target,), name="set right")
+        if self.kv_start_loc is not None:
+            starts, lens = self.kv_start_loc, self.kv_lens
+            launch(_ends, starts, lens, reads=(lens,), writes=(starts,), name="true KV starts")
+        if levels.full and not sources.runtime.checks_stand_aside():
+            self._check_bounds(sources.runtime)
+
+    def _check_bounds(self, runtime: Runtime) -> None:
+        """The host's bounds are bounds: pages were allocated by them."""
+        true = runtime.inspect(self.kv_lens)[: self.plan.num_reqs]
+        invariants.mirror_bound(
+            self.plan.seq_lens.astype(true.dtype),
+            true,
+            object=self.plan,
+            operation="resolve_forward_inputs",
+            column="kv_lens",
+            step=runtime.step,
+        )
+
+
+_TENSORS = tuple(
+    one.name for one in attrs.fields(ForwardInputs) if one.name not in ("plan", "slots", "sampling", "input_ids")
+)
+
+
+def _on_device(handles: Slots, uploaded: Extras, name: str) -> Slots:
+    """The handles, their device side among what crossed with the step."""
+    if name not in uploaded:
+        return handles
+    return Slots(
+        handles.runtime,
+        handles.np,
+        DeviceSide.of(uploaded[name], handles.runtime),
+        dtype=handles.dtype,
+        shape=handles.shape,
+        contract=handles.contract,
+        name=handles.name,
+        tags=(handles.generations,),
+        origin=handles.pool,
+    )
+
+
+def _ids(plan: ForwardPlan, uploaded: Extras, relayed: Slots, sources: Sources) -> torch.Tensor:
+    """The ids of all tokens, from the host, from the relay, or from both."""
+    launch = sources.runtime.launch
+    known = None if plan.prompt_ids is None else sources.runtime.upload([plan.prompt_ids]).view(0)
+    if not len(plan.relay_rows):
+        return plan.slots.device[:0] if known is None else known
+    parts = [sources.gather(relayed, name) for name in sources.ids]
+    ids = parts[0].reshape(-1)
+    if len(parts) > 1:
+        ids = launch(_end_to_end, parts, reads=parts, name="ids of requests")
+    if known is None:
+        return ids
+    places = uploaded["relay_tokens"]
+    launch(put_rows, known, places, ids, reads=(places, ids), writes=(known,), name="ids from the relay")
+    return known
+
+
+def _end_to_end(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Entries [n] and [n, k] of each request, one behind the other. One kernel."""
+    return torch.cat([part.reshape(part.shape[0], -1) for part in parts], dim=1).reshape(-1)
+
+
+def _with_query(lengths: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+    return add(lengths, width).to(dtype)
+
+
+def _positions(lengths: torch.Tensor, width: int) -> torch.Tensor:
+    """int64[n * width]: the positions of the next `width` tokens of each request."""
+    return (lengths[:, None] + torch.arange(width, device=lengths.device)).reshape(-1).to(torch.int64)
+
+
+def _looked_up(table: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
+    """int64[n * width]: the table's element for each position, `width` of them a request."""
+    return table[slots[:, None], positions.view(-1, width)].reshape(-1).to(torch.int64)
+
+
+def _ends(starts: torch.Tensor, lengths: torch.Tensor) -> None:
+    """`starts[1:]` = running sums of `lengths`, in place."""
+    torch.cumsum(lengths, 0, dtype=starts.dtype, out=starts[1:])

@@ -1,0 +1,355 @@
+"""`ForwardPlan`: the host's part of a forward's inputs, computed in numpy and carried by the step's one copy.
+
+    plan = ForwardPlan.of(batch.slots, batch.seq_lens, query_lens, prompt_ids=ids, pages=pages)
+    uploaded = batch.upload(writes=[extension.entry()], extras=plan.extras)
+    inputs = relay.resolve_forward_inputs(plan, uploaded, ids="last_token")  # at forward entry, on its stream
+
+Each request puts in its last `query_len` tokens, of `seq_len` that it has with them: a chunk of its prompt, one decoded
+token, or that and drafts. Their ids come from the host (prompts) or from the relay (all others).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, SupportsIndex, final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from batchstate import invariants, levels
+from batchstate.contracts import Contract
+from batchstate.errors import ArgumentError, ContractError, DtypeError, ShapeError
+from batchstate.forwarding.layouts import LAYOUTS, check_layouts
+from batchstate.forwarding.ragged import Ragged, padded
+from batchstate.indices import Slots
+from batchstate.mirror import MirroredTensor
+from batchstate.pages import PagePool
+from batchstate.values.host_arrays import as_array, converted, count
+from batchstate.values.integers import amounts
+from batchstate.violations import Where
+
+Ints = npt.NDArray[np.int64]
+
+_STAND_IN = -1
+"""Where no id is known yet while the host lays them out. The law of SENTINEL_ESCAPED sees to it that none crosses."""
+
+
+@final
+@attrs.define(eq=False, repr=False)
+class ForwardPlan:
+    """What the host knows of one forward. Made by `of`, used once by `FutureMap.resolve_forward_inputs`.
+
+    Attributes:
+        slots: the rows, padding included.
+        num_reqs: requests.
+        num_rows: requests and padded rows.
+        num_tokens: tokens of the requests.
+        num_padded_tokens: tokens and padding.
+        query_lens: int64[num_reqs], tokens that each request puts in.
+        seq_lens: int64[num_reqs], tokens that it has with them, or a bound.
+        bounded: whether `seq_lens` holds bounds for the requests that the relay feeds.
+        max_query_len, max_kv_len: the most of both, or a bound.
+        relay_rows: int64[r], requests whose ids come from the relay.
+        relayed: their handles.
+        sample_rows: int64[s], requests that sample.
+        sampling: their handles.
+        prompt_ids: int64[num_padded_tokens], ids that the host knows and 0 elsewhere; None if it knows none.
+        extras: name -> array, for `batch.upload(extras=...)`.
+        step: of the runtime, when it was planned.
+    """
+
+    slots: Slots
+    num_reqs: int
+    num_tokens: int
+    num_padded_tokens: int
+    query_lens: Ints
+    seq_lens: Ints
+    bounded: bool
+    relay_rows: Ints
+    relayed: Slots
+    sample_rows: Ints
+    sampling: Slots
+    prompt_ids: Ints | None
+    extras: Mapping[str, npt.NDArray[Any]]
+    step: int
+    _used: bool = False
+
+    def __repr__(self) -> str:
+        return f"ForwardPlan({self.num_reqs} requests, {self.num_tokens} tokens, {len(self.relay_rows)} by the relay)"
+
+    @property
+    def num_rows(self) -> int:
+        """Requests and padded rows."""
+        return len(self.slots)
+
+    @property
+    def max_query_len(self) -> int:
+        """The most tokens that a request puts in."""
+        return int(self.query_lens.max(initial=0))
+
+    @property
+    def max_kv_len(self) -> int:
+        """The most tokens that a request has, or a bound."""
+        return int(self.seq_lens.max(initial=0))
+
+    @classmethod
+    def of(
+        cls,
+        slots: Slots,
+        seq_lens: object,
+        query_lens: object = 1,
+        *,
+        prompt_ids: Sequence[object] | None = None,
+        samples: object = None,
+        pages: PagePool | None = None,
+        pad_tokens: SupportsIndex | None = None,
+        layouts: str | Iterable[str] = (),
+    ) -> "ForwardPlan":
+        """Plans a forward.
+
+        Args:
+            slots: the requests of the batch, padded rows at the end: `batch.slots`, or `batch.pad(n).slots`.
+            seq_lens: tokens that each has after this forward, int[n]: a mirrored column, exact or bounded, or an array.
+                Values of padded rows are not looked at.
+            query_lens: tokens that each puts in, one number or int[n].
+            prompt_ids: for each request the ids that it puts in, int[query_len], or None where the relay has them. None
+                for all: all ids come from the relay.
+            samples: mask bool[n] of the requests that sample; all by default. A chunk of a prompt that is not its last
+                samples nothing.
+            pages: where the KV goes; without it there is no `slot_mapping`.
+            pad_tokens: tokens of a captured graph; padded ones have id 0, position 0 and token 0 of KV memory.
+            layouts: `flash_attention` or `flashinfer`, for arrays that these take besides.
+
+        Raises:
+            ShapeError: not one number, mask or array of ids a request; ids that are not `query_len`.
+            DtypeError: no integers, or no slots.
+            ArgumentError: more tokens put in than there are, or than are allocated; fewer padded tokens than tokens.
+            ContractError: `flashinfer` with bounds, whose page counts the host would have to know.
+            DeclarationError: an unknown layout.
+            Violation: SENTINEL_ESCAPED: a negative id; SLOT_ZERO_ALLOCATED: a padded row before a request.
+        """
+        what = "ForwardPlan"
+        if not isinstance(slots, Slots):
+            raise DtypeError(f"{what}: slots are {type(slots).__name__}", value=slots, remedy="pass `batch.slots`")
+        names = check_layouts(layouts if isinstance(layouts, str) else list(layouts), what)
+        num_reqs = _live(slots)
+        where: Where = {"object": what, "operation": "plan", "step": slots.runtime.step}
+        invariants.slot_zero_allocated(slots.np[:num_reqs], **where)
+        lens, bounded = _lengths(seq_lens, num_reqs, len(slots), what)
+        queries = _per_request(query_lens, num_reqs, len(slots), f"{what}: query_lens")
+        _check_queries(queries, lens, what)
+        tokens = Ragged.of(lens, queries)
+        num_tokens = int(tokens.starts[-1])
+        padded_tokens = num_tokens if pad_tokens is None else count(pad_tokens, f"{what}: pad_tokens", least=num_tokens)
+        given = _given_ids(prompt_ids, num_reqs, what)
+        relay_rows = np.flatnonzero([ids is None for ids in given])
+        sample_rows = _sampling(samples, num_reqs, what)
+        plan = cls(
+            slots=slots,
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            num_padded_tokens=padded_tokens,
+            query_lens=queries,
+            seq_lens=lens,
+            bounded=bounded and len(relay_rows) > 0,
+            relay_rows=relay_rows,
+            relayed=_handles(slots, relay_rows),
+            sample_rows=sample_rows,
+            sampling=slots if len(sample_rows) == num_reqs else _handles(slots, sample_rows),
+            prompt_ids=None,
+            extras={},
+            step=slots.runtime.step,
+        )
+        if not plan.direct:
+            plan.prompt_ids = plan._laid_out(given, tokens, where)
+        plan.extras = plan._arrays(tokens, pages, names)
+        return plan
+
+    @property
+    def direct(self) -> bool:
+        """Whether the ids are the relay's entries end to end, row by row, with nothing between or behind."""
+        queries = self.query_lens
+        uniform = len(self.relay_rows) == self.num_reqs > 0 and bool((queries == queries[0]).all())
+        padded_rows = self.num_rows > self.num_reqs
+        return (
+            uniform and self.num_rows * int(queries[0]) == self.num_padded_tokens and not (self.bounded and padded_rows)
+        )
+
+    def use(self) -> None:
+        """Notes that the forward's inputs are made now.
+
+        Raises:
+            Violation: FUTURE_CONSUMED, at `cheap`: they were made before.
+        """
+        if levels.cheap and self.num_reqs:
+            invariants.future_consumed(
+                self.slots.np[: self.num_reqs],
+                np.full(self.num_reqs, self._used),
+                lambda row: f"the plan of step {self.step}",
+                f"resolve_forward_inputs in step {self.slots.runtime.step}",
+                object=self,
+                operation="resolve_forward_inputs",
+                step=self.slots.runtime.step,
+            )
+        self._used = True
+
+    def relay_tokens(self) -> Ints:
+        """Places of the relay's ids among the tokens, int64, request by request."""
+        starts = np.cumsum(self.query_lens) - self.query_lens
+        return Ragged.of((starts + self.query_lens)[self.relay_rows], self.query_lens[self.relay_rows]).positions
+
+    def _laid_out(self, given: Sequence[Ints | None], tokens: Ragged, where: Where) -> Ints:
+        """The ids that the host knows, at their places; 0 where the relay puts in, and behind the tokens."""
+        ids = np.full(self.num_padded_tokens, _STAND_IN, dtype=np.int64)
+        ids[self.num_tokens :] = 0
+        for row, known in enumerate(given):
+            if known is not None:
+                start, stop = int(tokens.starts[row]), int(tokens.starts[row + 1])
+                if len(known) != stop - start:
+                    raise ShapeError(
+                        f"ForwardPlan: {len(known)} ids for the {stop - start} tokens of row {row}",
+                        value=len(known),
+                        remedy="pass exactly the ids of this chunk",
+                    )
+                ids[start:stop] = known
+        ids[self.relay_tokens()] = 0
+        if levels.cheap:
+            column: Where = {**where, "column": "input_ids"}
+            invariants.sentinel_escaped(ids, **column)
+        return ids
+
+    def _arrays(self, tokens: Ragged, pages: PagePool | None, layouts: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
+        size, rows = self.num_padded_tokens, self.num_rows
+        last = tokens.starts[1:] - 1
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "positions": padded(tokens.positions, size, 0, np.int64),
+            "query_start_loc": padded(tokens.starts, rows + 1, self.num_tokens, np.int32),
+            "kv_lens": padded(self.seq_lens, rows, 0, np.int32),
+        }
+        if self.sampling is self.slots:
+            arrays["last_token_indices"] = padded(last, rows, 0, np.int64)
+        else:
+            arrays["last_token_indices"] = last[self.sample_rows]
+            arrays["sample_slots"] = self.sampling.np
+        if pages is not None:
+            arrays["slot_mapping"] = padded(self._slot_mapping(tokens, pages), size, 0, np.int64)
+        if layouts:
+            arrays |= self._page_layouts(layouts, pages)
+        if len(self.relay_rows) and not self.direct:
+            arrays["relay_slots"] = self.relayed.np
+            arrays["relay_tokens"] = self.relay_tokens()
+            if self.bounded:
+                arrays["relay_rows"] = self.relay_rows
+        return arrays
+
+    def _slot_mapping(self, tokens: Ragged, pages: PagePool) -> Ints:
+        """Where the KV of each token goes, int64[num_tokens]."""
+        table = self._pages_of(pages)
+        size = pages.page_size
+        mapping: Ints = table[tokens.rows, tokens.positions // size] * np.int64(size) + tokens.positions % size
+        return mapping
+
+    def _page_layouts(self, layouts: Sequence[str], pages: PagePool | None) -> dict[str, npt.NDArray[np.int32]]:
+        if pages is None:
+            raise ArgumentError(
+                f"ForwardPlan: layouts {list(layouts)} without pages", value=layouts, remedy="pass pages=PagePool"
+            )
+        if self.bounded and "flashinfer" in layouts:
+            raise ContractError(
+                "ForwardPlan: layout 'flashinfer' of bounded lengths",
+                value="upper_bound",
+                remedy="resolve the lengths first: flashinfer counts pages on the host; or use 'flash_attention'",
+            )
+        table = self._pages_of(pages)
+        arrays: dict[str, npt.NDArray[np.int32]] = {}
+        for name in layouts:
+            arrays |= LAYOUTS[name](table, self.seq_lens, pages.page_size, self.num_rows)
+        return arrays
+
+    def _pages_of(self, pages: PagePool) -> npt.NDArray[np.int32]:
+        """The pages of each request, int32[num_reqs, most pages of a request]."""
+        live = self.slots if self.num_rows == self.num_reqs else _handles(self.slots, np.arange(self.num_reqs))
+        allocated = pages.allocated(live)
+        short = np.flatnonzero(allocated < self.seq_lens)
+        if short.size:
+            row = int(short[0])
+            raise ArgumentError(
+                f"ForwardPlan: request in row {row} has {self.seq_lens[row]} tokens and pages for {allocated[row]}",
+                value=int(self.seq_lens[row]),
+                remedy="grow the pages first (`pages.extend` or `pages.advance`)",
+            )
+        return pages.page_table[live.np]
+
+
+def _handles(slots: Slots, rows: Ints) -> Slots:
+    """The handles in some rows, without a device side of their own."""
+    if len(rows) == len(slots):
+        return slots
+    return Slots.of_pool(slots.runtime, slots.np[rows], slots.generations[rows], pool=slots.pool, name=slots.name)
+
+
+def _live(slots: Slots) -> int:
+    """Rows before the padding at the end."""
+    used = np.flatnonzero(slots.np)
+    return int(used[-1]) + 1 if used.size else 0
+
+
+def _lengths(seq_lens: object, num_reqs: int, num_rows: int, what: str) -> tuple[Ints, bool]:
+    """Lengths int64[num_reqs], and whether they are bounds."""
+    if isinstance(seq_lens, MirroredTensor) and seq_lens.contract is Contract.UPPER_BOUND:
+        return _per_request(seq_lens.np, num_reqs, num_rows, f"{what}: seq_lens"), True
+    return _per_request(as_array(seq_lens, f"{what}: seq_lens"), num_reqs, num_rows, f"{what}: seq_lens"), False
+
+
+def _per_request(numbers: object, num_reqs: int, num_rows: int, what: str) -> Ints:
+    """One number a request, int64[num_reqs]; those of padded rows are dropped."""
+    array = as_array(numbers, what)
+    rows = num_rows if array.ndim == 1 and array.shape[0] == num_rows else num_reqs
+    given = amounts(array, rows, what)
+    return np.full(num_reqs, given, dtype=np.int64) if given.ndim == 0 else given[:num_reqs]
+
+
+def _check_queries(queries: Ints, lens: Ints, what: str) -> None:
+    wrong = np.flatnonzero((queries < 0) | (queries > lens))
+    if wrong.size:
+        row = int(wrong[0])
+        raise ArgumentError(
+            f"{what}: row {row} puts in {queries[row]} tokens of {lens[row]}",
+            value=int(queries[row]),
+            remedy="seq_lens counts the tokens of this step too; a request puts in 0 to seq_len of them",
+        )
+
+
+def _given_ids(prompt_ids: object, num_reqs: int, what: str) -> list[Ints | None]:
+    """The ids that the host knows, for each request; None where the relay has them."""
+    if prompt_ids is None:
+        return [None] * num_reqs
+    if not isinstance(prompt_ids, list | tuple) or len(prompt_ids) != num_reqs:
+        size = len(prompt_ids) if isinstance(prompt_ids, list | tuple) else type(prompt_ids).__name__
+        raise ShapeError(
+            f"{what}: prompt_ids of {size} for {num_reqs} requests",
+            value=size,
+            remedy="pass a list with the ids of each request, and None for those that the relay feeds",
+        )
+    given: list[Ints | None] = []
+    for row, ids in enumerate(prompt_ids):
+        array = None if ids is None else converted(ids, np.dtype(np.int64), f"{what}: prompt_ids of row {row}")
+        if array is not None and array.ndim != 1:
+            raise ShapeError(
+                f"{what}: prompt_ids of row {row} are {list(array.shape)}",
+                value=array.shape,
+                remedy="pass one dimension of ids; None where there are none",
+            )
+        given.append(array)
+    return given
+
+
+def _sampling(samples: object, num_reqs: int, what: str) -> Ints:
+    """Rows that sample, int64[s]."""
+    if samples is None:
+        return np.arange(num_reqs)
+    mask = as_array(samples, f"{what}: samples")
+    if mask.dtype != np.bool_ or mask.shape != (num_reqs,):
+        raise ShapeError(
+            f"{what}: samples are {mask.dtype}{list(mask.shape)}", value=mask.shape, remedy="pass a mask bool[num_reqs]"
+        )
+    return np.flatnonzero(mask)

@@ -1,0 +1,143 @@
+"""Which entries of a relay are unwritten, published or consumed, by whom, and behind which fence.
+
+Host bookkeeping in numpy, O(rows) a call. A publish is noted when it is enqueued; that the device gets there in the
+same order is the business of its fence.
+"""
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from batchstate.relaying.fields import RelayField
+from batchstate.runtime import Fence, Stream
+
+Ints = npt.NDArray[np.int64]
+
+
+class EntryState(enum.StrEnum):
+    """What has become of an entry."""
+
+    UNWRITTEN = "unwritten"
+    PUBLISHED = "published"
+    CONSUMED = "consumed"
+
+
+@final
+@attrs.define(eq=False)
+class Publication:
+    """One publish: everything it wrote is behind its fence, and no other publish shares that.
+
+    Attributes:
+        number: from 1, in the order of the calls.
+        by: the operation, step and stream, for reports.
+        stream: where it was enqueued.
+        fence: behind it.
+        known_to: keys of the streams that are ordered behind it.
+        reads: for each stream that has read some of it, a fence behind the last such read.
+    """
+
+    number: int
+    by: str
+    stream: Stream
+    fence: Fence
+    known_to: set[object]
+    reads: dict[Stream, Fence] = attrs.field(factory=dict)
+
+
+@final
+class Entries:
+    """The entries of one field, one for each slot.
+
+    Attributes:
+        field: the declaration.
+        generation: int64[capacity], of the owner that an entry was published for; 0 where it is unwritten.
+        number: int64[capacity], of the publish; 0 where it is unwritten.
+        taken: uint8[capacity], bits of the readers that have taken it.
+    """
+
+    __slots__ = ("field", "generation", "number", "taken")
+
+    def __init__(self, field: RelayField, capacity: int) -> None:
+        self.field = field
+        self.generation = np.zeros(capacity, dtype=np.int64)
+        self.number = np.zeros(capacity, dtype=np.int64)
+        self.taken = np.zeros(capacity, dtype=np.uint8)
+
+    def publish(self, rows: Ints, generations: Ints, number: int) -> None:
+        """Notes a publish for the slots `rows`."""
+        self.generation[rows] = generations
+        self.number[rows] = number
+        self.taken[rows] = 0
+
+    def take(self, rows: Ints, reader: int) -> None:
+        """Notes that `reader` has taken the entries of `rows`."""
+        self.taken[rows] |= np.uint8(reader)
+
+    def clear(self, rows: Ints) -> None:
+        """Makes the entries of `rows` unwritten."""
+        self.generation[rows] = 0
+        self.number[rows] = 0
+        self.taken[rows] = 0
+
+    def unread(self, rows: Ints) -> npt.NDArray[np.bool_]:
+        """Whether each entry is written, and wanted by a reader that has not taken it. bool[n]."""
+        wanted: npt.NDArray[np.bool_] = (self.number[rows] != 0) & (
+            (self.taken[rows] & self.field.readers) != self.field.readers
+        )
+        return wanted
+
+    def states(self, rows: Ints) -> list[EntryState]:
+        """The state of each entry; consumed when every reader has taken it."""
+        unread = self.unread(rows).tolist()
+        written = (self.number[rows] != 0).tolist()
+        return [
+            EntryState.UNWRITTEN if not there else EntryState.PUBLISHED if wanted else EntryState.CONSUMED
+            for there, wanted in zip(written, unread, strict=True)
+        ]
+
+
+@final
+class Publications:
+    """The publishes that some entry still comes from."""
+
+    def __init__(self) -> None:
+        self._by_number: dict[int, Publication] = {}
+        self._count = 0
+        self._prune_at = 16
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    def add(self, by: str, stream: Stream, fence: Fence) -> Publication:
+        """A new one."""
+        self._count += 1
+        made = Publication(self._count, by, stream, fence, {stream.key})
+        self._by_number[made.number] = made
+        return made
+
+    def of(self, numbers: Ints) -> list[Publication]:
+        """Those with these numbers, each once; 0 stands for none."""
+        first = int(numbers[0]) if numbers.size else 0
+        if not np.count_nonzero(numbers != first):  # nearly always: one publish wrote all rows
+            return [self._by_number[first]] if first else []
+        return [self._by_number[number] for number in np.unique(numbers).tolist() if number]
+
+    def describe(self, number: int) -> str:
+        """Who published, for reports."""
+        made = self._by_number.get(number)
+        return "nobody" if made is None else made.by
+
+    def others(self, besides: Publication) -> Sequence[Publication]:
+        """All but one."""
+        return [made for made in self._by_number.values() if made is not besides]
+
+    def prune(self, live_numbers: Callable[[], Ints]) -> None:
+        """Forgets those of which no entry is left; now and then, so that a publish costs O(rows) in the mean."""
+        if len(self._by_number) >= self._prune_at:
+            live = set(np.unique(live_numbers()).tolist())
+            self._by_number = {number: made for number, made in self._by_number.items() if number in live}
+            self._prune_at = max(16, 2 * len(self._by_number))
