@@ -21,11 +21,14 @@ from batchstate.batching.device_rows import DeviceRows
 from batchstate.batching.given import read_columns, rows_of
 from batchstate.batching.host_rows import HostRows
 from batchstate.batching.record import BatchRecord
+from batchstate.batching.upload import Extras
 from batchstate.columns import MirroredColumn, TensorColumn
 from batchstate.errors import ArgumentError, DeclarationError, DeviceError, DtypeError, ShapeError
 from batchstate.runtime import Runtime
 from batchstate.values.host_arrays import converted, count, counts, kept_rows
 from batchstate.values.integers import across, amounts, check_bound_can_move, shift
+
+__all__ = ["Batch", "Extras"]
 
 
 class Batch(BatchRecord):

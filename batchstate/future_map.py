@@ -107,7 +107,7 @@ class FutureMap:
             DeclarationError: no such field. Handles: as for `SlotPool.check_handles`.
         """
         entries = self._field(field, "states")
-        return entries.states(self.slots.rows_of(slots, f"{self.name}: states"))
+        return entries.states(self._rows_of_entries(self.slots.rows_of(slots, f"{self.name}: states")))
 
     # Writing
 
@@ -137,7 +137,7 @@ class FutureMap:
     def seed(self, slots: Slots, /, **values: object) -> None:
         """What `publish` does, from host values: for requests that arrive prebuilt, or come back.
 
-        One upload and one scatter a field, on the current stream, whichever that is.
+        One upload and one scatter a field, on the current stream, whichever that is. The host has read what it seeds.
 
         Args:
             slots: the requests.
@@ -159,6 +159,8 @@ class FutureMap:
         if len(live):
             packed = self.runtime.upload([live.np, *arrays.values()])
             self._write(live, packed.view(0), {name: packed.view(i) for i, name in enumerate(arrays, 1)}, "seed")
+            for name in arrays:
+                self._take(live, name, HOST)  # whose values they are
 
     def discard(self, slots: Slots, *fields: str) -> None:
         """Makes entries unwritten that nobody wants any more; all fields by default. Touches no device memory.
@@ -166,7 +168,7 @@ class FutureMap:
         Raises:
             DeclarationError: no such field. Handles: as for `SlotPool.check_handles`.
         """
-        rows = self.slots.rows_of(slots, f"{self.name}: discard")
+        rows = self._rows_of_entries(self.slots.rows_of(slots, f"{self.name}: discard"))
         for entries in [self._field(name, "discard") for name in fields or tuple(self._entries)]:
             entries.clear(rows)
 
@@ -202,12 +204,13 @@ class FutureMap:
 
     def _check_overwrite(self, live: Slots, names: Sequence[str], operation: str) -> None:
         if levels.cheap:
+            rows = self._rows_of_entries(live.np)
             for name in names:
                 entries = self._entries[name]
                 invariants.future_unread_overwritten(
                     live.np,
-                    entries.unread(live.np),
-                    self._writer(entries, live.np),
+                    entries.unread(rows),
+                    self._writer(entries, rows),
                     self._by(operation),
                     entries.field.readers_named,
                     **self._where(operation, name),
@@ -217,7 +220,8 @@ class FutureMap:
         """Scatters, records the publish's own fence, and notes it; `index` and `values` are safe on this stream."""
         by = self._by(operation)
         for name in values:
-            self._order.overwrite(self._publications.of(self._entries[name].number[live.np]), by, operation)
+            wrote = self._entries[name].wrote[self._rows_of_entries(live.np)]
+            self._order.overwrite(self._publications.of(wrote), by, operation)
         for name, tensor in values.items():
             memory = self._memory_of(name)
             self.runtime.launch(
@@ -225,15 +229,15 @@ class FutureMap:
             )
         publication = self._record(by, operation)
         for name in values:
-            self._entries[name].publish(self._rows_of_entries(live), live.generations, publication.number)
+            self._entries[name].publish(self._rows_of_entries(live.np), live.generations, publication.number)
         if levels.full:
             self.check(operation)
 
     def _record(self, by: str, operation: str) -> Publication:
         """A publication with a fence of its own."""
+        self._publications.prune(self._numbers)  # before the new one, of which no entry is noted yet
         publication = self._publications.add(by, self.runtime.current_stream, self.runtime.record())
         self._order.check_fence(publication.fence, self._publications.others(publication), by, operation)
-        self._publications.prune(self._numbers)
         return publication
 
     # Reading
@@ -335,7 +339,8 @@ class FutureMap:
             uploaded: what `batch.upload(extras=plan.extras)` returned.
             ids: the field, or fields, whose entries end to end are the tokens that a request puts in: the last token,
                 or the last token and drafts.
-            lengths: the field with the tokens in KV memory before this step; needed where the plan has bounds.
+            lengths: the field with the tokens in KV memory before this step; needed where the plan has bounds. Name it
+                in every step of an engine that publishes it: where the host knows them, its entries are taken unread.
             token_table: [slot, position] -> token; needed where the plan has bounds and a slot mapping.
 
         Raises:
@@ -358,9 +363,26 @@ class FutureMap:
         sources = Sources(self.runtime, self.gather, names, sum(widths), lengths, token_table)
         sources.check(plan, self.name)
         if len(plan.relayed):
-            read = [*names, lengths] if plan.bounded and lengths is not None else names
+            read = names if lengths is None else (*names, lengths)
             self._check_read(plan.relayed, read, DEVICE, "resolve_forward_inputs")
-        return ForwardInputs.made(plan, uploaded, sources)
+        inputs = ForwardInputs.made(plan, uploaded, sources)
+        if lengths is not None and not plan.bounded:
+            self._lengths_known(plan, lengths)
+        return inputs
+
+    def _lengths_known(self, plan: ForwardPlan, lengths: str) -> None:
+        """The host knows the true lengths, so nobody needs to read them: they are taken all the same, in every mode.
+
+        Raises:
+            Violation: MIRROR_EQUAL, at `full`: the last forward published other ones.
+        """
+        relayed = plan.relayed
+        self._take(relayed, lengths, DEVICE)
+        if levels.full and len(relayed) and not self.runtime.checks_stand_aside():
+            before = (plan.seq_lens - plan.query_lens)[plan.relay_rows]
+            index = self.runtime.upload([relayed.np]).view(0)
+            true = self.runtime.inspect(self._memory_of(lengths).index_select(0, index))
+            invariants.mirror_equal(before.astype(true.dtype), true, **self._where("resolve_forward_inputs", lengths))
 
     def _width(self, name: str) -> int:
         shape = self._field(name, "resolve_forward_inputs").field.shape
@@ -374,7 +396,7 @@ class FutureMap:
 
     def _check_read(self, live: Slots, names: Sequence[str], reader: int, operation: str) -> list[Publication]:
         """Judges the entries of handles, and says which publishes they come from."""
-        rows = self.slots.rows_of(live, f"{self.name}: {operation}")
+        rows = self._rows_of_entries(self.slots.rows_of(live, f"{self.name}: {operation}"))
         publications: dict[int, Publication] = {}
         for name in names:
             entries = self._field(name, operation)
@@ -403,7 +425,7 @@ class FutureMap:
         )
 
     def _take(self, live: Slots, name: str, reader: int) -> None:
-        self._entries[name].take(live.np, reader)
+        self._entries[name].take(self._rows_of_entries(live.np), reader)
 
     # Checks
 
@@ -436,9 +458,9 @@ class FutureMap:
             slots = slots.split([len(slots) - zeros, zeros])[0]
         return cast(Slots, slots)  # a zero elsewhere is for the pool to refuse
 
-    def _rows_of_entries(self, live: Slots) -> Ints:
-        rows: Ints = live.np
-        return rows
+    def _rows_of_entries(self, slots: Ints) -> Ints:
+        """Where the entries of slots are noted, int64[n]: a row each, so that no publish ever wraps around."""
+        return slots
 
     def _field(self, name: object, operation: str) -> Entries:
         entries = self._entries.get(name) if isinstance(name, str) else None

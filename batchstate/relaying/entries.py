@@ -47,6 +47,10 @@ class Publication:
     known_to: set[object]
     reads: dict[Stream, Fence] = attrs.field(factory=dict)
 
+    def over(self) -> bool:
+        """Whether it and all reads of it have run, so that nothing needs to wait for them. Never waits."""
+        return self.fence.query() and all(fence.query() for fence in self.reads.values())
+
 
 @final
 class Entries:
@@ -56,21 +60,25 @@ class Entries:
         field: the declaration.
         generation: int64[capacity], of the owner that an entry was published for; 0 where it is unwritten.
         number: int64[capacity], of the publish; 0 where it is unwritten.
+        wrote: int64[capacity], of the last publish into this memory, also when the entry is unwritten again: whoever
+            writes next still comes behind that one, and behind those that read it.
         taken: uint8[capacity], bits of the readers that have taken it.
     """
 
-    __slots__ = ("field", "generation", "number", "taken")
+    __slots__ = ("field", "generation", "number", "taken", "wrote")
 
     def __init__(self, field: RelayField, capacity: int) -> None:
         self.field = field
         self.generation = np.zeros(capacity, dtype=np.int64)
         self.number = np.zeros(capacity, dtype=np.int64)
+        self.wrote = np.zeros(capacity, dtype=np.int64)
         self.taken = np.zeros(capacity, dtype=np.uint8)
 
     def publish(self, rows: Ints, generations: Ints, number: int) -> None:
         """Notes a publish for the slots `rows`."""
         self.generation[rows] = generations
         self.number[rows] = number
+        self.wrote[rows] = number
         self.taken[rows] = 0
 
     def take(self, rows: Ints, reader: int) -> None:
@@ -78,7 +86,7 @@ class Entries:
         self.taken[rows] |= np.uint8(reader)
 
     def clear(self, rows: Ints) -> None:
-        """Makes the entries of `rows` unwritten."""
+        """Makes the entries of `rows` unwritten. Who wrote and read their memory is not forgotten."""
         self.generation[rows] = 0
         self.number[rows] = 0
         self.taken[rows] = 0
@@ -102,7 +110,7 @@ class Entries:
 
 @final
 class Publications:
-    """The publishes that some entry still comes from."""
+    """The publishes that some entry still comes from, or that the device may still be at."""
 
     def __init__(self) -> None:
         self._by_number: dict[int, Publication] = {}
@@ -120,11 +128,11 @@ class Publications:
         return made
 
     def of(self, numbers: Ints) -> list[Publication]:
-        """Those with these numbers, each once; 0 stands for none."""
+        """Those with these numbers, each once; 0 stands for none, and so does one that is over and forgotten."""
         first = int(numbers[0]) if numbers.size else 0
-        if not np.count_nonzero(numbers != first):  # nearly always: one publish wrote all rows
-            return [self._by_number[first]] if first else []
-        return [self._by_number[number] for number in np.unique(numbers).tolist() if number]
+        one = np.count_nonzero(numbers != first) == 0  # nearly always: one publish wrote all rows
+        found = [first] if one else np.unique(numbers).tolist()
+        return [self._by_number[number] for number in found if number in self._by_number]
 
     def describe(self, number: int) -> str:
         """Who published, for reports."""
@@ -136,8 +144,13 @@ class Publications:
         return [made for made in self._by_number.values() if made is not besides]
 
     def prune(self, live_numbers: Callable[[], Ints]) -> None:
-        """Forgets those of which no entry is left; now and then, so that a publish costs O(rows) in the mean."""
+        """Forgets those that are over and of which no entry is left; now and then, so that a publish costs O(rows).
+
+        One of which no entry is left may still be running, or be read: whoever writes there next has to wait for it.
+        """
         if len(self._by_number) >= self._prune_at:
             live = set(np.unique(live_numbers()).tolist())
-            self._by_number = {number: made for number, made in self._by_number.items() if number in live}
+            self._by_number = {
+                number: made for number, made in self._by_number.items() if number in live or not made.over()
+            }
             self._prune_at = max(16, 2 * len(self._by_number))

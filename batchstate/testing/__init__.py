@@ -1,14 +1,16 @@
 """For tests of engines: strategies, state machines, fences completed by hand, and guards.
 
 Begin with `twin_machine` to fuzz a batch class of your own, with `no_hidden_sync` to guard a step loop, and with
-`ManualFence` where a test has to say when a step ends. The fences and the guard need nothing else; all other names need
-hypothesis (extra `testing`) and are imported when first used.
+`ManualFence` where a test has to say when a step ends, or with `LateRuntime` where it has to say so of every fence. The
+fences, that runtime and the guard need nothing else; all other names need hypothesis (extra `testing`) and are imported
+when first used.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from batchstate.testing.fences import ManualFence, ManualStream
+    from batchstate.testing.late import LateRuntime
     from batchstate.testing.ledger_model import LedgerModel
     from batchstate.testing.machine import DisagreementError, Machine
     from batchstate.testing.misuse import Misuse
@@ -35,6 +37,7 @@ __all__ = [
     "MACHINES",
     "DisagreementError",
     "FuzzReport",
+    "LateRuntime",
     "LedgerModel",
     "Machine",
     "MachineResult",
@@ -70,6 +73,7 @@ _HOMES = {
     "MACHINES": "runner",
     "DisagreementError": "machine",
     "FuzzReport": "runner",
+    "LateRuntime": "late",
     "LedgerModel": "ledger_model",
     "Machine": "machine",
     "MachineResult": "runner",

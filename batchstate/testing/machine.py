@@ -1,4 +1,4 @@
-"""The base of every state machine: a runtime an example, all checks at `full`, and refusals that change nothing."""
+"""The base of every state machine: a runtime an example, checks at the run's level, refusals that change nothing."""
 
 import contextlib
 import sys
@@ -81,10 +81,14 @@ class Machine(RuleBasedStateMachine):
         self._windows = contextlib.ExitStack()
 
     def open(self) -> None:
-        """Opens the runtime, and sets checks to `full` for the length of the example."""
-        self._windows.enter_context(levels.checks("full"))
-        self.rt = self.session.open_runtime()
+        """Opens the runtime, and sets checks to the level of the run, by default `full`, for the example."""
+        self._windows.enter_context(levels.checks(self.session.level))
+        self.rt = self.open_runtime()
         self.side = self.rt.stream("side")
+
+    def open_runtime(self) -> Runtime:
+        """The runtime of the example, from the factory of the run."""
+        return self.session.open_runtime()
 
     def judge(self) -> None:
         """Compares everything with the model and asks every law. Called after each rule."""

@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from batchstate.errors import ArgumentError
 from batchstate.invariants import Violation
+from batchstate.levels import Level, parse_level
 from batchstate.runtime import open_runtime
 from batchstate.testing.machine import DisagreementError, Machine
 from batchstate.testing.machines import MACHINES
@@ -111,6 +112,7 @@ def run_machine(
     shrink: bool = True,
     database: ExampleDatabase | None = None,
     runtimes: OpenRuntime | None = None,
+    level: str | Level = Level.FULL,
     on_example: Callable[[int], None] | None = None,
 ) -> MachineResult:
     """Runs one machine.
@@ -125,11 +127,13 @@ def run_machine(
         shrink: look for the shortest program once one fails; without it the first is reported.
         database: failing examples of earlier runs, tried first; new ones are added.
         runtimes: makes the runtime of each example; by default `open_runtime(device)`.
+        level: of the checks. Below `full` a machine judges only what its rules ask for.
         on_example: called after each example with the number run so far.
 
     Raises:
-        ArgumentError: no positive number of examples or steps, or an unknown device.
+        ArgumentError: no positive number of examples or steps, an unknown device or level.
     """
+    level = parse_level(level)  # before anything runs: a wrong one is no failure of the machine
     for name, value in (("examples", examples), ("steps", steps)):
         if value < 1:
             raise ArgumentError(f"run_machine: {name} is {value}", value=value, remedy="pass 1 or more")
@@ -152,7 +156,7 @@ def run_machine(
         verbosity=Verbosity.normal,
     )
     start = time.perf_counter()
-    with session(runtimes, on_example=on_example) as found:
+    with session(runtimes, level=level, on_example=on_example) as found:
         error = error_of(lambda: run_state_machine_as_test(_named(machine, seed, derandomize), settings=profile))
     seconds = time.perf_counter() - start
     return MachineResult(

@@ -7,6 +7,7 @@ from typing import final
 
 import attrs
 
+from batchstate.levels import Level, parse_level
 from batchstate.runtime import Runtime, open_runtime
 from batchstate.testing.reach import Reach
 
@@ -21,6 +22,7 @@ class Session:
 
     Attributes:
         open_runtime: called once an example.
+        level: of the checks in each example.
         examples: examples that ran to their end or failed; the first failure is the last one counted, since Hypothesis
             then shrinks it.
         steps: rules run in them.
@@ -30,6 +32,7 @@ class Session:
     """
 
     open_runtime: OpenRuntime
+    level: Level = Level.FULL
     examples: int = 0
     steps: int = 0
     first_failure: int | None = None
@@ -58,10 +61,17 @@ def current_session() -> Session:
 
 @contextlib.contextmanager
 def session(
-    runtimes: OpenRuntime = open_runtime, *, on_example: Callable[[int], None] | None = None
+    runtimes: OpenRuntime = open_runtime,
+    *,
+    level: str | Level = Level.FULL,
+    on_example: Callable[[int], None] | None = None,
 ) -> Iterator[Session]:
-    """A window in which every machine takes its runtimes from `runtimes` and counts into the session yielded."""
-    token = _current.set(Session(runtimes, on_example=on_example))
+    """A window in which every machine takes its runtimes from `runtimes` and counts into the session yielded.
+
+    Raises:
+        ArgumentError: `level` is none.
+    """
+    token = _current.set(Session(runtimes, parse_level(level), on_example=on_example))
     try:
         yield _current.get()
     finally:

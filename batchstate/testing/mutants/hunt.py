@@ -159,9 +159,16 @@ def run(
 
 
 def hunt(mutant: Mutant, *, device: str = "cpu", examples: int = EXAMPLES) -> MutantResult:
-    """Switches one mutant on and runs its machine until the first failure."""
+    """Switches one mutant on and runs its machine, at the mutant's level, until the first failure."""
     with mutant.switched_on():
-        result = run_machine(MACHINES[mutant.machine], device=device, examples=examples, derandomize=True, shrink=False)
+        result = run_machine(
+            MACHINES[mutant.machine],
+            device=device,
+            examples=examples,
+            derandomize=True,
+            shrink=False,
+            level=mutant.level,
+        )
     tried = result.examples if result.first_failure is None else result.first_failure
     return MutantResult(mutant, result.code, tried, result.seconds, result.failure)
 

@@ -9,6 +9,7 @@ from typing import Any, final
 import attrs
 
 from batchstate.errors import DeclarationError
+from batchstate.levels import Level
 from batchstate.violations import Code
 
 
@@ -55,6 +56,7 @@ class Mutant:
         mechanism: what goes wrong, in a sentence.
         killed_by: the invariants of which one must fire. Anything else that fails is no kill.
         machine: the state machine of `batchstate.testing.runner.MACHINES` that must find it.
+        level: of the checks that must find it.
         group: the kind of bug, which is the module it stands in.
         only_on: the type of device that can have the bug; None for all.
     """
@@ -64,6 +66,7 @@ class Mutant:
     mechanism: str
     killed_by: tuple[Code, ...]
     machine: str
+    level: Level
     group: str
     only_on: str | None
     _switch: Switch = attrs.field(repr=False)
@@ -84,13 +87,16 @@ MUTANTS: dict[str, Mutant] = {}
 """Every mutant by name. Filled by the modules of this package when they are imported."""
 
 
-def mutant(*killed_by: Code, machine: str, origin: str, only_on: str | None = None) -> Callable[[Switch], Mutant]:
+def mutant(
+    *killed_by: Code, machine: str, origin: str, level: Level = Level.FULL, only_on: str | None = None
+) -> Callable[[Switch], Mutant]:
     """Registers the function below as a mutant: its name is the mutant's, its docstring the mechanism.
 
     Args:
         *killed_by: see `Mutant`.
         machine: see `Mutant`.
         origin: see `Mutant`.
+        level: see `Mutant`.
         only_on: see `Mutant`.
     """
 
@@ -105,6 +111,7 @@ def mutant(*killed_by: Code, machine: str, origin: str, only_on: str | None = No
             mechanism=" ".join((switch.__doc__ or "").split()),
             killed_by=killed_by,
             machine=machine,
+            level=level,
             group=switch.__module__.rpartition(".")[2],
             only_on=only_on,
             switch=switch,

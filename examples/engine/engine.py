@@ -1,0 +1,215 @@
+"""The loop: plan a step, launch it, and read the results of the one before.
+
+Synchronous::
+
+    plan N   launch N   read N   plan N+1   launch N+1   read N+1
+
+Overlapped, the CPU is one step ahead, and never waits for the step that runs::
+
+    plan N   launch N   read N-1   plan N+1   launch N+1   read N
+
+Both run the same code; the one difference is how many launched steps may stay unread.
+"""
+
+import time
+from collections import deque
+from collections.abc import Collection
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+
+from batchstate import Contract, ForwardPlan
+from batchstate.errors import ArgumentError
+from batchstate.runtime import Runtime
+from examples.engine.batch import RunningBatch, Step
+from examples.engine.model import Model
+from examples.engine.request import Request
+from examples.engine.scheduler import Ints, Scheduler
+from examples.engine.settings import EngineSettings
+
+
+@final
+class Engine:
+    """Serves requests, greedily. Belongs to the runtime's thread.
+
+    Args:
+        runtime: the device.
+        model: on the same device.
+        settings: sizes and modes.
+        eos_token_ids: tokens that end an answer; the model's own by default.
+
+    Attributes:
+        scheduler: the host's part, with the batch and the pools.
+        steps: steps launched.
+        in_flight_depth_max: the most steps that were launched and unread at once.
+        host_seconds: time spent on planning, uploading and reading results; not on the forward.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        model: Model,
+        settings: EngineSettings,
+        *,
+        eos_token_ids: Collection[int] | None = None,
+    ) -> None:
+        self.runtime = runtime
+        self.settings = settings
+        self.eos_token_ids = frozenset(model.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        self.scheduler = Scheduler(runtime, settings, model, self.eos_token_ids)
+        self.steps = 0
+        self.in_flight_depth_max = 0
+        self.host_seconds = 0.0
+        self._stream = runtime.stream("schedule")
+        self._in_flight: deque[Step] = deque()
+        self._requests: dict[int, Request] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is here, or any result unread."""
+        scheduler = self.scheduler
+        return bool(len(scheduler.batch) or scheduler.waiting or self._in_flight)
+
+    def add(self, request: Request) -> None:
+        """A request arrives.
+
+        Raises:
+            ArgumentError: it could never run, or its number is taken.
+        """
+        self.scheduler.check(request)
+        if request.number in self._requests or request.state != "waiting" or request.output:
+            raise ArgumentError(
+                f"request {request.number} is here already, or has run", value=request.number, remedy="add it once"
+            )
+        self._requests[request.number] = request
+        self.scheduler.waiting.append(request)
+
+    def abort(self, number: int) -> None:
+        """The client of a request hung up. What is in flight for it is dropped when it comes.
+
+        Raises:
+            ArgumentError: no such request is waiting or running.
+        """
+        request = self._requests.get(number)
+        if request is None:
+            raise ArgumentError(
+                f"abort of request {number}, which is not here",
+                value=number,
+                remedy="abort a request between `add` and its end",
+            )
+        if request.state == "waiting":
+            self.scheduler.waiting.remove(request)
+        request.state = "aborted"
+        del self._requests[number]
+
+    def step(self) -> bool:
+        """Plans and launches one step, then reads results. Whether a step was launched."""
+        start = time.perf_counter()
+        with self.runtime.use(self._stream):
+            queries = self.scheduler.plan()
+            launched = bool(queries.any())
+            if launched:
+                self._launch(queries)
+            keep = 1 if launched and self.settings.overlap else 0
+            while len(self._in_flight) > keep:
+                self._read(self._in_flight.popleft())
+        self.host_seconds += time.perf_counter() - start
+        return launched
+
+    def idle(self) -> None:
+        """A step of no requests: what a rank does while others of its group have some. One padded lane on slot 0."""
+        with self.runtime.use(self._stream):
+            self._forward(RunningBatch.empty(self.runtime).pad(1), np.zeros(0, np.int64), padding=1)
+
+    def run(self) -> None:
+        """Steps until nothing is left."""
+        while self.busy:
+            self.step()
+
+    def _launch(self, queries: Ints) -> None:
+        scheduler = self.scheduler
+        prompt_ids, samples = scheduler.prompt_ids(queries), scheduler.samples(queries)
+        batch = scheduler.batch.advance("seq_lens", queries)
+        extension = scheduler.when_free(lambda: scheduler.pages.extend(batch.slots, batch.seq_lens.np))
+        scheduler.writes.append(extension.entry())
+        step = self._forward(batch, queries, prompt_ids=prompt_ids, samples=samples)
+        self._in_flight.append(step)
+        self.in_flight_depth_max = max(self.in_flight_depth_max, len(self._in_flight))
+
+    def _forward(
+        self,
+        batch: RunningBatch,
+        queries: Ints,
+        *,
+        prompt_ids: list[Ints | None] | None = None,
+        samples: npt.NDArray[np.bool_] | None = None,
+        padding: int | None = None,
+    ) -> Step:
+        """Sends a step on its way: one copy, then the forward on its own stream."""
+        scheduler = self.scheduler
+        self.runtime.next_step()
+        plan = ForwardPlan.of(
+            batch.slots,
+            batch.seq_lens,
+            queries,
+            prompt_ids=prompt_ids,
+            samples=samples,
+            pages=scheduler.pages,
+            pad_tokens=padding,
+        )
+        extras = dict(plan.extras)
+        if self.settings.num_drafts:
+            extras["sample_rows"] = plan.sample_rows
+            extras["decodes"] = np.isin(plan.sample_rows, plan.relay_rows)
+        uploaded = batch.upload(writes=scheduler.writes, extras=extras)
+        scheduler.writes = []
+        step = Step(batch, plan, uploaded, [batch.requests[row] for row in plan.sample_rows])
+        for request in step.sampling:
+            request.in_flight += 1
+        start = time.perf_counter()
+        after = scheduler.forward.run(step)
+        self.host_seconds -= time.perf_counter() - start
+        scheduler.last_step = step.forward_done
+        if len(batch):
+            scheduler.batch = after
+        self.steps += 1
+        return step
+
+    def _read(self, step: Step) -> None:
+        """The results of one step: tokens for its requests, and certainty about their lengths."""
+        if step.results is None:
+            return
+        outputs = step.results["outputs"].np
+        lens = step.results["seq_lens"].np if self.settings.num_drafts else step.plan.seq_lens[step.plan.sample_rows]
+        for row, request in enumerate(step.sampling):
+            request.in_flight -= 1
+            new = int(lens[row]) + 1 - len(request.prompt) - len(request.output)
+            if request.state in ("waiting", "running"):
+                self._take(request, outputs[row, :new].tolist())
+        if self.settings.num_drafts:
+            self._tighten(step)
+
+    def _take(self, request: Request, tokens: list[int]) -> None:
+        waits = request.state == "waiting"  # it was retracted while this step was in flight
+        request.append(tokens, self.eos_token_ids)
+        if request.state == "finished":
+            del self._requests[request.number]
+            if waits:
+                self.scheduler.waiting.remove(request)
+
+    def _tighten(self, step: Step) -> None:
+        """Brings the host's bounds of the lengths down to what is now certain, and gives back pages beyond."""
+        scheduler = self.scheduler
+        batch, width = scheduler.batch, self.settings.decode_len
+        if batch.seq_lens.contract is not Contract.UPPER_BOUND or not len(batch):
+            return
+        bounds = batch.seq_lens.np.copy()
+        for row, request in enumerate(batch.requests):
+            if request.state == "running" and request.output:
+                bounds[row] = min(bounds[row], request.kv_len + width * request.in_flight)
+        scheduler.pages.truncate(batch.slots, bounds, after=scheduler.last_step)
+        lens = batch.seq_lens.tighten(bounds)
+        if step.results is not None and not self._in_flight and step.sampling == list(batch.requests):
+            lens = step.results["seq_lens"]  # nothing is in flight: the exact lengths, on both sides
+        scheduler.batch = batch.evolve(seq_lens=lens)

@@ -1,0 +1,162 @@
+"""The device's part of a step: everything here runs on the forward stream, and nothing waits for it.
+
+One forward, in the order in which it happens::
+
+    inputs      ids from the host or from the relay, positions and lengths, in the forward's own view
+    read-done   the token table is not read any more: the next step may rewrite it
+    model       KV of the new tokens is written, logits come out
+    publish     true lengths, as soon as the guesses are judged (speculation only)
+    stash       the last token, for the next forward; new tokens, for the host
+    prefetch    the host's part sets out, over a stream of its own
+    forward-done  slots and pages of requests that leave may change hands
+"""
+
+from typing import final
+
+import torch
+
+from batchstate import FutureMap, MirroredTensor, SlotPool, Slots, Table, Tokens, relay_field
+from batchstate.forward_inputs import ForwardInputs
+from batchstate.runtime import Runtime
+from examples.engine.attention import PagedView
+from examples.engine.batch import RunningBatch, Step
+from examples.engine.drafting import Drafter, verify
+from examples.engine.model import Model
+from examples.engine.request import Prebuilt, Request
+from examples.engine.settings import EngineSettings
+
+
+@final
+class Forward:
+    """Runs steps.
+
+    Args:
+        runtime: the device.
+        settings: modes.
+        model: the model, with KV memory for all pages.
+        slots: the pool of request slots.
+        token_table: [slot, position] -> token of KV memory.
+
+    Attributes:
+        stream: where everything runs.
+        relay: what a forward leaves for the next one and for the host.
+    """
+
+    def __init__(
+        self, runtime: Runtime, settings: EngineSettings, model: Model, slots: SlotPool, token_table: Table
+    ) -> None:
+        self.stream = runtime.stream("forward")
+        self._runtime = runtime
+        self._model = model
+        self._token_table = token_table
+        self._drafts = settings.num_drafts
+        fields = {
+            "last_token": relay_field(torch.int64, non_negative=True),
+            "outputs": relay_field(torch.int64, (settings.decode_len,), read_by="host", non_negative=True),
+        }
+        self._ids: tuple[str, ...] = ("last_token",)
+        if self._drafts:
+            fields["drafts"] = relay_field(torch.int64, (self._drafts,), non_negative=True)
+            fields["seq_lens"] = relay_field(torch.int64, read_by="both", non_negative=True)
+            self._ids = ("last_token", "drafts")
+            with runtime.use(self.stream):
+                history = runtime.device_zeros((slots.capacity, settings.row_width), torch.int64)
+            self._drafter = Drafter(self._drafts, history)
+        self.relay = FutureMap(slots, fields)
+
+    def seed(self, slots: Slots, requests: list[Request]) -> None:
+        """Requests that come with tokens put the last one into the relay; from there on they are like all others."""
+        last = [request.output[-1] for request in requests]
+        if self._drafts:
+            self.relay.seed(
+                slots,
+                last_token=last,
+                drafts=[[token] * self._drafts for token in last],
+                seq_lens=[request.kv_len for request in requests],
+            )
+        else:
+            self.relay.seed(slots, last_token=last)
+
+    def load(self, tokens: Tokens, slots: Slots, prompt: list[int], prebuilt: Prebuilt) -> None:
+        """Copies KV that somebody else has computed into a request's pages."""
+        with self._runtime.use(self.stream):
+            self._model.write_kv(tokens.device, prebuilt.keys, prebuilt.values)
+            if self._drafts:
+                known = MirroredTensor.from_host(self._runtime, prompt, contract="host_only").device
+                places = torch.arange(len(prompt), device=known.device)
+                self._drafter.note(slots.device.expand(len(prompt)), places, known)
+
+    def run(self, step: Step) -> RunningBatch:
+        """Launches one step; its results set out for the host. Returns the batch as it is after the step."""
+        runtime, plan = self._runtime, step.plan
+        with runtime.use(self.stream):
+            inputs = self.relay.resolve_forward_inputs(
+                plan,
+                step.uploaded,
+                ids=self._ids,
+                lengths="seq_lens" if self._drafts else None,
+                token_table=self._token_table,
+            )
+            kv_tokens = self._token_table.device.index_select(0, inputs.slots)[:, : plan.max_kv_len].long()
+            self._token_table.read_until(runtime.record())  # read-done
+            assert inputs.slot_mapping is not None  # the plan has pages
+            view = PagedView(
+                inputs.positions,
+                inputs.slot_mapping,
+                inputs.query_start_loc,
+                plan.query_lens,
+                inputs.kv_lens,
+                kv_tokens,
+            )
+            batch = step.batch
+            if not step.sampling:  # chunks of prompts that are not their last, or an idle step
+                self._model.forward(inputs.input_ids, view, inputs.last_token_indices)
+            elif self._drafts:
+                batch = self._speculate(step, inputs, view)
+            else:
+                chosen = self._model.forward(inputs.input_ids, view, inputs.last_token_indices).argmax(-1)
+                self.relay.stash(inputs.sampling, last_token=chosen, outputs=chosen[:, None])
+            if step.sampling:
+                fields = ("outputs", "seq_lens") if self._drafts else ("outputs",)
+                step.results = self.relay.prefetch(inputs.sampling, *fields)
+            step.forward_done = runtime.record()
+        return batch
+
+    def _speculate(self, step: Step, inputs: ForwardInputs, view: PagedView) -> RunningBatch:
+        """Runs the last tokens with their guesses, keeps those that are right, and guesses anew."""
+        plan, width = step.plan, 1 + self._drafts
+        self._note_inputs(inputs)
+        columns = torch.arange(width, device=self._runtime.device)
+        # The last `width` tokens of each request; before the first token of a short prompt lie those of another.
+        last = (inputs.last_token_indices[:, None] + columns - self._drafts).clamp_(min=0)  # int64[n, width]
+        logits = self._model.forward(inputs.input_ids, view, last.reshape(-1))
+        targets = logits.argmax(-1).view(-1, width)
+        decodes = step.uploaded["decodes"][:, None]
+        outputs, accepted = verify(targets, inputs.input_ids[last], decodes)
+
+        rows = step.uploaded["sample_rows"]
+        true_lens = inputs.kv_lens[rows].long() - torch.where(decodes[:, 0], self._drafts - accepted, 0)
+        self.relay.publish(inputs.sampling, seq_lens=true_lens)
+
+        slots = inputs.sampling.device
+        self._drafter.note(slots[:, None], (true_lens - accepted)[:, None] + columns, outputs)
+        self.relay.stash(
+            inputs.sampling,
+            last_token=outputs.gather(1, accepted[:, None])[:, 0],
+            drafts=self._drafter.propose(slots, true_lens + 1, plan.max_kv_len + 1),
+            outputs=outputs,
+        )
+        lens = MirroredTensor.from_pair(
+            self._runtime,
+            step.batch.seq_lens.np,
+            step.batch.seq_lens.device.index_copy(0, rows, true_lens),
+            contract="upper_bound",
+        )
+        return step.batch.evolve(seq_lens=lens)
+
+    def _note_inputs(self, inputs: ForwardInputs) -> None:
+        plan = inputs.plan
+        lengths = inputs.query_start_loc.diff()
+        slots = torch.repeat_interleave(inputs.slots, lengths, output_size=plan.num_tokens)
+        tokens = slice(plan.num_tokens)
+        self._drafter.note(slots, inputs.positions[tokens], inputs.input_ids[tokens])

@@ -1,0 +1,150 @@
+"""A causal language model of transformers that keeps its keys and values in pages.
+
+Guarantees: `forward` never waits for the device, reads and writes no KV but the rows that the view names, and leaves
+ordinary tensors behind (no inference tensors: what is kept of them has a version). Weights never change.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, final
+
+import attrs
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from examples.engine.attention import IMPLEMENTATION, PagedKV, PagedView
+
+Family = Literal["llama", "qwen3"]
+
+
+@final
+@attrs.define(eq=False)
+class Model:
+    """A transformers model, and the KV memory of all requests.
+
+    Attributes:
+        lm: the model; its config's attention implementation is this package's, except inside `reference.generate`.
+        eos_token_ids: tokens that end an answer; none for random models.
+    """
+
+    lm: Any = attrs.field(repr=False)
+    eos_token_ids: tuple[int, ...] = ()
+    _kv: PagedKV | None = attrs.field(default=None, init=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.lm.eval().requires_grad_(False)
+        self.lm.set_attn_implementation(IMPLEMENTATION)
+
+    @classmethod
+    def random(
+        cls,
+        family: Family,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype = torch.float64,
+        seed: int = 0,
+        vocab_size: int = 256,
+    ) -> "Model":
+        """A small model with random weights, which depend on the seed alone: another dtype rounds the same numbers.
+
+        Its greedy answers wander, and now and then repeat themselves, as real ones do.
+        """
+        config = AutoConfig.for_model(
+            family,
+            vocab_size=vocab_size,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            max_position_embeddings=4096,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        )
+        with torch.random.fork_rng(devices=[]):  # it draws weights that are drawn again below
+            lm = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        _draw_weights(lm, torch.Generator().manual_seed(seed))
+        return cls(lm.to(device))
+
+    @classmethod
+    def load(cls, path: str, *, device: torch.device | str, dtype: torch.dtype) -> "Model":
+        """The checkpoint in the folder `path`. Nothing is downloaded."""
+        lm = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+        eos = lm.generation_config.eos_token_id
+        return cls(lm.to(device), () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos))
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens; logits have as many columns."""
+        return int(self.lm.config.vocab_size)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return torch.device(self.lm.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What weights, KV memory and logits are made of."""
+        dtype: torch.dtype = self.lm.dtype
+        return dtype
+
+    def allocate_kv(self, token_capacity: int) -> None:
+        """Replaces the KV memory by zeros for `token_capacity` tokens, padding's page included."""
+        self._kv = PagedKV.zeros(self.lm.config, token_capacity, device=self.device, dtype=self.dtype)
+
+    def write_kv(self, rows: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        """Puts KV computed elsewhere into rows int64[n]; for each layer dtype[n, num_kv_heads, head_dim]."""
+        kv = self._memory()
+        for memory, new in zip((*kv.keys, *kv.values), (*keys, *values), strict=True):
+            memory.index_copy_(0, rows, new)
+
+    def read_kv(self, rows: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """Keys and values of rows int64[n], for each layer, in memory of their own."""
+        kv = self._memory()
+        return tuple(one.index_select(0, rows) for one in kv.keys), tuple(
+            one.index_select(0, rows) for one in kv.values
+        )
+
+    def _memory(self) -> PagedKV:
+        if self._kv is None:
+            raise RuntimeError("the model has no KV memory yet: call allocate_kv first")
+        return self._kv
+
+    @torch.no_grad()
+    def forward(self, input_ids: torch.Tensor, view: PagedView, logits_indices: torch.Tensor) -> torch.Tensor:
+        """Runs new tokens of any number of requests: prompts, chunks of prompts, decodes.
+
+        Args:
+            input_ids: int64[num_tokens], at least one.
+            view: whose they are, and where their KV is and goes.
+            logits_indices: int64[num_rows] -> token whose logits are wanted.
+
+        Returns:
+            dtype[num_rows, vocab_size].
+
+        Raises:
+            RuntimeError: there is no KV memory yet.
+        """
+        memory = self._memory()
+        hidden = self.lm.model(
+            input_ids=input_ids[None],
+            attention_mask=None,
+            position_ids=view.positions[None],
+            use_cache=False,
+            paged_view=view,
+            paged_runs=view.runs(),
+            paged_kv=memory,
+        ).last_hidden_state[0]  # dtype[num_tokens, hidden_size]
+        logits: torch.Tensor = self.lm.lm_head(hidden[logits_indices])
+        return logits
+
+
+def _draw_weights(lm: torch.nn.Module, generator: torch.Generator) -> None:
+    """Weights about ten times as large as usual: with the usual ones every answer soon repeats one token."""
+    with torch.no_grad():
+        for weight in lm.parameters():
+            if weight.ndim == 2:  # the others scale norms, and stay at one
+                weight.copy_(torch.randn(weight.shape, generator=generator).mul_(weight.shape[1] ** -0.5))

@@ -1,0 +1,67 @@
+"""A request: what a client asked for, and what has come of it so far."""
+
+from collections.abc import Collection, Sequence
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+@attrs.frozen(eq=False)
+class Prebuilt:
+    """The work of a prefill done elsewhere.
+
+    Attributes:
+        first_token: the answer's first token.
+        keys, values: for each layer, dtype[num_prompt_tokens, num_kv_heads, head_dim] on the device.
+    """
+
+    first_token: int
+    keys: tuple[torch.Tensor, ...] = attrs.field(repr=False)
+    values: tuple[torch.Tensor, ...] = attrs.field(repr=False)
+
+
+@attrs.define(eq=False)
+class Request:
+    """One request. It belongs to the engine that it was added to.
+
+    Attributes:
+        number: names it.
+        prompt: token ids, at least one.
+        max_new_tokens: length of the answer, unless it ends before.
+        prebuilt: KV and first token, if somebody else has prefilled it.
+        output: the answer as far as the host knows it.
+        in_flight: launched steps that sample for it and whose results have not been read.
+        state: waiting, running, finished or aborted.
+    """
+
+    number: int
+    prompt: Sequence[int]
+    max_new_tokens: int
+    prebuilt: Prebuilt | None = None
+    output: list[int] = attrs.field(factory=list, init=False)
+    in_flight: int = attrs.field(default=0, init=False)
+    state: str = attrs.field(default="waiting", init=False)
+
+    @property
+    def kv_len(self) -> int:
+        """Tokens in KV memory when the last token of the output has not been put in yet; the prompt without output."""
+        return len(self.prompt) + max(len(self.output) - 1, 0)
+
+    @property
+    def kv_limit(self) -> int:
+        """Tokens in KV memory when the answer has its full length."""
+        return len(self.prompt) + self.max_new_tokens - 1
+
+    def fill_ids(self) -> npt.NDArray[np.int64]:
+        """Ids whose KV is computed before a token is decoded: the prompt, and of an answer all but its last token."""
+        return np.array([*self.prompt, *self.output[:-1]], dtype=np.int64)
+
+    def append(self, tokens: Sequence[int], eos_token_ids: Collection[int]) -> None:
+        """New tokens of the answer; those behind its end are dropped, and the request is then finished."""
+        for token in tokens:
+            if self.state != "finished":
+                self.output.append(token)
+                if len(self.output) == self.max_new_tokens or token in eos_token_ids:
+                    self.state = "finished"

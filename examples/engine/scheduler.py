@@ -1,0 +1,237 @@
+"""The host's part: who runs, and how many tokens each puts in. Nothing here touches the device or waits for it.
+
+One plan, in the order in which it happens::
+
+    leave    requests that are finished or aborted; their slots and pages are free behind the last launched step
+    share    the tokens of the step: to decode, then to chunks of prompts, oldest requests first
+    retract  while the pages do not suffice: the youngest request gives back what it has, and waits to be resumed
+    admit    waiting requests, while slots, pages and tokens last
+
+Overlapped, the results of the last launched step are unknown here. What is known without them: how many tokens each
+request will have, or, with speculation, how many at most.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar, final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchstate import PagePool, PoolExhaustedError, SlotPool, Slots
+from batchstate.errors import ArgumentError
+from batchstate.runtime import Fence, Runtime
+from batchstate.tables import TableWrite
+from examples.engine.batch import RunningBatch
+from examples.engine.forward import Forward
+from examples.engine.model import Model
+from examples.engine.request import Request
+from examples.engine.settings import EngineSettings
+
+T = TypeVar("T")
+Ints = npt.NDArray[np.int64]
+
+
+@final
+@attrs.define(eq=False)
+class Scheduler:
+    """Owns the batch, the slots and the pages.
+
+    Attributes:
+        batch: the running requests.
+        waiting: the others, first come first served; a retracted request goes to the front.
+        eos_token_ids: tokens that end an answer.
+        slots, pages: the pools. `slots` is made over [slot, position] -> token, `token_table`.
+        forward: takes what joins with tokens of its own.
+        retractions: how often a request had to give its pages back.
+        writes: table writes that ride in the next upload.
+        last_step: the forward-done fence of the last launched step.
+    """
+
+    runtime: Runtime
+    settings: EngineSettings
+    model: Model
+    eos_token_ids: frozenset[int]
+    slots: SlotPool = attrs.field(init=False)
+    pages: PagePool = attrs.field(init=False)
+    forward: Forward = attrs.field(init=False)
+    batch: RunningBatch = attrs.field(init=False)
+    waiting: deque[Request] = attrs.field(factory=deque, init=False)
+    retractions: int = attrs.field(default=0, init=False)
+    writes: list[TableWrite] = attrs.field(factory=list, init=False)
+    last_step: Fence | None = attrs.field(default=None, init=False)
+    _fill_ids: dict[Request, Ints] = attrs.field(factory=dict, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        settings = self.settings
+        self.slots = SlotPool(self.runtime, settings.max_running)
+        width = settings.row_width
+        table = self.slots.table("req_to_token", (width,), torch.int32, holds="token")
+        self.pages = PagePool(
+            self.runtime,
+            self.slots,
+            settings.num_pages,
+            settings.page_size,
+            max_tokens_per_request=width,
+            token_table=table,
+        )
+        self.model.allocate_kv(self.pages.token_capacity)
+        self.forward = Forward(self.runtime, settings, self.model, self.slots, table)
+        self.batch = RunningBatch.empty(self.runtime)
+
+    def check(self, request: Request) -> None:
+        """Refuses what could never run.
+
+        Raises:
+            ArgumentError: too long for a request, or for the pages.
+        """
+        tokens = len(request.prompt) + request.max_new_tokens
+        most = min(
+            self.settings.max_tokens_per_request,
+            self.settings.num_pages * self.settings.page_size - 3 * self.settings.decode_len,
+        )
+        if not request.prompt or request.max_new_tokens < 1 or tokens > most:
+            raise ArgumentError(
+                f"request {request.number}: {len(request.prompt)} tokens and {request.max_new_tokens} new ones",
+                value=tokens,
+                remedy=f"at least one of each, and at most {most} together",
+            )
+
+    def plan(self) -> Ints:
+        """Brings the batch up to date; tokens that each of its requests puts in now, int64[num_reqs]."""
+        self._leave()
+        queries = self._queries()
+        fit = self._that_fit(queries)
+        if fit == len(queries):
+            return self._queries() if self._admit(queries) else queries
+        while fit < len(queries):
+            self._retract(fit)
+            queries = self._queries()
+            fit = self._that_fit(queries)
+        return queries
+
+    def prompt_ids(self, queries: Ints) -> list[Ints | None]:
+        """For each request the ids that the host puts in, or None for what the relay has."""
+        ids: list[Ints | None] = []
+        before, fill = self.batch.seq_lens.np.tolist(), self.batch.fill_lens.np.tolist()
+        for row, request in enumerate(self.batch.requests):
+            query = int(queries[row])
+            known = before[row] < fill[row] or query == 0
+            ids.append(self._fill_ids[request][before[row] : before[row] + query] if known else None)
+        return ids
+
+    def samples(self, queries: Ints) -> npt.NDArray[np.bool_]:
+        """Requests that get a token: those that decode, and new ones with the last chunk of their prompt."""
+        before, fill = self.batch.seq_lens.np, self.batch.fill_lens.np
+        new = np.array([not request.output for request in self.batch.requests], np.bool_)
+        fills = before < fill
+        samples: npt.NDArray[np.bool_] = (queries > 0) & np.where(fills, new & (before + queries == fill), True)
+        return samples
+
+    def _leave(self) -> None:
+        leaves = np.array([request.state != "running" for request in self.batch.requests], np.bool_)
+        if leaves.any():
+            self._give_back(leaves)
+
+    def _queries(self) -> Ints:
+        before, fill = self.batch.seq_lens.np, self.batch.fill_lens.np
+        fills = before < fill
+        queries = np.where(fills, 0, self.settings.decode_len)
+        if not self.settings.num_drafts:  # all tokens of these are on their way
+            queries = np.where(before >= self.batch.kv_limits.np, 0, queries)
+        if fills.any() and not self.settings.mixed:
+            queries = np.zeros_like(queries)
+        left = np.where(fills, fill - before, 0)
+        spare = max(self.settings.max_tokens_per_step - int(queries.sum()), 1)
+        chunks: Ints = np.clip(spare - (np.cumsum(left) - left), 0, left)
+        result: Ints = np.where(fills, chunks, queries)
+        return result
+
+    def _that_fit(self, queries: Ints) -> int:
+        """How many of the oldest requests have pages for their tokens, counting pages that steps in flight hold."""
+        size = self.settings.page_size
+        wanted = -(-(self.batch.seq_lens.np + queries) // size) - self.pages.allocated(self.batch.slots) // size
+        return int(np.searchsorted(np.cumsum(np.maximum(wanted, 0)), self._pages_left(), side="right"))
+
+    def _pages_left(self) -> int:
+        stats = self.pages.stats
+        return stats.free + stats.pending
+
+    def _retract(self, fit: int) -> None:
+        """Makes all but the oldest `fit` requests wait again. What is in flight for them still counts."""
+        youngest = self._give_back(np.arange(len(self.batch)) >= max(fit, 1))
+        for request in youngest:
+            request.state = "waiting"
+        self.waiting.extendleft(reversed(youngest))
+        self.retractions += len(youngest)
+
+    def _give_back(self, leaves: npt.NDArray[np.bool_]) -> list[Request]:
+        leaving = self.batch.filter(leaves)
+        self.pages.release_requests(leaving.slots, after=self.last_step)
+        self.batch = self.batch.filter(~leaves)
+        for request in leaving.requests:
+            del self._fill_ids[request]
+        return list(leaving.requests)
+
+    def _admit(self, queries: Ints) -> bool:
+        settings, stats = self.settings, self.slots.stats
+        size = settings.page_size
+        tokens = settings.max_tokens_per_step - int(queries.sum())
+        room = stats.free + stats.pending
+        growth = -(-(self.batch.seq_lens.np + np.maximum(queries, settings.decode_len)) // size)
+        pages = self._pages_left() - int(np.maximum(growth - self.pages.allocated(self.batch.slots) // size, 0).sum())
+        joining: list[Request] = []
+        for request in [one for one in self.waiting if not one.in_flight]:
+            needed = -(-(request.kv_len + settings.decode_len) // size)
+            if tokens <= 0 or not room or needed > pages:
+                break
+            self.waiting.remove(request)
+            joining.append(request)
+            tokens, room, pages = tokens - request.kv_len, room - 1, pages - needed
+        if joining:
+            self._join(joining)
+        return bool(joining)
+
+    def _join(self, joining: list[Request]) -> None:
+        slots = self.when_free(lambda: self.slots.take(len(joining)))
+        prebuilt = np.array([request.prebuilt is not None and not request.output for request in joining], np.bool_)
+        for row in np.flatnonzero(prebuilt).tolist():
+            self._load(joining[row], slots.filter([row]))
+        come_back = np.array([bool(request.output) for request in joining], np.bool_)
+        if come_back.any():
+            known = [request for request in joining if request.output]
+            self.forward.seed(slots.filter(come_back), known)
+        for request in joining:
+            request.state = "running"
+            self._fill_ids[request] = request.fill_ids()
+        fill = [request.kv_len for request in joining]
+        batch = RunningBatch.build(
+            self.runtime,
+            slots=slots,
+            seq_lens=np.where(prebuilt, fill, 0),
+            fill_lens=fill,
+            kv_limits=[request.kv_limit for request in joining],
+            requests=joining,
+        )
+        self.batch = self.batch.merge(batch)
+
+    def _load(self, request: Request, slot: Slots) -> None:
+        """A request whose prompt was prefilled elsewhere gets its pages and its first token."""
+        prebuilt = request.prebuilt
+        assert prebuilt is not None
+        extension = self.when_free(lambda: self.pages.extend(slot, len(request.prompt)))
+        self.writes.append(extension.entry())
+        self.forward.load(extension.tokens, slot, list(request.prompt), prebuilt)
+        request.append([prebuilt.first_token], self.eos_token_ids)
+
+    def when_free(self, take: Callable[[], T]) -> T:
+        """What `take` returns. Plans count pending pages as free, so now and then a step in flight must end first."""
+        try:
+            return take()
+        except PoolExhaustedError:  # nothing was taken
+            if self.last_step is None:
+                raise
+            self.last_step.wait()
+            return take()

@@ -1,0 +1,37 @@
+"""What an engine is told before it starts."""
+
+import attrs
+
+
+@attrs.frozen
+class EngineSettings:
+    """Sizes and modes.
+
+    Attributes:
+        max_running: requests in the batch at most.
+        num_pages, page_size: KV memory; at least enough for one request of `max_tokens_per_request`.
+        max_tokens_per_request: longest prompt with its answer.
+        max_tokens_per_step: tokens of one step: decodes first, then chunks of prompts.
+        overlap: plan and launch step N + 1 before the results of step N are read.
+        mixed: let chunks of prompts and decodes share a step; else prompts go first, alone.
+        num_drafts: tokens guessed by prompt lookup and verified in each decode; 0 for plain decoding.
+    """
+
+    max_running: int = 32
+    num_pages: int = 256
+    page_size: int = 16
+    max_tokens_per_request: int = 512
+    max_tokens_per_step: int = 128
+    overlap: bool = True
+    mixed: bool = True
+    num_drafts: int = 0
+
+    @property
+    def decode_len(self) -> int:
+        """Tokens that a decoding request puts in: its last one and the drafts."""
+        return 1 + self.num_drafts
+
+    @property
+    def row_width(self) -> int:
+        """Positions of a request in the token table: what it may have, and what two steps in flight may overshoot."""
+        return self.max_tokens_per_request + 3 * self.decode_len
