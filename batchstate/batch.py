@@ -285,6 +285,22 @@ class Batch(BatchRecord):
             self._rows.replaced({column: replaced}), self._device_rows, self._objects, self.num_reqs
         )._checked("update")
 
+    def tighten(self, column: str, bound: object) -> Self:
+        """The same batch with lower bounds on the host for one bounded column; nothing happens on the device.
+
+        Args:
+            column: a mirrored column that holds bounds.
+            bound: numbers [num_reqs, *shape], none above the present bounds: what results of earlier steps prove.
+
+        Raises:
+            DeclarationError: no such column. Else as `MirroredTensor.tighten`.
+        """
+        self._begin("tighten")
+        self._tensor_column(column, f"{type(self).__name__}.tighten: column {column!r}")
+        lower = self[column].tighten(bound).np.copy()
+        rows = self._rows.replaced({column: lower})
+        return self._with(rows, self._device_rows, self._objects, self.num_reqs)._checked("tighten")
+
     def evolve(self, /, **columns: object) -> Self:
         """The same requests with other values for some columns, given as to `build`. Raises what `build` raises."""
         what = f"{type(self).__name__}.evolve"

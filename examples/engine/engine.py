@@ -43,6 +43,7 @@ class Engine:
         scheduler: the host's part, with the batch and the pools.
         steps: steps launched.
         in_flight_depth_max: the most steps that were launched and unread at once.
+        accepted_drafts: guesses that were right.
         host_seconds: time spent on planning, uploading and reading results; not on the forward.
     """
 
@@ -57,10 +58,11 @@ class Engine:
         self.runtime = runtime
         self.settings = settings
         self.eos_token_ids = frozenset(model.eos_token_ids if eos_token_ids is None else eos_token_ids)
-        self.scheduler = Scheduler(runtime, settings, model, self.eos_token_ids)
+        self.scheduler = Scheduler(runtime, settings, model)
         self.steps = 0
         self.in_flight_depth_max = 0
         self.host_seconds = 0.0
+        self.accepted_drafts = 0
         self._stream = runtime.stream("schedule")
         self._in_flight: deque[Step] = deque()
         self._requests: dict[int, Request] = {}
@@ -82,8 +84,11 @@ class Engine:
             raise ArgumentError(
                 f"request {request.number} is here already, or has run", value=request.number, remedy="add it once"
             )
-        self._requests[request.number] = request
-        self.scheduler.waiting.append(request)
+        if request.prebuilt is not None:
+            request.append([request.prebuilt.first_token], self.eos_token_ids)
+        if request.state == "waiting":
+            self._requests[request.number] = request
+            self.scheduler.waiting.append(request)
 
     def abort(self, number: int) -> None:
         """The client of a request hung up. What is in flight for it is dropped when it comes.
@@ -185,6 +190,7 @@ class Engine:
         for row, request in enumerate(step.sampling):
             request.in_flight -= 1
             new = int(lens[row]) + 1 - len(request.prompt) - len(request.output)
+            self.accepted_drafts += max(new - 1, 0)
             if request.state in ("waiting", "running"):
                 self._take(request, outputs[row, :new].tolist())
         if self.settings.num_drafts:
@@ -209,7 +215,8 @@ class Engine:
             if request.state == "running" and request.output:
                 bounds[row] = min(bounds[row], request.kv_len + width * request.in_flight)
         scheduler.pages.truncate(batch.slots, bounds, after=scheduler.last_step)
-        lens = batch.seq_lens.tighten(bounds)
         if step.results is not None and not self._in_flight and step.sampling == list(batch.requests):
-            lens = step.results["seq_lens"]  # nothing is in flight: the exact lengths, on both sides
-        scheduler.batch = batch.evolve(seq_lens=lens)
+            # Nothing is in flight: the lengths are exact, on both sides.
+            scheduler.batch = batch.evolve(seq_lens=step.results["seq_lens"])
+        else:
+            scheduler.batch = batch.tighten("seq_lens", bounds)

@@ -93,7 +93,7 @@ class Model:
 
     def allocate_kv(self, token_capacity: int) -> None:
         """Replaces the KV memory by zeros for `token_capacity` tokens, padding's page included."""
-        self._kv = PagedKV.zeros(self.lm.config, token_capacity, device=self.device, dtype=self.dtype)
+        self._kv = self.scratch_kv(token_capacity)
 
     def write_kv(self, rows: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
         """Puts KV computed elsewhere into rows int64[n]; for each layer dtype[n, num_kv_heads, head_dim]."""
@@ -113,14 +113,26 @@ class Model:
             raise RuntimeError("the model has no KV memory yet: call allocate_kv first")
         return self._kv
 
+    def scratch_kv(self, num_tokens: int) -> PagedKV:
+        """Memory of the same kind for other purposes than the engine's."""
+        return PagedKV.zeros(self.lm.config, num_tokens, device=self.device, dtype=self.dtype)
+
     @torch.no_grad()
-    def forward(self, input_ids: torch.Tensor, view: PagedView, logits_indices: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        view: PagedView,
+        logits_indices: torch.Tensor,
+        *,
+        kv: PagedKV | None = None,
+    ) -> torch.Tensor:
         """Runs new tokens of any number of requests: prompts, chunks of prompts, decodes.
 
         Args:
             input_ids: int64[num_tokens], at least one.
             view: whose they are, and where their KV is and goes.
             logits_indices: int64[num_rows] -> token whose logits are wanted.
+            kv: other memory than that of `allocate_kv`.
 
         Returns:
             dtype[num_rows, vocab_size].
@@ -128,7 +140,7 @@ class Model:
         Raises:
             RuntimeError: there is no KV memory yet.
         """
-        memory = self._memory()
+        memory = self._memory() if kv is None else kv
         hidden = self.lm.model(
             input_ids=input_ids[None],
             attention_mask=None,

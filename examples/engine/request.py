@@ -30,7 +30,7 @@ class Request:
         number: names it.
         prompt: token ids, at least one.
         max_new_tokens: length of the answer, unless it ends before.
-        prebuilt: KV and first token, if somebody else has prefilled it.
+        prebuilt: KV and first token, if somebody else has prefilled it, until the engine has taken them over.
         output: the answer as far as the host knows it.
         in_flight: launched steps that sample for it and whose results have not been read.
         state: waiting, running, finished or aborted.

@@ -42,7 +42,6 @@ class Scheduler:
     Attributes:
         batch: the running requests.
         waiting: the others, first come first served; a retracted request goes to the front.
-        eos_token_ids: tokens that end an answer.
         slots, pages: the pools. `slots` is made over [slot, position] -> token, `token_table`.
         forward: takes what joins with tokens of its own.
         retractions: how often a request had to give its pages back.
@@ -53,7 +52,6 @@ class Scheduler:
     runtime: Runtime
     settings: EngineSettings
     model: Model
-    eos_token_ids: frozenset[int]
     slots: SlotPool = attrs.field(init=False)
     pages: PagePool = attrs.field(init=False)
     forward: Forward = attrs.field(init=False)
@@ -196,7 +194,7 @@ class Scheduler:
 
     def _join(self, joining: list[Request]) -> None:
         slots = self.when_free(lambda: self.slots.take(len(joining)))
-        prebuilt = np.array([request.prebuilt is not None and not request.output for request in joining], np.bool_)
+        prebuilt = np.array([request.prebuilt is not None for request in joining], np.bool_)
         for row in np.flatnonzero(prebuilt).tolist():
             self._load(joining[row], slots.filter([row]))
         come_back = np.array([bool(request.output) for request in joining], np.bool_)
@@ -218,13 +216,12 @@ class Scheduler:
         self.batch = self.batch.merge(batch)
 
     def _load(self, request: Request, slot: Slots) -> None:
-        """A request whose prompt was prefilled elsewhere gets its pages and its first token."""
-        prebuilt = request.prebuilt
+        """A request whose prompt was prefilled elsewhere gets its pages, and its KV in them."""
+        prebuilt, request.prebuilt = request.prebuilt, None  # once: when it is retracted, the KV is gone
         assert prebuilt is not None
         extension = self.when_free(lambda: self.pages.extend(slot, len(request.prompt)))
         self.writes.append(extension.entry())
         self.forward.load(extension.tokens, slot, list(request.prompt), prebuilt)
-        request.append([prebuilt.first_token], self.eos_token_ids)
 
     def when_free(self, take: Callable[[], T]) -> T:
         """What `take` returns. Plans count pending pages as free, so now and then a step in flight must end first."""
