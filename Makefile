@@ -23,7 +23,7 @@ PIP := $(VENVPY) -m pip --disable-pip-version-check --quiet install --constraint
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test lint format types docs pytest fuzz bench wheel pins clean
+.PHONY: help setup demo traffic test lint format types docs pytest fuzz bench wheel pins clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -44,7 +44,10 @@ $(STAMP): constraints.txt pyproject.toml
 	@$(PIP) --no-build-isolation --editable '.[dev]'
 	@touch $@
 
-demo: $(READY)  ## a batch under simulated traffic, checked at every step
+demo: $(READY)  ## a real model served one step ahead, every token compared with model.generate
+	@$(PY) -m examples.engine $(ON_DEVICE) $(ARGS)
+
+traffic: $(READY)  ## an hour of requests through an engine that lacks only the model
 	@$(PY) -m batchstate traffic --checks cheap $(ON_DEVICE) $(ARGS)
 
 test: lint types docs pytest  ## everything CI runs: lint, types, docs, tests

@@ -55,6 +55,7 @@ class AcceleratorRuntime(Runtime):
         if index is None:
             index = module.current_device()
         super().__init__(torch.device(device.type, index), steps_in_flight=steps_in_flight)
+        self._known: dict[object, Stream] = {}
 
     def _pinned(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -94,17 +95,22 @@ class AcceleratorRuntime(Runtime):
         finally:
             self._module.set_sync_debug_mode(before)
 
-    def _wrap(self, native: Any, name: str) -> Stream:
-        return Stream(name, native, (native.device_index, native.stream_id))
-
     def stream(self, name: str) -> Stream:
-        """A new stream of the device."""
-        return self._wrap(self._module.Stream(device=self.device), name)
+        """A new stream of the device. Torch has few, and may give one out again: its last name is then the one."""
+        native = self._module.Stream(device=self.device)
+        key = (native.device_index, native.stream_id)
+        self._known[key] = made = Stream(name, native, key)
+        return made
 
     @property
     def current_stream(self) -> Stream:
         """Torch's current stream, whoever set it."""
-        return self._wrap(self._module.current_stream(self.device), "current")
+        native = self._module.current_stream(self.device)
+        key = (native.device_index, native.stream_id)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = Stream("default" if not native.stream_id else "of the engine", native, key)
+        return known
 
     @contextlib.contextmanager
     def use(self, stream: Stream) -> Iterator[None]:
