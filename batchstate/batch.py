@@ -290,7 +290,7 @@ class Batch(BatchRecord):
 
         Args:
             column: a mirrored column that holds bounds.
-            bound: numbers [num_reqs, *shape], none above the present bounds: what results of earlier steps prove.
+            bound: numbers `[num_reqs, *shape]`, none above the present bounds: what results of earlier steps prove.
 
         Raises:
             DeclarationError: no such column. Else as `MirroredTensor.tighten`.

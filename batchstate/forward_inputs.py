@@ -20,6 +20,7 @@ from batchstate.runtime import Runtime
 from batchstate.tables import Table
 from batchstate.values.device_ops import add, put_rows
 from batchstate.values.device_side import DeviceSide
+from batchstate.violations import Where
 
 
 @final
@@ -42,8 +43,15 @@ class Sources:
     lengths: str | None
     token_table: Table | None
 
-    def check(self, plan: ForwardPlan, what: str) -> None:
+    def check(self, plan: ForwardPlan, uploaded: Extras, what: str) -> None:
         """Refuses a plan that these cannot serve; see `FutureMap.resolve_forward_inputs`."""
+        missing = sorted(set(plan.extras).difference(uploaded))
+        if missing:
+            raise ArgumentError(
+                f"{what}: {', '.join(missing)} of {plan!r} did not cross",
+                value=missing,
+                remedy="pass what `batch.upload(extras=plan.extras)` returned for this plan",
+            )
         for row in plan.relay_rows[plan.query_lens[plan.relay_rows] != self.width].tolist():
             raise ShapeError(
                 f"{what}: the request in row {row} puts in {plan.query_lens[row]} tokens, "
@@ -134,12 +142,16 @@ class ForwardInputs:
         Changes tensors that crossed for this forward alone.
         """
         launch, width = sources.runtime.launch, sources.width
-        true_lens = launch(_with_query, lengths, width, self.kv_lens.dtype, reads=(lengths,), name="true KV lengths")
-        positions = launch(_positions, lengths, width, reads=(lengths,), name="true positions")
+        true_lens = launch(
+            _with_query, lengths, width, self.kv_lens.dtype, reads=(lengths,), name="true KV lengths", operations=2
+        )
+        positions = launch(_positions, lengths, width, reads=(lengths,), name="true positions", operations=2)
         changes = [(self.kv_lens, true_lens, "relay_rows"), (self.positions, positions, "relay_tokens")]
         if self.slot_mapping is not None and sources.token_table is not None:
             table = sources.token_table.device
-            mapping = launch(_looked_up, table, slots, positions, width, reads=(table, slots), name="true slot mapping")
+            mapping = launch(
+                _looked_up, table, slots, positions, width, reads=(table, slots), name="true slot mapping", operations=2
+            )
             changes.append((self.slot_mapping, mapping, "relay_tokens"))
         for target, values, places in changes:
             if self.plan.direct:
@@ -154,16 +166,19 @@ class ForwardInputs:
             self._check_bounds(sources.runtime)
 
     def _check_bounds(self, runtime: Runtime) -> None:
-        """The host's bounds are bounds: pages were allocated by them."""
-        true = runtime.inspect(self.kv_lens)[: self.plan.num_reqs]
-        invariants.mirror_bound(
-            self.plan.seq_lens.astype(true.dtype),
-            true,
-            object=self.plan,
-            operation="resolve_forward_inputs",
-            column="kv_lens",
-            step=runtime.step,
-        )
+        """The host's bounds are bounds, by which pages were allocated, and the column's device side is the truth."""
+        plan = self.plan
+        true = runtime.inspect(self.kv_lens)[: plan.num_reqs]
+        where: Where = {
+            "object": plan,
+            "operation": "resolve_forward_inputs",
+            "column": "kv_lens",
+            "step": runtime.step,
+        }
+        invariants.mirror_bound(plan.seq_lens.astype(true.dtype), true, **where)
+        if plan.bounds is not None:
+            column = runtime.inspect(plan.bounds.device)
+            invariants.mirror_equal(column[plan.relay_rows].astype(true.dtype), true[plan.relay_rows], **where)
 
 
 _TENSORS = tuple(
@@ -191,9 +206,11 @@ def _on_device(handles: Slots, uploaded: Extras, name: str) -> Slots:
 def _ids(plan: ForwardPlan, uploaded: Extras, relayed: Slots, sources: Sources) -> torch.Tensor:
     """The ids of all tokens, from the host, from the relay, or from both."""
     launch = sources.runtime.launch
-    known = None if plan.prompt_ids is None else sources.runtime.upload([plan.prompt_ids]).view(0)
-    if not len(plan.relay_rows):
-        return plan.slots.device[:0] if known is None else known
+    known = uploaded["input_ids"] if "input_ids" in plan.extras else None
+    if plan.prompt_ids is not None:
+        known = sources.runtime.upload([plan.prompt_ids]).view(0)
+    if known is not None and not len(plan.relay_rows):
+        return known
     parts = [sources.gather(relayed, name) for name in sources.ids]
     ids = parts[0].reshape(-1)
     if len(parts) > 1:

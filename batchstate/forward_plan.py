@@ -23,7 +23,7 @@ from batchstate.forwarding.ragged import Ragged, padded
 from batchstate.indices import Slots
 from batchstate.mirror import MirroredTensor
 from batchstate.pages import PagePool
-from batchstate.values.host_arrays import as_array, converted, count
+from batchstate.values.host_arrays import as_array, check_range, converted, count
 from batchstate.values.integers import amounts
 from batchstate.violations import Where
 
@@ -46,7 +46,8 @@ class ForwardPlan:
         num_padded_tokens: tokens and padding.
         query_lens: int64[num_reqs], tokens that each request puts in.
         seq_lens: int64[num_reqs], tokens that it has with them, or a bound.
-        bounded: whether `seq_lens` holds bounds for the requests that the relay feeds.
+        bounds: the column of which `seq_lens` holds bounds for the requests that the relay feeds; None where it is
+            exact.
         max_query_len, max_kv_len: the most of both, or a bound.
         relay_rows: int64[r], requests whose ids come from the relay.
         relayed: their handles.
@@ -63,7 +64,7 @@ class ForwardPlan:
     num_padded_tokens: int
     query_lens: Ints
     seq_lens: Ints
-    bounded: bool
+    bounds: MirroredTensor | None
     relay_rows: Ints
     relayed: Slots
     sample_rows: Ints
@@ -112,7 +113,7 @@ class ForwardPlan:
                 Values of padded rows are not looked at.
             query_lens: tokens that each puts in, one number or int[n].
             prompt_ids: for each request the ids that it puts in, int[query_len], or None where the relay has them. None
-                for all: all ids come from the relay.
+                for all: all ids come from the relay. A request that puts in none has none anywhere.
             samples: mask bool[n] of the requests that sample; all by default. A chunk of a prompt that is not its last
                 samples nothing.
             pages: where the KV goes; without it there is no `slot_mapping`.
@@ -122,7 +123,9 @@ class ForwardPlan:
         Raises:
             ShapeError: not one number, mask or array of ids a request; ids that are not `query_len`.
             DtypeError: no integers, or no slots.
-            ArgumentError: more tokens put in than there are, or than are allocated; fewer padded tokens than tokens.
+            ArgumentError: more tokens put in than there are, or than are allocated; fewer padded tokens than tokens; a
+                request samples that puts in none.
+            ValueOverflowError: lengths or tokens beyond int32, which kernels take.
             ContractError: `flashinfer` with bounds, whose page counts the host would have to know.
             DeclarationError: an unknown layout.
             Violation: SENTINEL_ESCAPED: a negative id; SLOT_ZERO_ALLOCATED: a padded row before a request.
@@ -134,15 +137,15 @@ class ForwardPlan:
         num_reqs = _live(slots)
         where: Where = {"object": what, "operation": "plan", "step": slots.runtime.step}
         invariants.slot_zero_allocated(slots.np[:num_reqs], **where)
-        lens, bounded = _lengths(seq_lens, num_reqs, len(slots), what)
+        lens, bounds = _lengths(seq_lens, num_reqs, len(slots), what)
         queries = _per_request(query_lens, num_reqs, len(slots), f"{what}: query_lens")
         _check_queries(queries, lens, what)
         tokens = Ragged.of(lens, queries)
         num_tokens = int(tokens.starts[-1])
         padded_tokens = num_tokens if pad_tokens is None else count(pad_tokens, f"{what}: pad_tokens", least=num_tokens)
-        given = _given_ids(prompt_ids, num_reqs, what)
-        relay_rows = np.flatnonzero([ids is None for ids in given])
-        sample_rows = _sampling(samples, num_reqs, what)
+        given = _given_ids(prompt_ids, queries, what)
+        relay_rows = np.flatnonzero([ids is None and query > 0 for ids, query in zip(given, queries, strict=True)])
+        sample_rows = _sampling(samples, queries, what)
         plan = cls(
             slots=slots,
             num_reqs=num_reqs,
@@ -150,7 +153,7 @@ class ForwardPlan:
             num_padded_tokens=padded_tokens,
             query_lens=queries,
             seq_lens=lens,
-            bounded=bounded and len(relay_rows) > 0,
+            bounds=bounds if len(relay_rows) else None,
             relay_rows=relay_rows,
             relayed=_handles(slots, relay_rows),
             sample_rows=sample_rows,
@@ -159,10 +162,15 @@ class ForwardPlan:
             extras={},
             step=slots.runtime.step,
         )
-        if not plan.direct:
+        if any(ids is not None and len(ids) for ids in given):
             plan.prompt_ids = plan._laid_out(given, tokens, where)
         plan.extras = plan._arrays(tokens, pages, names)
         return plan
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the host knows only bounds of the lengths of requests that the relay feeds."""
+        return self.bounds is not None
 
     @property
     def direct(self) -> bool:
@@ -203,14 +211,7 @@ class ForwardPlan:
         ids[self.num_tokens :] = 0
         for row, known in enumerate(given):
             if known is not None:
-                start, stop = int(tokens.starts[row]), int(tokens.starts[row + 1])
-                if len(known) != stop - start:
-                    raise ShapeError(
-                        f"ForwardPlan: {len(known)} ids for the {stop - start} tokens of row {row}",
-                        value=len(known),
-                        remedy="pass exactly the ids of this chunk",
-                    )
-                ids[start:stop] = known
+                ids[tokens.starts[row] : tokens.starts[row + 1]] = known
         ids[self.relay_tokens()] = 0
         if levels.cheap:
             column: Where = {**where, "column": "input_ids"}
@@ -234,6 +235,8 @@ class ForwardPlan:
             arrays["slot_mapping"] = padded(self._slot_mapping(tokens, pages), size, 0, np.int64)
         if layouts:
             arrays |= self._page_layouts(layouts, pages)
+        if self.prompt_ids is None and not self.direct:
+            arrays["input_ids"] = np.zeros(size, dtype=np.int64)  # where the relay puts in, and padding
         if len(self.relay_rows) and not self.direct:
             arrays["relay_slots"] = self.relayed.np
             arrays["relay_tokens"] = self.relay_tokens()
@@ -293,11 +296,11 @@ def _live(slots: Slots) -> int:
     return int(used[-1]) + 1 if used.size else 0
 
 
-def _lengths(seq_lens: object, num_reqs: int, num_rows: int, what: str) -> tuple[Ints, bool]:
-    """Lengths int64[num_reqs], and whether they are bounds."""
+def _lengths(seq_lens: object, num_reqs: int, num_rows: int, what: str) -> tuple[Ints, MirroredTensor | None]:
+    """Lengths int64[num_reqs], and the column if they are bounds."""
     if isinstance(seq_lens, MirroredTensor) and seq_lens.contract is Contract.UPPER_BOUND:
-        return _per_request(seq_lens.np, num_reqs, num_rows, f"{what}: seq_lens"), True
-    return _per_request(as_array(seq_lens, f"{what}: seq_lens"), num_reqs, num_rows, f"{what}: seq_lens"), False
+        return _per_request(seq_lens.np, num_reqs, num_rows, f"{what}: seq_lens"), seq_lens
+    return _per_request(as_array(seq_lens, f"{what}: seq_lens"), num_reqs, num_rows, f"{what}: seq_lens"), None
 
 
 def _per_request(numbers: object, num_reqs: int, num_rows: int, what: str) -> Ints:
@@ -309,6 +312,7 @@ def _per_request(numbers: object, num_reqs: int, num_rows: int, what: str) -> In
 
 
 def _check_queries(queries: Ints, lens: Ints, what: str) -> None:
+    check_range(0, max(int(lens.max(initial=0)), int(queries.sum())), np.dtype(np.int32), f"{what}: tokens")
     wrong = np.flatnonzero((queries < 0) | (queries > lens))
     if wrong.size:
         row = int(wrong[0])
@@ -319,8 +323,9 @@ def _check_queries(queries: Ints, lens: Ints, what: str) -> None:
         )
 
 
-def _given_ids(prompt_ids: object, num_reqs: int, what: str) -> list[Ints | None]:
+def _given_ids(prompt_ids: object, queries: Ints, what: str) -> list[Ints | None]:
     """The ids that the host knows, for each request; None where the relay has them."""
+    num_reqs = len(queries)
     if prompt_ids is None:
         return [None] * num_reqs
     if not isinstance(prompt_ids, list | tuple) or len(prompt_ids) != num_reqs:
@@ -339,17 +344,30 @@ def _given_ids(prompt_ids: object, num_reqs: int, what: str) -> list[Ints | None
                 value=array.shape,
                 remedy="pass one dimension of ids; None where there are none",
             )
+        if array is not None and len(array) != queries[row]:
+            raise ShapeError(
+                f"{what}: {len(array)} ids for the {queries[row]} tokens of row {row}",
+                value=len(array),
+                remedy="pass exactly the ids of this chunk",
+            )
         given.append(array)
     return given
 
 
-def _sampling(samples: object, num_reqs: int, what: str) -> Ints:
-    """Rows that sample, int64[s]."""
-    if samples is None:
-        return np.arange(num_reqs)
-    mask = as_array(samples, f"{what}: samples")
-    if mask.dtype != np.bool_ or mask.shape != (num_reqs,):
+def _sampling(samples: object, queries: Ints, what: str) -> Ints:
+    """Rows that sample, int64[s]; each has a last token."""
+    num_reqs = len(queries)
+    mask = np.ones(num_reqs, dtype=np.bool_) if samples is None else as_array(samples, f"{what}: samples")
+    if mask.shape != (num_reqs,) or (mask.dtype != np.bool_ and mask.size):
         raise ShapeError(
             f"{what}: samples are {mask.dtype}{list(mask.shape)}", value=mask.shape, remedy="pass a mask bool[num_reqs]"
         )
-    return np.flatnonzero(mask)
+    rows = np.flatnonzero(mask)
+    without = rows[queries[rows] == 0]
+    if without.size:
+        raise ArgumentError(
+            f"{what}: the request in row {without[0]} samples and puts in no token",
+            value=int(without[0]),
+            remedy="pass samples=query_lens > 0",
+        )
+    return rows

@@ -26,7 +26,7 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate.batching.upload import Extras
-from batchstate.errors import ArgumentError, CaptureError, DeclarationError
+from batchstate.errors import ArgumentError, CaptureError, DeclarationError, DtypeError
 from batchstate.forward_inputs import ForwardInputs, Sources
 from batchstate.forward_plan import ForwardPlan
 from batchstate.hybrid import HybridSlotPool
@@ -35,7 +35,7 @@ from batchstate.mirror import MirroredTensor
 from batchstate.pools import SlotPool
 from batchstate.relaying.entries import Entries, EntryState, Ints, Publication, Publications
 from batchstate.relaying.fields import DEVICE, HOST, RelayField, checked_fields, relay_field
-from batchstate.relaying.given import device_values, host_values
+from batchstate.relaying.given import check_device_values, host_values, live_rows
 from batchstate.relaying.guard import RelayGuard
 from batchstate.relaying.order import StreamOrder
 from batchstate.relaying.prefetched import Prefetched
@@ -107,7 +107,8 @@ class FutureMap:
             DeclarationError: no such field. Handles: as for `SlotPool.check_handles`.
         """
         entries = self._field(field, "states")
-        return entries.states(self._rows_of_entries(self.slots.rows_of(slots, f"{self.name}: states")))
+        rows = self.slots.rows_of(self._live(slots, "states"), f"{self.name}: states")
+        return entries.states(self._rows_of_entries(rows))
 
     # Writing
 
@@ -119,7 +120,7 @@ class FutureMap:
 
         Args:
             slots: the requests; live handles, each once. Padded rows at the end are left out.
-            **values: field -> device tensor [n, *shape], made on the current stream, or a mirrored value.
+            **values: field -> device tensor `[n, *shape]`, made on the current stream, or a mirrored value.
 
         Raises:
             DeclarationError: no such field, or none given.
@@ -141,15 +142,15 @@ class FutureMap:
 
         Args:
             slots: the requests.
-            **values: field -> list, array, CPU tensor or exact mirrored value, [n, *shape].
+            **values: field -> list, array, CPU tensor or exact mirrored value, `[n, *shape]`.
 
         Raises:
             As `publish`; ValueOverflowError: a value outside the field's dtype; SENTINEL_ESCAPED: a negative one in a
                 field that has none.
         """
-        live, _ = self._begin(slots, values, "seed")
+        live, num_rows = self._begin(slots, values, "seed")
         arrays = {
-            name: host_values(value, self._entries[name].field, len(live), self._what("seed", name))
+            name: host_values(value, self._entries[name].field, (len(live), num_rows), self._what("seed", name))
             for name, value in values.items()
         }
         for name, array in arrays.items():
@@ -168,24 +169,19 @@ class FutureMap:
         Raises:
             DeclarationError: no such field. Handles: as for `SlotPool.check_handles`.
         """
-        rows = self._rows_of_entries(self.slots.rows_of(slots, f"{self.name}: discard"))
+        rows = self.slots.rows_of(self._live(slots, "discard"), f"{self.name}: discard")
+        rows = self._rows_of_entries(rows)
         for entries in [self._field(name, "discard") for name in fields or tuple(self._entries)]:
             entries.clear(rows)
 
     def _publish(self, slots: Slots, values: Mapping[str, Any], operation: str) -> None:
         live, num_rows = self._begin(slots, values, operation)
-        tensors = {
-            name: device_values(
-                value,
-                self._field(name, operation).field,
-                (len(live), num_rows),
-                self.runtime,
-                self._what(operation, name),
-            )
-            for name, value in values.items()
-        }
-        self._check_overwrite(live, tuple(tensors), operation)
+        for name, value in values.items():
+            field, what = self._entries[name].field, self._what(operation, name)
+            check_device_values(value, field, (len(live), num_rows), self.runtime, what)
+        self._check_overwrite(live, tuple(values), operation)
         if len(live):
+            tensors = {name: live_rows(value, len(live)) for name, value in values.items()}
             self._write(live, live.device, tensors, operation)
 
     def _begin(self, slots: Slots, values: Mapping[str, Any], operation: str) -> tuple[Slots, int]:
@@ -209,7 +205,7 @@ class FutureMap:
                 entries = self._entries[name]
                 invariants.future_unread_overwritten(
                     live.np,
-                    entries.unread(rows),
+                    entries.missed(rows),
                     self._writer(entries, rows),
                     self._by(operation),
                     entries.field.readers_named,
@@ -221,7 +217,7 @@ class FutureMap:
         by = self._by(operation)
         for name in values:
             wrote = self._entries[name].wrote[self._rows_of_entries(live.np)]
-            self._order.overwrite(self._publications.of(wrote), by, operation)
+            self._order.overwrite(self._publications.running(wrote), by, operation)
         for name, tensor in values.items():
             memory = self._memory_of(name)
             self.runtime.launch(
@@ -229,13 +225,15 @@ class FutureMap:
             )
         publication = self._record(by, operation)
         for name in values:
-            self._entries[name].publish(self._rows_of_entries(live.np), live.generations, publication.number)
+            entries, rows = self._entries[name], self._rows_of_entries(live.np)
+            entries.publish(rows, live.generations, publication.number)
+            publication.written.append((entries.number, rows))
         if levels.full:
             self.check(operation)
 
     def _record(self, by: str, operation: str) -> Publication:
         """A publication with a fence of its own."""
-        self._publications.prune(self._numbers)  # before the new one, of which no entry is noted yet
+        self._publications.prune()  # before the new one, of which no entry is noted yet
         publication = self._publications.add(by, self.runtime.current_stream, self.runtime.record())
         self._order.check_fence(publication.fence, self._publications.others(publication), by, operation)
         return publication
@@ -250,7 +248,7 @@ class FutureMap:
             field: one that the next forward reads.
 
         Returns:
-            a new device tensor [n, *shape].
+            a new device tensor `[n, *shape]`.
 
         Raises:
             DeclarationError: no such field, or one that only the host reads.
@@ -267,9 +265,9 @@ class FutureMap:
         rows = self._select(field, index)
         if publications:
             self._order.noted(publications, self.runtime.record())
-        self._take(live, field, DEVICE)
         if levels.full and self._entries[field].field.non_negative and not self.runtime.checks_stand_aside():
             invariants.sentinel_escaped(self.runtime.inspect(rows).reshape(-1), **self._where("gather", field))
+        self._take(live, field, DEVICE)
         return rows
 
     def prefetch(self, slots: Slots, *fields: str) -> Prefetched:
@@ -344,10 +342,13 @@ class FutureMap:
             token_table: [slot, position] -> token; needed where the plan has bounds and a slot mapping.
 
         Raises:
+            DeclarationError: no such field, one named twice, or one whose entries are no ids or no lengths.
+            DtypeError: ids that are not int64, or lengths that are neither that nor int32.
             ShapeError: a request puts in another number of tokens than its entries have.
             ContractError: bounds, and no field with the true lengths.
-            ArgumentError: no plan; no token table for a slot mapping.
-            Violation: FUTURE_CONSUMED: the plan was used before. Else as `gather`.
+            ArgumentError: no plan; an upload without its extras; no token table for a slot mapping, or none of this
+                pool's slots.
+            Violation: FUTURE_CONSUMED: the plan was used before. Else as `gather`, for all requests of the plan.
         """
         for given, kind in ((plan, ForwardPlan), (uploaded, Extras)):
             if not isinstance(given, kind):
@@ -359,11 +360,27 @@ class FutureMap:
         self.runtime.check_owner(f"{self.name}: resolve_forward_inputs")
         self._refuse_capture("resolve_forward_inputs")
         names = (ids,) if isinstance(ids, str) else tuple(ids)
+        read = names if lengths is None else (*names, lengths)
+        if not names or len(set(read)) < len(read):
+            raise DeclarationError(
+                f"{self.name}: inputs from fields {read}",
+                value=read,
+                remedy="name each field once, and one for the ids",
+            )
         widths = [self._width(name) for name in names]
+        if lengths is not None:
+            self._check_lengths(lengths)
+        if token_table is not None and getattr(token_table, "slots", None) is not self.slots:
+            raise ArgumentError(
+                f"{self.name}: {token_table!r} is no table of slots of {self.slots.name!r}",
+                value=token_table,
+                remedy="pass the token table that was made over the relay's pool",
+            )
+        live = self._live(plan.slots, "resolve_forward_inputs")
+        self.slots.rows_of(live, f"{self.name}: resolve_forward_inputs")
         sources = Sources(self.runtime, self.gather, names, sum(widths), lengths, token_table)
-        sources.check(plan, self.name)
+        sources.check(plan, uploaded, self.name)
         if len(plan.relayed):
-            read = names if lengths is None else (*names, lengths)
             self._check_read(plan.relayed, read, DEVICE, "resolve_forward_inputs")
         inputs = ForwardInputs.made(plan, uploaded, sources)
         if lengths is not None and not plan.bounded:
@@ -385,7 +402,14 @@ class FutureMap:
             invariants.mirror_equal(before.astype(true.dtype), true, **self._where("resolve_forward_inputs", lengths))
 
     def _width(self, name: str) -> int:
-        shape = self._field(name, "resolve_forward_inputs").field.shape
+        field = self._field(name, "resolve_forward_inputs").field
+        shape = field.shape
+        if field.dtype != torch.int64:
+            raise DtypeError(
+                f"{self.name}: ids from field {name!r} of {field.dtype}",
+                value=field.dtype,
+                remedy="declare it torch.int64: the ids of a forward are",
+            )
         if len(shape) > 1:
             raise DeclarationError(
                 f"{self.name}: ids from field {name!r} of {list(shape)}",
@@ -393,6 +417,21 @@ class FutureMap:
                 remedy="ids of a request are one number, or one row of them",
             )
         return shape[0] if shape else 1
+
+    def _check_lengths(self, name: str) -> None:
+        field = self._field(name, "resolve_forward_inputs").field
+        if field.shape:
+            raise DeclarationError(
+                f"{self.name}: lengths from field {name!r} of {list(field.shape)}",
+                value=field.shape,
+                remedy="the length of a request is one number",
+            )
+        if field.dtype not in (torch.int32, torch.int64):
+            raise DtypeError(
+                f"{self.name}: lengths from field {name!r} of {field.dtype}",
+                value=field.dtype,
+                remedy="declare it torch.int64 or torch.int32",
+            )
 
     def _check_read(self, live: Slots, names: Sequence[str], reader: int, operation: str) -> list[Publication]:
         """Judges the entries of handles, and says which publishes they come from."""
@@ -471,9 +510,6 @@ class FutureMap:
                 remedy=f"use one of: {', '.join(self._entries)}",
             )
         return entries
-
-    def _numbers(self) -> Ints:
-        return np.concatenate([entries.number for entries in self._entries.values()])
 
     def _writer(self, entries: Entries, rows: Ints) -> "functools.partial[str]":
         return functools.partial(_described, self._publications, entries, rows)

@@ -1,11 +1,15 @@
 """What several tests stand in for the real thing."""
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import attrs
 import pytest
+import torch
 
+from batchstate.runtime import AcceleratorRuntime
 from batchstate.violations import Code, Violation
 
 
@@ -46,3 +50,80 @@ def in_a_thread(action: Callable[[], object]) -> BaseException | None:
     thread.start()
     thread.join()
     return raised[0] if raised else None
+
+
+class FakeStream:
+    """Numbers itself, and notes what it waits for."""
+
+    count = 0
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        FakeStream.count += 1
+        self.stream_id = FakeStream.count
+        self.device_index = 0
+        self.waited: list[object] = []
+
+    def wait_event(self, event: object) -> None:
+        self.waited.append(event)
+
+
+class FakeEvent:
+    """Happens when the test says so."""
+
+    happened = True
+
+    def record(self, stream: FakeStream) -> None:
+        self.stream = stream
+
+    def query(self) -> bool:
+        return self.happened
+
+    def synchronize(self) -> None:
+        self.happened = True
+
+
+class FakeModule(SimpleNamespace):
+    """The part of `torch.cuda` that the runtime uses."""
+
+    Event = FakeEvent
+    Stream = FakeStream
+
+    def __init__(self) -> None:
+        super().__init__(default=FakeStream(), entered=[], capturing=False, sync_debug_mode=0, modes=[], available=True)
+
+    def is_available(self) -> bool:
+        return self.available
+
+    def current_device(self) -> int:
+        return 0
+
+    def current_stream(self, device: torch.device) -> FakeStream:
+        return self.entered[-1] if self.entered else self.default
+
+    @contextlib.contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        self.entered.append(stream)
+        yield
+        self.entered.pop()
+
+    def synchronize(self, device: torch.device) -> None:
+        self.modes.append(self.sync_debug_mode)
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.capturing
+
+    def get_sync_debug_mode(self) -> int:
+        return self.sync_debug_mode
+
+    def set_sync_debug_mode(self, mode: int) -> None:
+        self.sync_debug_mode = mode
+
+
+def fake_accelerator(monkeypatch: pytest.MonkeyPatch) -> tuple[AcceleratorRuntime, FakeModule]:
+    """An accelerator runtime whose memory is CPU memory, and the stand-in that it takes for torch's device module."""
+    module = FakeModule()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    runtime = AcceleratorRuntime(torch.device("cpu"))
+    runtime.device = torch.device("cpu")
+    monkeypatch.setattr(runtime, "_pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    return runtime, module

@@ -1,9 +1,5 @@
 """The accelerator runtime against a stand-in for torch's device module, where no accelerator is needed."""
 
-import contextlib
-from collections.abc import Iterator
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -11,90 +7,25 @@ import torch
 from batchstate import Batch, MirroredTensor, SlotPool, checks, device_only, mirrored
 from batchstate.errors import ArgumentError, CaptureError
 from batchstate.runtime import AcceleratorRuntime, DoneFence
-
-
-class FakeStream:
-    """Numbers itself, and notes what it waits for."""
-
-    count = 0
-
-    def __init__(self, device: torch.device | None = None) -> None:
-        FakeStream.count += 1
-        self.stream_id = FakeStream.count
-        self.device_index = 0
-        self.waited: list[object] = []
-
-    def wait_event(self, event: object) -> None:
-        self.waited.append(event)
-
-
-class FakeEvent:
-    """Happens when the test says so."""
-
-    happened = True
-
-    def record(self, stream: FakeStream) -> None:
-        self.stream = stream
-
-    def query(self) -> bool:
-        return self.happened
-
-    def synchronize(self) -> None:
-        self.happened = True
-
-
-class FakeModule(SimpleNamespace):
-    """The part of `torch.cuda` that the runtime uses."""
-
-    Event = FakeEvent
-    Stream = FakeStream
-
-    def __init__(self) -> None:
-        super().__init__(default=FakeStream(), entered=[], capturing=False, sync_debug_mode=0, modes=[], available=True)
-
-    def is_available(self) -> bool:
-        return self.available
-
-    def current_device(self) -> int:
-        return 0
-
-    def current_stream(self, device: torch.device) -> FakeStream:
-        return self.entered[-1] if self.entered else self.default
-
-    @contextlib.contextmanager
-    def stream(self, stream: FakeStream) -> Iterator[None]:
-        self.entered.append(stream)
-        yield
-        self.entered.pop()
-
-    def synchronize(self, device: torch.device) -> None:
-        self.modes.append(self.sync_debug_mode)
-
-    def is_current_stream_capturing(self) -> bool:
-        return self.capturing
-
-    def get_sync_debug_mode(self) -> int:
-        return self.sync_debug_mode
-
-    def set_sync_debug_mode(self, mode: int) -> None:
-        self.sync_debug_mode = mode
+from tests.doubles import FakeModule, fake_accelerator
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> tuple[AcceleratorRuntime, FakeModule]:
+    """The runtime and the stand-in."""
+    return fake_accelerator(monkeypatch)
+
+
+@pytest.fixture
+def module(accelerator: tuple[AcceleratorRuntime, FakeModule]) -> FakeModule:
     """The stand-in, where torch would give the device's module."""
-    fake = FakeModule()
-    monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
-    return fake
+    return accelerator[1]
 
 
 @pytest.fixture
-def runtime(module: FakeModule, monkeypatch: pytest.MonkeyPatch) -> AcceleratorRuntime:
+def runtime(accelerator: tuple[AcceleratorRuntime, FakeModule]) -> AcceleratorRuntime:
     """An accelerator runtime whose memory is CPU memory."""
-    made = AcceleratorRuntime(torch.device("cpu"))
-    made.device = torch.device("cpu")
-    monkeypatch.setattr(made, "_pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
-    return made
+    return accelerator[0]
 
 
 def test_an_index_is_chosen(module: FakeModule) -> None:

@@ -14,6 +14,17 @@ from batchstate.invariants import LAWS, Code, Violation, made
 ints = np.array
 NAN = np.array([np.nan, 1.0], dtype=np.float32)
 
+
+def by_row(row: int) -> str:
+    """Says of a row which publish wrote its entry."""
+    return f"publish of row {row}"
+
+
+def nobody_asks(row: int) -> str:
+    """Who wrote is put into words only for a report."""
+    raise AssertionError("a law that holds has asked for the writer")
+
+
 # code -> arguments that break it, arguments that nearly do, where the report points
 CASES: dict[Code, tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = {
     Code.MIRROR_EQUAL: ((ints([1, 2, 3]), ints([1, 2, 4])), (NAN, NAN.copy()), {"row": 2, "expected": 3, "actual": 4}),
@@ -51,6 +62,32 @@ CASES: dict[Code, tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = {
     Code.UNIT_MISMATCH: (("slot", "page"), ("slot", "slot"), {"expected": "slot", "actual": "page"}),
     Code.HIDDEN_SYNC: (("item", False), ("item", True), {"actual": "item"}),
     Code.STAGING_OVERRUN: ((3, 5, 2), (4, 5, 2), {"actual": 3}),
+    Code.STAGING_REUSED: ((7, 9), (7, 7), {"expected": "lending 7", "actual": "lending 9"}),
+    Code.FUTURE_UNWRITTEN: (
+        (ints([4, 5]), np.array([True, False]), "gather"),
+        (ints([4, 5]), np.array([True, True]), "gather"),
+        {"row": 1, "slot": 5, "writer": "nobody", "reader": "gather", "actual": "unwritten"},
+    ),
+    Code.FUTURE_GENERATION: (
+        (ints([4, 5]), ints([3, 3]), ints([3, 4]), by_row, "gather"),
+        (ints([4, 5]), ints([3, 4]), ints([3, 4]), nobody_asks, "gather"),
+        {"row": 1, "slot": 5, "generation": 4, "writer": "publish of row 1", "reader": "gather"},
+    ),
+    Code.FUTURE_CONSUMED: (
+        (ints([4, 5]), np.array([False, True]), by_row, "gather"),
+        (ints([4, 5]), np.array([False, False]), nobody_asks, "gather"),
+        {"row": 1, "slot": 5, "writer": "publish of row 1", "reader": "gather", "actual": "consumed"},
+    ),
+    Code.FUTURE_UNREAD_OVERWRITTEN: (
+        (ints([4, 5]), np.array([False, True]), by_row, "stash", "the host"),
+        (ints([4, 5]), np.array([False, False]), nobody_asks, "stash", "the host"),
+        {"row": 1, "slot": 5, "writer": "stash", "reader": "nobody", "expected": "read by the host"},
+    ),
+    Code.FUTURE_ORDER: (
+        (False, "publish", "gather", "a wait for publish"),
+        (True, "publish", "gather", "a wait for publish"),
+        {"writer": "publish", "reader": "gather", "expected": "a wait for publish"},
+    ),
 }
 # further ways to break a law, beside the first
 MORE: list[tuple[Code, tuple[Any, ...]]] = [
@@ -68,6 +105,8 @@ MORE: list[tuple[Code, tuple[Any, ...]]] = [
     (Code.TAIL_STALE, (ints([[0, 0], [0, 1]]), 0, 4)),
     (Code.MIRROR_ALIASED, ((100, 200), (120, 130))),
     (Code.STAGING_OVERRUN, (0, 1, 1)),
+    (Code.STAGING_REUSED, (7, 0)),
+    (Code.FUTURE_GENERATION, (ints([4]), ints([5]), ints([4]), by_row, "gather")),
 ]
 
 
@@ -134,6 +173,23 @@ def test_reports_survive_pickling() -> None:
     assert str(copy) == str(caught.value)
     assert copy.as_dict() == caught.value.as_dict()
     assert isinstance(copy, BatchStateError | RuntimeError)
+
+
+def test_reports_name_writer_and_reader() -> None:
+    """The report of a relay entry says who wrote it and who reads it: as text, as plain values, after pickling."""
+    slots, written = ints([4, 5]), np.array([False, True])
+    with pytest.raises(Violation) as caught:
+        invariants.future_consumed(slots, written, by_row, "gather in step 2", object="relay", column="tokens", step=2)
+    for violation in (caught.value, pickle.loads(pickle.dumps(caught.value))):
+        assert (violation.writer, violation.reader) == ("publish of row 1", "gather in step 2")
+        report = violation.as_dict()
+        assert (report["writer"], report["reader"]) == ("publish of row 1", "gather in step 2")
+        assert re.search(r"^  writer +publish of row 1$", str(violation), re.MULTILINE)
+        assert re.search(r"^  reader +gather in step 2$", str(violation), re.MULTILINE)
+    with pytest.raises(Violation) as caught:
+        invariants.slot_shared(ints([1, 1]))
+    assert caught.value.as_dict()["writer"] is caught.value.as_dict()["reader"] is None
+    assert "writer" not in str(caught.value)
 
 
 def test_reports_name_no_tensor() -> None:

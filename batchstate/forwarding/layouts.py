@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchstate.errors import DeclarationError
+from batchstate.values.host_arrays import check_range
 
 Ints = npt.NDArray[np.int64]
 Arrays = dict[str, npt.NDArray[np.int32]]
@@ -40,6 +41,7 @@ def flashinfer(pages: npt.NDArray[np.int32], kv_lens: Ints, page_size: int, num_
 
 def _starts(lengths: Ints, num_rows: int) -> npt.NDArray[np.int32]:
     starts = np.zeros(num_rows + 1, dtype=np.int32)
+    check_range(0, int(lengths.sum()), starts.dtype, "ForwardPlan: tokens of all requests together")
     np.cumsum(lengths, out=starts[1 : len(lengths) + 1])
     starts[len(lengths) + 1 :] = starts[len(lengths)]
     return starts

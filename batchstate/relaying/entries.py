@@ -5,7 +5,7 @@ same order is the business of its fence.
 """
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import final
 
 import attrs
@@ -38,6 +38,7 @@ class Publication:
         fence: behind it.
         known_to: keys of the streams that are ordered behind it.
         reads: for each stream that has read some of it, a fence behind the last such read.
+        written: for each field `Entries.number`, and the rows int64[n] of it that this publish wrote.
     """
 
     number: int
@@ -46,6 +47,11 @@ class Publication:
     fence: Fence
     known_to: set[object]
     reads: dict[Stream, Fence] = attrs.field(factory=dict)
+    written: list[tuple[Ints, Ints]] = attrs.field(factory=list)
+
+    def has_entries(self) -> bool:
+        """Whether some entry still comes from it."""
+        return any(np.count_nonzero(numbers[rows] == self.number) for numbers, rows in self.written)
 
     def over(self) -> bool:
         """Whether it and all reads of it have run, so that nothing needs to wait for them. Never waits."""
@@ -91,6 +97,10 @@ class Entries:
         self.number[rows] = 0
         self.taken[rows] = 0
 
+    def missed(self, rows: Ints) -> npt.NDArray[np.bool_]:
+        """Whether each entry would be overwritten although somebody still has to read it. bool[n]."""
+        return self.unread(rows) if self.field.must_read else np.zeros(len(rows), dtype=np.bool_)
+
     def unread(self, rows: Ints) -> npt.NDArray[np.bool_]:
         """Whether each entry is written, and wanted by a reader that has not taken it. bool[n]."""
         wanted: npt.NDArray[np.bool_] = (self.number[rows] != 0) & (
@@ -128,11 +138,12 @@ class Publications:
         return made
 
     def of(self, numbers: Ints) -> list[Publication]:
-        """Those with these numbers, each once; 0 stands for none, and so does one that is over and forgotten."""
-        first = int(numbers[0]) if numbers.size else 0
-        one = np.count_nonzero(numbers != first) == 0  # nearly always: one publish wrote all rows
-        found = [first] if one else np.unique(numbers).tolist()
-        return [self._by_number[number] for number in found if number in self._by_number]
+        """Those of entries, by their numbers, each once; 0 stands for none."""
+        return [self._by_number[number] for number in _each(numbers) if number]
+
+    def running(self, numbers: Ints) -> list[Publication]:
+        """The same for memory whose entries may be gone: those that are over and forgotten need no waiting for."""
+        return [self._by_number[number] for number in _each(numbers) if number in self._by_number]
 
     def describe(self, number: int) -> str:
         """Who published, for reports."""
@@ -143,14 +154,22 @@ class Publications:
         """All but one."""
         return [made for made in self._by_number.values() if made is not besides]
 
-    def prune(self, live_numbers: Callable[[], Ints]) -> None:
+    def prune(self) -> None:
         """Forgets those that are over and of which no entry is left; now and then, so that a publish costs O(rows).
 
         One of which no entry is left may still be running, or be read: whoever writes there next has to wait for it.
         """
         if len(self._by_number) >= self._prune_at:
-            live = set(np.unique(live_numbers()).tolist())
             self._by_number = {
-                number: made for number, made in self._by_number.items() if number in live or not made.over()
+                number: made for number, made in self._by_number.items() if made.has_entries() or not made.over()
             }
             self._prune_at = max(16, 2 * len(self._by_number))
+
+
+def _each(numbers: Ints) -> list[int]:
+    """Each number once."""
+    first = int(numbers[0]) if numbers.size else 0
+    if not np.count_nonzero(numbers != first):  # nearly always: one publish wrote all rows
+        return [first]
+    found: list[int] = np.unique(numbers).tolist()
+    return found

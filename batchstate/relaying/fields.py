@@ -1,12 +1,12 @@
 """Declarations of relay fields: what a forward leaves for the next step, and who takes it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import attrs
 import torch
 
-from batchstate.errors import DeclarationError, DtypeError
+from batchstate.errors import DeclarationError, DtypeError, ShapeError
 from batchstate.runtime import numpy_dtype
 from batchstate.values.host_arrays import count
 
@@ -26,12 +26,14 @@ class RelayField:
         shape: of one entry.
         readers: who takes each publish once: `DEVICE`, `HOST`, or both bits.
         non_negative: whether a negative value is a stand-in that escaped.
+        must_read: whether an entry that a reader has not taken must not be overwritten.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     readers: int
     non_negative: bool
+    must_read: bool
 
     @property
     def readers_named(self) -> str:
@@ -40,22 +42,30 @@ class RelayField:
 
 
 def relay_field(
-    dtype: torch.dtype, shape: Iterable[int] = (), *, read_by: str = "device", non_negative: bool = False
+    dtype: torch.dtype,
+    shape: Sequence[int] = (),
+    *,
+    read_by: str = "device",
+    non_negative: bool = False,
+    must_read: bool = True,
 ) -> RelayField:
     """Declares a field of a `FutureMap`.
 
     Args:
-        dtype: any of torch; one that numpy shares if the host reads it.
+        dtype: any that torch can index; one that numpy shares if the host reads it, or if `non_negative`.
         shape: of one entry.
         read_by: who takes each published entry, once: `device` (the next forward, by `gather`), `host` (by `prefetch`
             or `resolve`) or `both`. An entry that one of them has not taken must not be overwritten.
         non_negative: the values are ids, lengths or indices. A negative one is then SENTINEL_ESCAPED wherever the host
             sees it, and at `full` on the device too.
+        must_read: whether overwriting what was not read is a violation. Not for what is wanted now and then, such as
+            log-probabilities.
 
     Raises:
         DeclarationError: another reader.
         DtypeError: no torch dtype, or one that the host cannot read.
-        ArgumentError: `shape` holds no counts.
+        ShapeError: `shape` is no sequence.
+        ArgumentError, DtypeError: it holds something else than counts.
     """
     given: Any = read_by
     if not isinstance(given, str) or given not in _READERS:
@@ -66,9 +76,14 @@ def relay_field(
     if not isinstance(given, torch.dtype):
         raise DtypeError(f"a relay field of {given!r}", value=given, remedy="pass a torch dtype, as torch.int64")
     readers = _READERS[read_by]
-    if readers & HOST:
+    if readers & HOST or non_negative:
         numpy_dtype(dtype)
-    return RelayField(dtype, tuple(count(size, "shape") for size in shape), readers, bool(non_negative))
+    given = shape
+    if not isinstance(given, tuple | list):
+        raise ShapeError(f"a relay field of shape {given!r}", value=given, remedy="pass a tuple, as `(8,)`")
+    return RelayField(
+        dtype, tuple(count(size, "shape") for size in shape), readers, bool(non_negative), bool(must_read)
+    )
 
 
 def checked_fields(fields: Mapping[str, RelayField], what: str) -> dict[str, RelayField]:

@@ -15,10 +15,10 @@ from batchstate.values.host_arrays import converted
 Array = npt.NDArray[Any]
 
 
-def device_values(
+def check_device_values(
     value: object, field: RelayField, num_rows: tuple[int, int], runtime: Runtime, what: str
-) -> torch.Tensor:
-    """The live rows of a device tensor for `field`.
+) -> None:
+    """Refuses what cannot be published into `field`. The device is not touched: a mirrored value may have none yet.
 
     Args:
         value: tensor or mirrored value, of as many rows as are live, or of all with the padded ones at the end.
@@ -33,50 +33,53 @@ def device_values(
     if isinstance(value, MirroredTensor):
         if value.runtime is not runtime:
             raise DeviceError(f"{what}: {value!r} has another runtime", value=value, remedy="use one runtime")
-        tensor = value.device
-    elif isinstance(value, torch.Tensor):
-        tensor = value
-    else:
+    elif not isinstance(value, torch.Tensor):
         raise DtypeError(
             f"{what}: {type(value).__name__} is no device tensor",
             value=value,
             remedy="pass what the forward made; host values go in by `seed`",
         )
-    if tensor.dtype != field.dtype:
-        raise DtypeError(
-            f"{what}: {tensor.dtype} for {field.dtype}", value=tensor.dtype, remedy="convert it in the forward"
-        )
-    if tensor.device != runtime.device:
+    elif value.device != runtime.device:
         raise DeviceError(
-            f"{what}: a tensor on {tensor.device}, runtime on {runtime.device}",
-            value=str(tensor.device),
+            f"{what}: a tensor on {value.device}, runtime on {runtime.device}",
+            value=str(value.device),
             remedy="pass a tensor of the runtime's device; host values go in by `seed`",
         )
-    live, with_padding = num_rows
-    if tuple(tensor.shape[1:]) != field.shape or tensor.ndim == 0 or tensor.shape[0] not in num_rows:
-        rows = str(live) if live == with_padding else f"{live} or {with_padding}"
-        raise ShapeError(
-            f"{what}: {list(tensor.shape)} for {rows} rows of {list(field.shape)}",
-            value=tuple(tensor.shape),
-            remedy="pass one entry a request, in the order of the slots",
+    if value.dtype != field.dtype:
+        raise DtypeError(
+            f"{what}: {value.dtype} for {field.dtype}", value=value.dtype, remedy="convert it in the forward"
         )
+    _check_shape(tuple(value.shape), field, num_rows, what)
+
+
+def live_rows(value: torch.Tensor | MirroredTensor, live: int) -> torch.Tensor:
+    """The first `live` rows of a checked value, safe on the current stream."""
+    tensor = value.device if isinstance(value, MirroredTensor) else value
     return tensor[:live] if tensor.shape[0] != live else tensor
 
 
-def host_values(value: object, field: RelayField, num_rows: int, what: str) -> Array:
-    """Host values [num_rows, *shape] for `field`, in an array of their own.
+def _check_shape(shape: tuple[int, ...], field: RelayField, num_rows: tuple[int, int], what: str) -> None:
+    live, with_padding = num_rows
+    if not shape or shape[1:] != field.shape or shape[0] not in num_rows:
+        rows = str(live) if live == with_padding else f"{live} or {with_padding}"
+        raise ShapeError(
+            f"{what}: {list(shape)} for {rows} rows of {list(field.shape)}",
+            value=shape,
+            remedy="pass one entry a request, in the order of the slots",
+        )
+
+
+def host_values(value: object, field: RelayField, num_rows: tuple[int, int], what: str) -> Array:
+    """The live rows of host values for `field`, in an array of their own.
+
+    Arguments as for `check_device_values`.
 
     Raises:
         DtypeError, ShapeError, ValueOverflowError: they do not go into the field, or numpy lacks its dtype.
     """
     given = value.exact_numbers(what) if isinstance(value, MirroredTensor) else value
     array: Array = converted(given, numpy_dtype(field.dtype), what)
-    if array.size == 0:
-        array = np.empty((num_rows, *field.shape), array.dtype) if num_rows == 0 else array
-    if array.shape != (num_rows, *field.shape):
-        raise ShapeError(
-            f"{what}: {list(array.shape)} for {num_rows} rows of {list(field.shape)}",
-            value=array.shape,
-            remedy="pass one entry a request, in the order of the slots",
-        )
-    return array
+    if array.shape == (0,) and num_rows[0] == 0:
+        array = np.empty((0, *field.shape), array.dtype)  # an empty list knows no shape of a row
+    _check_shape(array.shape, field, num_rows, what)
+    return array[: num_rows[0]]

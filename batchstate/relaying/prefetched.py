@@ -54,15 +54,20 @@ class Prefetched(Mapping[str, MirroredTensor]):
 
     def ready(self) -> bool:
         """Whether `resolve` would return at once. Never waits."""
-        return self._values is not None or self._download.ready()
+        return self._values is not None or (not self._runtime.capturing and self._download.ready())
 
     def resolve(self) -> Mapping[str, MirroredTensor]:
         """Each field as an exact value, both sides from one read of the relay. Waits for that copy alone.
 
         Raises:
+            OwnerThreadError: called from a second thread.
+            CaptureError: a stream is being captured; what is waited for may then not be asked.
             Violation: FUTURE_ORDER, SENTINEL_ESCAPED, STAGING_REUSED, at `cheap`.
         """
         if self._values is None:
+            what = f"{self._download.name}: resolve"
+            self._runtime.check_owner(what)
+            self._runtime._refuse_capture(what)
             arrays = self._download.resolve()
             if levels.cheap:
                 self._check_order()
@@ -97,6 +102,9 @@ class Prefetched(Mapping[str, MirroredTensor]):
         if field not in self._fields:
             raise KeyError(field)
         return self.resolve()[field]
+
+    def __contains__(self, field: object) -> bool:
+        return field in self._fields  # and waits for nothing, which `__getitem__` would
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._fields)

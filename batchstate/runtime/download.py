@@ -63,6 +63,7 @@ class Download:
         """
         if self._arrays is None:
             self._await_copy()
+            self._abandoned.detach()  # from here on it is given back below, or was given to another, who keeps it
             if levels.cheap:
                 invariants.staging_reused(
                     self._lending, self._block.lending, object=self, operation="resolve", step=self._step
@@ -74,7 +75,6 @@ class Download:
                 arrays.append(self._block.bytes[start : start + nbytes].copy().view(dtype).reshape(shape))
                 start += nbytes
             self._arrays = arrays
-            self._abandoned.detach()
             self._staging.give_up(self._block)
         return self._arrays
 

@@ -78,14 +78,15 @@ class Staging:
 
     def reap(self) -> None:
         """Makes every block free whose copy has run, oldest first on each stream."""
-        for in_flight in self._in_flight.values():
+        # A copy: giving up an abandoned download, which a collection of garbage may do here, adds a stream.
+        for in_flight in list(self._in_flight.values()):
             while in_flight and in_flight[0][0].query():
                 self.give_up(in_flight.popleft()[2])
 
     def oldest_step(self) -> int | None:
         """Step of the oldest upload that has not run, or None."""
         self.reap()
-        return min((in_flight[0][1] for in_flight in self._in_flight.values() if in_flight), default=None)
+        return min((in_flight[0][1] for in_flight in list(self._in_flight.values()) if in_flight), default=None)
 
     def _make(self, size: int) -> StagingBlock:
         tensor = self.allocate(size)

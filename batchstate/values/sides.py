@@ -222,11 +222,11 @@ class TwoSides(HostNumbers):
         host = converted(bound, numpy_dtype(self.dtype), what)
         if host.shape != self.shape:
             raise ShapeError(f"{what}: {list(host.shape)} for {list(self.shape)}", value=host.shape, remedy="one each")
-        higher = np.flatnonzero((host > self.np).reshape(len(self), -1).any(axis=1))
+        higher = np.argwhere(host > self.np)  # of any trailing shape, and of no rows too
         if higher.size:
             raise ArgumentError(
-                f"{what}: the bound of row {higher[0]} would rise",
-                value=int(higher[0]),
+                f"{what}: the bound of row {higher[0][0]} would rise",
+                value=int(higher[0][0]),
                 remedy="pass bounds that are at most the present ones",
             )
         value = type(self)(

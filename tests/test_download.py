@@ -1,0 +1,247 @@
+"""Downloads: device values reach the host in one copy, through memory that is lent and given back."""
+
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from batchstate.errors import CaptureError, DtypeError, OwnerThreadError
+from batchstate.runtime import CpuRuntime, Runtime
+from batchstate.runtime.download import Download
+from batchstate.testing import LateRuntime
+from batchstate.violations import Code
+from tests.doubles import fake_accelerator, in_a_thread, refused
+
+ARRAYS: list[np.ndarray] = [
+    np.array([1, 2, 3], np.uint8),
+    np.array([-(2**62), 5]),
+    np.array([True]),
+    np.arange(6, dtype=np.float32).reshape(2, 3),
+    np.array(2.5),
+    np.zeros((0, 3), np.int32),
+    np.array([2**64 - 1], np.uint64),
+    np.array([7, 8, 9], np.uint16),
+    np.array([[1.5], [2.5]], np.float16),
+]
+
+
+def on_device(rt: Runtime, *arrays: Any) -> list[torch.Tensor]:
+    """Device tensors."""
+    packed = rt.upload([np.array(array) for array in arrays])
+    return [packed.view(i) for i in range(len(arrays))]
+
+
+def test_values_arrive_in_order(rt: Runtime) -> None:
+    """Tensors of any dtype and shape, wherever they come to lie, arrive whole, by one launch and one copy."""
+    tensors = on_device(rt, *ARRAYS)
+    before = rt.counters.snapshot()
+    download = rt.download(tensors, name="everything")
+    spent = rt.counters - before
+    assert (spent.device_operations, spent.device_to_host_copies) == (1, 1)
+    assert (spent.forced_syncs, spent.host_to_device_copies, spent.check_reads) == (0, 0, 0)
+    assert repr(download) == "Download('everything', 9 arrays)"
+    arrived = download.resolve()
+    for array, expected in zip(arrived, ARRAYS, strict=True):
+        assert (array.dtype, array.shape) == (expected.dtype, expected.shape)
+        assert np.array_equal(array, expected)
+        assert array.flags.aligned
+    assert download.resolve() is arrived
+    assert rt.counters.forced_syncs == 0
+
+
+def test_one_tensor_needs_no_packing(rt: Runtime) -> None:
+    """A single tensor is copied as it is; one that is not contiguous arrives in its own order."""
+    plain, matrix = on_device(rt, [1, 2, 3], np.arange(6).reshape(2, 3))
+    before = rt.counters.snapshot()
+    assert rt.download([plain]).resolve()[0].tolist() == [1, 2, 3]
+    assert (rt.counters - before).device_operations == 0
+    assert rt.download([matrix.t()]).resolve()[0].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert rt.download([matrix[:, 1], plain[::2]]).resolve()[1].tolist() == [1, 3]
+
+
+def test_nothing_arrives_too(rt: Runtime) -> None:
+    """No tensors give no arrays, and tensors of nothing give arrays of nothing, of their dtype and shape."""
+    assert rt.download([]).resolve() == []
+    empty, more = on_device(rt, np.zeros((0, 3), np.int32), np.zeros(0, np.bool_))
+    before = rt.counters.snapshot()
+    arrays = rt.download([empty, more]).resolve()
+    assert (rt.counters - before).device_operations == 0
+    assert [(array.dtype.name, array.shape) for array in arrays] == [("int32", (0, 3)), ("bool", (0,))]
+
+
+def test_what_was_asked_for_is_what_arrives(rt: Runtime) -> None:
+    """What happens to a tensor after it was asked for does not show, and arrays share memory with nothing."""
+    (tensor,) = on_device(rt, [1, 2, 3])
+    first = rt.download([tensor])
+    tensor.zero_()
+    second = rt.download([tensor])
+    array = first.resolve()[0]
+    array[0] = 99
+    assert array.tolist() == [99, 2, 3]
+    assert second.resolve()[0].tolist() == [0, 0, 0]
+    assert rt.download([tensor]).resolve()[0].tolist() == [0, 0, 0]
+    assert array.tolist() == [99, 2, 3]
+
+
+def test_a_dtype_that_numpy_lacks_is_refused(rt: Runtime) -> None:
+    """Nothing is launched for what the host could not read."""
+    (tensor,) = on_device(rt, [1.0, 2.0])
+    narrow = tensor.to(torch.bfloat16)
+    before = rt.counters.snapshot()
+    with pytest.raises(DtypeError, match="bfloat16"):
+        rt.download([tensor, narrow])
+    assert rt.counters == before
+
+
+def test_reading_waits_for_its_own_copy() -> None:
+    """`ready` says whether reading would wait; reading waits once, for this copy and for nothing behind it."""
+    rt = LateRuntime()
+    (tensor,) = on_device(rt, [1, 2, 3])
+    download, other = rt.download([tensor]), rt.download([tensor])
+    assert not download.ready()
+    assert rt.counters.fence_waits == 0
+    assert download.resolve()[0].tolist() == [1, 2, 3]
+    assert download.ready()
+    assert not other.ready()
+    download.resolve()
+    assert (rt.counters.fence_waits, rt.counters.forced_syncs) == (1, 0)
+    rt.complete(rt.pending())
+    assert other.ready()
+    other.resolve()
+    assert rt.counters.fence_waits == 1
+
+
+def test_memory_is_lent_until_values_are_taken_out() -> None:
+    """However many copies are out, run or not, none lands where another's values still lie."""
+    rt = LateRuntime()
+    downloads = [rt.download(on_device(rt, [number] * 3)) for number in range(12)]
+    rt.complete(rt.pending())
+    downloads += [rt.download(on_device(rt, [number] * 3)) for number in range(12, 20)]
+    assert len({id(download._block) for download in downloads}) == 20
+    for number in reversed(range(20)):
+        assert downloads[number].resolve()[0].tolist() == [number] * 3
+    before = rt.counters.staging_allocations
+    again = [rt.download(on_device(rt, [number])) for number in range(20)]
+    assert len({id(download._block) for download in again}) == 20
+    assert {id(download._block) for download in again} == {id(download._block) for download in downloads}
+    rt.complete(rt.pending())
+    assert rt.counters.staging_allocations - before <= 20  # of uploads, none of which has run
+
+
+def test_a_download_nobody_takes_gives_its_memory_back() -> None:
+    """Dropped, it goes at once; its memory comes back when its copy has run, and not before."""
+    rt = LateRuntime()
+    (tensor,) = on_device(rt, [1, 2, 3])
+    download = rt.download([tensor])
+    block, gone = download._block, weakref.ref(download)
+    del download
+    assert gone() is None
+    kept = [rt.download([tensor]) for _ in range(5)]
+    assert block not in [one._block for one in kept]
+    rt.complete(rt.pending())
+    kept += [rt.download([tensor]) for _ in range(5)]
+    assert [one._block for one in kept].count(block) == 1
+    assert all(one.resolve()[0].tolist() == [1, 2, 3] for one in kept)
+
+
+def test_memory_of_a_dropped_cycle_comes_back(rt: Runtime) -> None:
+    """Where a cycle keeps a download, its memory comes back when Python collects the cycle."""
+    (tensor,) = on_device(rt, [1, 2, 3])
+    before = rt.counters.snapshot()
+    for _ in range(2 * (rt.steps_in_flight + 1)):
+        cycle: list[Any] = [rt.download([tensor])]
+        cycle.append(cycle)
+        del cycle
+        gc.collect()
+        rt.synchronize()
+    assert (rt.counters - before).staging_allocations == rt.steps_in_flight + 1
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_steady_state_allocates_no_staging(rt: Runtime, taken: bool) -> None:
+    """One download a step reuses the blocks made in advance, whether it is read a step later or not at all."""
+    (tensor,) = on_device(rt, [1, 2, 3])
+    before = rt.counters.snapshot()
+    last: Download | None = None
+    for _ in range(50):
+        rt.next_step()
+        asked = rt.download([tensor])
+        if last is not None and taken:
+            last.resolve()
+        last = asked
+        rt.record().wait()
+    assert (rt.counters - before).staging_allocations == rt.steps_in_flight + 1
+
+
+def test_large_downloads(rt: Runtime) -> None:
+    """A download has memory of its own size."""
+    large = np.arange(100_000)
+    small, tensor = on_device(rt, [1], large)
+    arrays = rt.download([small, tensor, small]).resolve()
+    assert np.array_equal(arrays[1], large)
+    assert arrays[2].tolist() == [1]
+
+
+def test_memory_that_was_given_away_is_reported(rt: Runtime) -> None:
+    """Values whose memory another copy has got are not handed out; that one keeps its memory, and its values."""
+    one, two = on_device(rt, [1, 2, 3], [4, 5, 6])
+    early = rt.download([one])
+    rt._landing.give_up(early._block)
+    late = rt.download([two])
+    assert late._block is early._block
+    refused(Code.STAGING_REUSED, early.resolve)
+    violation = refused(Code.STAGING_REUSED, early.resolve)
+    assert (violation.operation, violation.object) == ("resolve", "Download('download', 1 arrays)")
+    assert (violation.expected, violation.actual) == (f"lending {early._lending}", f"lending {late._lending}")
+    del early, violation
+    gc.collect()
+    others = [rt.download([one]) for _ in range(5)]
+    assert late._block not in [other._block for other in others]
+    assert late.resolve()[0].tolist() == [4, 5, 6]
+
+
+def test_a_download_that_fails_keeps_its_memory(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that cannot be enqueued counts nothing and gives its block back."""
+    (tensor,) = on_device(rt, [1, 2, 3])
+    rt.download([tensor]).resolve()
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("no copy")
+
+    before = rt.counters.snapshot()
+    with monkeypatch.context() as patched:
+        patched.setattr(type(rt), "_copied_to_host", fail)
+        for _ in range(5):
+            with pytest.raises(RuntimeError, match="no copy"):
+                rt.download([tensor])
+    assert rt.counters == before
+    assert rt.download([tensor]).resolve()[0].tolist() == [1, 2, 3]
+    assert (rt.counters - before).staging_allocations == 0
+
+
+def test_belongs_to_its_thread(rt: Runtime) -> None:
+    """A second thread starts no download."""
+    (tensor,) = on_device(rt, [1, 2, 3])
+    assert isinstance(in_a_thread(lambda: rt.download([tensor])), OwnerThreadError)
+    assert rt.counters.device_to_host_copies == 0
+
+
+def test_none_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph would land in the same memory at every replay."""
+    rt, module = fake_accelerator(monkeypatch)
+    (tensor,) = on_device(rt, [1, 2, 3])
+    module.capturing = True
+    with pytest.raises(CaptureError, match="a download is not possible"):
+        rt.download([tensor])
+    module.capturing = False
+    assert rt.download([tensor]).resolve()[0].tolist() == [1, 2, 3]
+
+
+def test_the_process_may_end_with_a_copy_out() -> None:
+    """A download that is still out when the process ends is left alone."""
+    rt = CpuRuntime()
+    download = rt.download(on_device(rt, [1]))
+    assert not download._abandoned.atexit

@@ -1,0 +1,749 @@
+"""ForwardInputs: what a forward gets is what its requests hold, whoever knew it: the host, the relay, or both."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from batchstate import MirroredTensor, SlotPool, Slots, checks, open_runtime
+from batchstate.batch import Batch, Extras
+from batchstate.columns import mirrored, slot_column
+from batchstate.errors import (
+    ArgumentError,
+    CaptureError,
+    ContractError,
+    DeclarationError,
+    DeviceError,
+    DtypeError,
+    OwnerThreadError,
+    ShapeError,
+)
+from batchstate.forward_inputs import ForwardInputs
+from batchstate.forward_plan import ForwardPlan
+from batchstate.future_map import FutureMap, relay_field
+from batchstate.pages import PagePool
+from batchstate.runtime import Runtime
+from batchstate.tables import Table
+from batchstate.testing import LateRuntime, no_hidden_sync
+from batchstate.violations import Code
+from tests.doubles import fake_accelerator, in_a_thread, refused
+
+LONGEST = 24
+PAGE_SIZE = 4
+some = settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+
+
+class Running(Batch):
+    """The requests of a forward; the host may know bounds of their lengths alone."""
+
+    slots = slot_column()
+    seq_lens = mirrored(torch.int64, contract="upper_bound")
+
+
+@attrs.define(eq=False)
+class World:
+    """Requests with pages and a token table, and a relay with a token, two drafts and a length for each."""
+
+    rt: Runtime
+    slots: SlotPool
+    pages: PagePool
+    table: Table
+    relay: FutureMap
+
+    @classmethod
+    def of(cls, rt: Runtime, size: int = 8) -> "World":
+        """Room for `size` requests of `LONGEST` tokens."""
+        slots = SlotPool(rt, size)
+        table = slots.table("req_to_token", (LONGEST,), holds="token", host=True)
+        pages = PagePool(rt, slots, size * LONGEST, PAGE_SIZE, max_tokens_per_request=LONGEST, token_table=table)
+        relay = FutureMap(
+            slots,
+            {
+                "last_token": relay_field(torch.int64, non_negative=True),
+                "drafts": relay_field(torch.int64, (2,), non_negative=True),
+                "lens": relay_field(torch.int64, non_negative=True),
+                "narrow": relay_field(torch.int32),
+                "pairs": relay_field(torch.int64, (2, 2)),
+                "outputs": relay_field(torch.int64, read_by="host"),
+            },
+        )
+        return cls(rt, slots, pages, table, relay)
+
+    def take(self, seq_lens: Sequence[int]) -> Slots:
+        """Requests with pages for their tokens, whose places are in the table."""
+        slots = self.slots.take(len(seq_lens))
+        extension = self.pages.extend(slots, np.array(seq_lens, np.int64))
+        self.table.write(extension.slots, extension.positions, extension.tokens)
+        return slots
+
+    def places(self, slot: int, positions: Sequence[int]) -> list[int]:
+        """Where the KV of some positions of a request lies."""
+        assert self.table.host is not None
+        return [int(self.table.host[slot, position]) for position in positions]
+
+    def seed(self, slots: Slots) -> None:
+        """A last token and drafts for each request: 10 * slot and the two numbers behind."""
+        last = 10 * slots.np
+        self.relay.seed(slots, last_token=last, drafts=np.stack([last + 1, last + 2], axis=1))
+
+    def states(self, slots: Slots, field: str) -> list[str]:
+        """The states of a field as words."""
+        return [str(state) for state in self.relay.states(slots, field)]
+
+
+@pytest.fixture
+def world(rt: Runtime) -> World:
+    """8 requests at most."""
+    return World.of(rt)
+
+
+def values(rt: Runtime, tensor: torch.Tensor | None) -> list[Any]:
+    """A device tensor as numbers."""
+    assert tensor is not None
+    numbers: list[Any] = rt.inspect(tensor).tolist()
+    return numbers
+
+
+# Ids
+
+
+@attrs.define(eq=False)
+class Case:
+    """One batch: of each request its length, and its chunk; None is a request that the relay feeds."""
+
+    seq_lens: list[int]
+    chunks: list[int | None]
+    width: int
+    padded_rows: int
+    padded_tokens: int
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Prompts, chunks, requests that put in nothing, decodes, and decodes with two drafts, all in one batch."""
+    width = draw(st.sampled_from([1, 3]))
+    seq_lens = draw(st.lists(st.integers(width, LONGEST), max_size=5))
+    chunks = [draw(st.none() | st.integers(0, length)) for length in seq_lens]
+    padding = st.integers(0, 3)
+    return Case(seq_lens, chunks, width, draw(padding), draw(padding))
+
+
+@some
+@given(cases())
+def test_ids_of_any_batch(device: str, case: Case) -> None:
+    """Prompts' ids come from the host and all others from the relay, each at its place, and padding is 0."""
+    world = World.of(open_runtime(device))
+    rt, relay = world.rt, world.relay
+    slots = world.take(case.seq_lens)
+    world.seed(slots)
+    ids: list[list[int] | None] = []
+    expected: list[int] = []
+    for row, (length, chunk) in enumerate(zip(case.seq_lens, case.chunks, strict=True)):
+        ids.append(None if chunk is None else [1000 * row + p for p in range(length - chunk, length)])
+        last = 10 * int(slots.np[row])
+        expected += [last, last + 1, last + 2][: case.width] if ids[-1] is None else ids[-1]
+    queries = [case.width if chunk is None else chunk for chunk in case.chunks]
+    batch = Running.build(rt, slots=slots, seq_lens=case.seq_lens).pad(len(slots) + case.padded_rows)
+    plan = ForwardPlan.of(
+        batch.slots,
+        batch.seq_lens,
+        queries,
+        prompt_ids=ids,
+        samples=np.array(queries, np.int64) > 0,
+        pages=world.pages,
+        pad_tokens=len(expected) + case.padded_tokens,
+    )
+    uploaded = batch.upload(extras=plan.extras)
+    before = rt.counters.snapshot()
+    fields = "last_token" if case.width == 1 else ("last_token", "drafts")
+    inputs = relay.resolve_forward_inputs(plan, uploaded, ids=fields)
+    spent = rt.counters - before
+    assert spent.host_to_device_copies == any(case.chunks)  # neither None nor of no tokens
+    assert spent.forced_syncs == spent.fence_waits == spent.device_to_host_copies == 0
+    assert inputs.input_ids.dtype == inputs.positions.dtype == torch.int64
+    assert values(rt, inputs.input_ids) == expected + [0] * case.padded_tokens
+    assert values(rt, inputs.slots) == slots.np.tolist() + [0] * case.padded_rows
+    for name, array in plan.extras.items():
+        if hasattr(inputs, name) and name != "input_ids":
+            assert values(rt, getattr(inputs, name)) == array.tolist(), name
+    assert values(rt, inputs.sampling.device) == inputs.sampling.np.tolist()
+    for field in ("last_token", "drafts"):
+        taken = field == "last_token" or case.width == 3
+        wanted = ["consumed" if chunk is None and taken else "published" for chunk in case.chunks]
+        assert world.states(slots, field) == wanted
+
+
+def test_ids_of_plain_decodes_are_the_entries(rt: Runtime, world: World) -> None:
+    """A decode step costs one gather and nothing else, with rows padded or not; padded rows have id 0."""
+    slots = world.take([5, 6, 7])
+    for padding in (0, 2):
+        world.relay.discard(slots)
+        world.seed(slots)
+        batch = Running.build(rt, slots=slots, seq_lens=[5, 6, 7]).pad(3 + padding)
+        plan = ForwardPlan.of(batch.slots, batch.seq_lens, pad_tokens=3 + padding)
+        uploaded = batch.upload(extras=plan.extras)
+        before = rt.counters.snapshot()
+        inputs = world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token")
+        spent = rt.counters - before
+        assert (spent.device_operations, spent.host_to_device_copies) == (1, 0)
+        assert values(rt, inputs.input_ids) == (10 * slots.np).tolist() + [0] * padding
+
+
+def test_who_puts_in_nothing_needs_no_ids(rt: Runtime, world: World) -> None:
+    """A request that sits a step out is fed by nobody, named or not, and its entry stays published."""
+    slots = world.take([5, 6, 7])
+    world.seed(slots)
+    batch = Running.build(rt, slots=slots, seq_lens=[5, 6, 7])
+    plan = ForwardPlan.of(batch.slots, batch.seq_lens, [1, 0, 1], samples=[True, False, True])
+    inputs = world.relay.resolve_forward_inputs(plan, batch.upload(extras=plan.extras), ids="last_token")
+    assert values(rt, inputs.input_ids) == (10 * slots.np[[0, 2]]).tolist()
+    assert world.states(slots, "last_token") == ["consumed", "published", "consumed"]
+
+
+@pytest.mark.usefixtures("full")
+def test_full_compares_the_column_with_the_relay(rt: Runtime, world: World) -> None:
+    """A bounded column whose device side holds other lengths than the last forward published is MIRROR_EQUAL."""
+    slots = world.take([9, 9])
+    world.relay.seed(slots, last_token=[1, 2], lens=[5, 6])
+    on_device = rt.upload([np.array([6, 8])]).view(0)  # with this step's token: the second should be 7
+    lens = MirroredTensor.from_pair(rt, [9, 9], on_device, contract="upper_bound")
+    batch = Running.build(rt, slots=slots, seq_lens=lens)
+    plan = ForwardPlan.of(batch.slots, batch.seq_lens)
+    uploaded = batch.upload(extras=plan.extras)
+    refused(
+        Code.MIRROR_EQUAL,
+        lambda: world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token", lengths="lens"),
+    )
+
+
+def test_ids_with_drafts(rt: Runtime, world: World) -> None:
+    """The last token and the drafts of each request stand end to end."""
+    slots = world.take([5, 6])
+    world.seed(slots)
+    batch = Running.build(rt, slots=slots, seq_lens=[5, 6])
+    plan = ForwardPlan.of(batch.slots, batch.seq_lens, 3)
+    inputs = world.relay.resolve_forward_inputs(plan, batch.upload(extras=plan.extras), ids=["last_token", "drafts"])
+    assert values(rt, inputs.input_ids) == [10 * slot + i for slot in slots.np.tolist() for i in range(3)]
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_an_idle_step(rt: Runtime, world: World, full: None, rows: int) -> None:
+    """A step of no requests has inputs too: none, or padded lanes."""
+    batch = Running.empty(rt).pad(rows)
+    plan = ForwardPlan.of(batch.slots, batch.seq_lens, pages=world.pages, pad_tokens=rows)
+    inputs = world.relay.resolve_forward_inputs(plan, batch.upload(extras=plan.extras), ids="last_token")
+    assert values(rt, inputs.input_ids) == values(rt, inputs.slot_mapping) == [0] * rows
+    assert values(rt, inputs.last_token_indices) == [0] * rows
+    assert repr(inputs) == "ForwardInputs(ForwardPlan(0 requests, 0 tokens, 0 by the relay))"
+
+
+def test_no_stand_in_becomes_an_id(rt: Runtime, world: World) -> None:
+    """A request that the relay is to feed, and has nothing for, is an error: no zero and no -1 goes to the model."""
+    slots = world.take([5, 6])
+    world.seed(slots.take([0]))
+    for level in ("cheap", "full"):
+        with checks(level):
+            batch = Running.build(rt, slots=slots, seq_lens=[5, 6])
+            plan = ForwardPlan.of(batch.slots, batch.seq_lens, prompt_ids=[None, None])
+            uploaded = batch.upload(extras=plan.extras)
+            violation = refused(
+                Code.FUTURE_UNWRITTEN,
+                functools.partial(world.relay.resolve_forward_inputs, plan, uploaded, ids="last_token"),
+            )
+            assert (violation.row, violation.slot) == (1, int(slots.np[1]))
+            assert violation.reader is not None
+            assert violation.reader.startswith("resolve_forward_inputs in step 0")
+
+
+def test_negative_ids_are_found_on_the_device(rt: Runtime, world: World, full: None) -> None:
+    """At level `full` a stand-in that a forward has published is found before a model embeds it."""
+    slots = world.take([5, 6])
+    world.relay.publish(slots, last_token=rt.upload([np.array([5, -1])]).view(0))
+    batch = Running.build(rt, slots=slots, seq_lens=[5, 6])
+    plan = ForwardPlan.of(batch.slots, batch.seq_lens)
+    uploaded = batch.upload(extras=plan.extras)
+    violation = refused(
+        Code.SENTINEL_ESCAPED, lambda: world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token")
+    )
+    assert violation.row == 1
+
+
+# Lengths that the host does not know
+
+
+@attrs.define(eq=False)
+class Bounded:
+    """A batch of which the host has bounds; `chunks[i]` None is a request that the relay feeds."""
+
+    true_lens: list[int]  # before the step
+    slack: list[int]
+    chunks: list[int | None]
+    width: int
+    padded_rows: int
+    padded_tokens: int
+
+
+@st.composite
+def bounded_cases(draw: st.DrawFn) -> Bounded:
+    """Speculating requests whose lengths lie below their bounds, and prompts beside them."""
+    width = draw(st.sampled_from([1, 3]))
+    true_lens = draw(st.lists(st.integers(1, LONGEST - 6), min_size=1, max_size=5))
+    chunks = [draw(st.none() | st.integers(1, 4)) for _ in true_lens]
+    slack = [0 if chunk is not None else draw(st.integers(0, 2)) for chunk in chunks]
+    padding = st.integers(0, 2)
+    return Bounded(true_lens, slack, chunks, width, draw(padding), draw(padding))
+
+
+@some
+@given(bounded_cases())
+def test_lengths_that_only_the_device_knows(device: str, case: Bounded) -> None:
+    """Positions, KV lengths, starts and places follow the true lengths; prompts, and the batch, stay as they are."""
+    with checks("full"):
+        follow_true_lengths(World.of(open_runtime(device)), case)
+
+
+def follow_true_lengths(world: World, case: Bounded) -> None:
+    """Plans with bounds, resolves, and compares with a loop over true lengths."""
+    rt, width = world.rt, case.width
+    queries = [width if chunk is None else chunk for chunk in case.chunks]
+    after = [true + query for true, query in zip(case.true_lens, queries, strict=True)]
+    bounds = [true + slack for true, slack in zip(after, case.slack, strict=True)]
+    slots = world.take(bounds)
+    world.seed(slots)
+    world.relay.publish(slots, lens=rt.upload([np.array(case.true_lens)]).view(0))
+    column = MirroredTensor.from_pair(rt, bounds, rt.upload([np.array(after)]).view(0), contract="upper_bound")
+    batch = Running.build(rt, slots=slots, seq_lens=column).pad(len(slots) + case.padded_rows)
+    ids = [None if chunk is None else [7] * chunk for chunk in case.chunks]
+    plan = ForwardPlan.of(
+        batch.slots,
+        batch.seq_lens,
+        queries,
+        prompt_ids=ids,
+        pages=world.pages,
+        pad_tokens=sum(queries) + case.padded_tokens,
+        layouts="flash_attention",
+    )
+    assert plan.bounded == (None in case.chunks)
+    uploaded = batch.upload(extras=plan.extras)
+    before = rt.counters.snapshot()
+    inputs = world.relay.resolve_forward_inputs(
+        plan,
+        uploaded,
+        ids="last_token" if width == 1 else ("last_token", "drafts"),
+        lengths="lens",
+        token_table=world.table,
+    )
+    assert (rt.counters - before).host_to_device_copies == any(chunk is not None for chunk in case.chunks)
+    assert (rt.counters - before).forced_syncs == 0
+    positions = [list(range(length - query, length)) for length, query in zip(after, queries, strict=True)]
+    places = [world.places(int(slot), run) for slot, run in zip(slots.np, positions, strict=True)]
+    tail, rows = [0] * case.padded_tokens, [0] * case.padded_rows
+    starts = np.cumsum([0, *after, *rows]).tolist()
+    assert values(rt, inputs.positions) == [p for run in positions for p in run] + tail
+    assert values(rt, inputs.slot_mapping) == [place for run in places for place in run] + tail
+    assert values(rt, inputs.kv_lens) == after + rows
+    assert values(rt, inputs.kv_start_loc) == starts
+    assert inputs.kv_lens.dtype == torch.int32
+    assert inputs.kv_start_loc is not None
+    assert inputs.kv_start_loc.dtype == torch.int32
+    assert values(rt, inputs.query_start_loc) == plan.extras["query_start_loc"].tolist()
+    assert inputs.block_table is not None
+    table = rt.inspect(inputs.block_table)
+    for row, (slot, length) in enumerate(zip(slots.np.tolist(), after, strict=True)):
+        found = [int(table[row, p // PAGE_SIZE]) * PAGE_SIZE + p % PAGE_SIZE for p in range(length)]
+        assert found == world.places(slot, range(length))
+    assert batch.seq_lens.np.tolist() == bounds + rows
+    assert values(rt, batch.seq_lens.device) == after + rows
+    assert plan.seq_lens.tolist() == bounds
+    batch.check()
+    wanted = ["consumed" if chunk is None else "published" for chunk in case.chunks]
+    assert world.states(slots, "lens") == wanted
+
+
+def test_a_prompt_beside_a_bound_stays_as_planned(rt: Runtime, world: World) -> None:
+    """Of a request whose ids the host gives nothing is looked up: its length is what the host says, bound or not."""
+    slots = world.take([8, 8])
+    world.seed(slots)
+    world.relay.publish(slots.take([0]), lens=rt.upload([np.array([4])]).view(0))
+    column = MirroredTensor.from_pair(rt, [8, 8], rt.upload([np.array([5, 6])]).view(0), contract="upper_bound")
+    batch = Running.build(rt, slots=slots, seq_lens=column)
+    plan = ForwardPlan.of(batch.slots, batch.seq_lens, [1, 2], prompt_ids=[None, [3, 4]], pages=world.pages)
+    inputs = world.relay.resolve_forward_inputs(
+        plan, batch.upload(extras=plan.extras), ids="last_token", lengths="lens", token_table=world.table
+    )
+    assert values(rt, inputs.positions) == [4, 6, 7]
+    assert values(rt, inputs.kv_lens) == [5, 8]
+    assert values(rt, inputs.slot_mapping) == [
+        *world.places(int(slots.np[0]), [4]),
+        *world.places(int(slots.np[1]), [6, 7]),
+    ]
+
+
+def test_narrow_lengths(rt: Runtime, world: World) -> None:
+    """Lengths may be int32 in the relay; positions are int64 all the same."""
+    slots = world.take([8, 8])
+    world.seed(slots)
+    world.relay.publish(slots, narrow=rt.upload([np.array([4, 5], np.int32)]).view(0))
+    column = MirroredTensor.from_pair(rt, [8, 8], rt.upload([np.array([5, 6])]).view(0), contract="upper_bound")
+    batch = Running.build(rt, slots=slots, seq_lens=column)
+    plan = ForwardPlan.of(batch.slots, batch.seq_lens)
+    inputs = world.relay.resolve_forward_inputs(
+        plan, batch.upload(extras=plan.extras), ids="last_token", lengths="narrow"
+    )
+    assert (inputs.positions.dtype, inputs.kv_lens.dtype) == (torch.int64, torch.int32)
+    assert values(rt, inputs.positions) == [4, 5]
+    assert values(rt, inputs.kv_lens) == [5, 6]
+
+
+def test_a_bound_below_the_truth_is_found(rt: Runtime, world: World, full: None) -> None:
+    """Pages were allocated by the bound: at `full` a forward whose true length exceeds it is not let run."""
+    slots = world.take([8, 8])
+    world.seed(slots)
+    world.relay.publish(slots, lens=rt.upload([np.array([4, 8])]).view(0))
+    column = MirroredTensor.from_pair(rt, [8, 8], rt.upload([np.array([5, 8])]).view(0), contract="upper_bound")
+    batch = Running.build(rt, slots=slots, seq_lens=column)
+    plan = ForwardPlan.of(batch.slots, batch.seq_lens)
+    uploaded = batch.upload(extras=plan.extras)
+    violation = refused(
+        Code.MIRROR_BOUND,
+        lambda: world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token", lengths="lens"),
+    )
+    assert (violation.row, violation.column) == (1, "kv_lens")
+
+
+def test_lengths_that_the_host_knows_are_taken_unread(rt: Runtime, world: World) -> None:
+    """Where lengths are exact their entries are used up without a launch, and at `full` compared with the host's."""
+    slots = world.take([8, 8])
+    for level, true in (("cheap", [4, 5]), ("full", [4, 5]), ("full", [4, 6])):
+        world.relay.discard(slots)
+        world.seed(slots)
+        world.relay.publish(slots, lens=rt.upload([np.array(true)]).view(0))
+        batch = Running.build(rt, slots=slots, seq_lens=[5, 6])
+        plan = ForwardPlan.of(batch.slots, batch.seq_lens)
+        uploaded = batch.upload(extras=plan.extras)
+        before = rt.counters.snapshot()
+
+        def resolve(plan: ForwardPlan = plan, uploaded: Extras = uploaded) -> ForwardInputs:
+            return world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token", lengths="lens")
+
+        with checks(level):
+            if true == [4, 6]:
+                assert refused(Code.MIRROR_EQUAL, resolve).row == 1
+                continue
+            inputs = resolve()
+        assert values(rt, inputs.kv_lens) == [5, 6]
+        assert world.states(slots, "lens") == ["consumed"] * 2
+        if level == "cheap":
+            assert (rt.counters - before).device_operations == 1  # the gather of the ids
+
+
+# Once, and whole
+
+
+def test_a_plan_is_used_once(rt: Runtime, world: World) -> None:
+    """A second forward from one plan would repeat the step: it is refused, and takes nothing."""
+    slots = world.take([5, 6])
+    world.seed(slots)
+    batch = Running.build(rt, slots=slots, seq_lens=[5, 6])
+    for ids in (None, [[1], [2]], [None, [2]]):
+        plan = ForwardPlan.of(batch.slots, batch.seq_lens, prompt_ids=ids)
+        uploaded = batch.upload(extras=plan.extras)
+        world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token")
+        world.relay.discard(slots)
+        world.seed(slots)
+        rt.next_step()
+        before = rt.counters.snapshot()
+        violation = refused(
+            Code.FUTURE_CONSUMED,
+            functools.partial(world.relay.resolve_forward_inputs, plan, uploaded, ids="last_token"),
+        )
+        assert violation.writer == f"the plan of step {plan.step}"
+        assert violation.reader == f"resolve_forward_inputs in step {rt.step}"
+        assert world.states(slots, "last_token") == ["published"] * 2
+        assert rt.counters == before
+
+
+def test_nothing_is_taken_where_one_field_is_missing(rt: Runtime, world: World) -> None:
+    """If the second of two fields is unwritten, the first is not used up; the plan serves when the cause is mended."""
+    slots = world.take([5, 6])
+    world.relay.seed(slots, last_token=[50, 60])
+    batch = Running.build(rt, slots=slots, seq_lens=[5, 6])
+    plan = ForwardPlan.of(batch.slots, batch.seq_lens, 3)
+    uploaded = batch.upload(extras=plan.extras)
+
+    def resolve() -> ForwardInputs:
+        return world.relay.resolve_forward_inputs(plan, uploaded, ids=("last_token", "drafts"))
+
+    before = rt.counters.snapshot()
+    violation = refused(Code.FUTURE_UNWRITTEN, resolve)
+    assert violation.column == "drafts"
+    assert rt.counters == before
+    assert world.states(slots, "last_token") == ["published"] * 2
+    world.relay.seed(slots, drafts=[[51, 52], [61, 62]])
+    assert values(rt, resolve().input_ids) == [50, 51, 52, 60, 61, 62]
+
+
+Wrong = tuple[type[Exception], str, dict[str, Any], dict[str, Any]]
+# of the plan beside lengths [8, 8], and of the resolution beside ids="last_token"
+WRONG: dict[str, Wrong] = {
+    "a field nobody declared": (DeclarationError, "'token', which is not declared", {}, {"ids": "token"}),
+    "no field": (DeclarationError, r"inputs from fields \(\)", {}, {"ids": ()}),
+    "a field twice": (DeclarationError, "name each field once", {"queries": 2}, {"ids": ("last_token", "last_token")}),
+    "ids for lengths": (DeclarationError, "name each field once", {}, {"lengths": "last_token"}),
+    "a field of the host": (DeclarationError, "read by the host", {}, {"ids": "outputs"}),
+    "ids in two dimensions": (DeclarationError, r"'pairs' of \[2, 2\]", {"queries": 4}, {"ids": "pairs"}),
+    "narrow ids": (DtypeError, "ids from field 'narrow' of torch.int32", {}, {"ids": "narrow"}),
+    "lengths nobody declared": (DeclarationError, "'length', which is not declared", {}, {"lengths": "length"}),
+    "lengths that are rows": (DeclarationError, r"lengths from field 'drafts' of \[2\]", {}, {"lengths": "drafts"}),
+    "more tokens than entries": (ShapeError, "puts in 3 tokens, and the relay has 1", {"queries": 3}, {}),
+    "fewer tokens than entries": (ShapeError, "puts in 1 tokens, and the relay has 2", {}, {"ids": "drafts"}),
+    "bounds without lengths": (ContractError, "has bounds of the lengths", {"bounded": True}, {}),
+    "bounds without a table": (
+        ArgumentError,
+        "needs a token table",
+        {"bounded": True, "with_pages": True},
+        {"lengths": "lens"},
+    ),
+    "a table that is none": (ArgumentError, "is no table of slots of 'slots'", {}, {"token_table": [1, 2]}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_change_nothing(rt: Runtime, world: World, name: str) -> None:
+    """What the relay cannot serve is a typed error before anything is taken; the plan can still be used."""
+    error, match, planned, asked = WRONG[name]
+    slots = world.take([8, 8])
+    world.seed(slots)
+    world.relay.publish(
+        slots,
+        lens=rt.upload([np.array([7, 7])]).view(0),
+        narrow=rt.upload([np.array([7, 7], np.int32)]).view(0),
+        pairs=rt.upload([np.zeros((2, 2, 2), np.int64)]).view(0),
+        outputs=rt.upload([np.array([1, 2])]).view(0),
+    )
+    lens: Any = [8, 8]
+    if planned.get("bounded"):
+        lens = MirroredTensor.from_pair(rt, [8, 8], rt.upload([np.array([8, 8])]).view(0), contract="upper_bound")
+    batch = Running.build(rt, slots=slots, seq_lens=lens)
+    plan = ForwardPlan.of(
+        batch.slots,
+        batch.seq_lens,
+        planned.get("queries", 1),
+        pages=world.pages if planned.get("with_pages") else None,
+    )
+    uploaded = batch.upload(extras=plan.extras)
+    before = rt.counters.snapshot()
+    with pytest.raises(error, match=match):
+        world.relay.resolve_forward_inputs(plan, uploaded, **{"ids": "last_token", **asked})
+    assert rt.counters == before
+    for field in world.relay.fields:
+        assert world.states(slots, field) == ["published"] * 2
+    if not planned:
+        assert len(world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token").input_ids) == 2
+
+
+def test_wrong_objects_change_nothing(rt: Runtime, device: str, world: World) -> None:
+    """Something else than a plan, than its upload, than a table of the pool, or of another pool or runtime."""
+    slots = world.take([8, 8])
+    world.seed(slots)
+    batch = Running.build(rt, slots=slots, seq_lens=[8, 8])
+    plan = ForwardPlan.of(batch.slots, batch.seq_lens)
+    uploaded, bare = batch.upload(extras=plan.extras), batch.upload()
+    others, far = World.of(rt), World.of(open_runtime(device))
+    acts: list[tuple[type[Exception], str, Callable[[], object]]] = [
+        (
+            ArgumentError,
+            "of list where ForwardPlan is meant",
+            lambda: world.relay.resolve_forward_inputs([], uploaded, ids="last_token"),  # type: ignore[arg-type]
+        ),
+        (
+            ArgumentError,
+            "of dict where Extras is meant",
+            lambda: world.relay.resolve_forward_inputs(plan, {}, ids="last_token"),  # type: ignore[arg-type]
+        ),
+        (
+            ArgumentError,
+            "kv_lens, last_token_indices, positions, query_start_loc of ForwardPlan.* did not cross",
+            lambda: world.relay.resolve_forward_inputs(plan, bare, ids="last_token"),
+        ),
+        (
+            ArgumentError,
+            "is no table of slots",
+            lambda: world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token", token_table=others.table),
+        ),
+        (
+            ArgumentError,
+            "given to pool",
+            lambda: others.relay.resolve_forward_inputs(plan, uploaded, ids="last_token"),
+        ),
+        (
+            DeviceError,
+            "another runtime",
+            lambda: far.relay.resolve_forward_inputs(plan, uploaded, ids="last_token"),
+        ),
+    ]
+    before = rt.counters.snapshot()
+    for error, match, act in acts:
+        with pytest.raises(error, match=match):
+            act()
+    assert isinstance(
+        in_a_thread(lambda: world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token")), OwnerThreadError
+    )
+    assert rt.counters == before
+    assert world.states(slots, "last_token") == ["published"] * 2
+    world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token")
+
+
+def test_requests_that_left_are_refused(rt: Runtime, world: World) -> None:
+    """A plan of requests that are gone is refused, by whomever their ids come."""
+    for ids in (None, [[1], [2]]):
+        slots = world.slots.take(2)
+        world.seed(slots)
+        batch = Running.build(rt, slots=slots, seq_lens=[8, 8])
+        plan = ForwardPlan.of(batch.slots, batch.seq_lens, prompt_ids=ids)
+        uploaded = batch.upload(extras=plan.extras)
+        world.slots.free(slots)
+        before = rt.counters.snapshot()
+        for level in ("off", "cheap"):
+            with checks(level):
+                refused(
+                    Code.SLOT_STALE_HANDLE,
+                    functools.partial(world.relay.resolve_forward_inputs, plan, uploaded, ids="last_token"),
+                )
+        assert rt.counters == before
+
+
+def test_none_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs are made before the replay, not inside the graph."""
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    rt, module = fake_accelerator(monkeypatch)
+    world = World.of(rt)
+    slots = world.take([8, 8])
+    world.seed(slots)
+    batch = Running.build(rt, slots=slots, seq_lens=[8, 8])
+    plan = ForwardPlan.of(batch.slots, batch.seq_lens)
+    uploaded = batch.upload(extras=plan.extras)
+    module.capturing = True
+    with pytest.raises(CaptureError, match="gather before the replay"):
+        world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token")
+    module.capturing = False
+    world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token")
+
+
+# What a step costs
+
+
+@pytest.mark.parametrize("level", ["off", "cheap"])
+@pytest.mark.parametrize("speculating", [False, True])
+def test_a_step_is_one_copy(rt: Runtime, level: str, speculating: bool) -> None:
+    """256 requests leave, join and advance, with table writes and all inputs: one copy, two with prompts, no sync."""
+    with checks(level), no_hidden_sync(rt):
+        run_steps(World.of(rt, 280), speculating)
+
+
+def run_steps(world: World, speculating: bool) -> None:
+    """Four steps of 256 requests, the second with prompts among them."""
+    rt, relay, width = world.rt, world.relay, 3 if speculating else 1
+    ids = ("last_token", "drafts") if speculating else ("last_token",)
+
+    def lens_of(slots: Slots, lens: list[int]) -> object:
+        if not speculating:
+            return lens
+        true = rt.upload([np.array(lens) - 1]).view(0)
+        return MirroredTensor.from_pair(rt, lens, true, contract="upper_bound", name="seq_lens")
+
+    def arrive(n: int) -> Running:
+        slots = world.take([5] * n)
+        world.seed(slots)
+        relay.seed(slots, lens=[4 if speculating else 5] * n)
+        batch = Running.build(rt, slots=slots, seq_lens=lens_of(slots, [5] * n))
+        assert len(batch.seq_lens.device) == len(batch.slots.device) == n
+        return batch
+
+    batch = arrive(256)
+    for step in range(4):
+        rt.next_step()
+        joining = arrive(2)
+        forward = rt.stream("forward")
+        before = rt.counters.snapshot()
+        leaving = batch.filter([3, 7])
+        world.pages.release_requests(leaving.slots, after=rt.record())
+        keep = np.ones(len(batch), dtype=bool)
+        keep[[3, 7]] = False
+        batch = batch.filter(keep).merge(joining)
+        prompts: list[list[int] | None] | None = None
+        queries: Any = width
+        if step == 1:
+            prompts = [None] * 254 + [[1, 2], [3, 4]]
+            queries = np.array([width] * 254 + [2, 2])
+        batch = batch.advance("seq_lens", queries)
+        extension = world.pages.advance(batch.slots, queries)
+        plan = ForwardPlan.of(
+            batch.slots,
+            batch.seq_lens,
+            queries,
+            prompt_ids=prompts,
+            pages=world.pages,
+            layouts="flash_attention",
+        )
+        uploaded = batch.upload(writes=[extension.entry()], extras=plan.extras)
+        with rt.use(forward):
+            inputs = relay.resolve_forward_inputs(plan, uploaded, ids=ids, lengths="lens", token_table=world.table)
+        spent = rt.counters - before
+        assert spent.host_to_device_copies == (2 if step == 1 else 1)
+        assert spent.forced_syncs == spent.fence_waits == spent.device_to_host_copies == spent.check_reads == 0
+        assert spent.staging_allocations == 0 or step == 0
+        assert len(inputs.input_ids) == plan.num_tokens
+        if prompts is not None:
+            relay.discard(joining.slots)
+        with rt.use(forward):
+            relay.stash(
+                inputs.sampling,
+                last_token=torch.zeros(256, dtype=torch.int64, device=rt.device),
+                lens=inputs.kv_lens.long(),
+                **({"drafts": torch.zeros((256, 2), dtype=torch.int64, device=rt.device)} if speculating else {}),
+            )
+        if not speculating:
+            relay.discard(batch.slots, "drafts")
+
+
+def test_inputs_are_made_on_the_forwards_stream() -> None:
+    """A forward on its own stream gets its inputs without the host waiting, although nothing has run yet."""
+    rt = LateRuntime()
+    world = World.of(rt)
+    slots = world.take([5, 6])
+    forward = rt.stream("forward")
+    with rt.use(forward):
+        world.relay.publish(slots, last_token=rt.upload([np.array([50, 60])]).view(0))
+    batch = Running.build(rt, slots=slots, seq_lens=[5, 6])
+    plan = ForwardPlan.of(batch.slots, batch.seq_lens)
+    uploaded = batch.upload(extras=plan.extras)
+    with rt.use(forward):
+        inputs = world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token")
+        assert values(rt, inputs.input_ids) == [50, 60]
+    assert (rt.counters.fence_waits, rt.counters.forced_syncs) == (0, 0)
+    assert rt.pending() > 0
+
+
+def test_what_inputs_cost(rt: Runtime, world: World) -> None:
+    """Decodes: one launch. Prompts: one copy. Both: one copy and two launches."""
+    slots = world.take([5, 6])
+    batch = Running.build(rt, slots=slots, seq_lens=[5, 6])
+    costs = []
+    prompts: list[list[list[int] | None]] = [[None, None], [[7], [8]], [None, [8]]]
+    for ids in prompts:
+        world.relay.discard(slots)
+        world.seed(slots)
+        plan = ForwardPlan.of(batch.slots, batch.seq_lens, prompt_ids=ids)
+        uploaded = batch.upload(extras=plan.extras)
+        before = rt.counters.snapshot()
+        world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token")
+        spent = rt.counters - before
+        costs.append((spent.host_to_device_copies, spent.device_operations))
+    assert costs == [(0, 1), (1, 0), (1, 2)]

@@ -1,0 +1,1090 @@
+"""FutureMap: what goes in comes out once to each reader; what must not happen is refused, and changes nothing."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+
+from batchstate import Contract, MirroredTensor, Pages, Slots, checks, open_runtime
+from batchstate.batch import Batch
+from batchstate.columns import mirrored, slot_column
+from batchstate.errors import (
+    ArgumentError,
+    CaptureError,
+    ContractError,
+    DeclarationError,
+    DeviceError,
+    DtypeError,
+    OwnerThreadError,
+    ShapeError,
+    ValueOverflowError,
+)
+from batchstate.future_map import EntryState, FutureMap, relay_field
+from batchstate.hybrid import HybridSlotPool
+from batchstate.pools import SlotPool
+from batchstate.relaying.order import StreamOrder
+from batchstate.runtime import AcceleratorRuntime, Fence, Runtime
+from batchstate.testing import LateRuntime
+from batchstate.violations import Code, Violation
+from tests.doubles import FakeModule, fake_accelerator, in_a_thread, refused
+
+SHARED = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+]
+FIELDS = {
+    "tokens": relay_field(torch.int64, read_by="both", non_negative=True),
+    "lens": relay_field(torch.int32),
+    "outputs": relay_field(torch.int64, (3,), read_by="host"),
+}
+
+
+@pytest.fixture
+def pool(rt: Runtime) -> SlotPool:
+    """8 slots."""
+    return SlotPool(rt, 8)
+
+
+@pytest.fixture
+def relay(pool: SlotPool) -> FutureMap:
+    """A field for both readers, one for the next forward, one for the host."""
+    return FutureMap(pool, FIELDS)
+
+
+def on_device(rt: Runtime, values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """A device tensor, as a forward would make it."""
+    return rt.upload([np.array(values)]).view(0).to(dtype)
+
+
+def states(relay: FutureMap, slots: Slots, *fields: str) -> list[list[str]]:
+    """The states of some fields as words."""
+    return [[str(state) for state in relay.states(slots, field)] for field in fields or relay.fields]
+
+
+def whole(relay: FutureMap) -> tuple[Any, ...]:
+    """Everything that an operation could change: books, device memory and counters."""
+    books = {
+        name: [getattr(one, part).tolist() for part in ("generation", "number", "wrote", "taken")]
+        for name, one in relay._entries.items()
+    }
+    memory = {name: relay.runtime.inspect(one.view(torch.uint8)).tolist() for name, one in relay._memory.items()}
+    made = {made.number: dict(made.reads) for made in relay._publications.others(None)}  # type: ignore[arg-type]
+    return books, memory, made, attrs.evolve(relay.runtime.counters, check_reads=0)
+
+
+def untouched(relay: FutureMap, error: type[Exception], match: str, action: Callable[[], object]) -> None:
+    """Runs `action`, which has to raise and to change nothing."""
+    before = whole(relay)
+    with pytest.raises(error, match=match):
+        action()
+    assert whole(relay) == before
+
+
+def broken(relay: FutureMap, code: Code, action: Callable[[], object]) -> Violation:
+    """Runs `action`, which has to break a law and to change nothing."""
+    before = whole(relay)
+    violation = refused(code, action)
+    assert whole(relay) == before
+    return violation
+
+
+# What goes in comes out
+
+
+def test_a_forward_takes_what_the_last_one_published(rt: Runtime, pool: SlotPool, relay: FutureMap) -> None:
+    """Entries go by slot: the next forward may have its requests in another order, and only some of them."""
+    slots = pool.take(4)
+    relay.publish(slots, lens=on_device(rt, [5, 6, 7, 8], torch.int32))
+    relay.stash(slots.take([2, 0]), tokens=on_device(rt, [70, 50]))
+    taken = relay.gather(slots.take([3, 1, 0]), "lens")
+    assert taken.dtype == torch.int32
+    assert rt.inspect(taken).tolist() == [8, 6, 5]
+    assert rt.inspect(relay.gather(slots.take([0, 2]), "tokens")).tolist() == [50, 70]
+    assert rt.inspect(relay.gather(slots.take([2]), "lens")).tolist() == [7]
+
+
+def test_what_is_taken_out_is_no_view(rt: Runtime, pool: SlotPool, relay: FutureMap) -> None:
+    """A gathered tensor stays what it is when the entries are overwritten."""
+    slots = pool.take(2)
+    relay.publish(slots, lens=on_device(rt, [5, 6], torch.int32))
+    taken = relay.gather(slots, "lens")
+    relay.publish(slots, lens=on_device(rt, [7, 8], torch.int32))
+    assert rt.inspect(taken).tolist() == [5, 6]
+
+
+@pytest.mark.parametrize("dtype", [*SHARED, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 2)])
+def test_any_dtype_and_shape(rt: Runtime, pool: SlotPool, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """A field of any dtype and trailing shape keeps every bit on its way to the next forward."""
+    relay = FutureMap(pool, {"field": relay_field(dtype, shape)})
+    slots = pool.take(3)
+    values = on_device(rt, np.arange(3 * int(np.prod(shape))).reshape(3, *shape) % 5, dtype)
+    relay.publish(slots, field=values)
+    taken = relay.gather(slots.take([2, 0, 1]), "field")
+    assert taken.dtype == dtype
+    rows = on_device(rt, [2, 0, 1])
+    expected = values.view(-1).view(torch.uint8).view(3, -1)[rows]
+    assert rt.inspect(taken.view(-1).view(torch.uint8).view(3, -1)).tolist() == rt.inspect(expected).tolist()
+    relay.check()
+
+
+@pytest.mark.parametrize("dtype", SHARED)
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_any_shared_dtype_reaches_the_host(
+    rt: Runtime, pool: SlotPool, full: None, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    """A field of any dtype that numpy has is seeded by the host and resolved for it, equal on both sides."""
+    relay = FutureMap(pool, {"field": relay_field(dtype, shape, read_by="host")})
+    slots = pool.take(3)
+    limits = np.array([True]) if dtype == torch.bool else np.array([100])
+    values = np.arange(3 * int(np.prod(shape))).reshape(3, *shape) % 2 * limits
+    if dtype == torch.bool:
+        values = values.astype(np.bool_)
+    relay.publish(slots, field=on_device(rt, values, dtype))
+    value = relay.resolve(slots, "field")
+    assert (value.dtype, value.shape, value.contract) == (dtype, (3, *shape), Contract.EXACT)
+    assert np.array_equal(value.np, values)
+    assert rt.inspect(value.device).tolist() == values.tolist()
+    relay.seed(slots, field=values[::-1])
+    assert states(relay, slots) == [["consumed"] * 3]  # by the host, who seeded it
+    assert rt.inspect(relay._memory["field"])[slots.np].tolist() == values[::-1].tolist()
+
+
+def test_mirrored_values_are_published(rt: Runtime, pool: SlotPool, relay: FutureMap) -> None:
+    """The device side of a mirrored value goes in, whatever the host knows of it; a column goes as it is."""
+
+    class Lens(Batch):
+        slots = slot_column()
+        lens = mirrored(torch.int32, contract="upper_bound")
+
+    bound = MirroredTensor.from_pair(
+        rt, np.array([9, 9], np.int32), on_device(rt, [5, 6], torch.int32), contract="upper_bound"
+    )
+    batch = Lens.build(rt, slots=pool.take(2), lens=bound)
+    relay.publish(batch.slots, lens=batch.lens)
+    assert rt.inspect(relay.gather(batch.slots, "lens")).tolist() == [5, 6]
+    relay.seed(batch.slots, tokens=MirroredTensor.from_host(rt, [1, 2]))
+    assert rt.inspect(relay.gather(batch.slots, "tokens")).tolist() == [1, 2]
+
+
+def test_both_sides_of_a_resolved_value_come_from_one_read(
+    rt: Runtime, pool: SlotPool, relay: FutureMap, full: None
+) -> None:
+    """A resolved value stays right when its slot is overwritten, freed, and somebody else's."""
+    slots = pool.take(2)
+    relay.publish(slots, tokens=on_device(rt, [5, 6]), outputs=on_device(rt, [[1, 2, 3], [4, 5, 6]]))
+    early = relay.prefetch(slots, "tokens", "outputs")
+    relay.gather(slots, "tokens")
+    relay.stash(slots, tokens=on_device(rt, [7, 8]))
+    pool.free(slots)
+    others = pool.take(2)
+    assert sorted(others.np.tolist()) == sorted(slots.np.tolist())
+    relay.seed(others, tokens=[90, 91], outputs=[[9] * 3] * 2)
+    for value, expected in ((early["tokens"], [5, 6]), (early["outputs"], [[1, 2, 3], [4, 5, 6]])):
+        assert value.tolist() == rt.inspect(value.device).tolist() == expected
+        value.check()
+    assert early.resolve() is early.resolve()
+    assert early.slots.np.tolist() == slots.np.tolist()
+    assert dict(early).keys() == {"tokens", "outputs"}
+
+
+def test_padded_rows_are_left_out(rt: Runtime, pool: SlotPool, relay: FutureMap) -> None:
+    """Padded rows publish nothing, read zeros on the device, and do not come to the host; row 0 stays zero."""
+    slots = pool.take(2)
+    padded = slots.pad(4)
+    relay.publish(padded, lens=on_device(rt, [5, 6], torch.int32))  # as many as there are requests,
+    relay.stash(padded, tokens=on_device(rt, [7, 8, 9, 9]))  # or as many as there are rows
+    relay.check()
+    assert rt.inspect(relay.gather(padded, "lens")).tolist() == [5, 6, 0, 0]
+    assert relay.resolve(padded, "tokens").tolist() == [7, 8]
+    relay.gather(padded, "tokens")
+    relay.seed(padded, tokens=[1, 2], outputs=[[1] * 3, [2] * 3, [9] * 3, [9] * 3])
+    relay.check()
+    assert relay.states(padded, "tokens") == [EntryState.PUBLISHED] * 2
+    short = on_device(rt, [1, 2, 3], torch.int32)
+    untouched(relay, ShapeError, r"\[3\] for 2 or 4 rows of", lambda: relay.publish(padded, lens=short))
+    relay.discard(padded, "tokens")
+    assert relay.states(slots, "tokens") == [EntryState.UNWRITTEN] * 2
+
+
+def test_a_padded_row_among_requests_is_refused(rt: Runtime, pool: SlotPool, relay: FutureMap) -> None:
+    """Padding is at the end; elsewhere a zero is somebody's mistake."""
+    mixed = pool.take(2).pad(3).take([2, 0, 1])
+    for act in (
+        lambda: relay.publish(mixed, lens=torch.zeros(3, dtype=torch.int32, device=rt.device)),
+        lambda: relay.seed(mixed, lens=[0, 0, 0]),
+        lambda: relay.gather(mixed, "lens"),
+        lambda: relay.prefetch(mixed, "tokens"),
+        lambda: relay.states(mixed, "lens"),
+        lambda: relay.discard(mixed),
+    ):
+        broken(relay, Code.SLOT_ZERO_ALLOCATED, act)
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+def test_a_step_of_no_requests(rt: Runtime, pool: SlotPool, relay: FutureMap, full: None, padding: int) -> None:
+    """An idle rank publishes and reads nothing, without complaint and with nothing launched for it."""
+    slots = pool.take(0).pad(padding)
+    before = rt.counters.snapshot()
+    relay.publish(slots, lens=torch.empty(0, dtype=torch.int32, device=rt.device))
+    relay.stash(slots, tokens=torch.empty(0, dtype=torch.int64, device=rt.device))
+    relay.seed(slots, outputs=[], tokens=np.empty(0, np.int64))
+    relay.discard(slots)
+    spent = rt.counters - before
+    assert (spent.device_operations, spent.host_to_device_copies) == (0, 0)
+    assert rt.inspect(relay.gather(slots, "lens")).tolist() == [0] * padding
+    found = relay.prefetch(slots, "tokens", "outputs")
+    assert (found["tokens"].shape, found["outputs"].shape) == ((0,), (0, 3))
+    assert relay.states(slots, "tokens") == []
+
+
+# What it costs
+
+
+def test_costs(rt: Runtime, pool: SlotPool, relay: FutureMap) -> None:
+    """Operations launch what they say, copy what they say, and never wait."""
+    slots = pool.take(4)
+    assert len(slots.device) == 4
+    lens, tokens = on_device(rt, [1] * 4, torch.int32), on_device(rt, [2] * 4)
+    outputs = on_device(rt, [[1] * 3] * 4)
+
+    def cost(act: Callable[[], object]) -> tuple[int, int, int]:
+        before = rt.counters.snapshot()
+        act()
+        spent = rt.counters - before
+        assert spent.forced_syncs == spent.fence_waits == spent.check_reads == 0
+        return spent.device_operations, spent.host_to_device_copies, spent.device_to_host_copies
+
+    assert cost(lambda: relay.publish(slots, lens=lens)) == (1, 0, 0)
+    assert cost(lambda: relay.stash(slots, tokens=tokens, outputs=outputs)) == (2, 0, 0)
+    assert cost(lambda: relay.gather(slots, "lens")) == (1, 0, 0)
+    assert cost(lambda: relay.prefetch(slots, "tokens", "outputs")) == (3, 0, 1)  # two selections, packed for one copy
+    assert cost(lambda: relay.states(slots, "tokens")) == (0, 0, 0)
+    assert cost(lambda: relay.gather(slots, "tokens")) == (1, 0, 0)
+    assert cost(lambda: relay.seed(slots, tokens=[3] * 4, lens=[4] * 4)) == (2, 1, 0)
+    assert cost(lambda: relay.discard(slots)) == (0, 0, 0)
+    relay.stash(slots, outputs=outputs)
+    assert cost(lambda: relay.prefetch(slots, "outputs")) == (1, 0, 1)
+
+
+def test_a_prefetch_never_waits() -> None:
+    """Asking costs no wait; reading waits for that one copy, once, and for nothing behind it."""
+    rt = LateRuntime()
+    pool = SlotPool(rt, 4)
+    relay = FutureMap(pool, FIELDS)
+    slots, forward = pool.take(2), rt.stream("forward")
+    with rt.use(forward):
+        relay.publish(slots, tokens=on_device(rt, [5, 6]), outputs=on_device(rt, [[1] * 3] * 2))
+    asked = relay.prefetch(slots, "tokens", "outputs")
+    with rt.use(forward):
+        behind = rt.record()
+    assert not asked.ready()
+    assert "tokens" in asked
+    assert "lens" not in asked
+    assert list(asked) == ["tokens", "outputs"]
+    assert len(asked) == 2
+    assert repr(asked) == "Prefetched(tokens, outputs of 2 requests)"
+    with pytest.raises(KeyError):
+        asked["lens"]
+    assert rt.counters.fence_waits == 0
+    assert asked["tokens"].tolist() == [5, 6]
+    assert asked["outputs"].tolist() == [[1] * 3] * 2
+    assert asked.ready()
+    assert (rt.counters.fence_waits, rt.counters.forced_syncs) == (1, 0)
+    assert not behind.query()
+
+
+def test_books_stay_small(rt: Runtime, pool: SlotPool) -> None:
+    """Ten thousand publishes leave a few behind, and those of single slots no more than there are slots."""
+    relay = FutureMap(pool, {"lens": relay_field(torch.int64), "tokens": relay_field(torch.int64)})
+    slots = pool.take(8)
+    single = [slots.take([row]) for row in range(8)]
+    values = on_device(rt, list(range(8)))
+    assert len(slots.device) == 8
+    most = 0
+    for turn in range(5_000):
+        relay.publish(slots, lens=values)
+        relay.stash(single[turn % 8], tokens=values[:1])
+        relay.discard(slots)
+        most = max(most, len(relay._publications))
+    assert most <= 2 * 8 * 2
+    staging = rt.counters.staging_allocations
+    for _ in range(100):
+        relay.publish(slots, lens=values)
+        relay.gather(slots, "lens")
+    assert rt.counters.staging_allocations == staging
+
+
+# States and the laws of entries
+
+
+@pytest.mark.parametrize("field", ["tokens", "lens", "outputs"])
+def test_states_of_an_entry(rt: Runtime, pool: SlotPool, relay: FutureMap, field: str) -> None:
+    """Unwritten, published, consumed when every reader has been there; and unwritten again when the slot is freed."""
+    declared = relay.fields[field]
+    slots = pool.take(2)
+    values = torch.ones((2, *declared.shape), dtype=declared.dtype, device=rt.device)
+    assert states(relay, slots, field) == [["unwritten"] * 2]
+    relay.publish(slots, **{field: values})
+    assert states(relay, slots, field) == [["published"] * 2]
+    if field != "outputs":
+        relay.gather(slots.take([1]), field)
+    if field == "tokens":
+        assert states(relay, slots, field) == [["published"] * 2]
+    if field != "lens":
+        relay.resolve(slots.take([1]), field)
+    assert states(relay, slots, field) == [["published", "consumed"]]
+    relay.publish(slots.take([1]), **{field: values[:1]})
+    assert states(relay, slots, field) == [["published"] * 2]
+    pool.free(slots)
+    again = pool.take(2)
+    assert sorted(again.np.tolist()) == sorted(slots.np.tolist())
+    assert states(relay, again, field) == [["unwritten"] * 2]
+
+
+def test_a_seed_has_no_news_for_the_host(pool: SlotPool, relay: FutureMap) -> None:
+    """What the host seeds it knows: only the next forward has yet to read it."""
+    slots = pool.take(1)
+    relay.seed(slots, tokens=[5], lens=[6], outputs=[[7] * 3])
+    assert states(relay, slots, "tokens", "lens", "outputs") == [["published"], ["published"], ["consumed"]]
+    broken(relay, Code.FUTURE_CONSUMED, lambda: relay.prefetch(slots, "tokens"))
+    relay.gather(slots, "tokens")
+    assert states(relay, slots, "tokens") == [["consumed"]]
+
+
+def test_reading_what_nobody_wrote(rt: Runtime, pool: SlotPool, relay: FutureMap) -> None:
+    """Each reader is told which slot, which field, which step, and that nobody wrote."""
+    slots = pool.take(3)
+    relay.publish(slots.take([0, 2]), tokens=on_device(rt, [5, 6]))
+    rt.next_step()
+    violation = broken(relay, Code.FUTURE_UNWRITTEN, lambda: relay.gather(slots, "tokens"))
+    assert (violation.row, violation.slot, violation.step) == (1, int(slots.np[1]), 1)
+    assert (violation.object, violation.column, violation.operation) == (repr(relay), "tokens", "gather")
+    assert violation.writer == "nobody"
+    assert violation.reader is not None
+    assert violation.reader.startswith("gather in step 1 on stream ")
+    broken(relay, Code.FUTURE_UNWRITTEN, lambda: relay.prefetch(slots, "tokens"))
+    broken(relay, Code.FUTURE_UNWRITTEN, lambda: relay.resolve(slots, "outputs"))
+    relay.publish(slots.take([1]), tokens=on_device(rt, [7]))
+    assert rt.inspect(relay.gather(slots, "tokens")).tolist() == [5, 7, 6]
+    with checks("off"):
+        assert rt.inspect(relay.gather(pool.take(1), "lens")).tolist() == [0]
+
+
+def test_an_entry_is_taken_once_by_each_reader(rt: Runtime, pool: SlotPool, relay: FutureMap) -> None:
+    """A second gather or prefetch of the same publish is reported; one reader does not use up the other's."""
+    slots = pool.take(2)
+    relay.publish(slots, tokens=on_device(rt, [5, 6]))
+    rt.next_step()
+    relay.gather(slots.take([1]), "tokens")
+    violation = broken(relay, Code.FUTURE_CONSUMED, lambda: relay.gather(slots, "tokens"))
+    assert (violation.row, violation.slot, violation.column) == (1, int(slots.np[1]), "tokens")
+    assert violation.writer is not None
+    assert violation.writer.startswith("publish in step 0 on stream ")
+    assert violation.reader is not None
+    assert violation.reader.startswith("gather in step 1 on stream ")
+    assert relay.resolve(slots, "tokens").tolist() == [5, 6]
+    broken(relay, Code.FUTURE_CONSUMED, lambda: relay.resolve(slots, "tokens"))
+    relay.gather(slots.take([0]), "tokens")
+    with checks("off"):
+        assert rt.inspect(relay.gather(slots, "tokens")).tolist() == [5, 6]
+
+
+def test_an_unread_entry_is_not_overwritten(rt: Runtime, pool: SlotPool, relay: FutureMap) -> None:
+    """Whoever publishes over an entry that a reader still wants is told so; `discard` says that nobody does."""
+    slots = pool.take(2)
+    relay.publish(slots, tokens=on_device(rt, [5, 6]))
+    relay.gather(slots, "tokens")
+    relay.resolve(slots.take([0]), "tokens")
+    rt.next_step()
+    later = MirroredTensor.from_host(rt, [7, 8])  # whose upload is not to be paid for either
+    violation = broken(relay, Code.FUTURE_UNREAD_OVERWRITTEN, lambda: relay.stash(slots, tokens=later))
+    assert (violation.row, violation.slot, violation.column) == (1, int(slots.np[1]), "tokens")
+    assert "by publish in step 0 on stream " in violation.problem
+    assert violation.writer is not None
+    assert violation.writer.startswith("stash in step 1 on stream ")
+    assert (violation.reader, violation.expected) == ("nobody", "read by the next forward and the host")
+    broken(relay, Code.FUTURE_UNREAD_OVERWRITTEN, lambda: relay.seed(slots, tokens=[7, 8]))
+    relay.discard(slots.take([1]), "tokens")
+    assert states(relay, slots, "tokens") == [["consumed", "unwritten"]]
+    relay.stash(slots, tokens=later)
+    with checks("off"):
+        relay.stash(slots, tokens=later)
+
+
+def test_an_entry_belongs_to_its_owner(rt: Runtime, pool: SlotPool, relay: FutureMap) -> None:
+    """An entry that outlives its owner is never read as the next owner's: its generation says whose it is."""
+    slots = pool.take(1)
+    relay.publish(slots, tokens=on_device(rt, [5]))
+    entries = relay._entries["tokens"]
+    kept = entries.generation.copy(), entries.number.copy()
+    pool.free(slots)
+    entries.generation[:], entries.number[:] = kept
+    violation = refused(Code.FUTURE_GENERATION, relay.check)
+    assert violation.slot == int(slots.np[0])
+    again = pool.take(1)
+    violation = broken(relay, Code.FUTURE_GENERATION, lambda: relay.gather(again, "tokens"))
+    assert (violation.slot, violation.generation) == (int(again.np[0]), int(again.generations[0]))
+    assert violation.writer is not None
+    assert violation.writer.startswith("publish in step 0 ")
+    assert violation.reader is not None
+    assert violation.reader.startswith("gather in step 0 ")
+
+
+def test_a_written_row_zero_is_found(rt: Runtime, pool: SlotPool, relay: FutureMap, full: None) -> None:
+    """What padded rows read is zero: `check` and level `full` find who wrote there."""
+    slots = pool.take(1)
+    relay._memory["outputs"][0, 1] = 7
+    violation = refused(Code.SLOT_ZERO_DIRTY, relay.check)
+    assert violation.column == "outputs"
+    refused(Code.SLOT_ZERO_DIRTY, lambda: relay.publish(slots, lens=on_device(rt, [5], torch.int32)))
+
+
+def test_negative_stand_ins_are_found(rt: Runtime, pool: SlotPool, relay: FutureMap) -> None:
+    """In a field of ids a negative number goes in from no host, comes out to no host, and at `full` to no forward."""
+    slots = pool.take(2)
+    broken(relay, Code.SENTINEL_ESCAPED, lambda: relay.seed(slots, tokens=[5, -1]))
+    relay.publish(slots, tokens=on_device(rt, [5, -1]))
+    with checks("full"):
+        violation = refused(Code.SENTINEL_ESCAPED, lambda: relay.gather(slots, "tokens"))
+        assert (violation.row, violation.column) == (1, "tokens")
+        assert states(relay, slots, "tokens") == [["published"] * 2]
+    asked = relay.prefetch(slots, "tokens")
+    for _ in range(2):
+        assert refused(Code.SENTINEL_ESCAPED, asked.resolve).column == "tokens"
+    relay.seed(slots, lens=[-5, -6])
+    with checks("full"):
+        assert rt.inspect(relay.gather(slots, "lens")).tolist() == [-5, -6]
+
+
+# What is refused
+
+
+WRONG: dict[str, tuple[type[Exception], str, Callable[[FutureMap, Slots, torch.device], object]]] = {
+    "a row too many": (
+        ShapeError,
+        r"relay: publish of 'lens': \[3\] for 2 rows of \[\]",
+        lambda relay, slots, device: relay.publish(slots, lens=torch.zeros(3, dtype=torch.int32, device=device)),
+    ),
+    "a scalar": (
+        ShapeError,
+        r"\[\] for 2 rows",
+        lambda relay, slots, device: relay.publish(slots, lens=torch.zeros((), dtype=torch.int32, device=device)),
+    ),
+    "another shape of a row": (
+        ShapeError,
+        r"stash of 'outputs': \[2, 2\] for 2 rows of \[3\]",
+        lambda relay, slots, device: relay.stash(slots, outputs=torch.zeros((2, 2), dtype=torch.int64, device=device)),
+    ),
+    "a row where one number is meant": (
+        ShapeError,
+        r"\[2, 1\] for 2 rows of \[\]",
+        lambda relay, slots, device: relay.publish(slots, lens=torch.zeros((2, 1), dtype=torch.int32, device=device)),
+    ),
+    "another dtype": (
+        DtypeError,
+        "int64 for torch.int32",
+        lambda relay, slots, device: relay.publish(slots, lens=torch.zeros(2, dtype=torch.int64, device=device)),
+    ),
+    "the second field is wrong": (
+        DtypeError,
+        "publish of 'outputs': torch.float32 for torch.int64",
+        lambda relay, slots, device: relay.publish(
+            slots, lens=torch.zeros(2, dtype=torch.int32, device=device), outputs=torch.zeros((2, 3), device=device)
+        ),
+    ),
+    "a list": (
+        DtypeError,
+        "list is no device tensor",
+        lambda relay, slots, device: relay.publish(slots, lens=[1, 2]),  # type: ignore[arg-type]
+    ),
+    "another device": (
+        DeviceError,
+        "a tensor on meta",
+        lambda relay, slots, device: relay.publish(slots, lens=torch.zeros(2, dtype=torch.int32, device="meta")),
+    ),
+    "a mirrored value of another dtype": (
+        DtypeError,
+        "int64 for torch.int32",
+        lambda relay, slots, device: relay.publish(slots, lens=MirroredTensor.from_host(relay.runtime, [1, 2])),
+    ),
+    "a mirrored value of another length": (
+        ShapeError,
+        r"\[3\] for 2 rows",
+        lambda relay, slots, device: relay.stash(slots, tokens=MirroredTensor.from_host(relay.runtime, [1, 2, 3])),
+    ),
+    "a value of another runtime": (
+        DeviceError,
+        "another runtime",
+        lambda relay, slots, device: relay.stash(
+            slots, tokens=MirroredTensor.from_host(open_runtime(str(device)), [1, 2])
+        ),
+    ),
+    "no field": (DeclarationError, "publish of no field", lambda relay, slots, device: relay.publish(slots)),
+    "nothing to seed": (DeclarationError, "seed of no field", lambda relay, slots, device: relay.seed(slots)),
+    "publish of an unknown field": (
+        DeclarationError,
+        "publish of 'length', which is not declared",
+        lambda relay, slots, device: relay.publish(slots, length=torch.zeros(2, dtype=torch.int32, device=device)),
+    ),
+    "seed of an unknown field": (
+        DeclarationError,
+        "seed of 'length', which is not declared",
+        lambda relay, slots, device: relay.seed(slots, lens=[1, 2], length=[1, 2]),
+    ),
+    "gather of an unknown field": (
+        DeclarationError,
+        "gather of 'length', which is not declared",
+        lambda relay, slots, device: relay.gather(slots, "length"),
+    ),
+    "gather of something that is no name": (
+        DeclarationError,
+        r"gather of \['lens'\], which is not declared",
+        lambda relay, slots, device: relay.gather(slots, ["lens"]),  # type: ignore[arg-type]
+    ),
+    "prefetch of an unknown field": (
+        DeclarationError,
+        "use one of: tokens, lens, outputs",
+        lambda relay, slots, device: relay.prefetch(slots, "length"),
+    ),
+    "resolve of an unknown field": (
+        DeclarationError,
+        "which is not declared",
+        lambda relay, slots, device: relay.resolve(slots, "length"),
+    ),
+    "discard of an unknown field": (
+        DeclarationError,
+        "discard of 'length'",
+        lambda relay, slots, device: relay.discard(slots, "tokens", "length"),
+    ),
+    "states of an unknown field": (
+        DeclarationError,
+        "states of 'length'",
+        lambda relay, slots, device: relay.states(slots, "length"),
+    ),
+    "prefetch of nothing": (DeclarationError, r"prefetch of \(\)", lambda relay, slots, device: relay.prefetch(slots)),
+    "prefetch of a field twice": (
+        DeclarationError,
+        "name each field once",
+        lambda relay, slots, device: relay.prefetch(slots, "tokens", "tokens"),
+    ),
+    "gather of what the host reads": (
+        DeclarationError,
+        "gather of 'outputs', which is read by the host",
+        lambda relay, slots, device: relay.gather(slots, "outputs"),
+    ),
+    "prefetch of what the next forward reads": (
+        DeclarationError,
+        "prefetch of 'lens', which is read by the next forward",
+        lambda relay, slots, device: relay.prefetch(slots, "lens"),
+    ),
+    "seed of another length": (
+        ShapeError,
+        r"seed of 'lens': \[3\] for 2 rows",
+        lambda relay, slots, device: relay.seed(slots, tokens=[1, 2], lens=[1, 2, 3]),
+    ),
+    "seed of another shape": (
+        ShapeError,
+        r"\[2, 2\] for 2 rows of \[3\]",
+        lambda relay, slots, device: relay.seed(slots, outputs=[[1, 2], [3, 4]]),
+    ),
+    "seed of nothing for somebody": (
+        ShapeError,
+        r"\[0\] for 2 rows",
+        lambda relay, slots, device: relay.seed(slots, lens=[]),
+    ),
+    "seed of fractions": (
+        DtypeError,
+        "float64 do not go into int32",
+        lambda relay, slots, device: relay.seed(slots, lens=[0.5, 1.5]),
+    ),
+    "seed of None": (DtypeError, "no numbers", lambda relay, slots, device: relay.seed(slots, lens=[1, None])),
+    "seed of what does not fit": (
+        ValueOverflowError,
+        "does not fit int32",
+        lambda relay, slots, device: relay.seed(slots, lens=[1, 2**31]),
+    ),
+    "seed of a bound": (
+        ContractError,
+        "resolve it first",
+        lambda relay, slots, device: relay.seed(
+            slots,
+            lens=MirroredTensor.from_pair(
+                relay.runtime,
+                np.array([1, 2], np.int32),
+                torch.zeros(2, dtype=torch.int32, device=device),
+                contract="upper_bound",
+            ),
+        ),
+    ),
+    "plain numbers for slots": (
+        DtypeError,
+        "pass the handles",
+        lambda relay, slots, device: relay.gather([1, 2], "lens"),  # type: ignore[arg-type]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_change_nothing(rt: Runtime, pool: SlotPool, relay: FutureMap, device: str, name: str) -> None:
+    """Arguments that do not go with the declaration are typed errors, before anything is launched or noted."""
+    error, match, act = WRONG[name]
+    slots = pool.take(2)
+    untouched(relay, error, match, lambda: act(relay, slots, rt.device))
+    relay.publish(slots, tokens=on_device(rt, [1, 2]), lens=on_device(rt, [3, 4], torch.int32))
+    untouched(relay, error, match, lambda: act(relay, slots, rt.device))
+
+
+def test_slots_of_nobody_change_nothing(rt: Runtime, device: str, pool: SlotPool, relay: FutureMap) -> None:
+    """Freed, repeated and foreign slots, and other indices, are refused by every operation."""
+    gone = pool.take(2)
+    lens = on_device(rt, [5, 6], torch.int32)
+    relay.publish(gone, lens=lens)
+    pool.free(gone)
+    others, distant = SlotPool(rt, 8, name="others"), SlotPool(open_runtime(device), 8)
+    elsewhere, far = others.take(2), distant.take(2)
+    pages = Pages.from_host(rt, [1, 2])
+
+    def acts(slots: Any) -> list[Callable[[], object]]:
+        return [
+            lambda: relay.publish(slots, lens=lens),
+            lambda: relay.seed(slots, lens=[5, 6]),
+            lambda: relay.gather(slots, "lens"),
+            lambda: relay.prefetch(slots, "tokens"),
+            lambda: relay.resolve(slots, "tokens"),
+            lambda: relay.states(slots, "lens"),
+            lambda: relay.discard(slots),
+        ]
+
+    for act in acts(gone):
+        broken(relay, Code.SLOT_STALE_HANDLE, act)
+    for act in acts(pages):
+        broken(relay, Code.UNIT_MISMATCH, act)
+    for act in acts(elsewhere):
+        untouched(relay, ArgumentError, "slots of pool 'others' given to pool 'slots'", act)
+    for act in acts(far):
+        untouched(relay, DeviceError, "another runtime", act)
+    live = pool.take(2)
+    for act in acts(live.take([0, 0]))[:2]:
+        broken(relay, Code.SLOT_SHARED, act)
+    with checks("off"):
+        for act in acts(gone):
+            broken(relay, Code.SLOT_STALE_HANDLE, act)
+
+
+def test_a_second_publish_in_a_step_changes_nothing(rt: Runtime, pool: SlotPool, relay: FutureMap) -> None:
+    """Publishing twice in a step overwrites what nobody has read; fields beside it are not written either."""
+    slots = pool.take(2)
+    relay.publish(slots, lens=on_device(rt, [5, 6], torch.int32))
+    lens, tokens = on_device(rt, [7, 8], torch.int32), on_device(rt, [1, 2])
+    broken(relay, Code.FUTURE_UNREAD_OVERWRITTEN, lambda: relay.stash(slots, tokens=tokens, lens=lens))
+    assert states(relay, slots, "tokens", "lens") == [["unwritten"] * 2, ["published"] * 2]
+
+
+def test_one_field_that_is_not_there_spoils_a_prefetch(rt: Runtime, pool: SlotPool, relay: FutureMap) -> None:
+    """A prefetch of two fields takes both or none."""
+    slots = pool.take(2)
+    relay.publish(slots, tokens=on_device(rt, [5, 6]))
+    broken(relay, Code.FUTURE_UNWRITTEN, lambda: relay.prefetch(slots, "tokens", "outputs"))
+    assert relay.resolve(slots, "tokens").tolist() == [5, 6]
+
+
+def test_belongs_to_its_thread(rt: Runtime, pool: SlotPool, relay: FutureMap) -> None:
+    """Every operation is refused in a second thread, and so is reading what was prefetched."""
+    slots = pool.take(2)
+    relay.publish(slots, tokens=on_device(rt, [5, 6]))
+    asked = relay.prefetch(slots, "tokens")
+    lens = on_device(rt, [5, 6], torch.int32)
+    before = whole(relay)
+    for act in (
+        lambda: relay.publish(slots, lens=lens),
+        lambda: relay.stash(slots, lens=lens),
+        lambda: relay.seed(slots, lens=[1, 2]),
+        lambda: relay.gather(slots, "tokens"),
+        lambda: relay.prefetch(slots, "tokens"),
+        lambda: relay.resolve(slots, "tokens"),
+        lambda: relay.states(slots, "tokens"),
+        lambda: relay.discard(slots),
+        relay.check,
+        asked.resolve,
+        functools.partial(FutureMap, pool, FIELDS),
+    ):
+        assert isinstance(in_a_thread(act), OwnerThreadError)
+    assert whole(relay) == before
+    assert asked["tokens"].tolist() == [5, 6]
+
+
+def test_no_publish_and_no_read_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replayed graph would pass the books by: while one is captured the relay refuses, and changes nothing."""
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    rt, module = fake_accelerator(monkeypatch)
+    pool = SlotPool(rt, 4)
+    relay = FutureMap(pool, FIELDS)
+    slots, lens = pool.take(2), on_device(rt, [5, 6], torch.int32)
+    relay.publish(slots, tokens=on_device(rt, [5, 6]))
+    asked = relay.prefetch(slots, "tokens")
+    before = whole(relay)
+    module.capturing = True
+    for act in (
+        lambda: relay.publish(slots, lens=lens),
+        lambda: relay.stash(slots, lens=lens),
+        lambda: relay.seed(slots, lens=[1, 2]),
+        lambda: relay.gather(slots, "tokens"),
+        lambda: relay.prefetch(slots, "tokens"),
+        lambda: relay.resolve(slots, "tokens"),
+        asked.resolve,
+        functools.partial(FutureMap, pool, FIELDS),
+    ):
+        with pytest.raises(CaptureError, match="captured"):
+            act()
+    relay.check()
+    assert not asked.ready()
+    assert states(relay, slots, "tokens") == [["published"] * 2]
+    module.capturing = False
+    assert whole(relay) == before
+    assert asked["tokens"].tolist() == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "match"),
+    [
+        ({}, DeclarationError, "no fields"),
+        (None, DeclarationError, "no fields"),
+        ({"a": torch.int64}, DeclarationError, "field 'a' is dtype"),
+        ({"not a name": relay_field(torch.int64)}, DeclarationError, "cannot name a field"),
+        ({1: relay_field(torch.int64)}, DeclarationError, "cannot name a field"),
+        ({"slots": relay_field(torch.int64)}, DeclarationError, "cannot name a field"),
+    ],
+)
+def test_fields_are_declared(pool: SlotPool, fields: Any, error: type[Exception], match: str) -> None:
+    """A relay has named fields, each made by `relay_field`."""
+    with pytest.raises(error, match=match):
+        FutureMap(pool, fields)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ((np.int64,), DtypeError, "a relay field of"),
+        (("int64",), DtypeError, "a relay field of 'int64'"),
+        ((torch.int64, 5), ShapeError, "pass a tuple"),
+        ((torch.int64, "ab"), ShapeError, "pass a tuple"),
+        ((torch.int64, (-1,)), ArgumentError, "shape is -1"),
+        ((torch.int64, (1.5,)), DtypeError, "shape is 1.5"),
+        ((torch.bfloat16, (), "host"), DtypeError, "bfloat16"),
+        ((torch.bfloat16, (), "both"), DtypeError, "bfloat16"),
+        ((torch.bfloat16, (), "device", True), DtypeError, "bfloat16"),
+        ((torch.int64, (), "nobody"), DeclarationError, "device, host, both"),
+        ((torch.int64, (), ["host"]), DeclarationError, "device, host, both"),
+    ],
+)
+def test_a_field_is_declared_in_full(arguments: tuple[Any, ...], error: type[Exception], match: str) -> None:
+    """A dtype, a shape and known readers; what the host has to judge or to read is of a dtype that numpy has."""
+    defaults: list[Any] = [(), "device", False]
+    dtype, shape, read_by, non_negative = [*arguments, *defaults[len(arguments) - 1 :]]
+    with pytest.raises(error, match=match):
+        relay_field(dtype, shape, read_by=read_by, non_negative=non_negative)
+
+
+def test_needs_a_pool(rt: Runtime) -> None:
+    """A relay lies over the slots of a pool."""
+    wrong: Any = rt
+    with pytest.raises(ArgumentError, match="no pool of slots"):
+        FutureMap(wrong, FIELDS)
+
+
+def test_says_what_it_is(rt: Runtime, pool: SlotPool, relay: FutureMap) -> None:
+    """`repr` and the declarations cost nothing."""
+    before = rt.counters.snapshot()
+    assert repr(relay) == "FutureMap('relay', tokens, lens, outputs)"
+    assert dict(relay.fields) == FIELDS
+    assert relay.fields["tokens"].readers_named == "the next forward and the host"
+    assert (relay.slots, relay.runtime, relay.name) == (pool, rt, "relay")
+    assert rt.counters == before
+
+
+# Pools and other relays
+
+
+def test_over_a_hybrid_pool(rt: Runtime, full: None) -> None:
+    """The slots of a HybridSlotPool serve as those of a SlotPool, freed through either."""
+    pool = HybridSlotPool(rt, 4, states=4)
+    relay = FutureMap(pool, FIELDS)
+    assert relay.slots is pool.slots
+    slots = pool.take(2)
+    relay.publish(slots, tokens=on_device(rt, [5, 6]))
+    assert relay.resolve(slots, "tokens").tolist() == [5, 6]
+    pool.free(slots)
+    assert states(relay, pool.take(2), "tokens") == [["unwritten"] * 2]
+
+
+def test_two_relays_over_one_pool(rt: Runtime, pool: SlotPool, full: None) -> None:
+    """Relays of one pool know nothing of each other, and both forget a request that leaves."""
+    one, two = FutureMap(pool, FIELDS, name="one"), FutureMap(pool, FIELDS, name="two")
+    slots = pool.take(2)
+    one.publish(slots, lens=on_device(rt, [5, 6], torch.int32))
+    two.publish(slots, lens=on_device(rt, [7, 8], torch.int32))
+    assert rt.inspect(two.gather(slots, "lens")).tolist() == [7, 8]
+    assert states(one, slots, "lens") == [["published"] * 2]
+    assert rt.inspect(one.gather(slots, "lens")).tolist() == [5, 6]
+    pool.free(slots)
+    again = pool.take(2)
+    for relay in (one, two):
+        assert states(relay, again, "lens") == [["unwritten"] * 2]
+
+
+def test_slots_behind_a_fence_have_no_entries(rt: Runtime, pool: SlotPool, relay: FutureMap) -> None:
+    """A request that leaves behind a fence leaves at once as far as the relay goes, and its prefetch is still good."""
+    slots = pool.take(2)
+    relay.publish(slots, tokens=on_device(rt, [5, 6]))
+    asked = relay.prefetch(slots, "tokens")
+    pool.free(slots, after=rt.record())
+    refused(Code.SLOT_STALE_HANDLE, lambda: relay.gather(slots, "tokens"))
+    pool.verify()
+    assert asked["tokens"].tolist() == [5, 6]
+
+
+# Streams
+
+
+@attrs.define(eq=False)
+class Lanes:
+    """A relay on a stand-in of an accelerator: who waits for which event, and which memory is kept for which stream."""
+
+    rt: AcceleratorRuntime
+    module: FakeModule
+    pool: SlotPool
+    relay: FutureMap
+    fences: list[Any]
+    kept: list[tuple[int, int]]
+
+    def settled(self, *names: str) -> list[Any]:
+        """Streams that have the relay's zeroed memory already, so that what they wait for now is what a test does."""
+        streams = [self.rt.stream(name) for name in names]
+        for stream in streams:
+            with self.rt.use(stream):
+                for field in self.relay.fields:
+                    self.relay._memory_of(field)
+        return streams
+
+    def on(self, stream: Any, act: Callable[[], Any]) -> tuple[Any, list[Any], list[Any]]:
+        """Runs `act` on a stream. What it returned, what that stream was made to wait for, and what was recorded."""
+        waited, recorded = len(stream.native.waited), len(self.fences)
+        with self.rt.use(stream):
+            result = act()
+        return result, stream.native.waited[waited:], [fence.event for fence in self.fences[recorded:]]
+
+
+@pytest.fixture
+def lanes(monkeypatch: pytest.MonkeyPatch) -> Lanes:
+    """4 slots; what is recorded and kept alive is noted."""
+    kept: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda tensor, stream: kept.append((tensor.data_ptr(), stream.stream_id))
+    )
+    rt, module = fake_accelerator(monkeypatch)
+    fences: list[Any] = []
+    record = rt.record
+
+    def recorded(stream: Any = None) -> Fence:
+        fences.append(record(stream))
+        return fences[-1]
+
+    monkeypatch.setattr(rt, "record", recorded)
+    pool = SlotPool(rt, 4)
+    return Lanes(rt, module, pool, FutureMap(pool, FIELDS), fences, kept)
+
+
+def device_of(slots: Slots) -> torch.Tensor:
+    """The device side, handed to the current stream."""
+    return slots.device
+
+
+def test_a_reader_waits_for_the_very_publish(lanes: Lanes) -> None:
+    """A gather on another stream waits for the event of the publish whose entries it reads, and for no other."""
+    forward, other = lanes.settled("forward", "other")
+    relay, slots = lanes.relay, lanes.pool.take(4)
+    one, two = slots.take([0, 1]), slots.take([2, 3])
+    for stream in (forward, other):
+        for handles in (one, two, slots):
+            lanes.on(stream, functools.partial(device_of, handles))
+    lens, more = torch.tensor([5, 6], dtype=torch.int32), torch.tensor([7, 8], dtype=torch.int32)
+    _, waited, first = lanes.on(forward, lambda: relay.publish(one, lens=lens))
+    assert waited == []
+    _, waited, second = lanes.on(forward, lambda: relay.publish(two, lens=more))
+    assert waited == []
+    assert len(first) == len(second) == 1
+    _, waited, _ = lanes.on(other, lambda: relay.gather(two, "lens"))
+    assert waited == second
+    _, waited, _ = lanes.on(other, lambda: relay.gather(one, "lens"))
+    assert waited == first
+
+
+def test_a_reader_of_two_publishes_waits_for_both(lanes: Lanes) -> None:
+    """Entries of two publishes, on two streams, are read behind both; each is waited for once."""
+    forward, copying, other = lanes.settled("forward", "copying", "other")
+    relay, slots = lanes.relay, lanes.pool.take(4)
+    one, two = slots.take([0, 1]), slots.take([2, 3])
+    for stream in (forward, copying, other):
+        for handles in (one, two, slots):
+            lanes.on(stream, functools.partial(device_of, handles))
+    values = torch.tensor([5, 6])
+    _, _, first = lanes.on(forward, lambda: relay.publish(one, lens=values.int(), tokens=values))
+    _, _, second = lanes.on(copying, lambda: relay.stash(two, lens=values.int(), tokens=values))
+    assert len(first) == len(second) == 1  # of two fields each
+    taken, waited, _ = lanes.on(other, lambda: relay.gather(slots, "lens"))
+    assert waited == [*first, *second]
+    assert taken.tolist() == [5, 6, 5, 6]
+    _, waited, _ = lanes.on(other, lambda: relay.gather(slots, "tokens"))
+    assert waited == []
+
+
+def test_one_stream_waits_for_nothing(lanes: Lanes) -> None:
+    """An engine with one stream is in order as it is: publish, gather and publish again wait for no event."""
+    (forward,) = lanes.settled("forward")
+    slots = lanes.pool.take(4)
+    lanes.on(forward, lambda: slots.device)
+    lens = torch.tensor([5, 6, 7, 8], dtype=torch.int32)
+    for _ in range(3):
+        _, waited, recorded = lanes.on(forward, lambda: lanes.relay.publish(slots, lens=lens))
+        assert (waited, len(recorded)) == ([], 1)
+        _, waited, _ = lanes.on(forward, lambda: lanes.relay.gather(slots, "lens"))
+        assert waited == []
+
+
+@pytest.mark.parametrize("between", ["nothing", "discard", "another owner"])
+def test_a_publish_comes_behind_the_reads_before_it(lanes: Lanes, between: str) -> None:
+    """What overwrites entries waits for the private stream that still reads them, also where they ended meanwhile."""
+    forward, schedule = lanes.settled("forward", "schedule")
+    relay, slots = lanes.relay, lanes.pool.take(4)
+    for stream in (forward, relay._private):
+        lanes.on(stream, lambda: (slots.device, relay._memory_of("tokens")))
+    values = torch.tensor([5, 6, 7, 8])
+    _, _, published = lanes.on(forward, lambda: relay.publish(slots, tokens=values))
+    asked, waited, recorded = lanes.on(forward, lambda: relay.prefetch(slots, "tokens"))
+    assert waited == []
+    assert relay._private.native.waited[-1:] == published
+    read, done = recorded
+    assert read.stream is done.stream is relay._private.native
+    writer = forward
+    if between == "nothing":
+        lanes.on(forward, lambda: relay.gather(slots, "tokens"))
+    elif between == "discard":
+        relay.discard(slots)
+    else:
+        lanes.pool.free(slots)
+        slots, writer = lanes.pool.take(4), schedule
+    _, waited, _ = lanes.on(writer, lambda: relay.seed(slots, tokens=[1, 2, 3, 4]))
+    assert read in waited
+    assert done not in waited
+    assert (writer is schedule) == (published[0] in waited)
+    assert asked["tokens"].tolist() == [5, 6, 7, 8]
+
+
+def test_a_prefetch_keeps_memory_for_its_stream(lanes: Lanes) -> None:
+    """Entries, and handles that name them, are kept until the private stream is done; its rows for who reads them."""
+    (forward,) = lanes.settled("forward")
+    relay, slots = lanes.relay, lanes.pool.take(4)
+    lanes.on(forward, lambda: slots.device)
+    _, _, published = lanes.on(forward, lambda: relay.publish(slots, tokens=torch.tensor([5, 6, 7, 8])))
+    lanes.kept.clear()
+    asked, _, _ = lanes.on(forward, lambda: relay.prefetch(slots, "tokens"))
+    private = relay._private.native.stream_id
+    with lanes.rt.use(forward):
+        assert set(lanes.kept) == {
+            (relay._memory["tokens"].data_ptr(), private),
+            (slots.device.data_ptr(), private),
+        }
+        assert published[0] in relay._private.native.waited
+        lanes.kept.clear()
+        for _ in range(2):
+            rows = asked["tokens"].device
+            assert lanes.kept == [(rows.data_ptr(), forward.native.stream_id)]
+
+
+def test_a_missing_wait_is_reported(lanes: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that forgets to wait, for a publish or for a read, is caught before it launches."""
+    forward, other = lanes.settled("forward", "other")
+    relay, slots = lanes.relay, lanes.pool.take(2)
+    with lanes.rt.use(forward):
+        relay.publish(slots, tokens=torch.tensor([5, 6]))
+        relay.prefetch(slots, "tokens")
+        relay.gather(slots, "tokens")
+    with monkeypatch.context() as patched:
+        patched.setattr(StreamOrder, "_await_reads", lambda self, made, stream: set())
+        with lanes.rt.use(forward):
+            violation = refused(Code.FUTURE_ORDER, lambda: relay.stash(slots, tokens=torch.tensor([7, 8])))
+    assert violation.writer is not None
+    assert violation.writer.startswith("a read on stream ")
+    assert violation.reader is not None
+    assert violation.reader.startswith("stash in step 0 ")
+    assert states(relay, slots, "tokens") == [["consumed"] * 2]
+    with lanes.rt.use(forward):
+        relay.stash(slots, tokens=torch.tensor([7, 8]))
+    monkeypatch.setattr(StreamOrder, "_await_publish", lambda self, made, stream: None)
+    with lanes.rt.use(other):
+        violation = refused(Code.FUTURE_ORDER, lambda: relay.gather(slots, "tokens"))
+    assert violation.writer is not None
+    assert violation.writer.startswith("stash in step 0 ")
+    assert violation.reader is not None
+    assert violation.reader.startswith("gather in step 0 ")
+    assert violation.expected == f"a wait for {violation.writer}"
+    assert states(relay, slots, "tokens") == [["published"] * 2]
+
+
+def test_a_host_that_reads_too_early_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a copy is not waited for, or a private stream not put behind the publish, the host hears of it."""
+    rt = LateRuntime()
+    pool = SlotPool(rt, 4)
+    relay = FutureMap(pool, FIELDS)
+    slots, forward = pool.take(2), rt.stream("forward")
+    with rt.use(forward):
+        relay.publish(slots, tokens=on_device(rt, [5, 6]), outputs=on_device(rt, [[1] * 3] * 2))
+    with monkeypatch.context() as patched:
+        patched.setattr(LateRuntime, "_stream_wait", lambda self, stream, fence: None)
+        unordered = relay.prefetch(slots, "tokens")
+    violation = refused(Code.FUTURE_ORDER, unordered.resolve)
+    assert violation.writer == "publish in step 0 on stream 'forward'"
+    assert (violation.reader, violation.slot) == ("the host", None)
+    asked = relay.prefetch(slots, "outputs")
+    monkeypatch.setattr("batchstate.runtime.download.Download._await_copy", lambda self: None)
+    assert refused(Code.FUTURE_ORDER, asked.resolve).reader == "the host"
+
+
+def test_publishes_share_no_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One event for two publishers orders the reader of the second behind the first: it is refused."""
+    rt = LateRuntime()
+    pool = SlotPool(rt, 4)
+    relay = FutureMap(pool, FIELDS)
+    slots = pool.take(2)
+    fence = rt.record()
+    lens = on_device(rt, [5], torch.int32)
+    monkeypatch.setattr(rt, "record", lambda stream=None: fence)
+    relay.publish(slots.take([0]), lens=lens)
+    violation = refused(Code.FUTURE_ORDER, lambda: relay.publish(slots.take([1]), lens=lens))
+    assert violation.expected == "a fence for each publish"
+
+
+def test_what_is_wanted_now_and_then_may_be_overwritten(rt: Runtime) -> None:
+    """A field that need not be read is overwritten unread without a word; its readers still take an entry once."""
+    pool = SlotPool(rt, 4)
+    relay = FutureMap(pool, {"logprob": relay_field(torch.float32, read_by="host", must_read=False)})
+    slots = pool.take(2)
+    for value in (0.5, 1.5):
+        relay.stash(slots, logprob=rt.upload([np.full(2, value, np.float32)]).view(0))
+    assert relay.resolve(slots, "logprob").np.tolist() == [1.5, 1.5]
+    refused(Code.FUTURE_CONSUMED, lambda: relay.resolve(slots, "logprob"))
