@@ -39,3 +39,8 @@ class Step:
     sampling: list[Request]
     results: Prefetched | None = None
     forward_done: Fence | None = None
+
+    def await_end(self) -> None:
+        """Waits for the forward, if it has not ended."""
+        if self.forward_done is not None and not self.forward_done.query():
+            self.forward_done.wait()

@@ -11,9 +11,10 @@ Overlapped, the CPU is one step ahead, and never waits for the step that runs::
 Both run the same code; the one difference is how many launched steps may stay unread.
 """
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import final
 
 import numpy as np
@@ -71,7 +72,8 @@ class Engine:
     def busy(self) -> bool:
         """Whether any request is here, or any result unread."""
         scheduler = self.scheduler
-        return bool(len(scheduler.batch) or scheduler.waiting or self._in_flight)
+        unread = any(step.sampling for step in self._in_flight)
+        return bool(len(scheduler.batch) or scheduler.waiting or unread)
 
     def add(self, request: Request) -> None:
         """A request arrives.
@@ -110,27 +112,33 @@ class Engine:
 
     def step(self) -> bool:
         """Plans and launches one step, then reads results. Whether a step was launched."""
-        start = time.perf_counter()
-        with self.runtime.use(self._stream):
+        with self._stepping():
             queries = self.scheduler.plan()
             launched = bool(queries.any())
             if launched:
                 self._launch(queries)
-            keep = 1 if launched and self.settings.overlap else 0
-            while len(self._in_flight) > keep:
-                self._read(self._in_flight.popleft())
-        self.host_seconds += time.perf_counter() - start
+            self._read_all_but(1 if launched and self.settings.overlap else 0)
         return launched
 
     def idle(self) -> None:
         """A step of no requests: what a rank does while others of its group have some. One padded lane on slot 0."""
-        with self.runtime.use(self._stream):
+        with self._stepping():
             self._forward(RunningBatch.empty(self.runtime).pad(1), np.zeros(0, np.int64), padding=1)
+            self._read_all_but(1 if self.settings.overlap else 0)
 
     def run(self) -> None:
         """Steps until nothing is left."""
         while self.busy:
             self.step()
+
+    @contextlib.contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """A step begins before it is planned: what planning uploads is of this step, not of the one before."""
+        start = time.perf_counter()
+        self.runtime.next_step()
+        with self.runtime.use(self._stream):
+            yield
+        self.host_seconds += time.perf_counter() - start
 
     def _launch(self, queries: Ints) -> None:
         scheduler = self.scheduler
@@ -138,9 +146,7 @@ class Engine:
         batch = scheduler.batch.advance("seq_lens", queries)
         extension = scheduler.when_free(lambda: scheduler.pages.extend(batch.slots, batch.seq_lens.np))
         scheduler.writes.append(extension.entry())
-        step = self._forward(batch, queries, prompt_ids=prompt_ids, samples=samples)
-        self._in_flight.append(step)
-        self.in_flight_depth_max = max(self.in_flight_depth_max, len(self._in_flight))
+        self._forward(batch, queries, prompt_ids=prompt_ids, samples=samples)
 
     def _forward(
         self,
@@ -150,10 +156,9 @@ class Engine:
         prompt_ids: list[Ints | None] | None = None,
         samples: npt.NDArray[np.bool_] | None = None,
         padding: int | None = None,
-    ) -> Step:
+    ) -> None:
         """Sends a step on its way: one copy, then the forward on its own stream."""
         scheduler = self.scheduler
-        self.runtime.next_step()
         plan = ForwardPlan.of(
             batch.slots,
             batch.seq_lens,
@@ -179,19 +184,25 @@ class Engine:
         if len(batch):
             scheduler.batch = after
         self.steps += 1
-        return step
+        self._in_flight.append(step)
+        self.in_flight_depth_max = max(self.in_flight_depth_max, len(self._in_flight))
+
+    def _read_all_but(self, newest: int) -> None:
+        while len(self._in_flight) > newest:
+            self._read(self._in_flight.popleft())
 
     def _read(self, step: Step) -> None:
         """The results of one step: tokens for its requests, and certainty about their lengths."""
         if step.results is None:
+            step.await_end()  # nothing to read, but the host runs no further ahead than it declared
             return
         outputs = step.results["outputs"].np
         lens = step.results["seq_lens"].np if self.settings.num_drafts else step.plan.seq_lens[step.plan.sample_rows]
         for row, request in enumerate(step.sampling):
             request.in_flight -= 1
-            new = int(lens[row]) + 1 - len(request.prompt) - len(request.output)
-            self.accepted_drafts += max(new - 1, 0)
             if request.state in ("waiting", "running"):
+                new = int(lens[row]) + 1 - len(request.prompt) - len(request.output)
+                self.accepted_drafts += new - 1
                 self._take(request, outputs[row, :new].tolist())
         if self.settings.num_drafts:
             self._tighten(step)

@@ -46,6 +46,7 @@ class Forward:
         self, runtime: Runtime, settings: EngineSettings, model: Model, slots: SlotPool, token_table: Table
     ) -> None:
         self.stream = runtime.stream("forward")
+        self._arrivals = runtime.current_stream
         self._runtime = runtime
         self._model = model
         self._token_table = token_table
@@ -78,9 +79,17 @@ class Forward:
             self.relay.seed(slots, last_token=last)
 
     def load(self, tokens: Tokens, slots: Slots, prompt: list[int], prebuilt: Prebuilt) -> None:
-        """Copies KV that somebody else has computed into a request's pages."""
-        with self._runtime.use(self.stream):
-            self._model.write_kv(tokens.device, prebuilt.keys, prebuilt.values)
+        """Copies KV that somebody else has computed into a request's pages.
+
+        It came on the stream on which the engine was made, and stays until it is copied, though nobody else keeps it.
+        """
+        runtime, arrivals = self._runtime, self._arrivals
+        with runtime.use(self.stream):
+            came = runtime.record(arrivals)
+            keys, values = (
+                [runtime.acquire(one, arrivals, came) for one in layers] for layers in (prebuilt.keys, prebuilt.values)
+            )
+            self._model.write_kv(tokens.device, keys, values)
             if self._drafts:
                 known = MirroredTensor.from_host(self._runtime, prompt, contract="host_only").device
                 places = torch.arange(len(prompt), device=known.device)
@@ -109,6 +118,8 @@ class Forward:
                 kv_tokens,
             )
             batch = step.batch
+            if self._drafts:
+                self._note_inputs(inputs)
             if not step.sampling:  # chunks of prompts that are not their last, or an idle step
                 self._model.forward(inputs.input_ids, view, inputs.last_token_indices)
             elif self._drafts:
@@ -125,7 +136,6 @@ class Forward:
     def _speculate(self, step: Step, inputs: ForwardInputs, view: PagedView) -> RunningBatch:
         """Runs the last tokens with their guesses, keeps those that are right, and guesses anew."""
         plan, width = step.plan, 1 + self._drafts
-        self._note_inputs(inputs)
         columns = torch.arange(width, device=self._runtime.device)
         # The last `width` tokens of each request; before the first token of a short prompt lie those of another.
         last = (inputs.last_token_indices[:, None] + columns - self._drafts).clamp_(min=0)  # int64[n, width]

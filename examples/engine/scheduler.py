@@ -75,8 +75,9 @@ class Scheduler:
             max_tokens_per_request=width,
             token_table=table,
         )
-        self.model.allocate_kv(self.pages.token_capacity)
         self.forward = Forward(self.runtime, settings, self.model, self.slots, table)
+        with self.runtime.use(self.forward.stream):  # which alone reads and writes it
+            self.model.allocate_kv(self.pages.token_capacity)
         self.batch = RunningBatch.empty(self.runtime)
 
     def check(self, request: Request) -> None:
