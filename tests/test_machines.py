@@ -6,14 +6,24 @@ from functools import partial
 import pytest
 from hypothesis import HealthCheck, settings
 
+from batchstate.errors import ArgumentError
 from batchstate.invariants import current_checks
 from batchstate.levels import Level
 from batchstate.runtime import CpuRuntime, Runtime, open_runtime
-from batchstate.testing import MACHINES, run_machine, session
+from batchstate.testing import MACHINES, LateRuntime, run_machine, session
+from batchstate.testing.machines.future_map import FutureMapMachine
 from batchstate.testing.machines.slot_pool import SlotPoolMachine
 from batchstate.testing.reach import STATES
 
-EXAMPLES = {"mirrored_tensor": 100, "batch": 60, "slot_pool": 60, "page_pool": 80, "hybrid": 60, "engine": 30}
+EXAMPLES = {
+    "mirrored_tensor": 100,
+    "batch": 60,
+    "slot_pool": 60,
+    "page_pool": 80,
+    "hybrid": 60,
+    "engine": 30,
+    "future_map": 120,
+}
 """The ordinary number of examples: enough for every interesting state, and for a suite that is run often."""
 
 ORDINARY = settings(
@@ -41,6 +51,7 @@ TestSlotPool = case_of("slot_pool")
 TestPagePool = case_of("page_pool")
 TestHybrid = case_of("hybrid")
 TestEngine = case_of("engine")
+TestFutureMap = case_of("future_map")
 
 
 @pytest.mark.parametrize("name", list(MACHINES))
@@ -60,7 +71,7 @@ def test_every_machine_has_states() -> None:
 
 
 def test_machines_check_at_full_and_restore_the_level() -> None:
-    """A machine judges at level full, and leaves the level of the process as it found it."""
+    """A machine judges at level full, or at that of its run, and leaves the level of the process as it found it."""
     seen: list[Level] = []
 
     class Watching(SlotPoolMachine):
@@ -70,7 +81,43 @@ def test_machines_check_at_full_and_restore_the_level() -> None:
     before = current_checks()
     assert run_machine(Watching, examples=2, steps=3).failure is None
     assert set(seen) == {Level.FULL}
+    seen.clear()
+    assert run_machine(Watching, examples=2, steps=3, level="cheap").failure is None
+    assert set(seen) == {Level.CHEAP}
     assert current_checks() is before
+    with pytest.raises(ArgumentError, match="unknown level of checks 'half'"):
+        run_machine(Watching, level="half")
+
+
+def test_relay_is_silent_at_cheap(device: str) -> None:
+    """The relay machine finds nothing either at the level at which its mutants are found, and reads nothing there."""
+    opened: list[Runtime] = []
+
+    def open_late() -> Runtime:
+        opened.append(LateRuntime() if device == "cpu" else open_runtime(device))
+        return opened[-1]
+
+    result = run_machine(MACHINES["future_map"], device=device, examples=60, seed=1, level="cheap", runtimes=open_late)
+    assert result.failure is None, result.failure
+    assert sum(one.counters.check_reads for one in opened) == 0
+
+
+def test_relay_machine_lags() -> None:
+    """On a plain CPU runtime the relay machine takes one that lags instead, and keeps any other that it is given."""
+
+    class Watched(CpuRuntime):
+        pass
+
+    seen: set[type[Runtime]] = set()
+
+    class Watching(FutureMapMachine):
+        def judge(self) -> None:
+            seen.add(type(self.rt))
+
+    assert run_machine(Watching, examples=2, steps=3).failure is None
+    assert seen == {LateRuntime}
+    assert run_machine(Watching, examples=20, steps=20, runtimes=Watched).failure is None
+    assert seen == {LateRuntime, Watched}
 
 
 def test_runtimes_come_from_the_session() -> None:

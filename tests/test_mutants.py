@@ -13,6 +13,7 @@ import pytest
 
 from batchstate.cli import main
 from batchstate.errors import ArgumentError, DeclarationError
+from batchstate.levels import Level
 from batchstate.mirror import MirroredTensor
 from batchstate.testing.mutants import GROUPS, MUTANTS, Mutant, MutantResult, hunt, mutants_table, run
 from batchstate.testing.mutants.registry import mutant
@@ -52,6 +53,13 @@ def test_enough_mutants() -> None:
     assert len(MUTANTS) >= 36
     assert {one.group for one in MUTANTS.values()} == set(GROUPS)
     assert {one.machine for one in MUTANTS.values()} <= set(MACHINES)
+
+
+def test_relay_mutants_are_found_at_cheap() -> None:
+    """The laws of the relay need no device: each mutant of it is hunted at level cheap, the others at full."""
+    assert {one.level for one in MUTANTS.values() if one.group == "relay"} == {Level.CHEAP}
+    assert {one.level for one in MUTANTS.values() if one.group != "relay"} == {Level.FULL}
+    assert len([one for one in MUTANTS.values() if one.group == "relay"]) >= 12
 
 
 def test_each_is_described() -> None:

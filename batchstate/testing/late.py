@@ -12,6 +12,7 @@ from typing import final
 import attrs
 import torch
 
+from batchstate.errors import ArgumentError
 from batchstate.runtime import Fence, Stream
 from batchstate.runtime.base import Array
 from batchstate.runtime.counters import Counters
@@ -86,6 +87,27 @@ class _Line:
             self.pending.popleft()
 
 
+def is_behind(after: Fence, before: Fence) -> bool:
+    """Whether a host that waits for `after` has waited for `before`, as streams and waits order them. Never waits."""
+    reached: dict[int, int] = {}  # id of a line -> number of the last fence on it that is before `after`
+    following = [after]
+    while following and not before.query():
+        fence = following.pop()
+        line = fence._line if isinstance(fence, LateFence) else None
+        if not isinstance(fence, LateFence) or line is None:
+            if fence is before:
+                return True
+            continue
+        if isinstance(before, LateFence) and line is before._line and before.number <= fence.number:
+            return True
+        known = reached.get(id(line), 0)
+        reached[id(line)] = max(known, fence.number)
+        for passed in line.pending:
+            if known < passed.number <= fence.number:
+                following += passed._awaited
+    return before.query()
+
+
 @final
 class LateRuntime(CpuRuntime):
     """A CPU runtime whose operations run at once and whose fences complete late.
@@ -115,6 +137,17 @@ class LateRuntime(CpuRuntime):
             line.complete_until(fence)
             done += 1
         return done
+
+    def complete_through(self, fence: Fence) -> None:
+        """Completes `fence` and all that was recorded before it, on whatever stream: a step of the device is over.
+
+        Raises:
+            ArgumentError: the fence is not of a runtime like this.
+        """
+        if not isinstance(fence, LateFence):
+            raise ArgumentError(f"complete_through {fence!r}", value=fence, remedy="pass what `record` returned")
+        while (oldest := self._oldest(None)) is not None and oldest[1].number <= fence.number:
+            oldest[0].complete_until(oldest[1])
 
     def _oldest(self, stream: Stream | None) -> tuple[_Line, LateFence] | None:
         lines = self._lines.values() if stream is None else [self._line(stream)]

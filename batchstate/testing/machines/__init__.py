@@ -3,6 +3,7 @@
 from batchstate.testing.machine import Machine
 from batchstate.testing.machines.batch import BatchMachine
 from batchstate.testing.machines.engine import EngineMachine
+from batchstate.testing.machines.future_map import FutureMapMachine
 from batchstate.testing.machines.hybrid import HybridMachine
 from batchstate.testing.machines.mirrored_tensor import MirroredTensorMachine
 from batchstate.testing.machines.page_pool import PagePoolMachine
@@ -17,6 +18,7 @@ _ALL: tuple[type[Machine], ...] = (
     PagePoolMachine,
     HybridMachine,
     EngineMachine,
+    FutureMapMachine,
 )
 
 MACHINES: dict[str, type[Machine]] = {machine.NAME: machine for machine in _ALL}

@@ -9,6 +9,7 @@ from batchstate.testing.mutants import (
     leaks,
     ownership,
     pages,
+    relay,
     requests,
     reuse,
     sides,
@@ -28,7 +29,7 @@ from batchstate.testing.mutants.registry import MUTANTS, Mutant
 
 GROUPS = {
     module.__name__.rpartition(".")[2]: (module.__doc__ or "").partition("\n")[0]
-    for module in (drift, sides, reuse, ownership, leaks, slot_zero, pages, states, units, requests, steps)
+    for module in (drift, sides, reuse, ownership, leaks, slot_zero, pages, states, units, requests, steps, relay)
 }
 """The kinds of bugs: name of the module -> what they have in common."""
 

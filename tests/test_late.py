@@ -1,0 +1,339 @@
+"""`LateRuntime`: fences that complete when somebody waits for them, or when the test says so, and in no other order."""
+
+import gc
+import subprocess
+import sys
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from batchstate.batch import Batch
+from batchstate.columns import mirrored, slot_column
+from batchstate.errors import ArgumentError
+from batchstate.future_map import FutureMap, relay_field
+from batchstate.pools import SlotPool
+from batchstate.runtime import Fence
+from batchstate.runtime.fences import DoneFence
+from batchstate.testing import LateRuntime
+from batchstate.testing.late import LateFence, is_behind
+from batchstate.violations import Code
+from tests.doubles import Gate, refused
+
+
+@pytest.fixture
+def late() -> LateRuntime:
+    """A device that lags."""
+    return LateRuntime()
+
+
+class Running(Batch):
+    slots = slot_column()
+    seq_lens = mirrored(torch.int64)
+
+
+def test_fences_are_late(late: LateRuntime) -> None:
+    """A fence is not complete when it is recorded, and two records are two fences."""
+    first, second = late.record(), late.record()
+    assert first is not second
+    assert not first.query()
+    assert late.pending() == late.pending(late.current_stream) == 2
+    assert repr(first) == "LateFence(1, pending)"
+
+
+def test_operations_run_at_once(late: LateRuntime) -> None:
+    """Values are there before any fence says so: only the knowledge of the host is late."""
+    packed = late.upload([np.arange(3)])
+    assert late.inspect(packed.view(0)).tolist() == [0, 1, 2]
+    assert not packed.ready.query()
+
+
+def test_host_wait_completes_what_is_before(late: LateRuntime) -> None:
+    """A host that waits for a fence has waited for all before it on that stream, and for nothing behind it."""
+    first, second, third = (late.record() for _ in range(3))
+    second.wait()
+    assert [fence.query() for fence in (first, second, third)] == [True, True, False]
+    assert late.counters.fence_waits == 1
+    assert late.counters.forced_syncs == 0
+    second.wait()
+    assert late.counters.fence_waits == 2
+
+
+def test_host_wait_follows_stream_waits(late: LateRuntime) -> None:
+    """A fence is behind those that its stream had been made to wait for before, and theirs; not behind later ones."""
+    a, b, c = (late.stream(name) for name in "abc")
+    on_a = late.record(a)
+    late.wait(on_a, stream=b)
+    on_b = late.record(b)
+    behind_a = late.record(a)
+    late.wait(on_b, stream=c)
+    on_c = late.record(c)
+    late.wait(behind_a, stream=c)
+    behind_c = late.record(c)
+    on_c.wait()
+    assert [fence.query() for fence in (on_a, on_b, on_c)] == [True, True, True]
+    assert [fence.query() for fence in (behind_a, behind_c)] == [False, False]
+    behind_c.wait()
+    assert late.pending() == 0
+
+
+def test_streams_are_not_ordered_by_themselves(late: LateRuntime) -> None:
+    """A wait on one stream says nothing of another."""
+    other = late.stream("other")
+    elsewhere, here = late.record(other), late.record()
+    here.wait()
+    assert not elsewhere.query()
+    assert (late.pending(other), late.pending(late.current_stream)) == (1, 0)
+
+
+def test_complete_takes_the_oldest(late: LateRuntime) -> None:
+    """`complete` goes in the order of recording, over all streams or on one, and says how many it completed."""
+    a, b = late.stream("a"), late.stream("b")
+    fences = [late.record(stream) for stream in (a, b, a, b)]
+    assert late.complete() == 1
+    assert [fence.query() for fence in fences] == [True, False, False, False]
+    assert late.complete(stream=b) == 1
+    assert [fence.query() for fence in fences] == [True, True, False, False]
+    assert late.complete(5) == 2
+    assert late.complete() == late.pending() == 0
+    assert late.counters.fence_waits == 0
+
+
+def test_a_step_is_over_on_all_streams(late: LateRuntime) -> None:
+    """`complete_through` completes what was recorded up to a fence, on every stream, also where that is complete."""
+    a, b = late.stream("a"), late.stream("b")
+    first, mark, last = late.record(a), late.record(b), late.record(a)
+    mark.wait()
+    assert not first.query()
+    late.complete_through(mark)
+    assert first.query()
+    assert not last.query()
+    with pytest.raises(ArgumentError, match="complete_through"):
+        late.complete_through(DoneFence())
+
+
+def test_complete_never_passes_a_wait(late: LateRuntime) -> None:
+    """What completes on one stream completes what that stream had been made to wait for."""
+    a, b = late.stream("a"), late.stream("b")
+    on_a = late.record(a)
+    late.wait(on_a, stream=b)
+    on_b = late.record(b)
+    assert late.complete(1, b) == 1
+    assert on_a.query()
+    assert on_b.query()
+
+
+def test_complete_fences_are_waited_for_in_vain(late: LateRuntime) -> None:
+    """A wait for a fence that is complete binds nothing, and one that completes meanwhile is forgotten."""
+    a, b = late.stream("a"), late.stream("b")
+    done, pending = late.record(a), late.record(b)
+    done.wait()
+    late.wait(done)
+    late.wait(pending)
+    late.wait(pending)
+    here = late.record()
+    pending.wait()
+    assert not here.query()
+    here.wait()
+    assert late.pending() == 0
+
+
+def test_synchronize_completes_everything(late: LateRuntime) -> None:
+    """`synchronize` waits for all streams."""
+    late.record(late.stream("other"))
+    late.record()
+    late.synchronize()
+    assert late.pending() == 0
+    assert late.counters.forced_syncs == 1
+
+
+def test_read_back_completes_the_current_stream(late: LateRuntime) -> None:
+    """`read_back` waits for the current stream, and for what that was made to wait for, and for no other."""
+    other, third = late.stream("other"), late.stream("third")
+    awaited, here, elsewhere = late.record(other), late.record(), late.record(third)
+    late.wait(awaited)
+    late.read_back(torch.zeros(1))
+    assert [fence.query() for fence in (awaited, here, elsewhere)] == [True, True, False]
+
+
+def test_checks_complete_nothing(late: LateRuntime) -> None:
+    """What a check reads makes nobody wait: a check must not hide what it looks for."""
+    fence = late.record()
+    assert late.inspect(torch.ones(1)).tolist() == [1.0]
+    assert not fence.query()
+    assert late.counters.check_reads == 1
+
+
+def test_fences_of_others_are_waited_for(late: LateRuntime) -> None:
+    """A stream may wait for a fence of somebody else, who then decides."""
+    gate, stream = Gate(), late.stream("waits")
+    late.wait(gate, stream=stream)
+    fence = late.record(stream)
+    with pytest.raises(AssertionError, match="the host waited"):
+        fence.wait()
+    assert not fence.query()
+    gate.done = True
+    fence = late.record(stream)
+    fence.wait()
+    assert fence.query()
+
+
+def test_order_is_known_without_waiting(late: LateRuntime) -> None:
+    """`is_behind` says what a wait would complete, through any number of streams, and completes nothing."""
+    a, b, c = (late.stream(name) for name in "abc")
+    on_a, behind_a = late.record(a), late.record(a)
+    late.wait(on_a, stream=b)
+    on_b = late.record(b)
+    late.wait(on_b, stream=c)
+    on_c = late.record(c)
+    assert is_behind(on_c, on_a)
+    assert is_behind(on_b, on_a)
+    assert not is_behind(on_c, behind_a)
+    assert not is_behind(on_a, on_c)
+    assert late.pending() == 4
+    gate = Gate()
+    late.wait(gate, stream=c)
+    assert is_behind(late.record(c), gate)
+    assert not is_behind(on_c, gate)
+    on_c.wait()
+    assert is_behind(on_a, on_c)
+    assert is_behind(on_a, DoneFence())
+
+
+@pytest.mark.parametrize("freed", [True, False])
+def test_writers_wait_for_reads_of_former_owners(freed: bool, late: LateRuntime) -> None:
+    """Whoever writes into a slot's entry comes behind those who read it, though it was freed or discarded since."""
+    pool, seeding = SlotPool(late, 1), late.stream("seeding")
+    relay = FutureMap(pool, {"tokens": relay_field(torch.int64, read_by="host")})
+    slots = pool.take(1)
+    relay.publish(slots, tokens=torch.zeros(1, dtype=torch.int64))
+    asked = relay.prefetch(slots, "tokens")
+    if freed:
+        pool.free(slots)
+        slots = pool.take(1)
+    else:
+        relay.discard(slots)
+    with late.use(seeding):
+        relay.seed(slots, tokens=[1])
+        written = late.record()
+    assert not written.query()
+    assert is_behind(written, asked._made[1])
+    assert not is_behind(written, asked._download.done)
+
+
+def test_forgotten_publishes_are_over(late: LateRuntime) -> None:
+    """However many publishes there were, a writer waits for the last into its entry, and those that are over go."""
+    pool, seeding = SlotPool(late, 1), late.stream("seeding")
+    relay = FutureMap(pool, {"tokens": relay_field(torch.int64)})
+    slots = pool.take(1)
+    for _ in range(100):
+        relay.publish(slots, tokens=torch.zeros(1, dtype=torch.int64))
+        relay.discard(slots)
+    last = late.record()
+    with late.use(seeding):
+        late.wait(relay._zeroed)
+        relay.seed(slots, tokens=[1])
+        assert is_behind(late.record(), relay._publications.of(np.array([100]))[0].fence)
+    last.wait()
+    for _ in range(200):
+        relay.discard(slots)
+        relay.publish(slots, tokens=torch.zeros(1, dtype=torch.int64))
+        late.synchronize()
+    assert len(relay._publications) <= 16
+
+
+def test_staging_is_not_reused_before_its_fence(late: LateRuntime) -> None:
+    """Staging goes by the fences: blocks in flight are not reused, and afterwards no new ones are made."""
+    for _ in range(8):
+        late.upload([np.arange(4)])
+    assert late.counters.staging_allocations >= 8
+    late.synchronize()
+    made = late.counters.staging_allocations
+    for _ in range(50):
+        late.upload([np.arange(4)]).ready.wait()
+    assert late.counters.staging_allocations == made
+
+
+def test_runs_deeper_than_declared_are_reported(late: LateRuntime) -> None:
+    """A step loop that waits for nothing runs deeper than it declared, which no runtime without delay can show."""
+    late.upload([np.arange(4)])
+    late.next_step()
+    refused(Code.STAGING_OVERRUN, lambda: [late.next_step() for _ in range(3)])
+
+
+def test_slots_come_back_behind_their_fence(late: LateRuntime) -> None:
+    """A slot freed behind a fence is free when that is complete."""
+    pool = SlotPool(late, 2)
+    fence = late.record()
+    pool.free(pool.take(2), after=fence)
+    assert pool.stats.free == 0
+    fence.wait()
+    assert pool.stats.free == 2
+
+
+def test_complete_fences_let_go() -> None:
+    """A complete fence keeps none before it alive, so that ten thousand steps cost what ten do."""
+    late = LateRuntime()
+    a, b = late.stream("a"), late.stream("b")
+    gone: list[weakref.ref[LateFence]] = []
+    last: Fence = late.record(a)
+    gc.disable()
+    try:
+        for _ in range(10_000):
+            late.wait(last, stream=b)
+            on_b = late.record(b)
+            late.wait(on_b, stream=a)
+            last = late.record(a)
+            assert isinstance(on_b, LateFence)
+            gone.append(weakref.ref(on_b))
+            del on_b
+            if late.pending() > 8:
+                last.wait()
+        last.wait()
+    finally:
+        gc.enable()
+    assert late.pending() == 0
+    assert not [one for one in gone if one() is not None]
+
+
+def test_long_chains_complete() -> None:
+    """A chain of waits over thousands of steps completes at once, however long it got."""
+    late = LateRuntime()
+    a, b = late.stream("a"), late.stream("b")
+    last: Fence = late.record(a)
+    for _ in range(5_000):
+        for waiting in (b, a):
+            late.wait(last, stream=waiting)
+            last = late.record(waiting)
+    last.wait()
+    assert late.pending() == 0
+
+
+def test_step_loop_runs(late: LateRuntime, full: None) -> None:
+    """An engine that runs one step ahead, with a relay to the host, needs nothing else than its own waits."""
+    pool = SlotPool(late, 4)
+    relay = FutureMap(pool, {"tokens": relay_field(torch.int64, read_by="both", non_negative=True)})
+    batch = Running.build(late, slots=pool.take(3), seq_lens=[5, 6, 7])
+    relay.publish(batch.slots, tokens=torch.tensor([10, 20, 30]))
+    asked = relay.prefetch(batch.slots, "tokens")
+    forward = late.stream("forward")
+    for step in range(300):
+        late.next_step()
+        batch = batch.advance("seq_lens", 1)
+        batch.upload()
+        with late.use(forward):
+            tokens = late.launch(torch.add, relay.gather(batch.slots, "tokens"), batch.seq_lens.device)
+            relay.stash(batch.slots, tokens=tokens)
+            following = relay.prefetch(batch.slots, "tokens")
+        assert not following.ready()
+        assert asked["tokens"].np[0] == 10 + sum(range(6, 6 + step))
+        asked = following
+    assert late.pending() < 40
+    assert late.counters.forced_syncs == 0
+
+
+def test_needs_no_hypothesis() -> None:
+    """The runtime can be used where only the dependencies of the library are."""
+    code = "import sys; sys.modules['hypothesis'] = None\nfrom batchstate.testing import LateRuntime; LateRuntime()"
+    subprocess.run([sys.executable, "-c", code], check=True)
