@@ -17,8 +17,7 @@ overwrites one unread, is told so at level `cheap`, on the host, before anything
 The relay is always on: an engine that waits for each step uses it as one that runs ahead does.
 """
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast, final
 
 import numpy as np
@@ -26,23 +25,23 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate.batching.upload import Extras
-from batchstate.errors import ArgumentError, CaptureError, DeclarationError, DtypeError
+from batchstate.errors import ArgumentError, CaptureError, DeclarationError
 from batchstate.forward_inputs import ForwardInputs, Sources
 from batchstate.forward_plan import ForwardPlan
 from batchstate.hybrid import HybridSlotPool
 from batchstate.indices import Slots
 from batchstate.mirror import MirroredTensor
 from batchstate.pools import SlotPool
-from batchstate.relaying.entries import Entries, EntryState, Ints, Publication, Publications
+from batchstate.relaying.entries import EntryState, Publication
 from batchstate.relaying.fields import DEVICE, HOST, RelayField, checked_fields, relay_field
-from batchstate.relaying.given import check_device_values, host_values, live_rows
+from batchstate.relaying.given import check_device_values, check_lengths, host_values, id_width, live_rows
 from batchstate.relaying.guard import RelayGuard
+from batchstate.relaying.ledger import RelayLedger
 from batchstate.relaying.order import StreamOrder
 from batchstate.relaying.prefetched import Prefetched
 from batchstate.runtime import Runtime
 from batchstate.tables import Table
 from batchstate.values.device_ops import put_rows, select_rows
-from batchstate.violations import Where
 
 __all__ = ["EntryState", "FutureMap", "Prefetched", "RelayField", "relay_field"]
 
@@ -80,25 +79,24 @@ class FutureMap:
         self.name = name
         declared = checked_fields(fields, name)
         capacity = self.slots.capacity
-        self._entries = {field: Entries(one, capacity) for field, one in declared.items()}
+        self._ledger = RelayLedger(self.runtime, declared, capacity, name=name, label=_label(name, declared))
         self._memory = {
             field: self.runtime.device_zeros((capacity, *one.shape), one.dtype) for field, one in declared.items()
         }
-        self._publications = Publications()
-        self._order = StreamOrder(self.runtime, self._where)
+        self._order = StreamOrder(self.runtime, self._ledger.where)
         self._private = self.runtime.stream(f"{name}: to the host")
-        self._guard = RelayGuard(tuple(self._entries.values()), self.slots.is_live, self._where)
+        self._guard = RelayGuard(self._ledger, self.slots.is_live)
         self.slots.attach(self._guard)
         self._zeroed_on, self._zeroed = self.runtime.current_stream, self.runtime.record()
         self._handed: dict[str, set[object]] = {field: set() for field in declared}
 
     def __repr__(self) -> str:
-        return f"FutureMap({self.name!r}, {', '.join(self._entries)})"
+        return _label(self.name, self._memory)
 
     @property
     def fields(self) -> Mapping[str, RelayField]:
         """The declarations by name."""
-        return {name: entries.field for name, entries in self._entries.items()}
+        return {name: entries.field for name, entries in self._ledger.entries.items()}
 
     def states(self, slots: Slots, field: str) -> list[EntryState]:
         """What has become of the entries of some requests.
@@ -106,9 +104,8 @@ class FutureMap:
         Raises:
             DeclarationError: no such field. Handles: as for `SlotPool.check_handles`.
         """
-        entries = self._field(field, "states")
-        rows = self.slots.rows_of(self._live(slots, "states"), f"{self.name}: states")
-        return entries.states(self._rows_of_entries(rows))
+        self._ledger.field(field, "states")
+        return self._ledger.states(self._owned(slots, "states"), field)
 
     # Writing
 
@@ -150,18 +147,17 @@ class FutureMap:
         """
         live, num_rows = self._begin(slots, values, "seed")
         arrays = {
-            name: host_values(value, self._entries[name].field, (len(live), num_rows), self._what("seed", name))
+            name: host_values(value, self._field(name), (len(live), num_rows), self._what("seed", name))
             for name, value in values.items()
         }
         for name, array in arrays.items():
-            if self._entries[name].field.non_negative:
-                invariants.sentinel_escaped(array.reshape(-1), **self._where("seed", name))
-        self._check_overwrite(live, tuple(values), "seed")
+            if self._field(name).non_negative:
+                invariants.sentinel_escaped(array.reshape(-1), **self._ledger.where("seed", name))
+        self._ledger.check_overwrite(live, tuple(values), "seed")
         if len(live):
             packed = self.runtime.upload([live.np, *arrays.values()])
             self._write(live, packed.view(0), {name: packed.view(i) for i, name in enumerate(arrays, 1)}, "seed")
-            for name in arrays:
-                self._take(live, name, HOST)  # whose values they are
+            self._ledger.take(live, tuple(arrays), HOST)  # whose values they are
 
     def discard(self, slots: Slots, *fields: str) -> None:
         """Makes entries unwritten that nobody wants any more; all fields by default. Touches no device memory.
@@ -169,17 +165,17 @@ class FutureMap:
         Raises:
             DeclarationError: no such field. Handles: as for `SlotPool.check_handles`.
         """
-        rows = self.slots.rows_of(self._live(slots, "discard"), f"{self.name}: discard")
-        rows = self._rows_of_entries(rows)
-        for entries in [self._field(name, "discard") for name in fields or tuple(self._entries)]:
-            entries.clear(rows)
+        live = self._owned(slots, "discard")
+        for name in fields:
+            self._ledger.field(name, "discard")
+        self._ledger.clear(live, fields or tuple(self._memory))
 
     def _publish(self, slots: Slots, values: Mapping[str, Any], operation: str) -> None:
         live, num_rows = self._begin(slots, values, operation)
         for name, value in values.items():
-            field, what = self._entries[name].field, self._what(operation, name)
-            check_device_values(value, field, (len(live), num_rows), self.runtime, what)
-        self._check_overwrite(live, tuple(values), operation)
+            what = self._what(operation, name)
+            check_device_values(value, self._field(name), (len(live), num_rows), self.runtime, what)
+        self._ledger.check_overwrite(live, tuple(values), operation)
         if len(live):
             tensors = {name: live_rows(value, len(live)) for name, value in values.items()}
             self._write(live, live.device, tensors, operation)
@@ -189,53 +185,35 @@ class FutureMap:
         self.runtime.check_owner(f"{self.name}: {operation}")
         if not values:
             raise DeclarationError(
-                f"{self.name}: {operation} of no field", value=None, remedy=f"name one of: {', '.join(self._entries)}"
+                f"{self.name}: {operation} of no field", value=None, remedy=f"name one of: {', '.join(self._memory)}"
             )
         for name in values:
-            self._field(name, operation)
+            self._ledger.field(name, operation)
         self._refuse_capture(operation)
         live = self._live(slots, operation)
         self.slots.rows_of(live, f"{self.name}: {operation}", unique=True)
         return live, len(slots)
 
-    def _check_overwrite(self, live: Slots, names: Sequence[str], operation: str) -> None:
-        if levels.cheap:
-            rows = self._rows_of_entries(live.np)
-            for name in names:
-                entries = self._entries[name]
-                invariants.future_unread_overwritten(
-                    live.np,
-                    entries.missed(rows),
-                    self._writer(entries, rows),
-                    self._by(operation),
-                    entries.field.readers_named,
-                    **self._where(operation, name),
-                )
-
     def _write(self, live: Slots, index: torch.Tensor, values: Mapping[str, torch.Tensor], operation: str) -> None:
         """Scatters, records the publish's own fence, and notes it; `index` and `values` are safe on this stream."""
-        by = self._by(operation)
+        by = self._ledger.by(operation)
         for name in values:
-            wrote = self._entries[name].wrote[self._rows_of_entries(live.np)]
-            self._order.overwrite(self._publications.running(wrote), by, operation)
+            self._order.overwrite(self._ledger.in_the_way(live, name), by, operation)
         for name, tensor in values.items():
             memory = self._memory_of(name)
             self.runtime.launch(
                 put_rows, memory, index, tensor, reads=(index, tensor), writes=(memory,), name=f"{self.name}: {name}"
             )
-        publication = self._record(by, operation)
-        for name in values:
-            entries, rows = self._entries[name], self._rows_of_entries(live.np)
-            entries.publish(rows, live.generations, publication.number)
-            publication.written.append((entries.number, rows))
+        self._ledger.publish(live, tuple(values), self._record(by, operation))
         if levels.full:
             self.check(operation)
 
     def _record(self, by: str, operation: str) -> Publication:
         """A publication with a fence of its own."""
-        self._publications.prune()  # before the new one, of which no entry is noted yet
-        publication = self._publications.add(by, self.runtime.current_stream, self.runtime.record())
-        self._order.check_fence(publication.fence, self._publications.others(publication), by, operation)
+        publications = self._ledger.publications
+        publications.prune()  # before the new one, of which no entry is noted yet
+        publication = publications.add(by, self.runtime.current_stream, self.runtime.record())
+        self._order.check_fence(publication.fence, publications.others(publication), by, operation)
         return publication
 
     # Reading
@@ -258,16 +236,16 @@ class FutureMap:
         """
         self.runtime.check_owner(f"{self.name}: gather")
         self._refuse_capture("gather")
-        live = self._live(slots, "gather")
-        publications = self._check_read(live, [field], DEVICE, "gather")
+        live = self._owned(slots, "gather")
+        publications = self._ledger.check_read(live, [field], DEVICE, "gather")
         index = slots.device
-        self._order.read(publications, self._by("gather"), "gather")
+        self._order.read(publications, self._ledger.by("gather"), "gather")
         rows = self._select(field, index)
         if publications:
             self._order.noted(publications, self.runtime.record())
-        if levels.full and self._entries[field].field.non_negative and not self.runtime.checks_stand_aside():
-            invariants.sentinel_escaped(self.runtime.inspect(rows).reshape(-1), **self._where("gather", field))
-        self._take(live, field, DEVICE)
+        if levels.full and self._field(field).non_negative and not self.runtime.checks_stand_aside():
+            invariants.sentinel_escaped(self.runtime.inspect(rows).reshape(-1), **self._ledger.where("gather", field))
+        self._ledger.take(live, [field], DEVICE)
         return rows
 
     def prefetch(self, slots: Slots, *fields: str) -> Prefetched:
@@ -293,21 +271,19 @@ class FutureMap:
             raise DeclarationError(
                 f"{self.name}: prefetch of {fields}", value=fields, remedy="name each field once, and at least one"
             )
-        live = self._live(slots, "prefetch")
-        publications = self._check_read(live, fields, HOST, "prefetch")
+        live = self._owned(slots, "prefetch")
+        publications = self._ledger.check_read(live, fields, HOST, "prefetch")
         with self.runtime.use(self._private):
             index = live.device
-            self._order.read(publications, self._by("prefetch"), "prefetch")
+            self._order.read(publications, self._ledger.by("prefetch"), "prefetch")
             rows = [self._select(name, index) for name in fields]
             read = self.runtime.record()
             self._order.noted(publications, read)
             download = self.runtime.download(rows, name=self.name)
-        for name in fields:
-            self._take(live, name, HOST)
-        declared = {name: self._entries[name].field for name in fields}
-        return Prefetched(
-            self.runtime, live, declared, rows, (self._private, read), download, publications, self._where("resolve")
-        )
+        self._ledger.take(live, fields, HOST)
+        declared = {name: self._field(name) for name in fields}
+        where = self._ledger.where("resolve")
+        return Prefetched(self.runtime, live, declared, rows, (self._private, read), download, publications, where)
 
     def resolve(self, slots: Slots, field: str) -> MirroredTensor:
         """One field as an exact value, both sides from one read of the relay. Waits for its publish and its copy.
@@ -367,21 +343,22 @@ class FutureMap:
                 value=read,
                 remedy="name each field once, and one for the ids",
             )
-        widths = [self._width(name) for name in names]
+        for name in read:
+            self._ledger.field(name, "resolve_forward_inputs")
+        width = sum(id_width(name, self._field(name), self.name) for name in names)
         if lengths is not None:
-            self._check_lengths(lengths)
+            check_lengths(lengths, self._field(lengths), self.name)
         if token_table is not None and getattr(token_table, "slots", None) is not self.slots:
             raise ArgumentError(
                 f"{self.name}: {token_table!r} is no table of slots of {self.slots.name!r}",
                 value=token_table,
                 remedy="pass the token table that was made over the relay's pool",
             )
-        live = self._live(plan.slots, "resolve_forward_inputs")
-        self.slots.rows_of(live, f"{self.name}: resolve_forward_inputs")
-        sources = Sources(self.runtime, self.gather, names, sum(widths), lengths, token_table)
+        self._owned(plan.slots, "resolve_forward_inputs")
+        sources = Sources(self.runtime, self.gather, names, width, lengths, token_table)
         sources.check(plan, uploaded, self.name)
         if len(plan.relayed):
-            self._check_read(plan.relayed, read, DEVICE, "resolve_forward_inputs")
+            self._ledger.check_read(plan.relayed, read, DEVICE, "resolve_forward_inputs")
         inputs = ForwardInputs.made(plan, uploaded, sources)
         if lengths is not None and not plan.bounded:
             self._lengths_known(plan, lengths)
@@ -394,77 +371,19 @@ class FutureMap:
             Violation: MIRROR_EQUAL, at `full`: the last forward published other ones.
         """
         relayed = plan.relayed
-        self._take(relayed, lengths, DEVICE)
+        self._ledger.take(relayed, [lengths], DEVICE)
         if levels.full and len(relayed) and not self.runtime.checks_stand_aside():
             before = (plan.seq_lens - plan.query_lens)[plan.relay_rows]
             index = self.runtime.upload([relayed.np]).view(0)
             true = self.runtime.inspect(self._memory_of(lengths).index_select(0, index))
-            invariants.mirror_equal(before.astype(true.dtype), true, **self._where("resolve_forward_inputs", lengths))
-
-    def _width(self, name: str) -> int:
-        field = self._field(name, "resolve_forward_inputs").field
-        shape = field.shape
-        if field.dtype != torch.int64:
-            raise DtypeError(
-                f"{self.name}: ids from field {name!r} of {field.dtype}",
-                value=field.dtype,
-                remedy="declare it torch.int64: the ids of a forward are",
-            )
-        if len(shape) > 1:
-            raise DeclarationError(
-                f"{self.name}: ids from field {name!r} of {list(shape)}",
-                value=shape,
-                remedy="ids of a request are one number, or one row of them",
-            )
-        return shape[0] if shape else 1
-
-    def _check_lengths(self, name: str) -> None:
-        field = self._field(name, "resolve_forward_inputs").field
-        if field.shape:
-            raise DeclarationError(
-                f"{self.name}: lengths from field {name!r} of {list(field.shape)}",
-                value=field.shape,
-                remedy="the length of a request is one number",
-            )
-        if field.dtype not in (torch.int32, torch.int64):
-            raise DtypeError(
-                f"{self.name}: lengths from field {name!r} of {field.dtype}",
-                value=field.dtype,
-                remedy="declare it torch.int64 or torch.int32",
-            )
-
-    def _check_read(self, live: Slots, names: Sequence[str], reader: int, operation: str) -> list[Publication]:
-        """Judges the entries of handles, and says which publishes they come from."""
-        rows = self._rows_of_entries(self.slots.rows_of(live, f"{self.name}: {operation}"))
-        publications: dict[int, Publication] = {}
-        for name in names:
-            entries = self._field(name, operation)
-            if not entries.field.readers & reader:
-                raise DeclarationError(
-                    f"{self.name}: {operation} of {name!r}, which is read by {entries.field.readers_named}",
-                    value=name,
-                    remedy="declare the field with read_by='both'",
-                )
-            if levels.cheap:
-                self._check_entries(entries, name, rows, live, reader, operation)
-            for made in self._publications.of(entries.number[rows]):
-                publications[made.number] = made
-        return list(publications.values())
-
-    def _check_entries(self, entries: Entries, name: str, rows: Ints, live: Slots, reader: int, operation: str) -> None:
-        who, where, writer = self._by(operation), self._where(operation, name), self._writer(entries, rows)
-        invariants.future_unwritten(rows, entries.number[rows] != 0, who, **where)
-        invariants.future_generation(rows, entries.generation[rows], live.generations, writer, who, **where)
-        invariants.future_consumed(rows, (entries.taken[rows] & reader) != 0, writer, who, **where)
+            where = self._ledger.where("resolve_forward_inputs", lengths)
+            invariants.mirror_equal(before.astype(true.dtype), true, **where)
 
     def _select(self, name: str, index: torch.Tensor) -> torch.Tensor:
         memory = self._memory_of(name)
         return self.runtime.launch(
             select_rows, memory, index, reads=(memory, index), name=f"{self.name}: gather {name}"
         )
-
-    def _take(self, live: Slots, name: str, reader: int) -> None:
-        self._entries[name].take(self._rows_of_entries(live.np), reader)
 
     # Checks
 
@@ -479,7 +398,7 @@ class FutureMap:
             return
         for name in self._memory:
             bits = self._memory_of(name)[0].reshape(-1).view(torch.uint8)
-            invariants.slot_zero_dirty(self.runtime.inspect(bits), **self._where(operation, name))
+            invariants.slot_zero_dirty(self.runtime.inspect(bits), **self._ledger.where(operation, name))
         self._guard.verify()
 
     # Helpers
@@ -497,25 +416,14 @@ class FutureMap:
             slots = slots.split([len(slots) - zeros, zeros])[0]
         return cast(Slots, slots)  # a zero elsewhere is for the pool to refuse
 
-    def _rows_of_entries(self, slots: Ints) -> Ints:
-        """Where the entries of slots are noted, int64[n]: a row each, so that no publish ever wraps around."""
-        return slots
+    def _owned(self, slots: Any, operation: str) -> Slots:
+        """The same, and all of them are live."""
+        live = self._live(slots, operation)
+        self.slots.rows_of(live, f"{self.name}: {operation}")
+        return live
 
-    def _field(self, name: object, operation: str) -> Entries:
-        entries = self._entries.get(name) if isinstance(name, str) else None
-        if entries is None:
-            raise DeclarationError(
-                f"{self.name}: {operation} of {name!r}, which is not declared",
-                value=name,
-                remedy=f"use one of: {', '.join(self._entries)}",
-            )
-        return entries
-
-    def _writer(self, entries: Entries, rows: Ints) -> "functools.partial[str]":
-        return functools.partial(_described, self._publications, entries, rows)
-
-    def _by(self, operation: str) -> str:
-        return f"{operation} in step {self.runtime.step} on stream {self.runtime.current_stream.name!r}"
+    def _field(self, name: str) -> RelayField:
+        return self._ledger.entries[name].field
 
     def _what(self, operation: str, field: str) -> str:
         return f"{self.name}: {operation} of {field!r}"
@@ -527,12 +435,6 @@ class FutureMap:
                 remedy="gather before the replay, into the graph's inputs, and stash its outputs behind it",
             )
 
-    def _where(self, operation: str, field: str | None = None) -> Where:
-        where: Where = {"object": self, "operation": operation, "step": self.runtime.step}
-        if field is not None:
-            where["column"] = field
-        return where
 
-
-def _described(publications: Publications, entries: Entries, rows: Ints, row: int) -> str:
-    return publications.describe(int(entries.number[rows[row]]))
+def _label(name: str, fields: Iterable[str]) -> str:
+    return f"FutureMap({name!r}, {', '.join(fields)})"

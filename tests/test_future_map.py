@@ -79,10 +79,10 @@ def whole(relay: FutureMap) -> tuple[Any, ...]:
     """Everything that an operation could change: books, device memory and counters."""
     books = {
         name: [getattr(one, part).tolist() for part in ("generation", "number", "wrote", "taken")]
-        for name, one in relay._entries.items()
+        for name, one in relay._ledger.entries.items()
     }
     memory = {name: relay.runtime.inspect(one.view(torch.uint8)).tolist() for name, one in relay._memory.items()}
-    made = {made.number: dict(made.reads) for made in relay._publications.others(None)}  # type: ignore[arg-type]
+    made = {made.number: dict(made.reads) for made in relay._ledger.publications.others(None)}  # type: ignore[arg-type]
     return books, memory, made, attrs.evolve(relay.runtime.counters, check_reads=0)
 
 
@@ -320,7 +320,7 @@ def test_books_stay_small(rt: Runtime, pool: SlotPool) -> None:
         relay.publish(slots, lens=values)
         relay.stash(single[turn % 8], tokens=values[:1])
         relay.discard(slots)
-        most = max(most, len(relay._publications))
+        most = max(most, len(relay._ledger.publications))
     assert most <= 2 * 8 * 2
     staging = rt.counters.staging_allocations
     for _ in range(100):
@@ -430,7 +430,7 @@ def test_an_entry_belongs_to_its_owner(rt: Runtime, pool: SlotPool, relay: Futur
     """An entry that outlives its owner is never read as the next owner's: its generation says whose it is."""
     slots = pool.take(1)
     relay.publish(slots, tokens=on_device(rt, [5]))
-    entries = relay._entries["tokens"]
+    entries = relay._ledger.entries["tokens"]
     kept = entries.generation.copy(), entries.number.copy()
     pool.free(slots)
     entries.generation[:], entries.number[:] = kept

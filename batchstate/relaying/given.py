@@ -1,4 +1,4 @@
-"""What is given to a relay, checked before anything is launched."""
+"""What is given to a relay, or named of it, checked before anything is launched."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchstate.errors import DeviceError, DtypeError, ShapeError
+from batchstate.errors import DeclarationError, DeviceError, DtypeError, ShapeError
 from batchstate.mirror import MirroredTensor
 from batchstate.relaying.fields import RelayField
 from batchstate.runtime import Runtime, numpy_dtype
@@ -83,3 +83,44 @@ def host_values(value: object, field: RelayField, num_rows: tuple[int, int], wha
         array = np.empty((0, *field.shape), array.dtype)  # an empty list knows no shape of a row
     _check_shape(array.shape, field, num_rows, what)
     return array[: num_rows[0]]
+
+
+def id_width(name: str, field: RelayField, what: str) -> int:
+    """Ids that an entry of a field holds, for fields that feed a forward.
+
+    Raises:
+        DtypeError, DeclarationError: entries that are no ids.
+    """
+    if field.dtype != torch.int64:
+        raise DtypeError(
+            f"{what}: ids from field {name!r} of {field.dtype}",
+            value=field.dtype,
+            remedy="declare it torch.int64: the ids of a forward are",
+        )
+    if len(field.shape) > 1:
+        raise DeclarationError(
+            f"{what}: ids from field {name!r} of {list(field.shape)}",
+            value=field.shape,
+            remedy="ids of a request are one number, or one row of them",
+        )
+    return field.shape[0] if field.shape else 1
+
+
+def check_lengths(name: str, field: RelayField, what: str) -> None:
+    """Refuses a field whose entries are no lengths.
+
+    Raises:
+        DtypeError, DeclarationError: see there.
+    """
+    if field.shape:
+        raise DeclarationError(
+            f"{what}: lengths from field {name!r} of {list(field.shape)}",
+            value=field.shape,
+            remedy="the length of a request is one number",
+        )
+    if field.dtype not in (torch.int32, torch.int64):
+        raise DtypeError(
+            f"{what}: lengths from field {name!r} of {field.dtype}",
+            value=field.dtype,
+            remedy="declare it torch.int64 or torch.int32",
+        )

@@ -1,15 +1,13 @@
 """What a slot pool asks of a relay over its slots: entries end with their owner."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import final
 
 import numpy as np
 import numpy.typing as npt
 
-from batchstate import invariants
-from batchstate.relaying.entries import Entries
+from batchstate.relaying.ledger import RelayLedger
 from batchstate.runtime import Fence
-from batchstate.violations import Where
 
 Ints = npt.NDArray[np.int64]
 
@@ -18,21 +16,16 @@ Ints = npt.NDArray[np.int64]
 class RelayGuard:
     """The companion of a slot pool over whose slots a relay lies. Slots are taken without entries.
 
+    It holds the books and not the relay: device memory goes when the relay does, however long the pool lives.
+
     Args:
-        entries: of each field.
+        ledger: the books.
         is_live: which of some slots int64[n] are live, bool[n].
-        where: of reports, for an operation.
     """
 
-    def __init__(
-        self,
-        entries: Sequence[Entries],
-        is_live: Callable[[Ints], npt.NDArray[np.bool_]],
-        where: Callable[[str], Where],
-    ) -> None:
-        self._entries = entries
+    def __init__(self, ledger: RelayLedger, is_live: Callable[[Ints], npt.NDArray[np.bool_]]) -> None:
+        self._ledger = ledger
         self._is_live = is_live
-        self._where = where
 
     def check_take(self, n: int) -> None:
         """Nothing is needed."""
@@ -48,8 +41,7 @@ class RelayGuard:
         self._clear(rows)
 
     def _clear(self, rows: Ints) -> None:
-        for entries in self._entries:
-            entries.clear(rows)
+        self._ledger.end(self._ledger.rows_of(rows))
 
     def check_conservation(self, live: int, operation: str) -> None:
         """Entries are counted with nobody."""
@@ -60,10 +52,4 @@ class RelayGuard:
         Raises:
             Violation: FUTURE_GENERATION.
         """
-        for entries in self._entries:
-            rows = np.flatnonzero(entries.number)
-            published = entries.generation[rows]
-            held = np.where(self._is_live(rows), published, 0)
-            invariants.future_generation(
-                rows, published, held, lambda row: "a publish for its former owner", "nobody", **self._where("verify")
-            )
+        self._ledger.check_owners(self._is_live, "verify")

@@ -19,6 +19,7 @@ from batchstate.indices import Slots
 from batchstate.levels import Level
 from batchstate.relaying.entries import Entries, Ints, Publication, Publications
 from batchstate.relaying.guard import RelayGuard
+from batchstate.relaying.ledger import RelayLedger
 from batchstate.relaying.order import StreamOrder
 from batchstate.runtime import Fence, Stream
 from batchstate.runtime.download import Download
@@ -100,7 +101,7 @@ def landing_buffer_reused(patch: Patch) -> None:
 )
 def relay_ring_wraps(patch: Patch) -> None:
     """Entries lie in a ring that is shorter than what is in flight, and a publish meets those that nobody has read."""
-    patch(FutureMap, "_rows_of_entries", lambda self, slots: slots % 2)
+    patch(RelayLedger, "rows_of", lambda self, slots: slots % 2)
 
 
 @relay_mutant(Code.FUTURE_GENERATION, origin="sglang #18744, sglang #18803")
@@ -108,7 +109,7 @@ def slot_keeps_entries(patch: Patch) -> None:
     """Entries of a request that leaves count as read and stay, and the slot's next owner starts from its token."""
 
     def clear(self: RelayGuard, rows: Ints) -> None:
-        for entries in self._entries:
+        for entries in self._ledger.entries.values():
             entries.take(rows, entries.field.readers)
 
     patch(RelayGuard, "_clear", clear)
