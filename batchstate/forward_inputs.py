@@ -45,10 +45,10 @@ class Sources:
 
     def check(self, plan: ForwardPlan, uploaded: Extras, what: str) -> None:
         """Refuses a plan that these cannot serve; see `FutureMap.resolve_forward_inputs`."""
-        missing = sorted(set(plan.extras).difference(uploaded))
+        missing = sorted(name for name, array in plan.extras.items() if uploaded.given.get(name) is not array)
         if missing:
             raise ArgumentError(
-                f"{what}: {', '.join(missing)} of {plan!r} did not cross",
+                f"{what}: {', '.join(missing)} of {plan!r} did not cross with this upload",
                 value=missing,
                 remedy="pass what `batch.upload(extras=plan.extras)` returned for this plan",
             )

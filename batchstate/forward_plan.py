@@ -113,7 +113,8 @@ class ForwardPlan:
                 Values of padded rows are not looked at.
             query_lens: tokens that each puts in, one number or int[n].
             prompt_ids: for each request the ids that it puts in, int[query_len], or None where the relay has them. None
-                for all: all ids come from the relay. A request that puts in none has none anywhere.
+                for all: all ids come from the relay. A request that puts in none has none anywhere. Padded
+                rows may have a place, which is not looked at.
             samples: mask bool[n] of the requests that sample; all by default. A chunk of a prompt that is not its last
                 samples nothing.
             pages: where the KV goes; without it there is no `slot_mapping`.
@@ -143,9 +144,9 @@ class ForwardPlan:
         tokens = Ragged.of(lens, queries)
         num_tokens = int(tokens.starts[-1])
         padded_tokens = num_tokens if pad_tokens is None else count(pad_tokens, f"{what}: pad_tokens", least=num_tokens)
-        given = _given_ids(prompt_ids, queries, what)
+        given = _given_ids(prompt_ids, queries, len(slots), what)
         relay_rows = np.flatnonzero([ids is None and query > 0 for ids, query in zip(given, queries, strict=True)])
-        sample_rows = _sampling(samples, queries, what)
+        sample_rows = _sampling(samples, queries, len(slots), what)
         plan = cls(
             slots=slots,
             num_reqs=num_reqs,
@@ -323,11 +324,13 @@ def _check_queries(queries: Ints, lens: Ints, what: str) -> None:
         )
 
 
-def _given_ids(prompt_ids: object, queries: Ints, what: str) -> list[Ints | None]:
+def _given_ids(prompt_ids: object, queries: Ints, num_rows: int, what: str) -> list[Ints | None]:
     """The ids that the host knows, for each request; None where the relay has them."""
     num_reqs = len(queries)
     if prompt_ids is None:
         return [None] * num_reqs
+    if isinstance(prompt_ids, list | tuple) and len(prompt_ids) == num_rows:
+        prompt_ids = prompt_ids[:num_reqs]
     if not isinstance(prompt_ids, list | tuple) or len(prompt_ids) != num_reqs:
         size = len(prompt_ids) if isinstance(prompt_ids, list | tuple) else type(prompt_ids).__name__
         raise ShapeError(
@@ -354,10 +357,12 @@ def _given_ids(prompt_ids: object, queries: Ints, what: str) -> list[Ints | None
     return given
 
 
-def _sampling(samples: object, queries: Ints, what: str) -> Ints:
+def _sampling(samples: object, queries: Ints, num_rows: int, what: str) -> Ints:
     """Rows that sample, int64[s]; each has a last token."""
     num_reqs = len(queries)
     mask = np.ones(num_reqs, dtype=np.bool_) if samples is None else as_array(samples, f"{what}: samples")
+    if mask.shape == (num_rows,):
+        mask = mask[:num_reqs]
     if mask.shape != (num_reqs,) or (mask.dtype != np.bool_ and mask.size):
         raise ShapeError(
             f"{what}: samples are {mask.dtype}{list(mask.shape)}", value=mask.shape, remedy="pass a mask bool[num_reqs]"

@@ -747,3 +747,28 @@ def test_what_inputs_cost(rt: Runtime, world: World) -> None:
         spent = rt.counters - before
         costs.append((spent.host_to_device_copies, spent.device_operations))
     assert costs == [(0, 1), (1, 0), (1, 2)]
+
+
+def test_extras_of_another_plan_are_refused(rt: Runtime, world: World) -> None:
+    """The upload of a plan of the same requests and sizes is another upload; the plan can be used with its own."""
+    slots = world.take([5, 6])
+    world.seed(slots)
+    batch = Running.build(rt, slots=slots, seq_lens=[5, 6])
+    plan, other = ForwardPlan.of(batch.slots, batch.seq_lens), ForwardPlan.of(batch.slots, batch.seq_lens)
+    theirs, mine = batch.upload(extras=other.extras), batch.upload(extras={**plan.extras, "temperature": [0.5, 1.0]})
+    with pytest.raises(ArgumentError, match="did not cross with this upload"):
+        world.relay.resolve_forward_inputs(plan, theirs, ids="last_token")
+    inputs = world.relay.resolve_forward_inputs(plan, mine, ids="last_token")
+    assert values(rt, inputs.input_ids) == (10 * slots.np).tolist()
+
+
+def test_padded_rows_may_have_a_place_everywhere(rt: Runtime, world: World) -> None:
+    """Lengths, ids and the mask of who samples may have one place a padded row, which is not looked at."""
+    slots = world.take([5, 6])
+    batch = Running.build(rt, slots=slots, seq_lens=[5, 6]).pad(4)
+    plan = ForwardPlan.of(
+        batch.slots, batch.seq_lens, [1, 2, 0, 0], prompt_ids=[[7], [8, 9], None, None], samples=np.ones(4, np.bool_)
+    )
+    inputs = world.relay.resolve_forward_inputs(plan, batch.upload(extras=plan.extras), ids="last_token")
+    assert values(rt, inputs.input_ids) == [7, 8, 9]
+    assert plan.sample_rows.tolist() == [0, 1]

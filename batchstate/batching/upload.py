@@ -23,11 +23,16 @@ from batchstate.values.host_arrays import Array, as_array
 @final
 @attrs.frozen(eq=False, repr=False)
 class Extras(Mapping[str, torch.Tensor]):
-    """Derived arrays that rode in a batch's copy: name -> device tensor, safe on the stream that asks."""
+    """Derived arrays that rode in a batch's copy: name -> device tensor, safe on the stream that asks.
+
+    Attributes:
+        given: name -> what was given for it: who made it recognises it.
+    """
 
     _runtime: Runtime
     _upload: PackedUpload | None
     _places: Mapping[str, int]
+    given: Mapping[str, object] = attrs.field(factory=dict)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         place = self._places[name]
@@ -117,7 +122,7 @@ class BatchDevice:
             self._gather_what_piled_up()
         for i, write in enumerate(joined):
             write.table.apply(write, upload.view(first_write + 2 * i), upload.view(first_write + 2 * i + 1))
-        return Extras(self._runtime, upload, places)
+        return Extras(self._runtime, upload, places, dict(extras))
 
     def _wanted(self) -> dict[str, list[Array]]:
         """What each column's gathering needs on the device."""

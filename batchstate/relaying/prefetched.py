@@ -100,7 +100,7 @@ class Prefetched(Mapping[str, MirroredTensor]):
 
     def __getitem__(self, field: str) -> MirroredTensor:
         if field not in self._fields:
-            raise KeyError(field)
+            raise KeyError(f"{field!r} was not prefetched, only {', '.join(self._fields)}")
         return self.resolve()[field]
 
     def __contains__(self, field: object) -> bool:
