@@ -19,7 +19,6 @@ from batchstate.indices import Slots
 from batchstate.runtime import Runtime
 from batchstate.tables import Table
 from batchstate.values.device_ops import add, put_rows
-from batchstate.values.device_side import DeviceSide
 from batchstate.violations import Where
 
 
@@ -193,7 +192,7 @@ def _on_device(handles: Slots, uploaded: Extras, name: str) -> Slots:
     return Slots(
         handles.runtime,
         handles.np,
-        DeviceSide.of(uploaded[name], handles.runtime),
+        uploaded.side(name),
         dtype=handles.dtype,
         shape=handles.shape,
         contract=handles.contract,

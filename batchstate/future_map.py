@@ -375,6 +375,9 @@ class FutureMap:
         if levels.full and len(relayed) and not self.runtime.checks_stand_aside():
             before = (plan.seq_lens - plan.query_lens)[plan.relay_rows]
             index = self.runtime.upload([relayed.np]).view(0)
+            entries = self._ledger.entries[lengths]
+            published = self._ledger.publications.of(entries.number[self._ledger.rows_of(relayed.np)])
+            self._order.read(published, self._ledger.by("resolve_forward_inputs"), "resolve_forward_inputs")
             true = self.runtime.inspect(self._memory_of(lengths).index_select(0, index))
             where = self._ledger.where("resolve_forward_inputs", lengths)
             invariants.mirror_equal(before.astype(true.dtype), true, **where)

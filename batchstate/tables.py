@@ -55,6 +55,8 @@ class Table:
         with torch.inference_mode(False):  # a view made in inference mode can be written there alone
             self._flat = device.view(signed_twin(device.dtype)).view(-1)
         self._last_writer: Stream = self.runtime.current_stream
+        self._written: Fence | None = None  # behind the last write; without it, all that its stream holds is waited for
+        self._handed: set[object] = set()
         self._readers: list[tuple[Fence, set[Stream]]] = []
         self._host = np.zeros(tuple(device.shape), dtype=self._dtype) if host else None
         self.host = None if self._host is None else read_only(self._host)
@@ -68,7 +70,10 @@ class Table:
 
         On a stream other than the one that wrote last, that stream's writes are waited for, on the device.
         """
-        return self.runtime.acquire(self._memory, self._last_writer)
+        return self._ordered()
+
+    def _ordered(self) -> torch.Tensor:
+        return self.runtime.acquire(self._memory, self._last_writer, self._written, handed=self._handed)
 
     @property
     def capacity(self) -> int:
@@ -177,6 +182,7 @@ class Table:
         self.runtime.launch(
             self._scatter, index, values, reads=(index, values), writes=(self._memory,), name=f"{self.name}: write"
         )
+        self._note_write()
         if self._host is not None:
             self._host.reshape(-1)[write.index] = write.values
 
@@ -193,6 +199,7 @@ class Table:
         index = self.runtime.upload([rows]).view(0)
         self._await_readers()
         self.runtime.launch(self._zero_rows, index, reads=(index,), writes=(self._memory,), name=f"{self.name}: clear")
+        self._note_write()
         if self._host is not None:
             self._host[rows] = 0
 
@@ -222,8 +229,13 @@ class Table:
             if current not in waited:
                 self.runtime.wait(fence, stream=current)
                 waited.add(current)
-        self.runtime.acquire(self._memory, self._last_writer)
+        self._ordered()
         self._last_writer = current
+
+    def _note_write(self) -> None:
+        """The next reader on another stream waits for this write, and for nothing behind it."""
+        self._written = None if self.runtime.capturing else self.runtime.record()
+        self._handed = set()
 
     def _forget_finished_readers(self) -> None:
         if self._readers and not self.runtime.capturing:
@@ -292,7 +304,7 @@ class Table:
             return
         where = self._where(operation)
         invariants.table_capacity(self.capacity, self._slots.capacity, **where)
-        device = self.runtime.acquire(self._memory, self._last_writer)
+        device = self._ordered()
         invariants.slot_zero_dirty(self.runtime.inspect(device[0]), **where)
         if self.host is not None:
             invariants.mirror_equal(self.host, self.runtime.inspect(device), **where)

@@ -15,7 +15,7 @@ import torch
 from batchstate import invariants, levels
 from batchstate.runtime import Runtime, numpy_dtype
 from batchstate.values.device_ops import add, concatenate, select_rows, signed_twin
-from batchstate.values.device_side import DeviceSide, version_mark
+from batchstate.values.device_side import DeviceSide, Made, version_mark
 from batchstate.values.host_arrays import Array, Rows
 from batchstate.values.integers import across
 
@@ -77,8 +77,10 @@ class DeviceRows:
             wanted.append(across(self.added, ndim).astype(numpy_dtype(signed_twin(dtype))))
         return wanted + [source for source, _ in self.sources if not isinstance(source, DeviceSide)]
 
-    def gathered(self, runtime: Runtime, uploaded: Sequence[torch.Tensor]) -> torch.Tensor:
+    def gathered(self, runtime: Runtime, uploaded: Sequence[torch.Tensor]) -> Made:
         """The rows as one device tensor: at most one concatenation, one selection and one addition.
+
+        A source that is wanted as it is stays what it is, made where it was made.
 
         Args:
             runtime: the device.
@@ -87,7 +89,7 @@ class DeviceRows:
         self._check_sources(runtime)
         source = self._as_it_is()
         if source is not None:
-            return source.tensor(runtime)
+            return source.make(runtime)
         crossed = list(uploaded)
         index = crossed.pop(0)
         amount = None if self.added is None else crossed.pop(0)
@@ -98,7 +100,7 @@ class DeviceRows:
         rows = runtime.launch(select_rows, base, index, reads=(base, index), name="gather")
         if amount is not None:
             rows = runtime.launch(add, rows, amount, reads=(rows, amount), name="gather: add")
-        return rows
+        return Made(rows, runtime.current_stream, None, set())
 
     def _check_sources(self, runtime: Runtime) -> None:
         """Nobody wrote into the tensors between their becoming part of a batch and now."""

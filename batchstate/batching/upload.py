@@ -40,6 +40,13 @@ class Extras(Mapping[str, torch.Tensor]):
             raise KeyError(name)
         return self._runtime.acquire_part(self._upload, place)
 
+    def side(self, name: str) -> DeviceSide:
+        """The same as the device side of a value, with the fence that is behind the copy. For the library."""
+        if self._upload is None:
+            raise KeyError(name)
+        upload = self._upload
+        return DeviceSide(None, Made(upload.view(self._places[name]), upload.stream, upload.ready, upload.handed))
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
 
@@ -119,9 +126,9 @@ class BatchDevice:
         upload = self._runtime.upload(arrays)
         if self._packed is None:
             self._packed, self._needs = upload, needs
-            self._gather_what_piled_up()
         for i, write in enumerate(joined):
             write.table.apply(write, upload.view(first_write + 2 * i), upload.view(first_write + 2 * i + 1))
+        self._gather_what_piled_up()  # last: it may have to wait for the stream that made the sources
         return Extras(self._runtime, upload, places, dict(extras))
 
     def _wanted(self) -> dict[str, list[Array]]:
@@ -168,7 +175,7 @@ class BatchDevice:
         if name in self._needs:
             packed, places = self._packed_now(), self._needs[name]
             crossed = [self._runtime.acquire_part(packed, place) for place in places]
-        made = Made(rows.gathered(self._runtime, crossed), self._runtime.current_stream, None, set())
+        made = rows.gathered(self._runtime, crossed)
         self._needs.pop(name, None)
         # The column, and batches derived from here on, start from what was gathered, not from where it came from.
         self.device_rows = {**self.device_rows, name: DeviceRows.of(DeviceSide(None, made), len(rows))}

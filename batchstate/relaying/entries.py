@@ -38,6 +38,7 @@ class Publication:
         fence: behind it.
         known_to: keys of the streams that are ordered behind it.
         reads: for each stream that has read some of it, a fence behind the last such read.
+        passed: pairs of a stream that has read, and the key of a stream that comes behind that read.
         written: for each field `Entries.number`, and the rows int64[n] of it that this publish wrote.
     """
 
@@ -47,6 +48,7 @@ class Publication:
     fence: Fence
     known_to: set[object]
     reads: dict[Stream, Fence] = attrs.field(factory=dict)
+    passed: set[tuple[Stream, object]] = attrs.field(factory=set)
     written: list[tuple[Ints, Ints]] = attrs.field(factory=list)
 
     def has_entries(self) -> bool:

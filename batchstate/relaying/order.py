@@ -1,7 +1,7 @@
 """The order of streams around a relay: who reads comes behind who wrote, and who overwrites comes behind both.
 
 Every publish has its own fence, and a stream waits for the fences of those publishes whose entries it touches, on the
-device and once each. On one stream its own order does, and nothing is recorded or waited for.
+device and once each. On one stream its own order does, and nothing is waited for.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,6 +46,7 @@ class StreamOrder:
         stream = self._runtime.current_stream
         for made in publications:
             made.reads[stream] = fence
+            made.passed = {pair for pair in made.passed if pair[0] != stream}
 
     def overwrite(self, publications: Sequence[Publication], writer: str, operation: str) -> None:
         """Puts the current stream behind the publishes and behind everybody who has read from them.
@@ -92,5 +93,7 @@ class StreamOrder:
         """The streams whose reads the current one now comes behind."""
         others = [reader for reader in made.reads if reader != stream]
         for reader in others:
-            self._runtime.wait(made.reads[reader], stream=stream)
+            if (reader, stream.key) not in made.passed:
+                self._runtime.wait(made.reads[reader], stream=stream)
+                made.passed.add((reader, stream.key))
         return set(others)

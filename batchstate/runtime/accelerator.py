@@ -58,7 +58,8 @@ class AcceleratorRuntime(Runtime):
         self._known: dict[object, Stream] = {}
 
     def _pinned(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        with torch.inference_mode(False):  # written in place for years, and not only in inference mode
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def _device_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)

@@ -250,7 +250,7 @@ class Runtime(abc.ABC):
             self._landing.give_up(block)
             raise
         self.counters.device_to_host_copies += 1
-        return Download(self._landing, block, done, self.step, stream.key, kinds, name)
+        return Download(self._landing, block, done, self.step, stream.key, kinds, name, self._refuse_capture)
 
     def read_back(self, tensor: torch.Tensor) -> Array:
         """Brings a device tensor to the host. Waits for the device: counted as a forced sync."""

@@ -26,10 +26,10 @@ class CpuRuntime(Runtime):
         self._current = self.stream("default")
 
     def _pinned(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def _device_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
     def _copied_to_device(self, block: StagingBlock, nbytes: int) -> torch.Tensor:
         # By numpy: torch copies from 32 KiB on with all its threads, which then wait for each other and for more work.

@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -36,8 +36,10 @@ class Download:
         stream: object,
         kinds: Sequence[tuple[np.dtype[Any], tuple[int, ...]]],
         name: str,
+        refuse_capture: Callable[[str], None],
     ) -> None:
         self.done = done
+        self._refuse_capture = refuse_capture
         self.name = name
         self._staging = staging
         self._block = block
@@ -52,16 +54,18 @@ class Download:
         return f"Download({self.name!r}, {len(self._kinds)} arrays)"
 
     def ready(self) -> bool:
-        """Whether `resolve` would return at once. Never waits."""
+        """Whether `resolve` would return at once. Never waits; not to be asked while a stream is captured."""
         return self._arrays is not None or self.done.query()
 
     def resolve(self) -> list[Array]:
         """The values, in memory of their own. Waits for this copy and for nothing behind it.
 
         Raises:
+            CaptureError: the current stream is being captured; what is waited for may then not be asked.
             Violation: STAGING_REUSED, at `cheap`: the memory was given to another copy meanwhile.
         """
         if self._arrays is None:
+            self._refuse_capture(f"{self.name}: resolve")
             self._await_copy()
             self._abandoned.detach()  # from here on it is given back below, or was given to another, who keeps it
             if levels.cheap:

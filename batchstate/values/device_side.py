@@ -38,6 +38,13 @@ class DeviceSide:
         """The tensor if it exists already; for checks, which put it in no order with a stream."""
         return None if self._made is None else self._made.tensor
 
+    def make(self, runtime: Runtime) -> Made:
+        """The tensor and where it was made; it is made now if it was not yet, and is safe on the current stream."""
+        self.tensor(runtime)
+        if self._made is None:  # pragma: no cover - `tensor` makes it
+            raise RuntimeError("a device side that was made and is not there")
+        return self._made
+
     def tensor(self, runtime: Runtime) -> torch.Tensor:
         """The tensor, ordered before and kept alive for what the current stream does next."""
         made = self._made

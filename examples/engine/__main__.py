@@ -48,8 +48,9 @@ def main(arguments: list[str] | None = None) -> int:
         with progress("serving", total) as update:
             report = serve(runtime, model, requests, settings, level=args.checks, name=name, progress=update)
     except BatchStateError as error:
-        print(f"examples.engine: {error}", file=sys.stderr)
-        return 2
+        return _failed(str(error))
+    except OSError as error:
+        return _failed(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     show(
         f"{report.requests:,} requests of {report.model} on {report.device}, {report.mode}",
         [
@@ -74,7 +75,11 @@ def main(arguments: list[str] | None = None) -> int:
                     Row("steps", f"{report.steps:,}"),
                     Row("in flight at once", f"{report.in_flight_depth_max}", "launched and not read, at most"),
                     Row("host time a step", f"{report.host_us_per_step:,.0f} us", f"checks at {args.checks} included"),
-                    Row("copies a step", f"{report.copies_per_step:.2f}", "to the device: one, and one for prompts"),
+                    Row(
+                        "copies a step",
+                        f"{report.copies_per_step:.2f}",
+                        "to the device: one; one for prompts; a few for who arrives or comes back",
+                    ),
                     Row("forced syncs", f"{report.forced_syncs:,}", "", report.forced_syncs > 0),
                 ],
             ),
@@ -95,6 +100,18 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if report.clean else 1
 
 
+def _failed(message: str) -> int:
+    print(f"examples.engine: {message}", file=sys.stderr)
+    return 2
+
+
+def _checkpoint(text: str) -> Path:
+    path = Path(text)
+    if not (path / "config.json").is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} is no folder with a checkpoint: there is no config.json in it")
+    return path
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m examples.engine", description=__doc__.split(": ", 1)[1])
     parser.add_argument("--requests", metavar="N", type=options.whole(1), default=300, help="default: %(default)s")
@@ -113,11 +130,19 @@ def _parser() -> argparse.ArgumentParser:
         help="share that comes with its KV (default: 0.1)",
     )
     parser.add_argument("--family", choices=("llama", "qwen3"), default="llama", help="of the random model")
-    parser.add_argument("--model", metavar="PATH", type=Path, help="a checkpoint folder (default: random weights)")
+    parser.add_argument(
+        "--model", metavar="PATH", type=_checkpoint, help="a checkpoint folder (default: random weights)"
+    )
     parser.add_argument(
         "--dtype", choices=("float64", "float32", "bfloat16"), default="float64", help="default: float64"
     )
-    parser.add_argument("--num-pages", metavar="N", type=options.whole(1), default=200, help="KV pages of 16 tokens")
+    parser.add_argument(
+        "--num-pages",
+        metavar="N",
+        type=options.whole(1),
+        default=200,
+        help="KV pages of 16 tokens, at least what the longest request needs (default: 200)",
+    )
     parser.add_argument(
         "--trace", metavar="CSV", type=Path, help="lengths, columns TIMESTAMP,ContextTokens,GeneratedTokens"
     )

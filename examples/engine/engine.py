@@ -180,7 +180,8 @@ class Engine:
         start = time.perf_counter()
         after = scheduler.forward.run(step)
         self.host_seconds -= time.perf_counter() - start
-        scheduler.last_step = step.forward_done
+        if step.forward_done is not None:
+            scheduler.launched(step.forward_done)
         if len(batch):
             scheduler.batch = after
         self.steps += 1

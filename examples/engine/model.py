@@ -31,6 +31,10 @@ class Model:
     _kv: PagedKV | None = attrs.field(default=None, init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
+        rope = (getattr(self.lm.config, "rope_parameters", None) or {}).get("rope_type", "default")
+        if rope in ("dynamic", "longrope"):
+            # It would depend on the longest request of the batch, and ask the device for that in every forward.
+            raise ValueError(f"rope type {rope!r} is not supported here; use a model with another one")
         self.lm.eval().requires_grad_(False)
         self.lm.set_attn_implementation(IMPLEMENTATION)
 

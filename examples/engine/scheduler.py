@@ -46,7 +46,7 @@ class Scheduler:
         forward: takes what joins with tokens of its own.
         retractions: how often a request had to give its pages back.
         writes: table writes that ride in the next upload.
-        last_step: the forward-done fence of the last launched step.
+        in_flight: the forward-done fences of launched steps, oldest first.
     """
 
     runtime: Runtime
@@ -59,7 +59,7 @@ class Scheduler:
     waiting: deque[Request] = attrs.field(factory=deque, init=False)
     retractions: int = attrs.field(default=0, init=False)
     writes: list[TableWrite] = attrs.field(factory=list, init=False)
-    last_step: Fence | None = attrs.field(default=None, init=False)
+    in_flight: deque[Fence] = attrs.field(factory=deque, init=False)
     _fill_ids: dict[Request, Ints] = attrs.field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -79,6 +79,17 @@ class Scheduler:
         with self.runtime.use(self.forward.stream):  # which alone reads and writes it
             self.model.allocate_kv(self.pages.token_capacity)
         self.batch = RunningBatch.empty(self.runtime)
+
+    @property
+    def last_step(self) -> Fence | None:
+        """Behind everything that was launched, or None if all of it has run."""
+        return self.in_flight[-1] if self.in_flight else None
+
+    def launched(self, forward_done: Fence) -> None:
+        """A step was launched; those that have ended are forgotten."""
+        self.in_flight.append(forward_done)
+        while self.in_flight and self.in_flight[0].query():
+            self.in_flight.popleft()
 
     def check(self, request: Request) -> None:
         """Refuses what could never run.
@@ -226,10 +237,10 @@ class Scheduler:
 
     def when_free(self, take: Callable[[], T]) -> T:
         """What `take` returns. Plans count pending pages as free, so now and then a step in flight must end first."""
-        try:
-            return take()
-        except PoolExhaustedError:  # nothing was taken
-            if self.last_step is None:
-                raise
-            self.last_step.wait()
-            return take()
+        while True:
+            try:
+                return take()
+            except PoolExhaustedError:  # nothing was taken
+                if not self.in_flight:
+                    raise
+                self.in_flight.popleft().wait()  # the oldest first: the newest may be far from its end
