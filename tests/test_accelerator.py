@@ -7,6 +7,7 @@ import torch
 from batchstate import Batch, MirroredTensor, SlotPool, checks, device_only, mirrored
 from batchstate.errors import ArgumentError, CaptureError
 from batchstate.runtime import AcceleratorRuntime, DoneFence
+from batchstate.runtime.accelerator import EventFence
 from tests.doubles import FakeModule, fake_accelerator
 
 
@@ -172,3 +173,40 @@ def test_columns_start_where_the_widest_load_may_start(runtime: AcceleratorRunti
             column = batch[name].device
             assert column.tolist() == batch[name].np.tolist()
             assert column.storage_offset() * column.element_size() % 16 == 0
+
+
+def test_a_reader_of_a_table_waits_for_its_last_write_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another stream waits once for the fence behind the last write, whatever the writer's stream did since."""
+    rt, _ = fake_accelerator(monkeypatch)
+    monkeypatch.setattr(rt, "_keep_alive", lambda tensor, stream: None)  # a stand-in has no memory to keep
+    pool = SlotPool(rt, 4)
+    table, slots = pool.table("tokens", (2,), torch.int64), pool.take(1)
+    reader = rt.stream("reader")
+    for value in (5, 6):
+        table.write(slots, [0], [value])
+        behind_the_write = table._written
+        rt.record()
+        before = len(reader.native.waited)
+        with rt.use(reader):
+            assert table.device is table.device
+        assert isinstance(behind_the_write, EventFence)
+        assert reader.native.waited[before:] == [behind_the_write.event]
+
+
+def test_who_reads_a_column_as_it_is_does_not_become_its_maker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that another stream has read is still its maker's, who waits for nobody to read it."""
+
+    class Bare(Batch):
+        lens = device_only(torch.int64)
+
+    rt, _ = fake_accelerator(monkeypatch)
+    monkeypatch.setattr(rt, "_keep_alive", lambda tensor, stream: None)  # a stand-in has no memory to keep
+    maker, reader = rt.stream("maker"), rt.stream("reader")
+    with rt.use(maker):
+        batch = Bare.build(rt, lens=torch.arange(3))
+    with rt.use(reader):
+        assert batch.lens.device.tolist() == [0, 1, 2]
+    assert len(reader.native.waited) == 1
+    with rt.use(maker):
+        assert batch.filter([0, 1, 2]).lens.device.tolist() == [0, 1, 2]
+    assert maker.native.waited == []
