@@ -296,7 +296,10 @@ class Batch(BatchRecord):
             DeclarationError: no such column. Else as `MirroredTensor.tighten`.
         """
         self._begin("tighten")
-        self._tensor_column(column, f"{type(self).__name__}.tighten: column {column!r}")
+        what = f"{type(self).__name__}.tighten: column {column!r}"
+        if not isinstance(column, str):
+            raise DeclarationError(f"{what} names no column", value=column, remedy="pass one column name")
+        self._tensor_column(column, what)
         lower = self[column].tighten(bound).np.copy()
         rows = self._rows.replaced({column: lower})
         return self._with(rows, self._device_rows, self._objects, self.num_reqs)._checked("tighten")

@@ -64,12 +64,31 @@ class Sources:
                 value="upper_bound",
                 remedy="name the field that was published with the true ones: lengths=...",
             )
+        plan.check_pages()
+        if self.token_table is not None:
+            _check_table(self.token_table, plan, what)
         if plan.bounded and "slot_mapping" in plan.extras and self.token_table is None:
             raise ArgumentError(
                 f"{what}: the slot mapping of bounded lengths needs a token table",
                 value=None,
                 remedy="pass token_table=, from which the device looks up where the KV really goes",
             )
+
+
+def _check_table(table: Table, plan: ForwardPlan, what: str) -> None:
+    """Refuses a table in which the places of the plan's tokens cannot be looked up."""
+    rows = table.shape
+    if (
+        table.dtype.is_floating_point
+        or len(rows) != 2
+        or rows[1] < plan.max_kv_len
+        or table.holds not in (None, "token")
+    ):
+        raise ArgumentError(
+            f"{what}: {table!r} for requests of up to {plan.max_kv_len} tokens",
+            value=table,
+            remedy="pass the table of tokens by slot and position, as wide as a request may be long",
+        )
 
 
 @final
@@ -141,6 +160,8 @@ class ForwardInputs:
         Changes tensors that crossed for this forward alone.
         """
         launch, width = sources.runtime.launch, sources.width
+        if levels.full and not sources.runtime.checks_stand_aside():
+            self._check_bounds(lengths, sources)
         true_lens = launch(
             _with_query, lengths, width, self.kv_lens.dtype, reads=(lengths,), name="true KV lengths", operations=2
         )
@@ -161,23 +182,23 @@ class ForwardInputs:
         if self.kv_start_loc is not None:
             starts, lens = self.kv_start_loc, self.kv_lens
             launch(_ends, starts, lens, reads=(lens,), writes=(starts,), name="true KV starts")
-        if levels.full and not sources.runtime.checks_stand_aside():
-            self._check_bounds(sources.runtime)
 
-    def _check_bounds(self, runtime: Runtime) -> None:
+    def _check_bounds(self, lengths: torch.Tensor, sources: Sources) -> None:
         """The host's bounds are bounds, by which pages were allocated, and the column's device side is the truth."""
-        plan = self.plan
-        true = runtime.inspect(self.kv_lens)[: plan.num_reqs]
+        plan, runtime = self.plan, sources.runtime
+        before = runtime.inspect(lengths)[: len(plan.relay_rows)]
+        rows = plan.relay_rows
         where: Where = {
             "object": plan,
             "operation": "resolve_forward_inputs",
             "column": "kv_lens",
             "step": runtime.step,
         }
-        invariants.mirror_bound(plan.seq_lens.astype(true.dtype), true, **where)
-        if plan.bounds is not None:
+        true = before.astype(plan.seq_lens.dtype) + sources.width
+        invariants.mirror_bound(plan.seq_lens[rows], true, **where)
+        if plan.bounds is not None and not plan.bounds.open_windows:
             column = runtime.inspect(plan.bounds.device)
-            invariants.mirror_equal(column[plan.relay_rows].astype(true.dtype), true[plan.relay_rows], **where)
+            invariants.mirror_equal(column[rows].astype(true.dtype), true, **where)
 
 
 _TENSORS = tuple(

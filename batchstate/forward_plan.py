@@ -72,6 +72,7 @@ class ForwardPlan:
     prompt_ids: Ints | None
     extras: Mapping[str, npt.NDArray[Any]]
     step: int
+    _pages: PagePool | None = None
     _used: bool = False
 
     def __repr__(self) -> str:
@@ -134,7 +135,9 @@ class ForwardPlan:
         what = "ForwardPlan"
         if not isinstance(slots, Slots):
             raise DtypeError(f"{what}: slots are {type(slots).__name__}", value=slots, remedy="pass `batch.slots`")
-        names = check_layouts(layouts if isinstance(layouts, str) else list(layouts), what)
+        names = check_layouts(layouts, what)
+        if pages is not None and not isinstance(pages, PagePool):
+            raise ArgumentError(f"{what}: pages are {type(pages).__name__}", value=pages, remedy="pass a PagePool")
         num_reqs = _live(slots)
         where: Where = {"object": what, "operation": "plan", "step": slots.runtime.step}
         invariants.slot_zero_allocated(slots.np[:num_reqs], **where)
@@ -144,6 +147,7 @@ class ForwardPlan:
         tokens = Ragged.of(lens, queries)
         num_tokens = int(tokens.starts[-1])
         padded_tokens = num_tokens if pad_tokens is None else count(pad_tokens, f"{what}: pad_tokens", least=num_tokens)
+        check_range(0, padded_tokens, np.dtype(np.int32), f"{what}: pad_tokens")
         given = _given_ids(prompt_ids, queries, len(slots), what)
         relay_rows = np.flatnonzero([ids is None and query > 0 for ids, query in zip(given, queries, strict=True)])
         sample_rows = _sampling(samples, queries, len(slots), what)
@@ -162,6 +166,7 @@ class ForwardPlan:
             prompt_ids=None,
             extras={},
             step=slots.runtime.step,
+            pages=pages,
         )
         if any(ids is not None and len(ids) for ids in given):
             plan.prompt_ids = plan._laid_out(given, tokens, where)
@@ -200,6 +205,15 @@ class ForwardPlan:
                 step=self.slots.runtime.step,
             )
         self._used = True
+
+    def check_pages(self) -> None:
+        """Asks again, at `cheap`, whether the requests still have the pages that they were planned with.
+
+        Raises:
+            ArgumentError: some were taken back since.
+        """
+        if levels.cheap and self._pages is not None:
+            self._pages_of(self._pages)
 
     def relay_tokens(self) -> Ints:
         """Places of the relay's ids among the tokens, int64, request by request."""
@@ -299,7 +313,7 @@ def _live(slots: Slots) -> int:
 
 def _lengths(seq_lens: object, num_reqs: int, num_rows: int, what: str) -> tuple[Ints, MirroredTensor | None]:
     """Lengths int64[num_reqs], and the column if they are bounds."""
-    if isinstance(seq_lens, MirroredTensor) and seq_lens.contract is Contract.UPPER_BOUND:
+    if isinstance(seq_lens, MirroredTensor) and seq_lens.unit is None and seq_lens.contract is Contract.UPPER_BOUND:
         return _per_request(seq_lens.np, num_reqs, num_rows, f"{what}: seq_lens"), seq_lens
     return _per_request(as_array(seq_lens, f"{what}: seq_lens"), num_reqs, num_rows, f"{what}: seq_lens"), None
 

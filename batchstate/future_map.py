@@ -17,6 +17,7 @@ overwrites one unread, is told so at level `cheap`, on the host, before anything
 The relay is always on: an engine that waits for each step uses it as one that runs ahead does.
 """
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast, final
 
@@ -87,6 +88,7 @@ class FutureMap:
         self._private = self.runtime.stream(f"{name}: to the host")
         self._guard = RelayGuard(self._ledger, self.slots.is_live)
         self.slots.attach(self._guard)
+        weakref.finalize(self, self.slots.detach, self._guard).atexit = False
         self._zeroed_on, self._zeroed = self.runtime.current_stream, self.runtime.record()
         self._handed: dict[str, set[object]] = {field: set() for field in declared}
 
@@ -178,7 +180,7 @@ class FutureMap:
         self._ledger.check_overwrite(live, tuple(values), operation)
         if len(live):
             tensors = {name: live_rows(value, len(live)) for name, value in values.items()}
-            self._write(live, live.device, tensors, operation)
+            self._write(live, self._index(slots, live), tensors, operation)
 
     def _begin(self, slots: Slots, values: Mapping[str, Any], operation: str) -> tuple[Slots, int]:
         """The live rows of `slots`, checked, and how many rows there are with padding."""
@@ -199,11 +201,18 @@ class FutureMap:
         by = self._ledger.by(operation)
         for name in values:
             self._order.overwrite(self._ledger.in_the_way(live, name), by, operation)
-        for name, tensor in values.items():
-            memory = self._memory_of(name)
-            self.runtime.launch(
-                put_rows, memory, index, tensor, reads=(index, tensor), writes=(memory,), name=f"{self.name}: {name}"
-            )
+        written: list[str] = []
+        try:
+            for name, tensor in values.items():
+                memory, reads = self._memory_of(name), (index, tensor)
+                self.runtime.launch(
+                    put_rows, memory, index, tensor, reads=reads, writes=(memory,), name=f"{self.name}: {name}"
+                )
+                written.append(name)
+        except BaseException:  # torch could not launch one, and a device takes none back
+            if written:
+                self._ledger.spoil(live, written, self._record(by, operation))
+            raise
         self._ledger.publish(live, tuple(values), self._record(by, operation))
         if levels.full:
             self.check(operation)
@@ -213,7 +222,8 @@ class FutureMap:
         publications = self._ledger.publications
         publications.prune()  # before the new one, of which no entry is noted yet
         publication = publications.add(by, self.runtime.current_stream, self.runtime.record())
-        self._order.check_fence(publication.fence, publications.others(publication), by, operation)
+        if levels.cheap:
+            self._order.check_fence(publication.fence, publications.others(publication), by, operation)
         return publication
 
     # Reading
@@ -267,6 +277,8 @@ class FutureMap:
         """
         self.runtime.check_owner(f"{self.name}: prefetch")
         self._refuse_capture("prefetch")
+        for name in fields:
+            self._ledger.field(name, "prefetch")
         if not fields or len(set(fields)) < len(fields):
             raise DeclarationError(
                 f"{self.name}: prefetch of {fields}", value=fields, remedy="name each field once, and at least one"
@@ -274,7 +286,7 @@ class FutureMap:
         live = self._owned(slots, "prefetch")
         publications = self._ledger.check_read(live, fields, HOST, "prefetch")
         with self.runtime.use(self._private):
-            index = live.device
+            index = self._index(slots, live)
             self._order.read(publications, self._ledger.by("prefetch"), "prefetch")
             rows = [self._select(name, index) for name in fields]
             read = self.runtime.record()
@@ -324,7 +336,8 @@ class FutureMap:
             ContractError: bounds, and no field with the true lengths.
             ArgumentError: no plan; an upload without its extras; no token table for a slot mapping, or none of this
                 pool's slots.
-            Violation: FUTURE_CONSUMED: the plan was used before. Else as `gather`, for all requests of the plan.
+            Violation: FUTURE_CONSUMED: the plan was used before. Else as `gather`, for all requests of the plan. What
+                the device holds (MIRROR_BOUND, MIRROR_EQUAL, SENTINEL_ESCAPED at `full`) is judged when it was taken.
         """
         for given, kind in ((plan, ForwardPlan), (uploaded, Extras)):
             if not isinstance(given, kind):
@@ -335,16 +348,16 @@ class FutureMap:
                 )
         self.runtime.check_owner(f"{self.name}: resolve_forward_inputs")
         self._refuse_capture("resolve_forward_inputs")
-        names = (ids,) if isinstance(ids, str) else tuple(ids)
+        names = tuple(ids) if isinstance(ids, list | tuple) else (cast(str, ids),)
         read = names if lengths is None else (*names, lengths)
+        for name in read:
+            self._ledger.field(name, "resolve_forward_inputs")
         if not names or len(set(read)) < len(read):
             raise DeclarationError(
                 f"{self.name}: inputs from fields {read}",
                 value=read,
                 remedy="name each field once, and one for the ids",
             )
-        for name in read:
-            self._ledger.field(name, "resolve_forward_inputs")
         width = sum(id_width(name, self._field(name), self.name) for name in names)
         if lengths is not None:
             check_lengths(lengths, self._field(lengths), self.name)
@@ -422,8 +435,13 @@ class FutureMap:
     def _owned(self, slots: Any, operation: str) -> Slots:
         """The same, and all of them are live."""
         live = self._live(slots, operation)
-        self.slots.rows_of(live, f"{self.name}: {operation}")
+        self.slots.rows_of(live, f"{self.name}: {operation}", unique=True)
         return live
+
+    def _index(self, slots: Slots, live: Slots) -> torch.Tensor:
+        """The live rows on the device, out of those that crossed with the batch."""
+        index = slots.device
+        return index if len(live) == len(slots) else index[: len(live)]
 
     def _field(self, name: str) -> RelayField:
         return self._ledger.entries[name].field

@@ -165,6 +165,10 @@ class SlotPool:
         self.runtime.check_owner(f"{self.name}: attach")
         self._companions.append(companion)
 
+    def detach(self, companion: Companion) -> None:
+        """Takes `companion` out again, if it is there; also while companions are asked."""
+        self._companions = [one for one in self._companions if one is not companion]
+
     # Tables
 
     def table(

@@ -81,6 +81,16 @@ class Table:
         return int(self._memory.shape[0])
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the memory: rows first."""
+        return tuple(self._memory.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the elements."""
+        return self._memory.dtype
+
+    @property
     def slots(self) -> SlotSpace:
         """The pool whose slots index it."""
         return self._slots

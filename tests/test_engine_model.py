@@ -24,10 +24,8 @@ PADDING = 16  # rows of page 0
 
 @pytest.fixture(params=FAMILIES)
 def model(request: pytest.FixtureRequest, device: str) -> Model:
-    """A random float64 model of each family, with KV memory."""
-    model = Model.random(request.param, device=device)
-    model.allocate_kv(CAPACITY)
-    return model
+    """A random float64 model of each family."""
+    return Model.random(request.param, device=device)
 
 
 def some_prompts(count: int, *, longest: int = 40, seed: int = 0) -> list[list[int]]:
@@ -40,7 +38,7 @@ class Requests:
     """Requests whose KV rows are scattered over the memory; `step` runs some tokens of each."""
 
     def __init__(self, rt: Runtime, model: Model, prompts: Sequence[Sequence[int]], room: int) -> None:
-        self.rt, self.model = rt, model
+        self.rt, self.model, self.kv = rt, model, model.new_kv(CAPACITY)
         self.tokens = [list(prompt) for prompt in prompts]
         self.done = [0] * len(prompts)  # tokens whose KV is in memory
         width = max(map(len, prompts)) + room
@@ -71,7 +69,7 @@ class Requests:
             kv_lens=packed.view(2),
             kv_tokens=packed.view(6),
         )
-        return self.model.forward(packed.view(3), view, packed.view(4))
+        return self.model.forward(packed.view(3), view, self.kv, packed.view(4))
 
     def answers(self, max_new_tokens: int, *, chunk: int, padded_tokens: int = 0, garbage: int = 0) -> list[list[int]]:
         """Greedy answers: prompts in chunks of up to `chunk` tokens, beside requests that already decode."""
@@ -119,10 +117,9 @@ def test_padding_leaves_logits_alone(rt: Runtime, model: Model) -> None:
 
 def test_stale_kv_is_never_read(rt: Runtime, model: Model) -> None:
     """Memory that no request owns may hold NaN: it reaches no logits."""
-    assert model._kv is not None
-    for memory in (*model._kv.keys, *model._kv.values):
-        memory[PADDING:] = torch.nan
     requests = Requests(rt, model, some_prompts(4), room=1)
+    for memory in (*requests.kv.keys, *requests.kv.values):
+        memory[PADDING:] = torch.nan
     stale = int(requests.kv_rows[0, -1])  # room that nothing was written to
     assert not requests.step([len(tokens) for tokens in requests.tokens], garbage=stale).isnan().any()
 
@@ -145,7 +142,6 @@ def test_other_dtypes_come_close(rt: Runtime, family: Family, dtype: torch.dtype
     logits = []
     for one in (torch.float64, dtype):
         model = Model.random(family, device=rt.device, dtype=one)
-        model.allocate_kv(CAPACITY)
         requests = Requests(rt, model, some_prompts(4), room=1)
         requests.step([len(tokens) - 1 for tokens in requests.tokens])
         logits.append(requests.step([1] * 4))
@@ -223,9 +219,3 @@ def test_checkpoints_load(model: Model, device: str, tmp_path: Path) -> None:
     assert loaded.lm.config._attn_implementation == IMPLEMENTATION
     prompts = some_prompts(3)
     assert generate(loaded, prompts, [8] * 3, eos_token_ids=()) == generate(model, prompts, [8] * 3, eos_token_ids=())
-
-
-def test_forward_needs_memory(rt: Runtime) -> None:
-    """A model without KV memory says what to call."""
-    with pytest.raises(RuntimeError, match="allocate_kv"):
-        Requests(rt, Model.random("llama", device=rt.device), [[1, 2]], room=1).step([2])

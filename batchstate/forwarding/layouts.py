@@ -61,7 +61,7 @@ def check_layouts(layouts: object, what: str) -> tuple[str, ...]:
         DeclarationError: an unknown one.
     """
     names = (layouts,) if isinstance(layouts, str) else layouts
-    if not isinstance(names, tuple | list) or not all(name in LAYOUTS for name in names):
+    if not isinstance(names, tuple | list) or not all(isinstance(name, str) and name in LAYOUTS for name in names):
         raise DeclarationError(
             f"{what}: layouts {layouts!r}", value=layouts, remedy=f"use some of: {', '.join(LAYOUTS)}"
         )

@@ -7,11 +7,14 @@ import attrs
 import torch
 
 from batchstate.errors import DeclarationError, DtypeError, ShapeError
-from batchstate.runtime import numpy_dtype
+from batchstate.runtime import NUMPY_DTYPES, numpy_dtype
 from batchstate.values.host_arrays import count
 
 DEVICE, HOST = 1, 2
 """The readers of an entry, as bits: the next forward, and the host."""
+
+_MOVABLE = {*NUMPY_DTYPES, torch.bfloat16, torch.complex64, torch.complex128}
+"""Dtypes that torch moves by index on every device."""
 
 _READERS = {"device": DEVICE, "host": HOST, "both": DEVICE | HOST}
 
@@ -52,7 +55,8 @@ def relay_field(
     """Declares a field of a `FutureMap`.
 
     Args:
-        dtype: any that torch can index; one that numpy shares if the host reads it, or if `non_negative`.
+        dtype: any that torch moves by index (no float8, nothing quantised); one that numpy shares if the host reads it,
+            or if `non_negative`.
         shape: of one entry.
         read_by: who takes each published entry, once: `device` (the next forward, by `gather`), `host` (by `prefetch`
             or `resolve`) or `both`. An entry that one of them has not taken must not be overwritten.
@@ -63,7 +67,7 @@ def relay_field(
 
     Raises:
         DeclarationError: another reader.
-        DtypeError: no torch dtype, or one that the host cannot read.
+        DtypeError: no torch dtype, one that cannot be moved, or one that the host cannot read.
         ShapeError: `shape` is no sequence.
         ArgumentError, DtypeError: it holds something else than counts.
     """
@@ -75,6 +79,10 @@ def relay_field(
     given = dtype
     if not isinstance(given, torch.dtype):
         raise DtypeError(f"a relay field of {given!r}", value=given, remedy="pass a torch dtype, as torch.int64")
+    if given not in _MOVABLE:
+        raise DtypeError(
+            f"a relay field of {given}", value=given, remedy="view such values as torch.uint8, and declare that"
+        )
     readers = _READERS[read_by]
     if readers & HOST or non_negative:
         numpy_dtype(dtype)

@@ -33,6 +33,7 @@ def check_device_values(
     if isinstance(value, MirroredTensor):
         if value.runtime is not runtime:
             raise DeviceError(f"{what}: {value!r} has another runtime", value=value, remedy="use one runtime")
+        _ = value.device_side  # refuses one that is knowingly old
     elif not isinstance(value, torch.Tensor):
         raise DtypeError(
             f"{what}: {type(value).__name__} is no device tensor",
@@ -45,6 +46,10 @@ def check_device_values(
             value=str(value.device),
             remedy="pass a tensor of the runtime's device; host values go in by `seed`",
         )
+    elif value.layout is not torch.strided:
+        raise DtypeError(
+            f"{what}: a tensor of layout {value.layout}", value=str(value.layout), remedy="pass a dense tensor"
+        )
     if value.dtype != field.dtype:
         raise DtypeError(
             f"{what}: {value.dtype} for {field.dtype}", value=value.dtype, remedy="convert it in the forward"
@@ -55,6 +60,8 @@ def check_device_values(
 def live_rows(value: torch.Tensor | MirroredTensor, live: int) -> torch.Tensor:
     """The first `live` rows of a checked value, safe on the current stream."""
     tensor = value.device if isinstance(value, MirroredTensor) else value
+    if tensor.requires_grad:
+        tensor = tensor.detach()  # else the relay would keep the graph behind each value, for ever
     return tensor[:live] if tensor.shape[0] != live else tensor
 
 

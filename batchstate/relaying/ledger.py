@@ -101,6 +101,12 @@ class RelayLedger:
             entries.publish(rows, live.generations, publication.number)
             publication.written.append((entries.number, rows))
 
+    def spoil(self, live: Slots, names: Sequence[str], publication: Publication) -> None:
+        """Notes a publish that failed half way: what it wrote is nobody's value, and is written all the same."""
+        self.clear(live, names)
+        for name in names:
+            self.entries[name].wrote[self.rows_of(live.np)] = publication.number
+
     def clear(self, live: Slots, names: Sequence[str]) -> None:
         """Makes entries unwritten."""
         for name in names:

@@ -72,17 +72,16 @@ class StreamOrder:
         """Two publishes share no fence, unless it is complete and orders everything.
 
         Raises:
-            Violation: FUTURE_ORDER, at `cheap`.
+            Violation: FUTURE_ORDER.
         """
-        if levels.cheap:
-            shared = next((made for made in others if made.fence is fence), None)
-            invariants.future_order(
-                shared is None or fence.query(),
-                "" if shared is None else shared.by,
-                writer,
-                "a fence for each publish",
-                **self._where(operation),
-            )
+        shared = next((made for made in others if made.fence is fence), None)
+        invariants.future_order(
+            shared is None or fence.query(),
+            "" if shared is None else shared.by,
+            writer,
+            "a fence for each publish",
+            **self._where(operation),
+        )
 
     def _await_publish(self, made: Publication, stream: Stream) -> None:
         if stream.key not in made.known_to:

@@ -52,6 +52,10 @@ class Prefetched(Mapping[str, MirroredTensor]):
     def __repr__(self) -> str:
         return f"Prefetched({', '.join(self._fields)} of {len(self.slots)} requests)"
 
+    # Two prefetches are never equal; a mapping would compare values, and wait for them.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
     def ready(self) -> bool:
         """Whether `resolve` would return at once. Never waits."""
         return self._values is not None or (not self._runtime.capturing and self._download.ready())

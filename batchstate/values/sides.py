@@ -190,6 +190,12 @@ class TwoSides(HostNumbers):
             ContractError: `contract` promises more than the present one; only `resolve` strengthens.
         """
         wanted = parse_contract(contract)
+        if wanted is Contract.UPPER_BOUND and self.unit is not None:
+            raise ContractError(
+                f"{self!r} holds {self.unit}s, of which there is no bound",
+                value=wanted.value,
+                remedy="bounds are for lengths and counts",
+            )
         if not weaker_or_equal(wanted, self.contract) or wanted is Contract.HOST_ONLY:
             raise ContractError(
                 f"{self!r} is {self.contract.value} and does not become {wanted.value}",
@@ -201,7 +207,7 @@ class TwoSides(HostNumbers):
         return self._derived(host, device, self.shape, "weaken", contract=wanted)
 
     def tighten(self, bound: object) -> Self:
-        """The same bounded value with lower bounds on the host. Its device side is not touched, nor waited for.
+        """The same bounded value with lower bounds on the host. Its device side is not touched.
 
         Args:
             bound: numbers of the value's shape, none above the present bounds: what results of earlier steps prove.
@@ -210,7 +216,7 @@ class TwoSides(HostNumbers):
             ContractError: a value that is no bound.
             ShapeError, DtypeError, ValueOverflowError: `bound` does not go with the value.
             ArgumentError: a bound that rises; `+ n` moves both sides.
-            Violation: MIRROR_BOUND, at `full`: the device holds more.
+            Violation: MIRROR_BOUND, at `full`, if the device side is there already: it holds more.
         """
         what = f"{self.name or type(self).__name__}: tighten"
         if self.contract is not Contract.UPPER_BOUND:
@@ -222,7 +228,7 @@ class TwoSides(HostNumbers):
         host = converted(bound, numpy_dtype(self.dtype), what)
         if host.shape != self.shape:
             raise ShapeError(f"{what}: {list(host.shape)} for {list(self.shape)}", value=host.shape, remedy="one each")
-        higher = np.argwhere(host > self.np)  # of any trailing shape, and of no rows too
+        higher = np.argwhere(~(host <= self.np))  # of any trailing shape, and of no rows too
         if higher.size:
             raise ArgumentError(
                 f"{what}: the bound of row {higher[0][0]} would rise",

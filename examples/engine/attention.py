@@ -8,6 +8,7 @@ No mask function is registered beside the attention. Without one transformers bu
 ask the device whether the positions look like packed sequences, and wait for the answer.
 """
 
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -95,6 +96,11 @@ class PagedKV:
             tuple(torch.zeros(shape, device=device, dtype=dtype) for _ in layers),
             tuple(torch.zeros(shape, device=device, dtype=dtype) for _ in layers),
         )
+
+    def write(self, rows: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        """Puts KV computed elsewhere into rows int64[n]; for each layer dtype[n, num_kv_heads, head_dim]."""
+        for memory, new in zip((*self.keys, *self.values), (*keys, *values), strict=True):
+            memory.index_copy_(0, rows, new)
 
 
 def paged_attention(

@@ -51,7 +51,7 @@ class Drafter:
         starts = places[: same.shape[1]]
         # The newest earlier place: its continuation has to begin before the end.
         found = torch.where(same & (starts + NGRAM < lengths[:, None]), starts, -1).amax(1, keepdim=True)
-        follow = found + NGRAM + places[: self.num_drafts]  # int64[n, num_drafts]
+        follow = found + NGRAM + torch.arange(self.num_drafts, device=known.device)  # int64[n, num_drafts]
         usable = (found >= 0) & (follow < lengths[:, None])
         return torch.where(usable, known.gather(1, follow.clamp(max=longest - 1)), last)
 

@@ -67,6 +67,7 @@ class Engine:
         self._stream = runtime.stream("schedule")
         self._in_flight: deque[Step] = deque()
         self._requests: dict[int, Request] = {}
+        self._failed = False
 
     @property
     def busy(self) -> bool:
@@ -111,7 +112,11 @@ class Engine:
         del self._requests[number]
 
     def step(self) -> bool:
-        """Plans and launches one step, then reads results. Whether a step was launched."""
+        """Plans and launches one step, then reads results. Whether a step was launched.
+
+        Raises:
+            RuntimeError: a step has failed before. The engine has then no more to say: make a new one.
+        """
         with self._stepping():
             queries = self.scheduler.plan()
             launched = bool(queries.any())
@@ -134,10 +139,16 @@ class Engine:
     @contextlib.contextmanager
     def _stepping(self) -> Iterator[None]:
         """A step begins before it is planned: what planning uploads is of this step, not of the one before."""
+        if self._failed:
+            raise RuntimeError("a step of this engine has failed: what its forward did is unknown; make a new engine")
         start = time.perf_counter()
         self.runtime.next_step()
-        with self.runtime.use(self._stream):
-            yield
+        try:
+            with self.runtime.use(self._stream):
+                yield
+        except BaseException:
+            self._failed = True
+            raise
         self.host_seconds += time.perf_counter() - start
 
     def _launch(self, queries: Ints) -> None:
@@ -175,11 +186,11 @@ class Engine:
         uploaded = batch.upload(writes=scheduler.writes, extras=extras)
         scheduler.writes = []
         step = Step(batch, plan, uploaded, [batch.requests[row] for row in plan.sample_rows])
-        for request in step.sampling:
-            request.in_flight += 1
         start = time.perf_counter()
         after = scheduler.forward.run(step)
         self.host_seconds -= time.perf_counter() - start
+        for request in step.sampling:
+            request.in_flight += 1
         if step.forward_done is not None:
             scheduler.launched(step.forward_done)
         if len(batch):

@@ -15,7 +15,7 @@ from typing import final
 
 import torch
 
-from batchstate import FutureMap, MirroredTensor, SlotPool, Slots, Table, Tokens, relay_field
+from batchstate import FutureMap, MirroredTensor, PagePool, Slots, Table, Tokens, relay_field
 from batchstate.forward_inputs import ForwardInputs
 from batchstate.runtime import Runtime
 from examples.engine.attention import PagedView
@@ -33,22 +33,25 @@ class Forward:
     Args:
         runtime: the device.
         settings: modes.
-        model: the model, with KV memory for all pages.
-        slots: the pool of request slots.
+        model: the model.
+        pages: the pool of KV pages, over the slots of the requests.
         token_table: [slot, position] -> token of KV memory.
 
     Attributes:
         stream: where everything runs.
         relay: what a forward leaves for the next one and for the host.
+        kv: keys and values of all pages; only this stream reads and writes them.
     """
 
     def __init__(
-        self, runtime: Runtime, settings: EngineSettings, model: Model, slots: SlotPool, token_table: Table
+        self, runtime: Runtime, settings: EngineSettings, model: Model, pages: PagePool, token_table: Table
     ) -> None:
         self.stream = runtime.stream("forward")
         self._arrivals = runtime.current_stream
         self._runtime = runtime
         self._model = model
+        with runtime.use(self.stream):
+            self.kv = model.new_kv(pages.token_capacity)
         self._token_table = token_table
         self._drafts = settings.num_drafts
         fields = {
@@ -61,9 +64,9 @@ class Forward:
             fields["seq_lens"] = relay_field(torch.int64, read_by="both", non_negative=True)
             self._ids = ("last_token", "drafts")
             with runtime.use(self.stream):
-                history = runtime.device_zeros((slots.capacity, settings.row_width), torch.int64)
+                history = runtime.device_zeros((pages.slots.capacity, settings.row_width), torch.int64)
             self._drafter = Drafter(self._drafts, history)
-        self.relay = FutureMap(slots, fields)
+        self.relay = FutureMap(pages.slots, fields)
 
     def seed(self, slots: Slots, requests: list[Request]) -> None:
         """Requests that come with tokens put the last one into the relay; from there on they are like all others."""
@@ -89,7 +92,7 @@ class Forward:
             keys, values = (
                 [runtime.acquire(one, arrivals, came) for one in layers] for layers in (prebuilt.keys, prebuilt.values)
             )
-            self._model.write_kv(tokens.device, keys, values)
+            self.kv.write(tokens.device, keys, values)
             if self._drafts:
                 known = MirroredTensor.from_host(self._runtime, prompt, contract="host_only").device
                 places = torch.arange(len(prompt), device=known.device)
@@ -121,11 +124,11 @@ class Forward:
             if self._drafts:
                 self._note_inputs(inputs)
             if not step.sampling:  # chunks of prompts that are not their last, or an idle step
-                self._model.forward(inputs.input_ids, view, inputs.last_token_indices)
+                self._model.forward(inputs.input_ids, view, self.kv, inputs.last_token_indices)
             elif self._drafts:
                 batch = self._speculate(step, inputs, view)
             else:
-                chosen = self._model.forward(inputs.input_ids, view, inputs.last_token_indices).argmax(-1)
+                chosen = self._model.forward(inputs.input_ids, view, self.kv, inputs.last_token_indices).argmax(-1)
                 self.relay.stash(inputs.sampling, last_token=chosen, outputs=chosen[:, None])
             if step.sampling:
                 fields = ("outputs", "seq_lens") if self._drafts else ("outputs",)
@@ -139,7 +142,7 @@ class Forward:
         columns = torch.arange(width, device=self._runtime.device)
         # The last `width` tokens of each request; before the first token of a short prompt lie those of another.
         last = (inputs.last_token_indices[:, None] + columns - self._drafts).clamp_(min=0)  # int64[n, width]
-        logits = self._model.forward(inputs.input_ids, view, last.reshape(-1))
+        logits = self._model.forward(inputs.input_ids, view, self.kv, last.reshape(-1))
         targets = logits.argmax(-1).view(-1, width)
         decodes = step.uploaded["decodes"][:, None]
         outputs, accepted = verify(targets, inputs.input_ids[last], decodes)

@@ -4,7 +4,6 @@ Guarantees: `forward` never waits for the device, reads and writes no KV but the
 ordinary tensors behind (no inference tensors: what is kept of them has a version). Weights never change.
 """
 
-from collections.abc import Sequence
 from typing import Any, Literal, final
 
 import attrs
@@ -19,7 +18,7 @@ Family = Literal["llama", "qwen3"]
 @final
 @attrs.define(eq=False)
 class Model:
-    """A transformers model, and the KV memory of all requests.
+    """A transformers model that keeps its keys and values in memory that it is given.
 
     Attributes:
         lm: the model; its config's attention implementation is this package's, except inside `reference.generate`.
@@ -28,7 +27,6 @@ class Model:
 
     lm: Any = attrs.field(repr=False)
     eos_token_ids: tuple[int, ...] = ()
-    _kv: PagedKV | None = attrs.field(default=None, init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         rope = (getattr(self.lm.config, "rope_parameters", None) or {}).get("rope_type", "default")
@@ -95,56 +93,29 @@ class Model:
         dtype: torch.dtype = self.lm.dtype
         return dtype
 
-    def allocate_kv(self, token_capacity: int) -> None:
-        """Replaces the KV memory by zeros for `token_capacity` tokens, padding's page included."""
-        self._kv = self.scratch_kv(token_capacity)
-
-    def write_kv(self, rows: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        """Puts KV computed elsewhere into rows int64[n]; for each layer dtype[n, num_kv_heads, head_dim]."""
-        kv = self._memory()
-        for memory, new in zip((*kv.keys, *kv.values), (*keys, *values), strict=True):
-            memory.index_copy_(0, rows, new)
-
-    def read_kv(self, rows: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """Keys and values of rows int64[n], for each layer, in memory of their own."""
-        kv = self._memory()
-        return tuple(one.index_select(0, rows) for one in kv.keys), tuple(
-            one.index_select(0, rows) for one in kv.values
-        )
-
-    def _memory(self) -> PagedKV:
-        if self._kv is None:
-            raise RuntimeError("the model has no KV memory yet: call allocate_kv first")
-        return self._kv
-
-    def scratch_kv(self, num_tokens: int) -> PagedKV:
-        """Memory of the same kind for other purposes than the engine's."""
-        return PagedKV.zeros(self.lm.config, num_tokens, device=self.device, dtype=self.dtype)
+    def new_kv(self, token_capacity: int) -> PagedKV:
+        """KV memory for so many tokens, padding's page included. It belongs to whoever asks for it."""
+        return PagedKV.zeros(self.lm.config, token_capacity, device=self.device, dtype=self.dtype)
 
     @torch.no_grad()
     def forward(
         self,
         input_ids: torch.Tensor,
         view: PagedView,
+        kv: PagedKV,
         logits_indices: torch.Tensor,
-        *,
-        kv: PagedKV | None = None,
     ) -> torch.Tensor:
         """Runs new tokens of any number of requests: prompts, chunks of prompts, decodes.
 
         Args:
             input_ids: int64[num_tokens], at least one.
             view: whose they are, and where their KV is and goes.
+            kv: the memory; new tokens are written to it.
             logits_indices: int64[num_rows] -> token whose logits are wanted.
-            kv: other memory than that of `allocate_kv`.
 
         Returns:
             dtype[num_rows, vocab_size].
-
-        Raises:
-            RuntimeError: there is no KV memory yet.
         """
-        memory = self._memory() if kv is None else kv
         hidden = self.lm.model(
             input_ids=input_ids[None],
             attention_mask=None,
@@ -152,7 +123,7 @@ class Model:
             use_cache=False,
             paged_view=view,
             paged_runs=view.runs(),
-            paged_kv=memory,
+            paged_kv=kv,
         ).last_hidden_state[0]  # dtype[num_tokens, hidden_size]
         logits: torch.Tensor = self.lm.lm_head(hidden[logits_indices])
         return logits

@@ -21,9 +21,9 @@ import numpy.typing as npt
 import torch
 
 from batchstate import PagePool, PoolExhaustedError, SlotPool, Slots
-from batchstate.errors import ArgumentError
 from batchstate.runtime import Fence, Runtime
 from batchstate.tables import TableWrite
+from examples.engine.admission import check_request
 from examples.engine.batch import RunningBatch
 from examples.engine.forward import Forward
 from examples.engine.model import Model
@@ -75,9 +75,7 @@ class Scheduler:
             max_tokens_per_request=width,
             token_table=table,
         )
-        self.forward = Forward(self.runtime, settings, self.model, self.slots, table)
-        with self.runtime.use(self.forward.stream):  # which alone reads and writes it
-            self.model.allocate_kv(self.pages.token_capacity)
+        self.forward = Forward(self.runtime, settings, self.model, self.pages, table)
         self.batch = RunningBatch.empty(self.runtime)
 
     @property
@@ -92,22 +90,8 @@ class Scheduler:
             self.in_flight.popleft()
 
     def check(self, request: Request) -> None:
-        """Refuses what could never run.
-
-        Raises:
-            ArgumentError: too long for a request, or for the pages.
-        """
-        tokens = len(request.prompt) + request.max_new_tokens
-        most = min(
-            self.settings.max_tokens_per_request,
-            self.settings.num_pages * self.settings.page_size - 3 * self.settings.decode_len,
-        )
-        if not request.prompt or request.max_new_tokens < 1 or tokens > most:
-            raise ArgumentError(
-                f"request {request.number}: {len(request.prompt)} tokens and {request.max_new_tokens} new ones",
-                value=tokens,
-                remedy=f"at least one of each, and at most {most} together",
-            )
+        """Refuses what could never run; see `check_request`."""
+        check_request(request, self.settings, self.model.vocab_size, self.forward.kv)
 
     def plan(self) -> Ints:
         """Brings the batch up to date; tokens that each of its requests puts in now, int64[num_reqs]."""

@@ -1,6 +1,7 @@
 """What an engine is told before it starts."""
 
 import attrs
+from attrs.validators import ge
 
 
 @attrs.frozen
@@ -17,14 +18,14 @@ class EngineSettings:
         num_drafts: tokens guessed by prompt lookup and verified in each decode; 0 for plain decoding.
     """
 
-    max_running: int = 32
-    num_pages: int = 256
-    page_size: int = 16
-    max_tokens_per_request: int = 512
-    max_tokens_per_step: int = 128
+    max_running: int = attrs.field(default=32, validator=ge(1))
+    num_pages: int = attrs.field(default=256, validator=ge(1))
+    page_size: int = attrs.field(default=16, validator=ge(1))
+    max_tokens_per_request: int = attrs.field(default=512, validator=ge(2))
+    max_tokens_per_step: int = attrs.field(default=128, validator=ge(1))
     overlap: bool = True
     mixed: bool = True
-    num_drafts: int = 0
+    num_drafts: int = attrs.field(default=0, validator=ge(0))
 
     @property
     def decode_len(self) -> int:
