@@ -23,6 +23,7 @@ from batchstate.errors import (
     DtypeError,
     OwnerThreadError,
     ShapeError,
+    ValueOverflowError,
 )
 from batchstate.forward_inputs import ForwardInputs
 from batchstate.forward_plan import ForwardPlan
@@ -772,3 +773,66 @@ def test_padded_rows_may_have_a_place_everywhere(rt: Runtime, world: World) -> N
     inputs = world.relay.resolve_forward_inputs(plan, batch.upload(extras=plan.extras), ids="last_token")
     assert values(rt, inputs.input_ids) == [7, 8, 9]
     assert plan.sample_rows.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "holds"),
+    [((), torch.int32, None), ((3,), torch.int32, None), ((32, 2), torch.int32, None), ((32,), torch.float32, None)],
+)
+def test_a_table_that_is_none_of_tokens_is_refused(
+    rt: Runtime, world: World, shape: tuple[int, ...], dtype: torch.dtype, holds: str | None
+) -> None:
+    """Too narrow, of more dimensions or of floats: refused before anything is taken."""
+    slots = world.take([9])
+    world.seed(slots)
+    table = world.slots.table("odd", shape, dtype, holds=holds)
+    on_device = rt.upload([np.array([6])]).view(0)
+    lens = MirroredTensor.from_pair(rt, [9], on_device, contract="upper_bound")
+    batch = Running.build(rt, slots=slots, seq_lens=lens)
+    plan = ForwardPlan.of(batch.slots, batch.seq_lens, pages=world.pages)
+    uploaded = batch.upload(extras=plan.extras)
+    with pytest.raises(ArgumentError, match="for requests of up to 9 tokens"):
+        world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token", lengths="lens", token_table=table)
+    assert world.states(slots, "last_token") == ["published"]
+
+
+@pytest.mark.usefixtures("full")
+def test_a_false_bound_is_found_before_it_is_used_as_an_index(rt: Runtime, world: World) -> None:
+    """Where the device is beyond the host's bound, the law says so and no lookup fails."""
+    slots = world.take([9])
+    world.relay.seed(slots, last_token=[1], lens=[LONGEST + 10])
+    on_device = rt.upload([np.array([6])]).view(0)
+    lens = MirroredTensor.from_pair(rt, [9], on_device, contract="upper_bound")
+    batch = Running.build(rt, slots=slots, seq_lens=lens)
+    plan = ForwardPlan.of(batch.slots, batch.seq_lens, pages=world.pages)
+    uploaded = batch.upload(extras=plan.extras)
+    refused(
+        Code.MIRROR_BOUND,
+        lambda: world.relay.resolve_forward_inputs(
+            plan, uploaded, ids="last_token", lengths="lens", token_table=world.table
+        ),
+    )
+
+
+def test_pages_that_were_taken_back_are_noticed(rt: Runtime, world: World) -> None:
+    """A plan whose requests lost pages since is refused, and nothing is taken."""
+    slots = world.take([9])
+    world.seed(slots)
+    batch = Running.build(rt, slots=slots, seq_lens=[9])
+    plan = ForwardPlan.of(batch.slots, batch.seq_lens, pages=world.pages)
+    uploaded = batch.upload(extras=plan.extras)
+    world.pages.truncate(slots, 2)
+    with pytest.raises(ArgumentError, match="has 9 tokens and pages for"):
+        world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token")
+    assert world.states(slots, "last_token") == ["published"]
+
+
+def test_odd_arguments_of_a_plan_are_typed_errors(rt: Runtime, world: World) -> None:
+    """Layouts that are no names, pages that are none, and sizes beyond what kernels count."""
+    slots = world.take([3])
+    with pytest.raises(DeclarationError):
+        ForwardPlan.of(slots, [3], layouts=5)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="pass a PagePool"):
+        ForwardPlan.of(slots, [3], pages=5)  # type: ignore[arg-type]
+    with pytest.raises(ValueOverflowError):
+        ForwardPlan.of(slots, [3], pad_tokens=2**31 + 10)

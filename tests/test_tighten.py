@@ -187,3 +187,11 @@ def test_columns_that_have_no_bounds(batch: Running) -> None:
             batch.tighten(column, [1, 2, 3])
     with pytest.raises(ArgumentError):
         batch.pad(4).tighten("seq_lens", [5, 6, 7, 0])
+
+
+def test_a_bound_that_is_no_number_is_refused(rt: Runtime) -> None:
+    """NaN is no lower than anything."""
+    device = rt.upload([np.array([1.0, 2.0])]).view(0)
+    value = MirroredTensor.from_pair(rt, [3.0, 4.0], device, contract="upper_bound")
+    with pytest.raises(ArgumentError, match="row 0"):
+        value.tighten([float("nan"), 4.0])

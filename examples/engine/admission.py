@@ -19,7 +19,7 @@ def check_request(request: Request, settings: EngineSettings, vocab_size: int, k
     known = ids if prebuilt is None else np.append(ids, prebuilt.first_token)
     if ids.ndim != 1 or not ids.size or known.dtype.kind != "i" or not 0 <= known.min() <= known.max() < vocab_size:
         raise ArgumentError(
-            f"{who}: ids of {known.dtype}{list(ids.shape)}",
+            f"{who}: a prompt of {ids.size} ids ({known.dtype}, {ids.ndim} dimensions)",
             value=request.number,
             remedy=f"pass a list of at least one token id, from 0 to {vocab_size - 1}",
         )
