@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, final
 
 import attrs
@@ -26,6 +26,10 @@ from examples.engine.settings import EngineSettings
 SMALL = EngineSettings(
     max_running=8, num_pages=128, page_size=3, max_tokens_per_request=64, max_tokens_per_step=32, overlap=True
 )
+
+
+overlapped_or_not = pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlapped"])
+plain_or_speculative = pytest.mark.parametrize("num_drafts", [0, 3], ids=["plain", "speculative"])
 
 
 @contextlib.contextmanager
@@ -66,6 +70,30 @@ def right_answers(model: Model, requests: Sequence[Request], eos: Collection[int
     return generate(model, prompts, [request.max_new_tokens for request in requests], eos_token_ids=eos)
 
 
+def outputs(requests: Sequence[Request]) -> list[list[int]]:
+    """The answers as far as the host knows them."""
+    return [request.output for request in requests]
+
+
+def busy(engine: Engine) -> bool:
+    """Whether an engine has something to do. Fails where that never ends."""
+    assert engine.runtime.step < 3_000, f"{len(engine.scheduler.waiting)} requests wait for ever"
+    return engine.busy
+
+
+def run_all(engine: Engine) -> None:
+    """What `Engine.run` does, but not for ever."""
+    while busy(engine):
+        engine.step()
+
+
+def until(engine: Engine, reached: Callable[[], bool]) -> None:
+    """Steps until something is so."""
+    while not reached():
+        assert busy(engine), "nothing left to run, and it has not happened"
+        engine.step()
+
+
 def served(
     runtime: Runtime, model: Model, requests: Sequence[Request], settings: EngineSettings, eos: Collection[int] = ()
 ) -> Engine:
@@ -74,7 +102,7 @@ def served(
         engine = Engine(runtime, model, settings, eos_token_ids=eos)
         for request in requests:
             engine.add(request)
-        engine.run()
+        run_all(engine)
         nothing_left(engine)
     return engine
 
@@ -183,7 +211,7 @@ class Watch:
 
     def run(self) -> None:
         """Steps until nothing is left."""
-        while self.engine.busy:
+        while busy(self.engine):
             self.step()
 
     def _noted_run(self, step: Step) -> RunningBatch:
@@ -217,11 +245,6 @@ def assert_runs_ahead(watch: Watch) -> None:
         assert launch.unread == 2, f"{launch.unread} steps were unread when step {number} was launched"
         assert launch.waits == [before.results], f"step {number}: the host waited for something else than step before"
     assert [fence for waits in watch.drained for fence in waits] == [watch.launches[-1].results]
-
-
-def lengths_of(batch: RunningBatch) -> list[tuple[int, int]]:
-    """(slot, tokens or a bound) of each request, from the host side."""
-    return list(zip(batch.slots.np.tolist(), batch.seq_lens.np.tolist(), strict=True))
 
 
 def sides_of(batch: RunningBatch) -> dict[str, tuple[torch.Tensor, int, np.ndarray, np.ndarray]]:

@@ -16,15 +16,14 @@ from examples.engine.prebuilt import prefill
 from examples.engine.reference import generate
 from examples.engine.request import Request
 from examples.engine.settings import EngineSettings
+from tests.engine_cases import one_thread
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(device: str) -> Iterator[None]:
-    """Small matrices on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def _one_thread() -> Iterator[None]:
+    """Small matrices, on a machine that may be busy."""
+    with one_thread():
+        yield
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """The engine example's model: paged attention, random weights and the reference answers, with transformers."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +16,18 @@ pytest.importorskip("transformers")
 from examples.engine.attention import IMPLEMENTATION, PagedView
 from examples.engine.model import Family, Model
 from examples.engine.reference import generate
+from tests.engine_cases import one_thread
 
 FAMILIES: list[Family] = ["llama", "qwen3"]
 CAPACITY = 1024
 PADDING = 16  # rows of page 0
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Small matrices, on a machine that may be busy."""
+    with one_thread():
+        yield
 
 
 @pytest.fixture(params=FAMILIES)

@@ -139,16 +139,16 @@ class Forwards:
         )
         uploaded = batch.upload(writes=[extension.entry()], extras=plan.extras)
         with self._runtime.use(self._stream):
-            inputs = self.inputs(self.installed(plan), uploaded, shape)
+            inputs = self.inputs(*self.installed(plan, uploaded), shape)
             if self._pages.token_table is not None:
                 self._pages.token_table.read_until(self._runtime.record())
         for one, query in zip(requests, queries.tolist(), strict=True):
             one.bound += query
         return Launched(parts, shape, plan, uploaded, inputs)
 
-    def installed(self, plan: ForwardPlan) -> ForwardPlan:
-        """The plan that the forward takes: that of its own step."""
-        return plan
+    def installed(self, plan: ForwardPlan, uploaded: Extras) -> tuple[ForwardPlan, Extras]:
+        """The plan that the forward takes, and what crossed with it: that of its own step."""
+        return plan, uploaded
 
     def inputs(self, plan: ForwardPlan, uploaded: Extras, shape: Shape) -> ForwardInputs:
         """At forward entry, on the stream of the forward."""

@@ -210,7 +210,9 @@ class MirroredTensorMachine(ValueMachine):
     @rule(target=VALUES, one=VALUES, contract=contracts())
     def weaken(self, one: Modelled, contract: Contract) -> Any:
         """A contract gets weaker, never stronger."""
-        if not weaker_or_equal(contract, one.value.contract) or contract is Contract.HOST_ONLY:
+        bound_of_indices = contract is Contract.UPPER_BOUND and one.value.unit is not None
+        weaker = weaker_or_equal(contract, one.value.contract) and contract is not Contract.HOST_ONLY
+        if bound_of_indices or not weaker:
             with self.refused(ContractError):
                 one.value.weaken(contract)
             return multiple()

@@ -141,14 +141,14 @@ def stash_forgets_drafts(patch: Patch) -> None:
 @relay_mutant(Code.FUTURE_CONSUMED, origin="sglang #25945")
 def prompt_installed_again(patch: Patch) -> None:
     """A snapshot that isolates a step puts back inputs that were used: the prompt before runs a second time."""
-    before: WeakKeyDictionary[FutureMap, ForwardPlan] = WeakKeyDictionary()
+    before: WeakKeyDictionary[FutureMap, tuple[ForwardPlan, Extras]] = WeakKeyDictionary()
 
-    def installed(self: Forwards, plan: ForwardPlan) -> ForwardPlan:
-        last = before.get(self._relay, plan)
-        before[self._relay] = plan
+    def installed(self: Forwards, plan: ForwardPlan, uploaded: Extras) -> tuple[ForwardPlan, Extras]:
+        last, crossed = before.get(self._relay, (plan, uploaded))
+        before[self._relay] = plan, uploaded
         fits = np.array_equal(last.slots.np, plan.slots.np) and set(last.extras) <= set(plan.extras)
         here = fits and np.array_equal(last.slots.generations, plan.slots.generations)
-        return last if here and not len(last.relay_rows) else plan
+        return (last, crossed) if here and not len(last.relay_rows) else (plan, uploaded)
 
     patch(Forwards, "installed", installed)
 

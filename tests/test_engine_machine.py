@@ -1,0 +1,302 @@
+"""One engine with any settings, through anything that clients and devices do: no law broken, and every token right."""
+
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, event, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from batchstate import checks
+from batchstate.errors import ArgumentError
+from batchstate.runtime import Fence, Runtime, open_runtime
+from batchstate.testing import LateRuntime
+
+pytest.importorskip("transformers")
+
+from examples.engine.batch import RunningBatch, Step
+from examples.engine.engine import Engine
+from examples.engine.model import Family, Model
+from examples.engine.prebuilt import prefill
+from examples.engine.reference import generate
+from examples.engine.request import Request
+from examples.engine.settings import EngineSettings
+from tests.engine_cases import model_of, nothing_left, one_thread, whole
+
+Arrivals = list[tuple[list[int], int, bool]]
+
+LONGEST_PROMPT, MOST_NEW, MOST_HERE = 14, 12, 6
+STATES = (
+    "retraction",
+    "right guess",
+    "abort while waiting",
+    "abort with a step in flight",
+    "prebuilt request retracted",
+    "retracted while a step is in flight",
+    "answer ended by EOS",
+    "waited for a step that held what was needed",
+    "idle step between others",
+    "a device that lags",
+)
+"""What has to happen, or else finding nothing proves nothing."""
+
+EXAMPLES = 80
+
+REACHED: Counter[str] = Counter()
+"""Times that each state was reached, over all examples."""
+
+KNOWN: dict[Model, dict[tuple[int, ...], list[int]]] = {}
+"""Model -> prompt -> the right answer, as long as any here."""
+
+prompts = st.one_of(
+    st.lists(st.integers(0, 255), min_size=1, max_size=LONGEST_PROMPT),
+    # Prompts that repeat themselves, so that what is guessed from them may be right.
+    st.tuples(st.lists(st.integers(0, 255), min_size=1, max_size=3), st.integers(1, LONGEST_PROMPT)).map(
+        lambda drawn: (drawn[0] * drawn[1])[: drawn[1]]
+    ),
+)
+arrivals = st.lists(
+    st.tuples(prompts, st.integers(1, MOST_NEW), st.sampled_from([False, False, True])), min_size=1, max_size=3
+)
+
+
+@st.composite
+def engine_settings(draw: st.DrawFn) -> EngineSettings:
+    """Any modes, with pages for one request of the longest kind and little more."""
+    num_drafts = draw(st.integers(0, 3))
+    page_size = draw(st.sampled_from([1, 2, 3, 8]))
+    least = -(-(LONGEST_PROMPT + MOST_NEW + 3 * (1 + num_drafts)) // page_size)
+    return EngineSettings(
+        max_running=draw(st.integers(1, 5)),
+        num_pages=least + draw(st.integers(0, 3)),
+        page_size=page_size,
+        max_tokens_per_request=LONGEST_PROMPT + MOST_NEW,
+        max_tokens_per_step=draw(st.integers(1, 40)),
+        overlap=draw(st.booleans()),
+        mixed=draw(st.booleans()),
+        num_drafts=num_drafts,
+    )
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Clients of one engine, and what they were told."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+        self.windows = contextlib.ExitStack()
+        self.requests: list[Request] = []
+        self.prebuilt: set[Request] = set()
+        self.told: dict[Request, list[int]] = {}
+        self.states: Counter[str] = Counter()
+        self.since_drain = 0
+
+    @initialize(
+        family=st.sampled_from(["llama", "qwen3"]),
+        sizes=engine_settings(),
+        lags=st.booleans(),
+        eos=st.sampled_from([(), tuple(range(0, 256, 12))]),
+        first=arrivals,
+    )
+    def start(self, family: Family, sizes: EngineSettings, lags: bool, eos: tuple[int, ...], first: Arrivals) -> None:
+        """An engine of any kind, with somebody to serve."""
+        self.windows.enter_context(checks("full"))
+        self.runtime: Runtime = LateRuntime() if lags else open_runtime(self.device)
+        self.model = model_of(family, str(self.runtime.device))
+        self.eos = eos
+        self.engine = Engine(self.runtime, self.model, sizes, eos_token_ids=eos)
+        self.reach("a device that lags", lags)
+        self.pending: Fence | None = None
+        run = self.engine.scheduler.forward.run
+
+        def look(step: Step) -> RunningBatch:
+            self.reach("waited for a step that held what was needed", self.pending is not None and self.pending.query())
+            return run(step)
+
+        self.engine.scheduler.forward.run = look  # type: ignore[method-assign]
+        self.arrive(first)
+
+    def reach(self, state: str, when: object = True) -> None:
+        assert state in STATES
+        self.states[state] += bool(when)
+
+    # What happens
+
+    # Few rules, each of several kinds: of many, most examples would leave out most.
+
+    @precondition(lambda self: self.crowd < MOST_HERE)
+    @rule(new=arrivals)
+    def arrive(self, new: Arrivals) -> None:
+        """Requests are added; some were prefilled elsewhere."""
+        for prompt, most_new, prebuilt in new:
+            request = Request(len(self.requests), prompt, most_new, prefill(self.model, prompt) if prebuilt else None)
+            self.requests.append(request)
+            self.told[request] = []
+            if prebuilt:
+                self.prebuilt.add(request)
+            self.engine.add(request)
+
+    @precondition(lambda self: self.engine.busy)
+    @rule(times=st.sampled_from([1, 2, 3, 4, 9]), fences=st.integers(0, 20))
+    def step(self, times: int, fences: int) -> None:
+        """The device gets on, as the host will notice, and the engine steps."""
+        if isinstance(self.runtime, LateRuntime):
+            self.runtime.complete(fences)
+        for _ in range(times):
+            self.one_step()
+
+    @precondition(lambda self: self.engine.busy)
+    @rule(times=st.integers(1, 3))
+    def idle(self, times: int) -> None:
+        """Other ranks have requests."""
+        slots = self.engine.scheduler.batch.slots.np.tolist()
+        for _ in range(times):
+            self.engine.idle()
+        assert self.engine.scheduler.batch.slots.np.tolist() == slots
+        self.reach("idle step between others", slots)
+
+    @precondition(lambda self: self.crowd > 2)
+    @rule(data=st.data(), running=st.booleans())
+    def abort(self, data: st.DataObject, running: bool) -> None:
+        """A client hangs up; what is not here any more cannot be aborted, nor come again."""
+        if running:
+            self.one_step()  # so that it has just been launched
+        here = self.of("running" if running else "waiting")
+        if here:
+            request = data.draw(st.sampled_from(here))
+            self.reach("abort with a step in flight", request.in_flight)
+            self.reach("abort while waiting", not running)
+            self.engine.abort(request.number)
+        before = self.snapshot()
+        for gone in (Request(-1, [1], 1), *self.of("aborted"), *self.of("finished")):
+            with pytest.raises(ArgumentError):
+                self.engine.abort(gone.number)
+        for request in self.requests:
+            with pytest.raises(ArgumentError):
+                self.engine.add(request)
+        with pytest.raises(ArgumentError):
+            self.engine.add(Request(-1, [1] * (LONGEST_PROMPT + MOST_NEW), 1))
+        assert self.snapshot() == before
+
+    @precondition(lambda self: self.since_drain >= 10)
+    @rule()
+    def drain(self) -> None:
+        """Everybody is served; then every answer is looked at. Not all the time: most happens while many are here."""
+        for _ in range(1_000):
+            if self.engine.busy:
+                self.one_step()
+        nothing_left(self.engine)
+        self.compare()
+        self.since_drain = 0
+
+    # What must be so
+
+    @invariant()
+    def nothing_is_broken(self) -> None:
+        """Every law, and no answer that was told a client is taken back."""
+        engine = self.engine
+        with self.runtime.use(engine._stream):
+            whole(engine)
+        assert self.runtime.counters.forced_syncs == 0
+        assert engine.in_flight_depth_max <= 1 + engine.settings.overlap
+        for request, told in self.told.items():
+            assert request.output[: len(told)] == told
+            told.extend(request.output[len(told) :])
+
+    def teardown(self) -> None:
+        """Whatever the example did not get to is served now."""
+        try:
+            if sys.exc_info()[0] is None and hasattr(self, "engine"):
+                self.drain()
+                for state in +self.states:
+                    event(state)
+                REACHED.update(self.states)
+        finally:
+            self.windows.close()
+
+    # Helpers
+
+    def of(self, state: str) -> list[Request]:
+        return [one for one in self.requests if one.state == state]
+
+    @property
+    def crowd(self) -> int:
+        return len(self.of("waiting")) + len(self.of("running"))
+
+    def one_step(self) -> None:
+        engine, scheduler = self.engine, self.engine.scheduler
+        running = [one for one in scheduler.batch.requests if one.state == "running"]
+        waits = {one for one in running if one.in_flight}
+        guesses, retractions = engine.accepted_drafts, scheduler.retractions
+        self.since_drain += 1
+        last = scheduler.last_step
+        self.pending = None if last is None or last.query() else last
+        engine.step()
+        self.pending = None
+        back = [one for one in running if one in scheduler.waiting]
+        self.reach("right guess", engine.accepted_drafts > guesses)
+        self.reach("retraction", scheduler.retractions > retractions)
+        self.reach("prebuilt request retracted", self.prebuilt.intersection(back))
+        self.reach("retracted while a step is in flight", waits.intersection(back))
+
+    def snapshot(self) -> tuple[object, ...]:
+        scheduler = self.engine.scheduler
+        return (
+            [(one.state, list(one.output), one.in_flight) for one in self.requests],
+            scheduler.batch.version,
+            list(scheduler.waiting),
+            scheduler.slots.stats,
+            scheduler.pages.stats,
+            self.engine.steps,
+        )
+
+    def compare(self) -> None:
+        """Finished requests have the answer of transformers; aborted ones the beginning of it."""
+        answers = KNOWN.setdefault(self.model, {})
+        new = list({tuple(one.prompt) for one in self.requests} - answers.keys())
+        answers.update(zip(new, generate(self.model, new, [MOST_NEW] * len(new), eos_token_ids=()), strict=True))
+        for request in self.requests:
+            answer = answers[tuple(request.prompt)][: request.max_new_tokens]
+            ends = [place + 1 for place, token in enumerate(answer) if token in self.eos]
+            answer = answer[: min(ends, default=None)]
+            self.reach("answer ended by EOS", ends and request.state == "finished")
+            if request.state == "finished":
+                assert request.output == answer
+            else:
+                assert request.state == "aborted"
+                assert request.output == answer[: len(request.output)]
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """One thread for torch."""
+    with one_thread():
+        yield
+
+
+def test_engine_serves_whatever_happens(device: str) -> None:
+    """Whatever the settings, the clients and the device do, every law holds, and every token is the right one."""
+    REACHED.clear()
+    run_state_machine_as_test(
+        lambda: EngineMachine(device),  # type: ignore[arg-type]  # anything that makes a machine does
+        settings=settings(
+            max_examples=EXAMPLES,
+            stateful_step_count=30,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    missed = [state for state in STATES if not REACHED[state]]
+    assert not missed, f"never reached: {missed}"
