@@ -370,7 +370,7 @@ def test_refusals_change_nothing(rt: Runtime, model: Model, overlap: bool) -> No
         (lambda: engine.add(Request(second.number, [5], 1)), f"request {second.number} is here already"),
         (lambda: engine.add(Request(second.number, [1, 2, 3], 4, known)), "here already"),
         (lambda: engine.add(long), "50 tokens and 15 new ones"),
-        (lambda: engine.add(Request(91, [], 1)), "request 91: ids of"),
+        (lambda: engine.add(Request(91, [], 1)), "request 91: a prompt of 0 ids"),
         (lambda: engine.add(Request(94, [1, 256], 1)), "request 94: ids of"),
         (lambda: engine.add(Request(95, [1, -1], 1)), "request 95: ids of"),
         (lambda: engine.add(Request(96, [1] * 4, 4, known)), "KV that is not of this model and prompt"),
