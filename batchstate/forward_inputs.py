@@ -18,7 +18,7 @@ from batchstate.forward_plan import ForwardPlan
 from batchstate.indices import Slots
 from batchstate.runtime import Runtime
 from batchstate.tables import Table
-from batchstate.values.device_ops import add, put_rows
+from batchstate.values.device_ops import put_rows
 from batchstate.violations import Where
 
 
@@ -162,26 +162,40 @@ class ForwardInputs:
         launch, width = sources.runtime.launch, sources.width
         if levels.full and not sources.runtime.checks_stand_aside():
             self._check_bounds(lengths, sources)
-        true_lens = launch(
-            _with_query, lengths, width, self.kv_lens.dtype, reads=(lengths,), name="true KV lengths", operations=2
-        )
-        positions = launch(_positions, lengths, width, reads=(lengths,), name="true positions", operations=2)
-        changes = [(self.kv_lens, true_lens, "relay_rows"), (self.positions, positions, "relay_tokens")]
+        positions = lengths
+        if width > 1 or lengths.dtype != torch.int64:
+            positions = launch(_positions, lengths, width, reads=(lengths,), name="true positions", operations=2)
+        mapping = None
         if self.slot_mapping is not None and sources.token_table is not None:
-            table = sources.token_table.device
+            table, reads = sources.token_table.device, (positions, slots)
             mapping = launch(
-                _looked_up, table, slots, positions, width, reads=(table, slots), name="true slot mapping", operations=2
+                _looked_up,
+                table,
+                slots,
+                positions,
+                width,
+                reads=(table, *reads),
+                name="true slot mapping",
+                operations=2,
             )
-            changes.append((self.slot_mapping, mapping, "relay_tokens"))
-        for target, values, places in changes:
-            if self.plan.direct:
-                launch(target.copy_, values, reads=(values,), writes=(target,), name="set right")
-            else:
-                index = uploaded[places]
-                launch(put_rows, target, index, values, reads=(index, values), writes=(target,), name="set right")
+        if self.plan.direct:  # all rows and nothing else: the true ones take the places of what was planned
+            lens = self.kv_lens
+            launch(_with_query, lengths, width, lens, reads=(lengths,), writes=(lens,), name="true KV lengths")
+            self.positions, self.slot_mapping = positions, mapping
+        else:
+            lens = torch.empty_like(lengths, dtype=self.kv_lens.dtype)
+            launch(_with_query, lengths, width, lens, reads=(lengths,), writes=(lens,), name="true KV lengths")
+            self._put(self.kv_lens, lens, uploaded["relay_rows"], launch)
+            self._put(self.positions, positions, uploaded["relay_tokens"], launch)
+            if self.slot_mapping is not None and mapping is not None:
+                self._put(self.slot_mapping, mapping, uploaded["relay_tokens"], launch)
         if self.kv_start_loc is not None:
             starts, lens = self.kv_start_loc, self.kv_lens
             launch(_ends, starts, lens, reads=(lens,), writes=(starts,), name="true KV starts")
+
+    @staticmethod
+    def _put(target: torch.Tensor, values: torch.Tensor, places: torch.Tensor, launch: Callable[..., None]) -> None:
+        launch(put_rows, target, places, values, reads=(places, values), writes=(target,), name="set right")
 
     def _check_bounds(self, lengths: torch.Tensor, sources: Sources) -> None:
         """The host's bounds are bounds, by which pages were allocated, and the column's device side is the truth."""
@@ -247,8 +261,9 @@ def _end_to_end(parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([part.reshape(part.shape[0], -1) for part in parts], dim=1).reshape(-1)
 
 
-def _with_query(lengths: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
-    return add(lengths, width).to(dtype)
+def _with_query(lengths: torch.Tensor, width: int, result: torch.Tensor) -> None:
+    """Lengths after a step, into `result` of any integer dtype. One kernel."""
+    torch.add(lengths, width, out=result)
 
 
 def _positions(lengths: torch.Tensor, width: int) -> torch.Tensor:

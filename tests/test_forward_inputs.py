@@ -836,3 +836,32 @@ def test_odd_arguments_of_a_plan_are_typed_errors(rt: Runtime, world: World) -> 
         ForwardPlan.of(slots, [3], pages=5)  # type: ignore[arg-type]
     with pytest.raises(ValueOverflowError):
         ForwardPlan.of(slots, [3], pad_tokens=2**31 + 10)
+
+
+@pytest.mark.parametrize(
+    ("width", "padding", "prompt", "copies", "launches"),
+    [(1, 0, False, 0, 5), (3, 0, False, 0, 9), (1, 1, False, 0, 9), (3, 1, False, 0, 13), (3, 0, True, 1, 13)],
+)
+def test_what_true_lengths_cost(
+    rt: Runtime, world: World, width: int, padding: int, prompt: bool, copies: int, launches: int
+) -> None:
+    """True lengths from the relay, with the places of the tokens: decodes and verifies, padded or with prompts."""
+    slots = world.take([9, 9, 9])
+    world.seed(slots)
+    world.relay.discard(slots, "lens")
+    world.relay.seed(slots, lens=[4, 5, 9 - width])
+    true = rt.upload([np.array([4 + width, 5 + width, 9])]).view(0)
+    lens = MirroredTensor.from_pair(rt, [9, 9, 9], true, contract="upper_bound")
+    batch = Running.build(rt, slots=slots, seq_lens=lens).pad(3 + padding)
+    ids = [None, None, list(range(width)) if prompt else None]
+    plan = ForwardPlan.of(
+        batch.slots, batch.seq_lens, width, prompt_ids=ids, pages=world.pages, pad_tokens=(3 + padding) * width
+    )
+    uploaded = batch.upload(extras=plan.extras)
+    fields = ("last_token", "drafts")[: 1 if width == 1 else 2]
+    before = rt.counters.snapshot()
+    inputs = world.relay.resolve_forward_inputs(plan, uploaded, ids=fields, lengths="lens", token_table=world.table)
+    spent = rt.counters - before
+    assert (spent.host_to_device_copies, spent.device_operations) == (copies, launches)
+    assert values(rt, inputs.kv_lens) == [4 + width, 5 + width, 9] + [0] * padding
+    assert values(rt, inputs.positions)[: 2 * width] == [*range(4, 4 + width), *range(5, 5 + width)]
