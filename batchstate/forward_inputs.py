@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import final
 
 import attrs
+import numpy as np
 import torch
 
 from batchstate import invariants, levels
@@ -145,6 +146,7 @@ class ForwardInputs:
         if plan.bounded and sources.lengths is not None:
             inputs._set_right(uploaded, sources.gather(relayed, sources.lengths), relayed.device, sources)
         if levels.full and not runtime.checks_stand_aside():
+            inputs._check_places(runtime)
             invariants.sentinel_escaped(
                 runtime.inspect(inputs.input_ids),
                 object=plan,
@@ -196,6 +198,23 @@ class ForwardInputs:
     @staticmethod
     def _put(target: torch.Tensor, values: torch.Tensor, places: torch.Tensor, launch: Callable[..., None]) -> None:
         launch(put_rows, target, places, values, reads=(places, values), writes=(target,), name="set right")
+
+    def _check_places(self, runtime: Runtime) -> None:
+        """The token table says of each token what the pages say: every `extension.entry()` has crossed."""
+        pages = self.plan.pages
+        if pages is None or pages.token_table is None or not self.plan.num_reqs:
+            return
+        table, expected = pages.token_table, self.plan.places()
+        rows = table.device.index_select(0, self.slots[: self.plan.num_reqs])
+        found = runtime.inspect(rows)[:, : expected.shape[1]].astype(expected.dtype)
+        invariants.mirror_equal(
+            expected,
+            np.where(np.arange(expected.shape[1]) < self.plan.seq_lens[:, None], found, 0),
+            object=table,
+            operation="resolve_forward_inputs",
+            column="tokens of the pages",
+            step=runtime.step,
+        )
 
     def _check_bounds(self, lengths: torch.Tensor, sources: Sources) -> None:
         """The host's bounds are bounds, by which pages were allocated, and the column's device side is the truth."""

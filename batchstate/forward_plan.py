@@ -215,6 +215,19 @@ class ForwardPlan:
         if levels.cheap and self._pages is not None:
             self._pages_of(self._pages)
 
+    @property
+    def pages(self) -> PagePool | None:
+        """The pool that the KV of the requests lies in."""
+        return self._pages
+
+    def places(self) -> Ints:
+        """Where each token of each request lies, int64[num_reqs, max_kv_len]; 0 behind its tokens. For checks."""
+        if self._pages is None:
+            return np.zeros((self.num_reqs, 0), dtype=np.int64)
+        size, positions = self._pages.page_size, np.arange(self.max_kv_len)
+        places = self._pages_of(self._pages)[:, positions // size] * np.int64(size) + positions % size
+        return np.where(positions < self.seq_lens[:, None], places, 0)
+
     def relay_tokens(self) -> Ints:
         """Places of the relay's ids among the tokens, int64, request by request."""
         starts = np.cumsum(self.query_lens) - self.query_lens

@@ -865,3 +865,18 @@ def test_what_true_lengths_cost(
     assert (spent.host_to_device_copies, spent.device_operations) == (copies, launches)
     assert values(rt, inputs.kv_lens) == [4 + width, 5 + width, 9] + [0] * padding
     assert values(rt, inputs.positions)[: 2 * width] == [*range(4, 4 + width), *range(5, 5 + width)]
+
+
+@pytest.mark.usefixtures("full")
+def test_places_that_never_crossed_are_found(rt: Runtime, world: World) -> None:
+    """A forgotten `extension.entry()` is MIRROR_EQUAL at full, naming the table; with it the plan is served."""
+    slots = world.take([5])
+    batch = Running.build(rt, slots=slots, seq_lens=[7])
+    extension = world.pages.advance(slots, 2)
+    plan = ForwardPlan.of(batch.slots, batch.seq_lens, 2, prompt_ids=[[8, 9]], pages=world.pages)
+    uploaded = batch.upload(extras=plan.extras)
+    violation = refused(Code.MIRROR_EQUAL, lambda: world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token"))
+    assert "req_to_token" in str(violation.object)
+    plan = ForwardPlan.of(batch.slots, batch.seq_lens, 2, prompt_ids=[[8, 9]], pages=world.pages)
+    uploaded = batch.upload(writes=[extension.entry()], extras=plan.extras)
+    world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token")

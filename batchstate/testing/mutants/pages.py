@@ -1,13 +1,15 @@
-"""A KV page with fewer, more or other owners than the books say."""
+"""A KV page with fewer, more or other owners than the books say, or found elsewhere than they say."""
 
 import numpy as np
 
 from batchstate.indices import Slots
+from batchstate.ownership.extension import Extension
 from batchstate.ownership.fence_queue import Ints
 from batchstate.ownership.page_references import PageReferences
 from batchstate.ownership.page_rows import PageRows
 from batchstate.pages import PageLease, PagePool
 from batchstate.runtime import Fence
+from batchstate.tables import Table, TableWrite
 from batchstate.testing.mutants.registry import Patch, mutant
 from batchstate.violations import Code
 
@@ -138,3 +140,14 @@ def row_freed_without_pages(patch: Patch) -> None:
         self.verify()
 
     patch(PagePool, "release_requests", release_requests)
+
+
+@mutant(Code.MIRROR_EQUAL, machine="future_map", origin="lmdeploy#4569, sglang #26376")
+def places_never_cross(patch: Patch) -> None:
+    """The places of new tokens stay on the host, and the forward reads those that a former owner left in the table."""
+
+    def entry(self: Extension, table: Table | None = None) -> TableWrite:
+        write: TableWrite = original(self, table)
+        return TableWrite(write.table, write.index[:0], write.values[:0], write.owners)
+
+    original = patch(Extension, "entry", entry)
