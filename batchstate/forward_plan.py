@@ -16,15 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from batchstate import invariants, levels
-from batchstate.contracts import Contract
-from batchstate.errors import ArgumentError, ContractError, DtypeError, ShapeError
+from batchstate.errors import ArgumentError, ContractError, DtypeError
+from batchstate.forwarding import given
 from batchstate.forwarding.layouts import LAYOUTS, check_layouts
 from batchstate.forwarding.ragged import Ragged, padded
 from batchstate.indices import Slots
 from batchstate.mirror import MirroredTensor
 from batchstate.pages import PagePool
-from batchstate.values.host_arrays import as_array, check_range, converted, count
-from batchstate.values.integers import amounts
+from batchstate.values.host_arrays import check_range, count
 from batchstate.violations import Where
 
 Ints = npt.NDArray[np.int64]
@@ -138,19 +137,19 @@ class ForwardPlan:
         names = check_layouts(layouts, what)
         if pages is not None and not isinstance(pages, PagePool):
             raise ArgumentError(f"{what}: pages are {type(pages).__name__}", value=pages, remedy="pass a PagePool")
-        num_reqs = _live(slots)
+        num_reqs = given.num_live(slots)
         where: Where = {"object": what, "operation": "plan", "step": slots.runtime.step}
         invariants.slot_zero_allocated(slots.np[:num_reqs], **where)
-        lens, bounds = _lengths(seq_lens, num_reqs, len(slots), what)
-        queries = _per_request(query_lens, num_reqs, len(slots), f"{what}: query_lens")
-        _check_queries(queries, lens, what)
+        lens, bounds = given.lengths(seq_lens, num_reqs, len(slots), what)
+        queries = given.per_request(query_lens, num_reqs, len(slots), f"{what}: query_lens")
+        given.check_queries(queries, lens, what)
         tokens = Ragged.of(lens, queries)
         num_tokens = int(tokens.starts[-1])
         padded_tokens = num_tokens if pad_tokens is None else count(pad_tokens, f"{what}: pad_tokens", least=num_tokens)
         check_range(0, padded_tokens, np.dtype(np.int32), f"{what}: pad_tokens")
-        given = _given_ids(prompt_ids, queries, len(slots), what)
-        relay_rows = np.flatnonzero([ids is None and query > 0 for ids, query in zip(given, queries, strict=True)])
-        sample_rows = _sampling(samples, queries, len(slots), what)
+        known = given.known_ids(prompt_ids, queries, len(slots), what)
+        relay_rows = np.flatnonzero([ids is None and query > 0 for ids, query in zip(known, queries, strict=True)])
+        sample_rows = given.sample_rows(samples, queries, len(slots), what)
         plan = cls(
             slots=slots,
             num_reqs=num_reqs,
@@ -160,16 +159,16 @@ class ForwardPlan:
             seq_lens=lens,
             bounds=bounds if len(relay_rows) else None,
             relay_rows=relay_rows,
-            relayed=_handles(slots, relay_rows),
+            relayed=given.handles_of(slots, relay_rows),
             sample_rows=sample_rows,
-            sampling=slots if len(sample_rows) == num_reqs else _handles(slots, sample_rows),
+            sampling=slots if len(sample_rows) == num_reqs else given.handles_of(slots, sample_rows),
             prompt_ids=None,
             extras={},
             step=slots.runtime.step,
             pages=pages,
         )
-        if any(ids is not None and len(ids) for ids in given):
-            plan.prompt_ids = plan._laid_out(given, tokens, where)
+        if any(ids is not None and len(ids) for ids in known):
+            plan.prompt_ids = plan._laid_out(known, tokens, where)
         plan.extras = plan._arrays(tokens, pages, names)
         return plan
 
@@ -233,13 +232,13 @@ class ForwardPlan:
         starts = np.cumsum(self.query_lens) - self.query_lens
         return Ragged.of((starts + self.query_lens)[self.relay_rows], self.query_lens[self.relay_rows]).positions
 
-    def _laid_out(self, given: Sequence[Ints | None], tokens: Ragged, where: Where) -> Ints:
+    def _laid_out(self, known: Sequence[Ints | None], tokens: Ragged, where: Where) -> Ints:
         """The ids that the host knows, at their places; 0 where the relay puts in, and behind the tokens."""
         ids = np.full(self.num_padded_tokens, _STAND_IN, dtype=np.int64)
         ids[self.num_tokens :] = 0
-        for row, known in enumerate(given):
-            if known is not None:
-                ids[tokens.starts[row] : tokens.starts[row + 1]] = known
+        for row, one in enumerate(known):
+            if one is not None:
+                ids[tokens.starts[row] : tokens.starts[row + 1]] = one
         ids[self.relay_tokens()] = 0
         if levels.cheap:
             column: Where = {**where, "column": "input_ids"}
@@ -298,7 +297,7 @@ class ForwardPlan:
 
     def _pages_of(self, pages: PagePool) -> npt.NDArray[np.int32]:
         """The pages of each request, int32[num_reqs, most pages of a request]."""
-        live = self.slots if self.num_rows == self.num_reqs else _handles(self.slots, np.arange(self.num_reqs))
+        live = self.slots if self.num_rows == self.num_reqs else given.handles_of(self.slots, np.arange(self.num_reqs))
         allocated = pages.allocated(live)
         short = np.flatnonzero(allocated < self.seq_lens)
         if short.size:
@@ -309,97 +308,3 @@ class ForwardPlan:
                 remedy="grow the pages first (`pages.extend` or `pages.advance`)",
             )
         return pages.page_table[live.np]
-
-
-def _handles(slots: Slots, rows: Ints) -> Slots:
-    """The handles in some rows, without a device side of their own."""
-    if len(rows) == len(slots):
-        return slots
-    return Slots.of_pool(slots.runtime, slots.np[rows], slots.generations[rows], pool=slots.pool, name=slots.name)
-
-
-def _live(slots: Slots) -> int:
-    """Rows before the padding at the end."""
-    used = np.flatnonzero(slots.np)
-    return int(used[-1]) + 1 if used.size else 0
-
-
-def _lengths(seq_lens: object, num_reqs: int, num_rows: int, what: str) -> tuple[Ints, MirroredTensor | None]:
-    """Lengths int64[num_reqs], and the column if they are bounds."""
-    if isinstance(seq_lens, MirroredTensor) and seq_lens.unit is None and seq_lens.contract is Contract.UPPER_BOUND:
-        return _per_request(seq_lens.np, num_reqs, num_rows, f"{what}: seq_lens"), seq_lens
-    return _per_request(as_array(seq_lens, f"{what}: seq_lens"), num_reqs, num_rows, f"{what}: seq_lens"), None
-
-
-def _per_request(numbers: object, num_reqs: int, num_rows: int, what: str) -> Ints:
-    """One number a request, int64[num_reqs]; those of padded rows are dropped."""
-    array = as_array(numbers, what)
-    rows = num_rows if array.ndim == 1 and array.shape[0] == num_rows else num_reqs
-    given = amounts(array, rows, what)
-    return np.full(num_reqs, given, dtype=np.int64) if given.ndim == 0 else given[:num_reqs]
-
-
-def _check_queries(queries: Ints, lens: Ints, what: str) -> None:
-    check_range(0, max(int(lens.max(initial=0)), int(queries.sum())), np.dtype(np.int32), f"{what}: tokens")
-    wrong = np.flatnonzero((queries < 0) | (queries > lens))
-    if wrong.size:
-        row = int(wrong[0])
-        raise ArgumentError(
-            f"{what}: row {row} puts in {queries[row]} tokens of {lens[row]}",
-            value=int(queries[row]),
-            remedy="seq_lens counts the tokens of this step too; a request puts in 0 to seq_len of them",
-        )
-
-
-def _given_ids(prompt_ids: object, queries: Ints, num_rows: int, what: str) -> list[Ints | None]:
-    """The ids that the host knows, for each request; None where the relay has them."""
-    num_reqs = len(queries)
-    if prompt_ids is None:
-        return [None] * num_reqs
-    if isinstance(prompt_ids, list | tuple) and len(prompt_ids) == num_rows:
-        prompt_ids = prompt_ids[:num_reqs]
-    if not isinstance(prompt_ids, list | tuple) or len(prompt_ids) != num_reqs:
-        size = len(prompt_ids) if isinstance(prompt_ids, list | tuple) else type(prompt_ids).__name__
-        raise ShapeError(
-            f"{what}: prompt_ids of {size} for {num_reqs} requests",
-            value=size,
-            remedy="pass a list with the ids of each request, and None for those that the relay feeds",
-        )
-    given: list[Ints | None] = []
-    for row, ids in enumerate(prompt_ids):
-        array = None if ids is None else converted(ids, np.dtype(np.int64), f"{what}: prompt_ids of row {row}")
-        if array is not None and array.ndim != 1:
-            raise ShapeError(
-                f"{what}: prompt_ids of row {row} are {list(array.shape)}",
-                value=array.shape,
-                remedy="pass one dimension of ids; None where there are none",
-            )
-        if array is not None and len(array) != queries[row]:
-            raise ShapeError(
-                f"{what}: {len(array)} ids for the {queries[row]} tokens of row {row}",
-                value=len(array),
-                remedy="pass exactly the ids of this chunk",
-            )
-        given.append(array)
-    return given
-
-
-def _sampling(samples: object, queries: Ints, num_rows: int, what: str) -> Ints:
-    """Rows that sample, int64[s]; each has a last token."""
-    num_reqs = len(queries)
-    mask = np.ones(num_reqs, dtype=np.bool_) if samples is None else as_array(samples, f"{what}: samples")
-    if mask.shape == (num_rows,):
-        mask = mask[:num_reqs]
-    if mask.shape != (num_reqs,) or (mask.dtype != np.bool_ and mask.size):
-        raise ShapeError(
-            f"{what}: samples are {mask.dtype}{list(mask.shape)}", value=mask.shape, remedy="pass a mask bool[num_reqs]"
-        )
-    rows = np.flatnonzero(mask)
-    without = rows[queries[rows] == 0]
-    if without.size:
-        raise ArgumentError(
-            f"{what}: the request in row {without[0]} samples and puts in no token",
-            value=int(without[0]),
-            remedy="pass samples=query_lens > 0",
-        )
-    return rows
