@@ -55,6 +55,7 @@ class ForwardPlan:
         prompt_ids: int64[num_padded_tokens], ids that the host knows and 0 elsewhere; None if it knows none.
         extras: name -> array, for `batch.upload(extras=...)`.
         step: of the runtime, when it was planned.
+        pages: the pool that the KV of the requests lies in, or None.
     """
 
     slots: Slots
@@ -71,7 +72,7 @@ class ForwardPlan:
     prompt_ids: Ints | None
     extras: Mapping[str, npt.NDArray[Any]]
     step: int
-    _pages: PagePool | None = None
+    pages: PagePool | None = None
     _used: bool = False
 
     def __repr__(self) -> str:
@@ -148,7 +149,10 @@ class ForwardPlan:
         padded_tokens = num_tokens if pad_tokens is None else count(pad_tokens, f"{what}: pad_tokens", least=num_tokens)
         check_range(0, padded_tokens, np.dtype(np.int32), f"{what}: pad_tokens")
         known = given.known_ids(prompt_ids, queries, len(slots), what)
-        relay_rows = np.flatnonzero([ids is None and query > 0 for ids, query in zip(known, queries, strict=True)])
+        fed = queries > 0
+        if prompt_ids is not None:
+            fed &= np.fromiter((ids is None for ids in known), np.bool_, num_reqs)
+        relay_rows = np.flatnonzero(fed)
         sample_rows = given.sample_rows(samples, queries, len(slots), what)
         plan = cls(
             slots=slots,
@@ -169,7 +173,7 @@ class ForwardPlan:
         )
         if any(ids is not None and len(ids) for ids in known):
             plan.prompt_ids = plan._laid_out(known, tokens, where)
-        plan.extras = plan._arrays(tokens, pages, names)
+        plan.extras = plan._arrays(tokens, names)
         return plan
 
     @property
@@ -211,20 +215,15 @@ class ForwardPlan:
         Raises:
             ArgumentError: some were taken back since.
         """
-        if levels.cheap and self._pages is not None:
-            self._pages_of(self._pages)
-
-    @property
-    def pages(self) -> PagePool | None:
-        """The pool that the KV of the requests lies in."""
-        return self._pages
+        if levels.cheap and self.pages is not None:
+            self._check_allocated(self.pages)
 
     def places(self) -> Ints:
         """Where each token of each request lies, int64[num_reqs, max_kv_len]; 0 behind its tokens. For checks."""
-        if self._pages is None:
+        if self.pages is None:
             return np.zeros((self.num_reqs, 0), dtype=np.int64)
-        size, positions = self._pages.page_size, np.arange(self.max_kv_len)
-        places = self._pages_of(self._pages)[:, positions // size] * np.int64(size) + positions % size
+        size, positions = self.pages.page_size, np.arange(self.max_kv_len)
+        places = self._pages_of(self.pages)[:, positions // size] * np.int64(size) + positions % size
         return np.where(positions < self.seq_lens[:, None], places, 0)
 
     def relay_tokens(self) -> Ints:
@@ -245,7 +244,7 @@ class ForwardPlan:
             invariants.sentinel_escaped(ids, **column)
         return ids
 
-    def _arrays(self, tokens: Ragged, pages: PagePool | None, layouts: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
+    def _arrays(self, tokens: Ragged, layouts: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
         size, rows = self.num_padded_tokens, self.num_rows
         last = tokens.starts[1:] - 1
         arrays: dict[str, npt.NDArray[Any]] = {
@@ -258,10 +257,16 @@ class ForwardPlan:
         else:
             arrays["last_token_indices"] = last[self.sample_rows]
             arrays["sample_slots"] = self.sampling.np
-        if pages is not None:
-            arrays["slot_mapping"] = padded(self._slot_mapping(tokens, pages), size, 0, np.int64)
-        if layouts:
-            arrays |= self._page_layouts(layouts, pages)
+        if self.pages is not None:
+            table = self._pages_of(self.pages)
+            arrays["slot_mapping"] = padded(_slot_mapping(tokens, table, self.pages.page_size), size, 0, np.int64)
+            self._check_layouts(layouts)
+            for name in layouts:
+                arrays |= LAYOUTS[name](table, self.seq_lens, self.pages.page_size, rows)
+        elif layouts:
+            raise ArgumentError(
+                f"ForwardPlan: layouts {list(layouts)} without pages", value=layouts, remedy="pass pages=PagePool"
+            )
         if self.prompt_ids is None and not self.direct:
             arrays["input_ids"] = np.zeros(size, dtype=np.int64)  # where the relay puts in, and padding
         if len(self.relay_rows) and not self.direct:
@@ -271,32 +276,20 @@ class ForwardPlan:
                 arrays["relay_rows"] = self.relay_rows
         return arrays
 
-    def _slot_mapping(self, tokens: Ragged, pages: PagePool) -> Ints:
-        """Where the KV of each token goes, int64[num_tokens]."""
-        table = self._pages_of(pages)
-        size = pages.page_size
-        mapping: Ints = table[tokens.rows, tokens.positions // size] * np.int64(size) + tokens.positions % size
-        return mapping
-
-    def _page_layouts(self, layouts: Sequence[str], pages: PagePool | None) -> dict[str, npt.NDArray[np.int32]]:
-        if pages is None:
-            raise ArgumentError(
-                f"ForwardPlan: layouts {list(layouts)} without pages", value=layouts, remedy="pass pages=PagePool"
-            )
+    def _check_layouts(self, layouts: Sequence[str]) -> None:
         if self.bounded and "flashinfer" in layouts:
             raise ContractError(
                 "ForwardPlan: layout 'flashinfer' of bounded lengths",
                 value="upper_bound",
                 remedy="resolve the lengths first: flashinfer counts pages on the host; or use 'flash_attention'",
             )
-        table = self._pages_of(pages)
-        arrays: dict[str, npt.NDArray[np.int32]] = {}
-        for name in layouts:
-            arrays |= LAYOUTS[name](table, self.seq_lens, pages.page_size, self.num_rows)
-        return arrays
 
     def _pages_of(self, pages: PagePool) -> npt.NDArray[np.int32]:
         """The pages of each request, int32[num_reqs, most pages of a request]."""
+        self._check_allocated(pages)
+        return pages.page_table[self.slots.np[: self.num_reqs]]
+
+    def _check_allocated(self, pages: PagePool) -> None:
         live = self.slots if self.num_rows == self.num_reqs else given.handles_of(self.slots, np.arange(self.num_reqs))
         allocated = pages.allocated(live)
         short = np.flatnonzero(allocated < self.seq_lens)
@@ -307,4 +300,10 @@ class ForwardPlan:
                 value=int(self.seq_lens[row]),
                 remedy="grow the pages first (`pages.extend` or `pages.advance`)",
             )
-        return pages.page_table[live.np]
+
+
+def _slot_mapping(tokens: Ragged, table: npt.NDArray[np.int32], page_size: int) -> Ints:
+    """Where the KV of each token goes, int64[num_tokens]; `table` int32[num_reqs, m] has the pages of each request."""
+    pages = table[tokens.rows, tokens.positions // page_size]
+    mapping: Ints = pages * np.int64(page_size) + tokens.positions % page_size
+    return mapping

@@ -192,9 +192,7 @@ class FutureMap:
         for name in values:
             self._ledger.field(name, operation)
         self._refuse_capture(operation)
-        live = self._live(slots, operation)
-        self.slots.rows_of(live, f"{self.name}: {operation}", unique=True)
-        return live, len(slots)
+        return self._owned(slots, operation), len(slots)
 
     def _write(self, live: Slots, index: torch.Tensor, values: Mapping[str, torch.Tensor], operation: str) -> None:
         """Scatters, records the publish's own fence, and notes it; `index` and `values` are safe on this stream."""

@@ -69,9 +69,7 @@ class Prefetched(Mapping[str, MirroredTensor]):
             Violation: FUTURE_ORDER, SENTINEL_ESCAPED, STAGING_REUSED, at `cheap`.
         """
         if self._values is None:
-            what = f"{self._download.name}: resolve"
-            self._runtime.check_owner(what)
-            self._runtime._refuse_capture(what)
+            self._runtime.check_owner(f"{self._download.name}: resolve")
             arrays = self._download.resolve()
             if levels.cheap:
                 self._check_order()

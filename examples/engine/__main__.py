@@ -4,11 +4,15 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from batchstate.cli import options
 from batchstate.cli.progress import progress
 from batchstate.cli.tables import Row, Section, show
 from batchstate.levels import Level
+
+if TYPE_CHECKING:
+    from examples.engine.serving import ServingReport
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -61,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
                     Row(
                         "requests that differ",
                         f"{report.mismatches:,}",
-                        "every token equals that of model.generate" if report.clean else "from model.generate",
+                        _compared(report),
                         report.mismatches > 0,
                     ),
                     Row("retractions", f"{report.retractions:,}", "requests that gave their pages back and came again"),
@@ -98,6 +102,12 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"\n{report.broken}", file=sys.stderr)
     options.write_json(args.json, report.as_dict())
     return 0 if report.clean else 1
+
+
+def _compared(report: "ServingReport") -> str:
+    if report.violations:
+        return "not compared: a violation ended the run"
+    return "from model.generate" if report.mismatches else "every token equals that of model.generate"
 
 
 def _failed(message: str) -> int:
