@@ -30,8 +30,8 @@ class ServingReport:
         mode: `overlapped` or `synchronous`, with `mixed` and `speculative` where they apply.
         device, model: what ran.
         requests, tokens: served, and generated.
-        mismatches: requests whose tokens differ from those of `model.generate`; 0 where a violation ended the run, after
-            which nothing is compared.
+        mismatches: requests whose tokens differ from those of `model.generate`; 0 where a violation ended the run, and
+            nothing was compared.
         steps: launched.
         retractions: times a request gave its pages back and was resumed.
         prebuilt: requests that arrived with their KV.
