@@ -37,7 +37,7 @@ from batchstate.laws.slots import (
     slot_zero_dirty,
     table_capacity,
 )
-from batchstate.laws.steps import hidden_sync, staging_overrun, staging_reused
+from batchstate.laws.steps import hidden_sync, race, staging_overrun, staging_reused
 from batchstate.levels import Level, checks, current_checks, set_checks
 from batchstate.violations import Code, Violation, Where
 
@@ -66,6 +66,7 @@ __all__ = [
     "mirror_stale_read",
     "page_alignment",
     "page_owner",
+    "race",
     "row_count",
     "sentinel_escaped",
     "set_checks",

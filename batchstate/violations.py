@@ -38,6 +38,7 @@ class Code(enum.StrEnum):
     FUTURE_CONSUMED = "FUTURE_CONSUMED"
     FUTURE_GENERATION = "FUTURE_GENERATION"
     FUTURE_ORDER = "FUTURE_ORDER"
+    RACE = "RACE"
 
 
 class Where(TypedDict, total=False):

@@ -88,6 +88,11 @@ CASES: dict[Code, tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = {
         (True, "publish", "gather", "a wait for publish"),
         {"writer": "publish", "reader": "gather", "expected": "a wait for publish"},
     ),
+    Code.RACE: (
+        (False, "a write may pass a read", "a wait for the read"),
+        (True, "a write may pass a read", "a wait for the read"),
+        {"expected": "an order", "actual": "a wait for the read"},
+    ),
 }
 # further ways to break a law, beside the first
 MORE: list[tuple[Code, tuple[Any, ...]]] = [

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="histories that each machine tries (default: %(default)s)",
     )
     options.add_seed(parser, default=None)
-    options.add_device(parser)
+    options.add_device_or_tool(parser)
     options.add_json(parser)
 
 
@@ -58,10 +58,15 @@ def _sections(report: "FuzzReport") -> list[Section]:
 def _row(result: "MachineResult") -> Row:
     found = f"broken: {result.code}" if result.code else ""
     remark = f"{result.steps:,} rules in {result.seconds:.1f} s{'; ' if found else ''}{found}"
-    return Row(result.name, f"{result.examples:,} examples", remark, bool(result.violations))
+    name = f"{result.name}, {result.device}" if result.device.startswith("sim:") else result.name
+    return Row(name, f"{result.examples:,} examples", remark, bool(result.violations))
 
 
 def _show_failures(report: "FuzzReport") -> None:
     for result in report.machines:
         if result.failure is not None:
             print(f"\nmachine {result.name}\n{result.failure}", file=sys.stderr)
+        if result.race is not None:
+            path = f"race-{result.name}.json"
+            result.race.save(path)
+            print(f"\nTo see it:\n    batchstate race {path} --out race.html", file=sys.stderr)

@@ -12,6 +12,16 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
 
 
+def add_device_or_tool(parser: argparse.ArgumentParser) -> None:
+    """`--device D`, where D may be a tool of `batchstate.testing.devices`."""
+    parser.add_argument(
+        "--device",
+        metavar="D",
+        help="cpu, cuda, cuda:1, ...; race or race:cuda, the race detector; sim or sim:SCHEDULER, the simulated device "
+        "(default: cuda where there is one)",
+    )
+
+
 def add_seed(parser: argparse.ArgumentParser, *, default: int | None = 0) -> None:
     """`--seed S`."""
     shown = "" if default is None else f" (default: {default})"

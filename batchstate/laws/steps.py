@@ -1,4 +1,4 @@
-"""Laws of a step: what may wait, how deep steps may overlap, and whose the memory of a transfer is."""
+"""Laws of a step: what may wait, how deep steps may overlap, whose the memory of a transfer is, what comes first."""
 
 from typing import Unpack
 
@@ -72,3 +72,29 @@ def staging_reused(held: int, current: int, **where: Unpack[Where]) -> None:
             expected=f"lending {held}",
             actual=f"lending {current}" if current else "lent to nobody",
         )
+
+
+@law(
+    Code.RACE,
+    asked="test",
+    remedy="let the stream of the second access wait for a fence recorded behind the first",
+    origins=(
+        "sglang #18744",
+        "sglang #26376",
+        "sglang #30471",
+        "sglang #34076",
+        "vllm #24527",
+        "vllm #36013",
+        "vllm #29623",
+    ),
+)
+def race(ordered: bool, problem: str, missing: str, remedy: str | None = None, **where: Unpack[Where]) -> None:
+    """Two accesses to the same memory, one of them a write, are ordered by streams, fences and waits of the host.
+
+    `problem` names both, `missing` the order that is not there. Freeing memory counts as a write of the stream that it
+    was allocated on. Cost: none at run time; the race detector asks. Broken by a missing wait, by a host that refills
+    or reads memory before its copy has run, by slots that change hands too early, by memory handed over unprotected.
+    """
+    made[Code.RACE] += 1
+    if not ordered:
+        broken(Code.RACE, problem, where, expected="an order", actual=missing, remedy=remedy)

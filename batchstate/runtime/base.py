@@ -206,6 +206,7 @@ class Runtime(abc.ABC):
         stream = self.current_stream
         block = self._staging.take(nbytes)
         try:
+            self._host_writes(block, nbytes)
             for array, start in zip(arrays, offsets, strict=True):
                 target = block.bytes[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
                 target[...] = array
@@ -250,7 +251,9 @@ class Runtime(abc.ABC):
             self._landing.give_up(block)
             raise
         self.counters.device_to_host_copies += 1
-        return Download(self._landing, block, done, self.step, stream.key, kinds, name, self._refuse_capture)
+        return Download(
+            self._landing, block, done, self.step, stream.key, kinds, name, self._refuse_capture, self._host_reads
+        )
 
     def read_back(self, tensor: torch.Tensor) -> Array:
         """Brings a device tensor to the host. Waits for the device: counted as a forced sync."""
@@ -360,6 +363,12 @@ class Runtime(abc.ABC):
             )
 
     # For test tools
+
+    def _host_writes(self, block: StagingBlock, nbytes: int) -> None:  # noqa: B027 - nothing to do but for tools
+        """The host is about to fill the first bytes of a block that a copy to the device will read."""
+
+    def _host_reads(self, block: StagingBlock, nbytes: int) -> None:  # noqa: B027
+        """The host is about to read the first bytes of a block that a copy from the device has filled."""
 
     @contextlib.contextmanager
     def observe(self) -> Iterator[list[torch.Tensor]]:

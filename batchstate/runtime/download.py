@@ -37,9 +37,11 @@ class Download:
         kinds: Sequence[tuple[np.dtype[Any], tuple[int, ...]]],
         name: str,
         refuse_capture: Callable[[str], None],
+        host_reads: Callable[[StagingBlock, int], None],
     ) -> None:
         self.done = done
         self._refuse_capture = refuse_capture
+        self._host_reads = host_reads
         self.name = name
         self._staging = staging
         self._block = block
@@ -72,9 +74,10 @@ class Download:
                 invariants.staging_reused(
                     self._lending, self._block.lending, object=self, operation="resolve", step=self._step
                 )
+            sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in self._kinds]
+            self._host_reads(self._block, sum(sizes))
             arrays, start = [], 0
-            for dtype, shape in self._kinds:
-                nbytes = math.prod(shape) * dtype.itemsize
+            for (dtype, shape), nbytes in zip(self._kinds, sizes, strict=True):
                 # Copied as bytes: in the block a number may stand where it is not aligned.
                 arrays.append(self._block.bytes[start : start + nbytes].copy().view(dtype).reshape(shape))
                 start += nbytes

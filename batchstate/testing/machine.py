@@ -16,6 +16,7 @@ from batchstate import levels
 from batchstate.errors import BatchStateError
 from batchstate.invariants import Code, Violation
 from batchstate.runtime import Runtime, Stream
+from batchstate.testing.devices import window_of
 from batchstate.testing.sessions import current_session
 
 Expected = type[BatchStateError] | Code
@@ -83,7 +84,7 @@ class Machine(RuleBasedStateMachine):
     def open(self) -> None:
         """Opens the runtime, and sets checks to the level of the run, by default `full`, for the example."""
         self._windows.enter_context(levels.checks(self.session.level))
-        self.rt = self.open_runtime()
+        self.rt = self._windows.enter_context(window_of(self.open_runtime()))
         self.side = self.rt.stream("side")
 
     def open_runtime(self) -> Runtime:

@@ -18,9 +18,10 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 from batchstate.errors import ArgumentError
 from batchstate.invariants import Violation
 from batchstate.levels import Level, parse_level
-from batchstate.runtime import open_runtime
+from batchstate.testing.devices import devices_of, is_tool, open_device
 from batchstate.testing.machine import DisagreementError, Machine
 from batchstate.testing.machines import MACHINES
+from batchstate.testing.race import Race, RaceReport
 from batchstate.testing.sessions import OpenRuntime, session
 
 __all__ = ["EXAMPLES_FOLDER", "MACHINES", "FuzzReport", "MachineResult", "fuzz", "run_machine"]
@@ -39,6 +40,7 @@ class MachineResult:
 
     Attributes:
         name: of the machine.
+        device: where it ran.
         examples: examples run, until the first failure if there was one.
         steps: rules run in them.
         violations: failures found: 0 or 1, since a run stops at the first.
@@ -46,17 +48,20 @@ class MachineResult:
         failure: the report, the shrunk program and how to replay it; None when all was well.
         code: the invariant that was broken, `MODEL` where only the model knew better, or the name of another error;
             None when all was well.
+        race: the report of a race, to be kept and drawn; None for everything else.
         first_failure: examples run until the first failure, that one included; None when all was well.
         reached: interesting state -> times reached.
     """
 
     name: str
+    device: str
     examples: int
     steps: int
     violations: int
     seconds: float
     failure: str | None
     code: str | None
+    race: RaceReport | None
     first_failure: int | None
     reached: Mapping[str, int]
 
@@ -64,6 +69,7 @@ class MachineResult:
         """The figures, for JSON."""
         return {
             "name": self.name,
+            "device": self.device,
             "examples": self.examples,
             "steps": self.steps,
             "violations": self.violations,
@@ -112,27 +118,30 @@ def run_machine(
     shrink: bool = True,
     database: ExampleDatabase | None = None,
     runtimes: OpenRuntime | None = None,
-    level: str | Level = Level.FULL,
+    level: str | Level | None = None,
     on_example: Callable[[int], None] | None = None,
 ) -> MachineResult:
     """Runs one machine.
 
     Args:
         machine: one of `MACHINES`, or any other `Machine`.
-        device: where it runs.
+        device: where it runs; see `devices.open_device`.
         examples: how many examples to try.
         seed: the same seed tries the same examples.
         derandomize: leave the seed aside and derive the examples from the machine's name.
         steps: rules of one example.
         shrink: look for the shortest program once one fails; without it the first is reported.
         database: failing examples of earlier runs, tried first; new ones are added.
-        runtimes: makes the runtime of each example; by default `open_runtime(device)`.
-        level: of the checks. Below `full` a machine judges only what its rules ask for.
+        runtimes: makes the runtime of each example; by default `open_device(device)`.
+        level: of the checks; by default `full`, and `cheap` on the tools, since checks that read device memory put
+            streams in order. Below `full` a machine judges only what its rules ask for.
         on_example: called after each example with the number run so far.
 
     Raises:
         ArgumentError: no positive number of examples or steps, an unknown device or level.
     """
+    if level is None:
+        level = Level.CHEAP if is_tool(device) else Level.FULL
     level = parse_level(level)  # before anything runs: a wrong one is no failure of the machine
     for name, value in (("examples", examples), ("steps", steps)):
         if value < 1:
@@ -140,8 +149,8 @@ def run_machine(
     if seed < 0:
         raise ArgumentError(f"run_machine: seed is {seed}", value=seed, remedy="pass 0 or more")
     if runtimes is None:
-        open_runtime(device)  # an unknown device is the caller's mistake, not a failure of the machine
-        runtimes = partial(open_runtime, device)
+        open_device(device)  # an unknown device is the caller's mistake, not a failure of the machine
+        runtimes = partial(open_device, device, seed=seed)
     phases = [Phase.reuse, Phase.generate, *([Phase.shrink] if shrink else [])]
     profile = settings(
         max_examples=examples,
@@ -161,12 +170,14 @@ def run_machine(
     seconds = time.perf_counter() - start
     return MachineResult(
         name=machine.NAME,
+        device=device,
         examples=found.examples,
         steps=found.steps,
         violations=0 if error is None else 1,
         seconds=seconds,
         failure=None if error is None else _report(error, machine, seed=seed, examples=examples, device=device),
         code=None if error is None else _code(error),
+        race=error.report if isinstance(error, Race) else None,
         first_failure=None if error is None else found.first_failure,
         reached=found.reach.of(machine.NAME),
     )
@@ -185,7 +196,7 @@ def fuzz(
     """Runs several machines one after the other.
 
     Args:
-        device: where they run.
+        device: where they run; on `sim`, each scheduler takes its part of the examples.
         examples: of each.
         seed: the same seed tries the same examples.
         machines: names out of `MACHINES`; all by default.
@@ -203,19 +214,22 @@ def fuzz(
                 f"unknown machine {name!r}", value=name, remedy=f"use one or several of: {', '.join(MACHINES)}"
             )
     kept = DirectoryBasedExampleDatabase(EXAMPLES_FOLDER) if database is None else database
-    results = []
-    for place, name in enumerate(names):
-        before = place * examples
-        result = run_machine(
-            MACHINES[name],
-            device=device,
-            examples=examples,
-            seed=seed,
-            steps=steps,
-            database=kept,
-            on_example=None if progress is None else partial(_tell, progress, name, before),
-        )
-        results.append(result)
+    results: list[MachineResult] = []
+    done = 0
+    for name in names:
+        for one, part in devices_of(device, examples).items():
+            results.append(
+                run_machine(
+                    MACHINES[name],
+                    device=one,
+                    examples=part,
+                    seed=seed,
+                    steps=steps,
+                    database=kept,
+                    on_example=None if progress is None else partial(_tell, progress, name, done),
+                )
+            )
+            done += part
     return FuzzReport(device, seed, tuple(results))
 
 

@@ -123,12 +123,20 @@ class Scheduler:
 
     def step(self) -> int:
         """Plans and launches one step; says how many requests it runs."""
+        self._next_step()
         self._leave()
         if not self._retract():
             self._admit()
         if len(self.batch):
             self._launch()
         return len(self.batch)
+
+    def _next_step(self) -> None:
+        """A step begins before it is planned: what planning uploads is of this step, and awaited with it."""
+        self._real.append(self.runtime.record())
+        while len(self._real) >= self.runtime.steps_in_flight:
+            self._real.popleft().wait()
+        self.runtime.next_step()
 
     def _leave(self) -> None:
         batch = self.batch
@@ -238,9 +246,6 @@ class Scheduler:
     def _launch(self) -> None:
         while self.steps.depth >= self.depth:
             self.steps.complete()
-        while len(self._real) >= self.runtime.steps_in_flight:
-            self._real.popleft().wait()
-        self.runtime.next_step()
         chunks, left = self._chunks(), self._left()
         batch = self.batch.advance("seq_lens", chunks).advance("num_generated", (chunks == left).astype(np.int64))
         batch = batch.advance("bound_lens", 2)
@@ -253,9 +258,8 @@ class Scheduler:
         self._writes.clear()
         self.launched = batch
         self._forward(batch)
-        self._real.append(self.runtime.record())
         if self.pages.token_table is not None:
-            self.pages.token_table.read_until(self._real[-1])
+            self.pages.token_table.read_until(self.runtime.record())
         self.steps.record()
 
     def _forward(self, batch: Running) -> None:

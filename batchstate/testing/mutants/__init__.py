@@ -6,9 +6,12 @@ The modules of this package are kinds of bugs; a mutant is one function that rep
 
 from batchstate.testing.mutants import (
     drift,
+    host_memory,
     leaks,
+    lifetimes,
     ownership,
     pages,
+    races,
     relay,
     requests,
     reuse,
@@ -29,7 +32,23 @@ from batchstate.testing.mutants.registry import MUTANTS, Mutant
 
 GROUPS = {
     module.__name__.rpartition(".")[2]: (module.__doc__ or "").partition("\n")[0]
-    for module in (drift, sides, reuse, ownership, leaks, slot_zero, pages, states, units, requests, steps, relay)
+    for module in (
+        drift,
+        sides,
+        reuse,
+        ownership,
+        leaks,
+        slot_zero,
+        pages,
+        states,
+        units,
+        requests,
+        steps,
+        relay,
+        races,
+        host_memory,
+        lifetimes,
+    )
 }
 """The kinds of bugs: name of the module -> what they have in common."""
 

@@ -52,6 +52,12 @@ def filter_forgets_device(patch: Patch) -> None:
     _side_forgotten(patch, ("filter",), "device")
 
 
+@mutant(Code.MIRROR_EQUAL, machine="overlap", origin="sglang #18647, vllm #43894", tool="race", planted="e")
+def merge_forgets_device(patch: Patch) -> None:
+    """A filter or a merge in an engine that overlaps moves the host side alone, and forwards go on with other rows."""
+    _side_forgotten(patch, ("filter", "cat"), "device")
+
+
 @mutant(Code.MIRROR_EQUAL, machine="mirrored_tensor", origin="sglang #25944, sglang #26020")
 def filter_forgets_host(patch: Patch) -> None:
     """`filter` moves the rows of the device side alone, and the host plans with the lengths of other requests."""

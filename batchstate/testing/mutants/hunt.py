@@ -163,7 +163,7 @@ def hunt(mutant: Mutant, *, device: str = "cpu", examples: int = EXAMPLES) -> Mu
     with mutant.switched_on():
         result = run_machine(
             MACHINES[mutant.machine],
-            device=device,
+            device=mutant.runs_on(device),
             examples=examples,
             derandomize=True,
             shrink=False,

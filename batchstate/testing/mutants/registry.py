@@ -59,6 +59,8 @@ class Mutant:
         level: of the checks that must find it.
         group: the kind of bug, which is the module it stands in.
         only_on: the type of device that can have the bug; None for all.
+        tool: what its machine runs on to find it: `race`, or None for the device itself.
+        planted: letter of the bug in the list of those that a race checker has to find, or None.
     """
 
     name: str
@@ -69,6 +71,8 @@ class Mutant:
     level: Level
     group: str
     only_on: str | None
+    tool: str | None
+    planted: str | None
     _switch: Switch = attrs.field(repr=False)
 
     @contextlib.contextmanager
@@ -82,13 +86,25 @@ class Mutant:
         """Whether a device of this name (`cpu`, `cuda:1`) can have the bug."""
         return self.only_on in (None, device.partition(":")[0])
 
+    def runs_on(self, device: str) -> str:
+        """Where its machine runs, for a hunt on `device`: there, or under the tool that finds it there."""
+        if self.tool is None:
+            return device
+        return self.tool if device == "cpu" else f"{self.tool}:{device}"
+
 
 MUTANTS: dict[str, Mutant] = {}
 """Every mutant by name. Filled by the modules of this package when they are imported."""
 
 
 def mutant(
-    *killed_by: Code, machine: str, origin: str, level: Level = Level.FULL, only_on: str | None = None
+    *killed_by: Code,
+    machine: str,
+    origin: str,
+    level: Level = Level.FULL,
+    only_on: str | None = None,
+    tool: str | None = None,
+    planted: str | None = None,
 ) -> Callable[[Switch], Mutant]:
     """Registers the function below as a mutant: its name is the mutant's, its docstring the mechanism.
 
@@ -98,6 +114,8 @@ def mutant(
         origin: see `Mutant`.
         level: see `Mutant`.
         only_on: see `Mutant`.
+        tool: see `Mutant`.
+        planted: see `Mutant`.
     """
 
     def register(switch: Switch) -> Mutant:
@@ -114,6 +132,8 @@ def mutant(
             level=level,
             group=switch.__module__.rpartition(".")[2],
             only_on=only_on,
+            tool=tool,
+            planted=planted,
             switch=switch,
         )
         MUTANTS[made.name] = made

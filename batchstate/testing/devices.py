@@ -1,0 +1,67 @@
+"""Names of devices that a test can run on: those of torch, and the tools that stand in for one."""
+
+import contextlib
+from collections.abc import Iterator
+
+from batchstate.errors import ArgumentError
+from batchstate.runtime import Runtime, open_runtime
+
+RACE = "race"
+SIM = "sim"
+
+
+def is_tool(device: str) -> bool:
+    """Whether a name is that of a tool, and not of a device of torch."""
+    return device.partition(":")[0] in (RACE, SIM)
+
+
+def devices_of(device: str, examples: int) -> dict[str, int]:
+    """Where `examples` examples run: on `sim` each scheduler gets its part, elsewhere the device all of them."""
+    if device != SIM:
+        return {device: examples}
+    from batchstate.testing.sim import PORTFOLIO
+
+    each, more = divmod(examples, len(PORTFOLIO))
+    parts = {f"{SIM}:{name}": each + (place < more) for place, name in enumerate(PORTFOLIO)}
+    return {name: part for name, part in parts.items() if part}
+
+
+def open_device(device: str = "cpu", *, steps_in_flight: int = 2, seed: int = 0) -> Runtime:
+    """The runtime of a device by name.
+
+    Args:
+        device: what `open_runtime` takes; `race`, the race detector on a CPU, or `race:cuda` round an accelerator; or
+            `sim`, the simulated device, where `sim:NAME` names its scheduler.
+        steps_in_flight: see `Runtime`.
+        seed: of the scheduler.
+
+    Returns:
+        a fresh runtime. The tools watch inside a `with` window of it; see `window_of`.
+
+    Raises:
+        ArgumentError: no such device, or none here; no such scheduler.
+    """
+    if not isinstance(device, str):
+        raise ArgumentError(f"device {device!r}", value=device, remedy="use 'cpu', 'cuda', 'race' or 'sim'")
+    tool, _, rest = device.partition(":")
+    if tool == RACE:
+        from batchstate.testing.race import RaceRuntime
+
+        return RaceRuntime(open_runtime(rest or "cpu", steps_in_flight=steps_in_flight))
+    if tool == SIM:
+        from batchstate.testing.sim import SimRuntime
+
+        if rest:
+            return SimRuntime(scheduler=rest, seed=seed, steps_in_flight=steps_in_flight)
+        return SimRuntime(seed=seed, steps_in_flight=steps_in_flight)
+    return open_runtime(device, steps_in_flight=steps_in_flight)
+
+
+@contextlib.contextmanager
+def window_of(runtime: Runtime) -> Iterator[Runtime]:
+    """The window in which a tool watches; one that does nothing for a runtime that is no tool."""
+    if isinstance(runtime, contextlib.AbstractContextManager):
+        with runtime:
+            yield runtime
+    else:
+        yield runtime

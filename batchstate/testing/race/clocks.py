@@ -1,0 +1,100 @@
+"""What each stream, and the host, knows to have happened: vector clocks over the events of a run.
+
+Events are numbered in program order. A lane's clock holds, for each lane, the newest event of that lane which is known
+to lie before whatever the lane does next. So an event is ordered before the next operation of a lane exactly if the
+lane's clock has reached its number.
+
+The algorithm is that of vector-clock race detectors (Mattern 1989; FastTrack, Flanagan and Freund 2009), with streams
+in place of threads: a launch orders the host before the operation, a wait for a fence joins what the fence knew.
+"""
+
+from typing import final
+
+from batchstate.testing.race.report import HOST
+
+
+@final
+class Lane:
+    """A stream, or the host.
+
+    Attributes:
+        number: place in all clocks; the host's is 0.
+        name: for reports.
+        seen: lane -> newest of its events known to lie before what comes next here; grows with the lanes.
+        newest: its own newest event, 0 before the first.
+    """
+
+    __slots__ = ("_host_at", "name", "newest", "number", "seen")
+
+    def __init__(self, number: int, name: str) -> None:
+        self.number = number
+        self.name = name
+        self.seen: list[int] = [0] * (number + 1)
+        self.newest = 0
+        self._host_at = -1
+
+    def __repr__(self) -> str:
+        return f"Lane({self.name!r})"
+
+    def knows(self, other: int, event: int) -> bool:
+        """Whether an event of lane `other` is ordered before what comes next here."""
+        seen = self.seen
+        return other < len(seen) and seen[other] >= event
+
+    def join(self, seen: list[int]) -> None:
+        """What comes next here lies behind all that `seen` has reached."""
+        own = self.seen
+        if len(own) < len(seen):
+            own.extend([0] * (len(seen) - len(own)))
+        for lane, event in enumerate(seen):
+            if event > own[lane]:
+                own[lane] = event
+
+
+@final
+class Clocks:
+    """All lanes of a run.
+
+    Attributes:
+        lanes: the host first.
+        now: number of the newest event.
+    """
+
+    def __init__(self) -> None:
+        self.lanes: list[Lane] = [Lane(0, HOST)]
+        self.now = 0
+        self._joins = 0
+
+    @property
+    def host(self) -> Lane:
+        """The lane of the host."""
+        return self.lanes[0]
+
+    def add(self, name: str) -> Lane:
+        """A lane for a new stream. It knows what the host knows when something is launched on it."""
+        lane = Lane(len(self.lanes), name)
+        self.lanes.append(lane)
+        return lane
+
+    def happens(self, lane: Lane) -> int:
+        """Something happens on a lane; returns its number. On a stream it lies behind all that the host knows."""
+        host = self.lanes[0]
+        if lane is not host and lane._host_at != self._joins:
+            lane.join(host.seen)
+            lane._host_at = self._joins
+        self.now += 1
+        lane.seen[lane.number] = lane.newest = self.now
+        if lane is host:
+            self._joins += 1
+        return self.now
+
+    def launch(self, lane: Lane) -> None:
+        """Puts what comes next on a stream behind all that the host knows."""
+        if lane._host_at != self._joins:
+            lane.join(self.lanes[0].seen)
+            lane._host_at = self._joins
+
+    def host_joins(self, seen: list[int]) -> None:
+        """The host has waited for all that `seen` has reached."""
+        self._joins += 1
+        self.lanes[0].join(seen)

@@ -1,0 +1,146 @@
+"""The newest events of a run, kept small, and turned into words only for a report."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import final
+
+from batchstate.testing.race.clocks import Lane
+from batchstate.testing.race.report import Event, EventKind
+from batchstate.testing.watching.memory import Name
+from batchstate.testing.watching.regions import Region
+from batchstate.testing.watching.sites import Site
+
+Used = Sequence[tuple[Name, Region]]
+
+KEPT = 4096
+"""Events whose lines are known: several steps of an engine. An older access is reported without its line."""
+
+SHOWN = 240
+"""Events in a report, at most."""
+
+_MOST_ROWS = 8
+
+
+@final
+class Entry:
+    """One event, as it is kept.
+
+    Attributes:
+        number, lane, kind, name, step, site: as in `report.Event`.
+        reads, writes: memory touched.
+        waits_for: event of the fence, for a wait.
+        hidden: not shown, because it may have been an operation of the host.
+    """
+
+    __slots__ = ("hidden", "kind", "lane", "name", "number", "reads", "site", "step", "waits_for", "writes")
+
+    def __init__(
+        self,
+        number: int,
+        lane: Lane,
+        kind: EventKind,
+        name: str,
+        step: int,
+        site: Site,
+        reads: Used = (),
+        writes: Used = (),
+        waits_for: int | None = None,
+        hidden: bool = False,
+    ) -> None:
+        self.number = number
+        self.lane = lane
+        self.kind = kind
+        self.name = name
+        self.step = step
+        self.site = site
+        self.reads = reads
+        self.writes = writes
+        self.waits_for = waits_for
+        self.hidden = hidden
+
+    def shown(self, oldest: int) -> Event:
+        """The event in words; a fence before event `oldest` is not in the report."""
+        line, caller = self.site
+        waits_for = self.waits_for if self.waits_for is not None and self.waits_for >= oldest else None
+        return Event(
+            number=self.number,
+            lane=self.lane.name,
+            kind=self.kind,
+            name=self.name,
+            step=self.step,
+            site="an unknown line" if line is None else str(line),
+            caller=None if caller is None else str(caller),
+            reads=[described(name, region) for name, region in self.reads],
+            writes=[described(name, region) for name, region in self.writes],
+            waits_for=waits_for,
+        )
+
+
+@final
+class Journal:
+    """The newest `KEPT` events."""
+
+    def __init__(self) -> None:
+        self._entries: deque[Entry] = deque(maxlen=KEPT)
+
+    def note(self, entry: Entry) -> Entry:
+        """Keeps an event; numbers go up by one."""
+        self._entries.append(entry)
+        return entry
+
+    def find(self, number: int) -> Entry | None:
+        """The event, unless it is too old."""
+        entries = self._entries
+        if not entries:
+            return None
+        at = number - entries[0].number
+        return entries[at] if 0 <= at < len(entries) else None
+
+    def fence_behind(self, lane: Lane, event: int) -> Entry | None:
+        """The first fence recorded on a lane behind an event."""
+        for entry in self._entries:
+            if entry.number > event and entry.kind is EventKind.FENCE and entry.lane is lane:
+                return entry
+        return None
+
+    def shown(self, first: int, second: int) -> list[Event]:
+        """The events of a report on two accesses: some before the first, all between, none behind the second."""
+        oldest = max(min(first, second) - 12, second - SHOWN)
+        kept = [one for one in self._entries if one.number == first or oldest <= one.number <= second]
+        kept = [one for one in kept if not one.hidden or one.number in (first, second)]
+        return [one.shown(oldest) for one in kept]
+
+
+def described(name: Name, region: Region) -> str:
+    """The memory and which rows of it, for people."""
+    return f"{name} {rows_of(name, region)}"
+
+
+def rows_of(name: Name, region: Region) -> str:
+    """Which rows, elements or bytes a region is, seen as the tensor that the memory was first seen as."""
+    row = name.itemsize
+    for length in name.shape[1:]:
+        row *= length
+    if not name.shape or not row or region.hi > row * name.shape[0] or (name.kind == "uint8" and len(name.shape) == 1):
+        return _listed("byte", region.intervals())
+    word = "element" if len(name.shape) == 1 else "row"
+    intervals = region.intervals()
+    whole = len(intervals) == 1 and region.lo == 0 and region.hi == row * name.shape[0]
+    if whole:
+        return f"all {name.shape[0]} {word}s"
+    touched: list[tuple[int, int]] = []
+    for lo, hi in intervals:
+        first, last = lo // row, -(-hi // row)
+        if touched and first <= touched[-1][1]:
+            touched[-1] = (touched[-1][0], max(last, touched[-1][1]))
+        else:
+            touched.append((first, last))
+    partly = any(lo % row or hi % row for lo, hi in intervals)
+    return f"{'parts of ' if partly else ''}{_listed(word, touched)}"
+
+
+def _listed(word: str, intervals: Sequence[tuple[int, int]]) -> str:
+    parts = [f"{lo}" if hi - lo == 1 else f"{lo}-{hi - 1}" for lo, hi in intervals[:_MOST_ROWS]]
+    more = len(intervals) - len(parts)
+    many = len(intervals) > 1 or intervals[0][1] - intervals[0][0] > 1
+    return f"{word}{'s' if many else ''} {', '.join(parts)}{f' and {more} more' if more else ''}"

@@ -1,0 +1,207 @@
+"""What a race report says, as plain values: it can be kept in a file, read by a tool and drawn.
+
+Nothing here needs torch, and nothing refers to the process in which the race was found.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Self, final
+
+import attrs
+
+from batchstate.errors import ArgumentError
+
+FORMAT = "batchstate race report 1"
+"""First entry of a report in JSON; the number is raised when a reader has to know better."""
+
+HOST = "host"
+"""Name of the lane of the host; all other lanes are streams."""
+
+
+class RaceKind(StrEnum):
+    """What went wrong between two accesses that nothing orders."""
+
+    READ_AFTER_WRITE = "read after write"
+    WRITE_AFTER_READ = "write after read"
+    WRITE_AFTER_WRITE = "write after write"
+    STAGING_REFILLED = "staging refilled"
+    """The host writes pinned memory that a copy to the device may still read."""
+    HOST_READS_EARLY = "host reads early"
+    """The host reads pinned memory before the copy from the device has run."""
+    HOST_MEMORY_REUSED = "host memory reused"
+    """A copy from the device writes pinned memory that another copy still uses."""
+    FREED_IN_USE = "freed in use"
+    """Memory that a stream may still use is given to somebody else."""
+
+
+class EventKind(StrEnum):
+    """What an event on the timeline is."""
+
+    OPERATION = "operation"
+    COPY_TO_DEVICE = "copy to device"
+    COPY_TO_HOST = "copy to host"
+    FENCE = "fence"
+    WAIT = "wait"
+    """A stream or the host waits for a fence."""
+    HOST_ACCESS = "host access"
+    ALLOCATION = "allocation"
+    FREE = "free"
+
+
+def _strings(values: Iterable[str]) -> tuple[str, ...]:
+    return tuple(values)
+
+
+@final
+@attrs.frozen
+class Event:
+    """One bar on one lane.
+
+    Attributes:
+        number: place in program order, from 1; a report has only the newest of a run.
+        lane: name of a stream, or `HOST`.
+        kind: what it is.
+        name: operation (`index_select`), or a fence's name (`fence 12`).
+        step: the runtime's step.
+        site: source line, `path:line in function`.
+        caller: source line outside the library that led there, or None where that is `site`.
+        reads, writes: memory touched, for people: `tensor 7 int64[9, 4] rows 3, 5`.
+        waits_for: number of the fence's event that a wait is for; None for all other kinds, and where the fence is too
+            old to be in the report.
+    """
+
+    number: int
+    lane: str
+    kind: EventKind = attrs.field(converter=EventKind)
+    name: str
+    step: int
+    site: str
+    caller: str | None = None
+    reads: tuple[str, ...] = attrs.field(default=(), converter=_strings)
+    writes: tuple[str, ...] = attrs.field(default=(), converter=_strings)
+    waits_for: int | None = None
+
+
+def _events(values: Iterable[Event]) -> tuple[Event, ...]:
+    return tuple(values)
+
+
+@final
+@attrs.frozen
+class Access:
+    """One side of a race.
+
+    Attributes:
+        event: number of its event.
+        does: `reads`, `writes`, `frees` or `allocates`.
+        operation: that does it.
+        lane: on which stream, or `HOST`.
+        step: the runtime's step.
+        site, caller: see `Event`.
+        rows: what of the memory it touches.
+    """
+
+    event: int
+    does: str
+    operation: str
+    lane: str
+    step: int
+    site: str
+    caller: str | None
+    rows: str
+
+    def __str__(self) -> str:
+        came = f"\n{'':13}called from {self.caller}" if self.caller else ""
+        where = "the host" if self.lane == HOST else f"stream {self.lane!r}"
+        return f"{self.operation} {self.does} {self.rows} on {where}, step {self.step}\n{'':13}at {self.site}{came}"
+
+
+@final
+@attrs.frozen
+class RaceReport:
+    """Two accesses of which at least one writes, and nothing says which comes first.
+
+    Attributes:
+        kind: what went wrong.
+        problem: it, in a sentence.
+        memory: what both touch: `tensor 7 int64[9, 4], allocated on 'forward' at table.py:40 in make`.
+        rows: what both touch of it.
+        first, second: the accesses, in program order.
+        missing: the edge that is not there, in a sentence.
+        suggestion: what to add, and where.
+        lanes: `HOST` first, then the streams in the order in which they were made.
+        events: the newest before the race, in program order, both accesses among them.
+    """
+
+    kind: RaceKind = attrs.field(converter=RaceKind)
+    problem: str
+    memory: str
+    rows: str
+    first: Access
+    second: Access
+    missing: str
+    suggestion: str
+    lanes: tuple[str, ...] = attrs.field(converter=_strings)
+    events: tuple[Event, ...] = attrs.field(converter=_events, repr=False)
+
+    def __str__(self) -> str:
+        lines = [
+            self.problem,
+            f"  {'memory':<10} {self.memory}",
+            f"  {'both touch':<10} {self.rows}",
+            f"  {'first':<10} {self.first}",
+            f"  {'second':<10} {self.second}",
+            f"  {'missing':<10} {self.missing}",
+            f"  {'remedy':<10} {self.suggestion}",
+        ]
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as plain values, for JSON."""
+        return {"format": FORMAT, **attrs.asdict(self)}
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Self:
+        """The report that `as_dict` gave.
+
+        Raises:
+            ArgumentError: something else.
+        """
+        if not isinstance(values, Mapping) or values.get("format") != FORMAT:
+            found = values.get("format") if isinstance(values, Mapping) else type(values).__name__
+            raise ArgumentError(
+                f"no race report: the format is {found!r}",
+                value=found,
+                remedy=f"pass a file that a race report was saved to (format {FORMAT!r})",
+            )
+        try:
+            fields = {name: value for name, value in values.items() if name != "format"}
+            fields["first"], fields["second"] = Access(**values["first"]), Access(**values["second"])
+            fields["events"] = [Event(**event) for event in values["events"]]
+            return cls(**fields)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"a damaged race report: {error}", value=str(error), remedy="save it again with `RaceReport.save`"
+            ) from None
+
+    def save(self, path: str | Path) -> None:
+        """Writes the report as JSON."""
+        Path(path).write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Reads what `save` wrote.
+
+        Raises:
+            ArgumentError: the file holds no race report.
+            OSError: it cannot be read.
+        """
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ArgumentError(
+                f"{path}: no JSON: {error}", value=str(path), remedy="pass a file that a race report was saved to"
+            ) from None
+        return cls.from_dict(values)

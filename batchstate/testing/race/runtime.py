@@ -1,0 +1,355 @@
+"""`RaceRuntime`: a runtime that finds races, on a CPU or round an accelerator.
+
+Operations run at once, in program order; what is watched is what orders them. So one run says of every pair of accesses
+whether something orders it, and not only what happened to come first this time. Fences are complete when the host has
+waited for them or for something behind them, so that whoever reads too early meets a fence that is not.
+"""
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar, final
+
+import torch
+
+from batchstate.errors import ArgumentError
+from batchstate.runtime import CpuRuntime, Fence, Runtime, Stream
+from batchstate.runtime.base import Array
+from batchstate.runtime.staging import StagingBlock
+from batchstate.testing.race.clocks import Lane
+from batchstate.testing.race.detector import Detector, OnRace
+from batchstate.testing.race.fences import RaceEvent, RaceFence
+from batchstate.testing.race.operations import Operations
+from batchstate.testing.race.report import EventKind, RaceReport
+from batchstate.testing.watching.modes import watching
+from batchstate.testing.watching.regions import of_tensor
+
+T = TypeVar("T")
+
+
+@final
+class RaceRuntime(Runtime):
+    """Watches everything that runs through it, and through torch in a `with` window of it.
+
+    Example:
+        with RaceRuntime() as rt:
+            engine = Engine(rt, ...)
+            engine.run()
+
+    Args:
+        inner: what it runs on: a fresh runtime, used through this one alone. By default the CPU.
+        steps_in_flight: see `Runtime`; where `inner` is given, its own.
+        on_race: `"raise"` the first race as `Race`, before the second access happens, or `"collect"` them in `races`.
+
+    Attributes:
+        in_flight_depth_max: the most steps that were under way at once, as far as the host knew.
+    """
+
+    def __init__(self, inner: Runtime | None = None, *, steps_in_flight: int = 2, on_race: OnRace = "raise") -> None:
+        if on_race not in ("raise", "collect"):
+            raise ArgumentError(f"on_race is {on_race!r}", value=on_race, remedy="use 'raise' or 'collect'")
+        self._inner = CpuRuntime(steps_in_flight=steps_in_flight) if inner is None else inner
+        self._detector = Detector(lambda: self.step, on_race)
+        self._lanes: dict[object, Lane] = {}
+        self._fences = 0
+        self._heads: deque[tuple[int, list[int]]] = deque()
+        self._window: contextlib.ExitStack | None = None
+        self._operations = Operations(self._detector, self._inner.device, self._current_lane, self._lane_of)
+        self.in_flight_depth_max = 0
+        super().__init__(self._inner.device, steps_in_flight=self._inner.steps_in_flight)
+        self._lane_of(self._inner.current_stream)
+
+    def __enter__(self) -> Self:
+        """Begins to watch the operations of this thread."""
+        self.check_owner("with")
+        if self._window is not None:
+            raise ArgumentError("a race runtime was entered twice", value=self, remedy="use one `with` for each")
+        self._window = contextlib.ExitStack()
+        self._window.enter_context(watching(self._operations))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Ends the watching. Copies that are under way have run by then.
+
+        Raises:
+            Race: the source of one of them had changed; not where an error ends the window.
+        """
+        window, self._window = self._window, None
+        if window is not None:
+            window.close()
+        self._note_depth()
+        self._operations.memories.close()
+        if error is None:
+            self._operations.host_memory.close()
+
+    # What was found
+
+    @property
+    def races(self) -> tuple[RaceReport, ...]:
+        """The reports so far, at most one for the same two lines."""
+        return tuple(self._detector.races)
+
+    @property
+    def accesses(self) -> int:
+        """Accesses judged."""
+        return self._detector.accesses
+
+    @property
+    def in_flight_depth(self) -> int:
+        """Steps of which the host does not know that they have run, the present one included."""
+        host = self._detector.clocks.host
+        while self._heads and all(host.knows(lane, event) for lane, event in enumerate(self._heads[0][1]) if lane):
+            self._heads.popleft()
+        lanes = self._detector.clocks.lanes[1:]
+        newest = self._heads[-1][1] if self._heads else []
+        present = any(
+            not host.knows(lane.number, lane.newest)
+            and (lane.number >= len(newest) or lane.newest > newest[lane.number])
+            for lane in lanes
+        )
+        return len(self._heads) + present
+
+    def next_step(self) -> int:
+        """Begins the next step; see `Runtime.next_step`."""
+        self._note_depth()
+        number = super().next_step()
+        heads = [lane.newest for lane in self._detector.clocks.lanes]
+        if not self._heads or heads[1:] != self._heads[-1][1][1:]:
+            self._heads.append((number - 1, heads))
+        return number
+
+    def _note_depth(self) -> None:
+        self.in_flight_depth_max = max(self.in_flight_depth_max, self.in_flight_depth)
+
+    # For tests that model what an engine does itself
+
+    def event(self, name: str = "event") -> RaceEvent:
+        """An event as `torch.cuda.Event` is one: it can be recorded again."""
+        return RaceEvent(name, self.record, lambda fence, stream: self.wait(fence, stream=stream))
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Zeroed host memory that `copy_(non_blocking=True)` uses without the host waiting."""
+        with self._operations.muted():
+            tensor = torch.zeros(shape, dtype=dtype, pin_memory=self.device.type != "cpu")
+        self._operations.pinned(tensor)
+        return tensor
+
+    # Operations
+
+    def launch(
+        self,
+        operation: Callable[..., T],
+        *args: Any,
+        reads: Sequence[torch.Tensor] = (),
+        writes: Sequence[torch.Tensor] = (),
+        name: str = "",
+        operations: int = 1,
+        **kwargs: Any,
+    ) -> T:
+        """Runs a device operation; see `Runtime.launch`. What torch does not show is taken from `reads` and `writes`.
+
+        A slice of a tensor declares its rows.
+
+        Raises:
+            ArgumentError: it declares nothing and touches memory that is watched, or was given some and showed nothing;
+                or it writes what it does not declare.
+            Race: a declared access is not ordered.
+        """
+        called = name or getattr(operation, "__name__", "launch")
+        before, self._operations.seen = self._operations.seen, {}
+        outer, self._operations.launched = self._operations.launched, name or None
+        try:
+            result = super().launch(
+                operation, *args, reads=reads, writes=writes, name=name, operations=operations, **kwargs
+            )
+            seen = self._operations.seen
+        finally:
+            self._operations.seen, self._operations.launched = before, outer
+        if self._window is not None:
+            self._check_declared(called, seen, (*args, *kwargs.values()), reads, writes)
+            self._operations.declared(
+                called,
+                [one for one in reads if self._operations.kept(one) not in seen],
+                [one for one in writes if not seen.get(self._operations.kept(one), False)],
+            )
+        return result
+
+    def _check_declared(
+        self,
+        name: str,
+        seen: dict[Any, bool],
+        given: Sequence[Any],
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+    ) -> None:
+        remedy = "say `reads=` and `writes=`: what a kernel or the replay of a graph touches, nothing else can know"
+        if not reads and not writes:
+            watched = [one for one in given if isinstance(one, torch.Tensor) and self._watched(one)]
+            if seen or watched:
+                raise ArgumentError(
+                    f"the launch of {name!r} declares nothing, and touches or was given memory that is watched",
+                    value=name,
+                    remedy=remedy,
+                )
+        written = {self._operations.kept(one) for one in writes}
+        for kept, writes_it in seen.items():
+            if writes_it and kept not in written:
+                raise ArgumentError(
+                    f"the launch of {name!r} writes {kept}, which it does not declare", value=name, remedy=remedy
+                )
+
+    def _watched(self, tensor: torch.Tensor) -> bool:
+        kept = self._operations.memories.of(tensor)
+        return kept is not None and bool(tensor.numel())
+
+    def inspect(self, tensor: torch.Tensor) -> Array:
+        """Reads device memory for a check: no access, and no order for what comes later. See `Runtime.inspect`."""
+        self._detector.inspected(self._current_lane())
+        with self._operations.muted(), torch._C.DisableTorchFunction():
+            return super().inspect(tensor)
+
+    # What a device implements
+
+    def _pinned(self, nbytes: int) -> torch.Tensor:
+        with self._operations.muted():
+            tensor = self._inner._pinned(nbytes)
+        self._operations.pinned(tensor)
+        return tensor
+
+    def _device_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        with self._operations.muted():
+            tensor = self._inner._device_memory(shape, dtype)
+        entry = self._detector.event(self._current_lane(), EventKind.ALLOCATION, "empty")
+        self._operations.made(tensor, entry)
+        return tensor
+
+    def _copied_to_device(self, block: StagingBlock, nbytes: int) -> torch.Tensor:
+        with self._operations.muted():
+            tensor = self._inner._copied_to_device(block, nbytes)
+        entry = self._detector.event(self._current_lane(), EventKind.ALLOCATION, "upload")
+        self._operations.made(tensor, entry)
+        self._operations.copied_to_device(block.tensor[:nbytes], tensor)
+        return tensor
+
+    def _copied_to_host(self, block: StagingBlock, source: torch.Tensor) -> None:
+        target = block.tensor[: source.numel()]
+        with self._operations.muted(), torch._C.DisableTorchFunction():
+            if self.device.type == "cpu":
+                values = source.clone()
+            else:
+                self._inner._copied_to_host(block, source)
+                self._inner.record().wait()
+                values = target.clone()
+        self._operations.copied_to_host(source, target, values)
+
+    def _host_writes(self, block: StagingBlock, nbytes: int) -> None:
+        self._operations.host_access(block.tensor[:nbytes], "staging: fill", writes=True)
+
+    def _host_reads(self, block: StagingBlock, nbytes: int) -> None:
+        self._operations.host_access(block.tensor[:nbytes], "download: take out", writes=False)
+
+    def _read_back(self, source: torch.Tensor) -> Array:
+        lane = self._current_lane()
+        if not self._operations._muted and (of_tensor(source)) is not None:
+            self._operations.declared("read back", [source], [])
+            self._operations.host_waits(lane)
+        with self._operations.muted(), torch._C.DisableTorchFunction():
+            return self._inner._read_back(source)
+
+    def _wait_for_device(self) -> None:
+        self._note_depth()
+        self._inner._wait_for_device()
+        for lane in self._detector.clocks.lanes[1:]:
+            self._operations.host_waits(lane)
+
+    def stream(self, name: str) -> Stream:
+        """A new stream."""
+        made = self._inner.stream(name)
+        self._lane_of(made)
+        return made
+
+    @property
+    def current_stream(self) -> Stream:
+        """The current stream of the runtime it runs on."""
+        return self._inner.current_stream
+
+    def use(self, stream: Stream) -> contextlib.AbstractContextManager[None]:
+        """A window in which `stream` is the current one."""
+        return self._inner.use(stream)
+
+    def record(self, stream: Stream | None = None) -> Fence:
+        """A fence behind everything enqueued on a stream so far."""
+        self._refuse_capture("recording a fence")
+        lane = self._lane_of(stream or self.current_stream)
+        self._fences += 1
+        entry = self._detector.event(lane, EventKind.FENCE, f"fence {self._fences}")
+        return RaceFence(
+            self._fences,
+            entry.number,
+            lane.number,
+            list(lane.seen),
+            self,
+            self._inner.record(stream),
+            self._over,
+            self._join,
+            self.counters,
+        )
+
+    def _stream_wait(self, stream: Stream, fence: Fence) -> None:
+        if not isinstance(fence, RaceFence):
+            if not fence.query():
+                raise _foreign(fence)
+            return
+        if fence.owner is not self:
+            raise _foreign(fence)
+        self._inner._stream_wait(stream, fence._inner)
+        lane = self._lane_of(stream)
+        self._detector.event(lane, EventKind.WAIT, f"wait for fence {fence.number}", waits_for=fence.event)
+        lane.join(fence.seen)
+
+    def _keep_alive(self, tensor: torch.Tensor, stream: Stream) -> None:
+        with self._operations.muted(), torch._C.DisableTorchFunction():
+            self._inner._keep_alive(tensor, stream)
+        self._operations.hand(tensor, self._lane_of(stream))
+
+    @property
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured."""
+        return self._inner.capturing
+
+    # Clocks
+
+    def _current_lane(self) -> Lane:
+        return self._lane_of(self._inner.current_stream)
+
+    def _lane_of(self, stream: Any) -> Lane:
+        key = stream.key if isinstance(stream, Stream) else (stream.device_index, stream.stream_id)
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = self._detector.clocks.add(self._fresh_name(getattr(stream, "name", "stream")))
+        return lane
+
+    def _fresh_name(self, name: str) -> str:
+        taken = {lane.name for lane in self._detector.clocks.lanes}
+        return next(one for one in (name, *(f"{name} {n}" for n in range(2, len(taken) + 3))) if one not in taken)
+
+    def _over(self, fence: RaceFence) -> bool:
+        return self._detector.clocks.host.knows(fence.lane, fence.event)
+
+    def _join(self, fence: RaceFence) -> None:
+        if not self._over(fence):
+            self._note_depth()
+            clocks = self._detector.clocks
+            self._detector.event(clocks.host, EventKind.WAIT, f"wait for fence {fence.number}", waits_for=fence.event)
+            clocks.host_joins(fence.seen)
+            with self._operations.muted():
+                self._operations.host_memory.settle()
+
+
+def _foreign(fence: Fence) -> ArgumentError:
+    return ArgumentError(
+        f"{fence!r} was not recorded by this runtime", value=fence, remedy="record fences with `Runtime.record`"
+    )

@@ -1,0 +1,103 @@
+"""Which memory is the device's, also where host and device lie side by side, and when it dies.
+
+On an accelerator a tensor says where it lies. On a CPU all look alike, so memory is known by how it came about: what
+the runtime allocated and what was computed from that is the device's; pinned memory, what came from numpy and what was
+brought back is the host's. A tensor that a factory made (`torch.arange`, `torch.tensor`) is undecided until it meets
+another: on a device it would lie where its `device=` says, which a CPU cannot tell.
+"""
+
+import enum
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar, final
+
+import torch
+
+
+class Place(enum.Enum):
+    """Whose memory it is."""
+
+    DEVICE = "device"
+    PINNED = "pinned host"
+    HOST = "host"
+    UNDECIDED = "undecided"
+
+
+@final
+class Name:
+    """What reports call a piece of memory; outlives it.
+
+    Attributes:
+        number: in the order in which pieces were first seen, from 1.
+        shape, itemsize: of the tensor that it was first seen as.
+        kind: dtype of that tensor.
+    """
+
+    __slots__ = ("itemsize", "kind", "number", "shape")
+
+    def __init__(self, number: int, tensor: torch.Tensor) -> None:
+        self.number = number
+        self.shape = tuple(tensor.shape)
+        self.itemsize = tensor.element_size()
+        self.kind = str(tensor.dtype).removeprefix("torch.")
+
+    def __str__(self) -> str:
+        return f"tensor {self.number} {self.kind}{list(self.shape)}"
+
+
+class Known(Protocol):
+    """What a tool keeps of a piece of memory."""
+
+    place: Place
+
+
+K = TypeVar("K", bound=Known)
+
+
+class _Life(weakref.ref[Any]):
+    """Ends when the memory does: torch keeps one storage object for as long as any tensor shares the memory."""
+
+    __slots__ = ("key",)
+    key: int
+
+
+@final
+class Memories(Generic[K]):
+    """All pieces of memory that a tool has seen and that are alive.
+
+    Args:
+        died: called with what the tool kept of a piece, as soon as the last tensor of it is gone.
+    """
+
+    def __init__(self, died: Callable[[K], None]) -> None:
+        self._known: dict[int, tuple[_Life, K]] = {}
+        self._died = died
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def of(self, tensor: torch.Tensor) -> K | None:
+        """What is kept of the memory of a tensor, or None: never seen."""
+        found = self._known.get(tensor.untyped_storage()._cdata)
+        return None if found is None else found[1]
+
+    def add(self, tensor: torch.Tensor, known: K) -> K:
+        """Keeps something of the memory of a tensor, in place of what was kept."""
+        storage = tensor.untyped_storage()
+        life = _Life(storage, self._ended)
+        life.key = storage._cdata
+        self._known[life.key] = (life, known)
+        return known
+
+    def close(self) -> None:
+        """Forgets everything; what dies from now on is not reported."""
+        self._closed = True
+        self._known.clear()
+
+    def _ended(self, life: Any) -> None:
+        found = self._known.get(life.key)
+        if found is not None and found[0] is life:
+            del self._known[life.key]
+            if not self._closed:
+                self._died(found[1])

@@ -1,0 +1,84 @@
+"""The two modes of torch through which a tool sees every operation.
+
+One is told of what torch dispatches. On a CPU that leaves out what brings numbers to the host without dispatching
+anything (`.cpu()`, `.tolist()`, `.numpy()`), of which the other is told.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, final
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+HOST_CALLS = frozenset(("__array__", "cpu", "numpy", "pin_memory", "record_stream", "to", "tolist"))
+"""Calls of tensors that may bring numbers to the host, or say who else uses the memory."""
+
+FACTORIES = frozenset(("__setitem__", "as_tensor", "asarray", "tensor"))
+"""Calls that lift numbers to a tensor wherever `device=` says, or where the tensor is that they are written into; what is
+lifted outside of them comes from numpy."""
+
+
+class Watcher(Protocol):
+    """What a tool does with what it is told."""
+
+    def operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], lifted: bool) -> Any:
+        """An operation is called; returns its result. `lifted` says that a factory of `FACTORIES` is at work."""
+        ...
+
+    def host_call(
+        self, name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[bool, Any]:
+        """A call of `HOST_CALLS`. Returns whether the tool has made it, and then its result."""
+        ...
+
+
+@final
+class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    def __init__(self, watcher: Watcher, called: "_Called") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._watcher = watcher
+        self._called = called
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunction():
+            if torch.is_inference_mode_enabled() and func._can_decompose():
+                with self:  # torch takes it apart before, in any other mode: a `reshape` that copies is no view
+                    return func.decompose(*args, **(kwargs or {}))
+            return self._watcher.operation(func, args, kwargs or {}, self._called.lifting)
+
+
+@final
+class _Called(TorchFunctionMode):
+    lifting = False
+
+    def __init__(self, watcher: Watcher) -> None:
+        super().__init__()
+        self._watcher = watcher
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        name = func.__name__
+        if name in HOST_CALLS:
+            done, result = self._watcher.host_call(name, func, args, named)
+            return result if done else func(*args, **named)
+        if name in FACTORIES:
+            before, self.lifting = self.lifting, True
+            try:
+                return func(*args, **named)
+            finally:
+                self.lifting = before
+        return func(*args, **named)
+
+
+@contextlib.contextmanager
+def watching(watcher: Watcher) -> Iterator[None]:
+    """A window in which `watcher` is told of every operation of this thread."""
+    called = _Called(watcher)
+    with called, _Dispatched(watcher, called):
+        yield

@@ -1,0 +1,209 @@
+"""Which bytes of a piece of memory an operation touches: disjoint intervals, exact for rows, columns and elements."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Ints = npt.NDArray[np.int64]
+
+MOST_INTERVALS = 1 << 20
+"""Beyond so many, a region is what lies between its first and its last byte."""
+
+
+@final
+class Region:
+    """Bytes of one piece of memory, `[start, end)`, as sorted intervals with gaps between them.
+
+    Attributes:
+        lo, hi: of the whole.
+        starts, ends: int64[n] of each interval; None where there is one.
+    """
+
+    __slots__ = ("ends", "hi", "lo", "starts")
+
+    def __init__(self, lo: int, hi: int, starts: Ints | None = None, ends: Ints | None = None) -> None:
+        self.lo = lo
+        self.hi = hi
+        self.starts = starts
+        self.ends = ends
+
+    def __repr__(self) -> str:
+        return f"Region({self.intervals()})"
+
+    def intervals(self) -> list[tuple[int, int]]:
+        """All of them."""
+        if self.starts is None or self.ends is None:
+            return [(self.lo, self.hi)]
+        return list(zip(self.starts.tolist(), self.ends.tolist(), strict=True))
+
+    def bounds(self) -> tuple[Ints, Ints]:
+        """Starts and ends, both int64[n]."""
+        if self.starts is None or self.ends is None:
+            return np.array([self.lo], np.int64), np.array([self.hi], np.int64)
+        return self.starts, self.ends
+
+    def overlaps(self, other: "Region") -> bool:
+        """Whether any byte is in both."""
+        if self.hi <= other.lo or other.hi <= self.lo:
+            return False
+        if self.starts is None and other.starts is None:
+            return True
+        few, many = (self, other) if self._count() <= other._count() else (other, self)
+        starts, ends = many.bounds()
+        if few.starts is None:
+            at = int(np.searchsorted(ends, few.lo, side="right"))
+            return at < len(starts) and int(starts[at]) < few.hi
+        first, last = few.bounds()
+        places = np.searchsorted(ends, first, side="right")
+        inside = places < len(starts)
+        return bool((starts[places[inside]] < last[inside]).any())
+
+    def common(self, other: "Region") -> "Region | None":
+        """The bytes in both, or None."""
+        found = []
+        starts, ends = other.bounds()
+        for lo, hi in self.intervals():
+            at = int(np.searchsorted(ends, lo, side="right"))
+            while at < len(starts) and starts[at] < hi:
+                found.append((max(lo, int(starts[at])), min(hi, int(ends[at]))))
+                at += 1
+        return union(found) if found else None
+
+    def covers(self, other: "Region") -> bool:
+        """Whether all of `other` is in it."""
+        if other.lo < self.lo or self.hi < other.hi:
+            return False
+        if self.starts is None:
+            return True
+        starts, ends = self.bounds()
+        first, last = other.bounds()
+        places = np.searchsorted(ends, first, side="right")
+        inside = places < len(starts)
+        if not inside.all():
+            return False
+        return bool(((starts[places] <= first) & (last <= ends[places])).all())
+
+    def _count(self) -> int:
+        return 1 if self.starts is None else len(self.starts)
+
+
+def union(intervals: Iterable[tuple[int, int]]) -> Region:
+    """The region of some intervals, at least one, in any order."""
+    merged: list[list[int]] = []
+    for lo, hi in sorted(intervals):
+        if merged and lo <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], hi)
+        else:
+            merged.append([lo, hi])
+    if len(merged) == 1:
+        return Region(merged[0][0], merged[0][1])
+    bounds = np.array(merged, np.int64)
+    return Region(merged[0][0], merged[-1][1], bounds[:, 0].copy(), bounds[:, 1].copy())
+
+
+def union_of(regions: Sequence[Region]) -> Region:
+    """The bytes of some regions, at least one."""
+    bounds = [region.bounds() for region in regions]
+    starts = np.concatenate([one[0] for one in bounds])
+    ends = np.concatenate([one[1] for one in bounds])
+    order = np.argsort(starts, kind="stable")
+    starts, ends = starts[order], np.maximum.accumulate(ends[order])
+    first = np.concatenate(([True], starts[1:] > ends[:-1]))
+    last = np.concatenate((first[1:], [True]))
+    starts, ends = starts[first], ends[last]
+    lo, hi = int(starts[0]), int(ends[-1])
+    return Region(lo, hi) if len(starts) == 1 else Region(lo, hi, starts, ends)
+
+
+def of_places(places: Ints, length: int) -> Region | None:
+    """The region of pieces of `length` bytes that begin at `places` int64[n], in any order, repeats allowed."""
+    if not places.size:
+        return None
+    if places.size == 1:
+        start = int(places.reshape(-1)[0])
+        return Region(start, start + length)
+    starts = np.unique(places)
+    ends = starts + length
+    if len(starts) > MOST_INTERVALS:
+        return Region(int(starts[0]), int(ends[-1]))
+    apart = np.flatnonzero(starts[1:] > ends[:-1])
+    if not apart.size:
+        return Region(int(starts[0]), int(ends[-1]))
+    first = np.concatenate(([0], apart + 1))
+    last = np.concatenate((apart, [len(starts) - 1]))
+    return Region(int(starts[0]), int(ends[-1]), starts[first], ends[last])
+
+
+def of_tensor(tensor: torch.Tensor) -> Region | None:
+    """Every element of a tensor; None where it has none."""
+    size = tensor.element_size()
+    count = tensor.numel()
+    if not count:
+        return None
+    start = int(tensor.storage_offset()) * size
+    if tensor.is_contiguous():
+        return Region(start, start + count * size)
+    places, run = _spread(tuple(tensor.shape), tensor.stride())
+    return of_places(start + places * size, run * size)
+
+
+def of_rows(tensor: torch.Tensor, dim: int, index: Ints) -> Region | None:
+    """The rows `index` along one dimension."""
+    return of_index(tensor, {dim % max(tensor.ndim, 1): index.reshape(-1)})
+
+
+def of_index(tensor: torch.Tensor, indices: dict[int, Ints]) -> Region | None:
+    """The elements that an index of arrays names: dimension -> positions, which go together like torch's indices.
+
+    Negative positions count from the end. Positions that are too large make it the whole tensor: torch will refuse.
+    """
+    size = tensor.element_size()
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    if not tensor.numel() or not indices:
+        return of_tensor(tensor)
+    chosen: Any = 0
+    for dim, positions in indices.items():
+        if positions.size and not -shape[dim] <= positions.min() <= positions.max() < shape[dim]:
+            return of_tensor(tensor)
+        chosen = chosen + np.where(positions < 0, positions + shape[dim], positions) * stride[dim]
+    rest = [dim for dim in range(len(shape)) if dim not in indices]
+    places, run = _spread([shape[dim] for dim in rest], [stride[dim] for dim in rest])
+    chosen = np.asarray(chosen, np.int64).reshape(-1)
+    if chosen.size * places.size > MOST_INTERVALS:
+        return of_tensor(tensor)
+    every = np.add.outer(chosen, places).reshape(-1) if places.size > 1 else chosen + places[0]
+    return of_places((tensor.storage_offset() + every) * size, run * size)
+
+
+def of_elements(tensor: torch.Tensor, dim: int, index: Ints) -> Region | None:
+    """The elements that `gather` and `scatter` name: `index` has the dimensions of the tensor."""
+    if not tensor.ndim:
+        return of_tensor(tensor)
+    dim %= tensor.ndim
+    grid: list[Ints] = list(np.indices(index.shape, sparse=True)) if index.ndim else []
+    return of_index(tensor, {at: index if at == dim else places for at, places in enumerate(grid)})
+
+
+def _spread(shape: Sequence[int], stride: Sequence[int]) -> tuple[Ints, int]:
+    """Where the runs of neighbouring elements of a strided tensor begin, and how long each is; in elements."""
+    run = 1
+    outer: list[Ints] = []
+    for length, step in sorted(zip(shape, stride, strict=True), key=lambda one: one[1]):
+        if length == 1:
+            continue
+        if step == run and not outer:
+            run *= length
+        elif step == 0:
+            continue  # an expanded dimension: the same elements again
+        else:
+            outer.append(np.arange(length, dtype=np.int64) * step)
+    if math.prod(len(one) for one in outer) > MOST_INTERVALS:
+        return np.zeros(1, np.int64), 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+    places = np.zeros(1, np.int64)
+    for one in outer:
+        places = np.add.outer(places, one).reshape(-1)
+    return places, run
