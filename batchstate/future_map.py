@@ -82,7 +82,8 @@ class FutureMap:
         capacity = self.slots.capacity
         self._ledger = RelayLedger(self.runtime, declared, capacity, name=name, label=_label(name, declared))
         self._memory = {
-            field: self.runtime.device_zeros((capacity, *one.shape), one.dtype) for field, one in declared.items()
+            field: self.runtime.device_zeros((capacity, *one.shape), one.dtype, name=f"{name}: {field}")
+            for field, one in declared.items()
         }
         self._order = StreamOrder(self.runtime, self._ledger.where)
         self._private = self.runtime.stream(f"{name}: to the host")

@@ -199,7 +199,7 @@ class SlotPool:
         sizes = tuple(count(size, f"{name}: shape") for size in shape)
         table = Table(
             self,
-            self.runtime.device_zeros((self._table_rows(), *sizes), dtype),
+            self.runtime.device_zeros((self._table_rows(), *sizes), dtype, name=str(name)),
             name=name,
             holds=holds,
             host=host,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import batchstate
-from batchstate.cli import fuzz, mutants, traffic
+from batchstate.cli import fuzz, mutants, race, traffic
 from batchstate.errors import BatchStateError
 from batchstate.violations import Violation
 
@@ -26,7 +26,7 @@ class Command(Protocol):
         ...
 
 
-COMMANDS: tuple[Command, ...] = (fuzz, mutants, traffic)
+COMMANDS: tuple[Command, ...] = (fuzz, mutants, race, traffic)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

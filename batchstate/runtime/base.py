@@ -172,12 +172,20 @@ class Runtime(abc.ABC):
             self._observed.append(tensor)
         return tensor
 
-    def device_zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Zeroed device memory for tables that outlive a step. Not counted as a device operation."""
+    def device_zeros(self, shape: tuple[int, ...], dtype: torch.dtype, *, name: str = "") -> torch.Tensor:
+        """Zeroed device memory for tables that outlive a step. Not counted as a device operation.
+
+        Args:
+            shape: of the tensor.
+            dtype: of the tensor.
+            name: for reports of test tools.
+        """
         self.check_owner("device_zeros")
         # Written in place for years, a table must not be an inference tensor, which only inference mode may write.
         with torch.inference_mode(False):
             tensor = self.device_empty(shape, dtype).zero_()
+        if name:
+            self._named(tensor, name)
         self._persistent = [reference for reference in self._persistent if reference() is not None]
         self._persistent.append(weakref.ref(tensor))
         return tensor
@@ -363,6 +371,9 @@ class Runtime(abc.ABC):
             )
 
     # For test tools
+
+    def _named(self, tensor: torch.Tensor, name: str) -> None:  # noqa: B027 - nothing to do but for tools
+        """What reports call the memory of a tensor."""
 
     def _host_writes(self, block: StagingBlock, nbytes: int) -> None:  # noqa: B027 - nothing to do but for tools
         """The host is about to fill the first bytes of a block that a copy to the device will read."""

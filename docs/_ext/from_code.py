@@ -151,8 +151,10 @@ class CommandOptions(FromCode):
         command.add_arguments(parser)
         rows = []
         for action in parser._actions:
-            shown = ", ".join(action.option_strings) or action.dest
-            if action.nargs != 0:
+            shown = ", ".join(action.option_strings)
+            if not action.option_strings:
+                shown = str(action.metavar or action.dest)
+            elif action.nargs != 0:
                 value = action.metavar or "{" + ",".join(map(str, action.choices or (action.dest.upper(),))) + "}"
                 shown += f" {value}"
             rows.append((f"`{shown}`", one_line((action.help or "") % {**vars(action), "prog": parser.prog})))

@@ -33,11 +33,15 @@ class _Source:
 
 
 @final
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class _Landing:
     entry: Entry
+    kept: Kept
+    region: Region
     tensor: torch.Tensor
     values: torch.Tensor
+    checksum: int
+    disturbed: bool = False
 
 
 @final
@@ -54,13 +58,31 @@ class HostMemory:
         self._landings: deque[_Landing] = deque()
 
     def reads(self, entry: Entry, kept: Kept, region: Region, tensor: torch.Tensor) -> None:
-        """A copy to the device reads `tensor` when it runs."""
+        """A copy to the device reads `tensor` when it runs: what lands there before it is there by then."""
+        for landing in [one for one in self._landings if one.kept is kept and one.region.overlaps(region)]:
+            if entry.lane.knows(landing.entry.lane.number, landing.entry.number):
+                self._landings.remove(landing)
+                self._land(landing)
         self._sources.append(_Source(entry, kept, region, tensor, _checksum(tensor)))
 
-    def lands(self, entry: Entry, tensor: torch.Tensor, values: torch.Tensor) -> None:
+    def lands(self, entry: Entry, kept: Kept, region: Region, tensor: torch.Tensor, values: torch.Tensor) -> None:
         """A copy to the host brings `values` into `tensor` when it runs."""
-        _bytes(tensor).fill_(POISON)
-        self._landings.append(_Landing(entry, tensor, values))
+        self.overwritten(kept, region)
+        _poison(tensor)
+        self._landings.append(_Landing(entry, kept, region, tensor, values, _checksum(tensor)))
+
+    def overwritten(self, kept: Kept, region: Region) -> None:
+        """Somebody whom the detector sees writes: what was not seen before is judged now, and he is not blamed later.
+
+        Raises:
+            Race: a source has changed before.
+        """
+        for source in [one for one in self._sources if one.kept is kept and one.region.overlaps(region)]:
+            self._sources.remove(source)
+            self._judge(source)
+        for landing in self._landings:
+            if landing.kept is kept and landing.region.overlaps(region):
+                landing.disturbed = True
 
     def settle(self) -> None:
         """The host has waited for something: what is over by now has landed, and was read.
@@ -71,44 +93,54 @@ class HostMemory:
         if not self._landings and not self._sources:
             return
         host = self._detector.clocks.host
-        landings, self._landings = self._landings, deque()
-        for landing in landings:
-            if _over(host, landing.entry):
-                landing.tensor.copy_(landing.values)
-            else:
-                self._landings.append(landing)
-        sources, self._sources = self._sources, deque()
-        over = [source for source in sources if _over(host, source.entry)]
-        self._sources.extend(source for source in sources if source not in over)
-        for source in over:
+        for landing in [one for one in self._landings if _over(host, one.entry)]:
+            self._landings.remove(landing)
+            self._land(landing)
+        for source in [one for one in self._sources if _over(host, one.entry)]:
+            self._sources.remove(source)
             self._judge(source)
 
     def close(self) -> None:
         """The end of the watching: everything has run."""
-        for landing in self._landings:
-            landing.tensor.copy_(landing.values)
-        self._landings.clear()
+        while self._landings:
+            self._land(self._landings.popleft())
         while self._sources:
             self._judge(self._sources.popleft())
 
     def _judge(self, source: _Source) -> None:
-        if _checksum(source.tensor) == source.checksum:
-            return
+        if _checksum(source.tensor) != source.checksum:
+            self._unseen(source, RaceKind.STAGING_REFILLED, "reads")
+
+    def _land(self, landing: _Landing) -> None:
+        changed = not landing.disturbed and _checksum(landing.tensor) != landing.checksum
+        landing.tensor.copy_(landing.values)
+        self._sources = deque(
+            one for one in self._sources if one.kept is not landing.kept or not one.region.overlaps(landing.region)
+        )
+        for other in self._landings:
+            if other.kept is landing.kept and other.region.overlaps(landing.region):
+                other.disturbed = True
+        if changed:
+            self._unseen(landing, RaceKind.HOST_MEMORY_REUSED, "writes")
+
+    def _unseen(self, copy: _Source | _Landing, kind: RaceKind, does: str) -> None:
         detector = self._detector
         event = detector.event(detector.clocks.host, EventKind.HOST_ACCESS, "a write that torch did not see")
-        second = detector.access(event.number, 0, "writes", source.kept, source.region)
+        second = detector.access(event.number, 0, "writes", copy.kept, copy.region)
         second = attrs.evolve(second, site=f"some line before {second.site}")
-        first = detector.access(source.entry.number, source.entry.lane.number, "reads", source.kept, source.region)
-        rows = rows_of(source.kept.name, source.region)
-        detector.report(RaceKind.STAGING_REFILLED, source.kept, rows, first, second)
+        first = detector.access(copy.entry.number, copy.entry.lane.number, does, copy.kept, copy.region)
+        detector.report(kind, copy.kept, rows_of(copy.kept.name, copy.region), first, second)
 
 
 def _over(host: Lane, entry: Entry) -> bool:
     return host.knows(entry.lane.number, entry.number)
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8) if tensor.is_contiguous() else tensor
+def _poison(tensor: torch.Tensor) -> None:
+    if tensor.is_contiguous():
+        tensor.view(-1).view(torch.uint8).fill_(POISON)
+    else:
+        tensor.copy_(torch.full((tensor.element_size(),), POISON, dtype=torch.uint8).view(tensor.dtype))
 
 
 def _checksum(tensor: torch.Tensor) -> int:

@@ -51,7 +51,15 @@ class EventKind(StrEnum):
 
 
 def _strings(values: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(values, str):
+        raise TypeError(f"{values!r} is no list of strings")
     return tuple(values)
+
+
+_is_str = attrs.validators.instance_of(str)
+_is_int = attrs.validators.instance_of(int)
+_is_str_or_none = attrs.validators.optional(_is_str)
+_are_str = attrs.validators.deep_iterable(_is_str)
 
 
 @final
@@ -72,16 +80,16 @@ class Event:
             old to be in the report.
     """
 
-    number: int
-    lane: str
+    number: int = attrs.field(validator=_is_int)
+    lane: str = attrs.field(validator=_is_str)
     kind: EventKind = attrs.field(converter=EventKind)
-    name: str
-    step: int
-    site: str
-    caller: str | None = None
-    reads: tuple[str, ...] = attrs.field(default=(), converter=_strings)
-    writes: tuple[str, ...] = attrs.field(default=(), converter=_strings)
-    waits_for: int | None = None
+    name: str = attrs.field(validator=_is_str)
+    step: int = attrs.field(validator=_is_int)
+    site: str = attrs.field(validator=_is_str)
+    caller: str | None = attrs.field(default=None, validator=_is_str_or_none)
+    reads: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_are_str)
+    writes: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_are_str)
+    waits_for: int | None = attrs.field(default=None, validator=attrs.validators.optional(_is_int))
 
 
 def _events(values: Iterable[Event]) -> tuple[Event, ...]:
@@ -103,14 +111,14 @@ class Access:
         rows: what of the memory it touches.
     """
 
-    event: int
-    does: str
-    operation: str
-    lane: str
-    step: int
-    site: str
-    caller: str | None
-    rows: str
+    event: int = attrs.field(validator=_is_int)
+    does: str = attrs.field(validator=_is_str)
+    operation: str = attrs.field(validator=_is_str)
+    lane: str = attrs.field(validator=_is_str)
+    step: int = attrs.field(validator=_is_int)
+    site: str = attrs.field(validator=_is_str)
+    caller: str | None = attrs.field(validator=_is_str_or_none)
+    rows: str = attrs.field(validator=_is_str)
 
     def __str__(self) -> str:
         came = f"\n{'':13}called from {self.caller}" if self.caller else ""
@@ -132,18 +140,19 @@ class RaceReport:
         missing: the edge that is not there, in a sentence.
         suggestion: what to add, and where.
         lanes: `HOST` first, then the streams in the order in which they were made.
-        events: the newest before the race, in program order, both accesses among them.
+        events: the newest before the race, in program order; both accesses are among them, unless the first is older
+            than all that was kept.
     """
 
     kind: RaceKind = attrs.field(converter=RaceKind)
-    problem: str
-    memory: str
-    rows: str
+    problem: str = attrs.field(validator=_is_str)
+    memory: str = attrs.field(validator=_is_str)
+    rows: str = attrs.field(validator=_is_str)
     first: Access
     second: Access
-    missing: str
-    suggestion: str
-    lanes: tuple[str, ...] = attrs.field(converter=_strings)
+    missing: str = attrs.field(validator=_is_str)
+    suggestion: str = attrs.field(validator=_is_str)
+    lanes: tuple[str, ...] = attrs.field(converter=_strings, validator=_are_str)
     events: tuple[Event, ...] = attrs.field(converter=_events, repr=False)
 
     def __str__(self) -> str:

@@ -17,13 +17,14 @@ from batchstate.errors import ArgumentError
 from batchstate.runtime import CpuRuntime, Fence, Runtime, Stream
 from batchstate.runtime.base import Array
 from batchstate.runtime.staging import StagingBlock
+from batchstate.testing.race.accesses import Accesses
 from batchstate.testing.race.clocks import Lane
 from batchstate.testing.race.detector import Detector, OnRace
 from batchstate.testing.race.fences import RaceEvent, RaceFence
 from batchstate.testing.race.operations import Operations
 from batchstate.testing.race.report import EventKind, RaceReport
+from batchstate.testing.race.transfers import Transfers
 from batchstate.testing.watching.modes import watching
-from batchstate.testing.watching.regions import of_tensor
 
 T = TypeVar("T")
 
@@ -55,7 +56,8 @@ class RaceRuntime(Runtime):
         self._fences = 0
         self._heads: deque[tuple[int, list[int]]] = deque()
         self._window: contextlib.ExitStack | None = None
-        self._operations = Operations(self._detector, self._inner.device, self._current_lane, self._lane_of)
+        self._accesses = Accesses(self._detector, self._inner.device, self._current_lane)
+        self._transfers = Transfers(self._accesses, self._inner.device)
         self.in_flight_depth_max = 0
         super().__init__(self._inner.device, steps_in_flight=self._inner.steps_in_flight)
         self._lane_of(self._inner.current_stream)
@@ -66,7 +68,7 @@ class RaceRuntime(Runtime):
         if self._window is not None:
             raise ArgumentError("a race runtime was entered twice", value=self, remedy="use one `with` for each")
         self._window = contextlib.ExitStack()
-        self._window.enter_context(watching(self._operations))
+        self._window.enter_context(watching(Operations(self._accesses, self._transfers, self._lane_of)))
         return self
 
     def __exit__(
@@ -81,9 +83,9 @@ class RaceRuntime(Runtime):
         if window is not None:
             window.close()
         self._note_depth()
-        self._operations.memories.close()
+        self._accesses.memories.close()
         if error is None:
-            self._operations.host_memory.close()
+            self._accesses.host_memory.close()
 
     # What was found
 
@@ -132,9 +134,9 @@ class RaceRuntime(Runtime):
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Zeroed host memory that `copy_(non_blocking=True)` uses without the host waiting."""
-        with self._operations.muted():
+        with self._accesses.muted():
             tensor = torch.zeros(shape, dtype=dtype, pin_memory=self.device.type != "cpu")
-        self._operations.pinned(tensor)
+        self._accesses.pinned(tensor)
         return tensor
 
     # Operations
@@ -159,21 +161,21 @@ class RaceRuntime(Runtime):
             Race: a declared access is not ordered.
         """
         called = name or getattr(operation, "__name__", "launch")
-        before, self._operations.seen = self._operations.seen, {}
-        outer, self._operations.launched = self._operations.launched, name or None
+        before, self._accesses.seen = self._accesses.seen, {}
+        outer, self._accesses.launched = self._accesses.launched, name or None
         try:
             result = super().launch(
                 operation, *args, reads=reads, writes=writes, name=name, operations=operations, **kwargs
             )
-            seen = self._operations.seen
+            seen = self._accesses.seen
         finally:
-            self._operations.seen, self._operations.launched = before, outer
+            self._accesses.seen, self._accesses.launched = before, outer
         if self._window is not None:
             self._check_declared(called, seen, (*args, *kwargs.values()), reads, writes)
-            self._operations.declared(
+            self._accesses.declared(
                 called,
-                [one for one in reads if self._operations.kept(one) not in seen],
-                [one for one in writes if not seen.get(self._operations.kept(one), False)],
+                [one for one in reads if self._accesses.kept(one) not in seen],
+                [one for one in writes if not seen.get(self._accesses.kept(one), False)],
             )
         return result
 
@@ -194,7 +196,7 @@ class RaceRuntime(Runtime):
                     value=name,
                     remedy=remedy,
                 )
-        written = {self._operations.kept(one) for one in writes}
+        written = {self._accesses.kept(one) for one in writes}
         for kept, writes_it in seen.items():
             if writes_it and kept not in written:
                 raise ArgumentError(
@@ -202,68 +204,74 @@ class RaceRuntime(Runtime):
                 )
 
     def _watched(self, tensor: torch.Tensor) -> bool:
-        kept = self._operations.memories.of(tensor)
+        kept = self._accesses.memories.of(tensor)
         return kept is not None and bool(tensor.numel())
 
     def inspect(self, tensor: torch.Tensor) -> Array:
         """Reads device memory for a check: no access, and no order for what comes later. See `Runtime.inspect`."""
         self._detector.inspected(self._current_lane())
-        with self._operations.muted(), torch._C.DisableTorchFunction():
+        with self._accesses.muted(), torch._C.DisableTorchFunction():
             return super().inspect(tensor)
 
     # What a device implements
 
     def _pinned(self, nbytes: int) -> torch.Tensor:
-        with self._operations.muted():
+        with self._accesses.muted():
             tensor = self._inner._pinned(nbytes)
-        self._operations.pinned(tensor)
+        self._accesses.pinned(tensor)
+        self._named(tensor, "staging")
         return tensor
 
     def _device_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        with self._operations.muted():
+        with self._accesses.muted():
             tensor = self._inner._device_memory(shape, dtype)
         entry = self._detector.event(self._current_lane(), EventKind.ALLOCATION, "empty")
-        self._operations.made(tensor, entry)
+        self._accesses.made(tensor, entry)
         return tensor
 
     def _copied_to_device(self, block: StagingBlock, nbytes: int) -> torch.Tensor:
-        with self._operations.muted():
+        with self._accesses.muted():
             tensor = self._inner._copied_to_device(block, nbytes)
         entry = self._detector.event(self._current_lane(), EventKind.ALLOCATION, "upload")
-        self._operations.made(tensor, entry)
-        self._operations.copied_to_device(block.tensor[:nbytes], tensor)
+        kept = self._accesses.made(tensor, entry)
+        kept.name.label = f"upload {kept.name.number}"
+        self._transfers.copied_to_device(block.tensor[:nbytes], tensor)
         return tensor
 
     def _copied_to_host(self, block: StagingBlock, source: torch.Tensor) -> None:
         target = block.tensor[: source.numel()]
-        with self._operations.muted(), torch._C.DisableTorchFunction():
+        with self._accesses.muted(), torch._C.DisableTorchFunction():
             if self.device.type == "cpu":
                 values = source.clone()
             else:
                 self._inner._copied_to_host(block, source)
                 self._inner.record().wait()
                 values = target.clone()
-        self._operations.copied_to_host(source, target, values)
+        self._transfers.copied_to_host(source, target, values)
+
+    def _named(self, tensor: torch.Tensor, name: str) -> None:
+        kept = self._accesses.memories.of(tensor)
+        if kept is not None:
+            kept.name.label = name
 
     def _host_writes(self, block: StagingBlock, nbytes: int) -> None:
-        self._operations.host_access(block.tensor[:nbytes], "staging: fill", writes=True)
+        self._accesses.host_access(block.tensor[:nbytes], "staging: fill", writes=True)
 
     def _host_reads(self, block: StagingBlock, nbytes: int) -> None:
-        self._operations.host_access(block.tensor[:nbytes], "download: take out", writes=False)
+        self._accesses.host_access(block.tensor[:nbytes], "download: take out", writes=False)
 
     def _read_back(self, source: torch.Tensor) -> Array:
-        lane = self._current_lane()
-        if not self._operations._muted and (of_tensor(source)) is not None:
-            self._operations.declared("read back", [source], [])
-            self._operations.host_waits(lane)
-        with self._operations.muted(), torch._C.DisableTorchFunction():
+        if not self._accesses.silent:
+            self._accesses.declared("read back", [source], [])
+            self._accesses.host_waits(self._current_lane().seen)
+        with self._accesses.muted(), torch._C.DisableTorchFunction():
             return self._inner._read_back(source)
 
     def _wait_for_device(self) -> None:
         self._note_depth()
         self._inner._wait_for_device()
         for lane in self._detector.clocks.lanes[1:]:
-            self._operations.host_waits(lane)
+            self._accesses.host_waits(lane.seen)
 
     def stream(self, name: str) -> Stream:
         """A new stream."""
@@ -311,9 +319,9 @@ class RaceRuntime(Runtime):
         lane.join(fence.seen)
 
     def _keep_alive(self, tensor: torch.Tensor, stream: Stream) -> None:
-        with self._operations.muted(), torch._C.DisableTorchFunction():
+        with self._accesses.muted(), torch._C.DisableTorchFunction():
             self._inner._keep_alive(tensor, stream)
-        self._operations.hand(tensor, self._lane_of(stream))
+        self._accesses.hand(tensor, self._lane_of(stream))
 
     @property
     def capturing(self) -> bool:
@@ -344,9 +352,7 @@ class RaceRuntime(Runtime):
             self._note_depth()
             clocks = self._detector.clocks
             self._detector.event(clocks.host, EventKind.WAIT, f"wait for fence {fence.number}", waits_for=fence.event)
-            clocks.host_joins(fence.seen)
-            with self._operations.muted():
-                self._operations.host_memory.settle()
+            self._accesses.host_waits(fence.seen)
 
 
 def _foreign(fence: Fence) -> ArgumentError:

@@ -31,18 +31,20 @@ class Name:
         number: in the order in which pieces were first seen, from 1.
         shape, itemsize: of the tensor that it was first seen as.
         kind: dtype of that tensor.
+        label: what the library calls it, or else its number.
     """
 
-    __slots__ = ("itemsize", "kind", "number", "shape")
+    __slots__ = ("itemsize", "kind", "label", "number", "shape")
 
     def __init__(self, number: int, tensor: torch.Tensor) -> None:
         self.number = number
         self.shape = tuple(tensor.shape)
         self.itemsize = tensor.element_size()
         self.kind = str(tensor.dtype).removeprefix("torch.")
+        self.label = f"tensor {number}"
 
     def __str__(self) -> str:
-        return f"tensor {self.number} {self.kind}{list(self.shape)}"
+        return f"{self.label} {self.kind}{list(self.shape)}"
 
 
 class Known(Protocol):

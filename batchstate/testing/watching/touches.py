@@ -42,6 +42,10 @@ WAITS = frozenset(
 """Operations whose result the host needs at once: it waits for the stream."""
 
 
+_NEUTRAL = frozenset(("is_pinned", "record_stream", "sym_numel", "sym_size", "sym_storage_offset", "sym_stride"))
+"""Operations that read and write nothing."""
+
+
 @final
 class Operation:
     """What the schema of one operation says. Made once for each, by `Operation.of`.
@@ -49,13 +53,24 @@ class Operation:
     Attributes:
         name: without namespace and overload.
         views: whether the result is only another view of an argument.
+        touches_nothing: whether no element is read or written.
         waits: whether the host waits for the result, as far as the name says.
         takes_host_index: whether torch accepts a host tensor as index of a device tensor.
     """
 
     _known: dict[Any, "Operation"] = {}  # noqa: RUF012 - one for the process: schemas do not change
 
-    __slots__ = ("_precise", "_written_names", "_written_places", "name", "takes_host_index", "views", "waits")
+    __slots__ = (
+        "_models",
+        "_precise",
+        "_written_names",
+        "_written_places",
+        "name",
+        "takes_host_index",
+        "touches_nothing",
+        "views",
+        "waits",
+    )
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
@@ -67,8 +82,10 @@ class Operation:
         )
         aliases = [one.alias_info for one in schema.returns if one.alias_info is not None]
         self.views = torch.Tag.inplace_view in func.tags or (bool(aliases) and not any(one.is_write for one in aliases))
+        self.touches_nothing = self.views or self.name in _NEUTRAL
         self.waits = self.name in WAITS
         self.takes_host_index = self.name in ("index", "index_put_", "_index_put_impl_", "_unsafe_index")
+        self._models = self.name.startswith("new_") or self.name.endswith("_like")  # for shape and dtype alone
         self._precise = _PRECISE.get(self.name)
 
     @classmethod
@@ -89,7 +106,7 @@ class Operation:
                     region = self._precise(args, read_index)
                 else:
                     region = of_tensor(tensor)
-                if region is not None:
+                if region is not None and (writes or not self._models):
                     found.append(Touch(tensor, region, writes))
         for name, value in kwargs.items():
             for tensor in tensors_in(value):

@@ -1,0 +1,37 @@
+"""Text of user code on its way into a page."""
+
+import re
+from html import escape
+
+from batchstate.testing.pictures.words import plain
+
+_WORD = re.compile(r"\A[a-z]+(?= )")
+"""A word at the start of a sentence; names of code have other characters or stand between backticks."""
+
+_CODE = re.compile(r"`([^`]+)`")
+
+
+def text(value: str) -> str:
+    """A text, as content or in a quoted attribute."""
+    return escape(plain(value), quote=True)
+
+
+def sentence(value: str) -> str:
+    """A sentence, with a capital; what stands between backticks becomes code."""
+    begun = _WORD.sub(lambda found: found[0].capitalize(), plain(value), count=1)
+    return _CODE.sub(r"<code>\1</code>", text(begun))
+
+
+def name(value: str) -> str:
+    """A name on a bar, which may be broken after an underscore or a dot."""
+    return re.sub(r"(?<=[_.])(?=\w)", "<wbr>", text(value))
+
+
+def site(value: str) -> str:
+    """A source line as code, which may be broken after a slash."""
+    return f"<code>{re.sub(r'(?<=/)(?=[^/])', '<wbr>', text(value))}</code>"
+
+
+def terms(pairs: list[tuple[str, str]]) -> str:
+    """A list of terms, each with its value as HTML; those without a value are left out."""
+    return "".join(f"<dt>{text(term)}</dt><dd>{value}</dd>" for term, value in pairs if value)

@@ -1,0 +1,224 @@
+"""Accesses as events: who touches which memory on which lane, and what the host's waits settle."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+import torch
+
+from batchstate.testing.race.clocks import Lane
+from batchstate.testing.race.detector import Detector, Kept
+from batchstate.testing.race.host_memory import HostMemory
+from batchstate.testing.race.journal import Entry
+from batchstate.testing.race.lifetimes import Lifetimes
+from batchstate.testing.race.report import EventKind
+from batchstate.testing.watching.memory import Memories, Name, Place
+from batchstate.testing.watching.regions import Region, of_tensor
+from batchstate.testing.watching.sites import site
+from batchstate.testing.watching.touches import Touch
+
+
+@final
+class Accesses:
+    """Everything that is known of memory, and every access to it.
+
+    Args:
+        detector: judges.
+        device: of the runtime. On a CPU, memory is known by how it came about.
+        current: the lane of the current stream.
+
+    Attributes:
+        detector: that judges.
+        current: the lane of the current stream.
+        on_cpu: whether host and device memory look alike.
+        memories: all memory that was seen.
+        host_memory: copies between host and device.
+        launched: name of the innermost launch under way, for reports.
+        seen: memory touched since that launch began, with whether it was written; None outside of launches.
+    """
+
+    def __init__(self, detector: Detector, device: torch.device, current: Callable[[], Lane]) -> None:
+        self.detector = detector
+        self.current = current
+        self.on_cpu = device.type == "cpu"
+        self._device = device
+        self._lifetimes = Lifetimes(detector)
+        self._muted = 0
+        self._numbers = 0
+        self.memories: Memories[Kept] = Memories(self._lifetimes.freed)
+        self.host_memory = HostMemory(detector)
+        self.launched: str | None = None
+        self.seen: dict[Kept, bool] | None = None
+
+    @property
+    def silent(self) -> bool:
+        """Whether what happens now is the tool's own."""
+        return self._muted > 0
+
+    @contextlib.contextmanager
+    def muted(self) -> Iterator[None]:
+        """A window in which operations are the tool's own, and nobody's access."""
+        self._muted += 1
+        try:
+            yield
+        finally:
+            self._muted -= 1
+
+    # Memory
+
+    def place(self, tensor: torch.Tensor) -> Place | None:
+        """Where a tensor lies; None for memory of a CPU that was not seen yet."""
+        if not self.on_cpu and tensor.device.type != "cpu":
+            return Place.DEVICE
+        kept = self.memories.of(tensor)
+        if kept is None:
+            return None if self.on_cpu else Place.HOST
+        return kept.place
+
+    def kept(self, tensor: torch.Tensor) -> Kept:
+        """What is known of device memory, which an operation of the device makes of any memory it touches."""
+        kept = self.memories.of(tensor)
+        if kept is None:
+            kept = self.memories.add(tensor, Kept(self._name(tensor), Place.DEVICE, None, None))
+        elif kept.place is Place.UNDECIDED:
+            kept.place = Place.DEVICE
+            if kept.made is not None:
+                kept.made.hidden = False
+        return kept
+
+    def made(self, tensor: torch.Tensor, entry: Entry) -> Kept:
+        """New device memory, written by an event.
+
+        Raises:
+            Race: it may be memory that another stream still uses.
+        """
+        kept = self.keep(tensor, Place.DEVICE)
+        region = of_tensor(tensor)
+        if region is not None:
+            entry.writes = (*entry.writes, (kept.name, region))
+            self.detector.judge(entry, [(kept, region, True)])
+        self._lifetimes.allocates(entry.lane, entry)
+        return kept
+
+    def keep(self, tensor: torch.Tensor, place: Place) -> Kept:
+        """Notes whose memory a tensor is."""
+        made_on = self.current() if place in (Place.DEVICE, Place.UNDECIDED) else None
+        return self.memories.add(tensor, Kept(self._name(tensor), place, made_on, site(2)))
+
+    def pinned(self, tensor: torch.Tensor) -> None:
+        """Notes host memory that copies use without the host waiting."""
+        self.keep(tensor, Place.PINNED)
+
+    def hand(self, tensor: torch.Tensor, lane: Lane) -> None:
+        """The memory is kept until a stream has run what it has by then."""
+        self.kept(tensor).handed.add(lane.number)
+
+    def _name(self, tensor: torch.Tensor) -> Name:
+        self._numbers += 1
+        return Name(self._numbers, tensor)
+
+    # Accesses of streams
+
+    def access(self, kind: EventKind, name: str, touches: Sequence[Touch]) -> Entry:
+        """Something on the current stream touches memory.
+
+        Raises:
+            Race: one of the accesses is not ordered.
+        """
+        judged = [(self._touched(one.tensor), one.region, one.writes) for one in touches]
+        if self.seen is not None:
+            for kept, _, writes in judged:
+                self.seen[kept] = writes or self.seen.get(kept, False)
+        entry = self.detector.event(
+            self.current(),
+            kind,
+            name if self.launched is None else f"{name} ({self.launched})",
+            reads=[(kept.name, region) for kept, region, writes in judged if not writes],
+            writes=[(kept.name, region) for kept, region, writes in judged if writes],
+            at=site(3),
+        )
+        self.detector.judge(entry, judged)
+        return entry
+
+    def declared(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+        """Accesses that a launch declares, of what torch did not show.
+
+        Raises:
+            Race: one of them is not ordered.
+        """
+        found = [Touch(one, region, False) for one in reads if (region := of_tensor(one)) is not None]
+        found += [Touch(one, region, True) for one in writes if (region := of_tensor(one)) is not None]
+        if found:
+            self.access(EventKind.OPERATION, name, found)
+
+    def undecided(self, tensor: torch.Tensor, name: str) -> None:
+        """An operation of which nobody can say where it ran has written a tensor.
+
+        Should the tensor turn out to be the device's, it was written on the stream that is current now.
+        """
+        kept = self.memories.of(tensor) or self.keep(tensor, Place.UNDECIDED)
+        region = of_tensor(tensor)
+        if kept.place is Place.UNDECIDED and region is not None:
+            used = [(kept.name, region)]
+            hidden = kept.made is None or kept.made.hidden
+            kept.made = self.detector.event(
+                self.current(), EventKind.OPERATION, name, writes=used, at=site(3), hidden=hidden
+            )
+            self.detector.judge(kept.made, [(kept, region, True)])
+
+    def _touched(self, tensor: torch.Tensor) -> Kept:
+        """Pinned memory stays the host's, also where a copy of the device touches it."""
+        kept = self.memories.of(tensor)
+        return self.kept(tensor) if kept is None or kept.place is Place.UNDECIDED else kept
+
+    # Accesses of the host
+
+    def host_access(self, tensor: torch.Tensor, name: str, *, writes: bool) -> None:
+        """The host touches pinned memory.
+
+        Raises:
+            Race: a copy that may not have run uses it.
+        """
+        region = of_tensor(tensor)
+        if region is not None:
+            self.host_touches(tensor, region, name, writes=writes)
+
+    def host_touches(self, tensor: torch.Tensor, region: Region, name: str, *, writes: bool) -> None:
+        """The host touches some bytes of pinned memory; see `host_access`."""
+        kept = self.memories.of(tensor)
+        if kept is None:
+            return
+        used = [(kept.name, region)]
+        entry = self.detector.event(
+            self.detector.clocks.host,
+            EventKind.HOST_ACCESS,
+            name,
+            reads=() if writes else used,
+            writes=used if writes else (),
+            at=site(3),
+        )
+        self.detector.judge(entry, [(kept, region, writes)])
+        if writes:
+            with self.muted(), torch._C.DisableTorchFunction():
+                self.host_memory.overwritten(kept, region)
+
+    def host_waits(self, seen: list[int]) -> None:
+        """The host has waited for all that `seen` has reached: copies that are over have landed.
+
+        Raises:
+            Race: the source of one of them was refilled meanwhile.
+        """
+        self.detector.clocks.host_joins(seen)
+        self.settle()
+
+    def settle(self) -> None:
+        """See `host_waits`."""
+        with self.muted(), torch._C.DisableTorchFunction():
+            self.host_memory.settle()
+
+    def read_index(self, index: torch.Tensor) -> Any:
+        """The values of an index, whichever stream made it: the tool's own look, which orders nothing."""
+        if index.device.type == "cpu":
+            return index.numpy()
+        torch.get_device_module(self._device).synchronize(self._device)
+        return index.cpu().numpy()
