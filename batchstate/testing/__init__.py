@@ -1,20 +1,22 @@
 """For tests of engines: strategies, state machines, fences completed by hand, and guards.
 
-Begin with `twin_machine` to fuzz a batch class of your own, with `no_hidden_sync` to guard a step loop, and with
-`ManualFence` where a test has to say when a step ends, or with `LateRuntime` where it has to say so of every fence. The
-fences, that runtime and the guard need nothing else; all other names need hypothesis (extra `testing`) and are imported
-when first used.
+Begin with `twin_machine` to fuzz a batch class of your own, with `RaceRuntime` to find races between streams, with
+`no_hidden_sync` to guard a step loop, and with `ManualFence` where a test has to say when a step ends, or with
+`LateRuntime` where it has to say so of every fence. Runtimes, fences and the guard need nothing else; all other names
+need hypothesis (extra `testing`) and are imported when first used.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from batchstate.testing.devices import open_device, window_of
     from batchstate.testing.fences import ManualFence, ManualStream
     from batchstate.testing.late import LateRuntime
     from batchstate.testing.ledger_model import LedgerModel
     from batchstate.testing.machine import DisagreementError, Machine
     from batchstate.testing.misuse import Misuse
     from batchstate.testing.modelled import Modelled
+    from batchstate.testing.race import Race, RaceEvent, RaceFence, RaceKind, RaceReport, RaceRuntime
     from batchstate.testing.reach import Reach
     from batchstate.testing.runner import MACHINES, FuzzReport, MachineResult, fuzz, run_machine
     from batchstate.testing.sessions import OpenRuntime, Session, session
@@ -46,6 +48,12 @@ __all__ = [
     "Misuse",
     "Modelled",
     "OpenRuntime",
+    "Race",
+    "RaceEvent",
+    "RaceFence",
+    "RaceKind",
+    "RaceReport",
+    "RaceRuntime",
     "Reach",
     "Session",
     "Twin",
@@ -59,12 +67,14 @@ __all__ = [
     "keep_lists",
     "mirrored_tensors",
     "no_hidden_sync",
+    "open_device",
     "row_lists",
     "row_shapes",
     "run_machine",
     "session",
     "split_sizes",
     "twin_machine",
+    "window_of",
 ]
 
 # Imported when first used, so that what needs no hypothesis works without it. No module here may have the name of
@@ -82,6 +92,12 @@ _HOMES = {
     "Misuse": "misuse",
     "Modelled": "modelled",
     "OpenRuntime": "sessions",
+    "Race": "race",
+    "RaceEvent": "race",
+    "RaceFence": "race",
+    "RaceKind": "race",
+    "RaceReport": "race",
+    "RaceRuntime": "race",
     "Reach": "reach",
     "Session": "sessions",
     "Twin": "twin_spec",
@@ -95,12 +111,14 @@ _HOMES = {
     "keep_lists": "strategies",
     "mirrored_tensors": "strategies",
     "no_hidden_sync": "sync_guard",
+    "open_device": "devices",
     "row_lists": "strategies",
     "row_shapes": "strategies",
     "run_machine": "runner",
     "session": "sessions",
     "split_sizes": "strategies",
     "twin_machine": "twins",
+    "window_of": "devices",
 }
 
 

@@ -21,7 +21,8 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import torch
 
-    from batchstate import BatchStateError, open_runtime
+    from batchstate import BatchStateError
+    from batchstate.testing.devices import open_device
     from batchstate.traffic import fitted_workload, read_trace
     from examples.engine.model import Model
     from examples.engine.serving import requests_of, serve
@@ -29,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         device = options.chosen_device(args.device)
-        runtime = open_runtime(device)
+        runtime = open_device(device, seed=args.seed)
         if runtime.device.type == "cpu":
             torch.set_num_threads(1)  # small matrices, and a machine that may be busy: more threads wait for each other
         dtype = getattr(torch, args.dtype)
@@ -160,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--checks", choices=[level.value for level in Level], default="full", help="default: %(default)s"
     )
-    options.add_device(parser)
+    options.add_device_or_tool(parser)
     options.add_seed(parser)
     options.add_json(parser)
     return parser

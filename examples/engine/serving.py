@@ -10,6 +10,7 @@ import numpy as np
 from batchstate import Violation, checks
 from batchstate.invariants import made
 from batchstate.runtime import Runtime
+from batchstate.testing.devices import window_of
 from batchstate.traffic import Workload
 from examples.engine.engine import Engine
 from examples.engine.model import Model
@@ -108,7 +109,7 @@ def serve(
     """Serves requests, then compares each with `reference.generate`.
 
     Args:
-        runtime: the device.
+        runtime: the device, or a test tool that stands in for one.
         model: on it.
         requests: fresh ones.
         settings: sizes and modes.
@@ -116,11 +117,11 @@ def serve(
         name: of the model, for the report.
         progress: called with tokens generated so far, and a remark.
     """
-    engine = Engine(runtime, model, settings)
     before, laws = runtime.counters.snapshot(), made.copy()
     broken, leaks, prebuilt = None, 0, sum(request.prebuilt is not None for request in requests)
-    start = time.perf_counter()
-    with checks(level):
+    with window_of(runtime), checks(level):  # under a test tool, the engine is watched from its first allocation on
+        engine = Engine(runtime, model, settings)
+        start = time.perf_counter()
         try:
             for request in requests:
                 engine.add(request)
@@ -132,7 +133,7 @@ def serve(
             leaks = _leaks(engine)
         except Violation as violation:
             broken = str(violation)
-    seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - start
     asked = made - laws
     cost = runtime.counters - before
     mismatches = 0 if broken else _mismatches(engine, model, requests)

@@ -51,6 +51,11 @@ class Accesses:
         self.seen: dict[Kept, bool] | None = None
 
     @property
+    def pieces(self) -> int:
+        """Pieces of memory seen so far: the number of the newest."""
+        return self._numbers
+
+    @property
     def silent(self) -> bool:
         """Whether what happens now is the tool's own."""
         return self._muted > 0
@@ -154,7 +159,8 @@ class Accesses:
     def undecided(self, tensor: torch.Tensor, name: str) -> None:
         """An operation of which nobody can say where it ran has written a tensor.
 
-        Should the tensor turn out to be the device's, it was written on the stream that is current now.
+        Should the tensor turn out to be the device's, it was written on the stream that is current now. Until then it is
+        held against nothing: memory of the host has no streams.
         """
         kept = self.memories.of(tensor) or self.keep(tensor, Place.UNDECIDED)
         region = of_tensor(tensor)
@@ -164,7 +170,7 @@ class Accesses:
             kept.made = self.detector.event(
                 self.current(), EventKind.OPERATION, name, writes=used, at=site(3), hidden=hidden
             )
-            self.detector.judge(kept.made, [(kept, region, True)])
+            self.detector.note(kept.made, [(kept, region, True)])
 
     def _touched(self, tensor: torch.Tensor) -> Kept:
         """Pinned memory stays the host's, also where a copy of the device touches it."""

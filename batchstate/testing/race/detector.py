@@ -154,7 +154,11 @@ class Detector:
                         self.comparisons += 1
                         if log.events[-1] > at and (found := log.conflict(region, at)) is not None:
                             self._found(kept, other, found, entry, region, first_writes=False, second_writes=True)
-        over = self.clocks.lanes[0].seen
+        self.note(entry, touched)
+
+    def note(self, entry: Entry, touched: Sequence[tuple[Kept, Region, bool]]) -> None:
+        """Notes the accesses of an event: later ones are held against them."""
+        own, over = entry.lane.number, self.clocks.lanes[0].seen
         done = over[own] if own < len(over) else 0
         for kept, region, writes in touched:
             logs = kept.writes if writes else kept.reads

@@ -56,6 +56,7 @@ class RaceRuntime(Runtime):
         self._fences = 0
         self._heads: deque[tuple[int, list[int]]] = deque()
         self._window: contextlib.ExitStack | None = None
+        self._entered = False
         self._accesses = Accesses(self._detector, self._inner.device, self._current_lane)
         self._transfers = Transfers(self._accesses, self._inner.device)
         self.in_flight_depth_max = 0
@@ -65,8 +66,9 @@ class RaceRuntime(Runtime):
     def __enter__(self) -> Self:
         """Begins to watch the operations of this thread."""
         self.check_owner("with")
-        if self._window is not None:
+        if self._entered:
             raise ArgumentError("a race runtime was entered twice", value=self, remedy="use one `with` for each")
+        self._entered = True
         self._window = contextlib.ExitStack()
         self._window.enter_context(watching(Operations(self._accesses, self._transfers, self._lane_of)))
         return self
@@ -98,6 +100,11 @@ class RaceRuntime(Runtime):
     def accesses(self) -> int:
         """Accesses judged."""
         return self._detector.accesses
+
+    @property
+    def comparisons(self) -> int:
+        """How often an access was held against what another lane did with the same memory: what watching costs."""
+        return self._detector.comparisons
 
     @property
     def in_flight_depth(self) -> int:
@@ -163,6 +170,7 @@ class RaceRuntime(Runtime):
         called = name or getattr(operation, "__name__", "launch")
         before, self._accesses.seen = self._accesses.seen, {}
         outer, self._accesses.launched = self._accesses.launched, name or None
+        pieces = self._accesses.pieces
         try:
             result = super().launch(
                 operation, *args, reads=reads, writes=writes, name=name, operations=operations, **kwargs
@@ -171,7 +179,8 @@ class RaceRuntime(Runtime):
         finally:
             self._accesses.seen, self._accesses.launched = before, outer
         if self._window is not None:
-            self._check_declared(called, seen, (*args, *kwargs.values()), reads, writes)
+            older = {kept: written for kept, written in seen.items() if kept.name.number <= pieces}
+            self._check_declared(called, older, (*args, *kwargs.values()), reads, writes)
             self._accesses.declared(
                 called,
                 [one for one in reads if self._accesses.kept(one) not in seen],

@@ -1,0 +1,181 @@
+"""The engine example under the race detector: nothing is unordered, and what an engine may forget is found."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from batchstate import Code, checks
+from batchstate.runtime import DoneFence, Runtime, open_runtime
+from batchstate.tables import Table
+from batchstate.testing import Race, RaceKind, RaceRuntime
+
+pytest.importorskip("transformers")
+
+from examples.engine.attention import PagedKV
+from examples.engine.engine import Engine
+from examples.engine.forward import Forward
+from examples.engine.scheduler import Scheduler
+from examples.engine.settings import EngineSettings
+from tests.engine_cases import (
+    SMALL,
+    busy,
+    model_of,
+    nothing_left,
+    one_thread,
+    outputs,
+    overlapped_or_not,
+    plain_or_speculative,
+    right_answers,
+    some_requests,
+)
+
+TIGHT = attrs.evolve(SMALL, num_pages=40)
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """One thread for torch."""
+    with one_thread():
+        yield
+
+
+@pytest.fixture
+def race(device: str) -> RaceRuntime:
+    """The detector round the device under test."""
+    return RaceRuntime(open_runtime(device))
+
+
+def serve(race: RaceRuntime, settings: EngineSettings, count: int, *, level: str = "off") -> list[list[int]]:
+    """Serves requests, of which each fourth comes prebuilt, under the detector, and checks their tokens behind it."""
+    model = model_of("llama", str(race.device))
+    with race, checks(level):
+        requests = some_requests(model, count, seed=1, prebuilt_every=4)
+        engine = Engine(race, model, settings, eos_token_ids=())
+        for request in requests:
+            engine.add(request)
+        while busy(engine):
+            engine.step()
+            race.device_empty((1,), torch.int64)  # where prebuilt requests arrive, memory is wanted for others
+        nothing_left(engine)
+    assert outputs(requests) == right_answers(model, requests)
+    return outputs(requests)
+
+
+@overlapped_or_not
+@plain_or_speculative
+@pytest.mark.parametrize("settings", [SMALL, TIGHT], ids=["roomy", "tight"])
+def test_engine_has_no_race(race: RaceRuntime, settings: EngineSettings, overlap: bool, num_drafts: int) -> None:
+    """Every access of every operation is ordered, with checks off; overlapped, at least two steps are in flight."""
+    serve(race, attrs.evolve(settings, overlap=overlap, num_drafts=num_drafts), 10)
+    assert race.races == ()
+    assert race.counters.forced_syncs == 0
+    assert race.accesses > 5_000
+    if overlap:
+        assert race.in_flight_depth_max >= 2
+
+
+@pytest.mark.parametrize("level", ["cheap", "full"])
+def test_checks_are_no_race(race: RaceRuntime, level: str) -> None:
+    """Checks read device memory that others write, and are never taken for a race."""
+    serve(race, TIGHT, 8, level=level)
+    assert race.races == ()
+
+
+def test_cost_does_not_grow_with_the_run(device: str) -> None:
+    """In a run of three times the length an access is held against as few others: kept is what is in flight."""
+    held = []
+    for count in (8, 24):
+        race = RaceRuntime(open_runtime(device))
+        serve(race, attrs.evolve(SMALL, max_running=4), count)
+        held.append(race.comparisons / race.accesses)
+    assert held[1] < 1.2 * held[0] < 1.2
+    assert race.accesses > 30_000
+
+
+# What an engine may forget
+
+Forget = Callable[[pytest.MonkeyPatch], None]
+
+
+def _read_done(patch: pytest.MonkeyPatch) -> None:
+    """The next step's table writes pass the forward that reads the table."""
+    patch.setattr(Table, "read_until", lambda self, fence: None)
+
+
+def _after(patch: pytest.MonkeyPatch) -> None:
+    """Slots and pages change hands while a forward uses them: prebuilt KV is written over them."""
+    launched = Scheduler.launched
+
+    def no_fence(self: Scheduler, done: Any) -> None:
+        launched(self, done)
+        self.last_step = DoneFence()
+
+    patch.setattr(Scheduler, "launched", no_fence)
+    load = Forward.load
+
+    def on_arrivals(self: Forward, *args: Any) -> None:
+        forward, self.stream = self.stream, self._arrivals  # another worker's stream writes the pages
+        try:
+            load(self, *args)
+        finally:
+            self.stream = forward
+
+    patch.setattr(Forward, "load", on_arrivals)
+
+
+def _hand_over(patch: pytest.MonkeyPatch) -> None:
+    """Prebuilt KV is used on the forward's stream and dropped, and nobody tells the allocator."""
+
+    def acquire(self: Runtime, tensor: torch.Tensor, made_on: Any, ready: Any = None, *, handed: Any = None) -> Any:
+        if made_on != self.current_stream:
+            self.wait(ready or self.record(made_on))
+        return tensor
+
+    patch.setattr(Runtime, "acquire", acquire)
+
+
+def _kv_on_two_streams(patch: pytest.MonkeyPatch) -> None:
+    """KV memory is zeroed on the stream of the engine's making, and written on the forward's without a wait."""
+    zeros = PagedKV.zeros.__func__  # type: ignore[attr-defined]
+
+    def made_elsewhere(cls: type[PagedKV], config: Any, token_capacity: int, **where: Any) -> PagedKV:
+        kv: PagedKV = zeros(cls, config, token_capacity, **where)
+        other = RUNTIME[0].stream("allocator")
+        with RUNTIME[0].use(other):
+            for one in (*kv.keys, *kv.values):
+                one.zero_()
+        return kv
+
+    patch.setattr(PagedKV, "zeros", classmethod(made_elsewhere))
+
+
+RUNTIME: list[RaceRuntime] = []
+
+
+@pytest.mark.parametrize(
+    ("forget", "kind"),
+    [
+        (_read_done, RaceKind.WRITE_AFTER_READ),
+        (_after, None),
+        (_hand_over, RaceKind.FREED_IN_USE),
+        (_kv_on_two_streams, RaceKind.WRITE_AFTER_WRITE),
+    ],
+)
+def test_what_an_engine_forgets_is_found(
+    race: RaceRuntime, forget: Forget, kind: RaceKind | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that leaves out one order is stopped, and told between which two lines it is missing."""
+    RUNTIME[:] = [race]
+    forget(monkeypatch)
+    with pytest.raises(Race) as found:
+        serve(race, TIGHT, 10)
+    assert found.value.code is Code.RACE
+    report = found.value.report
+    assert kind is None or report.kind is kind, report
+    assert report.first.lane != report.second.lane
+    assert ".py:" in report.first.site
+    assert ".py:" in report.second.site
+    assert "wait" in report.suggestion or "acquire" in report.suggestion
