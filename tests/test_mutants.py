@@ -4,6 +4,7 @@ import functools
 import inspect
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,25 @@ def test_enough_mutants() -> None:
 
 
 def test_relay_mutants_are_found_at_cheap() -> None:
-    """The laws of the relay need no device: each mutant of it is hunted at level cheap, the others at full."""
+    """The laws of the relay need no device: each mutant of it is hunted at level cheap, races at off, others at full."""
     assert {one.level for one in MUTANTS.values() if one.group == "relay"} == {Level.CHEAP}
-    assert {one.level for one in MUTANTS.values() if one.group != "relay"} == {Level.FULL}
+    races = ("races", "host_memory", "lifetimes")
+    assert {one.level for one in MUTANTS.values() if one.group in races} == {Level.OFF}
+    assert {one.level for one in MUTANTS.values() if one.group not in ("relay", *races)} == {Level.FULL}
     assert len([one for one in MUTANTS.values() if one.group == "relay"]) >= 12
+
+
+def test_races_are_found_soon(device: str) -> None:
+    """Seven planted bugs, and 15 more of order, lifetime and host memory: each within 100 examples, half within 10."""
+    found = [hunted(one.name, device) for one in MUTANTS.values() if one.tool == "race"]
+    assert sorted(one.mutant.planted for one in found if one.mutant.planted) == list("abcdefg")
+    others = [one for one in found if one.mutant.planted is None]
+    assert len(others) >= 15
+    assert {one.mutant.group for one in others} == {"races", "host_memory", "lifetimes"}
+    assert {one.by for one in others} == {"RACE"}
+    assert max(one.examples for one in found) <= 100
+    assert statistics.median(one.examples for one in found) <= 10
+    assert all(one.simulated for one in found if one.mutant.planted), "none of the schedulers shows it"
 
 
 def test_each_is_described() -> None:

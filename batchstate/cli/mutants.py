@@ -97,6 +97,9 @@ def _sections(report: "MutantReport") -> list[Section]:
 def _row(result: "MutantResult") -> Row:
     tried = f"{result.examples} example{'s' if result.examples > 1 else ''}"
     remark = f"{tried}; {result.mutant.origin}"
+    if result.simulated is not None:
+        scheduler, by, examples = result.simulated
+        remark = f"{tried}; sim:{scheduler}: {by}, {examples}; {result.mutant.origin}"
     if not result.killed:
         wanted = " or ".join(code.value for code in result.mutant.killed_by)
         remark = f"SURVIVED {tried}; {wanted} should have fired"

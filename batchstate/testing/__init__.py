@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from batchstate.testing.reach import Reach
     from batchstate.testing.runner import MACHINES, FuzzReport, MachineResult, fuzz, run_machine
     from batchstate.testing.sessions import OpenRuntime, Session, session
+    from batchstate.testing.sim import DeviceFault, SimRuntime
     from batchstate.testing.strategies import (
         amounts,
         column_values,
@@ -34,9 +35,11 @@ if TYPE_CHECKING:
     from batchstate.testing.sync_guard import no_hidden_sync
     from batchstate.testing.twin_spec import Twin, TwinSpec
     from batchstate.testing.twins import fuzz_twins, twin_machine
+    from batchstate.testing.watching.kernels import raw_kernel
 
 __all__ = [
     "MACHINES",
+    "DeviceFault",
     "DisagreementError",
     "FuzzReport",
     "LateRuntime",
@@ -56,6 +59,7 @@ __all__ = [
     "RaceRuntime",
     "Reach",
     "Session",
+    "SimRuntime",
     "Twin",
     "TwinSpec",
     "amounts",
@@ -68,6 +72,7 @@ __all__ = [
     "mirrored_tensors",
     "no_hidden_sync",
     "open_device",
+    "raw_kernel",
     "row_lists",
     "row_shapes",
     "run_machine",
@@ -81,6 +86,7 @@ __all__ = [
 # something public: importing the module would hide it.
 _HOMES = {
     "MACHINES": "runner",
+    "DeviceFault": "sim",
     "DisagreementError": "machine",
     "FuzzReport": "runner",
     "LateRuntime": "late",
@@ -100,6 +106,7 @@ _HOMES = {
     "RaceRuntime": "race",
     "Reach": "reach",
     "Session": "sessions",
+    "SimRuntime": "sim",
     "Twin": "twin_spec",
     "TwinSpec": "twin_spec",
     "amounts": "strategies",
@@ -112,6 +119,7 @@ _HOMES = {
     "mirrored_tensors": "strategies",
     "no_hidden_sync": "sync_guard",
     "open_device": "devices",
+    "raw_kernel": "watching.kernels",
     "row_lists": "strategies",
     "row_shapes": "strategies",
     "run_machine": "runner",

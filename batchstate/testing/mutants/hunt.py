@@ -8,6 +8,7 @@ from typing import Any, final
 import attrs
 
 from batchstate.errors import ArgumentError
+from batchstate.levels import Level
 from batchstate.testing.mutants.registry import MUTANTS, Mutant
 from batchstate.testing.runner import MACHINES, MachineResult, run_machine
 
@@ -19,6 +20,12 @@ CLEAN_EXAMPLES = 2000
 
 CLEAN_STEPS = 25
 """Rules of one such example: many short examples differ more than few long ones, in the same time."""
+
+SCHEDULERS = ("random", "oldest", "lazy", "pct")
+"""Schedulers of the simulated device that planted bugs are tried under, until one shows them."""
+
+SIMULATED_EXAMPLES = 30
+"""Examples under one of them."""
 
 Progress = Callable[[int, int, str], None]
 """Called with what is done, what will have been done, and what comes next."""
@@ -35,6 +42,8 @@ class MutantResult:
         examples: examples until then, that one included; all of them for a survivor.
         seconds: wall time.
         failure: the report of what failed, or None.
+        simulated: of a planted bug, the first scheduler of the simulated device under which it made something wrong,
+            what that was, and after how many examples; None where none did, and for all other mutants.
     """
 
     mutant: Mutant
@@ -42,21 +51,28 @@ class MutantResult:
     examples: int
     seconds: float
     failure: str | None
+    simulated: tuple[str, str, int] | None = None
 
     @property
     def killed(self) -> bool:
-        """Whether one of the invariants fired that are there to find it."""
-        return self.by in [code.value for code in self.mutant.killed_by]
+        """Whether one of the invariants fired that are there to find it; a planted bug must also show when simulated."""
+        found = self.by in [code.value for code in self.mutant.killed_by]
+        return found and (self.mutant.planted is None or self.simulated is not None)
 
     def as_dict(self) -> dict[str, Any]:
         """The figures, for JSON."""
-        return {
+        figures: dict[str, Any] = {
             "name": self.mutant.name,
             "origin": self.mutant.origin,
             "killed": self.killed,
             "by": self.by,
             "examples": self.examples,
         }
+        if self.mutant.planted is not None:
+            scheduler, by, examples = self.simulated or (None, None, None)
+            figures["planted"] = self.mutant.planted
+            figures["simulated"] = {"scheduler": scheduler, "by": by, "examples": examples}
+        return figures
 
 
 @final
@@ -67,7 +83,7 @@ class MutantReport:
     Attributes:
         device: where they ran.
         results: one for each mutant.
-        clean: one for each machine, run without a mutant.
+        clean: one for each machine, run without a mutant; and under each tool that found any.
         seconds: wall time.
     """
 
@@ -130,7 +146,7 @@ def run(
         device: where they run.
         examples: the most for one mutant.
         clean_examples: examples without a mutant, spread over the machines: all of them, or those that are named
-            mutants' own.
+            mutants' own. Where mutants are found by a tool, so many again under it.
         progress: called before each mutant and each clean machine.
 
     Raises:
@@ -143,7 +159,8 @@ def run(
             f"mutants: clean_examples is {clean_examples}", value=clean_examples, remedy="pass 0 or more"
         )
     shares = _shares(clean_examples, machines)
-    steps = len(chosen) + len(shares)
+    places = list(dict.fromkeys([device, *(mutant.runs_on(device) for mutant in chosen)]))
+    steps = len(chosen) + len(shares) * len(places)
     start = time.perf_counter()
     results: list[MutantResult] = []
     clean: list[MachineResult] = []
@@ -151,10 +168,11 @@ def run(
         if progress is not None:
             progress(len(results), steps, mutant.name)
         results.append(hunt(mutant, device=device, examples=examples))
-    for name, each in shares.items():
-        if progress is not None:
-            progress(len(results) + len(clean), steps, f"{name} without a mutant")
-        clean.append(run_machine(MACHINES[name], device=device, examples=each, steps=CLEAN_STEPS, derandomize=True))
+    for place in places:
+        for name, each in shares.items():
+            if progress is not None:
+                progress(len(results) + len(clean), steps, f"{name} without a mutant, on {place}")
+            clean.append(run_machine(MACHINES[name], device=place, examples=each, steps=CLEAN_STEPS, derandomize=True))
     return MutantReport(device, tuple(results), tuple(clean), time.perf_counter() - start)
 
 
@@ -169,8 +187,25 @@ def hunt(mutant: Mutant, *, device: str = "cpu", examples: int = EXAMPLES) -> Mu
             shrink=False,
             level=mutant.level,
         )
+        simulated = None if mutant.planted is None else _simulated(mutant)
     tried = result.examples if result.first_failure is None else result.first_failure
-    return MutantResult(mutant, result.code, tried, result.seconds, result.failure)
+    return MutantResult(mutant, result.code, tried, result.seconds, result.failure, simulated)
+
+
+def _simulated(mutant: Mutant) -> tuple[str, str, int] | None:
+    """The first scheduler under which the bug, which is switched on, makes something wrong."""
+    for scheduler in SCHEDULERS:
+        result = run_machine(
+            MACHINES[mutant.machine],
+            device=f"sim:{scheduler}",
+            examples=SIMULATED_EXAMPLES,
+            derandomize=True,
+            shrink=False,
+            level=Level.OFF,
+        )
+        if result.code is not None and result.first_failure is not None:
+            return scheduler, result.code, result.first_failure
+    return None
 
 
 def mutants_table() -> str:

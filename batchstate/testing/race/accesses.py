@@ -159,8 +159,8 @@ class Accesses:
     def undecided(self, tensor: torch.Tensor, name: str) -> None:
         """An operation of which nobody can say where it ran has written a tensor.
 
-        Should the tensor turn out to be the device's, it was written on the stream that is current now. Until then it is
-        held against nothing: memory of the host has no streams.
+        Should the tensor turn out to be the device's, it was written on the stream that is current now. Until then it
+        is held against nothing: memory of the host has no streams.
         """
         kept = self.memories.of(tensor) or self.keep(tensor, Place.UNDECIDED)
         region = of_tensor(tensor)

@@ -7,7 +7,7 @@ waited for them or for something behind them, so that whoever reads too early me
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, final
 
@@ -24,6 +24,7 @@ from batchstate.testing.race.fences import RaceEvent, RaceFence
 from batchstate.testing.race.operations import Operations
 from batchstate.testing.race.report import EventKind, RaceReport
 from batchstate.testing.race.transfers import Transfers
+from batchstate.testing.watching.kernels import is_raw
 from batchstate.testing.watching.modes import watching
 
 T = TypeVar("T")
@@ -168,6 +169,8 @@ class RaceRuntime(Runtime):
             Race: a declared access is not ordered.
         """
         called = name or getattr(operation, "__name__", "launch")
+        if is_raw(operation):
+            return self._launch_raw(called, operation, args, kwargs, reads, writes, operations)
         before, self._accesses.seen = self._accesses.seen, {}
         outer, self._accesses.launched = self._accesses.launched, name or None
         pieces = self._accesses.pieces
@@ -187,6 +190,25 @@ class RaceRuntime(Runtime):
                 [one for one in writes if not seen.get(self._accesses.kept(one), False)],
             )
         return result
+
+    def _launch_raw(
+        self,
+        name: str,
+        operation: Callable[..., T],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        operations: int,
+    ) -> T:
+        """A kernel that torch does not see: what it declares is judged before it runs."""
+        if self._window is not None:
+            self._check_declared(name, {}, (*args, *kwargs.values()), reads, writes)
+            self._accesses.declared(name, reads, writes)
+        with self._accesses.muted(), torch._C.DisableTorchFunction():
+            return super().launch(
+                operation, *args, reads=reads, writes=writes, name=name, operations=operations, **kwargs
+            )
 
     def _check_declared(
         self,

@@ -148,7 +148,7 @@ def _indexed(args: Sequence[Any], read: ReadIndex) -> Region | None:
             dim += 1
             continue
         values = read(one)
-        if values.dtype == np.bool_:
+        if values.dtype in (np.bool_, np.uint8):
             for place, positions in enumerate(values.nonzero()):
                 indices[dim + place] = positions
             dim += values.ndim
