@@ -120,3 +120,16 @@ def test_one_disturbed_sample_moves_neither_median_nor_quartiles() -> None:
     disturbed = np.array([1.0, 2.0, 3.0, 4.0, 5_000.0])
     assert median(samples) == median(disturbed) == 3
     assert quartiles(samples) == quartiles(disturbed) == (2, 4)
+
+
+def test_watched_runs_report_ratios(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """`python -m benchmarks.watched` serves with each tool, token by token right, and writes ratios and memory."""
+    pytest.importorskip("transformers")
+    from benchmarks import watched
+
+    target = tmp_path / "watched.json"
+    assert watched.main(["--requests", "1", "--rounds", "1", "--json", str(target)]) == 0
+    rows = json.loads(target.read_text())["rows"]
+    assert [(row["requests"], row["device"]) for row in rows] == [(n, way) for n in (1, 3) for way in watched.WAYS]
+    assert all(row["ratio"] > 0 and row["tokens"] > 0 and row["megabytes"] > 0 for row in rows)
+    assert "sim:lazy" in capsys.readouterr().out
