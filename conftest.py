@@ -27,7 +27,7 @@ else:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--device`: where the tests put the device side."""
-    parser.addoption("--device", default="cpu", help="device under test: cpu (default), cuda, cuda:1, ...")
+    parser.addoption("--device", default="cpu", help="device under test: cpu (default), cuda, cuda:1, race, sim")
 
 
 @pytest.hookimpl(wrapper=True)

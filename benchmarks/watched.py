@@ -52,12 +52,12 @@ def run_engine(device: str, requests: int) -> Run:
     with tempfile.TemporaryDirectory() as folder:
         figures = Path(folder, "figures.json")
         command = [sys.executable, "-m", "examples.engine", "--device", device, "--requests", str(requests)]
-        process = subprocess.Popen(
+        with subprocess.Popen(
             [*command, "--checks", "cheap", "--json", str(figures)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-        )
-        errors = b"" if process.stderr is None else process.stderr.read()
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)  # it was awaited here, for what it used
+        ) as process:
+            errors = b"" if process.stderr is None else process.stderr.read()
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)  # it was awaited here, for what it used
         if process.returncode:
             raise subprocess.CalledProcessError(process.returncode, command, stderr=errors.decode())
         found = json.loads(figures.read_text())

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from batchstate import levels
-from batchstate.runtime import Runtime, open_runtime
+from batchstate.runtime import Runtime
+from batchstate.testing.devices import open_device, window_of
 
 
 @pytest.fixture
@@ -15,9 +16,10 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def rt(device: str) -> Runtime:
-    """A fresh runtime of the device under test."""
-    return open_runtime(device)
+def rt(device: str) -> Iterator[Runtime]:
+    """A fresh runtime of the device under test, in its window."""
+    with window_of(open_device(device)) as runtime:
+        yield runtime
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The benchmarks compare like with like and report under the documented names. No test here looks at a time."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from batchstate.levels import Level, checks, current_checks
 from batchstate.runtime import Runtime
+from benchmarks import watched
 from benchmarks.__main__ import main
 from benchmarks.comparisons import Comparison, MismatchError, require_equal, run
 from benchmarks.decode_steps import Scene
@@ -122,14 +124,36 @@ def test_one_disturbed_sample_moves_neither_median_nor_quartiles() -> None:
     assert quartiles(samples) == quartiles(disturbed) == (2, 4)
 
 
-def test_watched_runs_report_ratios(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """`python -m benchmarks.watched` serves with each tool, token by token right, and writes ratios and memory."""
+def test_watched_runs_are_measured() -> None:
+    """A run of the engine under the detector is a process of its own, with its time and its memory."""
     pytest.importorskip("transformers")
-    from benchmarks import watched
+    run = watched.run_engine("race", 1)
+    assert run.tokens > 0
+    assert run.steps > 0
+    assert run.seconds > 0
+    assert run.megabytes > 50
 
+
+def test_watched_runs_report_ratios(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """`python -m benchmarks.watched` sets each way against the plain one of its round, and writes both figures."""
+    seconds = {"cpu": 1.0, "race": 5.0}
+    monkeypatch.setattr(watched, "run_engine", lambda way, n: watched.Run(n * seconds.get(way, 8.0), 100.0, n, n))
     target = tmp_path / "watched.json"
-    assert watched.main(["--requests", "1", "--rounds", "1", "--json", str(target)]) == 0
+    assert watched.main(["--requests", "2", "--rounds", "3", "--json", str(target)]) == 0
     rows = json.loads(target.read_text())["rows"]
-    assert [(row["requests"], row["device"]) for row in rows] == [(n, way) for n in (1, 3) for way in watched.WAYS]
-    assert all(row["ratio"] > 0 and row["tokens"] > 0 and row["megabytes"] > 0 for row in rows)
-    assert "sim:lazy" in capsys.readouterr().out
+    assert [(row["requests"], row["device"]) for row in rows] == [(n, way) for n in (2, 6) for way in watched.WAYS]
+    assert {row["device"]: row["ratio"] for row in rows} == {way: seconds.get(way, 8.0) for way in watched.WAYS}
+    assert "5.0 times" in capsys.readouterr().out
+
+
+def test_an_unclean_watched_run_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """A run with a wrong token is no measurement."""
+
+    def unclean(way: str, n: int) -> watched.Run:
+        raise subprocess.CalledProcessError(1, ["engine", way], stderr="RACE")
+
+    monkeypatch.setattr(watched, "run_engine", unclean)
+    assert watched.main(["--requests", "1", "--rounds", "1"]) == 1
+    assert "RACE" in capsys.readouterr().err

@@ -97,6 +97,7 @@ class Accesses:
         Raises:
             Race: it may be memory that another stream still uses.
         """
+        __tracebackhide__ = True
         kept = self.keep(tensor, Place.DEVICE)
         region = of_tensor(tensor)
         if region is not None:
@@ -130,6 +131,7 @@ class Accesses:
         Raises:
             Race: one of the accesses is not ordered.
         """
+        __tracebackhide__ = True
         judged = [(self._touched(one.tensor), one.region, one.writes) for one in touches]
         if self.seen is not None:
             for kept, _, writes in judged:
@@ -185,12 +187,14 @@ class Accesses:
         Raises:
             Race: a copy that may not have run uses it.
         """
+        __tracebackhide__ = True
         region = of_tensor(tensor)
         if region is not None:
             self.host_touches(tensor, region, name, writes=writes)
 
     def host_touches(self, tensor: torch.Tensor, region: Region, name: str, *, writes: bool) -> None:
         """The host touches some bytes of pinned memory; see `host_access`."""
+        __tracebackhide__ = True
         kept = self.memories.of(tensor)
         if kept is None:
             return

@@ -39,7 +39,7 @@ class Lane:
     def knows(self, other: int, event: int) -> bool:
         """Whether an event of lane `other` is ordered before what comes next here."""
         seen = self.seen
-        return other < len(seen) and seen[other] >= event
+        return (seen[other] if other < len(seen) else 0) >= event
 
     def join(self, seen: list[int]) -> None:
         """What comes next here lies behind all that `seen` has reached."""

@@ -137,6 +137,7 @@ class Detector:
         Raises:
             Race: one is not ordered behind an earlier one, and races are raised. None of them is noted.
         """
+        __tracebackhide__ = True
         lane, seen = entry.lane, entry.lane.seen
         own, known = lane.number, len(entry.lane.seen)
         for kept, region, writes in touched:
@@ -189,6 +190,7 @@ class Detector:
         first_writes: bool,
         second_writes: bool,
     ) -> None:
+        __tracebackhide__ = True
         event, before = found
         common = before.common(region) or region
         kind = _kind_of(kept, entry, first_writes, second_writes)
@@ -227,6 +229,7 @@ class Detector:
         Raises:
             Race: races are raised.
         """
+        __tracebackhide__ = True
         key = (kind, first.site, first.caller, first.operation, second.site, second.caller, second.operation)
         if self._on_race == "collect" and key in self._reported:
             return

@@ -88,6 +88,10 @@ class Journal:
         self._entries.append(entry)
         return entry
 
+    def lines(self) -> list[str]:
+        """A line for each event."""
+        return [f"{one.number} {one.lane.name}: {one.name}, step {one.step}" for one in self._entries]
+
     def find(self, number: int) -> Entry | None:
         """The event, unless it is too old."""
         entries = self._entries

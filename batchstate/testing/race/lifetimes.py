@@ -12,6 +12,7 @@ from batchstate.testing.race.clocks import Lane
 from batchstate.testing.race.detector import Detector, Kept
 from batchstate.testing.race.journal import Entry, rows_of
 from batchstate.testing.race.report import Access, RaceKind
+from batchstate.testing.watching.memory import Place
 from batchstate.testing.watching.regions import Region
 
 
@@ -29,7 +30,7 @@ class Lifetimes:
 
     def freed(self, kept: Kept) -> None:
         """The last tensor of a piece of memory is gone. Reports nothing: it may be called anywhere."""
-        lane = kept.made_on
+        lane = kept.made_on if kept.place is Place.DEVICE else None
         if lane is not None and self._detector.unordered(kept, lane) is not None:
             self._freed.setdefault(lane.number, []).append(kept)
 

@@ -36,6 +36,7 @@ class Operations:
 
     def operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], lifted: bool) -> Any:
         """See `modes.Watcher`."""
+        __tracebackhide__ = True
         accesses = self._accesses
         if accesses.silent:
             return func(*args, **kwargs)
@@ -89,6 +90,7 @@ class Operations:
         kwargs: Mapping[str, Any],
         tensors: Sequence[torch.Tensor],
     ) -> Any:
+        __tracebackhide__ = True
         accesses = self._accesses
         if accesses.on_cpu:
             self._refuse_host(operation, tensors)
@@ -100,7 +102,9 @@ class Operations:
         for one in tensors_in(result):
             if accesses.memories.of(one) is None and (accesses.on_cpu or one.device.type != "cpu"):
                 accesses.made(one, entry)
-        if operation.waits or operation.by_mask(args):
+        # An index of the host is brought there first, and that copy waits.
+        from_host = operation.takes_host_index and any(one.ndim and accesses.place(one) in _HOSTS for one in tensors)
+        if operation.waits or from_host or operation.by_mask(args):
             accesses.host_waits(entry.lane.seen)
         elif operation.name == "_to_copy" and not accesses.on_cpu:
             self._transfers.converted(entry, args[0], result, bool(kwargs.get("non_blocking", False)))

@@ -107,6 +107,10 @@ class RaceRuntime(Runtime):
         """How often an access was held against what another lane did with the same memory: what watching costs."""
         return self._detector.comparisons
 
+    def trace(self) -> list[str]:
+        """The newest events in program order: number, lane, what it is, step. The same program gives the same."""
+        return self._detector.journal.lines()
+
     @property
     def in_flight_depth(self) -> int:
         """Steps of which the host does not know that they have run, the present one included."""
@@ -321,6 +325,7 @@ class RaceRuntime(Runtime):
 
     def record(self, stream: Stream | None = None) -> Fence:
         """A fence behind everything enqueued on a stream so far."""
+        self.check_owner("record")
         self._refuse_capture("recording a fence")
         lane = self._lane_of(stream or self.current_stream)
         self._fences += 1
@@ -338,6 +343,7 @@ class RaceRuntime(Runtime):
         )
 
     def _stream_wait(self, stream: Stream, fence: Fence) -> None:
+        self.check_owner("wait")
         if not isinstance(fence, RaceFence):
             if not fence.query():
                 raise _foreign(fence)

@@ -16,8 +16,9 @@ HOST_CALLS = frozenset(("__array__", "cpu", "numpy", "pin_memory", "record_strea
 """Calls of tensors that may bring numbers to the host, or say who else uses the memory."""
 
 FACTORIES = frozenset(("__setitem__", "as_tensor", "asarray", "tensor"))
-"""Calls that lift numbers to a tensor wherever `device=` says, or where the tensor is that they are written into; what is
-lifted outside of them comes from numpy."""
+"""Calls that lift numbers to a tensor wherever `device=` says, or where the tensor is that they are written into.
+
+What is lifted outside of them comes from numpy."""
 
 
 class Watcher(Protocol):
@@ -44,6 +45,7 @@ class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        __tracebackhide__ = True
         with torch._C.DisableTorchFunction():
             if torch.is_inference_mode_enabled() and func._can_decompose():
                 with self:  # torch takes it apart before, in any other mode: a `reshape` that copies is no view
@@ -62,6 +64,7 @@ class _Called(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        __tracebackhide__ = True
         named = kwargs or {}
         name = func.__name__
         if name in HOST_CALLS:

@@ -123,12 +123,13 @@ class Operation:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors among an argument."""
+    """The tensors among an argument that lie in one piece of memory: sparse ones do not."""
     if isinstance(value, torch.Tensor):
-        yield value
+        if value.layout is torch.strided:
+            yield value
     elif isinstance(value, list | tuple):
         for one in value:
-            if isinstance(one, torch.Tensor):
+            if isinstance(one, torch.Tensor) and one.layout is torch.strided:
                 yield one
 
 
