@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchstate import Code, Contract, MirroredTensor, Runtime, Slots, Violation, open_runtime
+from batchstate import Code, Contract, MirroredTensor, Runtime, Slots, Violation
 from batchstate.batch import Batch
 from batchstate.columns import device_only, host_list, mirrored, slot_column
 from batchstate.errors import (
@@ -24,6 +24,7 @@ from batchstate.errors import (
     ValueOverflowError,
 )
 from batchstate.pools import SlotPool
+from batchstate.testing.devices import open_device
 
 
 class Decode(Batch):
@@ -387,11 +388,11 @@ def test_batches_that_do_not_go_together(rt: Runtime, pool: SlotPool, abcd: Deco
     with pytest.raises(DeclarationError, match="Decode with Other"):
         abcd.merge(Other.empty(rt))  # type: ignore[arg-type]
     with pytest.raises(DeviceError, match="two runtimes"):
-        abcd.merge(Decode.empty(open_runtime(device)))
+        abcd.merge(Decode.empty(open_device(device)))
     with pytest.raises(ArgumentError, match="pools"):
         abcd.merge(Decode.build(rt, **rows(SlotPool(rt, 40), "e")))
     with pytest.raises(DeviceError, match="another runtime"):
-        abcd.evolve(seq_lens=MirroredTensor.from_host(open_runtime(device), [1, 2, 3, 4]))
+        abcd.evolve(seq_lens=MirroredTensor.from_host(open_device(device), [1, 2, 3, 4]))
     with pytest.raises(Violation) as caught:
         abcd.evolve(seq_lens=Slots.from_host(rt, [1, 2, 3, 4]))
     assert caught.value.code is Code.UNIT_MISMATCH

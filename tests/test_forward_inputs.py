@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchstate import MirroredTensor, SlotPool, Slots, checks, open_runtime
+from batchstate import MirroredTensor, SlotPool, Slots, checks
 from batchstate.batch import Batch, Extras
 from batchstate.columns import mirrored, slot_column
 from batchstate.errors import (
@@ -32,6 +32,7 @@ from batchstate.pages import PagePool
 from batchstate.runtime import Runtime
 from batchstate.tables import Table
 from batchstate.testing import LateRuntime, no_hidden_sync
+from batchstate.testing.devices import open_device
 from batchstate.violations import Code
 from tests.doubles import fake_accelerator, in_a_thread, refused
 
@@ -139,7 +140,7 @@ def cases(draw: st.DrawFn) -> Case:
 @given(cases())
 def test_ids_of_any_batch(device: str, case: Case) -> None:
     """Prompts' ids come from the host and all others from the relay, each at its place, and padding is 0."""
-    world = World.of(open_runtime(device))
+    world = World.of(open_device(device))
     rt, relay = world.rt, world.relay
     slots = world.take(case.seq_lens)
     world.seed(slots)
@@ -306,7 +307,7 @@ def bounded_cases(draw: st.DrawFn) -> Bounded:
 def test_lengths_that_only_the_device_knows(device: str, case: Bounded) -> None:
     """Positions, KV lengths, starts and places follow the true lengths; prompts, and the batch, stay as they are."""
     with checks("full"):
-        follow_true_lengths(World.of(open_runtime(device)), case)
+        follow_true_lengths(World.of(open_device(device)), case)
 
 
 def follow_true_lengths(world: World, case: Bounded) -> None:
@@ -556,7 +557,7 @@ def test_wrong_objects_change_nothing(rt: Runtime, device: str, world: World) ->
     batch = Running.build(rt, slots=slots, seq_lens=[8, 8])
     plan = ForwardPlan.of(batch.slots, batch.seq_lens)
     uploaded, bare = batch.upload(extras=plan.extras), batch.upload()
-    others, far = World.of(rt), World.of(open_runtime(device))
+    others, far = World.of(rt), World.of(open_device(device))
     acts: list[tuple[type[Exception], str, Callable[[], object]]] = [
         (
             ArgumentError,

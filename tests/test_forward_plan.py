@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchstate import Code, MirroredTensor, SlotPool, Slots, checks, open_runtime
+from batchstate import Code, MirroredTensor, SlotPool, Slots, checks
 from batchstate.errors import (
     ArgumentError,
     ContractError,
@@ -22,6 +22,7 @@ from batchstate.forwarding.layouts import flash_attention
 from batchstate.pages import PagePool
 from batchstate.runtime import Runtime
 from batchstate.tables import Table
+from batchstate.testing.devices import open_device
 from tests.doubles import refused
 
 LONGEST = 24
@@ -102,7 +103,7 @@ def plan_of(case: Case, world: World, slots: Slots, **others: Any) -> ForwardPla
 @given(cases())
 def test_arrays_of_tokens_and_requests(device: str, case: Case) -> None:
     """Ids, positions, starts, lengths, last tokens and places are those of a loop; padding is zero, starts go on."""
-    world = World.of(open_runtime(device), case.page_size)
+    world = World.of(open_device(device), case.page_size)
     slots = world.take(case.seq_lens)
     plan = plan_of(case, world, slots)
     ids, positions, places, starts, last = [], [], [], [0], []
@@ -147,7 +148,7 @@ def test_arrays_of_tokens_and_requests(device: str, case: Case) -> None:
 @given(cases())
 def test_layout_of_flash_attention(device: str, case: Case) -> None:
     """`cu_seqlens_k` and `block_table` name the place of every token of every request, in int32."""
-    world = World.of(open_runtime(device), case.page_size)
+    world = World.of(open_device(device), case.page_size)
     slots = world.take(case.seq_lens)
     extras = plan_of(case, world, slots, layouts="flash_attention").extras
     starts, table, size = extras["kv_start_loc"], extras["block_table"], case.page_size
@@ -167,7 +168,7 @@ def test_layout_of_flash_attention(device: str, case: Case) -> None:
 @given(cases())
 def test_layout_of_flashinfer(device: str, case: Case) -> None:
     """`paged_kv_indptr`, `paged_kv_indices` and `paged_kv_last_page_len` name the place of every token, in int32."""
-    world = World.of(open_runtime(device), case.page_size)
+    world = World.of(open_device(device), case.page_size)
     slots = world.take(case.seq_lens)
     extras = plan_of(case, world, slots, layouts=["flashinfer"]).extras
     indptr, indices, last = (extras[f"kv_{name}"] for name in ("page_indptr", "page_indices", "last_page_len"))

@@ -29,6 +29,7 @@ from batchstate.pools import SlotPool
 from batchstate.relaying.order import StreamOrder
 from batchstate.runtime import AcceleratorRuntime, Fence, Runtime
 from batchstate.testing import LateRuntime
+from batchstate.testing.devices import open_device
 from batchstate.violations import Code, Violation
 from tests.doubles import FakeModule, fake_accelerator, in_a_thread, refused
 
@@ -655,7 +656,7 @@ def test_slots_of_nobody_change_nothing(rt: Runtime, device: str, pool: SlotPool
     lens = on_device(rt, [5, 6], torch.int32)
     relay.publish(gone, lens=lens)
     pool.free(gone)
-    others, distant = SlotPool(rt, 8, name="others"), SlotPool(open_runtime(device), 8)
+    others, distant = SlotPool(rt, 8, name="others"), SlotPool(open_device(device), 8)
     elsewhere, far = others.take(2), distant.take(2)
     pages = Pages.from_host(rt, [1, 2])
 

@@ -11,6 +11,7 @@ from batchstate.invariants import current_checks
 from batchstate.levels import Level
 from batchstate.runtime import CpuRuntime, Runtime, open_runtime
 from batchstate.testing import MACHINES, LateRuntime, run_machine, session
+from batchstate.testing.devices import open_device
 from batchstate.testing.machines.future_map import FutureMapMachine
 from batchstate.testing.machines.slot_pool import SlotPoolMachine
 from batchstate.testing.reach import STATES
@@ -94,7 +95,7 @@ def test_relay_is_silent_at_cheap(device: str) -> None:
     opened: list[Runtime] = []
 
     def open_late() -> Runtime:
-        opened.append(LateRuntime() if device == "cpu" else open_runtime(device))
+        opened.append(LateRuntime() if device == "cpu" else open_device(device))
         return opened[-1]
 
     result = run_machine(MACHINES["future_map"], device=device, examples=60, seed=1, level="cheap", runtimes=open_late)

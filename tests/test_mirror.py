@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchstate import Code, Contract, MirroredTensor, Pages, Runtime, Slots, Tokens, Violation, checks, open_runtime
+from batchstate import Code, Contract, MirroredTensor, Pages, Runtime, Slots, Tokens, Violation, checks
 from batchstate.errors import (
     ArgumentError,
     ContractError,
@@ -23,6 +23,7 @@ from batchstate.errors import (
     ValueOverflowError,
 )
 from batchstate.indices import tokens_of_pages
+from batchstate.testing.devices import open_device
 
 
 def both(value: MirroredTensor) -> list:
@@ -417,7 +418,7 @@ def test_values_that_do_not_go_together(rt: Runtime, device: str) -> None:
     with pytest.raises(ShapeError, match=r"\[2\]"):
         lens.merge(MirroredTensor.from_host(rt, [[1, 2]]))
     with pytest.raises(DeviceError, match="two runtimes"):
-        lens.merge(MirroredTensor.from_host(open_runtime(device), [1]))
+        lens.merge(MirroredTensor.from_host(open_device(device), [1]))
     with pytest.raises(Violation) as caught:
         Slots.from_host(rt, [1]).merge(Tokens.from_host(rt, [1]))  # type: ignore[arg-type]
     assert caught.value.code is Code.UNIT_MISMATCH

@@ -23,7 +23,8 @@ from batchstate.ownership.page_references import PageReferences
 from batchstate.ownership.page_rows import PageRows, ragged
 from batchstate.pages import PageLease, PagePool
 from batchstate.pools import SlotPool
-from batchstate.runtime import Runtime, open_runtime
+from batchstate.runtime import Runtime
+from batchstate.testing.devices import open_device
 from batchstate.violations import Code, Violation
 from tests.doubles import Gate, refused
 
@@ -340,7 +341,7 @@ def test_refuses_handles_that_are_no_good(rt: Runtime, slots: SlotPool, pages: P
     with pytest.raises(ArgumentError):
         pages.release(slots.take(1), after="now")  # type: ignore[arg-type]
     with pytest.raises(DeviceError):
-        PagePool(open_runtime(device), slots, 4, 4, max_tokens_per_request=4)
+        PagePool(open_device(device), slots, 4, 4, max_tokens_per_request=4)
 
 
 def test_no_rows_is_fine(slots: SlotPool, pages: PagePool) -> None:

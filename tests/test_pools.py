@@ -17,7 +17,8 @@ from batchstate.ownership.free_list import FreeList
 from batchstate.ownership.ledger import Ledger
 from batchstate.ownership.slot_handles import HandleBook
 from batchstate.pools import SlotPool
-from batchstate.runtime import Runtime, open_runtime
+from batchstate.runtime import Runtime
+from batchstate.testing.devices import open_device
 from batchstate.violations import Code
 from tests.doubles import Gate, in_a_thread, refused
 
@@ -242,7 +243,7 @@ def test_refuses_other_pools_units_and_runtimes(rt: Runtime, device: str) -> Non
     refused(Code.UNIT_MISMATCH, lambda: pool.free(Tokens.from_host(rt, [1])))  # type: ignore[arg-type]
     with pytest.raises(DtypeError):
         pool.free(np.array([1]))  # type: ignore[arg-type]
-    elsewhere = SlotPool(open_runtime(device), 4).take(1)
+    elsewhere = SlotPool(open_device(device), 4).take(1)
     with pytest.raises(DeviceError):
         pool.free(elsewhere)
     with pytest.raises(ArgumentError):

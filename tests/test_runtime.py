@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from batchstate import Code, Runtime, Violation, checks, open_runtime
+from batchstate import Code, Runtime, Violation, checks
 from batchstate.errors import ArgumentError, DtypeError, OwnerThreadError
 from batchstate.runtime import CpuRuntime, DoneFence, Staging
+from batchstate.testing.devices import open_device
 from tests.doubles import Gate, in_a_thread
 
 
@@ -194,7 +195,7 @@ def test_device_memory_is_not_host_memory(rt: Runtime) -> None:
 def test_runtimes_that_cannot_be_opened(device: str, steps_in_flight: int, message: str) -> None:
     """An unknown or missing device, and a depth of nothing, are refused in words."""
     with pytest.raises(ArgumentError, match=message):
-        open_runtime(device, steps_in_flight=steps_in_flight)
+        open_device(device, steps_in_flight=steps_in_flight)
 
 
 def test_dtypes_that_numpy_lacks_are_refused() -> None:
@@ -224,4 +225,4 @@ def test_what_changes_the_runtime_belongs_to_its_thread(rt: Runtime) -> None:
 def test_depth_is_a_positive_integer(device: str, depth: Any) -> None:
     """`steps_in_flight` is refused with a typed error, whatever it is."""
     with pytest.raises((ArgumentError, DtypeError), match="steps_in_flight is"):
-        open_runtime(device, steps_in_flight=depth)
+        open_device(device, steps_in_flight=depth)

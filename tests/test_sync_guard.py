@@ -135,7 +135,8 @@ def test_step_loop_runs_clean(rt: Runtime) -> None:
             extension = pages.advance(batch.slots)
             extras = batch.upload(writes=[extension.entry()], extras={"positions": extension.positions})
             assert len(extras["positions"]) == len(batch)
-            sampled = rt.launch(torch.add, batch.last_token.device, 1)
+            tokens = batch.last_token.device
+            sampled = rt.launch(torch.add, tokens, 1, reads=[tokens])
             batch = batch.evolve(last_token=sampled)
             in_flight.append(rt.record())
             table.read_until(in_flight[-1])

@@ -16,7 +16,8 @@ from batchstate.errors import ArgumentError, DeviceError, DtypeError, RowIndexEr
 from batchstate.indices import HostTokens, Tokens
 from batchstate.mirror import MirroredTensor
 from batchstate.pools import SlotPool
-from batchstate.runtime import DoneFence, Runtime, open_runtime
+from batchstate.runtime import DoneFence, Runtime
+from batchstate.testing.devices import open_device
 from batchstate.violations import Code, Violation
 from tests.doubles import refused
 
@@ -351,7 +352,7 @@ def test_one_upload_writes_an_element_once(rt: Runtime, pool: SlotPool, full: No
 
 def test_an_upload_refuses_what_is_not_of_its_time_or_runtime(rt: Runtime, device: str, pool: SlotPool) -> None:
     """A write of a request that left, or of another runtime's table, is refused before anything is copied."""
-    table, foreign = pool.table("a"), SlotPool(open_runtime(device), 4)
+    table, foreign = pool.table("a"), SlotPool(open_device(device), 4)
     slots = pool.take(1)
     batch = Rows.build(rt, slots=slots)
     theirs = foreign.table("b").entry(foreign.take(1), None, [7])
