@@ -57,7 +57,7 @@ def test_enough_mutants() -> None:
 
 
 def test_relay_mutants_are_found_at_cheap() -> None:
-    """The laws of the relay need no device: they are asked at `cheap`. Races are hunted at `off`, all else at `full`."""
+    """The laws of the relay need no device, and are asked at `cheap`. Races are hunted at `off`, others at full."""
     assert {one.level for one in MUTANTS.values() if one.group == "relay"} == {Level.CHEAP}
     races = ("races", "host_memory", "lifetimes")
     assert {one.level for one in MUTANTS.values() if one.group in races} == {Level.OFF}

@@ -5,6 +5,7 @@
     {command-options} NAME    the options of a command
     {attributes} MODULE:NAME  the attributes that the docstring of a class lists, with their types
     {error-classes}           the error classes, with the builtin that each derives from
+    {race-cases} FILE         every race case, with what each tool said of it; FILE holds that, beside the page
 
 Each makes Markdown and hands it to the parser of the page.
 """
@@ -14,6 +15,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import ClassVar
 
 import attrs
@@ -217,6 +219,33 @@ class ErrorClasses(FromCode):
         return table(("class", "also a", "raised when"), rows)
 
 
+class RaceCases(FromCode):
+    """Every race case, and what each tool said of it."""
+
+    required_arguments = 1
+
+    def markdown(self) -> list[str]:
+        """A table of the tools, and one of the cases of each group."""
+        from batchstate.testing.race_cases import CASES, GROUPS, verdicts
+
+        path = Path(self.env.relfn2path(self.arguments[0])[1])
+        self.env.note_dependency(str(path))
+        said = verdicts.load(path)
+        tools = [name for name in verdicts.TOOLS if name != "detector on CUDA" or name in said.columns]
+        lines = table(("tool", "races found", "false alarms", "run"), said.summary())
+        for group, title in GROUPS.items():
+            lines += ["", f"### {title}", ""]
+            rows = []
+            for case in CASES.values():
+                if case.group != group:
+                    continue
+                name = f"**{case.pair}**: {case.about}" if case.racy else ""
+                is_racy = f"{case.kind}: {case.shows}" if case.racy else f"safe: {case.shows}"
+                rows.append((name, is_racy, *(said.text(tool, case) for tool in tools)))
+            lines += table(("pair", "program", *(verdicts.TOOLS[tool].title for tool in tools)), rows)
+        return lines
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Sphinx calls this."""
     app.add_directive("invariant-table", InvariantTable)
@@ -224,4 +253,5 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("command-options", CommandOptions)
     app.add_directive("attributes", Attributes)
     app.add_directive("error-classes", ErrorClasses)
+    app.add_directive("race-cases", RaceCases)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -6,6 +6,7 @@ from batchstate.testing.machines.engine import EngineMachine
 from batchstate.testing.machines.future_map import FutureMapMachine
 from batchstate.testing.machines.hybrid import HybridMachine
 from batchstate.testing.machines.mirrored_tensor import MirroredTensorMachine
+from batchstate.testing.machines.overlap import OverlapMachine
 from batchstate.testing.machines.page_pool import PagePoolMachine
 from batchstate.testing.machines.slot_pool import SlotPoolMachine
 
@@ -19,6 +20,7 @@ _ALL: tuple[type[Machine], ...] = (
     HybridMachine,
     EngineMachine,
     FutureMapMachine,
+    OverlapMachine,
 )
 
 MACHINES: dict[str, type[Machine]] = {machine.NAME: machine for machine in _ALL}

@@ -156,7 +156,11 @@ class Accesses:
         found = [Touch(one, region, False) for one in reads if (region := of_tensor(one)) is not None]
         found += [Touch(one, region, True) for one in writes if (region := of_tensor(one)) is not None]
         if found:
-            self.access(EventKind.OPERATION, name, found)
+            seen, self.seen = self.seen, None  # a launch inside of another declares for itself
+            try:
+                self.access(EventKind.OPERATION, name, found)
+            finally:
+                self.seen = seen
 
     def undecided(self, tensor: torch.Tensor, name: str) -> None:
         """An operation of which nobody can say where it ran has written a tensor.
