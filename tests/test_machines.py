@@ -24,6 +24,7 @@ EXAMPLES = {
     "hybrid": 60,
     "engine": 30,
     "future_map": 120,
+    "overlap": 25,
 }
 """The ordinary number of examples: enough for every interesting state, and for a suite that is run often."""
 
@@ -53,6 +54,7 @@ TestPagePool = case_of("page_pool")
 TestHybrid = case_of("hybrid")
 TestEngine = case_of("engine")
 TestFutureMap = case_of("future_map")
+TestOverlap = case_of("overlap")
 
 
 @pytest.mark.parametrize("name", list(MACHINES))

@@ -55,7 +55,7 @@ class MutantResult:
 
     @property
     def killed(self) -> bool:
-        """Whether one of the invariants fired that are there to find it; a planted bug must also show when simulated."""
+        """Whether one of the invariants fired that are there for it; a planted bug must also show when simulated."""
         found = self.by in [code.value for code in self.mutant.killed_by]
         return found and (self.mutant.planted is None or self.simulated is not None)
 

@@ -22,15 +22,17 @@ class Lane:
         name: for reports.
         seen: lane -> newest of its events known to lie before what comes next here; grows with the lanes.
         newest: its own newest event, 0 before the first.
+        work: its newest event that is an operation or a copy, 0 before the first.
     """
 
-    __slots__ = ("_host_at", "name", "newest", "number", "seen")
+    __slots__ = ("_host_at", "name", "newest", "number", "seen", "work")
 
     def __init__(self, number: int, name: str) -> None:
         self.number = number
         self.name = name
         self.seen: list[int] = [0] * (number + 1)
         self.newest = 0
+        self.work = 0
         self._host_at = -1
 
     def __repr__(self) -> str:

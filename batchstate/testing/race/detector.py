@@ -119,6 +119,8 @@ class Detector:
     ) -> Entry:
         """Something happens on a lane."""
         number = self.clocks.happens(lane)
+        if kind in _WORK:
+            lane.work = number
         where = site(3) if at is None else at
         return self.journal.note(Entry(number, lane, kind, name, self._step(), where, reads, writes, waits_for, hidden))
 
@@ -273,6 +275,8 @@ class Detector:
         where = "on the host" if second.lane == HOST else f"on stream {second.lane!r}"
         return missing, f"{what} {where} before {second.operation}"
 
+
+_WORK = (EventKind.OPERATION, EventKind.COPY_TO_DEVICE, EventKind.COPY_TO_HOST)
 
 _PROBLEMS = {
     RaceKind.READ_AFTER_WRITE: "a read may come before the write it is meant to see",

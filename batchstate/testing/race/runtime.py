@@ -6,7 +6,6 @@ waited for them or for something behind them, so that whoever reads too early me
 """
 
 import contextlib
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, final
@@ -19,8 +18,10 @@ from batchstate.runtime.base import Array
 from batchstate.runtime.staging import StagingBlock
 from batchstate.testing.race.accesses import Accesses
 from batchstate.testing.race.clocks import Lane
+from batchstate.testing.race.depth import InFlight
 from batchstate.testing.race.detector import Detector, OnRace
 from batchstate.testing.race.fences import RaceEvent, RaceFence
+from batchstate.testing.race.launches import Launches
 from batchstate.testing.race.operations import Operations
 from batchstate.testing.race.report import EventKind, RaceReport
 from batchstate.testing.race.transfers import Transfers
@@ -43,9 +44,6 @@ class RaceRuntime(Runtime):
         inner: what it runs on: a fresh runtime, used through this one alone. By default the CPU.
         steps_in_flight: see `Runtime`; where `inner` is given, its own.
         on_race: `"raise"` the first race as `Race`, before the second access happens, or `"collect"` them in `races`.
-
-    Attributes:
-        in_flight_depth_max: the most steps that were under way at once, as far as the host knew.
     """
 
     def __init__(self, inner: Runtime | None = None, *, steps_in_flight: int = 2, on_race: OnRace = "raise") -> None:
@@ -55,12 +53,12 @@ class RaceRuntime(Runtime):
         self._detector = Detector(lambda: self.step, on_race)
         self._lanes: dict[object, Lane] = {}
         self._fences = 0
-        self._heads: deque[tuple[int, list[int]]] = deque()
         self._window: contextlib.ExitStack | None = None
         self._entered = False
         self._accesses = Accesses(self._detector, self._inner.device, self._current_lane)
         self._transfers = Transfers(self._accesses, self._inner.device)
-        self.in_flight_depth_max = 0
+        self._launches = Launches(self._accesses)
+        self._in_flight = InFlight(self._detector.clocks)
         super().__init__(self._inner.device, steps_in_flight=self._inner.steps_in_flight)
         self._lane_of(self._inner.current_stream)
 
@@ -85,7 +83,7 @@ class RaceRuntime(Runtime):
         window, self._window = self._window, None
         if window is not None:
             window.close()
-        self._note_depth()
+        self._in_flight.note()
         self._accesses.memories.close()
         if error is None:
             self._accesses.host_memory.close()
@@ -113,30 +111,20 @@ class RaceRuntime(Runtime):
 
     @property
     def in_flight_depth(self) -> int:
-        """Steps of which the host does not know that they have run, the present one included."""
-        host = self._detector.clocks.host
-        while self._heads and all(host.knows(lane, event) for lane, event in enumerate(self._heads[0][1]) if lane):
-            self._heads.popleft()
-        lanes = self._detector.clocks.lanes[1:]
-        newest = self._heads[-1][1] if self._heads else []
-        present = any(
-            not host.knows(lane.number, lane.newest)
-            and (lane.number >= len(newest) or lane.newest > newest[lane.number])
-            for lane in lanes
-        )
-        return len(self._heads) + present
+        """Steps with work of which the host does not know that it has run, the present one included."""
+        return self._in_flight.now
+
+    @property
+    def in_flight_depth_max(self) -> int:
+        """The most steps that were under way at once, as far as the host knew."""
+        self._in_flight.note()
+        return self._in_flight.most
 
     def next_step(self) -> int:
         """Begins the next step; see `Runtime.next_step`."""
-        self._note_depth()
         number = super().next_step()
-        heads = [lane.newest for lane in self._detector.clocks.lanes]
-        if not self._heads or heads[1:] != self._heads[-1][1][1:]:
-            self._heads.append((number - 1, heads))
+        self._in_flight.step_ends()
         return number
-
-    def _note_depth(self) -> None:
-        self.in_flight_depth_max = max(self.in_flight_depth_max, self.in_flight_depth)
 
     # For tests that model what an engine does itself
 
@@ -175,24 +163,15 @@ class RaceRuntime(Runtime):
         called = name or getattr(operation, "__name__", "launch")
         if is_raw(operation):
             return self._launch_raw(called, operation, args, kwargs, reads, writes, operations)
-        before, self._accesses.seen = self._accesses.seen, {}
-        outer, self._accesses.launched = self._accesses.launched, name or None
         pieces = self._accesses.pieces
-        try:
+        with self._launches.under_way(name) as seen:
             result = super().launch(
                 operation, *args, reads=reads, writes=writes, name=name, operations=operations, **kwargs
             )
-            seen = self._accesses.seen
-        finally:
-            self._accesses.seen, self._accesses.launched = before, outer
         if self._window is not None:
             older = {kept: written for kept, written in seen.items() if kept.name.number <= pieces}
-            self._check_declared(called, older, (*args, *kwargs.values()), reads, writes)
-            self._accesses.declared(
-                called,
-                [one for one in reads if self._accesses.kept(one) not in seen],
-                [one for one in writes if not seen.get(self._accesses.kept(one), False)],
-            )
+            self._launches.check(called, older, (*args, *kwargs.values()), reads, writes)
+            self._launches.add_declared(called, seen, reads, writes)
         return result
 
     def _launch_raw(
@@ -207,40 +186,12 @@ class RaceRuntime(Runtime):
     ) -> T:
         """A kernel that torch does not see: what it declares is judged before it runs."""
         if self._window is not None:
-            self._check_declared(name, {}, (*args, *kwargs.values()), reads, writes)
-            self._accesses.declared(name, reads, writes)
+            self._launches.check(name, {}, (*args, *kwargs.values()), reads, writes)
+            self._launches.add_declared(name, {}, reads, writes)
         with self._accesses.muted(), torch._C.DisableTorchFunction():
             return super().launch(
                 operation, *args, reads=reads, writes=writes, name=name, operations=operations, **kwargs
             )
-
-    def _check_declared(
-        self,
-        name: str,
-        seen: dict[Any, bool],
-        given: Sequence[Any],
-        reads: Sequence[torch.Tensor],
-        writes: Sequence[torch.Tensor],
-    ) -> None:
-        remedy = "say `reads=` and `writes=`: what a kernel or the replay of a graph touches, nothing else can know"
-        if not reads and not writes:
-            watched = [one for one in given if isinstance(one, torch.Tensor) and self._watched(one)]
-            if seen or watched:
-                raise ArgumentError(
-                    f"the launch of {name!r} declares nothing, and touches or was given memory that is watched",
-                    value=name,
-                    remedy=remedy,
-                )
-        written = {self._accesses.kept(one) for one in writes}
-        for kept, writes_it in seen.items():
-            if writes_it and kept not in written:
-                raise ArgumentError(
-                    f"the launch of {name!r} writes {kept}, which it does not declare", value=name, remedy=remedy
-                )
-
-    def _watched(self, tensor: torch.Tensor) -> bool:
-        kept = self._accesses.memories.of(tensor)
-        return kept is not None and bool(tensor.numel())
 
     def inspect(self, tensor: torch.Tensor) -> Array:
         """Reads device memory for a check: no access, and no order for what comes later. See `Runtime.inspect`."""
@@ -303,7 +254,7 @@ class RaceRuntime(Runtime):
             return self._inner._read_back(source)
 
     def _wait_for_device(self) -> None:
-        self._note_depth()
+        self._in_flight.note()
         self._inner._wait_for_device()
         for lane in self._detector.clocks.lanes[1:]:
             self._accesses.host_waits(lane.seen)
@@ -386,7 +337,7 @@ class RaceRuntime(Runtime):
 
     def _join(self, fence: RaceFence) -> None:
         if not self._over(fence):
-            self._note_depth()
+            self._in_flight.note()
             clocks = self._detector.clocks
             self._detector.event(clocks.host, EventKind.WAIT, f"wait for fence {fence.number}", waits_for=fence.event)
             self._accesses.host_waits(fence.seen)

@@ -1,0 +1,412 @@
+"""The micro-cases: what the race detector says of each, and how other tools are asked and their answers kept."""
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from batchstate.errors import ArgumentError, BatchStateError
+from batchstate.testing.race import Race, RaceKind, RaceRuntime
+from batchstate.testing.race_cases import CASES, GROUPS, Case, plain, sanitizer, verdicts
+from batchstate.testing.race_cases import __main__ as command
+from batchstate.testing.race_cases.judges import (
+    Says,
+    Verdict,
+    by_detector,
+    by_simulator,
+    expected,
+    races_of,
+    right_values,
+)
+from batchstate.testing.race_cases.plain import NativeEvent, PlainCpu
+from batchstate.testing.race_cases.verdicts import Column, Made, Table, judged, load, save
+from tests.doubles import FakeStream
+
+RACY = [case for case in CASES.values() if case.racy]
+SAFE = [case for case in CASES.values() if not case.racy]
+KEPT = Path(__file__).parents[1] / "docs" / "reference" / "race-cases.json"
+
+
+def named(cases: Sequence[Case]) -> Any:
+    """Parametrizes by case."""
+    return pytest.mark.parametrize("case", cases, ids=[case.pair for case in cases])
+
+
+@named(RACY)
+def test_the_race_is_reported_and_nothing_else(case: Case) -> None:
+    """Its kind, both operations, their streams, and the rows that both touch."""
+    (report,) = races_of(case)
+    found = (report.kind, str(report.first.operation), report.first.lane, report.second.operation, report.second.lane)
+    assert found == (case.kind, case.first.operation, case.first.stream, case.second.operation, case.second.stream)
+    assert report.rows == case.rows
+    assert expected(case, report)
+    assert by_detector(case) == Verdict(Says.RACE, str(case.kind))
+
+
+@named(RACY)
+def test_the_race_ends_the_program_where_races_are_raised(case: Case) -> None:
+    """With the same report."""
+    with pytest.raises(Race) as caught, RaceRuntime() as rt:
+        case.run(rt)
+    assert expected(case, caught.value.report)
+
+
+@named(SAFE)
+def test_nothing_is_reported_of_its_safe_twin(case: Case) -> None:
+    """The one thing that differs makes the difference."""
+    assert races_of(case) == ()
+
+
+def test_every_kind_of_race_has_cases() -> None:
+    """Pairs of a racy and a safe program, with the same name, in files that are listed; each says what it shows."""
+    assert {case.kind for case in RACY} == set(RaceKind)
+    assert [case.pair for case in RACY] == [case.pair for case in SAFE]
+    assert len({case.pair for case in RACY}) == len(RACY) >= 25
+    assert {case.group for case in RACY} == set(GROUPS)
+    for case in CASES.values():
+        assert CASES[case.name] is case
+        assert case.about.endswith(".")
+        assert case.shows
+        assert case.racy is ("(racy)" in case.name)
+
+
+@named(list(CASES.values()))
+def test_a_program_computes_the_same_each_time(case: Case) -> None:
+    """On a plain CPU, in program order: these are the right values."""
+    first, second = right_values(case), right_values(case)
+    if first is None or second is None:
+        assert first is second
+        return
+    assert [one.tolist() for one in first] == [one.tolist() for one in second]
+    assert any(one.size for one in first)
+
+
+STRICTER = {"freed and waited for (safe)", "freed memory is of one stream (safe)"}
+"""The simulated device may count a free as a write of the stream that gets the memory, as some allocators do."""
+
+
+@pytest.mark.parametrize("scheduler", ["lazy", "newest", "oldest"])
+def test_the_simulated_device_computes_what_is_right(scheduler: str) -> None:
+    """Of safe programs, whoever lags behind."""
+    wrong = {case.name for case in SAFE if by_simulator(case, (scheduler,), 1).says is Says.RACE}
+    assert wrong <= STRICTER
+
+
+def test_the_simulated_device_is_judged_by_values() -> None:
+    """Under some order a racy program computes something else; of one that computes nothing it cannot say."""
+    schedulers = ("eager", "lazy", "pct")
+    found = by_simulator(CASES["pinned memory refilled through numpy (racy)"], schedulers, 5)
+    assert found.says is Says.RACE
+    assert found.detail.startswith("lazy, pct ")
+    assert by_simulator(CASES["same value rewritten (racy)"], schedulers, 1).says is Says.UNKNOWN
+    assert by_simulator(CASES["read after write (racy)"], ("eager",), 1) == Verdict(Says.NONE)
+
+
+def test_an_unexpected_race_is_none_that_was_found() -> None:
+    """A report of other streams, or a second report, is another race."""
+    case = CASES["write after read (racy)"]
+    (report,) = races_of(CASES["read after write (racy)"])
+    assert not expected(case, report)
+    assert expected(CASES["read after write (racy)"], report, operations=False)
+
+
+# Words
+
+
+@pytest.mark.parametrize(
+    ("verdict", "racy", "said"),
+    [
+        (Verdict(Says.RACE, "write after read"), True, "write after read"),
+        (Verdict(Says.RACE, "lazy"), False, "false alarm: lazy"),
+        (Verdict(Says.ANOTHER, "freed in use"), True, "another race: freed in use"),
+        (Verdict(Says.NONE), True, "missed"),
+        (Verdict(Says.NONE), False, "none"),
+        (Verdict(Says.UNKNOWN, "no value shows it"), False, "cannot say: no value shows it"),
+        (Verdict(Says.ERROR, "the process ended"), True, "error: the process ended"),
+    ],
+)
+def test_a_verdict_says_whether_it_is_right(verdict: Verdict, racy: bool, said: str) -> None:
+    """What was overlooked and what was made up is called so."""
+    assert verdict.text(racy) == said
+
+
+# torch.cuda._sanitizer
+
+
+class FakeErrors(Exception):
+    """What the sanitizer raises."""
+
+    def __init__(self, *pairs: tuple[str, str]) -> None:
+        super().__init__()
+        self.errors = [
+            SimpleNamespace(
+                previous_access=SimpleNamespace(operator=SimpleNamespace(name=f"aten::{first}")),
+                current_access=SimpleNamespace(operator=f"aten::{second}"),
+            )
+            for first, second in pairs
+        ]
+
+
+def program(action: Any) -> Case:
+    """A case that does something."""
+    return attrs.evolve(CASES["read after write (racy)"], program=lambda rt, racy: action())
+
+
+def raises(error: BaseException) -> Any:
+    """An action that fails."""
+
+    def act() -> None:
+        raise error
+
+    return act
+
+
+@pytest.mark.parametrize(
+    ("action", "verdict"),
+    [
+        (lambda: None, Verdict(Says.NONE)),
+        (raises(FakeErrors(("fill_", "clone"))), Verdict(Says.RACE, "clone behind fill_")),
+        (raises(FakeErrors(("a", "b"), ("a", "b"), ("c", "d"))), Verdict(Says.RACE, "b behind a, d behind c")),
+        (raises(RuntimeError("CUDA error: 7\nmore")), Verdict(Says.ERROR, "RuntimeError: CUDA error: 7")),
+    ],
+)
+def test_what_the_sanitizer_raises_is_its_verdict(action: Any, verdict: Verdict) -> None:
+    """Its errors are races, by the operations that they name; any other is no finding."""
+    assert sanitizer.judge(program(action), PlainCpu(), FakeErrors) == verdict
+
+
+def test_the_sanitizer_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Switched on by its environment variable; what else is printed there is passed over."""
+    asked: dict[str, Any] = {}
+
+    def run(command: Sequence[str], **options: Any) -> SimpleNamespace:
+        asked.update(options, command=command)
+        lines = [
+            "a library says hello",
+            "17",
+            *(_line(name, "race", "b behind a") for name in json.loads(options["input"])),
+        ]
+        return SimpleNamespace(stdout="\n".join(lines))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    names = [RACY[0].name, SAFE[0].name]
+    assert sanitizer.verdicts(names) == dict.fromkeys(names, Verdict(Says.RACE, "b behind a"))
+    assert asked["env"]["TORCH_CUDA_SANITIZER"] == "1"
+    assert asked["command"] == [sys.executable, "-m", "batchstate.testing.race_cases.sanitizer"]
+
+
+def _line(name: str, says: str, detail: str = "") -> str:
+    return json.dumps({"case": name, "says": says, "detail": detail})
+
+
+def test_a_process_that_ends_loses_one_case() -> None:
+    """The case that ended it is an error, and a new process begins with the next."""
+    names = [case.name for case in RACY[:5]]
+    started: list[list[str]] = []
+
+    def child(waiting: Sequence[str]) -> Iterable[str]:
+        started.append(list(waiting))
+        for name in waiting:
+            if name == names[2]:
+                return
+            yield _line(name, "no race")
+
+    found = sanitizer.verdicts(names, child)
+    assert list(found) == names
+    assert found[names[2]] == Verdict(Says.ERROR, "the process ended")
+    assert [found[name].says for name in names if name != names[2]] == [Says.NONE] * 4
+    assert started == [names, names[3:]]
+
+
+def test_a_process_that_never_answers_ends_all_the_same() -> None:
+    """Each case is tried once."""
+    names = [case.name for case in RACY[:3]]
+    assert {one.says for one in sanitizer.verdicts(names, lambda waiting: []).values()} == {Says.ERROR}
+
+
+def test_the_child_prints_a_line_for_each_case(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The names come in as JSON; here on a CPU, where the sanitizer sees nothing."""
+    pytest.importorskip("torch.cuda._sanitizer")
+    names = [RACY[0].name, SAFE[0].name]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(names)))
+    monkeypatch.setattr(plain, "PlainAccelerator", lambda device: PlainCpu())
+    sanitizer.main()
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [
+        {"case": name, "says": "no race", "detail": ""} for name in names
+    ]
+
+
+def test_the_sanitizer_still_has_what_is_asked_of_it() -> None:
+    """Its errors hold two accesses each, with the schema of their operation."""
+    module = pytest.importorskip("torch.cuda._sanitizer")
+    access = module.Access(module.AccessType.READ, 1, 0, torch.ops.aten.clone.default._schema, [], False, None)
+    error = module.UnsynchronizedAccessError(0, None, access, access)
+    case = program(raises(module.CUDASanitizerErrors([error])))
+    found = sanitizer.judge(case, PlainCpu(), module.CUDASanitizerErrors)
+    assert found == Verdict(Says.RACE, "clone behind clone")
+
+
+def test_events_of_an_accelerator_are_used_as_they_are() -> None:
+    """Recorded on the stream that is named, or on the current one; recorded again, it is the same event."""
+    calls: list[tuple[str, object]] = []
+    here, there = FakeStream(), SimpleNamespace(wait_event=lambda event: calls.append(("wait", event)))
+    native = SimpleNamespace(
+        record=lambda stream: calls.append(("record", stream)),
+        query=lambda: False,
+        synchronize=lambda: calls.append(("synchronize", None)),
+    )
+    runtime: Any = SimpleNamespace(current_stream=SimpleNamespace(native=here))
+    event = NativeEvent(runtime, native)
+    event.record()
+    event.record(SimpleNamespace(native=there))  # type: ignore[arg-type]
+    event.wait(SimpleNamespace(native=there))  # type: ignore[arg-type]
+    event.synchronize()
+    assert not event.query()
+    assert calls == [("record", here), ("record", there), ("wait", native), ("synchronize", None)]
+
+
+# The table
+
+
+def made(date: str = "2026-01-02") -> Made:
+    """How a column came about."""
+    return Made(date, "a machine", "2.13.0")
+
+
+def small() -> Table:
+    """Two tools that judged two cases."""
+    racy, safe = RACY[0].name, SAFE[0].name
+    return Table(
+        {
+            "detector": Column(made(), {racy: Verdict(Says.RACE, "write after read"), safe: Verdict(Says.NONE)}),
+            "sanitizer": Column(made(), {racy: Verdict(Says.NONE), safe: Verdict(Says.RACE, "b behind a")}),
+        }
+    )
+
+
+def test_a_table_comes_back_from_its_file(tmp_path: Path) -> None:
+    """As it was; where there is no file it is empty."""
+    path = tmp_path / "cases.json"
+    assert load(path) == Table({})
+    save(small(), path)
+    assert load(path) == small()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "no JSON"),
+        ("[]", "no table of verdicts"),
+        ('{"format": "something else"}', "the format is 'something else'"),
+        ('{"format": "batchstate race cases 1"}', "a damaged table"),
+        ('{"format": "batchstate race cases 1", "columns": 3}', "a damaged table"),
+        ('{"format": "batchstate race cases 1", "columns": {"x": {"made": {}, "verdicts": {}}}}', "a damaged table"),
+        (
+            '{"format": "batchstate race cases 1", "columns": {"x": {"made": {"date": "", "machine": "", "torch": ""},'
+            ' "verdicts": {"y": ["perhaps", ""]}}}}',
+            "a damaged table",
+        ),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    """It is said what is wrong with it, and nothing is overwritten."""
+    path = tmp_path / "cases.json"
+    path.write_text(text)
+    with pytest.raises(ArgumentError, match=said):
+        load(path)
+
+
+def test_what_a_machine_cannot_run_stays() -> None:
+    """A column is replaced as a whole by the tool that ran; the others are kept with their dates."""
+    new = Table({"detector": Column(made("2026-03-04"), {})})
+    both = new.without_those_of(small())
+    assert both.columns["detector"].made.date == "2026-03-04"
+    assert both.columns["sanitizer"] == small().columns["sanitizer"]
+
+
+def test_a_tool_that_did_not_run_says_so() -> None:
+    """In its column, for a case that is newer than its column, and in the summary."""
+    table = small()
+    assert table.text("simulator", RACY[0]) == "not run"
+    assert table.text("detector", RACY[1]) == "not run"
+    assert table.text("sanitizer", RACY[0]) == "missed"
+    rows = {row[0]: row[1:] for row in table.summary()}
+    assert rows["race detector"] == (
+        f"1 of {len(RACY)}",
+        f"0 of {len(SAFE)}",
+        "2026-01-02, torch 2.13.0, a machine",
+    )
+    assert rows["torch.cuda._sanitizer"][:2] == (f"0 of {len(RACY)}", f"1 of {len(SAFE)}")
+    assert rows["simulated device"] == ("not run", "not run", "")
+
+
+def test_tools_that_this_machine_lacks_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are, and say how."""
+    monkeypatch.setattr(verdicts, "CASES", {RACY[0].name: RACY[0]})
+    monkeypatch.setattr(sanitizer, "available", lambda: False)
+    table = judged(["detector", "sanitizer", "detector on CUDA"])
+    if not torch.cuda.is_available():
+        assert list(table.columns) == ["detector"]
+    assert table.columns["detector"].made.torch == torch.__version__
+    assert table.text("detector", RACY[0]) == str(RACY[0].kind)
+
+
+def test_the_kept_table_is_of_the_present_cases() -> None:
+    """Else: python -m batchstate.testing.race_cases --json docs/reference/race-cases.json."""
+    table = load(KEPT)
+    column = table.columns["detector"]
+    assert set(column.verdicts) == set(CASES)
+    assert [column.text(case) for case in RACY] == [str(case.kind) for case in RACY]
+    assert [column.text(case) for case in SAFE] == ["none"] * len(SAFE)
+    assert set(table.columns["simulator"].verdicts) == set(CASES)
+
+
+def test_the_command_prints_and_keeps_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All cases by group, and a line for each tool; exit code 0 as the race detector is right."""
+    some = {name: CASES[name] for name in list(CASES)[:4]}
+    monkeypatch.setattr(verdicts, "CASES", some)
+    monkeypatch.setattr(command, "CASES", some)
+    path = tmp_path / "cases.json"
+    save(Table({"sanitizer": small().columns["sanitizer"]}), path)
+    monkeypatch.setattr(sys, "argv", ["race_cases", "--tool", "detector", "--json", str(path)])
+    assert command.main() == 0
+    printed = capsys.readouterr().out
+    assert "4 race cases" in printed
+    assert next(iter(some)) in printed
+    assert "torch.cuda._sanitizer" in printed
+    assert set(load(path).columns) == {"detector", "sanitizer"}
+
+
+def test_the_command_fails_where_the_detector_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A race that it misses, or one that it makes up."""
+    wrong = {RACY[0].name: Verdict(Says.NONE)}
+    monkeypatch.setattr(command, "judged", lambda names, progress: Table({"detector": Column(made(), wrong)}))
+    monkeypatch.setattr(sys, "argv", ["race_cases"])
+    assert command.main() == 1
+    assert "missed" in capsys.readouterr().out
+
+
+def test_a_fault_of_the_simulated_device_counts_as_wrong() -> None:
+    """A kernel that meets poison may fail instead of computing something else."""
+
+    def broken(rt: Any, racy: bool) -> list[torch.Tensor]:
+        if not isinstance(rt, PlainCpu):
+            raise BatchStateError("a fault", value=None, remedy="none")
+        return [torch.ones(1)]
+
+    failing = attrs.evolve(RACY[0], program=broken)
+    assert by_simulator(failing, ("lazy",), 1) == Verdict(Says.RACE, "lazy")

@@ -1,0 +1,257 @@
+"""What is known to lie before what, and what is kept of accesses: both against models that keep everything."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchstate.runtime import Fence, Stream
+from batchstate.testing.race import RaceRuntime
+from batchstate.testing.race.clocks import Clocks, Lane
+from batchstate.testing.race.journal import KEPT
+from batchstate.testing.race.log import Log
+from batchstate.testing.watching.regions import Region, union
+
+STREAMS = 3
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("launch"), st.integers(0, STREAMS - 1), st.just(0)),
+        st.tuples(st.just("record"), st.integers(0, STREAMS - 1), st.just(0)),
+        st.tuples(st.just("wait"), st.integers(0, STREAMS - 1), st.integers(0, 5)),
+        st.tuples(st.just("host waits"), st.integers(0, 5), st.just(0)),
+        st.tuples(st.just("host"), st.just(0), st.just(0)),
+    ),
+    max_size=30,
+)
+
+
+@given(steps)
+@settings(max_examples=200, deadline=None)
+def test_clocks_know_what_a_graph_of_all_orders_says(program: Sequence[tuple[str, int, int]]) -> None:
+    """Program order on each lane, the host before what it launches, a fence before who waited for it: nothing else."""
+    clocks = Clocks()
+    lanes = [clocks.host, *(clocks.add(f"stream {number}") for number in range(STREAMS))]
+    before: dict[int, set[int]] = {}  # event -> all events that lie before it
+    newest: dict[int, int] = {}
+    awaited: dict[int, set[int]] = {lane.number: set() for lane in lanes}
+    fences: list[tuple[list[int], int]] = []
+    events: list[tuple[int, Lane]] = []
+
+    def happens(lane: Lane) -> int:
+        number = clocks.happens(lane)
+        reached = {one for one in (newest.get(lane.number), newest.get(0)) if one is not None}
+        reached |= awaited[lane.number] | awaited[0]
+        before[number] = reached.union(*(before[one] for one in reached))
+        newest[lane.number] = number
+        events.append((number, lane))
+        return number
+
+    for what, one, other in program:
+        if what == "launch":
+            happens(lanes[1 + one])
+        elif what == "record":
+            number = happens(lanes[1 + one])
+            fences.append((list(lanes[1 + one].seen), number))
+        elif what == "wait" and fences:
+            seen, number = fences[other % len(fences)]
+            happens(lanes[1 + one])
+            lanes[1 + one].join(seen)
+            awaited[1 + one].add(number)
+        elif what == "host waits" and fences:
+            seen, number = fences[one % len(fences)]
+            clocks.host_joins(seen)
+            awaited[0].add(number)
+        elif what == "host":
+            happens(clocks.host)
+    for lane in lanes:
+        last = happens(lane)
+        for number, where in events:
+            if number != last:
+                assert lane.knows(where.number, number) is (number in before[last])
+
+
+def test_a_new_stream_knows_what_the_host_knows() -> None:
+    """Whatever it runs was launched by the host."""
+    clocks = Clocks()
+    old = clocks.add("old")
+    number = clocks.happens(old)
+    clocks.host_joins(old.seen)
+    late = clocks.add("late")
+    assert not late.knows(old.number, number)
+    clocks.happens(late)
+    assert late.knows(old.number, number)
+
+
+# What is kept of accesses
+
+
+small = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 6)), min_size=1, max_size=3).map(
+    lambda some: union((lo, lo + length) for lo, length in some)
+)
+
+
+@given(
+    st.lists(st.tuples(small, small, st.integers(0, 12), st.booleans()), min_size=1, max_size=150), st.integers(0, 3)
+)
+@settings(max_examples=60, deadline=None)
+def test_a_log_answers_as_if_it_kept_everything(program: list[tuple[Region, Region, int, bool]], hurry: int) -> None:
+    """The newest access beyond what is known that shares a byte; the host may know that older ones are over."""
+    log = Log()
+    every: list[tuple[int, Region]] = []
+    over = 0
+    for number, (region, asked, lag, waits) in enumerate(program * 3, start=1):
+        log.add(number, region, over)
+        every.append((number, region))
+        if waits and hurry:
+            over = max(over, number - lag * hurry)
+        known = max(over, number - lag * 4)
+        found = log.conflict(asked, known)
+        wanted = next((event for event, one in reversed(every) if event > known and one.overlaps(asked)), None)
+        assert (None if found is None else found[0]) == wanted
+        assert log.newest() == number
+
+
+def test_what_the_host_knows_to_be_over_is_dropped() -> None:
+    """A run of any length keeps what is in flight."""
+    log = Log()
+    for number in range(1, 5_000):
+        log.add(number, Region(number * 8, number * 8 + 8), number - 10)
+        assert len(log) < 200
+
+
+def test_what_a_later_access_covers_is_dropped() -> None:
+    """Also where nobody ever waits: there are no more accesses than places."""
+    log = Log()
+    for number in range(1, 5_000):
+        place = number * 7 % 50
+        log.add(number, Region(place * 8, place * 8 + 8), 0)
+    assert len(log) < 200
+    assert log.conflict(Region(0, 8), 4_990) is None
+    assert log.conflict(Region(0, 8), 4_900) is not None
+
+
+def test_places_that_are_never_touched_again_are_kept() -> None:
+    """However many there are: somebody may come across any of them."""
+    log = Log()
+    for number in range(1, 3_001):
+        log.add(number, Region(number * 8, number * 8 + 8), 0)
+    assert len(log) == 3_000
+    found = log.conflict(Region(17 * 8, 17 * 8 + 4), 0)
+    assert found is not None
+    assert found[0] == 17
+
+
+# What it costs
+
+
+class Counted:
+    """How often regions were held against each other."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        overlaps, covers = Region.overlaps, Region.covers
+
+        def counted_overlaps(region: Region, other: Region) -> bool:
+            self.count += 1
+            return overlaps(region, other)
+
+        def counted_covers(region: Region, other: Region) -> bool:
+            self.count += 1
+            return covers(region, other)
+
+        monkeypatch.setattr(Region, "overlaps", counted_overlaps)
+        monkeypatch.setattr(Region, "covers", counted_covers)
+
+
+def relayed(rounds: int, *, waits: bool) -> tuple[float, int]:
+    """Two streams pass one table to and fro: comparisons of lanes for each access, and accesses kept at the end."""
+    with RaceRuntime() as rt:
+        table = rt.device_zeros((64, 4), torch.int64)
+        rt.synchronize()
+        left, right = rt.stream("left"), rt.stream("right")
+        fences: list[Fence] = []
+        for number in range(rounds):
+            for stream, other in ((left, right), (right, left)):
+                with rt.use(stream):
+                    table[number % 60 : number % 60 + 4].add_(1)
+                    fences.append(rt.record())
+                rt.wait(fences[-1], stream=other)
+            if waits:
+                fences[-1].wait()
+        known = rt._accesses.memories.of(table)
+        assert known is not None
+        kept = sum(len(log) for logs in (known.reads, known.writes) for log in logs.values())
+        return rt.comparisons / rt.accesses, kept
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_access_costs_the_same_in_a_long_run(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+    """Ten times as long: as many comparisons for each access, and as much that is kept."""
+    counted = Counted(monkeypatch)
+    short, kept_short = relayed(250, waits=waits)
+    regions_short, counted.count = counted.count, 0
+    long, kept_long = relayed(2_500, waits=waits)
+    regions_long = counted.count
+    assert long == pytest.approx(short, rel=0.05)
+    assert kept_long <= kept_short + 150
+    assert regions_long <= 20 * regions_short
+
+
+def unordered(rounds: int) -> None:
+    """Two streams that nothing orders write rows of one table, each its own."""
+    with RaceRuntime() as rt:
+        table = rt.device_zeros((2 * rounds, 4), torch.int64)
+        rt.synchronize()
+        streams: list[Stream] = [rt.stream("left"), rt.stream("right")]
+        for number in range(rounds):
+            for side, stream in enumerate(streams):
+                with rt.use(stream):
+                    table[2 * number + side].fill_(1)
+
+
+def test_streams_that_are_never_ordered_cost_little_more_in_a_long_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every access stays one that somebody may come across, and yet they are not all gone through each time."""
+    counted = Counted(monkeypatch)
+    unordered(250)
+    short, counted.count = counted.count, 0
+    unordered(2_500)
+    assert counted.count < 10 * short * 1.5
+
+
+def test_memory_is_bounded_over_a_long_run() -> None:
+    """Twenty thousand operations: what is kept is what lives and what is in flight."""
+    with RaceRuntime() as rt:
+        table = rt.device_zeros((64, 4), torch.int64)
+        rt.synchronize()
+        left, right = rt.stream("left"), rt.stream("right")
+        staged = rt.pinned((4,), torch.int64)
+        sizes = []
+        for number in range(1, 2_001):
+            rt.next_step()
+            with rt.use(left):
+                numbers = rt.upload([np.array([number % 64, 3])])
+                table.index_fill_(0, numbers.view(0), number)
+                written = rt.record()
+            with rt.use(right):
+                rt.wait(written)
+                total = table.sum(0)
+                staged.copy_(total, non_blocking=True)
+                read = rt.record()
+            rt.wait(read, stream=left)
+            read.wait()
+            assert staged.sum().item() >= 0
+            if number in (1_000, 2_000):
+                known = rt._accesses.memories.of(table)
+                assert known is not None
+                logs = sum(len(log) for some in (known.reads, known.writes) for log in some.values())
+                journal, memories = len(rt._detector.journal._entries), len(rt._accesses.memories)
+                waiting = len(rt._accesses.host_memory._sources) + len(rt._accesses.host_memory._landings)
+                sizes.append((memories, logs, len(rt._in_flight._ends), waiting, len(rt._lanes)))
+                assert journal <= KEPT
+        assert rt._detector.clocks.now > 20_000
+        first, second = np.array(sizes)
+        assert (second <= first + 70).all()
+        assert second[0] < 40
