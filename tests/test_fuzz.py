@@ -14,7 +14,9 @@ from batchstate.cli import main
 from batchstate.errors import ArgumentError
 from batchstate.invariants import Code
 from batchstate.pools import SlotPool
-from batchstate.testing import MACHINES, Machine, fuzz, run_machine
+from batchstate.testing import MACHINES, Machine, RaceKind, RaceReport, fuzz, run_machine
+from batchstate.testing.mutants import MUTANTS
+from batchstate.testing.sim import PORTFOLIO
 
 ROOT = Path(__file__).parents[1]
 
@@ -143,7 +145,7 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: s
     figures = json.loads((tmp_path / "fuzz.json").read_text())
     assert (figures["device"], figures["seed"], figures["violations"]) == (device, 2, 0)
     assert [machine["name"] for machine in figures["machines"]] == ["hybrid", "slot_pool"]
-    assert set(figures["machines"][0]) == {"name", "examples", "steps", "violations", "seconds"}
+    assert set(figures["machines"][0]) == {"name", "device", "examples", "steps", "violations", "seconds"}
     assert all(machine["examples"] == 4 for machine in figures["machines"])
 
 
@@ -158,3 +160,35 @@ def test_command_line_shows_the_program(
     assert "state = SlotPoolMachine()" in shown
     assert f"batchstate fuzz --machine slot_pool --seed 7 --examples 50 --device {device}" in shown
     assert (tmp_path / ".hypothesis" / "examples").is_dir()
+
+
+def test_command_line_on_the_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fuzz --device race` runs machines under the detector, and `--device sim` under every scheduler in turn."""
+    monkeypatch.chdir(tmp_path)
+    arguments = ["fuzz", "--machine", "slot_pool", "--seed", "2", "--json", "fuzz.json", "--examples"]
+    assert main([*arguments, "3", "--device", "race"]) == 0
+    (machine,) = json.loads((tmp_path / "fuzz.json").read_text())["machines"]
+    assert (machine["device"], machine["examples"]) == ("race", 3)
+    assert main([*arguments, str(len(PORTFOLIO)), "--device", "sim"]) == 0
+    machines = json.loads((tmp_path / "fuzz.json").read_text())["machines"]
+    assert [machine["device"] for machine in machines] == [f"sim:{name}" for name in PORTFOLIO]
+    assert all(machine["examples"] == 1 for machine in machines)
+    assert main([*arguments, "2", "--device", "sim:lazy"]) == 0
+    assert main([*arguments, "2", "--device", "sim:nobody"]) == 2
+
+
+def test_command_line_keeps_a_race(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A race is shrunk, reported, and kept in a file that `batchstate race` draws."""
+    monkeypatch.chdir(tmp_path)
+    with MUTANTS["table_written_under_a_reader"].switched_on():
+        arguments = ["fuzz", "--machine", "overlap", "--seed", "2", "--examples", "20", "--device", "race"]
+        assert main(arguments) == 1
+    errors = capsys.readouterr().err
+    assert "The shortest program that shows it" in errors
+    assert "batchstate race race-overlap.json --out race.html" in errors
+    report = RaceReport.load(tmp_path / "race-overlap.json")
+    assert report.kind is RaceKind.WRITE_AFTER_READ
+    assert main(["race", "race-overlap.json", "--out", "race.html"]) == 0
+    assert "missing edge" in (tmp_path / "race.html").read_text()

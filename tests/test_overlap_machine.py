@@ -1,0 +1,268 @@
+"""The overlap machine: it overlaps, waits for nothing but results, and finds what is broken, late as it may show."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import attrs
+import pytest
+import torch
+
+from batchstate.future_map import FutureMap
+from batchstate.indices import Slots
+from batchstate.runtime import CpuRuntime, Runtime
+from batchstate.tables import Table
+from batchstate.testing import DisagreementError, LateRuntime, no_hidden_sync, run_machine, session
+from batchstate.testing.devices import is_tool
+from batchstate.testing.machines.overlap import OverlapMachine
+from batchstate.testing.machines.overlap import forward as overlap_forward
+from batchstate.testing.machines.overlap.choices import CHOICES, READINGS, Choices
+from batchstate.testing.machines.overlap.requests import Way
+from batchstate.testing.mutants import MUTANTS
+from batchstate.testing.reach import STATES
+
+EXAMPLES = 150
+
+LEAST = {
+    "two steps in flight": 2000,
+    "left while a step uses the row": 1200,
+    "joined while a step is in flight": 400,
+    "a slot used again while a step is in flight": 800,
+    "a prebuilt request in a used slot": 400,
+    "a prebuilt request on used pages": 400,
+    "prebuilt KV handed to the forward": 350,
+    "a retracted request came back": 50,
+    "waited for a step that held what was needed": 80,
+    "tokens taken back while a step writes them": 500,
+    "a row rewritten while a step reads it": 100,
+    "a row written on two streams": 15,
+    "a row cleared on another stream": 300,
+    "nudged from another stream": 1200,
+    "inputs gathered by hand": 700,
+    "a forward of prompts and decodes": 400,
+    "looked at while a step is in flight": 50,
+    "results read out of order": 120,
+    "results that nobody reads": 150,
+}
+"""State -> times that `EXAMPLES` examples on a CPU reach it at least."""
+
+depths: list[int] = []
+
+
+class Watched(OverlapMachine):
+    """Notes how deep it runs."""
+
+    def judge(self) -> None:
+        depths.append(self.engine.steps.depth)
+        super().judge()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The tensors are tiny: threads of torch would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    depths.clear()
+    yield
+    torch.set_num_threads(before)
+
+
+def opened(level: str = "off") -> OverlapMachine:
+    """A machine that has begun, driven by hand, on a CPU that lags."""
+    with session(level=level):
+        machine = OverlapMachine()
+    machine.begin(size=3, page_size=2, spare=2, chunk=3)
+    return machine
+
+
+# As it is
+
+
+def test_nothing_is_found(device: str) -> None:
+    """The library as it is breaks nothing, two steps deep, in every state that makes this mean something."""
+    result = run_machine(Watched, device=device, examples=EXAMPLES, derandomize=True, level="cheap")
+    assert result.failure is None, result.failure
+    assert result.examples == EXAMPLES
+    assert max(depths) == 2
+    if device == "cpu":
+        assert list(LEAST) == list(STATES["overlap"])
+        missed = {state: times for state, times in result.reached.items() if times < LEAST[state]}
+        assert not missed
+
+
+@pytest.mark.parametrize("tool", ["race", "sim:lazy", "sim:random"])
+def test_tools_find_nothing(tool: str) -> None:
+    """Neither the race detector nor a simulated device has anything to say of the library as it is."""
+    result = run_machine(Watched, device=tool, examples=3, derandomize=True, level="off")
+    assert result.failure is None, result.failure
+    assert max(depths) == 2
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
+def test_depth_is_what_is_declared(steps_in_flight: int) -> None:
+    """As many steps are in flight as the runtime declares, and on a device that lags no fence of theirs is complete."""
+    runtimes = partial(LateRuntime, steps_in_flight=steps_in_flight)
+    result = run_machine(Watched, runtimes=runtimes, examples=6, derandomize=True, level="cheap")
+    assert result.failure is None, result.failure
+    assert max(depths) == steps_in_flight
+
+
+def test_plain_cpu_is_made_to_lag() -> None:
+    """On a plain CPU runtime the machine takes one that lags instead, and keeps any other that it is given."""
+
+    class Other(CpuRuntime):
+        pass
+
+    seen: set[type[Runtime]] = set()
+
+    class Watching(OverlapMachine):
+        def judge(self) -> None:
+            seen.add(type(self.rt))
+
+    assert run_machine(Watching, examples=2, steps=3).failure is None
+    assert seen == {LateRuntime}
+    assert run_machine(Watching, examples=3, steps=10, runtimes=Other, level="off").failure is None
+    assert seen == {LateRuntime, Other}
+
+
+def test_nothing_waits_for_the_device(device: str) -> None:
+    """No operation of a step makes the host wait, as far as the guard knows them."""
+    if is_tool(device):
+        pytest.skip("a tool watches by itself what the guard watches")
+
+    class Guarded(OverlapMachine):
+        def open(self) -> None:
+            super().open()
+            self._windows.enter_context(no_hidden_sync(self.rt))
+
+    result = run_machine(Guarded, device=device, examples=6, derandomize=True, level="cheap")
+    assert result.failure is None, result.failure
+
+
+def test_simplest_example_is_busy() -> None:
+    """The example that Hypothesis tries first, the first rule again and again, meets most of the states."""
+    result = run_machine(OverlapMachine, examples=1, derandomize=True, level="off")
+    assert result.failure is None, result.failure
+    assert sum(times > 0 for times in result.reached.values()) >= 11
+    assert result.reached["two steps in flight"] >= 40
+
+
+# What is broken is found
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "code"),
+    [
+        ("filter_forgets_device", "off", "MODEL"),
+        ("filter_forgets_device", "full", "MIRROR_EQUAL"),
+        ("merge_in_other_order", "off", "MODEL"),
+        ("filter_forgets_device_column", "cheap", "ROW_COUNT"),
+        ("free_ignores_fence", "cheap", "SLOT_IN_FLIGHT"),
+        ("gather_before_publish", "cheap", "FUTURE_ORDER"),
+        ("overwriting_passes_readers", "cheap", "FUTURE_ORDER"),
+        ("host_reads_before_copy", "cheap", "FUTURE_ORDER"),
+        ("landing_buffer_reused", "cheap", "STAGING_REUSED"),
+        ("landing_buffer_reused", "off", "MODEL"),
+        ("generations_not_filtered", "cheap", "SLOT_STALE_HANDLE"),
+    ],
+)
+def test_mutants_are_found(name: str, level: str, code: str) -> None:
+    """A bug of the library is found within few examples: by its law, or, with checks off, by a wrong token."""
+    with MUTANTS[name].switched_on():
+        result = run_machine(OverlapMachine, examples=20, derandomize=True, level=level, shrink=False)
+    assert result.code == code, result.failure
+    assert result.first_failure is not None
+    assert result.first_failure <= 10
+
+
+@pytest.mark.parametrize("name", ["_write_kv", "_attend", "_next_state"])
+def test_forward_that_forgets_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a forward does not write or does not read changes a token."""
+    forgets = {
+        "_write_kv": lambda kv, places, ids, positions: None,
+        "_attend": lambda kv, places, weights: torch.zeros_like(places[:, 0]),
+        "_next_state": lambda state, mix: state,
+    }
+    monkeypatch.setattr(overlap_forward, name, forgets[name])
+    result = run_machine(OverlapMachine, examples=5, derandomize=True, level="off", shrink=False)
+    assert result.code == "MODEL", result.failure
+
+
+def test_nudge_of_another_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another stream seeds counts, row by row."""
+    original = FutureMap.seed
+
+    def seed(self: FutureMap, slots: Slots, /, **values: object) -> None:
+        nudge = values.get("nudge")
+        original(self, slots, **(values if not isinstance(nudge, list) else {"nudge": nudge[::-1]}))
+
+    monkeypatch.setattr(FutureMap, "seed", seed)
+    result = run_machine(OverlapMachine, examples=10, derandomize=True, level="off", shrink=False)
+    assert result.code == "MODEL"
+
+
+# How an example ends
+
+
+def test_what_shows_late_is_found_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that nobody cleared and nobody read again is seen when everybody has gone."""
+    monkeypatch.setattr(Table, "clear", lambda self, slots: None)
+    machine = opened()
+    machine._arrive(2, 1, Way.PROMPT, marked=True)
+    machine.run([Choices()])
+    machine.judge()
+    with pytest.raises(DisagreementError, match="what is left"):
+        machine.teardown()
+
+
+def test_unread_results_are_compared_at_the_end() -> None:
+    """Results that no rule has read are read before the example is over."""
+    machine = opened()
+    machine._arrive(2, 4, Way.PROMPT, marked=False)
+    machine.run([Choices(unread=True)])
+    machine.engine.steps.unread[0].requests[0].held.token = 0  # the model's, which is not asked again
+    wrong = machine.engine.steps.unread[0]
+    machine.engine.steps.unread[0] = attrs.evolve(wrong, outcomes=[one._replace(token=1) for one in wrong.outcomes])
+    with pytest.raises(DisagreementError, match="tokens of step 1"):
+        machine.teardown()
+
+
+def test_failed_example_is_not_drained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a rule has failed, the end of the example asks for nothing more and hides nothing."""
+    drained: list[OverlapMachine] = []
+    monkeypatch.setattr(OverlapMachine, "_drain", lambda self: drained.append(self))
+
+    def fail() -> None:
+        machine = opened()
+        try:
+            raise ZeroDivisionError
+        finally:
+            machine.teardown()
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert drained == []
+    opened().teardown()
+    assert len(drained) == 1
+    OverlapMachine().teardown()  # one that never began
+    assert len(drained) == 1
+
+
+# Choices
+
+
+def test_numbers_name_every_way() -> None:
+    """Number 0 is the plainest way to run a step, and every value of every choice has numbers."""
+    every = [Choices.numbered(number) for number in range(2560)]
+    assert every[0] == Choices()
+    assert {one.first for one in every} == set(range(len(READINGS)))
+    assert {one.readings[0] for one in every} == set(READINGS)
+    for field in attrs.fields(Choices)[1:]:
+        assert {getattr(one, field.name) for one in every} == {False, True}, field.name
+    assert {Choices.numbered(2560 + number) for number in range(50)} == set(every[:50])
+    assert "max_value=2559" in repr(CHOICES)
+
+
+def test_choices_name_what_is_special() -> None:
+    """A program that failed shows of each step only what is unlike the plainest."""
+    assert repr(Choices()) == "Choices()"
+    assert repr(Choices(first=2, tries=True)) == "Choices(first=2, tries=True)"
