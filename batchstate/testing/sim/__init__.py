@@ -1,0 +1,13 @@
+"""A simulated device: streams that run late, on real memory, in any order that a device may have.
+
+It turns races into wrong tokens, on any machine. The race detector says where a race is; this says that it matters.
+"""
+
+from batchstate.testing.sim.faults import DeviceFault
+from batchstate.testing.sim.fences import SimFence
+from batchstate.testing.sim.kernels import raw_kernel
+from batchstate.testing.sim.queues import Lane, Moment, Scheduler
+from batchstate.testing.sim.runtime import SimRuntime
+from batchstate.testing.sim.schedulers import PORTFOLIO
+
+__all__ = ["PORTFOLIO", "DeviceFault", "Lane", "Moment", "Scheduler", "SimFence", "SimRuntime", "raw_kernel"]

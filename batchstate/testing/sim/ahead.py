@@ -1,0 +1,118 @@
+"""What a stream would see if it ran now, without its running: it runs, is looked at, and everything is put back.
+
+What was run for one look is kept for the next, until the device really gets on. So many looks at a device that lags
+cost one run of what it has. A copy from pinned memory is then seen as the first look saw it.
+"""
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+from typing import final
+
+import attrs
+import numpy as np
+import torch
+
+from batchstate.testing.sim.queues import Device, Entry, Lane, Marker, Memory, Task, execute
+
+Saved = dict[int, tuple[Memory, Memory]]
+
+
+@final
+@attrs.define(eq=False)
+class _Seen:
+    """What the looks so far have run, while the device was where it is.
+
+    Attributes:
+        runs: of the device.
+        entries: of its queues, by id.
+        memory: what they wrote, by id, and what it holds then.
+    """
+
+    runs: int
+    entries: dict[int, Entry] = attrs.field(factory=dict)
+    memory: Saved = attrs.field(factory=dict)
+
+
+@final
+class Ahead:
+    """Looks ahead of a device."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._seen = _Seen(0)
+
+    @contextlib.contextmanager
+    def of(self, lane: Lane) -> Iterator[None]:
+        """A window in which a stream, and whatever it waits for, has run all it has. Nothing is enqueued in it.
+
+        Raises:
+            DeviceFault: something fails there.
+        """
+        device = self._device
+        if self._seen.runs != device.runs:
+            self._seen = _Seen(device.runs)
+        seen = self._seen
+        queues = [one.queue for one in device.lanes]
+        before = {key: (memory, _copied(memory)) for key, (memory, _) in seen.memory.items()}
+        for memory, after in seen.memory.values():
+            _set(memory, after)
+        for entry in seen.entries.values():
+            if isinstance(entry, Marker):
+                entry.reached = True
+        for one, queue in zip(device.lanes, queues, strict=True):
+            one.queue = deque(entry for entry in list(queue) if id(entry) not in seen.entries)
+        wiped, device.before_wipe = device.before_wipe, lambda memory: _save(memory, before)
+        try:
+            self._run(lane, before)
+            yield
+        finally:
+            device.before_wipe = wiped
+            self._leave(queues, before)
+
+    def _run(self, lane: Lane, before: Saved) -> None:
+        end = self._device.mark(lane)
+        while not self._device.has_reached(end):
+            runs = self._device.next_towards(lane)
+            task = runs.queue.popleft()
+            if isinstance(task, Task):
+                for memory in task.writes():
+                    _save(memory, before)
+                execute(task, runs)
+
+    def _leave(self, queues: list[deque[Entry]], before: Saved) -> None:
+        seen = self._seen
+        seen.runs = self._device.runs
+        for one, queue in zip(self._device.lanes, queues, strict=True):
+            had, left = list(queue), list(one.queue)
+            known, not_run = {id(entry) for entry in had}, {id(entry) for entry in left}
+            came = [entry for entry in left if id(entry) not in known]  # memory that was freed meanwhile
+            seen.entries.update((id(entry), entry) for entry in had if id(entry) not in not_run)
+            queue.extend(came)
+            one.queue = queue
+        for entry in seen.entries.values():
+            if isinstance(entry, Marker):
+                entry.reached = False
+        seen.memory = {key: (memory, _copied(memory)) for key, (memory, _) in before.items()}
+        for memory, was in reversed(before.values()):  # the last saved first: tensors may share memory
+            _set(memory, was)
+
+
+def _save(memory: Memory, before: Saved) -> None:
+    if id(memory) not in before:
+        before[id(memory)] = memory, _copied(memory)
+
+
+def _copied(memory: Memory) -> Memory:
+    if isinstance(memory, np.ndarray):
+        return memory.copy()
+    with torch._C._DisableTorchDispatch():
+        return memory.clone()
+
+
+def _set(memory: Memory, values: Memory) -> None:
+    if isinstance(memory, np.ndarray):
+        memory[...] = values
+    elif isinstance(values, torch.Tensor):
+        with torch._C._DisableTorchDispatch():
+            memory.copy_(values)

@@ -1,0 +1,110 @@
+"""An operation that runs later: its arguments as they will be, without keeping what the program holds."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+import attrs
+import torch
+
+from batchstate.testing.sim.blocks import Block
+from batchstate.testing.sim.queues import Memory
+
+Pack = Callable[[torch.Tensor], Any]
+"""What stands for a tensor until the operation runs: a `View`, or a tensor of host memory."""
+
+
+class View(NamedTuple):
+    """A tensor of device memory, by where it lies."""
+
+    block: Block
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, block: Block) -> "View":
+        """The view that stands for a tensor of a block."""
+        return cls(block, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor, for an operation that runs."""
+        return self.block.view(self.dtype, self.shape, self.stride, self.offset)
+
+
+@final
+@attrs.frozen(eq=False)
+class Call:
+    """What an operation does when it runs.
+
+    Attributes:
+        func: is called.
+        args, kwargs: packed.
+        targets: where its new results go, in their order; nested like them, None for what is not kept.
+        seed: of the numbers that it draws, or None.
+    """
+
+    func: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    targets: Sequence[Any] = ()
+    seed: int | None = None
+
+    def __call__(self) -> None:
+        """Does it."""
+        args = [unpacked(one) for one in self.args]
+        kwargs = {name: unpacked(one) for name, one in self.kwargs.items()}
+        result = self.func(*args, **kwargs) if self.seed is None else self._drawn(args, kwargs)
+        if self.targets:
+            _store(self.targets, (result,) if len(self.targets) == 1 else result)
+
+    def _drawn(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            kwargs["generator"] = torch.Generator().manual_seed(self.seed or 0)
+            return self.func(*args, **kwargs)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed or 0)
+            return self.func(*args, **kwargs)
+
+
+def packed(value: Any, pack: Pack) -> Any:
+    """An argument with every tensor in it packed."""
+    if isinstance(value, torch.Tensor):
+        return pack(value)
+    if isinstance(value, list | tuple) and not isinstance(value, View):
+        return [packed(one, pack) for one in value]
+    return value
+
+
+def unpacked(value: Any) -> Any:
+    """The argument again."""
+    if isinstance(value, View):
+        return value.tensor()
+    if isinstance(value, list):
+        return [unpacked(one) for one in value]
+    return value
+
+
+def written(values: Sequence[Any]) -> list[Memory]:
+    """All memory that an operation may change through some packed arguments."""
+    found: list[Memory] = []
+    for one in values:
+        if isinstance(one, View):
+            found.append(one.block.memory)
+        elif isinstance(one, torch.Tensor):
+            found.append(one)
+        elif isinstance(one, list):
+            found += written(one)
+    return found
+
+
+def _store(targets: Sequence[Any], results: Sequence[Any]) -> None:
+    for target, result in zip(targets, results, strict=True):
+        if isinstance(target, list):
+            _store(target, result)
+        elif target is not None:
+            memory = unpacked(target)
+            if result.shape != memory.shape or result.dtype is not memory.dtype:
+                expected = f"{memory.dtype}{list(memory.shape)}"
+                raise RuntimeError(f"a result {result.dtype}{list(result.shape)}, where {expected} was expected")
+            memory.copy_(result)

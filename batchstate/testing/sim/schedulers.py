@@ -1,0 +1,151 @@
+"""Who gets on: the orders that a device may have, each deterministic for a seed.
+
+None of them finds everything. What the host must not do early shows where the device lags; what a stream must not do
+early shows where another one lags; and random choices meet what nobody thought of.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import final
+
+from batchstate.errors import ArgumentError
+from batchstate.testing.sim.queues import Lane, Moment, Scheduler
+
+
+@final
+class Eager:
+    """Everything runs when it is enqueued, as on a CPU: finds nothing, and shows that a program is right."""
+
+    def choose(self, moment: Moment, ready: Sequence[Lane], needed: Lane | None) -> Lane | None:
+        """The oldest stream that can."""
+        return ready[0]
+
+
+@final
+class Lazy:
+    """Nothing runs but what a host that waits needs: the device is as late as it can be."""
+
+    def choose(self, moment: Moment, ready: Sequence[Lane], needed: Lane | None) -> Lane | None:
+        """The one that is needed."""
+        return needed
+
+
+@final
+class NewestFirst:
+    """The newest stream that has had work runs at once, the others only for the host."""
+
+    def __init__(self) -> None:
+        self._newest = 0
+
+    def choose(self, moment: Moment, ready: Sequence[Lane], needed: Lane | None) -> Lane | None:
+        """The newest, or the one that is needed."""
+        self._newest = max(self._newest, ready[-1].number)
+        return ready[-1] if ready[-1].number == self._newest else needed
+
+
+@final
+class NewestLast:
+    """The newest stream that has had work runs only for the host, the others at once."""
+
+    def __init__(self) -> None:
+        self._newest = 0
+
+    def choose(self, moment: Moment, ready: Sequence[Lane], needed: Lane | None) -> Lane | None:
+        """The oldest, or the one that is needed."""
+        self._newest = max(self._newest, ready[-1].number)
+        return needed if ready[0].number == self._newest else ready[0]
+
+
+_PACES = (0.0, 0.05, 0.3, 0.6, 0.95)
+_LONGEST = 60
+
+
+@final
+class AtRandom:
+    """Any stream runs any number of operations, for a while more of them, for a while fewer."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = random.Random(seed)
+        self._pace = 0.0
+        self._left = 0
+
+    def choose(self, moment: Moment, ready: Sequence[Lane], needed: Lane | None) -> Lane | None:
+        """Any, or nobody."""
+        draw = self._draw
+        if not self._left:
+            # Even odds at every operation would never let anything lag for long.
+            self._pace = draw.choice(_PACES)
+            self._left = draw.randint(1, _LONGEST)
+        self._left -= 1
+        if needed is not None:
+            return draw.choice(ready) if draw.random() < self._pace else needed
+        return draw.choice(ready) if draw.random() < self._pace else None
+
+
+@final
+class Priorities:
+    """Streams and the host have priorities, drawn when they are first met; the highest that can gets on.
+
+    With changes: now and then whoever gets on falls below everybody else. That is probabilistic concurrency testing
+    (Burckhardt, Kothari, Musuvathi, Nagarakatte: A Randomized Scheduler with Probabilistic Guarantees of Finding Bugs,
+    ASPLOS 2010), over a run of unknown length.
+
+    Args:
+        seed: of what is drawn.
+        change_every: operations between two changes, about; None for none.
+    """
+
+    def __init__(self, seed: int, change_every: int | None = None) -> None:
+        self._draw = random.Random(seed)
+        self._change_every = change_every
+        self._until_change = self._gap()
+        self._host = 0.5  # each stream lags or does not, by a coin of its own
+        self._streams: list[float] = []
+        self._lowest = 0.0
+
+    def choose(self, moment: Moment, ready: Sequence[Lane], needed: Lane | None) -> Lane | None:
+        """The highest, if that is not the host."""
+        # Drawn in the order of the streams, not in that in which they are met: the same seed means the same order.
+        new = ready[-1].number + 1 - len(self._streams)
+        self._streams += [self._draw.random() for _ in range(new)]
+        best = max(ready, key=lambda one: self._streams[one.number])
+        lane = best if self._streams[best.number] > self._host else needed
+        self._until_change -= 1
+        if not self._until_change:
+            self._until_change = self._gap()
+            self._fall(lane)
+        return lane
+
+    def _gap(self) -> int:
+        return self._draw.randint(1, 2 * self._change_every) if self._change_every else 0
+
+    def _fall(self, lane: Lane | None) -> None:
+        self._lowest -= 1.0
+        if lane is None:
+            self._host = self._lowest
+        else:
+            self._streams[lane.number] = self._lowest
+
+
+PORTFOLIO: dict[str, Callable[[int], Scheduler]] = {
+    "eager": lambda seed: Eager(),
+    "lazy": lambda seed: Lazy(),
+    "newest": lambda seed: NewestFirst(),
+    "oldest": lambda seed: NewestLast(),
+    "random": AtRandom,
+    "priority": Priorities,
+    "pct": lambda seed: Priorities(seed, change_every=40),
+}
+"""Name -> makes the scheduler for a seed."""
+
+
+def scheduler_of(name: object, seed: int) -> Scheduler:
+    """A scheduler of `PORTFOLIO`.
+
+    Raises:
+        ArgumentError: there is none of that name.
+    """
+    make = PORTFOLIO.get(name) if isinstance(name, str) else None
+    if make is None:
+        raise ArgumentError(f"unknown scheduler {name!r}", value=name, remedy=f"use one of: {', '.join(PORTFOLIO)}")
+    return make(seed)
