@@ -51,12 +51,14 @@ class PagePoolMachine(GrowingRequests):
         return tokens
 
     @HAS_REQUESTS
-    @rule(data=st.data(), then=st.sampled_from(["write on", "take one back and write", "leave"]))
-    def hold(self, data: st.DataObject, then: str) -> None:
+    @rule(
+        data=st.data(), more=st.integers(0, 2), then=st.sampled_from(["write on", "take one back and write", "leave"])
+    )
+    def hold(self, data: st.DataObject, more: int, then: str) -> None:
         """A prefix cache keeps what a request has in whole pages; the request goes on, or leaves."""
         slot = self.some(data)[0]
         holding, size = self.model.requests[slot], self.pages.page_size
-        self.extend_to([slot], [max(size, len(holding.stamps))])
+        self.extend_to([slot], [min(max(size, len(holding.stamps)) + more, self.most)])
         pages = len(holding.stamps) // size
         lease = self.pages.hold(self.held[slot], pages * size)
         self.model.leases.append((lease, Holding(holding.pages[:pages], holding.stamps[: pages * size])))
