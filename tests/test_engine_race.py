@@ -86,13 +86,12 @@ def test_checks_are_no_race(race: RaceRuntime, level: str) -> None:
 
 def test_cost_does_not_grow_with_the_run(device: str) -> None:
     """In a run of three times the length an access is held against as few others: kept is what is in flight."""
-    held = []
-    for count in (8, 24):
-        race = RaceRuntime(open_runtime(device))
+    short, long = RaceRuntime(open_runtime(device)), RaceRuntime(open_runtime(device))
+    for race, count in ((short, 8), (long, 24)):
         serve(race, attrs.evolve(SMALL, max_running=4), count)
-        held.append(race.comparisons / race.accesses)
+    held = [race.comparisons / race.accesses for race in (short, long)]
     assert held[1] < 1.2 * held[0] < 1.2
-    assert race.accesses > 30_000
+    assert long.accesses > 30_000
 
 
 # What an engine may forget
@@ -107,13 +106,7 @@ def _read_done(patch: pytest.MonkeyPatch) -> None:
 
 def _after(patch: pytest.MonkeyPatch) -> None:
     """Slots and pages change hands while a forward uses them: prebuilt KV is written over them."""
-    launched = Scheduler.launched
-
-    def no_fence(self: Scheduler, done: Any) -> None:
-        launched(self, done)
-        self.last_step = DoneFence()
-
-    patch.setattr(Scheduler, "launched", no_fence)
+    patch.setattr(Scheduler, "last_step", property(lambda self: DoneFence()))
     load = Forward.load
 
     def on_arrivals(self: Forward, *args: Any) -> None:
@@ -141,7 +134,7 @@ def _kv_on_two_streams(patch: pytest.MonkeyPatch) -> None:
     """KV memory is zeroed on the stream of the engine's making, and written on the forward's without a wait."""
     zeros = PagedKV.zeros.__func__  # type: ignore[attr-defined]
 
-    def made_elsewhere(cls: type[PagedKV], config: Any, token_capacity: int, **where: Any) -> PagedKV:
+    def made_elsewhere(cls: type[PagedKV], /, config: Any, token_capacity: int, **where: Any) -> PagedKV:
         kv: PagedKV = zeros(cls, config, token_capacity, **where)
         other = RUNTIME[0].stream("allocator")
         with RUNTIME[0].use(other):
