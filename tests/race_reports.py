@@ -173,6 +173,68 @@ def many_lanes(count: int) -> RaceReport:
     )
 
 
+MARKS = "marks int64[3, 2]"
+TOKENS = "relay: token int64[4]"
+
+
+def launched() -> RaceReport:
+    """Operations that say what launched them, on two of six lanes; the copies and the host have no event at all."""
+    kind, engine = EventKind, "/srv/engine/my_engine.py"
+    events = Events(95)
+
+    def work(lane: str, name: str, line: int, **more: Any) -> Event:
+        return events.add(lane, kind.OPERATION, name, 1, f"{engine}:{line} in step", **more)
+
+    ready = events.add("schedule", kind.FENCE, "fence 123", 1, f"{engine}:100 in step")
+    events.add("forward", kind.WAIT, "wait for fence 123", 1, f"{engine}:101 in step", waits_for=ready.number)
+    work("forward", "index_select (relay: gather token)", 102, reads=[TOKENS], writes=["upload 34 uint8[256]"])
+    first = work("forward", "index_select (attend)", 104, reads=[f"{MARKS} rows 0, 1"])
+    events.add("forward", kind.COPY_TO_HOST, "copy to host", 1, f"{engine}:1105 in step", reads=[TOKENS])
+    events.add("forward", kind.FENCE, "fence 124", 1, f"{engine}:106 in step")
+    events.add("audit", kind.FENCE, "fence 125", 1, f"{engine}:107 in step")
+    work("schedule", "scaled_dot_product_attention", 108)
+    second = work("schedule", "index_fill_ (marks: clear)", 110, writes=[f"{MARKS} row 1"])
+    return report(
+        kind=RaceKind.WRITE_AFTER_READ,
+        problem=f"nothing orders {second.name} on 'schedule' behind {first.name} on 'forward'",
+        memory=f"{MARKS}, allocated on 'default' at {engine}:20 in make",
+        rows="row 1",
+        first=access(first, "reads", f"row 1 of {MARKS}"),
+        second=access(second, "writes", f"row 1 of {MARKS}"),
+        missing=f"stream 'schedule' never waits for {first.name} on stream 'forward'",
+        suggestion=f"wait for fence 124 on stream 'schedule' before {second.name}",
+        lanes=(HOST, "default", "copy 2", "schedule", "forward", "audit"),
+        events=events,
+    )
+
+
+def many_steps(streams: int) -> RaceReport:
+    """All streams work, with names as long as in `launched`; the host has no event."""
+    names = [f"stream_{index}" for index in range(streams)]
+    events = Events(101)
+    fence = None
+    for line, name in enumerate(names, 1001):
+        site = f"/srv/engine/my_engine.py:{line} in step"
+        if fence is not None:
+            events.add(name, EventKind.WAIT, f"wait for {fence.name}", 1, site, waits_for=fence.number)
+        events.add(name, EventKind.OPERATION, "index_fill_ (marks: clear)", 1, site, writes=[MARKS])
+        events.add(name, EventKind.COPY_TO_DEVICE, "copy to device", 1, site, writes=["upload 34 uint8[256]"])
+        fence = events.add(name, EventKind.FENCE, f"fence {events.made[-1].number + 1}", 1, site)
+    works = [event for event in events.made if event.kind is EventKind.OPERATION]
+    return report(
+        kind=RaceKind.WRITE_AFTER_WRITE,
+        problem="two streams write the same marks",
+        memory=MARKS,
+        rows="all rows",
+        first=access(works[0], "writes", f"all rows of {MARKS}"),
+        second=access(works[-1], "writes", f"all rows of {MARKS}"),
+        missing="the last stream does not wait for the first",
+        suggestion="let it wait",
+        lanes=(HOST, *names),
+        events=events,
+    )
+
+
 HOSTILE = "<script>alert(\"1\")</script> & 'x' \x1b[31m \udc80 \n https://example.org/a.js </style> %s"
 """A name as no engine should have it."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from batchstate.cli import main, race
+from batchstate.cli import main
 from batchstate.testing.pictures import race_html, race_text, race_trace
 from tests.race_reports import hostile, overlapped_engine
 
@@ -21,21 +21,24 @@ def saved(tmp_path: Path) -> Path:
     return path
 
 
-def test_race_draws_in_the_terminal(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without `--out` the picture goes to stdout, a hundred characters wide where that is no terminal."""
-    assert main(["race", str(saved)]) == 0
-    output = capsys.readouterr()
-    assert output.out == race_text(overlapped_engine())
-    assert not output.err
+def test_race_draws_in_the_terminal(saved: Path) -> None:
+    """Without `--out` the picture goes to stdout, a hundred characters wide where nothing says another width."""
+    done = subprocess.run(
+        [sys.executable, "-m", "batchstate", "race", str(saved)],
+        capture_output=True,
+        check=True,
+        env={name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"PYTHONIOENCODING": "utf-8"},
+    )
+    assert done.stdout.decode() == race_text(overlapped_engine())
+    assert not done.stderr
 
 
-@pytest.mark.parametrize(("columns", "width"), [("20", 40), ("72", 72), ("400", 140)])
+@pytest.mark.parametrize(("columns", "width"), [("20", 40), ("80", 80), ("400", 140)])
 def test_race_is_as_wide_as_the_terminal(
     saved: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str, width: int
 ) -> None:
-    """On a terminal the picture is as wide as that, between a width that can be read and one that can be overseen."""
+    """The picture is as wide as `COLUMNS` says, terminal or not, between what can be read and what can be overseen."""
     monkeypatch.setenv("COLUMNS", columns)
-    monkeypatch.setattr(race, "on_terminal", lambda stream: True)
     assert main(["race", str(saved)]) == 0
     assert capsys.readouterr().out == race_text(overlapped_engine(), width)
 

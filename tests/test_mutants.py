@@ -67,7 +67,7 @@ def test_relay_mutants_are_found_at_cheap() -> None:
 
 def test_races_are_found_soon(device: str) -> None:
     """Seven planted bugs, and 15 more of order, lifetime and host memory: each within 100 examples, half within 10."""
-    found = [hunted(one.name, device) for one in MUTANTS.values() if one.tool == "race"]
+    found = [hunted(one.name, device) for one in MUTANTS.values() if one.tool is not None]
     assert sorted(one.mutant.planted for one in found if one.mutant.planted) == list("abcdefg")
     others = [one for one in found if one.mutant.planted is None]
     assert len(others) >= 15

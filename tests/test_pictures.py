@@ -12,10 +12,23 @@ from hypothesis import strategies as st
 
 from batchstate.errors import ArgumentError
 from batchstate.testing.pictures import race_html, race_text, race_trace
+from batchstate.testing.pictures.html_text import sentence
 from batchstate.testing.pictures.layout import LIMIT, Gap, laid_out
+from batchstate.testing.pictures.short import short_label
 from batchstate.testing.pictures.style import DARK, LIGHT
 from batchstate.testing.race.report import HOST, EventKind, RaceKind, RaceReport
-from tests.race_reports import Events, access, hostile, long_run, many_lanes, of_kind, overlapped_engine, report
+from tests.race_reports import (
+    Events,
+    access,
+    hostile,
+    launched,
+    long_run,
+    many_lanes,
+    many_steps,
+    of_kind,
+    overlapped_engine,
+    report,
+)
 
 EVERY = {
     **{kind.value: of_kind(kind) for kind in RaceKind},
@@ -23,6 +36,8 @@ EVERY = {
     "long run": long_run(),
     "eight streams": many_lanes(8),
     "hostile": hostile(),
+    "launched": launched(),
+    "six streams": many_steps(6),
     "side by side": of_kind(RaceKind.FREED_IN_USE, between=0, before=0, after=0),
 }
 """Name -> a report."""
@@ -112,8 +127,8 @@ def test_page_says_the_report_in_words(drawn: RaceReport) -> None:
     """What went wrong, both accesses, the missing edge and the suggestion stand on the page as text."""
     words = " ".join(" ".join(Page(race_html(drawn)).words).split()).replace(" ", "")
     said = RaceReport.from_dict(json.loads(json.dumps(drawn.as_dict())))
-    for sentence in (said.memory, said.rows, said.missing[1:], said.suggestion[1:], said.problem[1:]):
-        assert plain_words(sentence) in words
+    for part in (said.memory, said.rows, said.missing[1:], said.suggestion[1:], said.problem[1:]):
+        assert plain_words(part) in words
     for side in (said.first, said.second):
         for part in (side.operation, side.does, side.rows, side.site, side.caller or "", f"step {side.step}"):
             assert plain_words(part) in words
@@ -239,15 +254,103 @@ def test_text_of_a_small_race() -> None:
         "          host             a                b",
         "step 1 #1 │                ◆ fence 1 ─────┐ │",
         "       #2 │                ■ mul_0        │ │",
-        "       #3 │                │              └▶◇ wait: fence…",
+        "       #3 │                │              └▶◇ wait 1",
         "       #4 │              ┌╌┼╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌[1] op_0 reads",
         "       #5 │              ╎ ■ mul_0          │",
         "          ✗ missing edge ╎ │                │",
-        "       #6 [2] op_1 writ…◀┘ │                │",
+        "       #6 [2] op_1 ◀╌╌╌╌╌┘ │                │",
         "",
         "◆ fence, ◇ wait; ──▶ order, ╌╌▶ missing order",
         "",
     ]
+
+
+def test_text_names_what_launched_an_operation() -> None:
+    """Lanes without an event are only named; names in the others are shortened to what tells them apart."""
+    assert race_text(launched(), 80).splitlines()[3:17] == [
+        "            schedule                forward                audit",
+        "step 1  #95 ◆ fence 123 ──────────┐ │                      │",
+        "        #96 │                     └▶◇ wait for fence 123   │",
+        "        #97 │                       ■ index_select         │",
+        "        #98 │                     ┌╌[1] index…ct (attend)  │",
+        "        #99 │                     ╎ ■ D→H copy to host     │",
+        "       #100 │                     ╎ ◆ fence 124            │",
+        "       #101 │                     ╎ │                      ◆ fence 125",
+        "       #102 ■ scaled_dot_p…ention ╎ │                      │",
+        "            ✗ missing edge        ╎ │                      │",
+        "       #103 [2] (marks: clear) ◀╌╌┘ │                      │",
+        "",
+        "◆ fence, ◇ wait; ──▶ order, ╌╌▶ missing order",
+        "no events here on: host, default, copy 2",
+    ]
+
+
+@pytest.mark.parametrize("width", [*range(40, 101), 140])
+@pytest.mark.parametrize("streams", [2, 3, 4, 5, 6])
+def test_text_never_cuts_the_number_of_a_fence(streams: int, width: int) -> None:
+    """However narrow the lanes, every fence and every wait has its whole number."""
+    drawn = many_steps(streams)
+    text = race_text(drawn, width).split("kind ")[0]
+    for event in drawn.events:
+        if event.kind in (EventKind.FENCE, EventKind.WAIT):
+            number = event.name.split()[-1]
+            mark = "◆" if event.kind is EventKind.FENCE else "◇"
+            assert re.search(rf"{mark} (wait for fence |wait |fence )?{number}\b", text), (event, text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "shown"),
+    [
+        (EventKind.WAIT, "wait for fence 12", {17: "wait for fence 12", 16: "wait 12", 7: "wait 12", 6: "12", 2: "12"}),
+        (EventKind.WAIT, "fence 12", {14: "wait: fence 12", 13: "wait 12", 4: "12"}),
+        (EventKind.WAIT, "wait for the_last_forward", {24: "wait the_last_forward", 16: "the_last_forward"}),
+        (EventKind.FENCE, "fence 1234", {10: "fence 1234", 9: "1234"}),
+        (EventKind.FENCE, "the_last_forward", {10: "the_la…ard"}),
+        (EventKind.COPY_TO_HOST, "copy to host", {12: "copy to host", 11: "copy", 4: "copy"}),
+        (EventKind.COPY_TO_HOST, "prefetch_tokens", {11: "prefetc…ens"}),
+        (EventKind.OPERATION, "scaled_dot_product_attention", {16: "scaled_dot…ntion", 10: "scaled…ion"}),
+        (
+            EventKind.OPERATION,
+            "index_fill_ (marks: clear)",
+            {26: "index_fill_ (marks: clear)", 20: "ind…_ (marks: clear)", 19: "(marks: clear)", 13: "index_fill_"},
+        ),
+        (EventKind.OPERATION, "mul (write KV)", {13: "(write KV)", 9: "mul", 2: "m…"}),
+        (EventKind.OPERATION, "scatter_ (req_to_token: write)", {19: "scatter_ (req_t…te)"}),
+    ],
+)
+def test_labels_are_shortened_where_it_hurts_least(kind: EventKind, name: str, shown: dict[int, str]) -> None:
+    """A fence keeps its number, an operation what launched it; other names keep both ends."""
+    event = Events(1).add("a", kind, name, 1, "run.py:1")
+    for room, wanted in shown.items():
+        assert short_label(event, room, "…") == wanted
+    assert all(len(short_label(event, room, "…")) <= room for room in range(1, 40))
+
+
+def test_lanes_without_events_are_left_out_in_words() -> None:
+    """No picture has a lane on which nothing is seen, and both say which; the trace has them all."""
+    drawn = launched()
+    layout = laid_out(drawn)
+    assert layout.lanes == ("schedule", "forward", "audit")
+    assert layout.idle == (HOST, "default", "copy 2")
+    lanes = [attributes for _, attributes in Page(race_html(drawn)).tags if attributes.get("class") == "lane"]
+    assert len(lanes) == 3
+    assert "No events here on: host, default, copy 2." in race_html(drawn)
+    for width in (40, 80):
+        assert "no events here on: host, default, copy 2" in race_text(drawn, width)
+    everywhere = attrs.evolve(many_steps(3), lanes=many_steps(3).lanes[1:])
+    assert "no events here" not in (race_html(everywhere) + race_text(everywhere)).lower()
+
+
+def test_page_sets_the_operations_of_its_sentences_as_code() -> None:
+    """In the headline and the other sentences the ends of an operation's name can be seen."""
+    page = race_html(launched())
+    write, read = "<code>index_fill_ (marks: clear)</code>", "<code>index_select (attend)</code>"
+    assert f"<h1>Nothing orders {write} on &#x27;schedule&#x27; behind {read} on &#x27;forward&#x27;</h1>" in page
+    assert f"never waits for {read} on stream" in page
+    assert f"before {write}</p>" in page
+    assert sentence("add adds to `add_` and an address", "add") == (
+        "<code>add</code> adds to <code>add_</code> and an address"
+    )
 
 
 def test_text_without_room_for_lanes_is_a_list() -> None:
@@ -256,6 +359,8 @@ def test_text_without_room_for_lanes_is_a_list() -> None:
     assert "  #98 [1] index_copy_ writes all rows on stream_0\n" in text
     assert "missing edge, from [1] to [2]" in text
     assert "#102 ■ add_ on stream_1\n" in text
+    text = race_text(many_steps(6), 80)
+    assert "  #121 [2] index_fill_ (marks: clear) writes all rows of marks int6… on stream_5\n" in text
 
 
 def test_text_refuses_a_width_for_nothing() -> None:

@@ -17,10 +17,11 @@ import pytest
 
 from batchstate.testing.pictures import race_html
 from batchstate.testing.pictures.style import DARK, LIGHT
-from batchstate.testing.race.report import RaceKind, RaceReport
-from tests.race_reports import hostile, long_run, many_lanes, of_kind, overlapped_engine
+from batchstate.testing.race.report import EventKind, RaceKind, RaceReport
+from tests.race_reports import hostile, launched, long_run, many_lanes, many_steps, of_kind, overlapped_engine
 
 PHONE, DESK = (390, 844), (1280, 900)
+BETWEEN = [(800, 900), (1000, 900), (1200, 900)]
 FLAGS = [
     "--headless",
     "--no-sandbox",
@@ -40,12 +41,20 @@ REPORTS = {
     "long run": long_run(),
     "eight streams": many_lanes(8),
     "hostile": hostile(),
+    "launched": launched(),
+    "six streams": many_steps(6),
     "side by side": of_kind(RaceKind.FREED_IN_USE, between=0, before=0, after=0),
 }
 IN_THE_DARK = ["overlapped engine", "freed in use", "eight streams", "hostile"]
 """Reports that are also opened in the dark scheme, which changes colours alone."""
 
 OPENED = [(name, "light") for name in REPORTS] + [(name, "dark") for name in IN_THE_DARK]
+WITH_LINES = (EventKind.OPERATION, EventKind.COPY_TO_DEVICE)
+"""Kinds of events in `many_steps` whose bars have a source line."""
+
+BARS = ["overlapped engine", "launched", "six streams"]
+"""Reports that are also opened at widths in between, where names on bars have to be shortened."""
+
 TOUCHES = 1.5
 """Pixels between an arrow and its bar, borders and rounding included."""
 
@@ -78,6 +87,9 @@ const measured = {
   texts: all('body *').filter((e) => shown(e) && [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim()))
     .map((e) => ({text: e.innerText.slice(0, 40), ink: getComputedStyle(e).color, behind: behind(e),
       size: parseFloat(getComputedStyle(e).fontSize)})),
+  lines: all('.bar .at').filter(shown).map((e) => ({text: e.innerText, box: box(e), around: box(e.parentElement),
+    line: box(e.closest('.line')), bar: box(e.closest('.bar'))})),
+  marks: all('.bar.mark .name').map((e) => ({text: e.innerText, cut: e.scrollWidth > e.clientWidth})),
   names: all('.bar .name').map((e) => box(e)),
   boxes: all('.scroll').map((e) => ({box: box(e), overflow: getComputedStyle(e).overflowX,
     fits: e.scrollWidth <= e.clientWidth})),
@@ -142,6 +154,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     values: Measured = {}
     for scheme in SCHEMES:
         keys = [(name, size, scheme) for name, in_scheme in OPENED if in_scheme == scheme for size in (PHONE, DESK)]
+        keys += [(name, size, scheme) for name in BARS for size in BETWEEN if scheme == "light"]
         frames = "".join(
             f'<iframe name="f{index}" width="{size[0]}" height="{size[1]}" style="border:0" '
             f'srcdoc="{html.escape(measuring(REPORTS[name]))}"></iframe>\n'
@@ -248,6 +261,36 @@ def test_any_race_is_legible(measured: Measured, name: str, size: tuple[int, int
     assert page["width"] == size[0]
     arrows_touch(page)
     legible(page)
+
+
+@pytest.mark.parametrize("size", [PHONE, *BETWEEN, DESK], ids=lambda size: str(size[0]))
+@pytest.mark.parametrize("name", BARS)
+def test_numbers_on_bars_are_never_cut(measured: Measured, name: str, size: tuple[int, int]) -> None:
+    """The numbers of fences and source lines on bars are seen whole; lanes too narrow for a source line have none."""
+    page = measured[name, size, "light"]
+    arrows_touch(page)
+    legible(page)
+    # Where a narrow lane has no room for both, the line is not there at all.
+    lines = [line for line in page["lines"] if line["box"][1] < line["line"][3] - 0.5]
+    assert page["lines"]
+    assert lines == page["lines"] or size[0] < 1200
+    for line in lines:
+        assert re.fullmatch(r":\d+", line["text"])
+        left, top, right, bottom = line["box"]
+        for around in (line["around"], line["line"], line["bar"]):
+            assert around[0] - 0.5 <= left < right <= around[2] + 0.5, line
+            assert around[1] - 1.5 <= top < bottom <= around[3] + 1.5, line
+    for mark in page["marks"]:
+        assert re.fullmatch(r"(fence|wait( for fence)?) \d+", " ".join(mark["text"].split()))
+        assert not mark["cut"], mark
+
+
+def test_six_lanes_fit_on_a_page_of_1200_pixels(measured: Measured) -> None:
+    """There they need no scrolling, and bars have their source lines."""
+    page = measured["six streams", (1200, 900), "light"]
+    assert page["boxes"][0]["fits"]
+    assert len(page["lines"]) == len([event for event in many_steps(6).events if event.kind in WITH_LINES])
+    assert all(right - left > 8.5 * 16 for left, _, right, _ in (bar["box"] for bar in page["bars"]))
 
 
 @on_each

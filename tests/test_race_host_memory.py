@@ -84,7 +84,7 @@ def test_a_refilled_source_is_found_whenever_the_host_waits(waited: str) -> None
             numbers[0].item()
         assert len(rt.races) == (waited != "end")
     assert kinds(rt) == [(RaceKind.STAGING_REFILLED, UNSEEN)]
-    assert rt.races[0].second.site.startswith("some line before ")
+    assert rt.races[0].second.site.startswith("a line between ")
 
 
 def test_a_source_that_was_refilled_in_time_is_not_reported() -> None:

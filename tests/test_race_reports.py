@@ -212,6 +212,6 @@ def test_freed_memory_names_who_uses_it_and_who_gets_it() -> None:
     assert (report.first.lane, report.first.does, report.rows) == ("right", "reads", "rows 1-2")
     assert (report.second.lane, report.second.does) == ("left", "allocates")
     assert report.second.rows == "memory that may be that of tensor 1 int64[4, 4], which was freed"
-    assert "`Runtime.acquire` (or `record_stream`) before clone on 'right', or keep the tensor until fence 2" in (
+    assert "(on an accelerator also `record_stream`) before clone on 'right', or keep the tensor until fence 2" in (
         report.suggestion
     )

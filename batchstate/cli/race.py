@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batchstate.cli.progress import on_terminal
-
 if TYPE_CHECKING:
     from batchstate.testing.race.report import RaceReport
 
@@ -17,7 +15,7 @@ NAME = "race"
 SUMMARY = "draw a race report: in the terminal, as a page for a browser, or as a trace for a trace viewer"
 
 _WIDTH, _MOST = 100, 140
-"""Characters in a line where the output is no terminal, and at most."""
+"""Characters in a line where the output is no terminal and `COLUMNS` is not set, and at most."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,8 +44,7 @@ def run(args: argparse.Namespace) -> int:
 def _for_terminal(report: "RaceReport") -> str:
     from batchstate.testing.pictures.text import LEAST_WIDTH, race_text
 
-    columns = shutil.get_terminal_size((_WIDTH, 24)).columns if on_terminal(sys.stdout) else _WIDTH
-    width = max(LEAST_WIDTH, min(columns, _MOST))
+    width = max(LEAST_WIDTH, min(shutil.get_terminal_size((_WIDTH, 24)).columns, _MOST))
     picture = race_text(report, width)
     try:
         picture.encode(sys.stdout.encoding or "ascii")

@@ -8,6 +8,7 @@ from batchstate.runtime import Runtime, open_runtime
 
 RACE = "race"
 SIM = "sim"
+PROMPT = "prompt"
 
 
 def is_tool(device: str) -> bool:
@@ -16,7 +17,10 @@ def is_tool(device: str) -> bool:
 
 
 def devices_of(device: str, examples: int) -> dict[str, int]:
-    """Where `examples` examples run: on `sim` each scheduler gets its part, elsewhere the device all of them."""
+    """Where `examples` examples run: a part under each scheduler of `sim`, and with either kind of fences on `race`."""
+    if device == RACE and examples > 1:
+        prompt = max(1, examples // 4)
+        return {RACE: examples - prompt, f"{RACE}:{PROMPT}": prompt}
     if device != SIM:
         return {device: examples}
     from batchstate.testing.sim import PORTFOLIO
@@ -30,8 +34,9 @@ def open_device(device: str = "cpu", *, steps_in_flight: int = 2, seed: int = 0)
     """The runtime of a device by name.
 
     Args:
-        device: what `open_runtime` takes; `race`, the race detector on a CPU, or `race:cuda` round an accelerator; or
-            `sim`, the simulated device, where `sim:NAME` names its scheduler.
+        device: what `open_runtime` takes; `race`, the race detector on a CPU, or `race:cuda` round an accelerator, or
+            `race:prompt` and `race:prompt:cuda` where fences are prompt; or `sim`, the simulated device, where
+            `sim:NAME` names its scheduler.
         steps_in_flight: see `Runtime`.
         seed: of the scheduler.
 
@@ -47,14 +52,24 @@ def open_device(device: str = "cpu", *, steps_in_flight: int = 2, seed: int = 0)
     if tool == RACE:
         from batchstate.testing.race import RaceRuntime
 
-        return RaceRuntime(open_runtime(rest or "cpu", steps_in_flight=steps_in_flight))
+        first, _, behind = rest.partition(":")
+        prompt = first == PROMPT
+        inner = open_runtime((behind if prompt else rest) or "cpu", steps_in_flight=steps_in_flight)
+        return RaceRuntime(inner, fences="prompt" if prompt else "late")
     if tool == SIM:
         from batchstate.testing.sim import SimRuntime
 
         if rest:
             return SimRuntime(scheduler=rest, seed=seed, steps_in_flight=steps_in_flight)
         return SimRuntime(seed=seed, steps_in_flight=steps_in_flight)
-    return open_runtime(device, steps_in_flight=steps_in_flight)
+    try:
+        return open_runtime(device, steps_in_flight=steps_in_flight)
+    except ArgumentError as error:
+        if tool in ("cpu", "cuda"):
+            raise
+        raise ArgumentError(
+            error.problem, value=device, remedy="use 'cpu' or 'cuda', or a tool: 'race', 'race:prompt', 'sim', ..."
+        ) from None
 
 
 @contextlib.contextmanager

@@ -228,6 +228,16 @@ def freed_behind_an_older_forward(patch: Patch) -> None:
     original = patch(PagePool, "release_requests", release_requests)
 
 
+@race(origin="sglang #29352, sglang #27967", tool="race:prompt")
+def freed_behind_the_plan(patch: Patch) -> None:
+    """What a request held is freed behind a fence of the stream that plans, which knows nothing of the forward."""
+
+    def release_requests(self: PagePool, slots: Any, *, after: Fence | None = None) -> None:
+        original(self, slots, after=self.slots.runtime.record())
+
+    original = patch(PagePool, "release_requests", release_requests)
+
+
 @race(origin="sglang #29353, sglang #6888")
 def pages_taken_back_under_a_forward(patch: Patch) -> None:
     """Pages beyond a request's true length are free at once, while a forward still writes guesses into them."""

@@ -7,7 +7,7 @@ from batchstate.testing.pictures.html_picture import LEGEND, HtmlPicture
 from batchstate.testing.pictures.html_text import name, sentence, site, terms, text
 from batchstate.testing.pictures.layout import access_of
 from batchstate.testing.pictures.style import style_sheet
-from batchstate.testing.pictures.words import awaited, label, where
+from batchstate.testing.pictures.words import awaited, label, nothing_on, where
 from batchstate.testing.race.report import Access, Event, RaceReport
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
@@ -57,7 +57,7 @@ def race_html(report: RaceReport) -> str:
 <div class="wrap">
 <header>
 <p class="kind">Race: {text(report.kind)}</p>
-<h1>{sentence(report.problem)}</h1>
+<h1>{_sentence(report, report.problem)}</h1>
 </header>
 <main>
 <div class="body {body}">
@@ -80,11 +80,11 @@ def _words(report: RaceReport) -> str:
 </section>
 <section class="missing-words" aria-labelledby="missing">
 <h2 id="missing">What is missing</h2>
-<p>{sentence(report.missing)}</p>
+<p>{_sentence(report, report.missing)}</p>
 </section>
 <section class="remedy" aria-labelledby="remedy">
 <h2 id="remedy">What to do</h2>
-<p>{sentence(report.suggestion)}</p>
+<p>{_sentence(report, report.suggestion)}</p>
 </section>
 <section aria-labelledby="memory">
 <h2 id="memory">What both touch</h2>
@@ -92,6 +92,10 @@ def _words(report: RaceReport) -> str:
 </section>
 </div>
 """
+
+
+def _sentence(report: RaceReport, value: str) -> str:
+    return sentence(value, report.first.operation, report.second.operation)
 
 
 def _access(which: str, access: Access) -> str:
@@ -109,6 +113,7 @@ def _figure(report: RaceReport, picture: HtmlPicture) -> str:
     left_out = ""
     if picture.left_out:
         left_out = f" Left out: {picture.left_out} of {len(report.events)} events; the table has them all."
+    idle = f" {sentence(nothing_on(picture.idle))}." if picture.idle else ""
     drawn = picture.draw()
     return f"""<section aria-labelledby="picture">
 <h2 id="picture">The picture</h2>
@@ -117,7 +122,7 @@ def _figure(report: RaceReport, picture: HtmlPicture) -> str:
 <div class="scroll picture" role="region" tabindex="0" aria-label="Lanes beside each other, time running down">
 {drawn}</div>
 <figcaption>
-{LEGEND}<p class="note">Time runs down. Choose a bar to see its details.{left_out}</p>
+{LEGEND}<p class="note">Time runs down. Choose a bar to see its details.{left_out}{idle}</p>
 </figcaption>
 </figure>
 </section>

@@ -7,7 +7,7 @@ letters, and a screen reader meets a list of events.
 
 from batchstate.testing.pictures.html_text import name, site, terms, text
 from batchstate.testing.pictures.layout import Gap, Route, access_of, laid_out
-from batchstate.testing.pictures.words import TAGS, awaited, label, short_site, where
+from batchstate.testing.pictures.words import TAGS, awaited, dispensable, label, launched, short_site, where
 from batchstate.testing.race.report import HOST, Event, EventKind, RaceReport
 
 _MARKS = {EventKind.FENCE: "fence", EventKind.WAIT: "wait"}
@@ -33,6 +33,7 @@ class HtmlPicture:
         least: width in rem below which it has to be scrolled.
         wide: width in rem from which a lane has room for a name on one line.
         left_out: events that are not shown.
+        idle: lanes that are not shown.
     """
 
     def __init__(self, report: RaceReport) -> None:
@@ -48,6 +49,7 @@ class HtmlPicture:
         self.least = round(sum(gutters) + _LEAST_LANE * len(gutters), 2)
         self.wide = round(sum(gutters) + _WIDE_LANE * len(gutters), 2)
         self.left_out = self._layout.left_out
+        self.idle = self._layout.idle
 
     def draw(self) -> str:
         """The picture as HTML."""
@@ -56,8 +58,10 @@ class HtmlPicture:
         lanes = "".join(self._lane(index, last) for index in range(len(self._layout.lanes)))
         arrows = "".join(self._arrow(route) for route in self._layout.routes)
         columns = " ".join(f"minmax({_LEAST_LANE}rem,1fr) {gutter:.2f}rem" for gutter in self._gutters)
+        accesses = [event for event in self._report.events if access_of(self._report, event)]
+        kind = " tall" if any(launched(event)[1] for event in accesses) else ""
         return (
-            f'<div class="grid" style="--lanes:{columns};--least:{self.least}rem">\n'
+            f'<div class="grid{kind}" style="--lanes:{columns};--least:{self.least}rem">\n'
             f'<div class="cover" aria-hidden="true"></div>\n{lanes}<ol>\n{events}</ol>\n{arrows}</div>\n'
         )
 
@@ -98,22 +102,24 @@ class HtmlPicture:
         spoken = f'<span class="vh">on {text(where(event.lane))}, {text(event.kind)}: </span>'
         access = access_of(self._report, event)
         tag = f'<span class="pre">{TAGS[event.kind]}</span>' if event.kind in TAGS else ""
-        shown = f'{tag}<span class="name">{name(label(event))}</span>'
-        at = f'<span class="where">{text(short_site(event.caller or event.site))}</span>'
+        launch = launched(event)[1]
+        shown = f'{spoken}{tag}<span class="name">{_bar_name(event)}</span>'
+        below = f'<span class="launch">{name(launch)}</span>' if launch else ""
+        at = _at(event.caller or event.site)
         if access is not None:
             which, side = access
             style = "race"
             content = (
                 f'<span class="line"><span class="tag">{which}</span><span class="does">{text(side.does)}'
                 f"<i> {text(side.rows)}</i></span></span>"
-                f'<span class="line">{spoken}{shown}{at}</span>'
+                f'<span class="line">{shown}{at}</span>{below}'
             )
         elif event.kind in _MARKS:
             style = f"mark {_MARKS[event.kind]}"
-            content = f'<span class="gem" aria-hidden="true"></span>{spoken}{shown}'
+            content = f'<span class="gem" aria-hidden="true"></span>{shown}'
         else:
-            style, content = "work", spoken + shown + at
-        tall = " access-row" if access is not None else ""
+            style, content = "work", f'<span class="line">{shown}{at}</span>{below}'
+        tall = " access-row" if access is not None else " launched" if launch else ""
         return (
             f'<li><span class="number mono" style="grid-row:{row}">#{event.number}</span>'
             f'<div class="event{tall}" style="grid-area:{place}"><button type="button" class="bar {style}" '
@@ -175,6 +181,28 @@ class HtmlPicture:
             f'<button type="button" class="close" popovertarget="d{number}" popovertargetaction="hide">Close</button>'
             f'<dl>{terms(pairs)}</dl><a href="#e{number}">In the table of all events</a></div>\n'
         )
+
+
+def _bar_name(event: Event) -> str:
+    operation, launch = launched(event)
+    begin, middle, end = dispensable(event)
+    if launch or not middle:
+        return name(operation)
+    # Narrow lanes have a wait without these words, and wide ones a copy, whose tag they show.
+    kind = "less" if event.kind is EventKind.WAIT else "told"
+    end = f" {name(end)}" if end else ""
+    return f'{name(begin)}<span class="{kind}"> {text(middle)}</span>{end}'
+
+
+def _at(site: str) -> str:
+    """The source line on a bar: the file may be cut, the line may not."""
+    file, line = short_site(site)
+    if not line:
+        return f'<span class="where"><span class="file">{text(file)}</span></span>'
+    return (
+        f'<span class="where" style="--line:{len(line)}ch">'
+        f'<span class="file">{text(file)}</span><span class="at">{text(line)}</span></span>'
+    )
 
 
 def _column(lane: int) -> int:

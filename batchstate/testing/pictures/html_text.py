@@ -8,18 +8,28 @@ from batchstate.testing.pictures.words import plain
 _WORD = re.compile(r"\A[a-z]+(?= )")
 """A word at the start of a sentence; names of code have other characters or stand between backticks."""
 
-_CODE = re.compile(r"`([^`]+)`")
-
 
 def text(value: str) -> str:
     """A text, as content or in a quoted attribute."""
     return escape(plain(value), quote=True)
 
 
-def sentence(value: str) -> str:
-    """A sentence, with a capital; what stands between backticks becomes code."""
-    begun = _WORD.sub(lambda found: found[0].capitalize(), plain(value), count=1)
-    return _CODE.sub(r"<code>\1</code>", text(begun))
+def sentence(value: str, *names: str) -> str:
+    """A sentence, with a capital; what stands between backticks becomes code, and so do the names.
+
+    Args:
+        value: the sentence.
+        names: of operations, which may be of several words, so that their ends could not be seen.
+    """
+    line = plain(value)
+    known = sorted(filter(None, map(plain, names)), key=len, reverse=True)
+    code = "|".join(rf"(?<!\w){re.escape(one)}(?!\w)" for one in known)
+    if not (code and re.match(code, line)):
+        line = _WORD.sub(lambda found: found[0].capitalize(), line, count=1)
+    pieces = re.split(rf"(`[^`]+`{'|' + code if code else ''})", line)
+    return "".join(
+        f"<code>{escape(piece.strip('`'))}</code>" if place % 2 else escape(piece) for place, piece in enumerate(pieces)
+    )
 
 
 def name(value: str) -> str:

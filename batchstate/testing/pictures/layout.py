@@ -56,7 +56,8 @@ class Layout:
     """A picture, before it is drawn.
 
     Attributes:
-        lanes: their names.
+        lanes: names of those that have an event here.
+        idle: names of the others, which are not drawn.
         rows: from top to bottom.
         routes: the arrows; the missing edge is the first.
         tracks: how many arrows run beside each other in the gutter to the right of each lane.
@@ -64,6 +65,7 @@ class Layout:
     """
 
     lanes: tuple[str, ...]
+    idle: tuple[str, ...]
     rows: tuple[Event | Gap, ...]
     routes: tuple[Route, ...]
     tracks: tuple[int, ...]
@@ -90,8 +92,11 @@ def laid_out(report: RaceReport, limit: int = LIMIT) -> Layout:
             rows[-1] = Gap(rows[-1].count + 1)
         else:
             rows.append(Gap(1))
-    routes, tracks = _routed(report, rows)
-    return Layout(report.lanes, tuple(rows), routes, tracks, len(report.events) - len(chosen))
+    used = {event.lane for event in rows if isinstance(event, Event)}
+    lanes = tuple(lane for lane in report.lanes if lane in used)
+    idle = tuple(lane for lane in report.lanes if lane not in used)
+    routes, tracks = _routed(report, rows, lanes)
+    return Layout(lanes, idle, tuple(rows), routes, tracks, len(report.events) - len(chosen))
 
 
 def access_of(report: RaceReport, event: Event) -> tuple[str, Access] | None:
@@ -128,9 +133,11 @@ def _chosen(report: RaceReport, limit: int) -> frozenset[int]:
     return frozenset(events[index].number for index in chosen)
 
 
-def _routed(report: RaceReport, rows: list[Event | Gap]) -> tuple[tuple[Route, ...], tuple[int, ...]]:
+def _routed(
+    report: RaceReport, rows: list[Event | Gap], lanes: tuple[str, ...]
+) -> tuple[tuple[Route, ...], tuple[int, ...]]:
     row_of = {event.number: row for row, event in enumerate(rows) if isinstance(event, Event)}
-    lane_at = {event.number: report.lanes.index(event.lane) for event in report.events}
+    lane_at = {event.number: lanes.index(event.lane) for event in rows if isinstance(event, Event)}
     pairs = [(report.first.event, report.second.event, True)]
     for event in rows:
         if isinstance(event, Event) and event.waits_for is not None and event.waits_for in row_of:
@@ -145,7 +152,7 @@ def _routed(report: RaceReport, rows: list[Event | Gap]) -> tuple[tuple[Route, .
         }
         track = next(number for number in range(len(taken) + 1) if number not in taken)
         routes.append(Route(top, bottom, source, target, gutter, track, missing))
-    tracks = [0] * len(report.lanes)
+    tracks = [0] * len(lanes)
     for route in routes:
         tracks[route.gutter] = max(tracks[route.gutter], route.track + 1)
     return tuple(routes), tuple(tracks)

@@ -84,7 +84,8 @@ figure{margin:0}
 .scroll{overflow-x:auto;background:var(--surface);border:1px solid var(--line);border-radius:.75rem}
 .picture{padding:0 .5rem 1rem;container:picture/inline-size}
 .grid{position:relative;display:grid;list-style:none;margin:0;padding:0;min-width:var(--least);
-grid-template-columns:0 var(--lanes);--row:2.5rem;--tall:5.25rem}
+grid-template-columns:0 var(--lanes);--row:2.5rem;--tall:5.25rem;--both:3.4rem}
+.grid.tall{--tall:6.25rem}
 .grid ol,.grid ol li:not([class]){display:contents}
 .grid ol{list-style:none}
 .lane{grid-row:1;text-align:center;padding:.7rem .2rem .55rem;font-weight:650;font-size:.875rem;line-height:1.25;
@@ -102,18 +103,25 @@ color:var(--muted);height:1.6rem}
 .gap{grid-column:1/-1;font-size:.8125rem;color:var(--muted);display:flex;justify-content:center;
 padding:.45rem 0;margin:.35rem 0;border-top:1px dotted var(--edge);border-bottom:1px dotted var(--edge)}
 .gap span{background:var(--surface);padding:0 .6rem;z-index:3}
-.event{display:flex;align-items:center;height:var(--row);z-index:2;min-width:0}
-.event.access-row{height:var(--tall)}
+.event{display:flex;align-items:center;height:var(--high);z-index:2;min-width:0;--high:var(--row);
+container:event/inline-size}
+.event.launched{--high:var(--both)}
+.event.access-row{--high:var(--tall)}
 .bar{all:unset;box-sizing:border-box;cursor:pointer;display:flex;align-items:center;gap:.4em;width:100%;min-width:0;
-height:calc(var(--row) - .35rem);padding:0 .3rem;font:500 .75rem/1.2 ui-monospace,
+height:calc(var(--high) - .35rem);padding:0 .3rem;font:500 .75rem/1.2 ui-monospace,
 SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;
 color:var(--ink);background:var(--bar);border:1px solid var(--edge);border-radius:.35rem}
 .bar:focus-visible{outline:3px solid var(--order);outline-offset:2px}
 .bar:hover{border-color:var(--muted)}
 .name{overflow:hidden;text-overflow:ellipsis;min-width:0;display:-webkit-box;-webkit-box-orient:vertical;
 -webkit-line-clamp:2}
-.where{margin-left:auto;flex:0 1000 auto;overflow:hidden;text-overflow:ellipsis;white-space:nowrap;min-width:0;
-font-size:.6875rem;font-weight:400;color:var(--muted);display:none}
+.where{display:none;flex:0 1000000 auto;flex-flow:row-reverse wrap;margin-left:auto;height:1.2em;overflow:hidden;
+min-width:var(--line,0);white-space:nowrap;font-size:.6875rem;font-weight:400;color:var(--muted)}
+.bar.work .where{display:flex}
+.where .file{display:none;flex:1 1 3em;min-width:0;max-width:max-content;overflow:hidden;text-overflow:ellipsis}
+.where .at{flex:none;order:-1}
+.launch{overflow:hidden;text-overflow:ellipsis;white-space:nowrap;font-size:.6875rem;font-weight:400}
+.less{display:none}
 .pre{display:none;font-size:.6875rem;font-weight:400;color:var(--muted);white-space:nowrap}
 .bar.mark{background:none;border:0;padding:0;gap:.25rem;color:var(--order)}
 .bar.mark::before,.bar.mark::after{content:"";flex:1 1 .4rem;min-width:.4rem;border-top:2px solid var(--order)}
@@ -121,10 +129,13 @@ font-size:.6875rem;font-weight:400;color:var(--muted);display:none}
 .gem{flex:none;width:.5rem;height:.5rem;transform:rotate(45deg);border:2px solid var(--order);background:var(--order);
 forced-color-adjust:none}
 .wait .gem{background:none}
-.bar.race{flex-direction:column;align-items:stretch;justify-content:center;gap:.2rem;height:calc(var(--tall) - .25rem);
+.bar.work{flex-direction:column;align-items:stretch;justify-content:center;gap:.1rem}
+.bar .line{display:flex;align-items:center;gap:.45em;min-width:0}
+.bar.work .line{flex-wrap:wrap;gap:0 .3em;max-height:2.4em;overflow:hidden}
+.bar.race{flex-direction:column;align-items:stretch;justify-content:center;gap:.2rem;height:calc(var(--high) - .25rem);
 border:2px solid var(--race);
 background:var(--tint);padding:0 .4rem}
-.bar.race .line{display:flex;flex-wrap:wrap;align-items:center;gap:.2em .45em;min-width:0}
+.bar.race .line{flex-wrap:wrap;gap:.2em .45em}
 .bar.race .name{font-weight:700}
 .bar.race .does{font:500 .75rem/1.2 system-ui,sans-serif;color:var(--race);overflow:hidden;text-overflow:ellipsis;
 white-space:nowrap}
@@ -197,16 +208,24 @@ max-width:60rem}
 # Where a lane is wide enough for a name on one line, with its source beside it.
 _WIDE = """
 .grid{grid-template-columns:var(--numbers) var(--lanes);min-width:calc(var(--least) + var(--numbers));--row:2rem;
---tall:3.4rem}
-.number,.where{display:block}
-.bar{padding:0 .55rem;font-size:.8125rem;gap:.5em}
+--tall:3.4rem;--both:2.75rem}
+.grid.tall{--tall:4.4rem}
+.number{display:block}
+.where{display:flex}
+.where .file{display:block}
+.told{display:none}
+.bar{padding:0 .4rem}
 .bar wbr{display:none}
 .name{white-space:nowrap;display:block}
 .pre,.does i{display:inline}
-.bar.mark{gap:.4rem}
 .bar.mark .name{font-size:.75rem}
-.bar.race .line{flex-wrap:nowrap}
+.bar.race .line,.bar.work .line{flex-wrap:nowrap;gap:.45em;max-height:none}
 .ghost span{display:-webkit-box;-webkit-box-orient:vertical;-webkit-line-clamp:3;overflow:hidden}
+@container event (min-width:11.5rem){
+.bar{padding:0 .55rem;font-size:.8125rem;gap:.5em}
+.bar.mark{gap:.4rem}
+.less,.told{display:inline}
+}
 """
 
 

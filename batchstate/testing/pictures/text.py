@@ -8,7 +8,7 @@ from batchstate.testing.pictures.canvas import ASCII, LINES, Pens
 from batchstate.testing.pictures.drawable import drawable
 from batchstate.testing.pictures.layout import Gap, Layout, access_of, laid_out
 from batchstate.testing.pictures.text_lanes import drawn_lanes, fitted, shown_name
-from batchstate.testing.pictures.words import plain, where
+from batchstate.testing.pictures.words import nothing_on, plain, where
 from batchstate.testing.race.report import Access, RaceReport
 
 LEAST_WIDTH = 40
@@ -41,7 +41,7 @@ def race_text(report: RaceReport, width: int = 100, *, ascii: bool = False) -> s
     left_out = [f"+n: n events are left out there, {layout.left_out} in all"] if layout.left_out else []
     order, missing = pens.across * 2 + pens.to_right, pens.dashed_across * 2 + pens.to_right
     legend = [f"{pens.fence} fence, {pens.wait} wait", f"{order} order, {missing} missing order", *left_out]
-    picture += ["", *_wrapped("; ".join(legend), width)]
+    picture += ["", *_wrapped("; ".join(legend), width), *_wrapped(nothing_on(layout.idle), width)]
     lines = [*_wrapped(plain(report.problem), width), "", *picture, "", *_words(report, width)]
     return "\n".join(lines) + "\n"
 
@@ -79,9 +79,11 @@ def _listed(report: RaceReport, layout: Layout, width: int, pens: Pens) -> list[
         if access is not None and access[0] == "second":
             lines.append(fitted(f"{'':7}{pens.missing} missing edge, from [1] to [2]", width, pens))
         waits = "" if shown.waits_for is None else f" (#{shown.waits_for})"
-        rows = f" {plain(access[1].rows)}" if access is not None else ""
-        line = f"{'#' + str(shown.number):>6} {shown_name(report, shown, pens)}{rows}{waits} on {plain(shown.lane)}"
-        lines.append(fitted(line, width, pens))
+        line = f"{'#' + str(shown.number):>6} {shown_name(report, shown, pens)}{waits}"
+        on = f" on {plain(shown.lane)}"
+        if access is not None:
+            line = fitted(f"{line} {plain(access[1].rows)}", max(width - len(on), len(line)), pens)
+        lines.append(fitted(line + on, width, pens))
     return lines
 
 

@@ -1,10 +1,12 @@
 """The lanes and the arrows of a picture in a terminal."""
 
+import sys
 from typing import final
 
 from batchstate.testing.pictures.canvas import Canvas, Pens
 from batchstate.testing.pictures.layout import Gap, Layout, Route, access_of
-from batchstate.testing.pictures.words import TAGS, label, plain
+from batchstate.testing.pictures.short import short_label
+from batchstate.testing.pictures.words import TAGS, launched, plain
 from batchstate.testing.race.report import Event, EventKind, RaceReport
 
 _LEAST, _MOST = 10, 30
@@ -22,17 +24,21 @@ def fitted(text: str, width: int, pens: Pens) -> str:
     return text if len(text) <= width else text[: width - 1] + pens.cut
 
 
-def shown_name(report: RaceReport, event: Event, pens: Pens) -> str:
-    """An event's name behind a mark that tells its kind."""
+def shown_name(report: RaceReport, event: Event, pens: Pens, width: int = sys.maxsize) -> str:
+    """An event's name behind a mark that tells its kind, and short enough for the width."""
     access = access_of(report, event)
+    end = ""
     if access is not None:
         which, side = access
-        return f"[{1 if which == 'first' else 2}] {label(event)} {plain(side.does)}"
-    mark = {EventKind.FENCE: pens.fence, EventKind.WAIT: pens.wait}.get(event.kind, pens.work)
-    tag = TAGS.get(event.kind)
-    if tag is None:
-        return f"{mark} {label(event)}"
-    return f"{mark} {tag.replace('→', pens.becomes)} {label(event)}"
+        begin, does = f"[{1 if which == 'first' else 2}]", f" {plain(side.does)}"
+        if len(begin) + 1 + len(launched(event)[0]) + len(does) <= width:
+            end = does
+    else:
+        begin = {EventKind.FENCE: pens.fence, EventKind.WAIT: pens.wait}.get(event.kind, pens.work)
+        tag = TAGS.get(event.kind)
+        if tag is not None:
+            begin += f" {tag.replace('→', pens.becomes)}"
+    return f"{begin} {short_label(event, width - len(begin) - 1 - len(end), pens.cut)}{end}"
 
 
 @final
@@ -98,7 +104,7 @@ class _Lanes:
             number = f"#{shown.number}"
             canvas.write(row, self._margin - 1 - len(number), number)
             start = self._starts[self._layout.lane_of(shown)]
-            name = fitted(shown_name(self._report, shown, self._pens), self.lane, self._pens)
+            name = shown_name(self._report, shown, self._pens, self.lane)
             canvas.write(row, start, name)
             ends[index] = start + len(name)
             if shown.number == self._report.second.event:

@@ -26,6 +26,7 @@ class Accesses:
         detector: judges.
         device: of the runtime. On a CPU, memory is known by how it came about.
         current: the lane of the current stream.
+        synchronised: told of each call of torch that makes the host wait.
 
     Attributes:
         detector: that judges.
@@ -37,8 +38,15 @@ class Accesses:
         seen: memory touched since that launch began, with whether it was written; None outside of launches.
     """
 
-    def __init__(self, detector: Detector, device: torch.device, current: Callable[[], Lane]) -> None:
+    def __init__(
+        self,
+        detector: Detector,
+        device: torch.device,
+        current: Callable[[], Lane],
+        synchronised: Callable[[str], None],
+    ) -> None:
         self.detector = detector
+        self._synchronised = synchronised
         self.current = current
         self.on_cpu = device.type == "cpu"
         self._device = device
@@ -89,6 +97,8 @@ class Accesses:
             kept.place = Place.DEVICE
             if kept.made is not None:
                 kept.made.hidden = False
+                lane = kept.made.lane
+                lane.work = max(lane.work, kept.made.number)
         return kept
 
     def made(self, tensor: torch.Tensor, entry: Entry) -> Kept:
@@ -103,6 +113,7 @@ class Accesses:
         if region is not None:
             entry.writes = (*entry.writes, (kept.name, region))
             self.detector.judge(entry, [(kept, region, True)])
+            self.detector.note(entry, [(kept, region, True)])
         self._lifetimes.allocates(entry.lane, entry)
         return kept
 
@@ -132,20 +143,32 @@ class Accesses:
             Race: one of the accesses is not ordered.
         """
         __tracebackhide__ = True
+        with self.accessing(kind, name, touches) as entry:
+            return entry
+
+    @contextlib.contextmanager
+    def accessing(self, kind: EventKind, name: str, touches: Sequence[Touch]) -> Iterator[Entry]:
+        """A window in which something on the current stream touches memory. What ends in an error has not done so.
+
+        Raises:
+            Race: one of the accesses is not ordered.
+        """
+        __tracebackhide__ = True
         judged = [(self._touched(one.tensor), one.region, one.writes) for one in touches]
-        if self.seen is not None:
-            for kept, _, writes in judged:
-                self.seen[kept] = writes or self.seen.get(kept, False)
         entry = self.detector.event(
             self.current(),
             kind,
             name if self.launched is None else f"{name} ({self.launched})",
-            reads=[(kept.name, region) for kept, region, writes in judged if not writes],
-            writes=[(kept.name, region) for kept, region, writes in judged if writes],
+            reads=[(kept.name, region.brief()) for kept, region, writes in judged if not writes],
+            writes=[(kept.name, region.brief()) for kept, region, writes in judged if writes],
             at=site(3),
         )
         self.detector.judge(entry, judged)
-        return entry
+        yield entry
+        self.detector.note(entry, judged)
+        if self.seen is not None:
+            for kept, _, writes in judged:
+                self.seen[kept] = writes or self.seen.get(kept, False)
 
     def declared(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
         """Accesses that a launch declares, of what torch did not show.
@@ -161,6 +184,21 @@ class Accesses:
                 self.access(EventKind.OPERATION, name, found)
             finally:
                 self.seen = seen
+
+    def pinned_touched(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+        """A kernel of the current stream is about to touch pinned memory: what lands there before it is there by then.
+
+        Raises:
+            Race: the source of a copy was refilled before, unseen.
+        """
+        lane = self.current()
+        for one in (*reads, *writes):
+            kept, region = self.memories.of(one), of_tensor(one)
+            if kept is not None and kept.place is Place.PINNED and region is not None:
+                with self.muted(), torch._C.DisableTorchFunction():
+                    self.host_memory.ordered(lane, kept, region)
+                    if any(one is other for other in writes):
+                        self.host_memory.overwritten(kept, region)
 
     def undecided(self, tensor: torch.Tensor, name: str) -> None:
         """An operation of which nobody can say where it ran has written a tensor.
@@ -212,9 +250,15 @@ class Accesses:
             at=site(3),
         )
         self.detector.judge(entry, [(kept, region, writes)])
+        self.detector.note(entry, [(kept, region, writes)])
         if writes:
             with self.muted(), torch._C.DisableTorchFunction():
                 self.host_memory.overwritten(kept, region)
+
+    def synchronises(self, name: str, seen: list[int]) -> None:
+        """A call of torch makes the host wait for a stream; see `host_waits`."""
+        self._synchronised(name)
+        self.host_waits(seen)
 
     def host_waits(self, seen: list[int]) -> None:
         """The host has waited for all that `seen` has reached: copies that are over have landed.

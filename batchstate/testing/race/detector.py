@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, final
 
 from batchstate import invariants
+from batchstate.testing.race.advice import advice
 from batchstate.testing.race.clocks import Clocks, Lane
 from batchstate.testing.race.journal import Entry, Journal, Used, rows_of
 from batchstate.testing.race.log import Log
@@ -56,9 +57,10 @@ class Kept:
         reads, writes: lane -> its accesses.
         handed: lanes for which it was kept alive.
         made: the event that wrote it first, for memory that is undecided.
+        dropped: where its last tensor was dropped.
     """
 
-    __slots__ = ("handed", "made", "made_at", "made_on", "name", "place", "reads", "writes")
+    __slots__ = ("dropped", "handed", "made", "made_at", "made_on", "name", "place", "reads", "writes")
 
     def __init__(self, name: Name, place: Place, made_on: Lane | None, made_at: Site | None) -> None:
         self.name = name
@@ -69,11 +71,14 @@ class Kept:
         self.writes: dict[int, Log] = {}
         self.handed: set[int] = set()
         self.made: Entry | None = None
+        self.dropped: Site | None = None
 
     def __str__(self) -> str:
+        where = "" if self.made_at is None or self.made_at.line is None else f" at {self.made_at.line}"
+        if self.place is not Place.DEVICE:
+            return f"{self.name}, {self.place.value} memory{where and ', made' + where}"
         if self.made_on is None:
             return f"{self.name}, which was there before the watching"
-        where = "" if self.made_at is None or self.made_at.line is None else f" at {self.made_at.line}"
         return f"{self.name}, allocated on {self.made_on.name!r}{where}"
 
 
@@ -119,7 +124,7 @@ class Detector:
     ) -> Entry:
         """Something happens on a lane."""
         number = self.clocks.happens(lane)
-        if kind in _WORK:
+        if kind in _WORK and not hidden:
             lane.work = number
         where = site(3) if at is None else at
         return self.journal.note(Entry(number, lane, kind, name, self._step(), where, reads, writes, waits_for, hidden))
@@ -134,10 +139,10 @@ class Detector:
     # Accesses
 
     def judge(self, entry: Entry, touched: Sequence[tuple[Kept, Region, bool]]) -> None:
-        """Holds the accesses of an event against all others, and notes them.
+        """Holds the accesses of an event against all others; `note` them once it has happened.
 
         Raises:
-            Race: one is not ordered behind an earlier one, and races are raised. None of them is noted.
+            Race: one is not ordered behind an earlier one, and races are raised.
         """
         __tracebackhide__ = True
         lane, seen = entry.lane, entry.lane.seen
@@ -157,7 +162,6 @@ class Detector:
                         self.comparisons += 1
                         if log.events[-1] > at and (found := log.conflict(region, at)) is not None:
                             self._found(kept, other, found, entry, region, first_writes=False, second_writes=True)
-        self.note(entry, touched)
 
     def note(self, entry: Entry, touched: Sequence[tuple[Kept, Region, bool]]) -> None:
         """Notes the accesses of an event: later ones are held against them."""
@@ -225,8 +229,10 @@ class Detector:
 
     # Reports
 
-    def report(self, kind: RaceKind, kept: Kept, rows: str, first: Access, second: Access) -> None:
-        """Reports a race, once for the same two lines.
+    def report(
+        self, kind: RaceKind, kept: Kept, rows: str, first: Access, second: Access, dropped: Site | None = None
+    ) -> None:
+        """Reports a race; of the same two lines one is collected. `dropped` is where freed memory was dropped.
 
         Raises:
             Race: races are raised.
@@ -235,8 +241,8 @@ class Detector:
         key = (kind, first.site, first.caller, first.operation, second.site, second.caller, second.operation)
         if self._on_race == "collect" and key in self._reported:
             return
-        self._reported.add(key)
-        missing, suggestion = self._advice(kind, first, second)
+        lane = next(lane for lane in self.clocks.lanes if lane.name == first.lane)
+        missing, suggestion = advice(self.journal, lane, kind, first, second, dropped)
         report = RaceReport(
             kind=kind,
             problem=f"{_PROBLEMS[kind]}: nothing orders {_short(second)} behind {_short(first)}",
@@ -249,31 +255,14 @@ class Detector:
             lanes=[lane.name for lane in self.clocks.lanes],
             events=self.journal.shown(first.event, second.event),
         )
-        self.races.append(report)
+        if key not in self._reported:
+            self._reported.add(key)
+            self.races.append(report)
         try:
             invariants.race(False, report.problem, missing, remedy=suggestion, object=report.memory)
         except Violation as violation:
             if self._on_race == "raise":
                 raise Race.of(violation, report) from None
-
-    def _advice(self, kind: RaceKind, first: Access, second: Access) -> tuple[str, str]:
-        lane = next(lane for lane in self.clocks.lanes if lane.name == first.lane)
-        who = "the host" if second.lane == HOST else f"stream {second.lane!r}"
-        fence = self.journal.fence_behind(lane, first.event)
-        if kind is RaceKind.FREED_IN_USE:
-            missing = f"nothing keeps the memory until stream {first.lane!r} is done with it"
-            hold = "" if fence is None else f", or keep the tensor until {fence.name} is complete"
-            return missing, (
-                f"hand the tensor over with `Runtime.acquire` (or `record_stream`) before {first.operation} "
-                f"on {first.lane!r}{hold}"
-            )
-        missing = f"{who} never waits for {first.operation} on stream {first.lane!r}"
-        if fence is None:
-            what = f"record a fence on stream {first.lane!r} behind {first.operation}, and wait for it"
-        else:
-            what = f"wait for {fence.name} (recorded on stream {first.lane!r} at {fence.site.line})"
-        where = "on the host" if second.lane == HOST else f"on stream {second.lane!r}"
-        return missing, f"{what} {where} before {second.operation}"
 
 
 _WORK = (EventKind.OPERATION, EventKind.COPY_TO_DEVICE, EventKind.COPY_TO_HOST)

@@ -6,7 +6,7 @@ from typing import final
 import attrs
 
 from batchstate.errors import ArgumentError
-from batchstate.runtime import Fence, Stream
+from batchstate.runtime import Fence, Runtime, Stream
 from batchstate.runtime.counters import Counters
 
 PATIENCE = 10_000
@@ -30,25 +30,28 @@ class RaceFence:
     event: int
     lane: int
     seen: list[int] = attrs.field(repr=False)
-    owner: object = attrs.field(repr=False)
+    owner: Runtime = attrs.field(repr=False)
     _inner: Fence = attrs.field(repr=False)
     _over: Callable[["RaceFence"], bool] = attrs.field(repr=False)
     _join: Callable[["RaceFence"], None] = attrs.field(repr=False)
     _counters: Counters = attrs.field(repr=False)
+    _patience: int | None = attrs.field(repr=False)  # None: PATIENCE
     _asked: int = 0
 
     def query(self) -> bool:
         """Whether the host knows that everything before it has run. Never waits."""
+        self.owner.check_owner("asking a fence")
         if self._over(self):
             return True
         self._asked += 1
-        if self._asked >= PATIENCE and self._inner.query():
+        if self._asked >= (PATIENCE if self._patience is None else self._patience) and self._inner.query():
             self._join(self)
             return True
         return False
 
     def wait(self) -> None:
         """The host waits until everything before it has run, and knows so from then on."""
+        self.owner.check_owner("waiting for a fence")
         self._counters.fence_waits += 1
         self._inner.wait()
         self._join(self)

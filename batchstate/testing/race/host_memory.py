@@ -59,11 +59,15 @@ class HostMemory:
 
     def reads(self, entry: Entry, kept: Kept, region: Region, tensor: torch.Tensor) -> None:
         """A copy to the device reads `tensor` when it runs: what lands there before it is there by then."""
+        self.ordered(entry.lane, kept, region)
+        self._sources.append(_Source(entry, kept, region, tensor, _checksum(tensor)))
+
+    def ordered(self, lane: Lane, kept: Kept, region: Region) -> None:
+        """A stream is about to touch host memory: what lands there before it, and is ordered so, is there by then."""
         for landing in [one for one in self._landings if one.kept is kept and one.region.overlaps(region)]:
-            if entry.lane.knows(landing.entry.lane.number, landing.entry.number):
+            if lane.knows(landing.entry.lane.number, landing.entry.number):
                 self._landings.remove(landing)
                 self._land(landing)
-        self._sources.append(_Source(entry, kept, region, tensor, _checksum(tensor)))
 
     def lands(self, entry: Entry, kept: Kept, region: Region, tensor: torch.Tensor, values: torch.Tensor) -> None:
         """A copy to the host brings `values` into `tensor` when it runs."""
@@ -127,8 +131,8 @@ class HostMemory:
         detector = self._detector
         event = detector.event(detector.clocks.host, EventKind.HOST_ACCESS, "a write that torch did not see")
         second = detector.access(event.number, 0, "writes", copy.kept, copy.region)
-        second = attrs.evolve(second, site=f"some line before {second.site}")
         first = detector.access(copy.entry.number, copy.entry.lane.number, does, copy.kept, copy.region)
+        second = attrs.evolve(second, site=f"a line between {first.site} and {second.site}", step=first.step)
         detector.report(kind, copy.kept, rows_of(copy.kept.name, copy.region), first, second)
 
 
@@ -144,5 +148,5 @@ def _poison(tensor: torch.Tensor) -> None:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     return zlib.crc32(flat.numpy().data) if flat.numel() else 0

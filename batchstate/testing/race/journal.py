@@ -1,7 +1,7 @@
 """The newest events of a run, kept small, and turned into words only for a report."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import final
 
 from batchstate.testing.race.clocks import Lane
@@ -100,12 +100,16 @@ class Journal:
         at = number - entries[0].number
         return entries[at] if 0 <= at < len(entries) else None
 
-    def fence_behind(self, lane: Lane, event: int) -> Entry | None:
-        """The first fence recorded on a lane behind an event."""
+    def fence_behind(self, lane: Lane, event: int, step: int) -> Entry | None:
+        """The first fence recorded on a lane behind an event, in the same step: a later one has another purpose."""
         for entry in self._entries:
             if entry.number > event and entry.kind is EventKind.FENCE and entry.lane is lane:
-                return entry
+                return entry if entry.step == step else None
         return None
+
+    def newest_first(self) -> Iterator[Entry]:
+        """All events, backwards."""
+        return reversed(self._entries)
 
     def shown(self, first: int, second: int) -> list[Event]:
         """The events of a report on two accesses: some before the first, all between, none behind the second."""
@@ -126,12 +130,12 @@ def rows_of(name: Name, region: Region) -> str:
     for length in name.shape[1:]:
         row *= length
     if not name.shape or not row or region.hi > row * name.shape[0] or (name.kind == "uint8" and len(name.shape) == 1):
-        return _listed("byte", region.intervals())
+        return _listed("byte", region.intervals(), region.more)
     word = "element" if len(name.shape) == 1 else "row"
     intervals = region.intervals()
     whole = len(intervals) == 1 and region.lo == 0 and region.hi == row * name.shape[0]
     if whole:
-        return f"all {name.shape[0]} {word}s"
+        return f"all {name.shape[0]} {word}s" if name.shape[0] > 1 else f"its only {word}"
     touched: list[tuple[int, int]] = []
     for lo, hi in intervals:
         first, last = lo // row, -(-hi // row)
@@ -140,11 +144,11 @@ def rows_of(name: Name, region: Region) -> str:
         else:
             touched.append((first, last))
     partly = any(lo % row or hi % row for lo, hi in intervals)
-    return f"{'parts of ' if partly else ''}{_listed(word, touched)}"
+    return f"{'parts of ' if partly else ''}{_listed(word, touched, region.more)}"
 
 
-def _listed(word: str, intervals: Sequence[tuple[int, int]]) -> str:
+def _listed(word: str, intervals: Sequence[tuple[int, int]], left_out: int) -> str:
     parts = [f"{lo}" if hi - lo == 1 else f"{lo}-{hi - 1}" for lo, hi in intervals[:_MOST_ROWS]]
-    more = len(intervals) - len(parts)
+    more = len(intervals) - len(parts) + left_out
     many = len(intervals) > 1 or intervals[0][1] - intervals[0][0] > 1
     return f"{word}{'s' if many else ''} {', '.join(parts)}{f' and {more} more' if more else ''}"

@@ -71,6 +71,7 @@ class Launches:
             Race: one of them is not ordered.
         """
         accesses = self._accesses
+        accesses.pinned_touched(reads, writes)
         accesses.declared(
             name,
             [one for one in reads if accesses.kept(one) not in seen],
@@ -78,4 +79,8 @@ class Launches:
         )
 
     def _watched(self, value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and bool(value.numel()) and self._accesses.memories.of(value) is not None
+        if isinstance(value, torch.Tensor):
+            return bool(value.numel()) and self._accesses.memories.of(value) is not None
+        if isinstance(value, Mapping):
+            value = list(value.values())
+        return isinstance(value, list | tuple) and any(self._watched(one) for one in value)

@@ -14,6 +14,7 @@ from batchstate.testing.race.journal import Entry, rows_of
 from batchstate.testing.race.report import Access, RaceKind
 from batchstate.testing.watching.memory import Place
 from batchstate.testing.watching.regions import Region
+from batchstate.testing.watching.sites import site
 
 
 @final
@@ -32,6 +33,7 @@ class Lifetimes:
         """The last tensor of a piece of memory is gone. Reports nothing: it may be called anywhere."""
         lane = kept.made_on if kept.place is Place.DEVICE else None
         if lane is not None and self._detector.unordered(kept, lane) is not None:
+            kept.dropped = site(2)
             self._freed.setdefault(lane.number, []).append(kept)
 
     def allocates(self, lane: Lane, entry: Entry) -> None:
@@ -40,8 +42,9 @@ class Lifetimes:
         Raises:
             Race: it may get memory that another stream still uses.
         """
-        waiting = self._freed.pop(lane.number, None)
-        for kept in waiting or ():
+        waiting = self._freed.get(lane.number)
+        while waiting:
+            kept = waiting.pop()  # it is reported once; if that raises, the others are still here
             found = self._detector.unordered(kept, lane)
             if found is not None:
                 self._report(kept, lane, entry, *found)
@@ -61,4 +64,4 @@ class Lifetimes:
             caller=None if caller is None else str(caller),
             rows=f"memory that may be that of {kept.name}, which was freed",
         )
-        self._detector.report(RaceKind.FREED_IN_USE, kept, rows_of(kept.name, region), first, second)
+        self._detector.report(RaceKind.FREED_IN_USE, kept, rows_of(kept.name, region), first, second, kept.dropped)

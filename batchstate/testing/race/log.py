@@ -6,6 +6,9 @@ from batchstate.testing.watching.regions import Region, union_of
 
 _RECENT = 32
 
+_LARGE = 512
+"""Intervals of a region that is not kept longer than it must."""
+
 
 @final
 class _Block:
@@ -88,7 +91,7 @@ class Log:
                 return
         events.append(event)
         regions.append(region)
-        if len(events) > 2 * _RECENT:
+        if len(events) > 2 * _RECENT or (region.starts is not None and len(region.starts) > _LARGE):
             self._fold(over)
 
     def _fold(self, over: int) -> None:

@@ -70,6 +70,8 @@ class Operations:
                 return accesses.on_cpu, None
             if not accesses.on_cpu:
                 return False, None  # there all of these dispatch what they do
+            if name == "is_pinned":
+                return True, place is Place.PINNED
             if place is Place.DEVICE:
                 return transfers.to_host(name, tensor, args[1:], kwargs)
             if name == "pin_memory":
@@ -97,15 +99,15 @@ class Operations:
         touches = operation.touches(args, kwargs, accesses.read_index)
         if not accesses.on_cpu:
             touches = [one for one in touches if one.tensor.device.type != "cpu" or accesses.memories.of(one.tensor)]
-        entry = accesses.access(EventKind.OPERATION, operation.name, touches)
-        result = func(*args, **kwargs)
+        with accesses.accessing(EventKind.OPERATION, operation.name, touches) as entry:
+            result = func(*args, **kwargs)
         for one in tensors_in(result):
             if accesses.memories.of(one) is None and (accesses.on_cpu or one.device.type != "cpu"):
                 accesses.made(one, entry)
         # An index of the host is brought there first, and that copy waits.
         from_host = operation.takes_host_index and any(one.ndim and accesses.place(one) in _HOSTS for one in tensors)
         if operation.waits or from_host or operation.by_mask(args):
-            accesses.host_waits(entry.lane.seen)
+            accesses.synchronises(operation.name, entry.lane.seen)
         elif operation.name == "_to_copy" and not accesses.on_cpu:
             self._transfers.converted(entry, args[0], result, bool(kwargs.get("non_blocking", False)))
         return result

@@ -209,7 +209,7 @@ class RaceReport:
         """
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ArgumentError(
                 f"{path}: no JSON: {error}", value=str(path), remedy="pass a file that a race report was saved to"
             ) from None

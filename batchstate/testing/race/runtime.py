@@ -6,9 +6,10 @@ waited for them or for something behind them, so that whoever reads too early me
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar, final
+from typing import Any, Literal, Self, TypeVar, final
 
 import torch
 
@@ -44,18 +45,35 @@ class RaceRuntime(Runtime):
         inner: what it runs on: a fresh runtime, used through this one alone. By default the CPU.
         steps_in_flight: see `Runtime`; where `inner` is given, its own.
         on_race: `"raise"` the first race as `Race`, before the second access happens, or `"collect"` them in `races`.
+        fences: what a host finds that asks a fence. With `"late"` it is complete once the host has waited for it, or
+            for something behind it: the least order a device may have. With `"prompt"` it is complete at once, and the
+            host knows what lies before it and nothing more: what changes hands behind the wrong fence does so at once.
+
+    Attributes:
+        synchronised: calls of torch that made the host wait, by name. They count as forced syncs.
     """
 
-    def __init__(self, inner: Runtime | None = None, *, steps_in_flight: int = 2, on_race: OnRace = "raise") -> None:
+    def __init__(
+        self,
+        inner: Runtime | None = None,
+        *,
+        steps_in_flight: int = 2,
+        on_race: OnRace = "raise",
+        fences: Literal["late", "prompt"] = "late",
+    ) -> None:
         if on_race not in ("raise", "collect"):
             raise ArgumentError(f"on_race is {on_race!r}", value=on_race, remedy="use 'raise' or 'collect'")
+        if fences not in ("late", "prompt"):
+            raise ArgumentError(f"fences is {fences!r}", value=fences, remedy="use 'late' or 'prompt'")
         self._inner = CpuRuntime(steps_in_flight=steps_in_flight) if inner is None else inner
         self._detector = Detector(lambda: self.step, on_race)
         self._lanes: dict[object, Lane] = {}
         self._fences = 0
         self._window: contextlib.ExitStack | None = None
         self._entered = False
-        self._accesses = Accesses(self._detector, self._inner.device, self._current_lane)
+        self._patience = 1 if fences == "prompt" else None
+        self.synchronised: Counter[str] = Counter()
+        self._accesses = Accesses(self._detector, self._inner.device, self._current_lane, self._note_sync)
         self._transfers = Transfers(self._accesses, self._inner.device)
         self._launches = Launches(self._accesses)
         self._in_flight = InFlight(self._detector.clocks)
@@ -132,11 +150,13 @@ class RaceRuntime(Runtime):
         """An event as `torch.cuda.Event` is one: it can be recorded again."""
         return RaceEvent(name, self.record, lambda fence, stream: self.wait(fence, stream=stream))
 
-    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Zeroed host memory that `copy_(non_blocking=True)` uses without the host waiting."""
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype, *, name: str = "") -> torch.Tensor:
+        """Zeroed host memory that `copy_(non_blocking=True)` uses without the host waiting; `name` is for reports."""
         with self._accesses.muted():
             tensor = torch.zeros(shape, dtype=dtype, pin_memory=self.device.type != "cpu")
         self._accesses.pinned(tensor)
+        if name:
+            self._named(tensor, name)
         return tensor
 
     # Operations
@@ -291,6 +311,7 @@ class RaceRuntime(Runtime):
             self._over,
             self._join,
             self.counters,
+            self._patience,
         )
 
     def _stream_wait(self, stream: Stream, fence: Fence) -> None:
@@ -331,6 +352,11 @@ class RaceRuntime(Runtime):
     def _fresh_name(self, name: str) -> str:
         taken = {lane.name for lane in self._detector.clocks.lanes}
         return next(one for one in (name, *(f"{name} {n}" for n in range(2, len(taken) + 3))) if one not in taken)
+
+    def _note_sync(self, name: str) -> None:
+        self._in_flight.note()
+        self.synchronised[name] += 1
+        self.counters.forced_syncs += 1
 
     def _over(self, fence: RaceFence) -> bool:
         return self._detector.clocks.host.knows(fence.lane, fence.event)

@@ -80,8 +80,11 @@ class Transfers:
         """`copy_` across. Without `non_blocking`, or with memory that is not pinned, the host waits."""
         to_device = self._accesses.place(target) is Place.DEVICE
         if not (non_blocking and self._is_pinned(source if to_device else target)):
+            before = list(self._accesses.current().seen)
             entry = self._transfer(_TO_DEVICE if to_device else _TO_HOST, source, target)
-            self._accesses.host_waits(entry.lane.seen)
+            # From pageable memory the host waits for the stream and until the source was taken, not for the copy.
+            staged = to_device and non_blocking
+            self._accesses.synchronises("copy_", before if staged else entry.lane.seen)
             return target.copy_(source)
         if to_device:
             self.copied_to_device(source, target)
@@ -121,7 +124,7 @@ class Transfers:
             return True, result
         accesses.keep(values, Place.HOST)
         entry = self._transfer(_TO_HOST, tensor, values)
-        accesses.host_waits(entry.lane.seen)
+        accesses.synchronises(name, entry.lane.seen)
         return True, values.tolist() if name == "tolist" else values
 
     def to_device(
@@ -150,7 +153,7 @@ class Transfers:
         if here == there:
             return
         if not (non_blocking and self._is_pinned(source if here else result)):
-            accesses.host_waits(entry.lane.seen)
+            accesses.synchronises("_to_copy", entry.lane.seen)
         elif here:
             kept, region = accesses.memories.of(source), of_tensor(source)
             if kept is not None and region is not None:

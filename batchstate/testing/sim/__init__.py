@@ -5,9 +5,9 @@ It turns races into wrong tokens, on any machine. The race detector says where a
 
 from batchstate.testing.sim.faults import DeviceFault
 from batchstate.testing.sim.fences import SimFence
-from batchstate.testing.sim.kernels import raw_kernel
 from batchstate.testing.sim.queues import Lane, Moment, Scheduler
 from batchstate.testing.sim.runtime import SimRuntime
 from batchstate.testing.sim.schedulers import PORTFOLIO
+from batchstate.testing.watching.kernels import raw_kernel
 
 __all__ = ["PORTFOLIO", "DeviceFault", "Lane", "Moment", "Scheduler", "SimFence", "SimRuntime", "raw_kernel"]

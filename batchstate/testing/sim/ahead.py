@@ -13,7 +13,8 @@ import attrs
 import numpy as np
 import torch
 
-from batchstate.testing.sim.queues import Device, Entry, Lane, Marker, Memory, Task, execute
+from batchstate.testing.sim.device import Device, execute
+from batchstate.testing.sim.queues import Entry, Lane, Marker, Memory, Task
 
 Saved = dict[int, tuple[Memory, Memory]]
 

@@ -1,9 +1,12 @@
 """Memory of the simulated device: blocks that are handed out again as soon as they are free, and poisoned in between.
 
-A block goes back at once, in program order, to the stream that it was allocated on, whose next allocation of that size
-gets it: for that stream its own order suffices. Another stream is protected only where the allocator was told of it
+A block goes back at once, in program order, to the stream that it was allocated on, whose next allocation may get it:
+for that stream its own order suffices. Another stream is protected only where the allocator was told of it
 (`record_stream`); the block then waits aside until that stream has run what it had when the block was freed. That
 orders nothing: it only keeps the block away.
+
+Poisoned is what was freed when its stream next allocates anything, at that place of the stream: before that nothing can
+have become of it, and from then on anything. Which allocation really gets it depends on sizes, and is chance.
 """
 
 from typing import final
@@ -13,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from batchstate.testing.sim.device import Device
 from batchstate.testing.sim.poison import poison
-from batchstate.testing.sim.queues import Device, Lane, Marker
+from batchstate.testing.sim.queues import Lane, Marker
 
 SMALLEST = 512
 """Bytes of the smallest block, as CUDA's allocator rounds: small results share a size, so that they meet again."""
@@ -65,7 +69,7 @@ class Allocator:
     """Hands out blocks and takes them back.
 
     Args:
-        device: a free is a write of the stream that the memory was allocated on.
+        device: its streams write what they get.
 
     Attributes:
         reused: times that memory was handed out that somebody had before.
@@ -74,6 +78,7 @@ class Allocator:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._free: dict[tuple[int, int], list[Block]] = {}
+        self._given_back: dict[int, list[Block]] = {}
         self._aside: list[tuple[Block, list[Marker]]] = []
         self.reused = 0
 
@@ -81,8 +86,11 @@ class Allocator:
         """A block for a stream: what it gave back last, or a new one."""
         if self._aside:
             self._reclaim()
-        size = _rounded(nbytes)
-        free = self._free.get((lane.number, size))
+        if lane.number in self._given_back:
+            for block in self._given_back.pop(lane.number):
+                self._device.wipe(lane, block.memory)
+                self._free.setdefault((lane.number, block.memory.nbytes), []).append(block)
+        free = self._free.get((lane.number, _rounded(nbytes)))
         if not free:
             return self.fresh(lane, nbytes)
         self.reused += 1
@@ -100,19 +108,15 @@ class Allocator:
         if users:
             self._aside.append((block, [self._device.mark(lane) for lane in users]))
         else:
-            self._give_back(block)
+            self._given_back.setdefault(block.lane.number, []).append(block)
 
     def _reclaim(self) -> None:
         aside, self._aside = self._aside, []
         for block, markers in aside:
-            if all(marker.reached for marker in markers):
-                self._give_back(block)
+            if all(self._device.has_reached(marker) for marker in markers):
+                self._given_back.setdefault(block.lane.number, []).append(block)
             else:
                 self._aside.append((block, markers))
-
-    def _give_back(self, block: Block) -> None:
-        self._device.wipe(block.lane, block.memory)
-        self._free.setdefault((block.lane.number, block.memory.nbytes), []).append(block)
 
 
 def _rounded(nbytes: int) -> int:

@@ -21,15 +21,21 @@ class View(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    conjugate: bool = False
+    negative: bool = False
 
     @classmethod
     def of(cls, tensor: torch.Tensor, block: Block) -> "View":
         """The view that stands for a tensor of a block."""
-        return cls(block, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        where = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        return cls(block, tensor.dtype, *where, tensor.is_conj(), tensor.is_neg())
 
     def tensor(self) -> torch.Tensor:
         """The tensor, for an operation that runs."""
-        return self.block.view(self.dtype, self.shape, self.stride, self.offset)
+        view = self.block.view(self.dtype, self.shape, self.stride, self.offset)
+        if self.conjugate:
+            view = torch._conj(view)
+        return torch._neg_view(view) if self.negative else view
 
 
 @final
@@ -62,9 +68,13 @@ class Call:
         if isinstance(kwargs.get("generator"), torch.Generator):
             kwargs["generator"] = torch.Generator().manual_seed(self.seed or 0)
             return self.func(*args, **kwargs)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed or 0)
+        generator = torch.default_generator
+        state = generator.get_state()
+        try:
+            generator.manual_seed(self.seed or 0)
             return self.func(*args, **kwargs)
+        finally:
+            generator.set_state(state)
 
 
 def packed(value: Any, pack: Pack) -> Any:

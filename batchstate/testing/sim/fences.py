@@ -5,7 +5,8 @@ from typing import final
 import attrs
 
 from batchstate.runtime.counters import Counters
-from batchstate.testing.sim.queues import Device, Marker
+from batchstate.testing.sim.device import Device
+from batchstate.testing.sim.queues import Marker
 
 PATIENCE = 1_000
 """Times that a fence is asked before each further time lets something run: a host that polls gets on."""

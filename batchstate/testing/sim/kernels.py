@@ -1,4 +1,4 @@
-"""Kernels that torch does not see: functions that take device memory by its address, and are enqueued as a whole."""
+"""Kernels that torch does not see (`raw_kernel`), which are enqueued as a whole."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,11 +9,8 @@ from batchstate.errors import ArgumentError, DeviceError
 from batchstate.testing.sim.calls import Call, packed, written
 from batchstate.testing.sim.places import Places
 from batchstate.testing.sim.queues import Task
-from batchstate.testing.watching.kernels import is_raw, raw_kernel
 from batchstate.testing.watching.memory import Place
 from batchstate.testing.watching.sites import site
-
-__all__ = ["is_raw", "raw_kernel", "task_of"]
 
 
 def task_of(

@@ -8,8 +8,9 @@ import torch
 
 from batchstate.errors import DeviceError
 from batchstate.testing.sim.calls import Call, packed, written
+from batchstate.testing.sim.device import Device
 from batchstate.testing.sim.places import Places, new_tensors
-from batchstate.testing.sim.queues import Device, Lane, Task
+from batchstate.testing.sim.queues import Lane, Task
 from batchstate.testing.sim.shapes import Made, Signature, UnknownError, results_of
 from batchstate.testing.sim.transfers import Transfers
 from batchstate.testing.watching.memory import Place
@@ -57,17 +58,20 @@ class Operations:
     def operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], lifted: bool) -> Any:
         """See `modes.Watcher`."""
         operation, of = Operation.of(func), self._places.of
-        if operation.views or Signature.of(func).metadata:
+        if operation.touches_nothing or Signature.of(func).metadata:
             result = func(*args, **kwargs)
             if operation.name == "lift_fresh" and of(result) is None:
                 return self._lifted(result, lifted)
             return result
         tensors = [one for value in (*args, *kwargs.values()) for one in tensors_in(value)]
+        non_blocking = operation.name == "copy_" and bool(kwargs.get("non_blocking", (*args, False)[2]))
+        if non_blocking:
+            self._transfers.decide(args[0], args[1])
         if kwargs.get("pin_memory") or not any(of(one) is Place.DEVICE for one in tensors):
             return self._on_host(operation, func, args, kwargs, tensors)
         self.seen += 1
         if operation.name == "copy_" and (of(args[0]) in _HOST or of(args[1]) in _HOST):
-            return self._transfers.copy(args[0], args[1], bool(kwargs.get("non_blocking", (*args, False)[2])))
+            return self._transfers.copy(args[0], args[1], non_blocking)
         return self._on_device(operation, func, args, kwargs, tensors)
 
     def host_call(
@@ -105,17 +109,17 @@ class Operations:
             self.unmodelled[name] += 1  # only now: what torch refuses is no gap of this model
             return result
         pack = self._places.pack
+        changed = [packed(one, self._places.pack_written) for one in signature.writes(args, kwargs)]
         call_args = [packed(one, pack) for one in args]
         call_kwargs = {key: packed(one, pack) for key, one in kwargs.items()}
         fresh = [self._allocated(one) for one in made]
         if name not in _LEAVE_EMPTY:
-            changed = [packed(one, pack) for one in signature.writes(args, kwargs)]
             targets = [packed(one, pack) for one in fresh] if any(made) else []
             task = Task(
                 name,
                 self._step(),
                 site(2),
-                Call(func, call_args, call_kwargs, targets, _seed(kwargs) if signature.random else None),
+                Call(func, call_args, call_kwargs, targets, _seed(kwargs) if signature.draws(args, kwargs) else None),
                 lambda: written([*changed, *targets]),
             )
             self._device.enqueue(self._current(), task)
@@ -144,9 +148,12 @@ class Operations:
                 self._places.on_device(one)
         result = func(*args, **kwargs)
         self._device.note(self._current(), name, self._step())
-        return new_tensors(
-            result, lambda one: one if self._places.of(one) is not None else self._places.copied_to_device(one)
-        )
+
+        def keep(one: torch.Tensor) -> torch.Tensor:
+            known = self._places.of(one) is not None or not _is_plain(one)
+            return one if known else self._places.copied_to_device(one)
+
+        return new_tensors(result, keep)
 
     def _waits(self, operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether the host needs the result, its shape, or has to bring an operand across."""
@@ -159,7 +166,7 @@ class Operations:
         if any(one is not None and one.ndim and self._places.of(one) in _HOST for one in args[1]):
             return True
         # One number put where a mask says is a plain fill.
-        fills = len(args) > 2 and args[2].numel() == 1 and self._places.of(args[2]) in _HOST
+        fills = len(args) > 2 and args[2].ndim == 0 and self._places.of(args[2]) is not Place.DEVICE
         return operation.by_mask(args) and not fills
 
     def _refuse_host(self, operation: Operation, args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
@@ -189,15 +196,16 @@ class Operations:
             return places.keep(func(*args, **{**kwargs, "pin_memory": False}), Place.PINNED)
         result = func(*args, **kwargs)
         host = any(places.of(one) in _HOST for one in tensors)
-        given = [one.untyped_storage()._cdata for one in tensors]
+        given = [one.untyped_storage()._cdata for one in tensors if _is_plain(one)]
 
         def keep(one: torch.Tensor) -> torch.Tensor:
-            plain = one.device.type == "cpu" and one.layout is torch.strided
-            if not plain or places.of(one) is not None or one.untyped_storage()._cdata in given:
+            if not _is_plain(one) or places.of(one) is not None or one.untyped_storage()._cdata in given:
                 return one
             if host:
                 return places.keep(one, Place.HOST)
-            return places.undecided(one, filled=operation.name not in _LEAVE_EMPTY)
+            if operation.name in _LEAVE_EMPTY:
+                return places.undecided(one)
+            return places.filled(one, operation.name, self._step(), late=True)
 
         return new_tensors(result, keep)
 
@@ -205,7 +213,7 @@ class Operations:
         if not by_factory:
             return self._places.keep(tensor, Place.HOST)
         if tensor.untyped_storage().resizable():
-            return self._places.undecided(tensor, filled=True)
+            return self._places.filled(tensor, "lift", self._step(), late=False)  # the host waits for such a copy
         return self._places.keep(tensor, Place.UNDECIDED)  # numpy has it too, and goes on writing it
 
 
@@ -213,6 +221,11 @@ _HOST = (Place.HOST, Place.PINNED)
 
 _LEAVE_EMPTY = frozenset(("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"))
 """Operations that allocate, and do nothing on the device."""
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it lies in one piece of CPU memory: neither sparse nor of another device."""
+    return tensor.layout is torch.strided and tensor.device.type == "cpu"
 
 
 def _seed(kwargs: Mapping[str, Any]) -> int:

@@ -1,11 +1,7 @@
-"""The simulated device itself: a queue for each stream, and who of them gets on.
-
-A stream runs in order and stops at a wait until the mark it waits for was reached. Marks are older than the waits for
-them, so somebody can always get on. Who does is the scheduler's choice, and so is how far the host gets before.
-"""
+"""What a stream of the simulated device has not run, and who says that it may."""
 
 import enum
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol, final
 
@@ -14,17 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchstate.testing.sim.faults import DeviceFault
-from batchstate.testing.sim.poison import poison
 from batchstate.testing.watching.sites import Site
 
 Memory = npt.NDArray[np.uint8] | torch.Tensor
-
-LONGEST_QUEUE = 1024
-"""What a stream may have before it; then the host waits, as where CUDA's launch queue is full."""
-
-TRACED = 1 << 18
-"""Operations that a trace goes back."""
+"""A block as bytes, other memory as a tensor."""
 
 
 class Moment(enum.Enum):
@@ -60,10 +49,10 @@ class Await:
 @final
 @attrs.define(eq=False)
 class Wipe:
-    """Memory was given back: it is poisoned as soon as everything before has run.
+    """Memory that was freed may be somebody else's from here on: it is poisoned as soon as everything before has run.
 
-    That takes nobody's turn. When memory is given back may be up to Python's garbage collection, and who gets on must
-    not depend on it.
+    That takes nobody's turn. When memory is freed may be up to Python's garbage collection, and who gets on must not
+    depend on it.
     """
 
     memory: npt.NDArray[np.uint8] = attrs.field(repr=False)
@@ -81,6 +70,7 @@ class Task:
         work: does it.
         writes: what memory it may change: blocks as bytes, other memory as a tensor.
         reads_host: what is known of host memory that it reads, or None.
+        dormant: it is not known yet whether it is the device's at all; it takes a turn, and counts for nothing.
     """
 
     name: str
@@ -89,6 +79,7 @@ class Task:
     work: Callable[[], None]
     writes: Callable[[], Sequence[Memory]]
     reads_host: object = None
+    dormant: bool = False
 
 
 Entry = Task | Marker | Await | Wipe
@@ -128,222 +119,3 @@ class Scheduler(Protocol):
             needed: the one of them without which a host that waits gets nowhere; None where the host does not wait.
         """
         ...
-
-
-@final
-class Device:
-    """Streams, and what they have not run.
-
-    Args:
-        scheduler: says who gets on.
-        step: the present step.
-
-    Attributes:
-        lanes: its streams.
-        at_once: everything runs when it is enqueued: nobody would see what comes late.
-        depth_max: the most steps of which something had not run.
-        fault: of the first operation that failed.
-        runs: times that anything left a queue, or ran at once.
-        held: nothing runs but what the host waits for.
-        before_wipe: told of memory that is about to be poisoned.
-    """
-
-    def __init__(self, scheduler: Scheduler, step: Callable[[], int]) -> None:
-        self._scheduler = scheduler
-        self._step = step
-        self._pending: Counter[int] = Counter()
-        self._running = False
-        self._trace: deque[tuple[str, str, int]] = deque(maxlen=TRACED)
-        self._ran = 0
-        self.lanes: list[Lane] = []
-        self.at_once = True
-        self.depth_max = 0
-        self.fault: DeviceFault | None = None
-        self.runs = 0
-        self.held = False
-        self.before_wipe: Callable[[npt.NDArray[np.uint8]], None] = _nothing
-
-    def add(self, name: str) -> Lane:
-        """A new stream."""
-        taken = {lane.name for lane in self.lanes}
-        fresh = next(one for one in (name, *(f"{name} {n}" for n in range(2, len(taken) + 3))) if one not in taken)
-        self.lanes.append(Lane(len(self.lanes), fresh))
-        return self.lanes[-1]
-
-    # The host's side
-
-    def enqueue(self, lane: Lane, task: Task) -> None:
-        """Something for a stream to do."""
-        self._refuse_after_fault()
-        lane.queue.append(task)
-        self._pending[task.step] += 1
-        self.depth_max = max(self.depth_max, len(self._pending))
-        if self.at_once:
-            self.drain(lane)
-            return
-        while len(lane.queue) > LONGEST_QUEUE:
-            self._run(self.next_towards(lane))
-            self._settle()
-        self._chance(Moment.ENQUEUED)
-
-    def wipe(self, lane: Lane, memory: npt.NDArray[np.uint8]) -> None:
-        """A stream gave memory back. Nothing runs now: this may be called anywhere."""
-        lane.queue.append(Wipe(memory))
-
-    def mark(self, lane: Lane) -> Marker:
-        """A mark behind all that a stream has so far."""
-        marker = Marker(lane)
-        lane.queue.append(marker)
-        return marker
-
-    def wait_on(self, lane: Lane, marker: Marker) -> None:
-        """What comes next on a stream runs after a mark was reached."""
-        lane.queue.append(Await(marker))
-
-    def asked(self) -> None:
-        """The host asks after something."""
-        self._chance(Moment.ASKED)
-
-    def has_reached(self, marker: Marker) -> bool:
-        """Whether all before a mark has run."""
-        self._settle()
-        return marker.reached
-
-    def run_until(self, marker: Marker) -> None:
-        """The host waits for a mark.
-
-        Raises:
-            DeviceFault: something failed, now or before.
-        """
-        self._refuse_after_fault()
-        while not self.has_reached(marker):
-            needed = self.next_towards(marker.lane)
-            lane = self._scheduler.choose(Moment.WAITS, self._ready(), needed)
-            self._run(needed if lane is None else lane)
-
-    def drain(self, lane: Lane) -> None:
-        """The host waits for all that a stream has."""
-        self.run_until(self.mark(lane))
-
-    def drain_all(self) -> None:
-        """The host waits for the whole device."""
-        for marker in [self.mark(lane) for lane in self.lanes]:
-            self.run_until(marker)
-
-    def step_towards(self, marker: Marker) -> None:
-        """One operation runs without which a mark will not be reached."""
-        if not self.has_reached(marker):
-            self._run(self.next_towards(marker.lane))
-
-    # What can be seen of it
-
-    def pending(self, lane: Lane | None = None) -> int:
-        """Operations that have not run."""
-        lanes = self.lanes if lane is None else [lane]
-        return sum(isinstance(one, Task) for each in lanes for one in each.entries())
-
-    @property
-    def depth(self) -> int:
-        """Steps of which something has not run."""
-        return len(self._pending)
-
-    def reads_host(self, known: object) -> bool:
-        """Whether something that has not run reads this host memory."""
-        return any(isinstance(one, Task) and one.reads_host is known for lane in self.lanes for one in lane.entries())
-
-    def note(self, lane: Lane, name: str, step: int) -> None:
-        """Something has run."""
-        self._ran += 1
-        self.runs += 1
-        self._trace.append((lane.name, name, step))
-
-    def trace(self) -> list[str]:
-        """What has run, in order."""
-        first = self._ran - len(self._trace) + 1
-        return [f"{first + at} {lane}: {name}, step {step}" for at, (lane, name, step) in enumerate(self._trace)]
-
-    # The device's side
-
-    def next_towards(self, lane: Lane) -> Lane:
-        """The stream that has to get on for this one to get on: itself, or the one that it waits for, and so on."""
-        head = lane.queue[0]
-        while isinstance(head, Await):
-            lane = head.marker.lane
-            head = lane.queue[0]
-        return lane
-
-    def _chance(self, moment: Moment) -> None:
-        if self._running or self.held or self.fault is not None:
-            return
-        while ready := self._ready():
-            lane = self._scheduler.choose(moment, ready, None)
-            if lane is None:
-                return
-            self._run(lane)
-
-    def _ready(self) -> list[Lane]:
-        self._settle()
-        return [lane for lane in self.lanes if lane.queue and isinstance(lane.queue[0], Task)]
-
-    def _settle(self) -> None:
-        """Does what takes no time: marks are reached, waits for such are over, memory is wiped."""
-        moved = True
-        while moved:
-            moved = False
-            for lane in self.lanes:
-                queue = lane.queue
-                while queue:
-                    head = queue[0]
-                    if isinstance(head, Marker):
-                        head.reached = True
-                    elif isinstance(head, Wipe):
-                        self.before_wipe(head.memory)
-                        poison(head.memory)
-                    elif isinstance(head, Task) or not head.marker.reached:
-                        break
-                    self.runs += 1
-                    queue.popleft()
-                    moved = True
-
-    def _run(self, lane: Lane) -> None:
-        task = lane.queue.popleft()
-        if not isinstance(task, Task):
-            raise TypeError(f"{lane} has no operation to run, but {task!r}")
-        self._running = True
-        try:
-            execute(task, lane)
-        except DeviceFault as fault:
-            self.fault = fault
-            raise
-        finally:
-            self._running = False
-            self._pending[task.step] -= 1
-            if not self._pending[task.step]:
-                del self._pending[task.step]
-        self.note(lane, task.name, task.step)
-
-    def _refuse_after_fault(self) -> None:
-        if self.fault is not None:
-            fault = self.fault
-            raise DeviceFault(fault.operation, fault.stream, fault.step, fault.site, f"{fault.value} (before this)")
-
-
-def _nothing(memory: npt.NDArray[np.uint8]) -> None:
-    """Nobody wants to know."""
-
-
-def execute(task: Task, lane: Lane) -> None:
-    """Does what an operation is to do, unseen by modes of torch.
-
-    Raises:
-        DeviceFault: it fails.
-    """
-    try:
-        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), torch._C._InferenceMode(True):
-            task.work()
-    except (RuntimeError, LookupError, ValueError, TypeError, ArithmeticError) as error:
-        line = "an unknown line" if task.at is None or task.at.line is None else str(task.at.line)
-        if task.at is not None and task.at.caller is not None:
-            line += f", called at {task.at.caller}"
-        reason = f"{type(error).__name__}: {error}"
-        raise DeviceFault(task.name, lane.name, task.step, line, reason) from error

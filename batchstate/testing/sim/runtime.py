@@ -23,15 +23,17 @@ from batchstate.runtime.staging import StagingBlock
 from batchstate.testing.race.fences import RaceEvent
 from batchstate.testing.sim.ahead import Ahead
 from batchstate.testing.sim.blocks import Allocator
+from batchstate.testing.sim.device import Device
 from batchstate.testing.sim.fences import SimFence
-from batchstate.testing.sim.kernels import is_raw, task_of
+from batchstate.testing.sim.kernels import task_of
 from batchstate.testing.sim.operations import Operations
 from batchstate.testing.sim.places import Places
 from batchstate.testing.sim.poison import poisoned
-from batchstate.testing.sim.queues import Device, Lane
+from batchstate.testing.sim.queues import Lane
 from batchstate.testing.sim.schedulers import scheduler_of
 from batchstate.testing.sim.shapes import Made
 from batchstate.testing.sim.transfers import Transfers
+from batchstate.testing.watching.kernels import is_raw
 from batchstate.testing.watching.memory import Place
 from batchstate.testing.watching.modes import watching
 
@@ -68,7 +70,7 @@ class SimRuntime(Runtime):
         self.seed = seed
         self._device = Device(scheduler_of(scheduler, seed), lambda: self.step)
         self._allocator = Allocator(self._device)
-        self._places = Places(self._allocator, self._current_lane)
+        self._places = Places(self._device, self._allocator, self._current_lane)
         self._transfers = Transfers(self._device, self._places, self._current_lane, lambda: self.step)
         self._operations = Operations(
             self._device, self._places, self._transfers, self._current_lane, lambda: self.step, self._keep_alive
@@ -77,13 +79,19 @@ class SimRuntime(Runtime):
         self._fences = itertools.count(1)
         self._current = self.stream("default")
         self._window: contextlib.ExitStack | None = None
+        self._entered = False
         super().__init__(torch.device("cpu"), steps_in_flight=steps_in_flight)
+        self._transfers.on_wait = self._count_wait
+
+    def _count_wait(self) -> None:
+        self.counters.forced_syncs += 1
 
     def __enter__(self) -> Self:
         """From now on streams run late, and the operations of this thread go to them."""
         self.check_owner("with")
-        if self._window is not None:
-            raise ArgumentError("a simulated device was entered twice", value=self, remedy="use one `with` for each")
+        if self._entered:
+            raise ArgumentError("a simulated device was entered twice", value=self, remedy="make one for each `with`")
+        self._entered = True
         self._window = contextlib.ExitStack()
         self._window.enter_context(watching(self._operations))
         self._device.at_once = False
@@ -98,6 +106,7 @@ class SimRuntime(Runtime):
             DeviceFault: something failed that had not run before.
         """
         window, self._window = self._window, None
+        # What closes the window may itself run while an error is on its way, the teardown of a test for example.
         failed = error is not None or sys.exc_info()[1] is not None or self._device.fault is not None
         try:
             if not failed:
@@ -185,6 +194,9 @@ class SimRuntime(Runtime):
         """
         called = name or getattr(operation, "__name__", "launch")
         declared = (*reads, *writes)
+        for one in declared:
+            if self._places.of(one) in (None, Place.UNDECIDED):
+                self._places.on_device(one)
         run: Callable[..., Any] = operation
         if self._window is not None and is_raw(operation):
             run = functools.partial(self._enqueue_kernel, called, operation, declared)
@@ -267,10 +279,12 @@ class SimRuntime(Runtime):
 
     def record(self, stream: Stream | None = None) -> Fence:
         """A fence behind everything enqueued on a stream so far."""
+        self.check_owner("record")
         lane = self._lane_of(stream or self._current)
         return SimFence(next(self._fences), self._device.mark(lane), self._device, self.counters)
 
     def _stream_wait(self, stream: Stream, fence: Fence) -> None:
+        self.check_owner("wait")
         if isinstance(fence, SimFence) and fence.device is self._device:
             self._device.wait_on(self._lane_of(stream), fence.marker)
         elif isinstance(fence, SimFence) or not fence.query():

@@ -27,20 +27,20 @@ class Signature:
     """What the schema of an operation says of its results. Made once for each, by `Signature.of`.
 
     Attributes:
-        metadata: it changes or reads shapes alone, and no memory: it has no place on a stream.
-        random: it draws numbers.
+        metadata: though its schema does not say so, it reads shapes alone: it has no place on a stream.
         returned: for each result the argument that it is, by place or name, or None where it is a new tensor.
         written: arguments that it writes, by place or name.
     """
 
     _known: dict[Any, "Signature"] = {}  # noqa: RUF012 - one for the process: schemas do not change
 
-    __slots__ = ("metadata", "random", "returned", "written")
+    __slots__ = ("_draws", "_dropout", "metadata", "returned", "written")
 
     def __init__(self, func: Any) -> None:
         arguments, returns = func._schema.arguments, func._schema.returns
-        self.metadata = torch.Tag.inplace_view in func.tags or func._schema.name in _METADATA
-        self.random = torch.Tag.nondeterministic_seeded in func.tags
+        self.metadata = func._schema.name in _METADATA
+        self._draws = torch.Tag.nondeterministic_seeded in func.tags
+        self._dropout = next((place for place, one in enumerate(arguments) if one.name == "dropout_p"), None)
         writes = {
             place: one.alias_info.before_set
             for place, one in enumerate(arguments)
@@ -65,6 +65,12 @@ class Signature:
             found = cls._known[func] = cls(func)
         return found
 
+    def draws(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call draws random numbers. Attention does only where it is told to drop something."""
+        if not self._draws or self._dropout is None:
+            return self._draws
+        return bool(kwargs.get("dropout_p", _at(args, self._dropout)))
+
     def writes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The arguments that a call writes: tensors, or lists of them."""
         return [
@@ -74,7 +80,7 @@ class Signature:
         ]
 
 
-_METADATA = frozenset(("aten::_unsafe_view", "aten::is_same_size", "aten::_fused_sdp_choice", "aten::set_"))
+_METADATA = frozenset(("aten::_fused_sdp_choice", "aten::_unsafe_view", "aten::is_same_size"))
 
 _remembered: dict[Any, list[Any]] = {}
 
@@ -88,7 +94,7 @@ def results_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
     try:
         key = func, _key(args), tuple((name, _key(value)) for name, value in kwargs.items())
         known = _remembered.get(key)
-    except TypeError:  # an argument that cannot be told from another, a random generator for example
+    except (RuntimeError, TypeError):  # an argument without a key: a random generator, a sparse tensor
         return _inferred(func, args, kwargs)
     if known is None:
         known = _inferred(func, args, kwargs)
@@ -122,11 +128,11 @@ def _inferred(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list
 def _made(value: Any) -> Any:
     if value is None:
         return None
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         return Made(value.dtype, tuple(value.shape), value.stride())
     if isinstance(value, list | tuple):
         return [_made(one) for one in value]
-    raise UnknownError(f"a result {value!r}, which only memory can tell")
+    raise UnknownError("a result that is no plain tensor")
 
 
 def _meta(value: Any) -> Any:

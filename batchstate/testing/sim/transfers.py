@@ -8,12 +8,17 @@ import torch
 
 from batchstate.errors import ArgumentError, DeviceError
 from batchstate.testing.sim.calls import Call, written
+from batchstate.testing.sim.device import Device
 from batchstate.testing.sim.places import Places
 from batchstate.testing.sim.poison import poisoned
-from batchstate.testing.sim.queues import Device, Lane, Task
+from batchstate.testing.sim.queues import Lane, Task
 from batchstate.testing.sim.shapes import Made
 from batchstate.testing.watching.memory import Place
 from batchstate.testing.watching.sites import site
+
+
+def _nothing() -> None:
+    """Nobody counts."""
 
 
 @final
@@ -28,6 +33,7 @@ class Transfers:
 
     Attributes:
         synchronised: times that the host waited for the current stream in a call of torch, by its name.
+        on_wait: called each time.
     """
 
     def __init__(self, device: Device, places: Places, current: Callable[[], Lane], step: Callable[[], int]) -> None:
@@ -36,10 +42,12 @@ class Transfers:
         self._current = current
         self._step = step
         self.synchronised: Counter[str] = Counter()
+        self.on_wait: Callable[[], None] = _nothing
 
     def synchronise(self, name: str) -> None:
         """A call of torch makes the host wait for the current stream."""
         self.synchronised[name] += 1
+        self.on_wait()
         self._device.drain(self._current())
 
     def to_device(self, source: torch.Tensor, target: torch.Tensor, name: str = "copy to device") -> None:
@@ -59,6 +67,12 @@ class Transfers:
         work = Call(torch.Tensor.copy_, (target, source), {})
         task = Task(name, self._step(), site(3), work, lambda: written([target]), reads_host)
         self._device.enqueue(self._current(), task)
+
+    def decide(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """`copy_` was asked not to block, which nobody asks within host memory: an undecided side is the device's."""
+        for one, other in ((target, source), (source, target)):
+            if self._places.of(one) is Place.UNDECIDED and self._places.of(other) in (Place.HOST, Place.PINNED):
+                self._places.on_device(one)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
         """`copy_` across. Without `non_blocking`, or with memory that is not pinned, the host waits."""
@@ -83,6 +97,8 @@ class Transfers:
         A `torch.device` is the runtime's, as `Runtime.device` gives it; the word "cpu" is the host.
         """
         place = self._places.of(tensor)
+        if name == "is_pinned":
+            return True, place is Place.PINNED
         if name == "pin_memory":
             return True, self._pinned_copy(tensor)
         target, dtype, non_blocking = _target(args, kwargs)

@@ -81,7 +81,7 @@ class Memories(Generic[K]):
 
     def of(self, tensor: torch.Tensor) -> K | None:
         """What is kept of the memory of a tensor, or None: never seen."""
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or tensor.is_nested:
             return None  # sparse: several pieces, of which each has its own
         found = self._known.get(tensor.untyped_storage()._cdata)
         return None if found is None else found[1]

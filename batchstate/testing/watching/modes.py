@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, final
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-HOST_CALLS = frozenset(("__array__", "cpu", "numpy", "pin_memory", "record_stream", "to", "tolist"))
+HOST_CALLS = frozenset(("__array__", "cpu", "is_pinned", "numpy", "pin_memory", "record_stream", "to", "tolist"))
 """Calls of tensors that may bring numbers to the host, or say who else uses the memory."""
 
 FACTORIES = frozenset(("__setitem__", "as_tensor", "asarray", "tensor"))
@@ -35,6 +36,12 @@ class Watcher(Protocol):
         ...
 
 
+def _unwraps(kind: type) -> bool:
+    """Whether a class of tensors handles operations itself, as quantised and distributed ones do."""
+    own: Any = kind
+    return own.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not issubclass(kind, FakeTensor)
+
+
 @final
 class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     def __init__(self, watcher: Watcher, called: "_Called") -> None:
@@ -46,6 +53,8 @@ class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         __tracebackhide__ = True
+        if types and any(_unwraps(one) for one in types):
+            return NotImplemented  # it takes itself apart, and what is inside comes here
         with torch._C.DisableTorchFunction():
             if torch.is_inference_mode_enabled() and func._can_decompose():
                 with self:  # torch takes it apart before, in any other mode: a `reshape` that copies is no view
@@ -67,16 +76,24 @@ class _Called(TorchFunctionMode):
         __tracebackhide__ = True
         named = kwargs or {}
         name = func.__name__
-        if name in HOST_CALLS:
+        if name in HOST_CALLS and not (args and torch._C._functorch.is_functorch_wrapped_tensor(args[0])):
             done, result = self._watcher.host_call(name, func, args, named)
             return result if done else func(*args, **named)
         if name in FACTORIES:
             before, self.lifting = self.lifting, True
             try:
-                return func(*args, **named)
+                return self._lifted(func, args, named)
             finally:
                 self.lifting = before
         return func(*args, **named)
+
+    def _lifted(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A CPU has no memory to pin: there the tool makes a copy that counts as pinned."""
+        if not kwargs.get("pin_memory") or torch.accelerator.is_available():
+            return func(*args, **kwargs)
+        result = func(*args, **{**kwargs, "pin_memory": False})
+        done, pinned = self._watcher.host_call("pin_memory", torch.Tensor.pin_memory, (result,), {})
+        return pinned if done else result
 
 
 @contextlib.contextmanager

@@ -10,6 +10,9 @@ import torch
 
 Ints = npt.NDArray[np.int64]
 
+BRIEF = 12
+"""Intervals that are kept for reports."""
+
 MOST_INTERVALS = 1 << 20
 """Beyond so many, a region is what lies between its first and its last byte."""
 
@@ -21,15 +24,17 @@ class Region:
     Attributes:
         lo, hi: of the whole.
         starts, ends: int64[n] of each interval; None where there is one.
+        more: intervals that were left out; 0 but for what `brief` returns.
     """
 
-    __slots__ = ("ends", "hi", "lo", "starts")
+    __slots__ = ("ends", "hi", "lo", "more", "starts")
 
     def __init__(self, lo: int, hi: int, starts: Ints | None = None, ends: Ints | None = None) -> None:
         self.lo = lo
         self.hi = hi
         self.starts = starts
         self.ends = ends
+        self.more = 0
 
     def __repr__(self) -> str:
         return f"Region({self.intervals()})"
@@ -39,6 +44,14 @@ class Region:
         if self.starts is None or self.ends is None:
             return [(self.lo, self.hi)]
         return list(zip(self.starts.tolist(), self.ends.tolist(), strict=True))
+
+    def brief(self) -> "Region":
+        """What a report says of it: the first few intervals, and how many more there are."""
+        if self.starts is None or self.ends is None or len(self.starts) <= BRIEF:
+            return self
+        short = Region(self.lo, self.hi, self.starts[:BRIEF].copy(), self.ends[:BRIEF].copy())
+        short.more = self.more + len(self.starts) - BRIEF
+        return short
 
     def bounds(self) -> tuple[Ints, Ints]:
         """Starts and ends, both int64[n]."""
@@ -140,6 +153,8 @@ def of_places(places: Ints, length: int) -> Region | None:
 
 def of_tensor(tensor: torch.Tensor) -> Region | None:
     """Every element of a tensor; None where it has none."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return None  # several pieces of memory, of which each is a tensor of its own
     size = tensor.element_size()
     count = tensor.numel()
     if not count:

@@ -103,7 +103,7 @@ class Operation:
             writes = place in self._written_places
             for tensor in tensors_in(value):
                 if place == 0 and self._precise is not None:
-                    region = self._precise(args, read_index)
+                    region = self._named(args, read_index)
                 else:
                     region = of_tensor(tensor)
                 if region is not None and (writes or not self._models):
@@ -115,6 +115,15 @@ class Operation:
                     found.append(Touch(tensor, region, name in self._written_names))
         return found
 
+    def _named(self, args: Sequence[Any], read_index: ReadIndex) -> Region | None:
+        """The bytes that an index names; the whole tensor where it names none, so that torch may say what is wrong."""
+        if self._precise is None:
+            return of_tensor(args[0])
+        try:
+            return self._precise(args, read_index)
+        except (IndexError, ValueError):
+            return of_tensor(args[0])
+
     def by_mask(self, args: Sequence[Any]) -> bool:
         """Whether the shape of the result, or what is written, depends on the values of a mask."""
         if self.name not in ("index", "index_put_", "index_put", "_unsafe_index", "_index_put_impl_"):
@@ -125,11 +134,11 @@ class Operation:
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """The tensors among an argument that lie in one piece of memory: sparse ones do not."""
     if isinstance(value, torch.Tensor):
-        if value.layout is torch.strided:
+        if value.layout is torch.strided and not value.is_nested:
             yield value
     elif isinstance(value, list | tuple):
         for one in value:
-            if isinstance(one, torch.Tensor) and one.layout is torch.strided:
+            if isinstance(one, torch.Tensor) and one.layout is torch.strided and not one.is_nested:
                 yield one
 
 

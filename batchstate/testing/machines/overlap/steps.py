@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from batchstate.future_map import Prefetched
 from batchstate.runtime import Fence
+from batchstate.testing.late import LateRuntime
 from batchstate.testing.machine import agree_on
 from batchstate.testing.machines.overlap.memory import Memory
 from batchstate.testing.machines.overlap.model import Outcome
@@ -76,9 +77,9 @@ class Steps:
     def depth(self) -> int:
         """Launched steps of which the host does not know whether they are over.
 
-        A CPU device knows only of what the host has waited for; any other may be quick, which says nothing.
+        A device that is asked may be quick, which says nothing, and a host that asked knows more than it should.
         """
-        asks = self._runtime.device.type == "cpu"
+        asks = isinstance(self._runtime, LateRuntime)
         return sum(not (asks and one.done.query()) for one in self._ahead)
 
     @property
@@ -101,8 +102,8 @@ class Steps:
                 if not fence.query():
                     fence.wait()
             self._seen(closed.launched)
-        while self._running and self._running[0].done.query():
-            self._running.popleft()
+            while self._running and self._running[0].number <= closed.launched:
+                self._running.popleft()
         self._runtime.next_step()
 
     def add(self, step: Step) -> None:

@@ -1,0 +1,234 @@
+"""Who gets on, on the simulated device: right programs stay right, racy ones go wrong, and a seed says which way."""
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from batchstate.errors import ArgumentError
+from batchstate.testing import run_machine
+from batchstate.testing.machines import MACHINES
+from batchstate.testing.sim import PORTFOLIO, DeviceFault, Lane, Moment, Scheduler, SimRuntime
+from tests.sim_programs import PROGRAMS, run
+
+SEEDED = ("random", "priority", "pct")
+
+FOUND_BY = {
+    "missing wait": {"lazy", "newest"},
+    "staging refilled": {"lazy", "oldest"},
+    "early host read": {"lazy", "oldest"},
+    "freed and reused": {"lazy", "newest", "oldest"},
+    "added to under a reader": {"oldest"},
+    "written after a read": {"oldest"},
+}
+"""What a twin does wrong -> the schedulers without a seed under which it goes wrong."""
+
+LANES = [Lane(number, name) for number, name in enumerate(("default", "one", "two"))]
+
+
+def choices(scheduler: Scheduler, moment: Moment, ready: Sequence[int], needed: int | None = None) -> int | None:
+    """What a scheduler chooses, by number."""
+    chosen = scheduler.choose(moment, [LANES[at] for at in ready], None if needed is None else LANES[needed])
+    return None if chosen is None else chosen.number
+
+
+def goes_wrong(name: str, scheduler: str, seed: int) -> bool:
+    """Whether the racy twin computes something else, or fails."""
+    try:
+        return run(name, scheduler, seed, True)[0] != PROGRAMS[name].wanted
+    except DeviceFault:
+        return True
+
+
+# Programs
+
+
+@pytest.mark.parametrize("scheduler", PORTFOLIO)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_right_programs_are_right_in_any_order(name: str, scheduler: str) -> None:
+    """Whoever gets on; nothing waits but what says so, and nothing is left."""
+    for seed in range(6 if scheduler in SEEDED else 1):
+        seen, rt = run(name, scheduler, seed, False)
+        assert seen == PROGRAMS[name].wanted, f"seed {seed}"
+        assert not rt.synchronised
+        assert not rt.unmodelled
+        assert rt.pending() == 0
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_racy_programs_go_wrong(name: str) -> None:
+    """Under the orders that show it, and never where everything runs at once."""
+    found = {scheduler for scheduler in PORTFOLIO if scheduler not in SEEDED and goes_wrong(name, scheduler, 0)}
+    assert found == FOUND_BY[name]
+
+
+@pytest.mark.parametrize("scheduler", SEEDED)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_seeded_orders_find_each_race(name: str, scheduler: str) -> None:
+    """In a few of twenty runs at least, each of them short."""
+    assert sum(goes_wrong(name, scheduler, seed) for seed in range(20)) >= 3
+
+
+def test_programs_overlap() -> None:
+    """A program that never has two steps in flight would show nothing."""
+    for name in ("missing wait", "freed and reused", "added to under a reader", "written after a read"):
+        assert max(run(name, scheduler, 0, False)[1].in_flight_depth_max for scheduler in PORTFOLIO) >= 3
+
+
+def test_memory_is_used_again() -> None:
+    """A program whose memory is never given to another could hide what a free breaks."""
+    for name in ("missing wait", "freed and reused", "written after a read"):
+        assert all(run(name, scheduler, 0, False)[1].reused > 4 for scheduler in PORTFOLIO)
+
+
+# Schedulers
+
+
+def test_an_unknown_scheduler_is_refused() -> None:
+    """And all that there are are named."""
+    with pytest.raises(ArgumentError, match="unknown scheduler 'fair'") as caught:
+        SimRuntime(scheduler="fair")
+    assert all(name in caught.value.remedy for name in PORTFOLIO)
+    with pytest.raises(ArgumentError, match="unknown scheduler 3"):
+        SimRuntime(scheduler=3)  # type: ignore[arg-type]
+    assert SimRuntime().scheduler == "random"
+
+
+def test_eager_runs_everything() -> None:
+    """The oldest first."""
+    assert choices(PORTFOLIO["eager"](0), Moment.ENQUEUED, [1, 2]) == 1
+
+
+def test_lazy_runs_what_is_needed() -> None:
+    """And nothing for a host that does not wait."""
+    lazy = PORTFOLIO["lazy"](0)
+    assert choices(lazy, Moment.ENQUEUED, [1, 2]) is None
+    assert choices(lazy, Moment.ASKED, [1, 2]) is None
+    assert choices(lazy, Moment.WAITS, [1, 2], 2) == 2
+
+
+def test_newest_runs_the_newest() -> None:
+    """The others for the host alone, also while the newest has nothing to do."""
+    newest = PORTFOLIO["newest"](0)
+    assert choices(newest, Moment.ENQUEUED, [0]) == 0
+    assert choices(newest, Moment.ENQUEUED, [0, 2]) == 2
+    assert choices(newest, Moment.ENQUEUED, [0, 1]) is None
+    assert choices(newest, Moment.WAITS, [0, 1], 0) == 0
+
+
+def test_oldest_lets_the_newest_lag() -> None:
+    """The others run at once."""
+    oldest = PORTFOLIO["oldest"](0)
+    assert choices(oldest, Moment.ENQUEUED, [1, 2]) == 1
+    assert choices(oldest, Moment.ENQUEUED, [2]) is None
+    assert choices(oldest, Moment.WAITS, [2], 2) == 2
+
+
+def test_priorities_are_kept() -> None:
+    """A stream lags or does not, from first to last; over some seeds each stream does either."""
+    runs = set()
+    for seed in range(40):
+        priority = PORTFOLIO["priority"](seed)
+        lags = [{choices(priority, Moment.ENQUEUED, [at]) is None for _ in range(30)} for at in range(3)]
+        assert all(len(one) == 1 for one in lags)
+        runs.add(tuple(one.pop() for one in lags))
+    assert len(runs) == 8
+
+
+def test_priorities_change_now_and_then() -> None:
+    """Whoever gets on falls behind the others, the host as well."""
+    for seed in range(5):
+        pct = PORTFOLIO["pct"](seed)
+        chosen = [choices(pct, Moment.ENQUEUED, [0, 1, 2]) for _ in range(2_000)]
+        assert set(chosen) == {None, 0, 1, 2}
+        changes = sum(one != other for one, other in itertools.pairwise(chosen))
+        assert 10 < changes < 200
+
+
+def test_random_lags_for_a_while_and_hurries_for_a_while() -> None:
+    """Even odds at every operation would let nothing lag for long."""
+    pace = PORTFOLIO["random"](0)
+    waits = [choices(pace, Moment.ENQUEUED, [0, 1]) is None for _ in range(3_000)]
+    parts = [sum(waits[at : at + 20]) for at in range(0, len(waits), 20)]
+    assert min(parts) <= 2
+    assert max(parts) == 20
+
+
+# The same seed, the same run
+
+
+def history(scheduler: str, seed: int) -> list[str]:
+    """What ran in all programs, racy ones too, and what the host saw."""
+    told = []
+    for name in PROGRAMS:
+        for racy in (False, True):
+            seen, rt = run(name, scheduler, seed, racy)
+            told += [f"{name} {racy}: {seen}", *rt.trace()]
+    return told
+
+
+@pytest.mark.parametrize("scheduler", PORTFOLIO)
+def test_a_seed_gives_the_same_run(scheduler: str) -> None:
+    """Every choice comes from it; another seed makes others, where there are any to make."""
+    first = history(scheduler, 3)
+    assert history(scheduler, 3) == first
+    assert (history(scheduler, 4) != first) == (scheduler in SEEDED)
+
+
+def test_a_seed_gives_the_same_run_in_another_process() -> None:
+    """Nothing depends on addresses, hashes or the time."""
+    program = (
+        "from tests.test_sim_schedulers import SEEDED, history\n"
+        "print('\\n'.join(line for name in SEEDED for line in history(name, 5)))"
+    )
+    told = []
+    for hash_seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=Path(__file__).parents[1],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        told.append(done.stdout.splitlines())
+    assert told[0] == told[1] == [line for name in SEEDED for line in history(name, 5)]
+    assert len(told[0]) > 500
+
+
+# The library
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_machines_find_nothing(name: str) -> None:
+    """The library's own machines, under each scheduler: whoever lags, what the host reads is right."""
+    for number, scheduler in enumerate(PORTFOLIO):
+        made: list[SimRuntime] = []
+
+        def opened(scheduler: str = scheduler, seed: int = number, made: list[SimRuntime] = made) -> SimRuntime:
+            made.append(SimRuntime(scheduler=scheduler, seed=seed))
+            return made[-1]
+
+        result = run_machine(MACHINES[name], examples=2, steps=15, seed=number, runtimes=opened, level="cheap")
+        assert result.failure is None, f"{scheduler}: {result.failure}"
+        assert not any(one.unmodelled or one.synchronised for one in made)
+
+
+@pytest.mark.parametrize("scheduler", ["lazy", "pct"])
+def test_checks_at_full_put_nothing_in_order(scheduler: str) -> None:
+    """Checks that read device memory see what is right while the device lags, and it goes on lagging."""
+    made: list[SimRuntime] = []
+
+    def opened() -> SimRuntime:
+        made.append(SimRuntime(scheduler=scheduler, seed=2))
+        return made[-1]
+
+    result = run_machine(MACHINES["overlap"], examples=3, steps=15, seed=1, runtimes=opened, level="full")
+    assert result.failure is None, result.failure
+    assert sum(one.counters.check_reads for one in made) > 100
+    assert max(one.in_flight_depth_max for one in made) >= 2
