@@ -163,12 +163,12 @@ def test_command_line_shows_the_program(
 
 
 def test_command_line_on_the_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`fuzz --device race` runs machines under the detector, and `--device sim` under every scheduler in turn."""
+    """`fuzz --device race` runs machines with either kind of fences, and `--device sim` under every scheduler."""
     monkeypatch.chdir(tmp_path)
     arguments = ["fuzz", "--machine", "slot_pool", "--seed", "2", "--json", "fuzz.json", "--examples"]
     assert main([*arguments, "3", "--device", "race"]) == 0
-    (machine,) = json.loads((tmp_path / "fuzz.json").read_text())["machines"]
-    assert (machine["device"], machine["examples"]) == ("race", 3)
+    machines = json.loads((tmp_path / "fuzz.json").read_text())["machines"]
+    assert [(machine["device"], machine["examples"]) for machine in machines] == [("race", 2), ("race:prompt", 1)]
     assert main([*arguments, str(len(PORTFOLIO)), "--device", "sim"]) == 0
     machines = json.loads((tmp_path / "fuzz.json").read_text())["machines"]
     assert [machine["device"] for machine in machines] == [f"sim:{name}" for name in PORTFOLIO]

@@ -207,7 +207,7 @@ def test_numbers_for_the_host_make_it_wait(call: Callable[[torch.Tensor], object
         assert call(here) == wanted
         assert rt.synchronised == Counter({name: 1})
         assert rt.unmodelled == Counter()
-        assert rt.counters.forced_syncs == 1, "that of `numbers`"
+        assert rt.counters.forced_syncs == 2, "that of `numbers`, and this one"
 
 
 @pytest.mark.parametrize(
@@ -588,7 +588,7 @@ def test_steps_in_flight_are_counted() -> None:
     """A step is in flight from its first operation until its last has run."""
     with lazy() as rt:
         here = numbers(rt, 0)
-        assert (rt.in_flight_depth, rt.in_flight_depth_max) == (0, 1)
+        assert (rt.in_flight_depth, rt.in_flight_depth_max) == (0, 0)  # what comes before the first step is none
         fences = []
         for _ in range(3):
             rt.next_step()
