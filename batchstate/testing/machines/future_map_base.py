@@ -84,7 +84,7 @@ class RelayMachine(Machine):
         self.requests: list[Request] = []
         self.gone: deque[Request] = deque(maxlen=4)
         self.asked: list[Asked] = []
-        self.steps: deque[Fence] = deque()
+        self.steps: deque[list[Fence]] = deque()
         self.published_on: dict[tuple[str, int], Stream] = {}
         self.numbers = 0
 
@@ -140,13 +140,12 @@ class RelayMachine(Machine):
         self._next_step()
 
     def _next_step(self) -> None:
-        self.steps.append(self.rt.record())
+        streams = (*self.streams.values(), self.relay._private)
+        self.steps.append([self.rt.record(stream) for stream in streams])
         while len(self.steps) >= self.rt.steps_in_flight:
             over = self.steps.popleft()
-            if isinstance(self.rt, LateRuntime):
-                self.rt.complete_through(over)
-            else:
-                self.rt.synchronize()
+            for fence in over:  # a host that waits for all at once would hide every race
+                fence.wait()
         self.rt.next_step()
 
     # Requests

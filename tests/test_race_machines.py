@@ -1,0 +1,30 @@
+"""Every state machine under the race detector: the library as it is gets no report, and runs steps at once."""
+
+import pytest
+
+from batchstate.testing import MACHINES, RaceRuntime, run_machine
+from batchstate.testing.devices import open_device
+
+OVERLAPPED = {"engine", "future_map", "overlap"}
+"""Machines that run forwards."""
+
+
+@pytest.mark.parametrize("fences", ["race", "race:prompt"])
+@pytest.mark.parametrize("name", list(MACHINES))
+def test_machines_have_no_race(name: str, fences: str, device: str) -> None:
+    """No access is unordered, whether fences are late or prompt; late, machines with forwards have two in flight."""
+    opened: list[RaceRuntime] = []
+
+    def open_one() -> RaceRuntime:
+        runtime = open_device(fences if device == "cpu" else f"{fences}:{device}")
+        assert isinstance(runtime, RaceRuntime)
+        opened.append(runtime)
+        return runtime
+
+    result = run_machine(MACHINES[name], examples=8, steps=20, seed=5, runtimes=open_one, level="cheap")
+    assert result.failure is None, result.failure
+    assert sum(one.accesses for one in opened) > 0 or name == "slot_pool"
+    assert not any(one.races for one in opened)
+    assert not any(one.synchronised for one in opened), "a machine waits inside torch"
+    if fences == "race" and name in OVERLAPPED:
+        assert max(one.in_flight_depth_max for one in opened) >= 2
