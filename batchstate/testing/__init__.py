@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from batchstate.testing.machine import DisagreementError, Machine
     from batchstate.testing.misuse import Misuse
     from batchstate.testing.modelled import Modelled
-    from batchstate.testing.race import Race, RaceEvent, RaceFence, RaceKind, RaceReport, RaceRuntime
+    from batchstate.testing.race import Race, RaceFence, RaceKind, RaceReport, RaceRuntime
     from batchstate.testing.reach import Reach
     from batchstate.testing.runner import MACHINES, FuzzReport, MachineResult, fuzz, run_machine
     from batchstate.testing.sessions import OpenRuntime, Session, session
@@ -35,10 +35,12 @@ if TYPE_CHECKING:
     from batchstate.testing.sync_guard import no_hidden_sync
     from batchstate.testing.twin_spec import Twin, TwinSpec
     from batchstate.testing.twins import fuzz_twins, twin_machine
+    from batchstate.testing.watching.events import DeviceEvent
     from batchstate.testing.watching.kernels import raw_kernel
 
 __all__ = [
     "MACHINES",
+    "DeviceEvent",
     "DeviceFault",
     "DisagreementError",
     "FuzzReport",
@@ -52,7 +54,6 @@ __all__ = [
     "Modelled",
     "OpenRuntime",
     "Race",
-    "RaceEvent",
     "RaceFence",
     "RaceKind",
     "RaceReport",
@@ -86,6 +87,7 @@ __all__ = [
 # something public: importing the module would hide it.
 _HOMES = {
     "MACHINES": "runner",
+    "DeviceEvent": "watching.events",
     "DeviceFault": "sim",
     "DisagreementError": "machine",
     "FuzzReport": "runner",
@@ -99,7 +101,6 @@ _HOMES = {
     "Modelled": "modelled",
     "OpenRuntime": "sessions",
     "Race": "race",
-    "RaceEvent": "race",
     "RaceFence": "race",
     "RaceKind": "race",
     "RaceReport": "race",

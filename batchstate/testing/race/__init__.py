@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from batchstate.testing.race.detector import Race
-    from batchstate.testing.race.fences import RaceEvent, RaceFence
+    from batchstate.testing.race.fences import RaceFence
     from batchstate.testing.race.report import Access, Event, EventKind, RaceKind, RaceReport
     from batchstate.testing.race.runtime import RaceRuntime
 
-__all__ = ["Access", "Event", "EventKind", "Race", "RaceEvent", "RaceFence", "RaceKind", "RaceReport", "RaceRuntime"]
+__all__ = ["Access", "Event", "EventKind", "Race", "RaceFence", "RaceKind", "RaceReport", "RaceRuntime"]
 
 _HOMES = {
     "Access": "report",
     "Event": "report",
     "EventKind": "report",
     "Race": "detector",
-    "RaceEvent": "fences",
     "RaceFence": "fences",
     "RaceKind": "report",
     "RaceReport": "report",

@@ -21,11 +21,12 @@ from batchstate.testing.race.accesses import Accesses
 from batchstate.testing.race.clocks import Lane
 from batchstate.testing.race.depth import InFlight
 from batchstate.testing.race.detector import Detector, OnRace
-from batchstate.testing.race.fences import RaceEvent, RaceFence
+from batchstate.testing.race.fences import RaceFence
 from batchstate.testing.race.launches import Launches
 from batchstate.testing.race.operations import Operations
 from batchstate.testing.race.report import EventKind, RaceReport
 from batchstate.testing.race.transfers import Transfers
+from batchstate.testing.watching.events import DeviceEvent
 from batchstate.testing.watching.kernels import is_raw
 from batchstate.testing.watching.modes import watching
 
@@ -146,9 +147,9 @@ class RaceRuntime(Runtime):
 
     # For tests that model what an engine does itself
 
-    def event(self, name: str = "event") -> RaceEvent:
+    def event(self, name: str = "event") -> DeviceEvent:
         """An event as `torch.cuda.Event` is one: it can be recorded again."""
-        return RaceEvent(name, self.record, lambda fence, stream: self.wait(fence, stream=stream))
+        return DeviceEvent(name, self.record, lambda fence, stream: self.wait(fence, stream=stream))
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype, *, name: str = "") -> torch.Tensor:
         """Zeroed host memory that `copy_(non_blocking=True)` uses without the host waiting; `name` is for reports."""

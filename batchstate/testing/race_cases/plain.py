@@ -5,16 +5,16 @@ from typing import Any, final
 import torch
 
 from batchstate.runtime import AcceleratorRuntime, CpuRuntime, Stream
-from batchstate.testing.race.fences import RaceEvent
+from batchstate.testing.watching.events import DeviceEvent
 
 
 @final
 class PlainCpu(CpuRuntime):
     """Runs everything in program order: what a program computes here is right."""
 
-    def event(self, name: str = "event") -> RaceEvent:
+    def event(self, name: str = "event") -> DeviceEvent:
         """An event that can be recorded again."""
-        return RaceEvent(name, self.record, lambda fence, stream: self.wait(fence, stream=stream))
+        return DeviceEvent(name, self.record, lambda fence, stream: self.wait(fence, stream=stream))
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Zeroed host memory."""

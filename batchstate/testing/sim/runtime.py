@@ -20,7 +20,6 @@ from batchstate.errors import ArgumentError
 from batchstate.runtime import Fence, Runtime, Stream
 from batchstate.runtime.base import Array
 from batchstate.runtime.staging import StagingBlock
-from batchstate.testing.race.fences import RaceEvent
 from batchstate.testing.sim.ahead import Ahead
 from batchstate.testing.sim.blocks import Allocator
 from batchstate.testing.sim.device import Device
@@ -33,6 +32,7 @@ from batchstate.testing.sim.queues import Lane
 from batchstate.testing.sim.schedulers import scheduler_of
 from batchstate.testing.sim.shapes import Made
 from batchstate.testing.sim.transfers import Transfers
+from batchstate.testing.watching.events import DeviceEvent
 from batchstate.testing.watching.kernels import is_raw
 from batchstate.testing.watching.memory import Place
 from batchstate.testing.watching.modes import watching
@@ -163,9 +163,9 @@ class SimRuntime(Runtime):
 
     # For tests that model what an engine does itself
 
-    def event(self, name: str = "event") -> RaceEvent:
+    def event(self, name: str = "event") -> DeviceEvent:
         """An event as `torch.cuda.Event` is one: it can be recorded again."""
-        return RaceEvent(name, self.record, lambda fence, stream: self.wait(fence, stream=stream))
+        return DeviceEvent(name, self.record, lambda fence, stream: self.wait(fence, stream=stream))
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Zeroed host memory that `copy_(non_blocking=True)` uses without the host waiting."""
