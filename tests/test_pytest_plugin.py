@@ -561,4 +561,4 @@ def test_workers_keep_their_reports(run: Run, pytester: pytest.Pytester) -> None
     result.assert_outcomes(passed=2, failed=2)
     reports = list((pytester.path / "race-reports").iterdir())
     assert [json.loads(Path(one).read_text())["kind"] for one in reports] == ["write after read"] * 2
-    result.stdout.fnmatch_lines("runtimes of tests: 4 on race with at most 3 steps in flight")
+    result.stdout.fnmatch_lines("runtimes of tests: 4 on race with at most 2 steps in flight")

@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_map
 from batchstate import SlotPool
 from batchstate.errors import ArgumentError, OwnerThreadError
 from batchstate.runtime import Stream
-from batchstate.testing import Race, RaceKind, RaceRuntime, open_device, raw_kernel
+from batchstate.testing import Race, RaceKind, RaceRuntime, SimRuntime, open_device, raw_kernel
+from batchstate.testing.devices import torch_device_of
 from tests.doubles import in_a_thread
 
 
@@ -55,6 +56,31 @@ def test_devices_name_the_kind_of_fences() -> None:
         assert refused.value.remedy
     with pytest.raises(ArgumentError, match="fences is 'now'"):
         RaceRuntime(fences="now")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "torch_name"),
+    [
+        ("cpu", "cpu"),
+        ("cuda:1", "cuda:1"),
+        ("race", "cpu"),
+        ("race:cuda:1", "cuda:1"),
+        ("race:prompt", "cpu"),
+        ("race:prompt:cuda", "cuda"),
+        ("sim", "cpu"),
+        ("sim:lazy", "cpu"),
+    ],
+)
+def test_names_of_tools_stand_on_devices_of_torch(name: str, torch_name: str) -> None:
+    """Whoever asks whether a device is there asks for that one."""
+    assert torch_device_of(name) == torch_name
+
+
+def test_both_tools_name_pinned_memory() -> None:
+    """A program with named buffers runs on either."""
+    for rt in (RaceRuntime(), SimRuntime()):
+        with rt:
+            assert rt.pinned((2,), torch.int64, name="ring 0").tolist() == [0, 0]
 
 
 def test_only_work_of_steps_counts_as_depth() -> None:

@@ -10,7 +10,7 @@ import torch
 from batchstate.errors import ArgumentError
 from batchstate.runtime.base import Array, Runtime
 from batchstate.runtime.counters import Counters
-from batchstate.runtime.fences import Fence, Stream
+from batchstate.runtime.fences import Fence, Stream, foreign_fence
 from batchstate.runtime.staging import StagingBlock
 
 
@@ -131,9 +131,7 @@ class AcceleratorRuntime(Runtime):
         if isinstance(fence, EventFence):
             stream.native.wait_event(fence.event)
         elif not fence.query():
-            raise ArgumentError(
-                f"{fence!r} was not recorded by this runtime", value=fence, remedy="record fences with `Runtime.record`"
-            )
+            raise foreign_fence(fence)
 
     def _keep_alive(self, tensor: torch.Tensor, stream: Stream) -> None:
         tensor.record_stream(stream.native)

@@ -53,6 +53,13 @@ class Stream:
         return hash(self.key)
 
 
+def foreign_fence(fence: object) -> ArgumentError:
+    """The error of a runtime that is to wait for a fence of another, of which it does not know when it happens."""
+    return ArgumentError(
+        f"{fence!r} was not recorded by this runtime", value=fence, remedy="record fences with `Runtime.record`"
+    )
+
+
 def check_fence(fence: Any, operation: str) -> None:
     """Refuses what is no fence.
 

@@ -16,6 +16,17 @@ def is_tool(device: str) -> bool:
     return device.partition(":")[0] in (RACE, SIM)
 
 
+def torch_device_of(device: str) -> str:
+    """What torch calls the device that a name stands on: `cuda` of `race:prompt:cuda`, and `cpu` of every `sim`."""
+    tool, _, rest = device.partition(":")
+    if tool == SIM:
+        return "cpu"
+    if tool != RACE:
+        return device
+    first, _, behind = rest.partition(":")
+    return (behind if first == PROMPT else rest) or "cpu"
+
+
 def devices_of(device: str, examples: int) -> dict[str, int]:
     """Where `examples` examples run: a part under each scheduler of `sim`, and with either kind of fences on `race`."""
     if device == RACE and examples > 1:
@@ -52,10 +63,8 @@ def open_device(device: str = "cpu", *, steps_in_flight: int = 2, seed: int = 0)
     if tool == RACE:
         from batchstate.testing.race import RaceRuntime
 
-        first, _, behind = rest.partition(":")
-        prompt = first == PROMPT
-        inner = open_runtime((behind if prompt else rest) or "cpu", steps_in_flight=steps_in_flight)
-        return RaceRuntime(inner, fences="prompt" if prompt else "late")
+        inner = open_runtime(torch_device_of(device), steps_in_flight=steps_in_flight)
+        return RaceRuntime(inner, fences="prompt" if rest.partition(":")[0] == PROMPT else "late")
     if tool == SIM:
         from batchstate.testing.sim import SimRuntime
 

@@ -66,10 +66,7 @@ class Opened:
         if self.runtime is None:
             return
         self._races = tuple(getattr(self.runtime, "races", ()))
-        deepest: int | None = getattr(self.runtime, "in_flight_depth_max", None)
-        if deepest is not None:
-            # The deepest so far is noted when a step begins or is waited for; the present step may be deeper.
-            self._depth = max(deepest, getattr(self.runtime, "in_flight_depth", 0))
+        self._depth = getattr(self.runtime, "in_flight_depth_max", None)
 
 
 @final
@@ -116,13 +113,12 @@ class Openings:
 
 def is_there(device: str) -> bool:
     """Whether a device exists on this machine. One that torch does not know counts: opening it says what is wrong."""
-    tool, _, rest = device.partition(":")
-    if tool == "sim":
-        return True
     import torch
 
+    from batchstate.testing.devices import torch_device_of
+
     try:
-        wanted = torch.device((rest or "cpu") if tool == "race" else device)
+        wanted = torch.device(torch_device_of(device))
         module = torch.get_device_module(wanted)
     except RuntimeError:
         return True

@@ -59,7 +59,7 @@ class Mutant:
         level: of the checks that must find it.
         group: the kind of bug, which is the module it stands in.
         only_on: the type of device that can have the bug; None for all.
-        tool: what its machine runs on to find it: `race`, or None for the device itself.
+        tool: what its machine runs on to find it: `race`, `race:prompt`, or None for the device itself.
         planted: letter of the bug in the list of those that a race checker has to find, or None.
     """
 

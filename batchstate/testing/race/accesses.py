@@ -6,6 +6,7 @@ from typing import Any, final
 
 import torch
 
+from batchstate.runtime import Runtime
 from batchstate.testing.race.clocks import Lane
 from batchstate.testing.race.detector import Detector, Kept
 from batchstate.testing.race.host_memory import HostMemory
@@ -24,13 +25,14 @@ class Accesses:
 
     Args:
         detector: judges.
-        device: of the runtime. On a CPU, memory is known by how it came about.
+        inner: the runtime that is watched. On a CPU, memory is known by how it came about.
         current: the lane of the current stream.
         synchronised: told of each call of torch that makes the host wait.
 
     Attributes:
         detector: that judges.
         current: the lane of the current stream.
+        device: of the runtime.
         on_cpu: whether host and device memory look alike.
         memories: all memory that was seen.
         host_memory: copies between host and device.
@@ -41,15 +43,16 @@ class Accesses:
     def __init__(
         self,
         detector: Detector,
-        device: torch.device,
+        inner: Runtime,
         current: Callable[[], Lane],
         synchronised: Callable[[str], None],
     ) -> None:
         self.detector = detector
         self._synchronised = synchronised
         self.current = current
-        self.on_cpu = device.type == "cpu"
-        self._device = device
+        self.device = inner.device
+        self.on_cpu = inner.device.type == "cpu"
+        self._inner = inner
         self._lifetimes = Lifetimes(detector)
         self._muted = 0
         self._numbers = 0
@@ -278,5 +281,9 @@ class Accesses:
         """The values of an index, whichever stream made it: the tool's own look, which orders nothing."""
         if index.device.type == "cpu":
             return index.numpy()
-        torch.get_device_module(self._device).synchronize(self._device)
-        return index.cpu().numpy()
+        self.let_finish()
+        return self._inner._read_back(index)
+
+    def let_finish(self) -> None:
+        """Waits for the device, so that the tool may look at memory whichever stream writes it. Orders nothing."""
+        self._inner._wait_for_device()

@@ -11,6 +11,7 @@ in place of threads: a launch orders the host before the operation, a wait for a
 from typing import final
 
 from batchstate.testing.race.report import HOST
+from batchstate.testing.watching.names import unused_name
 
 
 @final
@@ -74,7 +75,7 @@ class Clocks:
 
     def add(self, name: str) -> Lane:
         """A lane for a new stream. It knows what the host knows when something is launched on it."""
-        lane = Lane(len(self.lanes), name)
+        lane = Lane(len(self.lanes), unused_name(name, [lane.name for lane in self.lanes]))
         self.lanes.append(lane)
         return lane
 
@@ -89,12 +90,6 @@ class Clocks:
         if lane is host:
             self._joins += 1
         return self.now
-
-    def launch(self, lane: Lane) -> None:
-        """Puts what comes next on a stream behind all that the host knows."""
-        if lane._host_at != self._joins:
-            lane.join(self.lanes[0].seen)
-            lane._host_at = self._joins
 
     def host_joins(self, seen: list[int]) -> None:
         """The host has waited for all that `seen` has reached."""

@@ -215,24 +215,12 @@ class Detector:
         rows = f"{rows_of(kept.name, region)} of {kept.name}"
         if entry is None:
             return Access(event, does, "an operation too old to be known", name, 0, "an unknown line", None, rows)
-        line, caller = entry.site
-        return Access(
-            event=event,
-            does=does,
-            operation=entry.name,
-            lane=name,
-            step=entry.step,
-            site="an unknown line" if line is None else str(line),
-            caller=None if caller is None else str(caller),
-            rows=rows,
-        )
+        return Access(event, does, entry.name, name, entry.step, *entry.site.words(), rows)
 
     # Reports
 
-    def report(
-        self, kind: RaceKind, kept: Kept, rows: str, first: Access, second: Access, dropped: Site | None = None
-    ) -> None:
-        """Reports a race; of the same two lines one is collected. `dropped` is where freed memory was dropped.
+    def report(self, kind: RaceKind, kept: Kept, rows: str, first: Access, second: Access) -> None:
+        """Reports a race; of the same two lines one is collected.
 
         Raises:
             Race: races are raised.
@@ -242,7 +230,7 @@ class Detector:
         if self._on_race == "collect" and key in self._reported:
             return
         lane = next(lane for lane in self.clocks.lanes if lane.name == first.lane)
-        missing, suggestion = advice(self.journal, lane, kind, first, second, dropped)
+        missing, suggestion = advice(self.journal, lane, kind, first, second, kept.dropped)
         report = RaceReport(
             kind=kind,
             problem=f"{_PROBLEMS[kind]}: nothing orders {_short(second)} behind {_short(first)}",

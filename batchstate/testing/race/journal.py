@@ -60,7 +60,7 @@ class Entry:
 
     def shown(self, oldest: int) -> Event:
         """The event in words; a fence before event `oldest` is not in the report."""
-        line, caller = self.site
+        line, caller = self.site.words()
         waits_for = self.waits_for if self.waits_for is not None and self.waits_for >= oldest else None
         return Event(
             number=self.number,
@@ -68,8 +68,8 @@ class Entry:
             kind=self.kind,
             name=self.name,
             step=self.step,
-            site="an unknown line" if line is None else str(line),
-            caller=None if caller is None else str(caller),
+            site=line,
+            caller=caller,
             reads=[described(name, region) for name, region in self.reads],
             writes=[described(name, region) for name, region in self.writes],
             waits_for=waits_for,

@@ -53,15 +53,6 @@ class Lifetimes:
         event, region = use
         does = "writes" if other in kept.writes and kept.writes[other].newest() == event else "reads"
         first = self._detector.access(event, other, does, kept, region)
-        line, caller = entry.site
-        second = Access(
-            event=entry.number,
-            does="allocates",
-            operation=entry.name,
-            lane=lane.name,
-            step=entry.step,
-            site="an unknown line" if line is None else str(line),
-            caller=None if caller is None else str(caller),
-            rows=f"memory that may be that of {kept.name}, which was freed",
-        )
-        self._detector.report(RaceKind.FREED_IN_USE, kept, rows_of(kept.name, region), first, second, kept.dropped)
+        rows = f"memory that may be that of {kept.name}, which was freed"
+        second = Access(entry.number, "allocates", entry.name, lane.name, entry.step, *entry.site.words(), rows)
+        self._detector.report(RaceKind.FREED_IN_USE, kept, rows_of(kept.name, region), first, second)

@@ -5,12 +5,12 @@ from typing import Any, final
 
 import torch
 
-from batchstate.errors import DeviceError
 from batchstate.testing.race.accesses import Accesses
 from batchstate.testing.race.clocks import Lane
 from batchstate.testing.race.report import EventKind
 from batchstate.testing.race.transfers import Transfers
 from batchstate.testing.watching.memory import Place
+from batchstate.testing.watching.refusals import mixed_operands
 from batchstate.testing.watching.touches import Operation, tensors_in
 
 _HOSTS = (Place.HOST, Place.PINNED)
@@ -115,11 +115,7 @@ class Operations:
     def _refuse_host(self, operation: Operation, tensors: Sequence[torch.Tensor]) -> None:
         for one in tensors:
             if one.ndim and self._accesses.place(one) in _HOSTS and not operation.takes_host_index:
-                raise DeviceError(
-                    f"{operation.name} of device tensors and a host tensor {tuple(one.shape)}",
-                    value=tuple(one.shape),
-                    remedy="bring it to the device first, with `Runtime.upload`; on an accelerator torch refuses too",
-                )
+                raise mixed_operands(operation.name, one)
 
     # On the host
 

@@ -16,6 +16,7 @@ import torch
 from batchstate.errors import ArgumentError
 from batchstate.runtime import CpuRuntime, Fence, Runtime, Stream
 from batchstate.runtime.base import Array
+from batchstate.runtime.fences import foreign_fence
 from batchstate.runtime.staging import StagingBlock
 from batchstate.testing.race.accesses import Accesses
 from batchstate.testing.race.clocks import Lane
@@ -74,8 +75,8 @@ class RaceRuntime(Runtime):
         self._entered = False
         self._patience = 1 if fences == "prompt" else None
         self.synchronised: Counter[str] = Counter()
-        self._accesses = Accesses(self._detector, self._inner.device, self._current_lane, self._note_sync)
-        self._transfers = Transfers(self._accesses, self._inner.device)
+        self._accesses = Accesses(self._detector, self._inner, self._current_lane, self._note_sync)
+        self._transfers = Transfers(self._accesses)
         self._launches = Launches(self._accesses)
         self._in_flight = InFlight(self._detector.clocks)
         super().__init__(self._inner.device, steps_in_flight=self._inner.steps_in_flight)
@@ -317,12 +318,10 @@ class RaceRuntime(Runtime):
 
     def _stream_wait(self, stream: Stream, fence: Fence) -> None:
         self.check_owner("wait")
-        if not isinstance(fence, RaceFence):
-            if not fence.query():
-                raise _foreign(fence)
+        if not isinstance(fence, RaceFence) and fence.query():
             return
-        if fence.owner is not self:
-            raise _foreign(fence)
+        if not isinstance(fence, RaceFence) or fence.owner is not self:
+            raise foreign_fence(fence)
         self._inner._stream_wait(stream, fence._inner)
         lane = self._lane_of(stream)
         self._detector.event(lane, EventKind.WAIT, f"wait for fence {fence.number}", waits_for=fence.event)
@@ -347,12 +346,8 @@ class RaceRuntime(Runtime):
         key = stream.key if isinstance(stream, Stream) else (stream.device_index, stream.stream_id)
         lane = self._lanes.get(key)
         if lane is None:
-            lane = self._lanes[key] = self._detector.clocks.add(self._fresh_name(getattr(stream, "name", "stream")))
+            lane = self._lanes[key] = self._detector.clocks.add(getattr(stream, "name", "stream"))
         return lane
-
-    def _fresh_name(self, name: str) -> str:
-        taken = {lane.name for lane in self._detector.clocks.lanes}
-        return next(one for one in (name, *(f"{name} {n}" for n in range(2, len(taken) + 3))) if one not in taken)
 
     def _note_sync(self, name: str) -> None:
         self._in_flight.note()
@@ -368,9 +363,3 @@ class RaceRuntime(Runtime):
             clocks = self._detector.clocks
             self._detector.event(clocks.host, EventKind.WAIT, f"wait for fence {fence.number}", waits_for=fence.event)
             self._accesses.host_waits(fence.seen)
-
-
-def _foreign(fence: Fence) -> ArgumentError:
-    return ArgumentError(
-        f"{fence!r} was not recorded by this runtime", value=fence, remedy="record fences with `Runtime.record`"
-    )

@@ -10,11 +10,12 @@ from typing import Any, final
 
 import torch
 
-from batchstate.errors import ArgumentError, DeviceError
+from batchstate.errors import ArgumentError
 from batchstate.testing.race.accesses import Accesses
 from batchstate.testing.race.journal import Entry
 from batchstate.testing.race.report import EventKind
 from batchstate.testing.watching.memory import Place
+from batchstate.testing.watching.refusals import array_of_device
 from batchstate.testing.watching.regions import of_tensor
 from batchstate.testing.watching.touches import Touch
 
@@ -27,12 +28,10 @@ class Transfers:
 
     Args:
         accesses: of the runtime.
-        device: of the runtime.
     """
 
-    def __init__(self, accesses: Accesses, device: torch.device) -> None:
+    def __init__(self, accesses: Accesses) -> None:
         self._accesses = accesses
-        self._device = device
 
     # Of the runtime
 
@@ -103,11 +102,7 @@ class Transfers:
         """
         accesses = self._accesses
         if name in ("numpy", "__array__"):
-            raise DeviceError(
-                f"{name} of a device tensor {tuple(tensor.shape)}",
-                value=tuple(tensor.shape),
-                remedy="use `Runtime.download` or `.cpu()`; on an accelerator torch refuses too",
-            )
+            raise array_of_device(name, tensor)
         if name == "pin_memory":
             raise ArgumentError("pin_memory of a device tensor", value=None, remedy="only host memory can be pinned")
         if name == "to" and not _means_host(args, kwargs):
@@ -132,7 +127,7 @@ class Transfers:
     ) -> tuple[bool, torch.Tensor | None]:
         """`.to` of a host tensor on a CPU: whether it names the device, and then the copy there."""
         named = kwargs.get("device", args[0] if args else None)
-        if not isinstance(named, torch.device) or named != self._device:
+        if not isinstance(named, torch.device) or named != self._accesses.device:
             return False, None
         dtype = kwargs.get("dtype", next((one for one in args if isinstance(one, torch.dtype)), tensor.dtype))
         with self._accesses.muted():
@@ -160,7 +155,7 @@ class Transfers:
                 with accesses.muted():
                     accesses.host_memory.reads(entry, kept, region, source)
         elif (region := of_tensor(result)) is not None:
-            torch.get_device_module(self._device).synchronize(self._device)
+            accesses.let_finish()
             kept = accesses.memories.of(result) or accesses.keep(result, Place.PINNED)
             entry.writes = (*entry.writes, (kept.name, region))
             accesses.detector.judge(entry, [(kept, region, True)])

@@ -15,6 +15,7 @@ import torch
 from batchstate.testing.sim.faults import DeviceFault
 from batchstate.testing.sim.poison import poison
 from batchstate.testing.sim.queues import Await, Lane, Marker, Moment, Scheduler, Task, Wipe
+from batchstate.testing.watching.names import unused_name
 
 LONGEST_QUEUE = 1024
 """What a stream may have before it; then the host waits, as where CUDA's launch queue is full."""
@@ -58,9 +59,7 @@ class Device:
 
     def add(self, name: str) -> Lane:
         """A new stream."""
-        taken = {lane.name for lane in self.lanes}
-        fresh = next(one for one in (name, *(f"{name} {n}" for n in range(2, len(taken) + 3))) if one not in taken)
-        self.lanes.append(Lane(len(self.lanes), fresh))
+        self.lanes.append(Lane(len(self.lanes), unused_name(name, [lane.name for lane in self.lanes])))
         return self.lanes[-1]
 
     # The host's side
@@ -246,8 +245,8 @@ def execute(task: Task, lane: Lane) -> None:
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), torch._C._InferenceMode(True):
             task.work()
     except (RuntimeError, LookupError, ValueError, TypeError, ArithmeticError) as error:
-        line = "an unknown line" if task.at is None or task.at.line is None else str(task.at.line)
-        if task.at is not None and task.at.caller is not None:
-            line += f", called at {task.at.caller}"
+        line, caller = ("an unknown line", None) if task.at is None else task.at.words()
+        if caller is not None:
+            line += f", called at {caller}"
         reason = f"{type(error).__name__}: {error}"
         raise DeviceFault(task.name, lane.name, task.step, line, reason) from error

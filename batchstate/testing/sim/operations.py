@@ -6,7 +6,6 @@ from typing import Any, final
 
 import torch
 
-from batchstate.errors import DeviceError
 from batchstate.testing.sim.calls import Call, packed, written
 from batchstate.testing.sim.device import Device
 from batchstate.testing.sim.places import Places, new_tensors
@@ -14,6 +13,7 @@ from batchstate.testing.sim.queues import Lane, Task
 from batchstate.testing.sim.shapes import Made, Signature, UnknownError, results_of
 from batchstate.testing.sim.transfers import Transfers
 from batchstate.testing.watching.memory import Place
+from batchstate.testing.watching.refusals import mixed_operands
 from batchstate.testing.watching.sites import site
 from batchstate.testing.watching.touches import Operation, tensors_in
 
@@ -175,11 +175,7 @@ class Operations:
         indices = list(tensors_in(args[1])) if operation.takes_host_index else []
         for one in tensors:
             if one.ndim and self._places.of(one) in _HOST and not any(one is index for index in indices):
-                raise DeviceError(
-                    f"{operation.name} of device tensors and a host tensor {tuple(one.shape)}",
-                    value=tuple(one.shape),
-                    remedy="bring it to the device first, with `Runtime.upload`; on an accelerator torch refuses too",
-                )
+                raise mixed_operands(operation.name, one)
 
     # On the host
 

@@ -19,6 +19,7 @@ import torch
 from batchstate.errors import ArgumentError
 from batchstate.runtime import Fence, Runtime, Stream
 from batchstate.runtime.base import Array
+from batchstate.runtime.fences import foreign_fence
 from batchstate.runtime.staging import StagingBlock
 from batchstate.testing.sim.ahead import Ahead
 from batchstate.testing.sim.blocks import Allocator
@@ -167,8 +168,8 @@ class SimRuntime(Runtime):
         """An event as `torch.cuda.Event` is one: it can be recorded again."""
         return DeviceEvent(name, self.record, lambda fence, stream: self.wait(fence, stream=stream))
 
-    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Zeroed host memory that `copy_(non_blocking=True)` uses without the host waiting."""
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype, *, name: str = "") -> torch.Tensor:
+        """Zeroed host memory that `copy_(non_blocking=True)` uses without the host waiting; `name` is for reports."""
         with unwatched():
             return self._places.keep(torch.zeros(shape, dtype=dtype), Place.PINNED)
 
@@ -288,9 +289,7 @@ class SimRuntime(Runtime):
         if isinstance(fence, SimFence) and fence.device is self._device:
             self._device.wait_on(self._lane_of(stream), fence.marker)
         elif isinstance(fence, SimFence) or not fence.query():
-            raise ArgumentError(
-                f"{fence!r} was not recorded by this runtime", value=fence, remedy="record fences with `Runtime.record`"
-            )
+            raise foreign_fence(fence)
 
     def _keep_alive(self, tensor: torch.Tensor, stream: Stream) -> None:
         lane, block = self._lane_of(stream), self._places.on_device(tensor).block

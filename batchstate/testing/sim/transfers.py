@@ -6,7 +6,7 @@ from typing import Any, final
 
 import torch
 
-from batchstate.errors import ArgumentError, DeviceError
+from batchstate.errors import ArgumentError
 from batchstate.testing.sim.calls import Call, written
 from batchstate.testing.sim.device import Device
 from batchstate.testing.sim.places import Places
@@ -14,6 +14,7 @@ from batchstate.testing.sim.poison import poisoned
 from batchstate.testing.sim.queues import Lane, Task
 from batchstate.testing.sim.shapes import Made
 from batchstate.testing.watching.memory import Place
+from batchstate.testing.watching.refusals import array_of_device
 from batchstate.testing.watching.sites import site
 
 
@@ -107,11 +108,7 @@ class Transfers:
                 return True, self._sent(tensor, dtype or tensor.dtype, non_blocking)
             return False, None
         if name in ("numpy", "__array__"):
-            raise DeviceError(
-                f"{name} of a device tensor {tuple(tensor.shape)}",
-                value=tuple(tensor.shape),
-                remedy="use `Runtime.download` or `.cpu()`; on an accelerator torch refuses too",
-            )
+            raise array_of_device(name, tensor)
         if name == "to" and not isinstance(target, str):
             return False, None
         if name == "to" and non_blocking:

@@ -106,16 +106,7 @@ class Region:
 
 def union(intervals: Iterable[tuple[int, int]]) -> Region:
     """The region of some intervals, at least one, in any order."""
-    merged: list[list[int]] = []
-    for lo, hi in sorted(intervals):
-        if merged and lo <= merged[-1][1]:
-            merged[-1][1] = max(merged[-1][1], hi)
-        else:
-            merged.append([lo, hi])
-    if len(merged) == 1:
-        return Region(merged[0][0], merged[0][1])
-    bounds = np.array(merged, np.int64)
-    return Region(merged[0][0], merged[-1][1], bounds[:, 0].copy(), bounds[:, 1].copy())
+    return union_of([Region(lo, hi) for lo, hi in intervals])
 
 
 def union_of(regions: Sequence[Region]) -> Region:

@@ -33,6 +33,10 @@ class Site(NamedTuple):
     line: Line | None
     caller: Line | None
 
+    def words(self) -> tuple[str, str | None]:
+        """Both for people."""
+        return "an unknown line" if self.line is None else str(self.line), self.caller and str(self.caller)
+
 
 def site(depth: int = 2) -> Site:
     """Of the frame `depth` above."""

@@ -102,10 +102,7 @@ class Operation:
         for place, value in enumerate(args):
             writes = place in self._written_places
             for tensor in tensors_in(value):
-                if place == 0 and self._precise is not None:
-                    region = self._named(args, read_index)
-                else:
-                    region = of_tensor(tensor)
+                region = self._named(args, read_index) if place == 0 and self._precise else of_tensor(tensor)
                 if region is not None and (writes or not self._models):
                     found.append(Touch(tensor, region, writes))
         for name, value in kwargs.items():
@@ -117,10 +114,8 @@ class Operation:
 
     def _named(self, args: Sequence[Any], read_index: ReadIndex) -> Region | None:
         """The bytes that an index names; the whole tensor where it names none, so that torch may say what is wrong."""
-        if self._precise is None:
-            return of_tensor(args[0])
         try:
-            return self._precise(args, read_index)
+            return None if self._precise is None else self._precise(args, read_index)
         except (IndexError, ValueError):
             return of_tensor(args[0])
 
