@@ -97,6 +97,25 @@ class CaptureError(BatchStateError, RuntimeError):
     """Something that CUDA-graph capture forbids was asked for while capturing."""
 
 
+class HandshakeError(BatchStateError, ValueError):
+    """Two peers do not fit together: another page size, dtype, instance, or an endpoint that is not ours.
+
+    Raised before a byte has moved.
+    """
+
+
+class TransferError(BatchStateError, RuntimeError):
+    """A transfer failed, or its peer is gone.
+
+    Attributes:
+        in_flight: whether bytes of it may still land: its memory must then not be reused before its writer has ended.
+    """
+
+    def __init__(self, problem: str, *, value: object = None, remedy: str = "", in_flight: bool = False) -> None:
+        super().__init__(problem, value=value, remedy=remedy)
+        self.in_flight = in_flight
+
+
 class PoolExhaustedError(BatchStateError, RuntimeError):
     """A pool has fewer free entries than were asked for. Nothing was taken.
 

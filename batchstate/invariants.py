@@ -38,6 +38,7 @@ from batchstate.laws.slots import (
     table_capacity,
 )
 from batchstate.laws.steps import hidden_sync, race, staging_overrun, staging_reused
+from batchstate.laws.transfers import tier_state, transfer_bounds, transfer_late_write
 from batchstate.levels import Level, checks, current_checks, set_checks
 from batchstate.violations import Code, Violation, Where
 
@@ -82,5 +83,8 @@ __all__ = [
     "staging_reused",
     "table_capacity",
     "tail_stale",
+    "tier_state",
+    "transfer_bounds",
+    "transfer_late_write",
     "unit_mismatch",
 ]

@@ -1,0 +1,420 @@
+"""The protocol of a transfer engine, and all of it that does not depend on how bytes travel.
+
+    engine.register(memory, name)              once, for each piece of memory
+    peer = engine.connect(other's endpoint())  once, on each side that writes
+    handle = engine.write(peer, copies, tag)   on the writing side: returns at once
+    engine.poll(handle)                        PENDING, then DONE, FAILED or UNKNOWN for good
+    engine.completions()                       on the other side: the tags whose data is there
+
+What can be judged before a byte moves is judged here, the same for every engine: regions, bounds, overlaps, tags,
+endpoints. An engine adds the six methods marked abstract.
+"""
+
+import abc
+import base64
+import enum
+import json
+import secrets
+import threading
+from collections import deque
+from typing import Any, final
+
+import attrs
+import numpy as np
+
+from batchstate import invariants
+from batchstate.errors import ArgumentError, HandshakeError, OwnerThreadError, TransferError
+from batchstate.transport.copies import Copies, Ints
+from batchstate.transport.regions import Memory, Region, Regions, RemoteRegion
+from batchstate.violations import Where
+
+MAGIC = "batchstate endpoint 1"
+MOST_TAG_BYTES = 128
+REMEMBERED_TAGS = 65_536
+"""How many of the last tags are remembered, to refuse one that is used twice."""
+
+
+class Status(enum.Enum):
+    """Where a write is.
+
+    PENDING: under way. DONE: all of it has landed. FAILED: it failed, and no byte of it can still land.
+    UNKNOWN: it failed, and bytes may still land; see `Engine.drain`.
+    """
+
+    PENDING = "pending"
+    DONE = "done"
+    FAILED = "failed"
+    UNKNOWN = "unknown"
+
+
+@final
+@attrs.frozen
+class Capabilities:
+    """What an engine can do.
+
+    Attributes:
+        one_sided: whether the peer takes no part in a write.
+        max_rows: most rows of one write.
+    """
+
+    one_sided: bool
+    max_rows: int
+
+
+@final
+@attrs.frozen
+class Delivery:
+    """A tag that has arrived behind its data.
+
+    Attributes:
+        tag: as given to `write`.
+        instance: nonce of the engine that wrote.
+    """
+
+    tag: bytes
+    instance: str
+
+
+@final
+@attrs.define(eq=False)
+class Peer:
+    """Another engine that this one can write to. Made by `connect`.
+
+    Attributes:
+        instance: its nonce; another one after each start.
+        regions: its memory by index, as it was when its endpoint was made.
+        native: of the engine.
+        lost: why it is gone, or None.
+    """
+
+    instance: str
+    regions: dict[int, RemoteRegion] = attrs.field(repr=False)
+    native: Any = attrs.field(default=None, repr=False)
+    lost: str | None = None
+
+
+@final
+@attrs.define(eq=False)
+class Handle:
+    """One write under way. Made by `write`.
+
+    Attributes:
+        peer: where it goes.
+        tag: its tag.
+        nbytes: its bytes.
+        status: the last answer of `poll`; final once it is not PENDING.
+        drained: whether no byte of it can still land.
+        reason: why it failed.
+        native: of the engine.
+    """
+
+    peer: Peer
+    tag: bytes
+    nbytes: int
+    status: Status = Status.PENDING
+    drained: bool = False
+    reason: str = ""
+    native: Any = attrs.field(default=None, repr=False)
+
+
+class Engine(abc.ABC):
+    """One way of writing into another process's memory. Belongs to the thread that made it.
+
+    Attributes:
+        name: of the way; peers must have the same.
+        instance: nonce of this engine: another one for each that was ever made.
+        capabilities: what it can do.
+    """
+
+    name: str
+    capabilities: Capabilities
+
+    def __init__(self) -> None:
+        self.instance = secrets.token_hex(8)
+        self._thread = threading.get_ident()
+        self._regions = Regions()
+        self._peers: dict[str, Peer] = {}
+        self._open: dict[bytes, Handle] = {}
+        self._recent: deque[bytes] = deque()
+        self._used: set[bytes] = set()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.instance}, {len(self._regions)} regions, {len(self._open)} writes open)"
+
+    # What an engine implements
+
+    @abc.abstractmethod
+    def _register(self, region: Region) -> None:
+        """Makes memory readable and writable by the engine."""
+
+    @abc.abstractmethod
+    def _unregister(self, region: Region) -> None:
+        """Takes that back."""
+
+    @abc.abstractmethod
+    def _endpoint(self) -> bytes:
+        """What a peer needs to reach this engine."""
+
+    @abc.abstractmethod
+    def _connect(self, peer: Peer, endpoint: bytes) -> None:
+        """Reaches a peer, and sets its `native`."""
+
+    @abc.abstractmethod
+    def _write(self, handle: Handle, copies: Copies, sources: Ints, targets: Ints) -> None:
+        """Starts a write; at once, or it may wait in a queue of the engine's. Sets the handle's `native`.
+
+        Args:
+            handle: the write.
+            copies: its rows, checked; maybe none, and the tag is delivered all the same.
+            sources: int64[n], addresses here.
+            targets: int64[n], addresses there.
+        """
+
+    @abc.abstractmethod
+    def _poll(self, handle: Handle) -> Status:
+        """Where a pending write is now. Never waits."""
+
+    @abc.abstractmethod
+    def _drained(self, handle: Handle) -> bool:
+        """Whether no byte of a write that ended as UNKNOWN can still land. Never waits."""
+
+    @abc.abstractmethod
+    def _completions(self) -> list[Delivery]:
+        """The tags that have arrived since the last time, each behind its data. Never waits."""
+
+    @abc.abstractmethod
+    def _disconnect(self, peer: Peer) -> None:
+        """Lets a peer go that is gone, or no longer wanted."""
+
+    @abc.abstractmethod
+    def _close(self) -> None:
+        """Lets everything go."""
+
+    # Memory
+
+    def register(self, memory: Memory, name: str = "") -> Region:
+        """Makes memory readable and writable by the engine; peers learn of it by the next `endpoint()`.
+
+        Args:
+            memory: a contiguous tensor or array. It is kept alive until it is unregistered.
+            name: what it is, for reports and for peers.
+
+        Raises:
+            ArgumentError: no memory, not contiguous, empty, or it overlaps a registered region.
+        """
+        self._check("register")
+        region = self._regions.plan(memory, name or f"region {len(self._regions)}")
+        self._register(region)
+        self._regions.add(region)
+        return region
+
+    def unregister(self, region: Region) -> None:
+        """Takes memory back. The caller has shown that nothing of it is still being read or written.
+
+        Raises:
+            ArgumentError: not registered here.
+            TransferError: a write of this engine that has not ended may read it.
+        """
+        self._check("unregister")
+        self._regions.check_listed(region)
+        if self._open:
+            raise TransferError(
+                f"{region.name} is unregistered while {len(self._open)} writes are open",
+                value=region.name,
+                remedy="poll, or drain, every handle first",
+                in_flight=True,
+            )
+        self._unregister(region)
+        self._regions.remove(region)
+
+    # Peers
+
+    def endpoint(self) -> bytes:
+        """What a peer passes to `connect`: opaque, and to be made anew when memory was registered since."""
+        self._check("endpoint")
+        regions = [[region.index, region.name, region.address, region.nbytes] for region in self._regions.all()]
+        native = base64.b64encode(self._endpoint()).decode()
+        fields = {"is": MAGIC, "engine": self.name, "instance": self.instance, "regions": regions, "native": native}
+        return json.dumps(fields).encode()
+
+    def connect(self, endpoint: bytes) -> Peer:
+        """Reaches another engine of the same kind.
+
+        Raises:
+            HandshakeError: that is no endpoint of this library, or one of another engine, of this very engine, or of
+                one that is connected.
+            TransferError: it cannot be reached.
+        """
+        self._check("connect")
+        instance, regions, native = self._parsed(endpoint)
+        peer = Peer(instance, regions)
+        self._connect(peer, native)
+        self._peers[instance] = peer
+        return peer
+
+    def disconnect(self, peer: Peer) -> None:
+        """Lets a peer go. Writes to it that are open end as they will; no new one begins."""
+        self._check("disconnect")
+        if self._peers.get(peer.instance) is peer:
+            self._disconnect(peer)
+            del self._peers[peer.instance]
+            peer.lost = peer.lost or "disconnected"
+
+    def lost_peers(self) -> tuple[Peer, ...]:
+        """Connected peers of which the engine has noticed that they are gone. An engine may notice only in a write."""
+        return tuple(peer for peer in self._peers.values() if peer.lost is not None)
+
+    # Transfers
+
+    def write(self, peer: Peer, copies: Copies, tag: bytes) -> Handle:
+        """Starts to write rows into a peer's memory, and behind them its tag. Returns at once.
+
+        Args:
+            peer: what `connect` returned.
+            copies: the rows; none is fine, the tag arrives all the same. The memory they are read from must stay as it
+                is until the handle is DONE, or drained.
+            tag: 1 to 128 bytes that no other write of this engine has.
+
+        Raises:
+            Violation: TRANSFER_BOUNDS: rows outside the registered regions of either side.
+            ArgumentError: an unknown region, destinations that overlap, more rows than the engine takes, a tag that was
+                used, a peer of another engine. Nothing was sent.
+            TransferError: the peer is gone. Nothing was sent.
+        """
+        self._check("write")
+        if self._peers.get(peer.instance) is not peer:
+            raise ArgumentError(f"{peer!r} is no peer of {self!r}", value=peer, remedy="connect to it first")
+        if peer.lost is not None:
+            raise TransferError(
+                f"peer {peer.instance} is gone: {peer.lost}", value=peer.instance, remedy="connect to its next instance"
+            )
+        self._check_tag(tag)
+        sources, targets = self._addresses(peer, copies)
+        handle = Handle(peer, tag, copies.nbytes)
+        self._write(handle, copies, sources, targets)
+        self._open[tag] = handle
+        self._remember(tag)
+        return handle
+
+    def poll(self, handle: Handle) -> Status:
+        """Where a write is. Final once it is not PENDING. Never waits."""
+        self._check("poll")
+        if handle.status is Status.PENDING:
+            handle.status = self._poll(handle)
+            if handle.status in (Status.DONE, Status.FAILED):
+                self._end(handle)
+        return handle.status
+
+    def drain(self, handle: Handle) -> bool:
+        """Whether no byte of the write can still land, nor its source be read. To be asked again until it says so."""
+        if self.poll(handle) is Status.UNKNOWN and not handle.drained and self._drained(handle):
+            self._end(handle)
+        return handle.drained
+
+    def completions(self) -> list[Delivery]:
+        """Tags whose data has landed here since the last call, in any order. Never waits."""
+        self._check("completions")
+        return self._completions()
+
+    def close(self) -> None:
+        """Lets everything go; twice is fine. Writes that are open have no known end."""
+        if not self._closed:
+            self._check("close")
+            self._closed = True
+            self._close()
+
+    # Checks
+
+    def _check(self, operation: str) -> None:
+        if threading.get_ident() != self._thread:
+            raise OwnerThreadError(
+                f"{operation} of {self!r} was called from thread {threading.current_thread().name!r}",
+                value=threading.current_thread().name,
+                remedy="make one engine a thread",
+            )
+        if self._closed:
+            raise TransferError(f"{operation} of {self!r}, which is closed", value=operation, remedy="make a new one")
+
+    def _parsed(self, endpoint: bytes) -> tuple[str, dict[int, RemoteRegion], bytes]:
+        try:
+            fields = json.loads(endpoint)
+            if fields["is"] != MAGIC:
+                raise KeyError("is")
+            engine, instance = str(fields["engine"]), str(fields["instance"])
+            regions = {
+                int(index): RemoteRegion(int(index), str(name), int(address), int(nbytes))
+                for index, name, address, nbytes in fields["regions"]
+            }
+            native = base64.b64decode(fields["native"], validate=True)
+        except (ValueError, KeyError, TypeError) as error:
+            raise HandshakeError(
+                f"{endpoint[:40]!r} is no endpoint of this library",
+                value=bytes(endpoint[:40]),
+                remedy="pass what the other side's `endpoint()` returned",
+            ) from error
+        if engine != self.name:
+            raise HandshakeError(
+                f"the peer speaks {engine}, this engine {self.name}", value=engine, remedy="open the same on both sides"
+            )
+        if instance == self.instance or instance in self._peers:
+            raise HandshakeError(
+                f"the endpoint of instance {instance} is "
+                + ("this engine's own" if instance == self.instance else "connected already"),
+                value=instance,
+                remedy="connect once to each other engine; after a restart, to its new endpoint",
+            )
+        return instance, regions, native
+
+    def _check_tag(self, tag: object) -> None:
+        if not isinstance(tag, bytes) or not 0 < len(tag) <= MOST_TAG_BYTES:
+            raise ArgumentError(f"tag {tag!r}", value=tag, remedy=f"a tag is 1 to {MOST_TAG_BYTES} bytes")
+        if tag in self._used:
+            raise ArgumentError(f"tag {tag!r} was used before", value=tag, remedy="a retry has a tag of its own")
+
+    def _remember(self, tag: bytes) -> None:
+        self._used.add(tag)
+        self._recent.append(tag)
+        while len(self._recent) > REMEMBERED_TAGS:
+            self._used.discard(self._recent.popleft())
+
+    def _addresses(self, peer: Peer, copies: Copies) -> tuple[Ints, Ints]:
+        """Where each row begins here and there, int64[n] each; after every check."""
+        if len(copies) > self.capabilities.max_rows:
+            raise ArgumentError(
+                f"{len(copies)} rows in one write; {self.name} takes {self.capabilities.max_rows}",
+                value=len(copies),
+                remedy="cut it with `transport.plan.chunked`",
+            )
+        sources = self._inside(self._regions.by_index(), copies.source_regions, copies.source_offsets, copies, "source")
+        targets = self._inside(peer.regions, copies.target_regions, copies.target_offsets, copies, "target")
+        order = np.argsort(targets, kind="stable")
+        overlaps = targets[order][1:] < (targets + copies.lengths)[order][:-1]
+        if overlaps.any():
+            row = int(order[1:][overlaps][0])
+            raise ArgumentError(
+                f"row {row} of a write lands on bytes of another row", value=row, remedy="name each destination once"
+            )
+        return sources, targets
+
+    def _inside(self, regions: dict[int, Any], indices: Ints, offsets: Ints, copies: Copies, side: str) -> Ints:
+        if not len(copies):
+            return np.empty(0, dtype=np.int64)
+        present = np.unique(indices)
+        unknown = [index for index in present.tolist() if index not in regions]
+        if unknown:
+            raise ArgumentError(
+                f"{side} region {unknown[0]} is not registered",
+                value=unknown[0],
+                remedy="register memory before the endpoint is made, and use the indices of `Region`",
+            )
+        found = [regions[index] for index in present.tolist()]
+        which = np.searchsorted(present, indices)
+        sizes = np.array([region.nbytes for region in found], dtype=np.int64)[which]
+        where: Where = {"object": repr(self), "operation": f"write ({side})"}
+        invariants.transfer_bounds(offsets, copies.lengths, 0, sizes, **where)
+        return np.array([region.address for region in found], dtype=np.int64)[which] + offsets
+
+    def _end(self, handle: Handle) -> None:
+        handle.drained = True
+        self._open.pop(handle.tag, None)

@@ -1,0 +1,124 @@
+"""Memory that an engine may read and write: registered once, named by index."""
+
+from typing import final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchstate.errors import ArgumentError
+
+Memory = torch.Tensor | npt.NDArray[np.uint8]
+
+
+@final
+@attrs.frozen(eq=False)
+class Region:
+    """A contiguous piece of memory.
+
+    Attributes:
+        index: what `Copies` calls it.
+        name: what it is, the same word on both sides, as "layer 3 keys".
+        address: of its first byte, in this process.
+        nbytes: how long.
+        memory: what keeps it alive.
+        device: torch's type of device that it lies on.
+    """
+
+    index: int
+    name: str
+    address: int
+    nbytes: int
+    memory: Memory = attrs.field(repr=False)
+    device: str = "cpu"
+
+
+@final
+@attrs.frozen
+class RemoteRegion:
+    """A region of a peer, as its endpoint describes it."""
+
+    index: int
+    name: str
+    address: int
+    nbytes: int
+
+
+@final
+class Regions:
+    """The registered memory of one engine. An index is never given twice."""
+
+    def __init__(self) -> None:
+        self._regions: dict[int, Region] = {}
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._regions)
+
+    def plan(self, memory: Memory, name: str) -> Region:
+        """What `add` would add, checked.
+
+        Raises:
+            ArgumentError: no memory, not contiguous, empty, or it overlaps a registered region.
+        """
+        region = _described(self._next, memory, name)
+        for other in self._regions.values():
+            if region.address < other.address + other.nbytes and other.address < region.address + region.nbytes:
+                raise ArgumentError(
+                    f"region {name!r} overlaps region {other.name!r}, which is registered",
+                    value=name,
+                    remedy="register each piece of memory once",
+                )
+        return region
+
+    def add(self, region: Region) -> None:
+        """Lists a planned region."""
+        self._regions[region.index] = region
+        self._next = region.index + 1
+
+    def remove(self, region: Region) -> None:
+        """Forgets a region.
+
+        Raises:
+            ArgumentError: it is not registered here.
+        """
+        self.check_listed(region)
+        del self._regions[region.index]
+
+    def check_listed(self, region: Region) -> None:
+        """Refuses a region that is not registered here.
+
+        Raises:
+            ArgumentError: it is not.
+        """
+        if self._regions.get(getattr(region, "index", -1)) is not region:
+            raise ArgumentError(
+                f"{region!r} is not registered here", value=region, remedy="pass what `register` returned, once"
+            )
+
+    def all(self) -> tuple[Region, ...]:
+        """By index."""
+        return tuple(self._regions.values())
+
+    def by_index(self) -> dict[int, Region]:
+        """A new dict, index -> region."""
+        return dict(self._regions)
+
+
+def _described(index: int, memory: Memory, name: str) -> Region:
+    if isinstance(memory, torch.Tensor):
+        contiguous, address, nbytes = memory.is_contiguous(), memory.data_ptr(), memory.numel() * memory.element_size()
+        device = memory.device.type
+    elif isinstance(memory, np.ndarray):
+        contiguous, address, nbytes = memory.flags.c_contiguous, memory.ctypes.data, memory.nbytes
+        device = "cpu"
+    else:
+        raise ArgumentError(f"{name}: {type(memory).__name__} is no memory", value=memory, remedy="pass a tensor")
+    if not contiguous or not nbytes:
+        raise ArgumentError(
+            f"region {name!r}: {nbytes} bytes, {'' if contiguous else 'not '}contiguous",
+            value=name,
+            remedy="register contiguous memory of at least one byte",
+        )
+    return Region(index, str(name), address, nbytes, memory, device)
