@@ -1,11 +1,34 @@
 """A stack of free indices: the last one freed is the first one handed out."""
 
-from typing import final
+from typing import Protocol, final
 
 import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
+
+
+class FreeIndices(Protocol):
+    """Free indices of a ledger, in an order of their own."""
+
+    count: int
+    room: int
+
+    def top(self, n: int) -> Ints:
+        """The next `n` to be handed out, in that order, as a new array. They stay free."""
+        ...
+
+    def drop(self, n: int) -> None:
+        """Takes away what `top(n)` shows."""
+        ...
+
+    def push(self, indices: Ints) -> None:
+        """Makes `indices` free."""
+        ...
+
+    def entries(self) -> Ints:
+        """All free indices, as a new array."""
+        ...
 
 
 @final

@@ -7,6 +7,7 @@ Each index is in one state, said twice on purpose: once in an array of states an
 compare the two, so that a bug in either is seen. Every operation costs O(indices that change), whatever the size.
 """
 
+from collections.abc import Callable
 from typing import final
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from batchstate import invariants, levels
 from batchstate.errors import PoolExhaustedError
 from batchstate.ownership.fence_queue import FenceQueue
-from batchstate.ownership.free_list import FreeList
+from batchstate.ownership.free_list import FreeIndices, FreeList
 from batchstate.runtime import Fence, Runtime
 from batchstate.violations import Code, Where
 
@@ -40,7 +41,15 @@ class Ledger:
         taken_total, freed_total: how many were ever taken and released.
     """
 
-    def __init__(self, runtime: Runtime, size: int, *, reserve: int = 0, label: str) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        size: int,
+        *,
+        reserve: int = 0,
+        label: str,
+        free_list: Callable[[int, int], FreeIndices] = FreeList,
+    ) -> None:
         self.runtime = runtime
         self.label = label
         self.size = size
@@ -50,8 +59,8 @@ class Ledger:
         self.peak_live = 0
         self.taken_total = 0
         self.freed_total = 0
-        self._ordinary = FreeList(1, size)
-        self._reserved = FreeList(size + 1, size + reserve)
+        self._ordinary = free_list(1, size)
+        self._reserved = free_list(size + 1, size + reserve)
         self._waiting = FenceQueue()
         self._asking = False  # a fence that calls its own pool must not start a second round of questions
         # One state more than indices: see `_states_of`.
@@ -62,6 +71,11 @@ class Ledger:
 
     def __repr__(self) -> str:
         return f"Ledger({self.label}: {self.free} free, {self.pending} pending, {self.live} live)"
+
+    @property
+    def states(self) -> npt.NDArray[np.uint8]:
+        """The state of each index, uint8[capacity], as a view."""
+        return self._states[: self.capacity]
 
     @property
     def free(self) -> int:
@@ -327,7 +341,7 @@ class Ledger:
         if not waited.all() or self.repeated(indices):
             invariants.slot_double_free(indices, waited, **where)
 
-    def _check_room(self, free_list: FreeList, n: int) -> None:
+    def _check_room(self, free_list: FreeIndices, n: int) -> None:
         """A free list never holds more than it can own."""
         if free_list.count + n > free_list.room:
             invariants.slot_conservation(free_list.count + n, 0, 0, free_list.room, **self._where("push"))

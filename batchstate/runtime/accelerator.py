@@ -11,6 +11,7 @@ from batchstate.errors import ArgumentError
 from batchstate.runtime.base import Array, Runtime
 from batchstate.runtime.counters import Counters
 from batchstate.runtime.fences import Fence, Stream, foreign_fence
+from batchstate.runtime.mapped import MappedMemory, device_view
 from batchstate.runtime.staging import StagingBlock
 
 
@@ -63,6 +64,10 @@ class AcceleratorRuntime(Runtime):
 
     def _device_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def _mapped(self, shape: tuple[int, ...], dtype: torch.dtype) -> MappedMemory:
+        pinned = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+        return MappedMemory(pinned, device_view(pinned, self.device))
 
     def _copied_to_device(self, block: StagingBlock, nbytes: int) -> torch.Tensor:
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)

@@ -18,6 +18,7 @@ from batchstate.runtime.depth import declared_depth
 from batchstate.runtime.download import Download
 from batchstate.runtime.dtypes import numpy_dtype
 from batchstate.runtime.fences import Fence, Stream
+from batchstate.runtime.mapped import MappedMemory
 from batchstate.runtime.packed import PackedUpload, packed_offsets
 from batchstate.runtime.staging import Staging, StagingBlock
 
@@ -189,6 +190,28 @@ class Runtime(abc.ABC):
         self._persistent = [reference for reference in self._persistent if reference() is not None]
         self._persistent.append(weakref.ref(tensor))
         return tensor
+
+    def mapped_zeros(self, shape: tuple[int, ...], dtype: torch.dtype, *, name: str = "") -> MappedMemory:
+        """Zeroed pinned host memory that kernels can address too, for memory that outlives a step.
+
+        Args:
+            shape: of the tensors.
+            dtype: of the tensors.
+            name: for reports of test tools.
+        """
+        self.check_owner("mapped_zeros")
+        self._refuse_capture("allocating host memory")
+        with torch.inference_mode(False):
+            mapped = self._mapped(shape, dtype)
+        mapped.bytes[...] = 0  # by the host: nothing is enqueued, and no stream has to be waited for
+        if name:
+            self._named(mapped.device, name)
+        return mapped
+
+    def _mapped(self, shape: tuple[int, ...], dtype: torch.dtype) -> MappedMemory:
+        """Uninitialised. Where host and device share their memory, any will do."""
+        memory = self._device_memory(shape, dtype)
+        return MappedMemory(memory, memory)
 
     def _allocate_staging(self, nbytes: int) -> torch.Tensor:
         self.counters.staging_allocations += 1
@@ -380,6 +403,9 @@ class Runtime(abc.ABC):
 
     def _host_reads(self, block: StagingBlock, nbytes: int) -> None:  # noqa: B027
         """The host is about to read the first bytes of a block that a copy from the device has filled."""
+
+    def host_writes_rows(self, tensor: torch.Tensor, start: int, stop: int) -> None:  # noqa: B027
+        """From here on rows `start` to `stop` of mapped memory may be written by the host, or by a peer."""
 
     @contextlib.contextmanager
     def observe(self) -> Iterator[list[torch.Tensor]]:

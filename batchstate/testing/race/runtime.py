@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, TypeVar, final
 import torch
 
 from batchstate.errors import ArgumentError
-from batchstate.runtime import CpuRuntime, Fence, Runtime, Stream
+from batchstate.runtime import CpuRuntime, Fence, MappedMemory, Runtime, Stream
 from batchstate.runtime.base import Array
 from batchstate.runtime.fences import foreign_fence
 from batchstate.runtime.staging import StagingBlock
@@ -236,6 +236,18 @@ class RaceRuntime(Runtime):
         entry = self._detector.event(self._current_lane(), EventKind.ALLOCATION, "empty")
         self._accesses.made(tensor, entry)
         return tensor
+
+    def _mapped(self, shape: tuple[int, ...], dtype: torch.dtype) -> MappedMemory:
+        with self._accesses.muted():
+            mapped = self._inner._mapped(shape, dtype)
+        self._accesses.made(mapped.device, self._detector.event(self._current_lane(), EventKind.ALLOCATION, "mapped"))
+        return mapped
+
+    def host_writes_rows(self, tensor: torch.Tensor, start: int, stop: int) -> None:
+        """See `Runtime.host_writes_rows`: whatever a stream still does with the rows is a race."""
+        with self._accesses.muted():
+            rows = tensor[start:stop]
+        self._accesses.host_access(rows, "host tier: rows change hands", writes=True)
 
     def _copied_to_device(self, block: StagingBlock, nbytes: int) -> torch.Tensor:
         with self._accesses.muted():

@@ -1,0 +1,453 @@
+"""`HiSparse`: requests whose KV lives in host memory, with a hot buffer of the newest tokens on the device.
+
+Long contexts do not fit on the device. A request of the host tier has a place in pinned host memory for every token it
+will ever have, and pages on the device for at most `hot_tokens` of them::
+
+    outside --admit_staged--> STAGED --settle--> READY --finish--> FINISHED
+    outside --reserve-------> DIRECT --admit_direct--^    any of the three --abort--> ABORTED
+
+STAGED copies KV that this worker prefilled out to the host. DIRECT waits for another worker that writes it there. Which
+way a request goes, and whether it goes at all, is said request by request. In each decode step `map_last_location`
+says where the new token's KV goes and which older one has to be backed up, from host sides alone: nothing is read from
+the device, and nothing depends on how long a context is.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchstate import invariants, levels
+from batchstate.contracts import Contract
+from batchstate.errors import ArgumentError, DeviceError
+from batchstate.host_tokens import HostBuffer, HostRuns, HostStats, HostTokenPool
+from batchstate.indices import HostTokens, Slots, Tokens
+from batchstate.mirror import MirroredTensor
+from batchstate.pages import Extension, PagePool
+from batchstate.runtime import Fence, Runtime, check_fence
+from batchstate.tiering.books import TierBooks, TierState
+from batchstate.tiering.guard import TierGuard
+from batchstate.tiering.location import LastLocation, host_only
+from batchstate.tiering.moves import Moves
+from batchstate.values.host_arrays import count
+from batchstate.values.integers import amounts
+from batchstate.violations import Where
+
+__all__ = ["HiSparse", "HostBuffer", "HostRuns", "HostStats", "HostTokenPool", "LastLocation", "TierState"]
+
+Ints = npt.NDArray[np.int64]
+
+
+@final
+class HiSparse:
+    """The host tier of one worker. Belongs to the thread of its runtime.
+
+    Args:
+        pages: device pages, which hold the hot buffers; its slots are the requests. Its page size is free.
+        host: the host tokens.
+        kv: for each layer of `host` the device memory that `pages` index: dtype[pages.token_capacity, *item_shape].
+        hot_tokens: most tokens of a request that the device holds; at least 2.
+
+    Raises:
+        ArgumentError, ShapeError, DtypeError, DeviceError: the parts do not go together.
+    """
+
+    def __init__(
+        self, pages: PagePool, host: HostTokenPool, kv: Sequence[torch.Tensor], *, hot_tokens: int = 4096
+    ) -> None:
+        self.runtime: Runtime = host.runtime
+        self.pages = pages
+        self.slots = pages.slots
+        self.host = host
+        self.hot_tokens = count(hot_tokens, "hot_tokens", least=2)
+        if pages.runtime is not host.runtime:
+            raise DeviceError(f"{host!r} has another runtime", value=host, remedy="use one runtime")
+        if pages.max_tokens_per_request < self.hot_tokens:
+            raise ArgumentError(
+                f"hot buffers of {self.hot_tokens} tokens in {pages!r} for {pages.max_tokens_per_request} a request",
+                value=self.hot_tokens,
+                remedy="let max_tokens_per_request of the pages be at least hot_tokens",
+            )
+        self._moves = Moves(pages, host, kv)
+        self._books = TierBooks(self.slots.capacity)
+        self._guard = TierGuard(host, self._books, self._moves)
+        self._stream = self.runtime.stream("host tier")
+        self._open: LastLocation | None = None
+        self._staging: list[tuple[Slots, Fence]] = []
+        self.slots.attach(self._guard)
+
+    def __repr__(self) -> str:
+        return f"HiSparse({len(self._books.runs)} requests, hot_tokens={self.hot_tokens}, {self.host!r})"
+
+    # Asking
+
+    def states(self, slots: Slots) -> list[TierState]:
+        """The state of each request."""
+        return [TierState(int(one)) for one in self._books.states[self.slots.rows_of(slots, "states")]]
+
+    def ready(self, slots: Slots) -> npt.NDArray[np.bool_]:
+        """Which of them decode in the host tier, bool[n]."""
+        ready: npt.NDArray[np.bool_] = self._books.states[self.slots.rows_of(slots, "ready")] == TierState.READY
+        return ready
+
+    def lengths(self, slots: Slots) -> Ints:
+        """Tokens of each request as far as the host tier has been told, int64[n]."""
+        return self._books.length[self.slots.rows_of(slots, "lengths")]
+
+    def host_tokens(self, slots: Slots, counts: object) -> HostTokens:
+        """The host tokens of the first `counts` positions of each request, one request after the other. O(tokens).
+
+        Raises:
+            Violation: TIER_STATE. ArgumentError: more than a request has room for.
+        """
+        rows = self.slots.rows_of(slots, "host_tokens")
+        self._guard.check_state(rows, (TierState.STAGED, TierState.DIRECT, TierState.READY), "host_tokens")
+        wanted = np.broadcast_to(amounts(counts, rows.size, "host_tokens"), rows.shape)
+        parts = [self._books.runs[row].tokens(0, n) for row, n in zip(rows.tolist(), wanted.tolist(), strict=True)]
+        return HostTokens.from_host(
+            self.runtime, np.concatenate([np.empty(0, np.int64), *parts]), contract=Contract.HOST_ONLY
+        )
+
+    # Admission
+
+    def reserve(
+        self, slots: Slots, lengths: object, max_tokens: object, *, writer: Fence | None = None
+    ) -> list[HostRuns]:
+        """Logical-only allocation: a place in host memory for each token a request will have, and none on the device.
+
+        From here on a writer may write the first `lengths` tokens of each. When the slots are freed, the host tokens
+        stay pending until `writer` is complete.
+
+        Args:
+            slots: live handles without pages, each once.
+            lengths: tokens that the writer brings, one number or int[n], at least 1.
+            max_tokens: tokens that the request will have at the most, growth included.
+            writer: complete when nobody writes any more: a lease's `ended`.
+
+        Returns:
+            the runs of each.
+
+        Raises:
+            PoolExhaustedError: too few host tokens. Nothing was reserved.
+            Violation: TIER_STATE: one is in the tier already; LENGTH_ORDER.
+            ArgumentError: one has device pages.
+        """
+        rows = self._entering(slots, "reserve")
+        check_fence(writer, "reserve")
+        if np.count_nonzero(self.pages.allocated(slots)):
+            raise ArgumentError(
+                "reserve for a request that has device pages",
+                value=slots,
+                remedy="use `admit_staged` for KV that is on the device",
+            )
+        length, room = self._sizes(rows, lengths, max_tokens, "reserve")
+        return self._enter(rows, length, room, TierState.DIRECT, writer, "reserve")
+
+    def admit_direct(self, slots: Slots) -> Extension:
+        """The rows of these requests have arrived: they become READY. Short ones are loaded onto the device.
+
+        A request that fits into the hot buffer gets pages for its tokens, and their KV from the host, on the current
+        stream. A longer one gets a whole hot buffer, which fills as it decodes.
+
+        Args:
+            slots: requests that are DIRECT.
+
+        Returns:
+            the device tokens of the hot buffers, for a table [slot, hot row] -> token.
+
+        Raises:
+            PoolExhaustedError: too few device pages. Nothing was admitted.
+            Violation: TIER_STATE.
+        """
+        rows = self.slots.rows_of(slots, "admit_direct", unique=True)
+        self._guard.check_state(rows, (TierState.DIRECT,), "admit_direct")
+        length = self._books.length[rows]
+        short = length <= self.hot_tokens
+        hot = self.pages.extend(slots, np.minimum(length, self.hot_tokens))
+        if short.any():
+            self._preload(slots, hot, np.repeat(short, hot.counts), length[short], rows[short])
+        self._books.hot_from[rows] = np.where(short, 0, length)
+        self._books.states[rows] = TierState.READY
+        return hot
+
+    def _preload(
+        self, slots: Slots, hot: Extension, of_short: npt.NDArray[np.bool_], lengths: Ints, rows: Ints
+    ) -> None:
+        sources = np.concatenate(
+            [self._books.runs[row].tokens(0, n) for row, n in zip(rows.tolist(), lengths.tolist(), strict=True)]
+        )
+        targets = hot.tokens.np[of_short]
+        try:
+            self._moves.to_device(*self._moves.uploaded(sources, targets), "host tier: preload")
+        except BaseException:
+            self.pages.release(slots)
+            raise
+
+    def admit_staged(self, slots: Slots, max_tokens: object, *, after: Fence | None = None) -> None:
+        """Copies the KV of these requests from their device pages to the host, on a stream of its own.
+
+        They are STAGED until the copy is complete and `settle` has seen it.
+
+        Args:
+            slots: requests with committed pages, each once; as many tokens as are committed.
+            max_tokens: tokens that the request will have at the most, growth included.
+            after: the fence behind the forward that wrote the KV; by default all of the current stream.
+
+        Raises:
+            PoolExhaustedError: too few host tokens. Nothing was staged.
+            Violation: TIER_STATE, LENGTH_ORDER.
+        """
+        operation = "admit_staged"
+        rows = self._entering(slots, operation)
+        check_fence(after, operation)
+        length, room = self._sizes(rows, self.pages.committed(slots), max_tokens, operation)
+        written = after if after is not None else self.runtime.record()
+        runs = self._enter(rows, length, room, TierState.STAGED, None, operation)
+        try:
+            targets = np.concatenate([one.tokens(0, n) for one, n in zip(runs, length.tolist(), strict=True)])
+            sources = self._device_tokens(np.repeat(rows, length), _within(length))
+            with self.runtime.use(self._stream):
+                self.runtime.wait(written)
+                copied = self._moves.to_host(*self._moves.uploaded(sources, targets), "host tier: stage")
+        except BaseException:
+            for row in rows.tolist():
+                self.host.free(self._books.leave(row))
+                self._books.states[row] = TierState.OUTSIDE
+            raise
+        self._staging.append((slots, copied))
+        for row in rows.tolist():
+            self._guard.holds[row] = copied
+
+    def settle(self) -> int:
+        """Makes READY what is STAGED and copied; says how many. Never waits. Device pages beyond the hot buffer go."""
+        self.runtime.check_owner("settle")
+        answers = [fence.query() for _, fence in self._staging]
+        settled = 0
+        for (slots, fence), copied in zip(self._staging, answers, strict=True):
+            if copied:
+                settled += self._settle(slots, fence)
+        self._staging = [group for group, copied in zip(self._staging, answers, strict=True) if not copied]
+        return settled
+
+    def _settle(self, slots: Slots, copied: Fence) -> int:
+        """Those of a group that have not left: what waits for this copy is theirs."""
+        still = np.array([self._guard.holds.get(slot) is copied for slot in slots.np.tolist()], dtype=np.bool_)
+        slots = slots.filter(still)
+        rows = slots.np
+        long = self._books.length[rows] > self.hot_tokens
+        if long.any():
+            self.pages.truncate(slots.filter(long), self.hot_tokens)
+            self._books.hot_from[rows[long]] = self._books.length[rows[long]]
+        for row in rows.tolist():
+            del self._guard.holds[row]
+        self._books.states[rows] = TierState.READY
+        return len(slots)
+
+    # Decoding
+
+    def map_last_location(self, slots: Slots, seq_lens: object) -> LastLocation:
+        """Plans a decode step of requests of the host tier: O(requests), on the host alone.
+
+        Each request's hot buffer grows by a token until it is full; from then on position p takes the row of position
+        p - hot_tokens. The token of the step before is to be backed up first: call `back_up` with what is returned,
+        at the entry of the step's forward and on its stream, before the next step is planned.
+
+        Args:
+            slots: READY requests, each once, without padding.
+            seq_lens: tokens of each with the new one: a mirrored column, or int[n]; one more than in the last step.
+
+        Raises:
+            PoolExhaustedError: too few device pages. Nothing was mapped.
+            Violation: TIER_STATE: a request is not READY; LENGTH_ORDER: more tokens than were reserved.
+            ArgumentError: a request did not grow by one token, or the backup of the last step was not launched.
+        """
+        operation = "map_last_location"
+        rows = self.slots.rows_of(slots, operation, unique=True)
+        books = self._books
+        self._guard.check_state(rows, (TierState.READY,), operation)
+        lens = seq_lens.np if isinstance(seq_lens, MirroredTensor) else seq_lens
+        length = np.broadcast_to(amounts(lens, rows.size, operation), rows.shape)
+        self._check_step(rows, length)
+        position = length - 1
+        grows = position < self.hot_tokens
+        if grows.all():
+            self.pages.advance(slots)
+        elif grows.any():
+            self.pages.advance(slots.filter(grows))
+        owed = books.backed[rows] < position
+        late = rows[owed]
+        previous = position[owed] - 1
+        location = LastLocation(
+            slots,
+            position,
+            host_only(Tokens, self.runtime, self._device_tokens(rows, position)),
+            np.maximum(books.hot_from[rows], length - self.hot_tokens),
+            host_only(Tokens, self.runtime, self._device_tokens(late, previous)),
+            host_only(HostTokens, self.runtime, books.host_tokens(late, previous)),
+        )
+        books.length[rows] = length
+        books.backed[rows] = position
+        self._open = location
+        return location
+
+    def back_up(self, location: LastLocation, uploaded: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Launches the backup of a planned step on the current stream: the step's forward, before the model.
+
+        Args:
+            location: the last plan.
+            uploaded: what `batch.upload(extras=location.extras)` returned; without it the indices are uploaded here.
+
+        Raises:
+            ArgumentError: it was launched already, or is not the last plan.
+        """
+        self.runtime.check_owner("back_up")
+        if location.launched or location is not self._open:
+            raise ArgumentError(
+                f"back_up of {location!r}, which is not the plan of this step",
+                value=location,
+                remedy="call it once for each `map_last_location`, in order",
+            )
+        if len(location.backup_from):
+            if uploaded is None:
+                source, target = self._moves.uploaded(location.backup_from.np, location.backup_to.np)
+            else:
+                source, target = uploaded["backup_from"], uploaded["backup_to"]
+            self._moves.to_host(source, target, "host tier: back up")
+        location.launched = True
+        self._open = None
+        if levels.full and not self.runtime.checks_stand_aside():
+            self._check_backed(location)
+
+    # Leaving
+
+    def finish(self, slots: Slots, *, after: Fence | None = None) -> None:
+        """READY requests leave with all they have: slots, device pages, host tokens. Behind `after` and all copies.
+
+        Raises:
+            As `SlotPool.free`; TIER_STATE. Nothing was freed.
+        """
+        self._release(slots, (TierState.READY,), after, "finish")
+
+    def abort(self, slots: Slots, *, after: Fence | None = None) -> None:
+        """Requests in any state of the tier leave with all they have.
+
+        Host tokens that a writer may still write stay pending until it has ended, and pages that are being copied until
+        they are.
+
+        Raises:
+            As `SlotPool.free`; TIER_STATE. Nothing was freed.
+        """
+        self._release(slots, (TierState.STAGED, TierState.DIRECT, TierState.READY), after, "abort")
+
+    def _release(self, slots: Slots, allowed: tuple[TierState, ...], after: Fence | None, operation: str) -> None:
+        check_fence(after, operation)
+        rows = self.slots.rows_of(slots, operation, unique=True)
+        self._guard.check_state(rows, allowed, operation)
+        staged = [row for row in rows.tolist() if self._books.states[row] == TierState.STAGED]
+        self._guard.leaving = True
+        try:
+            self.pages.release_requests(slots, after=self._guard.fence_of(staged, after))
+        finally:
+            self._guard.leaving = False
+
+    # Parts
+
+    def _entering(self, slots: Slots, operation: str) -> Ints:
+        rows = self.slots.rows_of(slots, operation, unique=True)
+        self._guard.check_state(rows, (TierState.OUTSIDE,), operation)
+        return rows
+
+    def _sizes(self, rows: Ints, lengths: object, max_tokens: object, operation: str) -> tuple[Ints, Ints]:
+        length = np.broadcast_to(amounts(lengths, rows.size, operation), rows.shape)
+        room = np.broadcast_to(amounts(max_tokens, rows.size, operation), rows.shape)
+        invariants.length_order(np.minimum(length, 1), length, self.host.size, **self._where(operation))
+        invariants.length_order(length, room, self.host.size, **self._where(operation))
+        if length.size and int(length.min()) < 1:
+            raise ArgumentError(f"{operation} of 0 tokens", value=0, remedy="a request has at least one token")
+        return length, room
+
+    def _enter(
+        self, rows: Ints, length: Ints, room: Ints, state: TierState, writer: Fence | None, operation: str
+    ) -> list[HostRuns]:
+        runs = self.host.take(room, rows)
+        for row, one, n in zip(rows.tolist(), runs, length.tolist(), strict=True):
+            self._books.enter(row, one, state, n)
+            if writer is not None:
+                self._guard.holds[row] = writer
+        return runs
+
+    def _check_step(self, rows: Ints, length: Ints) -> None:
+        books = self._books
+        if self._open is not None:
+            raise ArgumentError(
+                f"{self._open!r} was planned, and its backup not launched",
+                value=self._open,
+                remedy="call `back_up` for each `map_last_location`, in order",
+            )
+        invariants.length_order(length, books.room[rows], int(books.room.max(initial=0)), **self._where("map"))
+        wrong = length != books.length[rows] + 1
+        if wrong.any():
+            row = int(np.flatnonzero(wrong)[0])
+            raise ArgumentError(
+                f"slot {rows[row]} has {length[row]} tokens with the new one, and had {books.length[rows[row]]}",
+                value=int(length[row]),
+                remedy="map one new token a step; each request once a step",
+            )
+
+    def _device_tokens(self, rows: Ints, positions: Ints) -> Ints:
+        """Where the device has, or takes, the KV of one position of each row, int64[n]."""
+        hot_row = np.where(positions < self.hot_tokens, positions, positions % self.hot_tokens)
+        size = self.pages.page_size
+        page = self.pages.page_table[rows, hot_row // size].astype(np.int64)
+        tokens: Ints = page * size + hot_row % size
+        if levels.cheap and page.size and int(page.min()) == 0:
+            invariants.slot_zero_allocated(page, **self._where("device tokens"))
+        return tokens
+
+    # Checks
+
+    def _check_backed(self, location: LastLocation) -> None:
+        where = self._where("back_up")
+        for device, host in zip(self._moves.kv, self.host.buffers, strict=True):
+            invariants.mirror_equal(
+                self.runtime.inspect(device)[location.backup_from.np],
+                self.runtime.inspect(host)[location.backup_to.np],
+                **where,
+            )
+
+    def verify(self) -> None:
+        """Every law of the tier from scratch: states, runs, pages, and that what is backed up equals what is hot.
+
+        Reads device memory; stands aside under capture.
+
+        Raises:
+            Violation: MIRROR_EQUAL; see `TierGuard.verify` and `PagePool.verify`.
+        """
+        self.runtime.check_owner("verify")
+        if self.runtime.capturing:
+            return
+        self._guard.verify()
+        self.pages.verify()
+        books = self._books
+        where = self._where("verify")
+        device = [self.runtime.inspect(one) for one in self._moves.kv]
+        host = [self.runtime.inspect(one) for one in self.host.buffers]
+        owed = 0 if self._open is None or self._open.launched else 1
+        for row in np.flatnonzero(books.states == TierState.READY).tolist():
+            first = max(int(books.hot_from[row]), int(books.length[row]) - self.hot_tokens)
+            both = np.arange(first, int(books.backed[row]) - owed, dtype=np.int64)
+            at = np.full(both.size, row, dtype=np.int64)
+            tokens, kept = self._device_tokens(at, both), books.host_tokens(at, both)
+            for on_device, in_host in zip(device, host, strict=True):
+                invariants.mirror_equal(on_device[tokens], in_host[kept], **where)
+
+    def _where(self, operation: str) -> Where:
+        return {"object": repr(self), "operation": operation, "step": self.runtime.step}
+
+
+def _within(lengths: Ints) -> Ints:
+    """0 .. n-1 for each n of `lengths`, one after the other."""
+    ends = np.cumsum(lengths)
+    return np.arange(int(ends[-1]) if ends.size else 0, dtype=np.int64) - np.repeat(ends - lengths, lengths)

@@ -1,0 +1,340 @@
+"""`HostTokenPool`: KV memory of the host tier, one pinned buffer a layer, handed out in runs.
+
+Host token 0 (with pages, the tokens of page 0) is padding. A run has an owner and a generation, and is handed out again
+only when the fence that it was freed behind is complete: a copy of the device's that still writes it, or a writer in
+another process that may (quarantine is nothing else than a fence that only the writer's end completes).
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import SupportsIndex, final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchstate import invariants, levels
+from batchstate.errors import ArgumentError
+from batchstate.ownership.extent_list import ExtentList, runs_of
+from batchstate.ownership.host_runs import HostRuns
+from batchstate.ownership.ledger import FREE, Ledger
+from batchstate.ownership.sizes import MOST_TOKENS, size_of
+from batchstate.runtime import Fence, MappedMemory, Runtime, check_fence, check_runtime
+from batchstate.values.host_arrays import as_array
+from batchstate.values.integers import amounts
+from batchstate.violations import Where
+
+__all__ = ["HostBuffer", "HostRuns", "HostStats", "HostTokenPool"]
+
+Ints = npt.NDArray[np.int64]
+
+_identities = itertools.count(1)
+_SEAL = 0xC3
+"""Each byte of memory that is nobody's, at `full`."""
+
+
+@final
+@attrs.frozen
+class HostStats:
+    """A pool in tokens: free + pending + live = size.
+
+    Attributes:
+        size: tokens that can be handed out.
+        free: nobody's.
+        pending: freed behind a fence that is not complete: a copy under way, or a writer not known to have ended.
+        live: somebody's.
+        largest_free_run: the most that can be had in one run.
+    """
+
+    size: int
+    free: int
+    pending: int
+    live: int
+    largest_free_run: int
+
+
+@final
+@attrs.frozen(eq=False)
+class HostBuffer:
+    """One buffer as a transfer engine registers it.
+
+    Attributes:
+        name: of the layer.
+        address: of its first byte.
+        nbytes: how long; host token t begins at t * item_bytes.
+        item_bytes: of one token.
+        memory: the tensor, which keeps it alive.
+    """
+
+    name: str
+    address: int
+    nbytes: int
+    item_bytes: int
+    memory: torch.Tensor = attrs.field(repr=False)
+
+
+@final
+class HostTokenPool:
+    """Host tokens page_size to (num_pages + 1) * page_size - 1.
+
+    Args:
+        runtime: the device whose kernels read and write the memory.
+        num_pages: pages that can be handed out.
+        page_size: tokens a page; 1 for none.
+        layers: names of the buffers, or how many; keys and values are two.
+        item_shape: of one token in one buffer.
+        dtype: of the buffers.
+        name: for reports.
+
+    Raises:
+        ArgumentError, DtypeError: sizes that are no positive integers, or too large; no layers, or two of one name.
+
+    Attributes:
+        buffers: for each layer dtype[token_capacity, *item_shape], as kernels of the device address it.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        num_pages: SupportsIndex,
+        page_size: SupportsIndex = 1,
+        *,
+        layers: int | Sequence[str],
+        item_shape: Sequence[int],
+        dtype: torch.dtype,
+        name: str = "host tier",
+    ) -> None:
+        check_runtime(runtime, name)
+        self.runtime = runtime
+        self.name = name
+        self.identity = next(_identities)
+        self.num_pages = size_of(num_pages, f"{name}: num_pages", least=1)
+        self.page_size = size_of(page_size, f"{name}: page_size", least=1, most=MOST_TOKENS // (self.num_pages + 1))
+        self.layers = tuple(str(one) for one in (range(layers) if isinstance(layers, int) else layers))
+        if not self.layers or len(set(self.layers)) != len(self.layers):
+            raise ArgumentError(
+                f"{name}: layers are {list(self.layers)}", value=layers, remedy="name each buffer, at least one"
+            )
+        self.item_shape = tuple(size_of(size, f"{name}: item_shape", least=1) for size in item_shape)
+        self.dtype = dtype
+        shape = (self.token_capacity, *self.item_shape)
+        self._memory: tuple[MappedMemory, ...] = tuple(
+            runtime.mapped_zeros(shape, dtype, name=f"{name} {layer}") for layer in self.layers
+        )
+        self.buffers: tuple[torch.Tensor, ...] = tuple(memory.device for memory in self._memory)
+        self._free = ExtentList(1, self.num_pages)
+        self._ledger = Ledger(runtime, self.num_pages, label=f"HostTokenPool {name!r}", free_list=self._extents)
+        self._generation = np.zeros(self.num_pages + 1, dtype=np.int64)  # of the run that has the page, 0 for none
+        self._owner = np.zeros(self.num_pages + 1, dtype=np.int64)
+        self._runs = 0
+        self._sealed = np.zeros(self.num_pages + 1, dtype=np.bool_)
+
+    def _extents(self, first: int, last: int) -> ExtentList:
+        return self._free if first == 1 else ExtentList(first, last)
+
+    def __repr__(self) -> str:
+        ledger = self._ledger
+        return (
+            f"HostTokenPool({self.name!r}, {self.num_pages} pages of {self.page_size}, "
+            f"free={ledger.free}, pending={ledger.pending}, live={ledger.live})"
+        )
+
+    @property
+    def size(self) -> int:
+        """Tokens that can be handed out."""
+        return self.num_pages * self.page_size
+
+    @property
+    def token_capacity(self) -> int:
+        """Rows of each buffer: those of all pages, page 0 included."""
+        return (self.num_pages + 1) * self.page_size
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one token in one buffer."""
+        return int(np.prod(self.item_shape, dtype=np.int64)) * self.dtype.itemsize
+
+    @property
+    def stats(self) -> HostStats:
+        """The pool in numbers, after `reap`."""
+        self.reap()
+        ledger, size = self._ledger, self.page_size
+        return HostStats(
+            self.size, ledger.free * size, ledger.pending * size, ledger.live * size, self._free.largest * size
+        )
+
+    @property
+    def live_pages(self) -> int:
+        """Pages that are somebody's."""
+        return self._ledger.live
+
+    def contiguous_buffers(self) -> tuple[HostBuffer, ...]:
+        """The buffers as a transfer engine registers them, in the order of the layers."""
+        return tuple(
+            HostBuffer(layer, memory.host.data_ptr(), memory.bytes.size, self.item_bytes, memory.host)
+            for layer, memory in zip(self.layers, self._memory, strict=True)
+        )
+
+    # Taking and freeing
+
+    def take(self, tokens: object, owners: object) -> list[HostRuns]:
+        """Takes room for `tokens` tokens for each owner, in as few runs as there is room for: whole pages.
+
+        Args:
+            tokens: int[n], at least 1 each.
+            owners: int[n], for reports and for `owner_of`: slots, mostly.
+
+        Returns:
+            one for each.
+
+        Raises:
+            PoolExhaustedError: too few pages are free. Nothing was taken.
+            ArgumentError: nothing asked for, or not one owner each.
+            Violation: TRANSFER_LATE_WRITE, at `full`: somebody wrote into memory that was nobody's.
+        """
+        self.runtime.check_owner(f"{self.name}: take")
+        whose = self._integers(owners, "take: owners")
+        wanted = np.broadcast_to(amounts(tokens, whose.size, f"{self.name}: take"), whose.shape)
+        if wanted.size and (int(wanted.min()) < 1 or int(wanted.max()) > MOST_TOKENS):
+            raise ArgumentError(f"{self.name}: take {wanted.min()}", value=int(wanted.min()), remedy="take at least 1")
+        pages = -(-wanted // self.page_size)
+        total = int(pages.sum())
+        self._ledger.check_available(total)
+        self._check_seals(self._ledger.next_free(total), "take")
+        return [self._take(int(n), int(owner)) for n, owner in zip(pages, whose, strict=True)]
+
+    def _take(self, num_pages: int, owner: int) -> HostRuns:
+        pages = self._ledger.take(num_pages, "take")
+        self._runs += 1
+        self._generation[pages] = self._runs
+        self._owner[pages] = owner
+        self._sealed[pages] = False
+        starts, lengths = runs_of(pages)
+        for start, length in zip((starts * self.page_size).tolist(), (lengths * self.page_size).tolist(), strict=True):
+            for buffer in self.buffers:
+                self.runtime.host_writes_rows(buffer, start, start + length)
+        return HostRuns(self.identity, owner, self._runs, starts * self.page_size, lengths * self.page_size)
+
+    def free(self, runs: HostRuns | Iterable[HostRuns], *, after: Fence | None = None) -> None:
+        """Frees runs, at once or when `after` is complete: the copy or the writer that may still write them has ended.
+
+        Raises:
+            Violation: SLOT_DOUBLE_FREE, SLOT_STALE_HANDLE. Nothing was freed.
+            ArgumentError: runs of another pool, or `after` is no fence.
+        """
+        operation = "free"
+        self.runtime.check_owner(f"{self.name}: {operation}")
+        check_fence(after, f"{self.name}: {operation}")
+        given = [runs] if isinstance(runs, HostRuns) else list(runs)
+        parts = [self._pages_of(one, operation) for one in given]
+        pages = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        if self._ledger.repeated(pages):
+            invariants.slot_double_free(pages, np.ones(pages.size, dtype=np.bool_), **self._where(operation))
+        self._forget(pages)
+        self._ledger.release(pages, after, operation)
+        self._seal()
+
+    def _forget(self, pages: Ints) -> None:
+        self._generation[pages] = 0
+        self._owner[pages] = 0
+
+    def reap(self) -> int:
+        """Makes free the pending runs whose fences are complete; says how many tokens. Never waits."""
+        self.runtime.check_owner(f"{self.name}: reap")
+        reaped = self._ledger.reap() * self.page_size
+        if reaped:
+            self._seal()
+        return reaped
+
+    # Asking
+
+    def check_held(self, runs: HostRuns, operation: str) -> None:
+        """Refuses runs that are not of this pool, or no longer their owner's.
+
+        Raises:
+            Violation: SLOT_STALE_HANDLE.
+            ArgumentError: runs of another pool.
+        """
+        self._check_generation(runs, self._pages(runs, operation), operation)
+
+    def owner_of(self, tokens: object) -> Ints:
+        """Whose each host token int[n] is, int64[n]; 0 where nobody's.
+
+        Raises:
+            Violation: SLOT_OUT_OF_RANGE.
+        """
+        given = self._integers(tokens, "owner_of")
+        invariants.slot_out_of_range(given, self.token_capacity, **self._where("owner_of"))
+        return self._owner[given // self.page_size]
+
+    def _integers(self, numbers: object, operation: str) -> Ints:
+        """int64[n] of one number or of n."""
+        array = np.atleast_1d(as_array(numbers, f"{self.name}: {operation}"))
+        return np.atleast_1d(amounts(array, array.shape[0], f"{self.name}: {operation}"))
+
+    def _pages(self, runs: object, operation: str) -> Ints:
+        if not isinstance(runs, HostRuns) or runs.pool != self.identity:
+            raise ArgumentError(
+                f"{self.name}: {operation} of {runs!r}, which this pool did not make",
+                value=runs,
+                remedy="pass what `take` of this pool returned",
+            )
+        return runs.tokens()[:: self.page_size] // self.page_size
+
+    def _pages_of(self, runs: HostRuns, operation: str) -> Ints:
+        pages = self._pages(runs, operation)
+        live = self._ledger.live_among(pages)
+        if not live.all():
+            invariants.slot_double_free(pages, live, **self._where(operation))
+        self._check_generation(runs, pages, operation)
+        return pages
+
+    def _check_generation(self, runs: HostRuns, pages: Ints, operation: str) -> None:
+        held = np.full(pages.size, runs.generation, dtype=np.int64)
+        invariants.slot_stale_handle(pages, held, self._generation[pages], **self._where(operation))
+
+    # Checks
+
+    def _seal(self) -> None:
+        """At `full`: memory that is nobody's from now on is filled, so that whoever writes it is found out."""
+        if not levels.full:
+            return
+        pages = np.flatnonzero((self._ledger.states == FREE) & ~self._sealed)
+        for memory in self._memory:
+            memory.bytes.reshape(self.num_pages + 1, -1)[pages] = _SEAL
+        self._sealed[pages] = True
+
+    def _check_seals(self, pages: Ints, operation: str) -> None:
+        if not levels.full:
+            return
+        sealed = pages[self._sealed[pages]]
+        for memory in self._memory:
+            changed = (memory.bytes.reshape(self.num_pages + 1, -1)[sealed] != _SEAL).any(axis=1)
+            invariants.transfer_late_write(sealed * self.page_size, changed, **self._where(operation))
+
+    def verify(self) -> None:
+        """Every law of the pool from scratch. At `full` it reads the memory that is nobody's.
+
+        Raises:
+            Violation: SLOT_STALE_HANDLE, TRANSFER_LATE_WRITE, and see `Ledger.verify`.
+        """
+        self.runtime.check_owner(f"{self.name}: verify")
+        self._ledger.verify()
+        pages = np.arange(self.num_pages + 1, dtype=np.int64)
+        live = self._ledger.live_among(pages)
+        of_nobody = np.where(live, self._generation, 0)
+        invariants.slot_stale_handle(pages, self._generation, of_nobody, **self._where("verify"))
+        self._check_seals(pages[1:], "verify")
+
+    def expect_idle(self) -> None:
+        """Nothing is live; what is pending is no leak.
+
+        Raises:
+            Violation: SLOT_CONSERVATION, naming up to 8 of the leaked pages.
+        """
+        self.runtime.check_owner(f"{self.name}: expect_idle")
+        self._ledger.expect_idle("expect_idle")
+
+    def _where(self, operation: str) -> Where:
+        return {"object": self._ledger.label, "operation": operation, "step": self.runtime.step}

@@ -1,0 +1,1 @@
+"""What `batchstate.hisparse` is made of: books, the guard of the slots, moves between device and host memory."""

@@ -1,0 +1,115 @@
+"""Host tokens go with their slot: whoever frees a slot frees them, once, behind every fence that stands for them."""
+
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+
+from batchstate import invariants
+from batchstate.host_tokens import HostTokenPool
+from batchstate.ownership.fence_queue import AllFences
+from batchstate.runtime import Fence
+from batchstate.tiering.books import TierBooks, TierState
+from batchstate.tiering.moves import Moves
+from batchstate.violations import Where
+
+Ints = npt.NDArray[np.int64]
+
+
+@final
+class TierGuard:
+    """The companion of a slot pool whose slots may own host tokens.
+
+    Args:
+        host: the pool of them.
+        books: who has which.
+        moves: copies of KV between host and device memory.
+
+    Attributes:
+        holds: for each slot, fences of its own besides that of the engine's last forward: the copy that stages it, the
+            writer that may still write into its host tokens.
+        leaving: whether the free under way is the host tier's own, behind every fence that stands for its slots.
+    """
+
+    def __init__(self, host: HostTokenPool, books: TierBooks, moves: Moves) -> None:
+        self._host = host
+        self._books = books
+        self._moves = moves
+        self.holds: dict[int, Fence] = {}
+        self.leaving = False
+
+    def __repr__(self) -> str:
+        return f"TierGuard({self._books!r})"
+
+    def check_take(self, n: int) -> None:
+        """Nothing is needed: a request enters the host tier later, or never."""
+
+    def taken(self, rows: Ints) -> None:
+        """Whoever was on the slots before is forgotten."""
+        self._books.states[rows] = TierState.OUTSIDE
+
+    def check_free(self, rows: Ints, operation: str) -> None:
+        """Refuses slots whose KV is being copied out of device pages, which the fence of a free may not cover.
+
+        Raises:
+            Violation: TIER_STATE.
+        """
+        if self.leaving:
+            return
+        staged = rows[self._books.states[rows] == TierState.STAGED]
+        copying = [slot for slot in staged.tolist() if not self.holds[slot].query()]
+        if copying:
+            allowed = (TierState.READY, TierState.DIRECT, TierState.OUTSIDE)
+            self.check_state(np.array(copying, dtype=np.int64), allowed, operation)
+
+    def freed(self, rows: Ints, after: Fence | None) -> None:
+        """Frees the host tokens of the slots."""
+        for slot in rows.tolist():
+            if slot in self._books.runs:
+                self._host.free(self._books.leave(slot), after=self.fence_of([slot], after))
+                self.holds.pop(slot, None)
+
+    def fence_of(self, slots: list[int], after: Fence | None) -> Fence | None:
+        """All that has to be complete before memory of these slots is anybody's; None where nothing is open."""
+        own = (self._moves.last, *(self.holds.get(slot) for slot in slots))
+        still = tuple(fence for fence in dict.fromkeys(own) if fence is not None and not fence.query())
+        if after is not None:
+            still = (after, *still)
+        return AllFences(still) if len(still) > 1 else (still[0] if still else None)
+
+    def check_state(self, rows: Ints, allowed: tuple[TierState, ...], operation: str) -> None:
+        """Refuses requests in other states.
+
+        Raises:
+            Violation: TIER_STATE.
+        """
+        names = tuple(state.name for state in TierState)
+        invariants.tier_state(rows, self._books.states[rows], allowed, names, **self._where(operation))
+
+    def check_conservation(self, live: int, operation: str) -> None:
+        """Host tokens are counted on their own, by their ledger."""
+
+    def verify(self) -> None:
+        """Every law of the host tokens from scratch: they are those that slots of the tier own, each once.
+
+        Raises:
+            Violation: SLOT_CONSERVATION, LENGTH_ORDER, SLOT_STALE_HANDLE, and see `HostTokenPool.verify`.
+        """
+        self._host.verify()
+        books, where = self._books, self._where("verify")
+        pages = 0
+        for slot, runs in books.runs.items():
+            self._host.check_held(runs, "verify")
+            pages += len(runs) // self._host.page_size
+            invariants.slot_stale_handle(
+                np.array([slot]), np.array([runs.owner]), self._host.owner_of(runs.starts[:1]), **where
+            )
+        stats = self._host.stats
+        held = pages * self._host.page_size
+        if held > stats.live:  # tokens that others took from the pool are theirs to count
+            invariants.slot_conservation(stats.free, stats.pending, held, stats.size, **where)
+        invariants.length_order(books.backed, books.length, int(books.room.max(initial=0)), **where)
+        invariants.length_order(books.length, books.room, int(books.room.max(initial=0)), **where)
+
+    def _where(self, operation: str) -> Where:
+        return {"object": "the host tier", "operation": operation, "step": self._host.runtime.step}
