@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from batchstate.forward_inputs import ForwardInputs
     from batchstate.forward_plan import ForwardPlan
     from batchstate.future_map import FutureMap, relay_field
+    from batchstate.hisparse import HiSparse
+    from batchstate.host_tokens import HostTokenPool
     from batchstate.hybrid import HybridSlotPool
     from batchstate.indices import HostTokens, Pages, Slots, Tokens
     from batchstate.invariants import Code, Level, Violation, checks, set_checks
@@ -32,6 +34,8 @@ __all__ = [
     "ForwardInputs",
     "ForwardPlan",
     "FutureMap",
+    "HiSparse",
+    "HostTokenPool",
     "HostTokens",
     "HybridSlotPool",
     "Level",
@@ -64,6 +68,8 @@ _HOMES = {
     "ForwardInputs": "batchstate.forward_inputs",
     "ForwardPlan": "batchstate.forward_plan",
     "FutureMap": "batchstate.future_map",
+    "HiSparse": "batchstate.hisparse",
+    "HostTokenPool": "batchstate.host_tokens",
     "HostTokens": "batchstate.indices",
     "HybridSlotPool": "batchstate.hybrid",
     "Level": "batchstate.invariants",

@@ -1,0 +1,192 @@
+"""Rows sent and received through torch.distributed: gloo, or NCCL for staging on GPUs. Works wherever torch does.
+
+Two-sided: rows are packed here, sent, and put into place by a thread of the receiver, which answers. So the receiver
+decides what lands, and judges each row anew against its own regions.
+
+Guarantees: `write`, `poll`, `drain` and `completions` never wait. The global process group is not touched. Everything
+listens on `host` alone. A peer that dies is noticed at once, also while nothing is written. What was begun when a
+pair broke is UNKNOWN, and drained once the peer's receiving thread is known to have ended, or its process to be gone.
+"""
+
+import json
+import queue
+import secrets
+import threading
+from typing import final
+
+import torch
+
+from batchstate.errors import ArgumentError, HandshakeError, TransferError
+from batchstate.transport.copies import Copies, Ints
+from batchstate.transport.engines.base import Capabilities, Delivery, Engine, Handle, Peer, Status
+from batchstate.transport.engines.packing import as_bytes, in_order
+from batchstate.transport.engines.pairs import (
+    EVER,
+    WRITER,
+    EndWatch,
+    Pair,
+    Store,
+    client,
+    host_store,
+    private,
+    reach,
+    said,
+)
+from batchstate.transport.engines.receiving import Inbox, Incoming, Meeting
+from batchstate.transport.engines.sending import Job, Outgoing
+from batchstate.transport.regions import Region
+
+_CALLS = "calls"
+_HANG_UP = b"-"
+
+
+@final
+class DistributedEngine(Engine):
+    """Writes through a pair of processes for each direction.
+
+    What wrote the rows must have finished before `write`, on a device too: they are read by another thread, on another
+    stream. A write needs 24 bytes a row beside them, and each pair 16 MiB of staging on each side.
+
+    Args:
+        host: address or name to listen on, which peers reach. Nothing is authenticated: keep it on loopback, or on a
+            network of your own.
+        port: of the store; 0 takes any. Pairs listen on more, of the system's choice.
+        backend: "gloo", or "nccl" to stage rows on the current CUDA device; both sides must have the same. NCCL
+            cannot join two processes on one GPU, and ends a process by itself, after a time-out of its own, when the
+            peer dies in the middle of a piece.
+        connect_timeout: seconds for `connect`, and for a peer that called to arrive.
+
+    Raises:
+        ArgumentError: another backend.
+        TransferError: the address cannot be bound.
+    """
+
+    name = "distributed"
+    capabilities = Capabilities(one_sided=False, max_rows=1 << 20)
+
+    def __init__(
+        self, *, host: str = "127.0.0.1", port: int = 0, backend: str = "gloo", connect_timeout: float = 10.0
+    ) -> None:
+        super().__init__()
+        if backend not in ("gloo", "nccl"):
+            raise ArgumentError(f"backend {backend!r}", value=backend, remedy='pass "gloo" or "nccl"')
+        self._backend = backend
+        self._device = torch.device("cpu")
+        if backend == "nccl":
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        self._timeout = connect_timeout
+        self._inbox = Inbox()
+        self._outgoing: list[Outgoing] = []
+        self._incoming: list[Incoming] = []
+        try:
+            self._store: Store = host_store(host, port, self.instance, connect_timeout)
+            calls = client((host, self._store.port), connect_timeout)
+        except (OSError, RuntimeError) as error:
+            raise TransferError(
+                f"{host}:{port} cannot be listened on: {said(error)}",
+                value=(host, port),
+                remedy="name an address of this machine, and a port that is free, or 0",
+            ) from error
+        self._address = (host, self._store.port)
+        calls.set_timeout(EVER)
+        self._acceptor = threading.Thread(
+            target=self._accept, args=(calls, self._store), name="batchstate acceptor", daemon=True
+        )
+        self._acceptor.start()
+
+    # Memory
+
+    def _register(self, region: Region) -> None:
+        self._inbox[region.index] = as_bytes(region.memory, region.name)
+
+    def _unregister(self, region: Region) -> None:
+        del self._inbox[region.index]
+
+    # Peers
+
+    def _endpoint(self) -> bytes:
+        return json.dumps([self._backend, *self._address]).encode()
+
+    def _connect(self, peer: Peer, endpoint: bytes) -> None:
+        try:
+            backend, host, port = json.loads(endpoint)
+            address = str(host), int(port)
+        except (ValueError, TypeError) as error:
+            raise HandshakeError(
+                f"{endpoint[:40]!r} is no address", value=endpoint[:40], remedy="pass what `endpoint()` returned"
+            ) from error
+        if backend != self._backend:
+            raise HandshakeError(
+                f"the peer speaks {backend}, this engine {self._backend}",
+                value=backend,
+                remedy="open both sides with one backend",
+            )
+        name = secrets.token_hex(8)
+        try:
+            store = reach(address, peer.instance, self._timeout)
+            store.queue_push(_CALLS, json.dumps([name, self.instance]))
+            meet = private(store, name)
+            pair = Pair.join(meet, WRITER, self._address[0], self._device, self._timeout)
+        except (OSError, RuntimeError) as error:
+            raise TransferError(
+                f"peer {peer.instance} at {address[0]}:{address[1]} cannot be reached: {said(error)}",
+                value=peer.instance,
+                remedy="see whether it runs, and whether each side's `host` can be reached from the other",
+            ) from error
+
+        def lost(reason: str) -> None:
+            peer.lost = peer.lost or reason
+
+        self._outgoing = [one for one in self._outgoing if one.alive]
+        peer.native = Outgoing(pair, EndWatch(store, address, peer.instance, name, self._timeout), lost)
+        self._outgoing.append(peer.native)
+
+    def _disconnect(self, peer: Peer) -> None:
+        peer.native.finish()
+
+    def _accept(self, calls: Store, store: Store) -> None:
+        while (call := calls.queue_pop(_CALLS)) != _HANG_UP:
+            try:
+                name, writer = json.loads(call)
+            except (ValueError, TypeError):
+                continue
+            self._incoming = [one for one in self._incoming if one.alive]
+            meeting = Meeting(store, self._address, str(name), str(writer), self._device, self._timeout)
+            self._incoming.append(Incoming(meeting, self._inbox))
+
+    # Transfers
+
+    def _write(self, handle: Handle, copies: Copies, sources: Ints, targets: Ints) -> None:
+        handle.native = Job(handle.tag, in_order(copies), self._inbox.memories(), handle.peer.native)
+        handle.peer.native.submit(handle.native)
+
+    def _poll(self, handle: Handle) -> Status:
+        job: Job = handle.native
+        status = job.status
+        if status is not Status.PENDING:
+            handle.reason = job.reason
+        return status
+
+    def _drained(self, handle: Handle) -> bool:
+        job: Job = handle.native
+        return job.outgoing.drained
+
+    def _completions(self) -> list[Delivery]:
+        found = []
+        while True:
+            try:
+                found.append(self._inbox.deliveries.get_nowait())
+            except queue.Empty:
+                return found
+
+    def _close(self) -> None:
+        """Waits for its threads: a moment, or as long as a peer that called and never came may take to arrive."""
+        if self._store is not None:
+            self._store.queue_push(_CALLS, _HANG_UP.decode())
+        self._acceptor.join()
+        pairs: list[Outgoing | Incoming] = [*self._outgoing, *self._incoming]
+        for pair in pairs:
+            pair.close()
+        for pair in pairs:
+            pair.join(2 * self._timeout)
+        self._outgoing, self._incoming, self._store = [], [], None

@@ -1,0 +1,263 @@
+"""An engine between two places of one process, for tests: it copies bytes for real, and injects faults.
+
+    network = Network(seed)
+    prefill, decode = InProcessEngine(network, Faults(unknown=0.1)), InProcessEngine(network)
+    ...
+    network.step()  # lets some of what is under way happen
+
+Nothing moves but in `Network.step`. A row is read when it lands, as by a real engine, so memory that is reused too
+early XX it is drained, a tag arrives behind its data, once, more often or never.
+"""
+
+import ctypes
+import random
+from typing import final
+
+import attrs
+
+from batchstate.errors import TransferError
+from batchstate.transport.copies import Copies, Ints
+from batchstate.transport.engines.base import Capabilities, Delivery, Engine, Handle, Peer, Status
+from batchstate.transport.engines.faults import Fate, Faults, chosen
+from batchstate.transport.regions import Region
+
+SETTLE_STEPS = 4
+"""How many steps after the death of a writer its bytes may still land."""
+
+
+@final
+@attrs.frozen
+class Piece:
+    """Bytes that land at once."""
+
+    source: int
+    target: int
+    nbytes: int
+
+
+@final
+@attrs.define(eq=False)
+class Flight:
+    """A write under way.
+
+    Attributes:
+        writer, reader: the two engines.
+        fate: what becomes of it.
+        left: pieces that have not landed, the next one last.
+        delay: steps until it begins.
+        told: what its writer hears.
+        over: whether nothing of it can still land.
+        ends_at: the step at which what a dead writer left behind is gone.
+        kept: bytes by piece, of a dead writer.
+    """
+
+    writer: "InProcessEngine"
+    reader: "InProcessEngine"
+    handle: Handle
+    fate: Fate
+    left: list[Piece]
+    delay: int
+    told: Status = Status.PENDING
+    over: bool = False
+    ends_at: int | None = None
+    kept: dict[Piece, bytes] = attrs.field(factory=dict, repr=False)
+
+
+@final
+class Network:
+    """What lies between engines of one process.
+
+    Args:
+        seed: of every choice; or the generator itself.
+
+    Attributes:
+        now: steps made.
+        writes: writes begun.
+    """
+
+    def __init__(self, seed: int | random.Random = 0) -> None:
+        self.dice = seed if isinstance(seed, random.Random) else random.Random(seed)
+        self.now = 0
+        self.writes = 0
+        self.engines: dict[str, InProcessEngine] = {}
+        self._flights: list[Flight] = []
+        self._tags: list[tuple[int, InProcessEngine, Delivery]] = []
+
+    def __repr__(self) -> str:
+        return f"Network(step {self.now}, {len(self._flights)} writes under way)"
+
+    def step(self) -> None:
+        """Lets some of what is under way happen, in any order."""
+        self.now += 1
+        self.dice.shuffle(self._flights)
+        for flight in self._flights:
+            self._advance(flight)
+        self._flights = [flight for flight in self._flights if not flight.over and not flight.reader.killed]
+        arrived = [one for one in self._tags if one[0] <= self.now]
+        self._tags = [one for one in self._tags if one[0] > self.now]
+        for _, reader, delivery in arrived:
+            reader.arrived.append(delivery)
+
+    def kill(self, engine: "InProcessEngine") -> None:
+        """Ends an engine as the end of its process would. What it has sent lands for `SETTLE_STEPS` more, or never."""
+        engine.killed = True
+        for flight in self._flights:
+            if flight.reader is engine:
+                self._lose(flight)
+            elif flight.writer is engine:
+                flight.ends_at = self.now + SETTLE_STEPS
+                flight.left = flight.left[self.dice.randint(0, len(flight.left)) :]
+                flight.kept = {piece: ctypes.string_at(piece.source, piece.nbytes) for piece in flight.left}
+
+    def under_way(self, engine: "InProcessEngine") -> list[tuple[int, int]]:
+        """Address and length of the bytes of an engine's memory that writes under way may still change."""
+        flights = [one for one in self._flights if one.reader is engine and not one.over]
+        return [(piece.target, piece.nbytes) for flight in flights for piece in flight.left]
+
+    def depart(self, flight: Flight) -> None:
+        """Takes over a write."""
+        self.writes += 1
+        if flight.reader.killed:
+            self._lose(flight)
+        self._flights.append(flight)
+
+    def pieces(self, fate: Fate, copies: Copies, sources: Ints, targets: Ints) -> list[Piece]:
+        """What of a write lands, in the order in which it does, the last one first."""
+        pieces = []
+        for source, target, nbytes in zip(sources.tolist(), targets.tolist(), copies.lengths.tolist(), strict=True):
+            cut = self.dice.randint(1, nbytes - 1) if fate.split and nbytes > 1 else nbytes
+            pieces.append(Piece(source, target, cut))
+            if cut < nbytes:
+                pieces.append(Piece(source + cut, target + cut, nbytes - cut))
+        self.dice.shuffle(pieces)
+        pieces = pieces[: round(len(pieces) * fate.share)]
+        if fate.again and pieces:
+            pieces[:0] = self.dice.sample(pieces, self.dice.randint(1, len(pieces)))
+        return pieces
+
+    def _lose(self, flight: Flight) -> None:
+        flight.left.clear()
+        if flight.told is Status.PENDING:
+            flight.told = self.dice.choice((Status.UNKNOWN, Status.FAILED))
+        flight.over = flight.told is Status.FAILED or self.dice.random() < 0.5
+
+    def _advance(self, flight: Flight) -> None:
+        if flight.ends_at is not None and self.now >= flight.ends_at:
+            flight.over = True
+        if flight.over or flight.reader.killed:
+            return
+        if flight.delay:
+            flight.delay -= 1
+            return
+        if flight.fate.ends is Status.UNKNOWN:
+            flight.told = Status.UNKNOWN
+        for _ in range(
+            self.dice.randint(1, len(flight.left)) if flight.fate.split and flight.left else len(flight.left)
+        ):
+            self._land(flight, flight.left.pop())
+        if not flight.left:
+            self._finish(flight)
+
+    def _land(self, flight: Flight, piece: Piece) -> None:
+        if not flight.reader.holds(piece):
+            return
+        if flight.ends_at is None:
+            ctypes.memmove(piece.target, piece.source, piece.nbytes)
+        else:
+            ctypes.memmove(piece.target, flight.kept[piece], piece.nbytes)
+
+    def _finish(self, flight: Flight) -> None:
+        flight.told = flight.fate.ends
+        if flight.fate.stuck and flight.ends_at is None:
+            return
+        flight.over = True
+        if flight.fate.share == 1.0 and flight.ends_at is None:
+            for _ in range(flight.fate.tags):
+                due = self.now + self.dice.randint(0, flight.writer.faults.delay)
+                self._tags.append((due, flight.reader, Delivery(flight.handle.tag, flight.writer.instance)))
+
+
+@final
+class InProcessEngine(Engine):
+    """An engine within one process.
+
+    Args:
+        network: what it shares with the engines that it can reach.
+        faults: what goes wrong with its writes.
+        max_rows: most rows of one write.
+
+    Attributes:
+        killed: whether its process is taken to have ended.
+        arrived: tags that `completions` will report.
+    """
+
+    name = "in-process"
+
+    def __init__(self, network: Network, faults: Faults | None = None, *, max_rows: int = 1024) -> None:
+        super().__init__()
+        self.instance = f"{network.dice.getrandbits(64):016x}"
+        self.capabilities = Capabilities(one_sided=True, max_rows=max_rows)
+        self.network = network
+        self.faults = Faults() if faults is None else faults
+        self.killed = False
+        self.arrived: list[Delivery] = []
+        network.engines[self.instance] = self
+
+    def holds(self, piece: Piece) -> bool:
+        """Whether the bytes that a piece lands on are registered here."""
+        return any(
+            region.address <= piece.target and piece.target + piece.nbytes <= region.address + region.nbytes
+            for region in self._regions.all()
+        )
+
+    def _register(self, region: Region) -> None:
+        if region.device != "cpu":
+            raise TransferError(
+                f"{region.name} lies on {region.device}", value=region.device, remedy="register memory of the host"
+            )
+
+    def _unregister(self, region: Region) -> None:
+        pass
+
+    def _endpoint(self) -> bytes:
+        return self.instance.encode()
+
+    def _connect(self, peer: Peer, endpoint: bytes) -> None:
+        reached = self.network.engines.get(endpoint.decode())
+        if reached is None or reached.killed:
+            raise TransferError(f"no engine {endpoint!r} here", value=endpoint, remedy="use one network for both sides")
+        peer.native = reached
+
+    def _write(self, handle: Handle, copies: Copies, sources: Ints, targets: Ints) -> None:
+        dice = self.network.dice
+        if dice.random() < self.faults.refused:
+            raise TransferError("the write was refused", value=handle.tag, remedy="try another time")
+        fate = chosen(self.faults, dice)
+        pieces = self.network.pieces(fate, copies, sources, targets)
+        flight = Flight(self, handle.peer.native, handle, fate, pieces, fate.delay)
+        handle.native = flight
+        self.network.depart(flight)
+
+    def _poll(self, handle: Handle) -> Status:
+        flight: Flight = handle.native
+        if flight.reader.killed:
+            handle.peer.lost = "its process ended"
+        if flight.told is Status.FAILED:
+            handle.reason = "injected"
+        return flight.told
+
+    def _drained(self, handle: Handle) -> bool:
+        return bool(handle.native.over)
+
+    def _completions(self) -> list[Delivery]:
+        arrived, self.arrived = self.arrived, []
+        self.network.dice.shuffle(arrived)
+        return arrived
+
+    def _disconnect(self, peer: Peer) -> None:
+        peer.native = None
+
+    def _close(self) -> None:
+        if not self.killed:
+            self.network.kill(self)
+        del self.network.engines[self.instance]

@@ -1,0 +1,331 @@
+"""The NIXL engine (UCX): one-sided writes, with the tag as a notification that NIXL sends behind the data.
+
+Guarantees, each tested between two processes:
+
+* One interface, the loopback unless another is named; a name that does not exist is an error.
+* A tag arrives after the last byte of its data. NIXL sends it from the writer's `poll`: a write that is never polled
+  never delivers its tag, though its data lands.
+* A write that failed once it was posted is UNKNOWN, never FAILED: NIXL does not say which rows went, it cannot stop
+  them, and after a lost connection a live peer still applies what its sockets hold. Such a write is drained only
+  when the peer's process is known to have ended. On the same machine (and in the same PID namespace) the engine sees
+  that for itself. Of a peer elsewhere it never knows: keep the memory, or end both engines.
+* Other threads: NIXL's own moves bytes in and out while nobody calls. It looks each `progress_us`; NIXL's default, 0,
+  keeps one core busy for each engine, idle or not.
+
+`write` copies on the calling thread what the transport takes at once: all of it between processes of one machine
+(`cma`), what fits into the sockets with `tcp`.
+"""
+
+import base64
+import contextlib
+import importlib
+import json
+import os
+from collections.abc import Iterator
+from typing import Any, final
+
+import attrs
+import numpy as np
+import torch
+
+from batchstate.errors import ArgumentError, HandshakeError, TransferError
+from batchstate.transport.copies import Copies, Ints
+from batchstate.transport.engines.base import Capabilities, Delivery, Engine, Handle, Peer, Status
+from batchstate.transport.engines.processes import Process, here
+from batchstate.transport.regions import Region
+
+MAX_ROWS = 8192
+"""Rows of one write: some 30 to 80 ms of 4 KiB rows. NIXL took 262,144; that long the calling thread would be away."""
+
+_VERBS = ("all", "ib", "rc", "ud", "dc", "srd", "gga")
+
+_Place = tuple[str, int]
+"""Kind of a piece of memory, as NIXL calls it, and number of its device."""
+
+
+@final
+@attrs.define(eq=False)
+class _Link:
+    """A peer: its NIXL name, where its regions lie, its process, and whether NIXL was told to let it go."""
+
+    name: str
+    places: dict[int, _Place]
+    process: Process
+    cut: bool = False
+
+
+@final
+@attrs.define(eq=False)
+class _Request:
+    """A NIXL transfer request, or None where none is held, and why it could not be posted."""
+
+    number: int | None
+    error: str = ""
+
+
+@final
+class NixlEngine(Engine):
+    """Writes over UCX.
+
+    Args:
+        interface: network interface that is listened on and connected from, or None to leave it to UCX. Nothing asks
+            who connects: name only interfaces of a network that you trust.
+        tls: UCX transports, with commas; keep `tcp` among them. By default shared memory and `tcp`, and `cuda` where
+            torch is built for it.
+        progress_us: how often NIXL's thread looks, in microseconds.
+
+    `UCX_NET_DEVICES`, `UCX_TLS` and `NIXL_LOG_LEVEL` of the environment win over these.
+
+    Raises:
+        TransferError: NIXL is not installed, or cannot be opened with this interface and these transports.
+    """
+
+    name = "nixl"
+    capabilities = Capabilities(one_sided=True, max_rows=MAX_ROWS)
+
+    def __init__(self, interface: str | None = "lo", tls: str | None = None, progress_us: int = 10) -> None:
+        super().__init__()
+        wanted = tls or "cma,posix,tcp" + (",cuda" if torch.version.cuda else "")
+        with _environment(_settings(interface, wanted)):
+            self._nixl = _bindings()
+            self._errors: tuple[type[Exception], ...] = tuple(
+                one for one in vars(self._nixl).values() if isinstance(one, type) and issubclass(one, Exception)
+            )
+            config = self._nixl.nixlAgentConfig()
+            config.useProgThread = True
+            config.useListenThread = False
+            config.pthrDelay = progress_us
+            config.syncMode = self._nixl.NIXL_THREAD_SYNC_NONE
+            try:
+                self._agent = self._nixl.nixlAgent(self.instance, config)
+                self._backends = [self._agent.createBackend("UCX", {})]
+            except self._errors as error:
+                raise TransferError(
+                    f"NIXL does not open UCX on interface {interface!r} with transports {wanted!r}: {error}",
+                    value=interface,
+                    remedy="name an interface that exists and transports that UCX has (`ucx_info -d` lists them)",
+                ) from error
+        self._places: dict[int, _Place] = {}
+        self._native: dict[int, Any] = {}
+
+    # Memory
+
+    def _register(self, region: Region) -> None:
+        kind, device = _place(region)
+        native = self._nixl.nixlRegDList(self._kind(kind), [(region.address, region.nbytes, device, "")])
+        try:
+            self._agent.registerMem(native, self._backends)
+        except self._errors as error:
+            raise TransferError(
+                f"NIXL does not register {region}: {error}",
+                value=region.name,
+                remedy="name transports that reach it (`cuda` for device memory)",
+            ) from error
+        self._native[region.index], self._places[region.index] = native, (kind, device)
+
+    def _unregister(self, region: Region) -> None:
+        self._agent.deregisterMem(self._native.pop(region.index), self._backends)
+        del self._places[region.index]
+
+    # Peers
+
+    def _endpoint(self) -> bytes:
+        agent = base64.b64encode(self._agent.getLocalMD()).decode()
+        return json.dumps({"agent": agent, "places": list(self._places.items()), "process": here()}).encode()
+
+    def _connect(self, peer: Peer, endpoint: bytes) -> None:
+        try:
+            fields = json.loads(endpoint)
+            agent = base64.b64decode(fields["agent"], validate=True)
+            places = {int(index): (str(kind), int(device)) for index, (kind, device) in fields["places"]}
+            process = [str(one) for one in fields["process"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise _no_endpoint(peer, "it cannot be read") from error
+        if not peer.regions.keys() <= places.keys() or any(kind not in ("DRAM", "VRAM") for kind, _ in places.values()):
+            raise _no_endpoint(peer, "it does not say where its regions lie")
+        link = _Link(peer.instance, places, Process(process))
+        if link.process.ended():
+            raise TransferError(
+                f"peer {peer.instance} is gone: its process has ended",
+                value=peer.instance,
+                remedy="connect to its next instance",
+            )
+        try:
+            name = self._agent.loadRemoteMD(agent)
+        except self._errors as error:
+            raise _no_endpoint(peer, str(error)) from error
+        name = name.decode() if isinstance(name, bytes) else str(name)
+        if name != peer.instance:
+            if name not in self._peers:
+                self._agent.invalidateRemoteMD(name)
+            raise _no_endpoint(peer, f"it reaches {name}")
+        peer.native = link
+
+    def _disconnect(self, peer: Peer) -> None:
+        link: _Link = peer.native
+        if not link.cut:
+            link.cut = True
+            with contextlib.suppress(*self._errors):  # of a peer that NIXL has let go by itself
+                self._agent.invalidateRemoteMD(link.name)
+
+    # Transfers
+
+    def _write(self, handle: Handle, copies: Copies, sources: Ints, targets: Ints) -> None:
+        peer, link = handle.peer, handle.peer.native
+        handle.native = _Request(None)
+        self._look(peer)
+        if peer.lost is None:
+            try:
+                if not len(copies):
+                    self._agent.genNotif(link.name, handle.tag)
+                    return
+                handle.native.number = self._agent.createXferReq(
+                    self._nixl.NIXL_WRITE,
+                    self._rows(self._places, copies.source_regions, sources, copies.lengths),
+                    self._rows(link.places, copies.target_regions, targets, copies.lengths),
+                    link.name,
+                    handle.tag,
+                    self._backends,
+                )
+            except self._errors as error:
+                self._judge(peer, error)
+                if peer.lost is None:
+                    raise TransferError(
+                        f"NIXL refuses a write of {len(copies)} rows to {peer.instance}: {error}",
+                        value=peer.instance,
+                        remedy="connect to an endpoint made after the memory was registered, still registered there",
+                    ) from error
+        if peer.lost is not None:
+            raise TransferError(
+                f"peer {peer.instance} is gone: {peer.lost}", value=peer.instance, remedy="connect to its next instance"
+            )
+        try:
+            self._agent.postXferReq(handle.native.number, b"")
+        except self._errors as error:
+            self._judge(peer, error)
+            handle.native.error = str(error)
+
+    def _poll(self, handle: Handle) -> Status:
+        request: _Request = handle.native
+        if request.number is None:
+            return Status.DONE
+        if not request.error:
+            try:
+                state = self._agent.getXferStatus(request.number)
+                if state == self._nixl.NIXL_SUCCESS:
+                    self._release(request)
+                    return Status.DONE
+                self._look(handle.peer)
+                if state == self._nixl.NIXL_IN_PROG and handle.peer.lost is None:
+                    return Status.PENDING
+                request.error = handle.peer.lost or str(state)
+            except self._errors as error:
+                self._judge(handle.peer, error)
+                request.error = str(error)
+        handle.reason = request.error
+        return Status.UNKNOWN
+
+    def _drained(self, handle: Handle) -> bool:
+        if not handle.peer.native.process.ended():
+            return False
+        self._disconnect(handle.peer)  # so that the source is no longer read
+        self._release(handle.native)
+        return True
+
+    def _completions(self) -> list[Delivery]:
+        for peer in self._peers.values():
+            self._look(peer)
+        arrived = self._agent.getNotifs({}, self._backends)
+        return [Delivery(tag, instance) for instance, tags in arrived.items() for tag in tags]
+
+    def _close(self) -> None:
+        for peer in self._peers.values():
+            self._disconnect(peer)
+        for handle in self._open.values():
+            self._release(handle.native)
+        for native in self._native.values():
+            with contextlib.suppress(*self._errors):
+                self._agent.deregisterMem(native, self._backends)
+        self._native.clear()
+        self._backends = []
+        self._agent = None
+
+    # Parts
+
+    def _kind(self, kind: str) -> Any:
+        return self._nixl.VRAM_SEG if kind == "VRAM" else self._nixl.DRAM_SEG
+
+    def _rows(self, places: dict[int, _Place], regions: Ints, addresses: Ints, lengths: Ints) -> Any:
+        """A NIXL list of descriptors."""
+        present = np.unique(regions)
+        kinds = {places[index][0] for index in present.tolist()}
+        if len(kinds) != 1:
+            raise ArgumentError(
+                "one write with rows of host memory and of device memory", value=kinds, remedy="write them apart"
+            )
+        rows = np.empty((len(regions), 3), dtype=np.uint64)
+        rows[:, 0] = addresses
+        rows[:, 1] = lengths
+        rows[:, 2] = np.array([places[index][1] for index in present.tolist()])[np.searchsorted(present, regions)]
+        return self._nixl.nixlXferDList(self._kind(kinds.pop()), rows)
+
+    def _look(self, peer: Peer) -> None:
+        """Notices a peer whose process has ended."""
+        if peer.lost is None and peer.native.process.ended():
+            peer.lost = "its process has ended"
+
+    def _judge(self, peer: Peer, error: Exception) -> None:
+        """Notices a peer that NIXL has lost."""
+        if isinstance(error, self._nixl.nixlRemoteDisconnectError):
+            peer.lost = peer.lost or f"the connection is lost ({error})"
+
+    def _release(self, request: _Request) -> None:
+        number, request.number = request.number, None
+        if number is not None:
+            with contextlib.suppress(*self._errors):  # one that NIXL cannot cancel; it goes with the agent
+                self._agent.releaseXferReq(number)
+
+
+def _bindings() -> Any:
+    try:
+        # The documented class, `nixl_agent`, always has its thread spin; what it wraps can be told not to.
+        return importlib.import_module("nixl")._bindings
+    except ImportError as error:
+        raise TransferError(
+            f"NIXL cannot be imported: {error}", value="nixl", remedy="pip install batchstate[nixl]"
+        ) from error
+
+
+def _settings(interface: str | None, tls: str) -> dict[str, str]:
+    settings = {"UCX_TLS": tls, "NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "FATAL"}
+    if interface is not None:
+        settings["UCX_NET_DEVICES"] = interface
+    if not any(one.strip().startswith(_VERBS) for one in tls.split(",")):
+        settings["UCX_MODULES"] = "^ib"  # unused; and its libnl crashes when the process exits (NIXL 1.5.1)
+    return settings
+
+
+@contextlib.contextmanager
+def _environment(settings: dict[str, str]) -> Iterator[None]:
+    """Variables for the length of a block, but for those that are set already."""
+    added = {name: value for name, value in settings.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def _place(region: Region) -> _Place:
+    if region.device == "cuda" and isinstance(region.memory, torch.Tensor):
+        return "VRAM", region.memory.get_device()
+    return "DRAM", 0
+
+
+def _no_endpoint(peer: Peer, why: str) -> HandshakeError:
+    return HandshakeError(
+        f"the endpoint of {peer.instance} leads nowhere: {why}",
+        value=peer.instance,
+        remedy="pass what the other side's `endpoint()` returned",
+    )

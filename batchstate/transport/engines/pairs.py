@@ -1,0 +1,189 @@
+"""Two processes joined by torch.distributed without its global group: how they meet and part.
+
+Each engine hosts a store. Who writes calls there, and both then form a group of two for this one direction. Headers and
+answers travel over gloo; rows too, or over NCCL where staging lies on a GPU.
+
+Guarantees: everything listens on the one address it was given. `reach` and `join` end within their time. `part` ends
+every wait of the pair, in any thread. `EndWatch` says that a receiver has ended only when that is known.
+"""
+
+import contextlib
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Self, final
+
+import attrs
+import torch
+import torch.distributed
+
+from batchstate.errors import HandshakeError
+
+dist: Any = torch.distributed  # its own annotations leave most of what is used here out
+
+Address = tuple[str, int]
+Store = Any
+"""Of torch: `TCPStore`, or a part of one."""
+
+EVER = timedelta(days=365)
+"""A wait that only an end of the pair ends: a time-out would close the pair, for good."""
+
+WRITER, READER = 0, 1
+_UNUSED = 99
+
+
+def host_store(host: str, port: int, instance: str, timeout: float) -> Store:
+    """The store of an engine, listening on one address only. A port of 0 takes any.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+    listener = socket.create_server((host, port))
+    bound = listener.getsockname()[1]
+    store = dist.TCPStore(
+        host, bound, is_master=True, timeout=_span(timeout), wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    store.set("instance", instance)
+    return store
+
+
+def client(address: Address, timeout: float) -> Store:
+    """A connection to a store. Each thread has its own: a wait on one blocks all use of it.
+
+    Raises:
+        RuntimeError: no store answers there in time.
+    """
+    return dist.TCPStore(*address, is_master=False, timeout=_span(timeout), wait_for_workers=False)
+
+
+def reach(address: Address, instance: str, timeout: float) -> Store:
+    """A connection to the store of one engine.
+
+    Raises:
+        ConnectionRefusedError: nobody listens there.
+        OSError: not reached in time.
+        RuntimeError: something else listens there.
+        HandshakeError: another engine listens there.
+    """
+    socket.create_connection(address, timeout).close()
+    store = client(address, timeout)
+    found = store.get("instance").decode()
+    if found != instance:
+        raise HandshakeError(
+            f"instance {instance} was expected at {address[0]}:{address[1]}, {found} is there",
+            value=found,
+            remedy="the peer was started anew: ask it for its endpoint again",
+        )
+    return store
+
+
+def private(store: Store, name: str) -> Store:
+    """The part of a store that belongs to one pair."""
+    return dist.PrefixStore(name, store)
+
+
+@final
+@attrs.frozen(eq=False)
+class Pair:
+    """A group of two processes. Made by `join`.
+
+    Attributes:
+        control: for headers and answers.
+        data: for rows; the same as `control`, but for NCCL.
+        device: on which rows are staged.
+        other: the rank of the other side.
+    """
+
+    control: Any
+    data: Any
+    device: torch.device
+    other: int
+
+    @classmethod
+    def join(cls, store: Store, rank: int, host: str, device: torch.device, timeout: float) -> Self:
+        """Meets the other side in a store that nobody else uses.
+
+        Raises:
+            RuntimeError: the other side did not come in time.
+        """
+        options: Any = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = _span(timeout)
+        control = dist.ProcessGroupGloo(private(store, "control"), rank, 2, options)
+        data: Any = control
+        if device.type == "cuda":
+            data = dist.ProcessGroupNCCL(private(store, "data"), rank, 2, dist.ProcessGroupNCCL.Options())
+        return cls(control, data, device, 1 - rank)
+
+    def send(self, message: torch.Tensor) -> None:
+        """Sends on the control group, and waits. RuntimeError: the pair is broken."""
+        self.control.send([message], self.other, 0).wait(EVER)
+
+    def receive(self, message: torch.Tensor) -> torch.Tensor:
+        """Receives a message of just that size, and waits for it. RuntimeError: the pair is broken."""
+        self.control.recv([message], self.other, 0).wait(EVER)
+        return message
+
+    def send_rows(self, piece: torch.Tensor) -> Callable[[], object]:
+        """Begins to send; returns what waits for the end."""
+        work = self.data.send([piece], self.other, 1)
+        return lambda: work.wait(EVER)
+
+    def receive_rows(self, piece: torch.Tensor) -> Callable[[], object]:
+        """Begins to receive; returns what waits for the end."""
+        work = self.data.recv([piece], self.other, 1)
+        return lambda: work.wait(EVER)
+
+    def part(self) -> None:
+        """Ends the pair: whoever waits on it, here or on the other side, gets a RuntimeError."""
+        # A receive that is given up closes a gloo pair: the one way in the interface of torch to end other waits.
+        with contextlib.suppress(RuntimeError):
+            self.control.recv([torch.empty(1)], self.other, _UNUSED).wait(timedelta(milliseconds=1))
+        if self.data is not self.control:
+            self.data.abort()
+
+
+@final
+@attrs.define(eq=False)
+class EndWatch:
+    """Tells the writer of a broken pair when the thread that receives has ended, and so no row of it can still land.
+
+    Either the receiving thread has said so in its engine's store, or nobody listens at that store's address any more:
+    an engine lets its store go after its receiving threads, and the system closes it after the threads of a process
+    that died.
+    A peer that does not answer at all may still run, and has not ended.
+    """
+
+    store: Store
+    address: Address
+    instance: str
+    name: str
+    timeout: float
+
+    def ended(self) -> bool:
+        """Whether it has. Waits for the answer, at most about twice the time-out."""
+        try:
+            return bool(self.store.check([ended_key(self.name)]))
+        except RuntimeError:  # the connection is lost; that alone says nothing of the process
+            try:
+                self.store = reach(self.address, self.instance, self.timeout)
+            except (ConnectionRefusedError, HandshakeError):
+                return True
+            except (OSError, RuntimeError):
+                return False
+            return False
+
+
+def ended_key(name: str) -> str:
+    """Where a store says that a pair's receiving thread has ended."""
+    return f"ended/{name}"
+
+
+def said(error: Exception) -> str:
+    """The first line of an error of torch, without its place in the source."""
+    line = str(error).partition("\n")[0]
+    return line.rpartition("] ")[2] if line.startswith("[") else line
+
+
+def _span(seconds: float) -> timedelta:
+    return timedelta(seconds=seconds)

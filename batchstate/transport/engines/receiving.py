@@ -1,0 +1,179 @@
+"""The reading side of a pair: a thread that takes rows, judges where they go, and puts them there.
+
+Guarantees: a row lands only inside a region that is registered at that moment; of a write with one row elsewhere none
+does. The tag is delivered behind all its rows, the answer behind both.
+"""
+
+import contextlib
+import queue
+import threading
+from typing import final
+
+import attrs
+import torch
+
+from batchstate.transport.copies import Ints
+from batchstate.transport.engines.base import Delivery
+from batchstate.transport.engines.packing import PIECE, pieces, scatter, settle, staging
+from batchstate.transport.engines.pairs import READER, Address, Pair, Store, client, ended_key, private
+from batchstate.transport.engines.wire import (
+    BYE,
+    ENDED,
+    LANDED,
+    REFUSED,
+    WRITE,
+    Answer,
+    Header,
+    header_room,
+    refusal,
+)
+
+MOST_ROWS = 1 << 22
+"""Of one header: more are taken for nonsense."""
+
+
+@final
+class Inbox:
+    """What the receiving threads of an engine share with its owner.
+
+    Attributes:
+        deliveries: tags behind their data.
+    """
+
+    def __init__(self) -> None:
+        self.deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._memories: dict[int, torch.Tensor] = {}
+
+    def __setitem__(self, index: int, memory: torch.Tensor) -> None:
+        """Lists a region's memory, uint8[nbytes]."""
+        with self._lock:
+            self._memories[index] = memory
+
+    def __delitem__(self, index: int) -> None:
+        """Waits until no piece is being put into it, at most about a millisecond, and forgets it."""
+        with self._lock:
+            del self._memories[index]
+
+    def refusal(self, table: Ints) -> str:
+        """Why rows int64[3, n] may not be written, or an empty string."""
+        with self._lock:
+            return self._refusal(table)
+
+    def land(self, table: Ints, packed: torch.Tensor) -> str:
+        """Puts rows int64[3, n] into place, all or none; why none, or an empty string."""
+        with self._lock:
+            reason = self._refusal(table)
+            if not reason:
+                scatter(self._memories, table[0], table[1], table[2], packed)
+                settle(self._memories, table[0])
+            return reason
+
+    def memories(self) -> dict[int, torch.Tensor]:
+        """The regions' memory by index, as it is now."""
+        return dict(self._memories)
+
+    def _refusal(self, table: Ints) -> str:
+        return refusal({index: memory.numel() for index, memory in self._memories.items()}, table)
+
+
+@final
+@attrs.frozen
+class Meeting:
+    """What a receiving thread needs to meet a writer.
+
+    Attributes:
+        store: the engine's; kept open while a thread may still write, as `pairs.EndWatch` relies on.
+        address: of the store.
+        name: of the pair.
+        writer: the other engine's instance.
+        device: for staging.
+        timeout: for the meeting, in seconds.
+    """
+
+    store: Store
+    address: Address
+    name: str
+    writer: str
+    device: torch.device
+    timeout: float
+
+
+@final
+class Incoming:
+    """A pair on which another process writes. Its methods never wait, but for `join`."""
+
+    def __init__(self, meeting: Meeting, inbox: Inbox) -> None:
+        self._inbox = inbox
+        self._pair: Pair | None = None
+        self._lock = threading.Lock()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, args=(meeting,), name="batchstate receiver", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the pair now."""
+        with self._lock:
+            self._closing = True
+            pair = self._pair
+        if pair is not None:
+            pair.part()
+
+    def join(self, seconds: float) -> None:
+        """Waits for the thread, that long at most."""
+        self._thread.join(seconds)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still has a thread."""
+        return self._thread.is_alive()
+
+    def _run(self, meeting: Meeting) -> None:
+        store = client(meeting.address, meeting.timeout)
+        with contextlib.suppress(RuntimeError, MemoryError):  # the end: the writer has gone, or `close` was called
+            self._serve(meeting, private(store, meeting.name))
+        with self._lock:
+            pair, self._pair = self._pair, None
+        if pair is not None:
+            pair.part()
+        store.set(ended_key(meeting.name), "")
+
+    def _serve(self, meeting: Meeting, store: Store) -> None:
+        pair = Pair.join(store, READER, meeting.address[0], meeting.device, meeting.timeout)
+        with self._lock:
+            self._pair = pair
+            if self._closing:
+                return
+        rooms = (staging(meeting.device), staging(meeting.device))
+        while True:
+            header = Header.read(pair.receive(header_room()))
+            pair.send(self._taken(pair, header, meeting.writer, rooms).packed())
+
+    def _taken(self, pair: Pair, header: Header, writer: str, rooms: tuple[torch.Tensor, torch.Tensor]) -> Answer:
+        """Receives what a header announces."""
+        if header.kind == BYE:
+            return Answer(LANDED)  # and then wait: the writer closes first, so that it gets this answer
+        if header.kind != WRITE or not header.tag or not 0 <= header.rows <= MOST_ROWS:
+            return Answer(ENDED, f"a header that makes no sense: {header}")
+        if header.rows:
+            table = pair.receive(torch.empty((3, header.rows), dtype=torch.int64)).numpy()
+            if ((table[2] <= 0) | (table[2] > PIECE)).any():
+                return Answer(ENDED, f"rows of {table[2].min()} to {table[2].max()} bytes; 1 to {PIECE} are taken")
+            reason = self._rows(pair, table, rooms)
+            if reason:
+                return Answer(REFUSED, reason)
+        self._inbox.deliveries.put(Delivery(header.tag, writer))
+        return Answer(LANDED)
+
+    def _rows(self, pair: Pair, table: Ints, rooms: tuple[torch.Tensor, torch.Tensor]) -> str:
+        """Puts each piece into place while the next one arrives. Refused rows are received too, and dropped."""
+        reason = self._inbox.refusal(table)
+        cuts = pieces(table[2])
+        parts = [rooms[number % 2][: int(table[2, cut].sum())] for number, cut in enumerate(cuts)]
+        arrived = pair.receive_rows(parts[0])
+        for number, cut in enumerate(cuts):
+            arrived()
+            if number + 1 < len(cuts):
+                arrived = pair.receive_rows(parts[number + 1])
+            reason = reason or self._inbox.land(table[:, cut], parts[number])
+        return reason

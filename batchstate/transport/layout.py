@@ -1,0 +1,232 @@
+"""What a token's KV is made of on one rank: bytes, buffers, heads. A layout that exists is one that holds together.
+
+Two workers transfer between each other only if their layouts fit (`check_fit`): then a token has the same heads, of the
+same bytes, in the same buffers on both sides, and only how the ranks share the heads may differ.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Self, final
+
+import attrs
+import torch
+
+from batchstate.errors import ArgumentError, DtypeError, HandshakeError
+from batchstate.values.host_arrays import count
+
+
+@final
+@attrs.frozen
+class Held:
+    """Which of a token's heads a rank holds.
+
+    Attributes:
+        first: the first head.
+        heads: how many, from there on.
+        replica: number of this rank among those that hold the same heads.
+        replicas: how many ranks hold the same heads.
+    """
+
+    first: int
+    heads: int
+    replica: int
+    replicas: int
+
+
+def held_by(rank: int, degree: int, heads: int) -> Held:
+    """Which heads rank `rank` of `degree` holds: consecutive ones, and one when there are more ranks than heads.
+
+    Raises:
+        ArgumentError: the heads cannot be shared evenly by so many ranks, or there is no such rank.
+    """
+    if heads % degree and degree % heads:
+        raise ArgumentError(
+            f"{heads} heads cannot be shared evenly by {degree} ranks",
+            value=degree,
+            remedy="use a degree that divides the number of KV heads, or a multiple of it",
+        )
+    if not 0 <= rank < degree:
+        raise ArgumentError(f"rank {rank} of {degree}", value=rank, remedy=f"ranks count from 0 to {degree - 1}")
+    local, replicas = max(1, heads // degree), max(1, degree // heads)
+    return Held(rank // replicas * local, local, rank % replicas, replicas)
+
+
+def _dtype(value: object) -> str:
+    name = str(value).removeprefix("torch.")
+    if not isinstance(value, str | torch.dtype) or not name:
+        raise DtypeError(f"dtype is {value!r}", value=value, remedy="pass its name, as 'bfloat16'")
+    return name
+
+
+def _layers(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(one, str) and one for one in value):
+        raise ArgumentError(f"layers are {value!r}", value=value, remedy="pass a tuple of names, one a buffer")
+    name, times = Counter(value).most_common(1)[0]
+    if times > 1:
+        raise ArgumentError(f"layer {name!r} is named {times} times", value=name, remedy="name each buffer once")
+    return tuple(value)
+
+
+@final
+@attrs.frozen
+class KVLayout:
+    """How one rank keeps the KV of a token.
+
+    A token has one row in each buffer: its heads one after the other, each of the same bytes. Row `t` of a buffer
+    begins at byte `t * item_bytes` of its region.
+
+    Attributes:
+        page_size: tokens a page.
+        dtype: name of the elements' type, as "float64".
+        layers: names of the buffers, in the order of the registered regions.
+        item_bytes: bytes that one token has in one buffer on this rank.
+        rank: of the tensor-parallel group.
+        degree: ranks in the group. Each holds heads / degree of a token's heads, or, when there are more ranks than
+            heads, one of them.
+        heads: KV heads of a token on all ranks together.
+        replicated: whether every rank holds all of a token (MLA).
+        token_major: whether the tokens of a page lie one after the other. Otherwise a page cannot be split into tokens.
+
+    Raises:
+        ArgumentError: a number that cannot be meant, heads that cannot be shared by `degree` ranks, or bytes that
+            cannot be shared by the heads.
+        DtypeError: a value of another type than stated.
+    """
+
+    page_size: int
+    dtype: str = attrs.field(converter=_dtype)
+    layers: tuple[str, ...] = attrs.field(converter=_layers)
+    item_bytes: int
+    rank: int = 0
+    degree: int = 1
+    heads: int = 1
+    replicated: bool = False
+    token_major: bool = True
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("page_size", "item_bytes", "rank", "degree", "heads"):
+            number = count(getattr(self, name), name, least=0 if name == "rank" else 1)
+            object.__setattr__(self, name, number)  # numpy integers are no JSON
+        for name in ("replicated", "token_major"):
+            if type(getattr(self, name)) is not bool:
+                value = getattr(self, name)
+                raise DtypeError(f"{name} is {value!r}", value=value, remedy="pass True or False")
+        held = self.held
+        if self.item_bytes % held.heads:
+            raise ArgumentError(
+                f"item_bytes {self.item_bytes} cannot be shared by the {held.heads} heads of a rank",
+                value=self.item_bytes,
+                remedy="pass the bytes that one token has in one buffer on this rank, and the heads of all ranks",
+            )
+
+    @classmethod
+    def of_page_bytes(cls, page_bytes: int, page_size: int, *, dtype: str, layers: Sequence[str], **rest: Any) -> Self:
+        """The layout of buffers of which only the bytes of a page are known.
+
+        Args:
+            page_bytes: bytes that one page has in one buffer on this rank.
+            page_size: tokens a page.
+            dtype: see the class.
+            layers: see the class.
+            rest: the other attributes.
+
+        Raises:
+            ArgumentError: `page_bytes` is no multiple of `page_size`. Else as the class.
+        """
+        size, nbytes = count(page_size, "page_size", least=1), count(page_bytes, "page_bytes", least=1)
+        if nbytes % size:
+            raise ArgumentError(
+                f"a page of {nbytes} bytes does not divide by its {size} tokens",
+                value=nbytes,
+                remedy="register buffers that hold KV alone; keep scales and headers of a page in buffers of their own",
+            )
+        return cls(size, dtype, layers, nbytes // size, **rest)
+
+    @property
+    def held(self) -> Held:
+        """Which heads this rank holds. A replicated token counts as one head that every rank holds."""
+        return held_by(self.rank, self.degree, 1 if self.replicated else self.heads)
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head of one token in one buffer; of all of it where it is replicated."""
+        return self.item_bytes // self.held.heads
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page in one buffer on this rank."""
+        return self.page_size * self.item_bytes
+
+    def check_splits(self) -> None:
+        """Refuses a layout whose pages cannot be split into tokens.
+
+        Raises:
+            ArgumentError: pages of several tokens, not token-major.
+        """
+        if not self.token_major and self.page_size > 1:
+            raise ArgumentError(
+                f"pages of {self.page_size} tokens that are not token-major cannot be split into tokens",
+                value=self.page_size,
+                remedy="keep KV token-major, [page, token, head, ...], or use pages of one token",
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return attrs.asdict(self) | {"layers": list(self.layers)}
+
+    @classmethod
+    def from_dict(cls, fields: object) -> Self:
+        """What `as_dict` gave.
+
+        Raises:
+            ArgumentError: fields are missing or unknown. Else as the class.
+        """
+        names = {one.name for one in attrs.fields(cls)}
+        if not isinstance(fields, Mapping) or set(fields) != names:
+            found = sorted(map(str, fields)) if isinstance(fields, Mapping) else type(fields).__name__
+            raise ArgumentError(f"no layout: {found}", value=found, remedy=f"pass {', '.join(sorted(names))}")
+        return cls(**fields)
+
+
+_SAME = (
+    ("page_size", "start both workers with one page size"),
+    ("dtype", "keep KV in one dtype on both workers"),
+    ("replicated", "run the same model, and the same attention, on both workers"),
+    ("heads", "run the same model on both workers; `heads` are those of all ranks together"),
+    ("token_major", "keep KV in the same order on both workers"),
+)
+
+
+def check_fit(ours: KVLayout, theirs: KVLayout) -> None:
+    """Refuses two layouts between which no KV can go. Both sides refuse the same pairs; ranks and degrees may differ.
+
+    Raises:
+        HandshakeError: they differ in page size, dtype, replication, heads, order, bytes a head, or layers.
+    """
+    for name, remedy in _SAME:
+        here, there = getattr(ours, name), getattr(theirs, name)
+        if here != there:
+            raise HandshakeError(f"{name} is {here} here, {there} there", value=(here, there), remedy=remedy)
+    if ours.head_bytes != theirs.head_bytes:
+        raise HandshakeError(
+            f"item_bytes is {_bytes(ours)} here, {_bytes(theirs)} there",
+            value=(ours.item_bytes, theirs.item_bytes),
+            remedy="use one head size and dtype; `item_bytes` are those of one token in one buffer on one rank",
+        )
+    if ours.layers != theirs.layers:
+        both = max(len(ours.layers), len(theirs.layers))
+        at = next(at for at in range(both) if ours.layers[at : at + 1] != theirs.layers[at : at + 1])
+        raise HandshakeError(
+            f"layers: {len(ours.layers)} here, {len(theirs.layers)} there; "
+            f"number {at} is {_named(ours, at)} here, {_named(theirs, at)} there",
+            value=(ours.layers, theirs.layers),
+            remedy="load the same layers on both workers, and list their buffers in the same order",
+        )
+
+
+def _bytes(layout: KVLayout) -> str:
+    return f"{layout.item_bytes} at degree {layout.degree} ({layout.head_bytes} a head)"
+
+
+def _named(layout: KVLayout, at: int) -> str:
+    return repr(layout.layers[at]) if at < len(layout.layers) else "missing"

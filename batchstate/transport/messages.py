@@ -1,0 +1,178 @@
+"""What two workers say about a lease while its rows travel another way: small, and safe to repeat, delay and reorder.
+
+Each message names the instance that it is from and the one that it is for, so that none is ever taken for one of an
+earlier or later instance of the same worker. What arrives is checked field by field before anything uses it.
+"""
+
+import enum
+import itertools
+import json
+from typing import Any, final
+
+import attrs
+import numpy as np
+
+from batchstate.errors import ArgumentError
+from batchstate.transport.copies import Ints
+
+MAGIC = "batchstate lease 1"
+MOST_BYTES = 16 * 2**20
+_LARGEST = 2**63 - 1
+
+
+class Kind(enum.StrEnum):
+    """What is said. GRANT and ABORT go from receiver to writer; FAILED and DRAINED from writer to receiver."""
+
+    GRANT = "grant"
+    ABORT = "abort"
+    FAILED = "failed"
+    DRAINED = "drained"
+
+
+@final
+@attrs.frozen
+class Notice:
+    """ABORT: write no more. FAILED: not all of it will come. DRAINED: nothing of it can land any more.
+
+    Attributes:
+        kind: any but GRANT.
+        sender: instance that says it.
+        to: instance that it is for.
+        serial: of the lease.
+        reason: in words, or empty.
+    """
+
+    kind: Kind
+    sender: str
+    to: str
+    serial: int
+    reason: str = ""
+
+
+@final
+@attrs.frozen(eq=False)
+class Grant:
+    """Leave to write the KV of one request into the receiver's host tokens.
+
+    Attributes:
+        sender: instance of the receiver.
+        to: instance of the writer.
+        serial: of the lease.
+        attempt: which attempt of the request it is.
+        request: name of the request.
+        writer: index of the writer among those of the lease.
+        num_tokens: tokens of the request.
+        runs: int64[r, 2], start and length of the host tokens that it takes, in order; the last may be longer.
+    """
+
+    sender: str
+    to: str
+    serial: int
+    attempt: int
+    request: str
+    writer: int
+    num_tokens: int
+    runs: Ints = attrs.field(repr=False)
+
+    @property
+    def targets(self) -> Ints:
+        """int64[num_tokens], the host token of each token of the request."""
+        starts, lengths = self.runs[:, 0], self.runs[:, 1]
+        before = np.cumsum(lengths) - lengths
+        tokens = np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()), dtype=np.int64)
+        return tokens[: self.num_tokens]
+
+
+def packed(message: Grant | Notice) -> bytes:
+    """As it travels.
+
+    Raises:
+        ArgumentError: too long; more runs than a message holds.
+    """
+    fields: dict[str, Any] = {"is": MAGIC, "kind": Kind.GRANT} | {
+        name: value.tolist() if isinstance(value, np.ndarray) else value
+        for name, value in attrs.asdict(message, recurse=False).items()
+    }
+    data = json.dumps(fields).encode()
+    if len(data) > MOST_BYTES:
+        raise ArgumentError(
+            f"a message of {len(data)} bytes", value=len(data), remedy="grant memory in fewer and longer runs"
+        )
+    return data
+
+
+def unpacked(data: object) -> Grant | Notice:
+    """The message in these bytes.
+
+    Raises:
+        ArgumentError: too long, truncated, not of this library, or a field that cannot be meant.
+    """
+    if not isinstance(data, bytes | bytearray | memoryview) or len(data) > MOST_BYTES:
+        raise _malformed(repr(data)[:60], "no bytes, or too many")
+    try:
+        fields = json.loads(bytes(data))
+    except (ValueError, RecursionError) as error:
+        raise _malformed(bytes(data)[:60], "it is no JSON") from error
+    if not isinstance(fields, dict) or fields.pop("is", None) != MAGIC:
+        raise _malformed(bytes(data)[:60], f"it does not say that it is {MAGIC!r}")
+    return _grant(fields) if fields.get("kind") == Kind.GRANT else _notice(fields)
+
+
+def check_runs(runs: Ints, num_tokens: int) -> None:
+    """Refuses runs that do not hold a request: int64[r, 2], each of at least one token, none shared, enough in all.
+
+    Raises:
+        ArgumentError: they do not.
+    """
+    pairs = runs.tolist() if runs.ndim == 2 and runs.shape[1] == 2 else []
+    wrong = [pair for pair in pairs if pair[0] < 1 or pair[1] < 1 or pair[0] > _LARGEST - pair[1]]
+    pairs.sort()
+    shared = [pair for before, pair in itertools.pairwise(pairs) if before[0] + before[1] > pair[0]]
+    if wrong or shared or len(pairs) != len(runs) or sum(length for _, length in pairs) < num_tokens:
+        raise ArgumentError(
+            f"runs {(wrong or shared or pairs)[:4]} for {num_tokens} tokens",
+            value=num_tokens,
+            remedy="pass start and length of runs that do not overlap and hold the request; token 0 is nobody's",
+        )
+
+
+def _notice(fields: dict[str, Any]) -> Notice:
+    _check_fields(fields, Notice)
+    try:
+        kind = Kind(fields["kind"])
+    except ValueError as error:
+        raise _malformed(fields["kind"], "unknown kind") from error
+    return Notice(kind, fields["sender"], fields["to"], fields["serial"], fields["reason"])
+
+
+def _grant(fields: dict[str, Any]) -> Grant:
+    _check_fields(fields, Grant)
+    fields.pop("kind")
+    listed = fields.pop("runs")
+    if not isinstance(listed, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 and all(type(one) is int and 0 < one <= _LARGEST for one in pair)
+        for pair in listed
+    ):
+        raise _malformed(str(listed)[:60], "runs are pairs of start and length")
+    runs = np.array(listed, dtype=np.int64).reshape(-1, 2)
+    check_runs(runs, fields["num_tokens"])
+    return Grant(runs=runs, **fields)
+
+
+def _check_fields(fields: dict[str, Any], kind: type[Grant | Notice]) -> None:
+    types = {one.name: one.type for one in attrs.fields(kind)} | {"kind": str}
+    if set(fields) != set(types):
+        raise _malformed(sorted(map(str, fields))[:12], "fields are missing or unknown")
+    for name, value in fields.items():
+        if types[name] is int:
+            right = type(value) is int and 0 <= value < 2**31 if name != "serial" else type(value) is int and value > 0
+        else:
+            right = name == "runs" or isinstance(value, str)
+        if not right:
+            raise _malformed(f"{name} = {value!r}"[:60], "a field of another type, or out of range")
+
+
+def _malformed(shown: object, reason: str) -> ArgumentError:
+    return ArgumentError(
+        f"{shown!r} is no message about a lease: {reason}", value=shown, remedy="pass what the other side's outbox held"
+    )

@@ -1,0 +1,289 @@
+"""Which rows a transfer moves: from pages to tokens, to bytes in regions, to few and large rows, to writes.
+
+Plain numpy on the host, int64 throughout, at most one sort of the rows. Lengths are never adjusted to each other: what
+does not go together is refused, so that no token is left out in silence.
+"""
+
+from collections.abc import Sequence
+from typing import SupportsIndex
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from batchstate import invariants
+from batchstate.errors import ArgumentError, DtypeError, ShapeError
+from batchstate.transport.copies import Copies, Ints
+from batchstate.transport.layout import KVLayout, check_fit
+from batchstate.transport.shards import slice_between
+from batchstate.values.host_arrays import as_array, converted, count
+
+_LARGEST = 2**63 - 1
+
+
+def expand_pages(pages: npt.ArrayLike, page_size: int, num_tokens: int) -> Ints:
+    """The tokens on `pages`, in order: page * page_size + 0 .. page_size - 1.
+
+    Args:
+        pages: integer[p], in the order of the request; 1 or more each.
+        page_size: tokens a page.
+        num_tokens: how many tokens; only the last page may be used in part.
+
+    Returns:
+        int64[num_tokens].
+
+    Raises:
+        ArgumentError: `num_tokens` does not end on the last page.
+        Violation: SLOT_ZERO_ALLOCATED: page 0, which is padding; SLOT_OUT_OF_RANGE: a negative page, or one whose
+            tokens int64 cannot count.
+        ShapeError, DtypeError: no one-dimensional integers.
+    """
+    size, total = count(page_size, "page_size", least=1), count(num_tokens, "num_tokens")
+    indices = _indices(pages, "pages")
+    if -(-total // size) != indices.size:
+        raise ArgumentError(
+            f"{total} tokens do not end on the last of {indices.size} pages of {size}",
+            value=total,
+            remedy="pass exactly the pages that hold the tokens, and the number of tokens",
+        )
+    _check_indices(indices, size, "pages")
+    within = np.arange(min(size, total), dtype=np.int64)
+    return (indices[:, None] * size + within).reshape(-1)[:total]
+
+
+def check_chunk(first: int, num_tokens: int, total: int, page_size: int, last: bool) -> None:
+    """Refuses a chunk of a prompt that is not made of whole pages; only the last chunk may end inside one.
+
+    Args:
+        first: position of the chunk's first token.
+        num_tokens: tokens of the chunk; 0 is fine.
+        total: tokens of the prompt.
+        page_size: tokens a page.
+        last: whether it is the last chunk: it ends where the prompt ends.
+
+    Raises:
+        ArgumentError: it begins or ends inside a page, ends behind the prompt, or is the last and ends before its end.
+    """
+    size, whole = count(page_size, "page_size", least=1), count(total, "total")
+    begin = count(first, "first")
+    end = begin + count(num_tokens, "num_tokens")
+    if begin % size:
+        raise ArgumentError(
+            f"a chunk begins at token {begin}, inside a page of {size}",
+            value=begin,
+            remedy=f"begin at {begin - begin % size}, and end the chunk before it there",
+        )
+    if end > whole or (last and end != whole):
+        raise ArgumentError(
+            f"a {'last ' if last else ''}chunk ends at token {end} of {whole}",
+            value=end,
+            remedy="end the last chunk where the prompt ends, and no chunk behind it",
+        )
+    if not last and end % size:
+        raise ArgumentError(
+            f"a chunk that is not the last ends at token {end}, inside a page of {size}",
+            value=end,
+            remedy=f"end it at {end - end % size}; only the last chunk may end inside a page",
+        )
+
+
+def owned_by(tokens: npt.ArrayLike, runs: npt.ArrayLike) -> None:
+    """Refuses target tokens that a lease does not own, or that are named twice.
+
+    Args:
+        tokens: integer[n], where rows are to be written.
+        runs: integer[r, 2], what the lease owns: start and length of each run.
+
+    Raises:
+        Violation: TRANSFER_BOUNDS: a token outside all runs.
+        ArgumentError: a token twice, or a run that is empty or holds token 0.
+        ShapeError, DtypeError: arrays of another shape or dtype.
+    """
+    wanted, owned = _indices(tokens, "tokens"), converted(runs, np.dtype(np.int64), "runs")
+    if owned.shape != (0,) and owned.shape[1:] != (2,):
+        raise ShapeError(f"runs of shape {owned.shape}", value=owned.shape, remedy="pass start and length of each run")
+    owned = owned.reshape(-1, 2)
+    wrong = (owned < 1).any(axis=1) | (owned[:, 1] > _LARGEST - owned[:, 0])
+    if wrong.any():
+        start, length = owned[int(wrong.argmax())].tolist()
+        raise ArgumentError(
+            f"a run of {length} tokens from {start} on",
+            value=(start, length),
+            remedy="pass runs of at least one token; token 0 is padding, and nobody's",
+        )
+    owned = owned[np.argsort(owned[:, 0], kind="stable")]
+    starts, ends = owned[:, 0], np.maximum.accumulate(owned.sum(axis=1))  # ends so far: runs may lie inside others
+    if not owned.size:
+        starts = ends = np.zeros(1, dtype=np.int64)
+    run = np.maximum(np.searchsorted(starts, wanted, side="right") - 1, 0)
+    invariants.transfer_bounds(
+        wanted, np.ones_like(wanted), starts[run], ends[run], what="tokens", operation="owned_by", object="the lease"
+    )
+    copy = invariants.first_duplicate(wanted)
+    if copy is not None:
+        raise ArgumentError(
+            f"target token {wanted[copy]} is named twice, the second time in row {copy}",
+            value=int(wanted[copy]),
+            remedy="write each target token once",
+        )
+
+
+def token_rows(
+    source_tokens: npt.ArrayLike,
+    target_tokens: npt.ArrayLike,
+    source_layout: KVLayout,
+    target_layout: KVLayout,
+    source_regions: Sequence[SupportsIndex],
+    target_regions: Sequence[SupportsIndex],
+) -> Copies:
+    """What the source's rank writes into the target's rank for these tokens, layer by layer.
+
+    Args:
+        source_tokens: integer[n], tokens here.
+        target_tokens: integer[n], where each goes.
+        source_layout: of this rank.
+        target_layout: of the rank that is written to.
+        source_regions: index of the region of each layer here, in the order of `layers`.
+        target_regions: the same there.
+
+    Returns:
+        A row a layer and token, in that order; none if this rank writes nothing to that one.
+
+    Raises:
+        HandshakeError: the layouts do not fit.
+        ArgumentError: pages that cannot be split into tokens, or not one region a layer.
+        ShapeError: not as many targets as sources. Nothing is clipped.
+        Violation: SLOT_ZERO_ALLOCATED: token 0, which is padding; SLOT_OUT_OF_RANGE: a negative token, or one whose
+            bytes int64 cannot count.
+        DtypeError: no integers.
+    """
+    check_fit(source_layout, target_layout)
+    source_layout.check_splits()
+    ours, theirs = _indices(source_tokens, "source tokens"), _indices(target_tokens, "target tokens")
+    if ours.size != theirs.size:
+        raise ShapeError(
+            f"{ours.size} source tokens for {theirs.size} target tokens",
+            value=(ours.size, theirs.size),
+            remedy="name one target for each source; a part of a request is a chunk of its own",
+        )
+    _check_indices(ours, source_layout.item_bytes, "source tokens")
+    _check_indices(theirs, target_layout.item_bytes, "target tokens")
+    here = _one_a_layer(source_regions, source_layout, "source")
+    there = _one_a_layer(target_regions, target_layout, "target")
+    piece = slice_between(source_layout, target_layout)
+    if piece is None or not ours.size:
+        return Copies.empty()
+    layers = here.size
+    return Copies(
+        np.repeat(here, ours.size),
+        np.tile(ours * source_layout.item_bytes + piece.source_offset, layers),
+        np.repeat(there, ours.size),
+        np.tile(theirs * target_layout.item_bytes + piece.target_offset, layers),
+        np.full(ours.size * layers, piece.nbytes, dtype=np.int64),
+    )
+
+
+def coalesced(copies: Copies) -> Copies:
+    """The same bytes in fewer rows: rows that are adjacent on both sides become one. In the order of their targets.
+
+    Raises:
+        ArgumentError: an empty row.
+    """
+    _check_lengths(copies)
+    if len(copies) < 2:
+        return copies
+    regions, offsets = copies.target_regions, copies.target_offsets
+    later = (regions[1:] > regions[:-1]) | ((regions[1:] == regions[:-1]) & (offsets[1:] >= offsets[:-1]))
+    if not later.all():
+        copies = copies.rows(np.lexsort((offsets, regions)))
+    joins = copies.source_regions[1:] == copies.source_regions[:-1]
+    joins &= copies.target_regions[1:] == copies.target_regions[:-1]
+    joins &= copies.source_offsets[1:] - copies.source_offsets[:-1] == copies.lengths[:-1]
+    joins &= copies.target_offsets[1:] - copies.target_offsets[:-1] == copies.lengths[:-1]
+    begins = np.flatnonzero(np.concatenate(([True], ~joins)))
+    return attrs.evolve(copies.rows(begins), lengths=np.add.reduceat(copies.lengths, begins))
+
+
+def chunked(copies: Copies, max_rows: int, max_bytes: int | None = None) -> list[Copies]:
+    """The same rows, in order, in as many writes as an engine needs.
+
+    Args:
+        copies: the rows. None of them makes one write without rows: its tag still has to arrive.
+        max_rows: most rows of a write (`Capabilities.max_rows`).
+        max_bytes: most bytes of a write, or None. A row that is longer is cut.
+
+    Raises:
+        ArgumentError: an empty row, or a limit below 1.
+    """
+    most = count(max_rows, "max_rows", least=1)
+    _check_lengths(copies)
+    if not len(copies):
+        return [copies]
+    if max_bytes is None:
+        return [copies.rows(slice(begin, begin + most)) for begin in range(0, len(copies), most)]
+    room = count(max_bytes, "max_bytes", least=1)
+    copies = _cut(copies, room)
+    ends = np.cumsum(copies.lengths)
+    chunks, begin, sent = [], 0, 0
+    while begin < len(copies):
+        end = min(begin + most, int(np.searchsorted(ends, sent + room, side="right")))
+        chunks.append(copies.rows(slice(begin, end)))
+        begin, sent = end, int(ends[end - 1])
+    return chunks
+
+
+def _cut(copies: Copies, most: int) -> Copies:
+    """Rows of at most `most` bytes."""
+    if int(copies.lengths.max()) <= most:
+        return copies
+    pieces = -(-copies.lengths // most)
+    rows = np.repeat(np.arange(len(copies), dtype=np.int64), pieces)
+    skipped = (np.arange(rows.size, dtype=np.int64) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * most
+    copies = copies.rows(rows)
+    return attrs.evolve(
+        copies,
+        source_offsets=copies.source_offsets + skipped,
+        target_offsets=copies.target_offsets + skipped,
+        lengths=np.minimum(copies.lengths - skipped, most),
+    )
+
+
+def _indices(values: npt.ArrayLike, what: str) -> Ints:
+    """`values` as int64[n]."""
+    if isinstance(values, range):
+        values = list(values)  # numpy would make floats of an empty one
+    indices = converted(values, np.dtype(np.int64), what)
+    if as_array(values, what).dtype.kind == "b":
+        raise DtypeError(
+            f"{what}: booleans", value="bool", remedy="pass indices; `np.flatnonzero` makes them of a mask"
+        )
+    if indices.ndim != 1:
+        raise ShapeError(
+            f"{what}: {indices.ndim} dimensions", value=indices.shape, remedy="pass a one-dimensional array"
+        )
+    return indices
+
+
+def _check_indices(indices: Ints, scale: int, what: str) -> None:
+    """Refuses padding, negative indices, and those that int64 cannot hold times `scale`."""
+    invariants.slot_out_of_range(indices, _LARGEST // scale, operation=what)
+    invariants.slot_zero_allocated(indices, operation=what)
+
+
+def _one_a_layer(regions: Sequence[SupportsIndex], layout: KVLayout, side: str) -> Ints:
+    indices = np.array([count(region, f"{side} region") for region in regions], dtype=np.int64)
+    if indices.size != len(layout.layers) or np.unique(indices).size != indices.size:
+        raise ArgumentError(
+            f"{side} regions {indices.tolist()} for {len(layout.layers)} layers",
+            value=indices.tolist(),
+            remedy="pass the index of one region for each layer, each another",
+        )
+    return indices
+
+
+def _check_lengths(copies: Copies) -> None:
+    if len(copies) and int(copies.lengths.min()) < 1:
+        row = int(copies.lengths.argmin())
+        raise ArgumentError(
+            f"row {row} has {copies.lengths[row]} bytes", value=int(copies.lengths[row]), remedy="leave empty rows out"
+        )

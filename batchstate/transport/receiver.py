@@ -1,0 +1,306 @@
+"""The side whose memory is written: makes leases, grants host tokens to writers, and says what has arrived.
+
+    lease = receiver.lease("request 7", num_tokens, ["prefill-0", "prefill-1"])
+    runs = ...                                  # take host tokens; whenever they are freed: behind lease.ended
+    receiver.grant(lease, runs)
+    ...
+    for lease in receiver.poll(): ...           # DELIVERED, FAILED or ABORTED, each once
+
+What is to be said to other workers collects in `outbox`; the caller carries it, in any order, repeated if it must.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from batchstate.errors import ArgumentError, TransferError
+from batchstate.transport.engines.base import Delivery, Engine
+from batchstate.transport.handshake import Description
+from batchstate.transport.lease import Lease, LeaseState, Share
+from batchstate.transport.messages import Grant, Kind, Notice, check_runs, packed, unpacked
+from batchstate.transport.regions import Region
+from batchstate.transport.shards import sources_of
+from batchstate.transport.tags import Tag
+from batchstate.transport.workers import Clock, Worker, Workers
+from batchstate.values.host_arrays import converted, count
+
+
+@final
+@attrs.define
+class Ignored:
+    """What arrived and was not counted.
+
+    Attributes:
+        duplicate: tags that had arrived before.
+        late: tags of leases that are no more.
+        foreign: tags of another instance, writer or library.
+        notices: messages about leases that are no more.
+    """
+
+    duplicate: int = 0
+    late: int = 0
+    foreign: int = 0
+    notices: int = 0
+
+
+@final
+class Receiver:
+    """One rank of a decode worker. Belongs to the thread of its engine.
+
+    Args:
+        engine: its regions registered. No one else asks it for completions.
+        description: of this worker.
+        regions: one for each layer, in the layout's order, named as the layers are.
+        clock: seconds, never going back.
+        settle_seconds: how long after the end of a process its bytes may still be on their way.
+
+    Attributes:
+        outbox: messages to be carried: name of the worker, and bytes.
+        ignored: what was not counted.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        description: Description,
+        regions: Sequence[Region],
+        *,
+        clock: Clock = time.monotonic,
+        settle_seconds: float = 1.0,
+    ) -> None:
+        self._engine = engine
+        self._workers = Workers(
+            engine,
+            description,
+            regions,
+            clock=clock,
+            settle_seconds=settle_seconds,
+            connects=not engine.capabilities.one_sided,
+        )
+        self._leases: dict[int, Lease] = {}
+        self._changed: list[Lease] = []
+        self._serial = 0
+        self.outbox: list[tuple[str, bytes]] = []
+        self.ignored = Ignored()
+
+    def __repr__(self) -> str:
+        return f"Receiver({self._workers.description.worker}, {len(self._leases)} leases)"
+
+    # Workers
+
+    def introduce(self) -> bytes:
+        """What each writer passes to its `accept`."""
+        return self._workers.description.to_bytes()
+
+    def accept(self, introduction: bytes) -> str:
+        """Takes note of a writer, and returns its name. An earlier instance of that name has ended.
+
+        So introductions under one name are to be passed in the order in which its instances started.
+
+        Raises:
+            HandshakeError: no introduction, one that does not fit this worker, or of an instance that has ended.
+            TransferError: it cannot be reached.
+        """
+        worker, before = self._workers.accept(introduction)
+        if before is not None:
+            self._fail_all(before, f"{before.name} was started again")
+        return worker.name
+
+    def peer_lost(self, worker: str, reason: str = "lost") -> None:
+        """A writer is suspected to be gone: its leases fail. It may still write, so their memory stays taken.
+
+        Raises:
+            HandshakeError: it has not been accepted.
+        """
+        suspected = self._workers.named(worker)
+        suspected.lost = reason
+        self._fail_all(suspected, f"{worker} is suspected to be gone: {reason}")
+
+    def peer_ended(self, worker: str, instance: str | None = None) -> None:
+        """A writer is known to have ended: its process was seen to exit. Its leases fail, and end once it has settled.
+
+        Args:
+            worker: its name.
+            instance: which of its instances; without it, the current one.
+
+        Raises:
+            HandshakeError: it has not been accepted.
+        """
+        ended = self._workers.named(worker)
+        if instance in (None, ended.instance):
+            self._workers.end(ended)
+            self._fail_all(ended, f"{worker} has ended")
+
+    # Leases
+
+    def lease(self, request: str, num_tokens: int, writers: Sequence[str], *, attempt: int = 1) -> Lease:
+        """A lease, before any memory is taken for it.
+
+        Args:
+            request: its name, for the writers.
+            num_tokens: its tokens.
+            writers: names of the workers that hold its KV, all that `shards.sources_of` names, once each.
+            attempt: which attempt of the request it is.
+
+        Raises:
+            HandshakeError: a writer has not been accepted.
+            ArgumentError: these writers do not hold all of it, or hold some of it twice.
+            TransferError: a writer is gone.
+        """
+        total, which = count(num_tokens, "num_tokens"), count(attempt, "attempt", least=1)
+        workers = tuple(map(self._workers.named, writers))
+        self._check_writers(workers)
+        self._serial += 1
+        lease = Lease(str(request), total, self._serial, which, tuple(map(Share, workers)))
+        self._leases[lease.serial] = lease
+        return lease
+
+    def retry(self, lease: Lease, writers: Sequence[str] | None = None) -> Lease:
+        """The next attempt of a request: a new lease, for other memory, that nothing of the last one can touch.
+
+        Raises:
+            ArgumentError: the last attempt has not failed. Else as `lease`.
+            HandshakeError, TransferError: as `lease`.
+        """
+        if lease.state not in (LeaseState.FAILED, LeaseState.ABORTED):
+            raise ArgumentError(f"{lease!r} has not failed", value=lease.serial, remedy="retry what failed")
+        names = [share.worker.name for share in lease.shares] if writers is None else writers
+        return self.lease(lease.request, lease.num_tokens, names, attempt=lease.attempt + 1)
+
+    def grant(self, lease: Lease, runs: npt.ArrayLike) -> None:
+        """Lets the writers of a lease write host tokens: one message for each of them goes to the outbox.
+
+        Args:
+            lease: waiting, not granted before.
+            runs: int64[r, 2], start and length of host tokens, in the order of the request's tokens.
+
+        Raises:
+            ArgumentError: granted before, or runs that do not hold the request.
+            TransferError: the lease is not waiting any more: a writer was lost, or it was aborted.
+        """
+        memory = converted(runs, np.dtype(np.int64), "runs")
+        memory = memory.reshape(0, 2) if not memory.size else memory
+        if lease.state is not LeaseState.WAITING:
+            raise TransferError(f"{lease!r}: {lease.reason}", value=lease.serial, remedy="free the memory, and retry")
+        if lease.runs is not None or self._leases.get(lease.serial) is not lease:
+            raise ArgumentError(f"{lease!r} is granted", value=lease.serial, remedy="grant each lease once")
+        check_runs(memory, lease.num_tokens)
+        messages = [self._grant_for(lease, memory, writer) for writer in range(len(lease.shares))]
+        lease.runs = memory.copy()
+        self.outbox += messages
+
+    def abort(self, lease: Lease, reason: str = "aborted") -> None:
+        """Gives a lease up; its writers are told. Nothing happens where its state is final."""
+        if lease.become(LeaseState.ABORTED, reason):
+            self._stop(lease)
+
+    def poll(self) -> list[Lease]:
+        """The leases whose state became final since the last time, each once. Never waits."""
+        for delivery in self._engine.completions():
+            self._arrive(delivery)
+        changed, self._changed = self._changed, []
+        for lease in [one for one in self._leases.values() if one.ended.query()]:
+            del self._leases[lease.serial]
+        return changed
+
+    def leases(self) -> tuple[Lease, ...]:
+        """Those that have not ended, as of the last `poll`."""
+        return tuple(self._leases.values())
+
+    def on_message(self, message: bytes, from_worker: str) -> None:
+        """Takes a message of a writer. Repeated and late ones change nothing.
+
+        Raises:
+            ArgumentError: malformed, or none that a writer sends.
+            HandshakeError: of a worker that has not been accepted.
+        """
+        notice = unpacked(message)
+        if not isinstance(notice, Notice) or notice.kind not in (Kind.FAILED, Kind.DRAINED):
+            raise ArgumentError(f"{notice!r} is nothing that a writer says", value=notice, remedy="swap the two sides")
+        if self._workers.sender_of(notice, from_worker) is None:
+            return
+        lease = self._leases.get(notice.serial)
+        share = None if lease is None else self._share_of(lease, notice.sender)
+        if lease is None or share is None:
+            self.ignored.notices += 1
+            return
+        share.drained |= notice.kind is Kind.DRAINED
+        self._fail(lease, notice.reason or f"{from_worker} gave it up")
+
+    # Parts
+
+    def _arrive(self, delivery: Delivery) -> None:
+        tag = Tag.unpacked(delivery.tag)
+        if tag is None or tag.epoch != self._engine.instance:
+            self.ignored.foreign += 1
+            return
+        lease = self._leases.get(tag.serial)
+        if lease is None:
+            self.ignored.late += 1
+            return
+        share = lease.shares[tag.writer] if tag.writer < len(lease.shares) else None
+        if share is None or share.worker.instance != delivery.instance or tag.attempt != lease.attempt:
+            self.ignored.foreign += 1
+        elif not share.take(tag):
+            self.ignored.duplicate += 1
+        elif lease.complete and lease.become(LeaseState.DELIVERED):
+            self._changed.append(lease)
+
+    def _fail_all(self, worker: Worker, reason: str) -> None:
+        for lease in list(self._leases.values()):
+            share = self._share_of(lease, worker.instance)
+            if share is not None and not share.complete:
+                self._fail(lease, reason)
+
+    def _fail(self, lease: Lease, reason: str) -> None:
+        if lease.become(LeaseState.FAILED, reason):
+            self._stop(lease)
+
+    def _stop(self, lease: Lease) -> None:
+        """Tells every writer that may still write to stop, and to say when it has."""
+        self._changed.append(lease)
+        if lease.runs is None:
+            return
+        for share in lease.shares:
+            if not share.ended and not share.worker.ended:
+                notice = Notice(Kind.ABORT, self._engine.instance, share.worker.instance, lease.serial, lease.reason)
+                self.outbox.append((share.worker.name, packed(notice)))
+
+    def _grant_for(self, lease: Lease, runs: npt.NDArray[np.int64], writer: int) -> tuple[str, bytes]:
+        worker = lease.shares[writer].worker
+        grant = Grant(
+            self._engine.instance,
+            worker.instance,
+            lease.serial,
+            lease.attempt,
+            lease.request,
+            writer,
+            lease.num_tokens,
+            runs,
+        )
+        return worker.name, packed(grant)
+
+    def _share_of(self, lease: Lease, instance: str) -> Share | None:
+        return next((share for share in lease.shares if share.worker.instance == instance), None)
+
+    def _check_writers(self, workers: tuple[Worker, ...]) -> None:
+        for worker in workers:
+            if worker.ended or worker.lost is not None:
+                raise TransferError(
+                    f"{worker.name} is gone: {worker.lost or 'it has ended'}",
+                    value=worker.name,
+                    remedy="accept its next introduction, or use other writers",
+                )
+        degrees = {worker.description.layout.degree for worker in workers}
+        ranks = sorted(worker.description.layout.rank for worker in workers)
+        needed = [sources_of(self._workers.description.layout, degree) for degree in degrees]
+        if len(degrees) != 1 or tuple(ranks) != needed[0]:
+            raise ArgumentError(
+                f"writers of ranks {ranks} of {sorted(degrees)}; needed are {needed}",
+                value=ranks,
+                remedy="name each worker that `shards.sources_of` names, once",
+            )

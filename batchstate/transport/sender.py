@@ -1,0 +1,287 @@
+"""The side that writes: takes grants, writes the rows of a request chunk by chunk, and says when it has stopped.
+
+    for sending in sender.poll(): ...           # new ones are OPEN; later DONE, FAILED or ABORTED, each once
+    sender.send(sending, source_tokens, first, last)
+    pages.free(..., after=sending.sources_free)
+
+A sending that fails or is aborted starts no further write. The receiver hears FAILED at once, and DRAINED when no write
+of it can land any more. What is to be said collects in `outbox`; the caller carries it.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+
+from batchstate.errors import ArgumentError, TransferError
+from batchstate.transport.copies import Copies
+from batchstate.transport.engines.base import Engine, Handle, Status
+from batchstate.transport.handshake import Description
+from batchstate.transport.messages import Grant, Kind, Notice, packed, unpacked
+from batchstate.transport.plan import check_chunk, chunked, coalesced, owned_by, token_rows
+from batchstate.transport.regions import Region
+from batchstate.transport.sending import Closed, Sending, SendState
+from batchstate.transport.tags import Tag
+from batchstate.transport.workers import Clock, Worker, Workers
+from batchstate.values.host_arrays import converted, count
+
+Key = tuple[str, int]
+"""Instance of a receiver, and serial of its lease."""
+
+
+@final
+class Sender:
+    """One rank of a prefill worker. Belongs to the thread of its engine.
+
+    Args:
+        engine: its regions registered.
+        description: of this worker.
+        regions: one for each layer, in the layout's order, named as the layers are.
+        max_bytes: most bytes of one write, or None.
+        clock: seconds, never going back.
+
+    Attributes:
+        outbox: messages to be carried: name of the worker, and bytes.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        description: Description,
+        regions: Sequence[Region],
+        *,
+        max_bytes: int | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._workers = Workers(engine, description, regions, clock=clock, settle_seconds=0.0, connects=True)
+        self._max_bytes = max_bytes
+        self._live: dict[Key, Sending] = {}
+        self._closed: dict[str, Closed] = {}
+        self._changed: list[Sending] = []
+        self._left: list[Handle] = []
+        self.outbox: list[tuple[str, bytes]] = []
+
+    def __repr__(self) -> str:
+        return f"Sender({self._workers.description.worker}, {len(self._live)} sendings)"
+
+    # Workers
+
+    def introduce(self) -> bytes:
+        """What each receiver passes to its `accept`."""
+        return self._workers.description.to_bytes()
+
+    def accept(self, introduction: bytes) -> str:
+        """Connects to a receiver, and returns its name. An earlier instance of that name has ended.
+
+        So introductions under one name are to be passed in the order in which its instances started.
+
+        Raises:
+            HandshakeError: no introduction, one that does not fit this worker, of an instance that has ended, or
+                without a region for each layer.
+            TransferError: it cannot be reached.
+        """
+        worker, before = self._workers.accept(introduction)
+        if before is not None:
+            self._leave(before, f"{before.name} was started again")
+        return worker.name
+
+    def peer_lost(self, worker: str, reason: str = "lost") -> None:
+        """A receiver is suspected to be gone: what is sent to it fails.
+
+        Raises:
+            HandshakeError: it has not been accepted.
+        """
+        suspected = self._workers.named(worker)
+        suspected.lost = reason
+        for sending in list(self._live.values()):
+            if sending.worker is suspected:
+                self._fail(sending, f"{worker} is suspected to be gone: {reason}")
+
+    def peer_ended(self, worker: str, instance: str | None = None) -> None:
+        """A receiver is known to have ended: its process was seen to exit.
+
+        Args:
+            worker: its name.
+            instance: which of its instances; without it, the current one.
+
+        Raises:
+            HandshakeError: it has not been accepted.
+        """
+        ended = self._workers.named(worker)
+        if instance in (None, ended.instance):
+            self._workers.end(ended)
+            self._leave(ended, f"{worker} has ended")
+
+    # Sendings
+
+    def on_message(self, message: bytes, from_worker: str) -> None:
+        """Takes a message of a receiver. Repeated and late ones change nothing.
+
+        Raises:
+            ArgumentError: malformed, or none that a receiver sends.
+            HandshakeError: of a worker that has not been accepted.
+            Violation: TRANSFER_BOUNDS: a grant of memory that the receiver does not have.
+        """
+        heard = unpacked(message)
+        if isinstance(heard, Notice) and heard.kind is not Kind.ABORT:
+            raise ArgumentError(f"{heard!r} is nothing that a receiver says", value=heard, remedy="swap the two sides")
+        worker = self._workers.sender_of(heard, from_worker)
+        if worker is None:
+            return
+        if isinstance(heard, Grant):
+            self._granted(worker, heard)
+        else:
+            self._aborted(worker, heard)
+
+    def send(self, sending: Sending, source_tokens: npt.ArrayLike, first: int, last: bool) -> None:
+        """Starts to write the next tokens of a request. Returns at once; see `poll`.
+
+        Args:
+            sending: OPEN, from `poll`.
+            source_tokens: int64[k], where the tokens at positions first, first + 1, ... lie here. They stay as they are
+                until `sending.sources_free`.
+            first: position of the first; what has been sent so far ends there.
+            last: whether the request ends with these.
+
+        Raises:
+            TransferError: it has failed or was aborted, or the engine refuses a write: then it has failed now.
+            ArgumentError, ShapeError, DtypeError, Violation: these tokens cannot be meant. Nothing was sent.
+        """
+        writes = self._planned(sending, source_tokens, first, last)
+        begun = False
+        try:
+            for copies in writes:
+                self._write(sending, copies, last and copies is writes[-1])
+            begun = True
+        finally:
+            if not begun:
+                self._fail(sending, "a write was refused")
+        sending.sent += np.size(source_tokens)
+        sending.complete = last
+
+    def poll(self) -> list[Sending]:
+        """The sendings that are new, or whose state became final, since the last time. Never waits."""
+        self._left = [handle for handle in self._left if not self._engine.drain(handle)]
+        for sending in list(self._live.values()):
+            self._look_at(sending)
+        changed, self._changed = self._changed, []
+        return changed
+
+    def sendings(self) -> tuple[Sending, ...]:
+        """Those that are open, or may still write."""
+        return tuple(self._live.values())
+
+    def fail(self, sending: Sending, reason: str) -> None:
+        """Gives a sending up: its KV will not come. Nothing happens where its state is final."""
+        self._fail(sending, reason)
+
+    # Messages
+
+    def _granted(self, worker: Worker, grant: Grant) -> None:
+        key = (worker.instance, grant.serial)
+        closed = self._closed.setdefault(worker.instance, Closed())
+        if key in self._live or grant.serial in closed:
+            return
+        if closed.forgets(grant.serial):
+            self._say(worker, Kind.FAILED, grant.serial, "the grant came too late")
+            self._say(worker, Kind.DRAINED, grant.serial)
+            return
+        self._live[key] = sending = Sending(worker, grant, self._targets(worker, grant))
+        self._changed.append(sending)
+
+    def _aborted(self, worker: Worker, notice: Notice) -> None:
+        sending = self._live.get((worker.instance, notice.serial))
+        if sending is None:
+            self._closed.setdefault(worker.instance, Closed()).add(notice.serial)
+            self._say(worker, Kind.DRAINED, notice.serial)
+        elif sending.become(SendState.ABORTED, notice.reason):
+            self._changed.append(sending)
+
+    def _say(self, worker: Worker, kind: Kind, serial: int, reason: str = "") -> None:
+        notice = Notice(kind, self._engine.instance, worker.instance, serial, reason)
+        self.outbox.append((worker.name, packed(notice)))
+
+    # Writes
+
+    def _targets(self, worker: Worker, grant: Grant) -> npt.NDArray[np.int64]:
+        """Host tokens of the request, once they are known to be inside the receiver's memory."""
+        regions = self._workers.regions_of(worker)
+        item_bytes = worker.description.layout.item_bytes
+        room = min(region.nbytes for region in regions) // item_bytes
+        if grant.runs.size and int(grant.runs.sum(axis=1).max()) > room:
+            raise ArgumentError(
+                f"a grant ends at host token {grant.runs.sum(axis=1).max()}, {worker.name} has {room}",
+                value=grant.serial,
+                remedy="introduce the receiver again after it has registered memory",
+            )
+        return grant.targets
+
+    def _planned(self, sending: Sending, source_tokens: npt.ArrayLike, first: int, last: bool) -> list[Copies]:
+        """The writes, once everything that can be checked has been."""
+        if sending.state is not SendState.OPEN:
+            raise TransferError(f"{sending!r}: {sending.reason}", value=sending.state, remedy="send what is OPEN")
+        tokens = converted(source_tokens, np.dtype(np.int64), "source_tokens")
+        layout, theirs = self._workers.description.layout, sending.worker.description.layout
+        begin = count(first, "first")
+        check_chunk(begin, tokens.size, sending.grant.num_tokens, layout.page_size, last)
+        if sending.complete or begin != sending.sent:
+            raise ArgumentError(
+                f"{sending!r}: tokens from {begin} on, {sending.sent} are sent" + (", all" if sending.complete else ""),
+                value=begin,
+                remedy="send the tokens of a request once, in order",
+            )
+        targets = sending.targets[begin : begin + tokens.size]
+        owned_by(targets, sending.grant.runs)
+        there = [region.index for region in self._workers.regions_of(sending.worker)]
+        rows = token_rows(tokens, targets, layout, theirs, self._workers.regions, there)
+        return chunked(coalesced(rows), self._engine.capabilities.max_rows, self._max_bytes)
+
+    def _write(self, sending: Sending, copies: Copies, last: bool) -> None:
+        peer = sending.worker.peer
+        if peer is None:
+            raise TransferError(f"{sending.worker.name} is not connected", value=sending, remedy="accept it first")
+        chunk = len(sending.handles)
+        grant = sending.grant
+        tag = Tag(grant.sender, grant.serial, grant.attempt, grant.writer, chunk, chunk + 1 if last else 0)
+        sending.handles.append(self._engine.write(peer, copies, tag.packed()))
+
+    def _look_at(self, sending: Sending) -> None:
+        """Follows the writes of one sending."""
+        for handle in sending.handles:
+            if self._engine.poll(handle) in (Status.FAILED, Status.UNKNOWN):
+                self._fail(sending, handle.reason or f"a write ended as {handle.status.value}")
+        if sending.state is SendState.OPEN:
+            if sending.complete and all(handle.status is Status.DONE for handle in sending.handles):
+                sending.become(SendState.DONE)
+                self._changed.append(sending)
+                self._close(sending)
+        elif self._drained(sending):
+            self._say(sending.worker, Kind.DRAINED, sending.grant.serial)
+            self._close(sending)
+
+    def _drained(self, sending: Sending) -> bool:
+        """Whether no write of it can land any more. Each is asked: asking is what lets an engine find out."""
+        open_ones = [handle for handle in sending.handles if not self._engine.drain(handle)]
+        return not open_ones
+
+    def _fail(self, sending: Sending, reason: str) -> None:
+        if sending.become(SendState.FAILED, reason):
+            self._changed.append(sending)
+            if not sending.worker.ended:
+                self._say(sending.worker, Kind.FAILED, sending.grant.serial, reason)
+
+    def _close(self, sending: Sending) -> None:
+        del self._live[sending.worker.instance, sending.grant.serial]
+        self._closed.setdefault(sending.worker.instance, Closed()).add(sending.grant.serial)
+
+    def _leave(self, worker: Worker, reason: str) -> None:
+        """Ends what was sent to an instance that has ended. Its writes are followed until they have drained."""
+        for key, sending in list(self._live.items()):
+            if sending.worker is worker:
+                self._fail(sending, reason)
+                self._left += sending.handles
+                del self._live[key]
+        self._closed.pop(worker.instance, None)

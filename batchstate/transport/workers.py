@@ -1,0 +1,200 @@
+"""The workers on the other side: which instance of each is the current one, and which are known to have ended.
+
+A worker that is *lost* is only suspected: it may still write. It is *ended* when somebody who can know it says so (a
+supervisor that saw its process exit), or when another instance introduces itself under its name, since a supervisor
+starts the next only after the last has ended. Nothing here is concluded from time alone.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, final
+
+import attrs
+
+from batchstate.errors import ArgumentError, HandshakeError
+from batchstate.transport.engines.base import Engine, Peer
+from batchstate.transport.handshake import Description, check_peers
+from batchstate.transport.regions import Region, RemoteRegion
+
+Clock = Callable[[], float]
+
+
+class Addressed(Protocol):
+    """A message that says which instance it is from, and for which."""
+
+    @property
+    def sender(self) -> str:
+        """Instance that sent it."""
+        ...
+
+    @property
+    def to(self) -> str:
+        """Instance that it is for."""
+        ...
+
+
+@final
+@attrs.define(eq=False)
+class Worker:
+    """One instance of a worker on the other side.
+
+    Attributes:
+        description: as it introduced itself.
+        peer: to write to, or None where this side never connects.
+        lost: why it is suspected to be gone, or None.
+        settled_at: from this time of `clock` on nothing that it sent can land; None while it may live.
+        clock: seconds, never going back.
+    """
+
+    description: Description
+    peer: Peer | None = attrs.field(repr=False)
+    clock: Clock = attrs.field(repr=False)
+    lost: str | None = None
+    settled_at: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the worker; the same for every instance."""
+        return self.description.worker
+
+    @property
+    def instance(self) -> str:
+        """Nonce of its engine."""
+        return self.description.instance
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is known to have ended. Bytes that it has sent may still be under way."""
+        return self.settled_at is not None
+
+    def settled(self) -> bool:
+        """Whether it is known to have ended, so long ago that nothing it sent can still land."""
+        return self.settled_at is not None and self.clock() >= self.settled_at
+
+
+@final
+class Workers:
+    """The other side, by name.
+
+    Args:
+        engine: of this worker, its memory registered.
+        description: of this worker.
+        regions: one for each layer of the layout, in its order, named as the layers are.
+        clock: seconds, never going back.
+        settle_seconds: how long after the end of a process its bytes may still be on their way.
+        connects: whether this side connects to the other.
+
+    Raises:
+        ArgumentError: description, regions and engine do not belong together.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        description: Description,
+        regions: Sequence[Region],
+        *,
+        clock: Clock,
+        settle_seconds: float,
+        connects: bool,
+    ) -> None:
+        if description.instance != engine.instance:
+            raise ArgumentError(
+                f"the description is of instance {description.instance}, the engine is {engine.instance}",
+                value=description.instance,
+                remedy="describe the worker by its engine's instance and endpoint",
+            )
+        if tuple(region.name for region in regions) != description.layout.layers:
+            raise ArgumentError(
+                f"regions {[region.name for region in regions]} for layers {description.layout.layers}",
+                value=len(regions),
+                remedy="register one region a layer under the layer's name, and pass them in the layout's order",
+            )
+        self.description = description
+        self.regions = tuple(region.index for region in regions)
+        self.ignored = 0
+        self._engine = engine
+        self._clock = clock
+        self._settle = settle_seconds
+        self._connects = connects
+        self._by_name: dict[str, Worker] = {}
+        self._ended: set[str] = set()
+
+    def accept(self, introduction: bytes) -> tuple[Worker, Worker | None]:
+        """A worker that has introduced itself, and the earlier instance that has therefore ended.
+
+        Raises:
+            HandshakeError: no introduction, one that does not fit this worker, or of an instance that has ended.
+            TransferError: it cannot be reached.
+        """
+        theirs = Description.from_bytes(introduction)
+        check_peers(self.description, theirs)
+        before = self._by_name.get(theirs.worker)
+        if theirs.instance in self._ended:
+            raise HandshakeError(
+                f"instance {theirs.instance} of {theirs.worker} has ended",
+                value=theirs.instance,
+                remedy="introduce the instance that runs now",
+            )
+        if before is not None and before.instance == theirs.instance:
+            before.lost = None
+            return before, None
+        peer = self._engine.connect(theirs.endpoint) if self._connects else None
+        worker = Worker(theirs, peer, self._clock)
+        if peer is not None:
+            self._check_regions(worker, peer)
+        if before is not None:
+            self.end(before)
+        self._by_name[worker.name] = worker
+        return worker, before
+
+    def named(self, name: str) -> Worker:
+        """The current instance of a worker.
+
+        Raises:
+            HandshakeError: it has not been accepted.
+        """
+        worker = self._by_name.get(name)
+        if worker is None:
+            raise HandshakeError(f"worker {name!r} is unknown", value=name, remedy="accept its introduction first")
+        return worker
+
+    def regions_of(self, worker: Worker) -> list[RemoteRegion]:
+        """The other side's region of each layer, in the order of the layers. The worker is connected."""
+        by_name = {} if worker.peer is None else {region.name: region for region in worker.peer.regions.values()}
+        return [by_name[layer] for layer in worker.description.layout.layers if layer in by_name]
+
+    def _check_regions(self, worker: Worker, peer: Peer) -> None:
+        names = sorted(region.name for region in peer.regions.values())
+        if len(self.regions_of(worker)) != len(worker.description.layout.layers) or len(set(names)) != len(names):
+            self._engine.disconnect(peer)
+            raise HandshakeError(
+                f"{worker.name} has regions {names[:12]} for layers {worker.description.layout.layers}",
+                value=worker.name,
+                remedy="there, register one region a layer under its name before `endpoint()`",
+            )
+
+    def end(self, worker: Worker) -> None:
+        """Notes that an instance is known to have ended; the first time counts."""
+        if worker.settled_at is None:
+            worker.settled_at = self._clock() + self._settle
+            self._ended.add(worker.instance)
+            if worker.peer is not None:
+                self._engine.disconnect(worker.peer)
+
+    def sender_of(self, message: Addressed, name: str) -> Worker | None:
+        """Who sent a message, or None, and counted, where it is for or from an instance that is no more.
+
+        Raises:
+            HandshakeError: it is from an instance that has not been accepted.
+        """
+        if message.to != self._engine.instance or message.sender in self._ended:
+            self.ignored += 1
+            return None
+        worker = self.named(name)
+        if message.sender != worker.instance:
+            raise HandshakeError(
+                f"a message of {name!r} from instance {message.sender}; known is {worker.instance}",
+                value=message.sender,
+                remedy="accept its introduction first",
+            )
+        return worker

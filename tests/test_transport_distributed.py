@@ -1,0 +1,559 @@
+import contextlib
+import gc
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from batchstate.errors import ArgumentError, HandshakeError, OwnerThreadError, TransferError
+from batchstate.transport.copies import Copies
+from batchstate.transport.engines import packing, sending
+from batchstate.transport.engines.base import Delivery, Status
+from batchstate.transport.engines.distributed import DistributedEngine
+from batchstate.transport.engines.wire import Header
+from batchstate.violations import Violation
+from tests.transport_peers import EngineSide, PeerProcess, expected, scattered, spawn_peer, until
+
+SENTINEL = 0xEE
+MIB = 1 << 20
+
+
+def make(connect_timeout: float = 5.0) -> DistributedEngine:
+    return DistributedEngine(connect_timeout=connect_timeout)
+
+
+@pytest.fixture
+def here() -> Iterator[EngineSide]:
+    side = EngineSide(make)
+    yield side
+    side.close()
+    ours = [one.name for one in threading.enumerate() if one.name.startswith("batchstate")]
+    assert not ours, "close leaves no thread"
+
+
+@pytest.fixture
+def there(here: EngineSide) -> Iterator[PeerProcess]:
+    """A second process with 8 MiB of sentinel, connected to by `here`, which has 8 MiB of random bytes."""
+    with spawn_peer(EngineSide, make) as peer:
+        here.register(8 * MIB)
+        peer.call("register", 8 * MIB, SENTINEL)
+        here.connect(peer.call("endpoint"))
+        yield peer
+
+
+def peer_of(side: EngineSide) -> str:
+    return list(side.peers)[-1]
+
+
+def ragged(rows: int, seed: int, most: int = 9000) -> Copies:
+    """Rows of any length at any offset of 8 MiB, which do not overlap at the target."""
+    random = np.random.default_rng(seed)
+    lengths = random.integers(1, most, rows)
+    gaps = random.integers(0, 50, rows)
+    places = np.cumsum(lengths + gaps) - lengths
+    order = random.permutation(rows)
+    zeros = np.zeros(rows, dtype=np.int64)
+    return Copies(zeros, random.integers(0, 8 * MIB - most, rows), zeros, places[order], lengths[order])
+
+
+def sentinel(nbytes: int = 8 * MIB) -> npt.NDArray[np.uint8]:
+    return np.full(nbytes, SENTINEL, dtype=np.uint8)
+
+
+def close_within(side: EngineSide, seconds: float) -> None:
+    start = time.monotonic()
+    side.close()
+    assert time.monotonic() - start < seconds
+
+
+# Bytes
+
+
+@pytest.mark.parametrize("row_bytes", [4096, 1152, 100])
+def test_scattered_rows(here: EngineSide, there: PeerProcess, row_bytes: int) -> None:
+    """Scattered rows arrive byte for byte, and no other byte of the memory changes."""
+    copies = scattered(1000, row_bytes, 8 * MIB, 8 * MIB, seed=row_bytes)
+    here.write(peer_of(here), copies, b"rows")
+    assert here.ended(b"rows") is Status.DONE
+    assert here.drain(b"rows")
+    there.call("received", b"rows")
+    assert np.array_equal(there.call("read"), expected(copies, here.memory[0], sentinel()))
+
+
+def test_rows_of_any_length(here: EngineSide, there: PeerProcess) -> None:
+    """Rows of odd lengths at odd offsets arrive byte for byte, between sentinels."""
+    copies = ragged(1500, seed=1)
+    here.write(peer_of(here), copies, b"ragged")
+    assert here.ended(b"ragged") is Status.DONE
+    assert np.array_equal(there.call("read"), expected(copies, here.memory[0], sentinel()))
+
+
+def test_several_regions(here: EngineSide, there: PeerProcess) -> None:
+    """Rows of several regions go into the regions they name, in whatever order the rows are given."""
+    here.register(MIB, seed=1)
+    there.call("register", MIB, SENTINEL)
+    there.call("register", MIB, SENTINEL)
+    here.disconnect(peer_of(here))
+    name = here.connect(there.call("endpoint"))
+    random = np.random.default_rng(3)
+    rows, size = 600, 512
+    targets = random.integers(0, 3, rows)
+    copies = Copies(
+        random.integers(0, 2, rows),
+        random.permutation(MIB // size)[:rows] * size,
+        targets,
+        random.permutation(MIB // size)[:rows] * size,
+        np.full(rows, size),
+    )
+    here.write(name, copies, b"regions")
+    assert here.ended(b"regions") is Status.DONE
+    after = [sentinel(), sentinel(MIB), sentinel(MIB)]
+    for source, start, target, place, length in np.stack(copies.arrays(), axis=1).tolist():
+        after[target][place : place + length] = here.memory[source][start : start + length]
+    for index, memory in enumerate(after):
+        assert np.array_equal(there.call("read", index), memory)
+
+
+def test_tensors_of_any_dtype(here: EngineSide, there: PeerProcess) -> None:
+    """Memory may be a tensor of any dtype and shape: rows are bytes."""
+    tensor = torch.randn(64, 128, dtype=torch.bfloat16)
+    region = here.engine.register(tensor, "bf16")
+    copies = Copies([region.index] * 2, [256, 1024], [0, 0], [0, 512], [256, 512])
+    here.write(peer_of(here), copies, b"bf16")
+    assert here.ended(b"bf16") is Status.DONE
+    flat = tensor.view(torch.uint8).reshape(-1).numpy()
+    found = there.call("read")
+    assert np.array_equal(found[:256], flat[256:512])
+    assert np.array_equal(found[512:1024], flat[1024:1536])
+    assert (found[256:512] == SENTINEL).all()
+
+
+def test_rows_longer_than_a_piece() -> None:
+    """A row longer than a message is cut, and one write of many messages arrives whole."""
+    nbytes = 5 * packing.PIECE + 12_345
+    with spawn_peer(EngineSide, make) as peer, contextlib.closing(EngineSide(make)) as here:
+        here.register(nbytes)
+        peer.call("register", nbytes, SENTINEL)
+        name = here.connect(peer.call("endpoint"))
+        long = 3 * packing.PIECE + 7
+        copies = Copies([0, 0], [nbytes - 100, 1], [0, 0], [0, 111], [100, long])
+        here.write(name, copies, b"long")
+        assert here.ended(b"long") is Status.DONE
+        assert np.array_equal(peer.call("read"), expected(copies, here.memory[0], sentinel(nbytes)))
+
+
+def test_no_rows_deliver_the_tag(here: EngineSide, there: PeerProcess) -> None:
+    """A write of no rows ends as DONE, delivers its tag once, with the writer's instance, and changes nothing."""
+    here.write(peer_of(here), Copies.empty(), b"nothing")
+    assert here.ended(b"nothing") is Status.DONE
+    there.call("received", b"nothing")
+    assert there.call("completions") == [Delivery(b"nothing", here.engine.instance)]
+    assert np.array_equal(there.call("read"), sentinel())
+
+
+def test_both_directions_at_once(here: EngineSide, there: PeerProcess) -> None:
+    """Many writes in both directions at the same time all arrive, each tag once."""
+    half, count, rows = 4 * MIB, 40, 16
+    back = there.call("connect", here.endpoint())
+    zeros = np.zeros(rows, dtype=np.int64)
+    before = here.memory[0].copy()
+    sent = []
+    for number in range(count):
+        places = (np.arange(rows) + number * rows) * 4096
+        there.send("write", back, Copies(zeros, places, zeros, places + half, np.full(rows, 4096)), b"back %d" % number)
+        sent.append(Copies(zeros, places, zeros, places, np.full(rows, 4096)))
+        here.write(peer_of(here), sent[-1], b"out %d" % number)
+    for number in range(count):
+        there.answer()
+        assert here.ended(b"out %d" % number) is Status.DONE
+    for number in range(count):
+        assert there.call("ended", b"back %d" % number) is Status.DONE
+    done = count * rows * 4096
+    assert np.array_equal(there.call("read", 0, 0, done), before[:done])
+    found = here.memory[0][half : half + done]
+    # What comes back was the sentinel, or what had been written there a moment before.
+    assert all(
+        (row == SENTINEL).all() or (row == own).all()
+        for row, own in zip(found.reshape(-1, 4096), before[:done].reshape(-1, 4096), strict=True)
+    )
+    assert sorted(one.tag for one in here.completions()) == sorted(b"back %d" % number for number in range(count))
+    assert sorted(one.tag for one in there.call("completions")) == sorted(b"out %d" % n for n in range(count))
+
+
+def test_the_tag_comes_behind_the_data(here: EngineSide, there: PeerProcess) -> None:
+    """When a tag is there, so are all rows of its write, each of fifty times."""
+    name = peer_of(here)
+    for number in range(50):
+        here.memory[0][:] = number + 1
+        here.write(name, scattered(500, 4096, 8 * MIB, 8 * MIB, seed=number), b"tag %d" % number)
+        there.call("received", b"tag %d" % number)
+        assert int((there.call("read") == number + 1).sum()) == 500 * 4096
+        assert here.ended(b"tag %d" % number) is Status.DONE
+
+
+def test_two_engines_of_one_thread() -> None:
+    """Two engines in one thread connect to each other, either way, and write; connecting waits for no call of the other."""
+    with contextlib.closing(EngineSide(make)) as one, contextlib.closing(EngineSide(make)) as other:
+        for side in (one, other):
+            side.register(MIB, seed=5)
+        names = one.connect(other.endpoint()), other.connect(one.endpoint())
+        copies = Copies([0], [0], [0], [MIB // 2], [4096])
+        one.write(names[0], copies, b"a")
+        other.write(names[1], copies, b"b")
+        assert one.ended(b"a") is other.ended(b"b") is Status.DONE
+        assert [item.tag for item in (*one.completions(), *other.completions())] == [b"b", b"a"]
+
+
+# Ends
+
+
+def big_write(here: EngineSide, there: PeerProcess, tag: bytes) -> str:
+    """Begins a write of 256 MiB, and returns when a part of it has arrived."""
+    nbytes = 256 * MIB
+    index = here.register(nbytes)
+    there.call("register", nbytes, SENTINEL)
+    for name in list(here.peers):
+        here.disconnect(name)
+    name = here.connect(there.call("endpoint"))
+    rows = nbytes // 65536
+    zeros = np.zeros(rows, dtype=np.int64)
+    places = np.arange(rows) * 65536
+    here.write(name, Copies(zeros + index, places, zeros + 1, places, np.full(rows, 65536)), tag)
+    until(lambda: bool((there.call("read", 1, 0, 4096) != SENTINEL).any()), "the first row")
+    return name
+
+
+def test_receiver_killed_in_the_middle(here: EngineSide, there: PeerProcess) -> None:
+    """A receiver killed in the middle: the write is UNKNOWN, the peer lost, and all is drained since it is gone."""
+    name = big_write(here, there, b"big")
+    here.write(name, Copies.empty(), b"behind")
+    there.kill()
+    assert here.ended(b"big") is Status.UNKNOWN
+    assert "before the receiver's answer" in here.handles[b"big"].reason
+    assert here.ended(b"behind") is Status.FAILED
+    assert "never sent" in here.handles[b"behind"].reason
+    assert here.lost() == [name]
+    until(lambda: here.drain(b"big"), "the end of the receiver")
+    assert here.poll(b"big") is Status.UNKNOWN
+    with pytest.raises(TransferError, match="is gone"):
+        here.write(name, Copies.empty(), b"later")
+    here.engine.unregister(here.regions[-1])
+
+
+def test_receiver_killed_while_idle_and_started_again(here: EngineSide, there: PeerProcess) -> None:
+    """A receiver killed while nothing is written is noticed without a write; its next instance is served."""
+    here.write(peer_of(here), Copies.empty(), b"before")
+    assert here.ended(b"before") is Status.DONE
+    name, old = peer_of(here), there.call("endpoint")
+    there.kill()
+    until(lambda: here.lost() == [name], "the loss")
+    here.disconnect(name)
+    with pytest.raises(TransferError, match="cannot be reached"):
+        here.connect(old)
+    with spawn_peer(EngineSide, make) as again:
+        again.call("register", 8 * MIB, SENTINEL)
+        here.connect(again.call("endpoint"))
+        copies = scattered(200, 4096, 8 * MIB, 8 * MIB)
+        here.write(peer_of(here), copies, b"after")
+        assert here.ended(b"after") is Status.DONE
+        assert np.array_equal(again.call("read"), expected(copies, here.memory[0], sentinel()))
+
+
+def test_writer_killed(here: EngineSide, there: PeerProcess) -> None:
+    """A writer killed in the middle of a write: its tag never arrives, and the receiver serves the next writer."""
+    back = there.call("connect", here.endpoint())
+    nbytes = 256 * MIB
+    index = here.register(nbytes, SENTINEL)
+    there.call("register", nbytes)
+    there.call("disconnect", back)
+    back = there.call("connect", here.endpoint())
+    rows = nbytes // 65536
+    zeros, places = np.zeros(rows, dtype=np.int64), np.arange(rows) * 65536
+    there.call("write", back, Copies(zeros + 1, places, zeros + index, places, np.full(rows, 65536)), b"cut off")
+    until(lambda: bool((here.memory[index][:4096] != SENTINEL).any()), "the first row")
+    there.kill()
+    until(lambda: bool(here.lost()), "the loss")
+    assert here.completions() == []
+    with spawn_peer(EngineSide, make) as again:
+        again.call("register", 4096)
+        again.call("write", again.call("connect", here.endpoint()), Copies([0], [0], [0], [0], [4096]), b"next")
+        here.received(b"next")
+        assert [one.tag for one in here.completions()] == [b"next"]
+        assert np.array_equal(again.call("read"), here.read(0, 0, 4096))
+
+
+def test_a_receiver_that_closes_drains(here: EngineSide, there: PeerProcess) -> None:
+    """A receiver that closes its engine in the middle, its process alive: UNKNOWN, and drained once it is closed."""
+    big_write(here, there, b"big")
+    there.call("close")
+    assert here.ended(b"big") is Status.UNKNOWN
+    until(lambda: here.drain(b"big"), "the end of the receiver")
+    before = there.call("read", 1)
+    time.sleep(0.1)
+    assert np.array_equal(there.call("read", 1), before)
+
+
+def test_a_receiver_that_stands_still_is_not_drained(here: EngineSide, there: PeerProcess) -> None:
+    """A write that broke while the receiver's process is stopped is not drained before it goes on, or is gone."""
+    import signal
+
+    big_write(here, there, b"big")
+    assert there.process.pid is not None
+    os.kill(there.process.pid, signal.SIGSTOP)
+    job = here.handles[b"big"].native
+    job.outgoing._pair.part()  # as a broken connection
+    assert here.ended(b"big") is Status.UNKNOWN
+    until_later = time.monotonic() + 1.0
+    while time.monotonic() < until_later:
+        assert not here.drain(b"big")
+    os.kill(there.process.pid, signal.SIGCONT)
+    until(lambda: here.drain(b"big"), "the end of the receiver")
+
+
+def test_a_lost_peer_that_lives_can_be_reached_again(here: EngineSide, there: PeerProcess) -> None:
+    """After a broken connection the same instance is connected to again, and receives."""
+    name = peer_of(here)
+    here.peers[name].native._pair.part()
+    until(lambda: here.lost() == [name], "the loss")
+    here.disconnect(name)
+    assert here.connect(there.call("endpoint")) == name
+    here.write(name, Copies([0], [0], [0], [0], [64]), b"again")
+    assert here.ended(b"again") is Status.DONE
+
+
+def test_close_while_idle(here: EngineSide, there: PeerProcess) -> None:
+    """Closing ends every thread and the other side learns of it; twice is fine; what follows is refused."""
+    back = there.call("connect", here.endpoint())
+    close_within(here, 3.0)
+    close_within(here, 0.1)
+    until(lambda: there.call("lost") == [back], "the loss")
+    with pytest.raises(TransferError, match="closed"):
+        here.endpoint()
+
+
+def test_close_while_busy(here: EngineSide, there: PeerProcess) -> None:
+    """Closing in the middle of a write takes a bounded time, and the receiver gets no tag and serves on."""
+    big_write(here, there, b"big")
+    close_within(here, 3.0)
+    assert there.call("completions") == []
+    with contextlib.closing(EngineSide(make)) as other:
+        other.register(4096)
+        other.write(other.connect(there.call("endpoint")), Copies([0], [0], [0], [0], [4096]), b"other")
+        assert other.ended(b"other") is Status.DONE
+
+
+def test_disconnect_lets_open_writes_end(here: EngineSide, there: PeerProcess) -> None:
+    """Writes that are open when a peer is let go end as DONE; the peer is not reported as lost."""
+    name = peer_of(here)
+    for number in range(20):
+        here.write(name, scattered(500, 4096, 8 * MIB, 8 * MIB, seed=number), b"%d" % number)
+    here.disconnect(name)
+    assert {here.ended(b"%d" % number) for number in range(20)} == {Status.DONE}
+    assert here.lost() == []
+    with pytest.raises(ArgumentError, match="no peer"):
+        here.write(name, Copies.empty(), b"later")
+
+
+def test_nothing_is_left_over() -> None:
+    """Engines that were opened, joined and closed leave no thread and no open file."""
+
+    def once() -> None:
+        with contextlib.closing(EngineSide(make)) as one, contextlib.closing(EngineSide(make)) as other:
+            other.register(64)
+            one.register(64)
+            one.write(one.connect(other.endpoint()), Copies([0], [0], [0], [0], [64]), b"x")
+            one.ended(b"x")
+
+    once()
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    for _ in range(5):
+        once()
+    gc.collect()
+    after = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    assert after[0] <= before[0] + 2
+    assert after[1] <= before[1] + 2
+
+
+# Refusals
+
+
+def test_the_receiver_judges_for_itself(here: EngineSide, there: PeerProcess) -> None:
+    """Rows for memory that the receiver does not have are refused there: FAILED, nothing written, and the pair serves on."""
+    name = peer_of(here)
+    peer = here.peers[name]
+    peer.regions[7] = attrs.evolve(peer.regions[0], index=7)
+    peer.regions[0] = attrs.evolve(peer.regions[0], nbytes=64 * MIB)
+    zeros = np.zeros(100, dtype=np.int64)
+    places = np.arange(100) * 4096
+    here.write(name, Copies(zeros, places, zeros + 7, places, zeros + 4096), b"unregistered")
+    here.write(name, Copies(zeros, places, zeros, places + 8 * MIB - 50 * 4096, zeros + 4096), b"outside")
+    here.write(name, Copies([0], [0], [0], [4096], [4096]), b"fine")
+    assert here.ended(b"unregistered") is Status.FAILED
+    assert "region 7 is not registered at the receiver" in here.handles[b"unregistered"].reason
+    assert here.ended(b"outside") is Status.FAILED
+    assert "row 50" in here.handles[b"outside"].reason
+    assert here.drain(b"outside")
+    assert here.ended(b"fine") is Status.DONE
+    after = sentinel()
+    after[4096:8192] = here.memory[0][:4096]
+    assert np.array_equal(there.call("read"), after)
+    there.call("received", b"fine")
+    assert [one.tag for one in there.call("completions")] == [b"fine"]
+
+
+def test_a_header_without_sense(here: EngineSide, there: PeerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header that makes no sense fails the write with the reason and ends the pair; the receiver serves the next."""
+    name = peer_of(here)
+
+    def nonsense(kind: int, rows: int, tag: bytes) -> Header:
+        return Header(kind, rows - 5, tag)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sending, "Header", nonsense)
+        here.write(name, Copies.empty(), b"nonsense")
+        assert here.ended(b"nonsense") is Status.FAILED
+    assert "makes no sense" in here.handles[b"nonsense"].reason
+    until(lambda: here.lost() == [name], "the loss")
+    here.disconnect(name)
+    here.write(here.connect(there.call("endpoint")), Copies.empty(), b"fine")
+    assert here.ended(b"fine") is Status.DONE
+
+
+def test_writes_are_checked_before_they_are_sent(here: EngineSide, there: PeerProcess) -> None:
+    """Rows outside the memory, regions that are not registered, too many rows and used tags are refused at once."""
+    name = peer_of(here)
+    with pytest.raises(Violation, match="TRANSFER_BOUNDS"):
+        here.write(name, Copies([0], [0], [0], [8 * MIB - 1], [2]), b"out")
+    with pytest.raises(ArgumentError, match="target region 3"):
+        here.write(name, Copies([0], [0], [3], [0], [2]), b"region")
+    rows = np.zeros(here.engine.capabilities.max_rows + 1, dtype=np.int64)
+    with pytest.raises(ArgumentError, match="rows in one write"):
+        here.write(name, Copies(rows, rows, rows, rows, rows), b"rows")
+    here.write(name, Copies.empty(), b"tag")
+    with pytest.raises(ArgumentError, match="used before"):
+        here.write(name, Copies.empty(), b"tag")
+    assert here.ended(b"tag") is Status.DONE
+    assert np.array_equal(there.call("read"), sentinel())
+
+
+def test_endpoints_that_are_not_ours(here: EngineSide, there: PeerProcess) -> None:
+    """Garbage, another engine's, the own, a connected one, a damaged one and another backend's are refused with an error."""
+    endpoint = there.call("endpoint")
+    fields = json.loads(endpoint)
+    for bad in (
+        b"",
+        b"garbage",
+        b"[]",
+        json.dumps(fields | {"engine": "nixl"}).encode(),
+        here.endpoint(),
+        endpoint,
+        json.dumps(fields | {"instance": "0" * 16, "native": "AAAA"}).encode(),
+        json.dumps(fields | {"instance": "0" * 16, "native": "W10="}).encode(),
+        json.dumps(fields | {"instance": "0" * 16}).encode(),  # another instance at that address
+    ):
+        with pytest.raises(HandshakeError):
+            here.connect(bad)
+    nccl = json.loads(DistributedEngine._endpoint(here.engine))  # type: ignore[arg-type]
+    assert nccl[0] == "gloo"
+    assert len(here.engine._peers) == 1
+
+
+def test_an_endpoint_that_is_dead() -> None:
+    """Connecting to an engine that is closed, or to what never answers, is an error within the time-out."""
+    with contextlib.closing(EngineSide(make, 1.0)) as here, socket.create_server(("127.0.0.1", 0)) as silent:
+        with contextlib.closing(EngineSide(make)) as gone:
+            endpoint = gone.endpoint()
+        start = time.monotonic()
+        with pytest.raises(TransferError, match="cannot be reached"):
+            here.connect(endpoint)
+        fields = json.loads(endpoint)
+        import base64
+
+        address = json.dumps(["gloo", *silent.getsockname()]).encode()
+        fields["native"] = base64.b64encode(address).decode()
+        with pytest.raises(TransferError, match="cannot be reached"):
+            here.connect(json.dumps(fields).encode())
+        assert time.monotonic() - start < 10.0
+
+
+def test_a_caller_that_never_comes(here: EngineSide) -> None:
+    """Who calls and does not come, or calls with garbage, holds nobody up; closing waits for it no longer than its time."""
+    import torch.distributed as dist
+
+    _, host, port = json.loads(here.engine._endpoint())
+    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+    store.queue_push("calls", "garbage")
+    store.queue_push("calls", json.dumps(["nobody", "0" * 16]))
+    here.register(64)
+    with contextlib.closing(EngineSide(make)) as other:
+        other.register(64)
+        other.write(other.connect(here.endpoint()), Copies([0], [0], [0], [0], [64]), b"served")
+        assert other.ended(b"served") is Status.DONE
+    close_within(here, 8.0)
+
+
+def test_read_only_memory(here: EngineSide) -> None:
+    """Memory that cannot be written is not registered."""
+    memory = np.zeros(64, dtype=np.uint8)
+    memory.flags.writeable = False
+    with pytest.raises(ArgumentError, match="read-only"):
+        here.engine.register(memory, "fixed")
+    assert json.loads(here.endpoint())["regions"] == []
+
+
+def test_memory_with_open_writes_stays(here: EngineSide, there: PeerProcess) -> None:
+    """Memory is not unregistered while a write is open, and is once it has ended."""
+    here.write(peer_of(here), scattered(1000, 4096, 8 * MIB, 8 * MIB), b"open")
+    with pytest.raises(TransferError, match="writes are open"):
+        here.engine.unregister(here.regions[0])
+    assert here.ended(b"open") is Status.DONE
+    here.engine.unregister(here.regions[0])
+
+
+def test_one_thread(here: EngineSide) -> None:
+    """An engine is used from the thread that made it alone."""
+    errors: list[Exception] = []
+
+    def elsewhere() -> None:
+        try:
+            here.endpoint()
+        except OwnerThreadError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert len(errors) == 1
+
+
+def test_arguments() -> None:
+    """Another backend, and an address of another machine, are refused."""
+    with pytest.raises(ArgumentError, match="backend"):
+        DistributedEngine(backend="mpi")
+    with pytest.raises(TransferError, match="cannot be listened on"):
+        DistributedEngine(host="192.0.2.1")
+
+
+def test_only_loopback_listens(here: EngineSide, there: PeerProcess) -> None:
+    """By default nothing of the engine listens on an address other than loopback."""
+
+    def listening(path: str) -> set[str]:
+        rows = [line.split() for line in open(path).read().splitlines()[1:]]
+        ours = {
+            os.readlink(f"/proc/self/fd/{fd}")
+            for fd in os.listdir("/proc/self/fd")
+            if os.path.lexists(f"/proc/self/fd/{fd}")
+        }
+        return {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in ours}
+
+    assert listening("/proc/net/tcp") == {"0100007F"}
+    assert listening("/proc/net/tcp6") == set()

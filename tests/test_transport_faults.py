@@ -1,0 +1,240 @@
+"""What holds of transfers whatever goes wrong with them, and that the oracle sees it when one safety is missing."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from batchstate.errors import HandshakeError
+from batchstate.transport.engines.base import Status
+from batchstate.transport.lease import Ended, Lease, LeaseState, Share
+from batchstate.transport.messages import Kind, Notice
+from batchstate.transport.receiver import Receiver
+from batchstate.transport.sender import Sender
+from batchstate.transport.sending import Closed, Sending, SendState, SourcesFree
+from batchstate.transport.tags import Tag
+from batchstate.transport.workers import Worker, Workers
+from tests.transport_world import history
+
+TRANSFERS = 10_000
+MOST_HISTORIES = 250
+Patch = Callable[[type, str, Any], None]
+
+
+def test_no_byte_is_wrong_and_none_is_lost_in_ten_thousand_transfers() -> None:
+    """Delay, unknown ends, duplicates, drops, reordering, aborts, kills and restarts: what is delivered is right, what
+    is not granted stays as it is, memory is reused only when no writer can write it, and all of it comes back."""
+    transfers, seed = 0, 0
+    ends: Counter[LeaseState] = Counter()
+    while transfers < TRANSFERS:
+        try:
+            world = history(seed)
+        except Exception as error:
+            error.add_note(f"in history({seed})")
+            raise
+        transfers += world.transfers
+        ends.update(world.finished)
+        seed += 1
+    assert transfers >= TRANSFERS
+    for state in (LeaseState.DELIVERED, LeaseState.FAILED, LeaseState.ABORTED):
+        assert ends[state] > TRANSFERS // 20, ends
+
+
+# Mutants: one safety is missing, and some history shows it
+
+
+def messages_counted_not_ids(patch: Patch) -> None:
+    """Each tag that arrives counts as another chunk."""
+
+    def take(self: Share, tag: Tag) -> bool:
+        self.chunks.add(len(self.chunks))
+        self.total = self.total or tag.total
+        return True
+
+    patch(Share, "take", take)
+
+
+def one_writer_is_enough(patch: Patch) -> None:
+    """A lease counts as delivered when the first of its writers has delivered all."""
+    patch(Lease, "complete", property(lambda self: any(share.complete for share in self.shares)))
+
+
+def last_chunk_is_enough(patch: Patch) -> None:
+    """A writer's share counts as complete when its last chunk has arrived."""
+    patch(Share, "complete", property(lambda self: self.total > 0))
+
+
+def ended_with_the_state(patch: Patch) -> None:
+    """Memory is free of writers as soon as the state of its lease is final."""
+    patch(Ended, "query", lambda self: self.lease.state is not LeaseState.WAITING)
+
+
+def suspicion_ends_a_writer(patch: Patch) -> None:
+    """A writer that is suspected to be gone counts as ended."""
+    patch(
+        Share,
+        "ended",
+        property(lambda self: self.complete or self.drained or self.worker.settled() or self.worker.lost is not None),
+    )
+
+
+def death_without_settling(patch: Patch) -> None:
+    """What a writer has sent counts as gone at the moment of its death."""
+    patch(Worker, "settled", lambda self: self.settled_at is not None)
+
+
+def failure_is_not_sticky(patch: Patch) -> None:
+    """What arrives late makes a failed or aborted lease a delivered one."""
+
+    def become(self: Lease, state: LeaseState, reason: str = "") -> bool:
+        changes = self.state is not state
+        self.state, self.reason = state, reason
+        return changes
+
+    patch(Lease, "become", become)
+
+
+def failed_share_means_drained(patch: Patch) -> None:
+    """A writer that says that it has failed is taken to have drained."""
+    original = Receiver.on_message
+
+    def on_message(self: Receiver, message: bytes, from_worker: str) -> None:
+        original(self, message.replace(b'"failed"', b'"drained"'), from_worker)
+
+    patch(Receiver, "on_message", on_message)
+
+
+def unknown_means_drained(patch: Patch) -> None:
+    """A writer says DRAINED when none of its writes is pending, also when their end is unknown."""
+    patch(
+        Sender,
+        "_drained",
+        lambda self, sending: all(self._engine.poll(handle) is not Status.PENDING for handle in sending.handles),
+    )
+
+
+def drained_at_once(patch: Patch) -> None:
+    """A writer says DRAINED as soon as it has stopped to begin writes."""
+    patch(Sender, "_drained", lambda self, sending: True)
+
+
+def abort_is_not_remembered(patch: Patch) -> None:
+    """A writer forgets an abort that arrives before its grant, and starts what is given up."""
+
+    def aborted(self: Sender, worker: Worker, notice: Notice) -> None:
+        if (worker.instance, notice.serial) in self._live:
+            original(self, worker, notice)
+        else:
+            self._say(worker, Kind.DRAINED, notice.serial)
+
+    original = Sender._aborted
+    patch(Sender, "_aborted", aborted)
+
+
+def closed_leases_are_forgotten(patch: Patch) -> None:
+    """A writer forgets leases that are over, and begins anew when their grant arrives again."""
+    patch(Closed, "__contains__", lambda self, serial: False)
+
+
+def late_abort_kills_nothing(patch: Patch) -> None:
+    """A writer that is told to stop says that it has, and goes on."""
+
+    def aborted(self: Sender, worker: Worker, notice: Notice) -> None:
+        self._say(worker, Kind.DRAINED, notice.serial)
+
+    patch(Sender, "_aborted", aborted)
+
+
+def names_instead_of_instances(patch: Patch) -> None:
+    """Messages count by the name of their worker: what the next instance says is taken for the last one's word."""
+
+    def sender_of(self: Workers, message: Notice, name: str) -> Worker | None:
+        return self._by_name.get(name)
+
+    def share_of(self: Receiver, lease: Lease, instance: str) -> Share | None:
+        names = {worker.instance: name for name, worker in self._workers._by_name.items()}
+        return next((share for share in lease.shares if share.worker.name == names.get(instance)), None)
+
+    patch(Workers, "sender_of", sender_of)
+    patch(Receiver, "_share_of", share_of)
+
+
+def retry_has_the_same_tag(patch: Patch) -> None:
+    """A retry goes on under the serial of its last attempt, and what comes of that one counts for it."""
+    originals = Receiver.retry, Closed.__contains__
+
+    def retry(self: Receiver, lease: Lease, writers: Any = None) -> Lease:
+        again = originals[0](self, lease, writers)
+        self._leases[lease.serial] = self._leases.pop(again.serial)
+        again.serial, again.attempt = lease.serial, lease.attempt
+        return again
+
+    patch(Receiver, "retry", retry)
+
+
+def sources_free_too_early(patch: Patch) -> None:
+    """The source tokens of a sending that has failed count as free while its writes still read them."""
+    patch(SourcesFree, "query", lambda self: self.sending.state is not SendState.OPEN)
+
+
+def done_when_written(patch: Patch) -> None:
+    """A sending counts as done when its writes have begun."""
+    original = Sending.__dict__["become"]
+
+    def look_at(self: Sender, sending: Sending) -> None:
+        if sending.state is SendState.OPEN and sending.complete:
+            original(sending, SendState.DONE)
+            self._changed.append(sending)
+            self._close(sending)
+        else:
+            look(self, sending)
+
+    look = Sender._look_at
+    patch(Sender, "_look_at", look_at)
+
+
+def lost_memory(patch: Patch) -> None:
+    """A writer never says that it has drained."""
+    original = Sender._say
+
+    def say(self: Sender, worker: Worker, kind: Kind, serial: int, reason: str = "") -> None:
+        if kind is not Kind.DRAINED:
+            original(self, worker, kind, serial, reason)
+
+    patch(Sender, "_say", say)
+
+
+MUTANTS = (
+    messages_counted_not_ids,
+    one_writer_is_enough,
+    last_chunk_is_enough,
+    ended_with_the_state,
+    suspicion_ends_a_writer,
+    death_without_settling,
+    failure_is_not_sticky,
+    failed_share_means_drained,
+    unknown_means_drained,
+    drained_at_once,
+    abort_is_not_remembered,
+    closed_leases_are_forgotten,
+    late_abort_kills_nothing,
+    names_instead_of_instances,
+    retry_has_the_same_tag,
+    sources_free_too_early,
+    done_when_written,
+    lost_memory,
+)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_a_missing_safety_is_noticed(mutant: Callable[[Patch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one safety missing, some history ends in a broken promise."""
+    mutant(monkeypatch.setattr)
+    for seed in range(MOST_HISTORIES):
+        try:
+            history(seed)
+        except (AssertionError, HandshakeError) as error:
+            print(mutant.__name__, "in history", seed, ":", str(error).splitlines()[0][:150])
+            return
+    pytest.fail(f"{MOST_HISTORIES} histories have not noticed: {mutant.__doc__}")

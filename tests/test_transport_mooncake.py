@@ -1,0 +1,411 @@
+"""The Mooncake engine, between real processes over loopback.
+
+Skipped where Mooncake cannot be loaded, unless `BATCHSTATE_MOONCAKE=required` says that it must be there.
+"""
+
+import base64
+import functools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing import shared_memory
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from batchstate.errors import ArgumentError, HandshakeError, TransferError
+from batchstate.transport.copies import Copies
+from batchstate.transport.engines.base import Status
+from batchstate.transport.engines.mooncake import MooncakeEngine
+from tests.transport_peers import EngineSide, PeerProcess, expected, scattered, spawn_peer, until
+
+try:
+    MooncakeEngine().close()
+except TransferError as error:
+    if os.environ.get("BATCHSTATE_MOONCAKE") == "required":
+        raise
+    pytest.skip(str(error), allow_module_level=True)
+
+ROW = 4096
+SENTINEL = 0xEE
+START = ("InitGoogleLogging", "Local segment descriptor not found")
+"""What Mooncake says at each start."""
+
+
+def seen_in(shared: shared_memory.SharedMemory) -> npt.NDArray[np.uint8]:
+    """The bytes of shared memory."""
+    return np.ndarray((shared.size,), dtype=np.uint8, buffer=shared.buf)
+
+
+def native(side: EngineSide) -> MooncakeEngine:
+    """The engine itself, for a look inside."""
+    assert isinstance(side.engine, MooncakeEngine)
+    return side.engine
+
+
+class Side(EngineSide):
+    """An engine that can be made anew, so that tests can share a process; and memory that two processes see."""
+
+    def renew(self) -> None:
+        """Closes the engine, and begins with another."""
+        self.engine.close()
+        self.__init__(MooncakeEngine)  # type: ignore[misc]
+
+    def share(self, name: str) -> None:
+        """Registers shared memory."""
+        self.shared = shared_memory.SharedMemory(name=name)
+        memory = seen_in(self.shared)
+        self.regions.append(self.engine.register(memory, "shared"))
+        self.memory.append(memory)
+
+
+@pytest.fixture
+def here() -> Iterator[EngineSide]:
+    """This process's engine."""
+    side = EngineSide(MooncakeEngine)
+    yield side
+    side.close()
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[PeerProcess]:
+    """A second process."""
+    with spawn_peer(Side, MooncakeEngine) as peer:
+        yield peer
+
+
+@pytest.fixture
+def there(process: PeerProcess) -> PeerProcess:
+    """A fresh engine in the second process, which outlives the test."""
+    process.call("renew")
+    return process
+
+
+@pytest.fixture
+def mortal() -> Iterator[PeerProcess]:
+    """An engine in a process that the test may kill."""
+    with spawn_peer(Side, MooncakeEngine) as peer:
+        yield peer
+
+
+def joined(here: EngineSide, there: PeerProcess, nbytes: int = 8 << 20) -> str:
+    """Random bytes here, sentinels there, and a connection from here to there."""
+    here.register(nbytes, seed=1)
+    there.call("register", nbytes, SENTINEL)
+    return here.connect(there.call("endpoint"))
+
+
+def test_rows_land_where_they_belong(here: EngineSide, there: PeerProcess) -> None:
+    """Scattered rows of several sizes arrive byte for byte, and no other byte changes."""
+    name = joined(here, there)
+    target = np.full(8 << 20, SENTINEL, dtype=np.uint8)
+    for seed, (rows, row_bytes) in enumerate([(1, 1), (100, 7), (500, ROW), (16, 65_536), (3, 1 << 20)]):
+        copies = scattered(rows, row_bytes, 8 << 20, 8 << 20, seed)
+        target = expected(copies, here.memory[0], target)
+        here.write(name, copies, b"%d" % seed)
+        assert here.ended(b"%d" % seed) is Status.DONE
+        assert here.drain(b"%d" % seed)
+        there.call("received", b"%d" % seed)
+        assert np.array_equal(there.call("read"), target)
+
+
+def test_no_rows_deliver_their_tag(here: EngineSide, there: PeerProcess) -> None:
+    """A write of zero rows is done, and its tag, of up to 128 bytes, names its writer."""
+    name = joined(here, there)
+    for tag in (b"\0", b"\xff" * 128):
+        here.write(name, Copies.empty(), tag)
+        assert here.ended(tag) is Status.DONE
+        there.call("received", tag)
+    arrived = there.call("completions")
+    assert [(one.tag, one.instance) for one in arrived] == [
+        (b"\0", here.engine.instance),
+        (b"\xff" * 128, here.engine.instance),
+    ]
+
+
+def test_rows_are_limited(here: EngineSide, there: PeerProcess) -> None:
+    """1024 rows go in one write; of 1025 none is sent, and the tag may be used again."""
+    name = joined(here, there)
+    with pytest.raises(ArgumentError, match="1025 rows"):
+        here.write(name, scattered(1025, ROW, 8 << 20, 8 << 20), b"tag")
+    time.sleep(0.1)
+    assert (there.call("read") == SENTINEL).all()
+    copies = scattered(1024, ROW, 8 << 20, 8 << 20)
+    here.write(name, copies, b"tag")
+    assert here.ended(b"tag") is Status.DONE
+    assert np.array_equal(there.call("read"), expected(copies, here.memory[0], np.full(8 << 20, SENTINEL, np.uint8)))
+
+
+def test_many_writes_at_once(here: EngineSide, there: PeerProcess) -> None:
+    """Eight writes of 1024 rows, begun together, all land: rows beyond Mooncake's queue wait here."""
+    name = joined(here, there, 32 << 20)
+    rows = scattered(8 * 1024, ROW, 32 << 20, 32 << 20)
+    tags = [b"write %d" % number for number in range(8)]
+    for number, tag in enumerate(tags):
+        here.write(name, rows.rows(slice(number * 1024, (number + 1) * 1024)), tag)
+        assert len(here.engine._peers[name].native.flying) <= 1024
+    assert {here.ended(tag) for tag in tags} == {Status.DONE}
+    for tag in tags:
+        there.call("received", tag)
+    assert np.array_equal(there.call("read"), expected(rows, here.memory[0], np.full(32 << 20, SENTINEL, np.uint8)))
+
+
+def test_done_is_after_the_data(here: EngineSide, there: PeerProcess) -> None:
+    """At the moment a write is done all its bytes are in the peer's memory, while the peer takes no part in it."""
+    shared = shared_memory.SharedMemory(create=True, size=1 << 22)
+    seen = seen_in(shared)
+    try:
+        there.call("share", shared.name)
+        here.register(1 << 22, 0)
+        name = here.connect(there.call("endpoint"))
+        for number in range(1, 201):
+            here.fill(number)
+            copies = scattered(60, ROW * (1 + number % 16), 1 << 22, 1 << 22, number)
+            tag = b"round %d" % number
+            here.write(name, copies, tag)
+            assert here.ended(tag) is Status.DONE
+            for start, length in zip(copies.target_offsets.tolist(), copies.lengths.tolist(), strict=True):
+                assert (seen[start : start + length] == number).all()
+    finally:
+        del seen
+        shared.close()
+        shared.unlink()
+
+
+def test_tag_is_behind_the_data(here: EngineSide, there: PeerProcess) -> None:
+    """At the moment a tag arrives all bytes of its write are in the receiver's memory."""
+    there.call("register", 1 << 22, 0)
+    here.register(1 << 22, 0)
+    name = there.call("connect", here.endpoint())
+    zeros = np.zeros(16, dtype=np.int64)
+    places = np.arange(16) * (1 << 18)
+    for number in range(1, 101):
+        there.call("fill", number)
+        tag = b"round %d" % number
+        there.call("write", name, Copies(zeros, places, zeros, places, np.full(16, 1 << 18)), tag)
+        there.send("ended", tag)
+        here.received(tag)
+        assert (here.memory[0] == number).all()
+        assert there.answer() is Status.DONE
+
+
+def test_several_writers(here: EngineSide, there: PeerProcess, mortal: PeerProcess) -> None:
+    """Two processes write into one memory at once; each tag names its writer."""
+    here.register(2 << 20, SENTINEL)
+    instances = set()
+    for number, writer in enumerate((there, mortal)):
+        writer.call("register", 1 << 20, number)
+        name = writer.call("connect", here.endpoint())
+        instances.add(json.loads(writer.call("endpoint"))["instance"])
+        rows = np.arange(256)
+        writer.send(
+            "write",
+            name,
+            Copies(rows * 0, rows * ROW, rows * 0, rows * ROW + (number << 20), rows * 0 + ROW),
+            b"same tag",
+        )
+    for writer in (there, mortal):
+        writer.answer()
+        assert writer.call("ended", b"same tag") is Status.DONE
+    until(lambda: len(here.completions()) == 2, "two tags")
+    assert {one.instance for one in here.arrived} == instances
+    assert np.array_equal(here.memory[0], np.repeat(np.arange(2, dtype=np.uint8), 1 << 20))
+
+
+def test_killed_receiver(here: EngineSide, mortal: PeerProcess, there: PeerProcess) -> None:
+    """Its writes end as unknown or failed and are drained within seconds; the next instance is served."""
+    name = joined(here, mortal, 64 << 20)
+    tags = [b"cut %d" % number for number in range(4)]
+    rows = scattered(4 * 1024, 16_384, 64 << 20, 64 << 20)
+    for number, tag in enumerate(tags):
+        here.write(name, rows.rows(slice(number * 1024, (number + 1) * 1024)), tag)
+    mortal.kill()
+    ends = [here.ended(tag, 10) for tag in tags]
+    assert set(ends) <= {Status.UNKNOWN, Status.FAILED}
+    assert Status.UNKNOWN in ends
+    for tag in tags:
+        until(functools.partial(here.drain, tag), f"the drain of {tag!r}", 10)
+    assert here.lost() == [name]
+    with pytest.raises(TransferError, match="is gone"):
+        here.write(name, Copies.empty(), b"late")
+    here.disconnect(name)
+    there.call("register", 1 << 20, SENTINEL)
+    name = here.connect(there.call("endpoint"))
+    copies = scattered(64, ROW, 1 << 20, 1 << 20)
+    here.write(name, copies, b"next")
+    assert here.ended(b"next") is Status.DONE
+    there.call("received", b"next")
+    assert np.array_equal(there.call("read"), expected(copies, here.memory[0], np.full(1 << 20, SENTINEL, np.uint8)))
+
+
+def test_killed_writer(here: EngineSide, mortal: PeerProcess, there: PeerProcess) -> None:
+    """The receiver, connected back, learns of it, delivers no tag of the cut write, and serves another writer."""
+    here.register(64 << 20, SENTINEL)
+    mortal.call("register", 64 << 20, 1)
+    name = mortal.call("connect", here.endpoint())
+    back = here.connect(mortal.call("endpoint"))
+    assert here.lost() == []
+    mortal.call("write", name, scattered(1024, 65_536, 64 << 20, 64 << 20), b"cut")
+    mortal.kill()
+    until(lambda: here.lost() == [back], "the loss", 2)
+    until(lambda: here.completions() == [] and not native(here)._inlets, "the writer's connection to end")
+    assert here.completions() == []
+    there.call("register", 1 << 20, 2)
+    name = there.call("connect", here.endpoint())
+    there.call("write", name, scattered(16, ROW, 1 << 20, 1 << 20), b"whole")
+    assert there.call("ended", b"whole") is Status.DONE
+    here.received(b"whole")
+
+
+def test_peer_that_stands_still(here: EngineSide, there: PeerProcess) -> None:
+    """While a peer stands still nothing waits and nothing is drained; when it goes on, all lands."""
+    name = joined(here, there, 64 << 20)
+    assert there.process.pid is not None
+    os.kill(there.process.pid, signal.SIGSTOP)
+    try:
+        copies = scattered(1024, 65_536, 64 << 20, 64 << 20)
+        here.write(name, copies, b"slow")
+        started = time.monotonic()
+        for _ in range(100):
+            assert here.poll(b"slow") is Status.PENDING
+            assert not here.drain(b"slow")
+        assert time.monotonic() - started < 0.5
+    finally:
+        os.kill(there.process.pid, signal.SIGCONT)
+    assert here.ended(b"slow") is Status.DONE
+
+
+def test_rejected_row_is_unknown_until_the_peer_ends(here: EngineSide, mortal: PeerProcess) -> None:
+    """A row that the peer rejects ends its write as unknown; the peer is not lost, and drained only by its end."""
+    name = joined(here, mortal)
+    here.engine._peers[name].regions[0] = type(here.engine._peers[name].regions[0])(0, "moved", 4096, 8 << 20)
+    here.write(name, scattered(4, ROW, 8 << 20, 8 << 20), b"astray")
+    assert here.ended(b"astray") is Status.UNKNOWN
+    assert here.lost() == []
+    assert not here.drain(b"astray")
+    here.write(name, Copies.empty(), b"fine")
+    assert here.ended(b"fine") is Status.DONE
+    with pytest.raises(TransferError, match="1 writes are open"):
+        here.engine.unregister(here.regions[0])
+    mortal.kill()
+    until(lambda: here.drain(b"astray"), "the drain", 10)
+
+
+def changed(endpoint: bytes, **native: object) -> bytes:
+    """An endpoint with other fields in its native part."""
+    fields = json.loads(endpoint)
+    inner = json.loads(base64.b64decode(fields["native"]))
+    fields["native"] = base64.b64encode(json.dumps({**inner, **native}).encode()).decode()
+    return json.dumps(fields).encode()
+
+
+def test_bad_endpoints(here: EngineSide, there: PeerProcess) -> None:
+    """What is no endpoint, or leads to nobody or to another instance, is refused, and the true one is served then."""
+    here.register(1 << 20, 1)
+    there.call("register", 1 << 20, SENTINEL)
+    good = there.call("endpoint")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        closed = free.getsockname()[1]
+    fields = json.loads(good)
+    for bad, error, words in (
+        (b"hello", HandshakeError, "no endpoint"),
+        (json.dumps({**fields, "native": ""}).encode(), HandshakeError, "no endpoint of mooncake"),
+        (json.dumps({**fields, "engine": "nixl"}).encode(), HandshakeError, "speaks nixl"),
+        (here.endpoint(), HandshakeError, "own"),
+        (json.dumps({**fields, "instance": "0" * 16}).encode(), HandshakeError, "is not instance"),
+        (changed(good, tags=closed), TransferError, "cannot be reached"),
+        (changed(good, tags=70_000), TransferError, "cannot be reached"),
+        (changed(good, mooncake=f"127.0.0.1:{closed}"), TransferError, "does not tell who it is"),
+        (changed(good, identity=4096), TransferError, "does not tell who it is"),
+    ):
+        with pytest.raises(error, match=words):
+            here.connect(bad)
+    assert native(here)._lines == []
+    name = here.connect(good)
+    with pytest.raises(HandshakeError, match="connected already"):
+        here.connect(good)
+    here.write(name, scattered(4, ROW, 1 << 20, 1 << 20), b"after all")
+    assert here.ended(b"after all") is Status.DONE
+
+
+def test_port_taken_by_the_next_instance(here: EngineSide, there: PeerProcess) -> None:
+    """A new instance behind host and port of an earlier one is reached afresh, not where the earlier one was."""
+    here.register(1 << 20, 1)
+    there.call("register", 1 << 20, SENTINEL)
+    endpoint = there.call("endpoint")
+    inner = json.loads(base64.b64decode(json.loads(endpoint)["native"]))
+    before = native(here)._outgoing
+    native(here)._opened[inner["mooncake"]] = "an earlier instance"
+    name = here.connect(endpoint)
+    assert native(here)._outgoing is not before
+    here.write(name, scattered(4, ROW, 1 << 20, 1 << 20), b"tag")
+    assert here.ended(b"tag") is Status.DONE
+    there.call("received", b"tag")
+
+
+def test_foreign_connections_are_dropped(here: EngineSide) -> None:
+    """Whoever connects to the tag port without this instance's name, or sends a broken record, delivers no tag."""
+    inner = json.loads(base64.b64decode(json.loads(here.endpoint())["native"]))
+    greeting = b"0" * 16 + here.engine.instance.encode()
+    for sent in (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n      ", b"0" * 32 + b"\x03tag", greeting + b"\0" + b"x" * 300):
+        with socket.create_connection((inner["host"], inner["tags"]), 5) as stranger:
+            stranger.sendall(sent)
+            until(lambda: here.completions() == [] and not native(here)._inlets, "the end of the connection", 5)
+    with socket.create_connection((inner["host"], inner["tags"]), 5) as half:
+        half.sendall(greeting + b"\x05hal")
+        time.sleep(0.05)
+        assert here.completions() == []
+    until(lambda: here.completions() == [] and not native(here)._inlets, "the end of the connection", 5)
+
+
+@pytest.mark.parametrize("how", ["close", "leave"])
+def test_interpreter_ends_with_rows_under_way(here: EngineSide, how: str) -> None:
+    """A process that ends with a write open, closed or not, ends without a crash, in time, and silently."""
+    here.register(16 << 20, SENTINEL)
+    program = f"""
+import sys, numpy as np
+from batchstate.transport.engines.mooncake import MooncakeEngine
+from tests.transport_peers import scattered
+engine = MooncakeEngine()
+engine.register(np.zeros(16 << 20, dtype=np.uint8))
+peer = engine.connect(sys.stdin.buffer.read())
+for number in range(4):
+    engine.write(peer, scattered(1024, 16384, 16 << 20, 16 << 20), b"%d" % number)
+if {how == "close"}:
+    engine.close()
+print("ended")
+"""
+    ran = subprocess.run([sys.executable, "-c", program], input=here.endpoint(), capture_output=True, timeout=30)
+    assert (ran.returncode, ran.stdout.decode().strip()) == (0, "ended"), ran.stderr.decode()
+    assert [line for line in ran.stderr.decode().splitlines() if not any(word in line for word in START)] == []
+
+
+def test_settings_that_make_done_unsafe_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without acknowledged rows a completed row need not have landed: the engine does not start."""
+    monkeypatch.setenv("MC_TCP_PROTO", "1")
+    with pytest.raises(TransferError, match="MC_TCP_PROTO=1"):
+        MooncakeEngine()
+
+
+def test_missing_library_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Mooncake cannot be imported, the error says what to install."""
+    monkeypatch.setitem(sys.modules, "mooncake.engine", None)
+    with pytest.raises(TransferError, match=r"pip install batchstate\[mooncake\].*libibverbs1"):
+        MooncakeEngine()
+
+
+def test_closed_engine(here: EngineSide, there: PeerProcess) -> None:
+    """A closed engine refuses everything, and its peers notice."""
+    name = joined(here, there)
+    there.call("close")
+    until(lambda: here.lost() == [name], "the loss", 5)
+    here.close()
+    here.close()
+    with pytest.raises(TransferError, match="closed"):
+        here.endpoint()

@@ -1,0 +1,229 @@
+"""A peer in a real second process, for the tests of transfer engines.
+
+    with spawn_peer(EngineSide, make_engine) as peer:      # EngineSide(make_engine) is made in the child
+        region = peer.call("register", 4096, 0xEE)         # and its methods are called there
+        peer.kill()                                        # SIGKILL
+
+Guarantees: every wait has an end, after which it raises; the process is dead when the block is left.
+"""
+
+import contextlib
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from batchstate.transport.copies import Copies
+from batchstate.transport.engines.base import Delivery, Engine, Handle, Peer, Status
+from batchstate.transport.regions import Region
+
+STARTS_IN = 60.0
+ANSWERS_IN = 30.0
+
+
+class PeerError(Exception):
+    """What a peer's method raised, as text; or the peer did not answer."""
+
+
+def until(true: Callable[[], bool], what: str, seconds: float = ANSWERS_IN) -> None:
+    """Asks again and again until it is so; raises after so many seconds."""
+    end = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > end:
+            raise TimeoutError(f"{what}: not within {seconds} s")
+        time.sleep(0.0002)
+
+
+def _serve(pipe: Connection, target: Callable[..., object], args: tuple[object, ...], env: Mapping[str, str]) -> None:
+    import os
+
+    os.environ.update(env)
+    try:
+        served = target(*args)
+    except Exception:
+        pipe.send((False, traceback.format_exc()))
+        return
+    pipe.send((True, None))
+    idle = getattr(served, "idle", None)
+    while True:
+        while not pipe.poll(0.001 if idle else 0.5):
+            if idle is not None:
+                idle()
+        try:
+            method, given = pipe.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            answer: tuple[bool, object] = (True, getattr(served, method)(*given))
+        except Exception:
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)
+
+
+@final
+class PeerProcess:
+    """An object in another process. Made by `spawn_peer`.
+
+    Its `idle()`, if it has one, is called about each millisecond between calls: for engines that need to be turned.
+    """
+
+    def __init__(self, target: Callable[..., object], args: tuple[object, ...], env: Mapping[str, str]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, target, args, dict(env)), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def send(self, method: str, *args: object) -> None:
+        """Asks for a call without waiting; `answer` is what it returned."""
+        self._pipe.send((method, args))
+
+    def answer(self, timeout: float = ANSWERS_IN) -> Any:
+        """What the call returned that was asked for first and is not answered yet."""
+        if not self._pipe.poll(timeout):
+            raise PeerError(f"no answer within {timeout} s")
+        try:
+            good, value = self._pipe.recv()
+        except (EOFError, ConnectionError) as error:
+            raise PeerError("the peer's process has ended") from error
+        if not good:
+            raise PeerError(value)
+        return value
+
+    def call(self, method: str, *args: object, timeout: float = ANSWERS_IN) -> Any:
+        """Calls a method in the other process."""
+        self.send(method, *args)
+        return self.answer(timeout)
+
+    def kill(self) -> None:
+        """SIGKILL, and waits until the process is gone. Twice is fine."""
+        self.process.kill()
+        self.process.join(10)
+        self._pipe.close()
+
+
+@contextlib.contextmanager
+def spawn_peer(
+    target: Callable[..., object], *args: object, env: Mapping[str, str] | None = None
+) -> Iterator[PeerProcess]:
+    """Runs `target(*args)` in a second process; its methods can be called while the block lasts.
+
+    Args:
+        target: a class or function at the top of a module; the child imports it.
+        args: what it is called with; they are pickled.
+        env: environment variables set in the child before the target is called.
+    """
+    peer = PeerProcess(target, args, env or {})
+    try:
+        peer.answer(STARTS_IN)
+        yield peer
+    finally:
+        peer.kill()
+
+
+class EngineSide:
+    """One engine with its memory, driven from the test's process or in a peer's. Peers, handles, tags go by name."""
+
+    def __init__(self, make: Callable[..., Engine], *args: object) -> None:
+        self.engine = make(*args)
+        self.memory: list[npt.NDArray[np.uint8]] = []
+        self.regions: list[Region] = []
+        self.peers: dict[str, Peer] = {}
+        self.handles: dict[bytes, Handle] = {}
+        self.arrived: list[Delivery] = []
+
+    def register(self, nbytes: int, fill: int | None = None, seed: int = 0) -> int:
+        """Memory of so many bytes, all `fill`, or random. Returns the region's index."""
+        if fill is None:
+            memory = np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+        else:
+            memory = np.full(nbytes, fill, dtype=np.uint8)
+        self.regions.append(self.engine.register(memory, f"memory {len(self.memory)}"))
+        self.memory.append(memory)
+        return self.regions[-1].index
+
+    def endpoint(self) -> bytes:
+        """The engine's."""
+        return self.engine.endpoint()
+
+    def connect(self, endpoint: bytes) -> str:
+        """Returns the name (instance) of the peer."""
+        peer = self.engine.connect(endpoint)
+        self.peers[peer.instance] = peer
+        return peer.instance
+
+    def disconnect(self, name: str) -> None:
+        """Lets a peer go."""
+        self.engine.disconnect(self.peers[name])
+
+    def write(self, name: str, copies: Copies, tag: bytes) -> None:
+        """Starts a write."""
+        self.handles[tag] = self.engine.write(self.peers[name], copies, tag)
+
+    def poll(self, tag: bytes) -> Status:
+        """Of the write of a tag."""
+        return self.engine.poll(self.handles[tag])
+
+    def ended(self, tag: bytes, seconds: float = ANSWERS_IN) -> Status:
+        """Polls until it is not pending."""
+        until(lambda: self.poll(tag) is not Status.PENDING, f"the end of {tag!r}", seconds)
+        return self.poll(tag)
+
+    def drain(self, tag: bytes) -> bool:
+        """Of the write of a tag."""
+        return self.engine.drain(self.handles[tag])
+
+    def completions(self) -> list[Delivery]:
+        """All that have arrived, ever."""
+        self.arrived += self.engine.completions()
+        return self.arrived
+
+    def received(self, tag: bytes, seconds: float = ANSWERS_IN) -> None:
+        """Waits for a tag."""
+        until(lambda: any(one.tag == tag for one in self.completions()), f"the arrival of {tag!r}", seconds)
+
+    def idle(self) -> None:
+        """Turns the engine."""
+        self.completions()
+
+    def read(self, index: int = 0, start: int = 0, stop: int | None = None) -> npt.NDArray[np.uint8]:
+        """A copy of bytes of the memory registered as the `index`-th."""
+        return self.memory[index][start:stop].copy()
+
+    def fill(self, value: int, index: int = 0) -> None:
+        """Sets all bytes of the memory registered as the `index`-th."""
+        self.memory[index][:] = value
+
+    def lost(self) -> list[str]:
+        """Names of the peers known to be gone."""
+        return [peer.instance for peer in self.engine.lost_peers()]
+
+    def close(self) -> None:
+        """The engine's."""
+        self.engine.close()
+
+
+def scattered(rows: int, row_bytes: int, source_bytes: int, target_bytes: int, seed: int = 0) -> Copies:
+    """Copies of rows from random row places of region 0 to random row places of the peer's region 0."""
+    random = np.random.default_rng(seed)
+    zeros = np.zeros(rows, dtype=np.int64)
+    return Copies(
+        zeros,
+        random.permutation(source_bytes // row_bytes)[:rows] * row_bytes,
+        zeros,
+        random.permutation(target_bytes // row_bytes)[:rows] * row_bytes,
+        np.full(rows, row_bytes),
+    )
+
+
+def expected(copies: Copies, source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """What the target holds after the copies; row by row, in plain numpy."""
+    after = target.copy()
+    for _, start, _, place, length in np.stack(copies.arrays(), axis=1).tolist():
+        after[place : place + length] = source[start : start + length]
+    return after

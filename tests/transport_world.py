@@ -1,0 +1,480 @@
+"""A prefill group and a decode worker over an engine that injects faults, and an oracle that knows every byte.
+
+One `World` is one history. Whatever it does comes from one seed. The oracle never asks the library what it believes:
+it looks at the bytes of the decode worker's memory, and at what the network still has under way.
+"""
+
+import contextlib
+import random
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchstate import open_runtime
+from batchstate.errors import HandshakeError, PoolExhaustedError, TransferError
+from batchstate.host_tokens import HostRuns, HostTokenPool
+from batchstate.transport.engines.faults import Faults
+from batchstate.transport.engines.in_process import SETTLE_STEPS, InProcessEngine, Network
+from batchstate.transport.handshake import Description
+from batchstate.transport.layout import KVLayout
+from batchstate.transport.lease import Lease, LeaseState
+from batchstate.transport.receiver import Receiver
+from batchstate.transport.sender import Sender
+from batchstate.transport.sending import Sending, SendState
+
+Bytes = npt.NDArray[np.uint8]
+LAYERS = ("keys", "values")
+HEADS, HEAD_BYTES = 2, 3
+SENTINEL = 0xEE
+PAGES = {1: 24, 16: 8, 64: 6}
+"""Pages of every pool, by page size."""
+
+CALM = Faults()
+BREEZE = Faults(delay=2, split=0.6, duplicate_tag=0.3, duplicate_rows=0.2)
+STORM = attrs.evolve(BREEZE, failed=0.01, unknown=0.04, stuck=0.2, lost_tag=0.01, refused=0.005)
+HURRICANE = attrs.evolve(STORM, delay=4, failed=0.05, unknown=0.12, stuck=0.3, lost_tag=0.05, refused=0.02)
+_runtime = open_runtime("cpu")
+
+
+def layout(page_size: int, rank: int, degree: int) -> KVLayout:
+    return KVLayout(page_size, "uint8", LAYERS, HEADS * HEAD_BYTES // degree, rank, degree, HEADS)
+
+
+@attrs.define(eq=False)
+class Writer:
+    """One instance of a prefill rank, with its memory and a small pool of source pages."""
+
+    name: str
+    engine: InProcessEngine
+    sender: Sender
+    memories: list[Bytes]
+    free: list[int]
+    busy: list[tuple[list[int], Any]] = attrs.field(factory=list)
+    pages: dict[Sending, list[int]] = attrs.field(factory=dict)
+    met: "Decode | None" = None
+
+
+@attrs.define(eq=False)
+class Decode:
+    """One instance of the decode worker."""
+
+    engine: InProcessEngine
+    receiver: Receiver
+    pool: HostTokenPool
+    memories: list[Bytes]
+    shadow: list[Bytes]
+
+
+@attrs.define(eq=False)
+class Request:
+    """What the oracle knows of one attempt of one request."""
+
+    lease: Lease
+    num_tokens: int
+    runs: HostRuns | None = None
+    kv: list[Bytes] = attrs.field(factory=list)
+    tokens: Any = None
+    freed: bool = False
+    ended: bool = False
+    told: LeaseState | None = None
+
+
+class World:
+    def __init__(self, seed: int, faults: Faults, page_size: int, degree: int) -> None:
+        self.dice = random.Random(seed)
+        self.network = Network(self.dice)
+        self.values = np.random.default_rng(seed)
+        self.faults, self.page_size, self.degree = faults, page_size, degree
+        self.channel: list[tuple[str, str, bytes]] = []
+        self.requests: list[Request] = []
+        self.finished: list[LeaseState] = []
+        self.transfers = 0
+        self.names = 0
+        self.old_introductions: list[bytes] = []
+        deeds = {
+            self.begin: 12.0,
+            self.carry: 22.0,
+            self.prefill_all: 20.0,
+            self.move: 30.0,
+            self.collect: 14.0,
+            self.abort: 1.0,
+            self.mourn_all: 2.5,
+            self.reintroduce: 0.5,
+            self.suspect: 0.3,
+        }
+        if faults is not CALM:
+            deeds |= {self.kill: 0.5, self.restart_decode: 0.3}
+        self.deeds, self.weights = list(deeds), list(deeds.values())
+        self.decode = self._decode()
+        self.writers = [self._writer(rank) for rank in range(degree)]
+        self._meet()
+
+    # Processes
+
+    def _decode(self) -> Decode:
+        pool = HostTokenPool(
+            _runtime,
+            PAGES[self.page_size],
+            self.page_size,
+            layers=LAYERS,
+            item_shape=(HEADS, HEAD_BYTES),
+            dtype=torch.uint8,
+        )
+        engine = InProcessEngine(self.network, self.faults, max_rows=4)
+        buffers = pool.contiguous_buffers()
+        regions = [engine.register(buffer.memory, buffer.name) for buffer in buffers]
+        memories = [buffer.memory.numpy().reshape(-1, HEADS * HEAD_BYTES) for buffer in buffers]
+        for memory in memories:
+            memory[:] = SENTINEL
+        description = Description("decode", engine.instance, layout(self.page_size, 0, 1), engine.endpoint())
+        receiver = Receiver(engine, description, regions, clock=self.clock, settle_seconds=SETTLE_STEPS)
+        return Decode(engine, receiver, pool, memories, [memory.copy() for memory in memories])
+
+    def _writer(self, rank: int) -> Writer:
+        name = f"prefill-{rank}"
+        engine = InProcessEngine(self.network, self.faults, max_rows=self.dice.choice((1, 2, 5, 1024)))
+        mine = layout(self.page_size, rank, self.degree)
+        tokens = (PAGES[self.page_size] + 1) * self.page_size
+        memories = [np.full((tokens, mine.item_bytes), 0x11, dtype=np.uint8) for _ in LAYERS]
+        regions = [engine.register(memory, name) for memory, name in zip(memories, LAYERS, strict=True)]
+        description = Description(name, engine.instance, mine, engine.endpoint())
+        sender = Sender(engine, description, regions, clock=self.clock, max_bytes=self.dice.choice((None, 30 * self.page_size)))
+        return Writer(name, engine, sender, memories, list(range(1, PAGES[self.page_size] + 1)))
+
+    def _meet(self) -> None:
+        """Both sides of each pair that does not know each other yet accept each other's introduction."""
+        for writer in self.writers:
+            if not writer.engine.killed and not self.decode.engine.killed:
+                self.decode.receiver.accept(writer.sender.introduce())
+                writer.sender.accept(self.decode.receiver.introduce())
+                writer.met = self.decode
+
+    def clock(self) -> float:
+        return float(self.network.now)
+
+    # Requests
+
+    def begin(self, lease: Lease | None = None) -> None:
+        """Admits a request, or another attempt of one."""
+        whole = self.dice.randint(0, 3) * self.page_size
+        num_tokens = whole + self.dice.randint(0, self.page_size) if lease is None else lease.num_tokens
+        if self.decode.pool.stats.largest_free_run < num_tokens and self.dice.random() < 0.9:
+            return
+        names = [writer.name for writer in self.writers]
+        self.dice.shuffle(names)
+        self.names += 1
+        receiver = self.decode.receiver
+        try:
+            made = receiver.lease(f"r{self.names}", num_tokens, names) if lease is None else receiver.retry(lease)
+        except (HandshakeError, TransferError):
+            return  # a writer is gone
+        request = Request(made, num_tokens)
+        self.requests.append(request)
+        if self.dice.random() < 0.05:
+            receiver.abort(made)
+            return
+        self.look()  # memory of leases that have ended may be taken now
+        try:
+            request.runs = self.decode.pool.take(num_tokens, 1)[0] if num_tokens else None
+        except PoolExhaustedError:
+            receiver.abort(made)
+            return
+        if self.dice.random() < 0.05:
+            receiver.abort(made)
+            return
+        runs = np.empty((0, 2), dtype=np.int64) if request.runs is None else request.runs.table
+        request.tokens = runs_of(runs)[:num_tokens]
+        request.kv = [
+            self.values.integers(0, 256, (num_tokens, HEADS * HEAD_BYTES), dtype=np.uint8) for _ in LAYERS
+        ]
+        receiver.grant(made, runs)
+        self.transfers += 1
+
+    def request_of(self, sending: Sending) -> Request | None:
+        """The attempt that a sending belongs to; None where the decode worker that knew it is gone."""
+        if sending.grant.sender != self.decode.engine.instance:
+            return None
+        return next((one for one in self.requests if one.lease.serial == sending.grant.serial), None)
+
+    def prefill(self, writer: Writer) -> None:
+        """Lets a writer follow its writes, and go on with some of its requests."""
+        for sending in writer.sender.poll():
+            if sending.state is not SendState.OPEN and sending in writer.pages:
+                writer.busy.append((writer.pages.pop(sending), sending.sources_free))
+        writer.busy, before = [], writer.busy
+        for pages, fence in before:
+            if fence.query():
+                writer.free += pages
+                for page in pages:  # somebody else's KV
+                    for memory in writer.memories:
+                        memory[page * self.page_size : (page + 1) * self.page_size] = self.dice.randint(0, 255)
+            else:
+                writer.busy.append((pages, fence))
+        for sending in writer.sender.sendings():
+            if sending.state is SendState.OPEN and not sending.complete and self.dice.random() < 0.7:
+                self._send(writer, sending)
+
+    def _send(self, writer: Writer, sending: Sending) -> None:
+        request = self.request_of(sending)
+        if request is None or self.dice.random() < 0.02:
+            writer.sender.fail(sending, "no memory")
+            return
+        size, total = self.page_size, sending.grant.num_tokens
+        if sending not in writer.pages:
+            needed = -(-total // size)
+            if needed > len(writer.free):
+                return
+            self.dice.shuffle(writer.free)
+            writer.pages[sending], writer.free = writer.free[:needed], writer.free[needed:]
+            self._fill(writer, request, writer.pages[sending])
+        last = self.dice.random() < 0.6
+        end = total if last else sending.sent + self.dice.randint(0, (total - sending.sent) // size) * size
+        rows = tokens_on(writer.pages[sending], size)[sending.sent : end]
+        try:
+            writer.sender.send(sending, rows, sending.sent, last)
+        except TransferError:
+            assert sending.state is SendState.FAILED
+
+    def _fill(self, writer: Writer, request: Request, pages: list[int]) -> None:
+        """The forward of this rank: its heads of the request's KV, on its own pages."""
+        rank = self.writers.index(writer)
+        width = HEADS * HEAD_BYTES // self.degree
+        rows = tokens_on(pages, self.page_size)[: request.num_tokens]
+        for memory, kv in zip(writer.memories, request.kv, strict=True):
+            memory[rows] = kv[:, rank * width : (rank + 1) * width]
+
+    # Messages
+
+    def carry(self, share: float = 0.6) -> None:
+        """Some messages arrive: in any order, some again, some only later."""
+        for writer in self.writers:
+            self.channel += [(writer.name, to, data) for to, data in writer.sender.outbox]
+            writer.sender.outbox.clear()
+        self.channel += [("decode", to, data) for to, data in self.decode.receiver.outbox]
+        self.decode.receiver.outbox.clear()
+        self.dice.shuffle(self.channel)
+        later = []
+        for source, to, data in self.channel:
+            if self.dice.random() > share:
+                later.append((source, to, data))
+                continue
+            if self.dice.random() < 0.15:
+                later.append((source, to, data))
+            self._hand_over(source, to, data)
+        self.channel = later
+
+    def _hand_over(self, source: str, to: str, data: bytes) -> None:
+        if to == "decode":
+            if not self.decode.engine.killed:
+                self.decode.receiver.on_message(data, source)
+            return
+        writer = next(one for one in self.writers if one.name == to)
+        if not writer.engine.killed:
+            writer.sender.on_message(data, source)
+
+    # Ends of processes
+
+    def kill_writer(self, writer: Writer) -> None:
+        """A prefill process ends; some of what it had to say is lost. Nobody knows yet."""
+        self.network.kill(writer.engine)
+        self.carry(0.0)
+        self.channel = [one for one in self.channel if one[0] != writer.name or self.dice.random() < 0.5]
+
+    def mourn(self, writer: Writer) -> None:
+        """The supervisor has seen the end, and says so; or starts the next instance, which says the same."""
+        if self.decode.engine.killed:
+            return
+        before = writer.sender.introduce()
+        if self.dice.random() < 0.5:
+            self._tell(self.decode.receiver.peer_ended, writer.name)
+            if self.dice.random() < 0.5:
+                return
+        self.writers[self.writers.index(writer)] = self._writer(int(writer.name[-1]))
+        self._meet()
+        if writer.met is self.decode:
+            self.old_introductions.append(before)
+
+    def _tell(self, told: Callable[[str], None], name: str) -> None:
+        with contextlib.suppress(HandshakeError):  # a receiver that was started since has never met it
+            told(name)
+
+    def restart_decode(self) -> None:
+        """The decode process ends, with all its memory, and the next one starts."""
+        self.network.kill(self.decode.engine)
+        self.carry(0.0)
+        self.channel = [one for one in self.channel if one[0] != "decode" or self.dice.random() < 0.5]
+        for writer in self.writers:
+            if not writer.engine.killed and self.dice.random() < 0.3:
+                writer.sender.peer_ended("decode", self.decode.engine.instance)
+        for _ in range(self.dice.randint(0, 3)):
+            self.network.step()
+            for writer in self.writers:
+                if not writer.engine.killed:
+                    self.prefill(writer)
+        self.requests.clear()
+        self.old_introductions.clear()
+        self.decode = self._decode()
+        self._meet()
+
+    def reintroduce(self) -> None:
+        """An introduction that was under way since before its instance ended arrives, and is refused."""
+        if not self.old_introductions:
+            return
+        try:
+            self.decode.receiver.accept(self.dice.choice(self.old_introductions))
+        except HandshakeError:
+            return
+        raise AssertionError("an instance that has ended was accepted")
+
+    # The oracle
+
+    def receive(self) -> None:
+        """Polls the receiver, and judges what it says."""
+        known = {request.lease: request for request in self.requests}
+        for lease in self.decode.receiver.poll():
+            request = known[lease]
+            assert request.told is None, f"{lease} changed its state again"
+            request.told = lease.state
+            self.finished.append(lease.state)
+            if lease.state is LeaseState.DELIVERED:
+                for memory, shadow, kv in zip(self.decode.memories, self.decode.shadow, request.kv, strict=True):
+                    assert (memory[request.tokens] == kv).all(), f"{lease} is delivered, its bytes are not"
+                    memory[request.tokens] = shadow[request.tokens] = ~kv  # decoding goes on, on its own memory
+                    request.ended = True
+                assert lease.ended.query()
+        self.look()
+
+    def settle(self) -> None:
+        """Frees the memory of requests that are over: behind `ended`, as everybody has to."""
+        for request in self.requests:
+            if request.told is None or request.freed or self.dice.random() < 0.5:
+                continue
+            if request.runs is not None:
+                self.decode.pool.free(request.runs, after=request.lease.ended)
+            request.freed = True
+            if request.told is not LeaseState.DELIVERED and self.dice.random() < 0.5:
+                self.begin(request.lease)
+        self.decode.pool.reap()
+        self.requests = [request for request in self.requests if not request.freed or not request.lease.ended.query()]
+
+    def look(self) -> None:
+        """Compares every byte. Memory of leases that have not ended may change, and nothing else may."""
+        decode = self.decode
+        quiet = np.ones(len(decode.shadow[0]), dtype=np.bool_)
+        for request in self.requests:
+            if request.tokens is None or request.ended:
+                continue
+            if request.lease.ended.query():
+                self._check_nothing_under_way(request)
+                request.ended = True
+                for memory, shadow in zip(decode.memories, decode.shadow, strict=True):
+                    shadow[request.tokens] = memory[request.tokens]
+            else:
+                quiet[request.tokens] = False
+        for memory, shadow in zip(decode.memories, decode.shadow, strict=True):
+            changed = np.flatnonzero((memory != shadow).any(axis=1) & quiet)
+            assert not changed.size, f"host tokens {changed[:8]} were written while they were nobody's to write"
+
+    def _check_nothing_under_way(self, request: Request) -> None:
+        for address, _ in self.network.under_way(self.decode.engine):
+            for memory in self.decode.memories:
+                token = (address - memory.ctypes.data) // memory.shape[1]
+                assert token not in request.tokens, f"{request.lease} has ended, and a write to {token} is under way"
+
+    # Histories
+
+    def step(self) -> None:
+        """One thing happens."""
+        self.dice.choices(self.deeds, self.weights)[0]()
+
+    def prefill_all(self) -> None:
+        for writer in self.writers:
+            if not writer.engine.killed:
+                self.prefill(writer)
+
+    def move(self) -> None:
+        self.network.step()
+        self.look()
+
+    def collect(self) -> None:
+        self.receive()
+        self.settle()
+
+    def abort(self) -> None:
+        if self.requests:
+            self.decode.receiver.abort(self.dice.choice(self.requests).lease)
+
+    def kill(self) -> None:
+        live = [writer for writer in self.writers if not writer.engine.killed]
+        if live:
+            self.kill_writer(self.dice.choice(live))
+
+    def mourn_all(self) -> None:
+        for writer in self.writers:
+            if writer.engine.killed:
+                self.mourn(writer)
+
+    def suspect(self) -> None:
+        suspect = self.dice.choice(self.writers)
+        self._tell(self.decode.receiver.peer_lost, suspect.name)
+        if not suspect.engine.killed:
+            self.decode.receiver.accept(suspect.sender.introduce())
+
+    def end(self) -> None:
+        """Everything is given up, everyone ends; then all memory is everybody's again."""
+        for request in self.requests:
+            self.decode.receiver.abort(request.lease)
+        for _ in range(12):
+            self._round()
+        if self.faults.stuck == 0 and not any(writer.engine.killed for writer in self.writers):
+            assert all(request.lease.ended.query() for request in self.requests), "a lease never ends"
+        for writer in self.writers:
+            if not writer.engine.killed:
+                self.kill_writer(writer)
+            self._tell(self.decode.receiver.peer_ended, writer.name)
+        for _ in range(SETTLE_STEPS + 1):
+            self._round()
+        for request in self.requests:
+            if not request.freed and request.runs is not None:
+                self.decode.pool.free(request.runs, after=request.lease.ended)
+        self.decode.pool.verify()
+        stats = self.decode.pool.stats
+        assert stats.free == stats.size, f"memory was lost: {stats}"
+        assert not self.decode.receiver.leases()
+
+    def _round(self) -> None:
+        self.carry(0.9)
+        self.network.step()
+        self.look()
+        for writer in self.writers:
+            if not writer.engine.killed:
+                self.prefill(writer)
+        self.receive()
+
+
+def tokens_on(pages: list[int], page_size: int) -> npt.NDArray[np.int64]:
+    """Every token of these pages, in order."""
+    return (np.array(pages, dtype=np.int64)[:, None] * page_size + np.arange(page_size, dtype=np.int64)).reshape(-1)
+
+
+def runs_of(runs: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Every token of these runs, in order."""
+    return np.concatenate([np.arange(a, a + n, dtype=np.int64) for a, n in runs.tolist()] or [runs.reshape(-1)])
+
+
+def history(seed: int, steps: int = 160) -> World:
+    """One whole history. An assertion that fails in it is a broken promise of the library."""
+    dice = random.Random(f"world {seed}")
+    faults = dice.choice((CALM, BREEZE, STORM, STORM, HURRICANE))
+    world = World(seed, faults, dice.choice((1, 16, 64)), dice.choice((1, 2)))
+    for _ in range(steps):
+        world.step()
+    world.end()
+    return world
+
+
+__all__ = ["World", "history"]
