@@ -4,10 +4,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 
-from batchstate.errors import HandshakeError
-from batchstate.transport.engines.base import Status
+from batchstate.errors import BatchStateError
+from batchstate.transport.engines.base import Delivery, Status
 from batchstate.transport.lease import Ended, Lease, LeaseState, Share
 from batchstate.transport.messages import Kind, Notice
 from batchstate.transport.receiver import Receiver
@@ -24,7 +25,8 @@ Patch = Callable[[type, str, Any], None]
 
 def test_no_byte_is_wrong_and_none_is_lost_in_ten_thousand_transfers() -> None:
     """Delay, unknown ends, duplicates, drops, reordering, aborts, kills and restarts: what is delivered is right, what
-    is not granted stays as it is, memory is reused only when no writer can write it, and all of it comes back."""
+    is not granted stays as it is, memory is reused only when no writer can write it, and all of it comes back.
+    """
     transfers, seed = 0, 0
     ends: Counter[LeaseState] = Counter()
     while transfers < TRANSFERS:
@@ -160,17 +162,25 @@ def names_instead_of_instances(patch: Patch) -> None:
     patch(Receiver, "_share_of", share_of)
 
 
-def retry_has_the_same_tag(patch: Patch) -> None:
-    """A retry goes on under the serial of its last attempt, and what comes of that one counts for it."""
-    originals = Receiver.retry, Closed.__contains__
+def tags_name_the_request_alone(patch: Patch) -> None:
+    """What arrives late of one attempt counts for the next one of the same request."""
+    arrive, retried = Receiver._arrive, Receiver.retry
+    again: dict[tuple[str, int], int] = {}
 
     def retry(self: Receiver, lease: Lease, writers: Any = None) -> Lease:
-        again = originals[0](self, lease, writers)
-        self._leases[lease.serial] = self._leases.pop(again.serial)
-        again.serial, again.attempt = lease.serial, lease.attempt
-        return again
+        new = retried(self, lease, writers)
+        again[self._engine.instance, lease.serial] = new.serial
+        return new
+
+    def arrived(self: Receiver, delivery: Delivery) -> None:
+        tag = Tag.unpacked(delivery.tag)
+        assert tag is not None
+        while (tag.epoch, tag.serial) in again:
+            tag = attrs.evolve(tag, serial=again[tag.epoch, tag.serial], attempt=tag.attempt + 1)
+        arrive(self, Delivery(tag.packed(), delivery.instance))
 
     patch(Receiver, "retry", retry)
+    patch(Receiver, "_arrive", arrived)
 
 
 def sources_free_too_early(patch: Patch) -> None:
@@ -220,7 +230,7 @@ MUTANTS = (
     closed_leases_are_forgotten,
     late_abort_kills_nothing,
     names_instead_of_instances,
-    retry_has_the_same_tag,
+    tags_name_the_request_alone,
     sources_free_too_early,
     done_when_written,
     lost_memory,
@@ -234,7 +244,7 @@ def test_a_missing_safety_is_noticed(mutant: Callable[[Patch], None], monkeypatc
     for seed in range(MOST_HISTORIES):
         try:
             history(seed)
-        except (AssertionError, HandshakeError) as error:
+        except (AssertionError, BatchStateError) as error:
             print(mutant.__name__, "in history", seed, ":", str(error).splitlines()[0][:150])
             return
     pytest.fail(f"{MOST_HISTORIES} histories have not noticed: {mutant.__doc__}")

@@ -18,6 +18,7 @@ from batchstate.transport.copies import Ints
 MAGIC = "batchstate lease 1"
 MOST_BYTES = 16 * 2**20
 _LARGEST = 2**63 - 1
+_BOUNDS = {"serial": 2**63, "attempt": 2**32, "writer": 2**16, "num_tokens": 2**40}
 
 
 class Kind(enum.StrEnum):
@@ -165,7 +166,7 @@ def _check_fields(fields: dict[str, Any], kind: type[Grant | Notice]) -> None:
         raise _malformed(sorted(map(str, fields))[:12], "fields are missing or unknown")
     for name, value in fields.items():
         if types[name] is int:
-            right = type(value) is int and 0 <= value < 2**31 if name != "serial" else type(value) is int and value > 0
+            right = type(value) is int and 0 <= value < _BOUNDS[name]
         else:
             right = name == "runs" or isinstance(value, str)
         if not right:

@@ -229,7 +229,8 @@ class Receiver:
             self.ignored.notices += 1
             return
         share.drained |= notice.kind is Kind.DRAINED
-        self._fail(lease, notice.reason or f"{from_worker} gave it up")
+        if not share.complete:  # all of it has arrived, whatever its writer knows
+            self._fail(lease, notice.reason or f"{from_worker} gave it up")
 
     # Parts
 

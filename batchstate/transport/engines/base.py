@@ -388,8 +388,11 @@ class Engine(abc.ABC):
             )
         sources = self._inside(self._regions.by_index(), copies.source_regions, copies.source_offsets, copies, "source")
         targets = self._inside(peer.regions, copies.target_regions, copies.target_offsets, copies, "target")
+        ends = targets + copies.lengths
+        if (targets[1:] >= ends[:-1]).all():  # in order, as the plan makes them: nothing to sort
+            return sources, targets
         order = np.argsort(targets, kind="stable")
-        overlaps = targets[order][1:] < (targets + copies.lengths)[order][:-1]
+        overlaps = targets[order][1:] < ends[order][:-1]
         if overlaps.any():
             row = int(order[1:][overlaps][0])
             raise ArgumentError(
@@ -400,20 +403,27 @@ class Engine(abc.ABC):
     def _inside(self, regions: dict[int, Any], indices: Ints, offsets: Ints, copies: Copies, side: str) -> Ints:
         if not len(copies):
             return np.empty(0, dtype=np.int64)
+        where: Where = {"object": repr(self), "operation": f"write ({side})"}
+        first = int(indices[0])
+        if (indices == first).all():  # one layer
+            region = self._region(regions, first, side)
+            invariants.transfer_bounds(offsets, copies.lengths, 0, region.nbytes, **where)
+            return offsets + region.address
         present = np.unique(indices)
-        unknown = [index for index in present.tolist() if index not in regions]
-        if unknown:
-            raise ArgumentError(
-                f"{side} region {unknown[0]} is not registered",
-                value=unknown[0],
-                remedy="register memory before the endpoint is made, and use the indices of `Region`",
-            )
-        found = [regions[index] for index in present.tolist()]
+        found = [self._region(regions, index, side) for index in present.tolist()]
         which = np.searchsorted(present, indices)
         sizes = np.array([region.nbytes for region in found], dtype=np.int64)[which]
-        where: Where = {"object": repr(self), "operation": f"write ({side})"}
         invariants.transfer_bounds(offsets, copies.lengths, 0, sizes, **where)
         return np.array([region.address for region in found], dtype=np.int64)[which] + offsets
+
+    def _region(self, regions: dict[int, Any], index: int, side: str) -> Any:
+        if index not in regions:
+            raise ArgumentError(
+                f"{side} region {index} is not registered",
+                value=index,
+                remedy="register memory before the endpoint is made, and use the indices of `Region`",
+            )
+        return regions[index]
 
     def _end(self, handle: Handle) -> None:
         handle.drained = True

@@ -55,6 +55,9 @@ class DistributedEngine(Engine):
             cannot join two processes on one GPU, and ends a process by itself, after a time-out of its own, when the
             peer dies in the middle of a piece.
         connect_timeout: seconds for `connect`, and for a peer that called to arrive.
+        stall_timeout: seconds that one message, of 8 MiB at most (or 24 bytes a row), may take once it is sent. Who
+            stands still for longer in the middle of one breaks the pair. When a peer dies there, a thread here may be
+            held that long, and `close` with it.
 
     Raises:
         ArgumentError: another backend.
@@ -65,7 +68,13 @@ class DistributedEngine(Engine):
     capabilities = Capabilities(one_sided=False, max_rows=1 << 20)
 
     def __init__(
-        self, *, host: str = "127.0.0.1", port: int = 0, backend: str = "gloo", connect_timeout: float = 10.0
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        backend: str = "gloo",
+        connect_timeout: float = 10.0,
+        stall_timeout: float = 5.0,
     ) -> None:
         super().__init__()
         if backend not in ("gloo", "nccl"):
@@ -74,7 +83,7 @@ class DistributedEngine(Engine):
         self._device = torch.device("cpu")
         if backend == "nccl":
             self._device = torch.device("cuda", torch.cuda.current_device())
-        self._timeout = connect_timeout
+        self._timeout, self._stall = connect_timeout, stall_timeout
         self._inbox = Inbox()
         self._outgoing: list[Outgoing] = []
         self._incoming: list[Incoming] = []
@@ -126,7 +135,7 @@ class DistributedEngine(Engine):
             store = reach(address, peer.instance, self._timeout)
             store.queue_push(_CALLS, json.dumps([name, self.instance]))
             meet = private(store, name)
-            pair = Pair.join(meet, WRITER, self._address[0], self._device, self._timeout)
+            pair = Pair.join(meet, WRITER, self._address[0], self._device, self._timeout, self._stall)
         except (OSError, RuntimeError) as error:
             raise TransferError(
                 f"peer {peer.instance} at {address[0]}:{address[1]} cannot be reached: {said(error)}",
@@ -151,7 +160,7 @@ class DistributedEngine(Engine):
             except (ValueError, TypeError):
                 continue
             self._incoming = [one for one in self._incoming if one.alive]
-            meeting = Meeting(store, self._address, str(name), str(writer), self._device, self._timeout)
+            meeting = Meeting(store, self._address, str(name), str(writer), self._device, self._timeout, self._stall)
             self._incoming.append(Incoming(meeting, self._inbox))
 
     # Transfers
@@ -180,7 +189,7 @@ class DistributedEngine(Engine):
                 return found
 
     def _close(self) -> None:
-        """Waits for its threads: a moment, or as long as a peer that called and never came may take to arrive."""
+        """Waits for its threads: a moment; at worst one of the time-outs."""
         if self._store is not None:
             self._store.queue_push(_CALLS, _HANG_UP.decode())
         self._acceptor.join()
@@ -188,5 +197,5 @@ class DistributedEngine(Engine):
         for pair in pairs:
             pair.close()
         for pair in pairs:
-            pair.join(2 * self._timeout)
+            pair.join(2 * self._timeout + self._stall)
         self._outgoing, self._incoming, self._store = [], [], None

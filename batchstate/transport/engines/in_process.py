@@ -109,10 +109,10 @@ class Network:
                 flight.left = flight.left[self.dice.randint(0, len(flight.left)) :]
                 flight.kept = {piece: ctypes.string_at(piece.source, piece.nbytes) for piece in flight.left}
 
-    def under_way(self, engine: "InProcessEngine") -> list[tuple[int, int]]:
-        """Address and length of the bytes of an engine's memory that writes under way may still change."""
-        flights = [one for one in self._flights if one.reader is engine and not one.over]
-        return [(piece.target, piece.nbytes) for flight in flights for piece in flight.left]
+    def under_way(self, engine: "InProcessEngine") -> list[Piece]:
+        """What writes from or to an engine may still read there or change."""
+        flights = [one for one in self._flights if engine in (one.reader, one.writer) and not one.over]
+        return [piece for flight in flights for piece in flight.left]
 
     def depart(self, flight: Flight) -> None:
         """Takes over a write."""
@@ -151,9 +151,10 @@ class Network:
             return
         if flight.fate.ends is Status.UNKNOWN:
             flight.told = Status.UNKNOWN
-        for _ in range(
-            self.dice.randint(1, len(flight.left)) if flight.fate.split and flight.left else len(flight.left)
-        ):
+            if self.dice.random() < (0.8 if flight.fate.stuck else 0.5):
+                return
+        count = len(flight.left)
+        for _ in range(self.dice.randint(1, count) if flight.fate.split and count else count):
             self._land(flight, flight.left.pop())
         if not flight.left:
             self._finish(flight)

@@ -124,7 +124,8 @@ class NixlEngine(Engine):
         self._native[region.index], self._places[region.index] = native, (kind, device)
 
     def _unregister(self, region: Region) -> None:
-        self._agent.deregisterMem(self._native.pop(region.index), self._backends)
+        with contextlib.suppress(*self._errors):  # of memory that NIXL has let go by itself
+            self._agent.deregisterMem(self._native.pop(region.index), self._backends)
         del self._places[region.index]
 
     # Peers
@@ -257,16 +258,21 @@ class NixlEngine(Engine):
 
     def _rows(self, places: dict[int, _Place], regions: Ints, addresses: Ints, lengths: Ints) -> Any:
         """A NIXL list of descriptors."""
-        present = np.unique(regions)
-        kinds = {places[index][0] for index in present.tolist()}
-        if len(kinds) != 1:
-            raise ArgumentError(
-                "one write with rows of host memory and of device memory", value=kinds, remedy="write them apart"
-            )
         rows = np.empty((len(regions), 3), dtype=np.uint64)
         rows[:, 0] = addresses
         rows[:, 1] = lengths
-        rows[:, 2] = np.array([places[index][1] for index in present.tolist()])[np.searchsorted(present, regions)]
+        every = set(places.values())
+        if len(every) > 1:  # several devices, or both kinds
+            present, which = np.unique(regions, return_inverse=True)
+            every = {places[index] for index in present.tolist()}
+            rows[:, 2] = np.array([places[index][1] for index in present.tolist()])[which]
+        else:
+            rows[:, 2] = next(iter(every))[1]
+        kinds = {kind for kind, _ in every}
+        if len(kinds) > 1:
+            raise ArgumentError(
+                "one write with rows of host memory and of device memory", value=kinds, remedy="write them apart"
+            )
         return self._nixl.nixlXferDList(self._kind(kinds.pop()), rows)
 
     def _look(self, peer: Peer) -> None:

@@ -4,7 +4,8 @@ Each engine hosts a store. Who writes calls there, and both then form a group of
 answers travel over gloo; rows too, or over NCCL where staging lies on a GPU.
 
 Guarantees: everything listens on the one address it was given. `reach` and `join` end within their time. `part` ends
-every wait of the pair, in any thread. `EndWatch` says that a receiver has ended only when that is known.
+every wait of the pair, in any thread: at once, or, for a message that is half there, after `stall`. `EndWatch` says that
+a receiver has ended only when that is known.
 """
 
 import contextlib
@@ -88,19 +89,21 @@ class Pair:
     """A group of two processes. Made by `join`.
 
     Attributes:
-        control: for headers and answers.
-        data: for rows; the same as `control`, but for NCCL.
+        control: for headers and answers, so small that they arrive whole or not at all.
+        data: for rows.
         device: on which rows are staged.
         other: the rank of the other side.
+        stall: how long a message that was begun may take to arrive.
     """
 
     control: Any
     data: Any
     device: torch.device
     other: int
+    stall: timedelta
 
     @classmethod
-    def join(cls, store: Store, rank: int, host: str, device: torch.device, timeout: float) -> Self:
+    def join(cls, store: Store, rank: int, host: str, device: torch.device, timeout: float, stall: float) -> Self:
         """Meets the other side in a store that nobody else uses.
 
         Raises:
@@ -109,18 +112,25 @@ class Pair:
         options: Any = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = _span(timeout)
+        options._threads = 1
         control = dist.ProcessGroupGloo(private(store, "control"), rank, 2, options)
-        data: Any = control
-        if device.type == "cuda":
+        if device.type == "cpu":
+            data: Any = dist.ProcessGroupGloo(private(store, "data"), rank, 2, options)
+        else:
             data = dist.ProcessGroupNCCL(private(store, "data"), rank, 2, dist.ProcessGroupNCCL.Options())
-        return cls(control, data, device, 1 - rank)
+        return cls(control, data, device, 1 - rank, _span(stall))
 
     def send(self, message: torch.Tensor) -> None:
-        """Sends on the control group, and waits. RuntimeError: the pair is broken."""
-        self.control.send([message], self.other, 0).wait(EVER)
+        """Sends a small message, and waits. RuntimeError: the pair is broken."""
+        self.begin(message)()
+
+    def begin(self, message: torch.Tensor) -> Callable[[], object]:
+        """Begins to send a small message; returns what waits for the end."""
+        work = self.control.send([message], self.other, 0)
+        return lambda: work.wait(EVER)
 
     def receive(self, message: torch.Tensor) -> torch.Tensor:
-        """Receives a message of just that size, and waits for it. RuntimeError: the pair is broken."""
+        """Receives a small message of just that size, and waits for it. RuntimeError: the pair is broken."""
         self.control.recv([message], self.other, 0).wait(EVER)
         return message
 
@@ -130,17 +140,21 @@ class Pair:
         return lambda: work.wait(EVER)
 
     def receive_rows(self, piece: torch.Tensor) -> Callable[[], object]:
-        """Begins to receive; returns what waits for the end."""
+        """Begins to receive; returns what waits for the end, to be called when the sender has begun."""
+        # gloo does not wake who waits for a message of which a part has arrived when the pair ends: this wait needs an
+        # end of its own. A small message is no such case.
         work = self.data.recv([piece], self.other, 1)
-        return lambda: work.wait(EVER)
+        return lambda: work.wait(self.stall)
 
     def part(self) -> None:
         """Ends the pair: whoever waits on it, here or on the other side, gets a RuntimeError."""
         # A receive that is given up closes a gloo pair: the one way in the interface of torch to end other waits.
-        with contextlib.suppress(RuntimeError):
-            self.control.recv([torch.empty(1)], self.other, _UNUSED).wait(timedelta(milliseconds=1))
-        if self.data is not self.control:
-            self.data.abort()
+        for group in (self.control, self.data):
+            if isinstance(group, dist.ProcessGroupGloo):
+                with contextlib.suppress(RuntimeError):
+                    group.recv([torch.empty(1)], self.other, _UNUSED).wait(timedelta(milliseconds=1))
+            else:
+                group.abort()
 
 
 @final

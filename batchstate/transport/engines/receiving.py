@@ -20,6 +20,7 @@ from batchstate.transport.engines.wire import (
     BYE,
     ENDED,
     LANDED,
+    PIECE_COMES,
     REFUSED,
     WRITE,
     Answer,
@@ -89,6 +90,7 @@ class Meeting:
         writer: the other engine's instance.
         device: for staging.
         timeout: for the meeting, in seconds.
+        stall: for a message that was begun, in seconds.
     """
 
     store: Store
@@ -97,6 +99,7 @@ class Meeting:
     writer: str
     device: torch.device
     timeout: float
+    stall: float
 
 
 @final
@@ -139,7 +142,7 @@ class Incoming:
         store.set(ended_key(meeting.name), "")
 
     def _serve(self, meeting: Meeting, store: Store) -> None:
-        pair = Pair.join(store, READER, meeting.address[0], meeting.device, meeting.timeout)
+        pair = Pair.join(store, READER, meeting.address[0], meeting.device, meeting.timeout, meeting.stall)
         with self._lock:
             self._pair = pair
             if self._closing:
@@ -156,7 +159,9 @@ class Incoming:
         if header.kind != WRITE or not header.tag or not 0 <= header.rows <= MOST_ROWS:
             return Answer(ENDED, f"a header that makes no sense: {header}")
         if header.rows:
-            table = pair.receive(torch.empty((3, header.rows), dtype=torch.int64)).numpy()
+            arrived = torch.empty((3, header.rows), dtype=torch.int64, device=pair.device)
+            pair.receive_rows(arrived)()
+            table = arrived.cpu().numpy()
             if ((table[2] <= 0) | (table[2] > PIECE)).any():
                 return Answer(ENDED, f"rows of {table[2].min()} to {table[2].max()} bytes; 1 to {PIECE} are taken")
             reason = self._rows(pair, table, rooms)
@@ -172,6 +177,8 @@ class Incoming:
         parts = [rooms[number % 2][: int(table[2, cut].sum())] for number, cut in enumerate(cuts)]
         arrived = pair.receive_rows(parts[0])
         for number, cut in enumerate(cuts):
+            if number and Header.read(pair.receive(header_room())).kind != PIECE_COMES:
+                raise RuntimeError("the writer lost its place")
             arrived()
             if number + 1 < len(cuts):
                 arrived = pair.receive_rows(parts[number + 1])

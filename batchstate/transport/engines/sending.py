@@ -18,14 +18,15 @@ from batchstate.transport.copies import Copies
 from batchstate.transport.engines.base import Status
 from batchstate.transport.engines.packing import gather, pieces, staging
 from batchstate.transport.engines.pairs import EndWatch, Pair, said
-from batchstate.transport.engines.wire import BYE, ENDED, LANDED, WRITE, Answer, Header, answer_room
+from batchstate.transport.engines.wire import BYE, ENDED, LANDED, PIECE_COMES, WRITE, Answer, Header, answer_room
 
 LOOKS_EVERY = 0.05
 """Seconds between two looks whether the receiver of a broken pair has ended."""
 
 
-def _nothing() -> None:
-    pass
+def _wait(begun: list[Callable[[], object]]) -> None:
+    for ended in begun:
+        ended()
 
 
 @final
@@ -130,16 +131,19 @@ class Outgoing:
                 return
             self._awaiting.append(job)
         rows = job.copies
-        pair.send(Header(WRITE, len(rows), job.tag).packed())
-        if len(rows):
-            pair.send(torch.from_numpy(np.stack((rows.target_regions, rows.target_offsets, rows.lengths))))
-        sent: Callable[[], object] = _nothing
+        announced = Header(WRITE, len(rows), job.tag).packed()
+        begun: list[Callable[[], object]] = []
         for number, cut in enumerate(pieces(rows.lengths)):
             room = rooms[number % 2]
             nbytes = gather(job.memories, rows.source_regions[cut], rows.source_offsets[cut], rows.lengths[cut], room)
-            sent()
-            sent = pair.send_rows(room[:nbytes])
-        sent()
+            if number:
+                _wait(begun)
+                begun = [pair.begin(Header(PIECE_COMES).packed())]
+            else:
+                table = np.stack((rows.target_regions, rows.target_offsets, rows.lengths))
+                begun = [pair.begin(announced), pair.send_rows(torch.from_numpy(table).to(pair.device))]
+            begun.append(pair.send_rows(room[:nbytes]))
+        _wait(begun or [pair.begin(announced)])
 
     def _listen(self, pair: Pair) -> None:
         try:

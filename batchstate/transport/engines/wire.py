@@ -10,8 +10,9 @@ import torch
 from batchstate.transport.copies import Ints
 from batchstate.transport.engines.base import MOST_TAG_BYTES
 
-WRITE, BYE = 1, 2
-"""Kinds of header. Behind that of a write: its rows as int64[3, n] (region, offset, length) if any, then the pieces."""
+WRITE, PIECE_COMES, BYE = 1, 2, 3
+"""Kinds of header. Rows, if a write has any, follow on the data group: int64[3, n] (region, offset, length) and the first
+piece at once, each further piece behind a header of its own."""
 
 LANDED, REFUSED, ENDED = 1, 2, 3
 """Answers, one to each header, in their order. REFUSED: nothing was written. ENDED: nor is anything more received."""

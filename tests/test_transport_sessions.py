@@ -1,0 +1,556 @@
+"""Leases, senders and receivers, one rule at a time, over the engine of one process."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from batchstate.errors import ArgumentError, BatchStateError, HandshakeError, ShapeError, TransferError
+from batchstate.transport import sending as sending_module
+from batchstate.transport.copies import Copies
+from batchstate.transport.engines.base import Delivery, Status
+from batchstate.transport.engines.faults import Faults
+from batchstate.transport.engines.in_process import SETTLE_STEPS, InProcessEngine, Network
+from batchstate.transport.handshake import Description
+from batchstate.transport.layout import KVLayout
+from batchstate.transport.lease import Lease, LeaseState
+from batchstate.transport.messages import MAGIC, Kind, Notice, packed, unpacked
+from batchstate.transport.receiver import Receiver
+from batchstate.transport.sender import Sender
+from batchstate.transport.sending import Sending, SendState
+from batchstate.transport.tags import Tag
+from batchstate.violations import Violation
+
+LAYERS = ("keys", "values")
+TOKENS, HEADS, HEAD_BYTES = 64, 2, 4
+PAGE = 4
+
+
+def layout(rank: int = 0, degree: int = 1, **changes: Any) -> KVLayout:
+    """Of rank `rank` of `degree`."""
+    fields: dict[str, Any] = {
+        "page_size": PAGE,
+        "dtype": "uint8",
+        "layers": LAYERS,
+        "item_bytes": HEADS * HEAD_BYTES // degree,
+    }
+    return KVLayout(**(fields | {"rank": rank, "degree": degree, "heads": HEADS} | changes))
+
+
+@attrs.define(eq=False)
+class Side:
+    """A worker: its engine, memory and session."""
+
+    name: str
+    engine: InProcessEngine
+    memories: list[npt.NDArray[np.uint8]]
+    session: Any
+
+    @property
+    def introduction(self) -> bytes:
+        return bytes(self.session.introduce())
+
+
+def made(kind: type, network: Network, name: str, kv: KVLayout, faults: Faults | None = None, **rest: Any) -> Side:
+    """A worker with a `Sender` or a `Receiver`."""
+    engine = InProcessEngine(network, faults, max_rows=3)
+    memories = [np.full((TOKENS, kv.item_bytes), 0xEE, dtype=np.uint8) for _ in kv.layers]
+    regions = [engine.register(memory, layer) for memory, layer in zip(memories, kv.layers, strict=True)]
+    description = Description(name, engine.instance, kv, engine.endpoint())
+    return Side(name, engine, memories, kind(engine, description, regions, clock=lambda: float(network.now), **rest))
+
+
+class Pair:
+    """One decode worker, and prefill ranks that know it."""
+
+    def __init__(self, degree: int = 1, faults: Faults | None = None) -> None:
+        self.network = Network(7)
+        self.faults = faults
+        self.decode = made(Receiver, self.network, "decode", layout(), settle_seconds=SETTLE_STEPS)
+        self.prefills = [self.prefill(rank, degree) for rank in range(degree)]
+        self.receiver: Receiver = self.decode.session
+
+    def prefill(self, rank: int = 0, degree: int = 1) -> Side:
+        side = made(Sender, self.network, f"prefill-{rank}", layout(rank, degree), self.faults)
+        values = np.random.default_rng(rank)
+        for memory in side.memories:
+            memory[:] = values.integers(0, 200, memory.shape)
+        self.decode.session.accept(side.introduction)
+        side.session.accept(self.decode.introduction)
+        return side
+
+    @property
+    def sender(self) -> Sender:
+        sender: Sender = self.prefills[0].session
+        return sender
+
+    def carry(self, repeat: int = 1) -> None:
+        """Every message arrives, `repeat` times."""
+        sides = {side.name: side for side in (self.decode, *self.prefills)}
+        for source in sides.values():
+            outbox = list(source.session.outbox)
+            source.session.outbox.clear()
+            for to, data in outbox * repeat:
+                sides[to].session.on_message(data, source.name)
+
+    def lease(self, tokens: int = 10, runs: object = ((8, 8), (20, 4))) -> Lease:
+        lease = self.receiver.lease("r", tokens, [side.name for side in self.prefills])
+        self.receiver.grant(lease, np.array(runs, dtype=np.int64).reshape(-1, 2))
+        return lease
+
+    def granted(self, tokens: int = 10, runs: object = ((8, 8), (20, 4))) -> tuple[Lease, list[Sending]]:
+        lease = self.lease(tokens, runs)
+        self.carry()
+        return lease, [side.session.poll()[0] for side in self.prefills]
+
+    def run(self, steps: int = 20) -> list[Lease]:
+        changed = []
+        for _ in range(steps):
+            self.network.step()
+            for side in self.prefills:
+                side.session.poll()
+            self.carry()
+            changed += self.receiver.poll()
+        return changed
+
+
+SOURCES = np.arange(30, 40)
+TARGETS = np.array([*range(8, 16), 20, 21])
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_a_request_arrives_where_it_was_granted(degree: int) -> None:
+    """All ranks together write every byte of the granted tokens, in their order, and no other byte."""
+    pair = Pair(degree)
+    lease, sendings = pair.granted()
+    for side, sending in zip(pair.prefills, sendings, strict=True):
+        side.session.send(sending, SOURCES[:8], 0, last=False)
+        side.session.send(sending, SOURCES[8:], 8, last=True)
+    assert pair.run() == [lease]
+    assert lease.state is LeaseState.DELIVERED
+    assert lease.ended.query()
+    lease.ended.wait()
+    assert all(sending.state is SendState.DONE and sending.sources_free.query() for sending in sendings)
+    for layer, memory in enumerate(pair.decode.memories):
+        expected = np.full_like(memory, 0xEE)
+        expected[TARGETS] = np.concatenate([side.memories[layer][SOURCES] for side in pair.prefills], axis=1)
+        assert (memory == expected).all()
+    assert not pair.receiver.leases()
+    assert not pair.sender.sendings()
+
+
+def test_a_request_without_tokens_completes() -> None:
+    """Zero rows still deliver their tag."""
+    pair = Pair()
+    lease, [sending] = pair.granted(0, ())
+    pair.sender.send(sending, [], 0, last=True)
+    assert pair.run() == [lease]
+    assert lease.state is LeaseState.DELIVERED
+
+
+def test_one_rank_of_two_is_not_enough() -> None:
+    """A lease waits for every writer."""
+    pair = Pair(2)
+    lease, sendings = pair.granted()
+    pair.prefills[1].session.send(sendings[1], SOURCES, 0, last=True)
+    assert not pair.run()
+    assert lease.state is LeaseState.WAITING
+    assert not lease.ended.query()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"page_size": 8}, {"dtype": "float32"}, {"layers": ("keys", "other")}, {"item_bytes": 16}, {"heads": 4}],
+)
+def test_both_sides_refuse_a_peer_that_does_not_fit(changes: dict[str, Any]) -> None:
+    """A mismatch is refused by both sides, and nothing can be leased or sent."""
+    network = Network()
+    decode = made(Receiver, network, "decode", layout())
+    prefill = made(Sender, network, "prefill-0", layout(**changes))
+    for one, other in ((decode, prefill), (prefill, decode)):
+        with pytest.raises(HandshakeError):
+            one.session.accept(other.introduction)
+    with pytest.raises(HandshakeError, match="unknown"):
+        decode.session.lease("r", 1, ["prefill-0"])
+
+
+def test_a_receiver_whose_regions_have_other_names_is_refused() -> None:
+    """Each layer needs a region of its name on the side that is written."""
+    network = Network()
+    prefill = made(Sender, network, "prefill-0", layout())
+    engine = InProcessEngine(network)
+    regions = [engine.register(np.zeros(64, dtype=np.uint8), name) for name in LAYERS]
+    endpoint = engine.endpoint().replace(b"values", b"others")
+    receiver = Receiver(engine, Description("decode", engine.instance, layout(), endpoint), regions)
+    with pytest.raises(HandshakeError, match="others"):
+        prefill.session.accept(receiver.introduce())
+    with pytest.raises(ArgumentError, match="regions"):
+        Receiver(engine, Description("decode", engine.instance, layout(), endpoint), regions[:1])
+    with pytest.raises(ArgumentError, match="instance"):
+        Receiver(engine, Description("decode", "other", layout(), endpoint), regions)
+
+
+def test_writers_have_to_hold_all_of_it_once() -> None:
+    """A lease names exactly the ranks that hold the request's heads."""
+    pair = Pair(2)
+    for names in ([], ["prefill-0"], ["prefill-0", "prefill-0"], ["prefill-1"]):
+        with pytest.raises(ArgumentError, match="writers of ranks"):
+            pair.receiver.lease("r", 4, names)
+    pair.receiver.lease("r", 4, ["prefill-1", "prefill-0"])
+
+
+@pytest.mark.parametrize("runs", [((8, 4),), ((0, 12),), ((8, 8), (15, 4)), ((8, 0), (20, 12))])
+def test_a_grant_of_runs_that_cannot_be_meant_changes_nothing(runs: object) -> None:
+    """Too little, token 0, overlapping and empty runs are refused, and the lease can be granted right afterwards."""
+    pair = Pair()
+    lease = pair.receiver.lease("r", 10, ["prefill-0"])
+    with pytest.raises(ArgumentError, match="runs"):
+        pair.receiver.grant(lease, np.array(runs, dtype=np.int64))
+    assert not pair.receiver.outbox
+    pair.receiver.grant(lease, [[8, 10]])
+    with pytest.raises(ArgumentError, match="granted"):
+        pair.receiver.grant(lease, [[8, 10]])
+
+
+def test_a_grant_outside_the_memory_is_refused_by_the_writer() -> None:
+    """A writer believes no run that the receiver's regions do not have."""
+    pair = Pair()
+    pair.lease(10, ((TOKENS - 4, 12),))
+    with pytest.raises(ArgumentError, match="ends at host token"):
+        pair.carry()
+    assert not pair.sender.poll()
+
+
+WRONG_SENDS: list[tuple[Callable[[Sender, Sending], None], type[Exception]]] = [
+    (lambda sender, one: sender.send(one, SOURCES[:3], 0, last=False), ArgumentError),
+    (lambda sender, one: sender.send(one, SOURCES[:4], 0, last=True), ArgumentError),
+    (lambda sender, one: sender.send(one, SOURCES[:4], 4, last=False), ArgumentError),
+    (lambda sender, one: sender.send(one, np.arange(1, 13), 0, last=False), ArgumentError),
+    (lambda sender, one: sender.send(one, SOURCES.reshape(2, 5), 0, last=True), ShapeError),
+    (lambda sender, one: sender.send(one, [*range(1, 10), 0], 0, last=True), Violation),
+    (lambda sender, one: sender.send(one, [*range(1, 10), -5], 0, last=True), Violation),
+]
+
+
+@pytest.mark.parametrize(("wrong", "error"), WRONG_SENDS)
+def test_tokens_that_cannot_be_meant_send_nothing(
+    wrong: Callable[[Sender, Sending], None], error: type[Exception]
+) -> None:
+    """Parts of pages, gaps, too many tokens and padding are refused before a write, and the sending goes on."""
+    pair = Pair()
+    lease, [sending] = pair.granted()
+    with pytest.raises(error):
+        wrong(pair.sender, sending)
+    assert pair.network.writes == 0
+    pair.sender.send(sending, SOURCES, 0, last=True)
+    with pytest.raises(ArgumentError, match="all"):
+        pair.sender.send(sending, SOURCES, 0, last=True)
+    assert pair.run() == [lease]
+    assert lease.state is LeaseState.DELIVERED
+
+
+def test_sources_outside_the_memory_make_the_sending_fail() -> None:
+    """What the engine refuses in the middle of a request ends it: failed, drained, and known on both sides."""
+    pair = Pair()
+    lease, [sending] = pair.granted()
+    with pytest.raises(BatchStateError):
+        pair.sender.send(sending, [*range(30, 39), TOKENS], 0, last=True)
+    assert sending.state is SendState.FAILED
+    assert pair.run() == [lease]
+    assert lease.state is LeaseState.FAILED
+    assert lease.ended.query()
+
+
+def test_an_error_in_the_third_write_leaves_nothing_half_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of the writes are under way when the third is refused: the sending fails, and ends once they have drained."""
+    pair = Pair()
+    lease, [sending] = pair.granted()
+    write = pair.prefills[0].engine.write
+
+    def refuses(peer: Any, copies: Copies, tag: bytes) -> Any:
+        if len(sending.handles) == 2:
+            raise TransferError("no more", value=tag, remedy="none")
+        return write(peer, copies, tag)
+
+    monkeypatch.setattr(pair.prefills[0].engine, "write", refuses)
+    scattered = np.array([9, 30, 2, 40, 5, 50, 7, 33, 44, 22])
+    with pytest.raises(TransferError, match="no more"):
+        pair.sender.send(sending, scattered, 0, last=True)
+    assert sending.state is SendState.FAILED
+    assert not sending.sources_free.query()
+    with pytest.raises(TransferError, match="may still read"):
+        sending.sources_free.wait()
+    with pytest.raises(TransferError, match="refused"):
+        pair.sender.send(sending, scattered, 0, last=True)
+    pair.carry()
+    assert pair.receiver.poll() == [lease]
+    assert not lease.ended.query()
+    with pytest.raises(TransferError, match="may still be written by prefill-0") as caught:
+        lease.ended.wait()
+    assert caught.value.in_flight
+    pair.run()
+    assert lease.ended.query()
+    assert sending.sources_free.query()
+
+
+def test_messages_that_arrive_three_times_change_nothing() -> None:
+    """Grants, aborts and what follows them may be repeated."""
+    pair = Pair()
+    lease = pair.lease()
+    pair.carry(repeat=3)
+    [sending] = pair.sender.poll()
+    pair.receiver.abort(lease)
+    pair.receiver.abort(lease)
+    pair.carry(repeat=3)
+    assert pair.sender.poll() == [sending]
+    pair.carry(repeat=3)
+    assert pair.receiver.poll() == [lease]
+    assert lease.state is LeaseState.ABORTED
+    assert lease.ended.query()
+    assert not pair.sender.sendings()
+
+
+def test_an_abort_before_the_grant_is_remembered() -> None:
+    """A grant that arrives behind its abort starts nothing, and the lease has ended."""
+    pair = Pair()
+    lease = pair.lease()
+    pair.receiver.abort(lease)
+    pair.receiver.outbox.reverse()
+    pair.carry()
+    assert not pair.sender.poll()
+    pair.carry()
+    assert lease.ended.query()
+
+
+def test_an_abort_before_any_grant_ends_the_lease_at_once() -> None:
+    """What was never granted, nobody writes: no message is needed."""
+    pair = Pair()
+    lease = pair.receiver.lease("r", 10, ["prefill-0"])
+    assert not lease.ended.query()
+    pair.receiver.abort(lease)
+    assert lease.ended.query()
+    assert not pair.receiver.outbox
+    with pytest.raises(TransferError, match="aborted"):
+        pair.receiver.grant(lease, [[8, 12]])
+
+
+def test_an_abort_waits_for_writes_under_way() -> None:
+    """An aborted lease ends only when the writes that had begun have drained, and no further one begins."""
+    pair = Pair(faults=Faults(delay=3, split=1.0))
+    lease, [sending] = pair.granted()
+    pair.sender.send(sending, SOURCES[:8], 0, last=False)
+    pair.receiver.abort(lease)
+    pair.carry()
+    assert sending.state is SendState.ABORTED
+    assert not lease.ended.query()
+    with pytest.raises(TransferError):
+        pair.sender.send(sending, SOURCES[8:], 8, last=True)
+    pair.run()
+    assert lease.ended.query()
+    assert all(handle.status is Status.DONE for handle in sending.handles)
+
+
+def test_an_abort_of_what_is_delivered_does_nothing() -> None:
+    """A state that is final stays."""
+    pair = Pair()
+    lease, [sending] = pair.granted()
+    pair.sender.send(sending, SOURCES, 0, last=True)
+    pair.run()
+    pair.receiver.abort(lease)
+    assert lease.state is LeaseState.DELIVERED
+    assert not pair.receiver.outbox
+
+
+def test_a_lost_tag_is_resolved_by_an_abort() -> None:
+    """All has landed and no tag says so: the lease waits, and an abort ends it."""
+    pair = Pair(faults=Faults(lost_tag=1.0))
+    lease, [sending] = pair.granted()
+    pair.sender.send(sending, SOURCES, 0, last=True)
+    assert not pair.run()
+    assert sending.state is SendState.DONE
+    pair.receiver.abort(lease)
+    assert pair.run() == [lease]
+    assert lease.ended.query()
+
+
+def test_a_suspected_writer_keeps_the_memory() -> None:
+    """Suspicion fails a lease, and only the writer's word, or its end, frees the memory."""
+    pair = Pair(faults=Faults(unknown=1.0, stuck=1.0))
+    lease, [sending] = pair.granted()
+    pair.sender.send(sending, SOURCES, 0, last=True)
+    pair.receiver.peer_lost("prefill-0", "no answer")
+    assert pair.receiver.poll() == [lease]
+    pair.run(200)
+    assert lease.state is LeaseState.FAILED
+    assert not lease.ended.query()
+    with pytest.raises(TransferError, match="no answer"):
+        pair.receiver.lease("r", 1, ["prefill-0"])
+    pair.network.kill(pair.prefills[0].engine)
+    pair.receiver.peer_ended("prefill-0")
+    assert not lease.ended.query()
+    for _ in range(SETTLE_STEPS):
+        pair.network.step()
+    assert lease.ended.query()
+
+
+def test_a_suspicion_that_was_wrong_ends_with_an_introduction() -> None:
+    """The same instance may introduce itself again."""
+    pair = Pair()
+    pair.receiver.peer_lost("prefill-0")
+    pair.receiver.accept(pair.prefills[0].introduction)
+    pair.receiver.lease("r", 1, ["prefill-0"])
+
+
+def test_the_next_instance_of_a_writer_ends_the_last() -> None:
+    """A restarted writer gets new leases; the old ones fail, and end when what was under way has settled."""
+    pair = Pair()
+    lease, _ = pair.granted()
+    before = pair.prefills[0]
+    pair.network.kill(before.engine)
+    pair.prefills[0] = pair.prefill()
+    assert pair.receiver.poll() == [lease]
+    assert not lease.ended.query()
+    pair.receiver.peer_ended("prefill-0", before.engine.instance)
+    other, [sending] = pair.granted()
+    pair.sender.send(sending, SOURCES, 0, last=True)
+    assert pair.run() == [other]
+    assert lease.ended.query()
+    assert other.state is LeaseState.DELIVERED
+    with pytest.raises(HandshakeError, match="has ended"):
+        pair.receiver.accept(before.introduction)
+
+
+def test_the_word_of_the_next_instance_does_not_count_for_the_last() -> None:
+    """An abort that reaches the next instance is answered by nobody, and its answer would count for nothing."""
+    pair = Pair()
+    lease, _ = pair.granted()
+    pair.receiver.abort(lease)
+    pair.network.kill(pair.prefills[0].engine)
+    pair.prefills[0] = pair.prefill()
+    pair.carry()
+    assert not pair.sender.outbox
+    forged = Notice(Kind.DRAINED, pair.prefills[0].engine.instance, pair.decode.engine.instance, lease.serial)
+    pair.receiver.on_message(packed(forged), "prefill-0")
+    assert not lease.ended.query()
+    assert pair.receiver.ignored.notices == 1
+
+
+def test_a_receiver_that_ended_frees_the_sources() -> None:
+    """Nobody reads on for a receiver that has ended, whatever the engine knows of the writes."""
+    pair = Pair(faults=Faults(unknown=1.0, stuck=1.0))
+    _, [sending] = pair.granted()
+    pair.sender.send(sending, SOURCES, 0, last=True)
+    pair.network.kill(pair.decode.engine)
+    pair.sender.peer_lost("decode")
+    assert sending.state is SendState.FAILED
+    pair.sender.peer_ended("decode")
+    assert sending.sources_free.query()
+    assert not pair.sender.sendings()
+
+
+def test_a_retry_is_another_lease() -> None:
+    """Another serial, the next attempt, and only of what has failed."""
+    pair = Pair()
+    lease = pair.lease()
+    with pytest.raises(ArgumentError, match="has not failed"):
+        pair.receiver.retry(lease)
+    pair.receiver.abort(lease)
+    again = pair.receiver.retry(lease)
+    assert (again.request, again.attempt, again.state) == (lease.request, 2, LeaseState.WAITING)
+    assert again.serial != lease.serial
+
+
+def test_tags_of_others_are_counted_and_ignored() -> None:
+    """Tags of another library, epoch, lease, attempt, writer or instance complete nothing."""
+    pair = Pair()
+    lease, _ = pair.granted(0, ())
+    engine, writer = pair.decode.engine, pair.prefills[0].engine.instance
+    right = Tag(engine.instance, lease.serial, 1, 0, 0, 1)
+    for tag in (attrs.evolve(right, epoch="00" * 8), attrs.evolve(right, attempt=2), attrs.evolve(right, writer=1)):
+        engine.arrived.append(Delivery(tag.packed(), writer))
+    engine.arrived.append(Delivery(right.packed(), "ff" * 8))
+    engine.arrived.append(Delivery(b"of another library", writer))
+    engine.arrived.append(Delivery(attrs.evolve(right, chunk=3, total=9).packed(), writer))
+    engine.arrived.append(Delivery(attrs.evolve(right, serial=lease.serial + 1).packed(), writer))
+    assert not pair.receiver.poll()
+    assert (pair.receiver.ignored.foreign, pair.receiver.ignored.late) == (6, 1)
+    engine.arrived += [Delivery(right.packed(), writer)] * 2
+    assert pair.receiver.poll() == [lease]
+    assert pair.receiver.ignored.duplicate == 1
+
+
+def test_a_tag_survives_packing() -> None:
+    """The bytes of a tag say all of it, and few of them are enough for any engine."""
+    tag = Tag("0123456789abcdef", 2**40, 3, 1, 7, 8)
+    assert Tag.unpacked(tag.packed()) == tag
+    assert len(tag.packed()) == 34
+    assert Tag.unpacked(tag.packed()[:-1]) is None
+
+
+def test_a_grant_older_than_what_is_remembered_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a writer cannot tell from an old lease it refuses, and says so."""
+    monkeypatch.setattr(sending_module, "REMEMBERED", 2)
+    pair = Pair()
+    late = pair.lease()
+    held, pair.receiver.outbox = pair.receiver.outbox, []
+    for _ in range(3):
+        pair.receiver.abort(pair.lease())
+        pair.carry()
+    pair.sender.poll()
+    pair.receiver.outbox = held
+    pair.carry()
+    assert not pair.sender.sendings()
+    pair.carry()
+    assert late in pair.receiver.poll()
+    assert late.state is LeaseState.FAILED
+    assert late.ended.query()
+
+
+def _altered(message: bytes, **changes: object) -> bytes:
+    return json.dumps(json.loads(message) | changes).encode()
+
+
+def test_malformed_messages_are_refused_and_change_nothing() -> None:
+    """Whatever arrives is checked field by field."""
+    pair = Pair()
+    pair.lease()
+    _, grant = pair.receiver.outbox[0]
+    broken: list[object] = [b"", b"{}", b"\xff", b"[1]", grant[:-5], 7, b"[" * 100_000, json.dumps({"is": MAGIC})]
+    kinds: list[object] = ["sing", None, 3, []]
+    broken += [_altered(grant, kind=one) for one in kinds]
+    broken += [_altered(grant, serial=value) for value in (-1, True, 1.5, "1", 10**30)]
+    broken += [_altered(grant, num_tokens=value) for value in (-1, 13, 10**12, None)]
+    broken += [_altered(grant, writer=2**40), _altered(grant, more=1), _altered(grant, sender=5)]
+    broken += [
+        _altered(grant, runs=value)
+        for value in (
+            None,
+            [1, 2],
+            [[1, 2, 3]],
+            [[0, 12]],
+            [[1, 2**63]],
+            [[2**62, 2**62]],
+            [[4, 8], [6, 8]],
+            [[1, True]],
+        )
+    ]
+    for message in broken:
+        with pytest.raises(ArgumentError):
+            pair.sender.on_message(message, "decode")  # type: ignore[arg-type]
+    assert not pair.sender.poll()
+    with pytest.raises(ArgumentError, match="writer says"):
+        pair.receiver.on_message(grant, "prefill-0")
+    for kind in (Kind.FAILED, Kind.DRAINED):
+        with pytest.raises(ArgumentError, match="receiver says"):
+            pair.sender.on_message(packed(Notice(kind, "a", "b", 1)), "decode")
+    with pytest.raises(HandshakeError, match="unknown"):
+        pair.sender.on_message(grant, "nobody")
+    with pytest.raises(HandshakeError, match="from instance"):
+        pair.sender.on_message(_altered(grant, sender="ab" * 8), "decode")
+    assert unpacked(grant).serial == 1
+    pair.carry()
+    assert len(pair.sender.poll()) == 1
