@@ -21,7 +21,7 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate.contracts import Contract
-from batchstate.errors import ArgumentError, DeviceError
+from batchstate.errors import ArgumentError, CaptureError, DeviceError
 from batchstate.host_tokens import HostBuffer, HostRuns, HostStats, HostTokenPool
 from batchstate.indices import HostTokens, Slots, Tokens
 from batchstate.mirror import MirroredTensor
@@ -72,7 +72,7 @@ class HiSparse:
             )
         self._moves = Moves(pages, host, kv)
         self._books = TierBooks(self.slots.capacity)
-        self._guard = TierGuard(host, self._books, self._moves)
+        self._guard = TierGuard(host, self.slots.is_live, self._books, self._moves)
         self._stream = self.runtime.stream("host tier")
         self._open: LastLocation | None = None
         self._staging: list[tuple[Slots, Fence]] = []
@@ -197,17 +197,23 @@ class HiSparse:
 
         Raises:
             PoolExhaustedError: too few host tokens. Nothing was staged.
-            Violation: TIER_STATE, LENGTH_ORDER.
+            Violation: TIER_STATE, LENGTH_ORDER; PAGE_OWNER: somebody shares pages that would be the hot buffer.
+            CaptureError: the stream is captured.
         """
         operation = "admit_staged"
         rows = self._entering(slots, operation)
         check_fence(after, operation)
+        if self.runtime.capturing:
+            raise CaptureError(f"{operation} while the stream is captured", remedy="admit outside of the capture")
+        hot_pages = -(-self.hot_tokens // self.pages.page_size)
+        self.pages.check_unshared(self.pages.page_table[rows, :hot_pages].ravel().astype(np.int64), operation)
         length, room = self._sizes(rows, self.pages.committed(slots), max_tokens, operation)
         written = after if after is not None else self.runtime.record()
         runs = self._enter(rows, length, room, TierState.STAGED, None, operation)
         try:
             targets = np.concatenate([one.tokens(0, n) for one, n in zip(runs, length.tolist(), strict=True)])
-            sources = self._device_tokens(np.repeat(rows, length), _within(length))
+            at, size = _within(length), self.pages.page_size  # a prompt does not go round in its pages
+            sources = self.pages.page_table[np.repeat(rows, length), at // size].astype(np.int64) * size + at % size
             with self.runtime.use(self._stream):
                 self.runtime.wait(written)
                 copied = self._moves.to_host(*self._moves.uploaded(sources, targets), "host tier: stage")
@@ -221,8 +227,13 @@ class HiSparse:
             self._guard.holds[row] = copied
 
     def settle(self) -> int:
-        """Makes READY what is STAGED and copied; says how many. Never waits. Device pages beyond the hot buffer go."""
+        """Makes READY what is STAGED and copied; says how many. Never waits. Device pages beyond the hot buffer go.
+
+        Asks no fence while the stream is captured.
+        """
         self.runtime.check_owner("settle")
+        if self.runtime.capturing:
+            return 0
         answers = [fence.query() for _, fence in self._staging]
         settled = 0
         for (slots, fence), copied in zip(self._staging, answers, strict=True):
@@ -260,7 +271,9 @@ class HiSparse:
 
         Raises:
             PoolExhaustedError: too few device pages. Nothing was mapped.
-            Violation: TIER_STATE: a request is not READY; LENGTH_ORDER: more tokens than were reserved.
+            Violation: TIER_STATE: a request is not READY; LENGTH_ORDER: more tokens than were reserved; PAGE_OWNER:
+                somebody shares the page that the token goes to; MIRROR_EQUAL, at `cheap`: somebody else has grown or
+                released the pages of a request.
             ArgumentError: a request did not grow by one token, or the backup of the last step was not launched.
         """
         operation = "map_last_location"
@@ -269,9 +282,11 @@ class HiSparse:
         self._guard.check_state(rows, (TierState.READY,), operation)
         lens = seq_lens.np if isinstance(seq_lens, MirroredTensor) else seq_lens
         length = np.broadcast_to(amounts(lens, rows.size, operation), rows.shape)
-        self._check_step(rows, length)
+        self._check_step(slots, rows, length)
         position = length - 1
         grows = position < self.hot_tokens
+        if not grows.all():
+            self.pages.check_unshared(self._hot_pages(rows[~grows], position[~grows])[0], operation)
         if grows.all():
             self.pages.advance(slots)
         elif grows.any():
@@ -290,6 +305,7 @@ class HiSparse:
         books.length[rows] = length
         books.backed[rows] = position
         self._open = location
+        self._guard.planned = rows
         return location
 
     def back_up(self, location: LastLocation, uploaded: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -317,6 +333,7 @@ class HiSparse:
             self._moves.to_host(source, target, "host tier: back up")
         location.launched = True
         self._open = None
+        self._guard.planned = np.empty(0, dtype=np.int64)
         if levels.full and not self.runtime.checks_stand_aside():
             self._check_backed(location)
 
@@ -378,7 +395,7 @@ class HiSparse:
                 self._guard.holds[row] = writer
         return runs
 
-    def _check_step(self, rows: Ints, length: Ints) -> None:
+    def _check_step(self, slots: Slots, rows: Ints, length: Ints) -> None:
         books = self._books
         if self._open is not None:
             raise ArgumentError(
@@ -386,7 +403,8 @@ class HiSparse:
                 value=self._open,
                 remedy="call `back_up` for each `map_last_location`, in order",
             )
-        invariants.length_order(length, books.room[rows], int(books.room.max(initial=0)), **self._where("map"))
+        room, where = books.room[rows], self._where("map_last_location")
+        invariants.length_order(length, room, int(room.max(initial=0)), **where)
         wrong = length != books.length[rows] + 1
         if wrong.any():
             row = int(np.flatnonzero(wrong)[0])
@@ -395,16 +413,22 @@ class HiSparse:
                 value=int(length[row]),
                 remedy="map one new token a step; each request once a step",
             )
+        if levels.cheap:
+            hot = np.minimum(books.length[rows], self.hot_tokens)
+            invariants.mirror_equal(hot, self.pages.committed(slots), **where)
 
     def _device_tokens(self, rows: Ints, positions: Ints) -> Ints:
         """Where the device has, or takes, the KV of one position of each row, int64[n]."""
-        hot_row = np.where(positions < self.hot_tokens, positions, positions % self.hot_tokens)
-        size = self.pages.page_size
-        page = self.pages.page_table[rows, hot_row // size].astype(np.int64)
-        tokens: Ints = page * size + hot_row % size
+        page, hot_row = self._hot_pages(rows, positions)
         if levels.cheap and page.size and int(page.min()) == 0:
             invariants.slot_zero_allocated(page, **self._where("device tokens"))
+        tokens: Ints = page * self.pages.page_size + hot_row % self.pages.page_size
         return tokens
+
+    def _hot_pages(self, rows: Ints, positions: Ints) -> tuple[Ints, Ints]:
+        """The page of one position of each row in its hot buffer, and the row in the buffer; int64[n] each."""
+        hot_row = np.where(positions < self.hot_tokens, positions, positions % self.hot_tokens)
+        return self.pages.page_table[rows, hot_row // self.pages.page_size].astype(np.int64), hot_row
 
     # Checks
 
@@ -434,6 +458,11 @@ class HiSparse:
         where = self._where("verify")
         device = [self.runtime.inspect(one) for one in self._moves.kv]
         host = [self.runtime.inspect(one) for one in self.host.buffers]
+        everyone = np.flatnonzero((books.states == TierState.READY) | (books.states == TierState.STAGED))
+        length = books.length[everyone]
+        ready = books.states[everyone] == TierState.READY
+        hot = np.where(ready, np.minimum(length, self.hot_tokens), length)
+        invariants.mirror_equal(hot, self.pages.committed_lengths[everyone], **where)
         owed = 0 if self._open is None or self._open.launched else 1
         for row in np.flatnonzero(books.states == TierState.READY).tolist():
             first = max(int(books.hot_from[row]), int(books.length[row]) - self.hot_tokens)

@@ -128,6 +128,7 @@ class HostTokenPool:
         self._generation = np.zeros(self.num_pages + 1, dtype=np.int64)  # of the run that has the page, 0 for none
         self._owner = np.zeros(self.num_pages + 1, dtype=np.int64)
         self._runs = 0
+        self._sizes: dict[int, int] = {}  # generation -> pages, of runs that are somebody's
         self._sealed = np.zeros(self.num_pages + 1, dtype=np.bool_)
 
     def _extents(self, first: int, last: int) -> ExtentList:
@@ -198,15 +199,21 @@ class HostTokenPool:
         wanted = np.broadcast_to(amounts(tokens, whose.size, f"{self.name}: take"), whose.shape)
         if wanted.size and (int(wanted.min()) < 1 or int(wanted.max()) > MOST_TOKENS):
             raise ArgumentError(f"{self.name}: take {wanted.min()}", value=int(wanted.min()), remedy="take at least 1")
-        pages = -(-wanted // self.page_size)
-        total = int(pages.sum())
-        self._ledger.check_available(total)
-        self._check_seals(self._ledger.next_free(total), "take")
-        return [self._take(int(n), int(owner)) for n, owner in zip(pages, whose, strict=True)]
+        counts = (-(-wanted // self.page_size)).tolist()
+        self.reap()
+        self._ledger.check_available(sum(counts))
+        taken = [self._ledger.take(n, "take") for n in counts]
+        try:
+            self._check_seals(np.concatenate([np.empty(0, dtype=np.int64), *taken]), "take")
+        except BaseException:
+            for pages in taken:
+                self._ledger.release(pages, None, "take")
+            raise
+        return [self._granted(pages, owner) for pages, owner in zip(taken, whose.tolist(), strict=True)]
 
-    def _take(self, num_pages: int, owner: int) -> HostRuns:
-        pages = self._ledger.take(num_pages, "take")
+    def _granted(self, pages: Ints, owner: int) -> HostRuns:
         self._runs += 1
+        self._sizes[self._runs] = pages.size
         self._generation[pages] = self._runs
         self._owner[pages] = owner
         self._sealed[pages] = False
@@ -220,18 +227,20 @@ class HostTokenPool:
         """Frees runs, at once or when `after` is complete: the copy or the writer that may still write them has ended.
 
         Raises:
-            Violation: SLOT_DOUBLE_FREE, SLOT_STALE_HANDLE. Nothing was freed.
+            Violation: SLOT_DOUBLE_FREE, SLOT_STALE_HANDLE; SLOT_CONSERVATION: not all of it. Nothing was freed.
             ArgumentError: runs of another pool, or `after` is no fence.
         """
         operation = "free"
         self.runtime.check_owner(f"{self.name}: {operation}")
         check_fence(after, f"{self.name}: {operation}")
-        given = [runs] if isinstance(runs, HostRuns) else list(runs)
+        given = list(runs) if isinstance(runs, Iterable) else [runs]
         parts = [self._pages_of(one, operation) for one in given]
         pages = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
         if self._ledger.repeated(pages):
             invariants.slot_double_free(pages, np.ones(pages.size, dtype=np.bool_), **self._where(operation))
         self._forget(pages)
+        for one in given:
+            self._sizes.pop(one.generation, None)
         self._ledger.release(pages, after, operation)
         self._seal()
 
@@ -288,7 +297,24 @@ class HostTokenPool:
         if not live.all():
             invariants.slot_double_free(pages, live, **self._where(operation))
         self._check_generation(runs, pages, operation)
+        if pages.size != self._sizes.get(runs.generation):
+            self._refuse_part(runs, pages, operation)
         return pages
+
+    def _refuse_part(self, runs: HostRuns, pages: Ints, operation: str) -> None:
+        """What is freed is exactly what was taken: nobody could name the rest any more."""
+        ledger = self._ledger
+        left = np.setdiff1d(np.flatnonzero(self._generation == runs.generation), pages)
+        invariants.slot_conservation(
+            ledger.free,
+            ledger.pending,
+            ledger.live - left.size,
+            ledger.size,
+            leaked=left,
+            problem=f"{operation} of {pages.size} pages of a run that has {pages.size + left.size}",
+            remedy="free what `take` returned, as a whole",
+            **self._where(operation),
+        )
 
     def _check_generation(self, runs: HostRuns, pages: Ints, operation: str) -> None:
         held = np.full(pages.size, runs.generation, dtype=np.int64)

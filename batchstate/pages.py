@@ -144,6 +144,13 @@ class PagePool:
         view.flags.writeable = False
         return view
 
+    @property
+    def committed_lengths(self) -> Ints:
+        """Committed tokens of every slot, int64[slots.capacity]; a read-only view."""
+        view = self._books.rows.committed.view()
+        view.flags.writeable = False
+        return view
+
     def committed(self, slots: Slots) -> Ints:
         """Committed tokens of each slot, int64[n]."""
         return self._books.rows.committed[self.slots.rows_of(slots, "committed")]
@@ -156,6 +163,14 @@ class PagePool:
         """Makes free the pending pages whose fences are complete; says how many. Never waits."""
         self.runtime.check_owner(f"{self.name}: reap")
         return self._books.references.ledger.reap()
+
+    def check_unshared(self, pages: Ints, operation: str) -> None:
+        """Refuses to have pages int64[n] written that somebody else uses too.
+
+        Raises:
+            Violation: PAGE_OWNER.
+        """
+        self._books.references.check_exclusive(pages, operation)
 
     # Growing
 

@@ -25,6 +25,7 @@ EXAMPLES = {
     "engine": 30,
     "future_map": 120,
     "overlap": 25,
+    "host_tier": 60,
 }
 """The ordinary number of examples: enough for every interesting state, and for a suite that is run often."""
 
@@ -55,6 +56,7 @@ TestHybrid = case_of("hybrid")
 TestEngine = case_of("engine")
 TestFutureMap = case_of("future_map")
 TestOverlap = case_of("overlap")
+TestHostTier = case_of("host_tier")
 
 
 @pytest.mark.parametrize("name", list(MACHINES))

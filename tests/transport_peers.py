@@ -25,6 +25,9 @@ from batchstate.transport.regions import Region
 STARTS_IN = 60.0
 ANSWERS_IN = 30.0
 
+_context = multiprocessing.get_context("forkserver")  # clean as a spawned process, but torch is imported only once
+_context.set_forkserver_preload([__name__])
+
 
 class PeerError(Exception):
     """What a peer's method raised, as text; or the peer did not answer."""
@@ -73,9 +76,8 @@ class PeerProcess:
     """
 
     def __init__(self, target: Callable[..., object], args: tuple[object, ...], env: Mapping[str, str]) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, target, args, dict(env)), daemon=True)
+        self._pipe, theirs = _context.Pipe()
+        self.process = _context.Process(target=_serve, args=(theirs, target, args, dict(env)), daemon=True)
         self.process.start()
         theirs.close()
 

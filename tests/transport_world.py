@@ -6,7 +6,7 @@ it looks at the bytes of the decode worker's memory, and at what the network sti
 
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -95,7 +95,7 @@ class World:
         self.transfers = 0
         self.names = 0
         self.old_introductions: list[bytes] = []
-        deeds = {
+        deeds: dict[Callable[[], None], float] = {
             self.begin: 12.0,
             self.carry: 22.0,
             self.prefill_all: 20.0,
@@ -104,7 +104,8 @@ class World:
             self.abort: 1.0,
             self.mourn_all: 2.5,
             self.reintroduce: 0.5,
-            self.suspect: 0.3,
+            self.suspect: 0.4,
+            self.reassure: 3.0,
         }
         if faults is not CALM:
             deeds |= {self.kill: 0.5, self.restart_decode: 0.3}
@@ -142,7 +143,9 @@ class World:
         memories = [np.full((tokens, mine.item_bytes), 0x11, dtype=np.uint8) for _ in LAYERS]
         regions = [engine.register(memory, name) for memory, name in zip(memories, LAYERS, strict=True)]
         description = Description(name, engine.instance, mine, engine.endpoint())
-        sender = Sender(engine, description, regions, clock=self.clock, max_bytes=self.dice.choice((None, 30 * self.page_size)))
+        sender = Sender(
+            engine, description, regions, clock=self.clock, max_bytes=self.dice.choice((None, 30 * self.page_size))
+        )
         return Writer(name, engine, sender, memories, list(range(1, PAGES[self.page_size] + 1)))
 
     def _meet(self) -> None:
@@ -177,9 +180,9 @@ class World:
         if self.dice.random() < 0.05:
             receiver.abort(made)
             return
-        self.look()  # memory of leases that have ended may be taken now
         try:
-            request.runs = self.decode.pool.take(num_tokens, 1)[0] if num_tokens else None
+            with self._pool_at_work():
+                request.runs = self.decode.pool.take(num_tokens, 1)[0] if num_tokens else None
         except PoolExhaustedError:
             receiver.abort(made)
             return
@@ -188,9 +191,7 @@ class World:
             return
         runs = np.empty((0, 2), dtype=np.int64) if request.runs is None else request.runs.table
         request.tokens = runs_of(runs)[:num_tokens]
-        request.kv = [
-            self.values.integers(0, 256, (num_tokens, HEADS * HEAD_BYTES), dtype=np.uint8) for _ in LAYERS
-        ]
+        request.kv = [self.values.integers(0, 256, (num_tokens, HEADS * HEAD_BYTES), dtype=np.uint8) for _ in LAYERS]
         receiver.grant(made, runs)
         self.transfers += 1
 
@@ -208,6 +209,7 @@ class World:
         writer.busy, before = [], writer.busy
         for pages, fence in before:
             if fence.query():
+                self._check_nothing_read(writer, pages)
                 writer.free += pages
                 for page in pages:  # somebody else's KV
                     for memory in writer.memories:
@@ -345,7 +347,7 @@ class World:
                     assert (memory[request.tokens] == kv).all(), f"{lease} is delivered, its bytes are not"
                     memory[request.tokens] = shadow[request.tokens] = ~kv  # decoding goes on, on its own memory
                     request.ended = True
-                assert lease.ended.query()
+                assert lease.ended.query(), f"{lease} is delivered, and has not ended"
         self.look()
 
     def settle(self) -> None:
@@ -354,11 +356,13 @@ class World:
             if request.told is None or request.freed or self.dice.random() < 0.5:
                 continue
             if request.runs is not None:
-                self.decode.pool.free(request.runs, after=request.lease.ended)
+                with self._pool_at_work():
+                    self.decode.pool.free(request.runs, after=request.lease.ended)
             request.freed = True
             if request.told is not LeaseState.DELIVERED and self.dice.random() < 0.5:
                 self.begin(request.lease)
-        self.decode.pool.reap()
+        with self._pool_at_work():
+            self.decode.pool.reap()
         self.requests = [request for request in self.requests if not request.freed or not request.lease.ended.query()]
 
     def look(self) -> None:
@@ -379,11 +383,27 @@ class World:
             changed = np.flatnonzero((memory != shadow).any(axis=1) & quiet)
             assert not changed.size, f"host tokens {changed[:8]} were written while they were nobody's to write"
 
+    @contextlib.contextmanager
+    def _pool_at_work(self) -> Iterator[None]:
+        """Takes note of what the pool itself writes into memory that is nobody's, and of nothing else."""
+        self.look()
+        before = [memory.copy() for memory in self.decode.memories]
+        yield
+        for memory, shadow, old in zip(self.decode.memories, self.decode.shadow, before, strict=True):
+            rows = (memory != old).any(axis=1)
+            shadow[rows] = memory[rows]
+
     def _check_nothing_under_way(self, request: Request) -> None:
-        for address, _ in self.network.under_way(self.decode.engine):
+        for piece in self.network.under_way(self.decode.engine):
             for memory in self.decode.memories:
-                token = (address - memory.ctypes.data) // memory.shape[1]
+                token = (piece.target - memory.ctypes.data) // memory.shape[1]
                 assert token not in request.tokens, f"{request.lease} has ended, and a write to {token} is under way"
+
+    def _check_nothing_read(self, writer: Writer, pages: list[int]) -> None:
+        for piece in self.network.under_way(writer.engine):
+            for memory in writer.memories:
+                page = (piece.source - memory.ctypes.data) // (memory.shape[1] * self.page_size)
+                assert page not in pages, f"source page {page} counts as free, and a write still reads it"
 
     # Histories
 
@@ -411,25 +431,34 @@ class World:
     def kill(self) -> None:
         live = [writer for writer in self.writers if not writer.engine.killed]
         if live:
-            self.kill_writer(self.dice.choice(live))
+            killed = self.dice.choice(live)
+            self.kill_writer(killed)
+            if self.dice.random() < 0.4:
+                self.mourn(killed)
 
     def mourn_all(self) -> None:
         for writer in self.writers:
             if writer.engine.killed:
                 self.mourn(writer)
 
+    def reassure(self) -> None:
+        """Workers that were suspected to be gone introduce themselves again."""
+        for writer in self.writers:
+            if not writer.engine.killed and writer.met is self.decode:
+                self.decode.receiver.accept(writer.sender.introduce())
+
     def suspect(self) -> None:
         suspect = self.dice.choice(self.writers)
         self._tell(self.decode.receiver.peer_lost, suspect.name)
-        if not suspect.engine.killed:
-            self.decode.receiver.accept(suspect.sender.introduce())
 
     def end(self) -> None:
         """Everything is given up, everyone ends; then all memory is everybody's again."""
         for request in self.requests:
             self.decode.receiver.abort(request.lease)
-        for _ in range(12):
+        for left in range(12 if self.faults.stuck else 200):
             self._round()
+            if left > 12 and all(request.lease.ended.query() for request in self.requests):
+                break
         if self.faults.stuck == 0 and not any(writer.engine.killed for writer in self.writers):
             assert all(request.lease.ended.query() for request in self.requests), "a lease never ends"
         for writer in self.writers:

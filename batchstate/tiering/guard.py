@@ -1,11 +1,13 @@
 """Host tokens go with their slot: whoever frees a slot frees them, once, behind every fence that stands for them."""
 
+from collections.abc import Callable
 from typing import final
 
 import numpy as np
 import numpy.typing as npt
 
 from batchstate import invariants
+from batchstate.errors import ArgumentError
 from batchstate.host_tokens import HostTokenPool
 from batchstate.ownership.fence_queue import AllFences
 from batchstate.runtime import Fence
@@ -22,21 +24,27 @@ class TierGuard:
 
     Args:
         host: the pool of them.
+        is_live: which of some slots int64[n] are live, bool[n].
         books: who has which.
         moves: copies of KV between host and device memory.
 
     Attributes:
         holds: for each slot, fences of its own besides that of the engine's last forward: the copy that stages it, the
             writer that may still write into its host tokens.
+        planned: slots of the plan whose backup is yet to be launched, int64[n].
         leaving: whether the free under way is the host tier's own, behind every fence that stands for its slots.
     """
 
-    def __init__(self, host: HostTokenPool, books: TierBooks, moves: Moves) -> None:
+    def __init__(
+        self, host: HostTokenPool, is_live: Callable[[Ints], npt.NDArray[np.bool_]], books: TierBooks, moves: Moves
+    ) -> None:
         self._host = host
+        self._is_live = is_live
         self._books = books
         self._moves = moves
         self.holds: dict[int, Fence] = {}
         self.leaving = False
+        self.planned: Ints = np.empty(0, dtype=np.int64)
 
     def __repr__(self) -> str:
         return f"TierGuard({self._books!r})"
@@ -51,13 +59,23 @@ class TierGuard:
     def check_free(self, rows: Ints, operation: str) -> None:
         """Refuses slots whose KV is being copied out of device pages, which the fence of a free may not cover.
 
+        And those of a plan whose backup is yet to be launched: it would write what is somebody else's by then.
+
         Raises:
             Violation: TIER_STATE.
+            ArgumentError: a slot is in the open plan.
         """
+        planned = rows[np.isin(rows, self.planned)] if self.planned.size else self.planned
+        if planned.size:
+            raise ArgumentError(
+                f"{operation} of slot {planned[0]}, which is in a plan whose backup was not launched",
+                value=int(planned[0]),
+                remedy="call `back_up` with the plan first, then let the request go",
+            )
         if self.leaving:
             return
         staged = rows[self._books.states[rows] == TierState.STAGED]
-        copying = [slot for slot in staged.tolist() if not self.holds[slot].query()]
+        copying = [slot for slot in staged.tolist() if not self._complete(self.holds[slot])]
         if copying:
             allowed = (TierState.READY, TierState.DIRECT, TierState.OUTSIDE)
             self.check_state(np.array(copying, dtype=np.int64), allowed, operation)
@@ -71,11 +89,15 @@ class TierGuard:
 
     def fence_of(self, slots: list[int], after: Fence | None) -> Fence | None:
         """All that has to be complete before memory of these slots is anybody's; None where nothing is open."""
-        own = (self._moves.last, *(self.holds.get(slot) for slot in slots))
-        still = tuple(fence for fence in dict.fromkeys(own) if fence is not None and not fence.query())
+        own = (*self._moves.last, *(self.holds[slot] for slot in slots if slot in self.holds))
+        still = tuple(fence for fence in dict.fromkeys(own) if not self._complete(fence))
         if after is not None:
             still = (after, *still)
         return AllFences(still) if len(still) > 1 else (still[0] if still else None)
+
+    def _complete(self, fence: Fence) -> bool:
+        """Whether it is known to be; under capture no fence may be asked."""
+        return not self._host.runtime.capturing and fence.query()
 
     def check_state(self, rows: Ints, allowed: tuple[TierState, ...], operation: str) -> None:
         """Refuses requests in other states.
@@ -105,6 +127,13 @@ class TierGuard:
                 np.array([slot]), np.array([runs.owner]), self._host.owner_of(runs.starts[:1]), **where
             )
         stats = self._host.stats
+        owners = np.fromiter(books.runs, dtype=np.int64, count=len(books.runs))
+        orphans = owners[~self._is_live(owners)]
+        if orphans.size:
+            lost = sum(len(books.runs[slot]) for slot in orphans.tolist())
+            invariants.slot_conservation(
+                stats.free, stats.pending, stats.live - lost, stats.size, leaked=orphans, **where
+            )
         held = pages * self._host.page_size
         if held > stats.live:  # tokens that others took from the pool are theirs to count
             invariants.slot_conservation(stats.free, stats.pending, held, stats.size, **where)

@@ -29,14 +29,13 @@ class Moves:
 
     Attributes:
         kv: the device buffers, one a layer.
-        last: behind the last launch, or None.
     """
 
     def __init__(self, pages: PagePool, host: HostTokenPool, kv: Sequence[torch.Tensor]) -> None:
         self._runtime = host.runtime
         self._host = host
         self.kv = tuple(kv)
-        self.last: Fence | None = None
+        self._last: dict[object, Fence] = {}  # stream -> behind its last launch
         wanted = (pages.token_capacity, *host.item_shape)
         if len(self.kv) != len(host.layers):
             raise ShapeError(
@@ -60,6 +59,11 @@ class Moves:
 
     def __repr__(self) -> str:
         return f"Moves({len(self.kv)} layers)"
+
+    @property
+    def last(self) -> tuple[Fence, ...]:
+        """Behind all launches: one fence a stream that copied."""
+        return tuple(self._last.values())
 
     def uploaded(self, sources: Ints, targets: Ints) -> tuple[torch.Tensor, torch.Tensor]:
         """Both index arrays on the device, in one copy."""
@@ -94,8 +98,9 @@ class Moves:
                 name=name,
                 operations=2,
             )
-        self.last = self._runtime.record()
-        return self.last
+        copied = self._runtime.record()
+        self._last[self._runtime.current_stream.key] = copied
+        return copied
 
 
 def _copy_rows(source: torch.Tensor, from_rows: torch.Tensor, target: torch.Tensor, to_rows: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ ask the device whether the positions look like packed sequences, and wait for th
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import numpy as np
@@ -27,6 +27,7 @@ IMPLEMENTATION = "batchstate_paged"
 class PagedRun:
     """Neighbouring requests with equally many queries: one dense attention, without padding."""
 
+    requests: slice  # which requests these are
     tokens: slice  # the queries of all of them
     kv_rows: torch.Tensor  # int64[num_reqs, max_kv_len] -> row of KV memory; 0 beyond the request's length
     visible: torch.Tensor  # bool[num_reqs, 1, query_len, max_kv_len]
@@ -56,7 +57,7 @@ class PagedView:
     kv_lens: torch.Tensor
     kv_tokens: torch.Tensor
 
-    def runs(self) -> list[PagedRun]:
+    def runs(self) -> Sequence[PagedRun]:
         """The batch as dense attentions: all decode rows in one, a prefill chunk in one of its own.
 
         Index arithmetic only, and the same for every layer: call it once a forward.
@@ -64,7 +65,8 @@ class PagedView:
         key_positions = torch.arange(self.kv_tokens.shape[1], device=self.kv_tokens.device)  # int64[max_kv_len]
         # A row beyond the length may belong to another request or hold NaN, which a mask alone does not stop.
         kv_rows = torch.where(key_positions < self.kv_lens[:, None], self.kv_tokens, 0)
-        runs, request, token = [], 0, 0
+        runs: list[PagedRun] = []
+        request, token = 0, 0
         for query_len, equals in groupby(self.query_lens.tolist()):
             num_reqs = len(list(equals))
             requests = slice(request, request + num_reqs)
@@ -72,8 +74,20 @@ class PagedView:
             request, token = requests.stop, tokens.stop
             if query_len:
                 positions = self.positions[tokens].view(num_reqs, 1, query_len, 1)
-                runs.append(PagedRun(tokens, kv_rows[requests], key_positions <= positions))
+                runs.append(PagedRun(requests, tokens, kv_rows[requests], key_positions <= positions))
         return runs
+
+
+class KVMemory(Protocol):
+    """Where the attention keeps keys and values. The view and the runs are of the kind that goes with the memory."""
+
+    def store(self, layer: int, view: PagedView, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Keeps what is new, of all tokens of the view: dtype[num_tokens, num_kv_heads, head_dim] each."""
+        ...
+
+    def fetch(self, layer: int, run: PagedRun) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a run's requests, dtype[num_reqs, max_kv_len, num_kv_heads, head_dim] each."""
+        ...
 
 
 @attrs.frozen(eq=False)
@@ -97,6 +111,15 @@ class PagedKV:
             tuple(torch.zeros(shape, device=device, dtype=dtype) for _ in layers),
         )
 
+    def store(self, layer: int, view: PagedView, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Puts the keys and values of a view's tokens where its slot mapping says."""
+        self.keys[layer].index_copy_(0, view.slot_mapping, keys)
+        self.values[layer].index_copy_(0, view.slot_mapping, values)
+
+    def fetch(self, layer: int, run: PagedRun) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of a run's requests; row 0 behind their lengths."""
+        return self.keys[layer][run.kv_rows], self.values[layer][run.kv_rows]
+
     def write(self, rows: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
         """Puts KV computed elsewhere into rows int64[n]; for each layer dtype[n, num_kv_heads, head_dim]."""
         for memory, new in zip((*self.keys, *self.values), (*keys, *values), strict=True):
@@ -112,8 +135,8 @@ def paged_attention(
     *,
     scaling: float,
     paged_view: PagedView,
-    paged_runs: list[PagedRun],
-    paged_kv: PagedKV,
+    paged_runs: Sequence[PagedRun],
+    paged_kv: KVMemory,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """One layer's attention: stores the new keys and values, then attends to all of each request.
@@ -140,19 +163,18 @@ def paged_attention(
         if others.get(unsupported) is not None:
             raise ValueError(f"{IMPLEMENTATION} has no {unsupported}, the model wants {others[unsupported]!r}")
     layer = int(module.layer_idx)  # type: ignore[arg-type]  # a plain int, where torch expects tensors and modules
-    keys, values = paged_kv.keys[layer], paged_kv.values[layer]
-    keys.index_copy_(0, paged_view.slot_mapping, key[0].transpose(0, 1))
-    values.index_copy_(0, paged_view.slot_mapping, value[0].transpose(0, 1))
+    paged_kv.store(layer, paged_view, key[0].transpose(0, 1), value[0].transpose(0, 1))
 
     queries = query[0].transpose(0, 1)  # dtype[num_tokens, num_heads, head_dim]
     # Zeros: what padded tokens get here becomes, a layer later, the KV of row 0, which has to stay finite.
     output = torch.zeros_like(queries, memory_format=torch.contiguous_format)
     for run in paged_runs:
         num_reqs, _, query_len, _ = run.visible.shape
+        keys, values = paged_kv.fetch(layer, run)
         attended = scaled_dot_product_attention(
             queries[run.tokens].reshape(num_reqs, query_len, *queries.shape[1:]).transpose(1, 2),
-            keys[run.kv_rows].transpose(1, 2),
-            values[run.kv_rows].transpose(1, 2),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
             attn_mask=run.visible,
             scale=scaling,
             enable_gqa=True,

@@ -10,7 +10,7 @@ import attrs
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from examples.engine.attention import IMPLEMENTATION, PagedKV, PagedView
+from examples.engine.attention import IMPLEMENTATION, KVMemory, PagedKV, PagedView
 
 Family = Literal["llama", "qwen3"]
 
@@ -102,7 +102,7 @@ class Model:
         self,
         input_ids: torch.Tensor,
         view: PagedView,
-        kv: PagedKV,
+        kv: KVMemory,
         logits_indices: torch.Tensor,
     ) -> torch.Tensor:
         """Runs new tokens of any number of requests: prompts, chunks of prompts, decodes.

@@ -4,6 +4,7 @@ from batchstate.testing.machine import Machine
 from batchstate.testing.machines.batch import BatchMachine
 from batchstate.testing.machines.engine import EngineMachine
 from batchstate.testing.machines.future_map import FutureMapMachine
+from batchstate.testing.machines.host_tier import HostTierMachine
 from batchstate.testing.machines.hybrid import HybridMachine
 from batchstate.testing.machines.mirrored_tensor import MirroredTensorMachine
 from batchstate.testing.machines.overlap import OverlapMachine
@@ -21,6 +22,7 @@ _ALL: tuple[type[Machine], ...] = (
     EngineMachine,
     FutureMapMachine,
     OverlapMachine,
+    HostTierMachine,
 )
 
 MACHINES: dict[str, type[Machine]] = {machine.NAME: machine for machine in _ALL}

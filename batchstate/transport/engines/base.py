@@ -34,6 +34,9 @@ REMEMBERED_TAGS = 65_536
 """How many of the last tags are remembered, to refuse one that is used twice."""
 
 
+_ByIndex = dict[int, Region] | dict[int, RemoteRegion]
+
+
 class Status(enum.Enum):
     """Where a write is.
 
@@ -400,7 +403,7 @@ class Engine(abc.ABC):
             )
         return sources, targets
 
-    def _inside(self, regions: dict[int, Any], indices: Ints, offsets: Ints, copies: Copies, side: str) -> Ints:
+    def _inside(self, regions: _ByIndex, indices: Ints, offsets: Ints, copies: Copies, side: str) -> Ints:
         if not len(copies):
             return np.empty(0, dtype=np.int64)
         where: Where = {"object": repr(self), "operation": f"write ({side})"}
@@ -416,7 +419,7 @@ class Engine(abc.ABC):
         invariants.transfer_bounds(offsets, copies.lengths, 0, sizes, **where)
         return np.array([region.address for region in found], dtype=np.int64)[which] + offsets
 
-    def _region(self, regions: dict[int, Any], index: int, side: str) -> Any:
+    def _region(self, regions: _ByIndex, index: int, side: str) -> Region | RemoteRegion:
         if index not in regions:
             raise ArgumentError(
                 f"{side} region {index} is not registered",

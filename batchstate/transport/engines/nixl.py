@@ -35,7 +35,7 @@ from batchstate.transport.engines.processes import Process, here
 from batchstate.transport.regions import Region
 
 MAX_ROWS = 8192
-"""Rows of one write: some 30 to 80 ms of 4 KiB rows. NIXL took 262,144; that long the calling thread would be away."""
+"""Rows of one write. NIXL takes more; so long the calling thread would be away, which copies them."""
 
 _VERBS = ("all", "ib", "rc", "ud", "dc", "srd", "gga")
 
