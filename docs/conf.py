@@ -41,7 +41,7 @@ napoleon_attr_annotations = False  # it writes `object_` as text, and docutils t
 
 # The docs build without a network, so names of other projects are not looked up. Our own have to resolve,
 # except private names, one-letter type variables, and those in folders that users do not import from.
-INSIDE = "values|batching|ownership|relaying|forwarding|laws|traffic|runtime|testing"
+INSIDE = "values|batching|ownership|relaying|forwarding|laws|traffic|runtime|testing|tiering|transport"
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", rf"(?!batchstate\.).*|batchstate\.(.*\.)?(_.*|[A-Z])|batchstate\.({INSIDE})\.\w+\..*")
@@ -51,7 +51,7 @@ html_theme = "furo"
 html_title = f"batchstate {release}"
 
 NOT_API = {"__main__", "cli"}  # documented as commands
-PUBLIC_FOLDERS = {"runtime", "testing"}  # documented with what they export; from others nobody imports
+PUBLIC_FOLDERS = {"runtime", "testing", "transport"}  # documented with what they export; from others nobody imports
 
 WITH_INNER_BASES = {"batchstate.batch", "batchstate.mirror"}  # a reader finds there what the classes have from within
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchstate import open_runtime
+from batchstate import levels, open_runtime
 from batchstate.errors import HandshakeError, PoolExhaustedError, TransferError
 from batchstate.host_tokens import HostRuns, HostTokenPool
 from batchstate.transport.engines.faults import Faults
@@ -165,7 +165,9 @@ class World:
         """Admits a request, or another attempt of one."""
         whole = self.dice.randint(0, 3) * self.page_size
         num_tokens = whole + self.dice.randint(0, self.page_size) if lease is None else lease.num_tokens
-        if self.decode.pool.stats.largest_free_run < num_tokens and self.dice.random() < 0.9:
+        with self._pool_at_work():
+            room = self.decode.pool.stats.largest_free_run
+        if room < num_tokens and self.dice.random() < 0.9:
             return
         names = [writer.name for writer in self.writers]
         self.dice.shuffle(names)
@@ -387,11 +389,13 @@ class World:
     def _pool_at_work(self) -> Iterator[None]:
         """Takes note of what the pool itself writes into memory that is nobody's, and of nothing else."""
         self.look()
-        before = [memory.copy() for memory in self.decode.memories]
-        yield
-        for memory, shadow, old in zip(self.decode.memories, self.decode.shadow, before, strict=True):
-            rows = (memory != old).any(axis=1)
-            shadow[rows] = memory[rows]
+        before = [memory.copy() for memory in self.decode.memories] if levels.full else []
+        try:
+            yield
+        finally:
+            for memory, shadow, old in zip(self.decode.memories, self.decode.shadow, before, strict=levels.full):
+                rows = (memory != old).any(axis=1)
+                shadow[rows] = memory[rows]
 
     def _check_nothing_under_way(self, request: Request) -> None:
         for piece in self.network.under_way(self.decode.engine):
@@ -467,9 +471,10 @@ class World:
             self._tell(self.decode.receiver.peer_ended, writer.name)
         for _ in range(SETTLE_STEPS + 1):
             self._round()
-        for request in self.requests:
-            if not request.freed and request.runs is not None:
-                self.decode.pool.free(request.runs, after=request.lease.ended)
+        with self._pool_at_work():
+            for request in self.requests:
+                if not request.freed and request.runs is not None:
+                    self.decode.pool.free(request.runs, after=request.lease.ended)
         self.decode.pool.verify()
         stats = self.decode.pool.stats
         assert stats.free == stats.size, f"memory was lost: {stats}"

@@ -4,8 +4,8 @@ Each engine hosts a store. Who writes calls there, and both then form a group of
 answers travel over gloo; rows too, or over NCCL where staging lies on a GPU.
 
 Guarantees: everything listens on the one address it was given. `reach` and `join` end within their time. `part` ends
-every wait of the pair, in any thread: at once, or, for a message that is half there, after `stall`. `EndWatch` says that
-a receiver has ended only when that is known.
+every wait of the pair, in any thread: at once, or, for a message that is half there, after `stall`. `EndWatch` says
+that a receiver has ended only when that is known.
 """
 
 import contextlib
@@ -135,14 +135,14 @@ class Pair:
         return message
 
     def send_rows(self, piece: torch.Tensor) -> Callable[[], object]:
-        """Begins to send; returns what waits for the end."""
+        """Begins to send; returns what waits for the end, to be called when the receiver has said that it is there."""
+        # gloo does not wake who waits for a message of which a part is there when the pair ends, on neither side: these
+        # two waits need an end of their own. A small message is no such case.
         work = self.data.send([piece], self.other, 1)
-        return lambda: work.wait(EVER)
+        return lambda: work.wait(self.stall)
 
     def receive_rows(self, piece: torch.Tensor) -> Callable[[], object]:
         """Begins to receive; returns what waits for the end, to be called when the sender has begun."""
-        # gloo does not wake who waits for a message of which a part has arrived when the pair ends: this wait needs an
-        # end of its own. A small message is no such case.
         work = self.data.recv([piece], self.other, 1)
         return lambda: work.wait(self.stall)
 

@@ -12,6 +12,7 @@ from typing import final
 import attrs
 import torch
 
+from batchstate.errors import TransferError
 from batchstate.transport.copies import Ints
 from batchstate.transport.engines.base import Delivery
 from batchstate.transport.engines.packing import PIECE, pieces, scatter, settle, staging
@@ -19,6 +20,7 @@ from batchstate.transport.engines.pairs import READER, Address, Pair, Store, cli
 from batchstate.transport.engines.wire import (
     BYE,
     ENDED,
+    GOT,
     LANDED,
     PIECE_COMES,
     REFUSED,
@@ -178,9 +180,10 @@ class Incoming:
         arrived = pair.receive_rows(parts[0])
         for number, cut in enumerate(cuts):
             if number and Header.read(pair.receive(header_room())).kind != PIECE_COMES:
-                raise RuntimeError("the writer lost its place")
+                raise TransferError("a piece was announced by no header", remedy="update both sides")
             arrived()
             if number + 1 < len(cuts):
                 arrived = pair.receive_rows(parts[number + 1])
+                pair.send(Answer(GOT).packed())
             reason = reason or self._inbox.land(table[:, cut], parts[number])
         return reason

@@ -18,15 +18,10 @@ from batchstate.transport.copies import Copies
 from batchstate.transport.engines.base import Status
 from batchstate.transport.engines.packing import gather, pieces, staging
 from batchstate.transport.engines.pairs import EndWatch, Pair, said
-from batchstate.transport.engines.wire import BYE, ENDED, LANDED, PIECE_COMES, WRITE, Answer, Header, answer_room
+from batchstate.transport.engines.wire import BYE, ENDED, GOT, LANDED, PIECE_COMES, WRITE, Answer, Header, answer_room
 
 LOOKS_EVERY = 0.05
 """Seconds between two looks whether the receiver of a broken pair has ended."""
-
-
-def _wait(begun: list[Callable[[], object]]) -> None:
-    for ended in begun:
-        ended()
 
 
 @final
@@ -74,6 +69,9 @@ class Outgoing:
         self._awaiting: deque[Job] = deque()
         self._closing = threading.Event()
         self._ended = False
+        self._room_free = threading.Semaphore(2)
+        self._flight: deque[list[Callable[[], object]]] = deque()
+        self._turn = 0
         self._sender = threading.Thread(target=self._send_all, args=(pair,), name="batchstate sender", daemon=True)
         self._listener = threading.Thread(target=self._listen, args=(pair,), name="batchstate listener", daemon=True)
         self._sender.start()
@@ -132,28 +130,40 @@ class Outgoing:
             self._awaiting.append(job)
         rows = job.copies
         announced = Header(WRITE, len(rows), job.tag).packed()
-        begun: list[Callable[[], object]] = []
+        if not len(rows):
+            pair.send(announced)
+            return
         for number, cut in enumerate(pieces(rows.lengths)):
-            room = rooms[number % 2]
+            self._room_free.acquire()
+            if self.lost is not None:
+                return
+            if len(self._flight) == len(rooms):
+                for ended in self._flight.popleft():  # at once: the receiver has said that it is there
+                    ended()
+            room = rooms[self._turn]
+            self._turn = (self._turn + 1) % len(rooms)
             nbytes = gather(job.memories, rows.source_regions[cut], rows.source_offsets[cut], rows.lengths[cut], room)
             if number:
-                _wait(begun)
                 begun = [pair.begin(Header(PIECE_COMES).packed())]
             else:
                 table = np.stack((rows.target_regions, rows.target_offsets, rows.lengths))
                 begun = [pair.begin(announced), pair.send_rows(torch.from_numpy(table).to(pair.device))]
-            begun.append(pair.send_rows(room[:nbytes]))
-        _wait(begun or [pair.begin(announced)])
+            self._flight.append([*begun, pair.send_rows(room[:nbytes])])
 
     def _listen(self, pair: Pair) -> None:
         try:
             while True:
                 answer = Answer.read(pair.receive(answer_room()))
+                if answer.verdict == GOT:
+                    self._room_free.release()
+                    continue
                 with self._lock:
                     job = self._awaiting.popleft() if self._awaiting else None
                 if job is None:  # it answers the end
                     pair.part()
                     break
+                if len(job.copies):
+                    self._room_free.release()
                 job.end(Status.DONE if answer.verdict == LANDED else Status.FAILED, answer.reason)
                 if answer.verdict == ENDED:
                     self._lose(pair, answer.reason)
@@ -175,5 +185,6 @@ class Outgoing:
             for job in begun:
                 job.end(Status.UNKNOWN, f"the pair broke before the receiver's answer: {reason}")
             self._queue.put(None)
+            self._room_free.release()
         self._when_lost(reason)
         pair.part()

@@ -11,11 +11,12 @@ from batchstate.transport.copies import Ints
 from batchstate.transport.engines.base import MOST_TAG_BYTES
 
 WRITE, PIECE_COMES, BYE = 1, 2, 3
-"""Kinds of header. Rows, if a write has any, follow on the data group: int64[3, n] (region, offset, length) and the first
-piece at once, each further piece behind a header of its own."""
+"""Kinds of header. Rows, if a write has any, follow on the data group: int64[3, n] (region, offset, length) and the
+first piece at once, each further piece behind a header of its own."""
 
-LANDED, REFUSED, ENDED = 1, 2, 3
-"""Answers, one to each header, in their order. REFUSED: nothing was written. ENDED: nor is anything more received."""
+LANDED, REFUSED, ENDED, GOT = 1, 2, 3, 4
+"""Answers in the order of the writes and the end. GOT comes before them, for each piece but the last of a write: it is
+there. REFUSED: nothing more of the write lands. ENDED: nor is anything more received."""
 
 _HEADER = struct.Struct(f"<qqq{MOST_TAG_BYTES}s")
 _ANSWER = struct.Struct("<qq240s")
