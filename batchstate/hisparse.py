@@ -22,7 +22,8 @@ import torch
 from batchstate import invariants, levels
 from batchstate.contracts import Contract
 from batchstate.errors import ArgumentError, CaptureError, DeviceError
-from batchstate.host_tokens import HostBuffer, HostRuns, HostStats, HostTokenPool
+from batchstate.host_tokens import HostRuns
+from batchstate.host_tokens import HostTokenPool as HostTokenPool
 from batchstate.indices import HostTokens, Slots, Tokens
 from batchstate.mirror import MirroredTensor
 from batchstate.pages import Extension, PagePool
@@ -35,7 +36,7 @@ from batchstate.values.host_arrays import count
 from batchstate.values.integers import amounts
 from batchstate.violations import Where
 
-__all__ = ["HiSparse", "HostBuffer", "HostRuns", "HostStats", "HostTokenPool", "LastLocation", "TierState"]
+__all__ = ["HiSparse", "LastLocation", "TierState"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -47,7 +48,7 @@ class HiSparse:
     Args:
         pages: device pages, which hold the hot buffers; its slots are the requests. Its page size is free.
         host: the host tokens.
-        kv: for each layer of `host` the device memory that `pages` index: dtype[pages.token_capacity, *item_shape].
+        kv: for each layer of `host` the device memory that `pages` index: dtype[pages.token_capacity, ...].
         hot_tokens: most tokens of a request that the device holds; at least 2.
 
     Raises:
@@ -379,8 +380,8 @@ class HiSparse:
     def _sizes(self, rows: Ints, lengths: object, max_tokens: object, operation: str) -> tuple[Ints, Ints]:
         length = np.broadcast_to(amounts(lengths, rows.size, operation), rows.shape)
         room = np.broadcast_to(amounts(max_tokens, rows.size, operation), rows.shape)
-        invariants.length_order(np.minimum(length, 1), length, self.host.size, **self._where(operation))
-        invariants.length_order(length, room, self.host.size, **self._where(operation))
+        invariants.length_order(np.minimum(length, 1), length, self.host.num_tokens, **self._where(operation))
+        invariants.length_order(length, room, self.host.num_tokens, **self._where(operation))
         if length.size and int(length.min()) < 1:
             raise ArgumentError(f"{operation} of 0 tokens", value=0, remedy="a request has at least one token")
         return length, room

@@ -91,7 +91,7 @@ class HostTokenPool:
         ArgumentError, DtypeError: sizes that are no positive integers, or too large; no layers, or two of one name.
 
     Attributes:
-        buffers: for each layer dtype[token_capacity, *item_shape], as kernels of the device address it.
+        buffers: for each layer dtype[token_capacity, ...], as kernels of the device address it.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class HostTokenPool:
         )
 
     @property
-    def size(self) -> int:
+    def num_tokens(self) -> int:
         """Tokens that can be handed out."""
         return self.num_pages * self.page_size
 
@@ -162,7 +162,7 @@ class HostTokenPool:
         self.reap()
         ledger, size = self._ledger, self.page_size
         return HostStats(
-            self.size, ledger.free * size, ledger.pending * size, ledger.live * size, self._free.largest * size
+            self.num_tokens, ledger.free * size, ledger.pending * size, ledger.live * size, self._free.largest * size
         )
 
     @property
