@@ -21,6 +21,7 @@ from batchstate.transport.copies import Copies
 from batchstate.transport.engines import packing, sending
 from batchstate.transport.engines.base import Delivery, Status
 from batchstate.transport.engines.distributed import DistributedEngine
+from batchstate.transport.engines.reception import ask
 from batchstate.transport.engines.wire import Header
 from batchstate.violations import Violation
 from tests.transport_peers import EngineSide, PeerProcess, expected, scattered, spawn_peer, until
@@ -51,6 +52,11 @@ class Side(EngineSide):
         """Closes the engine and forgets all."""
         self.engine.close()
         super().__init__(make)
+
+    def idle(self) -> None:
+        """Looks for arrivals, while the engine is open."""
+        if not self.engine._closed:
+            super().idle()
 
 
 @pytest.fixture(scope="module")
@@ -539,12 +545,11 @@ def test_an_endpoint_that_is_dead() -> None:
 
 def test_a_caller_that_never_comes(here: EngineSide) -> None:
     """Who calls and does not come, or calls with garbage, holds nobody up; closing waits for it for its time only."""
-    import torch.distributed as dist
-
-    _, host, port = json.loads(here.engine._endpoint())
-    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
-    store.queue_push("calls", "garbage")
-    store.queue_push("calls", json.dumps(["nobody", "0" * 16]))
+    address = here.engine._reception.address  # type: ignore[attr-defined]
+    with socket.create_connection(address) as caller:
+        caller.sendall(b"garbage\n")
+    socket.create_connection(address).close()
+    assert "met" in ask(address, here.engine.instance, 5.0, {"ask": "meet", "pair": "nobody", "writer": "0" * 16})
     here.register(64)
     with contextlib.closing(EngineSide(make)) as other:
         other.register(64)

@@ -125,7 +125,7 @@ class World:
             item_shape=(HEADS, HEAD_BYTES),
             dtype=torch.uint8,
         )
-        engine = InProcessEngine(self.network, self.faults, max_rows=4)
+        engine = InProcessEngine(self.network, self.faults, max_rows=8)
         buffers = pool.contiguous_buffers()
         regions = [engine.register(buffer.memory, buffer.name) for buffer in buffers]
         memories = [buffer.memory.numpy().reshape(-1, HEADS * HEAD_BYTES) for buffer in buffers]
@@ -137,14 +137,18 @@ class World:
 
     def _writer(self, rank: int) -> Writer:
         name = f"prefill-{rank}"
-        engine = InProcessEngine(self.network, self.faults, max_rows=self.dice.choice((1, 2, 5, 1024)))
+        engine = InProcessEngine(self.network, self.faults, max_rows=self.dice.choice((2, 6, 1024)))
         mine = layout(self.page_size, rank, self.degree)
         tokens = (PAGES[self.page_size] + 1) * self.page_size
         memories = [np.full((tokens, mine.item_bytes), 0x11, dtype=np.uint8) for _ in LAYERS]
         regions = [engine.register(memory, name) for memory, name in zip(memories, LAYERS, strict=True)]
         description = Description(name, engine.instance, mine, engine.endpoint())
         sender = Sender(
-            engine, description, regions, clock=self.clock, max_bytes=self.dice.choice((None, 30 * self.page_size))
+            engine,
+            description,
+            regions,
+            clock=self.clock,
+            max_bytes=self.dice.choice((None, None, 30 * self.page_size)),
         )
         return Writer(name, engine, sender, memories, list(range(1, PAGES[self.page_size] + 1)))
 

@@ -11,7 +11,6 @@ pair broke is UNKNOWN, and drained once the peer's receiving thread is known to 
 import json
 import queue
 import secrets
-import threading
 from typing import final
 
 import torch
@@ -20,24 +19,11 @@ from batchstate.errors import ArgumentError, HandshakeError, TransferError
 from batchstate.transport.copies import Copies, Ints
 from batchstate.transport.engines.base import Capabilities, Delivery, Engine, Handle, Peer, Status
 from batchstate.transport.engines.packing import as_bytes, in_order
-from batchstate.transport.engines.pairs import (
-    EVER,
-    WRITER,
-    EndWatch,
-    Pair,
-    Store,
-    client,
-    host_store,
-    private,
-    reach,
-    said,
-)
+from batchstate.transport.engines.pairs import WRITER, Pair, Store, client, host_store, private, said
 from batchstate.transport.engines.receiving import Inbox, Incoming, Meeting
+from batchstate.transport.engines.reception import EndWatch, Reception, ask
 from batchstate.transport.engines.sending import Job, Outgoing
 from batchstate.transport.regions import Region
-
-_CALLS = "calls"
-_HANG_UP = b"-"
 
 
 @final
@@ -50,7 +36,7 @@ class DistributedEngine(Engine):
     Args:
         host: address or name to listen on, which peers reach. Nothing is authenticated: keep it on loopback, or on a
             network of your own.
-        port: of the store; 0 takes any. Pairs listen on more, of the system's choice.
+        port: where to be reached first; 0 takes any. The store and each pair listen on more, of the system's choice.
         backend: "gloo", or "nccl" to stage rows on the current CUDA device; both sides must have the same. NCCL
             cannot join two processes on one GPU, and ends a process by itself, after a time-out of its own, when the
             peer dies in the middle of a piece.
@@ -88,20 +74,14 @@ class DistributedEngine(Engine):
         self._outgoing: list[Outgoing] = []
         self._incoming: list[Incoming] = []
         try:
-            self._store: Store = host_store(host, port, self.instance, connect_timeout)
-            calls = client((host, self._store.port), connect_timeout)
+            self._store: Store = host_store(host, connect_timeout)
+            self._reception = Reception(host, port, self.instance, self._store.port, self._meet)
         except (OSError, RuntimeError) as error:
             raise TransferError(
                 f"{host}:{port} cannot be listened on: {said(error)}",
                 value=(host, port),
                 remedy="name an address of this machine, and a port that is free, or 0",
             ) from error
-        self._address = (host, self._store.port)
-        calls.set_timeout(EVER)
-        self._acceptor = threading.Thread(
-            target=self._accept, args=(calls, self._store), name="batchstate acceptor", daemon=True
-        )
-        self._acceptor.start()
 
     # Memory
 
@@ -114,7 +94,7 @@ class DistributedEngine(Engine):
     # Peers
 
     def _endpoint(self) -> bytes:
-        return json.dumps([self._backend, *self._address]).encode()
+        return json.dumps([self._backend, *self._reception.address]).encode()
 
     def _connect(self, peer: Peer, endpoint: bytes) -> None:
         try:
@@ -132,11 +112,15 @@ class DistributedEngine(Engine):
             )
         name = secrets.token_hex(8)
         try:
-            store = reach(address, peer.instance, self._timeout)
-            store.queue_push(_CALLS, json.dumps([name, self.instance]))
-            meet = private(store, name)
-            pair = Pair.join(meet, WRITER, self._address[0], self._device, self._timeout, self._stall)
-        except (OSError, RuntimeError) as error:
+            question = {"ask": "meet", "pair": name, "writer": self.instance}
+            answer = ask(address, peer.instance, self._timeout, question)
+            if "met" not in answer:
+                raise ConnectionAbortedError("it is being closed")
+            meet = private(client((address[0], int(answer["store"])), self._timeout), name)
+            pair = Pair.join(meet, WRITER, self._reception.address[0], self._device, self._timeout, self._stall)
+        except HandshakeError:
+            raise
+        except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
             raise TransferError(
                 f"peer {peer.instance} at {address[0]}:{address[1]} cannot be reached: {said(error)}",
                 value=peer.instance,
@@ -147,21 +131,18 @@ class DistributedEngine(Engine):
             peer.lost = peer.lost or reason
 
         self._outgoing = [one for one in self._outgoing if one.alive]
-        peer.native = Outgoing(pair, EndWatch(store, address, peer.instance, name, self._timeout), lost)
+        peer.native = Outgoing(pair, EndWatch(address, peer.instance, name, self._timeout), lost)
         self._outgoing.append(peer.native)
 
     def _disconnect(self, peer: Peer) -> None:
         peer.native.finish()
 
-    def _accept(self, calls: Store, store: Store) -> None:
-        while (call := calls.queue_pop(_CALLS)) != _HANG_UP:
-            try:
-                name, writer = json.loads(call)
-            except (ValueError, TypeError):
-                continue
-            self._incoming = [one for one in self._incoming if one.alive]
-            meeting = Meeting(store, self._address, str(name), str(writer), self._device, self._timeout, self._stall)
-            self._incoming.append(Incoming(meeting, self._inbox))
+    def _meet(self, name: str, writer: str) -> None:
+        """Called by a thread of the reception's."""
+        self._incoming = [one for one in self._incoming if one.alive]
+        address = (self._reception.address[0], self._store.port)
+        meeting = Meeting(self._reception.live, address, name, writer, self._device, self._timeout, self._stall)
+        self._incoming.append(Incoming(meeting, self._inbox))
 
     # Transfers
 
@@ -190,12 +171,12 @@ class DistributedEngine(Engine):
 
     def _close(self) -> None:
         """Waits for its threads: a moment; at worst one of the time-outs."""
-        if self._store is not None:
-            self._store.queue_push(_CALLS, _HANG_UP.decode())
-        self._acceptor.join()
+        self._reception.refuse()
         pairs: list[Outgoing | Incoming] = [*self._outgoing, *self._incoming]
         for pair in pairs:
             pair.close()
         for pair in pairs:
             pair.join(2 * self._timeout + self._stall)
+        if not self._reception.live:  # else it goes on saying so
+            self._reception.close()
         self._outgoing, self._incoming, self._store = [], [], None

@@ -1,11 +1,10 @@
 """Two processes joined by torch.distributed without its global group: how they meet and part.
 
-Each engine hosts a store. Who writes calls there, and both then form a group of two for this one direction. Headers and
+Each engine hosts a store. In that of the reader the two form a group, for this one direction. Headers and
 answers travel over gloo; rows too, or over NCCL where staging lies on a GPU.
 
-Guarantees: everything listens on the one address it was given. `reach` and `join` end within their time. `part` ends
-every wait of the pair, in any thread: at once, or, for a message that is half there, after `stall`. `EndWatch` says
-that a receiver has ended only when that is known.
+Guarantees: everything listens on the one address it was given. `join` ends within its time. `part` ends every wait
+of the pair, in any thread: at once, or, for a message that is half there, after `stall`.
 """
 
 import contextlib
@@ -18,11 +17,10 @@ import attrs
 import torch
 import torch.distributed
 
-from batchstate.errors import HandshakeError
+from batchstate.transport.engines.reception import Address
 
 dist: Any = torch.distributed  # its own annotations leave most of what is used here out
 
-Address = tuple[str, int]
 Store = Any
 """Of torch: `TCPStore`, or a part of one."""
 
@@ -33,19 +31,17 @@ WRITER, READER = 0, 1
 _UNUSED = 99
 
 
-def host_store(host: str, port: int, instance: str, timeout: float) -> Store:
-    """The store of an engine, listening on one address only. A port of 0 takes any.
+def host_store(host: str, timeout: float) -> Store:
+    """The store of an engine, listening on one address only, at any port.
 
     Raises:
         OSError: the address cannot be bound.
     """
-    listener = socket.create_server((host, port))
+    listener = socket.create_server((host, 0))
     bound = listener.getsockname()[1]
-    store = dist.TCPStore(
+    return dist.TCPStore(
         host, bound, is_master=True, timeout=_span(timeout), wait_for_workers=False, master_listen_fd=listener.detach()
     )
-    store.set("instance", instance)
-    return store
 
 
 def client(address: Address, timeout: float) -> Store:
@@ -55,27 +51,6 @@ def client(address: Address, timeout: float) -> Store:
         RuntimeError: no store answers there in time.
     """
     return dist.TCPStore(*address, is_master=False, timeout=_span(timeout), wait_for_workers=False)
-
-
-def reach(address: Address, instance: str, timeout: float) -> Store:
-    """A connection to the store of one engine.
-
-    Raises:
-        ConnectionRefusedError: nobody listens there.
-        OSError: not reached in time.
-        RuntimeError: something else listens there.
-        HandshakeError: another engine listens there.
-    """
-    socket.create_connection(address, timeout).close()
-    store = client(address, timeout)
-    found = store.get("instance").decode()
-    if found != instance:
-        raise HandshakeError(
-            f"instance {instance} was expected at {address[0]}:{address[1]}, {found} is there",
-            value=found,
-            remedy="the peer was started anew: ask it for its endpoint again",
-        )
-    return store
 
 
 def private(store: Store, name: str) -> Store:
@@ -155,42 +130,6 @@ class Pair:
                     group.recv([torch.empty(1)], self.other, _UNUSED).wait(timedelta(milliseconds=1))
             else:
                 group.abort()
-
-
-@final
-@attrs.define(eq=False)
-class EndWatch:
-    """Tells the writer of a broken pair when the thread that receives has ended, and so no row of it can still land.
-
-    Either the receiving thread has said so in its engine's store, or nobody listens at that store's address any more:
-    an engine lets its store go after its receiving threads, and the system closes it after the threads of a process
-    that died.
-    A peer that does not answer at all may still run, and has not ended.
-    """
-
-    store: Store
-    address: Address
-    instance: str
-    name: str
-    timeout: float
-
-    def ended(self) -> bool:
-        """Whether it has. Waits for the answer, at most about twice the time-out."""
-        try:
-            return bool(self.store.check([ended_key(self.name)]))
-        except RuntimeError:  # the connection is lost; that alone says nothing of the process
-            try:
-                self.store = reach(self.address, self.instance, self.timeout)
-            except (ConnectionRefusedError, HandshakeError):
-                return True
-            except (OSError, RuntimeError):
-                return False
-            return False
-
-
-def ended_key(name: str) -> str:
-    """Where a store says that a pair's receiving thread has ended."""
-    return f"ended/{name}"
 
 
 def said(error: Exception) -> str:

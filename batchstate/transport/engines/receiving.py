@@ -16,7 +16,8 @@ from batchstate.errors import TransferError
 from batchstate.transport.copies import Ints
 from batchstate.transport.engines.base import Delivery
 from batchstate.transport.engines.packing import PIECE, pieces, scatter, settle, staging
-from batchstate.transport.engines.pairs import READER, Address, Pair, Store, client, ended_key, private
+from batchstate.transport.engines.pairs import READER, Pair, client, private
+from batchstate.transport.engines.reception import Address
 from batchstate.transport.engines.wire import (
     BYE,
     ENDED,
@@ -86,8 +87,8 @@ class Meeting:
     """What a receiving thread needs to meet a writer.
 
     Attributes:
-        store: the engine's; kept open while a thread may still write, as `pairs.EndWatch` relies on.
-        address: of the store.
+        live: names of the pairs that have such a thread: this one leaves it at its end, as `EndWatch` relies on.
+        address: of the engine's store.
         name: of the pair.
         writer: the other engine's instance.
         device: for staging.
@@ -95,7 +96,7 @@ class Meeting:
         stall: for a message that was begun, in seconds.
     """
 
-    store: Store
+    live: set[str]
     address: Address
     name: str
     writer: str
@@ -134,16 +135,16 @@ class Incoming:
         return self._thread.is_alive()
 
     def _run(self, meeting: Meeting) -> None:
-        store = client(meeting.address, meeting.timeout)
         with contextlib.suppress(RuntimeError, MemoryError):  # the end: the writer has gone, or `close` was called
-            self._serve(meeting, private(store, meeting.name))
+            self._serve(meeting)
         with self._lock:
             pair, self._pair = self._pair, None
         if pair is not None:
             pair.part()
-        store.set(ended_key(meeting.name), "")
+        meeting.live.discard(meeting.name)
 
-    def _serve(self, meeting: Meeting, store: Store) -> None:
+    def _serve(self, meeting: Meeting) -> None:
+        store = private(client(meeting.address, meeting.timeout), meeting.name)
         pair = Pair.join(store, READER, meeting.address[0], meeting.device, meeting.timeout, meeting.stall)
         with self._lock:
             self._pair = pair

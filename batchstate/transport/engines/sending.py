@@ -17,7 +17,8 @@ import torch
 from batchstate.transport.copies import Copies
 from batchstate.transport.engines.base import Status
 from batchstate.transport.engines.packing import gather, pieces, staging
-from batchstate.transport.engines.pairs import EndWatch, Pair, said
+from batchstate.transport.engines.pairs import Pair, said
+from batchstate.transport.engines.reception import EndWatch
 from batchstate.transport.engines.wire import BYE, ENDED, GOT, LANDED, PIECE_COMES, WRITE, Answer, Header, answer_room
 
 LOOKS_EVERY = 0.05
@@ -106,7 +107,7 @@ class Outgoing:
 
     @property
     def drained(self) -> bool:
-        """Whether nothing that was sent can still land, nor a source be read. See `pairs.EndWatch`."""
+        """Whether nothing that was sent can still land, nor a source be read. See `EndWatch`."""
         return self._ended
 
     def _send_all(self, pair: Pair) -> None:
@@ -116,7 +117,7 @@ class Outgoing:
                 self._send(pair, job, rooms)
             except (RuntimeError, MemoryError) as error:
                 self._lose(pair, said(error))
-        if self.lost is None:
+        if not self._broken():
             try:
                 pair.send(Header(BYE).packed())
             except RuntimeError as error:
@@ -135,7 +136,7 @@ class Outgoing:
             return
         for number, cut in enumerate(pieces(rows.lengths)):
             self._room_free.acquire()
-            if self.lost is not None:
+            if self._broken():
                 return
             if len(self._flight) == len(rooms):
                 for ended in self._flight.popleft():  # at once: the receiver has said that it is there
@@ -175,6 +176,9 @@ class Outgoing:
         while self.lost is not None and not self._ended and not self._closing.is_set():
             self._ended = self._watch.ended()
             self._closing.wait(0.0 if self._ended else LOOKS_EVERY)
+
+    def _broken(self) -> bool:
+        return self.lost is not None
 
     def _lose(self, pair: Pair, reason: str) -> None:
         with self._lock:
