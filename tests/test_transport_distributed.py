@@ -349,6 +349,7 @@ def test_a_receiver_that_closes_drains(here: EngineSide, there: PeerProcess) -> 
 def test_a_receiver_that_stands_still_is_not_drained(here: EngineSide, there: PeerProcess) -> None:
     """A write that broke while the receiver's process is stopped is not drained before it goes on, or is gone."""
     big_write(here, there, b"big")
+    endpoint = there.call("endpoint")
     assert there.process.pid is not None
     os.kill(there.process.pid, signal.SIGSTOP)
     job = here.handles[b"big"].native
@@ -357,6 +358,8 @@ def test_a_receiver_that_stands_still_is_not_drained(here: EngineSide, there: Pe
     until_later = time.monotonic() + 1.0
     while time.monotonic() < until_later:
         assert not here.drain(b"big")
+    with contextlib.closing(EngineSide(make, 1.0)) as other, pytest.raises(TransferError, match="cannot be reached"):
+        other.connect(endpoint)
     os.kill(there.process.pid, signal.SIGCONT)
     until(lambda: here.drain(b"big"), "the end of the receiver")
 

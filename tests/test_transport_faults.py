@@ -83,7 +83,7 @@ def suspicion_ends_a_writer(patch: Patch) -> None:
 
 def death_without_settling(patch: Patch) -> None:
     """What a writer has sent counts as gone at the moment of its death."""
-    patch(Worker, "settled", lambda self: self.settled_at is not None)
+    patch(Worker, "settled", lambda self: self.settles_in is not None)
 
 
 def failure_is_not_sticky(patch: Patch) -> None:

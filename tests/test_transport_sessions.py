@@ -394,6 +394,23 @@ def test_a_suspected_writer_keeps_the_memory() -> None:
     assert not lease.ended.query()
     for _ in range(SETTLE_STEPS):
         pair.network.step()
+        pair.receiver.poll()
+    assert lease.ended.query()
+
+
+def test_a_receiver_that_stood_still_lets_nothing_settle() -> None:
+    """Time in which nobody polls is a quarter of the settling at most: what lay in sockets still lies there."""
+    pair = Pair()
+    lease, _ = pair.granted()
+    pair.network.kill(pair.prefills[0].engine)
+    pair.receiver.peer_ended("prefill-0")
+    for _ in range(100 * SETTLE_STEPS):
+        pair.network.step()
+    for looks in range(4):
+        assert not lease.ended.query(), looks
+        pair.receiver.poll()
+        for _ in range(SETTLE_STEPS):
+            pair.network.step()
     assert lease.ended.query()
 
 

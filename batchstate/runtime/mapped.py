@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from batchstate.errors import DeviceError
+
 
 @final
 @attrs.frozen(eq=False)
@@ -56,6 +58,15 @@ def device_view(pinned: torch.Tensor, device: torch.device) -> torch.Tensor:
 
     With unified addressing a pinned page has one address for host and device (CUDA C++ Programming Guide, "Mapped
     Memory" and "Unified Virtual Address Space").
+
+    Raises:
+        DeviceError: the device does not address it.
     """
     flat = torch.as_tensor(_Addressable(pinned), device=device)
+    if flat.device != device or flat.data_ptr() != pinned.data_ptr():  # a copy would be another memory
+        raise DeviceError(
+            f"pinned memory is not addressable by {device}: torch made a copy of it on {flat.device}",
+            value=str(device),
+            remedy="use a device with unified addressing, and make it the current one before the pool is made",
+        )
     return flat.view(pinned.dtype).view(pinned.shape)

@@ -56,7 +56,8 @@ class Receiver:
         description: of this worker.
         regions: one for each layer, in the layout's order, named as the layers are.
         clock: seconds, never going back.
-        settle_seconds: how long after the end of a process its bytes may still be on their way.
+        settle_seconds: how long after the end of a process its bytes may still be on their way. Time in which `poll` is
+            not called counts little: bytes in the sockets of a process that stands still stay there.
 
     Attributes:
         outbox: messages to be carried: name of the worker, and bytes.
@@ -202,6 +203,7 @@ class Receiver:
         """The leases whose state became final since the last time, each once. Never waits."""
         for delivery in self._engine.completions():
             self._arrive(delivery)
+        self._workers.let_settle()
         changed, self._changed = self._changed, []
         for lease in [one for one in self._leases.values() if one.ended.query()]:
             del self._leases[lease.serial]

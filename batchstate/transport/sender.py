@@ -164,6 +164,7 @@ class Sender:
 
     def poll(self) -> list[Sending]:
         """The sendings that are new, or whose state became final, since the last time. Never waits."""
+        self._workers.let_settle()
         self._left = [handle for handle in self._left if not self._engine.drain(handle)]
         for sending in list(self._live.values()):
             self._look_at(sending)

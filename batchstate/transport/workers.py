@@ -17,6 +17,9 @@ from batchstate.transport.regions import Region, RemoteRegion
 
 Clock = Callable[[], float]
 
+_LOOKS = 4
+"""How often this side looks, at the least, while a worker that has ended settles."""
+
 
 class Addressed(Protocol):
     """A message that says which instance it is from, and for which."""
@@ -41,15 +44,13 @@ class Worker:
         description: as it introduced itself.
         peer: to write to, or None where this side never connects.
         lost: why it is suspected to be gone, or None.
-        settled_at: from this time of `clock` on nothing that it sent can land; None while it may live.
-        clock: seconds, never going back.
+        settles_in: seconds after which nothing that it sent can land; None while it may live.
     """
 
     description: Description
     peer: Peer | None = attrs.field(repr=False)
-    clock: Clock = attrs.field(repr=False)
     lost: str | None = None
-    settled_at: float | None = None
+    settles_in: float | None = None
 
     @property
     def name(self) -> str:
@@ -64,11 +65,11 @@ class Worker:
     @property
     def ended(self) -> bool:
         """Whether it is known to have ended. Bytes that it has sent may still be under way."""
-        return self.settled_at is not None
+        return self.settles_in is not None
 
     def settled(self) -> bool:
         """Whether it is known to have ended, so long ago that nothing it sent can still land."""
-        return self.settled_at is not None and self.clock() >= self.settled_at
+        return self.settles_in is not None and self.settles_in <= 0
 
 
 @final
@@ -118,6 +119,8 @@ class Workers:
         self._connects = connects
         self._by_name: dict[str, Worker] = {}
         self._ended: set[str] = set()
+        self._settling: list[Worker] = []
+        self._looked = 0.0
 
     def accept(self, introduction: bytes) -> tuple[Worker, Worker | None]:
         """A worker that has introduced itself, and the earlier instance that has therefore ended.
@@ -139,7 +142,7 @@ class Workers:
             before.lost = None
             return before, None
         peer = self._engine.connect(theirs.endpoint) if self._connects else None
-        worker = Worker(theirs, peer, self._clock)
+        worker = Worker(theirs, peer)
         if peer is not None:
             self._check_regions(worker, peer)
         if before is not None:
@@ -175,11 +178,27 @@ class Workers:
 
     def end(self, worker: Worker) -> None:
         """Notes that an instance is known to have ended; the first time counts."""
-        if worker.settled_at is None:
-            worker.settled_at = self._clock() + self._settle
+        if worker.settles_in is None:
+            if not self._settling:
+                self._looked = self._clock()
+            worker.settles_in = self._settle
+            self._settling.append(worker)
             self._ended.add(worker.instance)
             if worker.peer is not None:
                 self._engine.disconnect(worker.peer)
+
+    def let_settle(self) -> None:
+        """Time in which this side has run, and looked, counts towards the settling of those that have ended.
+
+        A process that was stopped has not taken what lay in its sockets: a long absence counts as a short one.
+        """
+        if not self._settling:
+            return
+        before, self._looked = self._looked, self._clock()
+        passed = min(self._looked - before, self._settle / _LOOKS)
+        for worker in self._settling:
+            worker.settles_in = (worker.settles_in or 0.0) - passed
+        self._settling = [worker for worker in self._settling if not worker.settled()]
 
     def sender_of(self, message: Addressed, name: str) -> Worker | None:
         """Who sent a message, or None, and counted, where it is for or from an instance that is no more.

@@ -9,7 +9,7 @@ address only, and until after the last receiving thread has ended: so nobody lis
 import json
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import attrs
@@ -81,7 +81,7 @@ class Reception:
         return answer
 
 
-def ask(address: Address, instance: str, timeout: float, question: dict[str, object]) -> dict[str, Any]:
+def ask(address: Address, instance: str, timeout: float, question: Mapping[str, object]) -> dict[str, Any]:
     """Asks one engine.
 
     Raises:
@@ -91,7 +91,7 @@ def ask(address: Address, instance: str, timeout: float, question: dict[str, obj
         HandshakeError: another engine listens there.
     """
     with socket.create_connection(address, timeout) as connection:
-        connection.sendall(json.dumps(question | {"instance": instance}).encode() + b"\n")
+        connection.sendall(json.dumps({**question, "instance": instance}).encode() + b"\n")
         answer = json.loads(_line(connection))
     if not isinstance(answer, dict) or "instance" not in answer:
         raise ValueError(f"something else answers at {address[0]}:{address[1]}")
