@@ -31,7 +31,7 @@ class DistributedEngine(Engine):
     """Writes through a pair of processes for each direction.
 
     What wrote the rows must have finished before `write`, on a device too: they are read by another thread, on another
-    stream. A write needs 24 bytes a row beside them, and each pair 16 MiB of staging on each side.
+    stream. A write needs 24 bytes a row beside them, and each pair 64 MiB of staging on each side at most.
 
     Args:
         host: address or name to listen on, which peers reach. Nothing is authenticated: keep it on loopback, or on a
@@ -41,7 +41,7 @@ class DistributedEngine(Engine):
             cannot join two processes on one GPU, and ends a process by itself, after a time-out of its own, when the
             peer dies in the middle of a piece.
         connect_timeout: seconds for `connect`, and for a peer that called to arrive.
-        stall_timeout: seconds that one message, of 8 MiB at most (or 24 bytes a row), may take once it is sent. Who
+        stall_timeout: seconds that one message, of 32 MiB at most (or 24 bytes a row), may take once it is sent. Who
             stands still for longer in the middle of one breaks the pair. When a peer dies there, a thread here may be
             held that long, and `close` with it.
 

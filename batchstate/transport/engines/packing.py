@@ -15,7 +15,7 @@ from batchstate.errors import ArgumentError
 from batchstate.transport.copies import Copies, Ints
 from batchstate.transport.regions import Memory
 
-PIECE = 1 << 22
+PIECE = 1 << 24
 """Bytes of one message, about: a piece is at most twice as long. Packing one overlaps with sending another."""
 
 
