@@ -18,11 +18,11 @@ import torch
 
 from batchstate.errors import ArgumentError, HandshakeError, OwnerThreadError, TransferError
 from batchstate.transport.copies import Copies
-from batchstate.transport.engines import packing, sending
 from batchstate.transport.engines.base import Delivery, Status
 from batchstate.transport.engines.distributed import DistributedEngine
-from batchstate.transport.engines.reception import ask
-from batchstate.transport.engines.wire import Header
+from batchstate.transport.engines.paired import packing, sending
+from batchstate.transport.engines.paired.reception import ask
+from batchstate.transport.engines.paired.wire import Header
 from batchstate.violations import Violation
 from tests.transport_peers import EngineSide, PeerProcess, expected, scattered, spawn_peer, until
 

@@ -18,11 +18,11 @@ import torch
 from batchstate.errors import ArgumentError, HandshakeError, TransferError
 from batchstate.transport.copies import Copies, Ints
 from batchstate.transport.engines.base import Capabilities, Delivery, Engine, Handle, Peer, Status
-from batchstate.transport.engines.packing import as_bytes, in_order
-from batchstate.transport.engines.pairs import WRITER, Pair, Store, client, host_store, private, said
-from batchstate.transport.engines.receiving import Inbox, Incoming, Meeting
-from batchstate.transport.engines.reception import EndWatch, Reception, ask
-from batchstate.transport.engines.sending import Job, Outgoing
+from batchstate.transport.engines.paired.packing import as_bytes, in_order
+from batchstate.transport.engines.paired.pairs import WRITER, Pair, Store, client, host_store, private, said
+from batchstate.transport.engines.paired.receiving import Inbox, Incoming, Meeting
+from batchstate.transport.engines.paired.reception import EndWatch, Reception, ask
+from batchstate.transport.engines.paired.sending import Job, Outgoing
 from batchstate.transport.regions import Region
 
 

@@ -17,7 +17,7 @@ import attrs
 import torch
 import torch.distributed
 
-from batchstate.transport.engines.reception import Address
+from batchstate.transport.engines.paired.reception import Address
 
 dist: Any = torch.distributed  # its own annotations leave most of what is used here out
 

@@ -16,10 +16,20 @@ import torch
 
 from batchstate.transport.copies import Copies
 from batchstate.transport.engines.base import Status
-from batchstate.transport.engines.packing import gather, pieces, staging
-from batchstate.transport.engines.pairs import Pair, said
-from batchstate.transport.engines.reception import EndWatch
-from batchstate.transport.engines.wire import BYE, ENDED, GOT, LANDED, PIECE_COMES, WRITE, Answer, Header, answer_room
+from batchstate.transport.engines.paired.packing import gather, pieces, staging
+from batchstate.transport.engines.paired.pairs import Pair, said
+from batchstate.transport.engines.paired.reception import EndWatch
+from batchstate.transport.engines.paired.wire import (
+    BYE,
+    ENDED,
+    GOT,
+    LANDED,
+    PIECE_COMES,
+    WRITE,
+    Answer,
+    Header,
+    answer_room,
+)
 
 LOOKS_EVERY = 0.05
 """Seconds between two looks whether the receiver of a broken pair has ended."""

@@ -15,10 +15,10 @@ import torch
 from batchstate.errors import TransferError
 from batchstate.transport.copies import Ints
 from batchstate.transport.engines.base import Delivery
-from batchstate.transport.engines.packing import PIECE, pieces, scatter, settle, staging
-from batchstate.transport.engines.pairs import READER, Pair, client, private
-from batchstate.transport.engines.reception import Address
-from batchstate.transport.engines.wire import (
+from batchstate.transport.engines.paired.packing import PIECE, pieces, scatter, settle, staging
+from batchstate.transport.engines.paired.pairs import READER, Pair, client, private
+from batchstate.transport.engines.paired.reception import Address
+from batchstate.transport.engines.paired.wire import (
     BYE,
     ENDED,
     GOT,
