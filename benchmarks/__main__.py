@@ -11,7 +11,7 @@ from batchstate.runtime import open_runtime
 from benchmarks.comparisons import MismatchError, Row
 from benchmarks.machine import machine
 from benchmarks.report import show
-from benchmarks.suite import comparisons, run_all
+from benchmarks.suite import how_many, run_all
 from benchmarks.timing import one_thread
 
 
@@ -22,7 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name; by default those of the process.
 
     Returns:
-        0, or 1 when two ways to do one work gave different results, or 2 when the device is not there.
+        0, or 1 when two ways to do one work gave different results, or 2 when the device is not there
+        or a transfer failed.
     """
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         runtime = open_runtime(chosen_device(args.device))
         rows: list[Row] = []
-        with one_thread(), progress("benchmarks", len(comparisons(runtime, quick=args.quick))) as update:
+        with one_thread(), progress("benchmarks", how_many(runtime, quick=args.quick)) as update:
             for done, some in enumerate(run_all(runtime, quick=args.quick), start=1):
                 rows += some
                 update(done, some[-1].task)

@@ -24,12 +24,14 @@ class Comparison:
         ours: our ways, such as one at each level of checks.
         baselines: the ways of others.
         verify: shows that all ways give equal results.
+        target: the ratio that is asked for, or None.
     """
 
     task: str
     ours: Sequence[Contender]
     baselines: Sequence[Contender]
     verify: Callable[[], None]
+    target: float | None = None
 
 
 @final
@@ -46,6 +48,7 @@ class Row:
         ratio: baseline_us / ours_us.
         spread: quartiles of all three; those of the ratio are of the ratios of single rounds.
         ours_host_us, baseline_host_us: medians until the host may go on.
+        target: the ratio that is asked for, or None.
     """
 
     task: str
@@ -57,6 +60,7 @@ class Row:
     spread: dict[str, tuple[float, float]]
     ours_host_us: float
     baseline_host_us: float
+    target: float | None = None
 
     @property
     def work(self) -> str:
@@ -78,7 +82,7 @@ def run(runtime: Runtime, comparison: Comparison, effort: Effort) -> list[Row]:
     times = measure(runtime, [*comparison.ours, *comparison.baselines], effort)
     ours, baselines = times[: len(comparison.ours)], times[len(comparison.ours) :]
     return [
-        _row(comparison.task, mine, mine_took, other, other_took)
+        _row(comparison, mine, mine_took, other, other_took)
         for mine, mine_took in zip(comparison.ours, ours, strict=True)
         for other, other_took in zip(comparison.baselines, baselines, strict=True)
     ]
@@ -98,10 +102,10 @@ def require_equal(what: str, ours: object, others: object) -> None:
         )
 
 
-def _row(task: str, mine: Contender, ours: Times, baseline: Contender, other: Times) -> Row:
+def _row(comparison: Comparison, mine: Contender, ours: Times, baseline: Contender, other: Times) -> Row:
     ours_us, baseline_us = median(ours.total), median(other.total)
     return Row(
-        task=task,
+        task=comparison.task,
         way=mine.name,
         ours_us=ours_us,
         baseline=baseline.name,
@@ -114,4 +118,5 @@ def _row(task: str, mine: Contender, ours: Times, baseline: Contender, other: Ti
         },
         ours_host_us=median(ours.host),
         baseline_host_us=median(other.host),
+        target=comparison.target,
     )

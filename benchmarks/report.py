@@ -7,7 +7,7 @@ from typing import Any
 from batchstate.cli.progress import on_terminal
 from benchmarks.comparisons import Row
 
-HEADINGS = ("ours", "us", "baseline", "us", "ratio", "quartiles")
+HEADINGS = ("ours", "us", "baseline", "us", "ratio", "quartiles", "asked")
 
 
 def show(machine: Mapping[str, Any], rows: Sequence[Row]) -> None:
@@ -34,6 +34,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{row.baseline_us:,.1f}",
         f"{row.ratio:.2f}",
         f"{low:.2f} to {high:.2f}",
+        "" if row.target is None else f"{row.target:g}",
     )
 
 
@@ -49,11 +50,11 @@ def _show_plain(note: str, rows: Sequence[Row]) -> None:
     widths = [max(len(line[i]) for line in cells) for i in range(len(HEADINGS))]
 
     def line(values: Sequence[str]) -> str:
-        name, ours, baseline, other, ratio, spread = (
+        name, ours, baseline, other, ratio, spread, asked = (
             value.ljust(width) if i in (0, 2) else value.rjust(width)
             for i, (value, width) in enumerate(zip(values, widths, strict=True))
         )
-        return f"  {name}  {ours}  {baseline}  {other}  {ratio}  {spread}".rstrip()
+        return f"  {name}  {ours}  {baseline}  {other}  {ratio}  {spread}  {asked}".rstrip()
 
     print(note)
     for task, group in _groups(rows).items():

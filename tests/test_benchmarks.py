@@ -1,5 +1,6 @@
 """The benchmarks compare like with like and report under the documented names. No test here looks at a time."""
 
+import importlib.util
 import json
 import subprocess
 from pathlib import Path
@@ -7,15 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from batchstate.errors import TransferError
 from batchstate.levels import Level, checks, current_checks
 from batchstate.runtime import Runtime
-from benchmarks import watched
+from batchstate.transport.engines.base import Engine
+from benchmarks import transfers, watched
 from benchmarks.__main__ import main
 from benchmarks.comparisons import Comparison, MismatchError, require_equal, run
 from benchmarks.decode_steps import Scene
 from benchmarks.free_lists import LinkedBlocks, PopList, SliceList, TensorList, shuffled
 from benchmarks.pools import all_numbers
 from benchmarks.timing import Contender, Effort, measure, median, quartiles
+from benchmarks.transfer_peers import ENGINES
 from benchmarks.twin_columns import ARRAYS, TENSORS, HostKind
 
 TINY = Effort(rounds=3, sample_us=20)
@@ -42,6 +46,44 @@ def test_a_quick_run_reports_each_comparison_under_the_documented_names(
     for wanted in ("decode step, 12 columns", "decode step, 40 columns", "256 of 10,000 slots", "2,048 of 4,096 pages"):
         assert any(wanted in row["task"] for row in rows)
         assert wanted in printed
+    if importlib.util.find_spec("nixl"):
+        assert {row["target"] for row in rows if row["task"].startswith("transfer")} == {0.9, 5.0}
+
+
+@pytest.mark.parametrize("adjacent", [False, True])
+def test_rows_to_be_moved_are_adjacent_or_not_at_all(adjacent: bool) -> None:
+    """What is called scattered has no two adjacent rows on either side, in memory that holds them all."""
+    work = transfers.Work(64, 8, adjacent=adjacent)
+    sources, targets, runs = transfers.tokens_of(work)
+    for tokens in (np.sort(sources), np.sort(targets)):
+        assert (np.diff(tokens) == (1 if adjacent else 2)).all()
+        assert tokens[0] > 0
+        assert (tokens[-1] + 1) * work.nbytes <= work.memory
+    assert len(runs) == (1 if adjacent else 64)
+
+
+def test_a_transport_that_cannot_be_opened_is_named_and_left_out(
+    rt: Runtime, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A machine without an engine still measures the others."""
+
+    def closed() -> Engine:
+        raise TransferError("no such library", value="nixl", remedy="install it")
+
+    monkeypatch.setitem(ENGINES, "nixl", (closed, ENGINES["nixl"][1]))
+    assert list(transfers.run_all(rt, ["nixl"], quick=True)) == []
+    assert "without nixl: no such library" in capsys.readouterr().err
+
+
+def test_rows_that_land_in_wrong_places_are_found(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a transfer is timed, every byte in the second process is compared."""
+    work = transfers.Work(16, 64, adjacent=False)
+    with transfers.linked("distributed", work.memory) as link:
+        transfers.comparison(link, work).verify()
+        right = link.bare.movers
+        monkeypatch.setattr(link.bare, "movers", lambda sources, targets, n: right(sources, targets[::-1].copy(), n))
+        with pytest.raises(MismatchError, match="memory after bare gloo"):
+            run(rt, transfers.comparison(link, work), TINY)
 
 
 def test_unequal_results_are_never_timed(rt: Runtime) -> None:

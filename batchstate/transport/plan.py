@@ -102,8 +102,8 @@ def owned_by(tokens: npt.ArrayLike, runs: npt.ArrayLike) -> None:
     wanted, owned = _indices(tokens, "tokens"), converted(runs, np.dtype(np.int64), "runs")
     if owned.shape != (0,) and owned.shape[1:] != (2,):
         raise ShapeError(f"runs of shape {owned.shape}", value=owned.shape, remedy="pass start and length of each run")
-    owned = owned.reshape(-1, 2)
-    wrong = (owned < 1).any(axis=1) | (owned[:, 1] > _LARGEST - owned[:, 0])
+    starts, lengths = owned.reshape(-1, 2).T.copy()  # a column in one piece: much faster below
+    wrong = (starts < 1) | (lengths < 1) | (lengths > _LARGEST - starts)
     if wrong.any():
         start, length = owned[int(wrong.argmax())].tolist()
         raise ArgumentError(
@@ -111,9 +111,10 @@ def owned_by(tokens: npt.ArrayLike, runs: npt.ArrayLike) -> None:
             value=(start, length),
             remedy="pass runs of at least one token; token 0 is padding, and nobody's",
         )
-    owned = owned[np.argsort(owned[:, 0])]
-    starts, ends = owned[:, 0], np.maximum.accumulate(owned.sum(axis=1))  # ends so far: runs may lie inside others
-    if not owned.size:
+    in_order = np.argsort(starts)
+    starts, ends = starts[in_order], (starts + lengths)[in_order]
+    ends = np.maximum.accumulate(ends)  # those so far: runs may lie inside others
+    if not starts.size:
         starts = ends = np.zeros(1, dtype=np.int64)
     order = np.argsort(wanted)
     ascending = wanted[order]  # looked up several times as fast as numbers in no order
@@ -203,6 +204,8 @@ def coalesced(copies: Copies) -> Copies:
     joins &= copies.target_regions[1:] == copies.target_regions[:-1]
     joins &= copies.source_offsets[1:] - copies.source_offsets[:-1] == copies.lengths[:-1]
     joins &= copies.target_offsets[1:] - copies.target_offsets[:-1] == copies.lengths[:-1]
+    if not joins.any():
+        return copies
     begins = np.flatnonzero(np.concatenate(([True], ~joins)))
     return attrs.evolve(copies.rows(begins), lengths=np.add.reduceat(copies.lengths, begins))
 
@@ -276,14 +279,14 @@ def _check_indices(indices: Ints, scale: int, what: str) -> None:
 
 
 def _one_a_layer(regions: Sequence[SupportsIndex], layout: KVLayout, side: str) -> Ints:
-    indices = np.array([count(region, f"{side} region") for region in regions], dtype=np.int64)
-    if indices.size != len(layout.layers) or np.unique(indices).size != indices.size:
+    indices = [count(region, f"{side} region") for region in regions]
+    if len(indices) != len(layout.layers) or len(set(indices)) != len(indices):
         raise ArgumentError(
-            f"{side} regions {indices.tolist()} for {len(layout.layers)} layers",
-            value=indices.tolist(),
+            f"{side} regions {indices} for {len(layout.layers)} layers",
+            value=indices,
             remedy="pass the index of one region for each layer, each another",
         )
-    return indices
+    return np.array(indices, dtype=np.int64)
 
 
 def _check_lengths(copies: Copies) -> None:
