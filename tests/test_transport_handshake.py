@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchstate.errors import HandshakeError
-from batchstate.transport.engines import base
+from batchstate.transport.engines import endpoints
 from batchstate.transport.handshake import MAGIC, MOST_BYTES, Description, check_peers
 from batchstate.transport.layout import KVLayout
 
@@ -19,7 +19,7 @@ LAYERS = ("0.keys", "0.values")
 
 def endpoint(instance: str, **fields: Any) -> bytes:
     """What `Engine.endpoint` makes, as far as it matters here."""
-    made = {"is": base.MAGIC, "engine": "nixl", "instance": instance, "regions": [], "native": ""}
+    made = {"is": endpoints.MAGIC, "engine": "nixl", "instance": instance, "regions": [], "native": ""}
     return json.dumps(made | fields).encode()
 
 
@@ -89,7 +89,7 @@ def test_endpoint_of_another_instance_is_refused() -> None:
         endpoint("b")[:-1],
         endpoint("b", **{"is": "x"}),
     ):
-        refuses(described("a"), attrs.evolve(described("b"), endpoint=bad), "worker b", "none of this library")
+        refuses(described("a"), attrs.evolve(described("b"), endpoint=bad), "worker b", "no endpoint of this library")
     refuses(described("a"), attrs.evolve(described("b"), endpoint=endpoint("b", engine="gloo")), "nixl", "gloo")
 
 

@@ -11,7 +11,7 @@ from typing import Any, Self, final
 import attrs
 
 from batchstate.errors import ArgumentError, DtypeError, HandshakeError
-from batchstate.transport.engines import base
+from batchstate.transport.engines.endpoints import parsed_endpoint
 from batchstate.transport.layout import KVLayout, check_fit
 
 MAGIC = "batchstate worker"
@@ -109,15 +109,10 @@ def check_peers(ours: Description, theirs: Description) -> None:
 def _engine_of(description: Description) -> str:
     """The engine's name, once the endpoint is known to be the instance's."""
     try:
-        fields = json.loads(description.endpoint)
-        if fields["is"] != base.MAGIC:
-            raise KeyError("is")
-        engine, instance = str(fields["engine"]), str(fields["instance"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        engine, instance, *_ = parsed_endpoint(description.endpoint)
+    except HandshakeError as error:
         raise HandshakeError(
-            f"the endpoint of {description.worker}, {description.endpoint[:40]!r}, is none of this library",
-            value=description.endpoint[:40],
-            remedy="describe a worker by what its `Engine.endpoint()` returned",
+            f"{description.worker}: {error.problem}", value=error.value, remedy=error.remedy
         ) from error
     if instance != description.instance:
         raise HandshakeError(

@@ -11,113 +11,22 @@ endpoints. An engine adds the six methods marked abstract.
 """
 
 import abc
-import base64
-import enum
-import json
 import secrets
 import threading
 from collections import deque
-from typing import Any, final
 
-import attrs
-import numpy as np
-
-from batchstate import invariants
 from batchstate.errors import ArgumentError, HandshakeError, OwnerThreadError, TransferError
 from batchstate.transport.copies import Copies, Ints
+from batchstate.transport.engines.endpoints import packed_endpoint, parsed_endpoint
+from batchstate.transport.engines.handles import Capabilities, Delivery, Handle, Peer, Status
+from batchstate.transport.engines.judging import addresses
 from batchstate.transport.regions import Memory, Region, Regions, RemoteRegion
-from batchstate.violations import Where
 
-MAGIC = "batchstate endpoint 1"
+__all__ = ["MOST_TAG_BYTES", "Capabilities", "Delivery", "Engine", "Handle", "Peer", "Status"]
+
 MOST_TAG_BYTES = 128
 REMEMBERED_TAGS = 65_536
 """How many of the last tags are remembered, to refuse one that is used twice."""
-
-
-_ByIndex = dict[int, Region] | dict[int, RemoteRegion]
-
-
-class Status(enum.Enum):
-    """Where a write is.
-
-    PENDING: under way. DONE: all of it has landed. FAILED: it failed, and no byte of it can still land.
-    UNKNOWN: it failed, and bytes may still land; see `Engine.drain`.
-    """
-
-    PENDING = "pending"
-    DONE = "done"
-    FAILED = "failed"
-    UNKNOWN = "unknown"
-
-
-@final
-@attrs.frozen
-class Capabilities:
-    """What an engine can do.
-
-    Attributes:
-        one_sided: whether the peer takes no part in a write.
-        max_rows: most rows of one write.
-    """
-
-    one_sided: bool
-    max_rows: int
-
-
-@final
-@attrs.frozen
-class Delivery:
-    """A tag that has arrived behind its data.
-
-    Attributes:
-        tag: as given to `write`.
-        instance: nonce of the engine that wrote.
-    """
-
-    tag: bytes
-    instance: str
-
-
-@final
-@attrs.define(eq=False)
-class Peer:
-    """Another engine that this one can write to. Made by `connect`.
-
-    Attributes:
-        instance: its nonce; another one after each start.
-        regions: its memory by index, as it was when its endpoint was made.
-        native: of the engine.
-        lost: why it is gone, or None.
-    """
-
-    instance: str
-    regions: dict[int, RemoteRegion] = attrs.field(repr=False)
-    native: Any = attrs.field(default=None, repr=False)
-    lost: str | None = None
-
-
-@final
-@attrs.define(eq=False)
-class Handle:
-    """One write under way. Made by `write`.
-
-    Attributes:
-        peer: where it goes.
-        tag: its tag.
-        nbytes: its bytes.
-        status: the last answer of `poll`; final once it is not PENDING.
-        drained: whether no byte of it can still land.
-        reason: why it failed.
-        native: of the engine.
-    """
-
-    peer: Peer
-    tag: bytes
-    nbytes: int
-    status: Status = Status.PENDING
-    drained: bool = False
-    reason: str = ""
-    native: Any = attrs.field(default=None, repr=False)
 
 
 class Engine(abc.ABC):
@@ -236,10 +145,7 @@ class Engine(abc.ABC):
     def endpoint(self) -> bytes:
         """What a peer passes to `connect`: opaque, and to be made anew when memory was registered since."""
         self._check("endpoint")
-        regions = [[region.index, region.name, region.address, region.nbytes] for region in self._regions.all()]
-        native = base64.b64encode(self._endpoint()).decode()
-        fields = {"is": MAGIC, "engine": self.name, "instance": self.instance, "regions": regions, "native": native}
-        return json.dumps(fields).encode()
+        return packed_endpoint(self.name, self.instance, self._regions.all(), self._endpoint())
 
     def connect(self, endpoint: bytes) -> Peer:
         """Reaches another engine of the same kind.
@@ -293,7 +199,14 @@ class Engine(abc.ABC):
                 f"peer {peer.instance} is gone: {peer.lost}", value=peer.instance, remedy="connect to its next instance"
             )
         self._check_tag(tag)
-        sources, targets = self._addresses(peer, copies)
+        sources, targets = addresses(
+            self._regions.by_index(),
+            peer.regions,
+            copies,
+            name=self.name,
+            max_rows=self.capabilities.max_rows,
+            object=repr(self),
+        )
         handle = Handle(peer, tag, copies.nbytes)
         self._write(handle, copies, sources, targets)
         self._open[tag] = handle
@@ -340,22 +253,7 @@ class Engine(abc.ABC):
             raise TransferError(f"{operation} of {self!r}, which is closed", value=operation, remedy="make a new one")
 
     def _parsed(self, endpoint: bytes) -> tuple[str, dict[int, RemoteRegion], bytes]:
-        try:
-            fields = json.loads(endpoint)
-            if fields["is"] != MAGIC:
-                raise KeyError("is")
-            engine, instance = str(fields["engine"]), str(fields["instance"])
-            regions = {
-                int(index): RemoteRegion(int(index), str(name), int(address), int(nbytes))
-                for index, name, address, nbytes in fields["regions"]
-            }
-            native = base64.b64decode(fields["native"], validate=True)
-        except (ValueError, KeyError, TypeError) as error:
-            raise HandshakeError(
-                f"{endpoint[:40]!r} is no endpoint of this library",
-                value=bytes(endpoint[:40]),
-                remedy="pass what the other side's `endpoint()` returned",
-            ) from error
+        engine, instance, regions, native = parsed_endpoint(endpoint)
         if engine != self.name:
             raise HandshakeError(
                 f"the peer speaks {engine}, this engine {self.name}", value=engine, remedy="open the same on both sides"
@@ -380,53 +278,6 @@ class Engine(abc.ABC):
         self._recent.append(tag)
         while len(self._recent) > REMEMBERED_TAGS:
             self._used.discard(self._recent.popleft())
-
-    def _addresses(self, peer: Peer, copies: Copies) -> tuple[Ints, Ints]:
-        """Where each row begins here and there, int64[n] each; after every check."""
-        if len(copies) > self.capabilities.max_rows:
-            raise ArgumentError(
-                f"{len(copies)} rows in one write; {self.name} takes {self.capabilities.max_rows}",
-                value=len(copies),
-                remedy="cut it with `transport.plan.chunked`",
-            )
-        sources = self._inside(self._regions.by_index(), copies.source_regions, copies.source_offsets, copies, "source")
-        targets = self._inside(peer.regions, copies.target_regions, copies.target_offsets, copies, "target")
-        ends = targets + copies.lengths
-        if (targets[1:] >= ends[:-1]).all():  # in order, as the plan makes them: nothing to sort
-            return sources, targets
-        order = np.argsort(targets, kind="stable")
-        overlaps = targets[order][1:] < ends[order][:-1]
-        if overlaps.any():
-            row = int(order[1:][overlaps][0])
-            raise ArgumentError(
-                f"row {row} of a write lands on bytes of another row", value=row, remedy="name each destination once"
-            )
-        return sources, targets
-
-    def _inside(self, regions: _ByIndex, indices: Ints, offsets: Ints, copies: Copies, side: str) -> Ints:
-        if not len(copies):
-            return np.empty(0, dtype=np.int64)
-        where: Where = {"object": repr(self), "operation": f"write ({side})"}
-        first = int(indices[0])
-        if (indices == first).all():  # one layer
-            region = self._region(regions, first, side)
-            invariants.transfer_bounds(offsets, copies.lengths, 0, region.nbytes, **where)
-            return offsets + region.address
-        present = np.unique(indices)
-        found = [self._region(regions, index, side) for index in present.tolist()]
-        which = np.searchsorted(present, indices)
-        sizes = np.array([region.nbytes for region in found], dtype=np.int64)[which]
-        invariants.transfer_bounds(offsets, copies.lengths, 0, sizes, **where)
-        return np.array([region.address for region in found], dtype=np.int64)[which] + offsets
-
-    def _region(self, regions: _ByIndex, index: int, side: str) -> Region | RemoteRegion:
-        if index not in regions:
-            raise ArgumentError(
-                f"{side} region {index} is not registered",
-                value=index,
-                remedy="register memory before the endpoint is made, and use the indices of `Region`",
-            )
-        return regions[index]
 
     def _end(self, handle: Handle) -> None:
         handle.drained = True
