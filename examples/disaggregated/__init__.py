@@ -1,0 +1,14 @@
+"""Prefill in one process, decode in another: KV is written straight into the decode worker's pinned host memory.
+
+No KV is staged on the decode worker's device on its way. Prompts that are short enough are loaded into their hot
+buffer when they have arrived; of longer ones the device never has more than the newest tokens. Read it in this order:
+
+    options, workload       what a run is told, and what it serves
+    decode, decode_forward  the decode worker: its turn on the host, its forward on the device
+    arrivals                requests on their way into it: leases, grants, retries
+    prefill, prompts        the prefill worker
+    kv                      KV memory in two tiers, and a rank's share of the heads
+    channel, roles          what the two say to each other, from their start to their end
+    supervisor              both on one machine; a prefill worker that is killed is followed by another
+    report                  the comparison with transformers, and `python -m examples.disaggregated`
+"""

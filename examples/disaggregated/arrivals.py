@@ -1,0 +1,255 @@
+"""Requests on their way into the decode worker: leases, host tokens, grants, and what to do when a writer is lost.
+
+One request, in order::
+
+    lease      who will write, before any memory is taken
+    reserve    a slot and a host token for each token it will ever have, behind `lease.ended`
+    grant      the writers may write; the prompt goes to each of them
+    complete   DELIVERED, and the first token is known: the decode worker takes it over
+
+An attempt that fails gives its slot up at once. Its host tokens stay pending until no writer can write them any more,
+and the next attempt gets others.
+"""
+
+import time
+from collections import deque
+from typing import final
+
+import attrs
+
+from batchstate import SlotPool, Slots
+from batchstate.errors import TransferError
+from batchstate.hisparse import HiSparse
+from batchstate.transport.lease import Lease, LeaseState
+from batchstate.transport.receiver import Receiver
+from batchstate.transport.workers import Clock
+from examples.disaggregated.channel import Channel, ChannelClosedError, Kind
+from examples.engine.request import Request
+
+
+class WriterFailedError(Exception):
+    """A prefill worker has said why it cannot go on.
+
+    Attributes:
+        violation: whether a check of its own has found something broken.
+    """
+
+    def __init__(self, reason: str, *, violation: bool = False) -> None:
+        super().__init__(reason)
+        self.violation = violation
+
+
+@attrs.define(eq=False)
+class Arrival:
+    """One attempt to bring a request here."""
+
+    request: Request
+    slot: Slots
+    lease: Lease
+    since: float
+    first_token: int | None = None
+
+
+@final
+class Arrivals:
+    """Belongs to the runtime's thread.
+
+    Args:
+        tier: the host tier that the requests come to.
+        slots: of the requests.
+        receiver: its engine writes into the tier's memory.
+        writers: names of the prefill workers, all of which write a part of each request.
+        lease_seconds: after which an attempt is given up. Its memory still waits for its writers.
+        clock: seconds, never going back.
+
+    Attributes:
+        receiver: see above.
+        keep_free: slots that are not taken for requests of this kind.
+        waiting: requests that were not asked for yet, or have to be asked for again, with the attempt that failed.
+        delivered: attempts that were.
+        retried: attempts that failed and were made again.
+        transferred_bytes: of all that was delivered.
+    """
+
+    def __init__(
+        self,
+        tier: HiSparse,
+        slots: SlotPool,
+        receiver: Receiver,
+        writers: tuple[str, ...],
+        *,
+        lease_seconds: float,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.receiver = receiver
+        self.waiting: deque[tuple[Request, Lease | None]] = deque()
+        self.keep_free = 0
+        self.delivered = 0
+        self.retried = 0
+        self.transferred_bytes = 0
+        self._tier, self._slots, self._writers = tier, slots, writers
+        self._lease_seconds, self._clock = lease_seconds, clock
+        self._token_bytes = tier.host.item_bytes * len(tier.host.layers)
+        self._channels: dict[str, Channel] = {}
+        self._open: dict[int, Arrival] = {}
+        self._by_name: dict[tuple[str, int], Arrival] = {}
+        self._failed: list[Lease] = []
+        self._complete: deque[Arrival] = deque()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is waiting or on its way."""
+        return bool(self.waiting or self._open or self._complete)
+
+    @property
+    def connected(self) -> bool:
+        """Whether every writer is here."""
+        return not self.missing
+
+    @property
+    def missing(self) -> list[str]:
+        """Names of the writers that are not here."""
+        return [name for name in self._writers if name not in self._channels]
+
+    @property
+    def quarantined(self) -> int:
+        """Host tokens of failed attempts that somebody may still write."""
+        self._failed = [lease for lease in self._failed if not lease.ended.query()]
+        return sum(lease.tokens for lease in self._failed)
+
+    def channels(self) -> dict[str, Channel]:
+        """To each writer that is here."""
+        return dict(self._channels)
+
+    # Writers
+
+    def connect(self, channel: Channel, introduction: bytes) -> str:
+        """A writer has introduced itself.
+
+        Raises:
+            HandshakeError: it does not fit this worker.
+        """
+        name = self.receiver.accept(introduction)
+        self._channels[name] = channel
+        return name
+
+    def lost(self, name: str, reason: str) -> None:
+        """A writer is suspected to be gone; what it was to write fails, and stays taken."""
+        channel = self._channels.pop(name, None)
+        if channel is not None:
+            channel.close()
+            self.receiver.peer_lost(name, reason)
+
+    def ended(self, name: str) -> None:
+        """A supervisor has seen a writer's process exit."""
+        self.lost(name, "its process has ended")
+        self.receiver.peer_ended(name)
+
+    # Turns
+
+    def turn(self) -> list[Arrival]:
+        """Hears, asks for more, and says; the attempts that are complete. Never waits."""
+        self._hear()
+        self._give_up()
+        for lease in self.receiver.poll():
+            self._changed(lease)
+        while self.waiting and self._ask():
+            pass
+        self._say()
+        complete, self._complete = list(self._complete), deque()
+        return complete
+
+    def put_back(self, arrivals: list[Arrival]) -> None:
+        """Attempts that are complete, and for which there was no room: they come again with the next turn."""
+        self._complete.extendleft(reversed(arrivals))
+
+    def _give_up(self) -> None:
+        for arrival in self._open.values():
+            if self._clock() - arrival.since > self._lease_seconds:
+                self.receiver.abort(arrival.lease, f"not here after {self._lease_seconds} s")
+
+    def _hear(self) -> None:
+        for name, channel in list(self._channels.items()):
+            try:
+                heard = channel.poll()
+            except ChannelClosedError as error:
+                self.lost(name, str(error))
+                continue
+            for kind, payload in heard:
+                if kind is Kind.TRANSPORT:
+                    self.receiver.on_message(payload, name)
+                elif kind is Kind.WORDS:
+                    self._told(channel.words(payload))
+
+    def _told(self, words: dict[str, object]) -> None:
+        if "failed" in words:
+            raise WriterFailedError(str(words["failed"]), violation=bool(words.get("violation")))
+        arrival = self._by_name.get((str(words.get("request")), int(str(words.get("attempt", 0)))))
+        if arrival is not None and "first_token" in words and arrival.first_token is None:
+            arrival.first_token = int(str(words["first_token"]))
+            self._complete_if(arrival)
+
+    def _changed(self, lease: Lease) -> None:
+        arrival = self._open[lease.serial]
+        if lease.state is LeaseState.DELIVERED:
+            self.delivered += 1
+            self.transferred_bytes += lease.num_tokens * self._token_bytes
+            self._complete_if(arrival)
+            return
+        del self._open[lease.serial], self._by_name[lease.request, lease.attempt]
+        self._tier.abort(arrival.slot)
+        self._failed.append(lease)
+        self.retried += 1
+        self.waiting.appendleft((arrival.request, lease))
+
+    def _complete_if(self, arrival: Arrival) -> None:
+        lease = arrival.lease
+        if lease.state is LeaseState.DELIVERED and arrival.first_token is not None:
+            del self._open[lease.serial], self._by_name[lease.request, lease.attempt]
+            self._complete.append(arrival)
+
+    def _ask(self) -> bool:
+        """Asks for the first request that waits, if there is room for it."""
+        request, before = self.waiting[0]
+        if not self.connected or not self.room_for(request, besides=self.keep_free):
+            return False
+        name = f"request {request.number}"
+        try:
+            if before is None:
+                lease = self.receiver.lease(name, len(request.prompt), self._writers)
+            else:
+                lease = self.receiver.retry(before, self._writers)
+        except TransferError:  # a writer is gone, and its channel has not told so yet
+            return False
+        self.waiting.popleft()
+        slot = self._slots.take(1)
+        (runs,) = self._tier.reserve(slot, len(request.prompt), request.kv_limit, writer=lease.ended)
+        self.receiver.grant(lease, runs.table)
+        arrival = Arrival(request, slot, lease, self._clock())
+        self._open[lease.serial] = self._by_name[lease.request, lease.attempt] = arrival
+        for writer in self._writers:
+            self._tell(writer, request=name, attempt=lease.attempt, prompt=list(request.prompt))
+        return True
+
+    def room_for(self, request: Request, *, besides: int = 0) -> bool:
+        """Whether there is a slot, besides some for others, and host tokens, for one more."""
+        size = self._tier.host.page_size
+        return self._slots.stats.free > besides and self._tier.host.stats.free >= -(-request.kv_limit // size) * size
+
+    def _say(self) -> None:
+        messages, self.receiver.outbox = self.receiver.outbox, []
+        for name, message in messages:
+            channel = self._channels.get(name)
+            if channel is not None:
+                try:
+                    channel.send(Kind.TRANSPORT, message)
+                except ChannelClosedError as error:
+                    self.lost(name, str(error))
+
+    def _tell(self, name: str, **words: object) -> None:
+        channel = self._channels.get(name)
+        if channel is not None:
+            try:
+                channel.say(**words)
+            except ChannelClosedError as error:
+                self.lost(name, str(error))

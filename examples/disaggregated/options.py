@@ -1,0 +1,57 @@
+"""What a run is told before it starts, the same for both workers."""
+
+import attrs
+from attrs.validators import ge, in_
+
+AUTHKEY = "BATCHSTATE_AUTHKEY"
+"""Environment variable with the secret that both workers know; whoever has it may talk to them."""
+
+TRANSPORTS = ("nixl", "distributed", "mooncake")
+
+
+@attrs.frozen
+class Options:
+    """Sizes and modes of a run.
+
+    Attributes:
+        transport: name of the engine.
+        requests: how many are served.
+        page_size: tokens a page, of the prefill's pool and of the host tier.
+        hot_tokens: most tokens of a request that the decode worker's device holds.
+        prefill_degree: prefill processes, each with its share of the heads.
+        staged: share of the requests that the decode worker prefills itself and stages out to the host.
+        seed: of the model and the requests.
+        device: torch's name.
+        checks: level of the checks.
+        family: of the random model.
+        host: address of this machine at which the other worker's engine reaches it.
+        interface: network interface of NIXL.
+        max_running: requests that the decode worker has at once, those on their way included.
+        kill_prefill_after: prefill 0 is killed when so many requests have been delivered; None for never.
+        max_prompt: tokens of the longest prompt that a prefill worker takes.
+        lease_seconds: after which an attempt is given up, and made again.
+        patience: seconds without any progress after which a worker gives up.
+    """
+
+    transport: str = attrs.field(default="nixl", validator=in_(TRANSPORTS))
+    requests: int = attrs.field(default=200, validator=ge(1))
+    page_size: int = attrs.field(default=16, validator=ge(1))
+    hot_tokens: int = attrs.field(default=32, validator=ge(2))
+    prefill_degree: int = attrs.field(default=1, validator=ge(1))
+    staged: float = 0.1
+    seed: int = 0
+    device: str = "cpu"
+    checks: str = "cheap"
+    family: str = "llama"
+    host: str = "127.0.0.1"
+    interface: str = "lo"
+    max_running: int = attrs.field(default=32, validator=ge(2))
+    kill_prefill_after: int | None = None
+    max_prompt: int = attrs.field(default=512, validator=ge(1))
+    lease_seconds: float = 30.0
+    patience: float = 60.0
+
+
+def writer_name(rank: int) -> str:
+    """Name of a prefill rank; the same for each process that ever takes the part."""
+    return f"prefill-{rank}"

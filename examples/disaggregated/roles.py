@@ -1,0 +1,247 @@
+"""What each of the two processes does from its start to its end. Neither outlives the other for long.
+
+A worker ends with an error when its peer or its supervisor hangs up, and when nothing has happened for
+`Options.patience` seconds.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any, final
+
+from batchstate import Violation
+from examples.disaggregated.arrivals import WriterFailedError
+from examples.disaggregated.channel import Channel, ChannelClosedError, Door, Kind, call
+from examples.disaggregated.decode import DecodeWorker
+from examples.disaggregated.options import Options, writer_name
+from examples.disaggregated.prefill import PrefillWorker
+from examples.disaggregated.worker import Parts
+from examples.engine.request import Request
+
+STARTS_IN = 60.0
+"""Seconds that a worker may take to be there."""
+NAP = 0.0003
+"""Seconds that a worker sleeps when there is nothing to do: threads of engines, and the other worker, want the core."""
+
+Address = tuple[str, int]
+
+
+@final
+class Patience:
+    """Ends a loop in which nothing happens."""
+
+    def __init__(self, seconds: float, what: str) -> None:
+        self._seconds, self._what = seconds, what
+        self._since = time.monotonic()
+
+    def after(self, *, moved: bool) -> None:
+        """A turn has passed.
+
+        Raises:
+            ChannelClosedError: nothing has happened for too long.
+        """
+        if moved:
+            self._since = time.monotonic()
+            return
+        if time.monotonic() - self._since > self._seconds:
+            raise ChannelClosedError(f"{self._what}: nothing has happened for {self._seconds:.0f} s")
+        time.sleep(NAP)
+
+
+def introduced(channel: Channel, mine: bytes, seconds: float = STARTS_IN) -> bytes:
+    """Exchanges introductions: both sides have the other's before either may refuse it.
+
+    Raises:
+        ChannelClosedError: the other side is gone, or says something else.
+    """
+    channel.send(Kind.INTRODUCTION, mine)
+    kind, theirs = channel.await_one(seconds)
+    if kind is not Kind.INTRODUCTION:
+        raise ChannelClosedError(f"{channel.name} did not introduce itself")
+    return theirs
+
+
+# Prefill
+
+
+def serve_prefill(parts: Parts, options: Options, rank: int, door: Door, supervisor: Channel | None) -> dict[str, Any]:
+    """Waits for the decode worker, and serves it until it says stop; figures of the run.
+
+    Raises:
+        HandshakeError: the two do not fit. ChannelClosedError: the decode worker or the supervisor is gone.
+        Violation: something is broken; the decode worker was told.
+    """
+    worker = PrefillWorker(parts, options, rank)
+    decode = _visitor(door, supervisor)
+    try:
+        peer = worker.sender.accept(introduced(decode, worker.sender.introduce()))
+        _serve_prompts(worker, decode, peer, options, supervisor)
+    except Violation as violation:
+        decode.say(failed=f"{writer_name(rank)}: {violation}", violation=True)
+        raise
+    figures = {"leaks": worker.leaks, "steps": worker.steps, "bytes": worker.bytes_written}
+    decode.say(farewell=figures)
+    _until_gone(decode)
+    return figures
+
+
+def _visitor(door: Door, supervisor: Channel | None) -> Channel:
+    patience = Patience(STARTS_IN, "waiting for the decode worker")
+    while (connection := door.entered()) is None:
+        if supervisor is not None:
+            supervisor.poll()
+        patience.after(moved=False)
+    return Channel(connection, "decode")
+
+
+def _serve_prompts(
+    worker: PrefillWorker, decode: Channel, peer: str, options: Options, supervisor: Channel | None
+) -> None:
+    patience = Patience(options.patience, "prefill")
+    stop = False
+    while not stop or worker.busy:
+        heard = decode.poll()
+        for kind, payload in heard:
+            if kind is Kind.TRANSPORT:
+                worker.sender.on_message(payload, peer)
+                continue
+            words = Channel.words(payload)
+            if "prompt" in words:
+                worker.prompt(words["request"], words["attempt"], words["prompt"])
+            stop = stop or "stop" in words
+        moved = worker.turn()
+        for words in worker.words:
+            decode.say(**words)
+        for _, message in worker.sender.outbox:
+            decode.send(Kind.TRANSPORT, message)
+        worker.words, worker.sender.outbox = [], []
+        if supervisor is not None:
+            supervisor.poll()
+        patience.after(moved=moved or bool(heard))
+
+
+def _until_gone(channel: Channel) -> None:
+    """What was said last is heard before this end hangs up."""
+    patience = Patience(STARTS_IN, f"waiting for {channel.name} to hang up")
+    try:
+        while True:
+            channel.poll()
+            patience.after(moved=False)
+    except ChannelClosedError:
+        channel.close()
+
+
+# Decode
+
+
+def serve_decode(
+    parts: Parts,
+    options: Options,
+    requests: Sequence[Request],
+    authkey: bytes,
+    *,
+    addresses: Sequence[Address] = (),
+    supervisor: Channel | None = None,
+) -> dict[str, Any]:
+    """Serves all requests; figures of the run and their tokens.
+
+    Args:
+        parts: device, model, engine.
+        options: sizes.
+        requests: fresh ones.
+        authkey: the secret.
+        addresses: of the prefill workers, by rank; without them the supervisor says where they are.
+        supervisor: who starts prefill workers, and sees them end.
+
+    Raises:
+        HandshakeError: a prefill worker does not fit. ChannelClosedError: one is gone and nobody starts another, or the
+            supervisor is.
+    """
+    worker = DecodeWorker(parts, options, requests)
+    before = parts.runtime.counters.snapshot()
+    broken, farewells, start = None, [], time.perf_counter()
+    try:
+        for rank, address in enumerate(addresses):
+            _join(worker, address, authkey, writer_name(rank))
+        while supervisor is not None and not worker.arrivals.connected:
+            _heed(worker, supervisor, authkey)
+            time.sleep(NAP)
+        start = time.perf_counter()
+        _serve_requests(worker, options, authkey, supervisor)
+        farewells = _farewells(worker)
+    except Violation as violation:
+        broken = str(violation)
+    except WriterFailedError as error:
+        if not error.violation:
+            raise
+        broken = str(error)
+    cost = parts.runtime.counters - before
+    return {
+        "outputs": [request.output for request in requests],
+        "broken": broken,
+        "seconds": time.perf_counter() - start,
+        "steps": worker.steps,
+        "mixed_steps": worker.mixed_steps,
+        "staged": worker.staged,
+        "retried": worker.arrivals.retried,
+        "delivered": worker.arrivals.delivered,
+        "transferred_bytes": worker.arrivals.transferred_bytes,
+        "in_flight_depth_max": worker.in_flight_depth_max,
+        "forced_syncs": cost.forced_syncs,
+        "device_to_host_copies": cost.device_to_host_copies - worker.result_copies,
+        "result_copies": worker.result_copies,
+        "host_to_device_copies": cost.host_to_device_copies,
+        "quarantined": worker.quarantined,
+        "quarantined_max": worker.quarantined_max,
+        "leaks": worker.leaks + sum(one["leaks"] for one in farewells),
+        "prefill_steps": sum(one["steps"] for one in farewells),
+    }
+
+
+def _join(worker: DecodeWorker, address: Address, authkey: bytes, name: str) -> None:
+    channel = call(address, authkey, name, STARTS_IN)
+    worker.arrivals.connect(channel, introduced(channel, worker.arrivals.receiver.introduce()))
+
+
+def _heed(worker: DecodeWorker, supervisor: Channel, authkey: bytes) -> None:
+    """What the supervisor says: a prefill worker has ended, or a new one is there."""
+    for _, payload in supervisor.poll():
+        words = Channel.words(payload)
+        if "ended" in words:
+            worker.arrivals.ended(words["ended"])
+        if "address" in words:
+            host, port = words["address"]
+            _join(worker, (str(host), int(port)), authkey, words["name"])
+
+
+def _serve_requests(worker: DecodeWorker, options: Options, authkey: bytes, supervisor: Channel | None) -> None:
+    patience = Patience(options.patience, "decode")
+    arrivals = worker.arrivals
+    told = 0
+    while worker.busy or worker.quarantined:
+        if supervisor is not None:
+            _heed(worker, supervisor, authkey)
+            if arrivals.delivered != told:
+                told = arrivals.delivered
+                supervisor.say(delivered=told)
+        elif not arrivals.connected and arrivals.busy:
+            raise ChannelClosedError(f"gone: {', '.join(arrivals.missing)}, and requests still need them")
+        patience.after(moved=worker.turn())
+
+
+def _farewells(worker: DecodeWorker) -> list[dict[str, Any]]:
+    """Tells each prefill worker to stop, and hears what it has to say at the end."""
+    farewells = []
+    for name, channel in worker.arrivals.channels().items():
+        channel.say(stop=True)
+        while True:
+            kind, payload = channel.await_one(STARTS_IN)
+            words = Channel.words(payload) if kind is Kind.WORDS else {}
+            if "failed" in words:
+                raise WriterFailedError(str(words["failed"]), violation=bool(words.get("violation")))
+            if "farewell" in words:
+                farewells.append(words["farewell"])
+                break
+            if kind is Kind.TRANSPORT:
+                worker.arrivals.receiver.on_message(payload, name)
+        channel.close()
+    return farewells

@@ -1,0 +1,346 @@
+"""Prefill in one process, decode in another: KV comes into the host tier over real engines, and no token differs."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any, final
+
+import attrs
+import pytest
+
+from batchstate import checks
+from batchstate.errors import TransferError
+from batchstate.testing.devices import is_tool, open_device, torch_device_of, window_of
+from batchstate.transport.engines.faults import Faults
+from batchstate.transport.engines.in_process import InProcessEngine, Network
+
+pytest.importorskip("transformers")
+
+from examples.disaggregated.__main__ import main
+from examples.disaggregated.channel import Channel, ChannelClosedError, Door, Kind, call
+from examples.disaggregated.decode import DecodeWorker
+from examples.disaggregated.options import AUTHKEY, Options
+from examples.disaggregated.prefill import PrefillWorker
+from examples.disaggregated.worker import Parts, requests_of
+from examples.engine.model import Model
+from examples.engine.reference import generate
+from tests.engine_cases import one_thread
+
+ROOT = Path(__file__).parent.parent
+FIGURES = {
+    "transport",
+    "requests",
+    "tokens",
+    "mismatches",
+    "violations",
+    "page_size",
+    "transferred_bytes",
+    "seconds",
+    "hot_tokens",
+    "prefill_degree",
+    "leaks",
+    "forced_syncs",
+    "device_to_host_copies",
+    "steps",
+    "in_flight_depth_max",
+    "retried",
+}
+NOTHING_WRONG = ("mismatches", "violations", "leaks", "forced_syncs", "device_to_host_copies", "quarantined")
+SECRET = "a secret of the tests"
+
+
+@pytest.fixture(autouse=True)
+def contained(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What the commands set for their process does not outlive a test."""
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
+    monkeypatch.setenv(AUTHKEY, SECRET)
+    with one_thread():
+        yield
+
+
+# Both workers in one process, on a network with faults
+
+
+@final
+class Both:
+    """A decode worker and its prefill workers, turned one after the other. Their clock counts the network's steps."""
+
+    def __init__(self, device: str, options: Options, faults: Faults, seed: int) -> None:
+        self.network = Network(seed)
+        workers = 1 + options.prefill_degree
+        if is_tool(device):  # which watches one runtime at a time: the workers share it, and its steps
+            runtimes = [open_device(device, seed=seed, steps_in_flight=2 * workers)] * workers
+        else:
+            runtimes = [open_device(device, seed=seed) for _ in range(workers)]
+        self.model = Model.random("llama", device=runtimes[0].device)
+        self.requests = requests_of(options, self.model)
+        with contextlib.ExitStack() as windows:
+            windows.enter_context(checks(options.checks))
+            for runtime in dict.fromkeys(runtimes):
+                windows.enter_context(window_of(runtime))
+            parts = Parts(runtimes[0], self.model, InProcessEngine(self.network))
+            self.decode = DecodeWorker(parts, options, self.requests, clock=lambda: self.network.now)
+            self.prefills: list[tuple[PrefillWorker, Channel]] = []
+            for rank, runtime in enumerate(runtimes[1:]):
+                parts = Parts(runtime, self.model, InProcessEngine(self.network, faults))
+                self._add(PrefillWorker(parts, options, rank))
+            before = runtimes[0].counters.snapshot()
+            end = time.monotonic() + 60
+            while self.busy:
+                assert time.monotonic() < end, "the requests are not served"
+                self._turn()
+            self.cost = runtimes[0].counters - before
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is left to do, quarantined memory included."""
+        return self.decode.busy or self.decode.quarantined > 0 or any(one.busy for one, _ in self.prefills)
+
+    def mismatches(self) -> int:
+        """Requests whose tokens differ from those of transformers."""
+        prompts, limits = [one.prompt for one in self.requests], [one.max_new_tokens for one in self.requests]
+        expected = generate(self.model, prompts, limits, eos_token_ids=())
+        return sum(one.output != tokens for one, tokens in zip(self.requests, expected, strict=True))
+
+    def _add(self, prefill: PrefillWorker) -> None:
+        ours, theirs = Pipe()
+        prefill.sender.accept(self.decode.arrivals.receiver.introduce())
+        self.decode.arrivals.connect(Channel(ours, "prefill"), prefill.sender.introduce())
+        self.prefills.append((prefill, Channel(theirs, "decode")))
+
+    def _turn(self) -> None:
+        self.network.step()
+        self.decode.turn()
+        for prefill, channel in self.prefills:
+            for kind, payload in channel.poll():
+                if kind is Kind.TRANSPORT:
+                    prefill.sender.on_message(payload, "decode")
+                else:
+                    prefill.prompt(**Channel.words(payload))
+            prefill.turn()
+            for words in prefill.words:
+                channel.say(**words)
+            for _, message in prefill.sender.outbox:
+                channel.send(Kind.TRANSPORT, message)
+            prefill.words, prefill.sender.outbox = [], []
+
+
+def never_by_itself(device: str) -> bool:
+    """Whether fences of a device are complete only once somebody has waited; nobody waits for what is staged."""
+    return is_tool(device) and device.startswith("race") and "prompt" not in device
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("degree", [1, 2])
+def test_tokens_are_those_of_transformers(device: str, page_size: int, degree: int) -> None:
+    """Whatever the page and the prefill's degree: requests on both sides of the hot buffer, direct and staged."""
+    staged = 0.0 if never_by_itself(device) else 0.3
+    options = Options(
+        requests=16, page_size=page_size, prefill_degree=degree, max_running=8, checks="full", staged=staged
+    )
+    both = Both(device, options, Faults(delay=2, split=0.5), seed=page_size)
+    assert both.mismatches() == 0
+    assert both.decode.leaks == 0
+    assert [prefill.leaks for prefill, _ in both.prefills] == [0] * degree
+    lengths = {len(request.prompt) > options.hot_tokens for request in both.requests}
+    assert lengths == {False, True}
+    assert (both.decode.mixed_steps > 0) == (staged > 0)
+    assert both.decode.in_flight_depth_max == 2
+    written = sum(prefill.bytes_written for prefill, _ in both.prefills)
+    assert written == both.decode.arrivals.transferred_bytes > 0
+
+
+def test_planning_copies_nothing_from_the_device(device: str) -> None:
+    """Each step of the host tier brings its results to the host in one copy; no other is made, and nobody waits."""
+    if is_tool(device):
+        pytest.skip("the workers share the runtime of a tool, and what it counts")
+    both = Both(device, Options(requests=12, page_size=16), Faults(), seed=0)
+    assert both.cost.forced_syncs == 0
+    assert both.cost.device_to_host_copies == both.decode.result_copies > both.decode.steps
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_faults_cost_retries_and_no_tokens(device: str, seed: int) -> None:
+    """Writes that fail, go on landing, are refused or lose their tags: requests come again, into other host tokens."""
+    faults = Faults(delay=3, split=0.5, failed=0.1, unknown=0.1, lost_tag=0.05, duplicate_tag=0.2, refused=0.05)
+    staged = 0.0 if never_by_itself(device) else 0.1
+    options = Options(
+        requests=12, page_size=16, max_running=6, checks="full", lease_seconds=100, prefill_degree=2, staged=staged
+    )
+    both = Both(device, options, faults, seed)
+    assert both.mismatches() == 0
+    assert both.decode.arrivals.retried > 0
+    assert both.decode.quarantined_max > 0
+    assert both.decode.leaks == 0
+    assert [prefill.leaks for prefill, _ in both.prefills] == [0, 0]
+
+
+# Processes
+
+
+def figures_of(path: Path, *arguments: str, code: int = 0) -> dict[str, Any]:
+    """Runs the command; its figures."""
+    file = path / "figures.json"
+    assert main([*arguments, "--json", str(file)]) == code
+    figures: dict[str, Any] = json.loads(file.read_text())
+    assert set(figures) >= FIGURES
+    return figures
+
+
+def test_nixl_between_processes(tmp_path: Path, device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One command starts both processes; the table says in plain words that every token is right."""
+    pytest.importorskip("nixl")
+    figures = figures_of(tmp_path, "--device", torch_device_of(device), "--requests", "20")
+    assert [figures[name] for name in NOTHING_WRONG] == [0] * len(NOTHING_WRONG)
+    assert (figures["transport"], figures["page_size"], figures["in_flight_depth_max"]) == ("nixl", 16, 2)
+    assert figures["direct"] + figures["staged"] == 20
+    assert figures["transferred_bytes"] > 0
+    assert "every token equals that of model.generate" in capsys.readouterr().out
+
+
+def test_a_killed_prefill_worker_is_followed_by_another(tmp_path: Path, device: str) -> None:
+    """SIGKILL to one of two ranks: what it was writing is quarantined, comes again, and no token differs."""
+    common = ["--transport", "distributed", "--page-size", "64", "--prefill-degree", "2", "--requests", "24"]
+    arguments = [*common, "--kill-prefill-after", "2"]
+    figures = figures_of(tmp_path, "--device", torch_device_of(device), *arguments)
+    assert [figures[name] for name in NOTHING_WRONG] == [0] * len(NOTHING_WRONG)
+    assert figures["retried"] > 0
+    assert figures["quarantined_max"] > 0
+
+
+@final
+@attrs.define
+class PrefillRole:
+    """`--role prefill` in a process of its own."""
+
+    process: "subprocess.Popen[str]"
+    address: str
+
+    @classmethod
+    def started(cls, device: str, *arguments: str) -> "PrefillRole":
+        """Returns when it listens."""
+        command = [sys.executable, "-m", "examples.disaggregated", "--role", "prefill", "--listen", "127.0.0.1:0"]
+        process = subprocess.Popen(
+            [*command, "--device", torch_device_of(device), *arguments],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        return cls(process, process.stdout.readline().strip().removeprefix("listening on "))
+
+    def ended(self) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr."""
+        try:
+            out, err = self.process.communicate(timeout=30)
+        finally:
+            self.process.kill()
+        return self.process.returncode, out, err
+
+
+def test_two_roles_serve_over_gloo(tmp_path: Path, device: str) -> None:
+    """A prefill worker that listens and a decode worker that connects, as on two machines; single-token pages."""
+    common = ["--transport", "distributed", "--page-size", "1", "--hot-tokens", "20"]
+    role = PrefillRole.started(device, *common)
+    decode = ["--role", "decode", "--connect", role.address, "--requests", "12", "--device", torch_device_of(device)]
+    try:
+        figures = figures_of(tmp_path, *decode, *common)
+    finally:
+        code, out, err = role.ended()
+    assert [figures[name] for name in NOTHING_WRONG] == [0] * len(NOTHING_WRONG)
+    assert (code, err) == (0, "")
+    assert f"{figures['transferred_bytes']:,} bytes written, 0 leaks" in out
+
+
+def test_roles_that_do_not_fit_refuse_each_other(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two page sizes: both workers say which, and how to set it right, and return 2. Nothing was written."""
+    role = PrefillRole.started(device, "--transport", "distributed", "--page-size", "64")
+    decode = ["--role", "decode", "--connect", role.address, "--device", torch_device_of(device)]
+    try:
+        assert main([*decode, "--transport", "distributed", "--page-size", "16"]) == 2
+    finally:
+        code, out, err = role.ended()
+    assert code == 2
+    assert "page_size is 64 here, 16 there" in err
+    assert "page_size is 16 here, 64 there" in capsys.readouterr().err
+    assert "Traceback" not in err
+    assert "bytes" not in out
+
+
+# Parts
+
+
+def test_strangers_do_not_come_in() -> None:
+    """Who does not know the secret is turned away, and the door stays open for the one who does."""
+    door = Door(("127.0.0.1", 0), b"right")
+    with pytest.raises(ChannelClosedError, match="does not let us in"):
+        call(door.address, b"wrong", "prefill", 5.0)
+    channel = call(door.address, b"right", "prefill", 5.0)
+    end = time.monotonic() + 5
+    while (came := door.entered()) is None:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    channel.say(prompt=[1, 2])
+    kind, payload = Channel(came, "decode").await_one(5.0)
+    assert (kind, Channel.words(payload)) == (Kind.WORDS, {"prompt": [1, 2]})
+    channel.close()
+    with pytest.raises(ChannelClosedError, match="decode is gone"):
+        Channel(came, "decode").await_one(5.0)
+
+
+def test_malformed_messages_are_refused() -> None:
+    """Neither an unknown kind nor words that are none are taken, and nothing is unpickled."""
+    ours, theirs = Pipe()
+    theirs.send_bytes(b"?what")
+    with pytest.raises(ChannelClosedError, match="gone"):
+        Channel(ours, "decode").poll()
+    for payload in (b"[1]", b"{"):
+        with pytest.raises(ChannelClosedError, match="no words"):
+            Channel.words(payload)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--page-size", "0"], "'0' is no whole number from 1 on"),
+        (["--hot-tokens", "1"], "'1' is no whole number from 2 on"),
+        (["--transport", "pigeons"], "choose from"),
+        (["--role", "prefill"], "needs --listen"),
+        (["--role", "decode", "--prefill-degree", "2", "--connect", "localhost:1"], "for each of 2 prefill workers"),
+        (["--connect", "localhost"], "no HOST:PORT"),
+        (["--rank", "1"], "go with --role"),
+        (["--role", "prefill", "--listen", "localhost:0", "--rank", "1"], "ranks count from 0"),
+        (["--role", "prefill", "--listen", "localhost:0", "--kill-prefill-after", "1"], "needs the supervisor"),
+    ],
+)
+def test_bad_arguments_are_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    """An argument that cannot be meant exits with 2, and says which and why."""
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_roles_need_a_secret(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one nobody listens."""
+    monkeypatch.delenv(AUTHKEY)
+    with pytest.raises(SystemExit):
+        main(["--role", "prefill", "--listen", "127.0.0.1:0"])
+    assert f"set {AUTHKEY}" in capsys.readouterr().err
+
+
+def test_heads_that_cannot_be_shared_are_refused(device: str) -> None:
+    """Three prefill ranks for two heads: told before anything is opened for transfer."""
+    runtime = open_device(device)
+    parts = Parts(runtime, Model.random("llama", device=runtime.device), InProcessEngine(Network()))
+    with pytest.raises((TransferError, ValueError), match="cannot be shared evenly by 3 ranks"):
+        PrefillWorker(parts, Options(prefill_degree=3), 0)
