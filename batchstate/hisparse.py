@@ -181,7 +181,7 @@ class HiSparse:
         )
         targets = hot.tokens.np[of_short]
         try:
-            self._moves.to_device(*self._moves.uploaded(sources, targets), "host tier: preload")
+            self._moves.to_device(*self._moves.indices(self._moves.uploaded(sources, targets)), "host tier: preload")
         except BaseException:
             self.pages.release(slots)
             raise
@@ -215,9 +215,10 @@ class HiSparse:
             targets = np.concatenate([one.tokens(0, n) for one, n in zip(runs, length.tolist(), strict=True)])
             at, size = _within(length), self.pages.page_size  # a prompt does not go round in its pages
             sources = self.pages.page_table[np.repeat(rows, length), at // size].astype(np.int64) * size + at % size
+            upload = self._moves.uploaded(sources, targets)  # not on the stream of the copies, which may be long
             with self.runtime.use(self._stream):
                 self.runtime.wait(written)
-                copied = self._moves.to_host(*self._moves.uploaded(sources, targets), "host tier: stage")
+                copied = self._moves.to_host(*self._moves.indices(upload), "host tier: stage")
         except BaseException:
             for row in rows.tolist():
                 self.host.free(self._books.leave(row))
@@ -243,11 +244,23 @@ class HiSparse:
         self._staging = [group for group, copied in zip(self._staging, answers, strict=True) if not copied]
         return settled
 
+    def wait_staged(self) -> int:
+        """Waits for the oldest copy that is under way, then settles; says how many became READY. 0: none is under way.
+
+        For an engine that has nothing else to do.
+        """
+        self.runtime.check_owner("wait_staged")
+        if self._staging and not self.runtime.capturing:
+            self._staging[0][1].wait()
+        return self.settle()
+
     def _settle(self, slots: Slots, copied: Fence) -> int:
         """Those of a group that have not left: what waits for this copy is theirs."""
         still = np.array([self._guard.holds.get(slot) is copied for slot in slots.np.tolist()], dtype=np.bool_)
         slots = slots.filter(still)
         rows = slots.np
+        if levels.cheap:
+            invariants.slot_in_flight(rows, np.full(rows.size, not copied.query()), **self._where("settle"))
         long = self._books.length[rows] > self.hot_tokens
         if long.any():
             self.pages.truncate(slots.filter(long), self.hot_tokens)
@@ -273,7 +286,8 @@ class HiSparse:
         Raises:
             PoolExhaustedError: too few device pages. Nothing was mapped.
             Violation: TIER_STATE: a request is not READY; LENGTH_ORDER: more tokens than were reserved; PAGE_OWNER:
-                somebody shares the page that the token goes to; MIRROR_EQUAL, at `cheap`: somebody else has grown or
+                somebody shares the page that the token goes to; TRANSFER_BOUNDS, at `cheap`: a backup would go to
+                host tokens of others; MIRROR_EQUAL, at `cheap`: somebody else has grown or
                 released the pages of a request.
             ArgumentError: a request did not grow by one token, or the backup of the last step was not launched.
         """
@@ -288,20 +302,25 @@ class HiSparse:
         grows = position < self.hot_tokens
         if not grows.all():
             self.pages.check_unshared(self._hot_pages(rows[~grows], position[~grows])[0], operation)
+        owed = books.backed[rows] < position
+        late, previous = rows[owed], position[owed] - 1
+        backup_from, backup_to = self._device_tokens(late, previous), books.host_tokens(late, previous)
+        if levels.cheap:
+            least, most = books.bounds(late, backup_to)
+            one = np.ones_like(backup_to)
+            invariants.transfer_bounds(backup_to, one, least, most, what="host tokens", **self._where(operation))
         if grows.all():
             self.pages.advance(slots)
         elif grows.any():
             self.pages.advance(slots.filter(grows))
-        owed = books.backed[rows] < position
-        late = rows[owed]
-        previous = position[owed] - 1
         location = LastLocation(
             slots,
             position,
+            position % self.hot_tokens,
             host_only(Tokens, self.runtime, self._device_tokens(rows, position)),
             np.maximum(books.hot_from[rows], length - self.hot_tokens),
-            host_only(Tokens, self.runtime, self._device_tokens(late, previous)),
-            host_only(HostTokens, self.runtime, books.host_tokens(late, previous)),
+            host_only(Tokens, self.runtime, backup_from),
+            host_only(HostTokens, self.runtime, backup_to),
         )
         books.length[rows] = length
         books.backed[rows] = position
@@ -318,6 +337,7 @@ class HiSparse:
 
         Raises:
             ArgumentError: it was launched already, or is not the last plan.
+            Violation: UNIT_MISMATCH: indices of another space.
         """
         self.runtime.check_owner("back_up")
         if location.launched or location is not self._open:
@@ -326,9 +346,11 @@ class HiSparse:
                 value=location,
                 remedy="call it once for each `map_last_location`, in order",
             )
+        self._check_units(location)
         if len(location.backup_from):
             if uploaded is None:
-                source, target = self._moves.uploaded(location.backup_from.np, location.backup_to.np)
+                upload = self._moves.uploaded(location.backup_from.np, location.backup_to.np)
+                source, target = self._moves.indices(upload)
             else:
                 source, target = uploaded["backup_from"], uploaded["backup_to"]
             self._moves.to_host(source, target, "host tier: back up")
@@ -336,7 +358,7 @@ class HiSparse:
         self._open = None
         self._guard.planned = np.empty(0, dtype=np.int64)
         if levels.full and not self.runtime.checks_stand_aside():
-            self._check_backed(location)
+            self._check_hot(location.slots.np, "back_up")
 
     # Leaving
 
@@ -390,6 +412,8 @@ class HiSparse:
         self, rows: Ints, length: Ints, room: Ints, state: TierState, writer: Fence | None, operation: str
     ) -> list[HostRuns]:
         runs = self.host.take(room, rows)
+        held = np.array([len(one) for one in runs], dtype=np.int64)
+        invariants.length_order(length, held, self.host.num_tokens, **self._where(operation))
         for row, one, n in zip(rows.tolist(), runs, length.tolist(), strict=True):
             self._books.enter(row, one, state, n)
             if writer is not None:
@@ -428,19 +452,27 @@ class HiSparse:
 
     def _hot_pages(self, rows: Ints, positions: Ints) -> tuple[Ints, Ints]:
         """The page of one position of each row in its hot buffer, and the row in the buffer; int64[n] each."""
-        hot_row = np.where(positions < self.hot_tokens, positions, positions % self.hot_tokens)
+        hot_row = positions % self.hot_tokens
         return self.pages.page_table[rows, hot_row // self.pages.page_size].astype(np.int64), hot_row
 
     # Checks
 
-    def _check_backed(self, location: LastLocation) -> None:
+    def _check_units(self, location: LastLocation) -> None:
         where = self._where("back_up")
+        for unit, given in (("token", location.backup_from), ("host_token", location.backup_to)):
+            if given.unit != unit:
+                invariants.unit_mismatch(unit, str(given.unit), **where)
+
+    def _check_hot(self, rows: Ints, operation: str) -> None:
+        """What is backed up equals what is hot. Reads device memory."""
+        books, where = self._books, self._where(operation)
+        owed = 0 if self._open is None else 1
+        first = np.maximum(books.hot_from[rows], books.length[rows] - self.hot_tokens)
+        counts = np.maximum(books.backed[rows] - owed - first, 0)
+        at, positions = np.repeat(rows, counts), np.repeat(first, counts) + _within(counts)
+        tokens, kept = self._device_tokens(at, positions), books.host_tokens(at, positions)
         for device, host in zip(self._moves.kv, self.host.buffers, strict=True):
-            invariants.mirror_equal(
-                self.runtime.inspect(device)[location.backup_from.np],
-                self.runtime.inspect(host)[location.backup_to.np],
-                **where,
-            )
+            invariants.mirror_equal(self.runtime.inspect(device)[tokens], self.runtime.inspect(host)[kept], **where)
 
     def verify(self) -> None:
         """Every law of the tier from scratch: states, runs, pages, and that what is backed up equals what is hot.
@@ -456,22 +488,12 @@ class HiSparse:
         self._guard.verify()
         self.pages.verify()
         books = self._books
-        where = self._where("verify")
-        device = [self.runtime.inspect(one) for one in self._moves.kv]
-        host = [self.runtime.inspect(one) for one in self.host.buffers]
         everyone = np.flatnonzero((books.states == TierState.READY) | (books.states == TierState.STAGED))
         length = books.length[everyone]
         ready = books.states[everyone] == TierState.READY
         hot = np.where(ready, np.minimum(length, self.hot_tokens), length)
-        invariants.mirror_equal(hot, self.pages.committed_lengths[everyone], **where)
-        owed = 0 if self._open is None or self._open.launched else 1
-        for row in np.flatnonzero(books.states == TierState.READY).tolist():
-            first = max(int(books.hot_from[row]), int(books.length[row]) - self.hot_tokens)
-            both = np.arange(first, int(books.backed[row]) - owed, dtype=np.int64)
-            at = np.full(both.size, row, dtype=np.int64)
-            tokens, kept = self._device_tokens(at, both), books.host_tokens(at, both)
-            for on_device, in_host in zip(device, host, strict=True):
-                invariants.mirror_equal(on_device[tokens], in_host[kept], **where)
+        invariants.mirror_equal(hot, self.pages.committed_lengths[everyone], **self._where("verify"))
+        self._check_hot(everyone[ready], "verify")
 
     def _where(self, operation: str) -> Where:
         return {"object": repr(self), "operation": operation, "step": self.runtime.step}

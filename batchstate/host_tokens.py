@@ -127,7 +127,7 @@ class HostTokenPool:
         self._ledger = Ledger(runtime, self.num_pages, label=f"HostTokenPool {name!r}", free_list=self._extents)
         self._generation = np.zeros(self.num_pages + 1, dtype=np.int64)  # of the run that has the page, 0 for none
         self._owner = np.zeros(self.num_pages + 1, dtype=np.int64)
-        self._runs = 0
+        self._newest = 0  # generation
         self._sizes: dict[int, int] = {}  # generation -> pages, of runs that are somebody's
         self._sealed = np.zeros(self.num_pages + 1, dtype=np.bool_)
 
@@ -212,16 +212,24 @@ class HostTokenPool:
         return [self._granted(pages, owner) for pages, owner in zip(taken, whose.tolist(), strict=True)]
 
     def _granted(self, pages: Ints, owner: int) -> HostRuns:
-        self._runs += 1
-        self._sizes[self._runs] = pages.size
-        self._generation[pages] = self._runs
+        generation = self._next_generation()
+        if levels.cheap:
+            newest = np.full(pages.size, self._newest + 1, dtype=np.int64)
+            given = np.full(pages.size, generation, dtype=np.int64)
+            invariants.slot_stale_handle(pages, np.maximum(newest, given), given, **self._where("take"))
+        self._newest = generation
+        self._sizes[generation] = pages.size
+        self._generation[pages] = generation
         self._owner[pages] = owner
         self._sealed[pages] = False
         starts, lengths = runs_of(pages)
         for start, length in zip((starts * self.page_size).tolist(), (lengths * self.page_size).tolist(), strict=True):
             for buffer in self.buffers:
                 self.runtime.host_writes_rows(buffer, start, start + length)
-        return HostRuns(self.identity, owner, self._runs, starts * self.page_size, lengths * self.page_size)
+        return HostRuns(self.identity, owner, generation, starts * self.page_size, lengths * self.page_size)
+
+    def _next_generation(self) -> int:
+        return self._newest + 1
 
     def free(self, runs: HostRuns | Iterable[HostRuns], *, after: Fence | None = None) -> None:
         """Frees runs, at once or when `after` is complete: the copy or the writer that may still write them has ended.

@@ -61,6 +61,8 @@ class TierBooks:
         self.runs: dict[int, HostRuns] = {}
         self._ends = np.full((capacity, 1), _BEYOND, dtype=np.int64)  # position behind each run
         self._shift = np.zeros((capacity, 1), dtype=np.int64)  # host token - position, in each run
+        self._first = np.zeros((capacity, 1), dtype=np.int64)  # host token of each run
+        self._stop = np.zeros((capacity, 1), dtype=np.int64)  # host token behind each run
 
     def __repr__(self) -> str:
         return f"TierBooks({len(self.runs)} requests)"
@@ -78,6 +80,8 @@ class TierBooks:
         self._ends[slot] = _BEYOND
         self._ends[slot, : ends.size] = ends
         self._shift[slot, : ends.size] = runs.starts - (ends - runs.lengths)
+        self._first[slot, : ends.size] = runs.starts
+        self._stop[slot, : ends.size] = runs.starts + runs.lengths
 
     def leave(self, slot: int) -> HostRuns:
         """A request gives them up, and its row is as if nobody had been there, but for the state."""
@@ -87,7 +91,8 @@ class TierBooks:
         for row in (self.length, self.backed, self.hot_from, self.room):
             row[slot] = 0
         self._ends[slot] = _BEYOND
-        self._shift[slot] = 0
+        for table in (self._shift, self._first, self._stop):
+            table[slot] = 0
         return runs
 
     def host_tokens(self, slots: Ints, positions: Ints) -> Ints:
@@ -96,9 +101,15 @@ class TierBooks:
         tokens: Ints = self._shift[slots, run] + positions
         return tokens
 
+    def bounds(self, slots: Ints, tokens: Ints) -> tuple[Ints, Ints]:
+        """The run of each slot in which its host token lies, or its first one: from, to (exclusive), int64[n] each."""
+        inside = (self._first[slots] <= tokens[:, None]) & (tokens[:, None] < self._stop[slots])
+        run = inside.argmax(axis=1)
+        return self._first[slots, run], self._stop[slots, run]
+
     def _widen(self, width: int) -> None:
         have = self._ends.shape[1]
         if width > have:
             more: Any = ((0, 0), (0, max(width, 2 * have) - have))
             self._ends = np.pad(self._ends, more, constant_values=_BEYOND)
-            self._shift = np.pad(self._shift, more)
+            self._shift, self._first, self._stop = (np.pad(one, more) for one in (self._shift, self._first, self._stop))

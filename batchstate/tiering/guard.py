@@ -115,10 +115,12 @@ class TierGuard:
         """Every law of the host tokens from scratch: they are those that slots of the tier own, each once.
 
         Raises:
-            Violation: SLOT_CONSERVATION, LENGTH_ORDER, SLOT_STALE_HANDLE, and see `HostTokenPool.verify`.
+            Violation: TIER_STATE, SLOT_CONSERVATION, LENGTH_ORDER, SLOT_STALE_HANDLE, and see `HostTokenPool.verify`.
         """
         self._host.verify()
         books, where = self._books, self._where("verify")
+        copied = [slot for slot in np.flatnonzero(books.states == TierState.STAGED).tolist() if slot not in self.holds]
+        self.check_state(np.array(copied, dtype=np.int64), (TierState.READY,), "verify")
         pages = 0
         for slot, runs in books.runs.items():
             self._host.check_held(runs, "verify")

@@ -10,6 +10,7 @@ import torch
 from batchstate.contracts import Contract
 from batchstate.indices import HostTokens, Slots, Tokens
 from batchstate.runtime import Runtime
+from batchstate.tables import Table, TableWrite
 
 Ints = npt.NDArray[np.int64]
 V = TypeVar("V", Tokens, HostTokens)
@@ -29,6 +30,7 @@ class LastLocation:
     Attributes:
         slots: the n requests.
         positions: int64[n], of the new token.
+        hot_rows: int64[n], row of the hot buffer that takes it.
         tokens: int64[n], device tokens that take its KV: the slot mapping of the step. Riding as `hot_tokens`.
         hot_from: int64[n], first position whose KV is on the device; those before are read from the host.
         backup_from, backup_to: the tokens of the step before: int64[k] device tokens, int64[k] host tokens.
@@ -38,6 +40,7 @@ class LastLocation:
 
     slots: Slots
     positions: Ints
+    hot_rows: Ints
     tokens: Tokens
     hot_from: Ints
     backup_from: Tokens
@@ -50,4 +53,17 @@ class LastLocation:
     @property
     def extras(self) -> dict[str, Ints]:
         """What rides in the step's copy."""
-        return {"hot_tokens": self.tokens.np, "backup_from": self.backup_from.np, "backup_to": self.backup_to.np}
+        return {
+            "hot_tokens": self.tokens.np,
+            "hot_from": self.hot_from,
+            "backup_from": self.backup_from.np,
+            "backup_to": self.backup_to.np,
+        }
+
+    def entry(self, table: Table) -> TableWrite:
+        """The write that records the new tokens in a table [slot, hot row] -> token; rides in a batch's upload.
+
+        Raises:
+            As `Table.entry`.
+        """
+        return table.entry(self.slots, self.hot_rows, self.tokens)

@@ -10,7 +10,7 @@ import torch
 from batchstate.errors import DtypeError, ShapeError
 from batchstate.host_tokens import HostTokenPool
 from batchstate.pages import PagePool
-from batchstate.runtime import Fence
+from batchstate.runtime import Fence, PackedUpload
 
 Ints = npt.NDArray[np.int64]
 
@@ -65,9 +65,12 @@ class Moves:
         """Behind all launches: one fence a stream that copied."""
         return tuple(self._last.values())
 
-    def uploaded(self, sources: Ints, targets: Ints) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both index arrays on the device, in one copy."""
-        upload = self._runtime.upload([sources, targets])
+    def uploaded(self, sources: Ints, targets: Ints) -> PackedUpload:
+        """Both index arrays on their way to the device, in one copy on the current stream."""
+        return self._runtime.upload([sources, targets])
+
+    def indices(self, upload: PackedUpload) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `uploaded` sends, safe to use on the current stream."""
         return self._runtime.acquire_part(upload, 0), self._runtime.acquire_part(upload, 1)
 
     def to_host(self, source: torch.Tensor, target: torch.Tensor, name: str) -> Fence:

@@ -225,11 +225,8 @@ class DecodeWorker:
         batch = self._batch.advance("seq_lens", 1)
         location = self.tier.map_last_location(batch.slots, batch.seq_lens)
         plan = ForwardPlan.of(batch.slots, batch.seq_lens, 1)
-        grows = np.flatnonzero(location.positions < self.tier.hot_tokens)  # the others take a row that is in the table
-        if grows.size:
-            rows, tokens = batch.slots.np[grows], location.tokens.np[grows]
-            self._writes.append(self._hot_table.entry(rows, location.positions[grows], tokens))
-        extras = {**plan.extras, **location.extras, "hot_from": location.hot_from}
+        self._writes.append(location.entry(self._hot_table))
+        extras = {**plan.extras, **location.extras}
         uploaded = batch.upload(writes=self._taken_writes(), extras=extras)
         launched = self._forward.decode(batch, plan, location, self.tier, uploaded)
         self._batch = batch
