@@ -286,9 +286,8 @@ class HiSparse:
         Raises:
             PoolExhaustedError: too few device pages. Nothing was mapped.
             Violation: TIER_STATE: a request is not READY; LENGTH_ORDER: more tokens than were reserved; PAGE_OWNER:
-                somebody shares the page that the token goes to; TRANSFER_BOUNDS, at `cheap`: a backup would go to
-                host tokens of others; MIRROR_EQUAL, at `cheap`: somebody else has grown or
-                released the pages of a request.
+                somebody shares the page that the token goes to; TRANSFER_BOUNDS, at `cheap`: a backup would leave the
+                run of its position; MIRROR_EQUAL, at `cheap`: somebody else has grown or released pages of a request.
             ArgumentError: a request did not grow by one token, or the backup of the last step was not launched.
         """
         operation = "map_last_location"
@@ -306,7 +305,7 @@ class HiSparse:
         late, previous = rows[owed], position[owed] - 1
         backup_from, backup_to = self._device_tokens(late, previous), books.host_tokens(late, previous)
         if levels.cheap:
-            least, most = books.bounds(late, backup_to)
+            least, most = books.bounds(late, previous)
             one = np.ones_like(backup_to)
             invariants.transfer_bounds(backup_to, one, least, most, what="host tokens", **self._where(operation))
         if grows.all():

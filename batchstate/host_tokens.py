@@ -200,8 +200,8 @@ class HostTokenPool:
         if wanted.size and (int(wanted.min()) < 1 or int(wanted.max()) > MOST_TOKENS):
             raise ArgumentError(f"{self.name}: take {wanted.min()}", value=int(wanted.min()), remedy="take at least 1")
         counts = (-(-wanted // self.page_size)).tolist()
-        self.reap()
         self._ledger.check_available(sum(counts))
+        self._seal()
         taken = [self._ledger.take(n, "take") for n in counts]
         try:
             self._check_seals(np.concatenate([np.empty(0, dtype=np.int64), *taken]), "take")
@@ -260,8 +260,7 @@ class HostTokenPool:
         """Makes free the pending runs whose fences are complete; says how many tokens. Never waits."""
         self.runtime.check_owner(f"{self.name}: reap")
         reaped = self._ledger.reap() * self.page_size
-        if reaped:
-            self._seal()
+        self._seal()
         return reaped
 
     # Asking
@@ -367,7 +366,7 @@ class HostTokenPool:
         Raises:
             Violation: SLOT_CONSERVATION, naming up to 8 of the leaked pages.
         """
-        self.runtime.check_owner(f"{self.name}: expect_idle")
+        self.reap()
         self._ledger.expect_idle("expect_idle")
 
     def _where(self, operation: str) -> Where:

@@ -88,6 +88,21 @@ CASES: dict[Code, tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = {
         (True, "publish", "gather", "a wait for publish"),
         {"writer": "publish", "reader": "gather", "expected": "a wait for publish"},
     ),
+    Code.TIER_STATE: (
+        (ints([4, 5]), ints([1, 2]), (1, 3), ("OUTSIDE", "STAGED", "DIRECT", "READY")),
+        (ints([4, 5]), ints([1, 3]), (1, 3), ("OUTSIDE", "STAGED", "DIRECT", "READY")),
+        {"row": 1, "slot": 5, "expected": "STAGED or READY", "actual": "DIRECT"},
+    ),
+    Code.TRANSFER_BOUNDS: (
+        (ints([0, 96]), ints([96, 33]), 0, 128),
+        (ints([0, 96]), ints([96, 32]), 0, 128),
+        {"row": 1, "expected": "inside 0 to 128 (exclusive)", "actual": "96, 33 long"},
+    ),
+    Code.TRANSFER_LATE_WRITE: (
+        (ints([16, 32]), np.array([False, True])),
+        (ints([16, 32]), np.array([False, False])),
+        {"row": 1, "slot": 32, "actual": "other bytes"},
+    ),
     Code.RACE: (
         (False, "a write may pass a read", "a wait for the read"),
         (True, "a write may pass a read", "a wait for the read"),
@@ -111,6 +126,11 @@ MORE: list[tuple[Code, tuple[Any, ...]]] = [
     (Code.MIRROR_ALIASED, ((100, 200), (120, 130))),
     (Code.STAGING_OVERRUN, (0, 1, 1)),
     (Code.STAGING_REUSED, (7, 0)),
+    (Code.TIER_STATE, (ints([4]), ints([0]), (3,), ("OUTSIDE", "STAGED", "DIRECT", "READY"))),
+    (Code.TRANSFER_BOUNDS, (ints([-1]), ints([1]), 0, 128)),
+    (Code.TRANSFER_BOUNDS, (ints([5]), ints([0]), 0, 128)),
+    (Code.TRANSFER_BOUNDS, (ints([2**62]), ints([2**62]), 0, 128)),
+    (Code.TRANSFER_BOUNDS, (ints([8, 8]), ints([1, 1]), ints([8, 9]), ints([9, 10]))),
     (Code.FUTURE_GENERATION, (ints([4]), ints([5]), ints([4]), by_row, "gather")),
 ]
 

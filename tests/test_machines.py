@@ -26,6 +26,7 @@ EXAMPLES = {
     "future_map": 120,
     "overlap": 25,
     "host_tier": 60,
+    "transfers": 40,
 }
 """The ordinary number of examples: enough for every interesting state, and for a suite that is run often."""
 
@@ -57,6 +58,7 @@ TestEngine = case_of("engine")
 TestFutureMap = case_of("future_map")
 TestOverlap = case_of("overlap")
 TestHostTier = case_of("host_tier")
+TestTransfers = case_of("transfers")
 
 
 @pytest.mark.parametrize("name", list(MACHINES))

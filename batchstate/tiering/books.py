@@ -101,10 +101,9 @@ class TierBooks:
         tokens: Ints = self._shift[slots, run] + positions
         return tokens
 
-    def bounds(self, slots: Ints, tokens: Ints) -> tuple[Ints, Ints]:
-        """The run of each slot in which its host token lies, or its first one: from, to (exclusive), int64[n] each."""
-        inside = (self._first[slots] <= tokens[:, None]) & (tokens[:, None] < self._stop[slots])
-        run = inside.argmax(axis=1)
+    def bounds(self, slots: Ints, positions: Ints) -> tuple[Ints, Ints]:
+        """The run that has one position of each slot: from, to (exclusive), int64[n] each."""
+        run = (self._ends[slots] <= positions[:, None]).sum(axis=1)
         return self._first[slots, run], self._stop[slots, run]
 
     def _widen(self, width: int) -> None:

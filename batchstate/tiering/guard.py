@@ -115,7 +115,8 @@ class TierGuard:
         """Every law of the host tokens from scratch: they are those that slots of the tier own, each once.
 
         Raises:
-            Violation: TIER_STATE, SLOT_CONSERVATION, LENGTH_ORDER, SLOT_STALE_HANDLE, and see `HostTokenPool.verify`.
+            Violation: TIER_STATE, MIRROR_EQUAL, SLOT_CONSERVATION, LENGTH_ORDER, SLOT_STALE_HANDLE, and see
+                `HostTokenPool.verify`.
         """
         self._host.verify()
         books, where = self._books, self._where("verify")
@@ -125,6 +126,9 @@ class TierGuard:
         for slot, runs in books.runs.items():
             self._host.check_held(runs, "verify")
             pages += len(runs) // self._host.page_size
+            everywhere = np.arange(len(runs), dtype=np.int64)
+            places = books.host_tokens(np.full(everywhere.size, slot, dtype=np.int64), everywhere)
+            invariants.mirror_equal(runs.tokens(), places, **where)
             invariants.slot_stale_handle(
                 np.array([slot]), np.array([runs.owner]), self._host.owner_of(runs.starts[:1]), **where
             )

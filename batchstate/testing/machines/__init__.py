@@ -10,6 +10,7 @@ from batchstate.testing.machines.mirrored_tensor import MirroredTensorMachine
 from batchstate.testing.machines.overlap import OverlapMachine
 from batchstate.testing.machines.page_pool import PagePoolMachine
 from batchstate.testing.machines.slot_pool import SlotPoolMachine
+from batchstate.testing.machines.transfers import TransfersMachine
 
 __all__ = ["MACHINES"]
 
@@ -23,6 +24,7 @@ _ALL: tuple[type[Machine], ...] = (
     FutureMapMachine,
     OverlapMachine,
     HostTierMachine,
+    TransfersMachine,
 )
 
 MACHINES: dict[str, type[Machine]] = {machine.NAME: machine for machine in _ALL}

@@ -7,6 +7,7 @@ The modules of this package are kinds of bugs; a mutant is one function that rep
 from batchstate.testing.mutants import (
     drift,
     host_memory,
+    host_tier,
     leaks,
     lifetimes,
     ownership,
@@ -19,6 +20,7 @@ from batchstate.testing.mutants import (
     slot_zero,
     states,
     steps,
+    transfers,
     units,
 )
 from batchstate.testing.mutants.hunt import (
@@ -48,6 +50,8 @@ GROUPS = {
         races,
         host_memory,
         lifetimes,
+        host_tier,
+        transfers,
     )
 }
 """The kinds of bugs: name of the module -> what they have in common."""

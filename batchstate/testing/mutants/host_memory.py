@@ -4,11 +4,15 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from batchstate.hisparse import HiSparse
+from batchstate.indices import Slots
 from batchstate.levels import Level
-from batchstate.runtime import Fence, Staging
+from batchstate.runtime import DoneFence, Fence, Staging
 from batchstate.runtime.download import Download
 from batchstate.runtime.staging import StagingBlock
 from batchstate.testing.mutants.registry import Patch, mutant
+from batchstate.tiering.books import TierState
+from batchstate.tiering.location import LastLocation
 from batchstate.violations import Code
 
 race = partial(mutant, Code.RACE, machine="overlap", level=Level.OFF, tool="race")
@@ -82,3 +86,45 @@ def landing_given_back_at_once(patch: Patch) -> None:
         staging.give_up(block)
 
     original = patch(Download, "__init__", init)
+
+
+tier = partial(mutant, Code.RACE, machine="host_tier", level=Level.OFF, tool="race")
+
+
+@tier(origin="sglang #26425, sglang #31687")
+def backup_beside_the_forward(patch: Patch) -> None:
+    """Backups run on a stream of their own, which does not wait for the forward that wrote the token."""
+
+    def back_up(self: HiSparse, location: LastLocation, uploaded: object = None) -> None:
+        with self.runtime.use(self._stream):
+            original(self, location)
+
+    original = patch(HiSparse, "back_up", back_up)
+
+
+@tier(origin="sglang #21591, vllm #29623")
+def staged_beside_the_prefill(patch: Patch) -> None:
+    """The copy of a prefilled request to the host does not wait for the forward that writes its KV."""
+
+    def admit_staged(self: HiSparse, slots: Slots, max_tokens: object, *, after: Fence | None = None) -> None:
+        original(self, slots, max_tokens, after=DoneFence())
+
+    original = patch(HiSparse, "admit_staged", admit_staged)
+
+
+@tier(origin="sglang #21652, sglang #24527")
+def staged_pages_freed_under_the_copy(patch: Patch) -> None:
+    """A staged request that is aborted gives its device pages back while the copy to the host still reads them."""
+
+    def release(
+        self: HiSparse, slots: Slots, allowed: tuple[TierState, ...], after: Fence | None, operation: str
+    ) -> None:
+        rows = self.slots.rows_of(slots, operation, unique=True)
+        self._guard.check_state(rows, allowed, operation)
+        self._guard.leaving = True
+        try:
+            self.pages.release_requests(slots, after=after)
+        finally:
+            self._guard.leaving = False
+
+    patch(HiSparse, "_release", release)

@@ -29,6 +29,7 @@ from batchstate.testing.race.report import EventKind, RaceReport
 from batchstate.testing.race.transfers import Transfers
 from batchstate.testing.watching.events import DeviceEvent
 from batchstate.testing.watching.kernels import is_raw
+from batchstate.testing.watching.memory import Place
 from batchstate.testing.watching.modes import watching
 
 T = TypeVar("T")
@@ -240,7 +241,7 @@ class RaceRuntime(Runtime):
     def _mapped(self, shape: tuple[int, ...], dtype: torch.dtype) -> MappedMemory:
         with self._accesses.muted():
             mapped = self._inner._mapped(shape, dtype)
-        self._accesses.made(mapped.device, self._detector.event(self._current_lane(), EventKind.ALLOCATION, "mapped"))
+        self._accesses.keep(mapped.device, Place.DEVICE)  # no stream has made it, and none has to be waited for
         return mapped
 
     def host_writes_rows(self, tensor: torch.Tensor, start: int, stop: int) -> None:

@@ -1,16 +1,18 @@
 """What a stream would see if it ran now, without its running: it runs, is looked at, and everything is put back.
 
 What was run for one look is kept for the next, until the device really gets on. So many looks at a device that lags
-cost one run of what it has. A copy from pinned memory is then seen as the first look saw it.
+cost one run of what it has. A copy from pinned memory is then seen as the first look saw it. Of memory that the host
+writes too, only what was run is kept: the host's own writes are seen as they are.
 """
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import final
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from batchstate.testing.sim.device import Device, execute
@@ -28,19 +30,22 @@ class _Seen:
         runs: of the device.
         entries: of its queues, by id.
         memory: what they wrote, by id, and what it holds then.
+        was: what memory of them that the host writes too held before.
     """
 
     runs: int
     entries: dict[int, Entry] = attrs.field(factory=dict)
     memory: Saved = attrs.field(factory=dict)
+    was: dict[int, npt.NDArray[np.uint8]] = attrs.field(factory=dict)
 
 
 @final
 class Ahead:
-    """Looks ahead of a device."""
+    """Looks ahead of a device. `shared` says of a block of memory whether the host writes it too."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, shared: Callable[[npt.NDArray[np.uint8]], bool]) -> None:
         self._device = device
+        self._shared = shared
         self._seen = _Seen(0)
 
     @contextlib.contextmanager
@@ -56,8 +61,8 @@ class Ahead:
         seen = self._seen
         queues = [one.queue for one in device.lanes]
         before = {key: (memory, _copied(memory)) for key, (memory, _) in seen.memory.items()}
-        for memory, after in seen.memory.values():
-            _set(memory, after)
+        for key, (memory, after) in seen.memory.items():
+            _set(memory, after, seen.was.get(key))
         for entry in seen.entries.values():
             if isinstance(entry, Marker):
                 entry.reached = True
@@ -95,6 +100,11 @@ class Ahead:
             if isinstance(entry, Marker):
                 entry.reached = False
         seen.memory = {key: (memory, _copied(memory)) for key, (memory, _) in before.items()}
+        seen.was = {
+            key: was
+            for key, (memory, was) in before.items()
+            if isinstance(memory, np.ndarray) and isinstance(was, np.ndarray) and self._shared(memory)
+        }
         for memory, was in reversed(before.values()):  # the last saved first: tensors may share memory
             _set(memory, was)
 
@@ -111,9 +121,10 @@ def _copied(memory: Memory) -> Memory:
         return memory.clone()
 
 
-def _set(memory: Memory, values: Memory) -> None:
+def _set(memory: Memory, values: Memory, was: npt.NDArray[np.uint8] | None = None) -> None:
+    """Sets memory to `values`; where it `was` the same already, it stays as it is."""
     if isinstance(memory, np.ndarray):
-        memory[...] = values
+        memory[...] = values if was is None else np.where(values == was, memory, values)
     elif isinstance(values, torch.Tensor):
         with torch._C._DisableTorchDispatch():
             memory.copy_(values)

@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar, final
 import torch
 
 from batchstate.errors import ArgumentError
-from batchstate.runtime import Fence, Runtime, Stream
+from batchstate.runtime import Fence, MappedMemory, Runtime, Stream
 from batchstate.runtime.base import Array
 from batchstate.runtime.fences import foreign_fence
 from batchstate.runtime.staging import StagingBlock
@@ -76,7 +76,8 @@ class SimRuntime(Runtime):
         self._operations = Operations(
             self._device, self._places, self._transfers, self._current_lane, lambda: self.step, self._keep_alive
         )
-        self._ahead = Ahead(self._device)
+        self._mapped_at: set[int] = set()
+        self._ahead = Ahead(self._device, lambda memory: memory.ctypes.data in self._mapped_at)
         self._fences = itertools.count(1)
         self._current = self.stream("default")
         self._window: contextlib.ExitStack | None = None
@@ -237,6 +238,11 @@ class SimRuntime(Runtime):
         with unwatched():
             stride = torch.empty(shape, dtype=dtype, device="meta").stride()
             return self._places.new(Made(dtype, tuple(shape), stride))
+
+    def _mapped(self, shape: tuple[int, ...], dtype: torch.dtype) -> MappedMemory:
+        mapped = super()._mapped(shape, dtype)
+        self._mapped_at.add(mapped.device.untyped_storage().data_ptr())
+        return mapped
 
     def _copied_to_device(self, block: StagingBlock, nbytes: int) -> torch.Tensor:
         with unwatched():

@@ -1,0 +1,627 @@
+"""The host tier: requests whose KV lies in host memory, with a ring of the newest tokens on the device."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from batchstate import checks
+from batchstate.batch import Batch
+from batchstate.columns import mirrored, slot_column
+from batchstate.errors import (
+    ArgumentError,
+    CaptureError,
+    DeviceError,
+    DtypeError,
+    OwnerThreadError,
+    PoolExhaustedError,
+    ShapeError,
+)
+from batchstate.hisparse import HiSparse, LastLocation
+from batchstate.host_tokens import HostRuns, HostTokenPool
+from batchstate.indices import HostTokens, Slots, Tokens
+from batchstate.mirror import MirroredTensor
+from batchstate.pages import PagePool
+from batchstate.pools import SlotPool
+from batchstate.runtime import CpuRuntime, Fence, Runtime, open_runtime
+from batchstate.runtime.mapped import bytes_of
+from batchstate.testing import LateRuntime, ManualStream
+from batchstate.tiering.books import TierState
+from batchstate.violations import Code
+from tests.doubles import in_a_thread, refused
+
+LAYERS = 2
+
+
+class World:
+    """A host tier, and what each position of each request holds."""
+
+    def __init__(
+        self,
+        rt: Runtime,
+        *,
+        size: int = 8,
+        pages: int = 60,
+        page_size: int = 4,
+        host_pages: int = 200,
+        host_page_size: int = 1,
+        hot_tokens: int = 6,
+        most: int = 64,
+    ) -> None:
+        self.rt = rt
+        self.slots = SlotPool(rt, size)
+        self.pages = PagePool(rt, self.slots, pages, page_size, max_tokens_per_request=most)
+        self.host = HostTokenPool(rt, host_pages, host_page_size, layers=LAYERS, item_shape=(1, 2), dtype=torch.float64)
+        shape = (self.pages.token_capacity, 1, 2)
+        self.kv = [rt.device_zeros(shape, torch.float64, name=f"kv {layer}") for layer in range(LAYERS)]
+        self.tier = HiSparse(self.pages, self.host, self.kv, hot_tokens=hot_tokens)
+        self.dice = np.random.default_rng(0)
+        self.content: dict[int, Any] = {}
+        self.runs: dict[int, HostRuns] = {}
+
+    def new(self, positions: int) -> Any:
+        """float64[LAYERS, positions, 1, 2]."""
+        return self.dice.random((LAYERS, positions, 1, 2))
+
+    def reserve(self, lengths: list[int], room: int, writer: Fence | None = None) -> Slots:
+        """Requests that wait for their KV."""
+        slots = self.slots.take(len(lengths))
+        for slot, runs in zip(slots.np.tolist(), self.tier.reserve(slots, lengths, room, writer=writer), strict=True):
+            self.runs[slot] = runs
+        return slots
+
+    def deliver(self, slots: Slots) -> Slots:
+        """Another process writes their KV, by address."""
+        for slot, length in zip(slots.np.tolist(), self.tier.lengths(slots).tolist(), strict=True):
+            self.content[slot] = self.new(length)
+            for buffer, values in zip(self.host.contiguous_buffers(), self.content[slot], strict=True):
+                memory = bytes_of(buffer.memory).view(np.float64).reshape(-1, 1, 2)
+                memory[self.runs[slot].tokens(0, length)] = values
+        return slots
+
+    def direct(self, lengths: list[int], room: int = 40) -> Slots:
+        """Requests that decode, whose KV came from another process."""
+        slots = self.deliver(self.reserve(lengths, room))
+        self.tier.admit_direct(slots)
+        return slots
+
+    def prefill(self, lengths: list[int]) -> Slots:
+        """Requests outside of the tier with KV on the device."""
+        slots = self.slots.take(len(lengths))
+        tokens = self.pages.extend(slots, lengths).tokens.np
+        values = [self.new(length) for length in lengths]
+        self.content.update(zip(slots.np.tolist(), values, strict=True))
+        self.write(tokens, np.concatenate(values, axis=1))
+        return slots
+
+    def write(self, tokens: Any, values: Any) -> None:
+        """A forward writes KV."""
+        upload = self.rt.upload([tokens, values])
+        at, new = upload.view(0), upload.view(1)
+        for layer, kv in enumerate(self.kv):
+            self.rt.launch(_put, kv, at, new, layer, reads=(at, new), writes=(kv,), name="forward")
+
+    def step(self, slots: Slots, *, ride: bool = False) -> LastLocation:
+        """One decode step."""
+        plan = self.tier.map_last_location(slots, self.tier.lengths(slots) + 1)
+        uploaded = None
+        if ride:
+            upload = self.rt.upload(list(plan.extras.values()))
+            uploaded = {name: upload.view(at) for at, name in enumerate(plan.extras)}
+        self.tier.back_up(plan, uploaded)
+        values = self.new(len(slots))
+        self.write(plan.tokens.np, values)
+        for row, slot in enumerate(slots.np.tolist()):
+            self.content[slot] = np.concatenate([self.content[slot], values[:, row : row + 1]], axis=1)
+        return plan
+
+    def check(self, slots: Slots) -> None:
+        """Every byte of every position, host rows first, ring rows after them."""
+        self.tier.verify()
+        hot, size = self.tier.hot_tokens, self.pages.page_size
+        for row, slot in enumerate(slots.np.tolist()):
+            length = self.content[slot].shape[1]
+            first = int(self.tier._books.hot_from[slot])
+            first = max(first, length - hot)
+            cold = self.tier.host_tokens(slots.take([row]), first)
+            rows = [p if p < hot else p % hot for p in range(first, length)]
+            places = [int(self.pages.page_table[slot, r // size]) * size + r % size for r in rows]
+            for layer in range(LAYERS):
+                on_host = self.rt.inspect(self.host.buffers[layer])[cold.np]
+                on_device = self.rt.inspect(self.kv[layer])[places]
+                read = np.concatenate([on_host, on_device])
+                assert read.tobytes() == np.ascontiguousarray(self.content[slot][layer]).tobytes(), (slot, layer)
+
+    def numbers(self) -> tuple[Any, ...]:
+        """Of all pools; free, pending and live."""
+        return tuple((s.free, s.pending, s.live) for s in (self.slots.stats, self.pages.stats, self.host.stats))
+
+    def snapshot(self) -> tuple[Any, ...]:
+        """All that a refused call must leave alone."""
+        books = self.tier._books
+        rows = [row.tolist() for row in (books.states, books.length, books.backed, books.hot_from, books.room)]
+        return self.numbers(), self.pages.page_table.tolist(), self.pages.committed_lengths.tolist(), rows
+
+    def expect_idle(self) -> None:
+        """Everything came back."""
+        self.tier.verify()
+        for pool in (self.slots, self.pages, self.host):
+            pool.expect_idle()
+        assert all(live == pending == 0 for _, pending, live in self.numbers())
+
+
+def _put(kv: torch.Tensor, at: torch.Tensor, new: torch.Tensor, layer: int) -> None:
+    kv.index_copy_(0, at, new[layer])
+
+
+@pytest.fixture
+def world(rt: Runtime) -> World:
+    """Hot buffers of 6 tokens on pages of 4."""
+    return World(rt)
+
+
+SHAPES = [(1, 1, 4), (16, 16, 8), (4, 64, 6), (4, 1, 2), (64, 16, 5)]
+
+
+@pytest.mark.parametrize(("page_size", "host_page_size", "hot_tokens"), SHAPES)
+def test_direct_requests_decode(rt: Runtime, full: None, page_size: int, host_page_size: int, hot_tokens: int) -> None:
+    """Shorter, equal and longer than the hot buffer: after every step each position holds what was written there."""
+    world = World(rt, page_size=page_size, host_page_size=host_page_size, hot_tokens=hot_tokens)
+    slots = world.direct([1, hot_tokens, hot_tokens + 1, 3 * hot_tokens])
+    assert world.tier.states(slots) == [TierState.READY] * 4
+    assert world.tier.ready(slots).all()
+    assert world.pages.committed(slots).tolist() == [1, hot_tokens, hot_tokens, hot_tokens]
+    world.check(slots)
+    for step in range(3 * hot_tokens):
+        plan = world.step(slots, ride=bool(step % 2))
+        assert len(plan.backup_from) == (4 if step else 0)
+        world.check(slots)
+    rt.synchronize()
+    world.tier.finish(slots, after=rt.record())
+    rt.synchronize()
+    world.expect_idle()
+
+
+@pytest.mark.parametrize(("page_size", "host_page_size", "hot_tokens"), SHAPES)
+def test_staged_requests_decode(rt: Runtime, full: None, page_size: int, host_page_size: int, hot_tokens: int) -> None:
+    """KV that this worker prefilled is copied out; pages beyond the hot buffer come back; then as above."""
+    world = World(rt, page_size=page_size, host_page_size=host_page_size, hot_tokens=hot_tokens)
+    lengths = [1, hot_tokens, hot_tokens + 1, 3 * hot_tokens]
+    slots = world.prefill(lengths)
+    world.tier.admit_staged(slots, 40)
+    assert world.tier.states(slots) == [TierState.STAGED] * 4
+    assert world.pages.committed(slots).tolist() == lengths
+    rt.synchronize()
+    assert world.tier.settle() == 4
+    assert world.tier.settle() == 0
+    assert world.pages.committed(slots).tolist() == [1, hot_tokens, hot_tokens, hot_tokens]
+    world.check(slots)
+    for _ in range(2 * hot_tokens + 1):
+        world.step(slots)
+        world.check(slots)
+    world.tier.abort(slots, after=rt.record())
+    rt.synchronize()
+    world.expect_idle()
+
+
+def test_plan_of_a_step(rt: Runtime, world: World) -> None:
+    """A plan says where new tokens go, from which position on the device has KV, and what is backed up; all typed."""
+    slots = world.direct([2, 9])
+    first = world.step(slots)
+    assert first.positions.tolist() == [2, 9]
+    assert first.hot_from.tolist() == [0, 9]
+    assert isinstance(first.tokens, Tokens)
+    assert isinstance(first.backup_to, HostTokens)
+    assert (len(first.backup_from), len(first.backup_to)) == (0, 0)
+    second = world.tier.map_last_location(slots, MirroredTensor.from_host(rt, [4, 11]))
+    assert second.backup_from.np.tolist() == first.tokens.np.tolist()
+    assert second.backup_to.np.tolist() == [world.runs[1].tokens()[2], world.runs[2].tokens()[9]]
+    assert set(second.extras) == {"hot_tokens", "hot_from", "backup_from", "backup_to"}
+    assert "2 to back up" in repr(second)
+    world.tier.back_up(second)
+    assert world.tier.lengths(slots).tolist() == [4, 11]
+
+
+def test_paths_are_chosen_request_by_request(rt: Runtime, full: None) -> None:
+    """Requests outside of the tier live beside staged and direct ones in the same pools, and decode as ever."""
+    world = World(rt)
+    outside, staged = world.prefill([5]), world.prefill([7])
+    direct = world.direct([3])
+    world.tier.admit_staged(staged, 20)
+    rt.synchronize()
+    assert world.tier.settle() == 1
+    assert world.tier.states(Slots.cat([outside, staged, direct])) == [0, 3, 3]
+    refused(Code.TIER_STATE, lambda: world.tier.map_last_location(outside, 6))
+    refused(Code.TIER_STATE, lambda: world.tier.finish(outside))
+    refused(Code.TIER_STATE, lambda: world.tier.host_tokens(outside, 1))
+    inside = Slots.cat([direct, staged])
+    for _ in range(8):
+        world.pages.advance(outside)
+        world.step(inside)
+        world.check(inside)
+    rt.synchronize()
+    world.pages.release_requests(outside, after=rt.record())
+    world.tier.finish(inside, after=rt.record())
+    rt.synchronize()
+    world.expect_idle()
+
+
+def test_room_ends(world: World) -> None:
+    """A request decodes until the tokens that it reserved are used, whole pages included, and not one further."""
+    slots = world.direct([5], room=8)
+    for _ in range(3):
+        world.step(slots)
+    before = world.snapshot()
+    refused(Code.LENGTH_ORDER, lambda: world.tier.map_last_location(slots, 9))
+    assert world.snapshot() == before
+
+
+def test_each_pool_can_be_exhausted(rt: Runtime) -> None:
+    """Too few host tokens or device pages: the call says so and nothing is half done."""
+    world = World(rt, size=6, pages=5, page_size=2, host_pages=30, hot_tokens=6)
+    slots = world.slots.take(2)
+    before = world.snapshot()
+    with pytest.raises(PoolExhaustedError):
+        world.tier.reserve(slots, [3, 4], [20, 20])
+    assert world.snapshot() == before
+    world.slots.free(slots)
+    waiting = world.deliver(world.reserve([6, 5], 10))
+    before = world.snapshot()
+    with pytest.raises(PoolExhaustedError):
+        world.tier.admit_direct(waiting)  # 3 + 3 pages of 5
+    assert world.snapshot() == before
+    world.tier.admit_direct(waiting.take([0]))
+    hot = world.prefill([3])
+    before = world.snapshot()
+    with pytest.raises(PoolExhaustedError):
+        world.tier.admit_staged(hot, 25)
+    assert world.snapshot() == before
+    world.pages.release_requests(hot)
+    world.tier.abort(waiting.take([1]))
+    short = world.direct([2], room=8)
+    filler = world.prefill([2])
+    before = world.snapshot()
+    with pytest.raises(PoolExhaustedError):
+        world.tier.map_last_location(short, 3)
+    assert world.snapshot() == before
+    world.pages.release_requests(filler, after=rt.record())
+    rt.synchronize()
+    world.step(short)
+    world.check(short)
+
+
+def test_wrong_order_is_refused(world: World) -> None:
+    """Each call belongs to a state; out of order it is refused and changes nothing."""
+    tier = world.tier
+    direct = world.deliver(world.reserve([4], 20))
+    hot = world.prefill([4])
+    before = world.snapshot()
+    refused(Code.TIER_STATE, lambda: tier.map_last_location(direct, 5))
+    refused(Code.TIER_STATE, lambda: tier.finish(direct))
+    refused(Code.TIER_STATE, lambda: tier.reserve(direct, 1, 1))
+    refused(Code.TIER_STATE, lambda: tier.admit_staged(direct, 20))
+    refused(Code.TIER_STATE, lambda: tier.admit_direct(hot))
+    refused(Code.TIER_STATE, lambda: tier.abort(hot))
+    with pytest.raises(ArgumentError, match="admit_staged"):
+        tier.reserve(hot, 4, 20)
+    assert world.snapshot() == before
+    tier.admit_direct(direct)
+    refused(Code.TIER_STATE, lambda: tier.admit_direct(direct))
+    before = world.snapshot()
+    for lens in (4, 6):
+        with pytest.raises(ArgumentError, match="had 4"):
+            tier.map_last_location(direct, lens)
+    with pytest.raises(ShapeError):
+        tier.map_last_location(direct, [5, 5])
+    with pytest.raises(DtypeError):
+        tier.map_last_location(direct, 5.0)
+    refused(Code.SLOT_SHARED, lambda: tier.map_last_location(direct.take([0, 0]), 5))
+    refused(Code.SLOT_ZERO_ALLOCATED, lambda: tier.map_last_location(direct.pad(2), 5))
+    assert world.snapshot() == before
+    plan = tier.map_last_location(direct, 5)
+    before = world.snapshot()
+    with pytest.raises(ArgumentError, match="backup not launched"):
+        tier.map_last_location(direct, 6)
+    for leave in (tier.finish, tier.abort, world.pages.release_requests):
+        with pytest.raises(ArgumentError, match="in a plan whose backup was not launched"):
+            leave(direct)
+    assert world.snapshot() == before
+    tier.back_up(plan)
+    with pytest.raises(ArgumentError, match="not the plan of this step"):
+        tier.back_up(plan)
+    tier.finish(direct)
+    refused(Code.SLOT_DOUBLE_FREE, lambda: world.slots.free(direct))
+
+
+def test_stale_and_foreign_handles(rt: Runtime, world: World) -> None:
+    """Handles of a request that left, of another pool and from another thread are refused everywhere."""
+    tier = world.tier
+    gone = world.direct([3])
+    tier.finish(gone, after=rt.record())
+    foreign = SlotPool(rt, 2).take(1)
+    for call in (
+        lambda slots: tier.states(slots),
+        lambda slots: tier.ready(slots),
+        lambda slots: tier.lengths(slots),
+        lambda slots: tier.host_tokens(slots, 1),
+        lambda slots: tier.reserve(slots, 1, 1),
+        lambda slots: tier.admit_direct(slots),
+        lambda slots: tier.admit_staged(slots, 1),
+        lambda slots: tier.map_last_location(slots, 4),
+        lambda slots: tier.finish(slots),
+        lambda slots: tier.abort(slots),
+    ):
+        refused(Code.SLOT_STALE_HANDLE, lambda call=call: call(gone))  # type: ignore[misc]
+        with pytest.raises(ArgumentError, match="given to pool"):
+            call(foreign)
+        assert isinstance(in_a_thread(lambda call=call: call(gone)), OwnerThreadError)  # type: ignore[misc]
+    assert isinstance(in_a_thread(tier.settle), OwnerThreadError)
+    assert isinstance(in_a_thread(tier.verify), OwnerThreadError)
+
+
+def test_parts_must_fit(rt: Runtime, world: World) -> None:
+    """A tier is refused over buffers of another shape, dtype or number, or pools of another runtime."""
+    pages, host, kv = world.pages, world.host, world.kv
+    with pytest.raises(ShapeError):
+        HiSparse(pages, host, kv[:1], hot_tokens=4)
+    with pytest.raises(ShapeError):
+        HiSparse(pages, host, [one[:-1] for one in kv], hot_tokens=4)
+    with pytest.raises(DtypeError):
+        HiSparse(pages, host, [one.float() for one in kv], hot_tokens=4)
+    with pytest.raises(ArgumentError, match="max_tokens_per_request"):
+        HiSparse(pages, host, kv, hot_tokens=65)
+    with pytest.raises(ArgumentError):
+        HiSparse(pages, host, kv, hot_tokens=1)
+    other = HostTokenPool(open_runtime("cpu"), 4, layers=LAYERS, item_shape=(1, 2), dtype=torch.float64)
+    with pytest.raises(DeviceError):
+        HiSparse(pages, other, kv, hot_tokens=4)
+
+
+def test_raw_exits_free_the_host_too(rt: Runtime, full: None) -> None:
+    """Whoever frees a slot by the ways of other pools frees its host tokens, once; a slot with pages is refused."""
+    world = World(rt)
+    waiting = world.reserve([3], 9)
+    world.slots.free(waiting)
+    assert world.host.stats.live == 0
+    ready = world.direct([3])
+    refused(Code.SLOT_CONSERVATION, lambda: world.slots.free(ready))
+    world.pages.release_requests(ready, after=rt.record())
+    rt.synchronize()
+    world.expect_idle()
+    again = world.slots.take(2)
+    assert world.tier.states(again) == [TierState.OUTSIDE] * 2
+
+
+def test_pages_that_others_move_are_noticed(world: World) -> None:
+    """Pages of a READY request grown or released behind the tier's back are found before the next step is planned."""
+    one, two = world.direct([3]), world.direct([9])
+    world.pages.advance(one)
+    refused(Code.MIRROR_EQUAL, lambda: world.tier.map_last_location(one, 4))
+    refused(Code.MIRROR_EQUAL, world.tier.verify)
+    world.pages.truncate(one, 3)
+    world.step(one)
+    world.pages.release(two)
+    refused(Code.MIRROR_EQUAL, lambda: world.tier.map_last_location(two, 10))
+
+
+def test_shared_pages_are_never_ring_rows(rt: Runtime, world: World) -> None:
+    """The ring never goes round over a prefix that others use: staging it is refused, sharing it later is found."""
+    source = world.prefill([8])
+    sharer = world.slots.take(1)
+    world.pages.share(source, sharer, 4)
+    before = world.snapshot()
+    refused(Code.PAGE_OWNER, lambda: world.tier.admit_staged(source, 20))
+    assert world.snapshot() == before
+    ready = world.direct([5])
+    world.step(ready)
+    lease = world.pages.hold(ready, 4)
+    before = world.snapshot()
+    refused(Code.PAGE_OWNER, lambda: world.tier.map_last_location(ready, 7))
+    assert world.snapshot() == before
+    lease.release()
+    world.step(ready)
+    world.check(ready)
+
+
+# Late fences
+
+
+def test_staged_abort_while_the_copy_is_under_way() -> None:
+    """Pages and host tokens of a staged request that is aborted stay pending until the copy is over, and no longer."""
+    rt = LateRuntime()
+    world = World(rt)
+    rt.complete(rt.pending())
+    slots = world.prefill([7, 3])
+    world.tier.admit_staged(slots, 20)
+    assert world.tier.settle() == 0
+    refused(Code.TIER_STATE, lambda: world.pages.release_requests(slots))
+    world.tier.abort(slots.take([0]))
+    assert world.numbers() == ((6, 1, 1), (57, 2, 1), (160, 20, 20))
+    again = world.slots.take(1)
+    world.tier.verify()
+    rt.synchronize()
+    assert world.tier.settle() == 1
+    assert world.numbers() == ((6, 0, 2), (59, 0, 1), (180, 0, 20))
+    assert world.tier.states(Slots.cat([slots.take([1]), again])) == [TierState.READY, TierState.OUTSIDE]
+    assert world.tier.settle() == 0
+
+
+def test_slot_used_again_is_not_settled_by_an_old_copy() -> None:
+    """A copy of a request that left settles nobody who has its slot now."""
+    rt = LateRuntime()
+    world = World(rt, size=1)
+    slots = world.prefill([3])
+    world.tier.admit_staged(slots, 9)
+    assert world.tier.settle() == 0
+    rt.synchronize()
+    world.pages.release_requests(slots)  # the copy is over, and nobody has asked the tier
+    again = world.prefill([4])
+    world.tier.admit_staged(again, 9)
+    assert world.tier.settle() == 0
+    assert world.tier.states(again) == [TierState.STAGED]
+    rt.synchronize()
+    assert world.tier.settle() == 1
+    world.tier.verify()
+
+
+def test_writer_outlives_its_request(rt: Runtime, full: None) -> None:
+    """Host tokens of an aborted request are quarantined until its writer has ended, whenever the slot is used again."""
+    world, writer = World(rt, host_pages=20), ManualStream("writer")
+    slots = world.reserve([4], 20, writer=writer.record())
+    world.tier.abort(slots)
+    assert world.host.stats.pending == 20
+    assert world.slots.stats.free == 8
+    with pytest.raises(PoolExhaustedError, match="pending entries suffice"):
+        world.reserve([1], 1)
+    memory = bytes_of(world.host.contiguous_buffers()[0].memory)
+    memory[16:] = 7  # it still writes, and nobody minds
+    world.tier.verify()
+    writer.complete()
+    assert world.host.stats.free == 20
+    world.tier.verify()
+    memory[17] = 8
+    refused(Code.TRANSFER_LATE_WRITE, world.tier.verify)
+
+
+def test_writer_that_has_not_ended_when_its_request_finishes(rt: Runtime) -> None:
+    """A request may decode and finish while its writer is not known to have ended: only its host tokens wait."""
+    world, writer = World(rt), ManualStream("writer")
+    slots = world.deliver(world.reserve([4], 20, writer=writer.record()))
+    world.tier.admit_direct(slots)
+    world.step(slots)
+    world.tier.finish(slots, after=rt.record())
+    rt.synchronize()
+    assert world.numbers() == ((8, 0, 0), (60, 0, 0), (180, 20, 0))
+    writer.complete()
+    world.expect_idle()
+
+
+def test_backups_of_every_stream_are_waited_for() -> None:
+    """Host tokens come back behind the backup that still writes them, also when a later copy ran on another stream."""
+    rt = LateRuntime()
+    world = World(rt)
+    decoding = world.direct([3])
+    other = world.prefill([2])
+    rt.synchronize()
+    done = rt.record()
+    rt.synchronize()
+    forward = rt.stream("forward")
+    with rt.use(forward):
+        world.step(decoding)
+        world.step(decoding)
+    world.tier.admit_staged(other, 9, after=done)
+    rt.complete(9, world.tier._stream)
+    assert world.tier.settle() == 1
+    world.tier.finish(decoding)
+    assert world.host.stats.pending == 40
+    rt.complete(99, forward)
+    rt.complete(99)
+    assert world.host.stats.pending == 0
+
+
+class Capturing(CpuRuntime):
+    """Says that a graph is captured when the test says so."""
+
+    captures = False
+
+    @property
+    def capturing(self) -> bool:
+        return self.captures
+
+
+def test_capture() -> None:
+    """While a graph is captured nothing is uploaded, no fence is asked, and what is refused changes nothing."""
+    rt = Capturing()
+    world = World(rt)
+    ready, waiting, hot = world.direct([3]), world.deliver(world.reserve([3], 9)), world.prefill([3])
+    world.step(ready)
+    plan = world.tier.map_last_location(ready, 5)
+    upload = rt.upload(list(plan.extras.values()))
+    uploaded = {name: upload.view(at) for at, name in enumerate(plan.extras)}
+    before = world.snapshot()
+    rt.captures = True
+    for call in (
+        lambda: world.tier.admit_direct(waiting),
+        lambda: world.tier.admit_staged(hot, 9),
+        lambda: world.tier.back_up(plan),
+    ):
+        with pytest.raises(CaptureError):
+            call()
+    assert world.tier.settle() == 0
+    world.tier.verify()
+    rt.captures = False
+    assert world.snapshot() == before
+    rt.captures = True
+    world.tier.back_up(plan, uploaded)
+    rt.captures = False
+    world.tier.verify()
+    world.tier.finish(ready)
+
+
+# Costs
+
+
+class Decoding(Batch):
+    """What a decode step of the host tier has."""
+
+    slots = slot_column()
+    seq_lens = mirrored(torch.int64)
+
+
+@pytest.mark.parametrize("level", ["off", "cheap"])
+def test_steady_decode_costs_one_upload(rt: Runtime, level: str) -> None:
+    """A step with the plan riding in the batch's upload: one copy to the device, none from it, and nobody waits."""
+    with checks(level):
+        world = World(rt)
+        slots = world.direct([3, 9, 20])
+        batch = Decoding.build(rt, slots=slots, seq_lens=world.tier.lengths(slots))
+        for step in range(8):
+            rt.synchronize()
+            rt.next_step()
+            before = rt.counters.snapshot()
+            batch = batch.advance("seq_lens", 1)
+            plan = world.tier.map_last_location(batch.slots, batch.seq_lens)
+            uploaded = batch.upload(extras=plan.extras)
+            world.tier.back_up(plan, uploaded)
+            spent = rt.counters - before
+            assert spent.host_to_device_copies == 1
+            assert spent.device_to_host_copies == spent.forced_syncs == spent.fence_waits == 0
+            assert spent.check_reads == spent.staging_allocations == 0
+            assert spent.device_operations == (2 * LAYERS if step else 0)
+            assert uploaded["hot_tokens"].tolist() == plan.tokens.np.tolist()
+
+
+@pytest.mark.parametrize("device_name", ["race", "sim"])
+def test_steps_in_flight(device: str, device_name: str) -> None:
+    """Steps follow each other without a wait: two are in flight, nothing races, and every byte is right in the end."""
+    if device != "cpu":
+        pytest.skip("the tools stand on a CPU here")
+    from batchstate.testing import open_device, window_of
+
+    rt: Any = open_device(device_name)
+    with window_of(rt):
+        world = World(rt)
+        slots = world.direct([2, 6, 15])
+        staged = world.prefill([9])
+        world.tier.admit_staged(staged, 30)
+        rt.synchronize()
+        assert world.tier.settle() == 1
+        everyone = Slots.cat([slots, staged])
+        ends: list[Fence] = []
+        before = rt.counters.snapshot()
+        for step in range(14):
+            if step > 1:
+                ends[step - 2].wait()
+            rt.next_step()
+            world.step(everyone, ride=True)
+            ends.append(rt.record())
+        spent = rt.counters - before
+        assert spent.device_to_host_copies == spent.forced_syncs == 0
+        rt.synchronize()
+        world.check(everyone)
+        world.tier.finish(everyone, after=ends[-1])
+        rt.synchronize()
+        world.expect_idle()
+    assert rt.in_flight_depth_max >= 2
+    assert not getattr(rt, "races", ())

@@ -1,0 +1,247 @@
+"""Host tokens: runs with an owner and a generation, freed behind fences, sealed while they are nobody's."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+
+from batchstate import invariants, levels
+from batchstate.errors import ArgumentError, CaptureError, DtypeError, OwnerThreadError, PoolExhaustedError, ShapeError
+from batchstate.host_tokens import HostStats, HostTokenPool
+from batchstate.runtime import Runtime
+from batchstate.runtime.mapped import bytes_of
+from batchstate.testing.fences import ManualStream
+from batchstate.violations import Code
+from tests.doubles import fake_accelerator, in_a_thread, refused
+
+Make = Callable[..., HostTokenPool]
+
+
+@pytest.fixture
+def make(rt: Runtime) -> Make:
+    """Makes a pool: two layers of two int64 a token."""
+    return functools.partial(HostTokenPool, rt, layers=2, item_shape=(2,), dtype=torch.int64)
+
+
+def numbers(pool: HostTokenPool, layer: int = 0) -> Any:
+    """The memory of a layer as a writer in another process sees it: by address."""
+    return bytes_of(pool.contiguous_buffers()[layer].memory).view(np.int64).reshape(-1, 2)
+
+
+def counts(pool: HostTokenPool) -> tuple[int, int, int]:
+    """Free, pending, live."""
+    stats = pool.stats
+    assert stats.free + stats.pending + stats.live == stats.size == pool.num_tokens
+    return stats.free, stats.pending, stats.live
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_whole_pages_in_one_run(make: Make, page_size: int) -> None:
+    """Each owner gets whole pages, in one run where there is room for one; page 0 is never among them."""
+    pool = make(20, page_size)
+    one, two = pool.take([1, 3 * page_size + 1 if page_size > 1 else 4], [7, 8])
+    assert one.table.tolist() == [[page_size, page_size]]
+    assert two.table.tolist() == [[2 * page_size, 4 * page_size]]
+    assert (len(one), len(two)) == (page_size, 4 * page_size)
+    assert (one.owner, two.owner) == (7, 8)
+    assert two.generation > one.generation
+    assert two.tokens(1, 3).tolist() == [2 * page_size + 1, 2 * page_size + 2, 2 * page_size + 3]
+    assert two.tokens().tolist() == list(range(2 * page_size, 6 * page_size))
+    assert pool.owner_of([0, page_size, 2 * page_size, 6 * page_size - 1, 6 * page_size]).tolist() == [0, 7, 8, 8, 0]
+    assert counts(pool) == (15 * page_size, 0, 5 * page_size)
+    assert pool.live_pages == 5
+    pool.free([one, two])
+    pool.verify()
+    pool.expect_idle()
+    assert pool.stats == HostStats(20 * page_size, 20 * page_size, 0, 0, 20 * page_size)
+
+
+def test_best_fit_and_fragments(make: Make) -> None:
+    """The shortest free run that is long enough is used; where none is, several are, and positions go across them."""
+    pool = make(12)
+    runs = pool.take([2, 1, 4, 1, 4], [1, 2, 3, 4, 5])
+    pool.free([runs[0], runs[2], runs[4]])
+    assert pool.stats.largest_free_run == 4
+    fit = pool.take(2, 6)[0]
+    assert fit.table.tolist() == [[1, 2]]
+    pieces = pool.take(7, 7)[0]
+    assert sorted(pieces.table.tolist()) == [[4, 4], [9, 3]]
+    assert pieces.tokens().tolist() == [
+        token for start, n in pieces.table.tolist() for token in range(start, start + n)
+    ]
+    assert pieces.tokens(3, 2).tolist() == [pieces.table[0].sum() - 1, pieces.table[1, 0]]
+    with pytest.raises(ArgumentError, match="stay inside the runs"):
+        pieces.tokens(5, 3)
+    with pytest.raises(ArgumentError):
+        pieces.tokens(-1, 1)
+    assert not pieces.starts.flags.writeable
+    pool.free([fit, pieces, runs[1], runs[3]])
+    assert pool.stats.largest_free_run == 12
+
+
+def test_exhaustion_takes_nothing(make: Make) -> None:
+    """Too few pages are an error that says how many are free and how many will be, and nobody gets anything."""
+    pool = make(4, 4)
+    step = ManualStream()
+    first = pool.take([8], [1])[0]
+    second = pool.take([4], [2])[0]
+    pool.free(first, after=step.record())
+    with pytest.raises(PoolExhaustedError, match="the pending entries suffice") as caught:
+        pool.take([4, 5], [3, 4])
+    assert (caught.value.requested, caught.value.free, caught.value.pending) == (3, 1, 2)
+    with pytest.raises(PoolExhaustedError, match="can never succeed"):
+        pool.take(17, 3)
+    with pytest.raises(PoolExhaustedError):
+        pool.take([2**62] * 3, [3, 4, 5])  # a sum beyond int64
+    assert counts(pool) == (4, 8, 4)
+    step.complete()
+    assert [len(one) for one in pool.take([4, 5], [3, 4])] == [4, 8]
+    assert pool.owner_of(second.starts).tolist() == [2]
+
+
+def test_free_behind_a_fence(make: Make) -> None:
+    """What is freed behind a fence is nobody's at once, and is handed out again when the fence is complete."""
+    pool, step = make(2), ManualStream()
+    runs = pool.take(2, 1)[0]
+    fence = step.record()
+    pool.free(runs, after=fence)
+    assert counts(pool) == (0, 2, 0)
+    assert pool.owner_of([1, 2]).tolist() == [0, 0]
+    assert pool.reap() == 0
+    pool.expect_idle()
+    step.complete()
+    assert pool.reap() == 2
+    assert fence.waits == 0
+    again = pool.take(2, 9)[0]
+    assert again.generation > runs.generation
+    assert again.table.tolist() == runs.table.tolist()
+
+
+def test_misuse_of_runs_is_refused(make: Make, rt: Runtime) -> None:
+    """Runs are freed once, whole, in the pool that made them, and by who took them last; an error frees nothing."""
+    pool, other = make(8), make(8)
+    one, two = pool.take([2, 3], [1, 2])
+    refused(Code.SLOT_DOUBLE_FREE, lambda: pool.free([one, one]))
+    for wrong in (other.take(1, 1)[0], 3, None, [one, 3]):
+        with pytest.raises(ArgumentError, match="did not make"):
+            pool.free(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError):
+        pool.free(one, after=3)  # type: ignore[arg-type]
+    part = attrs.evolve(two, starts=two.starts, lengths=two.lengths - 1)
+    refused(Code.SLOT_CONSERVATION, lambda: pool.free([one, part]))
+    assert counts(pool) == (3, 0, 5)
+    pool.free(one)
+    refused(Code.SLOT_DOUBLE_FREE, lambda: pool.free([two, one]))
+    again = pool.take(2, 3)[0]
+    assert again.table.tolist() == one.table.tolist()
+    refused(Code.SLOT_STALE_HANDLE, lambda: pool.free([two, one]))
+    refused(Code.SLOT_STALE_HANDLE, lambda: pool.check_held(one, "look"))
+    pool.check_held(two, "look")
+    refused(Code.SLOT_OUT_OF_RANGE, lambda: pool.owner_of([9]))
+    leak = refused(Code.SLOT_CONSERVATION, pool.expect_idle)
+    assert "1" in str(leak)
+    assert counts(pool) == (3, 0, 5)
+    pool.verify()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "owners", "error"),
+    [(0, 1, ArgumentError), (-1, 1, ArgumentError), (1.5, 1, DtypeError), ([1, 2], [1], ShapeError)],
+)
+def test_takes_that_cannot_be_meant(make: Make, tokens: object, owners: object, error: type[Exception]) -> None:
+    """At least one token each, whole numbers, one for each owner."""
+    pool = make(8)
+    with pytest.raises(error):
+        pool.take(tokens, owners)
+    assert counts(pool) == (8, 0, 0)
+    assert pool.take([], []) == []
+
+
+def test_pools_that_cannot_be_meant(rt: Runtime) -> None:
+    """Sizes are positive, and layers have names of their own."""
+    good: dict[str, Any] = {"num_pages": 2, "page_size": 1, "layers": 1, "item_shape": (2,), "dtype": torch.int64}
+    for wrong in ({"num_pages": 0}, {"page_size": 0}, {"layers": 0}, {"layers": ["k", "k"]}, {"item_shape": (0,)}):
+        with pytest.raises(ArgumentError):
+            HostTokenPool(rt, **{**good, **wrong})
+    with pytest.raises(ArgumentError):
+        HostTokenPool(3, **good)  # type: ignore[arg-type]
+
+
+def test_buffers_for_registration(make: Make) -> None:
+    """Each buffer is one piece of memory: what is written at its address is what kernels of the device read."""
+    pool = make(5, 4)
+    buffers = pool.contiguous_buffers()
+    assert [buffer.name for buffer in buffers] == ["0", "1"]
+    for layer, buffer in enumerate(buffers):
+        assert buffer.item_bytes == pool.item_bytes == 16
+        assert buffer.nbytes == pool.token_capacity * 16 == 24 * 16
+        assert buffer.address == buffer.memory.data_ptr()
+        numbers(pool, layer)[7] = (layer, 42)
+        assert pool.runtime.inspect(pool.buffers[layer])[7].tolist() == [layer, 42]
+    first, second = buffers
+    assert first.address + first.nbytes <= second.address or second.address + second.nbytes <= first.address
+
+
+def test_late_write_is_found_when_handed_out(make: Make, full: None) -> None:
+    """At `full` a write into memory of nobody is found before it becomes somebody's, wherever it is handed out."""
+    pool = make(8)
+    runs = pool.take([2, 1, 5], [1, 2, 3])
+    pool.free([runs[0], runs[2]])
+    numbers(pool, 1)[1] = 5
+    # The two go into the short run although five are free elsewhere: each part is looked at, not the longest run alone.
+    violation = refused(Code.TRANSFER_LATE_WRITE, lambda: pool.take([2, 1], [4, 5]))
+    assert violation.slot == 1
+    assert counts(pool) == (7, 0, 1)
+    assert refused(Code.TRANSFER_LATE_WRITE, pool.verify).slot == 1
+
+
+def test_late_write_behind_a_fence_is_no_fault(make: Make, full: None) -> None:
+    """While its fence is open, whoever may write does; what he leaves is wiped when the fence is complete."""
+    pool, writer = make(4, 2), ManualStream()
+    runs = pool.take(4, 1)[0]
+    pool.free(runs, after=writer.record())
+    numbers(pool)[2:6] = 7
+    pool.verify()
+    writer.complete()
+    numbers(pool)[2:6] = 8
+    pool.verify()
+    pool.reap()
+    pool.verify()
+    numbers(pool)[3] = 9
+    refused(Code.TRANSFER_LATE_WRITE, pool.verify)
+
+
+def test_below_full_memory_is_left_alone(make: Make) -> None:
+    """At `cheap` nobody reads or writes the memory of the pool."""
+    pool = make(2)
+    with levels.checks("cheap"):
+        before = invariants.made[Code.TRANSFER_LATE_WRITE]
+        runs = pool.take(2, 1)[0]
+        numbers(pool)[1] = 5
+        pool.free(runs)
+        pool.take(2, 1)
+        assert numbers(pool)[1].tolist() == [5, 5]
+        assert invariants.made[Code.TRANSFER_LATE_WRITE] == before
+
+
+def test_one_thread_and_no_capture(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second thread is refused everywhere; no memory is made while a graph is captured."""
+    pool = make(2)
+    runs = pool.take(1, 1)[0]
+    for act in (
+        lambda: pool.take(1, 1),
+        lambda: pool.free(runs),
+        pool.reap,
+        pool.verify,
+        pool.expect_idle,
+    ):
+        assert isinstance(in_a_thread(act), OwnerThreadError)
+    assert counts(pool) == (1, 0, 1)
+    rt, module = fake_accelerator(monkeypatch)
+    module.capturing = True
+    with pytest.raises(CaptureError):
+        HostTokenPool(rt, 2, layers=1, item_shape=(1,), dtype=torch.int64)
