@@ -5,7 +5,7 @@ import pytest
 from batchstate.testing import MACHINES, RaceRuntime, run_machine
 from batchstate.testing.devices import open_device
 
-OVERLAPPED = {"engine", "future_map", "overlap"}
+OVERLAPPED = {"engine", "future_map", "overlap", "host_tier"}
 """Machines that run forwards."""
 
 

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 from batchstate.hisparse import HiSparse
 from batchstate.indices import Slots
 from batchstate.levels import Level
-from batchstate.runtime import DoneFence, Fence, Staging
+from batchstate.runtime import Fence, Staging
 from batchstate.runtime.download import Download
 from batchstate.runtime.staging import StagingBlock
 from batchstate.testing.mutants.registry import Patch, mutant
@@ -100,16 +100,6 @@ def backup_beside_the_forward(patch: Patch) -> None:
             original(self, location)
 
     original = patch(HiSparse, "back_up", back_up)
-
-
-@tier(origin="sglang #21591, vllm #29623")
-def staged_beside_the_prefill(patch: Patch) -> None:
-    """The copy of a prefilled request to the host does not wait for the forward that writes its KV."""
-
-    def admit_staged(self: HiSparse, slots: Slots, max_tokens: object, *, after: Fence | None = None) -> None:
-        original(self, slots, max_tokens, after=DoneFence())
-
-    original = patch(HiSparse, "admit_staged", admit_staged)
 
 
 @tier(origin="sglang #21652, sglang #24527")

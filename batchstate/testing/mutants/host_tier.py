@@ -173,8 +173,11 @@ def backup_a_step_late(patch: Patch) -> None:
 def freed_by_length(patch: Patch) -> None:
     """A request that leaves gives back the host tokens that it has used, and not those that it was given."""
 
-    def free(self: HostTokenPool, runs: HostRuns, *, after: Fence | None = None) -> None:
-        used = tokens_in_use.get(runs.generation, len(runs))
+    def free(self: HostTokenPool, runs: Any, *, after: Fence | None = None) -> None:
+        if not isinstance(runs, HostRuns):
+            original(self, runs, after=after)
+            return
+        used = tokens_in_use.pop(runs.generation, len(runs))
         pages = runs.tokens()[:: self.page_size][: -(-used // self.page_size)] // self.page_size
         starts, lengths = runs_of(pages)
         part = attrs.evolve(runs, starts=starts * self.page_size, lengths=lengths * self.page_size)
