@@ -26,6 +26,7 @@ from batchstate.host_tokens import HostRuns
 from batchstate.host_tokens import HostTokenPool as HostTokenPool
 from batchstate.indices import HostTokens, Slots, Tokens
 from batchstate.mirror import MirroredTensor
+from batchstate.ownership import length_words
 from batchstate.pages import Extension, PagePool
 from batchstate.runtime import Fence, Runtime, check_fence
 from batchstate.tiering.books import TierBooks, TierState
@@ -124,8 +125,9 @@ class HiSparse:
         Args:
             slots: live handles without pages, each once.
             lengths: tokens that the writer brings, one number or int[n], at least 1.
-            max_tokens: tokens that the request will have at the most, growth included.
-            writer: complete when nobody writes any more: a lease's `ended`.
+            max_tokens: tokens that the request will have at the most, growth included; rounded up to whole pages.
+            writer: complete when nobody writes any more: a lease's `ended`, which also knows what has arrived.
+                WITHOUT IT THE MEMORY IS FREE AT ONCE when the slots are: leave it out only where nobody else writes.
 
         Returns:
             the runs of each.
@@ -160,11 +162,11 @@ class HiSparse:
 
         Raises:
             PoolExhaustedError: too few device pages. Nothing was admitted.
-            Violation: TIER_STATE.
+            Violation: TIER_STATE: also where the writer that was named to `reserve` has not delivered all of it.
         """
         rows = self.slots.rows_of(slots, "admit_direct", unique=True)
-        self._guard.check_state(rows, (TierState.DIRECT,), "admit_direct")
         length = self._books.length[rows]
+        self._guard.check_arrived(rows, length, "admit_direct")
         short = length <= self.hot_tokens
         hot = self.pages.extend(slots, np.minimum(length, self.hot_tokens))
         if short.any():
@@ -401,10 +403,14 @@ class HiSparse:
     def _sizes(self, rows: Ints, lengths: object, max_tokens: object, operation: str) -> tuple[Ints, Ints]:
         length = np.broadcast_to(amounts(lengths, rows.size, operation), rows.shape)
         room = np.broadcast_to(amounts(max_tokens, rows.size, operation), rows.shape)
-        invariants.length_order(np.minimum(length, 1), length, self.host.num_tokens, **self._where(operation))
-        invariants.length_order(length, room, self.host.num_tokens, **self._where(operation))
         if length.size and int(length.min()) < 1:
-            raise ArgumentError(f"{operation} of 0 tokens", value=0, remedy="a request has at least one token")
+            raise ArgumentError(
+                f"{operation} of {length.min()} tokens",
+                value=int(length.min()),
+                remedy="a request has at least one token",
+            )
+        most = self.host.num_tokens
+        invariants.length_order(length, room, most, explain=length_words.reserved, **self._where(operation))
         return length, room
 
     def _enter(
@@ -428,7 +434,7 @@ class HiSparse:
                 remedy="call `back_up` for each `map_last_location`, in order",
             )
         room, where = books.room[rows], self._where("map_last_location")
-        invariants.length_order(length, room, int(room.max(initial=0)), **where)
+        invariants.length_order(length, room, int(room.max(initial=0)), explain=length_words.outgrown, **where)
         wrong = length != books.length[rows] + 1
         if wrong.any():
             row = int(np.flatnonzero(wrong)[0])

@@ -124,12 +124,16 @@ class HostTokenPool:
         )
         self.buffers: tuple[torch.Tensor, ...] = tuple(memory.device for memory in self._memory)
         self._free = ExtentList(1, self.num_pages)
-        self._ledger = Ledger(runtime, self.num_pages, label=f"HostTokenPool {name!r}", free_list=self._extents)
+        self._ledger = Ledger(runtime, self.num_pages, label=self._label(), free_list=self._extents)
         self._generation = np.zeros(self.num_pages + 1, dtype=np.int64)  # of the run that has the page, 0 for none
         self._owner = np.zeros(self.num_pages + 1, dtype=np.int64)
         self._newest = 0  # generation
         self._sizes: dict[int, int] = {}  # generation -> pages, of runs that are somebody's
         self._sealed = np.zeros(self.num_pages + 1, dtype=np.bool_)
+
+    def _label(self) -> str:
+        pages = f", in pages of {self.page_size}" if self.page_size > 1 else ""
+        return f"HostTokenPool {self.name!r}{pages}"
 
     def _extents(self, first: int, last: int) -> ExtentList:
         return self._free if first == 1 else ExtentList(first, last)

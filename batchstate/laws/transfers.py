@@ -16,11 +16,18 @@ from batchstate.violations import Code, Where
     origins=("sglang #27258", "sglang #21591", "sglang #22453"),
 )
 def tier_state(
-    slots: Ints, states: Ints, allowed: tuple[int, ...], names: tuple[str, ...], **where: Unpack[Where]
+    slots: Ints,
+    states: Ints,
+    allowed: tuple[int, ...],
+    names: tuple[str, ...],
+    *,
+    missing: Ints | None = None,
+    **where: Unpack[Where],
 ) -> None:
     """What is asked of a request in the host tier goes with its state. `states` integer[n], of `slots` integer[n].
 
-    `allowed` are the states in which the operation is meant, `names` the name of each state by number.
+    `allowed` are the states in which the operation is meant, `names` the name of each state by number; `missing`
+    integer[n] says, where the operation needs all of the KV, of how many tokens it has not arrived.
     Cost: one comparison a request. Broken by decoding a request whose KV has not arrived.
     """
     made[Code.TIER_STATE] += 1
@@ -37,6 +44,18 @@ def tier_state(
             actual=names[int(states[row])],
             row=row,
             slot=int(slots[row]),
+        )
+    if missing is not None and missing.any():
+        row = first_row(missing != 0)
+        broken(
+            Code.TIER_STATE,
+            f"the KV of the request on slot {slots[row]} has not arrived",
+            where,
+            expected="all of it, and a writer that has ended",
+            actual=f"{missing[row]} tokens are missing" if missing[row] > 0 else f"{-missing[row]} tokens too many",
+            row=row,
+            slot=int(slots[row]),
+            remedy="admit when the lease of the request is DELIVERED; abort it when the lease has failed",
         )
 
 

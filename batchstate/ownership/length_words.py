@@ -42,6 +42,18 @@ def prefix(asked: int, there: int, most: int) -> tuple[str, str]:
     return f"a prefix of {asked} tokens asked for, {there} are committed", "commit the tokens first, or ask for fewer"
 
 
+def reserved(asked: int, room: int, most: int) -> tuple[str, str]:
+    """Of a place in the host tier for `asked` tokens, growing to `room`."""
+    if room > most:
+        return f"room for {room} tokens asked for, the host tier has {most}", "ask for less, or make the pool larger"
+    return f"{asked} tokens, and room for {room}", "reserve room for the tokens that come and all that follow"
+
+
+def outgrown(asked: int, room: int, most: int) -> tuple[str, str]:
+    """Of a decode step in the host tier."""
+    return f"{asked} tokens with the new one, {room} were reserved", "finish the request, or reserve more at admission"
+
+
 def _too_many(asked: int, most: int) -> tuple[str, str]:
     return (
         f"{asked} tokens asked for, a request may have {most} (max_tokens_per_request)",

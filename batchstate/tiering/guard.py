@@ -1,7 +1,7 @@
 """Host tokens go with their slot: whoever frees a slot frees them, once, behind every fence that stands for them."""
 
 from collections.abc import Callable
-from typing import final
+from typing import Protocol, final, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,15 @@ from batchstate.tiering.moves import Moves
 from batchstate.violations import Where
 
 Ints = npt.NDArray[np.int64]
+
+
+@runtime_checkable
+class Writer(Fence, Protocol):
+    """A fence that also knows what has arrived, as `Lease.ended` does."""
+
+    def arrived(self) -> int:
+        """How many tokens a request may count on."""
+        ...
 
 
 @final
@@ -107,6 +116,28 @@ class TierGuard:
         """
         names = tuple(state.name for state in TierState)
         invariants.tier_state(rows, self._books.states[rows], allowed, names, **self._where(operation))
+
+    def check_arrived(self, rows: Ints, lengths: Ints, operation: str) -> None:
+        """Refuses requests that their writer has not delivered: whole, and as many tokens as were reserved for it.
+
+        Raises:
+            Violation: TIER_STATE.
+        """
+        names = tuple(state.name for state in TierState)
+        missing = np.array(
+            [self._missing(row, length) for row, length in zip(rows.tolist(), lengths.tolist(), strict=True)],
+            dtype=np.int64,
+        )
+        states = self._books.states[rows]
+        invariants.tier_state(rows, states, (TierState.DIRECT,), names, missing=missing, **self._where(operation))
+
+    def _missing(self, row: int, length: int) -> int:
+        writer = self.holds.get(row)
+        if writer is None:
+            return 0
+        if isinstance(writer, Writer):
+            return length - writer.arrived()
+        return 0 if writer.query() else length
 
     def check_conservation(self, live: int, operation: str) -> None:
         """Host tokens are counted on their own, by their ledger."""

@@ -122,6 +122,10 @@ class Ended:
             return False
         return self.lease.runs is None or all(share.ended for share in self.lease.shares)
 
+    def arrived(self) -> int:
+        """How many tokens a request may count on: all of the lease's once it is DELIVERED, and none before or else."""
+        return self.lease.num_tokens if self.lease.state is LeaseState.DELIVERED else 0
+
     def wait(self) -> None:
         """Returns if the lease has ended. It never blocks: only messages and other processes can end a lease.
 

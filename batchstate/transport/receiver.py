@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchstate.errors import ArgumentError, TransferError
+from batchstate.ownership.host_runs import HostRuns
 from batchstate.transport.engines.base import Delivery, Engine
 from batchstate.transport.handshake import Description
 from batchstate.transport.lease import Lease, LeaseState, Share
@@ -152,6 +153,10 @@ class Receiver:
             ArgumentError: these writers do not hold all of it, or hold some of it twice.
             TransferError: a writer is gone.
         """
+        if isinstance(writers, str) or not len(writers):
+            raise ArgumentError(
+                f"writers are {writers!r}", value=writers, remedy="pass a list of at least one worker's name"
+            )
         total, which = count(num_tokens, "num_tokens"), count(attempt, "attempt", least=1)
         workers = tuple(map(self._workers.named, writers))
         self._check_writers(workers)
@@ -172,24 +177,26 @@ class Receiver:
         names = [share.worker.name for share in lease.shares] if writers is None else writers
         return self.lease(lease.request, lease.num_tokens, names, attempt=lease.attempt + 1)
 
-    def grant(self, lease: Lease, runs: npt.ArrayLike) -> None:
+    def grant(self, lease: Lease, runs: HostRuns | npt.ArrayLike) -> None:
         """Lets the writers of a lease write host tokens: one message for each of them goes to the outbox.
 
         Args:
             lease: waiting, not granted before.
-            runs: int64[r, 2], start and length of host tokens, in the order of the request's tokens.
+            runs: what `HiSparse.reserve` or `HostTokenPool.take` returned, or int64[r, 2], start and length of host
+                tokens, in the order of the request's tokens. Reserved or freed behind `lease.ended`.
 
         Raises:
-            ArgumentError: granted before, or runs that do not hold the request.
+            ArgumentError: granted before, runs that do not hold the request, or that another lease may still write.
             TransferError: the lease is not waiting any more: a writer was lost, or it was aborted.
         """
-        memory = converted(runs, np.dtype(np.int64), "runs")
+        memory = converted(runs.table if isinstance(runs, HostRuns) else runs, np.dtype(np.int64), "runs")
         memory = memory.reshape(0, 2) if not memory.size else memory
         if lease.state is not LeaseState.WAITING:
             raise TransferError(f"{lease!r}: {lease.reason}", value=lease.serial, remedy="free the memory, and retry")
         if lease.runs is not None or self._leases.get(lease.serial) is not lease:
             raise ArgumentError(f"{lease!r} is granted", value=lease.serial, remedy="grant each lease once")
         check_runs(memory, lease.num_tokens)
+        self._check_unleased(lease, memory)
         messages = [self._grant_for(lease, memory, writer) for writer in range(len(lease.shares))]
         lease.runs = memory.copy()
         self.outbox += messages
@@ -289,6 +296,22 @@ class Receiver:
 
     def _share_of(self, lease: Lease, instance: str) -> Share | None:
         return next((share for share in lease.shares if share.worker.instance == instance), None)
+
+    def _check_unleased(self, lease: Lease, memory: npt.NDArray[np.int64]) -> None:
+        """Refuses host tokens that another lease may still write."""
+        others = [one for one in self._leases.values() if one.runs is not None and not one.ended.query()]
+        if not others or not memory.size:
+            return
+        runs = np.concatenate([one.runs for one in others if one.runs is not None])
+        starts, ends = runs[:, 0, None], runs.sum(axis=1)[:, None]
+        shared = ((memory[:, 0] < ends) & (starts < memory.sum(axis=1))).any(axis=1)
+        if shared.any():
+            start, length = runs[int(np.flatnonzero(shared)[0])].tolist()
+            raise ArgumentError(
+                f"{lease!r} is to have host tokens that another lease may still write: {length} from {start} on",
+                value=memory.tolist(),
+                remedy="take other host tokens; those of a lease are free when `lease.ended` says so",
+            )
 
     def _check_writers(self, workers: tuple[Worker, ...]) -> None:
         for worker in workers:

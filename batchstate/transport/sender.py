@@ -26,6 +26,7 @@ from batchstate.transport.sending import Closed, Sending, SendState
 from batchstate.transport.tags import Tag
 from batchstate.transport.workers import Clock, Worker, Workers
 from batchstate.values.host_arrays import converted, count
+from batchstate.violations import Violation
 
 Key = tuple[str, int]
 """Instance of a receiver, and serial of its lease."""
@@ -147,18 +148,20 @@ class Sender:
             last: whether the request ends with these.
 
         Raises:
-            TransferError: it has failed or was aborted, or the engine refuses a write: then it has failed now.
-            ArgumentError, ShapeError, DtypeError, Violation: these tokens cannot be meant. Nothing was sent.
+            TransferError: it has failed or was aborted, or the engine cannot write: then it has failed now.
+            ArgumentError, ShapeError, DtypeError, Violation: these tokens cannot be meant. Nothing was sent, and it is
+                as OPEN as before; where an engine refuses a later write of several, it has failed.
         """
         writes = self._planned(sending, source_tokens, first, last)
-        begun = False
+        before = len(sending.handles)
         try:
             for copies in writes:
                 self._write(sending, copies, last and copies is writes[-1])
-            begun = True
-        finally:
-            if not begun:
-                self._fail(sending, "a write was refused")
+        except BaseException as error:
+            # Refused before anything was sent, for what the caller has passed: he may pass something else.
+            if len(sending.handles) > before or not isinstance(error, ArgumentError | Violation):
+                self._fail(sending, f"a write was refused: {getattr(error, 'problem', error)}")
+            raise
         sending.sent += np.size(source_tokens)
         sending.complete = last
 
