@@ -79,6 +79,7 @@ class HiSparse:
         self._open: LastLocation | None = None
         self._staging: list[tuple[Slots, Fence]] = []
         self.slots.attach(self._guard)
+        pages.guard_release(self._guard.check_pages)
 
     def __repr__(self) -> str:
         return f"HiSparse({len(self._books.runs)} requests, hot_tokens={self.hot_tokens}, {self.host!r})"
@@ -139,12 +140,7 @@ class HiSparse:
         """
         rows = self._entering(slots, "reserve")
         check_fence(writer, "reserve")
-        if np.count_nonzero(self.pages.allocated(slots)):
-            raise ArgumentError(
-                "reserve for a request that has device pages",
-                value=slots,
-                remedy="use `admit_staged` for KV that is on the device",
-            )
+        self._check_no_pages(slots, "reserve")
         length, room = self._sizes(rows, lengths, max_tokens, "reserve")
         return self._enter(rows, length, room, TierState.DIRECT, writer, "reserve")
 
@@ -167,6 +163,7 @@ class HiSparse:
         rows = self.slots.rows_of(slots, "admit_direct", unique=True)
         length = self._books.length[rows]
         self._guard.check_arrived(rows, length, "admit_direct")
+        self._check_no_pages(slots, "admit_direct")
         short = length <= self.hot_tokens
         hot = self.pages.extend(slots, np.minimum(length, self.hot_tokens))
         if short.any():
@@ -185,7 +182,8 @@ class HiSparse:
         try:
             self._moves.to_device(*self._moves.indices(self._moves.uploaded(sources, targets)), "host tier: preload")
         except BaseException:
-            self.pages.release(slots)
+            with self._guard.at_work():
+                self.pages.release(slots, after=self._guard.fence_of([], None))
             raise
 
     def admit_staged(self, slots: Slots, max_tokens: object, *, after: Fence | None = None) -> None:
@@ -211,6 +209,8 @@ class HiSparse:
         hot_pages = -(-self.hot_tokens // self.pages.page_size)
         self.pages.check_unshared(self.pages.page_table[rows, :hot_pages].ravel().astype(np.int64), operation)
         length, room = self._sizes(rows, self.pages.committed(slots), max_tokens, operation)
+        if not rows.size:
+            return
         written = after if after is not None else self.runtime.record()
         runs = self._enter(rows, length, room, TierState.STAGED, None, operation)
         try:
@@ -223,7 +223,7 @@ class HiSparse:
                 copied = self._moves.to_host(*self._moves.indices(upload), "host tier: stage")
         except BaseException:
             for row in rows.tolist():
-                self.host.free(self._books.leave(row))
+                self._guard.give_back(row, self._guard.fence_of([], None))
                 self._books.states[row] = TierState.OUTSIDE
             raise
         self._staging.append((slots, copied))
@@ -265,7 +265,8 @@ class HiSparse:
             invariants.slot_in_flight(rows, np.full(rows.size, not copied.query()), **self._where("settle"))
         long = self._books.length[rows] > self.hot_tokens
         if long.any():
-            self.pages.truncate(slots.filter(long), self.hot_tokens)
+            with self._guard.at_work():
+                self.pages.truncate(slots.filter(long), self.hot_tokens)
             self._books.hot_from[rows[long]] = self._books.length[rows[long]]
         for row in rows.tolist():
             del self._guard.holds[row]
@@ -339,9 +340,10 @@ class HiSparse:
         Raises:
             ArgumentError: it was launched already, or is not the last plan.
             Violation: UNIT_MISMATCH: indices of another space.
+            CaptureError: the stream is captured.
         """
         self.runtime.check_owner("back_up")
-        if location.launched or location is not self._open:
+        if location is not self._open or location.launched:
             raise ArgumentError(
                 f"back_up of {location!r}, which is not the plan of this step",
                 value=location,
@@ -353,7 +355,7 @@ class HiSparse:
                 upload = self._moves.uploaded(location.backup_from.np, location.backup_to.np)
                 source, target = self._moves.indices(upload)
             else:
-                source, target = uploaded["backup_from"], uploaded["backup_to"]
+                source, target = self._riding(location, uploaded)
             self._moves.to_host(source, target, "host tier: back up")
         location.launched = True
         self._open = None
@@ -387,13 +389,18 @@ class HiSparse:
         rows = self.slots.rows_of(slots, operation, unique=True)
         self._guard.check_state(rows, allowed, operation)
         staged = [row for row in rows.tolist() if self._books.states[row] == TierState.STAGED]
-        self._guard.leaving = True
-        try:
+        with self._guard.at_work():
             self.pages.release_requests(slots, after=self._guard.fence_of(staged, after))
-        finally:
-            self._guard.leaving = False
 
     # Parts
+
+    def _check_no_pages(self, slots: Slots, operation: str) -> None:
+        if np.count_nonzero(self.pages.allocated(slots)):
+            raise ArgumentError(
+                f"{operation} for a request that has device pages",
+                value=slots,
+                remedy="use `admit_staged` for KV that is on the device; give a DIRECT request no pages",
+            )
 
     def _entering(self, slots: Slots, operation: str) -> Ints:
         rows = self.slots.rows_of(slots, operation, unique=True)
@@ -421,6 +428,7 @@ class HiSparse:
         invariants.length_order(length, held, self.host.num_tokens, **self._where(operation))
         for row, one, n in zip(rows.tolist(), runs, length.tolist(), strict=True):
             self._books.enter(row, one, state, n)
+            self.host.keep(one, self._guard)
             if writer is not None:
                 self._guard.holds[row] = writer
         return runs
@@ -461,6 +469,20 @@ class HiSparse:
         return self.pages.page_table[rows, hot_row // self.pages.page_size].astype(np.int64), hot_row
 
     # Checks
+
+    def _riding(
+        self, location: LastLocation, uploaded: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The indices of a plan that rode in a step's copy."""
+        found = [uploaded.get(name) for name in ("backup_from", "backup_to")]
+        source, target = found
+        if source is None or target is None or not len(source) == len(target) == len(location.backup_from):
+            raise ArgumentError(
+                f"back_up of {location!r} with {uploaded!r}",
+                value=location,
+                remedy="pass what `batch.upload(extras=location.extras)` of this plan returned, or nothing",
+            )
+        return source, target
 
     def _check_units(self, location: LastLocation) -> None:
         where = self._where("back_up")

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate.errors import ArgumentError
+from batchstate.errors import ArgumentError, DtypeError, ShapeError
 from batchstate.ownership.extent_list import ExtentList, runs_of
 from batchstate.ownership.host_runs import HostRuns
 from batchstate.ownership.ledger import FREE, Ledger
@@ -111,6 +111,14 @@ class HostTokenPool:
         self.identity = next(_identities)
         self.num_pages = size_of(num_pages, f"{name}: num_pages", least=1)
         self.page_size = size_of(page_size, f"{name}: page_size", least=1, most=MOST_TOKENS // (self.num_pages + 1))
+        if not isinstance(dtype, torch.dtype):
+            raise DtypeError(f"{name}: dtype is {dtype!r}", value=dtype, remedy="pass a torch.dtype")
+        if isinstance(layers, bool | str) or not isinstance(layers, int | Sequence):
+            raise ArgumentError(f"{name}: layers are {layers!r}", value=layers, remedy="pass names, or how many")
+        if not isinstance(item_shape, tuple | list):
+            raise ShapeError(
+                f"{name}: item_shape is {item_shape!r}", value=item_shape, remedy="pass a tuple, as (8, 128)"
+            )
         self.layers = tuple(str(one) for one in (range(layers) if isinstance(layers, int) else layers))
         if not self.layers or len(set(self.layers)) != len(self.layers):
             raise ArgumentError(
@@ -128,6 +136,7 @@ class HostTokenPool:
         self._generation = np.zeros(self.num_pages + 1, dtype=np.int64)  # of the run that has the page, 0 for none
         self._owner = np.zeros(self.num_pages + 1, dtype=np.int64)
         self._newest = 0  # generation
+        self._kept: dict[int, object] = {}  # generation -> who alone may free it
         self._sizes: dict[int, int] = {}  # generation -> pages, of runs that are somebody's
         self._sealed = np.zeros(self.num_pages + 1, dtype=np.bool_)
 
@@ -213,7 +222,18 @@ class HostTokenPool:
             for pages in taken:
                 self._ledger.release(pages, None, "take")
             raise
-        return [self._granted(pages, owner) for pages, owner in zip(taken, whose.tolist(), strict=True)]
+        newest, granted = self._newest, []
+        try:
+            for pages, owner in zip(taken, whose.tolist(), strict=True):
+                granted.append(self._granted(pages, owner))
+        except BaseException:
+            for generation in [one for one in self._sizes if one > newest]:
+                del self._sizes[generation]
+            for pages in taken:
+                self._forget(pages)
+                self._ledger.release(pages, None, "take")
+            raise
+        return granted
 
     def _granted(self, pages: Ints, owner: int) -> HostRuns:
         generation = self._next_generation()
@@ -235,24 +255,36 @@ class HostTokenPool:
     def _next_generation(self) -> int:
         return self._newest + 1
 
-    def free(self, runs: HostRuns | Iterable[HostRuns], *, after: Fence | None = None) -> None:
+    def keep(self, runs: HostRuns, keeper: object) -> None:
+        """For the library: from here on only `keeper` may free these runs."""
+        self._kept[runs.generation] = keeper
+
+    def free(self, runs: HostRuns | Iterable[HostRuns], *, after: Fence | None = None, keeper: object = None) -> None:
         """Frees runs, at once or when `after` is complete: the copy or the writer that may still write them has ended.
 
         Raises:
             Violation: SLOT_DOUBLE_FREE, SLOT_STALE_HANDLE; SLOT_CONSERVATION: not all of it. Nothing was freed.
-            ArgumentError: runs of another pool, or `after` is no fence.
+            ArgumentError: runs of another pool, or of a request of the host tier; or `after` is no fence.
         """
         operation = "free"
         self.runtime.check_owner(f"{self.name}: {operation}")
         check_fence(after, f"{self.name}: {operation}")
         given = list(runs) if isinstance(runs, Iterable) else [runs]
         parts = [self._pages_of(one, operation) for one in given]
+        for one in given:
+            if self._kept.get(one.generation) is not keeper:
+                raise ArgumentError(
+                    f"{self.name}: free of {one!r}, which a request of the host tier has",
+                    value=one,
+                    remedy="let the request go with `finish` or `abort` of the HiSparse, or free its slot",
+                )
         pages = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
         if self._ledger.repeated(pages):
             invariants.slot_double_free(pages, np.ones(pages.size, dtype=np.bool_), **self._where(operation))
         self._forget(pages)
         for one in given:
             self._sizes.pop(one.generation, None)
+            self._kept.pop(one.generation, None)
         self._ledger.release(pages, after, operation)
         self._seal()
 

@@ -6,6 +6,7 @@ into a page that has two. Bookkeeping is numpy on the host, O(what changes), by 
 the device.
 """
 
+from collections.abc import Callable
 from typing import SupportsIndex, final
 
 import numpy as np
@@ -104,6 +105,7 @@ class PagePool:
                 name=name,
                 where=self._where("token_table"),
             )
+        self._release_checks: list[Callable[[Ints, str], None]] = []
         self.slots.attach(self._guard)
 
     def __repr__(self) -> str:
@@ -315,6 +317,7 @@ class PagePool:
         """
         rows = self._begin(slots, "truncate")
         check_fence(after, f"{self.name}: truncate")
+        self._check_release(rows, "truncate")
         self._books.truncate(rows, self._per_row(lengths, rows, "truncate"), after, "truncate")
         self._check_after()
 
@@ -322,6 +325,7 @@ class PagePool:
         """Releases every page of the slots, which stay live. See `release_requests` for requests that leave."""
         rows = self._begin(slots, "release")
         check_fence(after, f"{self.name}: release")
+        self._check_release(rows, "release")
         self._books.release(rows, after, "release")
         self._check_after()
 
@@ -338,6 +342,15 @@ class PagePool:
         self._books.release(rows, after, operation)
         self.slots.release_rows(rows, after, operation)
         self._check_after()
+
+    def guard_release(self, check: Callable[[Ints, str], None]) -> None:
+        """For the library: `check(rows, operation)` may refuse, by raising, that pages of live slots are released."""
+        self.runtime.check_owner(f"{self.name}: guard_release")
+        self._release_checks.append(check)
+
+    def _check_release(self, rows: Ints, operation: str) -> None:
+        for check in self._release_checks:
+            check(rows, operation)
 
     # The door
 

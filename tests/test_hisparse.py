@@ -27,6 +27,7 @@ from batchstate.pools import SlotPool
 from batchstate.runtime import CpuRuntime, Fence, Runtime, open_runtime
 from batchstate.runtime.mapped import bytes_of
 from batchstate.testing import LateRuntime, ManualStream
+from batchstate.testing.machines.host_tier_model import Arrival
 from batchstate.tiering.books import TierState
 from batchstate.violations import Code
 from tests.doubles import in_a_thread, refused
@@ -394,15 +395,85 @@ def test_raw_exits_free_the_host_too(rt: Runtime, full: None) -> None:
 
 
 def test_pages_that_others_move_are_noticed(world: World) -> None:
-    """Pages of a READY request grown or released behind the tier's back are found before the next step is planned."""
+    """Pages of a request of the tier are not released by others, and what others grow is found before the next step."""
     one, two = world.direct([3]), world.direct([9])
     world.pages.advance(one)
     refused(Code.MIRROR_EQUAL, lambda: world.tier.map_last_location(one, 4))
     refused(Code.MIRROR_EQUAL, world.tier.verify)
-    world.pages.truncate(one, 3)
+    before = world.snapshot()
+    refused(Code.TIER_STATE, lambda: world.pages.truncate(one, 3))
+    refused(Code.TIER_STATE, lambda: world.pages.release(two))
+    assert world.snapshot() == before
+    with world.tier._guard.at_work():
+        world.pages.truncate(one, 3)
     world.step(one)
-    world.pages.release(two)
-    refused(Code.MIRROR_EQUAL, lambda: world.tier.map_last_location(two, 10))
+
+
+def test_pages_are_not_released_while_they_are_copied(full: None) -> None:
+    """A STAGED request keeps its device pages until their copy is over; others may release theirs."""
+    rt = LateRuntime()
+    world = World(rt)
+    staged, outside = world.prefill([6]), world.prefill([6])
+    world.tier.admit_staged(staged, 20)
+    refused(Code.TIER_STATE, lambda: world.pages.release(staged))
+    refused(Code.TIER_STATE, lambda: world.pages.truncate(staged, 1))
+    world.pages.release(outside)
+
+
+def test_runs_of_a_request_are_freed_with_it_alone(world: World) -> None:
+    """Whoever holds the runs of a request cannot free them behind its back, and the request leaves whole."""
+    slots = world.reserve([5, 5], 20)
+    before = world.snapshot()
+    with pytest.raises(ArgumentError, match="host tier"):
+        world.host.free(world.runs[int(slots.np[0])])
+    assert world.snapshot() == before
+    world.tier.abort(slots)
+    world.expect_idle()
+
+
+def test_a_direct_request_with_pages_is_refused(world: World) -> None:
+    """Pages that somebody gave a DIRECT request meanwhile are not taken for its hot buffer, nor taken away."""
+    slots = world.deliver(world.reserve([5], 20))
+    with world.tier._guard.at_work():
+        world.pages.extend(slots, 3)
+    before = world.snapshot()
+    with pytest.raises(ArgumentError, match="device pages"):
+        world.tier.admit_direct(slots)
+    assert world.snapshot() == before
+
+
+def second_launch_fails(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on the second launch fails, and launches work again after it."""
+    launch, launches = rt.launch, []
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        launches.append(1)
+        if len(launches) == 2:
+            monkeypatch.setattr(rt, "launch", launch)
+            raise RuntimeError("out of memory")
+        return launch(*args, **kwargs)
+
+    monkeypatch.setattr(rt, "launch", failing)
+
+
+def test_what_was_launched_before_an_error_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of which the second layer fails has begun all the same: its host tokens and pages wait for the first."""
+    rt = LateRuntime()
+    world = World(rt)
+    hot = world.prefill([6])
+    second_launch_fails(rt, monkeypatch)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        world.tier.admit_staged(hot, 20)
+    assert world.tier.states(hot) == [TierState.OUTSIDE]
+    assert world.host.stats.pending == 20
+    direct = world.deliver(world.reserve([5], 20))
+    live = world.pages.stats.live
+    second_launch_fails(rt, monkeypatch)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        world.tier.admit_direct(direct)
+    assert world.tier.states(direct) == [TierState.DIRECT]
+    assert world.pages.stats.live == live
+    assert world.pages.stats.pending > 0
 
 
 def test_shared_pages_are_never_ring_rows(rt: Runtime, world: World) -> None:
@@ -487,13 +558,30 @@ def test_writer_outlives_its_request(rt: Runtime, full: None) -> None:
 def test_writer_that_has_not_ended_when_its_request_finishes(rt: Runtime) -> None:
     """A request may decode and finish while its writer is not known to have ended: only its host tokens wait."""
     world, writer = World(rt), ManualStream("writer")
-    slots = world.deliver(world.reserve([4], 20, writer=writer.record()))
+    ended = Arrival(writer.record())
+    slots = world.deliver(world.reserve([4], 20, writer=ended))
+    for missing in (4, 1, -1):
+        ended.tokens = 4 - missing
+        refused(Code.TIER_STATE, lambda: world.tier.admit_direct(slots))
+        assert world.tier.states(slots) == [TierState.DIRECT]
+    ended.tokens = 4
     world.tier.admit_direct(slots)
     world.step(slots)
     world.tier.finish(slots, after=rt.record())
     rt.synchronize()
     assert world.numbers() == ((8, 0, 0), (60, 0, 0), (180, 20, 0))
     writer.complete()
+    world.expect_idle()
+
+
+def test_a_plain_fence_of_a_writer_has_to_be_complete(rt: Runtime) -> None:
+    """A fence that does not say what has arrived stands for all of it: nobody is admitted before."""
+    world, writer = World(rt), ManualStream("writer")
+    slots = world.deliver(world.reserve([4], 20, writer=writer.record()))
+    refused(Code.TIER_STATE, lambda: world.tier.admit_direct(slots))
+    writer.complete()
+    world.tier.admit_direct(slots)
+    world.tier.finish(slots)
     world.expect_idle()
 
 
@@ -545,6 +633,7 @@ def test_capture() -> None:
         lambda: world.tier.admit_direct(waiting),
         lambda: world.tier.admit_staged(hot, 9),
         lambda: world.tier.back_up(plan),
+        lambda: world.tier.back_up(plan, uploaded),
     ):
         with pytest.raises(CaptureError):
             call()
@@ -552,9 +641,7 @@ def test_capture() -> None:
     world.tier.verify()
     rt.captures = False
     assert world.snapshot() == before
-    rt.captures = True
     world.tier.back_up(plan, uploaded)
-    rt.captures = False
     world.tier.verify()
     world.tier.finish(ready)
 

@@ -1,5 +1,6 @@
 """The host tokens of one request: few runs, with an owner and a generation."""
 
+import operator
 from typing import final
 
 import attrs
@@ -52,11 +53,12 @@ class HostRuns:
             ArgumentError: positions that the runs do not have.
         """
         room = len(self)
-        stop = room if count is None else first + count
-        if not 0 <= first <= stop <= room:
+        begin = operator.index(first)
+        stop = room if count is None else begin + operator.index(count)
+        if not 0 <= begin <= stop <= room:
             raise ArgumentError(
                 f"positions {first} to {stop} (exclusive) of {self!r}",
                 value=(first, stop),
                 remedy="stay inside the runs",
             )
-        return spread(self.starts, self.lengths)[first:stop]
+        return spread(self.starts, self.lengths)[begin:stop]

@@ -1,6 +1,7 @@
 """Host tokens go with their slot: whoever frees a slot frees them, once, behind every fence that stands for them."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Protocol, final, runtime_checkable
 
 import numpy as np
@@ -93,8 +94,30 @@ class TierGuard:
         """Frees the host tokens of the slots."""
         for slot in rows.tolist():
             if slot in self._books.runs:
-                self._host.free(self._books.leave(slot), after=self.fence_of([slot], after))
-                self.holds.pop(slot, None)
+                self.give_back(slot, self.fence_of([slot], after))
+
+    def give_back(self, slot: int, after: Fence | None) -> None:
+        """Frees the host tokens of a slot behind a fence, and forgets the slot."""
+        self._host.free(self._books.leave(slot), after=after, keeper=self)
+        self.holds.pop(slot, None)
+
+    def check_pages(self, rows: Ints, operation: str) -> None:
+        """Refuses to have device pages released that are the hot buffer of a request, or are being copied out.
+
+        Raises:
+            Violation: TIER_STATE.
+        """
+        if not self.leaving and self._books.runs:
+            self.check_state(rows, (TierState.OUTSIDE,), f"{operation} of pages")
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """A window in which what is released is the host tier's own doing, behind every fence that stands for it."""
+        before, self.leaving = self.leaving, True
+        try:
+            yield
+        finally:
+            self.leaving = before
 
     def fence_of(self, slots: list[int], after: Fence | None) -> Fence | None:
         """All that has to be complete before memory of these slots is anybody's; None where nothing is open."""

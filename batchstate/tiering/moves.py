@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchstate.errors import DtypeError, ShapeError
+from batchstate.errors import CaptureError, DtypeError, ShapeError
 from batchstate.host_tokens import HostTokenPool
 from batchstate.pages import PagePool
 from batchstate.runtime import Fence, PackedUpload
@@ -89,20 +89,24 @@ class Moves:
         target: torch.Tensor,
         name: str,
     ) -> Fence:
-        for from_buffer, to_buffer in zip(sources, targets, strict=True):
-            self._runtime.launch(
-                _copy_rows,
-                from_buffer,
-                source,
-                to_buffer,
-                target,
-                reads=(from_buffer, source, target),
-                writes=(to_buffer,),
-                name=name,
-                operations=2,
-            )
-        copied = self._runtime.record()
-        self._last[self._runtime.current_stream.key] = copied
+        if self._runtime.capturing:
+            raise CaptureError(f"{name} while the stream is captured", remedy="move KV outside of the capture")
+        try:
+            for from_buffer, to_buffer in zip(sources, targets, strict=True):
+                self._runtime.launch(
+                    _copy_rows,
+                    from_buffer,
+                    source,
+                    to_buffer,
+                    target,
+                    reads=(from_buffer, source, target),
+                    writes=(to_buffer,),
+                    name=name,
+                    operations=2,
+                )
+        finally:  # what was launched before an error is under way all the same
+            copied = self._runtime.record()
+            self._last[self._runtime.current_stream.key] = copied
         return copied
 
 

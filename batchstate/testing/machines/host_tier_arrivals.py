@@ -7,7 +7,7 @@ from hypothesis.stateful import precondition, rule
 from batchstate.testing.fences import ManualStream
 from batchstate.testing.machine import agree
 from batchstate.testing.machines.host_tier_base import MOST_TOKENS
-from batchstate.testing.machines.host_tier_model import PrefillWorker, Tiered
+from batchstate.testing.machines.host_tier_model import Arrival, PrefillWorker, Tiered
 from batchstate.testing.machines.host_tier_steps import TierSteps
 from batchstate.tiering.books import TierState
 
@@ -47,11 +47,11 @@ class TierArrivals(TierSteps):
         content = self.stamps.new(length)
         made: list[PrefillWorker] = []
         stream = ManualStream("writer")
-        ended = stream.record()
+        ended = Arrival(stream.record())
 
         def call() -> None:
             runs = self.tier.reserve(request.slot, length, room, writer=ended)[0]
-            made.append(PrefillWorker(self.host, runs, content, stream))
+            made.append(PrefillWorker(self.host, runs, content, stream, ended))
 
         if not self.tried(call, "host tokens"):
             self._leave_outside(request)
@@ -73,7 +73,7 @@ class TierArrivals(TierSteps):
         for request in requests:
             if request.writer is not None:
                 request.writer.write(request.delivered, request.length)
-                request.delivered = request.length
+                request.delivered = request.writer.ended.tokens = request.length
                 if ended:
                     request.writer.end()
         hot = self.tier.hot_tokens

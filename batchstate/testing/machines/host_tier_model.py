@@ -38,6 +38,32 @@ class Stamps:
 
 
 @final
+@attrs.define(eq=False)
+class Arrival:
+    """The end of a writer, which also says how much has arrived, as that of a lease does.
+
+    Attributes:
+        fence: complete when it writes no more.
+        tokens: what a request may count on.
+    """
+
+    fence: ManualFence
+    tokens: int = 0
+
+    def query(self) -> bool:
+        """Whether it writes no more."""
+        return self.fence.query()
+
+    def wait(self) -> None:
+        """Ends it."""
+        self.fence.wait()
+
+    def arrived(self) -> int:
+        """What a request may count on."""
+        return self.tokens
+
+
+@final
 class PrefillWorker:
     """Another process, which writes into the host tokens of one request until it ends: by address, unseen by all.
 
@@ -46,18 +72,20 @@ class PrefillWorker:
         runs: which of them it may write.
         content: int64[LAYERS, n, ITEM], what it writes.
         stream: of its one fence.
+        ended: what its memory was reserved behind.
 
     Attributes:
-        runs: see above.
-        ended: complete when it writes no more.
+        runs, ended: see above.
     """
 
-    def __init__(self, host: HostTokenPool, runs: HostRuns, content: Ints, stream: ManualStream) -> None:
+    def __init__(
+        self, host: HostTokenPool, runs: HostRuns, content: Ints, stream: ManualStream, ended: Arrival
+    ) -> None:
         self._memory = [bytes_of(one.memory).view(np.int64).reshape(-1, ITEM) for one in host.contiguous_buffers()]
         self.runs = runs
         self._content = content
         self._stream = stream
-        self.ended: ManualFence = stream.in_flight[0]
+        self.ended = ended
 
     @property
     def tokens(self) -> Ints:

@@ -173,15 +173,15 @@ def backup_a_step_late(patch: Patch) -> None:
 def freed_by_length(patch: Patch) -> None:
     """A request that leaves gives back the host tokens that it has used, and not those that it was given."""
 
-    def free(self: HostTokenPool, runs: Any, *, after: Fence | None = None) -> None:
+    def free(self: HostTokenPool, runs: Any, *, after: Fence | None = None, keeper: object = None) -> None:
         if not isinstance(runs, HostRuns):
-            original(self, runs, after=after)
+            original(self, runs, after=after, keeper=keeper)
             return
         used = tokens_in_use.pop(runs.generation, len(runs))
         pages = runs.tokens()[:: self.page_size][: -(-used // self.page_size)] // self.page_size
         starts, lengths = runs_of(pages)
         part = attrs.evolve(runs, starts=starts * self.page_size, lengths=lengths * self.page_size)
-        original(self, part, after=after)
+        original(self, part, after=after, keeper=keeper)
 
     def leave(self: TierBooks, slot: int) -> HostRuns:
         tokens_in_use[self.runs[slot].generation] = int(self.length[slot])
@@ -242,7 +242,7 @@ def two_exits_free_the_host(patch: Patch) -> None:
 
     def finish(self: HiSparse, slots: Slots, *, after: Fence | None = None) -> None:
         for slot in slots.np.tolist() if self.ready(slots).all() else ():
-            self.host.free(self._books.runs[slot], after=after)
+            self.host.free(self._books.runs[slot], after=after, keeper=self._guard)
         original(self, slots, after=after)
 
     original = patch(HiSparse, "finish", finish)
