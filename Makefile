@@ -18,15 +18,18 @@ ifeq ($(PY),$(VENVPY))
 READY := $(STAMP)
 endif
 
+# On a CPU the tests share the cores, where pytest-xdist is there; on a GPU they take turns.
+PARALLEL = $(if $(DEVICE),,$(shell $(PY) -c 'import os, xdist; print("-n", min(4, len(os.sched_getaffinity(0))), "--dist loadfile")' 2>/dev/null))
+
 ON_DEVICE := $(if $(DEVICE),--device $(DEVICE))
 PIP := $(VENVPY) -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo traffic test lint format types docs pytest fuzz bench wheel pins clean
+.PHONY: help setup demo disaggregated traffic test lint format types docs pytest fuzz bench wheel pins clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
 setup: $(STAMP)  ## make .venv: torch, the pinned tools, batchstate itself (editable)
 	@:
@@ -46,6 +49,9 @@ $(STAMP): constraints.txt pyproject.toml
 
 demo: $(READY)  ## a real model served one step ahead, every token compared with model.generate
 	@$(PY) -m examples.engine $(ON_DEVICE) $(ARGS)
+
+disaggregated: $(READY)  ## prefill in one process, decode in another, KV written straight across
+	@$(PY) -m examples.disaggregated $(ON_DEVICE) $(ARGS)
 
 traffic: $(READY)  ## an hour of requests through an engine that lacks only the model
 	@$(PY) -m batchstate traffic --checks cheap $(ON_DEVICE) $(ARGS)
@@ -68,7 +74,7 @@ docs: $(READY)  ## the documentation as HTML in docs/_build/html; a warning is a
 	$(PY) -m sphinx -q -E -W --keep-going -n -b html docs docs/_build/html
 
 pytest: $(READY)  ## tests and the documentation's examples
-	$(PY) -m pytest $(ON_DEVICE) $(ARGS)
+	$(PY) -m pytest $(ON_DEVICE) $(PARALLEL) $(ARGS)
 
 fuzz: $(READY)  ## look for a batch history that breaks an invariant
 	@$(PY) -m batchstate fuzz $(ON_DEVICE) $(ARGS)
