@@ -18,10 +18,12 @@ import torch
 
 from batchstate.errors import ArgumentError, HandshakeError, OwnerThreadError, TransferError
 from batchstate.transport.copies import Copies
+from batchstate.transport.engines import distributed
 from batchstate.transport.engines.base import Delivery, Status
 from batchstate.transport.engines.distributed import DistributedEngine
-from batchstate.transport.engines.paired import packing, sending
-from batchstate.transport.engines.paired.reception import ask
+from batchstate.transport.engines.paired import packing, reception, sending, wire
+from batchstate.transport.engines.paired.pairs import WRITER, Pair, client, private
+from batchstate.transport.engines.paired.reception import EndWatch, ask
 from batchstate.transport.engines.paired.wire import Header
 from batchstate.violations import Violation
 from tests.transport_peers import EngineSide, PeerProcess, expected, scattered, spawn_peer, until
@@ -108,6 +110,17 @@ def sentinel(nbytes: int = 8 * MIB) -> npt.NDArray[np.uint8]:
 def native(address: list[object]) -> str:
     """An endpoint's part that says where, as it is inside of one."""
     return base64.b64encode(json.dumps(address).encode()).decode()
+
+
+def meet(pair: str) -> dict[str, object]:
+    """What a writer asks first."""
+    return {"ask": "meet", "pair": pair, "writer": "0" * 16}
+
+
+def ours(side: EngineSide) -> DistributedEngine:
+    """The engine itself, for a look inside."""
+    assert isinstance(side.engine, DistributedEngine)
+    return side.engine
 
 
 def close_within(side: EngineSide, seconds: float) -> None:
@@ -552,13 +565,135 @@ def test_a_caller_that_never_comes(here: EngineSide) -> None:
     with socket.create_connection(address) as caller:
         caller.sendall(b"garbage\n")
     socket.create_connection(address).close()
-    assert "met" in ask(address, here.engine.instance, 5.0, {"ask": "meet", "pair": "nobody", "writer": "0" * 16})
+    assert "met" in ask(address, here.engine.instance, 5.0, meet("0" * 16))
     here.register(64)
     with contextlib.closing(EngineSide(make)) as other:
         other.register(64)
         other.write(other.connect(here.endpoint()), Copies([0], [0], [0], [0], [64]), b"served")
         assert other.ended(b"served") is Status.DONE
     close_within(here, 8.0)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[" * 4000,
+        b"1" * 5000,
+        b"null",
+        b"[]",
+        b"\xff\xfe",
+        json.dumps({"ask": [], "instance": {}, "pair": [], "writer": []}).encode(),
+        json.dumps({"ask": "meet", "pair": "\ud800", "writer": "0" * 16}).encode(),
+        json.dumps({"ask": "meet", "pair": "0" * 16, "writer": "\ud800"}).encode(),
+        json.dumps({"ask": "meet", "pair": "../" + "0" * 13, "writer": "0" * 16}).encode(),
+    ],
+    ids=range(9),
+)
+def test_strangers_end_nothing(here: EngineSide, line: bytes) -> None:
+    """Whatever a stranger says closes its own connection alone; the next caller is served, and closing closes."""
+    engine = ours(here)
+    address = engine._reception.address
+    line = line.replace(b'"meet"', b'"meet", "instance": "%s"' % engine.instance.encode())
+    with socket.create_connection(address, 2.0) as stranger:
+        stranger.sendall(line + b"\n")
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    assert engine._reception.live == set()
+    assert ask(address, engine.instance, 1.0, {"ask": "ended", "pair": "0" * 16})["ended"] is True
+    close_within(here, 1.0)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address, 1.0)
+
+
+def test_slow_callers_hold_nobody_up(here: EngineSide) -> None:
+    """While callers are silent or drip others are answered at once; each has one second, and the oldest give way."""
+    address, instance = ours(here)._reception.address, here.engine.instance
+    with contextlib.ExitStack() as stack:
+        slow = [stack.enter_context(socket.create_connection(address, 2.0)) for _ in range(reception.MOST_CALLERS + 6)]
+        start = time.monotonic()
+        ask(address, instance, 5.0, {"ask": "ended", "pair": "0" * 16})
+        assert time.monotonic() - start < 0.5
+        slow[0].settimeout(0.5)
+        assert slow[0].recv(1) == b""
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):  # noqa: PT012
+            while time.monotonic() < start + 2.0:
+                slow[-1].sendall(b" ")
+                time.sleep(0.1)
+
+
+def test_answers_that_never_end() -> None:
+    """Who asks waits for its time alone, and takes brackets without end for no answer, also to look for an end."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection = server.accept()[0]
+            with connection:
+                connection.sendall(b"[" * 4000 + b"\n")
+            connection = server.accept()[0]
+            with connection, contextlib.suppress(OSError):
+                for _ in range(20):
+                    connection.sendall(b" ")
+                    time.sleep(0.1)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        watch = EndWatch(server.getsockname(), "0" * 16, "0" * 16, 0.5)
+        assert not watch.ended()
+        start = time.monotonic()
+        assert not watch.ended()
+        assert time.monotonic() - start < 1.0
+        thread.join()
+
+
+def test_callers_that_never_come_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of writers that call and do not come only so many are waited for; others are told, and served later."""
+    monkeypatch.setattr(distributed, "MOST_WAITING", 3)
+    with contextlib.closing(EngineSide(make, 0.5)) as here, contextlib.closing(EngineSide(make)) as other:
+        address, instance = ours(here)._reception.address, here.engine.instance
+        assert ["met" in ask(address, instance, 5.0, meet(f"{number:016x}")) for number in (1, 1, 2, 3, 4, 5)] == [
+            True,
+            False,
+            True,
+            True,
+            False,
+            False,
+        ]
+        assert ask(address, instance, 5.0, {"ask": "ended", "pair": f"{1:016x}"})["ended"] is False
+        with pytest.raises(TransferError, match="too many wait"):
+            other.connect(here.endpoint())
+        until(lambda: not ours(here)._reception.live, "the end of the wait")
+        other.connect(here.endpoint())
+
+
+def test_a_million_pieces_cost_little(here: EngineSide) -> None:
+    """Rows of 16 TiB, announced by a stranger, are judged and dropped in little memory; more rows are nonsense."""
+    address, instance = ours(here)._reception.address, here.engine.instance
+    here.register(4096)
+    name, rows = "0" * 16, wire.MOST_ROWS
+    store = int(ask(address, instance, 5.0, meet(name))["store"])
+    pair = Pair.join(private(client((address[0], store), 5.0), name), WRITER, address[0], torch.device("cpu"), 5.0, 5.0)
+    table = torch.zeros((3, rows), dtype=torch.int64)
+    table[2] = packing.PIECE
+    piece = torch.zeros(packing.PIECE, dtype=torch.uint8)
+
+    def resident() -> int:
+        return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    before = resident()
+    sent = [pair.begin(Header(wire.WRITE, rows, b"much").packed()), pair.send_rows(table), pair.send_rows(piece)]
+    assert wire.Answer.read(pair.receive(wire.answer_room())).verdict == wire.GOT
+    assert resident() - before < 200 * MIB
+    for ended in sent:
+        ended()
+    pair.part()
+
+    name = "1" * 16
+    ask(address, instance, 5.0, meet(name))
+    pair = Pair.join(private(client((address[0], store), 5.0), name), WRITER, address[0], torch.device("cpu"), 5.0, 5.0)
+    pair.send(Header(wire.WRITE, rows + 1, b"more").packed())
+    assert "makes no sense" in wire.Answer.read(pair.receive(wire.answer_room())).reason
+    pair.part()
+    assert here.completions() == []
 
 
 def test_read_only_memory(here: EngineSide) -> None:

@@ -4,6 +4,7 @@ Skipped where Mooncake cannot be loaded, unless `BATCHSTATE_MOONCAKE=required` s
 """
 
 import base64
+import contextlib
 import functools
 import json
 import os
@@ -21,8 +22,10 @@ import pytest
 
 from batchstate.errors import ArgumentError, HandshakeError, TransferError
 from batchstate.transport.copies import Copies
+from batchstate.transport.engines import mooncake
 from batchstate.transport.engines.base import Status
 from batchstate.transport.engines.mooncake import MooncakeEngine
+from batchstate.transport.engines.mooncake_lines import Inlet
 from tests.transport_peers import EngineSide, PeerProcess, expected, scattered, spawn_peer, until
 
 try:
@@ -364,6 +367,53 @@ def test_foreign_connections_are_dropped(here: EngineSide) -> None:
     until(lambda: here.completions() == [] and not native(here)._inlets, "the end of the connection", 5)
 
 
+def test_silent_connections_are_dropped(here: EngineSide, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who connects to the tag port and says nothing is kept for its time alone, and only so many are; others stay."""
+    inner = json.loads(base64.b64decode(json.loads(here.endpoint())["native"]))
+    monkeypatch.setattr(mooncake, "MOST_SILENT", 4)
+
+    def reach() -> socket.socket:
+        return stack.enter_context(socket.create_connection((inner["host"], inner["tags"]), 5))
+
+    with contextlib.ExitStack() as stack:
+        writer = reach()
+        writer.sendall(b"0" * 16 + here.engine.instance.encode())
+        until(lambda: here.completions() == [] and len(native(here)._inlets) == 1, "the writer")
+        silent = [reach() for _ in range(6)]
+        for _ in range(3):
+            here.completions()
+        assert len(native(here)._inlets) == 1 + 4
+        assert [one.recv(9) for one in silent[:2]] == [b"\0"] * 2
+        monkeypatch.setattr(mooncake, "GREETS_WITHIN_S", 0.0)
+        assert here.completions() == []
+        assert [inlet.writer for inlet in native(here)._inlets] == ["0" * 16]
+        writer.sendall(b"\x03tag")
+        here.received(b"tag")
+
+
+def test_a_flood_of_tags_is_read_bit_by_bit(here: EngineSide) -> None:
+    """However much a connection sends, one look for completions reads a bounded part; all tags arrive in the end."""
+    inner = json.loads(base64.b64decode(json.loads(here.endpoint())["native"]))
+    with socket.create_connection((inner["host"], inner["tags"]), 5) as writer:
+        writer.sendall(b"0" * 16 + here.engine.instance.encode() + b"".join(b"\x04%04d" % n for n in range(9999)) * 2)
+        time.sleep(0.1)
+        assert 0 < len(here.engine.completions()) <= (1 << 16) // 5
+        here.arrived.clear()
+        until(lambda: bool(here.completions()) and here.arrived[-1].tag == b"9998", "the last tag")
+
+
+def test_a_refused_connection_is_no_end(here: EngineSide, there: PeerProcess) -> None:
+    """A writer whose connection for tags was refused has lost its peer, but does not take it for ended."""
+    name = joined(here, there)
+    line = native(here)._lines[0]
+    line.wire.close()
+    line.wire, other = socket.socketpair()
+    line.wire.setblocking(False)
+    Inlet(other).refuse()
+    assert here.lost() == [name]
+    assert not line.ended
+
+
 @pytest.mark.parametrize("how", ["close", "leave"])
 def test_interpreter_ends_with_rows_under_way(here: EngineSide, how: str) -> None:
     """A process that ends with a write open, closed or not, ends without a crash, in time, and silently."""
@@ -396,7 +446,7 @@ def test_settings_that_make_done_unsafe_are_refused(monkeypatch: pytest.MonkeyPa
 def test_missing_library_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where Mooncake cannot be imported, the error says what to install."""
     monkeypatch.setitem(sys.modules, "mooncake.engine", None)
-    with pytest.raises(TransferError, match=r"pip install batchstate\[mooncake\].*libibverbs1"):
+    with pytest.raises(TransferError, match=r"pip install 'batchstate\[mooncake\]'.*libibverbs1"):
         MooncakeEngine()
 
 

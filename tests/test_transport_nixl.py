@@ -291,7 +291,7 @@ def test_an_interface_that_does_not_exist() -> None:
 def test_without_nixl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine without its package names the extra."""
     monkeypatch.setitem(sys.modules, "nixl", None)
-    with pytest.raises(TransferError, match=r"pip install batchstate\[nixl\]"):
+    with pytest.raises(TransferError, match=r"pip install 'batchstate\[nixl\]'"):
         NixlEngine()
 
 

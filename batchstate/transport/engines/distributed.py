@@ -23,7 +23,11 @@ from batchstate.transport.engines.paired.pairs import WRITER, Pair, Store, clien
 from batchstate.transport.engines.paired.receiving import Inbox, Incoming, Meeting
 from batchstate.transport.engines.paired.reception import EndWatch, Reception, ask
 from batchstate.transport.engines.paired.sending import Job, Outgoing
+from batchstate.transport.engines.paired.wire import MOST_ROWS
 from batchstate.transport.regions import Region
+
+MOST_WAITING = 64
+"""Writers that have called and not come yet: further ones are refused until they come, or their time is over."""
 
 
 @final
@@ -51,7 +55,7 @@ class DistributedEngine(Engine):
     """
 
     name = "distributed"
-    capabilities = Capabilities(one_sided=False, max_rows=1 << 20)
+    capabilities = Capabilities(one_sided=False, max_rows=MOST_ROWS)
 
     def __init__(
         self,
@@ -100,7 +104,7 @@ class DistributedEngine(Engine):
         try:
             backend, host, port = json.loads(endpoint)
             address = str(host), int(port)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise HandshakeError(
                 f"{endpoint[:40]!r} is no address", value=endpoint[:40], remedy="pass what `endpoint()` returned"
             ) from error
@@ -115,12 +119,12 @@ class DistributedEngine(Engine):
             question = {"ask": "meet", "pair": name, "writer": self.instance}
             answer = ask(address, peer.instance, self._timeout, question)
             if "met" not in answer:
-                raise ConnectionAbortedError("it is being closed")
+                raise ConnectionAbortedError("it is being closed, or too many wait for it")
             meet = private(client((address[0], int(answer["store"])), self._timeout), name)
             pair = Pair.join(meet, WRITER, self._reception.address[0], self._device, self._timeout, self._stall)
         except HandshakeError:
             raise
-        except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+        except (OSError, RuntimeError, ValueError, KeyError, TypeError, OverflowError) as error:
             raise TransferError(
                 f"peer {peer.instance} at {address[0]}:{address[1]} cannot be reached: {said(error)}",
                 value=peer.instance,
@@ -137,12 +141,15 @@ class DistributedEngine(Engine):
     def _disconnect(self, peer: Peer) -> None:
         peer.native.finish()
 
-    def _meet(self, name: str, writer: str) -> None:
+    def _meet(self, name: str, writer: str) -> bool:
         """Called by a thread of the reception's."""
         self._incoming = [one for one in self._incoming if one.alive]
+        if sum(one.waiting for one in self._incoming) >= MOST_WAITING:
+            return False
         address = (self._reception.address[0], self._store.port)
         meeting = Meeting(self._reception.live, address, name, writer, self._device, self._timeout, self._stall)
         self._incoming.append(Incoming(meeting, self._inbox))
+        return True
 
     # Transfers
 
@@ -177,6 +184,5 @@ class DistributedEngine(Engine):
             pair.close()
         for pair in pairs:
             pair.join(2 * self._timeout + self._stall)
-        if not self._reception.live:  # else it goes on saying so
-            self._reception.close()
+        self._reception.close()
         self._outgoing, self._incoming, self._store = [], [], None

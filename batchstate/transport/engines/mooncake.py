@@ -20,6 +20,7 @@ import importlib
 import json
 import os
 import socket
+import time
 from types import ModuleType
 from typing import Any, final
 
@@ -34,6 +35,12 @@ from batchstate.transport.regions import Region
 CONNECTS_IN_S = 5.0
 """How long `connect` waits for a machine that does not answer."""
 
+GREETS_WITHIN_S = 5.0
+"""How long one who connects for tags may take to say who it is."""
+
+MOST_SILENT = 64
+"""Who have connected and not said so: of more, those that came first are sent away."""
+
 CHANGED_BY = {"MC_TCP_PROTO": ("1",), "MC_USE_TENT": None, "MC_USE_TEV1": None}
 """Settings under which a completed row need not have landed: values, or None for any."""
 
@@ -42,8 +49,8 @@ CHANGED_BY = {"MC_TCP_PROTO": ("1",), "MC_USE_TENT": None, "MC_USE_TEV1": None}
 class MooncakeEngine(Engine):
     """Writes over Mooncake's transfer engine. See the warning at the top of this module: its ports are open to all.
 
-    Needs `pip install batchstate[mooncake]` and the system library libibverbs1. Mooncake logs errors to stderr, one of
-    them ("Local segment descriptor not found") at each start and of no meaning; `MC_LOG_LEVEL=INFO` makes it tell more.
+    Needs `pip install 'batchstate[mooncake]'` and the system library libibverbs1. Mooncake logs errors to stderr, one
+    ("Local segment descriptor not found") at each start and of no meaning; `MC_LOG_LEVEL=INFO` makes it tell more.
 
     Args:
         host: IPv4 address, or name, by which peers reach this machine.
@@ -126,7 +133,7 @@ class MooncakeEngine(Engine):
             fields = json.loads(endpoint)
             target, host, port = str(fields["mooncake"]), str(fields["host"]), int(fields["tags"])
             identity = int(fields["identity"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise HandshakeError(
                 f"{endpoint[:40]!r} is no endpoint of {self.name}",
                 value=bytes(endpoint[:40]),
@@ -134,17 +141,17 @@ class MooncakeEngine(Engine):
             ) from error
         try:
             wire = socket.create_connection((host, port), CONNECTS_IN_S)
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, ValueError) as error:
             raise TransferError(
                 f"{host}:{port} cannot be reached: {error}",
                 value=f"{host}:{port}",
                 remedy="see that the peer runs, and that its `host` is an address that leads there",
             ) from error
         try:
+            prepare(wire)
+            wire.sendall((self.instance + peer.instance).encode())  # at once: who stays silent is sent away
             engine = self._opener(target, peer.instance)
             self._check_identity(engine, target, identity, peer.instance)
-            prepare(wire)
-            wire.sendall((self.instance + peer.instance).encode())
         except OSError as error:
             wire.close()
             raise TransferError(
@@ -224,8 +231,8 @@ class MooncakeEngine(Engine):
         for line in self._lines:
             line.turn()
         self._sweep()
-        with contextlib.suppress(BlockingIOError, InterruptedError, ConnectionError):
-            while True:
+        with contextlib.suppress(OSError):  # nobody more, or somebody who has gone, or no room for one more file
+            for _ in range(MOST_SILENT):
                 wire, _ = self._listener.accept()
                 wire.setblocking(False)
                 self._inlets.append(Inlet(wire))
@@ -235,6 +242,12 @@ class MooncakeEngine(Engine):
             arrived += found
             if not opened:
                 inlet.wire.close()
+                self._inlets.remove(inlet)
+        silent = [inlet for inlet in self._inlets if inlet.writer is None]
+        latest = time.monotonic() - GREETS_WITHIN_S
+        for number, inlet in enumerate(reversed(silent)):
+            if number >= MOST_SILENT or inlet.since < latest:
+                inlet.refuse()
                 self._inlets.remove(inlet)
         return arrived
 
@@ -264,5 +277,5 @@ def _loaded() -> ModuleType:
         raise TransferError(
             f"Mooncake cannot be loaded: {error}",
             value=str(error),
-            remedy="pip install batchstate[mooncake], and apt-get install libibverbs1 (slim images: libnuma1 libcurl4)",
+            remedy="pip install 'batchstate[mooncake]', and apt-get install libibverbs1 (slim: libnuma1 libcurl4)",
         ) from error

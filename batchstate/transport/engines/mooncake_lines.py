@@ -3,7 +3,9 @@
 A tag is queued once each row of its write is acknowledged. The connection's end tells at once that the peer has ended.
 """
 
+import contextlib
 import socket
+import time
 from collections import deque
 from typing import Any, final
 
@@ -15,6 +17,9 @@ ROWS_IN_FLIGHT = 1024
 """Rows that Mooncake is given at a time, for each peer: as many as its queue takes by default."""
 
 INSTANCE_BYTES = 16
+MOST_AT_ONCE = 1 << 16
+"""Bytes read of one connection at a time: who sends without end holds nobody up."""
+
 GREETING_BYTES = 2 * INSTANCE_BYTES
 
 
@@ -51,7 +56,7 @@ class Line:
         peer: whom it leads to.
         engine: Mooncake's, which opened the peer; None once closed.
         target: Mooncake's name of the peer.
-        wire: connection for tags; the peer never writes to it, so that its end is the peer's.
+        wire: connection for tags; its end is the peer's, unless the peer writes to it: it then only refuses it.
         outbox: of tags, what the connection has not taken.
         passed: how many bytes of tags it has taken.
         flying: batch ids that Mooncake has not been seen to end, with their writes.
@@ -98,7 +103,9 @@ class Line:
         if self.lost is not None:
             return
         try:
-            if not self.wire.recv(1):
+            if self.wire.recv(1):
+                self._lose("it did not take the connection for tags", ended=False)
+            else:
                 self._lose("its engine has ended", ended=True)
         except (BlockingIOError, InterruptedError):
             return
@@ -169,21 +176,23 @@ class Inlet:
 
     Attributes:
         wire: the connection.
+        since: when it came, on the monotonic clock.
         writer: the writer's instance, once it has told.
         unread: bytes of a record that is not complete.
     """
 
     wire: socket.socket
+    since: float = attrs.field(factory=time.monotonic)
     writer: str | None = None
     unread: bytearray = attrs.field(factory=bytearray)
 
     def tags(self, instance: str) -> tuple[list[Delivery], bool]:
-        """The tags that have arrived, and whether more can come. `instance` is whom the writer has to mean."""
+        """The tags in the next `MOST_AT_ONCE` bytes, and whether more can come. `instance`: whom it has to mean."""
         opened = True
         try:
-            while piece := self.wire.recv(1 << 16):
-                self.unread += piece
-            opened = False
+            piece = self.wire.recv(MOST_AT_ONCE)
+            self.unread += piece
+            opened = bool(piece)
         except (BlockingIOError, InterruptedError):
             pass
         except OSError:
@@ -205,6 +214,12 @@ class Inlet:
             start += 1 + nbytes
         del self.unread[:start]
         return found, opened
+
+    def refuse(self) -> None:
+        """Closes it, and says so: were it a writer, it would take the end alone for that of this engine."""
+        with contextlib.suppress(OSError):
+            self.wire.send(b"\0")
+        self.wire.close()
 
 
 def prepare(wire: socket.socket) -> None:

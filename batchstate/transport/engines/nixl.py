@@ -298,7 +298,7 @@ def _bindings() -> Any:
         return importlib.import_module("nixl")._bindings
     except ImportError as error:
         raise TransferError(
-            f"NIXL cannot be imported: {error}", value="nixl", remedy="pip install batchstate[nixl]"
+            f"NIXL cannot be imported: {error}", value="nixl", remedy="pip install 'batchstate[nixl]'"
         ) from error
 
 

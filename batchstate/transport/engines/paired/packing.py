@@ -48,13 +48,15 @@ def in_order(copies: Copies) -> Copies:
     )
 
 
-def pieces(lengths: Ints) -> list[slice]:
+def pieces(lengths: Ints) -> Iterator[slice]:
     """Which rows travel in one message; the same on both sides. `lengths` int64[n], each 1 to PIECE."""
-    if not lengths.size:
-        return []
     number = (np.cumsum(lengths) - 1) // PIECE
-    bounds = [0, *(np.flatnonzero(np.diff(number)) + 1).tolist(), lengths.size]
-    return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
+    start = 0
+    for last in np.flatnonzero(np.diff(number)):  # one by one: a stranger may announce a million pieces
+        yield slice(start, int(last) + 1)
+        start = int(last) + 1
+    if lengths.size:
+        yield slice(start, lengths.size)
 
 
 def staging(device: torch.device) -> torch.Tensor:

@@ -5,8 +5,10 @@ does. The tag is delivered behind all its rows, the answer behind both.
 """
 
 import contextlib
+import itertools
 import queue
 import threading
+from collections.abc import Callable
 from typing import final
 
 import attrs
@@ -23,6 +25,7 @@ from batchstate.transport.engines.paired.wire import (
     ENDED,
     GOT,
     LANDED,
+    MOST_ROWS,
     PIECE_COMES,
     REFUSED,
     WRITE,
@@ -31,9 +34,6 @@ from batchstate.transport.engines.paired.wire import (
     header_room,
     refusal,
 )
-
-MOST_ROWS = 1 << 22
-"""Of one header: more are taken for nonsense."""
 
 
 @final
@@ -58,6 +58,10 @@ class Inbox:
         """Waits until no piece is being put into it, at most about a millisecond, and forgets it."""
         with self._lock:
             del self._memories[index]
+
+    def most_rows(self) -> int:
+        """Of one header. Rows do not overlap, so cutting them adds no more than all memory has pieces."""
+        return MOST_ROWS + sum(memory.numel() for memory in self.memories().values()) // PIECE
 
     def refusal(self, table: Ints) -> str:
         """Why rows int64[3, n] may not be written, or an empty string."""
@@ -134,14 +138,23 @@ class Incoming:
         """Whether it still has a thread."""
         return self._thread.is_alive()
 
+    @property
+    def waiting(self) -> bool:
+        """Whether its writer called and has not come yet."""
+        return self._pair is None and self.alive
+
     def _run(self, meeting: Meeting) -> None:
-        with contextlib.suppress(RuntimeError, MemoryError):  # the end: the writer has gone, or `close` was called
-            self._serve(meeting)
-        with self._lock:
-            pair, self._pair = self._pair, None
-        if pair is not None:
-            pair.part()
-        meeting.live.discard(meeting.name)
+        try:
+            with contextlib.suppress(RuntimeError, MemoryError, TransferError):  # the writer has gone, or `close` came
+                self._serve(meeting)
+        finally:
+            with self._lock:
+                pair, self._pair = self._pair, None
+            try:
+                if pair is not None:
+                    pair.part()
+            finally:
+                meeting.live.discard(meeting.name)
 
     def _serve(self, meeting: Meeting) -> None:
         store = private(client(meeting.address, meeting.timeout), meeting.name)
@@ -159,7 +172,7 @@ class Incoming:
         """Receives what a header announces."""
         if header.kind == BYE:
             return Answer(LANDED)  # and then wait: the writer closes first, so that it gets this answer
-        if header.kind != WRITE or not header.tag or not 0 <= header.rows <= MOST_ROWS:
+        if header.kind != WRITE or not header.tag or not 0 <= header.rows <= self._inbox.most_rows():
             return Answer(ENDED, f"a header that makes no sense: {header}")
         if header.rows:
             arrived = torch.empty((3, header.rows), dtype=torch.int64, device=pair.device)
@@ -176,15 +189,23 @@ class Incoming:
     def _rows(self, pair: Pair, table: Ints, rooms: tuple[torch.Tensor, torch.Tensor]) -> str:
         """Puts each piece into place while the next one arrives. Refused rows are received too, and dropped."""
         reason = self._inbox.refusal(table)
+        room = itertools.cycle(rooms)
+
+        def receive(cut: slice) -> tuple[torch.Tensor, Callable[[], object]]:
+            part = next(room)[: int(table[2, cut].sum())]
+            return part, pair.receive_rows(part)
+
         cuts = pieces(table[2])
-        parts = [rooms[number % 2][: int(table[2, cut].sum())] for number, cut in enumerate(cuts)]
-        arrived = pair.receive_rows(parts[0])
-        for number, cut in enumerate(cuts):
-            if number and Header.read(pair.receive(header_room())).kind != PIECE_COMES:
-                raise TransferError("a piece was announced by no header", remedy="update both sides")
+        cut = next(cuts)
+        part, arrived = receive(cut)
+        for following in cuts:
             arrived()
-            if number + 1 < len(cuts):
-                arrived = pair.receive_rows(parts[number + 1])
-                pair.send(Answer(GOT).packed())
-            reason = reason or self._inbox.land(table[:, cut], parts[number])
-        return reason
+            landing = part
+            part, arrived = receive(following)
+            pair.send(Answer(GOT).packed())
+            reason = reason or self._inbox.land(table[:, cut], landing)
+            cut = following
+            if Header.read(pair.receive(header_room())).kind != PIECE_COMES:
+                raise TransferError("a piece was announced by no header", remedy="update both sides")
+        arrived()
+        return reason or self._inbox.land(table[:, cut], part)

@@ -6,9 +6,13 @@ Guarantees: who asks has an answer or an error within its time, also of a proces
 address only, and until after the last receiving thread has ended: so nobody listening means that nothing more lands.
 """
 
+import contextlib
 import json
+import re
+import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
@@ -20,21 +24,47 @@ Address = tuple[str, int]
 
 MOST_BYTES = 4096
 ASKS_WITHIN = 1.0
-"""Seconds that one who connects has for the question."""
+"""Seconds that one who connects has for the whole question."""
+
+MOST_CALLERS = 64
+"""Who have connected and not asked yet: of more, the one that came first is sent away."""
+
+LOOKS_EVERY = 0.05
+"""Seconds between two looks at the clock, while somebody has not asked yet or the reception is to end."""
+
+_NAME = re.compile("[0-9a-f]{16}")
+
+
+@final
+@attrs.define(eq=False)
+class _Caller:
+    """Who has connected and not asked yet: until when there is time, on the monotonic clock, and what was heard."""
+
+    connection: socket.socket
+    until: float
+    heard: bytes = b""
 
 
 @final
 class Reception:
-    """Answers for one engine.
+    """Answers for one engine. Nothing that a caller sends, or does not send, keeps it from answering others.
+
+    Args:
+        host: to listen on.
+        port: the same.
+        instance: of the engine.
+        store_port: of the engine.
+        meet: starts a receiving thread for a pair, given its name and its writer; False: there are too many.
 
     Attributes:
         address: where it listens.
         live: names of the pairs that have a receiving thread.
     """
 
-    def __init__(self, host: str, port: int, instance: str, store_port: int, meet: Callable[[str, str], None]) -> None:
+    def __init__(self, host: str, port: int, instance: str, store_port: int, meet: Callable[[str, str], bool]) -> None:
         self.live: set[str] = set()
         self._socket = socket.create_server((host, port))
+        self._socket.setblocking(False)
         self.address: Address = (host, self._socket.getsockname()[1])
         self._instance = instance
         self._store_port = store_port
@@ -42,6 +72,7 @@ class Reception:
         self._lock = threading.Lock()
         self._meeting = True
         self._open = True
+        self._callers: list[_Caller] = []
         self._thread = threading.Thread(target=self._run, name="batchstate reception", daemon=True)
         self._thread.start()
 
@@ -51,31 +82,72 @@ class Reception:
             self._meeting = False
 
     def close(self) -> None:
-        """Stops listening."""
+        """Stops listening: at once, or, without a wait, when the last receiving thread has ended."""
         self._open = False
-        socket.create_connection(self.address, ASKS_WITHIN).close()
-        self._thread.join()
-        self._socket.close()
+        with contextlib.suppress(OSError):
+            socket.create_connection(self.address, ASKS_WITHIN).close()
+        if not self.live:
+            self._thread.join()
 
     def _run(self) -> None:
-        while self._open:
+        with self._socket, selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            while self._open or self.live:
+                waits = LOOKS_EVERY if self._callers or not self._open else None
+                for key, _ in selector.select(waits):
+                    if key.data is None:
+                        self._accept(selector)
+                    elif self._heard(key.data):
+                        self._dismiss(selector, key.data)
+                late = [one for one in self._callers if one.until < time.monotonic()]
+                for caller in (*late, *self._callers[len(late) : -MOST_CALLERS]):
+                    self._dismiss(selector, caller)
+            for caller in tuple(self._callers):
+                self._dismiss(selector, caller)
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        try:
             connection, _ = self._socket.accept()
-            with connection:
-                connection.settimeout(ASKS_WITHIN)
-                try:
-                    question = json.loads(_line(connection))
-                    connection.sendall(json.dumps(self._answer(question)).encode() + b"\n")
-                except (OSError, ValueError, TypeError, KeyError):
-                    continue  # whoever it was does not speak this, or has gone
+        except OSError:  # it has gone already, or there is no room for one more file
+            time.sleep(LOOKS_EVERY)
+            return
+        connection.setblocking(False)
+        self._callers.append(_Caller(connection, time.monotonic() + ASKS_WITHIN))
+        selector.register(connection, selectors.EVENT_READ, self._callers[-1])
+
+    def _dismiss(self, selector: selectors.BaseSelector, caller: _Caller) -> None:
+        self._callers.remove(caller)
+        selector.unregister(caller.connection)
+        caller.connection.close()
+
+    def _heard(self, caller: _Caller) -> bool:
+        """Hears what a caller says, and answers. Whether that is all."""
+        try:
+            part = caller.connection.recv(MOST_BYTES)
+            caller.heard += part
+            if not caller.heard.endswith(b"\n"):
+                return not part or len(caller.heard) > MOST_BYTES
+            answer = self._answer(json.loads(caller.heard))
+            caller.connection.sendall(json.dumps(answer).encode() + b"\n")  # short: it fits
+        except (OSError, ValueError, TypeError, KeyError, RuntimeError, MemoryError):
+            pass  # whoever it was does not speak this, or has gone; or there is no room for one more thread
+        return True
 
     def _answer(self, question: dict[str, Any]) -> dict[str, object]:
         answer: dict[str, object] = {"instance": self._instance, "store": self._store_port}
-        asked, expected, pair = question["ask"], question["instance"], str(question["pair"])
+        asked, expected, pair = question["ask"], question["instance"], _name(question["pair"])
         with self._lock:
-            if asked == "meet" and expected == self._instance and self._meeting:
+            if asked == "meet" and expected == self._instance and self._meeting and pair not in self.live:
+                writer = _name(question["writer"])
                 self.live.add(pair)
-                self._meet(pair, str(question["writer"]))
-                answer["met"] = True
+                met = False
+                try:
+                    met = self._meet(pair, writer)
+                finally:
+                    if not met:
+                        self.live.discard(pair)
+                if met:
+                    answer["met"] = True
         if asked == "ended":
             answer["ended"] = pair not in self.live
         return answer
@@ -90,9 +162,14 @@ def ask(address: Address, instance: str, timeout: float, question: Mapping[str, 
         ValueError: something else listens there.
         HandshakeError: another engine listens there.
     """
+    until = time.monotonic() + timeout
     with socket.create_connection(address, timeout) as connection:
         connection.sendall(json.dumps({**question, "instance": instance}).encode() + b"\n")
-        answer = json.loads(_line(connection))
+        line = _line(connection, until)
+    try:
+        answer = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("brackets without end") from error
     if not isinstance(answer, dict) or "instance" not in answer:
         raise ValueError(f"something else answers at {address[0]}:{address[1]}")
     if answer["instance"] != instance:
@@ -121,7 +198,7 @@ class EndWatch:
     timeout: float
 
     def ended(self) -> bool:
-        """Whether it has. Waits for the answer, `timeout` seconds at most for each step."""
+        """Whether it has. Waits for the answer, `timeout` seconds at most."""
         try:
             answer = ask(self.address, self.instance, self.timeout, {"ask": "ended", "pair": self.pair})
         except (ConnectionRefusedError, HandshakeError):
@@ -131,11 +208,19 @@ class EndWatch:
         return answer.get("ended") is True
 
 
-def _line(connection: socket.socket) -> bytes:
+def _line(connection: socket.socket, until: float) -> bytes:
     found = b""
     while not found.endswith(b"\n"):
+        connection.settimeout(max(until - time.monotonic(), 0.001))
         part = connection.recv(MOST_BYTES)
         if not part or len(found) > MOST_BYTES:
             raise ValueError("no line")
         found += part
     return found
+
+
+def _name(value: object) -> str:
+    """A pair's or an engine's name, as `secrets.token_hex(8)` makes them. ValueError: it is none."""
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise ValueError(f"{value!r} is no name")
+    return value

@@ -18,6 +18,9 @@ LANDED, REFUSED, ENDED, GOT = 1, 2, 3, 4
 """Answers in the order of the writes and the end. GOT comes before them, for each piece but the last of a write: it is
 there. REFUSED: nothing more of the write lands. ENDED: nor is anything more received."""
 
+MOST_ROWS = 1 << 20
+"""Of one write, before long rows are cut into pieces."""
+
 _HEADER = struct.Struct(f"<qqq{MOST_TAG_BYTES}s")
 _ANSWER = struct.Struct("<qq240s")
 
