@@ -3,11 +3,15 @@
 import contextlib
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from multiprocessing import Pipe
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, final
 
@@ -15,7 +19,7 @@ import attrs
 import pytest
 
 from batchstate import checks
-from batchstate.errors import TransferError
+from batchstate.errors import HandshakeError, TransferError
 from batchstate.testing.devices import is_tool, open_device, torch_device_of, window_of
 from batchstate.transport.engines.faults import Faults
 from batchstate.transport.engines.in_process import InProcessEngine, Network
@@ -25,8 +29,10 @@ pytest.importorskip("transformers")
 from examples.disaggregated.__main__ import main
 from examples.disaggregated.channel import Channel, ChannelClosedError, Door, Kind, call
 from examples.disaggregated.decode import DecodeWorker
+from examples.disaggregated.introductions import agreed, shared_of
 from examples.disaggregated.options import AUTHKEY, Options
 from examples.disaggregated.prefill import PrefillWorker
+from examples.disaggregated.report import Report
 from examples.disaggregated.worker import Parts, requests_of
 from examples.engine.model import Model
 from examples.engine.reference import generate
@@ -279,12 +285,13 @@ def test_roles_that_do_not_fit_refuse_each_other(device: str, capsys: pytest.Cap
 # Parts
 
 
-def test_strangers_do_not_come_in() -> None:
-    """Who does not know the secret is turned away, and the door stays open for the one who does."""
+def test_strangers_do_not_come_in(capsys: pytest.CaptureFixture[str]) -> None:
+    """Who does not know the secret is turned away, both hear why, and the door stays open for the one who does."""
     door = Door(("127.0.0.1", 0), b"right")
-    with pytest.raises(ChannelClosedError, match="does not let us in"):
+    with pytest.raises(ChannelClosedError, match=f"does not let us in: its {AUTHKEY} is another"):
         call(door.address, b"wrong", "prefill", 5.0)
     channel = call(door.address, b"right", "prefill", 5.0)
+    assert f"refused a caller whose {AUTHKEY} is another; still listening on 127.0.0.1:" in capsys.readouterr().err
     end = time.monotonic() + 5
     while (came := door.entered()) is None:
         assert time.monotonic() < end
@@ -295,6 +302,55 @@ def test_strangers_do_not_come_in() -> None:
     channel.close()
     with pytest.raises(ChannelClosedError, match="decode is gone"):
         Channel(came, "decode").await_one(5.0)
+
+
+def test_who_is_not_there_is_waited_for_aloud(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody listens yet: stderr says at once who is waited for and where; in the end the error says what to do."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+    with pytest.raises(ChannelClosedError, match=r"nobody listens for prefill-0 at 127.0.0.1:.*; start it, or correct"):
+        call(address, b"secret", "prefill-0", 0.2)
+    assert capsys.readouterr().err == f"waiting for prefill-0 at 127.0.0.1:{address[1]}\n"
+
+
+def test_who_hangs_up_is_named() -> None:
+    """Somebody else listens there and hangs up: no reason is left empty."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=lambda: server.accept()[0].close())
+        thread.start()
+        with pytest.raises(ChannelClosedError, match=r"let us in: \S.*; is it a prefill worker, and free\?"):
+            call(server.getsockname(), b"secret", "prefill-0", 5.0)
+        thread.join()
+
+
+def test_workers_started_unlike_each_other_refuse_each_other() -> None:
+    """Another seed or family would serve wrong tokens: both sides name each option and both values."""
+    model = Model.random("llama", device="cpu")
+    ours, theirs = Pipe()
+    other = shared_of(Options(seed=1, family="qwen3"), model, 0)
+    Channel(theirs, "decode").say(shared=other)
+    with pytest.raises(HandshakeError, match=r"^--seed is 0 here, 1 there; --family is llama here, qwen3 there"):
+        agreed(Channel(ours, "prefill-0"), shared_of(Options(), model, 0))
+    with pytest.raises(HandshakeError, match=r"^--seed is 1 here, 0 there; --family is qwen3 here, llama there"):
+        agreed(Channel(theirs, "decode"), other)
+    ours.send_bytes(b"Iwho")
+    with pytest.raises(ChannelClosedError, match="did not say how it was started"):
+        agreed(Channel(theirs, "decode"), other)
+
+
+def report_with(killed: int, kill_prefill_after: int | None) -> Report:
+    """A report of a run in which everything is right."""
+    right: dict[str, Any] = {one.name: 0 for one in attrs.fields(Report)}
+    return Report(**right | {"broken": None, "killed": killed, "kill_prefill_after": kill_prefill_after})
+
+
+def test_a_kill_that_never_came_is_told() -> None:
+    """Who asks for a killed worker, and too few requests are delivered, has not seen recovery: that is no clean run."""
+    assert report_with(0, None).clean
+    assert report_with(1, 3).clean
+    missed = report_with(0, 3)
+    assert not missed.clean
+    assert "nobody was killed, since only 0 requests were delivered" in str(missed.unkilled)
 
 
 def test_malformed_messages_are_refused() -> None:
@@ -336,6 +392,60 @@ def test_roles_need_a_secret(capsys: pytest.CaptureFixture[str], monkeypatch: py
     with pytest.raises(SystemExit):
         main(["--role", "prefill", "--listen", "127.0.0.1:0"])
     assert f"set {AUTHKEY}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prefill-degree", "3"], "cannot be shared evenly by 3 ranks"),
+        (["--host", "192.0.2.1"], "cannot listen on 192.0.2.1:0: "),
+        (["--transport", "nixl"], "NIXL cannot be imported: "),
+        (["--role", "prefill", "--transport", "distributed", "--listen", "192.0.2.1:0"], "cannot listen on 192.0.2.1"),
+    ],
+)
+def test_what_cannot_work_is_told_before_anything_is_started(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    arguments: list[str],
+    message: str,
+) -> None:
+    """Heads that cannot be shared, an address of another machine, an engine that is not installed: one line, and 2."""
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    monkeypatch.setattr(SpawnProcess, "start", lambda _: pytest.fail("a worker was started"))
+    assert main(["--device", torch_device_of(device), *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("examples.disaggregated: ")
+    assert message in line
+    assert "; " in line  # what to do
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="children are looked up in /proc")
+def test_ctrl_c_ends_in_one_line(device: str) -> None:
+    """A terminal sends it to every process: one line, exit code 130, nobody left behind."""
+    options = ["--transport", "distributed", "--requests", "5000"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "examples.disaggregated", *options, "--device", torch_device_of(device)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        end = time.monotonic() + 60
+        while len(children.read_text().split()) < 3:  # multiprocessing's tracker, and the two workers
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert (process.returncode, out, err) == (130, "", "examples.disaggregated: interrupted\n")
 
 
 def test_heads_that_cannot_be_shared_are_refused(device: str) -> None:

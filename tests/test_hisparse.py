@@ -574,6 +574,18 @@ def test_writer_that_has_not_ended_when_its_request_finishes(rt: Runtime) -> Non
     world.expect_idle()
 
 
+def test_a_plan_writes_new_rows_of_hot_buffers(world: World) -> None:
+    """Only while a buffer grows has its table a new entry: a row that is used again keeps its token."""
+    table = world.slots.table("hot", (64,), torch.int32, holds="token")
+    short, long = world.direct([3]), world.direct([30])
+    both = short.merge(long)
+    plan = world.tier.map_last_location(both, [4, 31])
+    entry = plan.entry(table)
+    assert entry.owners is not None
+    assert entry.owners.np.tolist() == short.np.tolist()
+    world.tier.back_up(plan)
+
+
 def test_a_plain_fence_of_a_writer_has_to_be_complete(rt: Runtime) -> None:
     """A fence that does not say what has arrived stands for all of it: nobody is admitted before."""
     world, writer = World(rt), ManualStream("writer")

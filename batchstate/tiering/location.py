@@ -61,9 +61,14 @@ class LastLocation:
         }
 
     def entry(self, table: Table) -> TableWrite:
-        """The write that records the new tokens in a table [slot, hot row] -> token; rides in a batch's upload.
+        """The write that records new rows of hot buffers in a table [slot, hot row] -> token; rides in a batch's upload.
+
+        A row that is used again has its token in the table already: it is written once, while the buffer grows.
 
         Raises:
             As `Table.entry`.
         """
-        return table.entry(self.slots, self.hot_rows, self.tokens)
+        grows = self.hot_rows == self.positions
+        if grows.all():
+            return table.entry(self.slots, self.hot_rows, self.tokens)
+        return table.entry(self.slots.filter(grows), self.hot_rows[grows], self.tokens.filter(grows))

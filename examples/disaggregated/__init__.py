@@ -8,7 +8,8 @@ buffer when they have arrived; of longer ones the device never has more than the
     arrivals                requests on their way into it: leases, grants, retries
     prefill, prompts        the prefill worker
     kv                      KV memory in two tiers, and a rank's share of the heads
-    channel, roles          what the two say to each other, from their start to their end
+    channel, introductions  how the two find each other, and what has to be alike in both
+    roles                   what each of them does from its start to its end
     supervisor              both on one machine; a prefill worker that is killed is followed by another
-    report                  the comparison with transformers, and `python -m examples.disaggregated`
+    report, command         the comparison with transformers, and `python -m examples.disaggregated`
 """

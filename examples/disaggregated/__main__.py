@@ -1,139 +1,20 @@
-"""`python -m examples.disaggregated`: prefill in one process, decode in another, and compare every token."""
+"""`python -m examples.disaggregated`: prefill in one process, decode in another, and compare every token.
 
-import argparse
-import os
+Nothing heavy is imported before Ctrl-C is heeded; `command` has the rest.
+"""
+
 import sys
-from typing import TYPE_CHECKING
-
-from batchstate.cli import options as common
-from batchstate.levels import Level
-from examples.disaggregated.options import AUTHKEY, TRANSPORTS
-
-if TYPE_CHECKING:
-    from examples.disaggregated.options import Options
-
-Address = tuple[str, int]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serves, prints the table, and returns 0 if every token is right and nothing was found broken."""
-    parser = _parser()
-    args = parser.parse_args(arguments)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    if args.role == "prefill" and (args.listen is None or args.connect):
-        parser.error("--role prefill needs --listen HOST:PORT, and connects to nobody")
-    if args.role == "decode" and len(args.connect) != args.prefill_degree:
-        parser.error(f"--role decode needs --connect HOST:PORT for each of {args.prefill_degree} prefill workers")
-    if args.role is None and (args.listen or args.connect or args.rank):
-        parser.error("--listen, --connect and --rank go with --role")
-    if not 0 <= args.rank < args.prefill_degree:
-        parser.error(f"--rank {args.rank} of {args.prefill_degree}: ranks count from 0")
-    if args.kill_prefill_after is not None and args.role is not None:
-        parser.error("--kill-prefill-after needs the supervisor, who starts both processes: leave --role out")
-    authkey = os.environ.get(AUTHKEY, "").encode()
-    if args.role is not None and not authkey:
-        parser.error(f"set {AUTHKEY} to a secret, the same for both workers")
-
-    import torch
-
-    from batchstate import BatchStateError
-    from examples.disaggregated.arrivals import WriterFailedError
-    from examples.disaggregated.channel import ChannelClosedError
-    from examples.disaggregated.options import Options
-    from examples.disaggregated.report import report_of, show_report
-    from examples.disaggregated.supervisor import RunFailedError, supervise
-    from examples.disaggregated.worker import random_model, requests_of
-
-    names = (
-        "transport", "requests", "page_size", "hot_tokens", "prefill_degree", "staged", "seed", "checks", "family",
-        "host", "interface", "kill_prefill_after", "max_prompt",
-    )  # fmt: skip
-    options = Options(device=common.chosen_device(args.device), **{name: getattr(args, name) for name in names})
+    """Serves; see `command.run`. 130 when it was interrupted."""
     try:
-        if args.role == "prefill":
-            return _prefill(options, args.rank, args.listen, authkey)
-        figures = supervise(options) if args.role is None else _decode(options, args.connect, authkey)
-        reference = random_model(options, torch.device("cpu" if options.device == "cpu" else options.device))
-        report = report_of(options, reference, requests_of(options, reference), figures)
-    except (BatchStateError, ChannelClosedError, WriterFailedError, RunFailedError) as error:
-        print(f"examples.disaggregated: {error}", file=sys.stderr)
-        return 2
-    show_report(report)
-    if report.broken is not None:
-        print(f"\n{report.broken}", file=sys.stderr)
-    common.write_json(args.json, report.as_dict())
-    return 0 if report.clean else 1
+        from examples.disaggregated.command import run
 
-
-def _prefill(options: "Options", rank: int, address: Address, authkey: bytes) -> int:
-    from examples.disaggregated.channel import Door
-    from examples.disaggregated.roles import serve_prefill
-    from examples.disaggregated.worker import opened
-
-    with opened(options) as parts:
-        door = Door(address, authkey)
-        print(f"listening on {door.address[0]}:{door.address[1]}", flush=True)
-        figures = serve_prefill(parts, options, rank, door, None)
-    print(f"{figures['steps']:,} forwards, {figures['bytes']:,} bytes written, {figures['leaks']} leaks")
-    return 1 if figures["leaks"] else 0
-
-
-def _decode(options: "Options", addresses: list[Address], authkey: bytes) -> dict[str, object]:
-    from examples.disaggregated.roles import serve_decode
-    from examples.disaggregated.worker import opened, requests_of
-
-    with opened(options) as parts:
-        return serve_decode(parts, options, requests_of(options, parts.model), authkey, addresses=addresses)
-
-
-def _address(text: str) -> Address:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no HOST:PORT")
-    return host, int(port)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.disaggregated",
-        description="Prefill in one process, decode in another, and compare every token with transformers' own.",
-        epilog="Everything is on loopback unless told otherwise. The control channel asks for a secret and encrypts "
-        "nothing; the engines ask for none. WARNING: Mooncake listens on all interfaces whatever --host says: keep its "
-        "ports behind a firewall.",
-    )
-    add = parser.add_argument
-    add("--transport", choices=TRANSPORTS, default="nixl", help="default: %(default)s")
-    add("--requests", metavar="N", type=common.whole(1), default=200, help="default: %(default)s")
-    add("--page-size", metavar="N", type=common.whole(1), default=16, help="tokens a page, as 1, 16, 64 (default: 16)")
-    add("--hot-tokens", metavar="N", type=common.whole(2), default=32, help="of a request, on the device (default: 32)")
-    add("--prefill-degree", metavar="N", type=common.whole(1), default=1, help="prefill processes that share the heads")
-    add("--staged", metavar="SHARE", type=common.share, default=0.1, help="share prefilled by decode (default: 0.1)")
-    add("--kill-prefill-after", metavar="N", type=common.whole(1), help="kill and restart it after N deliveries")
-    add("--max-prompt", metavar="N", type=common.whole(1), default=512, help="longest prompt (default: %(default)s)")
-    add("--family", choices=("llama", "qwen3"), default="llama", help="of the random model")
-    add("--checks", choices=[level.value for level in Level], default="cheap", help="default: %(default)s")
-    roles = parser.add_argument_group(
-        "two machines", f"one role each; {AUTHKEY} holds the secret; the other options are the same on both"
-    )
-    roles.add_argument("--role", choices=("prefill", "decode"), help="default: both, on this machine")
-    roles.add_argument("--listen", metavar="HOST:PORT", type=_address, help="where a prefill worker waits for decode")
-    roles.add_argument("--rank", metavar="R", type=common.whole(0), default=0, help="of a prefill worker (default: 0)")
-    roles.add_argument(
-        "--connect",
-        metavar="HOST:PORT",
-        type=_address,
-        action="append",
-        default=[],
-        help="once for each rank, in order",
-    )
-    roles.add_argument(
-        "--host", metavar="HOST", default="127.0.0.1", help="this machine, as the other's engine reaches it"
-    )
-    roles.add_argument("--interface", metavar="NAME", default="lo", help="network interface of NIXL (default: lo)")
-    common.add_device(parser)
-    common.add_seed(parser)
-    common.add_json(parser)
-    return parser
+        return run(arguments)
+    except KeyboardInterrupt:
+        print("examples.disaggregated: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -224,7 +224,7 @@ class Arrivals:
         self.waiting.popleft()
         slot = self._slots.take(1)
         (runs,) = self._tier.reserve(slot, len(request.prompt), request.kv_limit, writer=lease.ended)
-        self.receiver.grant(lease, runs.table)
+        self.receiver.grant(lease, runs)
         arrival = Arrival(request, slot, lease, self._clock())
         self._open[lease.serial] = self._by_name[lease.request, lease.attempt] = arrival
         for writer in self._writers:

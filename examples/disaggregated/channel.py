@@ -11,13 +11,22 @@ import contextlib
 import enum
 import json
 import queue
+import socket
+import sys
 import threading
 import time
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any, final
 
+from batchstate.errors import TransferError
+from examples.disaggregated.options import AUTHKEY
+
 MOST_BYTES = 32 * 2**20
+ANSWERS_IN = 10.0
+"""Seconds that whoever listens may take to ask for the secret."""
+TRIES_FOR = 2.0
+"""Seconds of one attempt to connect to a machine that does not answer."""
 
 
 class ChannelClosedError(Exception):
@@ -125,10 +134,13 @@ class Door:
     Args:
         address: host and port to listen on; port 0 takes any.
         authkey: the secret.
+
+    Raises:
+        TransferError: that is no address of this machine, or the port is taken.
     """
 
     def __init__(self, address: tuple[str, int], authkey: bytes) -> None:
-        self._listener = Listener(address, authkey=authkey)
+        self._listener = listening(address, authkey)
         self._came: queue.Queue[Connection] = queue.Queue()
         host, port = self._listener.address
         self.address: tuple[str, int] = (str(host), int(port))
@@ -140,7 +152,11 @@ class Door:
                 try:
                     self._came.put(self._listener.accept())
                     return
-                except (AuthenticationError, EOFError, OSError):
+                except AuthenticationError:
+                    host, port = self.address
+                    line = f"refused a caller whose {AUTHKEY} is another; still listening on {host}:{port}"
+                    print(line, file=sys.stderr, flush=True)
+                except (EOFError, OSError):
                     continue
 
     def entered(self) -> Connection | None:
@@ -150,19 +166,60 @@ class Door:
         return None
 
 
-def call(address: tuple[str, int], authkey: bytes, name: str, seconds: float) -> Channel:
-    """Connects to a door, which may open within so many seconds.
+def listening(address: tuple[str, int], authkey: bytes | None = None) -> Listener:
+    """Listens.
 
     Raises:
-        ChannelClosedError: nobody listens there, or they know another secret.
+        TransferError: that is no address of this machine, or the port is taken.
     """
+    try:
+        return Listener(address, authkey=authkey)
+    except OSError as error:
+        raise TransferError(
+            f"cannot listen on {address[0]}:{address[1]}: {error.strerror or error}",
+            value=address,
+            remedy="name an address of this machine and a port that is free (port 0 takes any)",
+        ) from error
+
+
+def call(address: tuple[str, int], authkey: bytes, name: str, seconds: float) -> Channel:
+    """Connects to a door, which may open within so many seconds. Says on stderr that it waits, once it has to.
+
+    Raises:
+        ChannelClosedError: nobody listens there, or they know another secret, or are somebody else.
+    """
+    where = f"{name} at {address[0]}:{address[1]}"
+    connection = Connection(_reached(address, where, seconds).detach())
+    refused = f"{where} does not let us in"
+    try:
+        if not connection.poll(ANSWERS_IN):
+            raise ChannelClosedError(f"{refused}: it says nothing; is it a prefill worker?")
+        answer_challenge(connection, authkey)
+        deliver_challenge(connection, authkey)
+    except AuthenticationError as error:
+        raise ChannelClosedError(f"{refused}: its {AUTHKEY} is another; set the same on both sides") from error
+    except (AssertionError, EOFError, OSError) as error:  # an assertion: the other side speaks something else
+        reason = str(error) or "it hung up"
+        raise ChannelClosedError(f"{refused}: {reason}; is it a prefill worker, and free?") from error
+    return Channel(connection, name)
+
+
+def _reached(address: tuple[str, int], where: str, seconds: float) -> socket.socket:
     end = time.monotonic() + seconds
+    told = False
     while True:
         try:
-            return Channel(Client(address, authkey=authkey), name)
-        except ConnectionRefusedError as error:
+            reached = socket.create_connection(address, timeout=min(TRIES_FOR, seconds))
+        except (ConnectionRefusedError, TimeoutError) as error:
             if time.monotonic() > end:
-                raise ChannelClosedError(f"{name}: nobody listens at {address[0]}:{address[1]}") from error
-        except (AuthenticationError, EOFError, OSError) as error:
-            raise ChannelClosedError(f"{name} at {address[0]}:{address[1]} does not let us in: {error}") from error
+                raise ChannelClosedError(f"nobody listens for {where}; start it, or correct --connect") from error
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ChannelClosedError(f"cannot reach {where}: {reason}; correct --connect") from error
+        else:
+            reached.settimeout(None)
+            return reached
+        if not told:
+            print(f"waiting for {where}", file=sys.stderr, flush=True)
+            told = True
         time.sleep(0.05)

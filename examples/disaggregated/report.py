@@ -23,10 +23,11 @@ class Report:
         mismatches: requests whose tokens differ from those of `model.generate`; 0 where a violation ended the run.
         violations: 0 or 1, since a run ends at the first; `broken` is its report.
         leaks: slots, pages and host tokens missing at the end, in all workers.
-        page_size, hot_tokens, prefill_degree, device, checks: of the options.
+        page_size, hot_tokens, prefill_degree, device, checks, kill_prefill_after: of the options.
         not_longer_than_hot, longer_than_hot: requests by their prompts: those that fit into the hot buffer, and others.
         direct, staged: requests by how they came into the host tier: attempts delivered, and prefilled by decode.
         retried: attempts that failed and were made again.
+        killed: prefill workers that the supervisor has killed, as `kill_prefill_after` asks for.
         quarantined_max: the most host tokens of failed attempts that were kept from reuse.
         quarantined: of these, at the end.
         transferred_bytes: KV that was delivered.
@@ -56,6 +57,8 @@ class Report:
     direct: int
     staged: int
     retried: int
+    kill_prefill_after: int | None
+    killed: int
     quarantined_max: int
     quarantined: int
     transferred_bytes: int
@@ -69,10 +72,20 @@ class Report:
     host_to_device_copies: int
 
     @property
+    def unkilled(self) -> str | None:
+        """Why the run does not show what it was asked to show: nobody was killed. None if it does."""
+        if self.kill_prefill_after is None or self.killed:
+            return None
+        return (
+            f"--kill-prefill-after {self.kill_prefill_after}: nobody was killed, since only {self.direct} requests "
+            "were delivered; kill after fewer, or serve more --requests, or a smaller share of them --staged"
+        )
+
+    @property
     def clean(self) -> bool:
-        """Whether every token is right and nothing was found broken."""
+        """Whether every token is right, nothing was found broken, and who was to be killed was killed."""
         wrong = self.mismatches, self.violations, self.leaks, self.forced_syncs, self.device_to_host_copies
-        return not any(wrong)
+        return not any(wrong) and self.unkilled is None
 
     def as_dict(self) -> dict[str, Any]:
         """The figures, for JSON."""
@@ -141,6 +154,7 @@ def show_report(report: Report) -> None:
                     Row("staged", f"{report.staged:,}", "prefilled by the decode worker, copied out to the host"),
                     Row("bytes", f"{report.transferred_bytes:,}", f"{rate:,.1f} MiB/s of serving, not of the wire"),
                     Row("retried", f"{report.retried:,}", "attempts that failed and were made again"),
+                    Row("killed", f"{report.killed:,}", _asked_to_kill(report), report.unkilled is not None),
                     Row("quarantined", f"{report.quarantined_max:,}", "host tokens of failed attempts, at most"),
                     Row("in quarantine still", f"{report.quarantined:,}", "", report.quarantined > 0),
                 ],
@@ -169,3 +183,8 @@ def show_report(report: Report) -> None:
             ),
         ],
     )
+
+
+def _asked_to_kill(report: Report) -> str:
+    after = report.kill_prefill_after
+    return "prefill workers" + ("" if after is None else f"; one was to be, after {after:,} deliveries")

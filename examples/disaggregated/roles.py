@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from batchstate import Violation
-from examples.disaggregated.arrivals import WriterFailedError
+from examples.disaggregated.arrivals import Arrivals, WriterFailedError
 from examples.disaggregated.channel import Channel, ChannelClosedError, Door, Kind, call
 from examples.disaggregated.decode import DecodeWorker
+from examples.disaggregated.introductions import STARTS_IN, agreed, introduced, shared_of
 from examples.disaggregated.options import Options, writer_name
 from examples.disaggregated.prefill import PrefillWorker
 from examples.disaggregated.worker import Parts
+from examples.engine.model import Model
 from examples.engine.request import Request
 
-STARTS_IN = 60.0
-"""Seconds that a worker may take to be there."""
 NAP = 0.0003
 """Seconds that a worker sleeps when there is nothing to do: threads of engines, and the other worker, want the core."""
 
@@ -47,19 +47,6 @@ class Patience:
         time.sleep(NAP)
 
 
-def introduced(channel: Channel, mine: bytes, seconds: float = STARTS_IN) -> bytes:
-    """Exchanges introductions: both sides have the other's before either may refuse it.
-
-    Raises:
-        ChannelClosedError: the other side is gone, or says something else.
-    """
-    channel.send(Kind.INTRODUCTION, mine)
-    kind, theirs = channel.await_one(seconds)
-    if kind is not Kind.INTRODUCTION:
-        raise ChannelClosedError(f"{channel.name} did not introduce itself")
-    return theirs
-
-
 # Prefill
 
 
@@ -73,6 +60,7 @@ def serve_prefill(parts: Parts, options: Options, rank: int, door: Door, supervi
     worker = PrefillWorker(parts, options, rank)
     decode = _visitor(door, supervisor)
     try:
+        agreed(decode, shared_of(options, parts.model, rank))
         peer = worker.sender.accept(introduced(decode, worker.sender.introduce()))
         _serve_prompts(worker, decode, peer, options, supervisor)
     except Violation as violation:
@@ -157,16 +145,17 @@ def serve_decode(
             supervisor is.
     """
     worker = DecodeWorker(parts, options, requests)
+    joining = Joining(worker, options, parts.model, authkey)
     before = parts.runtime.counters.snapshot()
     broken, farewells, start = None, [], time.perf_counter()
     try:
         for rank, address in enumerate(addresses):
-            _join(worker, address, authkey, writer_name(rank))
+            joining.join(rank, address)
         while supervisor is not None and not worker.arrivals.connected:
-            _heed(worker, supervisor, authkey)
+            joining.heed(supervisor)
             time.sleep(NAP)
         start = time.perf_counter()
-        _serve_requests(worker, options, authkey, supervisor)
+        _serve_requests(worker, options, joining, supervisor)
         farewells = _farewells(worker)
     except Violation as violation:
         broken = str(violation)
@@ -197,35 +186,60 @@ def serve_decode(
     }
 
 
-def _join(worker: DecodeWorker, address: Address, authkey: bytes, name: str) -> None:
-    channel = call(address, authkey, name, STARTS_IN)
-    worker.arrivals.connect(channel, introduced(channel, worker.arrivals.receiver.introduce()))
+@final
+class Joining:
+    """How prefill workers come to the decode worker, and go.
+
+    Attributes:
+        ended: how many the supervisor has seen end.
+    """
+
+    def __init__(self, worker: DecodeWorker, options: Options, model: Model, authkey: bytes) -> None:
+        self._worker, self._options, self._model, self._authkey = worker, options, model, authkey
+        self.ended = 0
+
+    def join(self, rank: int, address: Address) -> None:
+        """Connects to the prefill worker of a rank."""
+        channel = call(address, self._authkey, writer_name(rank), STARTS_IN)
+        agreed(channel, shared_of(self._options, self._model, rank))
+        arrivals = self._worker.arrivals
+        arrivals.connect(channel, introduced(channel, arrivals.receiver.introduce()))
+
+    def heed(self, supervisor: Channel) -> None:
+        """What the supervisor says: a prefill worker has ended, or a new one is there."""
+        for _, payload in supervisor.poll():
+            words = Channel.words(payload)
+            if "ended" in words:
+                self.ended += 1
+                self._worker.arrivals.ended(writer_name(words["ended"]))
+            if "address" in words:
+                host, port = words["address"]
+                self.join(int(words["rank"]), (str(host), int(port)))
 
 
-def _heed(worker: DecodeWorker, supervisor: Channel, authkey: bytes) -> None:
-    """What the supervisor says: a prefill worker has ended, or a new one is there."""
-    for _, payload in supervisor.poll():
-        words = Channel.words(payload)
-        if "ended" in words:
-            worker.arrivals.ended(words["ended"])
-        if "address" in words:
-            host, port = words["address"]
-            _join(worker, (str(host), int(port)), authkey, words["name"])
-
-
-def _serve_requests(worker: DecodeWorker, options: Options, authkey: bytes, supervisor: Channel | None) -> None:
+def _serve_requests(worker: DecodeWorker, options: Options, joining: Joining, supervisor: Channel | None) -> None:
     patience = Patience(options.patience, "decode")
     arrivals = worker.arrivals
     told = 0
-    while worker.busy or worker.quarantined:
+    while worker.busy or worker.quarantined or _kill_pends(options, joining, arrivals):
         if supervisor is not None:
-            _heed(worker, supervisor, authkey)
+            joining.heed(supervisor)
             if arrivals.delivered != told:
                 told = arrivals.delivered
                 supervisor.say(delivered=told)
         elif not arrivals.connected and arrivals.busy:
-            raise ChannelClosedError(f"gone: {', '.join(arrivals.missing)}, and requests still need them")
+            raise ChannelClosedError(
+                f"gone: {', '.join(arrivals.missing)}, and requests still need them; start it again, and the decode "
+                "role too (to go on without that takes the supervisor, who sees processes end: leave --role out)"
+            )
         patience.after(moved=worker.turn())
+
+
+def _kill_pends(options: Options, joining: Joining, arrivals: Arrivals) -> bool:
+    """Whether prefill 0 is being killed, or the next one is not here: who says farewell must not be killed in it."""
+    if options.kill_prefill_after is None or arrivals.delivered < options.kill_prefill_after:
+        return False
+    return not joining.ended or not arrivals.connected
 
 
 def _farewells(worker: DecodeWorker) -> list[dict[str, Any]]:

@@ -4,19 +4,24 @@ A supervisor is the one who knows that a process has ended. Memory that a killed
 again only because somebody says so who has seen it exit.
 """
 
+import contextlib
 import multiprocessing
 import secrets
+import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any, final
 
 import attrs
 
-from batchstate import BatchStateError
-from examples.disaggregated.channel import Channel, ChannelClosedError, Kind
+from batchstate import BatchStateError, Violation
+from examples.disaggregated.channel import Channel, ChannelClosedError, Kind, listening
 from examples.disaggregated.options import Options, writer_name
+from examples.disaggregated.worker import open_engine
 
 SERVED_IN = 900.0
 """Seconds after which a run is given up."""
@@ -57,7 +62,11 @@ def supervise(options: Options) -> dict[str, Any]:
 
     Raises:
         RunFailedError: a worker has ended with an error, or did not end.
+        TransferError: the transport is not installed, or does not work with this host or interface.
     """
+    with listening((options.host, 0)):
+        pass
+    open_engine(options).close()  # what does not work here would not in the workers, and each would tell so
     supervisor = Supervisor(options)
     try:
         return supervisor.run()
@@ -74,7 +83,7 @@ class Supervisor:
         self._authkey = secrets.token_bytes(32)
         self._children: list[Child] = []
         self._restarts = 0
-        self._kill_after = options.kill_prefill_after
+        self._killed = 0
 
     def run(self) -> dict[str, Any]:
         """See `supervise`."""
@@ -85,13 +94,14 @@ class Supervisor:
             prefills = [self._alive(child, decode) for child in prefills]
             for child in prefills:
                 for words in child.heard():
-                    self._tell(decode, name=child.name, address=words["address"])
+                    self._tell(decode, rank=words["rank"], address=words["address"])
             for words in decode.heard():
                 if "figures" in words:
                     self._await_ends(prefills, decode)
-                    return dict(words["figures"])
-                if self._kill_after is not None and words.get("delivered", 0) >= self._kill_after:
-                    self._kill_after = None
+                    return {**words["figures"], "killed": self._killed}
+                after = self._options.kill_prefill_after
+                if not self._killed and after is not None and words.get("delivered", 0) >= after:
+                    self._killed = 1
                     prefills[0].process.kill()
             if not decode.open and not decode.process.is_alive():
                 raise RunFailedError(f"the decode worker has ended with exit code {decode.process.exitcode}")
@@ -115,8 +125,9 @@ class Supervisor:
         if code > 0 or self._restarts == MOST_RESTARTS:
             raise RunFailedError(f"{child.name} has ended with exit code {code}")
         self._restarts += 1
-        self._tell(decode, ended=child.name)
-        return self._started_prefill(int(child.name.rpartition("-")[2]))
+        rank = int(child.name.rpartition("-")[2])
+        self._tell(decode, ended=rank)
+        return self._started_prefill(rank)
 
     def _started_prefill(self, rank: int) -> Child:
         return self._started(writer_name(rank), prefill_process, self._options, rank, self._authkey)
@@ -125,7 +136,8 @@ class Supervisor:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=target, args=(theirs, *args), name=name, daemon=True)
-        process.start()
+        with deaf_to_interrupts():
+            process.start()
         theirs.close()
         child = Child(name, process, Channel(ours, name))
         self._children.append(child)
@@ -148,6 +160,26 @@ class Supervisor:
                 raise RunFailedError(f"{child.name} has ended with exit code {child.process.exitcode}")
 
 
+@contextlib.contextmanager
+def deaf_to_interrupts() -> Iterator[None]:
+    """Processes started in this window do not hear Ctrl-C, which a terminal sends to all: the supervisor ends them."""
+    if threading.current_thread() is not threading.main_thread():  # which alone may change what a signal does
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def in_one_line(error: Exception) -> str:
+    """What happened, and the remedy behind it. The report of a violation stays as it is."""
+    if isinstance(error, BatchStateError) and not isinstance(error, Violation) and error.remedy:
+        return f"{error.problem}; {error.remedy}"
+    return str(error)
+
+
 def prefill_process(connection: Connection, options: Options, rank: int, authkey: bytes) -> None:
     """The prefill worker's process."""
     from examples.disaggregated.channel import Door
@@ -159,10 +191,10 @@ def prefill_process(connection: Connection, options: Options, rank: int, authkey
     try:
         with opened(options) as parts:
             door = Door((options.host, 0), authkey)
-            supervisor.say(address=door.address)
+            supervisor.say(rank=rank, address=door.address)
             serve_prefill(parts, options, rank, door, supervisor)
     except (BatchStateError, ChannelClosedError) as error:
-        sys.exit(f"{name}: {error}")
+        sys.exit(f"{name}: {in_one_line(error)}")
 
 
 def decode_process(connection: Connection, options: Options, authkey: bytes) -> None:
@@ -178,4 +210,4 @@ def decode_process(connection: Connection, options: Options, authkey: bytes) -> 
             figures = serve_decode(parts, options, requests, authkey, supervisor=supervisor)
             supervisor.say(figures=figures)
     except (BatchStateError, ChannelClosedError, WriterFailedError) as error:
-        sys.exit(f"decode: {error}")
+        sys.exit(f"decode: {in_one_line(error)}")

@@ -55,6 +55,7 @@ def opened(options: Options) -> Iterator[Parts]:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     runtime = open_device(options.device, seed=options.seed)
     model = random_model(options, runtime.device)
+    check_degree(options, model)
     engine = open_engine(options)
     try:
         with checks(options.checks):
@@ -80,6 +81,15 @@ def layout_of(model: Model, page_size: int, rank: int = 0, degree: int = 1) -> K
     heads, names = int(config.num_key_value_heads), layer_names(int(config.num_hidden_layers))
     item_bytes = held_by(rank, degree, heads).heads * int(config.head_dim) * model.dtype.itemsize
     return KVLayout(page_size, str(model.dtype), names, item_bytes, rank, degree, heads)
+
+
+def check_degree(options: Options, model: Model) -> None:
+    """Refuses a number of prefill ranks that cannot share the model's heads.
+
+    Raises:
+        ArgumentError: so it is.
+    """
+    layout_of(model, options.page_size, 0, options.prefill_degree)
 
 
 def registered(engine: Engine, layout: KVLayout, buffers: list[torch.Tensor]) -> list[Region]:
