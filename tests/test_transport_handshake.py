@@ -6,11 +6,13 @@ from typing import Any
 
 import attrs
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchstate.errors import HandshakeError
+from batchstate.errors import ArgumentError, DtypeError, HandshakeError
 from batchstate.transport.engines import endpoints
+from batchstate.transport.engines.in_process import InProcessEngine, Network
 from batchstate.transport.handshake import MAGIC, MOST_BYTES, Description, check_peers
 from batchstate.transport.layout import KVLayout
 
@@ -227,3 +229,73 @@ def test_damaged_bytes_never_raise_anything_else(data: st.DataObject) -> None:
         wire[data.draw(st.integers(0, len(wire) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(HandshakeError):
         Description.from_bytes(bytes(wire))
+
+
+def test_a_damaged_name_is_no_other_worker() -> None:
+    """A description whose fields are whole but not those that were sent is refused."""
+    data = described("b").to_bytes()
+    for before, after in (
+        (b"worker b", b"worker c"),
+        (b'"heads": 8', b'"heads": 4'),
+        (b'"page_size": 16', b'"page_size": 17'),
+    ):
+        assert before in data
+        broken(data.replace(before, after), "damaged")
+    broken(json.dumps(json.loads(data) | {"sum": "7"}).encode(), "damaged")
+
+
+@pytest.mark.parametrize(
+    "region",
+    [
+        [0, "k", float("inf"), 8],
+        [0, "k", 2**63, 8],
+        [0, "k", 2**63 - 1, 8],
+        [0, "k", -1, 8],
+        [0, "k", 8, -8],
+        [0, "k", 8, 8.0],
+        [0, "k", True, 8],
+        [0, "k", "8", 8],
+        [-1, "k", 8, 8],
+        [0, "k", 8],
+    ],
+)
+def test_numbers_of_an_endpoint_are_addresses(region: list[Any]) -> None:
+    """What is no index, address or length is no endpoint."""
+    with pytest.raises(HandshakeError, match="no endpoint"):
+        endpoints.parsed_endpoint(endpoint("b", regions=[region]))
+
+
+def test_an_endpoint_has_no_endless_list_of_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More regions than anyone has, and an index twice, are refused."""
+    monkeypatch.setattr(endpoints, "MOST_REGIONS", 2)
+    rows = [[index, "k", 64 * index, 64] for index in range(3)]
+    assert len(endpoints.parsed_endpoint(endpoint("b", regions=rows[:2]))[2]) == 2
+    for wrong in (rows, [rows[0], rows[0]]):
+        with pytest.raises(HandshakeError, match="no endpoint"):
+            endpoints.parsed_endpoint(endpoint("b", regions=wrong))
+
+
+def test_engines_refuse_addresses_of_nobody() -> None:
+    """An instance that is no nonce, and an address that is no text, lead nowhere."""
+    engine = InProcessEngine(Network())
+    with pytest.raises(HandshakeError, match="instance is 'zz'"):
+        engine.connect(endpoint("zz", engine="in-process"))
+    with pytest.raises(HandshakeError, match="no address"):
+        engine.connect(endpoint("ab" * 8, engine="in-process", native="/w=="))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"degree": 2**17}, {"page_size": 2**40}, {"item_bytes": 2**60}, {"heads": 10**400}]
+)
+def test_layouts_have_bounds(changes: dict[str, Any]) -> None:
+    """No number of a layout makes anybody count for ever."""
+    with pytest.raises(ArgumentError, match="is above"):
+        described("b", **changes)
+
+
+def test_a_dtype_is_one_of_torch() -> None:
+    """A dtype that torch lacks is refused, and one of two names is the same as the other."""
+    for wrong in ("flot32", "Tensor", ""):
+        with pytest.raises(DtypeError, match="dtype is"):
+            described("b", dtype=wrong)
+    assert described("b", dtype="half").layout == described("b", dtype=torch.float16).layout

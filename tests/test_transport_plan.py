@@ -499,3 +499,19 @@ def test_the_law_of_bounds_was_asked() -> None:
     before = invariants.made[Code.TRANSFER_BOUNDS]
     owned_by([1], [[1, 1]])
     assert invariants.made[Code.TRANSFER_BOUNDS] == before + 1
+
+
+def test_ranks_are_computed_not_searched() -> None:
+    """The sources of a rank are those that write to it, also where a search among all ranks would not end."""
+    for heads, degree, source_degree in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 4, 8, 16, 32)):
+        if max(heads, degree) % min(heads, degree) or max(heads, source_degree) % min(heads, source_degree):
+            continue
+        for rank in range(degree):
+            target = layout(heads=heads, degree=degree, rank=rank, item_bytes=8 * max(1, heads // degree))
+            sources = [
+                layout(heads=heads, degree=source_degree, rank=one, item_bytes=8 * max(1, heads // source_degree))
+                for one in range(source_degree)
+            ]
+            writers = tuple(one.rank for one in sources if slice_between(one, target) is not None)
+            assert sources_of(target, source_degree) == writers
+    assert sources_of(layout(heads=1), 2 * 10**9) == (0,)

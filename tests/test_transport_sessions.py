@@ -1,6 +1,7 @@
 """Leases, senders and receivers, one rule at a time, over the engine of one process."""
 
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,16 +10,23 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from batchstate.errors import ArgumentError, BatchStateError, HandshakeError, ShapeError, TransferError
+from batchstate.errors import (
+    ArgumentError,
+    DtypeError,
+    HandshakeError,
+    OwnerThreadError,
+    ShapeError,
+    TransferError,
+)
 from batchstate.transport import sending as sending_module
 from batchstate.transport.copies import Copies
-from batchstate.transport.engines.base import Delivery, Status
+from batchstate.transport.engines.base import Delivery, Handle, Status
 from batchstate.transport.engines.faults import Faults
 from batchstate.transport.engines.in_process import SETTLE_STEPS, InProcessEngine, Network
 from batchstate.transport.handshake import Description
 from batchstate.transport.layout import KVLayout
 from batchstate.transport.lease import Lease, LeaseState
-from batchstate.transport.messages import MAGIC, Kind, Notice, packed, unpacked
+from batchstate.transport.messages import MAGIC, MOST_ATTEMPTS, MOST_TOKENS, Grant, Kind, Notice, packed, unpacked
 from batchstate.transport.receiver import Receiver
 from batchstate.transport.sender import Sender
 from batchstate.transport.sending import Sending, SendState
@@ -198,7 +206,7 @@ def test_writers_have_to_hold_all_of_it_once() -> None:
     """A lease names exactly the ranks that hold the request's heads."""
     pair = Pair(2)
     for names in ([], ["prefill-0"], ["prefill-0", "prefill-0"], ["prefill-1"]):
-        with pytest.raises(ArgumentError, match="writers (of ranks|are)"):
+        with pytest.raises(ArgumentError, match=r"writers (of ranks|are)"):
             pair.receiver.lease("r", 4, names)
     pair.receiver.lease("r", 4, ["prefill-1", "prefill-0"])
 
@@ -216,13 +224,27 @@ def test_a_grant_of_runs_that_cannot_be_meant_changes_nothing(runs: object) -> N
         pair.receiver.grant(lease, [[8, 10]])
 
 
-def test_a_grant_outside_the_memory_is_refused_by_the_writer() -> None:
-    """A writer believes no run that the receiver's regions do not have."""
+def test_a_grant_outside_the_own_memory_is_refused_at_once() -> None:
+    """A receiver grants no host token that its own regions do not have."""
     pair = Pair()
-    pair.lease(10, ((TOKENS - 4, 12),))
-    with pytest.raises(ArgumentError, match="ends at host token"):
-        pair.carry()
+    lease = pair.receiver.lease("r", 10, ["prefill-0"])
+    with pytest.raises(ArgumentError, match="runs end at host token 72, the regions have 64"):
+        pair.receiver.grant(lease, [[TOKENS - 4, 12]])
+    assert not pair.receiver.outbox
+    pair.receiver.grant(lease, [[TOKENS - 12, 12]])
+
+
+def test_a_grant_outside_the_memory_is_refused_by_the_writer() -> None:
+    """A writer believes no run that the receiver's regions do not have, and says so: the lease fails, and ends."""
+    pair = Pair()
+    lease = pair.lease()
+    [(to, message)] = pair.receiver.outbox
+    pair.receiver.outbox[:] = [(to, _altered(message, runs=[[TOKENS - 4, 12]]))]
+    pair.carry(repeat=2)
     assert not pair.sender.poll()
+    assert pair.receiver.poll() == [lease]
+    assert lease.ended.query()
+    assert "ends at host token" in lease.reason
 
 
 WRONG_SENDS: list[tuple[Callable[[Sender, Sending], None], type[Exception]]] = [
@@ -231,6 +253,11 @@ WRONG_SENDS: list[tuple[Callable[[Sender, Sending], None], type[Exception]]] = [
     (lambda sender, one: sender.send(one, SOURCES[:4], 4, last=False), ArgumentError),
     (lambda sender, one: sender.send(one, np.arange(1, 13), 0, last=False), ArgumentError),
     (lambda sender, one: sender.send(one, SOURCES.reshape(2, 5), 0, last=True), ShapeError),
+    (lambda sender, one: sender.send(one, np.ones(10, dtype=np.bool_), 0, last=True), DtypeError),
+    (lambda sender, one: sender.send(one, [True] * 10, 0, last=True), DtypeError),
+    (lambda sender, one: sender.send(one, SOURCES.astype(np.float64), 0, last=True), DtypeError),
+    (lambda sender, one: sender.send(one, SOURCES, 0, "no"), DtypeError),  # type: ignore[arg-type]
+    (lambda sender, one: sender.send(one, SOURCES, 0, 1), DtypeError),  # type: ignore[arg-type]
     (lambda sender, one: sender.send(one, [*range(1, 10), 0], 0, last=True), Violation),
     (lambda sender, one: sender.send(one, [*range(1, 10), -5], 0, last=True), Violation),
 ]
@@ -253,13 +280,26 @@ def test_tokens_that_cannot_be_meant_send_nothing(
     assert lease.state is LeaseState.DELIVERED
 
 
-def test_sources_outside_the_memory_make_the_sending_fail() -> None:
-    """What the engine refuses in the middle of a request ends it: failed, drained, and known on both sides."""
+def test_sources_outside_the_memory_leave_the_sending_open() -> None:
+    """What the engine refuses in the first write has sent nothing: the caller passes the right tokens, and goes on."""
+    pair = Pair()
+    lease, [sending] = pair.granted(1, ((8, 1),))
+    with pytest.raises(Violation):
+        pair.sender.send(sending, [TOKENS], 0, last=True)
+    assert (sending.state, sending.handles, pair.network.writes) == (SendState.OPEN, [], 0)
+    pair.sender.send(sending, [30], 0, last=True)
+    assert pair.run() == [lease]
+    assert lease.state is LeaseState.DELIVERED
+
+
+def test_sources_outside_the_memory_make_a_later_write_fail() -> None:
+    """What the engine refuses in a later write ends the sending: failed, drained, and known on both sides."""
     pair = Pair()
     lease, [sending] = pair.granted()
-    with pytest.raises(BatchStateError):
-        pair.sender.send(sending, [*range(30, 39), TOKENS], 0, last=True)
+    with pytest.raises(Violation):
+        pair.sender.send(sending, [*range(30, 48, 2), TOKENS], 0, last=True)
     assert sending.state is SendState.FAILED
+    assert sending.handles
     assert pair.run() == [lease]
     assert lease.state is LeaseState.FAILED
     assert lease.ended.query()
@@ -516,8 +556,8 @@ def test_a_grant_older_than_what_is_remembered_starts_nothing(monkeypatch: pytes
     pair = Pair()
     late = pair.lease()
     held, pair.receiver.outbox = pair.receiver.outbox, []
-    for _ in range(3):
-        pair.receiver.abort(pair.lease())
+    for begin in (24, 36, 48):
+        pair.receiver.abort(pair.lease(10, ((begin, 12),)))
         pair.carry()
     pair.sender.poll()
     pair.receiver.outbox = held
@@ -573,3 +613,274 @@ def test_malformed_messages_are_refused_and_change_nothing() -> None:
     assert unpacked(grant).serial == 1
     pair.carry()
     assert len(pair.sender.poll()) == 1
+
+
+@pytest.mark.parametrize("where", ["inside the engine's write", "behind it", "before it"])
+def test_an_interrupt_in_a_write_is_not_taken_for_nothing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DRAINED is said only when no byte of an interrupted write can land any more, and it is said in the end."""
+    pair = Pair(faults=Faults(delay=3))
+    lease, [sending] = pair.granted()
+    engine = pair.prefills[0].engine
+    owner, name = (pair.network, "depart") if where[0] == "i" else (engine, "write")
+    original = getattr(owner, name)
+
+    def interrupted(*arguments: Any) -> None:
+        if where != "before it":
+            original(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pair.sender.send(sending, SOURCES, 0, last=True)
+    assert (sending.state, len(sending.handles)) == (SendState.FAILED, int(where != "before it"))
+    for _ in range(20):
+        pair.sender.poll()
+        pair.carry()
+        pair.receiver.poll()
+        assert not (lease.ended.query() and pair.network.under_way(pair.decode.engine))
+        assert lease.ended.query() or not sending.sources_free.query() or lease.state is LeaseState.FAILED
+        pair.network.step()
+    assert lease.ended.query()
+    assert sending.sources_free.query()
+
+
+def test_a_write_that_was_refused_may_be_tried_with_its_tag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that refuses a write keeps nothing of it, neither its tag nor its memory."""
+    pair = Pair()
+    side = pair.prefills[0]
+    peer = side.session._workers.named("decode").peer
+    monkeypatch.setattr(side.engine, "faults", Faults(refused=1.0))
+    with pytest.raises(TransferError, match="refused"):
+        side.engine.write(peer, Copies.empty(), b"tag")
+    assert side.engine.begun(b"tag") is None
+    monkeypatch.setattr(side.engine, "faults", Faults())
+    handle = side.engine.write(peer, Copies.empty(), b"tag")
+    assert side.engine.begun(b"tag") is handle
+
+
+def test_an_introduction_from_another_worker_is_refused() -> None:
+    """Where the channel knows who speaks, no other name is believed, and nobody's leases end."""
+    pair = Pair()
+    lease, _ = pair.granted()
+    other = made(Sender, pair.network, "prefill-0", layout())
+    for session in (pair.receiver, pair.sender):
+        introduction = other.introduction if session is pair.receiver else pair.decode.introduction
+        with pytest.raises(HandshakeError, match="came from 'prefill-1'"):
+            session.accept(introduction, "prefill-1")
+    assert lease.state is LeaseState.WAITING
+    assert pair.receiver.accept(other.introduction, "prefill-0") == "prefill-0"
+
+
+def test_the_next_instance_has_the_rank_of_the_last() -> None:
+    """Another rank under a known name is a wrong name, not the end of a worker."""
+    pair = Pair(2)
+    lease, _ = pair.granted()
+    for rank, degree in ((1, 2), (0, 1)):
+        with pytest.raises(HandshakeError, match="of worker 'prefill-0' was"):
+            pair.receiver.accept(made(Sender, pair.network, "prefill-0", layout(rank, degree)).introduction)
+    assert not pair.receiver.poll()
+    assert lease.state is LeaseState.WAITING
+
+
+@pytest.mark.parametrize(
+    ("tags", "state", "foreign"),
+    [
+        ([(0, 1), (5, 0)], LeaseState.DELIVERED, 1),
+        ([(7, 0), (1, 2)], LeaseState.WAITING, 1),
+        ([(1, 2), (2, 3), (2, 0)], LeaseState.WAITING, 2),
+        ([(1, 2), (0, 1), (0, 0)], LeaseState.DELIVERED, 1),
+    ],
+)
+def test_only_the_chunks_that_there_are_complete_a_lease(
+    tags: list[tuple[int, int]], state: LeaseState, foreign: int
+) -> None:
+    """Chunks behind the last one, and a second last one, change nothing, neither before the end nor after it."""
+    pair = Pair()
+    lease = pair.lease()
+    engine, writer = pair.decode.engine, pair.prefills[0].engine.instance
+    for chunk, total in tags:
+        engine.arrived.append(Delivery(Tag(engine.instance, lease.serial, 1, 0, chunk, total).packed(), writer))
+        pair.receiver.poll()
+    assert lease.state is state
+    assert lease.ended.query() == (state is LeaseState.DELIVERED)
+    # What arrives behind the end is late: its lease is no more.
+    assert pair.receiver.ignored.foreign + pair.receiver.ignored.late == foreign
+
+
+def test_a_share_that_is_complete_stays_so() -> None:
+    """No tag makes a complete share an incomplete one."""
+    pair = Pair()
+    [share] = pair.lease().shares
+    tag = Tag(pair.decode.engine.instance, 1, 1, 0, 0, 1)
+    assert share.take(tag)
+    assert not share.take(attrs.evolve(tag, chunk=5, total=0))
+    assert not share.take(attrs.evolve(tag, chunk=5, total=6))
+    assert share.complete
+
+
+def test_leases_and_sendings_of_others_are_refused() -> None:
+    """What another receiver or sender made changes nothing here nor there; a lease is retried once."""
+    pair = Pair()
+    lease, [sending] = pair.granted()
+    waiting = pair.receiver.lease("w", 1, ["prefill-0"])
+    strange = made(Receiver, pair.network, "decode-2", layout()).session
+    foreign = made(Sender, pair.network, "prefill-9", layout()).session
+    wrong: list[Callable[[], object]] = [
+        lambda: strange.abort(lease),
+        lambda: strange.retry(lease),
+        lambda: strange.grant(waiting, [[40, 4]]),
+        lambda: strange.abort("lease"),
+        lambda: foreign.send(sending, SOURCES, 0, True),
+        lambda: foreign.fail(sending, "no"),
+        lambda: foreign.fail(None, "no"),
+    ]
+    for call in wrong:
+        with pytest.raises(ArgumentError, match=r"is no (lease|sending) of"):
+            call()
+    assert (lease.state, waiting.runs, sending.state) == (LeaseState.WAITING, None, SendState.OPEN)
+    assert not strange.outbox
+    assert not foreign.outbox
+    pair.receiver.abort(lease)
+    again = pair.receiver.retry(lease)
+    with pytest.raises(ArgumentError, match="was tried again"):
+        pair.receiver.retry(lease)
+    assert again in pair.receiver.leases()
+
+
+def test_a_grant_of_a_huge_run_costs_what_the_request_needs() -> None:
+    """Of a run only as many tokens are listed as the request has, and a request has no more than a worker can list."""
+    fields: dict[str, Any] = {"sender": "a", "to": "b", "serial": 1, "attempt": 1, "request": "r", "writer": 0}
+    grant = Grant(**fields, num_tokens=3, runs=np.array([[8, 2], [2**20, 2**60]]))
+    assert grant.targets.tolist() == [8, 9, 2**20]
+    assert Grant(**fields, num_tokens=0, runs=np.array([[8, 2]])).targets.size == 0
+    with pytest.raises(ArgumentError, match="num_tokens"):
+        unpacked(packed(attrs.evolve(grant, num_tokens=MOST_TOKENS + 1)))
+    pair = Pair()
+    for tokens, attempt in ((MOST_TOKENS + 1, 1), (1, MOST_ATTEMPTS + 1)):
+        with pytest.raises(ArgumentError, match="at most"):
+            pair.receiver.lease("r", tokens, ["prefill-0"], attempt=attempt)
+    assert not pair.receiver.leases()
+
+
+BAD_ARGUMENTS: list[tuple[Callable[[Pair], object], type[Exception]]] = [
+    (lambda pair: pair.receiver.lease("r", 1, None), ArgumentError),  # type: ignore[arg-type]
+    (lambda pair: pair.receiver.lease("r", 1, 5), ArgumentError),  # type: ignore[arg-type]
+    (lambda pair: pair.receiver.lease("r", 1, [["a"]]), ArgumentError),  # type: ignore[list-item]
+    (lambda pair: pair.receiver.lease("r", 1, [None]), ArgumentError),  # type: ignore[list-item]
+    (lambda pair: pair.receiver.grant(pair.receiver.lease("r", 1, ["prefill-0"]), 5), ArgumentError),
+    (lambda pair: pair.receiver.grant(pair.receiver.lease("r", 1, ["prefill-0"]), [5]), ArgumentError),
+    (lambda pair: pair.receiver.grant(pair.receiver.lease("r", 1, ["prefill-0"]), [[True, True]]), DtypeError),
+    (lambda pair: pair.receiver.peer_lost(["x"]), HandshakeError),  # type: ignore[arg-type]
+    (lambda pair: pair.prefills[0].engine.connect(None), HandshakeError),  # type: ignore[arg-type]
+    (lambda pair: pair.prefills[0].engine.connect(5), HandshakeError),  # type: ignore[arg-type]
+    (lambda pair: pair.prefills[0].engine.connect("x"), HandshakeError),  # type: ignore[arg-type]
+    (lambda pair: made(Receiver, pair.network, "d", layout(), settle_seconds=float("nan")), ArgumentError),
+    (lambda pair: made(Receiver, pair.network, "d", layout(), settle_seconds=float("inf")), ArgumentError),
+    (lambda pair: made(Receiver, pair.network, "d", layout(), settle_seconds=-1), ArgumentError),
+    (lambda pair: made(Receiver, pair.network, "d", layout(), settle_seconds="1"), DtypeError),
+    (lambda pair: made(Sender, pair.network, "d", layout(), max_bytes=0), ArgumentError),
+    (lambda pair: made(Sender, pair.network, "d", layout(), max_bytes="x"), DtypeError),
+]
+
+
+@pytest.mark.parametrize(("call", "error"), BAD_ARGUMENTS)
+def test_arguments_that_cannot_be_meant_have_typed_errors(
+    call: Callable[[Pair], object], error: type[Exception]
+) -> None:
+    """Whatever a caller passes, the error is one of the library's."""
+    with pytest.raises(error):
+        call(Pair())
+
+
+def _calls(pair: Pair) -> dict[str, Callable[[], object]]:
+    """Every public method of both sides."""
+    lease, [sending] = pair.granted()
+    waiting = pair.receiver.lease("w", 1, ["prefill-0"])
+    receiver, sender, writer = pair.receiver, pair.sender, pair.prefills[0].introduction
+    reader = pair.decode.introduction
+    failed = packed(Notice(Kind.FAILED, pair.prefills[0].engine.instance, pair.decode.engine.instance, lease.serial))
+    aborted = packed(Notice(Kind.ABORT, pair.decode.engine.instance, pair.prefills[0].engine.instance, lease.serial))
+    return {
+        "receiver.introduce": receiver.introduce,
+        "receiver.accept": lambda: receiver.accept(writer),
+        "receiver.peer_lost": lambda: receiver.peer_lost("prefill-0"),
+        "receiver.peer_ended": lambda: receiver.peer_ended("prefill-0"),
+        "receiver.lease": lambda: receiver.lease("u", 1, ["prefill-0"]),
+        "receiver.retry": lambda: receiver.retry(lease),
+        "receiver.grant": lambda: receiver.grant(waiting, [[40, 4]]),
+        "receiver.abort": lambda: receiver.abort(waiting),
+        "receiver.poll": receiver.poll,
+        "receiver.leases": receiver.leases,
+        "receiver.on_message": lambda: receiver.on_message(failed, "prefill-0"),
+        "sender.introduce": sender.introduce,
+        "sender.accept": lambda: sender.accept(reader),
+        "sender.peer_lost": lambda: sender.peer_lost("decode"),
+        "sender.peer_ended": lambda: sender.peer_ended("decode"),
+        "sender.on_message": lambda: sender.on_message(aborted, "decode"),
+        "sender.send": lambda: sender.send(sending, SOURCES, 0, last=True),
+        "sender.poll": sender.poll,
+        "sender.sendings": sender.sendings,
+        "sender.fail": lambda: sender.fail(sending, "no"),
+    }
+
+
+def test_both_sides_belong_to_the_thread_of_their_engine() -> None:
+    """Every call from another thread is refused, and so is every call once the engine is closed."""
+    pair = Pair()
+    calls = _calls(pair)
+    public = {
+        f"{side}.{name}"
+        for side, kind in (("receiver", Receiver), ("sender", Sender))
+        for name, one in vars(kind).items()
+        if not name.startswith("_") and callable(one)
+    }
+    assert set(calls) == public
+    refused: list[str] = []
+
+    def elsewhere() -> None:
+        for name, call in calls.items():
+            try:
+                call()
+            except OwnerThreadError:
+                refused.append(name)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert refused == list(calls)
+    pair.decode.engine.close()
+    pair.prefills[0].engine.close()
+    for call in calls.values():
+        with pytest.raises(TransferError, match="closed"):
+            call()
+
+
+def test_a_write_that_cannot_be_asked_about_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's error about one write fails its sending; the others arrive, and writes that are done are left be."""
+    pair = Pair()
+    broken, [first] = pair.granted()
+    lease, [second] = pair.granted(10, ((32, 12),))
+    pair.sender.send(first, SOURCES, 0, last=True)
+    pair.sender.send(second, SOURCES[:8], 0, last=False)
+    engine = pair.prefills[0].engine
+    poll, asked = engine.poll, []
+
+    def some(handle: Handle) -> Status:
+        if handle in first.handles:
+            raise RuntimeError("out of order")
+        asked.append((handle, handle.status))
+        return poll(handle)
+
+    monkeypatch.setattr(engine, "poll", some)
+    assert broken in pair.run()
+    pair.sender.send(second, SOURCES[8:], 8, last=True)
+    assert lease in pair.run()
+    assert lease.state is LeaseState.DELIVERED
+    assert first.state is SendState.FAILED
+    assert "out of order" in first.reason
+    assert not first.sources_free.query()
+    assert all(status is Status.PENDING for _, status in asked)
+    monkeypatch.setattr(engine, "poll", poll)
+    pair.run()
+    assert first.sources_free.query()
+    assert broken.ended.query()

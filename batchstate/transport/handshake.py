@@ -6,6 +6,7 @@ side refuses, the other refuses too, so that no side is left waiting for a peer 
 
 import base64
 import json
+import zlib
 from typing import Any, Self, final
 
 import attrs
@@ -19,7 +20,7 @@ VERSION = 1
 MOST_BYTES = 16 * 2**20
 """Most bytes of a description. Endpoints have a few hundred bytes for each region."""
 
-_FIELDS = {"is", "version", "worker", "instance", "layout", "endpoint"}
+_FIELDS = {"is", "version", "worker", "instance", "layout", "endpoint", "sum"}
 
 
 @final
@@ -53,7 +54,7 @@ class Description:
             "layout": self.layout.as_dict(),
             "endpoint": base64.b64encode(self.endpoint).decode(),
         }
-        data = json.dumps(fields).encode()
+        data = json.dumps(fields | {"sum": _sum(fields)}).encode()
         _check_size(data)
         return data
 
@@ -62,7 +63,7 @@ class Description:
         """A description that came from a peer.
 
         Raises:
-            HandshakeError: too large, truncated, malformed, of another version, or a layout that cannot be.
+            HandshakeError: too large, truncated, malformed, damaged, of another version, or a layout that cannot be.
         """
         if not isinstance(data, bytes | bytearray | memoryview):
             raise _malformed(repr(data)[:60], f"{type(data).__name__} instead of bytes")
@@ -80,6 +81,12 @@ class Description:
             ) from error
         except ValueError as error:
             raise _malformed(fields["endpoint"][:60], f"its endpoint is no base64 ({error})") from error
+        if type(fields["sum"]) is not int or fields["sum"] != _sum(fields):
+            raise HandshakeError(
+                f"the description of worker {fields['worker'][:40]!r} was damaged on its way: its sum does not fit",
+                value=fields["worker"],
+                remedy="pass what the other side's `Description.to_bytes()` returned, as it is",
+            )
         return cls(fields["worker"], fields["instance"], layout, endpoint)
 
 
@@ -121,6 +128,12 @@ def _engine_of(description: Description) -> str:
             remedy="after a restart, describe the worker anew: instance and endpoint of one engine",
         )
     return engine
+
+
+def _sum(fields: dict[str, Any]) -> int:
+    """CRC-32 of all fields but itself."""
+    rest = {name: value for name, value in fields.items() if name != "sum"}
+    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
 def _check_size(data: bytes) -> None:

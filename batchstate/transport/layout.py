@@ -14,6 +14,11 @@ import torch
 from batchstate.errors import ArgumentError, DtypeError, HandshakeError
 from batchstate.values.host_arrays import count
 
+MOST_RANKS = 65_536
+"""Most ranks of a group, as a message numbers them."""
+_MOST = {"rank": MOST_RANKS - 1, "degree": MOST_RANKS, "page_size": 2**31, "item_bytes": 2**31, "heads": 2**31}
+_DTYPES = {name: str(one).removeprefix("torch.") for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
+
 
 @final
 @attrs.frozen
@@ -53,9 +58,9 @@ def held_by(rank: int, degree: int, heads: int) -> Held:
 
 def _dtype(value: object) -> str:
     name = str(value).removeprefix("torch.")
-    if not isinstance(value, str | torch.dtype) or not name:
-        raise DtypeError(f"dtype is {value!r}", value=value, remedy="pass its name, as 'bfloat16'")
-    return name
+    if not isinstance(value, str | torch.dtype) or name not in _DTYPES:
+        raise DtypeError(f"dtype is {value!r}"[:80], value=value, remedy="pass the name of torch's, as 'bfloat16'")
+    return _DTYPES[name]
 
 
 def _layers(value: object) -> tuple[str, ...]:
@@ -77,7 +82,7 @@ class KVLayout:
 
     Attributes:
         page_size: tokens a page.
-        dtype: name of the elements' type, as "float64".
+        dtype: torch's name of the elements' type, as "float64".
         layers: names of the buffers, in the order of the registered regions.
         item_bytes: bytes that one token has in one buffer on this rank.
         rank: of the tensor-parallel group.
@@ -106,6 +111,8 @@ class KVLayout:
     def __attrs_post_init__(self) -> None:
         for name in ("page_size", "item_bytes", "rank", "degree", "heads"):
             number = count(getattr(self, name), name, least=0 if name == "rank" else 1)
+            if number > _MOST[name]:
+                raise ArgumentError(f"{name} is above {_MOST[name]}", value=name, remedy="pass what it really is")
             object.__setattr__(self, name, number)  # numpy integers are no JSON
         for name in ("replicated", "token_major"):
             if type(getattr(self, name)) is not bool:

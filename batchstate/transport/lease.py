@@ -43,11 +43,14 @@ class Share:
     drained: bool = False
 
     def take(self, tag: Tag) -> bool:
-        """Counts a chunk; False where it was counted before."""
-        if tag.chunk in self.chunks:
+        """Counts a chunk; False, and nothing changes, where it was counted before or cannot be one of this writer's."""
+        total = self.total or tag.total
+        if tag.chunk in self.chunks or self.complete or tag.total not in (0, total):
+            return False
+        if total and max(tag.chunk, *self.chunks, 0) >= total:
             return False
         self.chunks.add(tag.chunk)
-        self.total = self.total or tag.total
+        self.total = total
         return True
 
     @property
@@ -69,23 +72,27 @@ class Lease:
     Attributes:
         request: its name.
         num_tokens: its tokens.
+        epoch: nonce of the receiving engine.
         serial: number of the lease; never given twice by one receiver.
         attempt: which attempt of the request it is, from 1 on.
         shares: what each writer writes.
         state: final once it is not WAITING.
         reason: why it failed or was aborted.
         runs: int64[r, 2], the host tokens granted, or None before the grant.
+        retried: whether there was another attempt after it.
         ended: a fence: true when no writer can write the memory any more. Never before the state is final.
     """
 
     request: str
     num_tokens: int
+    epoch: str
     serial: int
     attempt: int
     shares: tuple[Share, ...] = attrs.field(repr=False)
     state: LeaseState = LeaseState.WAITING
     reason: str = ""
     runs: Ints | None = attrs.field(default=None, repr=False)
+    retried: bool = False
     ended: "Ended" = attrs.field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:

@@ -17,8 +17,11 @@ from batchstate.transport.copies import Ints
 
 MAGIC = "batchstate lease 1"
 MOST_BYTES = 16 * 2**20
+MOST_TOKENS = 2**26
+"""Most tokens of a request."""
+MOST_ATTEMPTS = 2**32 - 1
 _LARGEST = 2**63 - 1
-_BOUNDS = {"serial": 2**63, "attempt": 2**32, "writer": 2**16, "num_tokens": 2**40}
+_BOUNDS = {"serial": 2**63, "attempt": MOST_ATTEMPTS + 1, "writer": 2**16, "num_tokens": MOST_TOKENS + 1}
 
 
 class Kind(enum.StrEnum):
@@ -78,10 +81,10 @@ class Grant:
     @property
     def targets(self) -> Ints:
         """int64[num_tokens], the host token of each token of the request."""
-        starts, lengths = self.runs[:, 0], self.runs[:, 1]
-        before = np.cumsum(lengths) - lengths
-        tokens = np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()), dtype=np.int64)
-        return tokens[: self.num_tokens]
+        starts = self.runs[:, 0]
+        ends = np.minimum(np.cumsum(self.runs[:, 1]), self.num_tokens)
+        before = np.concatenate(([0], ends[:-1])) if ends.size else ends
+        return np.repeat(starts - before, ends - before) + np.arange(self.num_tokens, dtype=np.int64)
 
 
 def packed(message: Grant | Notice) -> bytes:
@@ -125,11 +128,13 @@ def check_runs(runs: Ints, num_tokens: int) -> None:
     Raises:
         ArgumentError: they do not.
     """
-    pairs = runs.tolist() if runs.ndim == 2 and runs.shape[1] == 2 else []
+    if runs.ndim != 2 or runs.shape[1] != 2:
+        raise ArgumentError(f"runs of shape {runs.shape}", value=runs.shape, remedy="pass start and length of each run")
+    pairs = runs.tolist()
     wrong = [pair for pair in pairs if pair[0] < 1 or pair[1] < 1 or pair[0] > _LARGEST - pair[1]]
     pairs.sort()
     shared = [pair for before, pair in itertools.pairwise(pairs) if before[0] + before[1] > pair[0]]
-    if wrong or shared or len(pairs) != len(runs) or sum(length for _, length in pairs) < num_tokens:
+    if wrong or shared or sum(length for _, length in pairs) < num_tokens:
         raise ArgumentError(
             f"runs {(wrong or shared or pairs)[:4]} for {num_tokens} tokens",
             value=num_tokens,

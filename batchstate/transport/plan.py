@@ -39,7 +39,7 @@ def expand_pages(pages: npt.ArrayLike, page_size: int, num_tokens: int) -> Ints:
         ShapeError, DtypeError: no one-dimensional integers.
     """
     size, total = count(page_size, "page_size", least=1), count(num_tokens, "num_tokens")
-    indices = _indices(pages, "pages")
+    indices = indices_of(pages, "pages")
     if -(-total // size) != indices.size:
         raise ArgumentError(
             f"{total} tokens do not end on the last of {indices.size} pages of {size}",
@@ -99,7 +99,7 @@ def owned_by(tokens: npt.ArrayLike, runs: npt.ArrayLike) -> None:
         ArgumentError: a token twice, or a run that is empty or holds token 0.
         ShapeError, DtypeError: arrays of another shape or dtype.
     """
-    wanted, owned = _indices(tokens, "tokens"), converted(runs, np.dtype(np.int64), "runs")
+    wanted, owned = indices_of(tokens, "tokens"), converted(runs, np.dtype(np.int64), "runs")
     if owned.shape != (0,) and owned.shape[1:] != (2,):
         raise ShapeError(f"runs of shape {owned.shape}", value=owned.shape, remedy="pass start and length of each run")
     starts, lengths = owned.reshape(-1, 2).T.copy()  # a column in one piece: much faster below
@@ -163,7 +163,7 @@ def token_rows(
     """
     check_fit(source_layout, target_layout)
     source_layout.check_splits()
-    ours, theirs = _indices(source_tokens, "source tokens"), _indices(target_tokens, "target tokens")
+    ours, theirs = indices_of(source_tokens, "source tokens"), indices_of(target_tokens, "target tokens")
     if ours.size != theirs.size:
         raise ShapeError(
             f"{ours.size} source tokens for {theirs.size} target tokens",
@@ -254,7 +254,7 @@ def _cut(copies: Copies, most: int) -> Copies:
     )
 
 
-def _indices(values: npt.ArrayLike, what: str) -> Ints:
+def indices_of(values: npt.ArrayLike, what: str) -> Ints:
     """`values` as int64[n], not to be changed."""
     if type(values) is np.ndarray and values.dtype == np.int64 and values.ndim == 1:
         return values

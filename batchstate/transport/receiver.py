@@ -17,17 +17,26 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from batchstate.errors import ArgumentError, TransferError
+from batchstate.errors import ArgumentError, DtypeError, TransferError
 from batchstate.ownership.host_runs import HostRuns
 from batchstate.transport.engines.base import Delivery, Engine
 from batchstate.transport.handshake import Description
 from batchstate.transport.lease import Lease, LeaseState, Share
-from batchstate.transport.messages import Grant, Kind, Notice, check_runs, packed, unpacked
+from batchstate.transport.messages import (
+    MOST_ATTEMPTS,
+    MOST_TOKENS,
+    Grant,
+    Kind,
+    Notice,
+    check_runs,
+    packed,
+    unpacked,
+)
 from batchstate.transport.regions import Region
 from batchstate.transport.shards import sources_of
 from batchstate.transport.tags import Tag
 from batchstate.transport.workers import Clock, Worker, Workers
-from batchstate.values.host_arrays import converted, count
+from batchstate.values.host_arrays import as_array, converted, count
 
 
 @final
@@ -38,7 +47,7 @@ class Ignored:
     Attributes:
         duplicate: tags that had arrived before.
         late: tags of leases that are no more.
-        foreign: tags of another instance, writer or library.
+        foreign: tags of another instance, writer or library, and chunks that a writer cannot have.
         notices: messages about leases that are no more.
     """
 
@@ -96,18 +105,25 @@ class Receiver:
 
     def introduce(self) -> bytes:
         """What each writer passes to its `accept`."""
+        self._engine.check_owner("introduce")
         return self._workers.description.to_bytes()
 
-    def accept(self, introduction: bytes) -> str:
+    def accept(self, introduction: bytes, from_worker: str | None = None) -> str:
         """Takes note of a writer, and returns its name. An earlier instance of that name has ended.
 
         So introductions under one name are to be passed in the order in which its instances started.
 
+        Args:
+            introduction: what the writer's `introduce` returned.
+            from_worker: name of the worker that the channel has it from: then no other name is believed.
+
         Raises:
-            HandshakeError: no introduction, one that does not fit this worker, or of an instance that has ended.
+            HandshakeError: no introduction, one that does not fit this worker, of an instance that has ended, of
+                another worker than `from_worker`, or of another rank or degree than the instance before.
             TransferError: it cannot be reached.
         """
-        worker, before = self._workers.accept(introduction)
+        self._engine.check_owner("accept")
+        worker, before = self._workers.accept(introduction, from_worker)
         if before is not None:
             self._fail_all(before, f"{before.name} was started again")
         return worker.name
@@ -118,6 +134,7 @@ class Receiver:
         Raises:
             HandshakeError: it has not been accepted.
         """
+        self._engine.check_owner("peer_lost")
         suspected = self._workers.named(worker)
         suspected.lost = reason
         self._fail_all(suspected, f"{worker} is suspected to be gone: {reason}")
@@ -132,6 +149,7 @@ class Receiver:
         Raises:
             HandshakeError: it has not been accepted.
         """
+        self._engine.check_owner("peer_ended")
         ended = self._workers.named(worker)
         if instance in (None, ended.instance):
             self._workers.end(ended)
@@ -150,18 +168,29 @@ class Receiver:
 
         Raises:
             HandshakeError: a writer has not been accepted.
-            ArgumentError: these writers do not hold all of it, or hold some of it twice.
+            ArgumentError: these writers do not hold all of it, or hold some of it twice; more tokens or attempts than a
+                message can say.
+            DtypeError: numbers that are no integers.
             TransferError: a writer is gone.
         """
-        if isinstance(writers, str) or not len(writers):
+        self._engine.check_owner("lease")
+        names = _names(writers)
+        if not names:
             raise ArgumentError(
                 f"writers are {writers!r}", value=writers, remedy="pass a list of at least one worker's name"
             )
         total, which = count(num_tokens, "num_tokens"), count(attempt, "attempt", least=1)
-        workers = tuple(map(self._workers.named, writers))
+        if total > MOST_TOKENS or which > MOST_ATTEMPTS:
+            raise ArgumentError(
+                f"attempt {which} of a request of {total} tokens",
+                value=(which, total),
+                remedy=f"a request has at most {MOST_TOKENS} tokens and {MOST_ATTEMPTS} attempts",
+            )
+        workers = tuple(map(self._workers.named, names))
         self._check_writers(workers)
         self._serial += 1
-        lease = Lease(str(request), total, self._serial, which, tuple(map(Share, workers)))
+        epoch = self._engine.instance
+        lease = Lease(str(request), total, epoch, self._serial, which, tuple(map(Share, workers)))
         self._leases[lease.serial] = lease
         return lease
 
@@ -169,13 +198,20 @@ class Receiver:
         """The next attempt of a request: a new lease, for other memory, that nothing of the last one can touch.
 
         Raises:
-            ArgumentError: the last attempt has not failed. Else as `lease`.
+            ArgumentError: the last attempt has not failed, had its next one already, or is of another receiver. Else as
+                `lease`.
             HandshakeError, TransferError: as `lease`.
         """
+        self._engine.check_owner("retry")
+        self._check_mine(lease)
         if lease.state not in (LeaseState.FAILED, LeaseState.ABORTED):
             raise ArgumentError(f"{lease!r} has not failed", value=lease.serial, remedy="retry what failed")
+        if lease.retried:
+            raise ArgumentError(f"{lease!r} was tried again", value=lease.serial, remedy="retry the last attempt")
         names = [share.worker.name for share in lease.shares] if writers is None else writers
-        return self.lease(lease.request, lease.num_tokens, names, attempt=lease.attempt + 1)
+        following = self.lease(lease.request, lease.num_tokens, names, attempt=lease.attempt + 1)
+        lease.retried = True
+        return following
 
     def grant(self, lease: Lease, runs: HostRuns | npt.ArrayLike) -> None:
         """Lets the writers of a lease write host tokens: one message for each of them goes to the outbox.
@@ -186,28 +222,48 @@ class Receiver:
                 tokens, in the order of the request's tokens. Reserved or freed behind `lease.ended`.
 
         Raises:
-            ArgumentError: granted before, runs that do not hold the request, or that another lease may still write.
+            ArgumentError: granted before, a lease of another receiver, runs that do not hold the request, lie outside
+                the regions, or that another lease may still write.
+            DtypeError: no integers.
             TransferError: the lease is not waiting any more: a writer was lost, or it was aborted.
         """
-        memory = converted(runs.table if isinstance(runs, HostRuns) else runs, np.dtype(np.int64), "runs")
+        self._engine.check_owner("grant")
+        self._check_mine(lease)
+        table = runs.table if isinstance(runs, HostRuns) else runs
+        if as_array(table, "runs").dtype.kind == "b":
+            raise DtypeError("runs: booleans", value="bool", remedy="pass start and length of each run")
+        memory = converted(table, np.dtype(np.int64), "runs")
         memory = memory.reshape(0, 2) if not memory.size else memory
         if lease.state is not LeaseState.WAITING:
             raise TransferError(f"{lease!r}: {lease.reason}", value=lease.serial, remedy="free the memory, and retry")
         if lease.runs is not None or self._leases.get(lease.serial) is not lease:
             raise ArgumentError(f"{lease!r} is granted", value=lease.serial, remedy="grant each lease once")
         check_runs(memory, lease.num_tokens)
+        if memory.size and int(memory.sum(axis=1).max()) > self._workers.room:
+            raise ArgumentError(
+                f"runs end at host token {memory.sum(axis=1).max()}, the regions have {self._workers.room}",
+                value=int(memory.sum(axis=1).max()),
+                remedy="grant host tokens of the memory whose regions the receiver was made with",
+            )
         self._check_unleased(lease, memory)
         messages = [self._grant_for(lease, memory, writer) for writer in range(len(lease.shares))]
         lease.runs = memory.copy()
         self.outbox += messages
 
     def abort(self, lease: Lease, reason: str = "aborted") -> None:
-        """Gives a lease up; its writers are told. Nothing happens where its state is final."""
+        """Gives a lease up; its writers are told. Nothing happens where its state is final.
+
+        Raises:
+            ArgumentError: a lease of another receiver.
+        """
+        self._engine.check_owner("abort")
+        self._check_mine(lease)
         if lease.become(LeaseState.ABORTED, reason):
             self._stop(lease)
 
     def poll(self) -> list[Lease]:
         """The leases whose state became final since the last time, each once. Never waits."""
+        self._engine.check_owner("poll")
         for delivery in self._engine.completions():
             self._arrive(delivery)
         self._workers.let_settle()
@@ -218,6 +274,7 @@ class Receiver:
 
     def leases(self) -> tuple[Lease, ...]:
         """Those that have not ended, as of the last `poll`."""
+        self._engine.check_owner("leases")
         return tuple(self._leases.values())
 
     def on_message(self, message: bytes, from_worker: str) -> None:
@@ -227,6 +284,7 @@ class Receiver:
             ArgumentError: malformed, or none that a writer sends.
             HandshakeError: of a worker that has not been accepted.
         """
+        self._engine.check_owner("on_message")
         notice = unpacked(message)
         if not isinstance(notice, Notice) or notice.kind not in (Kind.FAILED, Kind.DRAINED):
             raise ArgumentError(f"{notice!r} is nothing that a writer says", value=notice, remedy="swap the two sides")
@@ -256,7 +314,9 @@ class Receiver:
         if share is None or share.worker.instance != delivery.instance or tag.attempt != lease.attempt:
             self.ignored.foreign += 1
         elif not share.take(tag):
-            self.ignored.duplicate += 1
+            again = tag.chunk in share.chunks
+            self.ignored.duplicate += again
+            self.ignored.foreign += not again
         elif lease.complete and lease.become(LeaseState.DELIVERED):
             self._changed.append(lease)
 
@@ -294,6 +354,12 @@ class Receiver:
         )
         return worker.name, packed(grant)
 
+    def _check_mine(self, lease: object) -> None:
+        if not isinstance(lease, Lease) or lease.epoch != self._engine.instance:
+            raise ArgumentError(
+                f"{lease!r} is no lease of {self!r}", value=lease, remedy="pass what `lease` of this receiver returned"
+            )
+
     def _share_of(self, lease: Lease, instance: str) -> Share | None:
         return next((share for share in lease.shares if share.worker.instance == instance), None)
 
@@ -330,3 +396,9 @@ class Receiver:
                 value=ranks,
                 remedy="name each worker that `shards.sources_of` names, once",
             )
+
+
+def _names(writers: object) -> list[str]:
+    """The names in a list of names; none in anything else."""
+    names = list(writers) if isinstance(writers, Sequence) and not isinstance(writers, str) else []
+    return names if all(isinstance(name, str) for name in names) else []

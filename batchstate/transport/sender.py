@@ -15,17 +15,17 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
-from batchstate.errors import ArgumentError, TransferError
+from batchstate.errors import ArgumentError, DtypeError, TransferError
 from batchstate.transport.copies import Copies
 from batchstate.transport.engines.base import Engine, Handle, Status
 from batchstate.transport.handshake import Description
 from batchstate.transport.messages import Grant, Kind, Notice, packed, unpacked
-from batchstate.transport.plan import check_chunk, chunked, coalesced, owned_by, token_rows
+from batchstate.transport.plan import check_chunk, chunked, coalesced, indices_of, owned_by, token_rows
 from batchstate.transport.regions import Region
 from batchstate.transport.sending import Closed, Sending, SendState
 from batchstate.transport.tags import Tag
 from batchstate.transport.workers import Clock, Worker, Workers
-from batchstate.values.host_arrays import converted, count
+from batchstate.values.host_arrays import count
 from batchstate.violations import Violation
 
 Key = tuple[str, int]
@@ -58,7 +58,7 @@ class Sender:
     ) -> None:
         self._engine = engine
         self._workers = Workers(engine, description, regions, clock=clock, settle_seconds=0.0, connects=True)
-        self._max_bytes = max_bytes
+        self._max_bytes = None if max_bytes is None else count(max_bytes, "max_bytes", least=1)
         self._live: dict[Key, Sending] = {}
         self._closed: dict[str, Closed] = {}
         self._changed: list[Sending] = []
@@ -72,19 +72,26 @@ class Sender:
 
     def introduce(self) -> bytes:
         """What each receiver passes to its `accept`."""
+        self._engine.check_owner("introduce")
         return self._workers.description.to_bytes()
 
-    def accept(self, introduction: bytes) -> str:
+    def accept(self, introduction: bytes, from_worker: str | None = None) -> str:
         """Connects to a receiver, and returns its name. An earlier instance of that name has ended.
 
         So introductions under one name are to be passed in the order in which its instances started.
 
+        Args:
+            introduction: what the receiver's `introduce` returned.
+            from_worker: name of the worker that the channel has it from: then no other name is believed.
+
         Raises:
-            HandshakeError: no introduction, one that does not fit this worker, of an instance that has ended, or
-                without a region for each layer.
+            HandshakeError: no introduction, one that does not fit this worker, of an instance that has ended, of
+                another worker than `from_worker`, of another rank or degree than the instance before, or without a
+                region for each layer.
             TransferError: it cannot be reached.
         """
-        worker, before = self._workers.accept(introduction)
+        self._engine.check_owner("accept")
+        worker, before = self._workers.accept(introduction, from_worker)
         if before is not None:
             self._leave(before, f"{before.name} was started again")
         return worker.name
@@ -95,6 +102,7 @@ class Sender:
         Raises:
             HandshakeError: it has not been accepted.
         """
+        self._engine.check_owner("peer_lost")
         suspected = self._workers.named(worker)
         suspected.lost = reason
         for sending in list(self._live.values()):
@@ -111,6 +119,7 @@ class Sender:
         Raises:
             HandshakeError: it has not been accepted.
         """
+        self._engine.check_owner("peer_ended")
         ended = self._workers.named(worker)
         if instance in (None, ended.instance):
             self._workers.end(ended)
@@ -124,8 +133,10 @@ class Sender:
         Raises:
             ArgumentError: malformed, or none that a receiver sends.
             HandshakeError: of a worker that has not been accepted.
-            Violation: TRANSFER_BOUNDS: a grant of memory that the receiver does not have.
+
+        A grant of memory that the receiver does not have is answered with FAILED and DRAINED.
         """
+        self._engine.check_owner("on_message")
         heard = unpacked(message)
         if isinstance(heard, Notice) and heard.kind is not Kind.ABORT:
             raise ArgumentError(f"{heard!r} is nothing that a receiver says", value=heard, remedy="swap the two sides")
@@ -152,6 +163,8 @@ class Sender:
             ArgumentError, ShapeError, DtypeError, Violation: these tokens cannot be meant. Nothing was sent, and it is
                 as OPEN as before; where an engine refuses a later write of several, it has failed.
         """
+        self._engine.check_owner("send")
+        self._check_mine(sending)
         writes = self._planned(sending, source_tokens, first, last)
         before = len(sending.handles)
         try:
@@ -163,12 +176,13 @@ class Sender:
                 self._fail(sending, f"a write was refused: {getattr(error, 'problem', error)}")
             raise
         sending.sent += np.size(source_tokens)
-        sending.complete = last
+        sending.complete = bool(last)
 
     def poll(self) -> list[Sending]:
         """The sendings that are new, or whose state became final, since the last time. Never waits."""
+        self._engine.check_owner("poll")
         self._workers.let_settle()
-        self._left = [handle for handle in self._left if not self._engine.drain(handle)]
+        self._left = [handle for handle in self._left if not self._drain(handle)]
         for sending in list(self._live.values()):
             self._look_at(sending)
         changed, self._changed = self._changed, []
@@ -176,10 +190,17 @@ class Sender:
 
     def sendings(self) -> tuple[Sending, ...]:
         """Those that are open, or may still write."""
+        self._engine.check_owner("sendings")
         return tuple(self._live.values())
 
     def fail(self, sending: Sending, reason: str) -> None:
-        """Gives a sending up: its KV will not come. Nothing happens where its state is final."""
+        """Gives a sending up: its KV will not come. Nothing happens where its state is final.
+
+        Raises:
+            ArgumentError: a sending of another sender.
+        """
+        self._engine.check_owner("fail")
+        self._check_mine(sending)
         self._fail(sending, reason)
 
     # Messages
@@ -189,8 +210,10 @@ class Sender:
         closed = self._closed.setdefault(worker.instance, Closed())
         if key in self._live or grant.serial in closed:
             return
-        if closed.forgets(grant.serial):
-            self._say(worker, Kind.FAILED, grant.serial, "the grant came too late")
+        refusal = "the grant came too late" if closed.forgets(grant.serial) else self._refusal(worker, grant)
+        if refusal:
+            closed.add(grant.serial)
+            self._say(worker, Kind.FAILED, grant.serial, refusal)
             self._say(worker, Kind.DRAINED, grant.serial)
             return
         self._live[key] = sending = Sending(worker, grant, self._targets(worker, grant))
@@ -211,23 +234,25 @@ class Sender:
     # Writes
 
     def _targets(self, worker: Worker, grant: Grant) -> npt.NDArray[np.int64]:
-        """Host tokens of the request, once they are known to be inside the receiver's memory."""
+        """Host tokens of the request, in the memory of that receiver."""
+        return grant.targets
+
+    def _refusal(self, worker: Worker, grant: Grant) -> str:
+        """Why a grant is not taken: host tokens outside the receiver's memory. Else nothing."""
         regions = self._workers.regions_of(worker)
         item_bytes = worker.description.layout.item_bytes
         room = min(region.nbytes for region in regions) // item_bytes
         if grant.runs.size and int(grant.runs.sum(axis=1).max()) > room:
-            raise ArgumentError(
-                f"a grant ends at host token {grant.runs.sum(axis=1).max()}, {worker.name} has {room}",
-                value=grant.serial,
-                remedy="introduce the receiver again after it has registered memory",
-            )
-        return grant.targets
+            return f"the grant ends at host token {grant.runs.sum(axis=1).max()}, {worker.name} has {room}"
+        return ""
 
     def _planned(self, sending: Sending, source_tokens: npt.ArrayLike, first: int, last: bool) -> list[Copies]:
         """The writes, once everything that can be checked has been."""
         if sending.state is not SendState.OPEN:
             raise TransferError(f"{sending!r}: {sending.reason}", value=sending.state, remedy="send what is OPEN")
-        tokens = converted(source_tokens, np.dtype(np.int64), "source_tokens")
+        if not isinstance(last, bool | np.bool_):
+            raise DtypeError(f"last is {last!r}", value=last, remedy="pass True or False")
+        tokens = indices_of(source_tokens, "source tokens")
         layout, theirs = self._workers.description.layout, sending.worker.description.layout
         begin = count(first, "first")
         check_chunk(begin, tokens.size, sending.grant.num_tokens, layout.page_size, last)
@@ -250,12 +275,19 @@ class Sender:
         chunk = len(sending.handles)
         grant = sending.grant
         tag = Tag(grant.sender, grant.serial, grant.attempt, grant.writer, chunk, chunk + 1 if last else 0)
-        sending.handles.append(self._engine.write(peer, copies, tag.packed()))
+        begun: Handle | None = None
+        try:
+            begun = self._engine.write(peer, copies, tag.packed())
+        finally:  # also what was interrupted, once bytes may be under way
+            if begun is None:
+                begun = self._engine.begun(tag.packed())
+            if begun is not None:
+                sending.handles.append(begun)
 
     def _look_at(self, sending: Sending) -> None:
         """Follows the writes of one sending."""
         for handle in sending.handles:
-            if self._engine.poll(handle) in (Status.FAILED, Status.UNKNOWN):
+            if self._status(handle) in (Status.FAILED, Status.UNKNOWN):
                 self._fail(sending, handle.reason or f"a write ended as {handle.status.value}")
         if sending.state is SendState.OPEN:
             if sending.complete and all(handle.status is Status.DONE for handle in sending.handles):
@@ -268,8 +300,30 @@ class Sender:
 
     def _drained(self, sending: Sending) -> bool:
         """Whether no write of it can land any more. Each is asked: asking is what lets an engine find out."""
-        open_ones = [handle for handle in sending.handles if not self._engine.drain(handle)]
+        open_ones = [handle for handle in sending.handles if not self._drain(handle)]
         return not open_ones
+
+    def _status(self, handle: Handle) -> Status:
+        """Where a write is. One that its engine cannot be asked about is UNKNOWN: it holds up no other."""
+        try:
+            return self._engine.poll(handle) if handle.status is Status.PENDING else handle.status
+        except Exception as error:
+            handle.status, handle.reason = Status.UNKNOWN, f"its engine cannot say how it ended: {error!r}"
+            return handle.status
+
+    def _drain(self, handle: Handle) -> bool:
+        try:
+            return handle.drained or self._engine.drain(handle)
+        except Exception:  # it cannot be asked: so not
+            return False
+
+    def _check_mine(self, sending: object) -> None:
+        if not isinstance(sending, Sending) or sending.grant.to != self._engine.instance:
+            raise ArgumentError(
+                f"{sending!r} is no sending of {self!r}",
+                value=sending,
+                remedy="pass what `poll` of this sender returned",
+            )
 
     def _fail(self, sending: Sending, reason: str) -> None:
         if sending.become(SendState.FAILED, reason):

@@ -49,7 +49,10 @@ def sources_of(target: KVLayout, source_degree: int) -> tuple[int, ...]:
     """
     heads = 1 if target.replicated else target.heads
     held = target.held
-    return tuple(rank for rank in range(source_degree) if _writes(held_by(rank, source_degree, heads), held))
+    source = held_by(0, source_degree, heads)
+    first, end = held.first // source.heads, -(-(held.first + held.heads) // source.heads)
+    replica = held.replica * source.replicas // held.replicas
+    return tuple(group * source.replicas + replica for group in range(first, end))
 
 
 def _writes(source: Held, target: Held) -> bool:

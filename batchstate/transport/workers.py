@@ -5,13 +5,14 @@ supervisor that saw its process exit), or when another instance introduces itsel
 starts the next only after the last has ended. Nothing here is concluded from time alone.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol, final
 
 import attrs
 
-from batchstate.errors import ArgumentError, HandshakeError
-from batchstate.transport.engines.base import Engine, Peer
+from batchstate.errors import ArgumentError, DtypeError, HandshakeError
+from batchstate.transport.engines.base import Engine, Peer, check_instance
 from batchstate.transport.handshake import Description, check_peers
 from batchstate.transport.regions import Region, RemoteRegion
 
@@ -84,8 +85,12 @@ class Workers:
         settle_seconds: how long after the end of a process its bytes may still be on their way.
         connects: whether this side connects to the other.
 
+    Attributes:
+        room: host tokens for which the smallest region has bytes.
+
     Raises:
-        ArgumentError: description, regions and engine do not belong together.
+        ArgumentError: description, regions and engine do not belong together, or settling that cannot be meant.
+        DtypeError: `settle_seconds` is no number.
     """
 
     def __init__(
@@ -111,27 +116,41 @@ class Workers:
                 remedy="register one region a layer under the layer's name, and pass them in the layout's order",
             )
         self.description = description
+        self.room = min(region.nbytes for region in regions) // description.layout.item_bytes
         self.regions = tuple(region.index for region in regions)
         self.ignored = 0
         self._engine = engine
         self._clock = clock
-        self._settle = settle_seconds
+        self._settle = _seconds(settle_seconds)
         self._connects = connects
-        self._by_name: dict[str, Worker] = {}
+        self._by_name: dict[object, Worker] = {}
         self._ended: set[str] = set()
         self._settling: list[Worker] = []
         self._looked = 0.0
 
-    def accept(self, introduction: bytes) -> tuple[Worker, Worker | None]:
+    def accept(self, introduction: bytes, from_worker: str | None = None) -> tuple[Worker, Worker | None]:
         """A worker that has introduced itself, and the earlier instance that has therefore ended.
+
+        Args:
+            introduction: what it said.
+            from_worker: its name, where the channel knows it.
 
         Raises:
             HandshakeError: no introduction, one that does not fit this worker, or of an instance that has ended.
             TransferError: it cannot be reached.
         """
         theirs = Description.from_bytes(introduction)
+        if from_worker is not None and theirs.worker != from_worker:
+            raise HandshakeError(
+                f"an introduction of worker {theirs.worker!r} came from {from_worker!r}",
+                value=theirs.worker,
+                remedy="pass an introduction on as it is, with the name of the worker that sent it",
+            )
+        check_instance(theirs.instance)
         check_peers(self.description, theirs)
         before = self._by_name.get(theirs.worker)
+        if before is not None:
+            _check_successor(before.description, theirs)
         if theirs.instance in self._ended:
             raise HandshakeError(
                 f"instance {theirs.instance} of {theirs.worker} has ended",
@@ -150,13 +169,13 @@ class Workers:
         self._by_name[worker.name] = worker
         return worker, before
 
-    def named(self, name: str) -> Worker:
+    def named(self, name: object) -> Worker:
         """The current instance of a worker.
 
         Raises:
             HandshakeError: it has not been accepted.
         """
-        worker = self._by_name.get(name)
+        worker = self._by_name.get(name) if isinstance(name, str) else None
         if worker is None:
             raise HandshakeError(f"worker {name!r} is unknown", value=name, remedy="accept its introduction first")
         return worker
@@ -217,3 +236,23 @@ class Workers:
                 remedy="accept its introduction first",
             )
         return worker
+
+
+def _seconds(settle: object) -> float:
+    if isinstance(settle, bool) or not isinstance(settle, int | float):
+        raise DtypeError(f"settle_seconds is {settle!r}", value=settle, remedy="pass seconds")
+    if not (math.isfinite(settle) and settle >= 0):
+        raise ArgumentError(f"settle_seconds is {settle}", value=settle, remedy="pass 0 or more, and finite")
+    return settle
+
+
+def _check_successor(before: Description, after: Description) -> None:
+    """Refuses an instance that cannot be the next of a worker: it would end one that may live."""
+    for name in ("rank", "degree"):
+        was, now = getattr(before.layout, name), getattr(after.layout, name)
+        if was != now:
+            raise HandshakeError(
+                f"{name} of worker {after.worker!r} was {was}, and is {now} in a new introduction",
+                value=(was, now),
+                remedy="give each rank a name of its own, and a new name where the group changes",
+            )

@@ -11,6 +11,7 @@ endpoints. An engine adds the six methods marked abstract.
 """
 
 import abc
+import re
 import secrets
 import threading
 from collections import deque
@@ -21,12 +22,15 @@ from batchstate.transport.engines.endpoints import packed_endpoint, parsed_endpo
 from batchstate.transport.engines.handles import Capabilities, Delivery, Handle, Peer, Status
 from batchstate.transport.engines.judging import addresses
 from batchstate.transport.regions import Memory, Region, Regions, RemoteRegion
+from batchstate.violations import Violation
 
 __all__ = ["MOST_TAG_BYTES", "Capabilities", "Delivery", "Engine", "Handle", "Peer", "Status"]
 
 MOST_TAG_BYTES = 128
 REMEMBERED_TAGS = 65_536
 """How many of the last tags are remembered, to refuse one that is used twice."""
+_NOTHING_SENT = (ArgumentError, TransferError, Violation)
+_INSTANCE = re.compile("[0-9a-f]{16}")
 
 
 class Engine(abc.ABC):
@@ -74,7 +78,10 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def _write(self, handle: Handle, copies: Copies, sources: Ints, targets: Ints) -> None:
-        """Starts a write; at once, or it may wait in a queue of the engine's. Sets the handle's `native`.
+        """Starts a write; at once, or it may wait in a queue of the engine's. Sets the handle's `native` before.
+
+        An ArgumentError, TransferError or Violation says that nothing was sent, and nothing will be. After any other
+        error the write is UNKNOWN, unless `native` is not set.
 
         Args:
             handle: the write.
@@ -190,6 +197,8 @@ class Engine(abc.ABC):
             ArgumentError: an unknown region, destinations that overlap, more rows than the engine takes, a tag that was
                 used, a peer of another engine. Nothing was sent.
             TransferError: the peer is gone. Nothing was sent.
+
+        Any other error (an interrupt) may come after the write has begun: see `begun`.
         """
         self._check("write")
         if self._peers.get(peer.instance) is not peer:
@@ -207,11 +216,23 @@ class Engine(abc.ABC):
             max_rows=self.capabilities.max_rows,
             object=repr(self),
         )
-        handle = Handle(peer, tag, copies.nbytes)
-        self._write(handle, copies, sources, targets)
-        self._open[tag] = handle
+        self._open[tag] = handle = Handle(peer, tag, copies.nbytes)
+        try:
+            self._write(handle, copies, sources, targets)
+        except BaseException as error:
+            if handle.native is None or isinstance(error, _NOTHING_SENT):
+                del self._open[tag]
+            else:
+                handle.status, handle.reason = Status.UNKNOWN, f"interrupted while it began: {error!r}"
+                handle.interrupted = True
+            raise
         self._remember(tag)
         return handle
+
+    def begun(self, tag: bytes) -> Handle | None:
+        """The write of this tag, if it has not ended: how to find one whose `write` was interrupted."""
+        self._check("begun")
+        return self._open.get(tag)
 
     def poll(self, handle: Handle) -> Status:
         """Where a write is. Final once it is not PENDING. Never waits."""
@@ -224,8 +245,10 @@ class Engine(abc.ABC):
 
     def drain(self, handle: Handle) -> bool:
         """Whether no byte of the write can still land, nor its source be read. To be asked again until it says so."""
-        if self.poll(handle) is Status.UNKNOWN and not handle.drained and self._drained(handle):
-            self._end(handle)
+        if self.poll(handle) is Status.UNKNOWN and not handle.drained:
+            how = self._poll(handle) if handle.interrupted else Status.UNKNOWN
+            if how in (Status.DONE, Status.FAILED) or (how is Status.UNKNOWN and self._drained(handle)):
+                self._end(handle)
         return handle.drained
 
     def completions(self) -> list[Delivery]:
@@ -241,6 +264,15 @@ class Engine(abc.ABC):
             self._close()
 
     # Checks
+
+    def check_owner(self, operation: str) -> None:
+        """For what is built on an engine, and belongs to its thread.
+
+        Raises:
+            OwnerThreadError: called from another thread than the engine's.
+            TransferError: the engine is closed.
+        """
+        self._check(operation)
 
     def _check(self, operation: str) -> None:
         if threading.get_ident() != self._thread:
@@ -258,6 +290,7 @@ class Engine(abc.ABC):
             raise HandshakeError(
                 f"the peer speaks {engine}, this engine {self.name}", value=engine, remedy="open the same on both sides"
             )
+        check_instance(instance)
         if instance == self.instance or instance in self._peers:
             raise HandshakeError(
                 f"the endpoint of instance {instance} is "
@@ -270,7 +303,7 @@ class Engine(abc.ABC):
     def _check_tag(self, tag: object) -> None:
         if not isinstance(tag, bytes) or not 0 < len(tag) <= MOST_TAG_BYTES:
             raise ArgumentError(f"tag {tag!r}", value=tag, remedy=f"a tag is 1 to {MOST_TAG_BYTES} bytes")
-        if tag in self._used:
+        if tag in self._used or tag in self._open:
             raise ArgumentError(f"tag {tag!r} was used before", value=tag, remedy="a retry has a tag of its own")
 
     def _remember(self, tag: bytes) -> None:
@@ -282,3 +315,15 @@ class Engine(abc.ABC):
     def _end(self, handle: Handle) -> None:
         handle.drained = True
         self._open.pop(handle.tag, None)
+
+
+def check_instance(instance: str) -> None:
+    """Refuses what is no nonce of an engine.
+
+    Raises:
+        HandshakeError: not 16 hex digits.
+    """
+    if not _INSTANCE.fullmatch(instance):
+        raise HandshakeError(
+            f"instance is {instance[:40]!r}", value=instance, remedy="introduce a worker by its engine's `instance`"
+        )

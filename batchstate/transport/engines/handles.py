@@ -79,6 +79,7 @@ class Handle:
         status: the last answer of `poll`; final once it is not PENDING.
         drained: whether no byte of it can still land.
         reason: why it failed.
+        interrupted: whether `write` was, once it may have begun: it is UNKNOWN, and the engine still follows it.
         native: of the engine.
     """
 
@@ -88,4 +89,5 @@ class Handle:
     status: Status = Status.PENDING
     drained: bool = False
     reason: str = ""
+    interrupted: bool = False
     native: Any = attrs.field(default=None, repr=False)

@@ -15,7 +15,7 @@ from typing import final
 
 import attrs
 
-from batchstate.errors import TransferError
+from batchstate.errors import HandshakeError, TransferError
 from batchstate.transport.copies import Copies, Ints
 from batchstate.transport.engines.base import Capabilities, Delivery, Engine, Handle, Peer, Status
 from batchstate.transport.engines.faults import Fate, Faults, chosen
@@ -224,7 +224,12 @@ class InProcessEngine(Engine):
         return self.instance.encode()
 
     def _connect(self, peer: Peer, endpoint: bytes) -> None:
-        reached = self.network.engines.get(endpoint.decode())
+        try:
+            reached = self.network.engines.get(endpoint.decode())
+        except UnicodeDecodeError as error:
+            raise HandshakeError(
+                f"{endpoint[:40]!r} is no address", value=endpoint[:40], remedy="pass what `endpoint()` returned"
+            ) from error
         if reached is None or reached.killed:
             raise TransferError(f"no engine {endpoint!r} here", value=endpoint, remedy="use one network for both sides")
         peer.native = reached
