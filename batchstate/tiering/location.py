@@ -61,7 +61,7 @@ class LastLocation:
         }
 
     def entry(self, table: Table) -> TableWrite:
-        """The write that records new rows of hot buffers in a table [slot, hot row] -> token; rides in a batch's upload.
+        """The write of new rows of hot buffers into a table [slot, hot row] -> token; rides in a batch's upload.
 
         A row that is used again has its token in the table already: it is written once, while the buffer grows.
 
