@@ -4,7 +4,8 @@
                 in host memory |  not yet  |   to come    |
     on device   the newest `hot_tokens` positions, from `hot_from` on
 
-Host bookkeeping only, vectorised over requests: no cost here grows with a context's length or a pool's size.
+Host bookkeeping only, vectorised over requests: no cost here grows with a context's length or a pool's size. It grows
+with the most runs that one request ever had: a pool that is fragmented badly once makes all look-ups somewhat slower.
 """
 
 import enum

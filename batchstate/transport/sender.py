@@ -15,7 +15,7 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
-from batchstate.errors import ArgumentError, DtypeError, TransferError
+from batchstate.errors import ArgumentError, BatchStateError, DtypeError, TransferError
 from batchstate.transport.copies import Copies
 from batchstate.transport.engines.base import Engine, Handle, Status
 from batchstate.transport.handshake import Description
@@ -307,14 +307,14 @@ class Sender:
         """Where a write is. One that its engine cannot be asked about is UNKNOWN: it holds up no other."""
         try:
             return self._engine.poll(handle) if handle.status is Status.PENDING else handle.status
-        except Exception as error:
+        except (BatchStateError, OSError, RuntimeError, ValueError) as error:
             handle.status, handle.reason = Status.UNKNOWN, f"its engine cannot say how it ended: {error!r}"
             return handle.status
 
     def _drain(self, handle: Handle) -> bool:
         try:
             return handle.drained or self._engine.drain(handle)
-        except Exception:  # it cannot be asked: so not
+        except (BatchStateError, OSError, RuntimeError, ValueError):  # it cannot be asked: so not
             return False
 
     def _check_mine(self, sending: object) -> None:
