@@ -20,6 +20,7 @@ import numpy.typing as npt
 from batchstate.errors import ArgumentError, DtypeError, TransferError
 from batchstate.ownership.host_runs import HostRuns
 from batchstate.transport.engines.base import Delivery, Engine
+from batchstate.transport.granting import check_unleased, check_writers, names_of
 from batchstate.transport.handshake import Description
 from batchstate.transport.lease import Lease, LeaseState, Share
 from batchstate.transport.messages import (
@@ -33,7 +34,6 @@ from batchstate.transport.messages import (
     unpacked,
 )
 from batchstate.transport.regions import Region
-from batchstate.transport.shards import sources_of
 from batchstate.transport.tags import Tag
 from batchstate.transport.workers import Clock, Worker, Workers
 from batchstate.values.host_arrays import as_array, converted, count
@@ -174,7 +174,7 @@ class Receiver:
             TransferError: a writer is gone.
         """
         self._engine.check_owner("lease")
-        names = _names(writers)
+        names = names_of(writers)
         if not names:
             raise ArgumentError(
                 f"writers are {writers!r}", value=writers, remedy="pass a list of at least one worker's name"
@@ -187,7 +187,7 @@ class Receiver:
                 remedy=f"a request has at most {MOST_TOKENS} tokens and {MOST_ATTEMPTS} attempts",
             )
         workers = tuple(map(self._workers.named, names))
-        self._check_writers(workers)
+        check_writers(workers, self._workers.description.layout)
         self._serial += 1
         epoch = self._engine.instance
         lease = Lease(str(request), total, epoch, self._serial, which, tuple(map(Share, workers)))
@@ -245,7 +245,7 @@ class Receiver:
                 value=int(memory.sum(axis=1).max()),
                 remedy="grant host tokens of the memory whose regions the receiver was made with",
             )
-        self._check_unleased(lease, memory)
+        check_unleased(lease, memory, self._leases.values())
         messages = [self._grant_for(lease, memory, writer) for writer in range(len(lease.shares))]
         lease.runs = memory.copy()
         self.outbox += messages
@@ -362,43 +362,3 @@ class Receiver:
 
     def _share_of(self, lease: Lease, instance: str) -> Share | None:
         return next((share for share in lease.shares if share.worker.instance == instance), None)
-
-    def _check_unleased(self, lease: Lease, memory: npt.NDArray[np.int64]) -> None:
-        """Refuses host tokens that another lease may still write."""
-        others = [one for one in self._leases.values() if one.runs is not None and not one.ended.query()]
-        if not others or not memory.size:
-            return
-        runs = np.concatenate([one.runs for one in others if one.runs is not None])
-        starts, ends = runs[:, 0, None], runs.sum(axis=1)[:, None]
-        shared = ((memory[:, 0] < ends) & (starts < memory.sum(axis=1))).any(axis=1)
-        if shared.any():
-            start, length = runs[int(np.flatnonzero(shared)[0])].tolist()
-            raise ArgumentError(
-                f"{lease!r} is to have host tokens that another lease may still write: {length} from {start} on",
-                value=memory.tolist(),
-                remedy="take other host tokens; those of a lease are free when `lease.ended` says so",
-            )
-
-    def _check_writers(self, workers: tuple[Worker, ...]) -> None:
-        for worker in workers:
-            if worker.ended or worker.lost is not None:
-                raise TransferError(
-                    f"{worker.name} is gone: {worker.lost or 'it has ended'}",
-                    value=worker.name,
-                    remedy="accept its next introduction, or use other writers",
-                )
-        degrees = {worker.description.layout.degree for worker in workers}
-        ranks = sorted(worker.description.layout.rank for worker in workers)
-        needed = [sources_of(self._workers.description.layout, degree) for degree in degrees]
-        if len(degrees) != 1 or tuple(ranks) != needed[0]:
-            raise ArgumentError(
-                f"writers of ranks {ranks} of {sorted(degrees)}; needed are {needed}",
-                value=ranks,
-                remedy="name each worker that `shards.sources_of` names, once",
-            )
-
-
-def _names(writers: object) -> list[str]:
-    """The names in a list of names; none in anything else."""
-    names = list(writers) if isinstance(writers, Sequence) and not isinstance(writers, str) else []
-    return names if all(isinstance(name, str) for name in names) else []
