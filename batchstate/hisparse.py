@@ -31,6 +31,7 @@ from batchstate.pages import Extension, PagePool
 from batchstate.runtime import Fence, Runtime, check_fence
 from batchstate.tiering.books import TierBooks, TierState
 from batchstate.tiering.guard import TierGuard
+from batchstate.tiering.hot import HotBuffers, within
 from batchstate.tiering.location import LastLocation, host_only
 from batchstate.tiering.moves import Moves
 from batchstate.values.host_arrays import count
@@ -74,6 +75,7 @@ class HiSparse:
             )
         self._moves = Moves(pages, host, kv)
         self._books = TierBooks(self.slots.capacity)
+        self._hot = HotBuffers(pages, host, self._books, self._moves, self.hot_tokens)
         self._guard = TierGuard(host, self.slots.is_live, self._books, self._moves)
         self._stream = self.runtime.stream("host tier")
         self._open: LastLocation | None = None
@@ -215,7 +217,7 @@ class HiSparse:
         runs = self._enter(rows, length, room, TierState.STAGED, None, operation)
         try:
             targets = np.concatenate([one.tokens(0, n) for one, n in zip(runs, length.tolist(), strict=True)])
-            at, size = _within(length), self.pages.page_size  # a prompt does not go round in its pages
+            at, size = within(length), self.pages.page_size  # a prompt does not go round in its pages
             sources = self.pages.page_table[np.repeat(rows, length), at // size].astype(np.int64) * size + at % size
             upload = self._moves.uploaded(sources, targets)  # not on the stream of the copies, which may be long
             with self.runtime.use(self._stream):
@@ -294,6 +296,7 @@ class HiSparse:
             ArgumentError: a request did not grow by one token, or the backup of the last step was not launched.
         """
         operation = "map_last_location"
+        where = self._where(operation)
         rows = self.slots.rows_of(slots, operation, unique=True)
         books = self._books
         self._guard.check_state(rows, (TierState.READY,), operation)
@@ -303,14 +306,14 @@ class HiSparse:
         position = length - 1
         grows = position < self.hot_tokens
         if not grows.all():
-            self.pages.check_unshared(self._hot_pages(rows[~grows], position[~grows])[0], operation)
+            self.pages.check_unshared(self._hot.pages_of(rows[~grows], position[~grows]), operation)
         owed = books.backed[rows] < position
         late, previous = rows[owed], position[owed] - 1
-        backup_from, backup_to = self._device_tokens(late, previous), books.host_tokens(late, previous)
+        backup_from, backup_to = self._hot.tokens(late, previous, **where), books.host_tokens(late, previous)
         if levels.cheap:
             least, most = books.bounds(late, previous)
             one = np.ones_like(backup_to)
-            invariants.transfer_bounds(backup_to, one, least, most, what="host tokens", **self._where(operation))
+            invariants.transfer_bounds(backup_to, one, least, most, what="host tokens", **where)
         if grows.all():
             self.pages.advance(slots)
         elif grows.any():
@@ -319,7 +322,7 @@ class HiSparse:
             slots,
             position,
             position % self.hot_tokens,
-            host_only(Tokens, self.runtime, self._device_tokens(rows, position)),
+            host_only(Tokens, self.runtime, self._hot.tokens(rows, position, **where)),
             np.maximum(books.hot_from[rows], length - self.hot_tokens),
             host_only(Tokens, self.runtime, backup_from),
             host_only(HostTokens, self.runtime, backup_to),
@@ -361,7 +364,7 @@ class HiSparse:
         self._open = None
         self._guard.planned = np.empty(0, dtype=np.int64)
         if levels.full and not self.runtime.checks_stand_aside():
-            self._check_hot(location.slots.np, "back_up")
+            self._hot.check_backed(location.slots.np, 0, **self._where("back_up"))
 
     # Leaving
 
@@ -425,7 +428,11 @@ class HiSparse:
     ) -> list[HostRuns]:
         runs = self.host.take(room, rows)
         held = np.array([len(one) for one in runs], dtype=np.int64)
-        invariants.length_order(length, held, self.host.num_tokens, **self._where(operation))
+        try:
+            invariants.length_order(length, held, self.host.num_tokens, **self._where(operation))
+        except invariants.Violation:
+            self.host.free(runs)
+            raise
         for row, one, n in zip(rows.tolist(), runs, length.tolist(), strict=True):
             self._books.enter(row, one, state, n)
             self.host.keep(one, self._guard)
@@ -434,39 +441,13 @@ class HiSparse:
         return runs
 
     def _check_step(self, slots: Slots, rows: Ints, length: Ints) -> None:
-        books = self._books
         if self._open is not None:
             raise ArgumentError(
                 f"{self._open!r} was planned, and its backup not launched",
                 value=self._open,
                 remedy="call `back_up` for each `map_last_location`, in order",
             )
-        room, where = books.room[rows], self._where("map_last_location")
-        invariants.length_order(length, room, int(room.max(initial=0)), explain=length_words.outgrown, **where)
-        wrong = length != books.length[rows] + 1
-        if wrong.any():
-            row = int(np.flatnonzero(wrong)[0])
-            raise ArgumentError(
-                f"slot {rows[row]} has {length[row]} tokens with the new one, and had {books.length[rows[row]]}",
-                value=int(length[row]),
-                remedy="map one new token a step; each request once a step",
-            )
-        if levels.cheap:
-            hot = np.minimum(books.length[rows], self.hot_tokens)
-            invariants.mirror_equal(hot, self.pages.committed(slots), **where)
-
-    def _device_tokens(self, rows: Ints, positions: Ints) -> Ints:
-        """Where the device has, or takes, the KV of one position of each row, int64[n]."""
-        page, hot_row = self._hot_pages(rows, positions)
-        if levels.cheap and page.size and int(page.min()) == 0:
-            invariants.slot_zero_allocated(page, **self._where("device tokens"))
-        tokens: Ints = page * self.pages.page_size + hot_row % self.pages.page_size
-        return tokens
-
-    def _hot_pages(self, rows: Ints, positions: Ints) -> tuple[Ints, Ints]:
-        """The page of one position of each row in its hot buffer, and the row in the buffer; int64[n] each."""
-        hot_row = positions % self.hot_tokens
-        return self.pages.page_table[rows, hot_row // self.pages.page_size].astype(np.int64), hot_row
+        self._hot.check_step(slots, rows, length, **self._where("map_last_location"))
 
     # Checks
 
@@ -490,17 +471,6 @@ class HiSparse:
             if given.unit != unit:
                 invariants.unit_mismatch(unit, str(given.unit), **where)
 
-    def _check_hot(self, rows: Ints, operation: str) -> None:
-        """What is backed up equals what is hot. Reads device memory."""
-        books, where = self._books, self._where(operation)
-        owed = 0 if self._open is None else 1
-        first = np.maximum(books.hot_from[rows], books.length[rows] - self.hot_tokens)
-        counts = np.maximum(books.backed[rows] - owed - first, 0)
-        at, positions = np.repeat(rows, counts), np.repeat(first, counts) + _within(counts)
-        tokens, kept = self._device_tokens(at, positions), books.host_tokens(at, positions)
-        for device, host in zip(self._moves.kv, self.host.buffers, strict=True):
-            invariants.mirror_equal(self.runtime.inspect(device)[tokens], self.runtime.inspect(host)[kept], **where)
-
     def verify(self) -> None:
         """Every law of the tier from scratch: states, runs, pages, and that what is backed up equals what is hot.
 
@@ -514,19 +484,7 @@ class HiSparse:
             return
         self._guard.verify()
         self.pages.verify()
-        books = self._books
-        everyone = np.flatnonzero((books.states == TierState.READY) | (books.states == TierState.STAGED))
-        length = books.length[everyone]
-        ready = books.states[everyone] == TierState.READY
-        hot = np.where(ready, np.minimum(length, self.hot_tokens), length)
-        invariants.mirror_equal(hot, self.pages.committed_lengths[everyone], **self._where("verify"))
-        self._check_hot(everyone[ready], "verify")
+        self._hot.verify(0 if self._open is None else 1, **self._where("verify"))
 
     def _where(self, operation: str) -> Where:
-        return {"object": repr(self), "operation": operation, "step": self.runtime.step}
-
-
-def _within(lengths: Ints) -> Ints:
-    """0 .. n-1 for each n of `lengths`, one after the other."""
-    ends = np.cumsum(lengths)
-    return np.arange(int(ends[-1]) if ends.size else 0, dtype=np.int64) - np.repeat(ends - lengths, lengths)
+        return {"object": self, "operation": operation, "step": self.runtime.step}
