@@ -47,6 +47,8 @@ def expand_pages(pages: npt.ArrayLike, page_size: int, num_tokens: int) -> Ints:
             remedy="pass exactly the pages that hold the tokens, and the number of tokens",
         )
     _check_indices(indices, size, "pages")
+    if size == 1:
+        return indices.copy()
     within = np.arange(min(size, total), dtype=np.int64)
     return (indices[:, None] * size + within).reshape(-1)[:total]
 
@@ -197,8 +199,10 @@ def coalesced(copies: Copies) -> Copies:
     if len(copies) < 2:
         return copies
     regions, offsets = copies.target_regions, copies.target_offsets
-    later = (regions[1:] > regions[:-1]) | ((regions[1:] == regions[:-1]) & (offsets[1:] >= offsets[:-1]))
-    if not later.all():
+    if (regions == regions[0]).all():  # one layer
+        if not (offsets[1:] >= offsets[:-1]).all():
+            copies = copies.rows(np.argsort(offsets, kind="stable"))
+    elif not ((regions[1:] > regions[:-1]) | ((regions[1:] == regions[:-1]) & (offsets[1:] >= offsets[:-1]))).all():
         copies = copies.rows(np.lexsort((offsets, regions)))
     joins = copies.source_regions[1:] == copies.source_regions[:-1]
     joins &= copies.target_regions[1:] == copies.target_regions[:-1]
