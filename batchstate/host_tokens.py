@@ -216,24 +216,16 @@ class HostTokenPool:
         self._ledger.check_available(sum(counts))
         self._seal()
         taken = [self._ledger.take(n, "take") for n in counts]
+        newest = self._newest
         try:
             self._check_seals(np.concatenate([np.empty(0, dtype=np.int64), *taken]), "take")
+            return [self._granted(pages, owner) for pages, owner in zip(taken, whose.tolist(), strict=True)]
         except BaseException:
-            for pages in taken:
-                self._ledger.release(pages, None, "take")
-            raise
-        newest, granted = self._newest, []
-        try:
-            for pages, owner in zip(taken, whose.tolist(), strict=True):
-                granted.append(self._granted(pages, owner))
-        except BaseException:
-            for generation in [one for one in self._sizes if one > newest]:
-                del self._sizes[generation]
+            self._sizes = {one: size for one, size in self._sizes.items() if one <= newest}
             for pages in taken:
                 self._forget(pages)
                 self._ledger.release(pages, None, "take")
             raise
-        return granted
 
     def _granted(self, pages: Ints, owner: int) -> HostRuns:
         generation = self._next_generation()

@@ -30,6 +30,7 @@ from batchstate.transport.messages import MAGIC, MOST_ATTEMPTS, MOST_TOKENS, Gra
 from batchstate.transport.receiver import Receiver
 from batchstate.transport.sender import Sender
 from batchstate.transport.sending import Sending, SendState
+from batchstate.transport.session import Session
 from batchstate.transport.tags import Tag
 from batchstate.violations import Violation
 
@@ -831,7 +832,7 @@ def test_both_sides_belong_to_the_thread_of_their_engine() -> None:
     public = {
         f"{side}.{name}"
         for side, kind in (("receiver", Receiver), ("sender", Sender))
-        for name, one in vars(kind).items()
+        for name, one in {**vars(Session), **vars(kind)}.items()
         if not name.startswith("_") and callable(one)
     }
     assert set(calls) == public

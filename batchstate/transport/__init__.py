@@ -14,6 +14,7 @@ from batchstate.transport.receiver import Ignored, Receiver
 from batchstate.transport.regions import Region, RemoteRegion
 from batchstate.transport.sender import Sender
 from batchstate.transport.sending import Sending, SendState
+from batchstate.transport.session import Session
 
 __all__ = [
     "ENGINES",
@@ -34,6 +35,7 @@ __all__ = [
     "SendState",
     "Sender",
     "Sending",
+    "Session",
     "Status",
     "open_engine",
 ]

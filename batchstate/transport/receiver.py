@@ -34,8 +34,9 @@ from batchstate.transport.messages import (
     unpacked,
 )
 from batchstate.transport.regions import Region
+from batchstate.transport.session import Session
 from batchstate.transport.tags import Tag
-from batchstate.transport.workers import Clock, Worker, Workers
+from batchstate.transport.workers import Clock, Worker
 from batchstate.values.host_arrays import as_array, converted, count
 
 
@@ -58,7 +59,7 @@ class Ignored:
 
 
 @final
-class Receiver:
+class Receiver(Session):
     """One rank of a decode worker. Belongs to the thread of its engine.
 
     Args:
@@ -70,7 +71,6 @@ class Receiver:
             not called counts little: bytes in the sockets of a process that stands still stay there.
 
     Attributes:
-        outbox: messages to be carried: name of the worker, and bytes.
         ignored: what was not counted.
     """
 
@@ -83,8 +83,7 @@ class Receiver:
         clock: Clock = time.monotonic,
         settle_seconds: float = 1.0,
     ) -> None:
-        self._engine = engine
-        self._workers = Workers(
+        super().__init__(
             engine,
             description,
             regions,
@@ -95,65 +94,10 @@ class Receiver:
         self._leases: dict[int, Lease] = {}
         self._changed: list[Lease] = []
         self._serial = 0
-        self.outbox: list[tuple[str, bytes]] = []
         self.ignored = Ignored()
 
     def __repr__(self) -> str:
         return f"Receiver({self._workers.description.worker}, {len(self._leases)} leases)"
-
-    # Workers
-
-    def introduce(self) -> bytes:
-        """What each writer passes to its `accept`."""
-        self._engine.check_owner("introduce")
-        return self._workers.description.to_bytes()
-
-    def accept(self, introduction: bytes, from_worker: str | None = None) -> str:
-        """Takes note of a writer, and returns its name. An earlier instance of that name has ended.
-
-        So introductions under one name are to be passed in the order in which its instances started.
-
-        Args:
-            introduction: what the writer's `introduce` returned.
-            from_worker: name of the worker that the channel has it from: then no other name is believed.
-
-        Raises:
-            HandshakeError: no introduction, one that does not fit this worker, of an instance that has ended, of
-                another worker than `from_worker`, or of another rank or degree than the instance before.
-            TransferError: it cannot be reached.
-        """
-        self._engine.check_owner("accept")
-        worker, before = self._workers.accept(introduction, from_worker)
-        if before is not None:
-            self._fail_all(before, f"{before.name} was started again")
-        return worker.name
-
-    def peer_lost(self, worker: str, reason: str = "lost") -> None:
-        """A writer is suspected to be gone: its leases fail. It may still write, so their memory stays taken.
-
-        Raises:
-            HandshakeError: it has not been accepted.
-        """
-        self._engine.check_owner("peer_lost")
-        suspected = self._workers.named(worker)
-        suspected.lost = reason
-        self._fail_all(suspected, f"{worker} is suspected to be gone: {reason}")
-
-    def peer_ended(self, worker: str, instance: str | None = None) -> None:
-        """A writer is known to have ended: its process was seen to exit. Its leases fail, and end once it has settled.
-
-        Args:
-            worker: its name.
-            instance: which of its instances; without it, the current one.
-
-        Raises:
-            HandshakeError: it has not been accepted.
-        """
-        self._engine.check_owner("peer_ended")
-        ended = self._workers.named(worker)
-        if instance in (None, ended.instance):
-            self._workers.end(ended)
-            self._fail_all(ended, f"{worker} has ended")
 
     # Leases
 
@@ -319,6 +263,12 @@ class Receiver:
             self.ignored.foreign += not again
         elif lease.complete and lease.become(LeaseState.DELIVERED):
             self._changed.append(lease)
+
+    def _suspected(self, worker: Worker, reason: str) -> None:
+        self._fail_all(worker, reason)
+
+    def _gone(self, worker: Worker, reason: str) -> None:
+        self._fail_all(worker, reason)
 
     def _fail_all(self, worker: Worker, reason: str) -> None:
         for lease in list(self._leases.values()):

@@ -23,8 +23,9 @@ from batchstate.transport.messages import Grant, Kind, Notice, packed, unpacked
 from batchstate.transport.plan import check_chunk, chunked, coalesced, indices_of, owned_by, token_rows
 from batchstate.transport.regions import Region
 from batchstate.transport.sending import Closed, Sending, SendState
+from batchstate.transport.session import Session
 from batchstate.transport.tags import Tag
-from batchstate.transport.workers import Clock, Worker, Workers
+from batchstate.transport.workers import Clock, Worker
 from batchstate.values.host_arrays import count
 from batchstate.violations import Violation
 
@@ -33,7 +34,7 @@ Key = tuple[str, int]
 
 
 @final
-class Sender:
+class Sender(Session):
     """One rank of a prefill worker. Belongs to the thread of its engine.
 
     Args:
@@ -42,9 +43,6 @@ class Sender:
         regions: one for each layer, in the layout's order, named as the layers are.
         max_bytes: most bytes of one write, or None.
         clock: seconds, never going back.
-
-    Attributes:
-        outbox: messages to be carried: name of the worker, and bytes.
     """
 
     def __init__(
@@ -56,74 +54,15 @@ class Sender:
         max_bytes: int | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        self._engine = engine
-        self._workers = Workers(engine, description, regions, clock=clock, settle_seconds=0.0, connects=True)
+        super().__init__(engine, description, regions, clock=clock, settle_seconds=0.0, connects=True)
         self._max_bytes = None if max_bytes is None else count(max_bytes, "max_bytes", least=1)
         self._live: dict[Key, Sending] = {}
         self._closed: dict[str, Closed] = {}
         self._changed: list[Sending] = []
         self._left: list[Handle] = []
-        self.outbox: list[tuple[str, bytes]] = []
 
     def __repr__(self) -> str:
         return f"Sender({self._workers.description.worker}, {len(self._live)} sendings)"
-
-    # Workers
-
-    def introduce(self) -> bytes:
-        """What each receiver passes to its `accept`."""
-        self._engine.check_owner("introduce")
-        return self._workers.description.to_bytes()
-
-    def accept(self, introduction: bytes, from_worker: str | None = None) -> str:
-        """Connects to a receiver, and returns its name. An earlier instance of that name has ended.
-
-        So introductions under one name are to be passed in the order in which its instances started.
-
-        Args:
-            introduction: what the receiver's `introduce` returned.
-            from_worker: name of the worker that the channel has it from: then no other name is believed.
-
-        Raises:
-            HandshakeError: no introduction, one that does not fit this worker, of an instance that has ended, of
-                another worker than `from_worker`, of another rank or degree than the instance before, or without a
-                region for each layer.
-            TransferError: it cannot be reached.
-        """
-        self._engine.check_owner("accept")
-        worker, before = self._workers.accept(introduction, from_worker)
-        if before is not None:
-            self._leave(before, f"{before.name} was started again")
-        return worker.name
-
-    def peer_lost(self, worker: str, reason: str = "lost") -> None:
-        """A receiver is suspected to be gone: what is sent to it fails.
-
-        Raises:
-            HandshakeError: it has not been accepted.
-        """
-        self._engine.check_owner("peer_lost")
-        suspected = self._workers.named(worker)
-        suspected.lost = reason
-        for sending in list(self._live.values()):
-            if sending.worker is suspected:
-                self._fail(sending, f"{worker} is suspected to be gone: {reason}")
-
-    def peer_ended(self, worker: str, instance: str | None = None) -> None:
-        """A receiver is known to have ended: its process was seen to exit.
-
-        Args:
-            worker: its name.
-            instance: which of its instances; without it, the current one.
-
-        Raises:
-            HandshakeError: it has not been accepted.
-        """
-        self._engine.check_owner("peer_ended")
-        ended = self._workers.named(worker)
-        if instance in (None, ended.instance):
-            self._workers.end(ended)
-            self._leave(ended, f"{worker} has ended")
 
     # Sendings
 
@@ -216,7 +155,7 @@ class Sender:
             self._say(worker, Kind.FAILED, grant.serial, refusal)
             self._say(worker, Kind.DRAINED, grant.serial)
             return
-        self._live[key] = sending = Sending(worker, grant, self._targets(worker, grant))
+        self._live[key] = sending = Sending(worker, grant, grant.targets)
         self._changed.append(sending)
 
     def _aborted(self, worker: Worker, notice: Notice) -> None:
@@ -232,10 +171,6 @@ class Sender:
         self.outbox.append((worker.name, packed(notice)))
 
     # Writes
-
-    def _targets(self, worker: Worker, grant: Grant) -> npt.NDArray[np.int64]:
-        """Host tokens of the request, in the memory of that receiver."""
-        return grant.targets
 
     def _refusal(self, worker: Worker, grant: Grant) -> str:
         """Why a grant is not taken: host tokens outside the receiver's memory. Else nothing."""
@@ -335,7 +270,12 @@ class Sender:
         del self._live[sending.worker.instance, sending.grant.serial]
         self._closed.setdefault(sending.worker.instance, Closed()).add(sending.grant.serial)
 
-    def _leave(self, worker: Worker, reason: str) -> None:
+    def _suspected(self, worker: Worker, reason: str) -> None:
+        for sending in list(self._live.values()):
+            if sending.worker is worker:
+                self._fail(sending, reason)
+
+    def _gone(self, worker: Worker, reason: str) -> None:
         """Ends what was sent to an instance that has ended. Its writes are followed until they have drained."""
         for key, sending in list(self._live.items()):
             if sending.worker is worker:

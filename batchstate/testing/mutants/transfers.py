@@ -60,11 +60,11 @@ def tags_name_the_request_alone(patch: Patch) -> None:
 def rows_beyond_the_grant(patch: Patch) -> None:
     """The writer counts the granted tokens from one place too far, and the last row is a stranger's."""
 
-    def targets(self: Sender, worker: Worker, grant: Grant) -> Ints:
-        given: Ints = original(self, worker, grant)
+    def targets(self: Grant) -> Ints:
+        given: Ints = original(self)
         return given + 1
 
-    original = patch(Sender, "_targets", targets)
+    original = patch(Grant, "targets", targets)
 
 
 @mutant(Code.TRANSFER_LATE_WRITE, Code.MIRROR_EQUAL, machine="transfers", origin="sglang #24527, sglang #35049")
