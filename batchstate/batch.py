@@ -78,9 +78,9 @@ class Batch(BatchRecord):
             HostRows.of(cls._layout, given.host, num_rows),
             given.device,
             given.objects,
-            num_reqs=num_rows,
-            num_rows=num_rows,
-            pool=given.pool or 0,
+            num_rows,
+            num_rows,
+            given.pool or 0,
         )
         batch._check_slots("build")
         return batch._checked("build")
@@ -108,11 +108,12 @@ class Batch(BatchRecord):
             ArgumentError: an index twice, or a padded batch.
         """
         rows = kept_rows(keep, self._begin("filter"), f"{type(self).__name__}.filter")
+        device_rows, objects = self._device_rows, self._objects
         return self._with(
             self._rows.taken(rows),
-            {name: one.taken(rows) for name, one in self._device_rows.items()},
-            {name: one[rows] for name, one in self._objects.items()},
-            len(rows),
+            device_rows and {name: one.taken(rows) for name, one in device_rows.items()},
+            objects and {name: one[rows] for name, one in objects.items()},
+            rows.size,
         )._checked("filter")
 
     def merge(self, other: Self) -> Self:
@@ -134,25 +135,28 @@ class Batch(BatchRecord):
             raise DeviceError("merge of batches of two runtimes", value=other, remedy="use one runtime")
         self._begin("merge")
         other._begin("merge")
-        if self._pool != other._pool and len(self) and len(other):
+        if self._pool != other._pool and self.num_reqs and other.num_reqs:
             raise ArgumentError(
                 f"merge of slots of pools {self._pool} and {other._pool}",
                 value=other._pool,
                 remedy="requests of one batch take their slots from one pool",
             )
-        device_rows = {
-            name: self._rows_on_device(name).merged(other._rows_on_device(name))
-            for name in (*self._device_rows, *(one for one in other._device_rows if one not in self._device_rows))
-        }
+        mine, theirs = self._device_rows, other._device_rows
+        windows, their_windows = self._open_windows(), other._open_windows()
         batch = self._with(
             self._rows.merged(other._rows),
-            device_rows,
-            {name: np.concatenate((one, other._objects[name])) for name, one in self._objects.items()},
-            len(self) + len(other),
-            pool=self._pool if len(self) else other._pool,
-            windows={**self._open_windows(), **other._open_windows()},
+            (mine or theirs)
+            and {
+                name: self._rows_on_device(name).merged(other._rows_on_device(name))
+                for name in (*mine, *(one for one in theirs if one not in mine))
+            },
+            self._objects
+            and {name: np.concatenate((one, other._objects[name])) for name, one in self._objects.items()},
+            self.num_reqs + other.num_reqs,
+            pool=self._pool if self.num_reqs else other._pool,
+            windows={**windows, **their_windows} if their_windows else windows,
         )
-        if len(other) and levels.cheap:
+        if other.num_reqs and levels.cheap:
             batch._check_slots("merge")
         return batch._checked("merge")
 
@@ -224,21 +228,10 @@ class Batch(BatchRecord):
             ValueOverflowError: a value would leave the column's dtype.
             ArgumentError: a padded batch, or a column named twice.
         """
-        if not isinstance(columns, Iterable):
-            raise DeclarationError(
-                f"{type(self).__name__}.advance: {columns!r} names no column", value=columns, remedy="pass column names"
-            )
-        names = (columns,) if isinstance(columns, str) else tuple(columns)
-        added = columns if isinstance(columns, Mapping) else dict.fromkeys(names, n)
-        if len(added) < len(names):
-            raise ArgumentError(
-                f"{type(self).__name__}.advance: a column is named twice in {names}",
-                value=names,
-                remedy="name each column once, and add the sum",
-            )
+        added = {columns: n} if isinstance(columns, str) else _added(columns, n, f"{type(self).__name__}.advance")
         num_reqs = self._begin("advance")
-        rows = self._rows.copied([name for name in names if isinstance(self._columns.get(name), MirroredColumn)])
-        device_rows = dict(self._device_rows)
+        rows = self._rows.copied([name for name in added if isinstance(self._columns.get(name), MirroredColumn)])
+        device_rows = self._device_rows
         for name, by in added.items():
             what = f"{type(self).__name__}.advance: column {name!r}"
             column = self._tensor_column(name, what)
@@ -254,7 +247,7 @@ class Batch(BatchRecord):
                     check_bound_can_move(column.dtype, amount, what)
                 shift(rows.column(name), across(amount, 1 + len(column.shape)), what)
             if name in device_rows:
-                device_rows[name] = device_rows[name].shifted(amount)
+                device_rows = {**device_rows, name: device_rows[name].shifted(amount)}
         return self._with(rows, device_rows, self._objects, num_reqs)._checked("advance")
 
     def update(self, column: str, rows: object, values: object) -> Self:
@@ -321,6 +314,21 @@ class Batch(BatchRecord):
         if given.pool is not None:
             batch._check_slots("evolve")
         return batch._checked("evolve")
+
+
+def _added(columns: Iterable[str] | Mapping[str, object], n: object, what: str) -> Mapping[str, object]:
+    """What is added to each of several columns; see `Batch.advance`."""
+    if not isinstance(columns, Iterable):
+        raise DeclarationError(f"{what}: {columns!r} names no column", value=columns, remedy="pass column names")
+    if isinstance(columns, Mapping):
+        return columns
+    names = tuple(columns)
+    added = dict.fromkeys(names, n)
+    if len(added) < len(names):
+        raise ArgumentError(
+            f"{what}: a column is named twice in {names}", value=names, remedy="name each column once, and add the sum"
+        )
+    return added
 
 
 # Names that a column must not hide. Known only here, where all of them are.

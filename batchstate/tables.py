@@ -17,7 +17,7 @@ from batchstate.errors import ArgumentError, DeviceError, DtypeError, RowIndexEr
 from batchstate.indices import Slots
 from batchstate.mirror import MirroredTensor
 from batchstate.ownership.table_write import SlotSpace, TableWrite, read_only
-from batchstate.runtime import Fence, Stream, check_fence, numpy_dtype
+from batchstate.runtime import Fence, FixedMemory, check_fence, numpy_dtype
 from batchstate.values.device_ops import signed_twin
 from batchstate.values.host_arrays import Array, as_array, converted
 from batchstate.violations import Where
@@ -54,10 +54,7 @@ class Table:
         self._row_width = int(np.prod(device.shape[1:], dtype=np.int64))
         with torch.inference_mode(False):  # a view made in inference mode can be written there alone
             self._flat = device.view(signed_twin(device.dtype)).view(-1)
-        self._last_writer: Stream = self.runtime.current_stream
-        self._written: Fence | None = None  # behind the last write; without it, all that its stream holds is waited for
-        self._handed: set[object] = set()
-        self._readers: list[tuple[Fence, set[Stream]]] = []
+        self._fixed = FixedMemory(self.runtime, device)
         self._host = np.zeros(tuple(device.shape), dtype=self._dtype) if host else None
         self.host = None if self._host is None else read_only(self._host)
 
@@ -70,10 +67,7 @@ class Table:
 
         On a stream other than the one that wrote last, that stream's writes are waited for, on the device.
         """
-        return self._ordered()
-
-    def _ordered(self) -> torch.Tensor:
-        return self.runtime.acquire(self._memory, self._last_writer, self._written, handed=self._handed)
+        return self._fixed.ordered()
 
     @property
     def capacity(self) -> int:
@@ -188,11 +182,11 @@ class Table:
         self.check_write(write)
         if not write.index.size:
             return
-        self._await_readers()
+        self._fixed.await_readers()
         self.runtime.launch(
             self._scatter, index, values, reads=(index, values), writes=(self._memory,), name=f"{self.name}: write"
         )
-        self._note_write()
+        self._fixed.note_write()
         if self._host is not None:
             self._host.reshape(-1)[write.index] = write.values
 
@@ -207,9 +201,9 @@ class Table:
         if not rows.size:
             return
         index = self.runtime.upload([rows]).view(0)
-        self._await_readers()
+        self._fixed.await_readers()
         self.runtime.launch(self._zero_rows, index, reads=(index,), writes=(self._memory,), name=f"{self.name}: clear")
-        self._note_write()
+        self._fixed.note_write()
         if self._host is not None:
             self._host[rows] = 0
 
@@ -220,36 +214,13 @@ class Table:
         """
         self.runtime.check_owner(f"{self.name}: read_until")
         check_fence(fence, f"{self.name}: read_until")
-        self._forget_finished_readers()
-        self._readers.append((fence, set()))
+        self._fixed.read_until(fence)
 
     def _scatter(self, index: torch.Tensor, values: torch.Tensor) -> None:
         self._flat.scatter_(0, index, values.view(self._flat.dtype))
 
     def _zero_rows(self, index: torch.Tensor) -> None:
         self._flat.view(self.capacity, -1).index_fill_(0, index, 0)
-
-    def _await_readers(self) -> None:
-        """Orders what the current stream does next behind forwards that read, and behind writes from other streams."""
-        if self.runtime.capturing:
-            return  # a captured stream may not wait for what lies outside its graph; who replays it sees to the order
-        self._forget_finished_readers()
-        current = self.runtime.current_stream
-        for fence, waited in self._readers:
-            if current not in waited:
-                self.runtime.wait(fence, stream=current)
-                waited.add(current)
-        self._ordered()
-        self._last_writer = current
-
-    def _note_write(self) -> None:
-        """The next reader on another stream waits for this write, and for nothing behind it."""
-        self._written = None if self.runtime.capturing else self.runtime.record()
-        self._handed = set()
-
-    def _forget_finished_readers(self) -> None:
-        if self._readers and not self.runtime.capturing:
-            self._readers = [reader for reader in self._readers if not reader[0].query()]
 
     # The door
 
@@ -314,7 +285,7 @@ class Table:
             return
         where = self._where(operation)
         invariants.table_capacity(self.capacity, self._slots.capacity, **where)
-        device = self._ordered()
+        device = self._fixed.ordered()
         invariants.slot_zero_dirty(self.runtime.inspect(device[0]), **where)
         if self.host is not None:
             invariants.mirror_equal(self.host, self.runtime.inspect(device), **where)

@@ -43,6 +43,8 @@ class Code(enum.StrEnum):
     TRANSFER_LATE_WRITE = "TRANSFER_LATE_WRITE"
     RACE = "RACE"
 
+    __hash__ = str.__hash__  # an enum's own is Python code, and every check counts itself in a dict of codes
+
 
 class Where(TypedDict, total=False):
     """Where a law was asked: what every invariant function takes besides the values it judges.

@@ -184,7 +184,7 @@ def test_a_reader_of_a_table_waits_for_its_last_write_alone(monkeypatch: pytest.
     reader = rt.stream("reader")
     for value in (5, 6):
         table.write(slots, [0], [value])
-        behind_the_write = table._written
+        behind_the_write = table._fixed._written
         rt.record()
         before = len(reader.native.waited)
         with rt.use(reader):

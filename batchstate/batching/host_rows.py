@@ -20,9 +20,15 @@ GENERATION_SUFFIX = ".generation"
 
 @attrs.frozen
 class Place:
-    """Where a column lies: its stack, its lane in it (None for a column that is a stack of its own), its dtype."""
+    """Where a column lies.
 
-    stack: int
+    Attributes:
+        array: index among all arrays, stacks first.
+        lane: lane of the stack, or None for a column that is an array of its own.
+        dtype: of the column.
+    """
+
+    array: int
     lane: int | None
     dtype: "np.dtype[np.generic]"
 
@@ -34,15 +40,15 @@ class Layout:
 
     Attributes:
         places: column -> place; a slot column has a second entry for its generations.
-        names: for each stack a name for reports: its column, or its width.
-        row_axes: for each stack the axis of the rows.
-        pads: for each stack one padded row, with the rows' axis of length 1.
+        names: for each array a name for reports: its column, or its width.
+        pads: for each array one padded row, with the rows' axis of length 1.
+        num_stacks: how many of the arrays are stacks, with the rows along axis 1; behind them are columns of their own.
     """
 
     places: Mapping[str, Place]
     names: tuple[str, ...]
-    row_axes: tuple[int, ...]
     pads: tuple[Array, ...]
+    num_stacks: int
 
     @classmethod
     def of(cls, columns: Sequence[MirroredColumn]) -> "Layout":
@@ -55,44 +61,43 @@ class Layout:
                 if isinstance(column, SlotColumn):
                     stack.append((column.name + GENERATION_SUFFIX, column.np_dtype, column.pad))
         places: dict[str, Place] = {}
-        axes: list[int] = []
         pads: list[Array] = []
         for width in sorted(lanes, reverse=True):
             bits = np.dtype(f"i{width}")
             for lane, (name, dtype, _) in enumerate(lanes[width]):
-                places[name] = Place(len(axes), lane, dtype)
+                places[name] = Place(len(pads), lane, dtype)
             pads.append(np.stack([pad.reshape(1).view(bits) for _, _, pad in lanes[width]]))
-            axes.append(1)
         for column in columns:
             if column.shape:
-                places[column.name] = Place(len(axes), None, column.np_dtype)
+                places[column.name] = Place(len(pads), None, column.np_dtype)
                 pads.append(column.pad.reshape(1, *column.shape).copy())
-                axes.append(0)
         names = [f"{width}-byte columns" for width in sorted(lanes, reverse=True)]
         names += [column.name for column in columns if column.shape]
-        return cls(places, tuple(names), tuple(axes), tuple(pads))
+        return cls(places, tuple(names), tuple(pads), len(lanes))
 
 
 @final
-@attrs.frozen(eq=False, repr=False)
 class HostRows:
     """The rows of a batch on the host. Immutable: every operation returns new arrays, or shares untouched ones.
 
     Attributes:
         layout: places of the columns.
-        stacks: the arrays.
+        stacks: int[k, n] each, a lane a column.
+        wholes: columns with a trailing shape, [n, ...] each.
     """
 
-    layout: Layout
-    stacks: tuple[Array, ...]
+    __slots__ = ("layout", "stacks", "wholes")
+
+    def __init__(self, layout: Layout, stacks: Sequence[Array], wholes: Sequence[Array]) -> None:
+        self.layout = layout
+        self.stacks = stacks
+        self.wholes = wholes
 
     @classmethod
     def of(cls, layout: Layout, columns: Mapping[str, Array], num_rows: int) -> "HostRows":
         """From one array a place, each [num_rows, ...]."""
-        stacks = tuple(
-            np.repeat(pad, num_rows, axis=axis) for pad, axis in zip(layout.pads, layout.row_axes, strict=True)
-        )
-        rows = cls(layout, stacks)
+        stacks, wholes = _padded_rows(layout, num_rows)
+        rows = cls(layout, stacks, wholes)
         for name, values in columns.items():
             rows.column(name)[...] = values
         return rows
@@ -103,64 +108,64 @@ class HostRows:
     def column(self, name: str) -> Array:
         """The values of a column, a view [n, ...]."""
         place = self.layout.places[name]
-        stack = self.stacks[place.stack]
         if place.lane is None:
-            return stack
-        lane: Array = stack[place.lane]
+            return self.wholes[place.array - self.layout.num_stacks]
+        lane: Array = self.stacks[place.array][place.lane]
         return lane if lane.dtype is place.dtype else lane.view(place.dtype)
 
     def have(self, num_rows: int) -> bool:
-        """Whether each stack has so many rows, counted on its own."""
-        lengths = [stack.shape[axis] for stack, axis in zip(self.stacks, self.layout.row_axes, strict=True)]
-        return lengths == [num_rows] * len(lengths)
+        """Whether each array has so many rows, counted on its own."""
+        for stack in self.stacks:
+            if stack.shape[1] != num_rows:
+                return False
+        return not self.wholes or {len(whole) for whole in self.wholes} == {num_rows}
 
     def lengths(self) -> dict[str, int]:
-        """Rows of each stack, counted on its own."""
-        return {
-            name: stack.shape[axis]
-            for name, stack, axis in zip(self.layout.names, self.stacks, self.layout.row_axes, strict=True)
-        }
+        """Rows of each array, counted on its own."""
+        rows = [*(stack.shape[1] for stack in self.stacks), *(len(whole) for whole in self.wholes)]
+        return dict(zip(self.layout.names, rows, strict=True))
+
+    # What a step does runs a few times in each: numpy's methods with arguments by position, and no loop where there are
+    # no columns with a trailing shape.
 
     def taken(self, rows: Rows) -> "HostRows":
         """The rows at checked indices int64[k]."""
-        return self._with(
-            [
-                stack.take(rows, axis=axis, mode="clip")  # checked already; "clip" spares numpy a second look
-                for stack, axis in zip(self.stacks, self.layout.row_axes, strict=True)
-            ]
+        return HostRows(
+            self.layout,
+            [stack.take(rows, 1, None, "clip") for stack in self.stacks],  # "clip" spares numpy a second look
+            self.wholes and [whole.take(rows, 0, None, "clip") for whole in self.wholes],
         )
 
     def merged(self, other: "HostRows") -> "HostRows":
         """These rows, then those of `other`."""
-        return self._with(
-            [
-                np.concatenate((mine, theirs), axis=axis)
-                for mine, theirs, axis in zip(self.stacks, other.stacks, self.layout.row_axes, strict=True)
-            ]
+        return HostRows(
+            self.layout,
+            [np.concatenate(pair, 1) for pair in zip(self.stacks, other.stacks, strict=True)],
+            self.wholes and [np.concatenate(pair) for pair in zip(self.wholes, other.wholes, strict=True)],
         )
 
     def sliced(self, start: int, stop: int) -> "HostRows":
         """Rows start to stop, as copies: a stack's lanes must stay contiguous."""
-        return self._with(
-            [
-                np.ascontiguousarray(stack[:, start:stop] if axis else stack[start:stop])
-                for stack, axis in zip(self.stacks, self.layout.row_axes, strict=True)
-            ]
+        return HostRows(
+            self.layout,
+            [np.ascontiguousarray(stack[:, start:stop]) for stack in self.stacks],
+            [np.ascontiguousarray(whole[start:stop]) for whole in self.wholes],
         )
 
     def padded(self, count: int) -> "HostRows":
         """These rows, then `count` padded rows."""
-        return self._with(
-            [
-                np.concatenate((stack, np.repeat(pad, count, axis=axis)), axis=axis)
-                for stack, pad, axis in zip(self.stacks, self.layout.pads, self.layout.row_axes, strict=True)
-            ]
-        )
+        return self.merged(HostRows(self.layout, *_padded_rows(self.layout, count)))
 
     def copied(self, columns: Iterable[str]) -> "HostRows":
-        """The same rows, with `columns` in memory that nobody else has seen yet; other stacks are shared."""
-        touched = {self.layout.places[name].stack for name in columns}
-        return self._with([stack.copy() if i in touched else stack for i, stack in enumerate(self.stacks)])
+        """The same rows, with `columns` in memory that nobody else has seen yet; other arrays are shared."""
+        layout, stacks, wholes = self.layout, list(self.stacks), list(self.wholes)
+        for name in columns:
+            i = layout.places[name].array
+            if i >= layout.num_stacks:
+                wholes[i - layout.num_stacks] = self.wholes[i - layout.num_stacks].copy()
+            elif stacks[i] is self.stacks[i]:  # not copied yet, for another column of the stack
+                stacks[i] = stacks[i].copy()
+        return HostRows(layout, stacks, wholes)
 
     def replaced(self, columns: Mapping[str, Array]) -> "HostRows":
         """The same rows with other values in some columns."""
@@ -169,5 +174,29 @@ class HostRows:
             rows.column(name)[...] = values
         return rows
 
-    def _with(self, stacks: list[Array]) -> "HostRows":
-        return HostRows(self.layout, tuple(stacks))
+    def in_lanes(self, alignment: int) -> list[Array]:
+        """All arrays as they cross: behind each lane is room, so that the next starts at a multiple of `alignment`.
+
+        Args:
+            alignment: in bytes, a multiple of every item size.
+        """
+        crossing = [*self.stacks, *self.wholes]
+        for i, stack in enumerate(self.stacks):
+            if stack.shape[1] * stack.itemsize % alignment:
+                crossing[i] = _widened(stack, alignment)
+        return crossing
+
+
+def _padded_rows(layout: Layout, count: int) -> tuple[list[Array], list[Array]]:
+    return (
+        [np.repeat(pad, count, axis=1) for pad in layout.pads[: layout.num_stacks]],
+        [np.repeat(pad, count, axis=0) for pad in layout.pads[layout.num_stacks :]],
+    )
+
+
+def _widened(stack: Array, alignment: int) -> Array:
+    lanes, num_rows = stack.shape
+    spare = -num_rows * stack.itemsize % alignment // stack.itemsize
+    wider = np.zeros((lanes, num_rows + spare), dtype=stack.dtype)
+    wider[:, :num_rows] = stack
+    return wider

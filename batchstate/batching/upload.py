@@ -1,27 +1,26 @@
 """The one copy of a step: every column of a batch, table writes and derived arrays, packed together."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import final
 
 import attrs
 import numpy as np
 import torch
 
-from batchstate import levels
+from batchstate import invariants, levels
 from batchstate.batching.device_rows import MOST_SOURCES, DeviceRows
 from batchstate.batching.host_rows import HostRows
 from batchstate.columns import Column, TensorColumn
 from batchstate.errors import ArgumentError, DeviceError
-from batchstate.invariants import first_duplicate
 from batchstate.runtime import PackedUpload, Runtime, torch_dtype
 from batchstate.runtime.packed import ALIGNMENT
 from batchstate.tables import TableWrite
-from batchstate.values.device_side import DeviceSide, Made
+from batchstate.values.device_side import DeviceSide, Made, version_mark
 from batchstate.values.host_arrays import Array, as_array
 
 
 @final
-@attrs.frozen(eq=False, repr=False)
+@attrs.define(eq=False, repr=False)
 class Extras(Mapping[str, torch.Tensor]):
     """Derived arrays that rode in a batch's copy: name -> device tensor, safe on the stream that asks.
 
@@ -69,7 +68,7 @@ class BatchDevice:
         device_rows: columns of which the host side is no copy. Once gathered, a column's rows are what was gathered.
     """
 
-    __slots__ = ("_columns", "_lanes", "_needs", "_packed", "_runtime", "device_rows", "rows")
+    __slots__ = ("_columns", "_lanes", "_needs", "_packed", "_runtime", "_views", "device_rows", "rows")
 
     def __init__(
         self, runtime: Runtime, columns: Mapping[str, Column], rows: HostRows, device_rows: Mapping[str, DeviceRows]
@@ -81,6 +80,7 @@ class BatchDevice:
         self._packed: PackedUpload | None = None
         self._needs: dict[str, range] = {}
         self._lanes: dict[tuple[int, np.dtype[np.generic]], tuple[torch.Tensor, ...]] = {}
+        self._views: dict[str, torch.Tensor] = {}
 
     @property
     def uploaded(self) -> bool:
@@ -103,19 +103,15 @@ class BatchDevice:
             Violation: SLOT_STALE_HANDLE: a slot of a write has become somebody else's since it was made.
             ArgumentError: one element is written twice, at level `full`.
         """
-        if self._packed is not None and not writes and not extras:
-            return Extras(self._runtime, None, {})
         arrays: list[Array] = []
         needs: dict[str, range] = {}
         if self._packed is None:
-            arrays += [
-                _aligned(stack) if axis else stack
-                for stack, axis in zip(self.rows.stacks, self.rows.layout.row_axes, strict=True)
-            ]
-            for name, wanted in self._wanted().items():
-                needs[name] = range(len(arrays), len(arrays) + len(wanted))
-                arrays += wanted
-        joined = _joined(self._runtime, writes)
+            arrays += self.rows.in_lanes(ALIGNMENT)
+            if self.device_rows:
+                needs = self._append_needs(arrays)
+        elif not writes and not extras:
+            return Extras(self._runtime, None, {})
+        joined = _joined(self._runtime, writes) if writes else []
         first_write = len(arrays)
         for write in joined:
             arrays += (write.index, write.values)
@@ -128,17 +124,20 @@ class BatchDevice:
             self._packed, self._needs = upload, needs
         for i, write in enumerate(joined):
             write.table.apply(write, upload.view(first_write + 2 * i), upload.view(first_write + 2 * i + 1))
-        self._gather_what_piled_up()  # last: it may have to wait for the stream that made the sources
+        if self.device_rows:
+            self._gather_what_piled_up()  # last: it may have to wait for the stream that made the sources
         return Extras(self._runtime, upload, places, dict(extras))
 
-    def _wanted(self) -> dict[str, list[Array]]:
-        """What each column's gathering needs on the device."""
-        wanted = {}
+    def _append_needs(self, arrays: list[Array]) -> dict[str, range]:
+        """Appends what each column's gathering needs on the device; column -> its places."""
+        needs = {}
         for name, rows in self.device_rows.items():
             column = self._columns[name]
             if isinstance(column, TensorColumn):
-                wanted[name] = rows.arrays(column.dtype, 1 + len(column.shape))
-        return wanted
+                wanted = rows.arrays(column.dtype, 1 + len(column.shape))
+                needs[name] = range(len(arrays), len(arrays) + len(wanted))
+                arrays += wanted
+        return needs
 
     def _gather_what_piled_up(self) -> None:
         for name, rows in self.device_rows.items():
@@ -150,22 +149,53 @@ class BatchDevice:
         if self._packed is None:
             self.upload((), {})
         rows = self.device_rows.get(name)
-        return self._from_stack(name) if rows is None else self._gathered(name, rows)
-
-    def _from_stack(self, name: str) -> Made:
-        """Views of the copy; no launch."""
+        if rows is not None:
+            return self._gathered(name, rows)
         packed = self._packed_now()
+        return Made(self._view(name, packed), packed.stream, packed.ready, packed.handed)
+
+    def columns(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """The device sides of several columns, safe on the current stream. What `column` does, for all in one go."""
+        if self._packed is None:
+            self.upload((), {})
+        packed = self._packed_now()
+        self._runtime.acquire(packed.buffer, packed.stream, packed.ready, handed=packed.handed)
+        sides = {}
+        for name in names:
+            rows = self.device_rows.get(name)
+            if rows is None:
+                sides[name] = self._view(name, packed)
+            else:
+                made = self._gathered(name, rows)
+                sides[name] = self._runtime.acquire(made.tensor, made.stream, made.ready, handed=made.handed)
+        return sides
+
+    def written_view(self) -> str | None:
+        """A column into whose view somebody has written, by torch's count of writes in place, or None."""
+        for name, view in self._views.items():
+            if version_mark(view):  # a view's own count starts at 0; in inference mode there is none
+                return name
+        return None
+
+    def _view(self, name: str, packed: PackedUpload) -> torch.Tensor:
+        """A column as a view of the copy; no launch. Made once: what one reader writes, the other's check finds."""
+        view = self._views.get(name)
+        if view is not None:
+            return view
         place = self.rows.layout.places[name]
         if place.lane is None:
-            tensor = packed.view(place.stack)
+            view = packed.view(place.array)
         else:
-            kind = place.stack, place.dtype
+            kind = place.array, place.dtype
             lanes = self._lanes.get(kind)
             if lanes is None:  # all at once: a view of each costs several times as much
-                lanes = self._lanes[kind] = packed.view(place.stack).view(torch_dtype(place.dtype)).unbind(0)
-            # `.data` counts writes in place of its own: a write then names its column. Behind the rows lies alignment.
-            tensor = lanes[place.lane].data[: self.rows.stacks[place.stack].shape[1]]
-        return Made(tensor, packed.stream, packed.ready, packed.handed)
+                num_rows = self.rows.stacks[place.array].shape[1]  # behind the rows lies alignment
+                stack = packed.view(place.array)[:, :num_rows]
+                lanes = self._lanes[kind] = stack.view(torch_dtype(place.dtype)).unbind(0)
+            # `.data` counts writes in place of its own: a write then names its column.
+            view = lanes[place.lane].data
+        self._views[name] = view
+        return view
 
     def _gathered(self, name: str, rows: DeviceRows) -> Made:
         if self._runtime.capturing:
@@ -187,16 +217,6 @@ class BatchDevice:
         return self._packed
 
 
-def _aligned(stack: Array) -> Array:
-    """A stack of lanes [k, n] with room behind each, so that all lanes start where the widest load may start."""
-    spare = -stack.shape[1] % (ALIGNMENT // stack.itemsize)
-    if not spare:
-        return stack
-    wider = np.zeros((len(stack), stack.shape[1] + spare), dtype=stack.dtype)
-    wider[:, : stack.shape[1]] = stack
-    return wider
-
-
 def _joined(runtime: Runtime, writes: Sequence[TableWrite]) -> list[TableWrite]:
     """One write a table, all asked again; see `BatchDevice.upload` for what is refused."""
     for write in writes:
@@ -206,7 +226,7 @@ def _joined(runtime: Runtime, writes: Sequence[TableWrite]) -> list[TableWrite]:
     joined = _one_a_table(writes)
     if levels.full:
         for write in joined:
-            copy = first_duplicate(write.index)
+            copy = invariants.first_duplicate(write.index)
             if copy is not None:
                 raise ArgumentError(
                     f"upload: element {write.index[copy]} of {write.table!r} is written twice",

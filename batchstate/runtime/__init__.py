@@ -10,6 +10,7 @@ from batchstate.runtime.counters import Counters
 from batchstate.runtime.cpu import CpuRuntime
 from batchstate.runtime.dtypes import NUMPY_DTYPES, numpy_dtype, torch_dtype
 from batchstate.runtime.fences import DoneFence, Fence, Stream, check_fence
+from batchstate.runtime.fixed import FixedMemory
 from batchstate.runtime.mapped import MappedMemory
 from batchstate.runtime.opening import open_runtime
 from batchstate.runtime.packed import PackedUpload
@@ -22,6 +23,7 @@ __all__ = [
     "CpuRuntime",
     "DoneFence",
     "Fence",
+    "FixedMemory",
     "MappedMemory",
     "PackedUpload",
     "Runtime",

@@ -69,8 +69,8 @@ class AcceleratorRuntime(Runtime):
         pinned = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
         return MappedMemory(pinned, device_view(pinned, self.device))
 
-    def _copied_to_device(self, block: StagingBlock, nbytes: int) -> torch.Tensor:
-        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+    def _copied_to_device(self, block: StagingBlock, nbytes: int, into: torch.Tensor | None) -> torch.Tensor:
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device) if into is None else into[:nbytes]
         return buffer.copy_(block.tensor[:nbytes], non_blocking=True)
 
     def _copied_to_host(self, block: StagingBlock, source: torch.Tensor) -> None:

@@ -12,14 +12,14 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate.errors import ArgumentError, CaptureError, OwnerThreadError
+from batchstate.errors import ArgumentError, CaptureError, OwnerThreadError, ShapeError
 from batchstate.runtime.counters import Counters
 from batchstate.runtime.depth import declared_depth
 from batchstate.runtime.download import Download
 from batchstate.runtime.dtypes import numpy_dtype
 from batchstate.runtime.fences import Fence, Stream
 from batchstate.runtime.mapped import MappedMemory
-from batchstate.runtime.packed import PackedUpload, packed_offsets
+from batchstate.runtime.packed import PackedUpload, packed_places
 from batchstate.runtime.staging import Staging, StagingBlock
 
 T = TypeVar("T")
@@ -68,10 +68,11 @@ class Runtime(abc.ABC):
         """Uninitialised device memory, allocated on the current stream."""
 
     @abc.abstractmethod
-    def _copied_to_device(self, block: StagingBlock, nbytes: int) -> torch.Tensor:
+    def _copied_to_device(self, block: StagingBlock, nbytes: int, into: torch.Tensor | None) -> torch.Tensor:
         """New device memory uint8[nbytes] with the first bytes of `block`, copied on the current stream.
 
-        The host does not wait.
+        With `into`, device memory of at least as many bytes, its first bytes are written instead, and returned. The
+        host does not wait.
         """
 
     @abc.abstractmethod
@@ -219,7 +220,7 @@ class Runtime(abc.ABC):
 
     # Transfers
 
-    def upload(self, arrays: Sequence[Array]) -> PackedUpload:
+    def upload(self, arrays: Sequence[Array], *, into: torch.Tensor | None = None) -> PackedUpload:
         """Copies host arrays to the device in one copy, on the current stream. The host does not wait.
 
         The arrays may be changed afterwards: they were copied into staging memory, which is reused only when its fence
@@ -227,29 +228,37 @@ class Runtime(abc.ABC):
 
         Args:
             arrays: any number of arrays of shared dtypes.
+            into: device memory uint8[nbytes] that is written, for addresses that stay; by default new memory. Whoever
+                gives it sees to it that nobody reads it any more.
 
         Raises:
             CaptureError: the current stream is being captured; staging memory would be baked into the graph.
+            DtypeError: an array of something else than numbers.
+            ShapeError: `into` is too small.
         """
         self.check_owner("upload")
         self._refuse_capture("an upload")
-        offsets, nbytes = packed_offsets(arrays)
+        places, nbytes = packed_places(arrays)
+        if into is not None and into.numel() < nbytes:
+            raise ShapeError(f"upload of {nbytes} bytes into {into.numel()}", value=nbytes, remedy="pass more memory")
         stream = self.current_stream
         block = self._staging.take(nbytes)
         try:
             self._host_writes(block, nbytes)
-            for array, start in zip(arrays, offsets, strict=True):
-                target = block.bytes[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-                target[...] = array
-            buffer = self._allocated(self._copied_to_device(block, nbytes))
+            for array, place in zip(arrays, places, strict=True):
+                block.write(array, place[0])
+            buffer = self._copied_to_device(block, nbytes, into)
         except BaseException:
             self._staging.give_up(block)
             raise
+        if into is None:
+            self._allocated(buffer)
         ready = self.record(stream)
         self._staging.release(block, ready, self.step, stream.key)
-        self.counters.host_to_device_copies += 1
-        self.counters.host_to_device_bytes += nbytes
-        return PackedUpload(buffer, stream, ready, offsets, [(array.dtype, array.shape) for array in arrays])
+        counters = self.counters
+        counters.host_to_device_copies += 1
+        counters.host_to_device_bytes += nbytes
+        return PackedUpload(buffer, stream, ready, places)
 
     def download(self, tensors: Sequence[torch.Tensor], *, name: str = "download") -> Download:
         """Starts to bring device tensors to the host in one copy, on the current stream. The host does not wait.

@@ -31,9 +31,13 @@ class CpuRuntime(Runtime):
     def _device_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cpu")
 
-    def _copied_to_device(self, block: StagingBlock, nbytes: int) -> torch.Tensor:
+    def _copied_to_device(self, block: StagingBlock, nbytes: int, into: torch.Tensor | None) -> torch.Tensor:
         # By numpy: torch copies from 32 KiB on with all its threads, which then wait for each other and for more work.
         # On a busy machine that makes a copy of microseconds one of milliseconds. The tensor aliases the copy alone.
+        if into is not None:
+            target = into[:nbytes]
+            target.numpy()[...] = block.bytes[:nbytes]
+            return target
         if not nbytes:
             return self._device_memory((0,), torch.uint8)  # numpy gives nothing a stride of 0, which torch cannot view
         return torch.from_numpy(block.bytes[:nbytes].copy())

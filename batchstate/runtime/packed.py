@@ -16,13 +16,25 @@ ALIGNMENT = 16
 """Bytes at which each array starts: the widest load that a kernel makes."""
 
 
-def packed_offsets(arrays: Sequence[npt.NDArray[Any]]) -> tuple[list[int], int]:
-    """Where each array starts in the packed buffer, and the buffer's size; both in bytes."""
-    offsets, size = [], 0
+Place = tuple[int, "np.dtype[Any]", tuple[int, ...]]
+"""Where an array starts, in bytes, its dtype and its shape."""
+
+
+def packed_places(arrays: Sequence[npt.NDArray[Any]]) -> tuple[list[Place], int]:
+    """Where each array lies in the packed buffer, and the buffer's size in bytes.
+
+    Raises:
+        DtypeError: an array of something else than numbers.
+    """
+    places: list[Place] = []
+    size = 0
     for array in arrays:
-        offsets.append(size)
+        dtype = array.dtype
+        if dtype.kind not in "biuf":  # the bytes of an object are its address
+            torch_dtype(dtype)
+        places.append((size, dtype, array.shape))
         size += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-    return offsets, size
+    return places, size
 
 
 @final
@@ -40,21 +52,19 @@ class PackedUpload:
     buffer: torch.Tensor
     stream: Stream
     ready: Fence
-    _offsets: list[int]
-    _kinds: list[tuple[np.dtype[Any], tuple[int, ...]]]
+    _places: list[Place]
     handed: set[object] = attrs.field(factory=set, init=False)
     _views: dict[int, torch.Tensor] = attrs.field(factory=dict, init=False)
 
     def __repr__(self) -> str:
-        return f"PackedUpload({len(self._kinds)} arrays in {self.buffer.numel()} bytes)"
+        return f"PackedUpload({len(self._places)} arrays in {self.buffer.numel()} bytes)"
 
     def view(self, index: int) -> torch.Tensor:
         """The device side of array `index`, with its dtype and shape."""
         view = self._views.get(index)
         if view is None:
-            dtype, shape = self._kinds[index]
+            start, dtype, shape = self._places[index]
             count = math.prod(shape)
-            start = self._offsets[index]
             # `.data` counts writes in place of its own: a write into one array is none into its neighbours.
             flat = self.buffer.data[start : start + count * dtype.itemsize].view(torch_dtype(dtype))
             view = self._views[index] = flat.view(shape)

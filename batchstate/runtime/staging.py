@@ -33,6 +33,19 @@ class StagingBlock:
     tensor: torch.Tensor
     bytes: npt.NDArray[np.uint8]
     lending: int = 0
+    _memory: memoryview = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._memory = memoryview(self.bytes)
+
+    def write(self, array: npt.NDArray[Any], start: int) -> None:
+        """Copies the elements of an array, in order, to where byte `start` is."""
+        if not array.size:
+            return
+        if not array.flags.c_contiguous:
+            array = np.ascontiguousarray(array)
+        # Half as long as an assignment to a typed view of the block, which numpy makes three objects for.
+        self._memory[start : start + array.nbytes] = array.data.cast("B")
 
 
 @final
@@ -54,7 +67,7 @@ class Staging:
     def take(self, nbytes: int) -> StagingBlock:
         """A block of at least `nbytes` that no copy still reads. Never waits; makes a new one if all are in flight."""
         self.reap()
-        size = max(SMALLEST_BLOCK, 1 << max(nbytes - 1, 0).bit_length())
+        size = SMALLEST_BLOCK if nbytes <= SMALLEST_BLOCK else 1 << (nbytes - 1).bit_length()
         free = self._free.get(size)
         if free is None:
             free = self._free[size] = [self._make(size) for _ in range(self.depth)]

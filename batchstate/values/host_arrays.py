@@ -17,6 +17,8 @@ from batchstate.invariants import first_duplicate
 Array = npt.NDArray[Any]
 Rows = npt.NDArray[np.int64]
 
+_BOOL = np.dtype(np.bool_)
+
 
 def as_array(values: object, what: str) -> Array:
     """`values` as a numpy array; shares memory where it can.
@@ -184,6 +186,8 @@ def kept_rows(keep: object, num_rows: int, what: str) -> Rows:
         RowIndexError: an index outside [0, num_rows).
         ArgumentError: an index twice.
     """
+    if type(keep) is np.ndarray and keep.dtype is _BOOL and keep.shape == (num_rows,):  # what a step of decoding gives
+        return keep.nonzero()[0]
     array = as_array(keep, what)
     rows = row_indices(array, num_rows, what)
     if array.dtype.kind == "b":

@@ -11,7 +11,12 @@ from batchstate.values.host_arrays import Array, as_array, check_range
 
 Amounts = npt.NDArray[np.int64]
 
-_LIMITS = {(kind, width): np.iinfo(f"{kind}{width}") for kind in "iu" for width in (1, 2, 4, 8)}
+_LIMITS = {
+    np.dtype(f"{kind}{width}"): (int(np.iinfo(f"{kind}{width}").min), int(np.iinfo(f"{kind}{width}").max))
+    for kind in "iu"
+    for width in (1, 2, 4, 8)
+}
+"""The least and the most that a dtype holds."""
 
 
 def amounts(n: object, num_rows: int, what: str) -> Amounts:
@@ -38,13 +43,23 @@ def amounts(n: object, num_rows: int, what: str) -> Amounts:
     return array.astype(np.int64)
 
 
+def least(values: Array) -> int:
+    """The smallest of some integers. Numpy finds its place four times as fast as its value."""
+    return values.item(values.argmin())  # type: ignore[no-any-return]
+
+
+def most(values: Array) -> int:
+    """The largest of some integers."""
+    return values.item(values.argmax())  # type: ignore[no-any-return]
+
+
 def negated(amount: Amounts, what: str) -> Amounts:
     """`-amount`.
 
     Raises:
         ValueOverflowError: an amount is the least int64, whose negative does not fit.
     """
-    if amount.size and int(amount.min()) == _LIMITS["i", 8].min:
+    if amount.size and int(amount.min()) == _LIMITS[np.dtype(np.int64)][0]:
         raise ValueOverflowError(
             f"{what}: {amount.min()} cannot be negated in int64",
             value=int(amount.min()),
@@ -78,20 +93,20 @@ def shift(values: Array, amount: Amounts, what: str) -> None:
     """
     if not values.size:
         return
-    limits = _LIMITS[values.dtype.kind, values.dtype.itemsize]
+    floor, ceiling = _LIMITS[values.dtype]
     if amount.ndim:
-        down, up = int(amount.min()), int(amount.max())
+        down, up = least(amount), most(amount)
     else:
-        down = up = int(amount)
-    if (down < 0 and int(values.min()) + down < limits.min) or (up > 0 and int(values.max()) + up > limits.max):
+        down = up = amount.item()
+    if (down < 0 and least(values) + down < floor) or (up > 0 and most(values) + up > ceiling):
         # The extremes need not be in one row: look at each row with Python's integers, which do not wrap.
         exact = values.astype(object) + np.broadcast_to(amount, values.shape).astype(object)
-        wrong = np.asarray((exact < int(limits.min)) | (exact > int(limits.max)), dtype=np.bool_)
+        wrong = np.asarray((exact < floor) | (exact > ceiling), dtype=np.bool_)
         if wrong.any():
             at = np.unravel_index(int(np.argmax(wrong)), values.shape)
             raise _overflow(what, int(at[0]), exact[at], values.dtype)
     # The cast of a negative amount to an unsigned dtype wraps, and so does the sum; for arrays numpy says nothing.
-    values += amount.astype(values.dtype, copy=False)
+    np.add(values, amount if amount.dtype is values.dtype else amount.astype(values.dtype), values)
 
 
 def _overflow(what: str, row: int, value: object, dtype: np.dtype[Any]) -> ValueOverflowError:

@@ -131,7 +131,9 @@ def merge_forgets_column(patch: Patch) -> None:
 
     def merged(self: HostRows, other: HostRows) -> HostRows:
         rows: HostRows = original(self, other)
-        return HostRows(rows.layout, (*rows.stacks[:-1], self.stacks[-1]))
+        if rows.wholes:
+            return HostRows(rows.layout, rows.stacks, [*rows.wholes[:-1], self.wholes[-1]])
+        return HostRows(rows.layout, [*rows.stacks[:-1], self.stacks[-1]], rows.wholes)
 
     original = patch(HostRows, "merged", merged)
 
@@ -201,11 +203,10 @@ def pad_tail_not_reset(patch: Patch) -> None:
 
     def padded(self: HostRows, count: int) -> HostRows:
         rows: HostRows = original(self, count)
-        for stack, axis in zip(rows.stacks, rows.layout.row_axes, strict=True):
-            live = stack.shape[axis] - count
+        for by_row in (*(stack.T for stack in rows.stacks), *rows.wholes):
+            live = len(by_row) - count
             if count and live:
-                tail = (slice(None), slice(live, None)) if axis else (slice(live, None),)
-                stack[tail] = stack.take([live - 1], axis=axis)
+                by_row[live:] = by_row[live - 1]
         return rows
 
     original = patch(HostRows, "padded", padded)

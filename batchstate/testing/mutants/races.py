@@ -18,7 +18,7 @@ from batchstate.ownership.ledger import Ledger
 from batchstate.pages import PagePool
 from batchstate.relaying.entries import Entries, Publication, Publications
 from batchstate.relaying.order import StreamOrder
-from batchstate.runtime import DoneFence, Fence, PackedUpload, Runtime, Stream
+from batchstate.runtime import DoneFence, Fence, FixedMemory, PackedUpload, Runtime, Stream
 from batchstate.tables import Table
 from batchstate.testing.mutants.registry import Patch, mutant
 from batchstate.values.device_side import DeviceSide
@@ -136,11 +136,11 @@ def fence_of_the_reader(patch: Patch) -> None:
 def table_written_under_a_reader(patch: Patch) -> None:
     """A table is written without waiting for forwards that still read it."""
 
-    def await_readers(self: Table) -> None:
+    def await_readers(self: FixedMemory) -> None:
         self._readers = []
         original(self)
 
-    original = patch(Table, "_await_readers", await_readers)
+    original = patch(FixedMemory, "await_readers", await_readers)
 
 
 @race(origin="sglang #31687")
@@ -160,9 +160,9 @@ def row_cleared_under_a_reader(patch: Patch) -> None:
     """Writes of a table wait for its readers, and the clearing of a row that goes back does not."""
 
     def clear(self: Table, slots: object) -> None:
-        readers, self._readers = self._readers, []
+        readers, self._fixed._readers = self._fixed._readers, []
         original(self, slots)
-        self._readers = readers
+        self._fixed._readers = readers
 
     original = patch(Table, "clear", clear)
 
@@ -170,14 +170,14 @@ def row_cleared_under_a_reader(patch: Patch) -> None:
 @race(origin="sglang #30435")
 def table_read_before_it_is_written(patch: Patch) -> None:
     """A table is read on another stream than the one that wrote it last, without a wait."""
-    patch(Table, "_ordered", lambda self: self._memory)
+    patch(FixedMemory, "ordered", lambda self: self.memory)
 
 
 @race(origin="sglang #26376, sglang #29352")
 def table_written_from_two_streams(patch: Patch) -> None:
     """A write waits for readers and not for the last write, which another stream has launched."""
 
-    def await_readers(self: Table) -> None:
+    def await_readers(self: FixedMemory) -> None:
         current = self.runtime.current_stream
         for fence, waited in self._readers:
             if current not in waited:
@@ -185,20 +185,20 @@ def table_written_from_two_streams(patch: Patch) -> None:
                 waited.add(current)
         self._last_writer = current
 
-    patch(Table, "_await_readers", await_readers)
+    patch(FixedMemory, "await_readers", await_readers)
 
 
 @race(origin="sglang #30471")
 def write_fence_before_the_write(patch: Patch) -> None:
     """The fence that readers of a table wait for is recorded before the scatter is launched."""
 
-    def await_readers(self: Table) -> None:
+    def await_readers(self: FixedMemory) -> None:
         original(self)
         self._written = self.runtime.record()
         self._handed = set()
 
-    original = patch(Table, "_await_readers", await_readers)
-    patch(Table, "_note_write", lambda self: None)
+    original = patch(FixedMemory, "await_readers", await_readers)
+    patch(FixedMemory, "note_write", lambda self: None)
 
 
 # Slots and pages

@@ -250,9 +250,15 @@ class RaceRuntime(Runtime):
             rows = tensor[start:stop]
         self._accesses.host_access(rows, "host tier: rows change hands", writes=True)
 
-    def _copied_to_device(self, block: StagingBlock, nbytes: int) -> torch.Tensor:
+    def _copied_to_device(self, block: StagingBlock, nbytes: int, into: torch.Tensor | None) -> torch.Tensor:
+        if into is not None:
+            with self._accesses.muted():
+                target = into[:nbytes]
+            self._transfers.copied_to_device(block.tensor[:nbytes], target)  # judged before it happens
+            with self._accesses.muted():
+                return self._inner._copied_to_device(block, nbytes, into)
         with self._accesses.muted():
-            tensor = self._inner._copied_to_device(block, nbytes)
+            tensor = self._inner._copied_to_device(block, nbytes, None)
         entry = self._detector.event(self._current_lane(), EventKind.ALLOCATION, "upload")
         kept = self._accesses.made(tensor, entry)
         kept.name.label = f"upload {kept.name.number}"

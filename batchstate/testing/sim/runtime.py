@@ -244,9 +244,9 @@ class SimRuntime(Runtime):
         self._mapped_at.add(mapped.device.untyped_storage().data_ptr())
         return mapped
 
-    def _copied_to_device(self, block: StagingBlock, nbytes: int) -> torch.Tensor:
+    def _copied_to_device(self, block: StagingBlock, nbytes: int, into: torch.Tensor | None) -> torch.Tensor:
         with unwatched():
-            buffer = self._places.new(Made(torch.uint8, (nbytes,), (1,)))
+            buffer = self._places.new(Made(torch.uint8, (nbytes,), (1,))) if into is None else into[:nbytes]
             self._transfers.to_device(block.tensor[:nbytes], buffer, "upload")
             return buffer
 
