@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from batchstate.pages import PagePool
     from batchstate.pools import SlotPool
     from batchstate.runtime import Runtime, open_runtime
+    from batchstate.static import StaticBuffers
     from batchstate.tables import Table
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "Runtime",
     "SlotPool",
     "Slots",
+    "StaticBuffers",
     "Table",
     "Tokens",
     "Violation",
@@ -80,6 +82,7 @@ _HOMES = {
     "Runtime": "batchstate.runtime",
     "SlotPool": "batchstate.pools",
     "Slots": "batchstate.indices",
+    "StaticBuffers": "batchstate.static",
     "Table": "batchstate.tables",
     "Tokens": "batchstate.indices",
     "Violation": "batchstate.invariants",

@@ -86,7 +86,7 @@ class DeviceRows:
             runtime: the device.
             uploaded: the device sides of `arrays`.
         """
-        self._check_sources(runtime)
+        self.check_sources(runtime)
         source = self._as_it_is()
         if source is not None:
             return source.make(runtime)
@@ -102,8 +102,12 @@ class DeviceRows:
             rows = runtime.launch(add, rows, amount, reads=(rows, amount), name="gather: add")
         return Made(rows, runtime.current_stream, None, set())
 
-    def _check_sources(self, runtime: Runtime) -> None:
-        """Nobody wrote into the tensors between their becoming part of a batch and now."""
+    def check_sources(self, runtime: Runtime) -> None:
+        """Nobody wrote into the tensors between their becoming part of a batch and now.
+
+        Raises:
+            Violation: MIRROR_FOREIGN_WRITE.
+        """
         if levels.cheap:
             for source, _ in self.sources:
                 if isinstance(source, DeviceSide) and source.made is not None and source.mark is not None:

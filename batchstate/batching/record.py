@@ -15,6 +15,7 @@ from batchstate import invariants, levels
 from batchstate.batching.declaration import declared_columns
 from batchstate.batching.device_rows import DeviceRows
 from batchstate.batching.host_rows import GENERATION_SUFFIX, HostRows, Layout
+from batchstate.batching.static import StaticMemory
 from batchstate.batching.upload import BatchDevice, Extras
 from batchstate.columns import Column, MirroredColumn, SlotColumn, TensorColumn
 from batchstate.contracts import Contract
@@ -242,19 +243,51 @@ class BatchRecord(metaclass=BatchType):
             DtypeError: an extra that torch and numpy do not share.
             Violation: MIRROR_FOREIGN_WRITE, and at `full` those of `check`.
         """
-        given: object = writes
-        if not isinstance(given, list | tuple) or not all(isinstance(one, TableWrite) for one in given):
-            raise ArgumentError(
-                f"{type(self).__name__}.upload: writes are {given!r}",
-                value=given,
-                remedy="pass a list of what `Table.entry` or `Extension.entry` returned",
-            )
+        self._check_writes(writes, "upload")
         self._check_read_columns("upload")
         first = not self._device.uploaded
         derived = self._device.upload(writes, extras or {})
         if first and levels.full:
             self.check("upload")
         return derived
+
+    def to_static(
+        self,
+        buffers: StaticMemory,
+        *,
+        writes: Sequence[TableWrite] = (),
+        extras: Mapping[str, object] | None = None,
+    ) -> Extras:
+        """Sends the step to the fixed addresses of `StaticBuffers`, on the current stream, in one copy.
+
+        The batch is padded to the rows of the buffers. What an earlier step left there is overwritten: replay a graph
+        that reads it on the same stream before, or declare it with `buffers.read_until`. The batch's own device side is
+        not made, and stays what it is if it was. The host does not wait.
+
+        Args:
+            buffers: of this batch class, with at least as many rows.
+            writes: as for `upload`.
+            extras: as for `upload`; those that the buffers were made with, of the same dtypes and shapes.
+
+        Returns:
+            the device tensors of `extras`, which are those of the buffers.
+
+        Raises:
+            ArgumentError: no buffers; more rows than they have; other extras than they were made with.
+            ShapeError: an extra of another shape or dtype.
+            DeclarationError, DeviceError: buffers of another batch class, or of another runtime.
+            CaptureError: the stream is being captured: fill the buffers before, or between replays.
+            Violation: MIRROR_FOREIGN_WRITE; at `full` MIRROR_EQUAL, MIRROR_BOUND, TAIL_STALE.
+        """
+        if not isinstance(buffers, StaticMemory):
+            raise ArgumentError(
+                f"{type(self).__name__}.to_static: {type(buffers).__name__} has no fixed addresses",
+                value=buffers,
+                remedy="pass StaticBuffers",
+            )
+        self._check_writes(writes, "to_static")
+        self._check_read_columns("to_static")
+        return buffers.receive(self, writes, extras or {})
 
     # Checks
 
@@ -334,6 +367,16 @@ class BatchRecord(metaclass=BatchType):
                 invariants.tail_stale(tail, column.pad, self.num_reqs, **self._where(operation, name))
 
     # Helpers
+
+    def _check_writes(self, writes: object, operation: str) -> None:
+        if writes == ():
+            return
+        if not isinstance(writes, list | tuple) or not all(isinstance(one, TableWrite) for one in writes):
+            raise ArgumentError(
+                f"{type(self).__name__}.{operation}: writes are {writes!r}",
+                value=writes,
+                remedy="pass a list of what `Table.entry` or `Extension.entry` returned",
+            )
 
     def _with(
         self,

@@ -108,10 +108,10 @@ class BatchDevice:
         if self._packed is None:
             arrays += self.rows.in_lanes(ALIGNMENT)
             if self.device_rows:
-                needs = self._append_needs(arrays)
+                needs = append_needs(arrays, self.device_rows, self._columns)
         elif not writes and not extras:
             return Extras(self._runtime, None, {})
-        joined = _joined(self._runtime, writes) if writes else []
+        joined = joined_writes(self._runtime, writes) if writes else []
         first_write = len(arrays)
         for write in joined:
             arrays += (write.index, write.values)
@@ -127,17 +127,6 @@ class BatchDevice:
         if self.device_rows:
             self._gather_what_piled_up()  # last: it may have to wait for the stream that made the sources
         return Extras(self._runtime, upload, places, dict(extras))
-
-    def _append_needs(self, arrays: list[Array]) -> dict[str, range]:
-        """Appends what each column's gathering needs on the device; column -> its places."""
-        needs = {}
-        for name, rows in self.device_rows.items():
-            column = self._columns[name]
-            if isinstance(column, TensorColumn):
-                wanted = rows.arrays(column.dtype, 1 + len(column.shape))
-                needs[name] = range(len(arrays), len(arrays) + len(wanted))
-                arrays += wanted
-        return needs
 
     def _gather_what_piled_up(self) -> None:
         for name, rows in self.device_rows.items():
@@ -217,7 +206,21 @@ class BatchDevice:
         return self._packed
 
 
-def _joined(runtime: Runtime, writes: Sequence[TableWrite]) -> list[TableWrite]:
+def append_needs(
+    arrays: list[Array], device_rows: Mapping[str, DeviceRows], columns: Mapping[str, Column]
+) -> dict[str, range]:
+    """Appends what each column's gathering needs on the device; column -> its places among the arrays."""
+    needs = {}
+    for name, rows in device_rows.items():
+        column = columns[name]
+        if isinstance(column, TensorColumn):
+            wanted = rows.arrays(column.dtype, 1 + len(column.shape))
+            needs[name] = range(len(arrays), len(arrays) + len(wanted))
+            arrays += wanted
+    return needs
+
+
+def joined_writes(runtime: Runtime, writes: Sequence[TableWrite]) -> list[TableWrite]:
     """One write a table, all asked again; see `BatchDevice.upload` for what is refused."""
     for write in writes:
         if write.table.runtime is not runtime:

@@ -37,6 +37,14 @@ def packed_places(arrays: Sequence[npt.NDArray[Any]]) -> tuple[list[Place], int]
     return places, size
 
 
+def view_at(buffer: torch.Tensor, place: Place) -> torch.Tensor:
+    """What lies at `place` of uint8[nbytes]."""
+    start, dtype, shape = place
+    # `.data` counts writes in place of its own: a write into one array is none into its neighbours.
+    flat = buffer.data[start : start + math.prod(shape) * dtype.itemsize].view(torch_dtype(dtype))
+    return flat.view(shape)
+
+
 @final
 @attrs.define(eq=False, repr=False)
 class PackedUpload:
@@ -63,9 +71,5 @@ class PackedUpload:
         """The device side of array `index`, with its dtype and shape."""
         view = self._views.get(index)
         if view is None:
-            start, dtype, shape = self._places[index]
-            count = math.prod(shape)
-            # `.data` counts writes in place of its own: a write into one array is none into its neighbours.
-            flat = self.buffer.data[start : start + count * dtype.itemsize].view(torch_dtype(dtype))
-            view = self._views[index] = flat.view(shape)
+            view = self._views[index] = view_at(self.buffer, self._places[index])
         return view

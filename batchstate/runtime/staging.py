@@ -36,7 +36,7 @@ class StagingBlock:
     _memory: memoryview = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._memory = memoryview(self.bytes)
+        self._memory = self.bytes.data
 
     def write(self, array: npt.NDArray[Any], start: int) -> None:
         """Copies the elements of an array, in order, to where byte `start` is."""

@@ -40,6 +40,11 @@ def put_rows(target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> 
     _movable(target).index_copy_(0, rows, _movable(values))
 
 
+def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    """`source` into `target`, of one shape and dtype, in place. One kernel."""
+    target.copy_(source)
+
+
 def add(source: torch.Tensor, amount: torch.Tensor | int) -> torch.Tensor:
     """`source + amount`, in new memory; the caller has shown that it fits. One kernel."""
     return torch.add(_movable(source), amount).view(source.dtype)

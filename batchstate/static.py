@@ -1,0 +1,226 @@
+"""`StaticBuffers`: the device side of a batch at addresses that stay, which is what a captured graph reads.
+
+Columns and extras lie one behind the other, in the order in which a step packs them, so that `Batch.to_static` is one
+copy straight to where the graph looks. Rows beyond those of the batch are padding: slot 0, and each column's pad value.
+A column of which the host side is no copy is gathered, and copied to its place on the device.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import SupportsIndex, final
+
+import torch
+
+from batchstate import invariants, levels
+from batchstate.batch import Batch
+from batchstate.batching.host_rows import HostRows
+from batchstate.batching.upload import Extras, append_needs, joined_writes
+from batchstate.columns import MirroredColumn, TensorColumn
+from batchstate.errors import ArgumentError, DeclarationError, DeviceError, ShapeError
+from batchstate.runtime import Fence, FixedMemory, PackedUpload, Runtime, check_fence, check_runtime
+from batchstate.runtime.packed import ALIGNMENT, Place, packed_places, view_at
+from batchstate.tables import TableWrite
+from batchstate.values.device_ops import copy_into
+from batchstate.values.host_arrays import Array, as_array, count
+
+__all__ = ["StaticBuffers"]
+
+_A_WRITE = 16
+"""Bytes of one element of a table write: its index, and a value of the widest dtype."""
+
+
+@final
+class StaticBuffers(Mapping[str, torch.Tensor]):
+    """Memory for the columns of a batch class, and for extras, at one number of rows: name -> device tensor.
+
+    At first all rows are padding. After `batch.to_static(buffers)` a graph that was captured over its tensors reads
+    that batch. The tensors are for reading; each has the same address for as long as the buffers live.
+
+    Args:
+        runtime: the device.
+        batch: the batch class.
+        rows: rows of each column: those of the graph.
+        extras: name -> an array of the dtype and shape that this extra has in every step, such as `plan.extras`.
+        num_writes: elements of table writes that ride in the copy; by default two a row. More take a second copy.
+
+    Attributes:
+        num_reqs: requests of the batch that is in it; behind them are padded rows.
+
+    Raises:
+        ArgumentError, DtypeError: no runtime; no batch class; no counts; an extra with the name of a column.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        batch: type[Batch],
+        *,
+        rows: SupportsIndex,
+        extras: Mapping[str, object] | None = None,
+        num_writes: SupportsIndex | None = None,
+    ) -> None:
+        check_runtime(runtime, "StaticBuffers")
+        runtime.check_owner("StaticBuffers")
+        given: object = batch
+        if not isinstance(given, type) or not issubclass(given, Batch):
+            raise ArgumentError(f"StaticBuffers of {batch!r}", value=batch, remedy="pass a class that declares columns")
+        self.runtime = runtime
+        self.rows = count(rows, "StaticBuffers: rows", least=1)
+        self.num_reqs = 0
+        self._batch = batch
+        self._extras = {name: as_array(one, f"extra {name!r}") for name, one in (extras or {}).items()}
+        twice = [name for name in self._extras if name in batch.columns()]
+        if twice:
+            raise ArgumentError(f"extras are named as columns: {twice}", value=twice, remedy="rename the extras")
+        writes = 2 * self.rows if num_writes is None else count(num_writes, "StaticBuffers: num_writes")
+        of_device = {
+            name: column
+            for name, column in batch.columns().items()
+            if isinstance(column, TensorColumn) and not isinstance(column, MirroredColumn)
+        }
+        arrays = [*HostRows.of(batch._layout, {}, self.rows).in_lanes(ALIGNMENT), *self._extras.values()]
+        places, used = packed_places(arrays)
+        # To gather a column that only the device knows takes an index, and perhaps an amount.
+        self._packed = used + (writes + len(of_device) * self.rows) * _A_WRITE + 4 * ALIGNMENT
+        own, total = _places_of(of_device, self.rows, self._packed)
+        self._fixed = FixedMemory(runtime, runtime.device_zeros((total,), torch.uint8, name="static buffers"))
+        by_name = {**dict(zip(self._extras, places[len(places) - len(self._extras) :], strict=True)), **own}
+        self._views = {
+            **_columns(self._fixed.memory, batch, places, self.rows),
+            **{name: view_at(self._fixed.memory, place) for name, place in by_name.items()},
+        }
+        self.receive(batch.empty(runtime), (), self._extras)
+
+    def __repr__(self) -> str:
+        return f"StaticBuffers({self._batch.__name__}, {self.num_reqs} requests in {self.rows} rows)"
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """A column `[rows, *shape]` or an extra, safe to read on the current stream; the same tensor each time."""
+        view = self._views[name]
+        self._fixed.ordered()
+        return view
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def read_until(self, fence: Fence) -> None:
+        """Declares that a launched graph reads until `fence`. A step that is written on another stream waits for it."""
+        self.runtime.check_owner("StaticBuffers.read_until")
+        check_fence(fence, "StaticBuffers.read_until")
+        self._fixed.read_until(fence)
+
+    def receive(self, batch: Batch, writes: Sequence[TableWrite], extras: Mapping[str, object]) -> Extras:
+        """What `Batch.to_static` does."""
+        given = self._checked(batch, extras)
+        padded = batch if batch.num_rows == self.rows else batch.pad(self.rows)
+        joined = joined_writes(self.runtime, writes)
+        arrays = [*padded._rows.in_lanes(ALIGNMENT), *given.values()]
+        num_fixed, first_extra = len(arrays), len(arrays) - len(given)
+        needs = append_needs(arrays, padded._device_rows, self._batch.columns())
+        first_write = len(arrays)
+        for write in joined:
+            arrays += (write.index, write.values)
+        for rows in padded._device_rows.values():
+            rows.check_sources(self.runtime)  # before anything is written
+        self._fixed.await_readers()
+        crossed, rest, skipped = self._copied(arrays, num_fixed)
+        for name, rows in padded._device_rows.items():
+            made = rows.gathered(self.runtime, [rest.view(place - skipped) for place in needs[name]])
+            source = self.runtime.acquire(made.tensor, made.stream, made.ready, handed=made.handed)
+            target = self._views[name].data  # our own writes are none from outside
+            self.runtime.launch(copy_into, target, source, reads=(source,), writes=(target,), name=f"static: {name}")
+        self._fixed.note_write()
+        for place, write in enumerate(joined):
+            at = first_write - skipped + 2 * place
+            write.table.apply(write, rest.view(at), rest.view(at + 1))
+        self.num_reqs = batch.num_reqs
+        if levels.full and not self.runtime.checks_stand_aside():
+            self._check(padded, given)
+        places = {name: first_extra + i for i, name in enumerate(given)}
+        return Extras(self.runtime, crossed, places, dict(extras))
+
+    def _copied(self, arrays: list[Array], num_fixed: int) -> tuple[PackedUpload, PackedUpload, int]:
+        """The copy to the fixed places; the one in which all behind `num_fixed` is; and how many are not in that."""
+        memory = self._fixed.memory[: self._packed]
+        if packed_places(arrays)[1] <= self._packed:
+            packed = self.runtime.upload(arrays, into=memory)
+            return packed, packed, 0
+        return self.runtime.upload(arrays[:num_fixed], into=memory), self.runtime.upload(arrays[num_fixed:]), num_fixed
+
+    def _checked(self, batch: Batch, extras: Mapping[str, object]) -> dict[str, Array]:
+        what = f"{type(batch).__name__}.to_static"
+        if type(batch) is not self._batch:
+            raise DeclarationError(
+                f"{what} into buffers of {self._batch.__name__}", value=self, remedy="make buffers for each batch class"
+            )
+        if batch.runtime is not self.runtime:
+            raise DeviceError(f"{what}: buffers of another runtime", value=self, remedy="use one runtime")
+        if batch.num_rows > self.rows:
+            raise ArgumentError(
+                f"{what}: {batch.num_rows} rows into buffers of {self.rows}",
+                value=batch.num_rows,
+                remedy="use the buffers of a larger graph, or `split` the batch",
+            )
+        if extras.keys() != self._extras.keys():
+            wrong = sorted(extras.keys() ^ self._extras.keys())
+            raise ArgumentError(
+                f"{what}: extras {wrong} are given or declared, and not both",
+                value=wrong,
+                remedy="give each step the extras that the buffers were made with",
+            )
+        given = {name: as_array(extras[name], f"{what}: extra {name!r}") for name in self._extras}
+        for name, declared in self._extras.items():
+            array = given[name]
+            if array.shape != declared.shape or array.dtype != declared.dtype:
+                raise ShapeError(
+                    f"{what}: extra {name!r} is {array.dtype}{list(array.shape)}, "
+                    f"declared {declared.dtype}{list(declared.shape)}",
+                    value=array.shape,
+                    remedy="pad the extra to the rows of the graph: what is not written would be of an earlier step",
+                )
+        return given
+
+    def _check(self, padded: Batch, given: Mapping[str, Array]) -> None:
+        """The device holds what was sent, in every row. Reads it back: at `full` alone.
+
+        Raises:
+            Violation: MIRROR_EQUAL, MIRROR_BOUND, TAIL_STALE.
+        """
+        for name, view in self._views.items():
+            device = self.runtime.inspect(view)
+            column = self._batch.columns().get(name)
+            where: invariants.Where = {
+                "object": self,
+                "operation": "to_static",
+                "column": name,
+                "step": self.runtime.step,
+            }
+            if not isinstance(column, TensorColumn):
+                invariants.mirror_equal(given[name], device, **where)
+                continue
+            invariants.tail_stale(device[self.num_reqs :], column.pad, self.num_reqs, **where)
+            if isinstance(column, MirroredColumn):
+                law = invariants.mirror_bound if name in padded._device_rows else invariants.mirror_equal
+                law(padded._rows.column(name), device, **where)
+
+
+def _columns(memory: torch.Tensor, batch: type[Batch], places: Sequence[Place], rows: int) -> dict[str, torch.Tensor]:
+    """The mirrored columns, where a step packs them."""
+    views = {}
+    for name, column in batch.columns().items():
+        if isinstance(column, MirroredColumn):
+            place = batch._layout.places[name]
+            view = view_at(memory, places[place.array])
+            views[name] = view if place.lane is None else view.view(column.dtype)[place.lane, :rows].data
+    return views
+
+
+def _places_of(columns: Mapping[str, TensorColumn], rows: int, start: int) -> tuple[dict[str, Place], int]:
+    """Places for columns that do not ride in the copy, from byte `start` on, and where they end."""
+    places = {}
+    for name, column in columns.items():
+        places[name] = (start, column.np_dtype, (rows, *column.shape))
+        start += -(-rows * column.pad.nbytes // ALIGNMENT) * ALIGNMENT
+    return places, start
