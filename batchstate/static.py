@@ -15,6 +15,7 @@ from batchstate.batch import Batch
 from batchstate.batching.host_rows import HostRows
 from batchstate.batching.upload import Extras, append_needs, joined_writes
 from batchstate.columns import MirroredColumn, TensorColumn
+from batchstate.contracts import Contract
 from batchstate.errors import ArgumentError, DeclarationError, DeviceError, ShapeError
 from batchstate.runtime import Fence, FixedMemory, PackedUpload, Runtime, check_fence, check_runtime
 from batchstate.runtime.packed import ALIGNMENT, Place, packed_places, view_at
@@ -40,7 +41,8 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         batch: the batch class.
         rows: rows of each column: those of the graph.
         extras: name -> an array of the dtype and shape that this extra has in every step, such as `plan.extras`.
-        num_writes: elements of table writes that ride in the copy; by default two a row. More take a second copy.
+        num_writes: elements of table writes that ride in the copy; by default two a row. More of them, or more rows of
+            device-only columns that are still on the host than the buffers have rows, take a second copy.
 
     Attributes:
         num_reqs: requests of the batch that is in it; behind them are padded rows.
@@ -79,8 +81,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         }
         arrays = [*HostRows.of(batch._layout, {}, self.rows).in_lanes(ALIGNMENT), *self._extras.values()]
         places, used = packed_places(arrays)
-        # To gather a column that only the device knows takes an index, and perhaps an amount.
-        self._packed = used + (writes + len(of_device) * self.rows) * _A_WRITE + 4 * ALIGNMENT
+        self._packed = used + writes * _A_WRITE + 2 * ALIGNMENT + _to_gather(batch, self.rows)
         own, total = _places_of(of_device, self.rows, self._packed)
         self._fixed = FixedMemory(runtime, runtime.device_zeros((total,), torch.uint8, name="static buffers"))
         by_name = {**dict(zip(self._extras, places[len(places) - len(self._extras) :], strict=True)), **own}
@@ -215,6 +216,17 @@ def _columns(memory: torch.Tensor, batch: type[Batch], places: Sequence[Place], 
             view = view_at(memory, places[place.array])
             views[name] = view if place.lane is None else view.view(column.dtype)[place.lane, :rows].data
     return views
+
+
+def _to_gather(batch: type[Batch], rows: int) -> int:
+    """Room in bytes for what gathering takes: an index, an amount, and rows that are still on the host."""
+    gathered = [
+        column
+        for column in batch.columns().values()
+        if isinstance(column, TensorColumn)
+        and not (isinstance(column, MirroredColumn) and column.contract is Contract.EXACT)
+    ]
+    return sum(rows * (16 + 2 * column.pad.nbytes) + 4 * ALIGNMENT for column in gathered)
 
 
 def _places_of(columns: Mapping[str, TensorColumn], rows: int, start: int) -> tuple[dict[str, Place], int]:

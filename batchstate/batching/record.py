@@ -369,8 +369,6 @@ class BatchRecord(metaclass=BatchType):
     # Helpers
 
     def _check_writes(self, writes: object, operation: str) -> None:
-        if writes == ():
-            return
         if not isinstance(writes, list | tuple) or not all(isinstance(one, TableWrite) for one in writes):
             raise ArgumentError(
                 f"{type(self).__name__}.{operation}: writes are {writes!r}",

@@ -32,6 +32,7 @@ STATES: dict[str, tuple[str, ...]] = {
         "overflow refused",
         "table writes of one table joined",
         "packed and single ways compared",
+        "fewer requests in a graph than before",
     ),
     "slot_pool": (
         "two steps in flight",

@@ -7,6 +7,7 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 from hypothesis.stateful import multiple, rule
 
+from batchstate import invariants
 from batchstate.columns import MirroredColumn
 from batchstate.contracts import Contract
 from batchstate.errors import ArgumentError, ValueOverflowError
@@ -15,7 +16,7 @@ from batchstate.invariants import Code
 from batchstate.mirror import MirroredTensor
 from batchstate.testing.arithmetic import fits, plus
 from batchstate.testing.machine import agree, agree_on
-from batchstate.testing.machines.batch_builder import BATCHES, BatchBuilder
+from batchstate.testing.machines.batch_builder import BATCHES, GRAPH_ROWS, BatchBuilder
 from batchstate.testing.machines.batch_misuse import MISUSES
 from batchstate.testing.machines.batch_model import BOUNDED, COLUMNS, COUNTED, Cell, Decode, Rows, numbers
 from batchstate.testing.misuse import Misuse
@@ -147,6 +148,30 @@ class BatchMachine(BatchBuilder):
         agree_on(new, self.rt.inspect(extras["positions"]), "an array that rode along")
         self.reached("table writes of one table joined", len(writes) > 1)
         self.look(one, side=side)
+
+    @rule(one=BATCHES, slots=st.lists(st.integers(1, 8), max_size=3, unique=True), side=st.booleans())
+    def to_static(self, one: Rows, slots: list[int], side: bool) -> None:
+        """A graph reads the batch where it read the one before, and padding behind it."""
+        self.reached("fewer requests in a graph than before", len(one) < self.graph.num_reqs)
+        new = np.arange(3, dtype=np.int32) + self.requests
+        writes = [self.table.entry(np.array(slots), [0] * len(slots), new[: len(slots)])] if slots else []
+        before = self.rt.counters.snapshot()
+        with self.on(side):
+            one.batch.to_static(self.graph, writes=writes, extras={"positions": new})
+            captured = {name: (self.graph[name], self.captured[name])[1] for name in self.graph}
+        cost = self.rt.counters - before
+        padded = Rows(one.batch, one.rows, one.bounded, GRAPH_ROWS - len(one))
+        for name in COLUMNS:
+            where = f"graph input of {one.batch!r}"
+            device = self.rt.inspect(captured[name])
+            invariants.mirror_equal(padded.side(name, "device"), device, object=where, column=name, operation="replay")
+        agree_on(new, self.rt.inspect(captured["positions"]), "an extra of the graph")
+        on_host = max(sum(length for _, length in rows.sources) for rows in one.batch._device_rows.values())
+        fits_in_one = on_host <= GRAPH_ROWS
+        copies = cost.host_to_device_copies
+        agree(
+            (fits_in_one, 0), (copies == 1, cost.forced_syncs) if fits_in_one else (copies > 2, 0), "copies of a step"
+        )
 
     @rule(target=BATCHES, one=BATCHES, leaves=st.integers(0, 3), n=st.integers(0, 2), first=st.integers(0, 9))
     def step(self, one: Rows, leaves: int, n: int, first: int) -> Rows:

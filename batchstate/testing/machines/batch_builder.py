@@ -11,6 +11,7 @@ from batchstate.columns import MirroredColumn
 from batchstate.indices import Slots
 from batchstate.mirror import MirroredTensor
 from batchstate.pools import SlotPool
+from batchstate.static import StaticBuffers
 from batchstate.testing.machine import Machine
 from batchstate.testing.machines.batch_model import BOUNDED, COLUMNS, Cell, Decode, Row, Rows, numbers
 
@@ -18,6 +19,8 @@ Array = npt.NDArray[Any]
 
 BATCHES = Bundle("batches")
 
+GRAPH_ROWS = 8
+"""Rows of the buffers with fixed addresses: as many as there are slots."""
 _POOL = 7
 """Identity of the pool that the slots of every batch pretend to come from."""
 _KEPT = 6
@@ -35,6 +38,8 @@ class BatchBuilder(Machine):
         self.seen: list[Rows] = []
         self.pool = SlotPool(self.rt, 8)
         self.table = self.pool.table("table", (2,), host=True)
+        self.graph = StaticBuffers(self.rt, Decode, rows=GRAPH_ROWS, extras={"positions": np.zeros(3, np.int32)})
+        self.captured = dict(self.graph)  # what a graph would read from now on
         self.requests = 0
 
     def judge(self) -> None:

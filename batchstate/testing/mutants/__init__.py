@@ -6,6 +6,7 @@ The modules of this package are kinds of bugs; a mutant is one function that rep
 
 from batchstate.testing.mutants import (
     drift,
+    graph_inputs,
     host_memory,
     host_tier,
     leaks,
@@ -36,6 +37,7 @@ GROUPS = {
     module.__name__.rpartition(".")[2]: (module.__doc__ or "").partition("\n")[0]
     for module in (
         drift,
+        graph_inputs,
         sides,
         reuse,
         ownership,

@@ -15,10 +15,9 @@ from batchstate.batching.host_rows import HostRows
 from batchstate.batching.upload import BatchDevice, Extras
 from batchstate.contracts import Contract
 from batchstate.mirror import MirroredTensor
-from batchstate.runtime import Runtime
+from batchstate.runtime import PackedUpload, Runtime
 from batchstate.tables import TableWrite
 from batchstate.testing.mutants.registry import Patch, mutant
-from batchstate.values.device_side import Made
 from batchstate.values.host_arrays import Array
 from batchstate.violations import Code
 
@@ -118,11 +117,11 @@ def upload_takes_older_stack(patch: Patch) -> None:
 def column_narrowed_on_device(patch: Patch) -> None:
     """The device side of an int64 column is int32, where kernels read raw 64-bit words."""
 
-    def from_stack(self: BatchDevice, name: str) -> Made:
-        made: Made = original(self, name)
-        return made._replace(tensor=made.tensor.int()) if made.tensor.dtype is torch.int64 else made
+    def view(self: BatchDevice, name: str, packed: PackedUpload) -> torch.Tensor:
+        made: torch.Tensor = original(self, name, packed)
+        return made.int() if made.dtype is torch.int64 else made
 
-    original = patch(BatchDevice, "_from_stack", from_stack)
+    original = patch(BatchDevice, "_view", view)
 
 
 @mutant(Code.ROW_COUNT, machine="batch", origin="sglang #18647, vllm #49107")
