@@ -21,6 +21,7 @@ from batchstate.batching.device_rows import DeviceRows
 from batchstate.batching.given import read_columns, rows_of
 from batchstate.batching.host_rows import HostRows
 from batchstate.batching.record import BatchRecord
+from batchstate.batching.sending import SendableRecord
 from batchstate.batching.upload import Extras
 from batchstate.columns import MirroredColumn, TensorColumn
 from batchstate.errors import ArgumentError, DeclarationError, DeviceError, DtypeError, ShapeError
@@ -31,7 +32,7 @@ from batchstate.values.integers import across, amounts, check_bound_can_move, sh
 __all__ = ["Batch", "Extras"]
 
 
-class Batch(BatchRecord):
+class Batch(SendableRecord):
     """Base of declared batches. Subclass it to declare columns; never to override what is here.
 
     Attributes:
@@ -83,7 +84,8 @@ class Batch(BatchRecord):
             given.pool or 0,
         )
         batch._check_slots("build")
-        return batch._checked("build")
+        batch._check_made("build")
+        return batch
 
     @classmethod
     def empty(cls, runtime: Runtime) -> Self:
@@ -110,11 +112,12 @@ class Batch(BatchRecord):
         rows = kept_rows(keep, self._begin("filter"), f"{type(self).__name__}.filter")
         device_rows, objects = self._device_rows, self._objects
         return self._with(
+            "filter",
             self._rows.taken(rows),
             device_rows and {name: one.taken(rows) for name, one in device_rows.items()},
             objects and {name: one[rows] for name, one in objects.items()},
             rows.size,
-        )._checked("filter")
+        )
 
     def merge(self, other: Self) -> Self:
         """These requests, then those of `other`. A column exact here and bounded there becomes bounded.
@@ -144,6 +147,7 @@ class Batch(BatchRecord):
         mine, theirs = self._device_rows, other._device_rows
         windows, their_windows = self._open_windows(), other._open_windows()
         batch = self._with(
+            "merge",
             self._rows.merged(other._rows),
             (mine or theirs)
             and {
@@ -158,7 +162,7 @@ class Batch(BatchRecord):
         )
         if other.num_reqs and levels.cheap:
             batch._check_slots("merge")
-        return batch._checked("merge")
+        return batch
 
     def _rows_on_device(self, column: str) -> DeviceRows:
         rows = self._device_rows.get(column)
@@ -184,12 +188,13 @@ class Batch(BatchRecord):
         for start, stop in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
             index = np.arange(start, stop, dtype=np.int64)
             piece = self._with(
+                "split",
                 self._rows.sliced(start, stop),
                 {name: one.taken(index) for name, one in self._device_rows.items()},
                 {name: one[start:stop] for name, one in self._objects.items()},
                 stop - start,
             )
-            pieces.append(piece._checked("split"))
+            pieces.append(piece)
         return pieces
 
     def pad(self, to: SupportsIndex) -> Self:
@@ -208,10 +213,12 @@ class Batch(BatchRecord):
             column = self._columns[name]
             tail = np.repeat(column.pad[None], extra, axis=0) if isinstance(column, TensorColumn) else None
             device_rows[name] = one if tail is None else one.merged(DeviceRows.of(tail, extra))
-        batch = self._with(self._rows.padded(extra), device_rows, self._objects, num_reqs, num_rows=num_reqs + extra)
+        batch = self._with(
+            "pad", self._rows.padded(extra), device_rows, self._objects, num_reqs, num_rows=num_reqs + extra
+        )
         if levels.cheap:
             batch._check_tail("pad")
-        return batch._checked("pad")
+        return batch
 
     # Changing values
 
@@ -230,25 +237,26 @@ class Batch(BatchRecord):
         """
         added = {columns: n} if isinstance(columns, str) else _added(columns, n, f"{type(self).__name__}.advance")
         num_reqs = self._begin("advance")
-        rows = self._rows.copied([name for name in added if isinstance(self._columns.get(name), MirroredColumn)])
+        places = self._layout.places
+        rows = self._rows.copied([name for name in added if name in places])
         device_rows = self._device_rows
         for name, by in added.items():
             what = f"{type(self).__name__}.advance: column {name!r}"
             column = self._tensor_column(name, what)
-            if column.np_dtype.kind not in "iu" or column.unit is not None:
+            if not column.counted:
                 raise DtypeError(
                     f"{what} holds {column.unit or column.np_dtype}",
                     value=column.dtype,
                     remedy="only integers that are no indices are computed; set others with `update` or `evolve`",
                 )
             amount = amounts(by, num_reqs, what)
-            if isinstance(column, MirroredColumn):
+            if name in places:
                 if name in device_rows:
                     check_bound_can_move(column.dtype, amount, what)
-                shift(rows.column(name), across(amount, 1 + len(column.shape)), what)
+                shift(rows.column(name), across(amount, 1 + len(column.shape)) if amount.ndim else amount, what)
             if name in device_rows:
                 device_rows = {**device_rows, name: device_rows[name].shifted(amount)}
-        return self._with(rows, device_rows, self._objects, num_reqs)._checked("advance")
+        return self._changed("advance", rows, device_rows)
 
     def update(self, column: str, rows: object, values: object) -> Self:
         """The same batch with other values in some rows of one mirrored column, on both sides.
@@ -274,9 +282,7 @@ class Batch(BatchRecord):
             raise ShapeError(f"{what}: {list(new.shape)} for {list(shape)}", value=new.shape, remedy="one row each")
         replaced = self._rows.column(column).copy()
         replaced[index] = new
-        return self._with(
-            self._rows.replaced({column: replaced}), self._device_rows, self._objects, self.num_reqs
-        )._checked("update")
+        return self._changed("update", self._rows.replaced({column: replaced}), self._device_rows)
 
     def tighten(self, column: str, bound: object) -> Self:
         """The same batch with lower bounds on the host for one bounded column; nothing happens on the device.
@@ -295,7 +301,7 @@ class Batch(BatchRecord):
         self._tensor_column(column, what)
         lower = self[column].tighten(bound).np.copy()
         rows = self._rows.replaced({column: lower})
-        return self._with(rows, self._device_rows, self._objects, self.num_reqs)._checked("tighten")
+        return self._changed("tighten", rows, self._device_rows)
 
     def evolve(self, /, **columns: object) -> Self:
         """The same requests with other values for some columns, given as to `build`. Raises what `build` raises."""
@@ -304,6 +310,7 @@ class Batch(BatchRecord):
         given = read_columns(self._columns, columns, num_reqs, self.runtime, what)
         device_rows = {name: one for name, one in self._device_rows.items() if name not in given.exact}
         batch = self._with(
+            "evolve",
             self._rows.replaced(given.host),
             device_rows | given.device,
             {**self._objects, **given.objects},
@@ -313,7 +320,7 @@ class Batch(BatchRecord):
         )
         if given.pool is not None:
             batch._check_slots("evolve")
-        return batch._checked("evolve")
+        return batch
 
 
 def _added(columns: Iterable[str] | Mapping[str, object], n: object, what: str) -> Mapping[str, object]:

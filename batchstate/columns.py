@@ -68,6 +68,7 @@ class TensorColumn(Column):
         pad: value of padded rows, as an array of `shape`.
         contract: the weakest contract that the column takes.
         unit: index space of the values.
+        counted: whether it holds integers that can be added to: no indices.
     """
 
     value_type: type[MirroredTensor] = MirroredTensor
@@ -77,6 +78,7 @@ class TensorColumn(Column):
         self.np_dtype = numpy_dtype(dtype)
         self.shape = tuple(count(size, "shape") for size in shape)
         self.contract = contract
+        self.counted = self.np_dtype.kind in "iu" and self.unit is None
         self.pad: Array = np.broadcast_to(
             np.zeros((), self.np_dtype) if pad is None else converted(pad, self.np_dtype, "pad"), self.shape
         )

@@ -1,32 +1,29 @@
 """What a batch is: declared columns, packed rows, and the laws that judge them.
 
-What can be done with one is `batchstate.batch`.
+How one goes to the device is `batchstate.batching.sending`; what else can be done with one is `batchstate.batch`.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn, Self
 
 import numpy as np
-import torch
 
 from batchstate import invariants, levels
 from batchstate.batching.declaration import declared_columns
 from batchstate.batching.device_rows import DeviceRows
 from batchstate.batching.host_rows import GENERATION_SUFFIX, HostRows, Layout
-from batchstate.batching.static import StaticMemory
-from batchstate.batching.upload import BatchDevice, Extras
+from batchstate.batching.upload import BatchDevice
 from batchstate.columns import Column, MirroredColumn, SlotColumn, TensorColumn
 from batchstate.contracts import Contract
 from batchstate.errors import ArgumentError, DeclarationError, DeviceError
 from batchstate.mirror import MirroredTensor
 from batchstate.runtime import Runtime
-from batchstate.tables import TableWrite
 from batchstate.values.device_side import DeviceSide
 from batchstate.values.host_arrays import Array
 from batchstate.values.integers import most
-from batchstate.values.stale import StaleWindow, reasons
+from batchstate.values.stale import StaleWindow
 from batchstate.violations import Code, Where
 
 Windows = Mapping[str, tuple[StaleWindow, ...]]
@@ -204,91 +201,6 @@ class BatchRecord(metaclass=BatchType):
             )
         return tuple(self._objects[column].tolist())
 
-    # To the device
-
-    def on_device(self, *columns: str) -> dict[str, torch.Tensor]:
-        """The device sides of some columns, to be read only, safe on the current stream: what a forward asks for.
-
-        The same tensors as `batch[name].device`, for all columns in one call, which is several times as fast.
-
-        Args:
-            *columns: names of mirrored and device-only columns; all of them by default.
-
-        Raises:
-            DeclarationError: no such column, or one of Python objects.
-            Violation: MIRROR_STALE_READ.
-        """
-        names = columns or self._tensor_columns
-        for name in columns:
-            self._tensor_column(name, f"{type(self).__name__}.on_device: column {name!r}")
-        for name, windows in self._open_windows().items():
-            if name in names:
-                invariants.mirror_stale_read("device", reasons(windows, "device"), **self._where("on_device", name))
-        return self._device.columns(names)
-
-    def upload(self, *, writes: Sequence[TableWrite] = (), extras: Mapping[str, object] | None = None) -> Extras:
-        """Sends the step to the device on the current stream: one copy, then one scatter for each table written.
-
-        All columns ride in the copy, unless this batch was uploaded before. The host does not wait.
-
-        Args:
-            writes: table writes, from `Table.entry` or `Extension.entry`.
-            extras: derived host arrays (positions, `query_start_loc`, ...) by name.
-
-        Returns:
-            the device tensors of `extras`.
-
-        Raises:
-            CaptureError: the stream is being captured.
-            DtypeError: an extra that torch and numpy do not share.
-            Violation: MIRROR_FOREIGN_WRITE, and at `full` those of `check`.
-        """
-        self._check_writes(writes, "upload")
-        self._check_read_columns("upload")
-        first = not self._device.uploaded
-        derived = self._device.upload(writes, extras or {})
-        if first and levels.full:
-            self.check("upload")
-        return derived
-
-    def to_static(
-        self,
-        buffers: StaticMemory,
-        *,
-        writes: Sequence[TableWrite] = (),
-        extras: Mapping[str, object] | None = None,
-    ) -> Extras:
-        """Sends the step to the fixed addresses of `StaticBuffers`, on the current stream, in one copy.
-
-        The batch is padded to the rows of the buffers. What an earlier step left there is overwritten: replay a graph
-        that reads it on the same stream before, or declare it with `buffers.read_until`. The batch's own device side is
-        not made, and stays what it is if it was. The host does not wait.
-
-        Args:
-            buffers: of this batch class, with at least as many rows.
-            writes: as for `upload`.
-            extras: as for `upload`; those that the buffers were made with, of the same dtypes and shapes.
-
-        Returns:
-            the device tensors of `extras`, which are those of the buffers.
-
-        Raises:
-            ArgumentError: no buffers; more rows than they have; other extras than they were made with.
-            ShapeError: an extra of another shape or dtype.
-            DeclarationError, DeviceError: buffers of another batch class, or of another runtime.
-            CaptureError: the stream is being captured: fill the buffers before, or between replays.
-            Violation: MIRROR_FOREIGN_WRITE; at `full` MIRROR_EQUAL, MIRROR_BOUND, TAIL_STALE.
-        """
-        if not isinstance(buffers, StaticMemory):
-            raise ArgumentError(
-                f"{type(self).__name__}.to_static: {type(buffers).__name__} has no fixed addresses",
-                value=buffers,
-                remedy="pass StaticBuffers",
-            )
-        self._check_writes(writes, "to_static")
-        self._check_read_columns("to_static")
-        return buffers.receive(self, writes, extras or {})
-
     # Checks
 
     def check(self, operation: str = "check") -> None:
@@ -313,20 +225,19 @@ class BatchRecord(metaclass=BatchType):
 
     def _check_read_columns(self, operation: str) -> None:
         """Only a column that somebody has read can have been written by somebody."""
-        if levels.cheap:
+        if self._values:
             for value in self._values.values():
                 value.check(operation)
-            written = None if self._crossing is None else self._crossing.written_view()
-            if written is not None:  # `on_device` handed it out, and no value knows of it
-                invariants.mirror_foreign_write("device", 0, 1, **self._where(operation, written))
+        written = None if self._crossing is None else self._crossing.written_view()
+        if written is not None:  # `on_device` handed it out, and no value knows of it
+            invariants.mirror_foreign_write("device", 0, 1, **self._where(operation, written))
 
-    def _checked(self, operation: str) -> Self:
-        if levels.cheap:
-            if levels.full:
-                self.check(operation)
-            else:
-                self._check_rows(operation)
-        return self
+    def _check_made(self, operation: str) -> None:
+        """What every operation asks of its result."""
+        if levels.full:
+            self.check(operation)
+        elif levels.cheap:
+            self._check_rows(operation)
 
     def _check_rows(self, operation: str) -> None:
         agree = self._rows.have(self.num_rows)  # the test of ROW_COUNT, without its report: the law names the column
@@ -347,10 +258,14 @@ class BatchRecord(metaclass=BatchType):
     def _check_slots(self, operation: str) -> None:
         if self._slot_column is None:
             return
-        slots = self._rows.column(self._slot_column)[: self.num_reqs]
+        slots = self._rows.column(self._slot_column)
+        if self.num_reqs != self.num_rows:
+            slots = slots[: self.num_reqs]
         if _positive_and_distinct(slots):
-            for code in _OF_SLOTS:
-                invariants.made[code] += 1
+            made = invariants.made
+            made[_ESCAPED] += 1
+            made[_ALLOCATED] += 1
+            made[_SHARED] += 1
             return
         where = self._where(operation, self._slot_column)
         if slots.min(initial=1) < 1:  # one look decides that neither of the two is broken
@@ -368,16 +283,9 @@ class BatchRecord(metaclass=BatchType):
 
     # Helpers
 
-    def _check_writes(self, writes: object, operation: str) -> None:
-        if not isinstance(writes, list | tuple) or not all(isinstance(one, TableWrite) for one in writes):
-            raise ArgumentError(
-                f"{type(self).__name__}.{operation}: writes are {writes!r}",
-                value=writes,
-                remedy="pass a list of what `Table.entry` or `Extension.entry` returned",
-            )
-
     def _with(
         self,
+        operation: str,
         rows: HostRows,
         device_rows: Mapping[str, DeviceRows],
         objects: Mapping[str, Array],
@@ -387,7 +295,10 @@ class BatchRecord(metaclass=BatchType):
         pool: int | None = None,
         windows: Windows | None = None,
     ) -> Self:
-        return type(self)(
+        """The result of an operation on this batch, judged."""
+        if windows is None:
+            windows = self._open_windows() if self._values or self._windows else _NO_WINDOWS
+        batch = type(self)(
             self.runtime,
             rows,
             device_rows,
@@ -395,12 +306,29 @@ class BatchRecord(metaclass=BatchType):
             num_reqs,
             num_reqs if num_rows is None else num_rows,
             self._pool if pool is None else pool,
-            self._open_windows() if windows is None else windows,
+            windows,
         )
+        if levels.cheap:
+            if levels.full or device_rows or objects or not rows.have(batch.num_rows):
+                batch._check_made(operation)
+            else:  # the test of ROW_COUNT without its report
+                invariants.made[_ROW_COUNT] += 1
+        return batch
+
+    def _changed(self, operation: str, rows: HostRows, device_rows: Mapping[str, DeviceRows]) -> Self:
+        """The result of an operation that moves no row, and has none to count."""
+        windows = self._open_windows() if self._values or self._windows else _NO_WINDOWS
+        batch = type(self)(
+            self.runtime, rows, device_rows, self._objects, self.num_reqs, self.num_rows, self._pool, windows
+        )
+        if levels.full:
+            batch.check(operation)
+        return batch
 
     def _begin(self, operation: str) -> int:
         """What every operation asks first: nobody wrote into what was handed out, and there is no padding."""
-        self._check_read_columns(operation)
+        if levels.cheap and (self._values or self._crossing is not None):
+            self._check_read_columns(operation)
         if self.num_rows != self.num_reqs:
             raise ArgumentError(
                 f"{type(self).__name__}.{operation}: a batch padded from {self.num_reqs} to {self.num_rows} rows",
@@ -443,10 +371,10 @@ def _positive_and_distinct(slots: Array) -> bool:
         uses = np.bincount(slots)
     except ValueError:  # a negative one
         return False
-    return not uses[0] and bool(uses[uses.argmax()] == 1)
+    return uses.item(0) == 0 and uses.item(uses.argmax()) == 1
 
 
 _ROW_COUNT = Code.ROW_COUNT
-_OF_SLOTS = (Code.SENTINEL_ESCAPED, Code.SLOT_ZERO_ALLOCATED, Code.SLOT_SHARED)
+_ESCAPED, _ALLOCATED, _SHARED = Code.SENTINEL_ESCAPED, Code.SLOT_ZERO_ALLOCATED, Code.SLOT_SHARED
 _FEW, _DENSE = 1024, 32
 """Up to so many slots, and so many for each row, a count for each that there may be costs less than a sort."""

@@ -237,7 +237,8 @@ class Runtime(abc.ABC):
             ShapeError: `into` is too small.
         """
         self.check_owner("upload")
-        self._refuse_capture("an upload")
+        if self.capturing:
+            self._refuse_capture("an upload")
         places, nbytes = packed_places(arrays)
         if into is not None and into.numel() < nbytes:
             raise ShapeError(f"upload of {nbytes} bytes into {into.numel()}", value=nbytes, remedy="pass more memory")

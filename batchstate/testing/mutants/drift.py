@@ -147,9 +147,11 @@ def filter_forgets_device_column(patch: Patch) -> None:
 def filter_forgets_objects(patch: Patch) -> None:
     """The requests themselves are not filtered, and sampling sees more of them than there are rows."""
 
-    def with_(self: Batch, rows: HostRows, device_rows: Any, objects: Any, num_reqs: int, **kwargs: Any) -> Batch:
+    def with_(
+        self: Batch, operation: str, rows: HostRows, device_rows: Any, objects: Any, num_reqs: int, **kwargs: Any
+    ) -> Batch:
         kept = self._objects if num_reqs < self.num_reqs else objects
-        batch: Batch = original(self, rows, device_rows, kept, num_reqs, **kwargs)
+        batch: Batch = original(self, operation, rows, device_rows, kept, num_reqs, **kwargs)
         return batch
 
     original = patch(Batch, "_with", with_)
