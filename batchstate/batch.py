@@ -20,14 +20,14 @@ from batchstate import levels
 from batchstate.batching.device_rows import DeviceRows
 from batchstate.batching.given import read_columns, rows_of
 from batchstate.batching.host_rows import HostRows
+from batchstate.batching.moving import Parts, amounts_by_column, merged, shifted, taken
 from batchstate.batching.record import BatchRecord
 from batchstate.batching.sending import SendableRecord
 from batchstate.batching.upload import Extras
 from batchstate.columns import MirroredColumn, TensorColumn
-from batchstate.errors import ArgumentError, DeclarationError, DeviceError, DtypeError, ShapeError
+from batchstate.errors import ArgumentError, DeclarationError, DeviceError, ShapeError
 from batchstate.runtime import Runtime
 from batchstate.values.host_arrays import converted, count, counts, kept_rows
-from batchstate.values.integers import across, amounts, check_bound_can_move, shift
 
 __all__ = ["Batch", "Extras"]
 
@@ -109,15 +109,8 @@ class Batch(SendableRecord):
             RowIndexError: an index outside [0, num_reqs).
             ArgumentError: an index twice, or a padded batch.
         """
-        rows = kept_rows(keep, self._begin("filter"), f"{type(self).__name__}.filter")
-        device_rows, objects = self._device_rows, self._objects
-        return self._with(
-            "filter",
-            self._rows.taken(rows),
-            device_rows and {name: one.taken(rows) for name, one in device_rows.items()},
-            objects and {name: one[rows] for name, one in objects.items()},
-            rows.size,
-        )
+        index = kept_rows(keep, self._begin("filter"), f"{type(self).__name__}.filter")
+        return self._with("filter", *taken(self._parts, index), index.size)
 
     def merge(self, other: Self) -> Self:
         """These requests, then those of `other`. A column exact here and bounded there becomes bounded.
@@ -128,45 +121,77 @@ class Batch(SendableRecord):
             ArgumentError: slots of two pools, or a padded batch.
             Violation: SLOT_SHARED, at `cheap`: a request stands in both.
         """
+        num_reqs = self._begin("merge")
+        self._check_joins(other, num_reqs, "merge")
+        return self._joined("merge", merged(self._parts, other._parts), num_reqs, other)
+
+    def step(
+        self,
+        *,
+        keep: object = None,
+        joining: Self | None = None,
+        advance: str | Iterable[str] | Mapping[str, object] = (),
+        n: object = 1,
+    ) -> Self:
+        """Some requests leave, others join, and counts move on: what a decode step does, as one operation.
+
+        The same as `filter(keep)`, then `merge(joining)`, then `advance(advance, n)`, each of which may be left out: one
+        new batch instead of three, judged once.
+
+        Args:
+            keep: as for `filter`; None keeps all.
+            joining: as for `merge`; None for nobody.
+            advance: as for `advance`; nothing by default.
+            n: as for `advance`: one integer, or one for each request that is in the result.
+
+        Raises:
+            As `filter`, `merge` and `advance`.
+        """
+        what = f"{type(self).__name__}.step"
+        num_reqs = self._begin("step")
+        parts = self._parts
+        if keep is not None:
+            index = kept_rows(keep, num_reqs, what)
+            parts, num_reqs = taken(parts, index), index.size
+        kept = num_reqs
+        if joining is not None:
+            self._check_joins(joining, kept, "step")
+            parts, num_reqs = merged(parts, joining._parts), kept + joining.num_reqs
+        if advance != ():
+            added = amounts_by_column(advance, n, what)
+            parts = shifted(parts, added, self._columns, num_reqs, what, fresh=parts[0] is not self._rows)
+        return self._with("step", *parts, num_reqs) if joining is None else self._joined("step", parts, kept, joining)
+
+    def _check_joins(self, other: Self, num_reqs: int, operation: str) -> None:
         if type(other) is not type(self):
             raise DeclarationError(
-                f"merge of {type(self).__name__} with {type(other).__name__}",
+                f"{operation} of {type(self).__name__} with {type(other).__name__}",
                 value=type(other).__name__,
                 remedy="merge batches of one declaration",
             )
         if other.runtime is not self.runtime:
-            raise DeviceError("merge of batches of two runtimes", value=other, remedy="use one runtime")
-        self._begin("merge")
-        other._begin("merge")
-        if self._pool != other._pool and self.num_reqs and other.num_reqs:
+            raise DeviceError(f"{operation} of batches of two runtimes", value=other, remedy="use one runtime")
+        other._begin(operation)
+        if self._pool != other._pool and num_reqs and other.num_reqs:
             raise ArgumentError(
-                f"merge of slots of pools {self._pool} and {other._pool}",
+                f"{operation} of slots of pools {self._pool} and {other._pool}",
                 value=other._pool,
                 remedy="requests of one batch take their slots from one pool",
             )
-        mine, theirs = self._device_rows, other._device_rows
-        windows, their_windows = self._open_windows(), other._open_windows()
+
+    def _joined(self, operation: str, parts: Parts, num_reqs: int, other: Self) -> Self:
+        """A batch of `num_reqs` requests of this one, then those of `other`."""
+        windows, theirs = self._open_windows(), other._open_windows()
         batch = self._with(
-            "merge",
-            self._rows.merged(other._rows),
-            (mine or theirs)
-            and {
-                name: self._rows_on_device(name).merged(other._rows_on_device(name))
-                for name in (*mine, *(one for one in theirs if one not in mine))
-            },
-            self._objects
-            and {name: np.concatenate((one, other._objects[name])) for name, one in self._objects.items()},
-            self.num_reqs + other.num_reqs,
-            pool=self._pool if self.num_reqs else other._pool,
-            windows={**windows, **their_windows} if their_windows else windows,
+            operation,
+            *parts,
+            num_reqs + other.num_reqs,
+            pool=self._pool if num_reqs else other._pool,
+            windows={**windows, **theirs} if theirs else windows,
         )
         if other.num_reqs and levels.cheap:
-            batch._check_slots("merge")
+            batch._check_slots(operation)
         return batch
-
-    def _rows_on_device(self, column: str) -> DeviceRows:
-        rows = self._device_rows.get(column)
-        return DeviceRows.of(self._rows.column(column), self.num_rows) if rows is None else rows
 
     def split(self, sizes: Sequence[int]) -> list[Self]:
         """Consecutive batches of the given sizes, which sum to the number of requests.
@@ -235,27 +260,10 @@ class Batch(SendableRecord):
             ValueOverflowError: a value would leave the column's dtype.
             ArgumentError: a padded batch, or a column named twice.
         """
-        added = {columns: n} if isinstance(columns, str) else _added(columns, n, f"{type(self).__name__}.advance")
+        what = f"{type(self).__name__}.advance"
+        added = amounts_by_column(columns, n, what)
         num_reqs = self._begin("advance")
-        places = self._layout.places
-        rows = self._rows.copied([name for name in added if name in places])
-        device_rows = self._device_rows
-        for name, by in added.items():
-            what = f"{type(self).__name__}.advance: column {name!r}"
-            column = self._tensor_column(name, what)
-            if not column.counted:
-                raise DtypeError(
-                    f"{what} holds {column.unit or column.np_dtype}",
-                    value=column.dtype,
-                    remedy="only integers that are no indices are computed; set others with `update` or `evolve`",
-                )
-            amount = amounts(by, num_reqs, what)
-            if name in places:
-                if name in device_rows:
-                    check_bound_can_move(column.dtype, amount, what)
-                shift(rows.column(name), across(amount, 1 + len(column.shape)) if amount.ndim else amount, what)
-            if name in device_rows:
-                device_rows = {**device_rows, name: device_rows[name].shifted(amount)}
+        rows, device_rows, _ = shifted(self._parts, added, self._columns, num_reqs, what, fresh=False)
         return self._changed("advance", rows, device_rows)
 
     def update(self, column: str, rows: object, values: object) -> Self:
@@ -321,21 +329,6 @@ class Batch(SendableRecord):
         if given.pool is not None:
             batch._check_slots("evolve")
         return batch
-
-
-def _added(columns: Iterable[str] | Mapping[str, object], n: object, what: str) -> Mapping[str, object]:
-    """What is added to each of several columns; see `Batch.advance`."""
-    if not isinstance(columns, Iterable):
-        raise DeclarationError(f"{what}: {columns!r} names no column", value=columns, remedy="pass column names")
-    if isinstance(columns, Mapping):
-        return columns
-    names = tuple(columns)
-    added = dict.fromkeys(names, n)
-    if len(added) < len(names):
-        raise ArgumentError(
-            f"{what}: a column is named twice in {names}", value=names, remedy="name each column once, and add the sum"
-        )
-    return added
 
 
 # Names that a column must not hide. Known only here, where all of them are.

@@ -14,6 +14,7 @@ from batchstate import invariants, levels
 from batchstate.batching.declaration import declared_columns
 from batchstate.batching.device_rows import DeviceRows
 from batchstate.batching.host_rows import GENERATION_SUFFIX, HostRows, Layout
+from batchstate.batching.moving import Parts
 from batchstate.batching.upload import BatchDevice
 from batchstate.columns import Column, MirroredColumn, SlotColumn, TensorColumn
 from batchstate.contracts import Contract
@@ -182,6 +183,10 @@ class BatchRecord(metaclass=BatchType):
         if self._crossing is None:
             self._crossing = BatchDevice(self.runtime, self._columns, self._rows, self._carried)
         return self._crossing
+
+    @property
+    def _parts(self) -> Parts:
+        return self._rows, self._device_rows, self._objects
 
     @property
     def _device_rows(self) -> Mapping[str, DeviceRows]:

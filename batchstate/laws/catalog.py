@@ -1,6 +1,5 @@
 """The list of laws, and what every law needs to judge and to report."""
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
@@ -14,8 +13,8 @@ Ints = npt.NDArray[np.integer[Any]]
 Array = npt.NDArray[Any]
 F = TypeVar("F", bound=Callable[..., None])
 
-made: Counter[Code] = Counter()
-"""How often each law was asked in this process."""
+made: dict[Code, int] = dict.fromkeys(Code, 0)
+"""How often each law was asked in this process. A plain dict: a `Counter` takes three times as long to count."""
 
 
 @attrs.frozen
