@@ -2,8 +2,8 @@
 
 A request grows (pages are allocated), commits (tokens are written), truncates (speculation was rejected) and is
 released, pages and slot together. Whole pages of a prefix may be shared: each holder has a reference, and nobody writes
-into a page that has two. Bookkeeping is numpy on the host, O(what changes), by the owning thread; nothing here touches
-the device.
+into a page that has two. Pages may also be taken before there is a request; a lease holds them then. Bookkeeping is
+numpy on the host, O(what changes), by the owning thread; nothing here touches the device.
 """
 
 from collections.abc import Callable
@@ -28,6 +28,7 @@ from batchstate.ownership.token_table import check_token_table
 from batchstate.pools import SlotPool
 from batchstate.runtime import Fence, Runtime, check_fence, check_runtime
 from batchstate.tables import Table
+from batchstate.values.host_arrays import count
 from batchstate.values.integers import amounts
 from batchstate.violations import Where
 
@@ -105,6 +106,7 @@ class PagePool:
                 name=name,
                 where=self._where("token_table"),
             )
+        self._take, self._release_lease = f"{name}: take", f"{name}: release a lease"
         self._release_checks: list[Callable[[Ints, str], None]] = []
         self.slots.attach(self._guard)
 
@@ -231,7 +233,7 @@ class PagePool:
         if type(n) is int and n == 1:
             return self._extension(slots, self._books.advance_by_one(rows, "advance"))
         counts = self._per_row(n, rows, "advance")
-        if counts.size and int(counts.min()) < 0:
+        if np.count_nonzero(counts < 0):
             raise ArgumentError(
                 f"{self.name}: advance by {counts.min()}",
                 value=int(counts.min()),
@@ -240,6 +242,31 @@ class PagePool:
         return self._extension(slots, self._books.advance(rows, counts, "advance"))
 
     # Sharing
+
+    def take(self, n: SupportsIndex) -> PageLease:
+        """Takes `n` pages that no slot has yet: for KV that arrives before its request has a slot, or for a cache.
+
+        The lease holds them alone, all `n * page_size` tokens of them; `share` lets slots begin with them, and whoever
+        is left when the lease is released owns them. Costs O(n), whatever the size of the pool.
+
+        Args:
+            n: how many, 0 or more.
+
+        Returns:
+            a lease, to be given back with `release`.
+
+        Raises:
+            PoolExhaustedError: fewer are free. Nothing was taken.
+            ArgumentError, DtypeError: `n` is no count.
+            OwnerThreadError: called from a second thread.
+        """
+        self.runtime.check_owner(self._take)
+        wanted = n if type(n) is int and n >= 0 else count(n, f"{self._take}: n")
+        pages = self._books.references.take(wanted, "take")
+        lease = self._books.leases.make(pages, wanted * self.page_size, self._end_lease)
+        if levels.full:
+            self._guard.verify()
+        return lease
 
     def share(self, source: Slots | PageLease, target: Slots, tokens: SupportsIndex) -> Extension:
         """Lets `target` begin with the first `tokens` tokens of `source`: nothing is copied, pages get further holders.
@@ -273,15 +300,18 @@ class PagePool:
         self._check_after()
         return lease
 
-    def _end_lease(self, lease: PageLease, after: Fence | None) -> None:
-        operation = "release a lease"
-        self.runtime.check_owner(f"{self.name}: {operation}")
-        check_fence(after, f"{self.name}: {operation}")
-        self._books.leases.check_held(lease, **self._where(operation))
-        self._books.references.ask_fences()
-        self._books.references.drop(lease.pages, after, operation)
-        self._books.leases.end(lease)
-        self._check_after()
+    def _end_lease(self, lease: PageLease, pages: Ints, after: Fence | None) -> None:
+        self.runtime.check_owner(self._release_lease)
+        if after is not None:
+            check_fence(after, self._release_lease)
+        books, operation = self._books, "release a lease"
+        if not books.leases.holds(lease):
+            books.leases.check_held(lease, **self._where(operation))
+        books.references.ask_fences()
+        books.references.drop(pages, after, operation)
+        books.leases.end(lease)
+        if levels.full:
+            self._guard.verify()
 
     def _prefix(self, source: Slots | PageLease, tokens: SupportsIndex, operation: str) -> Ints:
         """The pages of the first `tokens` tokens of a slot or lease, checked; a new array."""
@@ -362,7 +392,11 @@ class PagePool:
     def _per_row(self, numbers: object, rows: Ints, operation: str) -> Ints:
         """One number a row, int64[n]."""
         given = amounts(numbers, rows.size, f"{self.name}: {operation}")
-        return np.full(rows.size, given, dtype=np.int64) if given.ndim == 0 else given
+        if given.ndim:
+            return given
+        each = np.empty(rows.size, dtype=np.int64)
+        each[:] = given
+        return each
 
     def _extension(self, owners: Slots, added: Added) -> Extension:
         self._check_after()

@@ -56,6 +56,7 @@ class SlotPool:
         self.name = name
         self._ledger = Ledger(runtime, ordinary, reserve=reserved, label=f"SlotPool {name!r}")
         self._handles = HandleBook(runtime, self._ledger, name=name)
+        self._take, self._free = f"{name}: take", f"{name}: free"
         self._tables: list[Table] = []
         self._companions: list[Companion] = []
 
@@ -110,12 +111,13 @@ class SlotPool:
             OwnerThreadError: called from a second thread.
             Violation: SLOT_ZERO_DIRTY, MIRROR_EQUAL, at `full`: somebody has damaged a table. Nothing was taken.
         """
-        self.runtime.check_owner(f"{self.name}: take")
-        wanted = count(n, f"{self.name}: take: n")
+        self.runtime.check_owner(self._take)
+        wanted = n if type(n) is int and n >= 0 else count(n, f"{self._take}: n")
         self._ledger.check_available(wanted, reserved=reserved)
         for companion in self._companions:
             companion.check_take(wanted)
-        self._check_before("take")
+        if levels.full:
+            self._verify_tables("take")
         rows = self._ledger.take(wanted, "take", reserved=reserved)
         done: list[Companion] = []
         try:
@@ -143,13 +145,17 @@ class SlotPool:
                 Nothing was freed.
             ArgumentError: slots of another pool, or `after` is no fence.
         """
-        self.runtime.check_owner(f"{self.name}: free")
-        check_fence(after, f"{self.name}: free")
-        self.release_rows(self.check_release(slots, "free"), after, "free")
+        self.runtime.check_owner(self._free)
+        if after is not None:
+            check_fence(after, self._free)
+        self._release(self._rows_to_free(slots, "free", None), after, "free")
 
     def release_rows(self, rows: Ints, after: Fence | None, operation: str) -> None:
         """The second half of `free`, for companions: frees what `check_release` has returned."""
         self.runtime.check_owner(f"{self.name}: {operation}")
+        self._release(rows, after, operation)
+
+    def _release(self, rows: Ints, after: Fence | None, operation: str) -> None:
         for companion in self._companions:
             companion.freed(rows, after)
         self._ledger.release(rows, after, operation)
@@ -272,25 +278,21 @@ class SlotPool:
             besides: a companion that releases what the slots own itself and need not be asked.
         """
         self.runtime.check_owner(f"{self.name}: {operation}")
+        return self._rows_to_free(slots, operation, besides)
+
+    def _rows_to_free(self, slots: Slots, operation: str, besides: Companion | None) -> Ints:
         rows = self._handles.rows_to_free(slots, operation)
         for companion in self._companions:
             if companion is not besides:
                 companion.check_free(rows, operation)
-        self._check_before(operation)
+        if levels.full:
+            self._verify_tables(operation)
         return rows
 
     def _table_rows(self) -> int:
         return self.capacity
 
     # Checks
-
-    def _check_before(self, operation: str) -> None:
-        """At `full`: what others can damage is whole, asked before anything changes, so that a refusal changes nothing.
-
-        An operation of the pool does not write its tables, so that asking once is enough.
-        """
-        if levels.full:
-            self._verify_tables(operation)
 
     def _check_after(self, operation: str) -> None:
         if levels.cheap:
@@ -320,6 +322,10 @@ class SlotPool:
             companion.verify()
 
     def _verify_tables(self, operation: str) -> None:
+        """What others can damage is whole. At `full` asked before anything changes: a refusal changes nothing.
+
+        An operation of the pool does not write its tables, so that asking once is enough.
+        """
         for table in self._tables:
             table.check(operation)
 

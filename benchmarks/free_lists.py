@@ -1,4 +1,4 @@
-"""Baselines for pools: three free lists of numbers 1 to size, as engines keep them. None checks what is given back."""
+"""Baselines for pools: free lists of numbers 1 to size, as engines keep them. None checks what is given back."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Protocol, final

@@ -1,5 +1,6 @@
 """Page pools: each token has one place, each page one owner or as many references as holders, and lengths in order."""
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,20 +14,22 @@ from batchstate.errors import (
     ArgumentError,
     DeviceError,
     DtypeError,
+    OwnerThreadError,
     PoolExhaustedError,
     ShapeError,
     ValueOverflowError,
 )
 from batchstate.hybrid import HybridSlotPool
 from batchstate.indices import Slots, Tokens
+from batchstate.ownership.ledger import Ledger
 from batchstate.ownership.page_references import PageReferences
-from batchstate.ownership.page_rows import PageRows, ragged
+from batchstate.ownership.page_rows import PageRows
 from batchstate.pages import PageLease, PagePool
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
 from batchstate.testing.devices import open_device
 from batchstate.violations import Code, Violation
-from tests.doubles import Gate, refused
+from tests.doubles import Gate, in_a_thread, refused
 
 
 @pytest.fixture
@@ -263,6 +266,115 @@ def test_leases_outlive_their_request(slots: SlotPool, pages: PagePool) -> None:
     pages.verify()
 
 
+@pytest.mark.parametrize("level", ["off", "cheap", "full"])
+def test_takes_pages_before_a_request(slots: SlotPool, pages: PagePool, level: str) -> None:
+    """Pages are taken without a slot, a request begins with them, and owns them when the lease is released."""
+    with levels.checks(level):
+        lease = pages.take(3)
+        assert (lease.pages.tolist(), lease.tokens, lease.released) == ([1, 2, 3], 12, False)
+        assert (pages.stats.live, pages.stats.leases, pages.stats.shared) == (3, 1, 0)
+        one = slots.take(1)
+        shared = pages.share(lease, one, 8)
+        assert shared.tokens.np.tolist() == list(range(4, 12))
+        assert pages.stats.shared == 2
+        lease.release()
+        assert (pages.stats.live, pages.stats.leases, pages.stats.shared) == (2, 0, 0)
+        assert pages.advance(one).tokens.np.tolist() == [12]  # nobody else holds the request's pages any more
+        pages.release_requests(one)
+        pages.expect_idle()
+        pages.verify()
+
+
+def test_pages_come_back_behind_a_fence(pages: PagePool) -> None:
+    """Taken pages that are given back behind a fence are free when it is complete, and not before."""
+    lease, gate = pages.take(12), Gate()
+    lease.release(after=gate)
+    assert (pages.stats.pending, pages.stats.free, lease.released) == (12, 0, True)
+    with pytest.raises(PoolExhaustedError, match="pending"):
+        pages.take(1)
+    gate.done = True
+    assert sorted(pages.take(12).pages.tolist()) == list(range(1, 13))
+    pages.verify()
+
+
+def test_too_few_pages_take_none(slots: SlotPool, pages: PagePool) -> None:
+    """A take that finds too few pages takes none of them and leaves no lease."""
+    first = pages.take(8)
+    with pytest.raises(PoolExhaustedError) as caught:
+        pages.take(5)
+    assert (caught.value.requested, caught.value.free, caught.value.pending) == (5, 4, 0)
+    assert (pages.stats.free, pages.stats.leases) == (4, 1)
+    none = pages.take(0)
+    assert (none.pages.size, none.tokens) == (0, 0)
+    none.release()
+    first.release()
+    pages.expect_idle()
+    pages.verify()
+
+
+@pytest.mark.parametrize("level", ["off", "cheap", "full"])
+def test_misused_leases_of_taken_pages_are_refused(rt: Runtime, slots: SlotPool, pages: PagePool, level: str) -> None:
+    """A second release, another pool's lease, half a page and a foreign thread are refused and change nothing."""
+    other = PagePool(rt, slots, 4, 4, max_tokens_per_request=16, name="other")
+    foreign, wrong = other.take(2), 0.5
+    with levels.checks(level):
+        lease = pages.take(2)
+        lease.release()
+        again = pages.take(2)  # the pages are another's by now
+        refused(Code.SLOT_DOUBLE_FREE, lease.release)
+        refused(Code.SLOT_DOUBLE_FREE, copy.copy(again).release)  # another object, which holds nothing
+        with pytest.raises(ArgumentError, match="is no fence"):
+            again.release(after="now")  # type: ignore[arg-type]
+        for given in (lease, foreign):
+            with pytest.raises(ArgumentError, match="does not hold"):
+                pages.share(given, slots.take(1), 4)
+        with pytest.raises(ArgumentError, match="take: n is -1"):
+            pages.take(-1)
+        for bad in (wrong, True):
+            with pytest.raises(DtypeError):
+                pages.take(bad)  # type: ignore[arg-type]
+        for act in (lambda: pages.take(1), again.release):
+            assert isinstance(in_a_thread(act), OwnerThreadError)
+        assert not again.released
+        assert (pages.stats.live, pages.stats.leases, other.stats.live) == (2, 1, 2)
+        pages.verify()
+
+
+def test_pages_are_taken_under_capture(slots: SlotPool, pages: PagePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taking and releasing pages touches the host alone, so that a captured stream does not stand against it."""
+    monkeypatch.setattr(type(pages.runtime), "capturing", property(lambda self: True))
+    lease = pages.take(2)
+    lease.release()
+    assert pages.stats.free == 12
+
+
+@pytest.mark.parametrize("num_pages", [100, 100_000])
+def test_a_turnover_asks_only_its_own_pages(
+    rt: Runtime, slots: SlotPool, num_pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taking and releasing looks at as many pages as are taken, whatever the size of the pool."""
+    pages = PagePool(rt, slots, num_pages, 4, max_tokens_per_request=16)
+    looked: list[int] = []
+    original = Ledger.all_are
+
+    def all_are(self: Ledger, indices: Any, state: bytes) -> bool:
+        looked.append(indices.size)
+        return original(self, indices, state)
+
+    monkeypatch.setattr(Ledger, "all_are", all_are)
+    pages.take(7).release()
+    assert looked == [7, 7]
+
+
+def test_finds_sharing_that_is_not_counted(slots: SlotPool, pages: PagePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool that takes all pages for unshared while one is shared is found before the first holder frees it."""
+    monkeypatch.setattr(PageReferences, "_count_shared", lambda self, more: None)
+    source, target = slots.take(1), slots.take(1)
+    pages.extend(source, 8)
+    pages.share(source, target, 8)
+    refused(Code.PAGE_OWNER, pages.verify)
+
+
 def test_a_leaked_lease_is_found(slots: SlotPool, pages: PagePool) -> None:
     """A lease that nobody released keeps the pool from being idle."""
     source = slots.take(1)
@@ -404,14 +516,6 @@ def test_works_with_hybrid_slots(rt: Runtime) -> None:
     pages.expect_idle()
 
 
-def test_ragged_counts_without_a_loop() -> None:
-    """`ragged` lists starts[i] .. starts[i] + counts[i] - 1 for each i."""
-    owners, numbers = ragged(np.array([5, 0, 7]), np.array([2, 0, 3]))
-    assert owners.tolist() == [0, 0, 2, 2, 2]
-    assert numbers.tolist() == [5, 6, 7, 8, 9]
-    assert ragged(np.empty(0, np.int64), np.empty(0, np.int64))[1].size == 0
-
-
 @pytest.mark.usefixtures("full")
 def test_random_use_keeps_every_law(rt: Runtime) -> None:
     """Any order of operations keeps all laws, judged from scratch after each one, and leaves nothing behind."""
@@ -482,10 +586,12 @@ def test_finds_a_row_that_is_not_cleared(slots: SlotPool, pages: PagePool, monke
 def test_finds_a_reference_that_stays(slots: SlotPool, pages: PagePool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reference that is not taken back leaks the page."""
     monkeypatch.setattr(PageReferences, "_subtract", lambda self, pages, repeated: None)
-    one = slots.take(1)
+    one, other = slots.take(1), slots.take(1)
     pages.extend(one, 8)
+    pages.share(one, other, 8)
     pages.release_requests(one)
     refused(Code.PAGE_OWNER, pages.verify)
+    pages.release_requests(other)
     refused(Code.SLOT_CONSERVATION, pages.expect_idle)
 
 
@@ -635,7 +741,7 @@ def test_finds_a_live_page_that_is_nobodys(slots: SlotPool, pages: PagePool, mon
     """A page without holder and without reference is found while it is still counted as live."""
     one = slots.take(1)
     pages.extend(one, 4)
-    monkeypatch.setattr(PageReferences, "_release", lambda self, pages, after, operation: None)
+    monkeypatch.setattr(Ledger, "release", lambda self, pages, after, operation: None)
     pages.release(one)
     refused(Code.PAGE_OWNER, pages.verify)
 

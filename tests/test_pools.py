@@ -1,5 +1,6 @@
 """Slot pools: nobody gets what is somebody else's, and everything that was taken can be accounted for."""
 
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -368,9 +369,22 @@ def test_repr_counts(rt: Runtime) -> None:
 
 def test_finds_slot_zero_in_the_free_list(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool that counts from 0 is found at its first take of 0."""
-    monkeypatch.setattr(FreeList, "_initial", lambda self, first, last: np.arange(last - 1, first - 2, -1))
+    monkeypatch.setattr(FreeList, "_initial", lambda self, first, last: np.arange(first - 1, last))
     pool = SlotPool(rt, 3)
     refused(Code.SLOT_ZERO_ALLOCATED, lambda: pool.take(1))
+
+
+@pytest.mark.parametrize("operation", ["free", "rows_of"])
+def test_no_number_outside_is_taken_for_a_slot(rt: Runtime, operation: str) -> None:
+    """A handle whose number lies outside is refused, however far, and whatever generation it says."""
+    pool = SlotPool(rt, 3)
+    pool.take(3)
+    given = {"operation": "x"} if operation == "rows_of" else {}
+    far = 4 * pool.capacity
+    for row in (*range(-far, 0), *range(pool.capacity, far), 2**62, -(2**62)):
+        forged = Slots.from_host(rt, [row], generations=[1], pool=pool.identity)
+        refused(Code.SLOT_OUT_OF_RANGE, functools.partial(getattr(pool, operation), forged, **given))
+    assert pool.stats.live == 3
 
 
 def test_finds_a_slot_freed_before_its_fence(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,7 +451,7 @@ def test_finds_a_reserve_that_is_not_returned(rt: Runtime, monkeypatch: pytest.M
     pool = SlotPool(rt, 3, reserve=2)
     pool.take(2)
     with monkeypatch.context() as patch:
-        patch.setattr(Ledger, "_push_reserved", lambda self, indices: self._push_ordinary(indices))
+        patch.setattr(Ledger, "_push_reserved", lambda self, indices: self._push(self._ordinary, indices))
         pool.free(pool.take(1, reserved=True))
         refused(Code.SLOT_OUT_OF_RANGE, lambda: pool.take(1))
         refused(Code.SLOT_OUT_OF_RANGE, pool.verify)

@@ -103,6 +103,7 @@ def spread(starts: Ints, lengths: Ints) -> Ints:
     """All indices of runs, one run after the other, int64[sum of lengths]."""
     if starts.size == 1:
         return np.arange(starts[0], starts[0] + lengths[0], dtype=np.int64)
-    ends = np.cumsum(lengths)
+    ends: Ints = lengths.cumsum()
     total = int(ends[-1]) if ends.size else 0
-    return np.repeat(starts - (ends - lengths), lengths) + np.arange(total, dtype=np.int64)
+    bases: Ints = starts - (ends - lengths)
+    return bases.repeat(lengths) + np.arange(total, dtype=np.int64)

@@ -1,4 +1,7 @@
-"""A stack of free indices: the last one freed is the first one handed out."""
+"""A stack of free indices: the last ones freed are the first ones handed out.
+
+It grows downwards in its memory, so that what is taken or pushed together is one slice, in the order in which it goes.
+"""
 
 from typing import Protocol, final
 
@@ -50,7 +53,8 @@ class FreeList:
 
     def top(self, n: int) -> Ints:
         """The next `n` to be handed out, in that order, as a new array. They stay on the stack."""
-        return self._stack[self.count - n : self.count][::-1].copy()
+        at = self.room - self.count
+        return self._stack[at : at + n].copy()
 
     def drop(self, n: int) -> None:
         """Takes the next `n` off the stack."""
@@ -58,12 +62,13 @@ class FreeList:
 
     def push(self, indices: Ints) -> None:
         """Puts copies of `indices` on the stack so that `top` gives them in the same order."""
-        self._stack[self.count : self.count + indices.size] = indices[::-1]
+        at = self.room - self.count
+        self._stack[at - indices.size : at] = indices
         self.count += indices.size
 
     def entries(self) -> Ints:
         """All free indices, as a new array."""
-        return self._stack[: self.count].copy()
+        return self._stack[self.room - self.count :].copy()
 
     def _initial(self, first: int, last: int) -> Ints:
-        return np.arange(last, first - 1, -1, dtype=np.int64)
+        return np.arange(first, last + 1, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""A reference to the pages of a prefix that no slot needs to keep: what a prefix cache holds."""
+"""References to pages that no slot needs to keep: what a prefix cache holds, and what is taken before a request is."""
 
 from collections.abc import Callable
 from typing import Unpack, final
@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchstate import invariants
+from batchstate.ownership.table_write import read_only
 from batchstate.runtime import Fence
 from batchstate.violations import Where
 
@@ -17,21 +18,27 @@ Ints = npt.NDArray[np.int64]
 @final
 @attrs.define(eq=False)
 class PageLease:
-    """The first `tokens` tokens of a request, kept after it. Made by `PagePool.hold`; give it back with `release`.
+    """Pages that no slot has to have: the first `tokens` tokens of a request, kept after it, or pages taken before one.
+
+    Made by `PagePool.hold` and `PagePool.take`; give it back with `release`.
 
     Attributes:
-        pages: int64[tokens / page_size], read-only, in the order of the request.
         tokens: how many tokens; whole pages.
         released: whether it was given back.
     """
 
-    pages: Ints
+    _pages: Ints
     tokens: int
-    _release: "Callable[[PageLease, Fence | None], None]"
+    _release: "Callable[[PageLease, Ints, Fence | None], None]"
     released: bool = attrs.field(default=False, init=False)
 
     def __repr__(self) -> str:
-        return f"PageLease({self.tokens} tokens, {self.pages.size} pages{', released' if self.released else ''})"
+        return f"PageLease({self.tokens} tokens, {self._pages.size} pages{', released' if self.released else ''})"
+
+    @property
+    def pages(self) -> Ints:
+        """int64[tokens / page_size], in the order of their tokens; a read-only view."""
+        return read_only(self._pages)
 
     def release(self, *, after: Fence | None = None) -> None:
         """Gives the references back, at once or when `after` is complete.
@@ -39,7 +46,7 @@ class PageLease:
         Raises:
             Violation: SLOT_DOUBLE_FREE: it was given back before.
         """
-        self._release(self, after)
+        self._release(self, self._pages, after)
 
 
 @final
@@ -55,15 +62,14 @@ class Leases:
     def __len__(self) -> int:
         return len(self._held)
 
-    def make(self, pages: Ints, tokens: int, release: "Callable[[PageLease, Fence | None], None]") -> PageLease:
-        """A new lease; takes over `pages` and makes them read-only."""
-        pages.flags.writeable = False
+    def make(self, pages: Ints, tokens: int, release: "Callable[[PageLease, Ints, Fence | None], None]") -> PageLease:
+        """A new lease; takes over `pages`."""
         lease = PageLease(pages, tokens, release)
         self._held[id(lease)] = lease
         return lease
 
     def end(self, lease: PageLease) -> None:
-        """Forgets a lease."""
+        """Forgets a lease that is released."""
         del self._held[id(lease)]
         lease.released = True
 

@@ -11,7 +11,10 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
+from batchstate.ownership.extent_list import spread
+
 Ints = npt.NDArray[np.int64]
+ONE = np.array(1)
 
 
 @final
@@ -35,18 +38,20 @@ class PageRows:
         self.num_pages = np.zeros(capacity, dtype=np.int64)
         self.committed = np.zeros(capacity, dtype=np.int64)
         self._flat = self.table.reshape(-1)
+        # As arrays: numpy takes as long to convert one number as to add 100 of them.
+        self._size, self._rounding, self._width = np.array(page_size), np.array(page_size - 1), np.array(self.width)
 
     def __repr__(self) -> str:
         return f"PageRows({len(self.table)} rows of {self.width} pages of {self.page_size})"
 
     def pages_needed(self, lengths: Ints) -> Ints:
         """Pages that hold `lengths` tokens, int64[n]."""
-        return -(-lengths // self.page_size)
+        needed: Ints = (lengths + self._rounding) // self._size
+        return needed
 
     def pages_at(self, rows: Ints, columns: Ints) -> Ints:
         """The page at each place, int64[n]; 0 beyond the last page of a row."""
-        pages: Ints = self._flat[rows * self.width + columns].astype(np.int64)
-        return pages
+        return self._flat[self._places(rows, columns)].astype(np.int64)
 
     def prefix(self, row: int, n: int) -> Ints:
         """The first `n` pages of one row, int64[n], a new array."""
@@ -54,21 +59,49 @@ class PageRows:
 
     def tokens_at(self, rows: Ints, positions: Ints) -> Ints:
         """The token that holds each position of a request, int64[n]."""
-        columns = positions // self.page_size
-        return self.pages_at(rows, columns) * self.page_size + (positions - columns * self.page_size)
+        columns = positions // self._size
+        return self.tokens_on(self.pages_at(rows, columns), columns, positions)
+
+    def next_places(self, rows: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """Where the next token of each row goes: its position, column, and place in the table; and the page there."""
+        positions = self.committed[rows]
+        columns = positions // self._size
+        places = self._places(rows, columns)
+        return positions, columns, places, self._flat[places].astype(np.int64)
+
+    def tokens_on(self, pages: Ints, columns: Ints, positions: Ints) -> Ints:
+        """The tokens of positions that lie in these columns, on these pages."""
+        tokens: Ints = (pages - columns) * self._size + positions
+        return tokens
+
+    def _places(self, rows: Ints, columns: Ints) -> Ints:
+        places: Ints = rows * self._width + columns
+        return places
 
     def append(self, rows: Ints, counts: Ints, pages: Ints) -> None:
         """Gives each row `counts` further pages; `pages` are those of all rows in turn."""
         have = self.num_pages[rows]
-        owners, columns = ragged(have, counts)
-        self._put(rows[owners] * self.width + columns, pages)
+        if rows.size == 1:
+            at = int(rows[0]) * self.width + int(have[0])
+            self._put(slice(at, at + pages.size), pages)
+        else:
+            self._put(spread(self._places(rows, have), counts), pages)
         self.num_pages[rows] = have + counts
+
+    def append_at(self, places: Ints, rows: Ints, pages: Ints) -> None:
+        """Gives each row one further page; `places` are those behind their last ones."""
+        self._put(places, pages)
+        self.num_pages[rows] += ONE
 
     def cut(self, rows: Ints, keep: Ints) -> Ints:
         """Takes all but the first `keep` pages from each row, and returns them, int64[k]."""
         counts = self.num_pages[rows] - keep
-        owners, columns = ragged(keep, counts)
-        places = rows[owners] * self.width + columns
+        places: Ints | slice
+        if rows.size == 1:
+            at = int(rows[0]) * self.width + int(keep[0])
+            places = slice(at, at + int(counts[0]))
+        else:
+            places = spread(self._places(rows, keep), counts)
         pages: Ints = self._flat[places].astype(np.int64)
         self._clear(places)
         self.num_pages[rows] = keep
@@ -84,24 +117,9 @@ class PageRows:
         counted[0] = 0
         return counted
 
-    def _put(self, places: Ints, pages: Ints) -> None:
-        self._flat[places] = pages
+    def _put(self, places: Ints | slice, pages: Ints) -> None:
+        self._flat[places] = pages.astype(np.int32)  # apart from the scatter, which would convert one by one
 
-    def _clear(self, places: Ints) -> None:
+    def _clear(self, places: Ints | slice) -> None:
         # An entry left behind would name a page that is somebody else's by the time the row is used again.
         self._flat[places] = 0
-
-
-def ragged(starts: Ints, counts: Ints) -> tuple[Ints, Ints]:
-    """For each i the numbers starts[i] .. starts[i] + counts[i] - 1, in turn, without a loop.
-
-    Returns:
-        the i that each number belongs to, and the numbers; both int64[counts.sum()].
-    """
-    if counts.size == 1:  # one request, as admission and retraction have it
-        count, start = int(counts[0]), int(starts[0])
-        return np.zeros(count, dtype=np.int64), np.arange(start, start + count, dtype=np.int64)
-    ends = np.cumsum(counts)
-    total = int(ends[-1]) if ends.size else 0
-    owners = np.repeat(np.arange(counts.size, dtype=np.int64), counts)
-    return owners, np.arange(total, dtype=np.int64) - (ends - counts - starts)[owners]

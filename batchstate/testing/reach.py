@@ -50,6 +50,7 @@ STATES: dict[str, tuple[str, ...]] = {
         "two steps in flight",
         "a page held by three",
         "a prefix shared from a lease",
+        "begun on pages taken before",
         "a write into a shared page refused",
         "a request too long refused",
         "allocated first and committed later",

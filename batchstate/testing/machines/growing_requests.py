@@ -18,6 +18,7 @@ from batchstate.testing.machines.page_model import PageModel
 from batchstate.testing.snapshots import snapshot_pages, snapshot_slots
 
 HAS_REQUESTS = precondition(lambda self: bool(self.held))
+EXHAUSTED = {True: "exhausted while pending would suffice", False: "exhausted for good"}
 
 
 class GrowingRequests(Machine):
@@ -147,7 +148,7 @@ class GrowingRequests(Machine):
                 call()
         elif lacks > free:
             waits = lacks <= free + pending
-            self.reached("exhausted while pending would suffice" if waits else "exhausted for good")
+            self.reached(EXHAUSTED[waits])
             with self.refused(PoolExhaustedError):
                 call()
         else:

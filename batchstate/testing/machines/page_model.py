@@ -18,10 +18,11 @@ from batchstate.testing.machine import DisagreementError, agree
 @final
 @attrs.define(eq=False)
 class Holding:
-    """Pages in order, and the stamps of the committed tokens on them."""
+    """Pages in order, and the stamps of the committed tokens on them; whether they were taken without a request."""
 
     pages: list[int] = attrs.field(factory=list)
     stamps: list[int] = attrs.field(factory=list)
+    taken: bool = False
 
 
 @final
@@ -77,6 +78,20 @@ class PageModel:
         agree(holding.pages, row[: len(holding.pages)], f"older pages of slot {slot}")
         self.ledger.take(row[len(holding.pages) :])
         holding.pages = row
+
+    def take(self, lease: PageLease) -> None:
+        """Pages were taken without a request, and KV arrives on all of them.
+
+        Raises:
+            DisagreementError: one of them was not free.
+        """
+        holding = Holding(lease.pages.tolist(), taken=True)
+        self.ledger.take(holding.pages)
+        for position in range(lease.tokens):
+            self.written += 1
+            self.memory[self.token(holding, position)] = self.written
+            holding.stamps.append(self.written)
+        self.leases.append((lease, holding))
 
     def wrote(self, slots: list[int], lengths: list[int], extension: Extension) -> None:
         """Stamps the tokens of an extension, and checks that each lies where the page table says.

@@ -3,12 +3,13 @@
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
+from batchstate.errors import PoolExhaustedError
 from batchstate.indices import Slots
 from batchstate.invariants import Code
 from batchstate.pages import PageLease, PagePool
 from batchstate.testing.fences import ManualFence
 from batchstate.testing.machine import agree
-from batchstate.testing.machines.growing_requests import HAS_REQUESTS, GrowingRequests
+from batchstate.testing.machines.growing_requests import EXHAUSTED, HAS_REQUESTS, GrowingRequests
 from batchstate.testing.machines.page_model import Holding
 from batchstate.testing.machines.page_pool_misuse import MISUSES
 from batchstate.testing.misuse import Misuse
@@ -20,6 +21,17 @@ class PagePoolMachine(GrowingRequests):
     NAME = "page_pool"
 
     # Sharing
+
+    @rule(n=st.integers(0, 3))
+    def take_pages(self, n: int) -> None:
+        """KV arrives on pages that no request has yet; if too few are free, nothing is taken."""
+        stats = self.pages.stats
+        if n > stats.free:
+            self.reached(EXHAUSTED[n <= stats.free + stats.pending])
+            with self.refused(PoolExhaustedError):
+                self.pages.take(n)
+            return
+        self.model.take(self.pages.take(n))
 
     @HAS_REQUESTS
     @rule(data=st.data(), pages=st.integers(0, 3), n=st.integers(1, 2))
@@ -35,7 +47,8 @@ class PagePoolMachine(GrowingRequests):
         lease, holding = data.draw(st.sampled_from(self.model.leases), label="lease")
         if not self.slots.stats.free and self.held:
             self._finish([list(self.held)[-1]], None)
-        self.reached("a prefix shared from a lease", self._share(lease, holding, 9, n) > 0)
+        shared = self._share(lease, holding, 9, n) > 0
+        self.reached("begun on pages taken before" if holding.taken else "a prefix shared from a lease", shared)
 
     def _share(self, source: Slots | PageLease, holding: Holding, pages: int, n: int) -> int:
         tokens = min(pages, len(holding.stamps) // self.pages.page_size) * self.pages.page_size

@@ -28,6 +28,8 @@ MISUSES: tuple[Misuse[It], ...] = (
     Misuse("advance beyond int64", (Code.LENGTH_ORDER,), lambda it: it[0].advance(it[1], 2**63 - 1)),
     Misuse("truncate to more", (Code.LENGTH_ORDER,), lambda it: it[0].truncate(it[1], it[0].committed(it[1]) + 1)),
     Misuse("truncate to -1", (Code.LENGTH_ORDER,), lambda it: it[0].truncate(it[1], -1)),
+    Misuse("take -1 pages", (ArgumentError,), lambda it: it[0].take(-1)),
+    Misuse("take half a page", (DtypeError,), lambda it: it[0].take(0.5)),  # type: ignore[arg-type]
     Misuse("hold half a page", (Code.PAGE_ALIGNMENT,), lambda it: it[0].hold(it[1], 1), _pages_of_two),
     Misuse(
         "hold what is not committed",

@@ -29,7 +29,7 @@ def reserve_becomes_ordinary(patch: Patch) -> None:
 
     def push_reserved(self: Ledger, indices: Ints) -> None:
         if indices.size:
-            self._push_ordinary(indices)
+            self._push(self._ordinary, indices)
 
     patch(Ledger, "_push_reserved", push_reserved)
 

@@ -1,10 +1,13 @@
 """A KV page with fewer, more or other owners than the books say, or found elsewhere than they say."""
 
+from typing import Any
+
 import numpy as np
 
 from batchstate.indices import Slots
 from batchstate.ownership.extension import Extension
 from batchstate.ownership.fence_queue import Ints
+from batchstate.ownership.page_lease import Leases
 from batchstate.ownership.page_references import PageReferences
 from batchstate.ownership.page_rows import PageRows
 from batchstate.pages import PageLease, PagePool
@@ -24,6 +27,25 @@ def reference_not_dropped(patch: Patch) -> None:
 def sharer_not_counted(patch: Patch) -> None:
     """A second request maps the pages of a prefix and adds no reference to them."""
     patch(PageReferences, "_add", lambda self, pages, times: None)
+
+
+@mutant(Code.PAGE_OWNER, machine="page_pool", origin="sglang #35501")
+def sharing_not_noticed(patch: Patch) -> None:
+    """The pool takes all pages for unshared while some are, and the first holder that leaves would free them."""
+    patch(PageReferences, "_count_shared", lambda self, more: None)
+
+
+@mutant(Code.PAGE_OWNER, machine="page_pool", origin="sglang #21652, sglang #35360")
+def taken_without_a_holder(patch: Patch) -> None:
+    """Pages are taken for KV that is to arrive and nobody holds them: if it does not come, they never come back."""
+
+    def make(self: Leases, pages: Ints, tokens: int, release: Any) -> PageLease:
+        lease: PageLease = original(self, pages, tokens, release)
+        if pages.size:
+            del self._held[id(lease)]
+        return lease
+
+    original = patch(Leases, "make", make)
 
 
 @mutant(Code.PAGE_OWNER, Code.SLOT_DOUBLE_FREE, machine="page_pool", origin="sglang #35501, sglang #24527")

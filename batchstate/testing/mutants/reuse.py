@@ -29,14 +29,14 @@ def fence_queue_pops_all(patch: Patch) -> None:
 def pending_handed_out(patch: Patch) -> None:
     """Admission counts pending rows as free and hands them out, and the next request overwrites them in flight."""
 
-    def next_free(self: Ledger, ordinary: int, reserved: int) -> Ints:
+    def take(self: Ledger, n: int, operation: str, *, reserved: bool = False) -> Ints:
         waiting = self._waiting.indices()
-        if ordinary and not reserved and waiting.size >= ordinary:
-            return waiting[:ordinary]
-        indices: Ints = original(self, ordinary, reserved)
+        if n and not reserved and waiting.size >= n:
+            self._ordinary.push(waiting[:n])
+        indices: Ints = original(self, n, operation, reserved=reserved)
         return indices
 
-    original = patch(Ledger, "_next_free", next_free)
+    original = patch(Ledger, "take", take)
 
 
 @mutant(Code.SLOT_STALE_HANDLE, machine="slot_pool", origin="sglang #34876")

@@ -85,5 +85,5 @@ def filter_plans_with_old_side(patch: Patch) -> None:
 )
 def deferred_free_keeps_view(patch: Patch) -> None:
     """The free list hands out views of itself, and a deferred free keeps one: it frees what was written there since."""
-    patch(FreeList, "top", lambda self, n: self._stack[self.count - n : self.count][::-1])
+    patch(FreeList, "top", lambda self, n: self._stack[self.room - self.count :][:n])
     patch(FenceQueue, "_own", lambda self, indices: indices)

@@ -1,0 +1,60 @@
+"""vLLM's `BlockPool` against `PagePool`. Its prefix cache is off: nothing is hashed, and nothing is evicted."""
+
+from typing import Any, ClassVar, final
+
+import attrs
+import torch
+
+from batchstate.levels import Level
+from batchstate.runtime import Runtime
+from benchmarks.comparisons import Absent, Comparison, require_equal
+from benchmarks.free_lists import shuffled
+from benchmarks.peers.installed import named, or_absent, peer, theirs
+from benchmarks.pools import PAGE_SIZE, TAKE, all_numbers, pages_against_lists
+from benchmarks.timing import Contender
+
+
+@final
+class BlockPool:
+    """Block objects in a linked list, block 0 left out."""
+
+    name: ClassVar[str] = "BlockPool, prefix cache off"
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        module = peer("vllm", "vllm.v1.core.block_pool")
+        with theirs("BlockPool"):
+            self._pool: Any = module.BlockPool(size + 1, enable_caching=False, hash_block_size=PAGE_SIZE)
+
+    def take(self, n: int) -> Any:
+        return self._pool.get_new_blocks(n)
+
+    def free(self, taken: Any) -> None:
+        self._pool.free_blocks(taken)
+
+    def numbers(self, taken: Any) -> list[int]:
+        return [block.block_id for block in taken]
+
+
+def pages_against_block_pool(runtime: Runtime, *, size: int = 65_536, n: int = 2_048) -> Comparison | Absent:
+    """Pages against blocks: of these is asked what is asked against a linked list that is written by hand."""
+    name = named("vLLM", "vllm", BlockPool.name)
+
+    def make() -> Comparison:
+        blocks = BlockPool(size, runtime.device)
+        shuffled(blocks, size)
+        ours = pages_against_lists(runtime, size=size, n=n)
+
+        def verify() -> None:
+            ours.verify()
+            numbers = all_numbers(blocks.take, blocks.free, blocks.numbers, size, n)
+            require_equal("numbers of the block pool", list(range(1, size + 1)), numbers)
+
+        return attrs.evolve(
+            ours,
+            baselines=[Contender(name, lambda: blocks.free(blocks.take(n)))],
+            verify=verify,
+            asks={(way, name): asked for (way, _), asked in ours.asks.items()},
+        )
+
+    task = f"take and return {n:,} of {size:,} pages"
+    return or_absent(task, f"PagePool {TAKE}, checks {Level.CHEAP.value}", name, make)
