@@ -134,7 +134,7 @@ def serve(
         except Violation as violation:
             broken = str(violation)
         seconds = time.perf_counter() - start
-    asked = made - laws
+    asked = {code: asked - laws[code] for code, asked in made.items()}
     cost = runtime.counters - before
     mismatches = 0 if broken else _mismatches(engine, model, requests)
     steps = max(engine.steps, 1)
