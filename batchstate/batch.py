@@ -135,8 +135,8 @@ class Batch(SendableRecord):
     ) -> Self:
         """Some requests leave, others join, and counts move on: what a decode step does, as one operation.
 
-        The same as `filter(keep)`, then `merge(joining)`, then `advance(advance, n)`, each of which may be left out: one
-        new batch instead of three, judged once.
+        The same as `filter(keep)`, then `merge(joining)`, then `advance(advance, n)`, each of which may be left out:
+        one new batch instead of three, judged once.
 
         Args:
             keep: as for `filter`; None keeps all.

@@ -89,6 +89,8 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
             **_columns(self._fixed.memory, batch, places, self.rows),
             **{name: view_at(self._fixed.memory, place) for name, place in by_name.items()},
         }
+        self._columns_alone = self._fixed.memory[:used]
+        self._with_riders = self._fixed.memory[: self._packed]
         self.receive(batch.empty(runtime), (), self._extras)
 
     def __repr__(self) -> str:
@@ -116,39 +118,47 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         """What `Batch.to_static` does."""
         given = self._checked(batch, extras)
         padded = batch if batch.num_rows == self.rows else batch.pad(self.rows)
-        joined = joined_writes(self.runtime, writes)
-        arrays = [*padded._rows.in_lanes(ALIGNMENT), *given.values()]
-        num_fixed, first_extra = len(arrays), len(arrays) - len(given)
-        needs = append_needs(arrays, padded._device_rows, self._batch.columns())
-        first_write = len(arrays)
+        device_rows = padded._device_rows
+        joined = joined_writes(self.runtime, writes) if writes else []
+        fixed = padded._rows.in_lanes(ALIGNMENT)
+        first_extra = len(fixed)
+        fixed += given.values()
+        riders: list[Array] = []
+        needs = append_needs(riders, device_rows, self._batch._columns)
+        first_write = len(riders)
         for write in joined:
-            arrays += (write.index, write.values)
-        for rows in padded._device_rows.values():
+            riders += (write.index, write.values)
+        for rows in device_rows.values():
             rows.check_sources(self.runtime)  # before anything is written
         self._fixed.await_readers()
-        crossed, rest, skipped = self._copied(arrays, num_fixed)
-        for name, rows in padded._device_rows.items():
-            made = rows.gathered(self.runtime, [rest.view(place - skipped) for place in needs[name]])
+        crossed, rode, skipped = self._copied(fixed, riders)
+        for name, rows in device_rows.items():
+            made = rows.gathered(self.runtime, [rode.view(skipped + place) for place in needs[name]])
             source = self.runtime.acquire(made.tensor, made.stream, made.ready, handed=made.handed)
             target = self._views[name].data  # our own writes are none from outside
             self.runtime.launch(copy_into, target, source, reads=(source,), writes=(target,), name=f"static: {name}")
         self._fixed.note_write()
-        for place, write in enumerate(joined):
-            at = first_write - skipped + 2 * place
-            write.table.apply(write, rest.view(at), rest.view(at + 1))
+        for i, write in enumerate(joined):
+            at = skipped + first_write + 2 * i
+            write.table.apply(write, rode.view(at), rode.view(at + 1))
         self.num_reqs = batch.num_reqs
         if levels.full and not self.runtime.checks_stand_aside():
             self._check(padded, given)
-        places = {name: first_extra + i for i, name in enumerate(given)}
-        return Extras(self.runtime, crossed, places, dict(extras))
+        return Extras(self.runtime, crossed, {name: first_extra + i for i, name in enumerate(given)}, dict(extras))
 
-    def _copied(self, arrays: list[Array], num_fixed: int) -> tuple[PackedUpload, PackedUpload, int]:
-        """The copy to the fixed places; the one in which all behind `num_fixed` is; and how many are not in that."""
-        memory = self._fixed.memory[: self._packed]
-        if packed_places(arrays)[1] <= self._packed:
-            packed = self.runtime.upload(arrays, into=memory)
-            return packed, packed, 0
-        return self.runtime.upload(arrays[:num_fixed], into=memory), self.runtime.upload(arrays[num_fixed:]), num_fixed
+    def _copied(self, fixed: list[Array], riders: list[Array]) -> tuple[PackedUpload, PackedUpload, int]:
+        """The copy to the fixed places, the copy in which the riders are, and how many arrays stand there before them.
+
+        That is one copy and the same, if there is room.
+        """
+        upload = self.runtime.upload
+        if not riders:
+            packed = upload(fixed, into=self._columns_alone)
+            return packed, packed, len(fixed)
+        if packed_places([*fixed, *riders])[1] <= self._packed:
+            packed = upload([*fixed, *riders], into=self._with_riders)
+            return packed, packed, len(fixed)
+        return upload(fixed, into=self._columns_alone), upload(riders), 0
 
     def _checked(self, batch: Batch, extras: Mapping[str, object]) -> dict[str, Array]:
         what = f"{type(batch).__name__}.to_static"

@@ -1,5 +1,6 @@
 """One decode step of batch state: some requests leave, others join, all advance, the device hears of it."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, final
 
@@ -13,6 +14,7 @@ from batchstate.columns import TensorColumn, mirrored, slot_column
 from batchstate.indices import Slots
 from batchstate.levels import Level
 from batchstate.runtime import Runtime
+from batchstate.static import StaticBuffers
 from benchmarks.comparisons import Asked, Comparison, require_equal
 from benchmarks.persistent_buffers import MakePair, PersistentBuffers, PinnedPair
 from benchmarks.staged_slots import StagedSlots
@@ -90,14 +92,29 @@ class Scene:
 
     def packed_step(self) -> Decode:
         """The step as this library does it, up to the copy."""
+        batch = self.running.step(keep=self.keep, joining=self.joining, advance="seq_lens")
+        batch.upload()
+        return batch
+
+    def packed_operations(self) -> Decode:
+        """The same in three operations, for engines that do them in different places."""
         batch = self.running.filter(self.keep).merge(self.joining).advance("seq_lens", 1)
         batch.upload()
         return batch
 
-    def packed_step_read(self) -> list[torch.Tensor]:
-        """The same, and somebody reads the device side of each column."""
-        batch = self.packed_step()
-        return [batch[name].device for name in batch.columns()]
+    def packed_step_read(self) -> dict[str, torch.Tensor]:
+        """The step, and the forward asks for the device side of each column."""
+        return self.packed_step().on_device()
+
+    def static_step(self, buffers: StaticBuffers) -> StaticBuffers:
+        """The step at the fixed addresses of a graph, whose tensors are there already."""
+        self.running.step(keep=self.keep, joining=self.joining, advance="seq_lens").to_static(buffers)
+        return buffers
+
+    def buffers(self) -> StaticBuffers:
+        """Fixed addresses of as many rows as the step has."""
+        rows = int(np.count_nonzero(self.keep)) + len(self.joining)
+        return StaticBuffers(self.runtime, type(self.running), rows=rows)
 
     def packed_contenders(self) -> list[Contender]:
         """The step as this library does it, at two levels of checks."""
@@ -127,6 +144,11 @@ class Scene:
             MismatchError: one is not.
         """
         ours = self.packed_step()
+        same = [("three operations", self.packed_operations().on_device()), ("read at once", self.packed_step_read())]
+        same.append(("static buffers", dict(self.static_step(self.buffers()))))
+        for way, sides in same:
+            for name in ours.columns():
+                require_equal(f"device side of {name}: {way}", ours[name].device.cpu(), sides[name].cpu())
         for other in others:
             host, device = other.after_one_step()
             every = np.arange(len(host["slots"]))
@@ -180,7 +202,9 @@ def against_twins(runtime: Runtime, *, num_columns: int, rows: int = 256, churn:
     twins = [scene.twins(kind) for kind in (TENSORS, ARRAYS)]
     ways: Sequence[tuple[str, Callable[[], object]]] = (
         ("packed", scene.packed_step),
+        ("packed, in three operations", scene.packed_operations),
         ("packed, each device side read", scene.packed_step_read),
+        ("packed, to fixed addresses", functools.partial(scene.static_step, scene.buffers())),
     )
     return Comparison(
         task=f"decode step, {num_columns} columns, {rows} rows",

@@ -169,10 +169,11 @@ class BatchRecord(metaclass=BatchType):
 
     def _open_windows(self) -> Windows:
         """Column -> its stale windows that are open: batches derived now inherit them."""
-        if not self._values and not self._windows:
+        declared = [(name, one) for name, one in self._values.items() if one._windows]
+        if not declared and not self._windows:
             return _NO_WINDOWS
         found = dict(self._windows)
-        for name, value in self._values.items():
+        for name, value in declared:
             if value.open_windows:
                 found[name] = value.open_windows
         return found or _NO_WINDOWS
@@ -229,13 +230,13 @@ class BatchRecord(metaclass=BatchType):
             value.check(operation)
 
     def _check_read_columns(self, operation: str) -> None:
-        """Only a column that somebody has read can have been written by somebody."""
-        if self._values:
-            for value in self._values.values():
-                value.check(operation)
-        written = None if self._crossing is None else self._crossing.written_view()
-        if written is not None:  # `on_device` handed it out, and no value knows of it
-            invariants.mirror_foreign_write("device", 0, 1, **self._where(operation, written))
+        """Only what was handed out to be written can have been written: device sides, and host sides as tensors."""
+        for value in [one for one in self._values.values() if one._host_tensor is not None]:
+            value.check(operation)
+        written = None if self._crossing is None else self._crossing.written()
+        if written is not None:
+            name, before, now = written
+            invariants.mirror_foreign_write("device", before, now, **self._where(operation, name))
 
     def _check_made(self, operation: str) -> None:
         """What every operation asks of its result."""
@@ -302,7 +303,7 @@ class BatchRecord(metaclass=BatchType):
     ) -> Self:
         """The result of an operation on this batch, judged."""
         if windows is None:
-            windows = self._open_windows() if self._values or self._windows else _NO_WINDOWS
+            windows = self._open_windows()
         batch = type(self)(
             self.runtime,
             rows,
@@ -322,7 +323,7 @@ class BatchRecord(metaclass=BatchType):
 
     def _changed(self, operation: str, rows: HostRows, device_rows: Mapping[str, DeviceRows]) -> Self:
         """The result of an operation that moves no row, and has none to count."""
-        windows = self._open_windows() if self._values or self._windows else _NO_WINDOWS
+        windows = self._open_windows()
         batch = type(self)(
             self.runtime, rows, device_rows, self._objects, self.num_reqs, self.num_rows, self._pool, windows
         )

@@ -12,7 +12,7 @@ from batchstate.batching.device_rows import MOST_SOURCES, DeviceRows
 from batchstate.batching.host_rows import HostRows
 from batchstate.columns import Column, TensorColumn
 from batchstate.errors import ArgumentError, DeviceError
-from batchstate.runtime import PackedUpload, Runtime, torch_dtype
+from batchstate.runtime import PackedUpload, Runtime
 from batchstate.runtime.packed import ALIGNMENT
 from batchstate.tables import TableWrite
 from batchstate.values.device_side import DeviceSide, Made, version_mark
@@ -68,7 +68,7 @@ class BatchDevice:
         device_rows: columns of which the host side is no copy. Once gathered, a column's rows are what was gathered.
     """
 
-    __slots__ = ("_columns", "_lanes", "_needs", "_packed", "_runtime", "_views", "device_rows", "rows")
+    __slots__ = ("_columns", "_handed_out", "_lanes", "_marks", "_needs", "_packed", "_runtime", "device_rows", "rows")
 
     def __init__(
         self, runtime: Runtime, columns: Mapping[str, Column], rows: HostRows, device_rows: Mapping[str, DeviceRows]
@@ -80,7 +80,8 @@ class BatchDevice:
         self._packed: PackedUpload | None = None
         self._needs: dict[str, range] = {}
         self._lanes: dict[tuple[int, np.dtype[np.generic]], tuple[torch.Tensor, ...]] = {}
-        self._views: dict[str, torch.Tensor] = {}
+        self._handed_out: dict[str, torch.Tensor] = {}
+        self._marks: list[tuple[str, torch.Tensor, int]] = []
 
     @property
     def uploaded(self) -> bool:
@@ -159,31 +160,37 @@ class BatchDevice:
                 sides[name] = self._runtime.acquire(made.tensor, made.stream, made.ready, handed=made.handed)
         return sides
 
-    def written_view(self) -> str | None:
-        """A column into whose view somebody has written, by torch's count of writes in place, or None."""
-        for name, view in self._views.items():
-            if version_mark(view):  # a view's own count starts at 0; in inference mode there is none
-                return name
+    def written(self) -> tuple[str, int, int] | None:
+        """A column into which somebody has written, and torch's count of writes in place before and now; or None."""
+        for name, handed_out, before in self._marks:
+            now = handed_out._version
+            if now != before:
+                return name, before, now
         return None
+
+    def _hand_out(self, name: str, tensor: torch.Tensor) -> None:
+        self._handed_out[name] = tensor
+        mark = version_mark(tensor)
+        if mark is not None:
+            self._marks.append((name, tensor, mark))
 
     def _view(self, name: str, packed: PackedUpload) -> torch.Tensor:
         """A column as a view of the copy; no launch. Made once: what one reader writes, the other's check finds."""
-        view = self._views.get(name)
-        if view is not None:
-            return view
+        known = self._handed_out.get(name)
+        if known is not None:
+            return known
         place = self.rows.layout.places[name]
         if place.lane is None:
             view = packed.view(place.array)
         else:
             kind = place.array, place.dtype
             lanes = self._lanes.get(kind)
-            if lanes is None:  # all at once: a view of each costs several times as much
+            if lanes is None:
                 num_rows = self.rows.stacks[place.array].shape[1]  # behind the rows lies alignment
-                stack = packed.view(place.array)[:, :num_rows]
-                lanes = self._lanes[kind] = stack.view(torch_dtype(place.dtype)).unbind(0)
+                lanes = self._lanes[kind] = packed.lanes(place.array, place.dtype, num_rows)
             # `.data` counts writes in place of its own: a write then names its column.
             view = lanes[place.lane].data
-        self._views[name] = view
+        self._hand_out(name, view)
         return view
 
     def _gathered(self, name: str, rows: DeviceRows) -> Made:
@@ -196,6 +203,7 @@ class BatchDevice:
             crossed = [self._runtime.acquire_part(packed, place) for place in places]
         made = rows.gathered(self._runtime, crossed)
         self._needs.pop(name, None)
+        self._hand_out(name, made.tensor)
         # The column, and batches derived from here on, start from what was gathered, not from where it came from.
         self.device_rows = {**self.device_rows, name: DeviceRows.of(DeviceSide(None, made), len(rows))}
         return made

@@ -35,7 +35,7 @@ class CpuRuntime(Runtime):
         # By numpy: torch copies from 32 KiB on with all its threads, which then wait for each other and for more work.
         # On a busy machine that makes a copy of microseconds one of milliseconds. The tensor aliases the copy alone.
         if into is not None:
-            target = into[:nbytes]
+            target = into if into.numel() == nbytes else into[:nbytes]
             target.numpy()[...] = block.bytes[:nbytes]
             return target
         if not nbytes:

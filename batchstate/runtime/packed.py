@@ -1,6 +1,5 @@
 """Several host arrays that crossed to the device in one copy."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -40,9 +39,17 @@ def packed_places(arrays: Sequence[npt.NDArray[Any]]) -> tuple[list[Place], int]
 def view_at(buffer: torch.Tensor, place: Place) -> torch.Tensor:
     """What lies at `place` of uint8[nbytes]."""
     start, dtype, shape = place
+    return _strided(buffer.view(torch_dtype(dtype)), start // dtype.itemsize, shape)
+
+
+def _strided(typed: torch.Tensor, first: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """`shape` from element `first` on, in one call instead of a slice and a view."""
+    strides, size = [1] * len(shape), 1
+    for axis in range(len(shape) - 1, -1, -1):
+        strides[axis] = size
+        size *= shape[axis]
     # `.data` counts writes in place of its own: a write into one array is none into its neighbours.
-    flat = buffer.data[start : start + math.prod(shape) * dtype.itemsize].view(torch_dtype(dtype))
-    return flat.view(shape)
+    return typed.as_strided(shape, strides, typed.storage_offset() + first).data
 
 
 @final
@@ -63,6 +70,7 @@ class PackedUpload:
     _places: list[Place]
     handed: set[object] = attrs.field(factory=set, init=False)
     _views: dict[int, torch.Tensor] = attrs.field(factory=dict, init=False)
+    _typed: "dict[np.dtype[Any], torch.Tensor]" = attrs.field(factory=dict, init=False)
 
     def __repr__(self) -> str:
         return f"PackedUpload({len(self._places)} arrays in {self.buffer.numel()} bytes)"
@@ -71,5 +79,22 @@ class PackedUpload:
         """The device side of array `index`, with its dtype and shape."""
         view = self._views.get(index)
         if view is None:
-            view = self._views[index] = view_at(self.buffer, self._places[index])
+            start, dtype, shape = self._places[index]
+            view = self._views[index] = _strided(self._typed_as(dtype), start // dtype.itemsize, shape)
         return view
+
+    def lanes(self, index: int, dtype: np.dtype[Any], num_rows: int) -> tuple[torch.Tensor, ...]:
+        """The lanes of array `index` [k, n] as `dtype`, of the same width, each without what is behind `num_rows`.
+
+        All in one call: a view of each costs several times as much. A write into one is a write into all.
+        """
+        start, _, (num_lanes, pitch) = self._places[index]
+        typed = self._typed_as(dtype)
+        first = typed.storage_offset() + start // dtype.itemsize
+        return typed.as_strided((num_lanes, num_rows), (pitch, 1), first).unbind(0)
+
+    def _typed_as(self, dtype: np.dtype[Any]) -> torch.Tensor:
+        typed = self._typed.get(dtype)
+        if typed is None:
+            typed = self._typed[dtype] = self.buffer.view(torch_dtype(dtype))
+        return typed
