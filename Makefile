@@ -26,7 +26,7 @@ PIP := $(VENVPY) -m pip --disable-pip-version-check --quiet install --constraint
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo disaggregated traffic test lint format types docs pytest fuzz bench wheel pins clean
+.PHONY: help setup demo disaggregated traffic test lint format types docs pytest fuzz bench gpu wheel pins clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -81,6 +81,9 @@ fuzz: $(READY)  ## look for a batch history that breaks an invariant
 
 bench: $(READY)  ## measure what the operations and the checks cost
 	@$(PY) -m benchmarks $(ON_DEVICE) $(ARGS)
+
+gpu: $(READY)  ## what only a GPU can show, in eight minutes; ARGS='--json FILE' keeps every figure
+	@$(PY) -m benchmarks.gpu $(ON_DEVICE) $(ARGS)
 
 wheel: $(READY)  ## sdist and wheel in dist/
 	$(PY) -m build --no-isolation --outdir dist

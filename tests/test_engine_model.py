@@ -1,6 +1,8 @@
-"""The engine example's model: paged attention, random weights and the reference answers, with transformers."""
+"""The engine example's models: paged attention, random weights and the reference answers."""
 
 import random
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -10,15 +12,12 @@ import torch
 
 from batchstate.runtime import Runtime
 from batchstate.testing import no_hidden_sync
-
-pytest.importorskip("transformers")
-
 from examples.engine.attention import IMPLEMENTATION, PagedView
 from examples.engine.model import Family, Model
 from examples.engine.reference import generate
 from tests.engine_cases import one_thread
 
-FAMILIES: list[Family] = ["llama", "qwen3"]
+FAMILIES: list[Family] = ["llama", "qwen3", "plain"]
 CAPACITY = 1024
 PADDING = 16  # rows of page 0
 
@@ -33,7 +32,22 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(params=FAMILIES)
 def model(request: pytest.FixtureRequest, device: str) -> Model:
     """A random float64 model of each family."""
-    return Model.random(request.param, device=device)
+    return random_model(request.param, device)
+
+
+@pytest.fixture(params=["llama", "qwen3"])
+def of_transformers(request: pytest.FixtureRequest, device: str) -> Model:
+    """A random float64 model of each family of transformers."""
+    return random_model(request.param, device)
+
+
+def random_model(
+    family: Family, device: torch.device | str, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> Model:
+    """A random model; all but the plain one need transformers."""
+    if family != "plain":
+        pytest.importorskip("transformers")
+    return Model.random(family, device=device, dtype=dtype, seed=seed)
 
 
 def some_prompts(count: int, *, longest: int = 40, seed: int = 0) -> list[list[int]]:
@@ -102,8 +116,8 @@ class Requests:
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_paged_attention_answers_as_transformers_does(rt: Runtime, model: Model, chunk: int) -> None:
-    """Prompts in any chunks beside decodes, over scattered KV, give exactly the tokens of transformers' `generate`."""
+def test_paged_attention_answers_as_the_reference_does(rt: Runtime, model: Model, chunk: int) -> None:
+    """Prompts in any chunks beside decodes, over scattered KV, give exactly the tokens of the reference."""
     prompts = some_prompts(8)
     expected = generate(model, prompts, [12] * len(prompts), eos_token_ids=())
     assert Requests(rt, model, prompts, room=12).answers(12, chunk=chunk) == expected
@@ -149,7 +163,7 @@ def test_other_dtypes_come_close(rt: Runtime, family: Family, dtype: torch.dtype
     """Logits of float32 and bfloat16 models are those of the float64 model, but for rounding."""
     logits = []
     for one in (torch.float64, dtype):
-        model = Model.random(family, device=rt.device, dtype=one)
+        model = random_model(family, rt.device, one)
         requests = Requests(rt, model, some_prompts(4), room=1)
         requests.step([len(tokens) - 1 for tokens in requests.tokens])
         logits.append(requests.step([1] * 4))
@@ -179,8 +193,9 @@ def test_reference_cuts_answers(model: Model) -> None:
     assert seen == [(2, 5), (4, 5), (5, 5)]
 
 
-def test_reference_restores_the_model(model: Model) -> None:
+def test_reference_restores_the_model(of_transformers: Model) -> None:
     """After `generate`, also one that fails, the model has its own attention and its own settings again."""
+    model = of_transformers
     settings = model.lm.generation_config
     with pytest.raises(IndexError):
         generate(model, [[model.vocab_size]], [1], eos_token_ids=())
@@ -209,17 +224,19 @@ def test_random_models_wander(model: Model) -> None:
     assert repeats > 32
 
 
-def test_random_models_depend_on_the_seed_alone(device: str) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_models_depend_on_the_seed_alone(device: str, family: Family) -> None:
     """The same seed draws the same weights, another draws others, and torch's own generator is not touched."""
     state = torch.get_rng_state()
-    first, again, other = (Model.random("llama", device=device, seed=seed).lm.lm_head.weight for seed in (3, 3, 4))
+    first, again, other = (random_model(family, device, seed=seed).lm.lm_head.weight for seed in (3, 3, 4))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_checkpoints_load(model: Model, device: str, tmp_path: Path) -> None:
+def test_checkpoints_load(of_transformers: Model, device: str, tmp_path: Path) -> None:
     """A saved checkpoint loads from its folder, with its EOS tokens, and answers as before."""
+    model = of_transformers
     model.lm.generation_config.eos_token_id = [5, 9]
     model.lm.save_pretrained(str(tmp_path))
     loaded = Model.load(str(tmp_path), device=device, dtype=torch.float64)
@@ -227,3 +244,23 @@ def test_checkpoints_load(model: Model, device: str, tmp_path: Path) -> None:
     assert loaded.lm.config._attn_implementation == IMPLEMENTATION
     prompts = some_prompts(3)
     assert generate(loaded, prompts, [8] * 3, eos_token_ids=()) == generate(model, prompts, [8] * 3, eos_token_ids=())
+
+
+def test_a_plain_model_sees_order_and_past(device: str) -> None:
+    """Its answer depends on where a token stands and on the first of many: no bag of words, and no last word alone."""
+    model = random_model("plain", device)
+    prompts = [[1, 2, 3, 4, 5, 6], [2, 1, 3, 4, 5, 6], [9, 2, 3, 4, 5, 6]]
+    answers = generate(model, prompts, [8] * 3, eos_token_ids=())
+    assert len({tuple(answer) for answer in answers}) == 3
+
+
+def test_the_engine_runs_without_transformers(device: str) -> None:
+    """Where they are not installed, the command serves the plain model, and every token is the reference's."""
+    program = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "from examples.engine.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-W", "error", "-c", program, "--requests", "6", "--scale", "16", "--device", device]
+    done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "6 requests of plain" in done.stdout

@@ -2,13 +2,13 @@
 
 It serves a causal language model of transformers over paged KV memory, overlapped or not, with chunked prefill,
 speculation by prompt lookup, retraction, aborts and requests that arrive prebuilt, and its greedy tokens are those of
-`model.generate`. Read it in this order:
+`model.generate`. Without transformers it serves a plain model of torch's. Read it in this order:
 
     request     what a client asked for; admission: what is asked of it at the door
     batch       the columns of the running requests, and a step on its way
     scheduler   the host's part: who runs, and how many tokens each puts in
     forward     the device's part: inputs, model, publish, stash, prefetch
     engine      the loop that ties both, one step ahead or not
-    attention, model, drafting   what runs on the device
+    attention, model, plain, drafting   what runs on the device
     reference, serving           the comparison with transformers, and `python -m examples.engine`
 """

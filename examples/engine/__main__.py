@@ -1,6 +1,7 @@
 """`python -m examples.engine`: serve requests with a real model, and compare every token with transformers' own."""
 
 import argparse
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -141,7 +142,12 @@ def _parser() -> argparse.ArgumentParser:
         default=0.1,
         help="share that comes with its KV (default: 0.1)",
     )
-    parser.add_argument("--family", choices=("llama", "qwen3"), default="llama", help="of the random model")
+    parser.add_argument(
+        "--family",
+        choices=("llama", "qwen3", "plain"),
+        default="llama" if importlib.util.find_spec("transformers") else "plain",
+        help="of the random model; plain needs no transformers (default: %(default)s)",
+    )
     parser.add_argument(
         "--model", metavar="PATH", type=_checkpoint, help="a checkpoint folder (default: random weights)"
     )

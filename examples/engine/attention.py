@@ -1,4 +1,4 @@
-"""Attention over paged KV, in plain torch, for the models of transformers.
+"""Attention over paged KV, in plain torch, for the models of transformers and the plain one.
 
 Each request's keys and values lie in rows of one KV memory, in any order; a table says which row holds which position.
 Guarantees: a query sees exactly the positions of its own request up to its own position, rows beyond a request's length
@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
 
 IMPLEMENTATION = "batchstate_paged"
 """Name of this attention in a transformers config."""
@@ -181,6 +180,3 @@ def paged_attention(
         )  # dtype[num_reqs, num_heads, query_len, head_dim]
         output[run.tokens] = attended.transpose(1, 2).flatten(0, 1)
     return output[None], None
-
-
-AttentionInterface.register(IMPLEMENTATION, paged_attention)

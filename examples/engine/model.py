@@ -1,4 +1,4 @@
-"""A causal language model of transformers that keeps its keys and values in pages.
+"""A causal language model that keeps its keys and values in pages: one of transformers, or a plain one of torch alone.
 
 Guarantees: `forward` never waits for the device, reads and writes no KV but the rows that the view names, and leaves
 ordinary tensors behind (no inference tensors: what is kept of them has a version). Weights never change.
@@ -8,20 +8,21 @@ from typing import Any, Literal, final
 
 import attrs
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from examples.engine.attention import IMPLEMENTATION, KVMemory, PagedKV, PagedView
+from examples.engine.attention import IMPLEMENTATION, KVMemory, PagedKV, PagedView, paged_attention
+from examples.engine.plain import PlainConfig, PlainLM
 
-Family = Literal["llama", "qwen3"]
+Family = Literal["llama", "qwen3", "plain"]
+"""Kinds of random models: two of transformers, and `plain`, which needs torch alone."""
 
 
 @final
 @attrs.define(eq=False)
 class Model:
-    """A transformers model that keeps its keys and values in memory that it is given.
+    """A language model that keeps its keys and values in memory that it is given.
 
     Attributes:
-        lm: the model; its config's attention implementation is this package's, except inside `reference.generate`.
+        lm: of transformers, with this package's attention except inside `reference.generate`; or a `PlainLM`.
         eos_token_ids: tokens that end an answer; none for random models.
     """
 
@@ -34,7 +35,11 @@ class Model:
             # It would depend on the longest request of the batch, and ask the device for that in every forward.
             raise ValueError(f"rope type {rope!r} is not supported here; use a model with another one")
         self.lm.eval().requires_grad_(False)
-        self.lm.set_attn_implementation(IMPLEMENTATION)
+        if not isinstance(self.lm, PlainLM):
+            from transformers import AttentionInterface
+
+            AttentionInterface.register(IMPLEMENTATION, paged_attention)
+            self.lm.set_attn_implementation(IMPLEMENTATION)
 
     @classmethod
     def random(
@@ -50,29 +55,19 @@ class Model:
 
         Its greedy answers wander, and now and then repeat themselves, as real ones do.
         """
-        config = AutoConfig.for_model(
-            family,
-            vocab_size=vocab_size,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            max_position_embeddings=4096,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
-        )
-        with torch.random.fork_rng(devices=[]):  # it draws weights that are drawn again below
-            lm = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        with torch.random.fork_rng(devices=[]):  # making one draws weights that are drawn again below
+            if family == "plain":
+                lm: Any = PlainLM(PlainConfig(vocab_size=vocab_size), dtype=dtype)
+            else:
+                lm = _of_transformers(family, vocab_size, dtype)
         _draw_weights(lm, torch.Generator().manual_seed(seed))
         return cls(lm.to(device))
 
     @classmethod
     def load(cls, path: str, *, device: torch.device | str, dtype: torch.dtype) -> "Model":
         """The checkpoint in the folder `path`. Nothing is downloaded."""
+        from transformers import AutoModelForCausalLM
+
         lm = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
         eos = lm.generation_config.eos_token_id
         return cls(lm.to(device), () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos))
@@ -127,6 +122,27 @@ class Model:
         ).last_hidden_state[0]  # dtype[num_tokens, hidden_size]
         logits: torch.Tensor = self.lm.lm_head(hidden[logits_indices])
         return logits
+
+
+def _of_transformers(family: str, vocab_size: int, dtype: torch.dtype) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def _draw_weights(lm: torch.nn.Module, generator: torch.Generator) -> None:

@@ -1,7 +1,8 @@
 """Greedy answers by transformers alone: its own attention, its own cache, its own loop. What the engine has to equal.
 
 Guarantees: nothing of this engine takes part, the model's settings are afterwards what they were before, and a
-checkpoint's own sampling settings have no say. Batches are padded on the left, which in float64 changes no token.
+checkpoint's own sampling settings have no say. Batches are padded on the left, which in float64 changes no token. A
+plain model answers by itself: each token from the whole sequence, by torch's own attention.
 """
 
 import contextlib
@@ -9,9 +10,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
 from examples.engine.model import Model
+from examples.engine.plain import PlainLM
 
 
 def generate(
@@ -48,8 +49,8 @@ def generate(
     with _plain(model.lm):
         for start in range(0, len(order), batch_size):
             batch = order[start : start + batch_size]
-            longest = max(max_new_tokens[index] for index in batch)
-            tokens = _generate_batch(model, [prompts[index] for index in batch], longest, eos_token_ids)
+            limits = [max_new_tokens[index] for index in batch]
+            tokens = _generate_batch(model, [prompts[index] for index in batch], limits, eos_token_ids)
             for index, row in zip(batch, tokens, strict=True):
                 answers[index] = _cut(row[: max_new_tokens[index]], eos_token_ids)
             if progress is not None:
@@ -58,15 +59,19 @@ def generate(
 
 
 def _generate_batch(
-    model: Model, prompts: list[Sequence[int]], max_new_tokens: int, eos_token_ids: Collection[int]
+    model: Model, prompts: list[Sequence[int]], limits: list[int], eos_token_ids: Collection[int]
 ) -> list[list[int]]:
-    """What follows each prompt, and padding behind those that ended before the others."""
+    """What follows each prompt, at least to its limit, and padding behind those that ended before the others."""
+    if isinstance(model.lm, PlainLM):
+        return [model.lm.generate(prompt, limit) for prompt, limit in zip(prompts, limits, strict=True)]
+    from transformers import GenerationConfig
+
     width = max(map(len, prompts))
     input_ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
     greedy = GenerationConfig(
         do_sample=False,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=max(limits),
         eos_token_id=sorted(eos_token_ids) or None,
         pad_token_id=0,  # any token: it stands where the mask is zero, or behind an answer's end
     )
@@ -86,6 +91,11 @@ def _cut(tokens: list[int], eos_token_ids: Collection[int]) -> list[int]:
 @contextlib.contextmanager
 def _plain(lm: Any) -> Iterator[None]:
     """The model with an attention of transformers, and without the checkpoint's own generation settings."""
+    if isinstance(lm, PlainLM):
+        yield
+        return
+    from transformers import GenerationConfig
+
     attention, settings = lm.config._attn_implementation, lm.generation_config
     lm.set_attn_implementation("sdpa")
     lm.generation_config = GenerationConfig()

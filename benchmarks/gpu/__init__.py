@@ -1,0 +1,13 @@
+"""What only a GPU can show, in one command: `python -m benchmarks.gpu --json FILE`, or `make gpu`.
+
+It needs torch, numpy, attrs, hypothesis and pytest, and nothing else. Every stage runs in a process of its own, so that
+one that fails, hangs or breaks the device leaves the others their say; what was found is written after each.
+
+    outcome     ok, failed or not run, and the figures
+    registry    which stages there are, and how long each may take
+    child       one stage in this process: `python -m benchmarks.gpu.child NAME`
+    runner      all of them, each in a child
+    report      the table that the command prints
+    page        a page for `docs/measurements/` out of the file
+    stages/     one file a stage
+"""

@@ -1,0 +1,1 @@
+"""One file a stage: `run(setting, notes)` notes what it finds."""

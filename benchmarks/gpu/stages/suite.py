@@ -1,0 +1,133 @@
+"""The tests on the device, those that a device can change, in a few processes side by side."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from benchmarks.gpu.outcome import Notes, Setting
+from benchmarks.gpu.runner import LAST_WORDS, ROOT
+
+FILES = (
+    "machines",
+    "engine",
+    "future_map",
+    "batch",
+    "overlap_machine",
+    "forward_inputs",
+    "pools",
+    "engine_steps",
+    "hisparse",
+    "traffic",
+    "pages",
+    "engine_model",
+    "mirror",
+    "twins",
+    "engine_misuse",
+    "tables",
+    "forward_plan",
+    "hybrid",
+    "step_cost",
+    "static",
+    "runtime",
+    "download",
+    "accelerator",
+    "sync_guard",
+    "mapped",
+    "host_tokens",
+    "tighten",
+    "relay_misuse",
+    "levels",
+    "strategies",
+)
+"""Test files of what a device can change, without `test_`, long ones first. The others are named in the figures."""
+QUICK = ("step_cost",)
+FIRST_FAILURES = 20
+"""Of so many the message is kept."""
+END = 15.0
+"""Seconds before the stage's own end at which the tests are interrupted, so that what they found is still told."""
+HANGS = 100
+"""Seconds after which a test is taken to hang: pytest then prints where each thread stands."""
+
+
+def run(setting: Setting, notes: Notes) -> None:
+    """Runs the files, dealt out to processes, and reads their reports."""
+    files = [f"tests/test_{name}.py" for name in (QUICK if setting.quick else FILES)]
+    there = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").glob("test_*.py"))
+    notes.figures["left out"] = [file for file in there if file not in files]
+    missing = [file for file in files if file not in there]
+    notes.require(not missing, f"no such test files: {missing}")
+    workers = min(len(files), 4, max(1, len(os.sched_getaffinity(0)) // 3))
+    notes.figures["processes"] = workers
+    shares = [[file for file in files[i::workers] if file not in missing] for i in range(workers)]
+    with tempfile.TemporaryDirectory() as folder:
+        reports = [Path(folder, f"{i}.xml") for i in range(workers)]
+        endings = _run(shares, reports, setting)
+        for share, ending in zip(shares, endings, strict=True):
+            notes.require(ending in ("0", "1"), f"pytest of {len(share)} files ended with {ending}")
+        _read(notes, [report for report in reports if report.exists()])
+
+
+def _run(shares: Sequence[Sequence[str]], reports: Sequence[Path], setting: Setting) -> list[str]:
+    """How each process ended: pytest's exit code, or that its time was up."""
+    end = time.monotonic() + setting.seconds - END
+    options = ["-q", "-p", "no:cacheprovider", "-o", f"faulthandler_timeout={HANGS}", "--device", setting.device]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "pytest", *options, f"--junitxml={report}", *share],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+        )
+        for share, report in zip(shares, reports, strict=True)
+    ]
+    endings = []
+    for process in processes:
+        try:
+            endings.append(str(process.wait(max(end - time.monotonic(), 0.1))))
+        except subprocess.TimeoutExpired:
+            endings.append(_interrupted(process))
+    return endings
+
+
+def _interrupted(process: subprocess.Popen[bytes]) -> str:
+    """Lets pytest write its report, if it still can."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(END / 3)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    return "an interruption, since its time was up"
+
+
+def _read(notes: Notes, reports: Sequence[Path]) -> None:
+    totals = {"tests": 0, "failures": 0, "errors": 0, "skipped": 0}
+    failed: list[dict[str, Any]] = []
+    skipped: dict[str, int] = {}
+    for report in reports:
+        root = ElementTree.parse(report).getroot()
+        for suite in root.iter("testsuite"):
+            for name in totals:
+                totals[name] += int(suite.get(name, 0))
+        for case in root.iter("testcase"):
+            for kind in ("failure", "error"):
+                for found in case.findall(kind):
+                    text = (found.get("message") or "") + "\n" + (found.text or "")
+                    failed.append({"test": f"{case.get('classname')}::{case.get('name')}", "said": text[-LAST_WORDS:]})
+            for found in case.findall("skipped"):
+                why = found.get("message") or ""
+                skipped[why] = skipped.get(why, 0) + 1
+    notes.figures |= totals
+    notes.figures["why skipped"] = skipped
+    notes.figures["failed"] = [one["test"] for one in failed]
+    notes.figures["first failures"] = failed[:FIRST_FAILURES]
+    passed = totals["tests"] - totals["failures"] - totals["errors"] - totals["skipped"]
+    notes.figures["passed"] = passed
+    notes.require(passed > 0, "no test passed")
+    notes.require(not failed, f"{len(failed)} tests failed: {', '.join(one['test'] for one in failed[:5])}")
