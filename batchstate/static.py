@@ -13,6 +13,7 @@ import torch
 from batchstate import invariants, levels
 from batchstate.batch import Batch
 from batchstate.batching.host_rows import HostRows
+from batchstate.batching.static import StaticMemory
 from batchstate.batching.upload import Extras, append_needs, joined_writes
 from batchstate.columns import MirroredColumn, TensorColumn
 from batchstate.contracts import Contract
@@ -30,7 +31,7 @@ _A_WRITE = 16
 
 
 @final
-class StaticBuffers(Mapping[str, torch.Tensor]):
+class StaticBuffers(StaticMemory, Mapping[str, torch.Tensor]):
     """Memory for the columns of a batch class, and for extras, at one number of rows: name -> device tensor.
 
     At first all rows are padding. After `batch.to_static(buffers)` a graph that was captured over its tensors reads

@@ -1,6 +1,6 @@
 """A comparison: our ways and the ways of others to do one work, shown to be equal and then timed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import attrs
@@ -16,6 +16,26 @@ class MismatchError(Exception):
 
 @final
 @attrs.frozen
+class Asked:
+    """What is asked of a ratio.
+
+    Attributes:
+        target: the least that it may be, or None.
+        limit: the most that it may be, or None.
+    """
+
+    target: float | None = None
+    limit: float | None = None
+
+    def met_by(self, ratio: float) -> bool | None:
+        """Whether a ratio is as asked, or None where nothing is asked."""
+        if self.target is None and self.limit is None:
+            return None
+        return (self.target is None or ratio >= self.target) and (self.limit is None or ratio <= self.limit)
+
+
+@final
+@attrs.frozen
 class Comparison:
     """One work.
 
@@ -24,7 +44,10 @@ class Comparison:
         ours: our ways, such as one at each level of checks.
         baselines: the ways of others.
         verify: shows that all ways give equal results.
-        target: the ratio that is asked for, or None.
+        target, limit: what is asked of the ratio, or None; of every pair that is not in `asks`.
+        asks: what is asked of single pairs, by the names of our way and of the other.
+        paired: whether the ratio is the median of the ratios of single rounds, instead of the ratio of the medians:
+            for ways that differ by a few per cent, which is less than a machine drifts in a second.
     """
 
     task: str
@@ -32,6 +55,47 @@ class Comparison:
     baselines: Sequence[Contender]
     verify: Callable[[], None]
     target: float | None = None
+    limit: float | None = None
+    asks: Mapping[tuple[str, str], Asked] = attrs.field(factory=dict, kw_only=True)
+    paired: bool = attrs.field(default=False, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        pairs = {(mine.name, other.name) for mine in self.ours for other in self.baselines}
+        unknown = [pair for pair in self.asks if pair not in pairs]
+        if unknown:
+            raise ValueError(f"{self.task}: something is asked of {unknown}, and there are {sorted(pairs)}")
+
+    def asked_of(self, way: str, baseline: str) -> Asked:
+        """What is asked of a pair."""
+        return self.asks.get((way, baseline), Asked(self.target, self.limit))
+
+
+@final
+@attrs.frozen
+class Absent:
+    """Somebody else's way that cannot be measured here.
+
+    Attributes:
+        task: what would be done.
+        way: how we would do it.
+        baseline: the other way.
+        why: what is missing.
+    """
+
+    task: str
+    way: str
+    baseline: str
+    why: str
+
+    @property
+    def work(self) -> str:
+        """What would be done, and how we would do it."""
+        return f"{self.task}: {self.way}"
+
+    def as_json(self) -> dict[str, Any]:
+        """A row like those of `Row`, without figures."""
+        figures = dict.fromkeys(("ours_us", "baseline_us", "ratio", "spread", "target", "limit", "met"))
+        return {"work": self.work, **attrs.asdict(self), **figures, "note": f"not installed: {self.why}"}
 
 
 @final
@@ -45,10 +109,13 @@ class Row:
         ours_us: median of our way, the device included.
         baseline: the other way.
         baseline_us: its median.
-        ratio: baseline_us / ours_us.
+        ratio: baseline_us / ours_us; if `paired`, the median of that ratio over the rounds.
         spread: quartiles of all three; those of the ratio are of the ratios of single rounds.
         ours_host_us, baseline_host_us: medians until the host may go on.
-        target: the ratio that is asked for, or None.
+        target: the least ratio that is asked for, or None.
+        limit: the most that the ratio may be, or None.
+        paired: see `Comparison`.
+        note: what a reader has to know besides.
     """
 
     task: str
@@ -61,26 +128,43 @@ class Row:
     ours_host_us: float
     baseline_host_us: float
     target: float | None = None
+    limit: float | None = None
+    paired: bool = False
+    note: str = ""
 
     @property
     def work(self) -> str:
         """What is done, and how we do it: no two works of one run have the same."""
         return f"{self.task}: {self.way}"
 
+    @property
+    def met(self) -> bool | None:
+        """Whether the ratio is as asked, or None where nothing is asked."""
+        return Asked(self.target, self.limit).met_by(self.ratio)
+
     def as_json(self) -> dict[str, Any]:
         """The row under the names of its attributes, `work` first."""
-        return {"work": self.work, **attrs.asdict(self)}
+        return {"work": self.work, **attrs.asdict(self), "met": self.met}
 
 
-def run(runtime: Runtime, comparison: Comparison, effort: Effort) -> list[Row]:
-    """Shows that all ways are equal, times them in one interleaved run, and sets each of ours against each other.
+def sampled(runtime: Runtime, comparison: Comparison, effort: Effort) -> tuple[list[Times], list[Times]]:
+    """Shows that all ways are equal, and times them in one interleaved run: ours, and the baselines.
 
     Raises:
         MismatchError: they are not equal.
     """
     comparison.verify()
     times = measure(runtime, [*comparison.ours, *comparison.baselines], effort)
-    ours, baselines = times[: len(comparison.ours)], times[len(comparison.ours) :]
+    return times[: len(comparison.ours)], times[len(comparison.ours) :]
+
+
+def run(runtime: Runtime, comparison: Comparison, effort: Effort) -> list[Row]:
+    """`sampled`, and each of our ways set against each other one.
+
+    Raises:
+        MismatchError: they are not equal.
+    """
+    ours, baselines = sampled(runtime, comparison, effort)
     return [
         _row(comparison, mine, mine_took, other, other_took)
         for mine, mine_took in zip(comparison.ours, ours, strict=True)
@@ -104,19 +188,23 @@ def require_equal(what: str, ours: object, others: object) -> None:
 
 def _row(comparison: Comparison, mine: Contender, ours: Times, baseline: Contender, other: Times) -> Row:
     ours_us, baseline_us = median(ours.total), median(other.total)
+    ratios = other.total / ours.total
+    asked = comparison.asked_of(mine.name, baseline.name)
     return Row(
         task=comparison.task,
         way=mine.name,
         ours_us=ours_us,
         baseline=baseline.name,
         baseline_us=baseline_us,
-        ratio=baseline_us / ours_us,
+        ratio=median(ratios) if comparison.paired else baseline_us / ours_us,
         spread={
             "ours_us": quartiles(ours.total),
             "baseline_us": quartiles(other.total),
-            "ratio": quartiles(other.total / ours.total),
+            "ratio": quartiles(ratios),
         },
         ours_host_us=median(ours.host),
         baseline_host_us=median(other.host),
-        target=comparison.target,
+        target=asked.target,
+        limit=asked.limit,
+        paired=comparison.paired,
     )

@@ -3,6 +3,7 @@
 import datetime
 import os
 import platform
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,26 @@ def machine(runtime: Runtime) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,
+        "commit": _commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
+
+
+def _commit() -> str:
+    """The commit that was measured, with a `+` where the sources differ from it; empty outside of a repository."""
+    place = Path(__file__).parent
+
+    def git(*words: str) -> str | None:
+        try:
+            result = subprocess.run(["git", *words], cwd=place, capture_output=True, text=True, check=False, timeout=30)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return result.stdout.strip() if result.returncode == 0 else None
+
+    commit = git("rev-parse", "--short=12", "HEAD")
+    if commit is None:
+        return ""
+    return commit + ("+" if git("status", "--porcelain", "--", ":/batchstate", ":/benchmarks") else "")
 
 
 def _cpu_model() -> str:

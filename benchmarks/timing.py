@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
@@ -41,16 +42,32 @@ class Effort:
     Attributes:
         rounds: samples of each contender.
         sample_us: length of a sample; as many runs as fit in it are timed together.
+        most_seconds: where that many rounds take longer, there are fewer, though never less than `FEWEST`.
     """
 
     rounds: int
     sample_us: float
+    most_seconds: float = math.inf
+
+    def rounds_of(self, round_us: float) -> int:
+        """How many rounds, of which each takes so long."""
+        in_time = self.most_seconds * 1e6 / round_us
+        return self.rounds if in_time >= self.rounds else min(self.rounds, max(FEWEST, int(in_time)))
 
 
 # Samples are many and far shorter than the milliseconds for which a scheduler gives a core to somebody else: on a busy
 # machine few are interrupted, and the median is not among them.
-THOROUGH = Effort(rounds=501, sample_us=250)
-QUICK = Effort(rounds=15, sample_us=100)
+THOROUGH = Effort(rounds=501, sample_us=250, most_seconds=6)
+QUICK = Effort(rounds=15, sample_us=100, most_seconds=0.5)
+
+# For ways that differ by a per cent: with this many rounds their median is known to a few thousandths.
+PRECISE = Effort(rounds=3001, sample_us=100, most_seconds=5)
+
+FEWEST = 15
+"""Rounds that a median and its quartiles need."""
+
+LONG_US = 2_000.0
+"""A run that takes longer needs no run before it to warm caches for it."""
 
 
 @final
@@ -59,7 +76,7 @@ class Times:
     """Samples of one contender, in microseconds a run.
 
     Attributes:
-        host: float64[rounds], until the host may go on.
+        host: float64[rounds], a number of rounds that `measure` chooses: until the host may go on.
         total: float64[rounds], until the device is done too. On a CPU that is the same moment.
     """
 
@@ -76,6 +93,24 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def no_collector() -> Iterator[None]:
+    """A window without Python's garbage collector, which has run before.
+
+    As `timeit` has it: a collection would hit whoever runs, not whoever left the garbage. And while a million objects
+    are made, to be measured later, it would look at all of them again and again.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def median(samples: Microseconds) -> float:
@@ -100,38 +135,55 @@ def measure(runtime: Runtime, contenders: Sequence[Contender], effort: Effort) -
     Returns:
         the times of each contender, in their order.
     """
-    runs = [_runs_a_sample(runtime, contender, effort) for contender in contenders]
-    host = np.empty((len(contenders), effort.rounds))
+    samples = [_Sample.of(runtime, contender, effort) for contender in contenders]
+    rounds = effort.rounds_of(sum(sample.us for sample in samples))
+    host = np.empty((len(contenders), rounds))
     total = np.empty_like(host)
-    collecting = gc.isenabled()
-    gc.collect()
-    gc.disable()  # as `timeit` does: a collection would hit whoever runs, not whoever left the garbage
-    try:
-        for round_ in range(effort.rounds):
+    with no_collector():
+        for round_ in range(rounds):
             for turn in range(len(contenders)):
                 at = (round_ + turn) % len(contenders)
-                host[at, round_], total[at, round_] = _sample(runtime, contenders[at], runs[at])
-    finally:
-        if collecting:
-            gc.enable()
+                host[at, round_], total[at, round_] = _sampled(runtime, contenders[at], samples[at])
     return [Times(host[i], total[i]) for i in range(len(contenders))]
 
 
-def _runs_a_sample(runtime: Runtime, contender: Contender, effort: Effort) -> int:
-    _sample(runtime, contender, 3)  # first runs allocate and compile
-    _, one = _sample(runtime, contender, 3)
-    return max(1, int(effort.sample_us / one))
+@final
+@attrs.frozen
+class _Sample:
+    """How a contender is sampled.
+
+    Attributes:
+        warm_ups: runs that go before, untimed. Otherwise the first would pay for the caches that the contender before
+            it has filled, and whose turn comes behind a large one would look slow. Long runs fill them themselves.
+        runs: runs that are timed together.
+        us: what all that takes.
+    """
+
+    warm_ups: int
+    runs: int
+    us: float
+
+    @classmethod
+    def of(cls, runtime: Runtime, contender: Contender, effort: Effort) -> "_Sample":
+        """As many runs as fit in a sample."""
+        first = cls(0, 3, 0)
+        _sampled(runtime, contender, first)  # first runs allocate and compile
+        _, one = _sampled(runtime, contender, first)
+        warm_ups, runs = int(one < LONG_US), max(1, int(effort.sample_us / one))
+        return cls(warm_ups, runs, (warm_ups + runs) * one)
 
 
-def _sample(runtime: Runtime, contender: Contender, runs: int) -> tuple[float, float]:
+def _sampled(runtime: Runtime, contender: Contender, sample: _Sample) -> tuple[float, float]:
     """Microseconds a run, on the host and in all."""
     run: Callable[[], Any] = contender.run
     with checks(contender.checks):
+        for _ in range(sample.warm_ups):
+            run()
         runtime.synchronize()
         start = time.perf_counter_ns()
-        for _ in range(runs):
+        for _ in range(sample.runs):
             run()
         host = time.perf_counter_ns()
         runtime.synchronize()
         end = time.perf_counter_ns()
-    return (host - start) / runs / 1e3, (end - start) / runs / 1e3
+    return (host - start) / sample.runs / 1e3, (end - start) / sample.runs / 1e3

@@ -1,5 +1,7 @@
 """The accelerator runtime against a stand-in for torch's device module, where no accelerator is needed."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ import torch
 from batchstate import Batch, MirroredTensor, SlotPool, checks, device_only, mirrored
 from batchstate.errors import ArgumentError, CaptureError
 from batchstate.runtime import AcceleratorRuntime, DoneFence
-from batchstate.runtime.accelerator import EventFence
+from batchstate.runtime.accelerator import EventFence, _stream_ids
 from tests.doubles import FakeModule, fake_accelerator
 
 
@@ -210,3 +212,29 @@ def test_who_reads_a_column_as_it_is_does_not_become_its_maker(monkeypatch: pyte
     with rt.use(maker):
         assert batch.filter([0, 1, 2]).lens.device.tolist() == [0, 1, 2]
     assert maker.native.waited == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "direct"),
+    [
+        (lambda index: (7, 0, 1), True),
+        (lambda index: (8, 0, 1), False),  # another stream: not what it seems
+        (lambda index: 7, False),
+        (lambda: (7, 0, 1), False),
+    ],
+)
+def test_the_current_stream_is_asked_for_directly_where_torch_says_the_same(
+    monkeypatch: pytest.MonkeyPatch, answer: object, direct: bool
+) -> None:
+    """The short way is taken only if it agrees with the public one, and the public one is asked otherwise."""
+    asked: list[str] = []
+
+    def current_stream(device: torch.device) -> SimpleNamespace:
+        asked.append(str(device))
+        return SimpleNamespace(device_index=0, stream_id=7)
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", answer, raising=False)
+    ids = _stream_ids(SimpleNamespace(current_stream=current_stream), torch.device("cuda", 0))
+    asked.clear()
+    assert ids() == (0, 7)
+    assert asked == ([] if direct else ["cuda:0"])

@@ -1,53 +1,125 @@
 """The benchmarks compare like with like and report under the documented names. No test here looks at a time."""
 
-import importlib.util
 import json
 import subprocess
+import time
 from pathlib import Path
 
+import attrs
 import numpy as np
 import pytest
 
 from batchstate.errors import TransferError
 from batchstate.levels import Level, checks, current_checks
 from batchstate.runtime import Runtime
+from batchstate.traffic import fitted_workload, run_traffic
 from batchstate.transport.engines.base import Engine
-from benchmarks import transfers, watched
+from benchmarks import real_hour, suite, transfers, watched
 from benchmarks.__main__ import main
-from benchmarks.comparisons import Comparison, MismatchError, require_equal, run
+from benchmarks.comparisons import Absent, Comparison, MismatchError, Row, require_equal, run
 from benchmarks.decode_steps import Scene
 from benchmarks.free_lists import LinkedBlocks, PopList, SliceList, TensorList, shuffled
 from benchmarks.pools import all_numbers
-from benchmarks.timing import Contender, Effort, measure, median, quartiles
+from benchmarks.real_hour import served
+from benchmarks.timing import FEWEST, Contender, Effort, measure, median, quartiles
 from benchmarks.transfer_peers import ENGINES
 from benchmarks.twin_columns import ARRAYS, TENSORS, HostKind
 
 TINY = Effort(rounds=3, sample_us=20)
 
 
-def test_a_quick_run_reports_each_comparison_under_the_documented_names(
-    tmp_path: Path, device: str, capsys: pytest.CaptureFixture
+def test_a_quick_run_reports_everything_under_the_documented_names(
+    tmp_path: Path, device: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`python -m benchmarks --quick --json FILE` writes machine and rows; unequal results would make it fail."""
+    """`python -m benchmarks --quick --json FILE` writes machine, rows, counts and curves; unequal results end it.
+
+    Peers and transfers are measured by tests of their own.
+    """
+    absent = {"a peer": lambda: Absent("a peer's work", "ours", "a peer", "no distribution 'peer'")}
+    monkeypatch.setattr(suite, "against_peers", lambda runtime, *, quick: absent)
+    moved: list[str] = []
+
+    def move(runtime: Runtime, transports: list[str], *, quick: bool) -> list[list[Row]]:
+        moved.extend(transports)
+        return []
+
+    monkeypatch.setattr(transfers, "run_all", move)
     target = tmp_path / "rows.json"
     assert main(["--quick", "--device", device, "--json", str(target)]) == 0
     report = json.loads(target.read_text())
-    assert {"cpu", "cores", "python", "torch", "date"} <= set(report["machine"])
-    rows = report["rows"]
+    assert {"cpu", "cores", "python", "torch", "date", "commit"} <= set(report["machine"])
+    assert report["commit"] == report["machine"]["commit"]
+    names = {"work", "ours_us", "baseline", "baseline_us", "ratio", "target", "limit", "met", "spread", "note"}
+    rows = [row for row in report["rows"] if row["ratio"] is not None]
+    for row in report["rows"]:
+        assert names <= set(row)
     for row in rows:
-        assert {"work", "ours_us", "baseline", "baseline_us", "ratio", "spread"} <= set(row)
-        assert row["ratio"] == pytest.approx(row["baseline_us"] / row["ours_us"])
+        if not row["paired"]:
+            assert row["ratio"] == pytest.approx(row["baseline_us"] / row["ours_us"])
         assert set(row["spread"]) == {"ours_us", "baseline_us", "ratio"}
         assert all(0 < low <= high for low, high in row["spread"].values())
         assert 0 < row["ours_host_us"] <= row["ours_us"]
-    pairs = [(row["work"], row["baseline"]) for row in rows]
+    pairs = [(row["work"], row["baseline"]) for row in report["rows"]]
     assert len(set(pairs)) == len(pairs)
+    asked = {row["task"]: (row["target"], row["limit"]) for row in rows if row["met"] is not None}
+    if device == "cpu":
+        assert asked["decode step, 12 columns, 256 rows"] == (None, 1.15)  # the last of that task; twins' are before
+        assert asked["decode step, 12 columns, builds"] == (None, 1.01)
+        assert asked["decode step from 256 to 8,192 rows, 12 columns"] == (None, 32)
     printed = capsys.readouterr().out
     for wanted in ("decode step, 12 columns", "decode step, 40 columns", "256 of 10,000 slots", "2,048 of 4,096 pages"):
         assert any(wanted in row["task"] for row in rows)
         assert wanted in printed
-    if importlib.util.find_spec("nixl"):
-        assert {row["target"] for row in rows if row["task"].startswith("transfer")} == {0.9, 5.0}
+    assert "targets met" in printed.splitlines()[-1] or "targets met, missed:" in printed
+    assert len(report["rows"]) == len(rows) + 1
+    assert "not installed: no distribution 'peer'" in printed
+    assert moved == ["nixl"]
+    copies = [one for one in report["counts"] if one["counted"] == "host_to_device_copies"]
+    assert [(one["count"], one["limit"], one["met"]) for one in copies] == [(1, 1, True)] * 3
+    assert [curve["size"] for curve in report["scaling"]] == [
+        "rows",
+        "columns",
+        "slots in the pool",
+        "pages in the pool",
+    ]
+    for curve in report["scaling"]:
+        for series in curve["series"]:
+            assert all(0 < point["low"] <= point["us"] <= point["high"] for point in series["points"])
+
+
+def test_a_run_can_be_chosen_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """`--only` takes what has the text in its name, `--list` names it; a name of nothing is an error."""
+    made: list[str] = []
+    monkeypatch.setattr(suite, "_compare", lambda runtime, make, quick, results: made.append("compared"))
+    assert main(["--device", "cpu", "--only", "growth", "--list"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["growth with rows", "growth with slots", "growth with pages"]
+    assert made == []
+    assert main(["--device", "cpu", "--only", "growth", "--only", "counts of a whole step, 2 columns"]) == 0
+    assert made == ["compared"] * 3
+    assert "7 of 7 targets met" in capsys.readouterr().out
+    assert main(["--device", "cpu", "--only", "no such work"]) == 2
+    assert "no such work" in capsys.readouterr().err
+
+
+def test_a_trace_that_cannot_be_read_ends_a_run_at_once(capsys: pytest.CaptureFixture) -> None:
+    """An error that was there from the start is not reported after minutes."""
+    assert main(["--device", "cpu", "--trace", "/no/such/file.csv"]) == 2
+    assert "/no/such/file.csv" in capsys.readouterr().err
+
+
+def test_a_run_of_traffic_is_one_row(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its wall time against the seconds asked; a run that lost a token is no measurement."""
+    row = served(rt, fitted_workload(20, 3))
+    assert (row.baseline_us, row.target, row.met) == (40e6, 1.0, True)
+    assert 0 < row.ours_us < 40e6
+    assert row.note.startswith("20 requests, ")
+    monkeypatch.setattr(
+        real_hour, "run_traffic", lambda *given, **how: attrs.evolve(run_traffic(*given, **how), leaks=1)
+    )
+    with pytest.raises(MismatchError, match="1 leaks"):
+        served(rt, fitted_workload(20, 3))
 
 
 @pytest.mark.parametrize("adjacent", [False, True])
@@ -73,6 +145,13 @@ def test_a_transport_that_cannot_be_opened_is_named_and_left_out(
     monkeypatch.setitem(ENGINES, "nixl", (closed, ENGINES["nixl"][1]))
     assert list(transfers.run_all(rt, ["nixl"], quick=True)) == []
     assert "without nixl: no such library" in capsys.readouterr().err
+
+
+def test_adjacent_rows_are_asked_for_more(rt: Runtime) -> None:
+    """Where each row of its own costs a write, coalescing is to pay; scattered rows are to cost no more than bare."""
+    pytest.importorskip("nixl")
+    rows = [row for some in transfers.run_all(rt, ["nixl"], quick=True) for row in some]
+    assert {("scattered" in row.task, row.target) for row in rows} == {(True, 0.9), (False, 5.0)}
 
 
 def test_rows_that_land_in_wrong_places_are_found(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +222,7 @@ def test_a_linked_list_hands_out_no_more_than_it_has(rt: Runtime) -> None:
 
 
 def test_contenders_run_in_turns_at_their_own_level_of_checks(rt: Runtime) -> None:
-    """Each round samples each contender once, and the level of the process is as it was afterwards."""
+    """Each round samples each contender once, behind a run that is not timed; the level is as it was afterwards."""
     seen: list[tuple[str, Level]] = []
 
     def contender(name: str, level: Level) -> Contender:
@@ -154,8 +233,23 @@ def test_contenders_run_in_turns_at_their_own_level_of_checks(rt: Runtime) -> No
         times = measure(rt, contenders, Effort(rounds=3, sample_us=0))
         assert current_checks() is Level.CHEAP
     assert set(seen) == {("a", Level.OFF), ("b", Level.CHEAP), ("c", Level.FULL)}
-    assert "".join(name for name, _ in seen[-9:]) == "abcbcacab"
+    assert "".join(name for name, _ in seen[-18:]) == "aabbccbbccaaccaabb"
     assert all(one.total.shape == (3,) and (one.host <= one.total).all() for one in times)
+
+
+def test_long_runs_are_not_repeated_beyond_the_time_there_is(rt: Runtime) -> None:
+    """They need no run before them, and there are fewer rounds of them, though enough for a median."""
+    runs: list[int] = []
+
+    def long() -> None:
+        runs.append(1)
+        time.sleep(0.003)
+
+    (times,) = measure(rt, [Contender("long", long)], Effort(rounds=500, sample_us=100, most_seconds=0.01))
+    assert times.total.shape == (FEWEST,)
+    assert len(runs) == FEWEST + 6
+    effort = Effort(rounds=500, sample_us=100, most_seconds=1)
+    assert [effort.rounds_of(us) for us in (100, 10_000, 1e9)] == [500, 100, FEWEST]
 
 
 def test_one_disturbed_sample_moves_neither_median_nor_quartiles() -> None:

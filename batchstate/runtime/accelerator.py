@@ -1,7 +1,7 @@
 """CUDA, and any accelerator whose torch module has the same streams and events."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -57,6 +57,7 @@ class AcceleratorRuntime(Runtime):
             index = module.current_device()
         super().__init__(torch.device(device.type, index), steps_in_flight=steps_in_flight)
         self._known: dict[object, Stream] = {}
+        self._current_ids = _stream_ids(module, self.device)
 
     def _pinned(self, nbytes: int) -> torch.Tensor:
         with torch.inference_mode(False):  # written in place for years, and not only in inference mode
@@ -70,11 +71,14 @@ class AcceleratorRuntime(Runtime):
         return MappedMemory(pinned, device_view(pinned, self.device))
 
     def _copied_to_device(self, block: StagingBlock, nbytes: int, into: torch.Tensor | None) -> torch.Tensor:
-        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device) if into is None else into[:nbytes]
-        return buffer.copy_(block.tensor[:nbytes], non_blocking=True)
+        if into is None:
+            into = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        elif into.numel() != nbytes:
+            into = into[:nbytes]
+        return into.copy_(block.front(nbytes), non_blocking=True)
 
     def _copied_to_host(self, block: StagingBlock, source: torch.Tensor) -> None:
-        block.tensor[: source.numel()].copy_(source, non_blocking=True)
+        block.front(source.numel()).copy_(source, non_blocking=True)
 
     def _read_back(self, source: torch.Tensor) -> Array:
         with self._synchronisation_allowed():
@@ -111,10 +115,10 @@ class AcceleratorRuntime(Runtime):
     @property
     def current_stream(self) -> Stream:
         """Torch's current stream, whoever set it."""
-        native = self._module.current_stream(self.device)
-        key = (native.device_index, native.stream_id)
+        key = self._current_ids()
         known = self._known.get(key)
         if known is None:
+            native = self._module.current_stream(self.device)
             known = self._known[key] = Stream("default" if not native.stream_id else "of the engine", native, key)
         return known
 
@@ -145,6 +149,31 @@ class AcceleratorRuntime(Runtime):
     def capturing(self) -> bool:
         """Whether torch's current stream is being captured."""
         return bool(self._module.is_current_stream_capturing())
+
+
+def _stream_ids(module: Any, device: torch.device) -> Callable[[], tuple[int, int]]:
+    """What asks for the device index and the id of the current stream, several times a step.
+
+    `torch.cuda.current_stream` makes a new object each time, of what a function of torch's own tells it. That function
+    is asked directly where it is there and says the same.
+    """
+
+    def asked() -> tuple[int, int]:
+        native = module.current_stream(device)
+        return native.device_index, native.stream_id
+
+    ask = getattr(torch._C, "_cuda_getCurrentStream", None)
+    if device.type != "cuda" or ask is None:
+        return asked
+
+    def asked_directly() -> tuple[int, int]:
+        stream_id, device_index, _ = ask(device.index)
+        return device_index, stream_id
+
+    try:
+        return asked_directly if asked_directly() == asked() else asked
+    except (TypeError, ValueError):  # of another torch: other arguments, or another answer
+        return asked
 
 
 def _device_module(device: torch.device) -> Any:

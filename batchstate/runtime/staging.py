@@ -34,9 +34,17 @@ class StagingBlock:
     bytes: npt.NDArray[np.uint8]
     lending: int = 0
     _memory: memoryview = attrs.field(init=False)
+    _front: torch.Tensor = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._memory = self.bytes.data
+        self._front = self.tensor
+
+    def front(self, nbytes: int) -> torch.Tensor:
+        """The first bytes, uint8[nbytes]. Steps are of one size for long, so the last answer is kept."""
+        if self._front.numel() != nbytes:
+            self._front = self.tensor[:nbytes]
+        return self._front
 
     def write(self, array: npt.NDArray[Any], start: int) -> None:
         """Copies the elements of an array, in order, to where byte `start` is."""

@@ -1,0 +1,81 @@
+"""What a whole decode step costs in things that can be counted, which do not vary with the machine."""
+
+from typing import Any, final
+
+import attrs
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from batchstate.runtime import Runtime
+from benchmarks.whole_steps import EngineState
+
+COLUMNS = (2, 12, 40)
+"""Of the batches whose steps are counted."""
+
+LIMITS = {
+    "host_to_device_copies": 1,
+    "device_operations": 1,
+    "device_allocations": 1,
+    "device_to_host_copies": 0,
+    "staging_allocations": 0,
+    "forced_syncs": 0,
+    "fence_waits": 0,
+}
+"""The most that a step may have of each, whatever the number of columns."""
+
+
+@final
+@attrs.frozen
+class Count:
+    """One count of one step.
+
+    Attributes:
+        work: what is done.
+        counted: what is counted.
+        count: how many.
+        limit: the most that it may be, or None.
+    """
+
+    work: str
+    counted: str
+    count: int
+    limit: int | None = None
+
+    @property
+    def met(self) -> bool | None:
+        """Whether there are no more than asked, or None where nothing is asked."""
+        return None if self.limit is None else self.count <= self.limit
+
+    def as_json(self) -> dict[str, Any]:
+        """The count under the names of its attributes."""
+        return {**attrs.asdict(self), "met": self.met}
+
+
+@final
+class TorchOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A window that counts what torch is asked to do, views included."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Counts a call, and makes it."""
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def counted_steps(runtime: Runtime, *, num_columns: int, rows: int = 256) -> list[Count]:
+    """The counts of one step in the steady state."""
+    state = EngineState(runtime, num_columns=num_columns, rows=rows)
+    for _ in range(4):
+        state.step()
+    before = runtime.counters.snapshot()
+    state.step()
+    spent = runtime.counters - before
+    with TorchOperations() as operations:
+        state.step()
+    work = f"whole step of an engine, {num_columns} columns, {rows} rows"
+    return [
+        *(Count(work, name, getattr(spent, name), limit) for name, limit in LIMITS.items()),
+        Count(work, "torch_operations", len(operations.names)),
+    ]

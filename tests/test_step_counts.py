@@ -1,0 +1,116 @@
+"""A whole decode step, counted: no copy, launch, allocation or call of torch for a column, and none more with time."""
+
+import gc
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+
+from batchstate import Runtime, checks
+from benchmarks.counts import COLUMNS, LIMITS, TorchOperations, counted_steps
+from benchmarks.whole_steps import EngineState
+
+SMALL = 32
+"""Rows: counts do not depend on them."""
+LIFE = 4
+"""Steps that a request lives in a batch of that size, of which eight leave in each step."""
+MANY = 100 * LIFE
+SMALLEST = 90
+"""Bytes, and less than the smallest array takes. numpy fills lists of freed memory meanwhile, with half of that."""
+
+
+@pytest.mark.parametrize("level", ["off", "cheap"])
+@pytest.mark.parametrize("num_columns", COLUMNS)
+def test_a_step_keeps_its_limits(rt: Runtime, num_columns: int, level: str) -> None:
+    """Leave, join, advance, pages, table: one copy, one operation, one allocation, and nothing waits."""
+    with checks(level):
+        counts = {one.counted: one for one in counted_steps(rt, num_columns=num_columns, rows=SMALL)}
+    assert set(LIMITS) < set(counts)
+    assert [one for one in counts.values() if one.met is False] == []
+    assert counts["host_to_device_copies"].count == counts["device_operations"].count == 1
+
+
+def test_a_second_copy_is_counted(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload more in a step misses the limit, and the torch calls show it too."""
+    right = EngineState.step
+    before = {one.counted: one.count for one in counted_steps(rt, num_columns=2, rows=SMALL)}
+
+    def wasteful(self: EngineState) -> object:
+        self.batch.advance("seq_lens", 1).upload()
+        return right(self)
+
+    monkeypatch.setattr(EngineState, "step", wasteful)
+    after = {one.counted: one for one in counted_steps(rt, num_columns=2, rows=SMALL)}
+    assert (after["host_to_device_copies"].count, after["host_to_device_copies"].met) == (2, False)
+    assert after["torch_operations"].count > before["torch_operations"]
+
+
+@pytest.mark.parametrize("level", ["off", "cheap"])
+def test_columns_add_no_call_of_torch(rt: Runtime, level: str) -> None:
+    """Each call costs microseconds wherever it runs; 2, 12 and 40 columns make the same ones in the same order."""
+    made = []
+    for num_columns in COLUMNS:
+        state = EngineState(rt, num_columns=num_columns, rows=SMALL)
+        with checks(level):
+            state.step()
+            with TorchOperations() as operations:
+                state.step()
+        made.append(operations.names)
+    assert made[0] == made[1] == made[2]
+    assert 0 < len(made[0]) < 30
+
+
+@pytest.mark.parametrize("level", ["off", "cheap"])
+def test_host_memory_of_a_step_does_not_grow_with_steps(rt: Runtime, level: str) -> None:
+    """After requests have come and gone, a step takes no more memory than before, and keeps none of it."""
+    state = EngineState(rt, num_columns=12, rows=SMALL)
+    with checks(level):
+        for _ in range(2 * LIFE):
+            state.step()
+        gc.collect()
+        gc.disable()
+        tracemalloc.start()
+        try:
+            early, kept_early, _ = _memory(state, 32 * LIFE)
+            late, kept_late, cycles = _memory(state, MANY)
+        finally:
+            tracemalloc.stop()
+            gc.enable()
+    assert 0 < late <= early + 1_024
+    assert kept_late - kept_early < MANY * SMALLEST
+    assert cycles == 0, "what a step leaves behind waits for no garbage collector"
+
+
+def test_arrays_that_are_kept_are_noticed(rt: Runtime) -> None:
+    """The measurement sees a step that keeps a small array, and one that leaves a cycle."""
+    kept = []
+
+    class Hoarder:
+        def step(self) -> None:
+            kept.append(np.empty(0))
+            cycle: list[object] = []
+            cycle.append(cycle)
+
+    gc.disable()
+    tracemalloc.start()
+    try:
+        _, before, _ = _memory(Hoarder(), LIFE)
+        _, after, cycles = _memory(Hoarder(), MANY)
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    assert after - before > MANY * SMALLEST
+    assert cycles == MANY
+
+
+def _memory(state: Any, steps: int) -> tuple[int, int, int]:
+    """Bytes that a step takes at most, above what was there before it; bytes kept at the end; and objects in cycles."""
+    most = 0
+    for _ in range(steps):
+        tracemalloc.reset_peak()
+        before, _ = tracemalloc.get_traced_memory()
+        state.step()
+        most = max(most, tracemalloc.get_traced_memory()[1] - before)
+    cycles = gc.collect()  # it also empties Python's own lists of free objects
+    return most, tracemalloc.get_traced_memory()[0], cycles
