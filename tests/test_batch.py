@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchstate import Code, Contract, MirroredTensor, Runtime, Slots, Violation
+from batchstate import Code, Contract, MirroredTensor, Runtime, Slots, Violation, invariants
 from batchstate.batch import Batch
 from batchstate.columns import device_only, host_list, mirrored, slot_column
 from batchstate.errors import (
@@ -671,3 +671,62 @@ def test_reports_name_no_tensor(abcd: Decode) -> None:
     for thing in (abcd, extras, abcd.seq_lens, abcd._device, abcd._rows, *abcd._device_rows.values()):
         assert len(repr(thing)) < 160
         assert "tensor(" not in repr(thing)
+
+
+def test_a_step_is_its_three_operations(rt: Runtime, pool: SlotPool, abcd: Decode) -> None:
+    """Leave, join and advance at once give what one after the other gives, and each may be left out."""
+    joining = Decode.build(rt, **rows(pool, "xy"))
+    for keep in (None, [2, 0], np.array([True, False, True, True])):
+        for other in (None, joining, Decode.empty(rt)):
+            for advance, n in (((), 1), ("seq_lens", 2), (["seq_lens", "kv_lens"], 1), ({"top_k": 1}, 1)):
+                one = abcd.step(keep=keep, joining=other, advance=advance, n=n)
+                three = abcd if keep is None else abcd.filter(keep)
+                three = three if other is None else three.merge(other)
+                three = three.advance(advance, n)
+                assert list(one.requests) == list(three.requests)
+                for name in ("slots", "seq_lens", "top_k", "temperature", "bias", "kv_lens"):
+                    assert one[name].np.tolist() == three[name].np.tolist()
+                    assert one[name].contract is three[name].contract
+                for name in ("seq_lens", "kv_lens", "last_token"):
+                    assert rt.inspect(one[name].device).tolist() == rt.inspect(three[name].device).tolist()
+    assert abcd.seq_lens.tolist() == [10, 11, 12, 13]
+
+
+def test_a_step_is_refused_as_a_whole(rt: Runtime, pool: SlotPool, abcd: Decode) -> None:
+    """Each of its parts is judged as the operation that it stands for, and the batch stays what it was."""
+
+    class Other(Batch):
+        slots = slot_column()
+
+    big = abcd.evolve(adapter=[250] * 4)
+    wrong: Any
+    for wrong, error in (
+        (lambda: abcd.step(keep=[4]), RowIndexError),
+        (lambda: abcd.step(keep=[1, 1]), ArgumentError),
+        (lambda: abcd.step(joining=Other.empty(rt)), DeclarationError),  # type: ignore[arg-type]
+        (lambda: abcd.step(joining=3), DeclarationError),  # type: ignore[arg-type]
+        (lambda: abcd.step(advance="temperature"), DtypeError),
+        (lambda: abcd.step(advance="nothing"), DeclarationError),
+        (lambda: abcd.step(advance=["seq_lens", "seq_lens"]), ArgumentError),
+        (lambda: abcd.step(advance=3), DeclarationError),  # type: ignore[arg-type]
+        (lambda: abcd.step(advance="seq_lens", n=[1, 2]), ShapeError),
+        (lambda: big.step(keep=[0], advance="adapter", n=10), ValueOverflowError),
+        (lambda: abcd.pad(6).step(keep=[0]), ArgumentError),
+    ):
+        with pytest.raises(error):
+            wrong()
+    with pytest.raises(Violation) as caught:
+        abcd.step(joining=abcd)
+    assert caught.value.code is Code.SLOT_SHARED
+    assert abcd.step(keep=[0, 1], joining=abcd.filter([2])).slots.tolist() == [1, 2, 3]
+    assert (abcd.seq_lens.tolist(), big.adapter.tolist()) == ([10, 11, 12, 13], [250] * 4)
+
+
+def test_a_step_judges_its_result_once(rt: Runtime, abcd: Decode) -> None:
+    """At `cheap` rows are counted once, where three operations count them twice."""
+    joining = Decode.empty(rt)
+    before = dict(invariants.made)
+    abcd.step(keep=[0, 1], joining=joining, advance="seq_lens")
+    once = invariants.made[Code.ROW_COUNT] - before[Code.ROW_COUNT]
+    abcd.filter([0, 1]).merge(joining).advance("seq_lens", 1)
+    assert (once, invariants.made[Code.ROW_COUNT] - before[Code.ROW_COUNT]) == (1, 3)

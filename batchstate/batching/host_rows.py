@@ -132,8 +132,8 @@ class HostRows:
         """The rows at checked indices int64[k]."""
         return HostRows(
             self.layout,
-            [stack.take(rows, 1, None, "clip") for stack in self.stacks],  # "clip" spares numpy a second look
-            self.wholes and [whole.take(rows, 0, None, "clip") for whole in self.wholes],
+            [stack.take(rows, 1, None, "wrap") for stack in self.stacks],  # checked already: "wrap" is the fastest mode
+            self.wholes and [whole.take(rows, 0, None, "wrap") for whole in self.wholes],
         )
 
     def merged(self, other: "HostRows") -> "HostRows":

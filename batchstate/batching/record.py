@@ -24,6 +24,7 @@ from batchstate.runtime import Runtime
 from batchstate.values.device_side import DeviceSide
 from batchstate.values.host_arrays import Array
 from batchstate.values.integers import most
+from batchstate.values.sides import TwoSides
 from batchstate.values.stale import StaleWindow
 from batchstate.violations import Code, Where
 
@@ -59,6 +60,7 @@ class BatchRecord(metaclass=BatchType):
         "_pool",
         "_rows",
         "_values",
+        "_watched",
         "_windows",
         "num_reqs",
         "num_rows",
@@ -103,6 +105,7 @@ class BatchRecord(metaclass=BatchType):
         self._pool = pool
         self._windows = windows
         self._values: dict[str, Any] = {}
+        self._watched: list[TwoSides] = []  # values that somebody may write into, or that have stale windows
 
     def __copy__(self) -> Self:
         return self  # immutable
@@ -165,17 +168,17 @@ class BatchRecord(metaclass=BatchType):
             windows=self._windows.get(name, ()),
             tags=tags,
             origin=self._pool if tags else 0,
+            watchers=self._watched,
         )
 
     def _open_windows(self) -> Windows:
         """Column -> its stale windows that are open: batches derived now inherit them."""
-        declared = [(name, one) for name, one in self._values.items() if one._windows]
-        if not declared and not self._windows:
+        if not self._watched and not self._windows:
             return _NO_WINDOWS
         found = dict(self._windows)
-        for name, value in declared:
+        for value in self._watched:
             if value.open_windows:
-                found[name] = value.open_windows
+                found[value.name] = value.open_windows
         return found or _NO_WINDOWS
 
     @property
@@ -231,12 +234,12 @@ class BatchRecord(metaclass=BatchType):
 
     def _check_read_columns(self, operation: str) -> None:
         """Only what was handed out to be written can have been written: device sides, and host sides as tensors."""
-        for value in [one for one in self._values.values() if one._host_tensor is not None]:
+        for value in self._watched:
             value.check(operation)
         written = None if self._crossing is None else self._crossing.written()
         if written is not None:
             name, before, now = written
-            invariants.mirror_foreign_write("device", before, now, **self._where(operation, name))
+            invariants.mirror_foreign_write("device", before, now, **self._where(operation, name or None))
 
     def _check_made(self, operation: str) -> None:
         """What every operation asks of its result."""
@@ -333,7 +336,7 @@ class BatchRecord(metaclass=BatchType):
 
     def _begin(self, operation: str) -> int:
         """What every operation asks first: nobody wrote into what was handed out, and there is no padding."""
-        if levels.cheap and (self._values or self._crossing is not None):
+        if levels.cheap and (self._watched or self._crossing is not None):
             self._check_read_columns(operation)
         if self.num_rows != self.num_reqs:
             raise ArgumentError(

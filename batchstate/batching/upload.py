@@ -68,7 +68,18 @@ class BatchDevice:
         device_rows: columns of which the host side is no copy. Once gathered, a column's rows are what was gathered.
     """
 
-    __slots__ = ("_columns", "_handed_out", "_lanes", "_marks", "_needs", "_packed", "_runtime", "device_rows", "rows")
+    __slots__ = (
+        "_columns",
+        "_handed_out",
+        "_lanes",
+        "_mark",
+        "_marks",
+        "_needs",
+        "_packed",
+        "_runtime",
+        "device_rows",
+        "rows",
+    )
 
     def __init__(
         self, runtime: Runtime, columns: Mapping[str, Column], rows: HostRows, device_rows: Mapping[str, DeviceRows]
@@ -81,6 +92,7 @@ class BatchDevice:
         self._needs: dict[str, range] = {}
         self._lanes: dict[tuple[int, np.dtype[np.generic]], tuple[torch.Tensor, ...]] = {}
         self._handed_out: dict[str, torch.Tensor] = {}
+        self._mark: int | None = None
         self._marks: list[tuple[str, torch.Tensor, int]] = []
 
     @property
@@ -122,7 +134,7 @@ class BatchDevice:
             arrays.append(as_array(values, f"extra {name!r}"))
         upload = self._runtime.upload(arrays)
         if self._packed is None:
-            self._packed, self._needs = upload, needs
+            self._packed, self._needs, self._mark = upload, needs, version_mark(upload.buffer)
         for i, write in enumerate(joined):
             write.table.apply(write, upload.view(first_write + 2 * i), upload.view(first_write + 2 * i + 1))
         if self.device_rows:
@@ -142,7 +154,11 @@ class BatchDevice:
         if rows is not None:
             return self._gathered(name, rows)
         packed = self._packed_now()
-        return Made(self._view(name, packed), packed.stream, packed.ready, packed.handed)
+        view = self._handed_out.get(name)
+        if view is None:
+            # `.data` counts writes in place of its own: a write then names its column.
+            view = self._hand_out(name, self._shared(name, packed).data)
+        return Made(view, packed.stream, packed.ready, packed.handed)
 
     def columns(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """The device sides of several columns, safe on the current stream. What `column` does, for all in one go."""
@@ -154,44 +170,54 @@ class BatchDevice:
         for name in names:
             rows = self.device_rows.get(name)
             if rows is None:
-                sides[name] = self._view(name, packed)
+                sides[name] = self._shared(name, packed)
             else:
                 made = self._gathered(name, rows)
                 sides[name] = self._runtime.acquire(made.tensor, made.stream, made.ready, handed=made.handed)
         return sides
 
     def written(self) -> tuple[str, int, int] | None:
-        """A column into which somebody has written, and torch's count of writes in place before and now; or None."""
+        """A column into which somebody has written, and torch's count of writes in place before and now; or None.
+
+        One look for all that `columns` gave, whatever their number: then the name is found by comparing the sides, and
+        is empty if none differs.
+        """
+        packed = self._packed
+        if packed is not None and self._mark is not None and packed.buffer._version != self._mark:
+            return self._differing(packed), self._mark, packed.buffer._version
         for name, handed_out, before in self._marks:
             now = handed_out._version
             if now != before:
                 return name, before, now
         return None
 
-    def _hand_out(self, name: str, tensor: torch.Tensor) -> None:
+    def _differing(self, packed: PackedUpload) -> str:
+        if not self._runtime.capturing:
+            for name in self.rows.layout.places:
+                if name in self._columns and name not in self.device_rows:
+                    host, device = self.rows.column(name), self._runtime.inspect(self._shared(name, packed))
+                    if host.tobytes() != device.tobytes():
+                        return name
+        return ""
+
+    def _hand_out(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         self._handed_out[name] = tensor
         mark = version_mark(tensor)
         if mark is not None:
             self._marks.append((name, tensor, mark))
+        return tensor
 
-    def _view(self, name: str, packed: PackedUpload) -> torch.Tensor:
-        """A column as a view of the copy; no launch. Made once: what one reader writes, the other's check finds."""
-        known = self._handed_out.get(name)
-        if known is not None:
-            return known
+    def _shared(self, name: str, packed: PackedUpload) -> torch.Tensor:
+        """A column as a view of the copy; no launch."""
         place = self.rows.layout.places[name]
         if place.lane is None:
-            view = packed.view(place.array)
-        else:
-            kind = place.array, place.dtype
-            lanes = self._lanes.get(kind)
-            if lanes is None:
-                num_rows = self.rows.stacks[place.array].shape[1]  # behind the rows lies alignment
-                lanes = self._lanes[kind] = packed.lanes(place.array, place.dtype, num_rows)
-            # `.data` counts writes in place of its own: a write then names its column.
-            view = lanes[place.lane].data
-        self._hand_out(name, view)
-        return view
+            return packed.shared(place.array)
+        kind = place.array, place.dtype
+        lanes = self._lanes.get(kind)
+        if lanes is None:
+            num_rows = self.rows.stacks[place.array].shape[1]  # behind the rows lies alignment
+            lanes = self._lanes[kind] = packed.lanes(place.array, place.dtype, num_rows)
+        return lanes[place.lane]
 
     def _gathered(self, name: str, rows: DeviceRows) -> Made:
         if self._runtime.capturing:

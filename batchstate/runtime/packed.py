@@ -39,7 +39,7 @@ def packed_places(arrays: Sequence[npt.NDArray[Any]]) -> tuple[list[Place], int]
 def view_at(buffer: torch.Tensor, place: Place) -> torch.Tensor:
     """What lies at `place` of uint8[nbytes]."""
     start, dtype, shape = place
-    return _strided(buffer.view(torch_dtype(dtype)), start // dtype.itemsize, shape)
+    return _strided(buffer.view(torch_dtype(dtype)), start // dtype.itemsize, shape).data
 
 
 def _strided(typed: torch.Tensor, first: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -48,8 +48,7 @@ def _strided(typed: torch.Tensor, first: int, shape: tuple[int, ...]) -> torch.T
     for axis in range(len(shape) - 1, -1, -1):
         strides[axis] = size
         size *= shape[axis]
-    # `.data` counts writes in place of its own: a write into one array is none into its neighbours.
-    return typed.as_strided(shape, strides, typed.storage_offset() + first).data
+    return typed.as_strided(shape, strides, typed.storage_offset() + first)
 
 
 @final
@@ -79,14 +78,19 @@ class PackedUpload:
         """The device side of array `index`, with its dtype and shape."""
         view = self._views.get(index)
         if view is None:
-            start, dtype, shape = self._places[index]
-            view = self._views[index] = _strided(self._typed_as(dtype), start // dtype.itemsize, shape)
+            # `.data` counts writes in place of its own: a write into one array is none into its neighbours.
+            view = self._views[index] = self.shared(index).data
         return view
+
+    def shared(self, index: int) -> torch.Tensor:
+        """The same, made anew, of which a write in place counts as one into the buffer."""
+        start, dtype, shape = self._places[index]
+        return _strided(self._typed_as(dtype), start // dtype.itemsize, shape)
 
     def lanes(self, index: int, dtype: np.dtype[Any], num_rows: int) -> tuple[torch.Tensor, ...]:
         """The lanes of array `index` [k, n] as `dtype`, of the same width, each without what is behind `num_rows`.
 
-        All in one call: a view of each costs several times as much. A write into one is a write into all.
+        All in one call: a view of each costs several times as much. A write into one counts as one into the buffer.
         """
         start, _, (num_lanes, pitch) = self._places[index]
         typed = self._typed_as(dtype)

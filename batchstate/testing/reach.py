@@ -33,6 +33,7 @@ STATES: dict[str, tuple[str, ...]] = {
         "table writes of one table joined",
         "packed and single ways compared",
         "fewer requests in a graph than before",
+        "leave, join and advance at once",
     ),
     "slot_pool": (
         "two steps in flight",

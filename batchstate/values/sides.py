@@ -46,6 +46,7 @@ class TwoSides(HostNumbers):
         "_host_tensor",
         "_origin",
         "_tags",
+        "_watchers",
         "_windows",
         "contract",
         "dtype",
@@ -68,10 +69,12 @@ class TwoSides(HostNumbers):
         windows: tuple[StaleWindow, ...] = (),
         tags: tuple[Array, ...] = (),
         origin: int = 0,
+        watchers: "list[TwoSides] | None" = None,
     ) -> None:
         """For the library. `host` becomes the property of the value; without `device` it is uploaded at first use.
 
         `tags` are host arrays whose rows go wherever the rows of the value go, `origin` the pool that made its indices.
+        The value adds itself to `watchers` once its host side can be written by others, or may be old.
         """
         self.runtime = runtime
         self.dtype = dtype
@@ -85,6 +88,7 @@ class TwoSides(HostNumbers):
         self._windows = windows
         self._tags = tags
         self._origin = origin
+        self._watchers = watchers
         self._checksum = _checksum(host) if levels.full and host is not None else None
 
     # Sides
@@ -111,7 +115,12 @@ class TwoSides(HostNumbers):
         self._check_fresh("host")
         if self._host_tensor is None:
             self._host_tensor = torch.from_numpy(self._host_side())
+            self._be_watched()
         return self._host_tensor
+
+    def _be_watched(self) -> None:
+        if self._watchers is not None:
+            self._watchers.append(self)
 
     @property
     def device(self) -> torch.Tensor:
@@ -175,6 +184,7 @@ class TwoSides(HostNumbers):
         """
         window = StaleWindow(side, reason)
         self._windows = (*self._windows, window)
+        self._be_watched()
         try:
             yield
         finally:

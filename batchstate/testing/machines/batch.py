@@ -173,8 +173,15 @@ class BatchMachine(BatchBuilder):
             (fits_in_one, 0), (copies == 1, cost.forced_syncs) if fits_in_one else (copies > 2, 0), "copies of a step"
         )
 
-    @rule(target=BATCHES, one=BATCHES, leaves=st.integers(0, 3), n=st.integers(0, 2), first=st.integers(0, 9))
-    def step(self, one: Rows, leaves: int, n: int, first: int) -> Rows:
+    @rule(
+        target=BATCHES,
+        one=BATCHES,
+        leaves=st.integers(0, 3),
+        n=st.integers(0, 2),
+        first=st.integers(0, 9),
+        at_once=st.booleans(),
+    )
+    def step(self, one: Rows, leaves: int, n: int, first: int, at_once: bool) -> Rows:
         """A step of an engine: one leaves, others join under the other contract, all advance, one upload."""
         keep = [at for at in range(len(one)) if at != leaves]
         taken = {int(one.rows[at]["slots"].device) for at in keep}
@@ -183,7 +190,11 @@ class BatchMachine(BatchBuilder):
         left = one.moved(one.batch.filter(keep), [one.rows[at] for at in keep])
         both = self.joined(left, joining)
         before = self.rt.counters.snapshot()
-        batch = both.batch.advance("seq_lens", 1)
+        if at_once:
+            batch = one.batch.step(keep=keep, joining=joining.batch, advance="seq_lens")
+        else:
+            batch = both.batch.advance("seq_lens", 1)
+        self.reached("leave, join and advance at once", at_once and 0 < len(keep) < len(one) and bool(free))
         batch.upload()
         cost = self.rt.counters - before
         agree((1, 0), (cost.host_to_device_copies, cost.device_operations), "copies and operations of a step")
