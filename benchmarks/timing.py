@@ -5,12 +5,13 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, final
+from typing import final
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils.benchmark import Timer
 
 from batchstate.levels import Level, checks, current_checks
 from batchstate.runtime import Runtime
@@ -65,9 +66,6 @@ PRECISE = Effort(rounds=3001, sample_us=100, most_seconds=5)
 
 FEWEST = 15
 """Rounds that a median and its quartiles need."""
-
-LONG_US = 2_000.0
-"""A run that takes longer needs no run before it to warm caches for it."""
 
 
 @final
@@ -135,55 +133,57 @@ def measure(runtime: Runtime, contenders: Sequence[Contender], effort: Effort) -
     Returns:
         the times of each contender, in their order.
     """
-    samples = [_Sample.of(runtime, contender, effort) for contender in contenders]
-    rounds = effort.rounds_of(sum(sample.us for sample in samples))
+    samplers = [_Sampler(runtime, contender, effort) for contender in contenders]
+    rounds = effort.rounds_of(sum(sampler.us for sampler in samplers))
     host = np.empty((len(contenders), rounds))
     total = np.empty_like(host)
     with no_collector():
         for round_ in range(rounds):
             for turn in range(len(contenders)):
                 at = (round_ + turn) % len(contenders)
-                host[at, round_], total[at, round_] = _sampled(runtime, contenders[at], samples[at])
+                host[at, round_], total[at, round_] = samplers[at].sample()
     return [Times(host[i], total[i]) for i in range(len(contenders))]
 
 
+class _Clock:
+    """Tells the time when the device is done, and remembers when it was asked: so long the host was busy."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._told = 0.0
+        self.host = 0.0
+
+    def __call__(self) -> float:
+        asked = time.perf_counter()
+        self.host = asked - self._told
+        self._runtime.synchronize()
+        self._told = time.perf_counter()
+        return self._told
+
+
 @final
-@attrs.frozen
-class _Sample:
-    """How a contender is sampled.
+class _Sampler:
+    """Times one contender with `torch.utils.benchmark.Timer`, a sample at a time.
+
+    The timer lets the work run twice before each sample, untimed. So no sample pays for the caches that the contender
+    before it has filled: whoever had its turn behind a large one would look slow.
 
     Attributes:
-        warm_ups: runs that go before, untimed. Otherwise the first would pay for the caches that the contender before
-            it has filled, and whose turn comes behind a large one would look slow. Long runs fill them themselves.
-        runs: runs that are timed together.
-        us: what all that takes.
+        us: what one sample takes.
     """
 
-    warm_ups: int
-    runs: int
-    us: float
+    def __init__(self, runtime: Runtime, contender: Contender, effort: Effort) -> None:
+        self._clock = _Clock(runtime)
+        self._timer = Timer("run()", globals={"run": contender.run}, timer=self._clock)
+        self._checks = contender.checks
+        self._runs = 1
+        self.sample()  # first runs allocate and compile
+        _, one = self.sample()
+        self._runs = max(1, int(effort.sample_us / one))
+        self.us = (2 + self._runs) * one
 
-    @classmethod
-    def of(cls, runtime: Runtime, contender: Contender, effort: Effort) -> "_Sample":
-        """As many runs as fit in a sample."""
-        first = cls(0, 3, 0)
-        _sampled(runtime, contender, first)  # first runs allocate and compile
-        _, one = _sampled(runtime, contender, first)
-        warm_ups, runs = int(one < LONG_US), max(1, int(effort.sample_us / one))
-        return cls(warm_ups, runs, (warm_ups + runs) * one)
-
-
-def _sampled(runtime: Runtime, contender: Contender, sample: _Sample) -> tuple[float, float]:
-    """Microseconds a run, on the host and in all."""
-    run: Callable[[], Any] = contender.run
-    with checks(contender.checks):
-        for _ in range(sample.warm_ups):
-            run()
-        runtime.synchronize()
-        start = time.perf_counter_ns()
-        for _ in range(sample.runs):
-            run()
-        host = time.perf_counter_ns()
-        runtime.synchronize()
-        end = time.perf_counter_ns()
-    return (host - start) / sample.runs / 1e3, (end - start) / sample.runs / 1e3
+    def sample(self) -> tuple[float, float]:
+        """Microseconds a run, on the host and in all."""
+        with checks(self._checks):
+            measured = self._timer.timeit(self._runs)
+        return self._clock.host / self._runs * 1e6, measured.mean * 1e6

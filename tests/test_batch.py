@@ -730,3 +730,18 @@ def test_a_step_judges_its_result_once(rt: Runtime, abcd: Decode) -> None:
     once = invariants.made[Code.ROW_COUNT] - before[Code.ROW_COUNT]
     abcd.filter([0, 1]).merge(joining).advance("seq_lens", 1)
     assert (once, invariants.made[Code.ROW_COUNT] - before[Code.ROW_COUNT]) == (1, 3)
+
+
+def test_a_watched_value_is_in_no_cycle(abcd: Decode) -> None:
+    """A column read as a host tensor, and made stale for a while, goes when the batch goes, without a collection."""
+    other = abcd.filter([0, 1])
+    assert other.seq_lens.host.tolist() == [10, 11]
+    with other.seq_lens.stale("device", reason="a test"):
+        other.filter([0])
+    gone = weakref.ref(other.seq_lens)
+    gc.disable()
+    try:
+        del other
+        assert gone() is None
+    finally:
+        gc.enable()

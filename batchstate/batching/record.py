@@ -336,7 +336,7 @@ class BatchRecord(metaclass=BatchType):
 
     def _begin(self, operation: str) -> int:
         """What every operation asks first: nobody wrote into what was handed out, and there is no padding."""
-        if levels.cheap and (self._watched or self._crossing is not None):
+        if levels.cheap and (self._watched or (self._crossing is not None and self._crossing.uploaded)):
             self._check_read_columns(operation)
         if self.num_rows != self.num_reqs:
             raise ArgumentError(

@@ -57,7 +57,7 @@ class SendableRecord(BatchRecord):
         """
         if type(writes) is not tuple or writes:
             self._check_writes(writes, "upload")
-        if levels.cheap and (self._watched or self._crossing is not None):
+        if levels.cheap and (self._watched or (self._crossing is not None and self._crossing.uploaded)):
             self._check_read_columns("upload")
         device = self._device
         first = levels.full and not device.uploaded
@@ -102,7 +102,7 @@ class SendableRecord(BatchRecord):
             )
         if type(writes) is not tuple or writes:
             self._check_writes(writes, "to_static")
-        if levels.cheap and (self._watched or self._crossing is not None):
+        if levels.cheap and (self._watched or (self._crossing is not None and self._crossing.uploaded)):
             self._check_read_columns("to_static")
         return buffers.receive(self, writes, extras or {})
 
