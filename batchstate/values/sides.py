@@ -121,7 +121,7 @@ class TwoSides(HostNumbers):
     def _be_watched(self) -> None:
         if self._watchers is not None:
             self._watchers.append(self)
-            self._watchers = None  # once is enough; and a list that its members know is a cycle, which keeps memory alive
+            self._watchers = None  # once is enough, and a list that its members know would be a cycle
 
     @property
     def device(self) -> torch.Tensor:
