@@ -225,7 +225,9 @@ def _columns(memory: torch.Tensor, batch: type[Batch], places: Sequence[Place], 
         if isinstance(column, MirroredColumn):
             place = batch._layout.places[name]
             view = view_at(memory, places[place.array])
-            views[name] = view if place.lane is None else view.view(column.dtype)[place.lane, :rows].data
+            if place.lane is not None:
+                view = view.view(column.dtype)[place.lane, :rows].view(rows, *place.shape).data
+            views[name] = view
     return views
 
 

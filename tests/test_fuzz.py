@@ -112,7 +112,7 @@ def test_kept_examples_are_tried_first() -> None:
 
 def test_broken_library_is_reported(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """A pool that hands out a slot twice is reported by its invariant, with the command that replays it."""
-    monkeypatch.setattr(SlotPool, "release_rows", lambda self, rows, after, operation: None)
+    monkeypatch.setattr(SlotPool, "_release", lambda self, rows, after, operation: None)
     result = run_machine(MACHINES["slot_pool"], device=device, examples=50, seed=7)
     assert result.violations == 1
     assert result.failure is not None
@@ -154,7 +154,7 @@ def test_command_line_shows_the_program(
 ) -> None:
     """A failing fuzz prints the shrunk program and the command that replays it, and returns 1."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(SlotPool, "release_rows", lambda self, rows, after, operation: None)
+    monkeypatch.setattr(SlotPool, "_release", lambda self, rows, after, operation: None)
     assert main(["fuzz", "--machine", "slot_pool", "--examples", "50", "--seed", "7", "--device", device]) == 1
     shown = capsys.readouterr().err
     assert "state = SlotPoolMachine()" in shown

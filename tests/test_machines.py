@@ -18,13 +18,13 @@ from batchstate.testing.reach import STATES
 
 EXAMPLES = {
     "mirrored_tensor": 100,
-    "batch": 60,
+    "batch": 80,
     "slot_pool": 60,
     "page_pool": 80,
     "hybrid": 60,
     "engine": 30,
     "future_map": 120,
-    "overlap": 25,
+    "overlap": 35,
     "host_tier": 60,
     "transfers": 40,
 }

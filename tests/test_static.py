@@ -24,6 +24,7 @@ class Decode(Batch):
     top_k = mirrored(torch.int32, pad=-1)
     greedy = mirrored(torch.bool)
     bias = mirrored(torch.float32, shape=(3,), pad=0.5)
+    temperatures = mirrored(torch.float32, shape=(1,), pad=1.0)
     kv_lens = mirrored(torch.int64, contract="upper_bound", pad=2)
     last_token = device_only(torch.int32, pad=9)
     requests = host_list()
@@ -43,6 +44,7 @@ def of_letters(pool: SlotPool, names: str) -> Decode:
         top_k=keys,
         greedy=keys % 2 == 0,
         bias=keys[:, None] + np.array([0.25, 0.5, 0.75]),
+        temperatures=keys[:, None] / 4,
         kv_lens=bound,
         last_token=torch.from_numpy(keys.astype(np.int32) * 100).to(runtime.device),
         requests=list(names),
@@ -66,6 +68,7 @@ PADDING = {
     "top_k": [-1] * ROWS,
     "greedy": [False] * ROWS,
     "bias": [[0.5] * 3] * ROWS,
+    "temperatures": [[1.0]] * ROWS,
     "kv_lens": [2] * ROWS,
     "last_token": [9] * ROWS,
 }

@@ -1,10 +1,12 @@
 """The host side of a whole batch in a few arrays, so that moving rows costs the same for 4 columns as for 40.
 
-Columns of one number a row are stacked by width: all 8-byte columns are one array int64[k, n], all 4-byte ones
-int32[k, n], and so on; a column with a trailing shape is an array of its own, [n, ...]. A row operation is then one
-numpy call a stack, and each column is a contiguous row of its stack, with the column's own dtype as a view.
+Columns of one number a row, whether of shape () or (1,), are stacked by width: all 8-byte columns are one array
+int64[k, n], all 4-byte ones int32[k, n], and so on; a column of more numbers a row is an array of its own, [n, ...].
+A row operation is then one numpy call a stack, and each column is a contiguous row of its stack, with the column's own
+dtype as a view.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import final
 
@@ -26,11 +28,13 @@ class Place:
         array: index among all arrays, stacks first.
         lane: lane of the stack, or None for a column that is an array of its own.
         dtype: of the column.
+        shape: of one row.
     """
 
     array: int
     lane: int | None
     dtype: "np.dtype[np.generic]"
+    shape: tuple[int, ...]
 
 
 @final
@@ -53,26 +57,26 @@ class Layout:
     @classmethod
     def of(cls, columns: Sequence[MirroredColumn]) -> "Layout":
         """Stacks the columns: widest first, in the order of declaration within a width."""
-        lanes: dict[int, list[tuple[str, np.dtype[np.generic], Array]]] = {}
+        lanes: dict[int, list[tuple[str, MirroredColumn]]] = {}
+        wholes = [column for column in columns if math.prod(column.shape) != 1]
         for column in columns:
-            if not column.shape:
+            if math.prod(column.shape) == 1:
                 stack = lanes.setdefault(column.np_dtype.itemsize, [])
-                stack.append((column.name, column.np_dtype, column.pad))
+                stack.append((column.name, column))
                 if isinstance(column, SlotColumn):
-                    stack.append((column.name + GENERATION_SUFFIX, column.np_dtype, column.pad))
+                    stack.append((column.name + GENERATION_SUFFIX, column))
         places: dict[str, Place] = {}
         pads: list[Array] = []
         for width in sorted(lanes, reverse=True):
+            for lane, (name, column) in enumerate(lanes[width]):
+                places[name] = Place(len(pads), lane, column.np_dtype, column.shape)
             bits = np.dtype(f"i{width}")
-            for lane, (name, dtype, _) in enumerate(lanes[width]):
-                places[name] = Place(len(pads), lane, dtype)
-            pads.append(np.stack([pad.reshape(1).view(bits) for _, _, pad in lanes[width]]))
-        for column in columns:
-            if column.shape:
-                places[column.name] = Place(len(pads), None, column.np_dtype)
-                pads.append(column.pad.reshape(1, *column.shape).copy())
+            pads.append(np.stack([column.pad.reshape(1).view(bits) for _, column in lanes[width]]))
+        for column in wholes:
+            places[column.name] = Place(len(pads), None, column.np_dtype, column.shape)
+            pads.append(column.pad.reshape(1, *column.shape).copy())
         names = [f"{width}-byte columns" for width in sorted(lanes, reverse=True)]
-        names += [column.name for column in columns if column.shape]
+        names += [column.name for column in wholes]
         return cls(places, tuple(names), tuple(pads), len(lanes))
 
 
@@ -83,7 +87,7 @@ class HostRows:
     Attributes:
         layout: places of the columns.
         stacks: int[k, n] each, a lane a column.
-        wholes: columns with a trailing shape, [n, ...] each.
+        wholes: columns of more numbers a row, [n, ...] each.
     """
 
     __slots__ = ("layout", "stacks", "wholes")
@@ -111,7 +115,9 @@ class HostRows:
         if place.lane is None:
             return self.wholes[place.array - self.layout.num_stacks]
         lane: Array = self.stacks[place.array][place.lane]
-        return lane if lane.dtype is place.dtype else lane.view(place.dtype)
+        if lane.dtype is not place.dtype:
+            lane = lane.view(place.dtype)
+        return lane.reshape(-1, *place.shape) if place.shape else lane
 
     def have(self, num_rows: int) -> bool:
         """Whether each array has so many rows, counted on its own."""
@@ -126,7 +132,7 @@ class HostRows:
         return dict(zip(self.layout.names, rows, strict=True))
 
     # What a step does runs a few times in each: numpy's methods with arguments by position, and no loop where there are
-    # no columns with a trailing shape.
+    # no columns of more numbers a row.
 
     def taken(self, rows: Rows) -> "HostRows":
         """The rows at checked indices int64[k]."""

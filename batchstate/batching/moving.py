@@ -15,13 +15,16 @@ Parts = tuple[HostRows, Mapping[str, DeviceRows], Mapping[str, Array]]
 """The rows of a batch: on the host, on the device alone by column, and Python objects by column."""
 
 
+_NOTHING = np.zeros((), dtype=np.int64)
+
+
 def taken(parts: Parts, index: Rows) -> Parts:
     """The rows at checked indices int64[k]."""
     rows, device_rows, objects = parts
     return (
         rows.taken(index),
         device_rows and {name: one.taken(index) for name, one in device_rows.items()},
-        objects and {name: one[index] for name, one in objects.items()},
+        objects and {name: one.take(index, 0, None, "wrap") for name, one in objects.items()},
     )
 
 
@@ -74,12 +77,15 @@ def shifted(
     places = rows.layout.places
     if not fresh:
         rows = rows.copied([name for name in added if name in places])
+    same: object = None  # the amount of the column before, which mostly is that of all
+    amount = _NOTHING
     for name, by in added.items():
         label = f"{what}: column {name!r}"
         column = columns.get(name)
         if not isinstance(column, TensorColumn) or not column.counted:
             raise _not_counted(column, name, columns, label)
-        amount = amounts(by, num_rows, label)
+        if by is not same or by is None:
+            amount, same = amounts(by, num_rows, label), by
         if name in places:
             if name in device_rows:
                 check_bound_can_move(column.dtype, amount, label)
@@ -108,11 +114,14 @@ def amounts_by_column(columns: Iterable[str] | Mapping[str, object], n: object, 
     """
     if isinstance(columns, str):
         return {columns: n}
-    given: object = columns
-    if not isinstance(given, Iterable):
-        raise DeclarationError(f"{what}: {columns!r} names no column", value=columns, remedy="pass column names")
-    if isinstance(columns, Mapping):
+    if isinstance(columns, dict):
         return columns
+    given: object = columns
+    if not isinstance(given, list | tuple):
+        if not isinstance(given, Iterable):
+            raise DeclarationError(f"{what}: {columns!r} names no column", value=columns, remedy="pass column names")
+        if isinstance(columns, Mapping):
+            return columns
     names = tuple(columns)
     added = dict.fromkeys(names, n)
     if len(added) < len(names):

@@ -217,7 +217,8 @@ class BatchDevice:
         if lanes is None:
             num_rows = self.rows.stacks[place.array].shape[1]  # behind the rows lies alignment
             lanes = self._lanes[kind] = packed.lanes(place.array, place.dtype, num_rows)
-        return lanes[place.lane]
+        lane = lanes[place.lane]
+        return lane.view(-1, *place.shape) if place.shape else lane
 
     def _gathered(self, name: str, rows: DeviceRows) -> Made:
         if self._runtime.capturing:

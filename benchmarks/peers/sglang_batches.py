@@ -127,13 +127,12 @@ def _comparison(runtime: Runtime, task: str, name: str, rows: int, churn: int) -
     )
 
     def packed() -> ScheduleColumns:
-        batch = ours.filter(keep).merge(others).advance(("seq_lens", "orig_seq_lens"), 1)
+        batch = ours.step(keep=keep, joining=others, advance=("seq_lens", "orig_seq_lens"))
         batch.upload()
         return batch
 
-    def packed_read() -> list[torch.Tensor]:
-        batch = packed()
-        return [batch[column].device for column in (*OF_THE_BATCH, *OF_SAMPLING)]
+    def packed_read() -> dict[str, torch.Tensor]:
+        return packed().on_device()
 
     def verify() -> None:
         for step in (real.step, real.step_with_rows):

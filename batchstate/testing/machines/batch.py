@@ -250,7 +250,8 @@ class BatchMachine(BatchBuilder):
         agree(alone.contract, packed.contract, f"contract of {packed!r}")
         if alone.contract is not Contract.DEVICE_ONLY:
             agree_on(alone.np, packed.np, f"host side of {packed!r}")
-        agree_on(self.rt.inspect(alone.device), self.rt.inspect(packed.device), f"device side of {packed!r}")
+        both = self.rt.inspect(alone.device), self.rt.inspect(packed.device)
+        invariants.mirror_equal(*both, object=packed, column=packed.name, operation="both ways")
         if isinstance(alone, Slots) and isinstance(packed, Slots):
             agree_on(alone.generations, packed.generations, f"generations of {packed!r}")
 

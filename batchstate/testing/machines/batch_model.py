@@ -23,7 +23,7 @@ class Decode(Batch):
     slots = slot_column()
     seq_lens = mirrored(torch.int64)
     small = mirrored(torch.uint8, pad=7)
-    temperature = mirrored(torch.float32, pad=1.0)
+    temperature = mirrored(torch.float32, shape=(1,), pad=1.0)
     greedy = mirrored(torch.bool, pad=True)
     bias = mirrored(torch.float16, shape=(2,))
     accepted = mirrored(torch.int64, contract="upper_bound")

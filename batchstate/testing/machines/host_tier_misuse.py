@@ -56,7 +56,7 @@ MISUSES: tuple[Misuse[It], ...] = (
     Misuse("reserve behind a number", (ArgumentError,), lambda it: it[0].reserve(it[1], 1, 1, writer=3), _cold),  # type: ignore[arg-type]
     Misuse("reserve less than comes", (Code.LENGTH_ORDER,), lambda it: it[0].reserve(it[1], 2, 1), _cold),
     Misuse("reserve nothing", (ArgumentError,), lambda it: it[0].reserve(it[1], 0, 1), _cold),
-    Misuse("reserve -1", (Code.LENGTH_ORDER,), lambda it: it[0].reserve(it[1], -1, 1), _cold),
+    Misuse("reserve -1", (ArgumentError,), lambda it: it[0].reserve(it[1], -1, 1), _cold),
     Misuse("reserve half a token", (DtypeError,), lambda it: it[0].reserve(it[1], 0.5, 1), _cold),
     Misuse(
         "reserve more than there is",

@@ -117,11 +117,11 @@ def upload_takes_older_stack(patch: Patch) -> None:
 def column_narrowed_on_device(patch: Patch) -> None:
     """The device side of an int64 column is int32, where kernels read raw 64-bit words."""
 
-    def view(self: BatchDevice, name: str, packed: PackedUpload) -> torch.Tensor:
+    def shared(self: BatchDevice, name: str, packed: PackedUpload) -> torch.Tensor:
         made: torch.Tensor = original(self, name, packed)
         return made.int() if made.dtype is torch.int64 else made
 
-    original = patch(BatchDevice, "_view", view)
+    original = patch(BatchDevice, "_shared", shared)
 
 
 @mutant(Code.ROW_COUNT, machine="batch", origin="sglang #18647, vllm #49107")
