@@ -18,7 +18,12 @@ from benchmarks.counts import COLUMNS, Count, counted_steps
 from benchmarks.decode_steps import against_checks, against_twins
 from benchmarks.growth import growth_with_rows, pages_flat, slots_flat
 from benchmarks.peers.catalog import against_peers
-from benchmarks.pools import pages_against_lists, slots_against_lists
+from benchmarks.pools import (
+    pages_against_lists,
+    pages_of_random_sizes,
+    slots_against_lists,
+    slots_of_random_sizes,
+)
 from benchmarks.priced_checks import NOTHING_LEFT, against_deleted, decode_step, of_cheap, of_full, whole_step
 from benchmarks.real_hour import served
 from benchmarks.timing import PRECISE, QUICK, THOROUGH, Effort
@@ -86,6 +91,8 @@ def comparisons(runtime: Runtime, *, quick: bool) -> Mapping[str, Make]:
         makers[f"256 of {size:,} slots"] = partial(slots_against_lists, runtime, size=size, n=256)
     for n in turnovers:
         makers[f"{n:,} of {pages:,} pages"] = partial(pages_against_lists, runtime, size=pages, n=n)
+    makers[f"random sizes of {slots[-1]:,} slots"] = partial(slots_of_random_sizes, runtime, size=slots[-1])
+    makers[f"random sizes of {pages:,} pages"] = partial(pages_of_random_sizes, runtime, size=pages)
     makers |= against_peers(runtime, quick=quick)
     makers["growth with rows"] = partial(growth_with_rows, runtime)
     makers["growth with slots"] = partial(slots_flat, runtime, large=large)
