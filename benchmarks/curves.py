@@ -8,11 +8,11 @@ import attrs
 
 from batchstate.levels import Level
 from batchstate.runtime import Runtime
+from benchmarks.baselines.twin_columns import ARRAYS, TENSORS
 from benchmarks.comparisons import Absent, Comparison, sampled
 from benchmarks.decode_steps import DecodeBaseline, Scene
 from benchmarks.pools import pages_against_lists, slots_against_lists
 from benchmarks.timing import Contender, Effort, median, quartiles
-from benchmarks.twin_columns import ARRAYS, TENSORS
 
 SWEEP = Effort(rounds=101, sample_us=250, most_seconds=1.5)
 QUICK = Effort(rounds=5, sample_us=50, most_seconds=0.1)

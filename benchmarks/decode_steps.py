@@ -15,11 +15,11 @@ from batchstate.indices import Slots
 from batchstate.levels import Level
 from batchstate.runtime import Runtime
 from batchstate.static import StaticBuffers
+from benchmarks.baselines.persistent_buffers import MakePair, PersistentBuffers, PinnedPair
+from benchmarks.baselines.staged_slots import StagedSlots
+from benchmarks.baselines.twin_columns import ARRAYS, TENSORS, HostKind, TwinColumns
 from benchmarks.comparisons import Asked, Comparison, require_equal
-from benchmarks.persistent_buffers import MakePair, PersistentBuffers, PinnedPair
-from benchmarks.staged_slots import StagedSlots
 from benchmarks.timing import Contender
-from benchmarks.twin_columns import ARRAYS, TENSORS, HostKind, TwinColumns
 
 Array = npt.NDArray[Any]
 

@@ -8,10 +8,10 @@ from batchstate.levels import Level, checks
 from batchstate.pages import PagePool
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
+from benchmarks.baselines.twin_columns import TENSORS
 from benchmarks.comparisons import Comparison, require_equal
 from benchmarks.decode_steps import Scene
 from benchmarks.timing import Contender
-from benchmarks.twin_columns import TENSORS
 
 FLAT = 1.5
 """A pool of thousands of times the size lies in no cache; beyond that its size may not show."""

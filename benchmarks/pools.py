@@ -9,8 +9,8 @@ from batchstate.levels import Level, checks
 from batchstate.pages import PageLease, PagePool
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
+from benchmarks.baselines.free_lists import FreeListBaseline, LinkedBlocks, PopList, SliceList, TensorList, shuffled
 from benchmarks.comparisons import Asked, Comparison, require_equal
-from benchmarks.free_lists import FreeListBaseline, LinkedBlocks, PopList, SliceList, TensorList, shuffled
 from benchmarks.timing import Contender
 
 LEVELS = (Level.CHEAP, Level.OFF)

@@ -13,6 +13,7 @@ import attrs
 from batchstate.runtime import Runtime
 from batchstate.traffic import Workload
 from benchmarks import curves, transfers, whole_steps
+from benchmarks.builds.priced_checks import NOTHING_LEFT, against_deleted, decode_step, of_cheap, of_full, whole_step
 from benchmarks.comparisons import Absent, Asked, Comparison, Row, run
 from benchmarks.counts import COLUMNS, Count, counted_steps
 from benchmarks.decode_steps import against_checks, against_twins
@@ -24,7 +25,6 @@ from benchmarks.pools import (
     slots_against_lists,
     slots_of_random_sizes,
 )
-from benchmarks.priced_checks import NOTHING_LEFT, against_deleted, decode_step, of_cheap, of_full, whole_step
 from benchmarks.real_hour import served
 from benchmarks.timing import PRECISE, QUICK, THOROUGH, Effort
 

@@ -15,7 +15,7 @@ from batchstate.transport.engines.base import Engine
 from batchstate.transport.engines.distributed import DistributedEngine
 from batchstate.transport.engines.mooncake import MooncakeEngine
 from batchstate.transport.engines.nixl import NixlEngine
-from benchmarks.bare_engines import Bare, BareGloo, BareMooncake, BareNixl, Bytes
+from benchmarks.baselines.bare_engines import Bare, BareGloo, BareMooncake, BareNixl, Bytes
 
 ANSWERS_IN_S = 120.0
 

@@ -22,7 +22,7 @@ from batchstate.transport.copies import Copies, Ints
 from batchstate.transport.engines.base import Engine, Handle, Peer, Status
 from batchstate.transport.layout import KVLayout
 from batchstate.transport.plan import chunked, coalesced, expand_pages, owned_by, token_rows
-from benchmarks.bare_engines import Bare, Bytes, Move, wait_until
+from benchmarks.baselines.bare_engines import Bare, Bytes, Move, wait_until
 from benchmarks.comparisons import Comparison, MismatchError, Row, require_equal, run
 from benchmarks.machine import machine
 from benchmarks.report import show

@@ -15,12 +15,12 @@ from batchstate.levels import Level
 from batchstate.runtime import Runtime
 from benchmarks import plots
 from benchmarks.__main__ import main
+from benchmarks.builds.priced_checks import Import, Step, against_deleted, decode_step, of_cheap, of_full, whole_step
 from benchmarks.comparisons import Absent, Asked, Comparison, MismatchError, Row, run
 from benchmarks.counts import Count
 from benchmarks.curves import Curve, Measured, Point, Series
 from benchmarks.growth import growth_with_rows, pages_flat, slots_flat
 from benchmarks.machine import machine
-from benchmarks.priced_checks import Import, Step, against_deleted, decode_step, of_cheap, of_full, whole_step
 from benchmarks.report import show, show_counts, summary
 from benchmarks.suite import Results
 from benchmarks.timing import Contender, Effort

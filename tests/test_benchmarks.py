@@ -16,14 +16,14 @@ from batchstate.traffic import fitted_workload, run_traffic
 from batchstate.transport.engines.base import Engine
 from benchmarks import real_hour, suite, transfers, watched
 from benchmarks.__main__ import main
+from benchmarks.baselines.free_lists import LinkedBlocks, PopList, SliceList, TensorList, shuffled
+from benchmarks.baselines.twin_columns import ARRAYS, TENSORS, HostKind
 from benchmarks.comparisons import Absent, Comparison, MismatchError, Row, require_equal, run
 from benchmarks.decode_steps import Scene
-from benchmarks.free_lists import LinkedBlocks, PopList, SliceList, TensorList, shuffled
 from benchmarks.pools import all_numbers
 from benchmarks.real_hour import served
 from benchmarks.timing import FEWEST, Contender, Effort, measure, median, quartiles
 from benchmarks.transfer_peers import ENGINES
-from benchmarks.twin_columns import ARRAYS, TENSORS, HostKind
 
 TINY = Effort(rounds=3, sample_us=20)
 
@@ -222,7 +222,7 @@ def test_a_linked_list_hands_out_no_more_than_it_has(rt: Runtime) -> None:
 
 
 def test_contenders_run_in_turns_at_their_own_level_of_checks(rt: Runtime) -> None:
-    """Each round samples each contender once, behind a run that is not timed; the level is as it was afterwards."""
+    """Each round samples each contender once, behind two runs that are not timed; the level is as it was afterwards."""
     seen: list[tuple[str, Level]] = []
 
     def contender(name: str, level: Level) -> Contender:
@@ -233,12 +233,12 @@ def test_contenders_run_in_turns_at_their_own_level_of_checks(rt: Runtime) -> No
         times = measure(rt, contenders, Effort(rounds=3, sample_us=0))
         assert current_checks() is Level.CHEAP
     assert set(seen) == {("a", Level.OFF), ("b", Level.CHEAP), ("c", Level.FULL)}
-    assert "".join(name for name, _ in seen[-18:]) == "aabbccbbccaaccaabb"
+    assert "".join(name for name, _ in seen[-27:]) == "aaabbbcccbbbcccaaacccaaabbb"
     assert all(one.total.shape == (3,) and (one.host <= one.total).all() for one in times)
 
 
 def test_long_runs_are_not_repeated_beyond_the_time_there_is(rt: Runtime) -> None:
-    """They need no run before them, and there are fewer rounds of them, though enough for a median."""
+    """There are fewer rounds of them, though enough for a median."""
     runs: list[int] = []
 
     def long() -> None:
@@ -247,7 +247,7 @@ def test_long_runs_are_not_repeated_beyond_the_time_there_is(rt: Runtime) -> Non
 
     (times,) = measure(rt, [Contender("long", long)], Effort(rounds=500, sample_us=100, most_seconds=0.01))
     assert times.total.shape == (FEWEST,)
-    assert len(runs) == FEWEST + 6
+    assert len(runs) == 3 * (FEWEST + 2)
     effort = Effort(rounds=500, sample_us=100, most_seconds=1)
     assert [effort.rounds_of(us) for us in (100, 10_000, 1e9)] == [500, 100, FEWEST]
 

@@ -14,8 +14,8 @@ import pytest
 import batchstate
 from batchstate import traffic
 from batchstate.levels import checks
-from benchmarks.deleted_checks import without_checks
-from benchmarks.unchecked import Build, second_build, unchecked_build
+from benchmarks.builds.deleted_checks import without_checks
+from benchmarks.builds.unchecked import Build, second_build, unchecked_build
 
 PACKAGE = Path(batchstate.__file__).parent
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from batchstate.runtime import Runtime
+from benchmarks.baselines.floors import against_floors
 from benchmarks.comparisons import Absent, Comparison
 from benchmarks.decode_steps import against_stable_rows
-from benchmarks.floors import against_floors
 from benchmarks.peers.sglang_batches import against_schedule_batch
 from benchmarks.peers.sglang_pools import slots_against_request_pool, slots_against_token_allocator
 from benchmarks.peers.transformers_steps import against_continuous_batching

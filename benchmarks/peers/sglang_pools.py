@@ -9,8 +9,8 @@ import torch
 from batchstate.levels import Level, checks
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
+from benchmarks.baselines.free_lists import FreeListBaseline, shuffled
 from benchmarks.comparisons import Absent, Comparison, require_equal
-from benchmarks.free_lists import FreeListBaseline, shuffled
 from benchmarks.peers.installed import named, or_absent, peer, theirs
 from benchmarks.pools import all_numbers
 from benchmarks.timing import Contender

@@ -5,10 +5,10 @@ from typing import final
 import torch
 
 from batchstate.runtime import Runtime
+from benchmarks.baselines.persistent_buffers import Array
 from benchmarks.comparisons import Absent, Comparison
 from benchmarks.decode_steps import Scene
 from benchmarks.peers.installed import named, or_absent, peer, theirs
-from benchmarks.persistent_buffers import Array
 from benchmarks.timing import Contender
 
 

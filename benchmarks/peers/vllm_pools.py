@@ -7,8 +7,8 @@ import torch
 
 from batchstate.levels import Level
 from batchstate.runtime import Runtime
+from benchmarks.baselines.free_lists import shuffled
 from benchmarks.comparisons import Absent, Comparison, require_equal
-from benchmarks.free_lists import shuffled
 from benchmarks.peers.installed import named, or_absent, peer, theirs
 from benchmarks.pools import PAGE_SIZE, TAKE, all_numbers, pages_against_lists
 from benchmarks.timing import Contender

@@ -10,9 +10,9 @@ import attrs
 
 from batchstate.levels import Level
 from batchstate.runtime import Runtime
+from benchmarks.builds.unchecked import Build, second_build, unchecked_build
 from benchmarks.comparisons import Asked, Comparison, require_equal
 from benchmarks.timing import Contender
-from benchmarks.unchecked import Build, second_build, unchecked_build
 
 CHEAP = Asked(limit=1.15)
 NOTHING_LEFT = Asked(limit=1.01)

@@ -19,9 +19,9 @@ from types import CodeType, ModuleType
 from typing import final
 
 import batchstate
-from benchmarks.deleted_checks import Sources, without_checks
+from benchmarks.builds.deleted_checks import Sources, without_checks
 
-PACKAGES = {"batchstate": Path(batchstate.__file__).parent, "benchmarks": Path(__file__).parent}
+PACKAGES = {"batchstate": Path(batchstate.__file__).parent, "benchmarks": Path(__file__).parents[1]}
 """Packages that a copy has: ours, and what measures it."""
 
 _MODULE = re.compile(rf"({'|'.join(PACKAGES)})((?:\.\w+)*)")
