@@ -20,6 +20,7 @@ from batchstate.indices import Slots
 from batchstate.runtime import Runtime
 from batchstate.tables import Table
 from batchstate.values.device_ops import put_rows
+from batchstate.values.device_side import DeviceSide
 from batchstate.violations import Where
 
 
@@ -134,12 +135,13 @@ class ForwardInputs:
         """For the library: the inputs of a checked plan, on the current stream."""
         plan.use()
         runtime = sources.runtime
-        relayed = plan.slots if plan.direct else _on_device(plan.relayed, uploaded, "relay_slots")
+        slots = _of_the_batch(plan.slots, uploaded)
+        relayed = slots if plan.direct else _on_device(plan.relayed, uploaded, "relay_slots")
         ids = _ids(plan, uploaded, relayed, sources)
         inputs = cls(
             plan=plan,
-            slots=plan.slots.device,
-            sampling=_on_device(plan.sampling, uploaded, "sample_slots"),
+            slots=slots.device,
+            sampling=slots if plan.sampling is plan.slots else _on_device(plan.sampling, uploaded, "sample_slots"),
             input_ids=ids,
             **{name: uploaded[name] for name in _TENSORS if name in plan.extras},
         )
@@ -241,12 +243,22 @@ _TENSORS = tuple(
 
 def _on_device(handles: Slots, uploaded: Extras, name: str) -> Slots:
     """The handles, their device side among what crossed with the step."""
-    if name not in uploaded:
+    return _with_device(handles, uploaded.side(name)) if name in uploaded else handles
+
+
+def _of_the_batch(handles: Slots, uploaded: Extras) -> Slots:
+    """The handles of all rows. If they have crossed to fixed addresses, they need not cross again."""
+    if uploaded.slots is None:
         return handles
+    numbers, side = uploaded.slots
+    return _with_device(handles, side) if np.array_equal(numbers, handles.np) else handles
+
+
+def _with_device(handles: Slots, side: DeviceSide) -> Slots:
     return Slots(
         handles.runtime,
         handles.np,
-        uploaded.side(name),
+        side,
         dtype=handles.dtype,
         shape=handles.shape,
         contract=handles.contract,

@@ -17,12 +17,14 @@ from batchstate.batching.static import StaticMemory
 from batchstate.batching.upload import Extras, append_needs, joined_writes
 from batchstate.columns import MirroredColumn, TensorColumn
 from batchstate.contracts import Contract
-from batchstate.errors import ArgumentError, DeclarationError, DeviceError, ShapeError
+from batchstate.errors import ArgumentError, DeclarationError, DeviceError, DtypeError, ShapeError
 from batchstate.runtime import Fence, FixedMemory, PackedUpload, Runtime, check_fence, check_runtime
 from batchstate.runtime.packed import ALIGNMENT, Place, packed_places, view_at
 from batchstate.tables import TableWrite
 from batchstate.values.device_ops import copy_into
+from batchstate.values.device_side import DeviceSide, Made, version_mark
 from batchstate.values.host_arrays import Array, as_array, count
+from batchstate.violations import Where
 
 __all__ = ["StaticBuffers"]
 
@@ -69,6 +71,7 @@ class StaticBuffers(StaticMemory, Mapping[str, torch.Tensor]):
         self.runtime = runtime
         self.rows = count(rows, "StaticBuffers: rows", least=1)
         self.num_reqs = 0
+        self._mark: int | None = None
         self._batch = batch
         self._extras = {name: as_array(one, f"extra {name!r}") for name, one in (extras or {}).items()}
         twice = [name for name in self._extras if name in batch.columns()]
@@ -109,6 +112,15 @@ class StaticBuffers(StaticMemory, Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._views)
 
+    def before_replay(self) -> None:
+        """Orders what the current stream does next behind the step that was written last. The host does not wait.
+
+        Reading a tensor of the buffers does the same, and a replay reads none: call it where another stream replays
+        than the one that `to_static` runs on.
+        """
+        self.runtime.check_owner("StaticBuffers.before_replay")
+        self._fixed.ordered()
+
     def read_until(self, fence: Fence) -> None:
         """Declares that a launched graph reads until `fence`. A step that is written on another stream waits for it."""
         self.runtime.check_owner("StaticBuffers.read_until")
@@ -117,6 +129,9 @@ class StaticBuffers(StaticMemory, Mapping[str, torch.Tensor]):
 
     def receive(self, batch: Batch, writes: Sequence[TableWrite], extras: Mapping[str, object]) -> Extras:
         """What `Batch.to_static` does."""
+        if levels.cheap and self._mark is not None and self._fixed.memory._version != self._mark:
+            where: Where = {"object": self, "operation": "to_static", "step": self.runtime.step}
+            invariants.mirror_foreign_write("device", self._mark, self._fixed.memory._version, **where)
         given = self._checked(batch, extras)
         padded = batch if batch.num_rows == self.rows else batch.pad(self.rows)
         device_rows = padded._device_rows
@@ -143,9 +158,18 @@ class StaticBuffers(StaticMemory, Mapping[str, torch.Tensor]):
             at = skipped + first_write + 2 * i
             write.table.apply(write, rode.view(at), rode.view(at + 1))
         self.num_reqs = batch.num_reqs
+        self._mark = version_mark(self._fixed.memory)
         if levels.full and not self.runtime.checks_stand_aside():
             self._check(padded, given)
-        return Extras(self.runtime, crossed, {name: first_extra + i for i, name in enumerate(given)}, dict(extras))
+        places = {name: first_extra + i for i, name in enumerate(given)}
+        return Extras(self.runtime, crossed, places, dict(extras), self._slots_of(padded, crossed))
+
+    def _slots_of(self, padded: Batch, crossed: PackedUpload) -> tuple[Array, DeviceSide] | None:
+        name = padded._slot_column
+        if name is None:
+            return None
+        made = Made(self._views[name], crossed.stream, crossed.ready, crossed.handed)
+        return padded._rows.column(name), DeviceSide(None, made)
 
     def _copied(self, fixed: list[Array], riders: list[Array]) -> tuple[PackedUpload, PackedUpload, int]:
         """The copy to the fixed places, the copy in which the riders are, and how many arrays stand there before them.
@@ -176,21 +200,29 @@ class StaticBuffers(StaticMemory, Mapping[str, torch.Tensor]):
                 remedy="use the buffers of a larger graph, or `split` the batch",
             )
         if extras.keys() != self._extras.keys():
-            wrong = sorted(extras.keys() ^ self._extras.keys())
+            missing, undeclared = (
+                sorted(self._extras.keys() - extras.keys()),
+                sorted(extras.keys() - self._extras.keys()),
+            )
             raise ArgumentError(
-                f"{what}: extras {wrong} are given or declared, and not both",
-                value=wrong,
+                f"{what}: extras missing: {missing}; not declared: {undeclared}",
+                value=missing or undeclared,
                 remedy="give each step the extras that the buffers were made with",
             )
         given = {name: as_array(extras[name], f"{what}: extra {name!r}") for name in self._extras}
         for name, declared in self._extras.items():
             array = given[name]
-            if array.shape != declared.shape or array.dtype != declared.dtype:
+            if array.dtype != declared.dtype:
+                raise DtypeError(
+                    f"{what}: extra {name!r} is {array.dtype}, declared {declared.dtype}",
+                    value=array.dtype,
+                    remedy="give it the dtype that the graph was captured with",
+                )
+            if array.shape != declared.shape:
                 raise ShapeError(
-                    f"{what}: extra {name!r} is {array.dtype}{list(array.shape)}, "
-                    f"declared {declared.dtype}{list(declared.shape)}",
+                    f"{what}: extra {name!r} is {list(array.shape)}, declared {list(declared.shape)}",
                     value=array.shape,
-                    remedy="pad the extra to the rows of the graph: what is not written would be of an earlier step",
+                    remedy="pad it to the rows of the graph: what is not written would be of an earlier step",
                 )
         return given
 
@@ -203,12 +235,7 @@ class StaticBuffers(StaticMemory, Mapping[str, torch.Tensor]):
         for name, view in self._views.items():
             device = self.runtime.inspect(view)
             column = self._batch.columns().get(name)
-            where: invariants.Where = {
-                "object": self,
-                "operation": "to_static",
-                "column": name,
-                "step": self.runtime.step,
-            }
+            where: Where = {"object": self, "operation": "to_static", "column": name, "step": self.runtime.step}
             if not isinstance(column, TensorColumn):
                 invariants.mirror_equal(given[name], device, **where)
                 continue
@@ -226,7 +253,7 @@ def _columns(memory: torch.Tensor, batch: type[Batch], places: Sequence[Place], 
             place = batch._layout.places[name]
             view = view_at(memory, places[place.array])
             if place.lane is not None:
-                view = view.view(column.dtype)[place.lane, :rows].view(rows, *place.shape).data
+                view = view.view(column.dtype)[place.lane, :rows].view(rows, *place.shape)
             views[name] = view
     return views
 

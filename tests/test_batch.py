@@ -709,6 +709,8 @@ def test_a_step_is_refused_as_a_whole(rt: Runtime, pool: SlotPool, abcd: Decode)
         (lambda: abcd.step(advance="nothing"), DeclarationError),
         (lambda: abcd.step(advance=["seq_lens", "seq_lens"]), ArgumentError),
         (lambda: abcd.step(advance=3), DeclarationError),  # type: ignore[arg-type]
+        (lambda: abcd.step(n=2), ArgumentError),
+        (lambda: abcd.step(keep=[0], n=[1]), ArgumentError),
         (lambda: abcd.step(advance="seq_lens", n=[1, 2]), ShapeError),
         (lambda: big.step(keep=[0], advance="adapter", n=10), ValueOverflowError),
         (lambda: abcd.pad(6).step(keep=[0]), ArgumentError),

@@ -8,7 +8,7 @@ from batchstate import invariants, levels
 from batchstate.batching.record import BatchRecord
 from batchstate.batching.static import StaticMemory
 from batchstate.batching.upload import Extras
-from batchstate.errors import ArgumentError
+from batchstate.errors import ArgumentError, DeclarationError
 from batchstate.tables import TableWrite
 from batchstate.values.stale import reasons
 
@@ -32,6 +32,12 @@ class SendableRecord(BatchRecord):
         """
         names = columns or self._tensor_columns
         for name in columns:
+            if not isinstance(name, str):
+                raise DeclarationError(
+                    f"{type(self).__name__}.on_device: {name!r} names no column",
+                    value=name,
+                    remedy="pass names one by one: batch.on_device('slots', 'seq_lens')",
+                )
             self._tensor_column(name, f"{type(self).__name__}.on_device: column {name!r}")
         for name, windows in self._open_windows().items():
             if name in names:
@@ -89,7 +95,7 @@ class SendableRecord(BatchRecord):
 
         Raises:
             ArgumentError: no buffers; more rows than they have; other extras than they were made with.
-            ShapeError: an extra of another shape or dtype.
+            ShapeError, DtypeError: an extra of another shape or dtype.
             DeclarationError, DeviceError: buffers of another batch class, or of another runtime.
             CaptureError: the stream is being captured: fill the buffers before, or between replays.
             Violation: MIRROR_FOREIGN_WRITE; at `full` MIRROR_EQUAL, MIRROR_BOUND, TAIL_STALE.

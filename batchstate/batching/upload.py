@@ -26,12 +26,14 @@ class Extras(Mapping[str, torch.Tensor]):
 
     Attributes:
         given: name -> what was given for it: who made it recognises it.
+        slots: the slots that crossed with them to fixed addresses, int64[rows], and their device side; else None.
     """
 
     _runtime: Runtime
     _upload: PackedUpload | None
     _places: Mapping[str, int]
     given: Mapping[str, object] = attrs.field(factory=dict)
+    slots: tuple[Array, DeviceSide] | None = None
 
     def __getitem__(self, name: str) -> torch.Tensor:
         place = self._places[name]

@@ -37,9 +37,9 @@ def packed_places(arrays: Sequence[npt.NDArray[Any]]) -> tuple[list[Place], int]
 
 
 def view_at(buffer: torch.Tensor, place: Place) -> torch.Tensor:
-    """What lies at `place` of uint8[nbytes]."""
+    """What lies at `place` of uint8[nbytes]. A write into it in place counts as one into the buffer."""
     start, dtype, shape = place
-    return _strided(buffer.view(torch_dtype(dtype)), start // dtype.itemsize, shape).data
+    return _strided(buffer.view(torch_dtype(dtype)), start // dtype.itemsize, shape)
 
 
 def _strided(typed: torch.Tensor, first: int, shape: tuple[int, ...]) -> torch.Tensor:
