@@ -61,7 +61,8 @@ def _measured(args: argparse.Namespace) -> int:
     everything = works(runtime, quick=args.quick, hour=hour)
     chosen = [work for work in everything if args.only is None or any(text in work.name for text in args.only)]
     if not chosen:
-        print(f"benchmarks: nothing is named like {' or '.join(args.only)!r}; --list names all", file=sys.stderr)
+        of = "of a trial run " if args.quick else ""
+        print(f"benchmarks: nothing {of}is named like {' or '.join(args.only)!r}; --list names all", file=sys.stderr)
         return 2
     if args.list:
         print("\n".join(work.name for work in chosen))
@@ -77,7 +78,9 @@ def _measured(args: argparse.Namespace) -> int:
     if args.plots is not None:
         for file in plots.draw(results.scaling, args.plots, facts):
             print(file)
-    print(f"\n{summary([*results.lines, *results.counts])}")
+        if not results.scaling:
+            print("no plot was drawn: nothing that was measured is named 'scaling of ...'")
+    print(f"\n{summary([*results.lines, *results.counts], quick=args.quick)}")
     write_json(args.json, {"machine": facts, "commit": facts["commit"], "quick": args.quick, **results.as_json()})
     return 0
 

@@ -108,8 +108,8 @@ class Row:
         way: how we do it.
         ours_us: median of our way, the device included.
         baseline: the other way.
-        baseline_us: its median.
-        ratio: baseline_us / ours_us; if `paired`, the median of that ratio over the rounds.
+        baseline_us: its median; if `paired`, `ours_us` times the median of the ratios of single rounds.
+        ratio: baseline_us / ours_us.
         spread: quartiles of all three; those of the ratio are of the ratios of single rounds.
         ours_host_us, baseline_host_us: medians until the host may go on.
         target: the least ratio that is asked for, or None.
@@ -187,8 +187,9 @@ def require_equal(what: str, ours: object, others: object) -> None:
 
 
 def _row(comparison: Comparison, mine: Contender, ours: Times, baseline: Contender, other: Times) -> Row:
-    ours_us, baseline_us = median(ours.total), median(other.total)
     ratios = other.total / ours.total
+    ours_us = median(ours.total)
+    baseline_us = ours_us * median(ratios) if comparison.paired else median(other.total)
     asked = comparison.asked_of(mine.name, baseline.name)
     return Row(
         task=comparison.task,
@@ -196,7 +197,7 @@ def _row(comparison: Comparison, mine: Contender, ours: Times, baseline: Contend
         ours_us=ours_us,
         baseline=baseline.name,
         baseline_us=baseline_us,
-        ratio=median(ratios) if comparison.paired else baseline_us / ours_us,
+        ratio=baseline_us / ours_us,
         spread={
             "ours_us": quartiles(ours.total),
             "baseline_us": quartiles(other.total),
@@ -207,4 +208,5 @@ def _row(comparison: Comparison, mine: Contender, ours: Times, baseline: Contend
         target=asked.target,
         limit=asked.limit,
         paired=comparison.paired,
+        note="paired" if comparison.paired else "",
     )

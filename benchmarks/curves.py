@@ -118,10 +118,12 @@ def decode_ways(runtime: Runtime, *, num_columns: int, rows: int) -> Comparison:
     """A decode step in every way that is here, of which one row in fifty leaves and joins, or at least one."""
     scene = Scene.of(runtime, num_columns=num_columns, rows=rows, churn=max(1, rows // 50))
     read = Contender("packed, each device side read, checks cheap", scene.packed_step_read, Level.CHEAP)
+    at_fixed = partial(scene.static_step, scene.buffers())
+    fixed = Contender("packed, to fixed addresses, checks cheap", at_fixed, Level.CHEAP)
     others: list[DecodeBaseline] = [scene.twins(TENSORS), scene.twins(ARRAYS), scene.persistent(), scene.staged()]
     return Comparison(
         task=f"decode step, {num_columns} columns, {rows} rows",
-        ours=[*scene.packed_contenders(), read],
+        ours=[*scene.packed_contenders(), read, fixed],
         baselines=[Contender(other.name, other.step) for other in others],
         verify=lambda: scene.verify(others),
     )

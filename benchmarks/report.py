@@ -42,11 +42,19 @@ def show_counts(counts: Sequence[Count]) -> None:
             print(f"  {count.counted.replace('_', ' ').ljust(width)}  {count.count:3d}{asked}")
 
 
-def summary(judged: Sequence[Row | Absent | Count]) -> str:
+def summary(judged: Sequence[Row | Absent | Count], *, quick: bool = False) -> str:
     """How many are as asked, and which are not."""
     asked = [one for one in judged if not isinstance(one, Absent) and one.met is not None]
     missed = [one for one in asked if not one.met]
-    lines = [f"{len(asked) - len(missed)} of {len(asked)} targets met" + (", missed:" if missed else "")]
+    lines = [
+        f"{sum(bool(one.met) for one in some)} of {len(some)} {what} as asked"
+        for what, kind in (("ratios", Row), ("counts", Count))
+        if (some := [one for one in asked if isinstance(one, kind)])
+    ]
+    if quick and lines:
+        lines.append("a trial run: its ratios are noise")
+    if missed:
+        lines.append("missed:")
     for one in missed:
         if isinstance(one, Row):
             lines.append(f"  {one.work}, against {one.baseline}: {_ratio(one)}, asked {_asked(one)}")

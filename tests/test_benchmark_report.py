@@ -94,7 +94,9 @@ def test_what_is_not_installed_has_a_row_without_figures(rt: Runtime, capsys: py
     show(machine(rt), [row(2.0), absent])
     printed = capsys.readouterr().out
     assert "not installed: no module 'engine'" in printed
-    assert summary([absent]).splitlines()[0] == "0 of 0 targets met"
+    assert summary([absent]).splitlines() == [
+        "not measured: task, against an engine: not installed, no module 'engine'"
+    ]
 
 
 def test_the_summary_counts_and_names_what_is_missed(rt: Runtime, capsys: pytest.CaptureFixture) -> None:
@@ -102,8 +104,9 @@ def test_the_summary_counts_and_names_what_is_missed(rt: Runtime, capsys: pytest
     lines: Sequence[Row] = [row(2.0, target=1.0), row(2.0, target=5.0), row(2.0), row(2.0, limit=1.5)]
     counts = [Count("step", "copies", 1, 1), Count("step", "syncs", 3, 0), Count("step", "calls", 14)]
     text = summary([*lines, *counts]).splitlines()
-    assert text[0] == "2 of 5 targets met, missed:"
-    assert [line.strip() for line in text[1:]] == [
+    assert text[:3] == ["1 of 3 ratios as asked", "1 of 2 counts as asked", "missed:"]
+    assert "its ratios are noise" in summary(lines, quick=True)
+    assert [line.strip() for line in text[3:]] == [
         "task: way, against other: 2.00, asked >= 5",
         "task: way, against other: 2.00, asked <= 1.5",
         "step: syncs 3, asked <= 0",

@@ -18,6 +18,11 @@ CHEAP = Asked(limit=1.15)
 NOTHING_LEFT = Asked(limit=1.01)
 """Of the step of a batch. A whole step is long and touches much memory: a per cent of it cannot be told."""
 
+SECOND = "checks off, imported a second time"
+
+IMPORTS = 3
+"""Imports of each build, used in turns."""
+
 COPIES = 4
 """Equal batches, used in turns: where in memory one happens to lie moves a step by more than a per cent."""
 
@@ -67,18 +72,23 @@ def whole_step(num_columns: int, *, rows: int = 256) -> MakeStep:
 
 
 def against_deleted(runtime: Runtime, what: str, make: MakeStep, asked: Asked = NOTHING_LEFT) -> Comparison:
-    """A step without checks in three builds; the third is the package again, and shows how exact the measurement is."""
+    """A step without checks, in builds that never had them and in imports of the package as it is.
+
+    Several of each are used in turns. Further imports of the package show how exact the measurement is.
+    """
+    as_it_is = [second_build(number) for number in range(2 * IMPORTS - 1)]
     steps = {
-        "checks deleted": _steps_of(unchecked_build(), runtime, make),
-        "checks off": [make(importlib.import_module, runtime) for _ in range(COPIES)],
-        "checks off, imported a second time": _steps_of(second_build(), runtime, make),
+        "checks deleted": _steps_of([unchecked_build(number) for number in range(IMPORTS)], runtime, make),
+        "checks off": [make(importlib.import_module, runtime) for _ in range(COPIES)]
+        + _steps_of(as_it_is[: IMPORTS - 1], runtime, make),
+        SECOND: _steps_of(as_it_is[IMPORTS - 1 :], runtime, make),
     }
     ours, *others = (Contender(name, _in_turns(some), Level.OFF) for name, some in steps.items())
 
     def verify() -> None:
         for i, step in enumerate(steps["checks off"]):
             wanted = step()
-            for name in ("checks deleted", "checks off, imported a second time"):
+            for name in ("checks deleted", SECOND):
                 found = steps[name][i]()
                 for column in wanted.columns():
                     require_equal(f"{name}: host side of {column}", wanted[column].np, found[column].np)
@@ -95,11 +105,14 @@ def against_deleted(runtime: Runtime, what: str, make: MakeStep, asked: Asked = 
     )
 
 
-def _steps_of(build: Build, runtime: Runtime, make: MakeStep) -> list[Step]:
-    """Steps of another build, which has a switch for its checks, and a runtime, of its own."""
-    build.module("batchstate.levels").set_checks("off")
-    its_runtime = build.module("batchstate.runtime").open_runtime(str(runtime.device))
-    return [make(build.module, its_runtime) for _ in range(COPIES)]
+def _steps_of(builds: list[Build], runtime: Runtime, make: MakeStep) -> list[Step]:
+    """Steps of other builds, each of which has a switch for its checks, and a runtime, of its own."""
+    steps = []
+    for build in builds:
+        build.module("batchstate.levels").set_checks("off")
+        its_runtime = build.module("batchstate.runtime").open_runtime(str(runtime.device))
+        steps += [make(build.module, its_runtime) for _ in range(COPIES)]
+    return steps
 
 
 def _in_turns(steps: list[Step]) -> Callable[[], object]:

@@ -63,15 +63,19 @@ class Build:
 
 
 @functools.cache
-def unchecked_build() -> Build:
-    """The package with its checks deleted. Its level of checks changes nothing but what `current_checks` says."""
-    return Build("unchecked", without_checks(PACKAGES["batchstate"]))
+def unchecked_build(number: int = 0) -> Build:
+    """The package with its checks deleted. Its level of checks changes nothing but what `current_checks` says.
+
+    Args:
+        number: another import for each. Where in memory its code and its dicts lie moves a step by some per cent.
+    """
+    return Build(f"unchecked{number or ''}", without_checks(PACKAGES["batchstate"]))
 
 
 @functools.cache
-def second_build() -> Build:
-    """The package as it is, imported a second time."""
-    return Build("second", {})
+def second_build(number: int = 0) -> Build:
+    """The package as it is, imported once more; see `unchecked_build`."""
+    return Build(f"second{number or ''}", {})
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -29,6 +29,8 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"# {machine.get('device_name', report['device'])}, {report['date'][:10]}", "")
     yield "Written by `python -m benchmarks.gpu --page` out of the file of the same name, which has every figure."
     yield ""
+    if report.get("quick") or report["device"] == "cpu":
+        yield from ("**A rehearsal**, which shows that the command works and nothing more.", "")
     facts = {**_flat(machine), "device": report["device"], "commit": report["commit"]}
     yield from _table(("machine", ""), [(name, str(value)) for name, value in facts.items()])
     yield from ("", "## Stages", "")
@@ -53,7 +55,7 @@ def _details(name: str, outcome: Outcome) -> Iterator[str]:
         runs = [(what, one) for what, one in figures.items() if isinstance(one, dict)]
         yield from _table(("run", *RUN), [(what, *(f"{one[key]:,.0f}" for key in RUN)) for what, one in runs])
     elif name == "rates":
-        yield from _table(("work", "ours, us", "baseline", "us", "ratio", "asked"), map(_rated, figures["rows"]))
+        yield from _table(("work", "ours, us", "baseline", "us", "ratio", "asked", ""), map(_rated, figures["rows"]))
         yield from ("", "Not measured here: " + ", ".join(figures["left out"]) + ".")
     elif name == "suite":
         counts = ("passed", "failures", "errors", "skipped", "processes")
@@ -72,8 +74,9 @@ def _rated(row: Mapping[str, Any]) -> tuple[str, ...]:
     asked = next((f"{word} {row[key]:g}" for key, word in ASKED.items() if row.get(key) is not None), "")
     ours, other, ratio = row["ours_us"], row["baseline_us"], row["ratio"]
     if ratio is None:
-        return str(row["work"]), "", str(row["baseline"]), "", str(row.get("note") or "not measured"), asked
-    return str(row["work"]), f"{ours:,.1f}", str(row["baseline"]), f"{other:,.1f}", f"{ratio:.2f}", asked
+        return str(row["work"]), "", str(row["baseline"]), "", str(row.get("note") or "not measured"), asked, ""
+    verdict = "" if row.get("met") is None else "met" if row["met"] else "missed"
+    return str(row["work"]), f"{ours:,.1f}", str(row["baseline"]), f"{other:,.1f}", f"{ratio:.2f}", asked, verdict
 
 
 def _flat(machine: Mapping[str, Any]) -> dict[str, Any]:

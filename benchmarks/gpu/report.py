@@ -58,7 +58,7 @@ def _figures(name: str, figures: Mapping[str, Any]) -> str:
             beside = f"; the sanitizer finds {found['races found']} of {found['races']} races" if found else ""
             return f"right about {figures['cases']} programs{beside}; {figures['fuzz']['rules']:,} rules fuzzed"
         case "rates":
-            return f"{len(figures['rows'])} rows, {len(figures['missed'])} beyond what is asked for"
+            return f"{len(figures['rows'])} rows, {len(figures['missed'])} targets missed"
         case "suite":
             return (
                 f"{figures['passed']:,} passed, {figures['skipped']} skipped; {len(figures['left out'])} files left out"
