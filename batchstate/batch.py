@@ -157,9 +157,10 @@ class Batch(SendableRecord):
         if joining is not None:
             self._check_joins(joining, kept, "step")
             parts, num_reqs = merged(parts, joining._parts), kept + joining.num_reqs
-        if advance == () and not (type(n) is int and n == 1):
-            raise ArgumentError(f"{what}: n={n!r} of no column", value=n, remedy="name columns: advance='seq_lens'")
-        if advance != ():
+        if type(advance) is tuple and not advance:
+            if type(n) is not int or n != 1:
+                raise ArgumentError(f"{what}: n={n!r} of no column", value=n, remedy="name columns: advance='seq_lens'")
+        else:
             added = amounts_by_column(advance, n, what)
             parts = shifted(parts, added, self._columns, num_reqs, what, fresh=parts[0] is not self._rows)
         return self._with("step", *parts, num_reqs) if joining is None else self._joined("step", parts, kept, joining)

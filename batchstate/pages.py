@@ -305,9 +305,9 @@ class PagePool:
         if after is not None:
             check_fence(after, self._release_lease)
         books, operation = self._books, "release a lease"
+        books.references.ask_fences()  # first: a fence is code of the engine's, and may release this very lease
         if not books.leases.holds(lease):
             books.leases.check_held(lease, **self._where(operation))
-        books.references.ask_fences()
         books.references.drop(pages, after, operation)
         books.leases.end(lease)
         if levels.full:

@@ -14,16 +14,17 @@ from batchstate import invariants, levels
 from batchstate.batch import Batch
 from batchstate.batching.host_rows import HostRows
 from batchstate.batching.static import StaticMemory
-from batchstate.batching.upload import Extras, append_needs, joined_writes
+from batchstate.batching.upload import Extras, append_needs, joined_writes, named_arrays
 from batchstate.columns import MirroredColumn, TensorColumn
 from batchstate.contracts import Contract
 from batchstate.errors import ArgumentError, DeclarationError, DeviceError, DtypeError, ShapeError
+from batchstate.ownership.sizes import size_of
 from batchstate.runtime import Fence, FixedMemory, PackedUpload, Runtime, check_fence, check_runtime
 from batchstate.runtime.packed import ALIGNMENT, Place, packed_places, view_at
 from batchstate.tables import TableWrite
 from batchstate.values.device_ops import copy_into
 from batchstate.values.device_side import DeviceSide, Made, version_mark
-from batchstate.values.host_arrays import Array, as_array, count
+from batchstate.values.host_arrays import Array, as_array
 from batchstate.violations import Where
 
 __all__ = ["StaticBuffers"]
@@ -69,15 +70,16 @@ class StaticBuffers(StaticMemory, Mapping[str, torch.Tensor]):
         if not isinstance(given, type) or not issubclass(given, Batch):
             raise ArgumentError(f"StaticBuffers of {batch!r}", value=batch, remedy="pass a class that declares columns")
         self.runtime = runtime
-        self.rows = count(rows, "StaticBuffers: rows", least=1)
+        self.rows = size_of(rows, "StaticBuffers: rows", least=1)
         self.num_reqs = 0
         self._mark: int | None = None
         self._batch = batch
-        self._extras = {name: as_array(one, f"extra {name!r}") for name, one in (extras or {}).items()}
+        declared = {} if extras is None else named_arrays(extras, "StaticBuffers")
+        self._extras = {name: as_array(one, f"extra {name!r}") for name, one in declared.items()}
         twice = [name for name in self._extras if name in batch.columns()]
         if twice:
             raise ArgumentError(f"extras are named as columns: {twice}", value=twice, remedy="rename the extras")
-        writes = 2 * self.rows if num_writes is None else count(num_writes, "StaticBuffers: num_writes")
+        writes = 2 * self.rows if num_writes is None else size_of(num_writes, "StaticBuffers: num_writes")
         of_device = {
             name: column
             for name, column in batch.columns().items()
@@ -85,7 +87,8 @@ class StaticBuffers(StaticMemory, Mapping[str, torch.Tensor]):
         }
         arrays = [*HostRows.of(batch._layout, {}, self.rows).in_lanes(ALIGNMENT), *self._extras.values()]
         places, used = packed_places(arrays)
-        self._packed = used + writes * _A_WRITE + 2 * ALIGNMENT + _to_gather(batch, self.rows)
+        room = used + writes * _A_WRITE + 2 * ALIGNMENT + _to_gather(batch, self.rows)
+        self._packed = -(-room // ALIGNMENT) * ALIGNMENT
         own, total = _places_of(of_device, self.rows, self._packed)
         self._fixed = FixedMemory(runtime, runtime.device_zeros((total,), torch.uint8, name="static buffers"))
         by_name = {**dict(zip(self._extras, places[len(places) - len(self._extras) :], strict=True)), **own}
@@ -124,7 +127,7 @@ class StaticBuffers(StaticMemory, Mapping[str, torch.Tensor]):
     def read_until(self, fence: Fence) -> None:
         """Declares that a launched graph reads until `fence`. A step that is written on another stream waits for it."""
         self.runtime.check_owner("StaticBuffers.read_until")
-        check_fence(fence, "StaticBuffers.read_until")
+        check_fence(fence, "StaticBuffers.read_until", needed=True)
         self._fixed.read_until(fence)
 
     def receive(self, batch: Batch, writes: Sequence[TableWrite], extras: Mapping[str, object]) -> Extras:
@@ -144,21 +147,27 @@ class StaticBuffers(StaticMemory, Mapping[str, torch.Tensor]):
         first_write = len(riders)
         for write in joined:
             riders += (write.index, write.values)
-        for rows in device_rows.values():
-            rows.check_sources(self.runtime)  # before anything is written
-        self._fixed.await_readers()
-        crossed, rode, skipped = self._copied(fixed, riders)
         for name, rows in device_rows.items():
-            made = rows.gathered(self.runtime, [rode.view(skipped + place) for place in needs[name]])
-            source = self.runtime.acquire(made.tensor, made.stream, made.ready, handed=made.handed)
-            target = self._views[name].data  # our own writes are none from outside
-            self.runtime.launch(copy_into, target, source, reads=(source,), writes=(target,), name=f"static: {name}")
-        self._fixed.note_write()
-        for i, write in enumerate(joined):
-            at = skipped + first_write + 2 * i
-            write.table.apply(write, rode.view(at), rode.view(at + 1))
-        self.num_reqs = batch.num_reqs
-        self._mark = version_mark(self._fixed.memory)
+            rows.check_sources(self.runtime, name)  # before anything is written
+        self._fixed.await_readers()
+        try:
+            crossed, rode, skipped = self._copied(fixed, riders)
+            self.num_reqs = batch.num_reqs
+            for name, rows in device_rows.items():
+                made = rows.gathered(self.runtime, [rode.view(skipped + place) for place in needs[name]])
+                source = self.runtime.acquire(made.tensor, made.stream, made.ready, handed=made.handed)
+                target = self._views[name].data  # our own writes are none from outside
+                self.runtime.launch(
+                    copy_into, target, source, reads=(source,), writes=(target,), name=f"static: {name}"
+                )
+                if len(batch._device_rows[name].sources) > 1:  # each is memory kept alive
+                    batch._device.start_from(name, made)
+            for i, write in enumerate(joined):
+                at = skipped + first_write + 2 * i
+                write.table.apply(write, rode.view(at), rode.view(at + 1))
+        finally:  # behind the scatters too, which read what rode along; and also where one of them failed
+            self._fixed.note_write()
+            self._mark = version_mark(self._fixed.memory)
         if levels.full and not self.runtime.checks_stand_aside():
             self._check(padded, given)
         places = {name: first_extra + i for i, name in enumerate(given)}

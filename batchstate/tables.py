@@ -213,7 +213,7 @@ class Table:
         Each stream that writes next waits for it, on the device.
         """
         self.runtime.check_owner(f"{self.name}: read_until")
-        check_fence(fence, f"{self.name}: read_until")
+        check_fence(fence, f"{self.name}: read_until", needed=True)
         self._fixed.read_until(fence)
 
     def _scatter(self, index: torch.Tensor, values: torch.Tensor) -> None:

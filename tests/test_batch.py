@@ -710,6 +710,11 @@ def test_a_step_is_refused_as_a_whole(rt: Runtime, pool: SlotPool, abcd: Decode)
         (lambda: abcd.step(advance=["seq_lens", "seq_lens"]), ArgumentError),
         (lambda: abcd.step(advance=3), DeclarationError),  # type: ignore[arg-type]
         (lambda: abcd.step(n=2), ArgumentError),
+        (lambda: abcd.step(advance=[["seq_lens"]]), DeclarationError),  # type: ignore[list-item]
+        (lambda: abcd.advance([["seq_lens"]]), DeclarationError),  # type: ignore[list-item]
+        (lambda: abcd.advance("seq_lens", 2**63), ValueOverflowError),
+        (lambda: abcd.advance("seq_lens", -(2**63) - 1), ValueOverflowError),
+        (lambda: abcd.advance("seq_lens", 2**64), ValueOverflowError),
         (lambda: abcd.step(keep=[0], n=[1]), ArgumentError),
         (lambda: abcd.step(advance="seq_lens", n=[1, 2]), ShapeError),
         (lambda: big.step(keep=[0], advance="adapter", n=10), ValueOverflowError),
@@ -721,6 +726,7 @@ def test_a_step_is_refused_as_a_whole(rt: Runtime, pool: SlotPool, abcd: Decode)
         abcd.step(joining=abcd)
     assert caught.value.code is Code.SLOT_SHARED
     assert abcd.step(keep=[0, 1], joining=abcd.filter([2])).slots.tolist() == [1, 2, 3]
+    assert abcd.step(advance=np.array(["seq_lens"])).seq_lens.tolist() == [11, 12, 13, 14]
     assert (abcd.seq_lens.tolist(), big.adapter.tolist()) == ([10, 11, 12, 13], [250] * 4)
 
 

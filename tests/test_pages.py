@@ -831,3 +831,54 @@ def test_a_refusal_costs_no_look_at_all_pages(slots: SlotPool, pages: PagePool) 
     pages.truncate(one, 2)
     report = refused(Code.PAGE_OWNER, lambda: pages.advance(one))
     assert report.slot == lease.pages[0]
+
+
+def test_the_last_slot_is_refused_like_any_other(rt: Runtime) -> None:
+    """A request that is as long as one may be gets no further token, also in the last row of the table."""
+    slots = SlotPool(rt, 2)
+    pool = PagePool(rt, slots, 10, 4, max_tokens_per_request=4)
+    taken = slots.take(2)
+    pool.extend(taken, 4)
+    for some in (taken, taken.filter([1]), taken.filter([0])):
+        refused(Code.LENGTH_ORDER, lambda some=some: pool.advance(some))  # type: ignore[misc]
+    assert pool.committed(taken).tolist() == [4, 4]
+
+
+def test_a_lease_may_be_longer_than_a_request(rt: Runtime) -> None:
+    """Pages for a cache are not of one request; what a request begins with is judged by its own length."""
+    slots = SlotPool(rt, 2)
+    pool = PagePool(rt, slots, 8, 2, max_tokens_per_request=4)
+    lease, slot = pool.take(4), slots.take(1)
+    pool.share(lease, slot, 4)
+    assert pool.committed(slot).tolist() == [4]
+    refused(Code.LENGTH_ORDER, lambda: pool.share(lease, slots.take(1), 6))
+    lease.release()
+    pool.release_requests(slot)
+    pool.verify()
+
+
+def test_a_fence_that_takes_pages_itself_leaves_the_books_right(rt: Runtime) -> None:
+    """A fence is code of the engine's: what it takes while it is asked is not handed out a second time."""
+    slots = SlotPool(rt, 4)
+    pool = PagePool(rt, slots, 5, 2, max_tokens_per_request=8)
+    first, second = slots.take(1), slots.take(1)
+    pool.extend(first, 4)
+    pool.share(first, second, 4)
+
+    class Taking:
+        asked = 0
+
+        def query(self) -> bool:
+            Taking.asked += 1
+            if Taking.asked == 1:
+                self.lease = pool.take(2)
+            return False
+
+        def wait(self) -> None:
+            """Nobody does."""
+
+    pool.release(second, after=Taking())
+    with pytest.raises(PoolExhaustedError):
+        pool.take(3)
+    pool.verify()
+    assert (pool.stats.free, pool.stats.live) == (1, 4)

@@ -593,3 +593,22 @@ def test_running_out_says_whether_it_can_ever_succeed(rt: Runtime) -> None:
     with pytest.raises(PoolExhaustedError, match="2 more are free in the reserve") as caught:
         pool.take(1)
     assert (caught.value.size, caught.value.free_reserved) == (6, 2)
+
+
+def test_a_handle_without_a_generation_is_nobodys(rt: Runtime) -> None:
+    """Numbers wrapped by hand have generation 0, which no live slot has: refused also while the slot is free."""
+    pool = SlotPool(rt, 4)
+    table = pool.table("table", (2,))
+    for free in (True, False):
+        wrapped = Slots.from_host(rt, [1], pool=pool.identity)
+        for use in (lambda w=wrapped: pool.check_handles(w, "use"), lambda w=wrapped: table.entry(w, [0], [5])):
+            refused(Code.SLOT_STALE_HANDLE, use)
+        if free:
+            pool.take(1)
+
+
+def test_reading_until_nothing_is_refused(rt: Runtime) -> None:
+    """None is no fence to wait for, and a table that was told so would fail in every later step."""
+    table = SlotPool(rt, 4).table("table", (2,))
+    with pytest.raises(ArgumentError, match="no fence"):
+        table.read_until(None)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from batchstate import (
 from batchstate.batch import Batch
 from batchstate.columns import device_only, host_list, mirrored, slot_column
 from batchstate.errors import ArgumentError, CaptureError, DeclarationError, DeviceError, DtypeError, ShapeError
-from batchstate.testing.devices import open_device
+from batchstate.testing.devices import open_device, window_of
 from batchstate.testing.race.runtime import RaceRuntime
 
 ROWS = 6
@@ -258,6 +258,7 @@ def test_a_write_into_the_buffers_is_found_by_the_next_step(rt: Runtime) -> None
         ({"batch": Batch.__mro__[1]}, ArgumentError, "StaticBuffers of"),
         ({"batch": "Decode"}, ArgumentError, "StaticBuffers of 'Decode'"),
         ({"rows": 0}, ArgumentError, "rows is 0"),
+        ({"rows": 2**62}, ArgumentError, "rows is"),
         ({"rows": 2.5}, DtypeError, "2.5"),
         ({"num_writes": -1}, ArgumentError, "num_writes is -1"),
         ({"extras": {"seq_lens": [1]}}, ArgumentError, "named as columns"),
@@ -295,6 +296,7 @@ def test_refuses_what_does_not_fit(rt: Runtime) -> None:
         (lambda: good.to_static(buffers, extras=extras, writes=[3]), ArgumentError),
         (lambda: good.to_static(dict(buffers), extras=extras), ArgumentError),
         (lambda: buffers.read_until(3), ArgumentError),
+        (lambda: buffers.read_until(None), ArgumentError),
     ):
         with pytest.raises(error):
             wrong()
@@ -368,3 +370,100 @@ def test_writes_into_what_on_device_gave_are_found(pool: SlotPool) -> None:
     with pytest.raises(Violation) as caught:
         batch.filter([0])
     assert (caught.value.code, caught.value.column) == (Code.MIRROR_FOREIGN_WRITE, "top_k")
+
+
+@pytest.mark.parametrize("device", ["race", "race:prompt"])
+def test_what_rode_along_is_not_overwritten_before_its_scatter(device: str) -> None:
+    """Table writes are read by their scatters from the buffers: the next step, on another stream, goes behind them."""
+    with window_of(open_device(device)) as rt:
+        pool = SlotPool(rt, 8)
+        tables = [pool.table(name, (4,), torch.int64) for name in ("first", "second")]
+        slots = pool.take(3)
+        batch = Plain.build(rt, slots=slots, seq_lens=[1, 2, 3], temperature=[0.5] * 3)
+        buffers = StaticBuffers(rt, Plain, rows=8)
+        streams = [rt.stream("a"), rt.stream("b")]
+        for step in range(6):
+            table, values = tables[step % 2], np.arange(3) + step
+            with rt.use(streams[step // 2 % 2]):
+                batch.to_static(buffers, writes=[table.entry(slots, [step % 4] * 3, values)])
+        rt.synchronize()
+        assert rt.inspect(tables[0].device)[slots.np, 0].tolist() == [4, 5, 6]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 9])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.float16, torch.int32, torch.float64])
+def test_any_number_of_rows_has_aligned_places(rt: Runtime, rows: int, dtype: torch.dtype) -> None:
+    """Narrow columns that only the device knows lie behind wide ones, each at a multiple of 16 bytes."""
+    declared = {"lens": mirrored(torch.int64), "narrow": device_only(dtype), "other": device_only(torch.int64)}
+    kind: Any = type("Kind", (Batch,), declared)
+    buffers = StaticBuffers(rt, kind, rows=rows)
+    values = torch.ones(rows, dtype=dtype, device=rt.device)
+    kind.build(rt, lens=np.arange(rows), narrow=values, other=values.to(torch.int64)).to_static(buffers)
+    assert rt.inspect(buffers["narrow"]).tolist() == rt.inspect(values).tolist()
+    assert {tensor.data_ptr() % 16 for tensor in buffers.values()} == {buffers["lens"].data_ptr() % 16}
+
+
+def test_sources_of_device_columns_do_not_pile_up(pool: SlotPool) -> None:
+    """An engine that only ever sends to fixed addresses keeps no tensors of requests that have long gone."""
+    rt = pool.runtime
+    buffers = StaticBuffers(rt, Decode, rows=ROWS)
+    batch = of_letters(pool, "ab")
+    for step in range(12):
+        joining = of_letters(pool, "abcdef"[step % 6])
+        leaving = batch.filter([0])
+        batch = batch.step(
+            keep=np.arange(len(batch)) > 0, joining=joining, advance=["seq_lens", "kv_lens", "last_token"]
+        )
+        pool.free(leaving.slots)
+        batch.to_static(buffers)
+        padded = batch.pad(ROWS)
+        assert held(buffers) == {name: rt.inspect(padded[name].device).tolist() for name in buffers}
+        assert max(len(rows.sources) for rows in batch._device_rows.values()) <= 2
+
+
+def test_a_failed_scatter_leaves_the_buffers_with_the_new_batch(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy cannot be taken back: what is in the buffers is what they say, and their order is kept."""
+    pool = SlotPool(rt, 8)
+    table = pool.table("table", (4,), torch.int64)
+    slots = pool.take(3)
+    three = Plain.build(rt, slots=slots, seq_lens=[1, 2, 3], temperature=[0.5] * 3)
+    buffers = StaticBuffers(rt, Plain, rows=4)
+    three.to_static(buffers)
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(table, "apply", fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        three.filter([1]).to_static(buffers, writes=[table.entry(slots, [0] * 3, [1, 2, 3])])
+    assert (buffers.num_reqs, held(buffers)["seq_lens"]) == (1, [2, 0, 0, 0])
+    three.to_static(buffers)
+
+
+@pytest.mark.parametrize("extras", [[1], {3: [1]}, "positions", 5])
+def test_extras_are_a_mapping_from_names(rt: Runtime, extras: Any) -> None:
+    """Whatever else is given is refused, by whoever takes extras."""
+    batch = Plain.empty(rt)
+    buffers = StaticBuffers(rt, Plain, rows=1)
+    for call in (
+        lambda: StaticBuffers(rt, Plain, rows=1, extras=extras),
+        lambda: batch.to_static(buffers, extras=extras),
+        lambda: batch.upload(extras=extras),
+    ):
+        with pytest.raises(ArgumentError, match="extras are"):
+            call()
+
+
+def test_what_was_gathered_can_be_read_while_a_graph_is_captured(
+    pool: SlotPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is launched for it; and asking a thousand times leaves nothing behind."""
+    batch = of_letters(pool, "abc").filter([2, 0])
+    before = batch.on_device()
+    for _ in range(1_000):
+        batch.on_device()
+    assert len(batch._device._marks) < 10
+    monkeypatch.setattr(type(pool.runtime), "capturing", True)
+    assert batch.on_device("last_token")["last_token"].data_ptr() == before["last_token"].data_ptr()
+    with pytest.raises(CaptureError):
+        of_letters(pool, "d").filter([0]).on_device("last_token")

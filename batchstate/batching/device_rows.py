@@ -18,6 +18,7 @@ from batchstate.values.device_ops import add, concatenate, select_rows, signed_t
 from batchstate.values.device_side import DeviceSide, Made, version_mark
 from batchstate.values.host_arrays import Array, Rows
 from batchstate.values.integers import across
+from batchstate.violations import Where
 
 MOST_SOURCES = 8
 """Beyond this many tensors a column is gathered at the next upload: each source is memory kept alive."""
@@ -70,7 +71,7 @@ class DeviceRows:
 
     def arrays(self, dtype: torch.dtype, ndim: int) -> list[Array]:
         """What must cross to the device before `gathered`, in the order in which it takes them."""
-        if self._as_it_is() is not None:
+        if self.as_it_is() is not None:
             return []
         wanted: list[Array] = [self.rows]
         if self.added is not None:
@@ -87,7 +88,7 @@ class DeviceRows:
             uploaded: the device sides of `arrays`.
         """
         self.check_sources(runtime)
-        source = self._as_it_is()
+        source = self.as_it_is()
         if source is not None:
             return source.make(runtime)
         crossed = list(uploaded)
@@ -102,7 +103,7 @@ class DeviceRows:
             rows = runtime.launch(add, rows, amount, reads=(rows, amount), name="gather: add")
         return Made(rows, runtime.current_stream, None, set())
 
-    def check_sources(self, runtime: Runtime) -> None:
+    def check_sources(self, runtime: Runtime, column: str = "") -> None:
         """Nobody wrote into the tensors between their becoming part of a batch and now.
 
         Raises:
@@ -111,11 +112,12 @@ class DeviceRows:
         if levels.cheap:
             for source, _ in self.sources:
                 if isinstance(source, DeviceSide) and source.made is not None and source.mark is not None:
-                    invariants.mirror_foreign_write(
-                        "device", source.mark, version_mark(source.made) or 0, object=self, step=runtime.step
-                    )
+                    where: Where = {"object": self, "operation": "gather", "step": runtime.step}
+                    if column:
+                        where["column"] = column
+                    invariants.mirror_foreign_write("device", source.mark, version_mark(source.made) or 0, **where)
 
-    def _as_it_is(self) -> DeviceSide | None:
+    def as_it_is(self) -> DeviceSide | None:
         """The only source, where its rows are wanted unmoved and unchanged."""
         source, length = self.sources[0]
         unmoved = (

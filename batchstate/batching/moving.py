@@ -114,8 +114,6 @@ def amounts_by_column(columns: Iterable[str] | Mapping[str, object], n: object, 
     """
     if isinstance(columns, str):
         return {columns: n}
-    if isinstance(columns, dict):
-        return columns
     given: object = columns
     if not isinstance(given, list | tuple):
         if not isinstance(given, Iterable):
@@ -123,6 +121,8 @@ def amounts_by_column(columns: Iterable[str] | Mapping[str, object], n: object, 
         if isinstance(columns, Mapping):
             return columns
     names = tuple(columns)
+    if not all(isinstance(name, str) for name in names):
+        raise DeclarationError(f"{what}: {columns!r} are no names", value=columns, remedy="pass column names")
     added = dict.fromkeys(names, n)
     if len(added) < len(names):
         raise ArgumentError(

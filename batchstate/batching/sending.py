@@ -7,7 +7,7 @@ import torch
 from batchstate import invariants, levels
 from batchstate.batching.record import BatchRecord
 from batchstate.batching.static import StaticMemory
-from batchstate.batching.upload import Extras
+from batchstate.batching.upload import Extras, named_arrays
 from batchstate.errors import ArgumentError, DeclarationError
 from batchstate.tables import TableWrite
 from batchstate.values.stale import reasons
@@ -66,9 +66,9 @@ class SendableRecord(BatchRecord):
         if levels.cheap and (self._watched or (self._crossing is not None and self._crossing.uploaded)):
             self._check_read_columns("upload")
         device = self._device
-        first = levels.full and not device.uploaded
-        derived = device.upload(writes, extras or {})
-        if first:
+        first = not device.uploaded
+        derived = device.upload(writes, self._checked_extras(extras, "upload"))
+        if first and levels.full:
             self.check("upload")
         return derived
 
@@ -110,7 +110,7 @@ class SendableRecord(BatchRecord):
             self._check_writes(writes, "to_static")
         if levels.cheap and (self._watched or (self._crossing is not None and self._crossing.uploaded)):
             self._check_read_columns("to_static")
-        return buffers.receive(self, writes, extras or {})
+        return buffers.receive(self, writes, self._checked_extras(extras, "to_static"))
 
     def _check_writes(self, writes: object, operation: str) -> None:
         if not isinstance(writes, list | tuple) or not all(isinstance(one, TableWrite) for one in writes):
@@ -119,3 +119,6 @@ class SendableRecord(BatchRecord):
                 value=writes,
                 remedy="pass a list of what `Table.entry` or `Extension.entry` returned",
             )
+
+    def _checked_extras(self, extras: Mapping[str, object] | None, operation: str) -> Mapping[str, object]:
+        return {} if extras is None else named_arrays(extras, f"{type(self).__name__}.{operation}")

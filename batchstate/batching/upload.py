@@ -223,7 +223,7 @@ class BatchDevice:
         return lane.view(-1, *place.shape) if place.shape else lane
 
     def _gathered(self, name: str, rows: DeviceRows) -> Made:
-        if self._runtime.capturing:
+        if self._runtime.capturing and rows.as_it_is() is None:
             # The kernels of a captured gather do not run: what it returns must not become the column's device side.
             self._runtime._refuse_capture(f"gathering column {name!r}")
         crossed: list[torch.Tensor] = []
@@ -231,11 +231,23 @@ class BatchDevice:
             packed, places = self._packed_now(), self._needs[name]
             crossed = [self._runtime.acquire_part(packed, place) for place in places]
         made = rows.gathered(self._runtime, crossed)
-        self._needs.pop(name, None)
-        self._hand_out(name, made.tensor)
-        # The column, and batches derived from here on, start from what was gathered, not from where it came from.
-        self.device_rows = {**self.device_rows, name: DeviceRows.of(DeviceSide(None, made), len(rows))}
+        if self._handed_out.get(name) is not made.tensor:
+            self._hand_out(name, made.tensor)
+            self.start_from(name, made)
         return made
+
+    def start_from(self, name: str, made: Made) -> None:
+        """The column, and batches derived from here on, start from what was gathered, not from where it came from.
+
+        Args:
+            name: of a column of which the host side is no copy.
+            made: its rows, with padded ones behind them or not.
+        """
+        num_rows = len(self.device_rows[name])
+        if made.tensor.shape[0] != num_rows:
+            made = made._replace(tensor=made.tensor[:num_rows])
+        self._needs.pop(name, None)
+        self.device_rows = {**self.device_rows, name: DeviceRows.of(DeviceSide(None, made), num_rows)}
 
     def _packed_now(self) -> PackedUpload:
         if self._packed is None:  # pragma: no cover - callers upload first
@@ -290,3 +302,14 @@ def _one_a_table(writes: Sequence[TableWrite]) -> list[TableWrite]:
         )
         for same in by_table.values()
     ]
+
+
+def named_arrays(extras: object, what: str) -> Mapping[str, object]:
+    """`extras` if they are a mapping from names.
+
+    Raises:
+        ArgumentError: they are none.
+    """
+    if isinstance(extras, Mapping) and all(isinstance(name, str) for name in extras):
+        return extras
+    raise ArgumentError(f"{what}: extras are {extras!r}", value=extras, remedy="pass a mapping: name -> host array")

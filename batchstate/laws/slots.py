@@ -130,7 +130,7 @@ def slot_double_free(slots: Ints, live: npt.NDArray[np.bool_], **where: Unpack[W
 def slot_stale_handle(slots: Ints, held: Ints, current: Ints, **where: Unpack[Where]) -> None:
     """The generation a handle holds is the slot's present one. `held` and `current` are integer[n], row by row.
 
-    `current` is 0 where the slot belongs to nobody.
+    `current` is negative where the slot belongs to nobody, and 0 where it never had an owner.
     Cost: one comparison a handle. Broken by keeping a slot number past its free: it then names another request.
     """
     made[Code.SLOT_STALE_HANDLE] += 1
@@ -140,9 +140,9 @@ def slot_stale_handle(slots: Ints, held: Ints, current: Ints, **where: Unpack[Wh
         broken(
             Code.SLOT_STALE_HANDLE,
             f"the handle of index {slots[row]} "
-            + ("is older than its present owner" if current[row] else "outlived its owner; the slot is nobody's"),
+            + ("is older than its present owner" if current[row] > 0 else "outlived its owner; the slot is nobody's"),
             where,
-            expected=f"generation {current[row]}" if current[row] else "a live slot",
+            expected=f"generation {current[row]}" if current[row] > 0 else "a live slot",
             actual=f"generation {held[row]}",
             row=row,
             slot=int(slots[row]),

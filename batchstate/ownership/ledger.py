@@ -298,7 +298,7 @@ class Ledger:
             Violation: SLOT_CONSERVATION.
         """
         free, pending, live = self._ordinary.count + self._reserved.count, self._waiting.count, self.live
-        if free + pending + live == self._total and live >= 0:  # the law's own test, without its report
+        if free + pending + live == self._total and free >= 0 and live >= 0:  # the law's own test, without its report
             made[CONSERVATION] += 1
             return
         invariants.slot_conservation(free, pending, live, self._total, **self._where(operation))
@@ -344,6 +344,8 @@ class Ledger:
             states = self._states[end - size : end]
             held = [int(np.count_nonzero(states == state)) for state in (PENDING, LIVE)]
             invariants.slot_conservation(part.size, held[0], held[1], size, **where)
+        invariants.slot_conservation(free.size, waiting.size, live.size, self._total, **where)
+        invariants.slot_conservation(free.size, waiting.size, self.live, self._total, **where)
 
     def _check_fresh(self, indices: Ints, reserved: bool, operation: str) -> None:
         """What is about to be handed out is nobody's."""

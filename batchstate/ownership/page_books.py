@@ -112,9 +112,10 @@ class PageBooks:
     def advance_by_one(self, slots: Ints, operation: str) -> Added:
         """`advance` by one token a slot, the hot path of decoding: nothing is ragged."""
         rows = self.rows
-        start, columns, places, pages = rows.next_places(slots)
+        start = rows.committed[slots]
         lengths = start + ONE
         self._check_lengths(lengths, lengths, operation, length_words.further)
+        columns, places, pages = rows.next_places(slots, start)
         if self.references.shared:
             self.references.check_exclusive(pages, operation)
         if np.count_nonzero(pages) != pages.size:
@@ -144,7 +145,9 @@ class PageBooks:
         """
         length = np.array([tokens], dtype=np.int64)
         invariants.page_alignment(length, self.page_size, **self._where(operation))
-        self._check_lengths(length, np.array([available], dtype=np.int64), operation, length_words.prefix)
+        there = np.array([available], dtype=np.int64)
+        most = max(available, self.max_tokens)  # a lease may hold more than a request may have
+        invariants.length_order(length, there, most, explain=length_words.prefix, **self._where(operation))
 
     def share(self, pages: Ints, slots: Ints, operation: str) -> Added:
         """Lets each slot, which has no pages, begin with `pages`."""

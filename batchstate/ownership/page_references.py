@@ -52,6 +52,8 @@ class PageReferences:
         self.ledger.check_available(n)
         if self._readers:
             self.ask_fences()  # after the ledger has asked: what it made free was read by none that is still open
+            if n > self.ledger.free:  # a fence is code of the engine's, and may have taken some
+                self.ledger.check_available(n)
             if levels.cheap and self._readers:
                 self._check_unread(self.ledger.next_free(n), operation)
         return self.ledger.take(n, operation)

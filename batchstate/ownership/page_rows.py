@@ -62,12 +62,11 @@ class PageRows:
         columns = positions // self._size
         return self.tokens_on(self.pages_at(rows, columns), columns, positions)
 
-    def next_places(self, rows: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-        """Where the next token of each row goes: its position, column, and place in the table; and the page there."""
-        positions = self.committed[rows]
+    def next_places(self, rows: Ints, positions: Ints) -> tuple[Ints, Ints, Ints]:
+        """Where tokens at positions within the rows' width go: column, and place in the table; and the page there."""
         columns = positions // self._size
         places = self._places(rows, columns)
-        return positions, columns, places, self._flat[places].astype(np.int64)
+        return columns, places, self._flat[places].astype(np.int64)
 
     def tokens_on(self, pages: Ints, columns: Ints, positions: Ints) -> Ints:
         """The tokens of positions that lie in these columns, on these pages."""

@@ -71,7 +71,7 @@ class HandleBook:
             where = self._where(operation)
             invariants.slot_out_of_range(rows, self._ledger.capacity, **where)
             invariants.slot_zero_allocated(rows, **where)
-            current = np.where(self._ledger.live_among(rows), self._generations[rows], 0)
+            current = np.where(self._ledger.live_among(rows), self._generations[rows], -1)
             invariants.slot_stale_handle(rows, held, current, **where)
         if unique and self._ledger.repeated(rows):
             invariants.slot_shared(rows, **self._where(operation))

@@ -60,13 +60,16 @@ def foreign_fence(fence: object) -> ArgumentError:
     )
 
 
-def check_fence(fence: Any, operation: str) -> None:
+def check_fence(fence: Any, operation: str, *, needed: bool = False) -> None:
     """Refuses what is no fence.
 
     Raises:
-        ArgumentError: `fence` is neither None nor something to be asked with `query()`; a class of fences is no fence.
+        ArgumentError: `fence` is not something to be asked with `query()`; a class of fences is no fence, and None is
+            one unless it is `needed`.
     """
-    if fence is not None and (isinstance(fence, type) or not callable(getattr(fence, "query", None))):
+    if fence is None and not needed:
+        return
+    if isinstance(fence, type) or not callable(getattr(fence, "query", None)):
         raise ArgumentError(
             f"{operation}: after={fence!r} is no fence",
             value=fence,

@@ -27,7 +27,9 @@ def amounts(n: object, num_rows: int, what: str) -> Amounts:
         ShapeError: neither one number nor one a row.
         ValueOverflowError: outside int64.
     """
-    if type(n) is int and -(2**63) <= n < 2**63:  # what a decode step adds
+    if type(n) is int:  # what a decode step adds
+        if not -(2**63) <= n < 2**63:
+            check_range(n, n, np.dtype(np.int64), what)
         return np.array(n, dtype=np.int64)
     array = as_array(n, what)
     if array.dtype.kind not in "iu" and array.size:
