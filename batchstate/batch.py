@@ -84,7 +84,10 @@ class Batch(SendableRecord):
             given.pool or 0,
         )
         batch._check_slots("build")
-        batch._check_made("build")
+        if levels.full:
+            batch.check("build")
+        elif levels.cheap:
+            batch._check_rows("build")
         return batch
 
     @classmethod

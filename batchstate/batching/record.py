@@ -23,7 +23,6 @@ from batchstate.mirror import MirroredTensor
 from batchstate.runtime import Runtime
 from batchstate.values.device_side import DeviceSide
 from batchstate.values.host_arrays import Array
-from batchstate.values.integers import most
 from batchstate.values.sides import TwoSides
 from batchstate.values.stale import StaleWindow
 from batchstate.violations import Code, Where
@@ -241,13 +240,6 @@ class BatchRecord(metaclass=BatchType):
             name, before, now = written
             invariants.mirror_foreign_write("device", before, now, **self._where(operation, name or None))
 
-    def _check_made(self, operation: str) -> None:
-        """What every operation asks of its result."""
-        if levels.full:
-            self.check(operation)
-        elif levels.cheap:
-            self._check_rows(operation)
-
     def _check_rows(self, operation: str) -> None:
         agree = self._rows.have(self.num_rows)  # the test of ROW_COUNT, without its report: the law names the column
         for rows in self._device_rows.values():
@@ -267,7 +259,8 @@ class BatchRecord(metaclass=BatchType):
     def _check_slots(self, operation: str) -> None:
         if self._slot_column is None:
             return
-        slots = self._rows.column(self._slot_column)
+        place = self._layout.places[self._slot_column]
+        slots: Array = self._rows.stacks[place.array][place.lane]  # a lane of int64: as it lies
         if self.num_reqs != self.num_rows:
             slots = slots[: self.num_reqs]
         if _positive_and_distinct(slots):
@@ -317,8 +310,10 @@ class BatchRecord(metaclass=BatchType):
             self._pool if pool is None else pool,
             windows,
         )
-        if levels.cheap:
-            batch._check_made(operation)
+        if levels.full:
+            batch.check(operation)
+        elif levels.cheap:
+            batch._check_rows(operation)
         return batch
 
     def _changed(self, operation: str, rows: HostRows, device_rows: Mapping[str, DeviceRows]) -> Self:
@@ -369,7 +364,7 @@ def _positive_and_distinct(slots: Array) -> bool:
     """The tests of three laws without their reports: no slot is negative, none is 0, none stands twice."""
     if not slots.size:
         return True
-    if most(slots) > _DENSE * slots.size + _FEW:
+    if slots.item(slots.argmax()) > _DENSE * slots.size + _FEW:
         in_order = slots.copy()
         in_order.sort()
         return bool(in_order[0] > 0) and not np.count_nonzero(in_order[1:] == in_order[:-1])
