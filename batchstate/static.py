@@ -105,6 +105,7 @@ class StaticBuffers(StaticMemory, Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """A column `[rows, *shape]` or an extra, safe to read on the current stream; the same tensor each time."""
+        self.runtime.check_owner("StaticBuffers")
         view = self._views[name]
         self._fixed.ordered()
         return view
@@ -132,9 +133,8 @@ class StaticBuffers(StaticMemory, Mapping[str, torch.Tensor]):
 
     def receive(self, batch: Batch, writes: Sequence[TableWrite], extras: Mapping[str, object]) -> Extras:
         """What `Batch.to_static` does."""
-        if levels.cheap and self._mark is not None and self._fixed.memory._version != self._mark:
-            where: Where = {"object": self, "operation": "to_static", "step": self.runtime.step}
-            invariants.mirror_foreign_write("device", self._mark, self._fixed.memory._version, **where)
+        if levels.cheap:
+            self._check_unwritten()
         given = self._checked(batch, extras)
         padded = batch if batch.num_rows == self.rows else batch.pad(self.rows)
         device_rows = padded._device_rows
@@ -172,6 +172,17 @@ class StaticBuffers(StaticMemory, Mapping[str, torch.Tensor]):
             self._check(padded, given)
         places = {name: first_extra + i for i, name in enumerate(given)}
         return Extras(self.runtime, crossed, places, dict(extras), self._slots_of(padded, crossed))
+
+    def _check_unwritten(self) -> None:
+        """Nobody wrote into the buffers since the last step; reported once, since this step writes all of it anew.
+
+        Raises:
+            Violation: MIRROR_FOREIGN_WRITE.
+        """
+        before, self._mark = self._mark, version_mark(self._fixed.memory)
+        if before is not None and self._mark is not None:
+            where: Where = {"object": self, "operation": "to_static", "step": self.runtime.step}
+            invariants.mirror_foreign_write("device", before, self._mark, **where)
 
     def _slots_of(self, padded: Batch, crossed: PackedUpload) -> tuple[Array, DeviceSide] | None:
         name = padded._slot_column
