@@ -1,5 +1,6 @@
 """StaticBuffers: a step written straight to addresses that stay."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -481,3 +482,17 @@ def test_what_was_gathered_can_be_read_while_a_graph_is_captured(
     assert batch.on_device("last_token")["last_token"].data_ptr() == before["last_token"].data_ptr()
     with pytest.raises(CaptureError):
         of_letters(pool, "d").filter([0]).on_device("last_token")
+
+
+def test_a_host_side_that_is_knowingly_old_is_not_sent(pool: SlotPool) -> None:
+    """Inside its window neither way to the device takes it for the truth; a bound, which is not sent, may be old."""
+    buffers = StaticBuffers(pool.runtime, Decode, rows=ROWS)
+    batch = of_letters(pool, "ab")
+    sends: list[Callable[[], object]] = [batch.upload, lambda: batch.to_static(buffers)]
+    for send in sends:
+        with batch.seq_lens.stale("host", reason="a test"), pytest.raises(Violation) as caught:
+            send()
+        assert (caught.value.code, caught.value.column) == (Code.MIRROR_STALE_READ, "seq_lens")
+        with batch.kv_lens.stale("host", reason="a test"), batch.seq_lens.stale("device", reason="a test"):
+            send()
+    batch.upload()

@@ -59,7 +59,7 @@ class SendableRecord(BatchRecord):
         Raises:
             CaptureError: the stream is being captured.
             DtypeError: an extra that torch and numpy do not share.
-            Violation: MIRROR_FOREIGN_WRITE, and at `full` those of `check`.
+            Violation: MIRROR_FOREIGN_WRITE, MIRROR_STALE_READ of a host side, and at `full` those of `check`.
         """
         if type(writes) is not tuple or writes:
             self._check_writes(writes, "upload")
@@ -67,6 +67,8 @@ class SendableRecord(BatchRecord):
             self._check_read_columns("upload")
         device = self._device
         first = not device.uploaded
+        if first:
+            self._check_host_is_fresh("upload")
         derived = device.upload(writes, self._checked_extras(extras, "upload"))
         if first and levels.full:
             self.check("upload")
@@ -98,7 +100,7 @@ class SendableRecord(BatchRecord):
             ShapeError, DtypeError: an extra of another shape or dtype.
             DeclarationError, DeviceError: buffers of another batch class, or of another runtime.
             CaptureError: the stream is being captured: fill the buffers before, or between replays.
-            Violation: MIRROR_FOREIGN_WRITE; at `full` MIRROR_EQUAL, MIRROR_BOUND, TAIL_STALE.
+            Violation: MIRROR_FOREIGN_WRITE, MIRROR_STALE_READ; at `full` MIRROR_EQUAL, MIRROR_BOUND, TAIL_STALE.
         """
         if not isinstance(buffers, StaticMemory):
             raise ArgumentError(
@@ -110,7 +112,14 @@ class SendableRecord(BatchRecord):
             self._check_writes(writes, "to_static")
         if levels.cheap and (self._watched or (self._crossing is not None and self._crossing.uploaded)):
             self._check_read_columns("to_static")
+        self._check_host_is_fresh("to_static")
         return buffers.receive(self, writes, self._checked_extras(extras, "to_static"))
+
+    def _check_host_is_fresh(self, operation: str) -> None:
+        """What is sent is read from the host: not inside a window in which that side is knowingly old."""
+        for name, windows in self._open_windows().items():
+            if name not in self._device_rows:
+                invariants.mirror_stale_read("host", reasons(windows, "host"), **self._where(operation, name))
 
     def _check_writes(self, writes: object, operation: str) -> None:
         if not isinstance(writes, list | tuple) or not all(isinstance(one, TableWrite) for one in writes):
