@@ -158,7 +158,8 @@ class BatchMachine(BatchBuilder):
         before = self.rt.counters.snapshot()
         with self.on(side):
             one.batch.to_static(self.graph, writes=writes, extras={"positions": new})
-            captured = {name: (self.graph[name], self.captured[name])[1] for name in self.graph}
+        self.graph.before_replay()
+        captured = self.captured
         cost = self.rt.counters - before
         padded = Rows(one.batch, one.rows, one.bounded, GRAPH_ROWS - len(one))
         for name in COLUMNS:
