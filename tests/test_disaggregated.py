@@ -445,6 +445,7 @@ def test_ctrl_c_ends_in_one_line(device: str) -> None:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()  # else its pipes would be a later test's warning
     assert (process.returncode, out, err) == (130, "", "examples.disaggregated: interrupted\n")
 
 

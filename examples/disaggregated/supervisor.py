@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any, final
@@ -136,11 +137,12 @@ class Supervisor:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=target, args=(theirs, *args), name=name, daemon=True)
+        resource_tracker.ensure_running()  # before the window: starting it makes this process hear interrupts again
         with deaf_to_interrupts():
             process.start()
+            child = Child(name, process, Channel(ours, name))
+            self._children.append(child)  # before an interrupt that came meanwhile is heard: `end` has to know it
         theirs.close()
-        child = Child(name, process, Channel(ours, name))
-        self._children.append(child)
         return child
 
     @staticmethod
@@ -162,15 +164,23 @@ class Supervisor:
 
 @contextlib.contextmanager
 def deaf_to_interrupts() -> Iterator[None]:
-    """Processes started in this window do not hear Ctrl-C, which a terminal sends to all: the supervisor ends them."""
-    if threading.current_thread() is not threading.main_thread():  # which alone may change what a signal does
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Processes started in this window never hear Ctrl-C, which a terminal sends to all: the supervisor ends them.
+
+    A signal that this thread blocks stays blocked in a child. Here one that comes meanwhile, by way of whichever
+    thread, is heard at the end of the window.
+    """
+    heard: list[int] = []
+    main = threading.current_thread() is threading.main_thread()  # which alone may change what a signal does
+    handler = signal.signal(signal.SIGINT, lambda number, _: heard.append(number)) if main else None
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if main:
+            signal.signal(signal.SIGINT, handler)
+            if heard:
+                signal.raise_signal(signal.SIGINT)
 
 
 def in_one_line(error: Exception) -> str:
