@@ -83,11 +83,10 @@ class Batch(SendableRecord):
             num_rows,
             given.pool or 0,
         )
-        batch._check_slots("build")
-        if levels.full:
+        if levels.cheap:
             batch.check("build")
-        elif levels.cheap:
-            batch._check_rows("build")
+        else:
+            batch._check_slots("build")  # judged at the door, whatever the level
         return batch
 
     @classmethod

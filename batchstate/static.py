@@ -88,8 +88,8 @@ class StaticBuffers(StaticMemory, Mapping[str, torch.Tensor]):
         arrays = [*HostRows.of(batch._layout, {}, self.rows).in_lanes(ALIGNMENT), *self._extras.values()]
         places, used = packed_places(arrays)
         room = used + writes * _A_WRITE + 2 * ALIGNMENT + _to_gather(batch, self.rows)
-        self._packed = -(-room // ALIGNMENT) * ALIGNMENT
-        own, total = _places_of(of_device, self.rows, self._packed)
+        packed = -(-room // ALIGNMENT) * ALIGNMENT
+        own, total = _places_of(of_device, self.rows, packed)
         self._fixed = FixedMemory(runtime, runtime.device_zeros((total,), torch.uint8, name="static buffers"))
         by_name = {**dict(zip(self._extras, places[len(places) - len(self._extras) :], strict=True)), **own}
         self._views = {
@@ -97,7 +97,7 @@ class StaticBuffers(StaticMemory, Mapping[str, torch.Tensor]):
             **{name: view_at(self._fixed.memory, place) for name, place in by_name.items()},
         }
         self._columns_alone = self._fixed.memory[:used]
-        self._with_riders = self._fixed.memory[: self._packed]
+        self._with_riders = self._fixed.memory[:packed]
         self.receive(batch.empty(runtime), (), self._extras)
 
     def __repr__(self) -> str:
@@ -200,7 +200,7 @@ class StaticBuffers(StaticMemory, Mapping[str, torch.Tensor]):
         if not riders:
             packed = upload(fixed, into=self._columns_alone)
             return packed, packed, len(fixed)
-        if packed_places([*fixed, *riders])[1] <= self._packed:
+        if packed_places([*fixed, *riders])[1] <= self._with_riders.numel():
             packed = upload([*fixed, *riders], into=self._with_riders)
             return packed, packed, len(fixed)
         return upload(fixed, into=self._columns_alone), upload(riders), 0

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from batchstate import invariants, levels
-from batchstate.batching.record import BatchRecord
+from batchstate.batching.judged import JudgedRecord
 from batchstate.batching.static import StaticMemory
 from batchstate.batching.upload import Extras, named_arrays
 from batchstate.errors import ArgumentError, DeclarationError
@@ -13,7 +13,7 @@ from batchstate.tables import TableWrite
 from batchstate.values.stale import reasons
 
 
-class SendableRecord(BatchRecord):
+class SendableRecord(JudgedRecord):
     """A batch that can be sent."""
 
     __slots__ = ()
@@ -61,9 +61,8 @@ class SendableRecord(BatchRecord):
             DtypeError: an extra that torch and numpy do not share.
             Violation: MIRROR_FOREIGN_WRITE, MIRROR_STALE_READ of a host side, and at `full` those of `check`.
         """
-        if type(writes) is not tuple or writes:
-            self._check_writes(writes, "upload")
-        if levels.cheap and (self._watched or (self._crossing is not None and self._crossing.uploaded)):
+        self._check_writes(writes, "upload")
+        if levels.cheap:
             self._check_read_columns("upload")
         device = self._device
         first = not device.uploaded
@@ -108,9 +107,8 @@ class SendableRecord(BatchRecord):
                 value=buffers,
                 remedy="pass StaticBuffers",
             )
-        if type(writes) is not tuple or writes:
-            self._check_writes(writes, "to_static")
-        if levels.cheap and (self._watched or (self._crossing is not None and self._crossing.uploaded)):
+        self._check_writes(writes, "to_static")
+        if levels.cheap:
             self._check_read_columns("to_static")
         self._check_host_is_fresh("to_static")
         return buffers.receive(self, writes, self._checked_extras(extras, "to_static"))
@@ -122,6 +120,8 @@ class SendableRecord(BatchRecord):
                 invariants.mirror_stale_read("host", reasons(windows, "host"), **self._where(operation, name))
 
     def _check_writes(self, writes: object, operation: str) -> None:
+        if type(writes) is tuple and not writes:
+            return
         if not isinstance(writes, list | tuple) or not all(isinstance(one, TableWrite) for one in writes):
             raise ArgumentError(
                 f"{type(self).__name__}.{operation}: writes are {writes!r}",
