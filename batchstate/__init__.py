@@ -10,18 +10,17 @@ if TYPE_CHECKING:
 
     from batchstate.batch import Batch
     from batchstate.columns import device_only, host_list, mirrored, slot_column
-    from batchstate.contracts import Contract
     from batchstate.errors import BatchStateError, PoolExhaustedError
-    from batchstate.forward_inputs import ForwardInputs
-    from batchstate.forward_plan import ForwardPlan
+    from batchstate.forward.inputs import ForwardInputs
+    from batchstate.forward.plan import ForwardPlan
     from batchstate.future_map import FutureMap, relay_field
-    from batchstate.hisparse import HiSparse
-    from batchstate.host_tokens import HostTokenPool
     from batchstate.hybrid import HybridSlotPool
-    from batchstate.indices import HostTokens, Pages, Slots, Tokens
+    from batchstate.indices import HostLocations, Locations, Pages, Slots
     from batchstate.invariants import Code, Level, Violation, checks, set_checks
-    from batchstate.mirror import MirroredTensor
-    from batchstate.pages import PagePool
+    from batchstate.kv.hisparse import HiSparse
+    from batchstate.kv.host_pool import HostKVPool
+    from batchstate.kv.pages import PagePool
+    from batchstate.mirror import Contract, MirroredTensor
     from batchstate.pools import SlotPool
     from batchstate.runtime import Runtime, open_runtime
     from batchstate.static import StaticBuffers
@@ -36,10 +35,11 @@ __all__ = [
     "ForwardPlan",
     "FutureMap",
     "HiSparse",
-    "HostTokenPool",
-    "HostTokens",
+    "HostKVPool",
+    "HostLocations",
     "HybridSlotPool",
     "Level",
+    "Locations",
     "MirroredTensor",
     "PagePool",
     "Pages",
@@ -49,7 +49,6 @@ __all__ = [
     "Slots",
     "StaticBuffers",
     "Table",
-    "Tokens",
     "Violation",
     "checks",
     "device_only",
@@ -66,17 +65,17 @@ _HOMES = {
     "Batch": "batchstate.batch",
     "BatchStateError": "batchstate.errors",
     "Code": "batchstate.invariants",
-    "Contract": "batchstate.contracts",
-    "ForwardInputs": "batchstate.forward_inputs",
-    "ForwardPlan": "batchstate.forward_plan",
+    "Contract": "batchstate.mirror",
+    "ForwardInputs": "batchstate.forward.inputs",
+    "ForwardPlan": "batchstate.forward.plan",
     "FutureMap": "batchstate.future_map",
-    "HiSparse": "batchstate.hisparse",
-    "HostTokenPool": "batchstate.host_tokens",
-    "HostTokens": "batchstate.indices",
+    "HiSparse": "batchstate.kv.hisparse",
+    "HostKVPool": "batchstate.kv.host_pool",
+    "HostLocations": "batchstate.indices",
     "HybridSlotPool": "batchstate.hybrid",
     "Level": "batchstate.invariants",
     "MirroredTensor": "batchstate.mirror",
-    "PagePool": "batchstate.pages",
+    "PagePool": "batchstate.kv.pages",
     "Pages": "batchstate.indices",
     "PoolExhaustedError": "batchstate.errors",
     "Runtime": "batchstate.runtime",
@@ -84,7 +83,7 @@ _HOMES = {
     "Slots": "batchstate.indices",
     "StaticBuffers": "batchstate.static",
     "Table": "batchstate.tables",
-    "Tokens": "batchstate.indices",
+    "Locations": "batchstate.indices",
     "Violation": "batchstate.invariants",
     "checks": "batchstate.invariants",
     "device_only": "batchstate.columns",

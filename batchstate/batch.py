@@ -11,23 +11,528 @@ the device before `upload`, or before somebody reads a column's device side. The
 together with the step's table writes and derived arrays.
 """
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Self, SupportsIndex
+from types import MappingProxyType
+from typing import Any, ClassVar, NoReturn, Self, SupportsIndex
 
 import numpy as np
+import torch
 
-from batchstate import levels
-from batchstate.batching.device_rows import DeviceRows
-from batchstate.batching.given import read_columns, rows_of
-from batchstate.batching.host_rows import HostRows
-from batchstate.batching.moving import Parts, amounts_by_column, merged, shifted, taken
-from batchstate.batching.record import BatchRecord
-from batchstate.batching.sending import SendableRecord
-from batchstate.batching.upload import Extras
-from batchstate.columns import MirroredColumn, TensorColumn
+from batchstate import invariants, levels
+from batchstate._arrays import Array, converted, count, counts, kept_rows
+from batchstate._rows import (
+    GENERATION_SUFFIX,
+    DeviceRows,
+    HostRows,
+    Layout,
+    Parts,
+    amounts_by_column,
+    merged,
+    read_columns,
+    rows_of,
+    shifted,
+    taken,
+)
+from batchstate._upload import BatchDevice, Extras, StaticMemory, named_arrays
+from batchstate.columns import Column, MirroredColumn, SlotColumn, TensorColumn, declared_columns
 from batchstate.errors import ArgumentError, DeclarationError, DeviceError, ShapeError
+from batchstate.mirror import Contract, DeviceSide, MirroredTensor, StaleWindow, TwoSides, reasons
 from batchstate.runtime import Runtime
-from batchstate.values.host_arrays import converted, count, counts, kept_rows
+from batchstate.tables import TableWrite
+from batchstate.violations import Code, Where
+
+# What a batch is: declared columns and packed rows.
+#
+# The laws that judge one are `batchstate.batch`, how it goes to the device is `batchstate.batch`,
+# and what else can be done with it `batchstate.batch`.
+
+Windows = Mapping[str, tuple[StaleWindow, ...]]
+
+NO_WINDOWS: Windows = MappingProxyType({})
+
+
+class BatchType(type):
+    """Makes batch classes without a `__dict__`: an attribute that is no column cannot be carried beside a batch."""
+
+    def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> "BatchType":
+        """The class, its instances without room for more."""
+        namespace.setdefault("__slots__", ())
+        return super().__new__(cls, name, bases, namespace, **kwargs)
+
+
+class BatchRecord(metaclass=BatchType):
+    """The state of a declared batch.
+
+    Attributes:
+        runtime: the device.
+        num_reqs: requests; `len(batch)` too.
+        num_rows: rows of each column, `num_reqs` and padding.
+        version: a number that no other value of the runtime has; stamp derived metadata with it.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_carried",
+        "_crossing",
+        "_objects",
+        "_pool",
+        "_rows",
+        "_values",
+        "_watched",
+        "_windows",
+        "num_reqs",
+        "num_rows",
+        "runtime",
+        "version",
+    )
+
+    _columns: ClassVar[Mapping[str, Column]] = {}
+    _layout: ClassVar[Layout] = Layout.of([])
+    _slot_column: ClassVar[str | None] = None
+    _tensor_columns: ClassVar[tuple[str, ...]] = ()
+    _reserved: ClassVar[frozenset[str]] = frozenset()
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        declared = declared_columns(cls, cls._reserved)
+        cls._columns = declared
+        cls._layout = Layout.of([one for one in declared.values() if isinstance(one, MirroredColumn)])
+        cls._tensor_columns = tuple(name for name, one in declared.items() if isinstance(one, TensorColumn))
+        cls._slot_column = next((name for name, one in declared.items() if isinstance(one, SlotColumn)), None)
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        rows: HostRows,
+        device_rows: Mapping[str, DeviceRows],
+        objects: Mapping[str, Array],
+        num_reqs: int,
+        num_rows: int,
+        pool: int,
+        windows: Windows = NO_WINDOWS,
+    ) -> None:
+        """For the library; use `build` or `empty`."""
+        self.runtime = runtime
+        self.num_reqs = num_reqs
+        self.num_rows = num_rows
+        self.version = runtime.new_version()
+        self._rows = rows
+        self._carried = device_rows  # what it was born with; once there is a device side, that side knows better
+        self._crossing: BatchDevice | None = None
+        self._objects = objects
+        self._pool = pool
+        self._windows = windows
+        self._values: dict[str, Any] = {}
+        self._watched: list[TwoSides] = []  # values that somebody may write into, or that have stale windows
+
+    def __copy__(self) -> Self:
+        return self  # immutable
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self  # immutable, and of this runtime
+
+    def __reduce__(self) -> NoReturn:
+        raise DeviceError(
+            f"{self!r} cannot be pickled: it belongs to a runtime of this process",
+            value=type(self).__name__,
+            remedy="send the columns' `.np`, and build a batch on the other side",
+        )
+
+    # Reading
+
+    @classmethod
+    def columns(cls) -> Mapping[str, Column]:
+        """The declarations by name, in order."""
+        return dict(cls._columns)
+
+    def __len__(self) -> int:
+        return self.num_reqs
+
+    def __getitem__(self, column: str) -> MirroredTensor:
+        """The value of a mirrored or device-only column.
+
+        Raises:
+            DeclarationError: no such column, or one of Python objects.
+        """
+        value = self._values.get(column)
+        if value is None:
+            declared = self._columns.get(column)
+            if not isinstance(declared, TensorColumn):
+                raise DeclarationError(
+                    f"{type(self).__name__} has no tensor column {column!r}",
+                    value=column,
+                    remedy=f"use one of: {', '.join(self._columns)}",
+                )
+            value = self._values[column] = self._value(declared)
+        return value
+
+    def _value(self, column: TensorColumn) -> MirroredTensor:
+        name = column.name
+        mirrored = isinstance(column, MirroredColumn)
+        contract = Contract.EXACT
+        if name in self._device_rows:
+            contract = Contract.UPPER_BOUND if mirrored else Contract.DEVICE_ONLY
+        tags: tuple[Array, ...] = ()
+        if name == self._slot_column:
+            tags = (self._rows.column(name + GENERATION_SUFFIX),)
+        return column.value_type(
+            self.runtime,
+            self._rows.column(name) if mirrored else None,
+            DeviceSide(functools.partial(self._device.column, name)),
+            dtype=column.dtype,
+            shape=(self.num_rows, *column.shape),
+            contract=contract,
+            name=name,
+            windows=self._windows.get(name, ()),
+            tags=tags,
+            origin=self._pool if tags else 0,
+            watchers=self._watched,
+        )
+
+    def _open_windows(self) -> Windows:
+        """Column -> its stale windows that are open: batches derived now inherit them."""
+        if not self._watched and not self._windows:
+            return NO_WINDOWS
+        found = dict(self._windows)
+        for value in self._watched:
+            if value.open_windows:
+                found[value.name] = value.open_windows
+        return found or NO_WINDOWS
+
+    @property
+    def _device(self) -> BatchDevice:
+        """The device side; most batches of a step pass without one."""
+        if self._crossing is None:
+            self._crossing = BatchDevice(self.runtime, self._columns, self._rows, self._carried)
+        return self._crossing
+
+    @property
+    def _parts(self) -> Parts:
+        return self._rows, self._device_rows, self._objects
+
+    @property
+    def _device_rows(self) -> Mapping[str, DeviceRows]:
+        return self._carried if self._crossing is None else self._crossing.device_rows
+
+    def objects(self, column: str) -> tuple[Any, ...]:
+        """The Python objects of a host column, one a request.
+
+        Raises:
+            DeclarationError: no such column.
+        """
+        if column not in self._objects:
+            raise DeclarationError(
+                f"{type(self).__name__} has no host column {column!r}",
+                value=column,
+                remedy=f"use one of: {', '.join(self._objects)}",
+            )
+        return tuple(self._objects[column].tolist())
+
+    # Helpers
+
+    def _tensor_column(self, name: str, what: str) -> TensorColumn:
+        column = self._columns.get(name)
+        if not isinstance(column, TensorColumn):
+            raise DeclarationError(
+                f"{what} is no tensor column", value=name, remedy=f"use one of: {', '.join(self._columns)}"
+            )
+        return column
+
+    def _where(self, operation: str, column: str | None = None) -> Where:
+        where: Where = {"object": self, "operation": operation, "step": self.runtime.step}
+        if column is not None:
+            where["column"] = column
+        return where
+
+    def __repr__(self) -> str:
+        padding = f" padded to {self.num_rows}" if self.num_rows != self.num_reqs else ""
+        return (
+            f"{type(self).__name__}({self.num_reqs} requests{padding}, {len(self._columns)} columns) "
+            f"on {self.runtime.device}"
+        )
+
+
+# The laws that judge a batch: asked of what an operation is given, and of what it makes.
+
+
+class JudgedRecord(BatchRecord):
+    """A batch that can be judged, and makes others that are."""
+
+    __slots__ = ()
+
+    # Checks
+
+    def check(self, operation: str = "check") -> None:
+        """Judges this batch and all its columns by every law that applies at the level in force.
+
+        Raises:
+            Violation: ROW_COUNT, TAIL_STALE, SLOT_SHARED, SLOT_ZERO_ALLOCATED, SENTINEL_ESCAPED, and those of
+                `MirroredTensor.check`.
+        """
+        if not levels.cheap:
+            return
+        self._check_rows(operation)
+        self._check_slots(operation)
+        self._check_tail(operation)
+        self._check_read_columns(operation)
+        for name in self._tensor_columns if levels.full else ():
+            value = self[name]
+            if levels.full and self._device.uploaded and name not in self._device_rows:
+                # What crossed is compared although nobody read it yet: a view of the copy, nothing is launched.
+                value._device.tensor(self.runtime)
+            value.check(operation)
+
+    def _check_read_columns(self, operation: str) -> None:
+        """Only what was handed out to be written can have been written: device sides, and host sides as tensors."""
+        for value in self._watched:
+            value.check(operation)
+        written = None if self._crossing is None else self._crossing.written()
+        if written is not None:
+            name, before, now = written
+            invariants.mirror_foreign_write("device", before, now, **self._where(operation, name or None))
+
+    def _check_rows(self, operation: str) -> None:
+        agree = self._rows.have(self.num_rows)  # the test of ROW_COUNT, without its report: the law names the column
+        for rows in self._device_rows.values():
+            agree = agree and len(rows) == self.num_rows
+        for objects in self._objects.values():
+            agree = agree and len(objects) == self.num_reqs
+        if agree:
+            invariants.made[_ROW_COUNT] += 1
+            return
+        where = self._where(operation)
+        # Counted apart: a bounded column has rows on both sides, under one name.
+        invariants.row_count(self.num_rows, self._rows.lengths(), **where)
+        invariants.row_count(self.num_rows, {name: len(rows) for name, rows in self._device_rows.items()}, **where)
+        if self._objects:
+            invariants.row_count(self.num_reqs, {name: len(one) for name, one in self._objects.items()}, **where)
+
+    def _check_slots(self, operation: str) -> None:
+        if self._slot_column is None:
+            return
+        place = self._layout.places[self._slot_column]
+        slots: Array = self._rows.stacks[place.array][place.lane]  # a lane of int64: as it lies
+        if self.num_reqs != self.num_rows:
+            slots = slots[: self.num_reqs]
+        if _positive_and_distinct(slots):
+            made = invariants.made
+            made[_ESCAPED] += 1
+            made[_ALLOCATED] += 1
+            made[_SHARED] += 1
+            return
+        where = self._where(operation, self._slot_column)
+        if slots.min(initial=1) < 1:  # one look decides that neither of the two is broken
+            invariants.sentinel_escaped(slots, **where)
+            invariants.slot_zero_allocated(slots, **where)
+        invariants.slot_shared(slots, **where)
+
+    def _check_tail(self, operation: str) -> None:
+        if self.num_rows == self.num_reqs:
+            return
+        for name, column in self._columns.items():
+            if isinstance(column, MirroredColumn):
+                tail = self._rows.column(name)[self.num_reqs :]
+                invariants.tail_stale(tail, column.pad, self.num_reqs, **self._where(operation, name))
+
+    # Making
+
+    def _with(
+        self,
+        operation: str,
+        rows: HostRows,
+        device_rows: Mapping[str, DeviceRows],
+        objects: Mapping[str, Array],
+        num_reqs: int,
+        *,
+        num_rows: int | None = None,
+        pool: int | None = None,
+        windows: Windows | None = None,
+    ) -> Self:
+        """The result of an operation on this batch, judged."""
+        if windows is None:
+            windows = self._open_windows()
+        batch = type(self)(
+            self.runtime,
+            rows,
+            device_rows,
+            objects,
+            num_reqs,
+            num_reqs if num_rows is None else num_rows,
+            self._pool if pool is None else pool,
+            windows,
+        )
+        if levels.full:
+            batch.check(operation)
+        elif levels.cheap:
+            batch._check_rows(operation)
+        return batch
+
+    def _changed(self, operation: str, rows: HostRows, device_rows: Mapping[str, DeviceRows]) -> Self:
+        """The result of an operation that moves no row, and has none to count."""
+        windows = self._open_windows()
+        batch = type(self)(
+            self.runtime, rows, device_rows, self._objects, self.num_reqs, self.num_rows, self._pool, windows
+        )
+        if levels.full:
+            batch.check(operation)
+        return batch
+
+    def _begin(self, operation: str) -> int:
+        """What every operation asks first: nobody wrote into what was handed out, and there is no padding."""
+        if levels.cheap and (self._watched or (self._crossing is not None and self._crossing.uploaded)):
+            self._check_read_columns(operation)
+        if self.num_rows != self.num_reqs:
+            raise ArgumentError(
+                f"{type(self).__name__}.{operation}: a batch padded from {self.num_reqs} to {self.num_rows} rows",
+                value=self.num_rows,
+                remedy="keep the batch from before `pad`; a padded one is for one launch",
+            )
+        return self.num_reqs
+
+
+def _positive_and_distinct(slots: Array) -> bool:
+    """The tests of three laws without their reports: no slot is negative, none is 0, none stands twice."""
+    if not slots.size:
+        return True
+    if slots.item(slots.argmax()) > _DENSE * slots.size + _FEW:
+        in_order = slots.copy()
+        in_order.sort()
+        return bool(in_order[0] > 0) and not np.count_nonzero(in_order[1:] == in_order[:-1])
+    try:
+        uses = np.bincount(slots)
+    except ValueError:  # a negative one
+        return False
+    return uses.item(0) == 0 and uses.item(uses.argmax()) == 1
+
+
+_ROW_COUNT = Code.ROW_COUNT
+_ESCAPED, _ALLOCATED, _SHARED = Code.SENTINEL_ESCAPED, Code.SLOT_ZERO_ALLOCATED, Code.SLOT_SHARED
+_FEW, _DENSE = 1024, 32
+"""Up to so many slots, and so many for each row, a count for each that there may be costs less than a sort."""
+
+# How a batch goes to the device: in one copy, to new memory or to addresses that stay.
+
+
+class SendableRecord(JudgedRecord):
+    """A batch that can be sent."""
+
+    __slots__ = ()
+
+    def on_device(self, *columns: str) -> dict[str, torch.Tensor]:
+        """The device sides of some columns, to be read only, safe on the current stream: what a forward asks for.
+
+        The same tensors as `batch[name].device`, for all columns in one call, which is several times as fast.
+
+        Args:
+            *columns: names of mirrored and device-only columns; all of them by default.
+
+        Raises:
+            DeclarationError: no such column, or one of Python objects.
+            Violation: MIRROR_STALE_READ.
+        """
+        names = columns or self._tensor_columns
+        for name in columns:
+            if not isinstance(name, str):
+                raise DeclarationError(
+                    f"{type(self).__name__}.on_device: {name!r} names no column",
+                    value=name,
+                    remedy="pass names one by one: batch.on_device('slots', 'seq_lens')",
+                )
+            self._tensor_column(name, f"{type(self).__name__}.on_device: column {name!r}")
+        for name, windows in self._open_windows().items():
+            if name in names:
+                invariants.mirror_stale_read("device", reasons(windows, "device"), **self._where("on_device", name))
+        return self._device.columns(names)
+
+    def upload(self, *, writes: Sequence[TableWrite] = (), extras: Mapping[str, object] | None = None) -> Extras:
+        """Sends the step to the device on the current stream: one copy, then one scatter for each table written.
+
+        All columns ride in the copy, unless this batch was uploaded before. The host does not wait.
+
+        Args:
+            writes: table writes, from `Table.entry` or `Extension.entry`.
+            extras: derived host arrays (positions, `query_start_loc`, ...) by name.
+
+        Returns:
+            the device tensors of `extras`.
+
+        Raises:
+            CaptureError: the stream is being captured.
+            DtypeError: an extra that torch and numpy do not share.
+            Violation: MIRROR_FOREIGN_WRITE, MIRROR_STALE_READ of a host side, and at `full` those of `check`.
+        """
+        self._check_writes(writes, "upload")
+        if levels.cheap:
+            self._check_read_columns("upload")
+        device = self._device
+        first = not device.uploaded
+        if first:
+            self._check_host_is_fresh("upload")
+        derived = device.upload(writes, self._checked_extras(extras, "upload"))
+        if first and levels.full:
+            self.check("upload")
+        return derived
+
+    def to_static(
+        self,
+        buffers: StaticMemory,
+        *,
+        writes: Sequence[TableWrite] = (),
+        extras: Mapping[str, object] | None = None,
+    ) -> Extras:
+        """Sends the step to the fixed addresses of `StaticBuffers`, on the current stream, in one copy.
+
+        The batch is padded to the rows of the buffers. What an earlier step left there is overwritten: replay a graph
+        that reads it on the same stream before, or declare it with `buffers.read_until`. The batch's own device side is
+        not made, and stays what it is if it was. The host does not wait.
+
+        Args:
+            buffers: of this batch class, with at least as many rows.
+            writes: as for `upload`.
+            extras: as for `upload`; those that the buffers were made with, of the same dtypes and shapes.
+
+        Returns:
+            the device tensors of `extras`, which are those of the buffers.
+
+        Raises:
+            ArgumentError: no buffers; more rows than they have; other extras than they were made with.
+            ShapeError, DtypeError: an extra of another shape or dtype.
+            DeclarationError, DeviceError: buffers of another batch class, or of another runtime.
+            CaptureError: the stream is being captured: fill the buffers before, or between replays.
+            Violation: MIRROR_FOREIGN_WRITE, MIRROR_STALE_READ; at `full` MIRROR_EQUAL, MIRROR_BOUND, TAIL_STALE.
+        """
+        if not isinstance(buffers, StaticMemory):
+            raise ArgumentError(
+                f"{type(self).__name__}.to_static: {type(buffers).__name__} has no fixed addresses",
+                value=buffers,
+                remedy="pass StaticBuffers",
+            )
+        self._check_writes(writes, "to_static")
+        if levels.cheap:
+            self._check_read_columns("to_static")
+        self._check_host_is_fresh("to_static")
+        return buffers.receive(self, writes, self._checked_extras(extras, "to_static"))
+
+    def _check_host_is_fresh(self, operation: str) -> None:
+        """What is sent is read from the host: not inside a window in which that side is knowingly old."""
+        for name, windows in self._open_windows().items():
+            if name not in self._device_rows:
+                invariants.mirror_stale_read("host", reasons(windows, "host"), **self._where(operation, name))
+
+    def _check_writes(self, writes: object, operation: str) -> None:
+        if type(writes) is tuple and not writes:
+            return
+        if not isinstance(writes, list | tuple) or not all(isinstance(one, TableWrite) for one in writes):
+            raise ArgumentError(
+                f"{type(self).__name__}.{operation}: writes are {writes!r}",
+                value=writes,
+                remedy="pass a list of what `Table.entry` or `Extension.entry` returned",
+            )
+
+    def _checked_extras(self, extras: Mapping[str, object] | None, operation: str) -> Mapping[str, object]:
+        return {} if extras is None else named_arrays(extras, f"{type(self).__name__}.{operation}")
+
 
 __all__ = ["Batch", "Extras"]
 
@@ -287,7 +792,7 @@ class Batch(SendableRecord):
         index = kept_rows(rows, self._begin("update"), what)
         if not isinstance(declared, MirroredColumn) or column in self._device_rows or column == self._slot_column:
             raise ArgumentError(
-                f"{what} has no exact host side of its own", value=column, remedy=f"use evolve({column}=...)"
+                f"{what} has no exact host side of its own", value=column, remedy=f"use replace({column}=...)"
             )
         new = converted(values, declared.np_dtype, what)
         shape = (len(index), *declared.shape)
@@ -316,14 +821,14 @@ class Batch(SendableRecord):
         rows = self._rows.replaced({column: lower})
         return self._changed("tighten", rows, self._device_rows)
 
-    def evolve(self, /, **columns: object) -> Self:
+    def replace(self, /, **columns: object) -> Self:
         """The same requests with other values for some columns, given as to `build`. Raises what `build` raises."""
-        what = f"{type(self).__name__}.evolve"
-        num_reqs = self._begin("evolve")
+        what = f"{type(self).__name__}.replace"
+        num_reqs = self._begin("replace")
         given = read_columns(self._columns, columns, num_reqs, self.runtime, what)
         device_rows = {name: one for name, one in self._device_rows.items() if name not in given.exact}
         batch = self._with(
-            "evolve",
+            "replace",
             self._rows.replaced(given.host),
             device_rows | given.device,
             {**self._objects, **given.objects},
@@ -332,7 +837,7 @@ class Batch(SendableRecord):
             windows={name: one for name, one in self._open_windows().items() if name not in columns},
         )
         if given.pool is not None:
-            batch._check_slots("evolve")
+            batch._check_slots("replace")
         return batch
 
 

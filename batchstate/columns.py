@@ -1,21 +1,22 @@
-"""What a batch class declares: its columns, each one descriptor, in the style of attrs.
+"""What a batch class may say: columns, and methods that read them. What would be lost in silence is refused."""
 
-A declaration is all a column needs to take part in every operation. On the class the name is the declaration
-(`Decode.seq_lens.dtype`); on a batch it is the column's value (`batch.seq_lens.np`).
-"""
-
-from collections.abc import Iterable
-from typing import Any, Generic, Protocol, TypeVar, overload
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, get_origin, overload
 
 import numpy as np
 import torch
 
-from batchstate.contracts import Contract, parse_contract
+from batchstate._arrays import Array, converted, count
 from batchstate.errors import DeclarationError
 from batchstate.indices import Slots
-from batchstate.mirror import MirroredTensor
+from batchstate.mirror import Contract, MirroredTensor, parse_contract
 from batchstate.runtime import numpy_dtype
-from batchstate.values.host_arrays import Array, converted, count
+
+# What a batch class declares: its columns, each one descriptor, in the style of attrs.
+#
+# A declaration is all a column needs to take part in every operation. On the class the name is the declaration
+# (`Decode.seq_lens.dtype`); on a batch it is the column's value (`batch.seq_lens.np`).
 
 T = TypeVar("T")
 Self_ = TypeVar("Self_")
@@ -55,7 +56,7 @@ class Column:
         raise DeclarationError(
             f"column {self.name!r} of a batch was assigned to",
             value=type(value).__name__,
-            remedy=f"batches are immutable: batch = batch.evolve({self.name}=...)",
+            remedy=f"batches are immutable: batch = batch.replace({self.name}=...)",
         )
 
 
@@ -177,3 +178,73 @@ def host_list(kind: type[Any] = object) -> HostColumn[Any]:
         kind: their class, for type checkers alone: `requests = host_list(Request)`.
     """
     return HostColumn()
+
+
+def declared_columns(cls: type, reserved: frozenset[str]) -> dict[str, Column]:
+    """The columns of a batch class, those of all its bases first, in the order of declaration.
+
+    Args:
+        cls: the class under construction.
+        reserved: names that every batch has.
+
+    Raises:
+        DeclarationError: a name that hides one of these or another column, or what was meant as a column and is none.
+    """
+    columns: dict[str, Column] = {}
+    for base in reversed(cls.__mro__):
+        for name, value in vars(base).items():
+            if isinstance(value, Column):
+                _check_name(cls, name, reserved)
+                columns[name] = value
+            elif name in columns:
+                raise DeclarationError(
+                    f"{base.__name__}.{name} hides the column of that name",
+                    value=name,
+                    remedy="declare the column anew, or choose another name",
+                )
+    _check_own(cls, columns, reserved)
+    slots = [name for name, column in columns.items() if isinstance(column, SlotColumn)]
+    if len(slots) > 1:
+        raise DeclarationError(
+            f"{cls.__name__} declares {len(slots)} slot columns", value=slots, remedy="a request has one slot"
+        )
+    return columns
+
+
+def _check_name(cls: type, name: str, reserved: frozenset[str]) -> None:
+    if name in reserved or not name.isidentifier():
+        raise DeclarationError(
+            f"{cls.__name__}.{name} would hide what every batch has",
+            value=name,
+            remedy="choose another name for the column",
+        )
+
+
+def _check_own(cls: type, columns: Mapping[str, Column], reserved: frozenset[str]) -> None:
+    for name, value in vars(cls).items():
+        if name in columns:
+            continue
+        if name in ("__init__", "__new__") or (name in reserved and not name.startswith("__")):
+            raise DeclarationError(
+                f"{cls.__name__}.{name} would hide what every batch has",
+                value=name,
+                remedy="a subclass declares columns and may add methods; it overrides none",
+            )
+        if isinstance(value, torch.dtype) or _makes_columns(value):
+            raise DeclarationError(
+                f"{cls.__name__}.{name} is {value!r}, which declares nothing",
+                value=name,
+                remedy=f"write {name} = mirrored(dtype), device_only(dtype), slot_column() or host_list()",
+            )
+    for name, annotation in vars(cls).get("__annotations__", {}).items():
+        if name not in vars(cls) and annotation is not ClassVar and get_origin(annotation) is not ClassVar:
+            raise DeclarationError(
+                f"{cls.__name__}.{name} is annotated and not declared",
+                value=name,
+                remedy=f"write {name} = mirrored(dtype), device_only(dtype), slot_column() or host_list()",
+            )
+
+
+def _makes_columns(value: object) -> bool:
+    """Whether the parentheses were forgotten."""
+    return isinstance(value, types.FunctionType) and value.__module__ == Column.__module__

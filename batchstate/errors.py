@@ -78,7 +78,7 @@ class DeclarationError(BatchStateError, TypeError):
 
 
 class ContractError(BatchStateError, TypeError):
-    """An operation would need a stronger contract than the value has (see `batchstate.contracts.Contract`)."""
+    """An operation would need a stronger contract than the value has (see `batchstate.mirror.Contract`)."""
 
 
 class SideMissingError(BatchStateError, RuntimeError):

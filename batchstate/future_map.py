@@ -18,31 +18,192 @@ The relay is always on: an engine that waits for each step uses it as one that r
 """
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast, final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate.batching.upload import Extras
+from batchstate._arrays import put_rows, select_rows
+from batchstate._relay import (
+    DEVICE,
+    HOST,
+    EntryState,
+    Publication,
+    RelayField,
+    RelayLedger,
+    StreamOrder,
+    check_device_values,
+    check_lengths,
+    checked_fields,
+    host_values,
+    id_width,
+    live_rows,
+    relay_field,
+)
+from batchstate._upload import Extras
 from batchstate.errors import ArgumentError, CaptureError, DeclarationError
-from batchstate.forward_inputs import ForwardInputs, Sources
-from batchstate.forward_plan import ForwardPlan
+from batchstate.forward.inputs import ForwardInputs, Sources
+from batchstate.forward.plan import ForwardPlan
 from batchstate.hybrid import HybridSlotPool
 from batchstate.indices import Slots
-from batchstate.mirror import MirroredTensor
+from batchstate.mirror import Contract, DeviceSide, Made, MirroredTensor
 from batchstate.pools import SlotPool
-from batchstate.relaying.entries import EntryState, Publication
-from batchstate.relaying.fields import DEVICE, HOST, RelayField, checked_fields, relay_field
-from batchstate.relaying.given import check_device_values, check_lengths, host_values, id_width, live_rows
-from batchstate.relaying.guard import RelayGuard
-from batchstate.relaying.ledger import RelayLedger
-from batchstate.relaying.order import StreamOrder
-from batchstate.relaying.prefetched import Prefetched
-from batchstate.runtime import Runtime
+from batchstate.runtime import Fence, Runtime, Stream
+from batchstate.runtime.memory import Download
 from batchstate.tables import Table
-from batchstate.values.device_ops import put_rows, select_rows
+from batchstate.violations import Where
+
+# Relay entries on their way to the host.
+
+
+@final
+class Prefetched(Mapping[str, MirroredTensor]):
+    """Fields of some requests, asked for with `FutureMap.prefetch`; row i is that of `slots[i]`.
+
+    Reading a field waits for the copy, if it has not run yet: `prefetched["tokens"]`, or `resolve()` for all. What
+    becomes of the slots meanwhile does not matter: the rows were taken out when they were asked for.
+
+    Attributes:
+        slots: the requests.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        slots: Slots,
+        fields: Mapping[str, RelayField],
+        rows: Sequence[torch.Tensor],
+        made: tuple[Stream, Fence],
+        download: Download,
+        publications: Sequence[Publication],
+        where: Where,
+    ) -> None:
+        self.slots = slots
+        self._runtime = runtime
+        self._fields = fields
+        self._rows = rows
+        self._made = made
+        self._download = download
+        self._publications = publications
+        self._where = where
+        self._values: dict[str, MirroredTensor] | None = None
+
+    def __repr__(self) -> str:
+        return f"Prefetched({', '.join(self._fields)} of {len(self.slots)} requests)"
+
+    # Two prefetches are never equal; a mapping would compare values, and wait for them.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def ready(self) -> bool:
+        """Whether `resolve` would return at once. Never waits."""
+        return self._values is not None or (not self._runtime.capturing and self._download.ready())
+
+    def resolve(self) -> Mapping[str, MirroredTensor]:
+        """Each field as an exact value, both sides from one read of the relay. Waits for that copy alone.
+
+        Raises:
+            OwnerThreadError: called from a second thread.
+            CaptureError: a stream is being captured; what is waited for may then not be asked.
+            Violation: FUTURE_ORDER, SENTINEL_ESCAPED, STAGING_REUSED, at `cheap`.
+        """
+        if self._values is None:
+            self._runtime.check_owner(f"{self._download.name}: resolve")
+            arrays = self._download.resolve()
+            if levels.cheap:
+                self._check_order()
+            values = {}
+            for (name, field), array, device in zip(self._fields.items(), arrays, self._rows, strict=True):
+                if levels.cheap and field.non_negative:
+                    where: Where = {**self._where, "column": name}
+                    invariants.sentinel_escaped(array.reshape(-1), **where)
+                values[name] = MirroredTensor(
+                    self._runtime,
+                    array,
+                    DeviceSide(None, Made(device, *self._made, set())),
+                    dtype=field.dtype,
+                    shape=array.shape,
+                    contract=Contract.EXACT,
+                    name=name,
+                )
+                values[name].check("resolve")
+            self._values = values
+        return self._values
+
+    def _check_order(self) -> None:
+        """What was read had been published by then, as its own fence says, and has landed."""
+        for made in self._publications:
+            self._ordered(made.fence, made.by, f"a wait for {made.by}")
+        self._ordered(self._download.done, "the copy from the device", "a wait for the copy")
+
+    def _ordered(self, fence: Fence, writer: str, missing: str) -> None:
+        invariants.future_order(fence.query(), writer, "the host", missing, **self._where)
+
+    def __getitem__(self, field: str) -> MirroredTensor:
+        if field not in self._fields:
+            raise KeyError(f"{field!r} was not prefetched, only {', '.join(self._fields)}")
+        return self.resolve()[field]
+
+    def __contains__(self, field: object) -> bool:
+        return field in self._fields  # and waits for nothing, which `__getitem__` would
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+
+# What a slot pool asks of a relay over its slots: entries end with their owner.
+
+Ints = npt.NDArray[np.int64]
+
+
+@final
+class RelayGuard:
+    """The companion of a slot pool over whose slots a relay lies. Slots are taken without entries.
+
+    It holds the books and not the relay: device memory goes when the relay does, however long the pool lives.
+
+    Args:
+        ledger: the books.
+        is_live: which of some slots int64[n] are live, bool[n].
+    """
+
+    def __init__(self, ledger: RelayLedger, is_live: Callable[[Ints], npt.NDArray[np.bool_]]) -> None:
+        self._ledger = ledger
+        self._is_live = is_live
+
+    def check_take(self, n: int) -> None:
+        """Nothing is needed."""
+
+    def taken(self, rows: Ints) -> None:
+        """Nothing is given."""
+
+    def check_free(self, rows: Ints, operation: str) -> None:
+        """Slots may always be freed: what was not read is then wanted by nobody."""
+
+    def freed(self, rows: Ints, after: Fence | None) -> None:
+        """The entries are unwritten again."""
+        self._clear(rows)
+
+    def _clear(self, rows: Ints) -> None:
+        self._ledger.end(self._ledger.rows_of(rows))
+
+    def check_conservation(self, live: int, operation: str) -> None:
+        """Entries are counted with nobody."""
+
+    def verify(self) -> None:
+        """No entry belongs to a slot that is nobody's.
+
+        Raises:
+            Violation: FUTURE_GENERATION.
+        """
+        self._ledger.check_owners(self._is_live, "verify")
+
 
 __all__ = ["EntryState", "FutureMap", "Prefetched", "RelayField", "relay_field"]
 
@@ -252,7 +413,7 @@ class FutureMap:
         rows = self._select(field, index)
         if publications:
             self._order.noted(publications, self.runtime.record())
-        if levels.full and self._field(field).non_negative and not self.runtime.checks_stand_aside():
+        if levels.full and self._field(field).non_negative and not self.runtime.checks_suspended():
             invariants.sentinel_escaped(self.runtime.inspect(rows).reshape(-1), **self._ledger.where("gather", field))
         self._ledger.take(live, [field], DEVICE)
         return rows
@@ -311,7 +472,7 @@ class FutureMap:
         *,
         ids: str | Sequence[str],
         lengths: str | None = None,
-        token_table: Table | None = None,
+        req_to_token: Table | None = None,
     ) -> ForwardInputs:
         """The inputs of a forward, at its entry, on its stream: one path for prompts, decodes and both at once.
 
@@ -326,7 +487,7 @@ class FutureMap:
                 or the last token and drafts.
             lengths: the field with the tokens in KV memory before this step; needed where the plan has bounds. Name it
                 in every step of an engine that publishes it: where the host knows them, its entries are taken unread.
-            token_table: [slot, position] -> token; needed where the plan has bounds and a slot mapping.
+            req_to_token: [slot, position] -> token; needed where the plan has bounds and a slot mapping.
 
         Raises:
             DeclarationError: no such field, one named twice, or one whose entries are no ids or no lengths.
@@ -360,14 +521,14 @@ class FutureMap:
         width = sum(id_width(name, self._field(name), self.name) for name in names)
         if lengths is not None:
             check_lengths(lengths, self._field(lengths), self.name)
-        if token_table is not None and getattr(token_table, "slots", None) is not self.slots:
+        if req_to_token is not None and getattr(req_to_token, "slots", None) is not self.slots:
             raise ArgumentError(
-                f"{self.name}: {token_table!r} is no table of slots of {self.slots.name!r}",
-                value=token_table,
+                f"{self.name}: {req_to_token!r} is no table of slots of {self.slots.name!r}",
+                value=req_to_token,
                 remedy="pass the token table that was made over the relay's pool",
             )
         self._owned(plan.slots, "resolve_forward_inputs")
-        sources = Sources(self.runtime, self.gather, names, width, lengths, token_table)
+        sources = Sources(self.runtime, self.gather, names, width, lengths, req_to_token)
         sources.check(plan, uploaded, self.name)
         if len(plan.relayed):
             self._ledger.check_read(plan.relayed, read, DEVICE, "resolve_forward_inputs")
@@ -384,7 +545,7 @@ class FutureMap:
         """
         relayed = plan.relayed
         self._ledger.take(relayed, [lengths], DEVICE)
-        if levels.full and len(relayed) and not self.runtime.checks_stand_aside():
+        if levels.full and len(relayed) and not self.runtime.checks_suspended():
             before = (plan.seq_lens - plan.query_lens)[plan.relay_rows]
             index = self.runtime.upload([relayed.np]).view(0)
             entries = self._ledger.entries[lengths]
@@ -409,7 +570,7 @@ class FutureMap:
             Violation: SLOT_ZERO_DIRTY, FUTURE_GENERATION.
         """
         self.runtime.check_owner(f"{self.name}: check")
-        if self.runtime.checks_stand_aside():
+        if self.runtime.checks_suspended():
             return
         for name in self._memory:
             bits = self._memory_of(name)[0].reshape(-1).view(torch.uint8)
@@ -420,7 +581,9 @@ class FutureMap:
 
     def _memory_of(self, field: str) -> torch.Tensor:
         """The entries of a field, for the current stream: they were made zero before it got there."""
-        return self.runtime.acquire(self._memory[field], self._zeroed_on, self._zeroed, handed=self._handed[field])
+        return self.runtime.use_on_current_stream(
+            self._memory[field], self._zeroed_on, self._zeroed, handed=self._handed[field]
+        )
 
     def _live(self, slots: Any, operation: str) -> Slots:
         """The rows of `slots` before the padding at their end."""

@@ -12,15 +12,13 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants
+from batchstate._allocator import Allocator, size_of
+from batchstate._arrays import count
 from batchstate.errors import CaptureError
 from batchstate.indices import Slots
-from batchstate.ownership.ledger import Ledger
-from batchstate.ownership.sizes import size_of
-from batchstate.ownership.slot_stats import SlotStats
-from batchstate.pools import SlotPool
+from batchstate.pools import SlotPool, SlotStats
 from batchstate.runtime import Fence, Runtime
 from batchstate.tables import Table, TableWrite
-from batchstate.values.host_arrays import count
 from batchstate.violations import Where
 
 __all__ = ["HybridSlotPool"]
@@ -41,7 +39,7 @@ class StateOwner:
     def __init__(self, slots: SlotPool, states: int, per_slot: int, *, label: str) -> None:
         self._slots = slots
         self.per_slot = per_slot
-        self.ledger = Ledger(slots.runtime, states, label=label)
+        self.ledger = Allocator(slots.runtime, states, label=label)
         self.mapping = np.zeros((self._mapping_rows(), per_slot), dtype=np.int64)
         invariants.table_capacity(len(self.mapping), slots.capacity, **self._where("mapping"))
 
@@ -96,7 +94,7 @@ class StateOwner:
         """Every law of the states from scratch: the live ones are those that live slots own, each once.
 
         Raises:
-            Violation: SLOT_SHARED, SLOT_CONSERVATION, and see `Ledger.verify`.
+            Violation: SLOT_SHARED, SLOT_CONSERVATION, and see `Allocator.verify`.
         """
         where = self._where("verify")
         self.ledger.verify()

@@ -10,12 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchstate.contracts import Contract
+from batchstate._arrays import Array, converted, count
 from batchstate.errors import ArgumentError, ShapeError
-from batchstate.mirror import MirroredTensor
+from batchstate.mirror import Contract, DeviceSide, MirroredTensor
 from batchstate.runtime import Runtime
-from batchstate.values.device_side import DeviceSide
-from batchstate.values.host_arrays import Array, converted, count
 
 
 class Slots(MirroredTensor):
@@ -106,21 +104,21 @@ class Pages(MirroredTensor):
     __slots__ = ()
 
 
-class Tokens(MirroredTensor):
+class Locations(MirroredTensor):
     """Token positions in device KV memory. The tokens of page 0 are padding."""
 
     unit: ClassVar[str | None] = "token"
     __slots__ = ()
 
 
-class HostTokens(MirroredTensor):
+class HostLocations(MirroredTensor):
     """Token positions in the host tier's KV memory. Host token 0 is padding."""
 
     unit: ClassVar[str | None] = "host_token"
     __slots__ = ()
 
 
-def tokens_of_pages(pages: Pages, *, page_size: int, num_tokens: int) -> Tokens:
+def tokens_of_pages(pages: Pages, *, page_size: int, num_tokens: int) -> Locations:
     """The tokens on `pages`, in order: page * page_size + 0 .. page_size - 1.
 
     Args:
@@ -144,4 +142,4 @@ def tokens_of_pages(pages: Pages, *, page_size: int, num_tokens: int) -> Tokens:
             remedy="pass exactly the pages that hold the tokens",
         )
     expanded = (pages.np[:, None] * size + np.arange(size, dtype=np.int64)).reshape(-1)[:total]
-    return Tokens.from_host(pages.runtime, expanded, contract=Contract.HOST_ONLY, name=pages.name)
+    return Locations.from_host(pages.runtime, expanded, contract=Contract.HOST_ONLY, name=pages.name)

@@ -6,28 +6,99 @@ Bookkeeping is numpy on the host, by the owning thread; no operation here waits 
 """
 
 from collections.abc import Sequence
-from typing import SupportsIndex, final
+from typing import Protocol, Self, SupportsIndex, final
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
+from batchstate._allocator import Allocator, Generations, size_of
+from batchstate._arrays import as_array, count
 from batchstate.errors import DtypeError, ShapeError
 from batchstate.indices import Slots
-from batchstate.ownership.adopting import check_adoptable
-from batchstate.ownership.companions import Companion
-from batchstate.ownership.ledger import Ledger
-from batchstate.ownership.sizes import size_of
-from batchstate.ownership.slot_handles import HandleBook
-from batchstate.ownership.slot_stats import SlotStats
 from batchstate.runtime import Fence, Runtime, check_fence, check_runtime
-from batchstate.tables import Table
-from batchstate.values.host_arrays import as_array, count
+from batchstate.tables import Table, check_adoptable
 
-__all__ = ["SlotPool", "SlotStats"]
+# A pool of slots or states in numbers.
+
+
+@attrs.frozen
+class SlotStats:
+    """A pool in numbers: free + pending + live = size + reserve.
+
+    Attributes:
+        size: slots that can be taken ordinarily.
+        reserve: further slots, for `take(reserved=True)` alone.
+        free: slots that are nobody's, `free_reserved` included.
+        free_reserved: those among the free that only a reserved take hands out.
+        pending: freed behind a fence that is not complete. They become free by themselves, so waiting helps.
+        live: slots that are somebody's.
+        taken_total, freed_total: since the pool was made.
+        peak_live: the most that were ever live at once.
+    """
+
+    size: int
+    reserve: int
+    free: int
+    free_reserved: int
+    pending: int
+    live: int
+    taken_total: int
+    freed_total: int
+    peak_live: int
+
+    @classmethod
+    def of(cls, ledger: Allocator) -> Self:
+        """The numbers of a ledger now."""
+        return cls(
+            size=ledger.size,
+            reserve=ledger.reserve,
+            free=ledger.free,
+            free_reserved=ledger.free_reserved,
+            pending=ledger.pending,
+            live=ledger.live,
+            taken_total=ledger.taken_total,
+            freed_total=ledger.freed_total,
+            peak_live=ledger.peak_live,
+        )
+
+
+# What else a slot owns, taken and freed with it as one transaction.
 
 Ints = npt.NDArray[np.int64]
+
+
+class SlotListener(Protocol):
+    """Attached to a `SlotPool`, which asks first and acts only when every companion agrees."""
+
+    def check_take(self, n: int) -> None:
+        """Refuses if what `n` slots need is not there. Changes nothing."""
+        ...
+
+    def taken(self, rows: Ints) -> None:
+        """Gives the slots `rows` int64[n] what they need. On an error it has changed nothing."""
+        ...
+
+    def check_free(self, rows: Ints, operation: str) -> None:
+        """Refuses if the slots may not be freed now. Changes nothing."""
+        ...
+
+    def freed(self, rows: Ints, after: Fence | None) -> None:
+        """Releases what the slots own, behind the same fence."""
+        ...
+
+    def check_conservation(self, live: int, operation: str) -> None:
+        """Refuses if what is owned does not go with `live` slots. Costs O(1)."""
+        ...
+
+    def verify(self) -> None:
+        """Every law from scratch."""
+        ...
+
+
+__all__ = ["SlotPool", "SlotStats"]
 
 
 @final
@@ -54,11 +125,11 @@ class SlotPool:
         size_of(ordinary + reserved, f"{name}: size + reserve")
         self.runtime = runtime
         self.name = name
-        self._ledger = Ledger(runtime, ordinary, reserve=reserved, label=f"SlotPool {name!r}")
-        self._handles = HandleBook(runtime, self._ledger, name=name)
+        self._ledger = Allocator(runtime, ordinary, reserve=reserved, label=f"SlotPool {name!r}")
+        self._handles = Generations(runtime, self._ledger, name=name)
         self._take, self._free = f"{name}: take", f"{name}: free"
         self._tables: list[Table] = []
-        self._companions: list[Companion] = []
+        self._companions: list[SlotListener] = []
 
     def __repr__(self) -> str:
         ledger = self._ledger
@@ -119,7 +190,7 @@ class SlotPool:
         if levels.full:
             self._verify_tables("take")
         rows = self._ledger.take(wanted, "take", reserved=reserved)
-        done: list[Companion] = []
+        done: list[SlotListener] = []
         try:
             slots = self._handles.make(rows)
             for companion in self._companions:
@@ -166,12 +237,12 @@ class SlotPool:
         self.runtime.check_owner(f"{self.name}: reap")
         return self._ledger.reap()
 
-    def attach(self, companion: Companion) -> None:
+    def attach(self, companion: SlotListener) -> None:
         """Makes `companion` part of every take and free of this pool."""
         self.runtime.check_owner(f"{self.name}: attach")
         self._companions.append(companion)
 
-    def detach(self, companion: Companion) -> None:
+    def detach(self, companion: SlotListener) -> None:
         """Takes `companion` out again, if it is there; also while companions are asked."""
         self._companions = [one for one in self._companions if one is not companion]
 
@@ -269,7 +340,7 @@ class SlotPool:
         self.runtime.check_owner(f"{self.name}: {operation}")
         return self._handles.rows_of(slots, operation, unique=unique)
 
-    def check_release(self, slots: Slots, operation: str, *, besides: Companion | None = None) -> Ints:
+    def check_release(self, slots: Slots, operation: str, *, besides: SlotListener | None = None) -> Ints:
         """What `free` checks before it changes anything; returns the numbers, int64[n].
 
         Args:
@@ -280,7 +351,7 @@ class SlotPool:
         self.runtime.check_owner(f"{self.name}: {operation}")
         return self._rows_to_free(slots, operation, besides)
 
-    def _rows_to_free(self, slots: Slots, operation: str, besides: Companion | None) -> Ints:
+    def _rows_to_free(self, slots: Slots, operation: str, besides: SlotListener | None) -> Ints:
         rows = self._handles.rows_to_free(slots, operation)
         for companion in self._companions:
             if companion is not besides:

@@ -11,20 +11,17 @@ from typing import SupportsIndex, final
 import torch
 
 from batchstate import invariants, levels
+from batchstate._allocator import size_of
+from batchstate._arrays import Array, as_array, copy_into
+from batchstate._rows import HostRows
+from batchstate._upload import Extras, StaticMemory, append_needs, joined_writes, named_arrays
 from batchstate.batch import Batch
-from batchstate.batching.host_rows import HostRows
-from batchstate.batching.static import StaticMemory
-from batchstate.batching.upload import Extras, append_needs, joined_writes, named_arrays
 from batchstate.columns import MirroredColumn, TensorColumn
-from batchstate.contracts import Contract
 from batchstate.errors import ArgumentError, DeclarationError, DeviceError, DtypeError, ShapeError
-from batchstate.ownership.sizes import size_of
+from batchstate.mirror import Contract, DeviceSide, Made, version_mark
 from batchstate.runtime import Fence, FixedMemory, PackedUpload, Runtime, check_fence, check_runtime
-from batchstate.runtime.packed import ALIGNMENT, Place, packed_places, view_at
+from batchstate.runtime.memory import ALIGNMENT, Place, packed_places, view_at
 from batchstate.tables import TableWrite
-from batchstate.values.device_ops import copy_into
-from batchstate.values.device_side import DeviceSide, Made, version_mark
-from batchstate.values.host_arrays import Array, as_array
 from batchstate.violations import Where
 
 __all__ = ["StaticBuffers"]
@@ -155,7 +152,7 @@ class StaticBuffers(StaticMemory, Mapping[str, torch.Tensor]):
             self.num_reqs = batch.num_reqs
             for name, rows in device_rows.items():
                 made = rows.gathered(self.runtime, [rode.view(skipped + place) for place in needs[name]])
-                source = self.runtime.acquire(made.tensor, made.stream, made.ready, handed=made.handed)
+                source = self.runtime.use_on_current_stream(made.tensor, made.stream, made.ready, handed=made.handed)
                 target = self._views[name].data  # our own writes are none from outside
                 self.runtime.launch(
                     copy_into, target, source, reads=(source,), writes=(target,), name=f"static: {name}"
@@ -168,7 +165,7 @@ class StaticBuffers(StaticMemory, Mapping[str, torch.Tensor]):
         finally:  # behind the scatters too, which read what rode along; and also where one of them failed
             self._fixed.note_write()
             self._mark = version_mark(self._fixed.memory)
-        if levels.full and not self.runtime.checks_stand_aside():
+        if levels.full and not self.runtime.checks_suspended():
             self._check(padded, given)
         places = {name: first_extra + i for i, name in enumerate(given)}
         return Extras(self.runtime, crossed, places, dict(extras), self._slots_of(padded, crossed))

@@ -6,25 +6,104 @@ scatter runs on the stream that is current then, after every forward that still 
 after earlier writes from other streams. The host never waits.
 """
 
-from typing import final
+from typing import Any, Protocol, final
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
+from batchstate._arrays import Array, as_array, converted, signed_twin
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, RowIndexError, ShapeError
 from batchstate.indices import Slots
 from batchstate.mirror import MirroredTensor
-from batchstate.ownership.table_write import SlotSpace, TableWrite, read_only
-from batchstate.runtime import Fence, FixedMemory, check_fence, numpy_dtype
-from batchstate.values.device_ops import signed_twin
-from batchstate.values.host_arrays import Array, as_array, converted
+from batchstate.runtime import Fence, FixedMemory, Runtime, check_fence, numpy_dtype
 from batchstate.violations import Where
 
-__all__ = ["SlotSpace", "Table", "TableWrite"]
+# A write to a slot-indexed table that is checked and not launched yet, and what a table knows of its slots.
 
 Ints = npt.NDArray[np.int64]
+
+
+class SlotSpace(Protocol):
+    """What a table knows of the pool whose slots index it."""
+
+    name: str
+
+    @property
+    def runtime(self) -> Runtime:
+        """The device of the pool."""
+        ...
+
+    @property
+    def capacity(self) -> int:
+        """Rows that a table needs: the largest slot + 1."""
+        ...
+
+    def check_handles(self, slots: Slots, operation: str) -> None:
+        """Refuses handles that are not live or not of this pool."""
+        ...
+
+
+def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A view of `array` that nobody can write through."""
+    view = array.view()
+    view.setflags(write=False)  # half the time that `flags.writeable = False` takes
+    return view
+
+
+@final
+@attrs.frozen(eq=False)
+class TableWrite:
+    """A checked write that is not launched yet: `table.device.view(-1)[index] = values`.
+
+    Attributes:
+        table: where it goes.
+        index: int64[n], flat places in the table; read-only, since they were checked.
+        values: [n] of the table's dtype, read-only.
+        owners: the handles that it was made from. They are asked again before it is launched: by then a slot may have
+            become another request's. None for a write that was made from numbers.
+    """
+
+    table: "Table"
+    index: Ints = attrs.field(converter=read_only)
+    values: npt.NDArray[Any] = attrs.field(converter=read_only)
+    owners: Slots | None = None
+
+    def __repr__(self) -> str:
+        return f"TableWrite({self.index.size} elements of {self.table!r})"
+
+
+# What an engine's own tensor must be to become a table.
+
+
+def check_adoptable(tensor: torch.Tensor, device: torch.device, name: str) -> None:
+    """Refuses what kernels could not use as a table of a pool on `device`.
+
+    Raises:
+        ArgumentError: no tensor.
+        DeviceError, ShapeError: on another device; not contiguous, or without rows.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentError(
+            f"{name}: adopt of {type(tensor).__name__}", value=tensor, remedy="pass a tensor of the device"
+        )
+    if tensor.device != device:
+        raise DeviceError(
+            f"{name}: a tensor on {tensor.device}, pool on {device}",
+            value=str(tensor.device),
+            remedy="adopt a tensor of the pool's device",
+        )
+    if tensor.ndim == 0 or not tensor.is_contiguous():
+        raise ShapeError(
+            f"{name}: {list(tensor.shape)} with strides {list(tensor.stride())}",
+            value=tuple(tensor.shape),
+            remedy="adopt a contiguous tensor with one row a slot",
+        )
+
+
+__all__ = ["SlotSpace", "Table", "TableWrite"]
 
 
 @final

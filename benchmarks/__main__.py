@@ -5,8 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from batchstate.cli.options import add_device, add_json, chosen_device, write_json
-from batchstate.cli.progress import progress
+from batchstate.cli._output import add_device, add_json, chosen_device, progress, write_json
 from batchstate.errors import BatchStateError
 from batchstate.runtime import open_runtime
 from batchstate.traffic import read_trace

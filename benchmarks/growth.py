@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from batchstate.kv.pages import PagePool
 from batchstate.levels import Level, checks
-from batchstate.pages import PagePool
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
 from benchmarks.baselines.twin_columns import TENSORS

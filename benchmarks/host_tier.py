@@ -13,9 +13,8 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from batchstate import HiSparse, HostTokenPool, PagePool, SlotPool
-from batchstate.cli.options import add_json, whole, write_json
-from batchstate.cli.tables import Row, Section, show
+from batchstate import HiSparse, HostKVPool, PagePool, SlotPool
+from batchstate.cli._output import Row, Section, add_json, show, whole, write_json
 from batchstate.runtime import Counters, Runtime, open_runtime
 from benchmarks.machine import machine
 
@@ -41,7 +40,7 @@ class Decode:
         self.pages = PagePool(runtime, self.slots, requests * (HOT // PAGE_SIZE), PAGE_SIZE, max_tokens_per_request=HOT)
         room = -(-(context + steps) // PAGE_SIZE)
         # One byte a token: the planning asks how many tokens there are and not how large they are.
-        self.host = HostTokenPool(runtime, requests * room, PAGE_SIZE, layers=1, item_shape=(1,), dtype=torch.uint8)
+        self.host = HostKVPool(runtime, requests * room, PAGE_SIZE, layers=1, item_shape=(1,), dtype=torch.uint8)
         kv = [runtime.device_zeros((self.pages.token_capacity, 1), torch.uint8)]
         self.tier = HiSparse(self.pages, self.host, kv, hot_tokens=HOT)
         self.requests = self.slots.take(requests)

@@ -5,8 +5,8 @@ from typing import Any, final
 
 import numpy as np
 
+from batchstate.kv.pages import PageLease, PagePool
 from batchstate.levels import Level, checks
-from batchstate.pages import PageLease, PagePool
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
 from benchmarks.baselines.free_lists import FreeListBaseline, LinkedBlocks, PopList, SliceList, TensorList, shuffled

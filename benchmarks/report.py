@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from batchstate.cli.progress import on_terminal
+from batchstate.cli._output import on_terminal
 from benchmarks.comparisons import Absent, Row
 from benchmarks.counts import Count
 

@@ -15,13 +15,13 @@ from typing import Any, final
 import attrs
 import numpy as np
 
-from batchstate.cli.options import add_json, write_json
+from batchstate.cli._output import add_json, write_json
 from batchstate.errors import TransferError
 from batchstate.runtime import Runtime, open_runtime
-from batchstate.transport.copies import Copies, Ints
 from batchstate.transport.engines.base import Engine, Handle, Peer, Status
 from batchstate.transport.layout import KVLayout
 from batchstate.transport.plan import chunked, coalesced, expand_pages, owned_by, token_rows
+from batchstate.transport.regions import Copies, Ints
 from benchmarks.baselines.bare_engines import Bare, Bytes, Move, wait_until
 from benchmarks.comparisons import Comparison, MismatchError, Row, require_equal, run
 from benchmarks.machine import machine

@@ -17,8 +17,7 @@ from typing import Any, final
 
 import attrs
 
-from batchstate.cli.options import add_json, whole, write_json
-from batchstate.cli.tables import Row, Section, show
+from batchstate.cli._output import Row, Section, add_json, show, whole, write_json
 from batchstate.runtime import open_runtime
 from benchmarks.machine import machine
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from batchstate.columns import TensorColumn
+from batchstate.kv.pages import PagePool
 from batchstate.levels import Level
-from batchstate.pages import PagePool
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
 from benchmarks.comparisons import Comparison, require_equal

@@ -41,7 +41,7 @@ napoleon_attr_annotations = False  # it writes `object_` as text, and docutils t
 
 # The docs build without a network, so names of other projects are not looked up. Our own have to resolve,
 # except private names, one-letter type variables, and those in folders that users do not import from.
-INSIDE = "values|batching|ownership|relaying|forwarding|laws|traffic|runtime|testing|tiering|transport"
+INSIDE = "traffic|runtime|testing|selfcheck|transport"
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", rf"(?!batchstate\.).*|batchstate\.(.*\.)?(_.*|[A-Z])|batchstate\.({INSIDE})\.\w+\..*")

@@ -13,8 +13,8 @@ import torch
 
 from batchstate import checks
 from batchstate.runtime import Fence, Runtime
-from batchstate.runtime.download import Download
-from batchstate.testing.late import LateFence
+from batchstate.runtime.memory import Download
+from batchstate.testing.fences import LateFence
 from examples.engine.batch import RunningBatch, Step
 from examples.engine.engine import Engine
 from examples.engine.model import Family, Model

@@ -9,7 +9,7 @@ import torch
 from batchstate import Batch, MirroredTensor, SlotPool, checks, device_only, mirrored
 from batchstate.errors import ArgumentError, CaptureError
 from batchstate.runtime import AcceleratorRuntime, DoneFence
-from batchstate.runtime.accelerator import EventFence, _stream_ids
+from batchstate.runtime.devices import EventFence, _stream_ids
 from tests.doubles import FakeModule, fake_accelerator
 
 

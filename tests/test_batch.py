@@ -150,7 +150,7 @@ def test_padding_points_at_slot_zero(rt: Runtime, abcd: Decode, full: None) -> N
         lambda: padded.advance("seq_lens", 1),
         lambda: padded.pad(8),
         lambda: padded.split([4]),
-        lambda: padded.evolve(seq_lens=[1] * 4),
+        lambda: padded.replace(seq_lens=[1] * 4),
         lambda: padded.update("seq_lens", [0], 1),
     ):
         with pytest.raises(ArgumentError, match="padded from 4 to 6"):
@@ -160,7 +160,7 @@ def test_padding_points_at_slot_zero(rt: Runtime, abcd: Decode, full: None) -> N
 def test_a_bound_travels_through_a_batch(rt: Runtime, pool: SlotPool, abcd: Decode, full: None) -> None:
     """A column that becomes a bound keeps its two sides apart until it is given exactly again."""
     device = torch.tensor([11, 12, 13, 14]).to(rt.device)
-    bounded = abcd.evolve(kv_lens=MirroredTensor.from_pair(rt, [20, 20, 20, 20], device, contract="upper_bound"))
+    bounded = abcd.replace(kv_lens=MirroredTensor.from_pair(rt, [20, 20, 20, 20], device, contract="upper_bound"))
     assert bounded.kv_lens.contract is Contract.UPPER_BOUND
     moved = bounded.filter([3, 0]).advance("kv_lens", [1, 2]).merge(Decode.build(rt, **rows(pool, "e")))
     assert moved.kv_lens.contract is Contract.UPPER_BOUND
@@ -168,11 +168,11 @@ def test_a_bound_travels_through_a_batch(rt: Runtime, pool: SlotPool, abcd: Deco
     assert rt.inspect(moved.kv_lens.device).tolist() == [15, 13, 24]
     padded = moved.pad(4)
     assert rt.inspect(padded.kv_lens.device).tolist() == [15, 13, 24, 0]
-    exact = moved.evolve(kv_lens=moved.kv_lens.resolve())
+    exact = moved.replace(kv_lens=moved.kv_lens.resolve())
     assert exact.kv_lens.contract is Contract.EXACT
     assert exact.kv_lens.np.tolist() == [15, 13, 24]
     with pytest.raises(ContractError, match="takes exact"):
-        abcd.evolve(seq_lens=bounded.kv_lens)
+        abcd.replace(seq_lens=bounded.kv_lens)
 
 
 def test_device_columns_are_gathered_only_when_read(rt: Runtime, pool: SlotPool, abcd: Decode) -> None:
@@ -208,14 +208,14 @@ def test_update_and_evolve(rt: Runtime, pool: SlotPool, abcd: Decode, full: None
     changed = abcd.update("seq_lens", [2, 0], [7, 8]).update("bias", [False, True, False, False], [1, 2, 3])
     assert changed.seq_lens.np.tolist() == [8, 11, 7, 13]
     assert rt.inspect(changed.bias.device)[1].tolist() == [1, 2, 3]
-    evolved = changed.evolve(
+    evolved = changed.replace(
         seq_lens=[1, 2, 3, 4], requests="wxyz"[:0] or ["w", "x", "y", "z"], last_token=[9, 8, 7, 6]
     )
     assert evolved.seq_lens.np.tolist() == [1, 2, 3, 4]
     assert evolved.requests == ("w", "x", "y", "z")
     assert rt.inspect(evolved.last_token.device).tolist() == [9, 8, 7, 6]
     assert evolved.top_k.np.tolist() == [0, 1, 2, 3]
-    fresh = abcd.evolve(slots=pool.take(4))
+    fresh = abcd.replace(slots=pool.take(4))
     pool.free(fresh.slots)
     pool.free(abcd.slots)
 
@@ -227,9 +227,9 @@ def test_operations_leave_the_batch_as_it_was(rt: Runtime, pool: SlotPool, abcd:
     abcd.filter([0]).advance("seq_lens", 3)
     abcd.merge(ef).advance(["seq_lens", "top_k"], -1)
     abcd.update("seq_lens", [0], 99)
-    abcd.evolve(seq_lens=[0, 0, 0, 0])
+    abcd.replace(seq_lens=[0, 0, 0, 0])
     assert_holds(abcd, "abcd")
-    with pytest.raises(DeclarationError, match="evolve"):
+    with pytest.raises(DeclarationError, match="replace"):
         abcd.seq_lens = 3
 
 
@@ -350,16 +350,16 @@ def test_writes_from_outside_are_reported(rt: Runtime, abcd: Decode) -> None:
         (lambda b: b.update("seq_lens", [0, 0], 1), ArgumentError, "twice"),
         (lambda b: b.update("seq_lens", [0], [1, 2]), ShapeError, r"\[2\]"),
         (lambda b: b.update("adapter", [0], 256), ValueOverflowError, "256"),
-        (lambda b: b.update("slots", [0], 1), ArgumentError, "evolve"),
-        (lambda b: b.update("last_token", [0], 1), ArgumentError, "evolve"),
-        (lambda b: b.evolve(seq_lens=[1]), ShapeError, r"\[1\]"),
-        (lambda b: b.evolve(seq_lens=[0.5] * 4), DtypeError, "float64"),
-        (lambda b: b.evolve(bias=[1, 2, 3, 4]), ShapeError, r"\[4, 3\]"),
-        (lambda b: b.evolve(requests=["a"]), ShapeError, "1 rows of 4"),
-        (lambda b: b.evolve(requests="abcd"), DtypeError, "str"),
-        (lambda b: b.evolve(unknown=[1]), DeclarationError, "'unknown'"),
-        (lambda b: b.evolve(last_token=torch.ones(4, device=b.runtime.device)), DtypeError, "float32"),
-        (lambda b: b.evolve(last_token=torch.ones(4, dtype=torch.int64, device="meta")), DeviceError, "meta"),
+        (lambda b: b.update("slots", [0], 1), ArgumentError, "replace"),
+        (lambda b: b.update("last_token", [0], 1), ArgumentError, "replace"),
+        (lambda b: b.replace(seq_lens=[1]), ShapeError, r"\[1\]"),
+        (lambda b: b.replace(seq_lens=[0.5] * 4), DtypeError, "float64"),
+        (lambda b: b.replace(bias=[1, 2, 3, 4]), ShapeError, r"\[4, 3\]"),
+        (lambda b: b.replace(requests=["a"]), ShapeError, "1 rows of 4"),
+        (lambda b: b.replace(requests="abcd"), DtypeError, "str"),
+        (lambda b: b.replace(unknown=[1]), DeclarationError, "'unknown'"),
+        (lambda b: b.replace(last_token=torch.ones(4, device=b.runtime.device)), DtypeError, "float32"),
+        (lambda b: b.replace(last_token=torch.ones(4, dtype=torch.int64, device="meta")), DeviceError, "meta"),
         (lambda b: b["requests"], DeclarationError, "'requests'"),
         (lambda b: b.objects("seq_lens"), DeclarationError, "'seq_lens'"),
         (lambda b: b.upload(extras={"x": ["text"]}), DtypeError, "extra 'x'"),
@@ -392,9 +392,9 @@ def test_batches_that_do_not_go_together(rt: Runtime, pool: SlotPool, abcd: Deco
     with pytest.raises(ArgumentError, match="pools"):
         abcd.merge(Decode.build(rt, **rows(SlotPool(rt, 40), "e")))
     with pytest.raises(DeviceError, match="another runtime"):
-        abcd.evolve(seq_lens=MirroredTensor.from_host(open_device(device), [1, 2, 3, 4]))
+        abcd.replace(seq_lens=MirroredTensor.from_host(open_device(device), [1, 2, 3, 4]))
     with pytest.raises(Violation) as caught:
-        abcd.evolve(seq_lens=Slots.from_host(rt, [1, 2, 3, 4]))
+        abcd.replace(seq_lens=Slots.from_host(rt, [1, 2, 3, 4]))
     assert caught.value.code is Code.UNIT_MISMATCH
 
 
@@ -469,7 +469,7 @@ TENSORS = [name for name in Decode.columns() if name != "requests"]
 
 
 @pytest.mark.parametrize("column", TENSORS)
-@pytest.mark.parametrize("way", ["build", "filter", "merge", "split", "pad", "advance", "update", "evolve"])
+@pytest.mark.parametrize("way", ["build", "filter", "merge", "split", "pad", "advance", "update", "replace"])
 def test_a_write_into_the_device_side_of_a_column_is_reported(
     rt: Runtime, pool: SlotPool, abcd: Decode, way: str, column: str, full: None
 ) -> None:
@@ -482,7 +482,7 @@ def test_a_write_into_the_device_side_of_a_column_is_reported(
         "pad": lambda: abcd.pad(6),
         "advance": lambda: abcd.advance("seq_lens", 1),
         "update": lambda: abcd.update("top_k", [0], 5),
-        "evolve": lambda: abcd.evolve(adapter=[1, 2, 3, 4]),
+        "replace": lambda: abcd.replace(adapter=[1, 2, 3, 4]),
     }[way]()
     batch.check()
     host = None if column == "last_token" else batch[column].np.tolist()
@@ -510,8 +510,8 @@ def test_a_write_into_the_host_side_of_a_batch_is_reported(rt: Runtime, abcd: De
 def test_numbers_are_no_slots(rt: Runtime, abcd: Decode) -> None:
     """A slot column takes handles: numbers that no pool gave are wrapped on purpose or refused."""
     with pytest.raises(DtypeError, match=r"pool\.take"):
-        abcd.evolve(slots=[1, 2, 3, 4])
-    assert abcd.evolve(slots=Slots.from_host(rt, [11, 12, 13, 14])).slots.np.tolist() == [11, 12, 13, 14]
+        abcd.replace(slots=[1, 2, 3, 4])
+    assert abcd.replace(slots=Slots.from_host(rt, [11, 12, 13, 14])).slots.np.tolist() == [11, 12, 13, 14]
 
 
 def test_indices_do_not_name_rows(rt: Runtime, abcd: Decode) -> None:
@@ -551,7 +551,7 @@ def test_stale_windows_cover_derived_batches(rt: Runtime, pool: SlotPool, abcd: 
             derived = [
                 abcd.filter([0]),
                 abcd.advance("seq_lens", 1),
-                abcd.evolve(top_k=[1, 2, 3, 4]).split([2, 2])[1],
+                abcd.replace(top_k=[1, 2, 3, 4]).split([2, 2])[1],
                 abcd.pad(6),
                 abcd.update("top_k", [0], 1).filter([1]),
                 Decode.build(rt, **rows(pool, "e")).merge(abcd),
@@ -561,7 +561,7 @@ def test_stale_windows_cover_derived_batches(rt: Runtime, pool: SlotPool, abcd: 
                     getattr(batch.seq_lens, side)
                 assert caught.value.code is Code.MIRROR_STALE_READ
                 assert len(batch.top_k.np)
-            assert abcd.evolve(seq_lens=[1, 2, 3, 4]).seq_lens.np.tolist() == [1, 2, 3, 4]
+            assert abcd.replace(seq_lens=[1, 2, 3, 4]).seq_lens.np.tolist() == [1, 2, 3, 4]
         assert [len(getattr(batch.seq_lens, side)) for batch in derived] == [1, 4, 2, 6, 1, 5]
         pool.free(derived[5].filter([0]).slots)
 
@@ -570,7 +570,7 @@ def test_nothing_is_carried_beside_a_batch(abcd: Decode) -> None:
     """An attribute that is no column would be lost with the next operation; a batch has no room for it."""
     with pytest.raises(AttributeError, match="lengths"):
         abcd.lengths = [1, 2, 3, 4]  # type: ignore[attr-defined]
-    with pytest.raises(DeclarationError, match="evolve"):
+    with pytest.raises(DeclarationError, match="replace"):
         abcd.seq_lens = [1, 2, 3, 4]
 
 
@@ -610,14 +610,14 @@ def test_columns_of_all_bases_are_declared(rt: Runtime) -> None:
 
 
 def test_columns_may_have_any_name(rt: Runtime) -> None:
-    """A column may be called like an argument of `build` and `evolve`."""
+    """A column may be called like an argument of `build` and `replace`."""
 
     class Named(Batch):
         cls = mirrored(torch.int64)
         runtime_ = mirrored(torch.int64)
 
     batch = Named.build(rt, cls=[1], runtime_=[2])
-    assert batch.evolve(cls=[3])["cls"].np.tolist() == [3]
+    assert batch.replace(cls=[3])["cls"].np.tolist() == [3]
 
 
 def test_a_failed_gather_can_be_tried_again(rt: Runtime, abcd: Decode, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -698,7 +698,7 @@ def test_a_step_is_refused_as_a_whole(rt: Runtime, pool: SlotPool, abcd: Decode)
     class Other(Batch):
         slots = slot_column()
 
-    big = abcd.evolve(adapter=[250] * 4)
+    big = abcd.replace(adapter=[250] * 4)
     wrong: Any
     for wrong, error in (
         (lambda: abcd.step(keep=[4]), RowIndexError),

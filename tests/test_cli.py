@@ -12,9 +12,8 @@ import pytest
 
 import batchstate
 from batchstate.cli import main, traffic
-from batchstate.cli.progress import progress
-from batchstate.cli.tables import Row, Section, show
-from batchstate.testing.mutants import MUTANTS
+from batchstate.cli._output import Row, Section, progress, show
+from batchstate.selfcheck.mutants import MUTANTS
 from batchstate.traffic import Engine, EngineSettings
 
 FIGURES = {
@@ -275,7 +274,7 @@ def test_progress_is_silent_where_nobody_watches(capsys: pytest.CaptureFixture[s
         update(5, "halfway")
     assert capsys.readouterr().err == ""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("batchstate.cli.progress.SECONDS_BETWEEN_LINES", 0.0)
+        patch.setattr("batchstate.cli._output.SECONDS_BETWEEN_LINES", 0.0)
         with progress("work", 10) as update:
             update(5, "halfway")
     assert capsys.readouterr().err == "work:  50 %  halfway\n"

@@ -21,8 +21,7 @@ import pytest
 from batchstate import checks
 from batchstate.errors import HandshakeError, TransferError
 from batchstate.testing.devices import is_tool, open_device, torch_device_of, window_of
-from batchstate.transport.engines.faults import Faults
-from batchstate.transport.engines.in_process import InProcessEngine, Network
+from batchstate.transport.engines.in_process import Faults, InProcessEngine, Network
 
 pytest.importorskip("transformers")
 

@@ -10,7 +10,7 @@ import torch
 
 from batchstate.errors import CaptureError, DtypeError, OwnerThreadError
 from batchstate.runtime import CpuRuntime, Runtime
-from batchstate.runtime.download import Download
+from batchstate.runtime.memory import Download
 from batchstate.testing import LateRuntime
 from batchstate.violations import Code
 from tests.doubles import fake_accelerator, in_a_thread, refused

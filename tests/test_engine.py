@@ -76,7 +76,7 @@ def lagging_model() -> Model:
     return model_of("llama", "cpu")
 
 
-# Tokens
+# Locations
 
 
 @pytest.mark.parametrize(("family", "overlap", "mixed", "num_drafts", "few_pages"), COMBINATIONS)

@@ -122,12 +122,14 @@ def _after(patch: pytest.MonkeyPatch) -> None:
 def _hand_over(patch: pytest.MonkeyPatch) -> None:
     """Prebuilt KV is used on the forward's stream and dropped, and nobody tells the allocator."""
 
-    def acquire(self: Runtime, tensor: torch.Tensor, made_on: Any, ready: Any = None, *, handed: Any = None) -> Any:
+    def use_on_current_stream(
+        self: Runtime, tensor: torch.Tensor, made_on: Any, ready: Any = None, *, handed: Any = None
+    ) -> Any:
         if made_on != self.current_stream:
             self.wait(ready or self.record(made_on))
         return tensor
 
-    patch.setattr(Runtime, "acquire", acquire)
+    patch.setattr(Runtime, "use_on_current_stream", use_on_current_stream)
 
 
 def _kv_on_two_streams(patch: pytest.MonkeyPatch) -> None:
@@ -171,4 +173,4 @@ def test_what_an_engine_forgets_is_found(
     assert report.first.lane != report.second.lane
     assert ".py:" in report.first.site
     assert ".py:" in report.second.site
-    assert "wait" in report.suggestion or "acquire" in report.suggestion
+    assert "wait" in report.suggestion or "use_on_current_stream" in report.suggestion

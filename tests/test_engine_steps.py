@@ -325,7 +325,7 @@ def test_table_is_free_behind_read_done(
     engine = Engine(late, lagging_model, SMALL)
     for request in some_requests(lagging_model, 3, seed=17, longest=8):
         engine.add(request)
-    table, run = engine.scheduler.pages.token_table, engine.scheduler.forward.run
+    table, run = engine.scheduler.pages.req_to_token, engine.scheduler.forward.run
     assert table is not None
     read_until, read_done, steps = table.read_until, list[Fence](), list[Step]()
 

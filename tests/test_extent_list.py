@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchstate.ownership.extent_list import ExtentList, runs_of, spread
+from batchstate.kv.host_pool import ExtentList, runs_of, spread
 
 
 def runs(indices: set[int]) -> list[tuple[int, int]]:

@@ -25,10 +25,10 @@ from batchstate.errors import (
     ShapeError,
     ValueOverflowError,
 )
-from batchstate.forward_inputs import ForwardInputs
-from batchstate.forward_plan import ForwardPlan
+from batchstate.forward.inputs import ForwardInputs
+from batchstate.forward.plan import ForwardPlan
 from batchstate.future_map import FutureMap, relay_field
-from batchstate.pages import PagePool
+from batchstate.kv.pages import PagePool
 from batchstate.runtime import Runtime
 from batchstate.tables import Table
 from batchstate.testing import LateRuntime, no_hidden_sync
@@ -63,7 +63,7 @@ class World:
         """Room for `size` requests of `LONGEST` tokens."""
         slots = SlotPool(rt, size)
         table = slots.table("req_to_token", (LONGEST,), holds="token", host=True)
-        pages = PagePool(rt, slots, size * LONGEST, PAGE_SIZE, max_tokens_per_request=LONGEST, token_table=table)
+        pages = PagePool(rt, slots, size * LONGEST, PAGE_SIZE, max_tokens_per_request=LONGEST, req_to_token=table)
         relay = FutureMap(
             slots,
             {
@@ -339,7 +339,7 @@ def follow_true_lengths(world: World, case: Bounded) -> None:
         uploaded,
         ids="last_token" if width == 1 else ("last_token", "drafts"),
         lengths="lens",
-        token_table=world.table,
+        req_to_token=world.table,
     )
     assert (rt.counters - before).host_to_device_copies == any(chunk is not None for chunk in case.chunks)
     assert (rt.counters - before).forced_syncs == 0
@@ -377,7 +377,7 @@ def test_a_prompt_beside_a_bound_stays_as_planned(rt: Runtime, world: World) -> 
     batch = Running.build(rt, slots=slots, seq_lens=column)
     plan = ForwardPlan.of(batch.slots, batch.seq_lens, [1, 2], prompt_ids=[None, [3, 4]], pages=world.pages)
     inputs = world.relay.resolve_forward_inputs(
-        plan, batch.upload(extras=plan.extras), ids="last_token", lengths="lens", token_table=world.table
+        plan, batch.upload(extras=plan.extras), ids="last_token", lengths="lens", req_to_token=world.table
     )
     assert values(rt, inputs.positions) == [4, 6, 7]
     assert values(rt, inputs.kv_lens) == [5, 8]
@@ -512,7 +512,7 @@ WRONG: dict[str, Wrong] = {
         {"bounded": True, "with_pages": True},
         {"lengths": "lens"},
     ),
-    "a table that is none": (ArgumentError, "is no table of slots of 'slots'", {}, {"token_table": [1, 2]}),
+    "a table that is none": (ArgumentError, "is no table of slots of 'slots'", {}, {"req_to_token": [1, 2]}),
 }
 
 
@@ -577,7 +577,7 @@ def test_wrong_objects_change_nothing(rt: Runtime, device: str, world: World) ->
         (
             ArgumentError,
             "is no table of slots",
-            lambda: world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token", token_table=others.table),
+            lambda: world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token", req_to_token=others.table),
         ),
         (
             ArgumentError,
@@ -696,7 +696,7 @@ def run_steps(world: World, speculating: bool) -> None:
         )
         uploaded = batch.upload(writes=[extension.entry()], extras=plan.extras)
         with rt.use(forward):
-            inputs = relay.resolve_forward_inputs(plan, uploaded, ids=ids, lengths="lens", token_table=world.table)
+            inputs = relay.resolve_forward_inputs(plan, uploaded, ids=ids, lengths="lens", req_to_token=world.table)
         spent = rt.counters - before
         assert spent.host_to_device_copies == (2 if step == 1 else 1)
         assert spent.forced_syncs == spent.fence_waits == spent.device_to_host_copies == spent.check_reads == 0
@@ -793,7 +793,7 @@ def test_a_table_that_is_none_of_tokens_is_refused(
     plan = ForwardPlan.of(batch.slots, batch.seq_lens, pages=world.pages)
     uploaded = batch.upload(extras=plan.extras)
     with pytest.raises(ArgumentError, match="for requests of up to 9 tokens"):
-        world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token", lengths="lens", token_table=table)
+        world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token", lengths="lens", req_to_token=table)
     assert world.states(slots, "last_token") == ["published"]
 
 
@@ -810,7 +810,7 @@ def test_a_false_bound_is_found_before_it_is_used_as_an_index(rt: Runtime, world
     refused(
         Code.MIRROR_BOUND,
         lambda: world.relay.resolve_forward_inputs(
-            plan, uploaded, ids="last_token", lengths="lens", token_table=world.table
+            plan, uploaded, ids="last_token", lengths="lens", req_to_token=world.table
         ),
     )
 
@@ -861,7 +861,7 @@ def test_what_true_lengths_cost(
     uploaded = batch.upload(extras=plan.extras)
     fields = ("last_token", "drafts")[: 1 if width == 1 else 2]
     before = rt.counters.snapshot()
-    inputs = world.relay.resolve_forward_inputs(plan, uploaded, ids=fields, lengths="lens", token_table=world.table)
+    inputs = world.relay.resolve_forward_inputs(plan, uploaded, ids=fields, lengths="lens", req_to_token=world.table)
     spent = rt.counters - before
     assert (spent.host_to_device_copies, spent.device_operations) == (copies, launches)
     assert values(rt, inputs.kv_lens) == [4 + width, 5 + width, 9] + [0] * padding

@@ -9,17 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchstate import Code, MirroredTensor, SlotPool, Slots, checks
-from batchstate.errors import (
-    ArgumentError,
-    ContractError,
-    DeclarationError,
-    DtypeError,
-    ShapeError,
-    ValueOverflowError,
-)
-from batchstate.forward_plan import ForwardPlan
-from batchstate.forwarding.layouts import flash_attention
-from batchstate.pages import PagePool
+from batchstate.errors import ArgumentError, ContractError, DeclarationError, DtypeError, ShapeError, ValueOverflowError
+from batchstate.forward.plan import ForwardPlan, flash_attention
+from batchstate.kv.pages import PagePool
 from batchstate.runtime import Runtime
 from batchstate.tables import Table
 from batchstate.testing.devices import open_device
@@ -43,7 +35,7 @@ class World:
         """Room for 8 requests of `LONGEST` tokens."""
         slots = SlotPool(rt, 8)
         table = slots.table("req_to_token", (LONGEST,), holds="token", host=True)
-        pages = PagePool(rt, slots, 8 * LONGEST, page_size, max_tokens_per_request=LONGEST, token_table=table)
+        pages = PagePool(rt, slots, 8 * LONGEST, page_size, max_tokens_per_request=LONGEST, req_to_token=table)
         return cls(rt, slots, pages, table)
 
     def take(self, seq_lens: list[int]) -> Slots:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from batchstate import Contract, MirroredTensor, Pages, Slots, checks, open_runtime
+from batchstate._relay import StreamOrder
 from batchstate.batch import Batch
 from batchstate.columns import mirrored, slot_column
 from batchstate.errors import (
@@ -26,7 +27,6 @@ from batchstate.errors import (
 from batchstate.future_map import EntryState, FutureMap, relay_field
 from batchstate.hybrid import HybridSlotPool
 from batchstate.pools import SlotPool
-from batchstate.relaying.order import StreamOrder
 from batchstate.runtime import AcceleratorRuntime, Fence, Runtime
 from batchstate.testing import LateRuntime
 from batchstate.testing.devices import open_device
@@ -1062,7 +1062,7 @@ def test_a_host_that_reads_too_early_is_reported(monkeypatch: pytest.MonkeyPatch
     assert violation.writer == "publish in step 0 on stream 'forward'"
     assert (violation.reader, violation.slot) == ("the host", None)
     asked = relay.prefetch(slots, "outputs")
-    monkeypatch.setattr("batchstate.runtime.download.Download._await_copy", lambda self: None)
+    monkeypatch.setattr("batchstate.runtime.memory.Download._await_copy", lambda self: None)
     assert refused(Code.FUTURE_ORDER, asked.resolve).reader == "the host"
 
 

@@ -14,8 +14,8 @@ from batchstate.cli import main
 from batchstate.errors import ArgumentError
 from batchstate.invariants import Code
 from batchstate.pools import SlotPool
+from batchstate.selfcheck.mutants import MUTANTS
 from batchstate.testing import MACHINES, Machine, RaceKind, RaceReport, fuzz, run_machine
-from batchstate.testing.mutants import MUTANTS
 from batchstate.testing.sim import PORTFOLIO
 
 ROOT = Path(__file__).parents[1]

@@ -17,12 +17,9 @@ import torch
 from batchstate import StaticBuffers, checks
 from batchstate.errors import CaptureError
 from batchstate.runtime import CpuRuntime, open_runtime
-from batchstate.runtime.mapped import MappedMemory
+from batchstate.runtime.memory import MappedMemory
 from batchstate.testing import Race
 from batchstate.testing.devices import open_device, window_of
-from batchstate.testing.race_cases import CASES
-from batchstate.testing.race_cases.judges import Says, Verdict
-from batchstate.testing.race_cases.verdicts import Column, Made, Table
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import child, runner
 from benchmarks.gpu.outcome import Notes, Outcome, Setting
@@ -32,6 +29,9 @@ from benchmarks.gpu.report import remark
 from benchmarks.gpu.stages import capture, machine, profiler, race, rates, suite, sync
 from benchmarks.gpu.steps import Serving
 from examples.engine import serving
+from tests.race_cases import CASES
+from tests.race_cases.judges import Says, Verdict
+from tests.race_cases.verdicts import Column, Made, Table
 
 ROOT = Path(__file__).parent.parent
 QUICK = Setting("cpu", quick=True)

@@ -18,17 +18,17 @@ from batchstate.errors import (
     PoolExhaustedError,
     ShapeError,
 )
-from batchstate.hisparse import HiSparse, LastLocation
-from batchstate.host_tokens import HostRuns, HostTokenPool
-from batchstate.indices import HostTokens, Slots, Tokens
+from batchstate.indices import HostLocations, Locations, Slots
+from batchstate.kv._tier import TierState
+from batchstate.kv.hisparse import HiSparse, LastLocation
+from batchstate.kv.host_pool import HostKVPool, HostRuns
+from batchstate.kv.pages import PagePool
 from batchstate.mirror import MirroredTensor
-from batchstate.pages import PagePool
 from batchstate.pools import SlotPool
 from batchstate.runtime import CpuRuntime, Fence, Runtime, open_runtime
-from batchstate.runtime.mapped import bytes_of
+from batchstate.runtime.memory import bytes_of
+from batchstate.selfcheck.machines.host_tier import Arrival
 from batchstate.testing import LateRuntime, ManualStream
-from batchstate.testing.machines.host_tier_model import Arrival
-from batchstate.tiering.books import TierState
 from batchstate.violations import Code
 from tests.doubles import in_a_thread, refused
 
@@ -53,7 +53,7 @@ class World:
         self.rt = rt
         self.slots = SlotPool(rt, size)
         self.pages = PagePool(rt, self.slots, pages, page_size, max_tokens_per_request=most)
-        self.host = HostTokenPool(rt, host_pages, host_page_size, layers=LAYERS, item_shape=(1, 2), dtype=torch.float64)
+        self.host = HostKVPool(rt, host_pages, host_page_size, layers=LAYERS, item_shape=(1, 2), dtype=torch.float64)
         shape = (self.pages.token_capacity, 1, 2)
         self.kv = [rt.device_zeros(shape, torch.float64, name=f"kv {layer}") for layer in range(LAYERS)]
         self.tier = HiSparse(self.pages, self.host, self.kv, hot_tokens=hot_tokens)
@@ -212,8 +212,8 @@ def test_plan_of_a_step(rt: Runtime, world: World) -> None:
     first = world.step(slots)
     assert first.positions.tolist() == [2, 9]
     assert first.hot_from.tolist() == [0, 9]
-    assert isinstance(first.tokens, Tokens)
-    assert isinstance(first.backup_to, HostTokens)
+    assert isinstance(first.tokens, Locations)
+    assert isinstance(first.backup_to, HostLocations)
     assert (len(first.backup_from), len(first.backup_to)) == (0, 0)
     second = world.tier.map_last_location(slots, MirroredTensor.from_host(rt, [4, 11]))
     assert second.backup_from.np.tolist() == first.tokens.np.tolist()
@@ -374,7 +374,7 @@ def test_parts_must_fit(rt: Runtime, world: World) -> None:
         HiSparse(pages, host, kv, hot_tokens=65)
     with pytest.raises(ArgumentError):
         HiSparse(pages, host, kv, hot_tokens=1)
-    other = HostTokenPool(open_runtime("cpu"), 4, layers=LAYERS, item_shape=(1, 2), dtype=torch.float64)
+    other = HostKVPool(open_runtime("cpu"), 4, layers=LAYERS, item_shape=(1, 2), dtype=torch.float64)
     with pytest.raises(DeviceError):
         HiSparse(pages, other, kv, hot_tokens=4)
 

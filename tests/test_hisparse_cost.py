@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from batchstate import checks
-from batchstate.hisparse import HiSparse
-from batchstate.host_tokens import HostRuns, HostTokenPool
-from batchstate.ownership.extent_list import ExtentList
-from batchstate.pages import PagePool
+from batchstate.kv.hisparse import HiSparse
+from batchstate.kv.host_pool import ExtentList, HostKVPool, HostRuns
+from batchstate.kv.pages import PagePool
 from batchstate.pools import SlotPool
 from batchstate.runtime import open_runtime
 
@@ -24,7 +23,7 @@ def planner(requests: int, tokens: int) -> Callable[[], None]:
     slots = SlotPool(rt, requests)
     pages = PagePool(rt, slots, requests, HOT, max_tokens_per_request=HOT)
     per_request = tokens + 64
-    host = HostTokenPool(rt, requests * per_request, layers=1, item_shape=(1,), dtype=torch.uint8)
+    host = HostKVPool(rt, requests * per_request, layers=1, item_shape=(1,), dtype=torch.uint8)
     kv = [rt.device_zeros((pages.token_capacity, 1), torch.uint8)]
     tier = HiSparse(pages, host, kv, hot_tokens=HOT)
     taken = slots.take(requests)

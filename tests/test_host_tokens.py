@@ -11,28 +11,28 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate.errors import ArgumentError, CaptureError, DtypeError, OwnerThreadError, PoolExhaustedError, ShapeError
-from batchstate.host_tokens import HostStats, HostTokenPool
+from batchstate.kv.host_pool import HostKVPool, HostStats
 from batchstate.runtime import Runtime
-from batchstate.runtime.mapped import bytes_of
+from batchstate.runtime.memory import bytes_of
 from batchstate.testing.fences import ManualStream
 from batchstate.violations import Code
 from tests.doubles import fake_accelerator, in_a_thread, refused
 
-Make = Callable[..., HostTokenPool]
+Make = Callable[..., HostKVPool]
 
 
 @pytest.fixture
 def make(rt: Runtime) -> Make:
     """Makes a pool: two layers of two int64 a token."""
-    return functools.partial(HostTokenPool, rt, layers=2, item_shape=(2,), dtype=torch.int64)
+    return functools.partial(HostKVPool, rt, layers=2, item_shape=(2,), dtype=torch.int64)
 
 
-def numbers(pool: HostTokenPool, layer: int = 0) -> Any:
+def numbers(pool: HostKVPool, layer: int = 0) -> Any:
     """The memory of a layer as a writer in another process sees it: by address."""
     return bytes_of(pool.contiguous_buffers()[layer].memory).view(np.int64).reshape(-1, 2)
 
 
-def counts(pool: HostTokenPool) -> tuple[int, int, int]:
+def counts(pool: HostKVPool) -> tuple[int, int, int]:
     """Free, pending, live."""
     stats = pool.stats
     assert stats.free + stats.pending + stats.live == stats.size == pool.num_tokens
@@ -166,9 +166,9 @@ def test_pools_that_cannot_be_meant(rt: Runtime) -> None:
     good: dict[str, Any] = {"num_pages": 2, "page_size": 1, "layers": 1, "item_shape": (2,), "dtype": torch.int64}
     for wrong in ({"num_pages": 0}, {"page_size": 0}, {"layers": 0}, {"layers": ["k", "k"]}, {"item_shape": (0,)}):
         with pytest.raises(ArgumentError):
-            HostTokenPool(rt, **{**good, **wrong})
+            HostKVPool(rt, **{**good, **wrong})
     with pytest.raises(ArgumentError):
-        HostTokenPool(3, **good)  # type: ignore[arg-type]
+        HostKVPool(3, **good)  # type: ignore[arg-type]
 
 
 def test_buffers_for_registration(make: Make) -> None:
@@ -244,4 +244,4 @@ def test_one_thread_and_no_capture(make: Make, monkeypatch: pytest.MonkeyPatch) 
     rt, module = fake_accelerator(monkeypatch)
     module.capturing = True
     with pytest.raises(CaptureError):
-        HostTokenPool(rt, 2, layers=1, item_shape=(1,), dtype=torch.int64)
+        HostKVPool(rt, 2, layers=1, item_shape=(1,), dtype=torch.int64)

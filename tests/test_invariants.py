@@ -9,7 +9,7 @@ import pytest
 
 from batchstate import invariants
 from batchstate.errors import BatchStateError
-from batchstate.invariants import LAWS, Code, Violation, made
+from batchstate.invariants import INVARIANTS, Code, Violation, made
 
 ints = np.array
 NAN = np.array([np.nan, 1.0], dtype=np.float32)
@@ -137,8 +137,8 @@ MORE: list[tuple[Code, tuple[Any, ...]]] = [
 
 def test_every_code_has_a_law_and_a_case() -> None:
     """No code without a law, no law without a case here, and each law says what it is and what to do."""
-    assert set(LAWS) == set(Code) == set(CASES)
-    for law in LAWS.values():
+    assert set(INVARIANTS) == set(Code) == set(CASES)
+    for law in INVARIANTS.values():
         assert law.asked in ("always", "cheap", "full", "test")
         assert len(law.statement) > 80
         assert "Cost:" in law.statement or "Cost " in law.statement
@@ -154,7 +154,7 @@ def test_a_broken_law_is_reported(code: Code) -> None:
     broken, _, report = CASES[code]
     before = made[code]
     with pytest.raises(Violation) as caught:
-        LAWS[code].check(*broken, object="thing", operation="deed", step=41)
+        INVARIANTS[code].check(*broken, object="thing", operation="deed", step=41)
     violation = caught.value
     assert violation.code is code
     assert (violation.object, violation.operation, violation.step) == ("thing", "deed", 41)
@@ -162,7 +162,7 @@ def test_a_broken_law_is_reported(code: Code) -> None:
         assert getattr(violation, field) == value, field
     text = str(violation)
     assert text.startswith(f"{code}: ")
-    for word in ("thing", "deed", "41", "expected", "actual", LAWS[code].remedy):
+    for word in ("thing", "deed", "41", "expected", "actual", INVARIANTS[code].remedy):
         assert word in text
     assert made[code] == before + 1
 
@@ -171,7 +171,7 @@ def test_a_broken_law_is_reported(code: Code) -> None:
 def test_a_law_that_holds_is_silent(code: Code) -> None:
     """What nearly breaks a law does not, and the asking is counted."""
     before = made[code]
-    LAWS[code].check(*CASES[code][1])
+    INVARIANTS[code].check(*CASES[code][1])
     assert made[code] == before + 1
 
 
@@ -179,7 +179,7 @@ def test_a_law_that_holds_is_silent(code: Code) -> None:
 def test_further_ways_to_break_a_law(code: Code, broken: tuple[Any, ...]) -> None:
     """Each clause of a law has a case that breaks it alone."""
     with pytest.raises(Violation) as caught:
-        LAWS[code].check(*broken)
+        INVARIANTS[code].check(*broken)
     assert caught.value.code is code
 
 
@@ -187,7 +187,7 @@ def test_further_ways_to_break_a_law(code: Code, broken: tuple[Any, ...]) -> Non
 def test_laws_hold_of_nothing(code: Code) -> None:
     """A law over no rows holds."""
     empty = [value[:0] if isinstance(value, np.ndarray) else value for value in CASES[code][0]]
-    LAWS[code].check(*empty)
+    INVARIANTS[code].check(*empty)
 
 
 def test_reports_survive_pickling() -> None:

@@ -17,7 +17,7 @@ from batchstate.pools import SlotPool
 from batchstate.runtime import Fence
 from batchstate.runtime.fences import DoneFence
 from batchstate.testing import LateRuntime
-from batchstate.testing.late import LateFence, is_behind
+from batchstate.testing.fences import LateFence, is_behind
 from batchstate.violations import Code
 from tests.doubles import Gate, refused
 

@@ -10,10 +10,10 @@ from batchstate.errors import ArgumentError
 from batchstate.invariants import current_checks
 from batchstate.levels import Level
 from batchstate.runtime import CpuRuntime, Runtime, open_runtime
+from batchstate.selfcheck.machines.future_map import FutureMapMachine
+from batchstate.selfcheck.machines.slot_pool import SlotPoolMachine
 from batchstate.testing import MACHINES, LateRuntime, run_machine, session
 from batchstate.testing.devices import open_device
-from batchstate.testing.machines.future_map import FutureMapMachine
-from batchstate.testing.machines.slot_pool import SlotPoolMachine
 from batchstate.testing.reach import STATES
 
 EXAMPLES = {

@@ -9,7 +9,7 @@ import torch
 
 from batchstate.errors import DeviceError, OwnerThreadError
 from batchstate.runtime import Runtime
-from batchstate.runtime.mapped import bytes_of, device_view
+from batchstate.runtime.memory import bytes_of, device_view
 from tests.doubles import fake_accelerator
 
 
@@ -67,7 +67,7 @@ def test_the_view_describes_the_pinned_memory(monkeypatch: pytest.MonkeyPatch) -
 def test_an_accelerator_pins_what_it_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's side is asked for as pinned memory, and the device's is a view of it."""
     runtime, _ = fake_accelerator(monkeypatch)
-    monkeypatch.setattr("batchstate.runtime.accelerator.device_view", lambda pinned, device: pinned)
+    monkeypatch.setattr("batchstate.runtime.devices.device_view", lambda pinned, device: pinned)
     pinned = []
     empty: Any = torch.empty
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchstate import Code, Contract, MirroredTensor, Pages, Runtime, Slots, Tokens, Violation, checks
+from batchstate import Code, Contract, Locations, MirroredTensor, Pages, Runtime, Slots, Violation, checks
 from batchstate.errors import (
     ArgumentError,
     ContractError,
@@ -420,7 +420,7 @@ def test_values_that_do_not_go_together(rt: Runtime, device: str) -> None:
     with pytest.raises(DeviceError, match="two runtimes"):
         lens.merge(MirroredTensor.from_host(open_device(device), [1]))
     with pytest.raises(Violation) as caught:
-        Slots.from_host(rt, [1]).merge(Tokens.from_host(rt, [1]))  # type: ignore[arg-type]
+        Slots.from_host(rt, [1]).merge(Locations.from_host(rt, [1]))  # type: ignore[arg-type]
     assert caught.value.code is Code.UNIT_MISMATCH
     with pytest.raises(DtypeError, match="arithmetic on slot"):
         Slots.from_host(rt, [1]) + 1
@@ -546,7 +546,7 @@ def test_further_bad_input(rt: Runtime) -> None:
 
 def test_indices_are_int64(rt: Runtime) -> None:
     """Indices of other dtypes, or with fractions, are no indices."""
-    for make in (Slots.from_host, Tokens.from_host):
+    for make in (Slots.from_host, Locations.from_host):
         with pytest.raises(DtypeError, match="int64"):
             make(rt, [1.5])
         with pytest.raises(DtypeError, match="int64"):

@@ -16,8 +16,8 @@ from batchstate.cli import main
 from batchstate.errors import ArgumentError, DeclarationError
 from batchstate.levels import Level
 from batchstate.mirror import MirroredTensor
-from batchstate.testing.mutants import GROUPS, MUTANTS, Mutant, MutantResult, hunt, mutants_table, run
-from batchstate.testing.mutants.registry import mutant
+from batchstate.selfcheck.mutants import GROUPS, MUTANTS, Mutant, MutantResult, hunt, mutants_table, run
+from batchstate.selfcheck.mutants.registry import mutant
 from batchstate.testing.runner import MACHINES
 from batchstate.violations import Code
 

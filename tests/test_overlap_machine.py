@@ -10,14 +10,12 @@ import torch
 from batchstate.future_map import FutureMap
 from batchstate.indices import Slots
 from batchstate.runtime import CpuRuntime, Runtime
+from batchstate.selfcheck.machines import overlap as overlap_forward
+from batchstate.selfcheck.machines.overlap import CHOICES, READINGS, Choices, OverlapMachine, Way
+from batchstate.selfcheck.mutants import MUTANTS
 from batchstate.tables import Table
 from batchstate.testing import DisagreementError, LateRuntime, no_hidden_sync, run_machine, session
 from batchstate.testing.devices import is_tool
-from batchstate.testing.machines.overlap import OverlapMachine
-from batchstate.testing.machines.overlap import forward as overlap_forward
-from batchstate.testing.machines.overlap.choices import CHOICES, READINGS, Choices
-from batchstate.testing.machines.overlap.requests import Way
-from batchstate.testing.mutants import MUTANTS
 from batchstate.testing.reach import STATES
 
 EXAMPLES = 150

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from batchstate import levels
+from batchstate._allocator import Allocator
 from batchstate.errors import (
     ArgumentError,
     DeviceError,
@@ -20,11 +21,9 @@ from batchstate.errors import (
     ValueOverflowError,
 )
 from batchstate.hybrid import HybridSlotPool
-from batchstate.indices import Slots, Tokens
-from batchstate.ownership.ledger import Ledger
-from batchstate.ownership.page_references import PageReferences
-from batchstate.ownership.page_rows import PageRows
-from batchstate.pages import PageLease, PagePool
+from batchstate.indices import Locations, Slots
+from batchstate.kv._page_state import PageReferences, PageRows
+from batchstate.kv.pages import PageLease, PagePool
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
 from batchstate.testing.devices import open_device
@@ -55,7 +54,7 @@ def test_extends_by_tokens(rt: Runtime, slots: SlotPool, pages: PagePool) -> Non
     assert first.counts.tolist() == [5, 2]
     table = pages.page_table
     expected = [int(table[s, p // 4]) * 4 + p % 4 for s, p in zip(first.slots, first.positions, strict=True)]
-    assert isinstance(first.tokens, Tokens)
+    assert isinstance(first.tokens, Locations)
     assert first.tokens.np.tolist() == expected
     second = pages.extend(two, [6, 2])
     assert second.positions.tolist() == [5]
@@ -355,13 +354,13 @@ def test_a_turnover_asks_only_its_own_pages(
     """Taking and releasing looks at as many pages as are taken, whatever the size of the pool."""
     pages = PagePool(rt, slots, num_pages, 4, max_tokens_per_request=16)
     looked: list[int] = []
-    original = Ledger.all_are
+    original = Allocator.all_are
 
-    def all_are(self: Ledger, indices: Any, state: bytes) -> bool:
+    def all_are(self: Allocator, indices: Any, state: bytes) -> bool:
         looked.append(indices.size)
         return original(self, indices, state)
 
-    monkeypatch.setattr(Ledger, "all_are", all_are)
+    monkeypatch.setattr(Allocator, "all_are", all_are)
     pages.take(7).release()
     assert looked == [7, 7]
 
@@ -473,7 +472,7 @@ def test_no_rows_is_fine(slots: SlotPool, pages: PagePool) -> None:
 def test_extension_writes_the_token_table(rt: Runtime, slots: SlotPool) -> None:
     """An extension becomes one table write [slot, position] -> token, into the pool's table or another."""
     table = slots.table("req_to_token", (16,), torch.int32, holds="token", host=True)
-    pages = PagePool(rt, slots, 12, 4, max_tokens_per_request=16, token_table=table)
+    pages = PagePool(rt, slots, 12, 4, max_tokens_per_request=16, req_to_token=table)
     two = slots.take(2)
     extension = pages.extend(two, [5, 2])
     entry = extension.entry()
@@ -487,8 +486,8 @@ def test_extension_writes_the_token_table(rt: Runtime, slots: SlotPool) -> None:
     with pytest.raises(ArgumentError):
         PagePool(rt, slots, 2, 4, max_tokens_per_request=4).advance(slots.take(0)).entry()
     with pytest.raises(ShapeError):
-        PagePool(rt, slots, 2, 4, max_tokens_per_request=17, token_table=table)
-    refused(Code.UNIT_MISMATCH, lambda: PagePool(rt, slots, 2, 4, max_tokens_per_request=4, token_table=other))
+        PagePool(rt, slots, 2, 4, max_tokens_per_request=17, req_to_token=table)
+    refused(Code.UNIT_MISMATCH, lambda: PagePool(rt, slots, 2, 4, max_tokens_per_request=4, req_to_token=other))
 
 
 def test_nothing_touches_the_device(rt: Runtime, slots: SlotPool, pages: PagePool) -> None:
@@ -653,19 +652,19 @@ def test_the_pools_own_table_is_written_without_a_second_look(rt: Runtime) -> No
     """An entry for the pool's token table equals the one that is checked again; a table too narrow is refused."""
     slots = SlotPool(rt, 4)
     table = slots.table("req_to_token", (8,), torch.int32, holds="token")
-    pages = PagePool(rt, slots, 8, 2, max_tokens_per_request=8, token_table=table)
-    assert pages.token_table is table
+    pages = PagePool(rt, slots, 8, 2, max_tokens_per_request=8, req_to_token=table)
+    assert pages.req_to_token is table
     extension = pages.extend(slots.take(2), [3, 5])
     quick, careful = extension.entry(), table.entry(extension.slots, extension.positions, extension.tokens)
     assert quick.index.tolist() == careful.index.tolist()
     assert quick.values.tolist() == careful.values.tolist()
     assert quick.values.dtype == careful.values.dtype
     narrow = slots.table("narrow", (8,), torch.int8, holds="token")
-    with pytest.raises(ValueOverflowError, match="token_table"):
-        PagePool(rt, slots, 200, 2, max_tokens_per_request=8, token_table=narrow)
-    with pytest.raises(DtypeError, match="token_table"):
+    with pytest.raises(ValueOverflowError, match="req_to_token"):
+        PagePool(rt, slots, 200, 2, max_tokens_per_request=8, req_to_token=narrow)
+    with pytest.raises(DtypeError, match="req_to_token"):
         PagePool(
-            rt, slots, 8, 2, max_tokens_per_request=8, token_table=slots.table("mask", (8,), torch.bool, holds="token")
+            rt, slots, 8, 2, max_tokens_per_request=8, req_to_token=slots.table("mask", (8,), torch.bool, holds="token")
         )
 
 
@@ -741,7 +740,7 @@ def test_finds_a_live_page_that_is_nobodys(slots: SlotPool, pages: PagePool, mon
     """A page without holder and without reference is found while it is still counted as live."""
     one = slots.take(1)
     pages.extend(one, 4)
-    monkeypatch.setattr(Ledger, "release", lambda self, pages, after, operation: None)
+    monkeypatch.setattr(Allocator, "release", lambda self, pages, after, operation: None)
     pages.release(one)
     refused(Code.PAGE_OWNER, pages.verify)
 
@@ -780,12 +779,12 @@ def test_tables_of_other_slots_take_no_tokens(rt: Runtime, slots: SlotPool, page
     """A token table is indexed by the slots of the pool, and holds integers."""
     other = SlotPool(rt, 8).table("tokens", (16,), holds="token")
     with pytest.raises(ArgumentError, match="another pool"):
-        PagePool(rt, slots, 12, 4, max_tokens_per_request=16, token_table=other)
+        PagePool(rt, slots, 12, 4, max_tokens_per_request=16, req_to_token=other)
     with pytest.raises(ArgumentError, match="made by the pool of these slots"):
         pages.extend(slots.take(1), 4).entry(other)
     halves = slots.table("tokens", (16,), torch.float16)
     with pytest.raises(DtypeError, match="tokens are integers"):
-        PagePool(rt, slots, 12, 4, max_tokens_per_request=16, token_table=halves)
+        PagePool(rt, slots, 12, 4, max_tokens_per_request=16, req_to_token=halves)
 
 
 def test_refuses_sizes_that_int64_cannot_count(rt: Runtime, slots: SlotPool, pages: PagePool) -> None:

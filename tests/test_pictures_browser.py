@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from batchstate.testing.pictures import race_html
-from batchstate.testing.pictures.style import DARK, LIGHT
 from batchstate.testing.race.report import EventKind, RaceKind, RaceReport
+from batchstate.testing.render import race_html
+from batchstate.testing.render.style import DARK, LIGHT
 from tests.race_reports import hostile, launched, long_run, many_lanes, many_steps, of_kind, overlapped_engine
 
 PHONE, DESK = (390, 844), (1280, 900)

@@ -11,12 +11,9 @@ import pytest
 import torch
 
 from batchstate import invariants, levels
+from batchstate._allocator import Allocator, FenceQueue, FreeList, Generations
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, OwnerThreadError, PoolExhaustedError
-from batchstate.indices import Slots, Tokens
-from batchstate.ownership.fence_queue import FenceQueue
-from batchstate.ownership.free_list import FreeList
-from batchstate.ownership.ledger import Ledger
-from batchstate.ownership.slot_handles import HandleBook
+from batchstate.indices import Locations, Slots
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
 from batchstate.testing.devices import open_device
@@ -241,7 +238,7 @@ def test_refuses_other_pools_units_and_runtimes(rt: Runtime, device: str) -> Non
     pool.take(1)
     with pytest.raises(ArgumentError, match=r"'theirs'.*'mine'"):
         pool.free(foreign)
-    refused(Code.UNIT_MISMATCH, lambda: pool.free(Tokens.from_host(rt, [1])))  # type: ignore[arg-type]
+    refused(Code.UNIT_MISMATCH, lambda: pool.free(Locations.from_host(rt, [1])))  # type: ignore[arg-type]
     with pytest.raises(DtypeError):
         pool.free(np.array([1]))  # type: ignore[arg-type]
     elsewhere = SlotPool(open_device(device), 4).take(1)
@@ -389,7 +386,7 @@ def test_no_number_outside_is_taken_for_a_slot(rt: Runtime, operation: str) -> N
 
 def test_finds_a_slot_freed_before_its_fence(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """A free that ignores its fence is found at once."""
-    monkeypatch.setattr(Ledger, "_defer", lambda self, indices, fence: self._push_free(indices))
+    monkeypatch.setattr(Allocator, "_defer", lambda self, indices, fence: self._push_free(indices))
     pool = SlotPool(rt, 3)
     slots = pool.take(2)
     refused(Code.SLOT_IN_FLIGHT, lambda: pool.free(slots, after=Gate()))
@@ -426,7 +423,7 @@ def test_finds_a_queue_that_keeps_a_view(rt: Runtime, monkeypatch: pytest.Monkey
 
 def test_finds_a_generation_that_stands_still(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """A generation that is not raised at allocation is found."""
-    monkeypatch.setattr(HandleBook, "_raise_generations", lambda self, rows, before: before)
+    monkeypatch.setattr(Generations, "_raise_generations", lambda self, rows, before: before)
     pool = SlotPool(rt, 3)
     refused(Code.SLOT_STALE_HANDLE, lambda: pool.take(1))
     assert pool.stats.live == 0
@@ -445,13 +442,13 @@ def test_finds_a_reserve_that_is_not_returned(rt: Runtime, monkeypatch: pytest.M
     """Reserved slots that get lost, or come back as ordinary ones, are found."""
     pool = SlotPool(rt, 3, reserve=2)
     with monkeypatch.context() as patch:
-        patch.setattr(Ledger, "_push_reserved", lambda self, indices: None)
+        patch.setattr(Allocator, "_push_reserved", lambda self, indices: None)
         slots = pool.take(2, reserved=True)
         refused(Code.SLOT_CONSERVATION, lambda: pool.free(slots))
     pool = SlotPool(rt, 3, reserve=2)
     pool.take(2)
     with monkeypatch.context() as patch:
-        patch.setattr(Ledger, "_push_reserved", lambda self, indices: self._push(self._ordinary, indices))
+        patch.setattr(Allocator, "_push_reserved", lambda self, indices: self._push(self._ordinary, indices))
         pool.free(pool.take(1, reserved=True))
         refused(Code.SLOT_OUT_OF_RANGE, lambda: pool.take(1))
         refused(Code.SLOT_OUT_OF_RANGE, pool.verify)

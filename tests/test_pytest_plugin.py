@@ -16,14 +16,14 @@ import pytest
 from batchstate import levels
 from batchstate.cli import main
 from batchstate.testing import race, sim
-from batchstate.testing.pictures import race_text
-from batchstate.testing.pytest_failures import file_name, violations_in
+from batchstate.testing.pytest._failures import file_name, violations_in
 from batchstate.testing.race import RaceReport
+from batchstate.testing.render import race_text
 from batchstate.violations import Code, Violation
 
 pytest_plugins = "pytester"
 
-PLUGIN = "batchstate.testing.pytest_plugin"
+PLUGIN = "batchstate.testing.pytest.plugin"
 DRAWN = (race, sim, race_text)  # imported here once: what a run in this process imports first is dropped at its end
 with sim.SimRuntime() as warm:  # so is what torch imports when it first infers a shape
     warm.upload([np.zeros(1)]).view(0).add(1)
@@ -79,10 +79,10 @@ def section(result: pytest.RunResult) -> str:
 
 
 def test_import_is_light() -> None:
-    """Importing the plugin imports nothing else but the two empty packages that it lies in."""
+    """Importing the plugin imports nothing else but the three empty packages that it lies in."""
     code = f"import sys, pytest; before = set(sys.modules); import {PLUGIN}; print(sorted(set(sys.modules) - before))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(["batchstate", "batchstate.testing", PLUGIN])
+    assert done.stdout.strip() == str(["batchstate", "batchstate.testing", "batchstate.testing.pytest", PLUGIN])
 
 
 @pytest.mark.parametrize("options", [(), ("--collect-only",), ("--batchstate-device=race", "--batchstate-seed=3")])

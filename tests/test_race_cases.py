@@ -15,9 +15,10 @@ import torch
 
 from batchstate.errors import ArgumentError, BatchStateError
 from batchstate.testing.race import Race, RaceKind, RaceRuntime
-from batchstate.testing.race_cases import CASES, GROUPS, Case, plain, sanitizer, verdicts
-from batchstate.testing.race_cases import __main__ as command
-from batchstate.testing.race_cases.judges import (
+from tests.doubles import FakeStream
+from tests.race_cases import CASES, GROUPS, Case, plain, sanitizer, verdicts
+from tests.race_cases import __main__ as command
+from tests.race_cases.judges import (
     Says,
     Verdict,
     by_detector,
@@ -26,9 +27,8 @@ from batchstate.testing.race_cases.judges import (
     races_of,
     right_values,
 )
-from batchstate.testing.race_cases.plain import NativeEvent, PlainCpu
-from batchstate.testing.race_cases.verdicts import Column, Made, Table, judged, load, save
-from tests.doubles import FakeStream
+from tests.race_cases.plain import NativeEvent, PlainCpu
+from tests.race_cases.verdicts import Column, Made, Table, judged, load, save
 
 RACY = [case for case in CASES.values() if case.racy]
 SAFE = [case for case in CASES.values() if not case.racy]
@@ -196,7 +196,7 @@ def test_the_sanitizer_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch)
     names = [RACY[0].name, SAFE[0].name]
     assert sanitizer.verdicts(names) == dict.fromkeys(names, Verdict(Says.RACE, "b behind a"))
     assert asked["env"]["TORCH_CUDA_SANITIZER"] == "1"
-    assert asked["command"] == [sys.executable, "-m", "batchstate.testing.race_cases.sanitizer"]
+    assert asked["command"] == [sys.executable, "-m", "tests.race_cases.sanitizer"]
 
 
 def _line(name: str, says: str, detail: str = "") -> str:
@@ -358,7 +358,7 @@ def test_tools_that_this_machine_lacks_are_not_run(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_kept_table_is_of_the_present_cases() -> None:
-    """Else: python -m batchstate.testing.race_cases --json docs/reference/race-cases.json."""
+    """Else: python -m tests.race_cases --json docs/reference/race-cases.json."""
     table = load(KEPT)
     column = table.columns["detector"]
     assert set(column.verdicts) == set(CASES)

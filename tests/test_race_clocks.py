@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from batchstate.runtime import Fence, Stream
 from batchstate.testing.race import RaceRuntime
 from batchstate.testing.race.clocks import Clocks, Lane
-from batchstate.testing.race.journal import KEPT
-from batchstate.testing.race.log import Log
-from batchstate.testing.watching.regions import Region, union
+from batchstate.testing.race.detector import Log
+from batchstate.testing.race.history import KEPT
+from batchstate.testing.tracing.regions import Region, union
 
 STREAMS = 3
 steps = st.lists(

@@ -9,9 +9,9 @@ import torch
 from batchstate.pools import SlotPool
 from batchstate.runtime import Stream
 from batchstate.testing.race import EventKind, RaceKind, RaceReport, RaceRuntime
-from batchstate.testing.race.journal import KEPT, SHOWN, described, rows_of
-from batchstate.testing.watching.memory import Name
-from batchstate.testing.watching.regions import Region, of_tensor, union
+from batchstate.testing.race.history import KEPT, SHOWN, described, rows_of
+from batchstate.testing.tracing.memory import Name
+from batchstate.testing.tracing.regions import Region, of_tensor, union
 
 
 def words(tensor: torch.Tensor, part: torch.Tensor) -> str:

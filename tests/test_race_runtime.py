@@ -17,11 +17,11 @@ from batchstate.pools import SlotPool
 from batchstate.runtime import CpuRuntime, DoneFence, Stream
 from batchstate.testing import LateRuntime
 from batchstate.testing.race import Race, RaceKind, RaceRuntime
-from batchstate.testing.race import fences as race_fences
-from batchstate.testing.race_cases import CASES
-from batchstate.testing.watching.kernels import raw_kernel
+from batchstate.testing.race import clocks as race_fences
+from batchstate.testing.tracing.modes import raw_kernel
 from batchstate.violations import Code
 from tests.doubles import in_a_thread, refused
+from tests.race_cases import CASES
 
 
 def table(rt: RaceRuntime, rows: int = 8) -> torch.Tensor:

@@ -172,7 +172,7 @@ def test_streams_and_fences(rt: Runtime) -> None:
     assert rt.current_stream == default
     rt.wait(fence)
     assert rt.counters.stream_waits == 1
-    rt.acquire(tensor.view(0), forward, tensor.ready)
+    rt.use_on_current_stream(tensor.view(0), forward, tensor.ready)
     assert (rt.counters.stream_waits, rt.counters.hand_overs) == (2, 1)
     fence.wait()
     assert fence.query()

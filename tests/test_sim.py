@@ -12,8 +12,7 @@ from batchstate.mirror import MirroredTensor
 from batchstate.runtime import CpuRuntime, DoneFence
 from batchstate.testing import LateRuntime
 from batchstate.testing.sim import DeviceFault, SimRuntime, raw_kernel
-from batchstate.testing.sim.device import LONGEST_QUEUE
-from batchstate.testing.sim.fences import PATIENCE
+from batchstate.testing.sim.device import LONGEST_QUEUE, PATIENCE
 from tests.doubles import in_a_thread
 
 POISON = -2914092361341531

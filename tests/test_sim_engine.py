@@ -9,8 +9,7 @@ import torch
 from batchstate import checks
 from batchstate.errors import BatchStateError
 from batchstate.runtime import Runtime
-from batchstate.runtime.download import Download
-from batchstate.runtime.staging import Staging
+from batchstate.runtime.memory import Download, Staging
 from batchstate.testing.sim import PORTFOLIO, SimRuntime
 
 pytest.importorskip("transformers")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from batchstate.errors import ArgumentError
+from batchstate.selfcheck.machines import MACHINES
 from batchstate.testing import run_machine
-from batchstate.testing.machines import MACHINES
 from batchstate.testing.sim import PORTFOLIO, DeviceFault, Lane, Moment, Scheduler, SimRuntime
 from tests.sim_programs import PROGRAMS, run
 

@@ -7,7 +7,7 @@ import torch
 from batchstate import Runtime, Slots, checks
 from batchstate.batch import Batch
 from batchstate.columns import mirrored, slot_column
-from batchstate.pages import PagePool
+from batchstate.kv.pages import PagePool
 from batchstate.pools import SlotPool
 
 DTYPES = [torch.int64, torch.int32, torch.float32, torch.bool, torch.uint8, torch.float64, torch.int16]

@@ -8,8 +8,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchstate.contracts import Contract
+from batchstate._arrays import kept_rows, row_indices
 from batchstate.errors import ArgumentError, BatchStateError
+from batchstate.mirror import Contract
 from batchstate.runtime import NUMPY_DTYPES, Runtime, numpy_dtype
 from batchstate.testing import (
     ManualStream,
@@ -24,7 +25,6 @@ from batchstate.testing import (
     row_shapes,
     split_sizes,
 )
-from batchstate.values.host_arrays import kept_rows, row_indices
 
 quick = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 

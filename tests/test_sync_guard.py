@@ -11,7 +11,7 @@ from batchstate import MirroredTensor, Violation
 from batchstate.batch import Batch
 from batchstate.columns import device_only, host_list, mirrored, slot_column
 from batchstate.invariants import Code
-from batchstate.pages import PagePool
+from batchstate.kv.pages import PagePool
 from batchstate.pools import SlotPool
 from batchstate.runtime import Fence, Runtime, open_runtime
 from batchstate.testing import no_hidden_sync
@@ -115,7 +115,7 @@ def test_step_loop_runs_clean(rt: Runtime) -> None:
     """Steps in which requests leave, join and advance, with pages, tables and an upload, never wait."""
     slots = SlotPool(rt, 8)
     table = slots.table("req_to_token", (16,), holds="token")
-    pages = PagePool(rt, slots, 32, 2, max_tokens_per_request=16, token_table=table)
+    pages = PagePool(rt, slots, 32, 2, max_tokens_per_request=16, req_to_token=table)
 
     def joining(n: int) -> Running:
         numbers = np.arange(n)
@@ -137,7 +137,7 @@ def test_step_loop_runs_clean(rt: Runtime) -> None:
             assert len(extras["positions"]) == len(batch)
             tokens = batch.last_token.device
             sampled = rt.launch(torch.add, tokens, 1, reads=[tokens])
-            batch = batch.evolve(last_token=sampled)
+            batch = batch.replace(last_token=sampled)
             in_flight.append(rt.record())
             table.read_until(in_flight[-1])
             while len(in_flight) >= rt.steps_in_flight:

@@ -13,7 +13,7 @@ from batchstate import levels
 from batchstate.batch import Batch
 from batchstate.columns import slot_column
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, RowIndexError, ShapeError, ValueOverflowError
-from batchstate.indices import HostTokens, Tokens
+from batchstate.indices import HostLocations, Locations
 from batchstate.mirror import MirroredTensor
 from batchstate.pools import SlotPool
 from batchstate.runtime import DoneFence, Runtime
@@ -162,9 +162,9 @@ def test_refuses_another_unit(rt: Runtime, pool: SlotPool) -> None:
     """Host tokens do not go into a table of device tokens; device tokens and plain numbers do."""
     table = pool.table("kv", (8,), holds="token")
     with pytest.raises(Violation) as caught:
-        table.write(np.array([1]), np.array([0]), HostTokens.from_host(rt, [5]))
+        table.write(np.array([1]), np.array([0]), HostLocations.from_host(rt, [5]))
     assert caught.value.code == Code.UNIT_MISMATCH
-    table.write(np.array([1]), np.array([0]), Tokens.from_host(rt, [5]))
+    table.write(np.array([1]), np.array([0]), Locations.from_host(rt, [5]))
     table.write(np.array([1]), np.array([1]), MirroredTensor.from_host(rt, [6]))
     assert rt.read_back(table.device)[1, :2].tolist() == [5, 6]
 
@@ -183,7 +183,7 @@ def test_refuses_stale_handles(pool: SlotPool) -> None:
 def test_refuses_other_indices_as_rows(rt: Runtime, pool: SlotPool) -> None:
     """Tokens do not name rows of a slot-indexed table."""
     with pytest.raises(Violation) as caught:
-        pool.table("kv").write(Tokens.from_host(rt, [1]), None, np.array([1]))
+        pool.table("kv").write(Locations.from_host(rt, [1]), None, np.array([1]))
     assert caught.value.code == Code.UNIT_MISMATCH
 
 

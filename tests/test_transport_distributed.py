@@ -17,14 +17,15 @@ import pytest
 import torch
 
 from batchstate.errors import ArgumentError, HandshakeError, OwnerThreadError, TransferError
-from batchstate.transport.copies import Copies
+from batchstate.transport.engines import _packing as packing
+from batchstate.transport.engines import _pairs as reception
+from batchstate.transport.engines import _pairs as sending
+from batchstate.transport.engines import _pairs as wire
 from batchstate.transport.engines import distributed
+from batchstate.transport.engines._pairs import WRITER, EndWatch, Header, Pair, ask, client, private
 from batchstate.transport.engines.base import Delivery, Status
 from batchstate.transport.engines.distributed import DistributedEngine
-from batchstate.transport.engines.paired import packing, reception, sending, wire
-from batchstate.transport.engines.paired.pairs import WRITER, Pair, client, private
-from batchstate.transport.engines.paired.reception import EndWatch, ask
-from batchstate.transport.engines.paired.wire import Header
+from batchstate.transport.regions import Copies
 from batchstate.violations import Violation
 from tests.transport_peers import EngineSide, PeerProcess, expected, scattered, spawn_peer, until
 

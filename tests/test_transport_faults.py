@@ -9,12 +9,9 @@ import pytest
 
 from batchstate.errors import BatchStateError
 from batchstate.transport.engines.base import Delivery, Status
-from batchstate.transport.lease import Ended, Lease, LeaseState, Share
-from batchstate.transport.messages import Kind, Notice
-from batchstate.transport.receiver import Receiver
-from batchstate.transport.sender import Sender
-from batchstate.transport.sending import Closed, Sending, SendState, SourcesFree
-from batchstate.transport.tags import Tag
+from batchstate.transport.receiver import Ended, Lease, LeaseState, Receiver, Share
+from batchstate.transport.sender import Closed, Sender, Sending, SendState, SourcesFree
+from batchstate.transport.wire import Kind, Notice, Tag
 from batchstate.transport.workers import Worker, Workers
 from tests.transport_world import history
 

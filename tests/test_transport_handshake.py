@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchstate.errors import ArgumentError, DtypeError, HandshakeError
-from batchstate.transport.engines import endpoints
+from batchstate.transport.engines import base as endpoints
 from batchstate.transport.engines.in_process import InProcessEngine, Network
 from batchstate.transport.handshake import MAGIC, MOST_BYTES, Description, check_peers
 from batchstate.transport.layout import KVLayout

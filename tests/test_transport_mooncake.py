@@ -21,11 +21,10 @@ import numpy.typing as npt
 import pytest
 
 from batchstate.errors import ArgumentError, HandshakeError, TransferError
-from batchstate.transport.copies import Copies
 from batchstate.transport.engines import mooncake
 from batchstate.transport.engines.base import Status
-from batchstate.transport.engines.mooncake import MooncakeEngine
-from batchstate.transport.engines.mooncake_lines import Inlet
+from batchstate.transport.engines.mooncake import Inlet, MooncakeEngine
+from batchstate.transport.regions import Copies
 from tests.transport_peers import EngineSide, PeerProcess, expected, scattered, spawn_peer, until
 
 try:

@@ -15,10 +15,10 @@ import pytest
 
 from batchstate.errors import ArgumentError, HandshakeError, TransferError
 from batchstate.invariants import Violation
-from batchstate.transport.copies import Copies
+from batchstate.transport.engines._processes import Process, here
 from batchstate.transport.engines.base import Engine, Status
 from batchstate.transport.engines.nixl import MAX_ROWS, NixlEngine
-from batchstate.transport.engines.processes import Process, here
+from batchstate.transport.regions import Copies
 from tests.transport_peers import EngineSide, PeerError, PeerProcess, expected, scattered, spawn_peer, until
 
 pytest.importorskip("nixl", reason="NIXL is not installed")

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from batchstate import invariants
 from batchstate.errors import ArgumentError, BatchStateError, DtypeError, HandshakeError, ShapeError, ValueOverflowError
-from batchstate.transport.copies import Copies
-from batchstate.transport.layout import KVLayout, check_fit, held_by
+from batchstate.transport.layout import KVLayout, check_fit, held_by, slice_between, sources_of
 from batchstate.transport.plan import check_chunk, chunked, coalesced, expand_pages, owned_by, token_rows
-from batchstate.transport.shards import slice_between, sources_of
+from batchstate.transport.regions import Copies
 from batchstate.violations import Code
 from tests.doubles import refused
 

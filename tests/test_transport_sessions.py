@@ -10,28 +10,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from batchstate.errors import (
-    ArgumentError,
-    DtypeError,
-    HandshakeError,
-    OwnerThreadError,
-    ShapeError,
-    TransferError,
-)
-from batchstate.transport import sending as sending_module
-from batchstate.transport.copies import Copies
+from batchstate.errors import ArgumentError, DtypeError, HandshakeError, OwnerThreadError, ShapeError, TransferError
+from batchstate.transport import sender as sending_module
+from batchstate.transport._session import Session
 from batchstate.transport.engines.base import Delivery, Handle, Status
-from batchstate.transport.engines.faults import Faults
-from batchstate.transport.engines.in_process import SETTLE_STEPS, InProcessEngine, Network
+from batchstate.transport.engines.in_process import SETTLE_STEPS, Faults, InProcessEngine, Network
 from batchstate.transport.handshake import Description
 from batchstate.transport.layout import KVLayout
-from batchstate.transport.lease import Lease, LeaseState
-from batchstate.transport.messages import MAGIC, MOST_ATTEMPTS, MOST_TOKENS, Grant, Kind, Notice, packed, unpacked
-from batchstate.transport.receiver import Receiver
-from batchstate.transport.sender import Sender
-from batchstate.transport.sending import Sending, SendState
-from batchstate.transport.session import Session
-from batchstate.transport.tags import Tag
+from batchstate.transport.receiver import Lease, LeaseState, Receiver
+from batchstate.transport.regions import Copies
+from batchstate.transport.sender import Sender, Sending, SendState
+from batchstate.transport.wire import MAGIC, MOST_ATTEMPTS, MOST_TOKENS, Grant, Kind, Notice, Tag, packed, unpacked
 from batchstate.violations import Violation
 
 LAYERS = ("keys", "values")

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchstate.mirror import MirroredTensor
-from batchstate.testing.watching.memory import Memories, Name, Place
-from batchstate.testing.watching.modes import watching
-from batchstate.testing.watching.regions import Region, of_elements, of_index, of_rows, of_tensor, union, union_of
-from batchstate.testing.watching.sites import site
-from batchstate.testing.watching.touches import Operation, Touch
+from batchstate.testing.tracing.accesses import Operation, Touch
+from batchstate.testing.tracing.memory import Memories, Name, Place
+from batchstate.testing.tracing.modes import watching
+from batchstate.testing.tracing.regions import Region, of_elements, of_index, of_rows, of_tensor, union, union_of
+from batchstate.testing.tracing.sites import site
 
 BYTES = 96
 
@@ -133,7 +133,7 @@ def test_an_index_out_of_range_names_the_whole_tensor() -> None:
 
 def test_a_region_of_too_many_pieces_is_what_lies_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond `MOST_INTERVALS` a region is coarse: it may make a race up, and overlooks none."""
-    from batchstate.testing.watching import regions
+    from batchstate.testing.tracing import regions
 
     monkeypatch.setattr(regions, "MOST_INTERVALS", 3)
     tensor = torch.zeros(8, 4)
@@ -452,7 +452,7 @@ def test_the_site_skips_torch_and_the_tools(rt: Any) -> None:
     assert found[0].caller is None
     inner = [one for one in found if one.caller is not None]
     assert inner
-    assert str(inner[0].line).startswith("batchstate/values/")
+    assert str(inner[0].line).startswith("batchstate/mirror.py")
     assert "test_the_site_skips_torch_and_the_tools" in str(inner[0].caller)
 
 

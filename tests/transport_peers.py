@@ -18,9 +18,8 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from batchstate.transport.copies import Copies
 from batchstate.transport.engines.base import Delivery, Engine, Handle, Peer, Status
-from batchstate.transport.regions import Region
+from batchstate.transport.regions import Copies, Region
 
 STARTS_IN = 60.0
 ANSWERS_IN = 30.0

@@ -16,15 +16,12 @@ import torch
 
 from batchstate import levels, open_runtime
 from batchstate.errors import HandshakeError, PoolExhaustedError, TransferError
-from batchstate.host_tokens import HostRuns, HostTokenPool
-from batchstate.transport.engines.faults import Faults
-from batchstate.transport.engines.in_process import SETTLE_STEPS, InProcessEngine, Network
+from batchstate.kv.host_pool import HostKVPool, HostRuns
+from batchstate.transport.engines.in_process import SETTLE_STEPS, Faults, InProcessEngine, Network
 from batchstate.transport.handshake import Description
 from batchstate.transport.layout import KVLayout
-from batchstate.transport.lease import Lease, LeaseState
-from batchstate.transport.receiver import Receiver
-from batchstate.transport.sender import Sender
-from batchstate.transport.sending import Sending, SendState
+from batchstate.transport.receiver import Lease, LeaseState, Receiver
+from batchstate.transport.sender import Sender, Sending, SendState
 
 Bytes = npt.NDArray[np.uint8]
 LAYERS = ("keys", "values")
@@ -64,7 +61,7 @@ class Decode:
 
     engine: InProcessEngine
     receiver: Receiver
-    pool: HostTokenPool
+    pool: HostKVPool
     memories: list[Bytes]
     shadow: list[Bytes]
 
@@ -117,7 +114,7 @@ class World:
     # Processes
 
     def _decode(self) -> Decode:
-        pool = HostTokenPool(
+        pool = HostKVPool(
             _runtime,
             PAGES[self.page_size],
             self.page_size,

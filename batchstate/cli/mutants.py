@@ -4,12 +4,11 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from batchstate.cli import options
-from batchstate.cli.progress import progress
-from batchstate.cli.tables import Row, Section, show
+from batchstate.cli import _output as options
+from batchstate.cli._output import Row, Section, progress, show
 
 if TYPE_CHECKING:
-    from batchstate.testing.mutants import MutantReport, MutantResult
+    from batchstate.selfcheck.mutants import MutantReport, MutantResult
 
 NAME = "mutants"
 CLEAN = 2000
@@ -43,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Hunts the mutants, prints the table, and returns 0 if all were killed and nothing else was reported."""
-    from batchstate.testing import mutants
+    from batchstate.selfcheck import mutants
 
     if args.list:
         show(f"{len(mutants.MUTANTS)} mutants", _list())
@@ -69,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list() -> list[Section]:
-    from batchstate.testing.mutants import GROUPS, MUTANTS
+    from batchstate.selfcheck.mutants import GROUPS, MUTANTS
 
     rows: dict[str, list[Row]] = {group: [] for group in GROUPS}
     for mutant in MUTANTS.values():
@@ -78,7 +77,7 @@ def _list() -> list[Section]:
 
 
 def _sections(report: "MutantReport") -> list[Section]:
-    from batchstate.testing.mutants import GROUPS
+    from batchstate.selfcheck.mutants import GROUPS
 
     sections = []
     for group, title in GROUPS.items():

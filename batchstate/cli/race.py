@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _for_terminal(report: "RaceReport") -> str:
-    from batchstate.testing.pictures.text import LEAST_WIDTH, race_text
+    from batchstate.testing.render.text import LEAST_WIDTH, race_text
 
     width = max(LEAST_WIDTH, min(shutil.get_terminal_size((_WIDTH, 24)).columns, _MOST))
     picture = race_text(report, width)
@@ -54,19 +54,19 @@ def _for_terminal(report: "RaceReport") -> str:
 
 
 def _page(report: "RaceReport") -> str:
-    from batchstate.testing.pictures import race_html
+    from batchstate.testing.render import race_html
 
     return race_html(report)
 
 
 def _trace(report: "RaceReport") -> str:
-    from batchstate.testing.pictures import race_trace
+    from batchstate.testing.render import race_trace
 
     return json.dumps(race_trace(report)) + "\n"
 
 
 def _text(report: "RaceReport") -> str:
-    from batchstate.testing.pictures import race_text
+    from batchstate.testing.render import race_text
 
     return race_text(report)
 

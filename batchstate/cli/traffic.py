@@ -5,9 +5,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batchstate.cli import options
-from batchstate.cli.progress import progress
-from batchstate.cli.tables import Row, Section, show
+from batchstate.cli import _output as options
+from batchstate.cli._output import Row, Section, progress, show
 
 if TYPE_CHECKING:
     from batchstate.traffic import Progress, TrafficReport

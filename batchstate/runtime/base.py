@@ -1,26 +1,95 @@
-"""The protocol a device has to speak, and everything that does not depend on the device."""
+"""Device memory whose address stays, and which is written in place again and again while forwards read it.
+
+Tables, and the buffers that a captured graph reads. Whoever writes does so behind every forward that still reads, and
+behind what other streams wrote; whoever reads does so behind the last write. The order is the device's: the host never
+waits.
+"""
 
 import abc
 import contextlib
 import logging
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar, final
 
+import attrs
 import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate.errors import ArgumentError, CaptureError, OwnerThreadError, ShapeError
-from batchstate.runtime.counters import Counters
-from batchstate.runtime.depth import declared_depth
-from batchstate.runtime.download import Download
-from batchstate.runtime.dtypes import numpy_dtype
+from batchstate.errors import ArgumentError, CaptureError, DtypeError, OwnerThreadError, ShapeError
+from batchstate.runtime._dtypes import numpy_dtype
 from batchstate.runtime.fences import Fence, Stream
-from batchstate.runtime.mapped import MappedMemory
-from batchstate.runtime.packed import PackedUpload, packed_places
-from batchstate.runtime.staging import Staging, StagingBlock
+from batchstate.runtime.memory import Download, MappedMemory, PackedUpload, Staging, StagingBlock, packed_places
+
+# How many steps an engine declares to have under way.
+
+
+def declared_depth(steps_in_flight: SupportsIndex) -> int:
+    """`steps_in_flight` as a positive int.
+
+    Raises:
+        DtypeError, ArgumentError: it is none.
+    """
+    remedy = "declare 1 for a synchronous engine, 2 for one step of overlap"
+    problem = f"steps_in_flight is {steps_in_flight!r}"
+    if isinstance(steps_in_flight, bool):
+        raise DtypeError(problem, value=steps_in_flight, remedy=remedy)
+    try:
+        depth = operator.index(steps_in_flight)
+    except TypeError:
+        raise DtypeError(problem, value=steps_in_flight, remedy=remedy) from None
+    if depth < 1:
+        raise ArgumentError(problem, value=depth, remedy=remedy)
+    return depth
+
+
+# What a runtime counts: the cost of a step in copies and launches, which does not vary with the machine.
+
+
+@attrs.define
+class Counters:
+    """Running totals of one runtime. Subtract two snapshots to get the cost of what lies between.
+
+    Attributes:
+        host_to_device_copies: uploads; a packed upload of many arrays is one.
+        host_to_device_bytes: bytes of those copies, alignment included.
+        device_to_host_copies: rows brought to the host by calls named for it.
+        device_operations: kernels launched through `Runtime.launch` (a replayed graph or fused kernel is one).
+        forced_syncs: times the host waited for the device (`synchronize`, `resolve`, a blocking read-back).
+        fence_waits: times the host waited for a single fence.
+        check_reads: read-backs made by checks at level `full`; they are in none of the other figures.
+        device_allocations: device tensors allocated through the runtime.
+        staging_allocations: staging blocks allocated; does not grow in the steady state.
+        stream_waits: times a stream was made to wait for a fence, on the device.
+        hand_overs: times memory was kept alive for another stream.
+    """
+
+    host_to_device_copies: int = 0
+    host_to_device_bytes: int = 0
+    device_to_host_copies: int = 0
+    device_operations: int = 0
+    forced_syncs: int = 0
+    fence_waits: int = 0
+    check_reads: int = 0
+    device_allocations: int = 0
+    staging_allocations: int = 0
+    stream_waits: int = 0
+    hand_overs: int = 0
+
+    def snapshot(self) -> "Counters":
+        """A copy that no longer counts."""
+        return attrs.evolve(self)
+
+    def __sub__(self, before: "Counters") -> "Counters":
+        return Counters(
+            **{field.name: getattr(self, field.name) - getattr(before, field.name) for field in attrs.fields(Counters)}
+        )
+
+
+# The protocol a device has to speak, and everything that does not depend on the device.
 
 T = TypeVar("T")
 _log = logging.getLogger("batchstate")
@@ -142,7 +211,7 @@ class Runtime(abc.ABC):
             Violation: STAGING_OVERRUN, at `cheap`: more steps are in flight than were declared.
         """
         self.check_owner("next_step")
-        if levels.cheap and not self.checks_stand_aside():
+        if levels.cheap and not self.checks_suspended():
             oldest = self._staging.oldest_step()
             if oldest is not None:
                 invariants.staging_overrun(
@@ -358,7 +427,7 @@ class Runtime(abc.ABC):
         self.counters.stream_waits += 1
         self._stream_wait(stream or self.current_stream, fence)
 
-    def acquire(
+    def use_on_current_stream(
         self, tensor: torch.Tensor, made_on: Stream, ready: Fence | None = None, *, handed: set[object] | None = None
     ) -> torch.Tensor:
         """Makes `tensor` safe to use on the current stream, whichever stream made it, and returns it.
@@ -384,11 +453,11 @@ class Runtime(abc.ABC):
                 handed.add(current.key)
         return tensor
 
-    def acquire_part(self, packed: PackedUpload, index: int) -> torch.Tensor:
-        """Array `index` of a packed upload, safe to use on the current stream; see `acquire`."""
-        return self.acquire(packed.view(index), packed.stream, packed.ready, handed=packed.handed)
+    def use_part_on_current_stream(self, packed: PackedUpload, index: int) -> torch.Tensor:
+        """Array `index` of a packed upload, safe to use on the current stream; see `use_on_current_stream`."""
+        return self.use_on_current_stream(packed.view(index), packed.stream, packed.ready, handed=packed.handed)
 
-    def checks_stand_aside(self) -> bool:
+    def checks_suspended(self) -> bool:
         """Whether checks that would touch the device must not run now, because the stream is captured. Logs it once."""
         aside = self.capturing
         if aside and not self._stood_aside:
@@ -442,3 +511,55 @@ def check_runtime(runtime: object, what: str) -> None:
         raise ArgumentError(
             f"{what}: {type(runtime).__name__} is no runtime", value=runtime, remedy="pass what `open_runtime` returns"
         )
+
+
+@final
+class FixedMemory:
+    """One piece of device memory with the order of those who use it.
+
+    Attributes:
+        runtime: the device.
+        memory: itself. Without `ordered` it is in no order with anybody.
+    """
+
+    def __init__(self, runtime: Runtime, memory: torch.Tensor) -> None:
+        self.runtime = runtime
+        self.memory = memory
+        self._last_writer: Stream = runtime.current_stream
+        self._written: Fence | None = None  # behind the last write; without it, all that its stream holds is waited for
+        self._handed: set[object] = set()
+        self._readers: list[tuple[Fence, set[Stream]]] = []
+
+    def __repr__(self) -> str:
+        return f"FixedMemory({self.memory.dtype}{list(self.memory.shape)}, {len(self._readers)} readers)"
+
+    def ordered(self) -> torch.Tensor:
+        """The memory, for the current stream, which waits for what another stream wrote last."""
+        return self.runtime.use_on_current_stream(self.memory, self._last_writer, self._written, handed=self._handed)
+
+    def read_until(self, fence: Fence) -> None:
+        """A launched forward reads until `fence`: each stream that writes next waits for it."""
+        self._forget_finished_readers()
+        self._readers.append((fence, set()))
+
+    def await_readers(self) -> None:
+        """Orders what the current stream does next behind forwards that read, and behind writes from other streams."""
+        if self.runtime.capturing:
+            return  # a captured stream may not wait for what lies outside its graph; who replays it sees to the order
+        self._forget_finished_readers()
+        current = self.runtime.current_stream
+        for fence, waited in self._readers:
+            if current not in waited:
+                self.runtime.wait(fence, stream=current)
+                waited.add(current)
+        self.ordered()
+        self._last_writer = current
+
+    def note_write(self) -> None:
+        """The next reader on another stream waits for this write, and for nothing behind it."""
+        self._written = None if self.runtime.capturing else self.runtime.record()
+        self._handed = set()
+
+    def _forget_finished_readers(self) -> None:
+        if self._readers and not self.runtime.capturing:
+            self._readers = [reader for reader in self._readers if not reader[0].query()]

@@ -10,16 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from batchstate.testing.devices import open_device, window_of
-    from batchstate.testing.fences import ManualFence, ManualStream
-    from batchstate.testing.late import LateRuntime
-    from batchstate.testing.ledger_model import LedgerModel
-    from batchstate.testing.machine import DisagreementError, Machine
-    from batchstate.testing.misuse import Misuse
-    from batchstate.testing.modelled import Modelled
+    from batchstate.testing.fences import LateRuntime, ManualFence, ManualStream
+    from batchstate.testing.machine import DisagreementError, Machine, Misuse, OpenRuntime, Session, session
+    from batchstate.testing.models import AllocatorModel, Modelled
     from batchstate.testing.race import Race, RaceFence, RaceKind, RaceReport, RaceRuntime
     from batchstate.testing.reach import Reach
     from batchstate.testing.runner import MACHINES, FuzzReport, MachineResult, fuzz, run_machine
-    from batchstate.testing.sessions import OpenRuntime, Session, session
     from batchstate.testing.sim import DeviceFault, SimRuntime
     from batchstate.testing.strategies import (
         amounts,
@@ -33,19 +29,18 @@ if TYPE_CHECKING:
         split_sizes,
     )
     from batchstate.testing.sync_guard import no_hidden_sync
-    from batchstate.testing.twin_spec import Twin, TwinSpec
-    from batchstate.testing.twins import fuzz_twins, twin_machine
-    from batchstate.testing.watching.events import DeviceEvent
-    from batchstate.testing.watching.kernels import raw_kernel
+    from batchstate.testing.tracing.events import DeviceEvent
+    from batchstate.testing.tracing.modes import raw_kernel
+    from batchstate.testing.twins import Twin, TwinSpec, fuzz_twins, twin_machine
 
 __all__ = [
     "MACHINES",
+    "AllocatorModel",
     "DeviceEvent",
     "DeviceFault",
     "DisagreementError",
     "FuzzReport",
     "LateRuntime",
-    "LedgerModel",
     "Machine",
     "MachineResult",
     "ManualFence",
@@ -87,29 +82,29 @@ __all__ = [
 # something public: importing the module would hide it.
 _HOMES = {
     "MACHINES": "runner",
-    "DeviceEvent": "watching.events",
+    "DeviceEvent": "tracing.events",
     "DeviceFault": "sim",
     "DisagreementError": "machine",
     "FuzzReport": "runner",
-    "LateRuntime": "late",
-    "LedgerModel": "ledger_model",
+    "LateRuntime": "fences",
+    "AllocatorModel": "models",
     "Machine": "machine",
     "MachineResult": "runner",
     "ManualFence": "fences",
     "ManualStream": "fences",
-    "Misuse": "misuse",
-    "Modelled": "modelled",
-    "OpenRuntime": "sessions",
+    "Misuse": "machine",
+    "Modelled": "models",
+    "OpenRuntime": "machine",
     "Race": "race",
     "RaceFence": "race",
     "RaceKind": "race",
     "RaceReport": "race",
     "RaceRuntime": "race",
     "Reach": "reach",
-    "Session": "sessions",
+    "Session": "machine",
     "SimRuntime": "sim",
-    "Twin": "twin_spec",
-    "TwinSpec": "twin_spec",
+    "Twin": "twins",
+    "TwinSpec": "twins",
     "amounts": "strategies",
     "column_values": "strategies",
     "contracts": "strategies",
@@ -120,11 +115,11 @@ _HOMES = {
     "mirrored_tensors": "strategies",
     "no_hidden_sync": "sync_guard",
     "open_device": "devices",
-    "raw_kernel": "watching.kernels",
+    "raw_kernel": "tracing.modes",
     "row_lists": "strategies",
     "row_shapes": "strategies",
     "run_machine": "runner",
-    "session": "sessions",
+    "session": "machine",
     "split_sizes": "strategies",
     "twin_machine": "twins",
     "window_of": "devices",

@@ -1,9 +1,10 @@
-"""The base of every state machine: a runtime an example, checks at the run's level, refusals that change nothing."""
+"""Calls that cannot be meant, each with the errors that may refuse it."""
 
 import contextlib
 import sys
-from collections.abc import Iterator
-from typing import Any, ClassVar, final
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, ClassVar, Generic, TypeVar, final
 
 import attrs
 import numpy as np
@@ -15,9 +16,81 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant
 from batchstate import levels
 from batchstate.errors import BatchStateError
 from batchstate.invariants import Code, Violation
-from batchstate.runtime import Runtime, Stream
+from batchstate.levels import Level, parse_level
+from batchstate.runtime import Runtime, Stream, open_runtime
 from batchstate.testing.devices import window_of
-from batchstate.testing.sessions import current_session
+from batchstate.testing.reach import Reach
+
+# What the machines of one run share: where their runtimes come from, and what the run counts.
+
+OpenRuntime = Callable[[], Runtime]
+"""Makes the runtime of one example. Race detectors and simulated devices come in here."""
+
+
+@final
+@attrs.define(eq=False)
+class Session:
+    """One run of machines.
+
+    Attributes:
+        open_runtime: called once an example.
+        level: of the checks in each example.
+        examples: examples that ran to their end or failed; the first failure is the last one counted, since Hypothesis
+            then shrinks it.
+        steps: rules run in them.
+        first_failure: number of the example that failed first, from 1, or None.
+        reach: how often each interesting state was reached.
+        on_example: called after each example with the number run so far.
+    """
+
+    open_runtime: OpenRuntime
+    level: Level = Level.FULL
+    examples: int = 0
+    steps: int = 0
+    first_failure: int | None = None
+    reach: Reach = attrs.field(factory=Reach)
+    on_example: Callable[[int], None] | None = None
+
+    def end_example(self, steps: int, *, failed: bool) -> None:
+        """An example of `steps` rules is over."""
+        if self.first_failure is None:
+            self.examples += 1
+            self.steps += steps
+            if failed:
+                self.first_failure = self.examples
+            if self.on_example is not None:
+                self.on_example(self.examples)
+
+
+_current: ContextVar[Session] = ContextVar("batchstate_session")
+
+
+def current_session() -> Session:
+    """The session of the innermost `session` window; outside of one, a session of its own on the CPU."""
+    found = _current.get(None)
+    return Session(open_runtime) if found is None else found
+
+
+@contextlib.contextmanager
+def session(
+    runtimes: OpenRuntime = open_runtime,
+    *,
+    level: str | Level = Level.FULL,
+    on_example: Callable[[int], None] | None = None,
+) -> Iterator[Session]:
+    """A window in which every machine takes its runtimes from `runtimes` and counts into the session yielded.
+
+    Raises:
+        ArgumentError: `level` is none.
+    """
+    token = _current.set(Session(runtimes, parse_level(level), on_example=on_example))
+    try:
+        yield _current.get()
+    finally:
+        _current.reset(token)
+
+
+# The base of every state machine: a runtime an example, checks at the run's level, refusals that change nothing.
 
 Expected = type[BatchStateError] | Code
 
@@ -162,3 +235,30 @@ def _is_one_of(error: BatchStateError, expected: tuple[Expected, ...]) -> bool:
 
 def _names(expected: tuple[Expected, ...]) -> str:
     return ", ".join(one.value if isinstance(one, Code) else one.__name__ for one in expected)
+
+
+T = TypeVar("T")
+
+
+@final
+@attrs.frozen(eq=False)
+class Misuse(Generic[T]):
+    """One way to misuse a `T`.
+
+    Attributes:
+        name: what is wrong, in a few words.
+        expected: error types, and codes of invariants, one of which must refuse it.
+        call: does it.
+        applies: whether it is a misuse of this object.
+    """
+
+    name: str
+    expected: tuple[Expected, ...]
+    call: Callable[[T], object] = attrs.field(repr=False)
+    applies: Callable[[T], bool] = attrs.field(default=lambda _: True, repr=False)
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # Hypothesis would list the fields

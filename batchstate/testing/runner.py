@@ -18,11 +18,10 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 from batchstate.errors import ArgumentError
 from batchstate.invariants import Violation
 from batchstate.levels import Level, parse_level
+from batchstate.selfcheck.machines import MACHINES
 from batchstate.testing.devices import devices_of, is_tool, open_device
-from batchstate.testing.machine import DisagreementError, Machine
-from batchstate.testing.machines import MACHINES
+from batchstate.testing.machine import DisagreementError, Machine, OpenRuntime, session
 from batchstate.testing.race import Race, RaceReport
-from batchstate.testing.sessions import OpenRuntime, session
 
 __all__ = ["EXAMPLES_FOLDER", "MACHINES", "FuzzReport", "MachineResult", "fuzz", "run_machine"]
 

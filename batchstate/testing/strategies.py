@@ -13,11 +13,36 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from batchstate.contracts import Contract, parse_contract
+from batchstate._arrays import count
 from batchstate.errors import ArgumentError
+from batchstate.mirror import Contract, parse_contract
 from batchstate.runtime import NUMPY_DTYPES, Runtime, numpy_dtype
-from batchstate.testing.modelled import Modelled, value_of
-from batchstate.values.host_arrays import count
+from batchstate.testing.models import Modelled, value_of
+
+# Integer arithmetic as it should be: with Python's integers, which do not wrap.
+
+Array = npt.NDArray[Any]
+
+
+def fits(values: Array, n: Any) -> bool:
+    """Whether `values + n` stays within the dtype; `n` is one number, or one a row."""
+    limits = np.iinfo(values.dtype)
+    return all(int(limits.min) <= int(one) <= int(limits.max) for one in _exact(values, n).reshape(-1))
+
+
+def plus(values: Array, n: Any) -> Array:
+    """`values + n` in the dtype of `values`; wraps like a device where it does not fit."""
+    bits = 8 * values.dtype.itemsize
+    exact: Array = np.array([int(one) % 2**bits for one in _exact(values, n).reshape(-1)], dtype=f"u{bits // 8}")
+    return exact.view(values.dtype).reshape(values.shape)
+
+
+def _exact(values: Array, n: Any) -> Array:
+    amount = np.asarray(n).astype(object)
+    if amount.ndim:
+        amount = amount.reshape(-1, *[1] * (values.ndim - 1))
+    return np.asarray(np.asarray(values).astype(object) + amount, dtype=object)
+
 
 __all__ = [
     "MOST_ROWS",
@@ -32,7 +57,6 @@ __all__ = [
     "split_sizes",
 ]
 
-Array = npt.NDArray[Any]
 
 MOST_ROWS = 6
 """Rows of a drawn value, unless said otherwise."""

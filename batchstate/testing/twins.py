@@ -19,20 +19,347 @@ gets a state machine that judges with the laws of `batchstate.invariants`, and s
 How rows must move is taken from the batch itself, as it was before an operation: nothing has to be described twice.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from operator import attrgetter
+from typing import Any, ClassVar, Generic, Self, TypeVar, final
 
 import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, consumes, initialize, precondition, rule
+from hypothesis.strategies import SearchStrategy
 
+from batchstate import invariants
 from batchstate.errors import ArgumentError
-from batchstate.testing.machine import Machine
-from batchstate.testing.machines.twins import TwinMachine
+from batchstate.mirror import Contract, parse_contract
+from batchstate.testing.machine import DisagreementError, Machine
 from batchstate.testing.runner import STEPS, MachineResult, error_of, run_machine
-from batchstate.testing.twin_reading import attribute, seen
-from batchstate.testing.twin_spec import Twin, TwinSpec
+from batchstate.testing.strategies import keep_lists
+
+# How the twin fuzzer reads attributes of a batch class that it knows nothing of.
+
+Array = npt.NDArray[Any]
+
+_ONLY_TORCH = frozenset(
+    dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize < 4 and dtype != torch.float16
+)
+"""Floats that numpy lacks (bfloat16, the 8-bit ones). float32 holds each of their values."""
+
+
+@final
+@attrs.frozen(eq=False)
+class Seen:
+    """An attribute as it was at one moment, on the host.
+
+    Attributes:
+        dtype: of the attribute; `object` for Python objects. It tells bfloat16 from the float32 that it is read as.
+        values: the entries, rows first.
+    """
+
+    dtype: str
+    values: Array
+
+    def copied(self) -> Self:
+        """The same in memory of its own."""
+        return attrs.evolve(self, values=self.values.copy())
+
+    def rows(self, keep: list[int]) -> Self:
+        """The entries of these rows."""
+        return attrs.evolve(self, values=self.values[keep])
+
+    def merged(self, other: Self) -> Self:
+        """These entries, then those of `other`. A side without rows has no say in the dtype."""
+        if not len(self.values):
+            return other
+        if not len(other.values):
+            return self
+        values = np.concatenate([self.values, other.values])
+        return attrs.evolve(self, dtype=self.dtype if self.dtype == other.dtype else str(values.dtype), values=values)
+
+    def same(self, other: Self) -> bool:
+        """Whether shape and bits are equal; Python objects compare by `==`."""
+        if self.values.shape != other.values.shape:
+            return False
+        if self.values.dtype.kind == "O":
+            return bool(self.values.tolist() == other.values.tolist())
+        return np.ascontiguousarray(self.values).tobytes() == np.ascontiguousarray(other.values).tobytes()
+
+
+def attribute(batch: object, name: str) -> Any:
+    """The attribute of that name; dots reach into parts."""
+    return attrgetter(name)(batch)
+
+
+def seen(value: Any) -> Seen:
+    """An attribute as it is; the memory may still be the batch's."""
+    if isinstance(value, torch.Tensor):
+        readable = value.detach().float() if value.dtype in _ONLY_TORCH else value.detach()
+        return Seen(str(value.dtype).removeprefix("torch."), readable.cpu().numpy())
+    if isinstance(value, np.ndarray):
+        return Seen(str(value.dtype), value)
+    objects = np.empty(len(value), dtype=object)
+    objects[:] = list(value)
+    return Seen("object", objects)
+
+
+def memory(value: Any) -> tuple[int, int] | None:
+    """First address and the one after the last, of what lies in host memory; None for other things."""
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+        return value.data_ptr(), value.data_ptr() + value.nbytes
+    if isinstance(value, np.ndarray):
+        start = int(value.__array_interface__["data"][0])
+        return start, start + value.nbytes
+    return None
+
+
+# What an engine says of its batch class to have it fuzzed.
+
+B = TypeVar("B")
+R = TypeVar("R")
+
+
+@final
+@attrs.frozen
+class Twin:
+    """Two attributes that hold one value.
+
+    Attributes:
+        host: name of the attribute on the host; dots reach into parts (`sampling.temperatures`).
+        device: name of the attribute on the device.
+        contract: `exact`, or `upper_bound` if the host side may be larger.
+    """
+
+    host: str
+    device: str
+    contract: Contract = attrs.field(default=Contract.EXACT, converter=parse_contract)
+
+    def __attrs_post_init__(self) -> None:
+        if self.contract not in (Contract.EXACT, Contract.UPPER_BOUND):
+            raise ArgumentError(
+                f"twins {self.host!r} and {self.device!r} under {self.contract.value}",
+                value=self.contract.value,
+                remedy="use 'exact' or 'upper_bound'; name an attribute that has no twin in `rows`",
+            )
+
+
+@final
+@attrs.frozen(eq=False)
+class TwinSpec(Generic[B, R]):
+    """What the fuzzer has to know of a batch class.
+
+    `filter`, `merge` and `advance` return the batch that comes out, or None if they change the (first) batch in place.
+    Batches that went in are not used afterwards.
+
+    Attributes:
+        name: of the class, for reports.
+        row: what describes one request; `build` gets a list of them.
+        build: makes a batch.
+        filter: keeps the rows at the given indices, in their order.
+        merge: puts the rows of the second batch behind those of the first.
+        advance: a decode step, or whatever else changes the batch and keeps its rows; None if there is nothing such.
+        twins: attributes that hold one value on two sides.
+        rows: further attributes with one entry a request, on either side.
+        num_rows: how many requests the batch has.
+        least_rows: 0, or 1 for a class that is never empty.
+        most_rows: of a batch that is built.
+    """
+
+    name: str
+    row: SearchStrategy[R]
+    build: Callable[[list[R]], B]
+    filter: Callable[[B, list[int]], B | None]
+    merge: Callable[[B, B], B | None]
+    twins: Sequence[Twin]
+    num_rows: Callable[[B], int]
+    advance: Callable[[B], B | None] | None = None
+    rows: Sequence[str] = ()
+    least_rows: int = 0
+    most_rows: int = 4
+
+    def __attrs_post_init__(self) -> None:
+        names = [name for twin in self.twins for name in (twin.host, twin.device)] + list(self.rows)
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ArgumentError(
+                f"{self.name}: {', '.join(twice)} twice", value=twice, remedy="name each attribute once"
+            )
+        if not names:
+            raise ArgumentError(f"{self.name}: no attributes", value=names, remedy="name the twins of the class")
+        if not 0 <= self.least_rows <= self.most_rows or not self.most_rows:
+            raise ArgumentError(
+                f"{self.name}: {self.least_rows} to {self.most_rows} rows",
+                value=(self.least_rows, self.most_rows),
+                remedy="use 0 <= least_rows <= most_rows, most_rows at least 1",
+            )
+
+
+# The machine behind `batchstate.testing.twins`: any batch class with twins kept by hand.
+
+
+@final
+@attrs.define(eq=False)
+class Held:
+    """A batch and its attributes as they have to be; `name` is how a report calls it."""
+
+    batch: Any
+    name: str
+    columns: dict[str, Seen] = attrs.field(factory=dict)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(f"<{self.name}>")
+
+
+class TwinMachine(Machine):
+    """Builds, filters, merges and advances; subclasses name the class in `spec`."""
+
+    NAME = "twins"
+
+    spec: ClassVar[TwinSpec[Any, Any]]
+
+    batches = Bundle("batches")
+
+    @initialize()
+    def begin(self) -> None:
+        """No batch yet."""
+        self.open()
+        self.alive: list[Held] = []
+
+    def judge(self) -> None:
+        """The twins of every batch agree, and no operation on one batch changed another."""
+        for held in self.alive:
+            self._laws(held, "judge")
+            self._unchanged(held, held.columns, "an operation on another batch changed it")
+
+    # Rules
+
+    @rule(target=batches, data=st.data())
+    def build(self, data: st.DataObject) -> Held:
+        """Requests arrive."""
+        spec = self.spec
+        rows = data.draw(st.lists(spec.row, min_size=spec.least_rows, max_size=spec.most_rows), label="rows")
+        return self._made(spec.build(rows), len(rows), "build")
+
+    @rule(target=batches, held=consumes(batches), data=st.data())
+    def filter(self, held: Held, data: st.DataObject) -> Held:
+        """Some requests stay, perhaps in another order."""
+        n = self.spec.num_rows(held.batch)
+        keep = data.draw(
+            keep_lists(n).map(_as_rows).filter(lambda rows: len(rows) >= self.spec.least_rows), label="keep"
+        )
+        self.reached("rows left", len(keep) < n)
+        self.reached("rows in another order", sorted(keep) != keep)
+        self.alive.remove(held)
+        return self._made(
+            _result(self.spec.filter(held.batch, keep), held),
+            len(keep),
+            "filter",
+            {name: column.rows(keep) for name, column in held.columns.items()},
+        )
+
+    @rule(target=batches, first=consumes(batches), second=consumes(batches))
+    def merge(self, first: Held, second: Held) -> Held:
+        """Two batches become one."""
+        if first is second:
+            return first
+        n = self.spec.num_rows(first.batch) + self.spec.num_rows(second.batch)
+        self.alive.remove(first)
+        self.alive.remove(second)
+        self.reached("batches merged", len(self._names) > 0 and n > 0)
+        return self._made(
+            _result(self.spec.merge(first.batch, second.batch), first),
+            n,
+            "merge",
+            {name: column.merged(second.columns[name]) for name, column in first.columns.items()},
+        )
+
+    @precondition(lambda self: self.spec.advance is not None)
+    @rule(target=batches, held=consumes(batches))
+    def advance(self, held: Held) -> Held:
+        """A step changes values and keeps rows."""
+        if self.spec.advance is None:
+            return held
+        n = self.spec.num_rows(held.batch)
+        self.alive.remove(held)
+        self.reached("a batch advanced", n > 0)
+        return self._made(_result(self.spec.advance(held.batch), held), n, "advance")
+
+    # Judging
+
+    @property
+    def _names(self) -> list[str]:
+        return [name for twin in self.spec.twins for name in (twin.host, twin.device)] + list(self.spec.rows)
+
+    def _made(self, batch: Any, n: int, operation: str, expected: dict[str, Seen] | None = None) -> Held:
+        held = Held(batch, f"{self.spec.name} after {operation}")
+        invariants.row_count(n, {"num_rows": self.spec.num_rows(batch)}, object=held.name, operation=operation)
+        self._laws(held, operation)
+        held.columns = {name: seen(attribute(batch, name)).copied() for name in self._names}
+        if expected is not None:
+            self._unchanged(held, expected, f"{operation} moved other rows than it was told to")
+        self.reached("an empty batch", n == 0)
+        self.alive.append(held)
+        return held
+
+    def _laws(self, held: Held, operation: str) -> None:
+        n = self.spec.num_rows(held.batch)
+        values = {name: attribute(held.batch, name) for name in self._names}
+        lengths = {name: len(value) for name, value in values.items()}
+        invariants.row_count(n, lengths, object=held.name, operation=operation)
+        for twin in self.spec.twins:
+            self._twins(twin, values[twin.host], values[twin.device], held.name, operation)
+
+    def _twins(self, twin: Twin, host: Any, device: Any, name: str, operation: str) -> None:
+        where: invariants.Where = {
+            "object": name,
+            "operation": operation,
+            "column": f"{twin.host} / {twin.device}",
+        }
+        ranges = (memory(host), memory(device))
+        if ranges[0] is not None and ranges[1] is not None:
+            invariants.mirror_aliased(ranges[0], ranges[1], **where)
+        of_device = seen(device)
+        if hasattr(host, "dtype"):
+            of_host = seen(host)
+        else:  # a list has no dtype of its own
+            of_host = Seen(of_device.dtype, np.array(host, dtype=of_device.values.dtype))
+        if of_host.dtype != of_device.dtype and of_host.values.dtype == of_device.values.dtype:  # else the law says it
+            raise DisagreementError(
+                f"{name}: the twins differ in dtype: {twin.host!r} is {of_host.dtype}, "
+                f"{twin.device!r} is {of_device.dtype}"
+            )
+        law = invariants.mirror_bound if twin.contract is Contract.UPPER_BOUND else invariants.mirror_equal
+        law(of_host.values, of_device.values, **where)
+
+    def _unchanged(self, held: Held, expected: dict[str, Seen], problem: str) -> None:
+        for name, column in expected.items():
+            found = seen(attribute(held.batch, name))
+            if found.dtype != column.dtype and len(column.values):
+                raise DisagreementError(
+                    f"{held.name}: the dtype of {name!r} changed from {column.dtype} to {found.dtype}"
+                )
+            if not column.same(found):
+                raise DisagreementError(
+                    f"{held.name}: {problem}: {name!r}\n"
+                    f"  expected {column.values.tolist()}\n  found    {found.values.tolist()}"
+                )
+
+
+def _result(returned: Any, before: Held) -> Any:
+    """What came out: a batch, or the one that was changed in place. An empty batch may be false."""
+    return before.batch if returned is None else returned
+
+
+def _as_rows(keep: Any) -> list[int]:
+    array = np.asarray(keep)
+    rows: list[int] = (np.flatnonzero(array) if array.dtype.kind == "b" else array.astype(np.int64)).tolist()
+    return rows
+
 
 __all__ = ["Twin", "TwinSpec", "fuzz_twins", "twin_machine"]
 

@@ -5,14 +5,17 @@ The smallest complete user of the library, and the place to read how an engine u
 `report` the outcome.
 """
 
-from batchstate.traffic.columns import RunningBatch
-from batchstate.traffic.engine import Engine, StepResult
-from batchstate.traffic.fitted import fitted_workload
-from batchstate.traffic.report import HostTime, TrafficReport
-from batchstate.traffic.requests import Request, SamplingParams, draw_requests
-from batchstate.traffic.run import Progress, TrafficRun, run_traffic
-from batchstate.traffic.settings import EngineSettings
-from batchstate.traffic.workload import TraceError, Workload, read_trace
+from batchstate.traffic.engine import (
+    Engine,
+    EngineSettings,
+    Request,
+    RunningBatch,
+    SamplingParams,
+    StepResult,
+    draw_requests,
+)
+from batchstate.traffic.run import HostTime, Progress, TrafficReport, TrafficRun, run_traffic
+from batchstate.traffic.workload import TraceError, Workload, fitted_workload, read_trace
 
 __all__ = [
     "Engine",

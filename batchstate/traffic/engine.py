@@ -23,14 +23,326 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchstate.errors import PoolExhaustedError
-from batchstate.pages import PagePool
+from batchstate.batch import Batch
+from batchstate.columns import HostColumn, host_list, mirrored, slot_column
+from batchstate.errors import ArgumentError, PoolExhaustedError
+from batchstate.indices import Slots
+from batchstate.kv.pages import PagePool
 from batchstate.pools import SlotPool
 from batchstate.runtime import Fence, Runtime
-from batchstate.traffic.columns import RunningBatch, joining_batch
-from batchstate.traffic.planning import StepPlan, pages_for, plan_step, rows_that_fit
-from batchstate.traffic.requests import Request
-from batchstate.traffic.settings import EngineSettings
+from batchstate.traffic.workload import Workload
+
+# A request as the engine's user sends it, and what the engine notes about it while it is not in the batch.
+
+END_OF_TEXT = 2
+"""Token id at which an answer would end. Here lengths are given, and the id only fills its column."""
+
+LONGEST_PATIENCE = 20.0
+"""Seconds after which a client that hangs up has done so; drawn evenly from 0 on."""
+
+
+@final
+@attrs.frozen
+class SamplingParams:
+    """How the tokens of one request are drawn. Every field becomes a column of the batch."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    seed: int
+    eos_id: int
+    lora_id: int
+
+
+@final
+@attrs.define(eq=False)
+class Request:
+    """One request.
+
+    Attributes:
+        request_id: its row in the workload.
+        arrival: seconds since the first request.
+        prompt_tokens: tokens of the prompt.
+        answer_tokens: tokens to generate.
+        priority: of the request; rides along.
+        sampling: how its tokens are drawn.
+        hangs_up: second at which the client gives up, or infinity.
+        num_generated: tokens generated when it last left the batch; a retracted request goes on from there.
+        done: it has finished or was aborted.
+    """
+
+    request_id: int
+    arrival: float
+    prompt_tokens: int
+    answer_tokens: int
+    priority: int
+    sampling: SamplingParams
+    hangs_up: float = float("inf")
+    num_generated: int = 0
+    done: bool = False
+
+    @property
+    def tokens_to_prefill(self) -> int:
+        """Tokens whose KV has to be computed before the next one is generated: prompt and answer so far."""
+        return self.prompt_tokens + self.num_generated
+
+
+def draw_requests(workload: Workload, *, seed: int = 0, aborts: float = 0.0) -> list[Request]:
+    """Makes the requests of a workload, in order of arrival, with sampling parameters and impatient clients drawn.
+
+    Args:
+        workload: arrivals and lengths.
+        seed: the same seed gives the same requests.
+        aborts: share of clients that hang up within `LONGEST_PATIENCE` seconds, 0 to 1. Some answers finish first.
+
+    Raises:
+        ArgumentError: `aborts` is no share, or a negative seed.
+    """
+    if not 0 <= aborts <= 1:
+        raise ArgumentError(f"aborts is {aborts}", value=aborts, remedy="give a share from 0 (none) to 1 (all)")
+    if seed < 0:
+        raise ArgumentError(f"seed is {seed}", value=seed, remedy="use a seed of 0 or more")
+    rng = np.random.default_rng(seed)
+    count = len(workload)
+    greedy = rng.random(count) < 0.2
+    sampling = map(
+        SamplingParams,
+        np.where(greedy, 0.0, rng.choice([0.6, 0.7, 1.0], count)).tolist(),
+        rng.choice([0.9, 0.95, 1.0], count).tolist(),
+        np.where(greedy, 1, rng.choice([-1, 20, 50], count)).tolist(),
+        rng.choice([0.0, 0.05], count).tolist(),
+        rng.choice([1.0, 1.05, 1.1], count).tolist(),
+        rng.integers(0, 2**31, count).tolist(),
+        [END_OF_TEXT] * count,
+        rng.choice(4, count, p=[0.85, 0.05, 0.05, 0.05]).tolist(),
+    )
+    priority = rng.choice(3, count, p=[0.1, 0.8, 0.1]).tolist()
+    impatient = rng.random(count) < aborts
+    hangs_up = np.where(impatient, workload.arrival + rng.uniform(0, LONGEST_PATIENCE, count), np.inf)
+    return [
+        Request(*row)
+        for row in zip(
+            range(count),
+            workload.arrival.tolist(),
+            workload.context_tokens.tolist(),
+            workload.generated_tokens.tolist(),
+            priority,
+            sampling,
+            hangs_up.tolist(),
+            strict=True,
+        )
+    ]
+
+
+# The batch of this engine: what it knows about each running request, declared once.
+
+
+class RunningBatch(Batch):
+    """Row i of every column belongs to one request. Rows stand in order of admission: the last is the youngest.
+
+    A column that is added here takes part in every operation; there is no other place to add it to.
+    """
+
+    slots = slot_column()
+    """Row of the request in every table."""
+    seq_lens = mirrored(torch.int64)
+    """Tokens whose KV is computed, those of the step under way included."""
+    prefill_lens = mirrored(torch.int64)
+    """Tokens to prefill: the prompt, and for a request that was retracted its answer up to then."""
+    num_generated = mirrored(torch.int64)
+    """Tokens of the answer so far."""
+    max_new_tokens = mirrored(torch.int64)
+    """Tokens of the whole answer."""
+    priority = mirrored(torch.int32)
+    temperature = mirrored(torch.float32, pad=1.0)
+    top_p = mirrored(torch.float32, pad=1.0)
+    top_k = mirrored(torch.int32, pad=-1)
+    min_p = mirrored(torch.float32)
+    repetition_penalty = mirrored(torch.float32, pad=1.0)
+    seeds = mirrored(torch.int64)
+    eos_ids = mirrored(torch.int32)
+    lora_ids = mirrored(torch.int32)
+    requests: HostColumn[Request] = host_list()
+    """The request objects, on the host only."""
+
+
+def joining_batch(runtime: Runtime, slots: Slots, requests: Sequence[Request]) -> RunningBatch:
+    """The rows of requests that join, one a slot; nothing of them is computed yet."""
+    sampling = [request.sampling for request in requests]
+    return RunningBatch.build(
+        runtime,
+        slots=slots,
+        seq_lens=[0] * len(requests),
+        prefill_lens=[request.tokens_to_prefill for request in requests],
+        num_generated=[request.num_generated for request in requests],
+        max_new_tokens=[request.answer_tokens for request in requests],
+        priority=[request.priority for request in requests],
+        temperature=[params.temperature for params in sampling],
+        top_p=[params.top_p for params in sampling],
+        top_k=[params.top_k for params in sampling],
+        min_p=[params.min_p for params in sampling],
+        repetition_penalty=[params.repetition_penalty for params in sampling],
+        seeds=[params.seed for params in sampling],
+        eos_ids=[params.eos_id for params in sampling],
+        lora_ids=[params.lora_id for params in sampling],
+        requests=requests,
+    )
+
+
+# How large the simulated engine is, and how long its steps would take with a model.
+
+
+@final
+@attrs.frozen(kw_only=True)
+class EngineSettings:
+    """Sizes and speed of the engine.
+
+    The speed is that of a large model: a full step of 2,048 tokens takes about 140 ms, a step of 64 decoding requests
+    about 43 ms. Under the load of the fitted hour some 75 requests run at once and pages get scarce in its peak.
+
+    Attributes:
+        max_running: requests in the batch at once.
+        max_tokens_per_step: tokens that one step computes, decode and prompt chunks together.
+        page_size: tokens of a KV page.
+        num_pages: KV pages.
+        step_seconds: simulated time of a step, whatever it holds.
+        token_seconds: simulated time that each token of the step adds.
+
+    Raises:
+        ArgumentError: a size below 1, a time below 0, or a step too small for a full batch to decode.
+    """
+
+    max_running: int = 256
+    max_tokens_per_step: int = 2048
+    page_size: int = 16
+    num_pages: int = 10_240
+    step_seconds: float = 0.04
+    token_seconds: float = 0.000_05
+
+    def __attrs_post_init__(self) -> None:
+        least = {"max_running": 1, "max_tokens_per_step": 1, "page_size": 1, "num_pages": 1}
+        least |= {"step_seconds": 0, "token_seconds": 0}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if not value >= bound:
+                raise ArgumentError(f"{name} is {value}", value=value, remedy=f"use {bound} or more")
+        if self.max_tokens_per_step < self.max_running:
+            raise ArgumentError(
+                f"max_tokens_per_step is {self.max_tokens_per_step} and max_running {self.max_running}",
+                value=self.max_tokens_per_step,
+                remedy="let a step hold one token of each running request at least",
+            )
+
+    def check_fits(self, workload: Workload) -> None:
+        """Refuses a workload with a request that could not run even alone.
+
+        Raises:
+            ArgumentError: its longest request needs more pages than there are.
+        """
+        needed = -(-workload.longest // self.page_size)
+        if needed > self.num_pages:
+            raise ArgumentError(
+                f"the longest request needs {needed} pages for {workload.longest} tokens; there are {self.num_pages}",
+                value=needed,
+                remedy="raise num_pages (`batchstate traffic --num-pages`), or leave out the longest requests",
+            )
+
+
+# The scheduler's decisions as arithmetic: arrays in, arrays out, nothing changed.
+#
+# Rows stand in order of admission, so the last row is the youngest request.
+
+Ints = npt.NDArray[np.int64]
+
+
+@final
+@attrs.frozen(eq=False)
+class StepPlan:
+    """What each row does in a step, if no row leaves or joins before; see `plan_step`.
+
+    Attributes:
+        remaining: int64[rows], tokens to compute until the row's next token comes out: 1 when it decodes.
+        chunks: int64[rows], tokens that it computes in this step.
+        owned_pages: int64[rows], pages that it has.
+        new_pages: int64[rows], pages that its chunk needs on top.
+    """
+
+    remaining: Ints
+    chunks: Ints
+    owned_pages: Ints
+    new_pages: Ints
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether every row computes and generates exactly one token."""
+        return int(self.remaining.max(initial=1)) == 1
+
+    @property
+    def generates(self) -> Ints:
+        """1 for each row whose next token comes out of this step, else 0; int64[rows]."""
+        generates: Ints = (self.chunks == self.remaining).astype(np.int64)
+        return generates
+
+
+def plan_step(seq_lens: Ints, prefill_lens: Ints, *, budget: int, page_size: int) -> StepPlan:
+    """Plans one step.
+
+    Args:
+        seq_lens: int64[rows], tokens whose KV is computed.
+        prefill_lens: int64[rows], tokens whose KV has to be computed before the row decodes.
+        budget: tokens of a step, at least the number of rows.
+        page_size: tokens of a page.
+    """
+    remaining = np.maximum(prefill_lens - seq_lens, 1)
+    chunks = chunk_lengths(remaining, budget)
+    owned_pages = pages_for(seq_lens, page_size)
+    return StepPlan(remaining, chunks, owned_pages, pages_for(seq_lens + chunks, page_size) - owned_pages)
+
+
+def chunk_lengths(remaining: Ints, budget: int) -> Ints:
+    """How many tokens of each row this step computes.
+
+    Rows that decode go first, one token each. What is left of the budget goes to the prompts, oldest first; the one
+    that does not fit is cut, and goes on in the next step (chunked prefill).
+
+    Args:
+        remaining: int64[rows], tokens to compute until the row's next token comes out; 1 for a row that decodes.
+        budget: tokens of a step, at least the number of rows.
+
+    Returns:
+        int64[rows], each from 0 to `remaining`, together at most `budget`.
+    """
+    if int(remaining.sum()) <= budget:
+        return remaining
+    decodes = remaining == 1
+    wanted = np.where(decodes, 0, remaining)
+    room = budget - np.count_nonzero(decodes)
+    before = np.cumsum(wanted) - wanted
+    chunks: Ints = np.clip(room - before, 0, wanted) + decodes
+    return chunks
+
+
+def pages_for(tokens: Ints, page_size: int) -> Ints:
+    """Pages that hold so many tokens."""
+    return -(-tokens // page_size)
+
+
+def rows_that_fit(new_pages: Ints, owned_pages: Ints, available: int) -> int:
+    """How many of the oldest rows can take their next step when all younger ones give back their pages.
+
+    Args:
+        new_pages: int64[rows], pages that each row's next tokens need.
+        owned_pages: int64[rows], pages that each row has.
+        available: pages nobody has.
+    """
+    if int(new_pages.sum()) <= available:
+        return len(new_pages)
+    needed = np.concatenate([[0], np.cumsum(new_pages)])
+    given_back = owned_pages.sum() - np.concatenate([[0], np.cumsum(owned_pages)])
+    return int(np.flatnonzero(needed <= available + given_back)[-1])
+
 
 T = TypeVar("T")
 
@@ -77,7 +389,7 @@ class Engine:
             settings.num_pages,
             settings.page_size,
             max_tokens_per_request=max_tokens_per_request,
-            token_table=self.req_to_token,
+            req_to_token=self.req_to_token,
         )
         self.batch = RunningBatch.empty(runtime)
         self.waiting: deque[Request] = deque()

@@ -4,17 +4,13 @@
 which bytes; `Receiver`, `Sender` and `Lease` say who may write, until when, and what has arrived.
 """
 
-from batchstate.transport.copies import Copies
-from batchstate.transport.engines.base import Capabilities, Delivery, Engine, Handle, Peer, Status
+from batchstate.transport._session import Session
+from batchstate.transport.engines.base import ENGINES, Capabilities, Delivery, Engine, Handle, Peer, Status, open_engine
 from batchstate.transport.handshake import Description
 from batchstate.transport.layout import KVLayout
-from batchstate.transport.lease import Lease, LeaseState
-from batchstate.transport.opening import ENGINES, open_engine
-from batchstate.transport.receiver import Ignored, Receiver
-from batchstate.transport.regions import Region, RemoteRegion
-from batchstate.transport.sender import Sender
-from batchstate.transport.sending import Sending, SendState
-from batchstate.transport.session import Session
+from batchstate.transport.receiver import Ignored, Lease, LeaseState, Receiver
+from batchstate.transport.regions import Copies, Region, RemoteRegion
+from batchstate.transport.sender import Sender, Sending, SendState
 
 __all__ = [
     "ENGINES",

@@ -12,7 +12,7 @@ from typing import Any, Self, final
 import attrs
 
 from batchstate.errors import ArgumentError, DtypeError, HandshakeError
-from batchstate.transport.engines.endpoints import parsed_endpoint
+from batchstate.transport.engines.base import parsed_endpoint
 from batchstate.transport.layout import KVLayout, check_fit
 
 MAGIC = "batchstate worker"

@@ -12,11 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from batchstate import invariants
+from batchstate._arrays import as_array, converted, count
 from batchstate.errors import ArgumentError, DtypeError, ShapeError
-from batchstate.transport.copies import Copies, Ints
-from batchstate.transport.layout import KVLayout, check_fit
-from batchstate.transport.shards import slice_between
-from batchstate.values.host_arrays import as_array, converted, count
+from batchstate.transport.layout import KVLayout, check_fit, slice_between
+from batchstate.transport.regions import Copies, Ints
 
 _LARGEST = 2**63 - 1
 

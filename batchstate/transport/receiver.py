@@ -9,35 +9,218 @@
 What is to be said to other workers collects in `outbox`; the caller carries it, in any order, repeated if it must.
 """
 
+import enum
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import final
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
+from batchstate._arrays import as_array, converted, count
 from batchstate.errors import ArgumentError, DtypeError, TransferError
-from batchstate.ownership.host_runs import HostRuns
+from batchstate.kv.host_pool import HostRuns
+from batchstate.transport._session import Session
 from batchstate.transport.engines.base import Delivery, Engine
-from batchstate.transport.granting import check_unleased, check_writers, names_of
 from batchstate.transport.handshake import Description
-from batchstate.transport.lease import Lease, LeaseState, Share
-from batchstate.transport.messages import (
-    MOST_ATTEMPTS,
-    MOST_TOKENS,
-    Grant,
-    Kind,
-    Notice,
-    check_runs,
-    packed,
-    unpacked,
-)
-from batchstate.transport.regions import Region
-from batchstate.transport.session import Session
-from batchstate.transport.tags import Tag
+from batchstate.transport.layout import KVLayout, sources_of
+from batchstate.transport.regions import Ints, Region
+from batchstate.transport.wire import MOST_ATTEMPTS, MOST_TOKENS, Grant, Kind, Notice, Tag, check_runs, packed, unpacked
 from batchstate.transport.workers import Clock, Worker
-from batchstate.values.host_arrays import as_array, converted, count
+
+# A lease: memory that others may write for one request, until all of it is there or none of them can write any more.
+#
+# A lease ends twice. Its *state* says what the request may count on, and is final once it is not WAITING. `ended` says
+# when the memory is free of writers: free it behind that fence, whatever the state.
+
+
+class LeaseState(enum.Enum):
+    """What a request may count on. DELIVERED: all rows are there. FAILED, ABORTED: they will never count."""
+
+    WAITING = "waiting"
+    DELIVERED = "delivered"
+    FAILED = "failed"
+    ABORTED = "aborted"
+
+
+@final
+@attrs.define(eq=False)
+class Share:
+    """What one writer writes for a lease.
+
+    Attributes:
+        worker: the instance that was granted it.
+        total: how many chunks there are; 0 until the last has arrived.
+        chunks: ids of those that have arrived.
+        drained: whether the writer has said that nothing of it can land any more.
+    """
+
+    worker: Worker
+    total: int = 0
+    chunks: set[int] = attrs.field(factory=set, repr=False)
+    drained: bool = False
+
+    def take(self, tag: Tag) -> bool:
+        """Counts a chunk; False, and nothing changes, where it was counted before or cannot be one of this writer's."""
+        total = self.total or tag.total
+        if tag.chunk in self.chunks or self.complete or tag.total not in (0, total):
+            return False
+        if total and max(tag.chunk, *self.chunks, 0) >= total:
+            return False
+        self.chunks.add(tag.chunk)
+        self.total = total
+        return True
+
+    @property
+    def complete(self) -> bool:
+        """Whether every chunk has arrived, each behind its data."""
+        return self.total > 0 and len(self.chunks) == self.total
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing of it can land any more."""
+        return self.complete or self.drained or self.worker.settled()
+
+
+@final
+@attrs.define(eq=False)
+class Lease:
+    """One attempt to receive the KV of one request. Made by `Receiver.lease`.
+
+    Attributes:
+        request: its name.
+        num_tokens: its tokens.
+        epoch: nonce of the receiving engine.
+        serial: number of the lease; never given twice by one receiver.
+        attempt: which attempt of the request it is, from 1 on.
+        shares: what each writer writes.
+        state: final once it is not WAITING.
+        reason: why it failed or was aborted.
+        runs: int64[r, 2], the host tokens granted, or None before the grant.
+        retried: whether there was another attempt after it.
+        ended: a fence: true when no writer can write the memory any more. Never before the state is final.
+    """
+
+    request: str
+    num_tokens: int
+    epoch: str
+    serial: int
+    attempt: int
+    shares: tuple[Share, ...] = attrs.field(repr=False)
+    state: LeaseState = LeaseState.WAITING
+    reason: str = ""
+    runs: Ints | None = attrs.field(default=None, repr=False)
+    retried: bool = False
+    ended: "Ended" = attrs.field(init=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.ended = Ended(self)
+
+    def become(self, state: LeaseState, reason: str = "") -> bool:
+        """Makes the state final; False, and nothing changes, where it is already."""
+        if self.state is not LeaseState.WAITING:
+            return False
+        self.state, self.reason = state, reason
+        return True
+
+    @property
+    def complete(self) -> bool:
+        """Whether every chunk of every writer has arrived."""
+        return all(share.complete for share in self.shares)
+
+    @property
+    def tokens(self) -> int:
+        """How many host tokens were granted."""
+        return 0 if self.runs is None else int(np.sum(self.runs[:, 1]))
+
+
+@final
+@attrs.frozen(eq=False)
+class Ended:
+    """A fence in the life of a lease: nothing can write its memory any more. Once true, always true."""
+
+    lease: Lease
+
+    def query(self) -> bool:
+        """Whether every writer has delivered all, has drained, or has ended and settled; or none was ever granted."""
+        if self.lease.state is LeaseState.WAITING:
+            return False
+        return self.lease.runs is None or all(share.ended for share in self.lease.shares)
+
+    def arrived(self) -> int:
+        """How many tokens a request may count on: all of the lease's once it is DELIVERED, and none before or else."""
+        return self.lease.num_tokens if self.lease.state is LeaseState.DELIVERED else 0
+
+    def wait(self) -> None:
+        """Returns if the lease has ended. It never blocks: only messages and other processes can end a lease.
+
+        Raises:
+            TransferError: it has not ended.
+        """
+        if not self.query():
+            raise TransferError(
+                f"{self.lease!r} may still be written by "
+                + ", ".join(share.worker.name for share in self.lease.shares if not share.ended),
+                value=self.lease.serial,
+                remedy="poll the receiver, pass it its messages, and `peer_ended` when a supervisor saw a writer's end",
+                in_flight=True,
+            )
+
+
+# What a receiver judges before it lets anybody write: the writers of a lease, and the memory of a grant.
+
+
+def check_unleased(lease: Lease, memory: npt.NDArray[np.int64], leases: Iterable[Lease]) -> None:
+    """Refuses host tokens int64[r, 2] that another of `leases` may still write.
+
+    Raises:
+        ArgumentError: naming the first run that is shared.
+    """
+    others = [one for one in leases if one.runs is not None and not one.ended.query()]
+    if not others or not memory.size:
+        return
+    runs = np.concatenate([one.runs for one in others if one.runs is not None])
+    starts, ends = runs[:, 0, None], runs.sum(axis=1)[:, None]
+    shared = ((memory[:, 0] < ends) & (starts < memory.sum(axis=1))).any(axis=1)
+    if shared.any():
+        start, length = runs[int(np.flatnonzero(shared)[0])].tolist()
+        raise ArgumentError(
+            f"{lease!r} is to have host tokens that another lease may still write: {length} from {start} on",
+            value=memory.tolist(),
+            remedy="take other host tokens; those of a lease are free when `lease.ended` says so",
+        )
+
+
+def check_writers(workers: Sequence[Worker], layout: KVLayout) -> None:
+    """Refuses writers that are gone, or that do not hold all of a request of this layout exactly once.
+
+    Raises:
+        TransferError: one is gone.
+        ArgumentError: other ranks than `shards.sources_of` names.
+    """
+    for worker in workers:
+        if worker.ended or worker.lost is not None:
+            raise TransferError(
+                f"{worker.name} is gone: {worker.lost or 'it has ended'}",
+                value=worker.name,
+                remedy="accept its next introduction, or use other writers",
+            )
+    degrees = {worker.description.layout.degree for worker in workers}
+    ranks = sorted(worker.description.layout.rank for worker in workers)
+    needed = [sources_of(layout, degree) for degree in degrees]
+    if len(degrees) != 1 or tuple(ranks) != needed[0]:
+        raise ArgumentError(
+            f"writers of ranks {ranks} of {sorted(degrees)}; needed are {needed}",
+            value=ranks,
+            remedy="name each worker that `shards.sources_of` names, once",
+        )
+
+
+def names_of(writers: object) -> list[str]:
+    """The names in a list of names; none in anything else."""
+    names = list(writers) if isinstance(writers, Sequence) and not isinstance(writers, str) else []
+    return names if all(isinstance(name, str) for name in names) else []
 
 
 @final
@@ -162,7 +345,7 @@ class Receiver(Session):
 
         Args:
             lease: waiting, not granted before.
-            runs: what `HiSparse.reserve` or `HostTokenPool.take` returned, or int64[r, 2], start and length of host
+            runs: what `HiSparse.reserve` or `HostKVPool.take` returned, or int64[r, 2], start and length of host
                 tokens, in the order of the request's tokens. Reserved or freed behind `lease.ended`.
 
         Raises:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed
 
 from batchstate.errors import TransferError
-from batchstate.transport.copies import Ints
+from batchstate.transport.regions import Ints
 
 Bytes = npt.NDArray[np.uint8]
 Move = Callable[[], object]

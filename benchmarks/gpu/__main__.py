@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from batchstate.cli.options import add_json, write_json
+from batchstate.cli._output import add_json, write_json
 from benchmarks.gpu.outcome import Outcome
 from benchmarks.gpu.page import page
 from benchmarks.gpu.registry import STAGES

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from batchstate.cli.tables import Row, Section, show
+from batchstate.cli._output import Row, Section, show
 from benchmarks.gpu.outcome import Outcome
 from benchmarks.gpu.registry import STAGES
 

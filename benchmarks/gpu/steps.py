@@ -63,7 +63,9 @@ class Serving:
         most = PROMPT + rows // churn + 2
         self._table = self._slots.table("req_to_token", (most,), torch.int32, holds="token")
         num_pages = (rows + 8 * churn) * -(-most // 4)
-        self._pages = PagePool(runtime, self._slots, num_pages, 4, max_tokens_per_request=most, token_table=self._table)
+        self._pages = PagePool(
+            runtime, self._slots, num_pages, 4, max_tokens_per_request=most, req_to_token=self._table
+        )
         self._relay = FutureMap(self._slots, {"last_token": relay_field(torch.int64, read_by="both")})
         self._forward = runtime.stream("forward")
         self._unread: deque[tuple[Prefetched, Ints]] = deque()

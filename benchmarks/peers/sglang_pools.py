@@ -21,7 +21,7 @@ CONTEXT = 4
 
 @final
 class TokenAllocator:
-    """Tokens, out of a tensor."""
+    """Locations, out of a tensor."""
 
     name: ClassVar[str] = "token allocator"
 

@@ -16,9 +16,9 @@ import torch
 
 from batchstate.batch import Batch, Extras
 from batchstate.columns import mirrored, slot_column
-from batchstate.forward_plan import ForwardPlan
+from batchstate.forward.plan import ForwardPlan
+from batchstate.kv.pages import PagePool
 from batchstate.levels import Level
-from batchstate.pages import PagePool
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
 from benchmarks.comparisons import Absent, Comparison, require_equal
@@ -67,7 +67,7 @@ class OurStep:
 
     def step(self) -> tuple[Running, Extras]:
         """Tokens in, lengths and pages one on, all that the forward reads in one copy; then the pages back again."""
-        batch = self._batch.evolve(last_tokens=self._tokens).advance("seq_lens", 1)
+        batch = self._batch.replace(last_tokens=self._tokens).advance("seq_lens", 1)
         self.pages.advance(batch.slots)
         plan = ForwardPlan.of(batch.slots, batch.seq_lens, pages=self.pages, layouts="flash_attention")
         uploaded = batch.upload(extras=plan.extras)

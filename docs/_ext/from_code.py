@@ -91,10 +91,10 @@ class InvariantTable(FromCode):
 
     def markdown(self) -> list[str]:
         """One row a code."""
-        from batchstate.invariants import LAWS
+        from batchstate.invariants import INVARIANTS
 
         rows = []
-        for code, law in LAWS.items():
+        for code, law in INVARIANTS.items():
             rows.append((f"[`{code.value}`](#{code.value})", f"`{law.asked}`", paragraphs(law.check)[0]))
         return table(("code", "asked", "the law"), rows)
 
@@ -104,11 +104,11 @@ class Invariants(FromCode):
 
     def markdown(self) -> list[str]:
         """A section for each code."""
-        from batchstate.invariants import LAWS
+        from batchstate.invariants import INVARIANTS
 
         mutants = mutants_by_code()
         lines: list[str] = []
-        for code, law in LAWS.items():
+        for code, law in INVARIANTS.items():
             lines += [f"({code.value})=", "", f"## {code.value}", ""]
             for paragraph in paragraphs(law.check):
                 lines += [paragraph, ""]
@@ -125,7 +125,7 @@ class Invariants(FromCode):
 def mutants_by_code() -> dict[str, list[str]]:
     """Code -> a list item for each mutant that fires it; empty where hypothesis is missing."""
     try:
-        registered = importlib.import_module("batchstate.testing.mutants").MUTANTS
+        registered = importlib.import_module("batchstate.selfcheck.mutants").MUTANTS
     except ImportError:
         return {}
     items: dict[str, list[str]] = {}
@@ -226,7 +226,7 @@ class RaceCases(FromCode):
 
     def markdown(self) -> list[str]:
         """A table of the tools, and one of the cases of each group."""
-        from batchstate.testing.race_cases import CASES, GROUPS, verdicts
+        from tests.race_cases import CASES, GROUPS, verdicts
 
         path = Path(self.env.relfn2path(self.arguments[0])[1])
         self.env.note_dependency(str(path))

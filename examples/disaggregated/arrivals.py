@@ -19,9 +19,8 @@ import attrs
 
 from batchstate import SlotPool, Slots
 from batchstate.errors import TransferError
-from batchstate.hisparse import HiSparse
-from batchstate.transport.lease import Lease, LeaseState
-from batchstate.transport.receiver import Receiver
+from batchstate.kv.hisparse import HiSparse
+from batchstate.transport.receiver import Lease, LeaseState, Receiver
 from batchstate.transport.workers import Clock
 from examples.disaggregated.channel import Channel, ChannelClosedError, Kind
 from examples.engine.request import Request

@@ -5,7 +5,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from batchstate.cli import options as common
+from batchstate.cli import _output as common
 from batchstate.levels import Level
 from examples.disaggregated.options import AUTHKEY, TRANSPORTS
 

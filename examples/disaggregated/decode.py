@@ -12,8 +12,8 @@ from typing import final
 import numpy as np
 import torch
 
-from batchstate import ForwardPlan, HostTokenPool, PagePool, PoolExhaustedError, SlotPool, Slots
-from batchstate.hisparse import HiSparse
+from batchstate import ForwardPlan, HostKVPool, PagePool, PoolExhaustedError, SlotPool, Slots
+from batchstate.kv.hisparse import HiSparse
 from batchstate.runtime import Fence
 from batchstate.tables import TableWrite
 from batchstate.transport.receiver import Receiver
@@ -70,11 +70,11 @@ class DecodeWorker:
             options.max_running * -(-options.hot_tokens // HOT_PAGE) + MOST_STAGED * -(-longest // HOT_PAGE),
             HOT_PAGE,
             max_tokens_per_request=width,
-            token_table=self._hot_table,
+            req_to_token=self._hot_table,
         )
         layout = layout_of(model, size)
         config = model.lm.config
-        self.host = HostTokenPool(
+        self.host = HostKVPool(
             self.runtime,
             max(-(-most // size), options.max_running * most // (2 * size)),
             size,

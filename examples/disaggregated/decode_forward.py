@@ -27,7 +27,7 @@ from batchstate import (
 )
 from batchstate.batch import Extras
 from batchstate.future_map import Prefetched
-from batchstate.hisparse import HiSparse, LastLocation
+from batchstate.kv.hisparse import HiSparse, LastLocation
 from batchstate.runtime import Fence, Runtime
 from examples.disaggregated.kv import TieredKV, TieredView, hot_rows
 from examples.engine.attention import PagedView
@@ -113,7 +113,7 @@ class TierForward:
         """A whole prompt, whose KV goes to device pages; its first token."""
         runtime = self._runtime
         with runtime.use(self.stream):
-            inputs = self.relay.resolve_forward_inputs(plan, uploaded, ids="last_token", token_table=self._hot_table)
+            inputs = self.relay.resolve_forward_inputs(plan, uploaded, ids="last_token", req_to_token=self._hot_table)
             rows = self._hot_table.device.index_select(0, inputs.slots)[:, : plan.max_kv_len].long()
             self._hot_table.read_until(runtime.record())
             assert inputs.slot_mapping is not None

@@ -20,18 +20,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchstate import (
-    ForwardPlan,
-    FutureMap,
-    PagePool,
-    SlotPool,
-    relay_field,
-)
+from batchstate import ForwardPlan, FutureMap, PagePool, SlotPool, relay_field
 from batchstate.errors import ArgumentError, TransferError
 from batchstate.transport.engines.base import Status
 from batchstate.transport.plan import expand_pages
-from batchstate.transport.sender import Sender
-from batchstate.transport.sending import Sending, SendState
+from batchstate.transport.sender import Sender, Sending, SendState
 from examples.disaggregated.kv import ShardedKV, buffers_of
 from examples.disaggregated.options import Options, writer_name
 from examples.disaggregated.prompts import Job, Key, PromptBatch, Step
@@ -70,7 +63,7 @@ class PrefillWorker:
             max(4 * room // size, 1024 // size),
             size,
             max_tokens_per_request=room,
-            token_table=self._table,
+            req_to_token=self._table,
         )
         self._stream = self.runtime.stream("forward")
         self._relay = FutureMap(
@@ -197,7 +190,7 @@ class PrefillWorker:
         uploaded = grown.upload(writes=[extension.entry()], extras=plan.extras)
         results = None
         with self.runtime.use(self._stream):
-            inputs = self._relay.resolve_forward_inputs(plan, uploaded, ids="first_token", token_table=self._table)
+            inputs = self._relay.resolve_forward_inputs(plan, uploaded, ids="first_token", req_to_token=self._table)
             rows = self._table.device.index_select(0, inputs.slots)[:, : plan.max_kv_len].long()
             self._table.read_until(self.runtime.record())
             assert inputs.slot_mapping is not None

@@ -8,7 +8,7 @@ import torch
 from batchstate import Batch, Slots, host_list, mirrored, slot_column
 from batchstate.future_map import Prefetched
 from batchstate.runtime import Fence
-from batchstate.transport.sending import Sending
+from batchstate.transport.sender import Sending
 
 Ints = npt.NDArray[np.int64]
 Key = tuple[str, int]

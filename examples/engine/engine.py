@@ -240,6 +240,6 @@ class Engine:
         scheduler.pages.truncate(batch.slots, bounds, after=scheduler.last_step)
         if step.results is not None and not self._in_flight and step.sampling == list(batch.requests):
             # Nothing is in flight: the lengths are exact, on both sides.
-            scheduler.batch = batch.evolve(seq_lens=step.results["seq_lens"])
+            scheduler.batch = batch.replace(seq_lens=step.results["seq_lens"])
         else:
             scheduler.batch = batch.tighten("seq_lens", bounds)

@@ -15,8 +15,8 @@ from typing import final
 
 import torch
 
-from batchstate import FutureMap, MirroredTensor, PagePool, Slots, Table, Tokens, relay_field
-from batchstate.forward_inputs import ForwardInputs
+from batchstate import FutureMap, Locations, MirroredTensor, PagePool, Slots, Table, relay_field
+from batchstate.forward.inputs import ForwardInputs
 from batchstate.runtime import Runtime
 from examples.engine.attention import PagedView
 from examples.engine.batch import RunningBatch, Step
@@ -35,7 +35,7 @@ class Forward:
         settings: modes.
         model: the model.
         pages: the pool of KV pages, over the slots of the requests.
-        token_table: [slot, position] -> token of KV memory.
+        req_to_token: [slot, position] -> token of KV memory.
 
     Attributes:
         stream: where everything runs.
@@ -44,7 +44,7 @@ class Forward:
     """
 
     def __init__(
-        self, runtime: Runtime, settings: EngineSettings, model: Model, pages: PagePool, token_table: Table
+        self, runtime: Runtime, settings: EngineSettings, model: Model, pages: PagePool, req_to_token: Table
     ) -> None:
         self.stream = runtime.stream("forward")
         self._arrivals = runtime.current_stream
@@ -52,7 +52,7 @@ class Forward:
         self._model = model
         with runtime.use(self.stream):
             self.kv = model.new_kv(pages.token_capacity)
-        self._token_table = token_table
+        self._req_to_token = req_to_token
         self._drafts = settings.num_drafts
         fields = {
             "last_token": relay_field(torch.int64, non_negative=True),
@@ -81,7 +81,7 @@ class Forward:
         else:
             self.relay.seed(slots, last_token=last)
 
-    def load(self, tokens: Tokens, slots: Slots, prompt: list[int], prebuilt: Prebuilt) -> None:
+    def load(self, tokens: Locations, slots: Slots, prompt: list[int], prebuilt: Prebuilt) -> None:
         """Copies KV that somebody else has computed into a request's pages.
 
         It came on the stream on which the engine was made, and stays until it is copied, though nobody else keeps it.
@@ -90,7 +90,8 @@ class Forward:
         with runtime.use(self.stream):
             came = runtime.record(arrivals)
             keys, values = (
-                [runtime.acquire(one, arrivals, came) for one in layers] for layers in (prebuilt.keys, prebuilt.values)
+                [runtime.use_on_current_stream(one, arrivals, came) for one in layers]
+                for layers in (prebuilt.keys, prebuilt.values)
             )
             self.kv.write(tokens.device, keys, values)
             if self._drafts:
@@ -107,10 +108,10 @@ class Forward:
                 step.uploaded,
                 ids=self._ids,
                 lengths="seq_lens" if self._drafts else None,
-                token_table=self._token_table,
+                req_to_token=self._req_to_token,
             )
-            kv_tokens = self._token_table.device.index_select(0, inputs.slots)[:, : plan.max_kv_len].long()
-            self._token_table.read_until(runtime.record())  # read-done
+            kv_tokens = self._req_to_token.device.index_select(0, inputs.slots)[:, : plan.max_kv_len].long()
+            self._req_to_token.read_until(runtime.record())  # read-done
             assert inputs.slot_mapping is not None  # the plan has pages
             view = PagedView(
                 inputs.positions,
@@ -165,7 +166,7 @@ class Forward:
             step.batch.seq_lens.device.index_copy(0, rows, true_lens),
             contract="upper_bound",
         )
-        return step.batch.evolve(seq_lens=lens)
+        return step.batch.replace(seq_lens=lens)
 
     def _note_inputs(self, inputs: ForwardInputs) -> None:
         plan = inputs.plan

@@ -42,7 +42,7 @@ class Scheduler:
     Attributes:
         batch: the running requests.
         waiting: the others, first come first served; a retracted request goes to the front.
-        slots, pages: the pools. `slots` is made over [slot, position] -> token, `token_table`.
+        slots, pages: the pools. `slots` is made over [slot, position] -> token, `req_to_token`.
         forward: takes what joins with tokens of its own.
         retractions: how often a request had to give its pages back.
         writes: table writes that ride in the next upload.
@@ -73,7 +73,7 @@ class Scheduler:
             settings.num_pages,
             settings.page_size,
             max_tokens_per_request=width,
-            token_table=table,
+            req_to_token=table,
         )
         self.forward = Forward(self.runtime, settings, self.model, self.pages, table)
         self.batch = RunningBatch.empty(self.runtime)

@@ -8,8 +8,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from batchstate.testing.race.clocks import RaceFence
     from batchstate.testing.race.detector import Race
-    from batchstate.testing.race.fences import RaceFence
     from batchstate.testing.race.report import Access, Event, EventKind, RaceKind, RaceReport
     from batchstate.testing.race.runtime import RaceRuntime
 
@@ -20,7 +20,7 @@ _HOMES = {
     "Event": "report",
     "EventKind": "report",
     "Race": "detector",
-    "RaceFence": "fences",
+    "RaceFence": "clocks",
     "RaceKind": "report",
     "RaceReport": "report",
     "RaceRuntime": "runtime",

@@ -8,15 +8,14 @@ import torch
 
 from batchstate.runtime import Runtime
 from batchstate.testing.race.clocks import Lane
-from batchstate.testing.race.detector import Detector, Kept
+from batchstate.testing.race.detector import Detector, Kept, Lifetimes
+from batchstate.testing.race.history import Entry
 from batchstate.testing.race.host_memory import HostMemory
-from batchstate.testing.race.journal import Entry
-from batchstate.testing.race.lifetimes import Lifetimes
 from batchstate.testing.race.report import EventKind
-from batchstate.testing.watching.memory import Memories, Name, Place
-from batchstate.testing.watching.regions import Region, of_tensor
-from batchstate.testing.watching.sites import site
-from batchstate.testing.watching.touches import Touch
+from batchstate.testing.tracing.accesses import Touch
+from batchstate.testing.tracing.memory import Memories, Name, Place
+from batchstate.testing.tracing.regions import Region, of_tensor
+from batchstate.testing.tracing.sites import site
 
 
 @final

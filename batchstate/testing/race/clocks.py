@@ -1,17 +1,24 @@
-"""What each stream, and the host, knows to have happened: vector clocks over the events of a run.
+"""Fences that know what lies before them."""
 
-Events are numbered in program order. A lane's clock holds, for each lane, the newest event of that lane which is known
-to lie before whatever the lane does next. So an event is ordered before the next operation of a lane exactly if the
-lane's clock has reached its number.
-
-The algorithm is that of vector-clock race detectors (Mattern 1989; FastTrack, Flanagan and Freund 2009), with streams
-in place of threads: a launch orders the host before the operation, a wait for a fence joins what the fence knew.
-"""
-
+from collections.abc import Callable
 from typing import final
 
+import attrs
+
+from batchstate.runtime import Fence, Runtime
+from batchstate.runtime.base import Counters
 from batchstate.testing.race.report import HOST
-from batchstate.testing.watching.names import unused_name
+from batchstate.testing.tracing.modes import unused_name
+
+# What each stream, and the host, knows to have happened: vector clocks over the events of a run.
+#
+# Events are numbered in program order. A lane's clock holds, for each lane, the newest event of that lane which is
+# known to lie before whatever the lane does next. So an event is ordered before the next operation of a lane exactly
+# if the lane's clock has reached its number.
+#
+# The algorithm is that of vector-clock race detectors (Mattern 1989; FastTrack, Flanagan and Freund 2009), with
+# streams in place of threads: a launch orders the host before the operation, a wait for a fence joins what the fence
+# knew.
 
 
 @final
@@ -95,3 +102,51 @@ class Clocks:
         """The host has waited for all that `seen` has reached."""
         self._joins += 1
         self.lanes[0].join(seen)
+
+
+PATIENCE = 10_000
+"""Times that a fence is asked before it is complete: what polls instead of waiting gets on, as on a device."""
+
+
+@final
+@attrs.define(eq=False)
+class RaceFence:
+    """A point in a stream. Complete once the host has waited for it, or for something behind it.
+
+    Attributes:
+        number: in the order in which the fences of a runtime were recorded, from 1.
+        event: of its recording.
+        lane: of its stream.
+        seen: what is known to lie before it: lane -> newest event.
+        owner: the runtime.
+    """
+
+    number: int
+    event: int
+    lane: int
+    seen: list[int] = attrs.field(repr=False)
+    owner: Runtime = attrs.field(repr=False)
+    _inner: Fence = attrs.field(repr=False)
+    _over: Callable[["RaceFence"], bool] = attrs.field(repr=False)
+    _join: Callable[["RaceFence"], None] = attrs.field(repr=False)
+    _counters: Counters = attrs.field(repr=False)
+    _patience: int | None = attrs.field(repr=False)  # None: PATIENCE
+    _asked: int = 0
+
+    def query(self) -> bool:
+        """Whether the host knows that everything before it has run. Never waits."""
+        self.owner.check_owner("asking a fence")
+        if self._over(self):
+            return True
+        self._asked += 1
+        if self._asked >= (PATIENCE if self._patience is None else self._patience) and self._inner.query():
+            self._join(self)
+            return True
+        return False
+
+    def wait(self) -> None:
+        """The host waits until everything before it has run, and knows so from then on."""
+        self.owner.check_owner("waiting for a fence")
+        self._counters.fence_waits += 1
+        self._inner.wait()
+        self._join(self)

@@ -14,9 +14,9 @@ import torch
 
 from batchstate.testing.race.clocks import Lane
 from batchstate.testing.race.detector import Detector, Kept
-from batchstate.testing.race.journal import Entry, rows_of
+from batchstate.testing.race.history import Entry, rows_of
 from batchstate.testing.race.report import EventKind, RaceKind
-from batchstate.testing.watching.regions import Region
+from batchstate.testing.tracing.regions import Region
 
 POISON = 0xA5
 """Each byte of host memory that a copy has not reached yet."""

@@ -1,13 +1,23 @@
-"""An operation that runs later: its arguments as they will be, without keeping what the program holds."""
+"""What a stream would see if it ran now, without its running: it runs, is looked at, and everything is put back.
 
-from collections.abc import Callable, Mapping, Sequence
+What was run for one look is kept for the next, until the device really gets on. So many looks at a device that lags
+cost one run of what it has. A copy from pinned memory is then seen as the first look saw it. Of memory that the host
+writes too, only what was run is kept: the host's own writes are seen as they are.
+"""
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from batchstate.testing.sim.blocks import Block
-from batchstate.testing.sim.queues import Memory
+from batchstate.testing.sim.device import Block, Device, Entry, Lane, Marker, Memory, Task, execute
+
+# An operation that runs later: its arguments as they will be, without keeping what the program holds.
 
 Pack = Callable[[torch.Tensor], Any]
 """What stands for a tensor until the operation runs: a `View`, or a tensor of host memory."""
@@ -118,3 +128,115 @@ def _store(targets: Sequence[Any], results: Sequence[Any]) -> None:
                 expected = f"{memory.dtype}{list(memory.shape)}"
                 raise RuntimeError(f"a result {result.dtype}{list(result.shape)}, where {expected} was expected")
             memory.copy_(result)
+
+
+Saved = dict[int, tuple[Memory, Memory]]
+
+
+@final
+@attrs.define(eq=False)
+class _Seen:
+    """What the looks so far have run, while the device was where it is.
+
+    Attributes:
+        runs: of the device.
+        entries: of its queues, by id.
+        memory: what they wrote, by id, and what it holds then.
+        was: what memory of them that the host writes too held before.
+    """
+
+    runs: int
+    entries: dict[int, Entry] = attrs.field(factory=dict)
+    memory: Saved = attrs.field(factory=dict)
+    was: dict[int, npt.NDArray[np.uint8]] = attrs.field(factory=dict)
+
+
+@final
+class Ahead:
+    """Looks ahead of a device. `shared` says of a block of memory whether the host writes it too."""
+
+    def __init__(self, device: Device, shared: Callable[[npt.NDArray[np.uint8]], bool]) -> None:
+        self._device = device
+        self._shared = shared
+        self._seen = _Seen(0)
+
+    @contextlib.contextmanager
+    def of(self, lane: Lane) -> Iterator[None]:
+        """A window in which a stream, and whatever it waits for, has run all it has. Nothing is enqueued in it.
+
+        Raises:
+            DeviceFault: something fails there.
+        """
+        device = self._device
+        if self._seen.runs != device.runs:
+            self._seen = _Seen(device.runs)
+        seen = self._seen
+        queues = [one.queue for one in device.lanes]
+        before = {key: (memory, _copied(memory)) for key, (memory, _) in seen.memory.items()}
+        for key, (memory, after) in seen.memory.items():
+            _set(memory, after, seen.was.get(key))
+        for entry in seen.entries.values():
+            if isinstance(entry, Marker):
+                entry.reached = True
+        for one, queue in zip(device.lanes, queues, strict=True):
+            one.queue = deque(entry for entry in list(queue) if id(entry) not in seen.entries)
+        wiped, device.before_wipe = device.before_wipe, lambda memory: _save(memory, before)
+        try:
+            self._run(lane, before)
+            yield
+        finally:
+            device.before_wipe = wiped
+            self._leave(queues, before)
+
+    def _run(self, lane: Lane, before: Saved) -> None:
+        end = self._device.mark(lane)
+        while not self._device.has_reached(end):
+            runs = self._device.next_towards(lane)
+            task = runs.queue.popleft()
+            if isinstance(task, Task):
+                for memory in task.writes():
+                    _save(memory, before)
+                execute(task, runs)
+
+    def _leave(self, queues: list[deque[Entry]], before: Saved) -> None:
+        seen = self._seen
+        seen.runs = self._device.runs
+        for one, queue in zip(self._device.lanes, queues, strict=True):
+            had, left = list(queue), list(one.queue)
+            known, not_run = {id(entry) for entry in had}, {id(entry) for entry in left}
+            came = [entry for entry in left if id(entry) not in known]  # memory that was freed meanwhile
+            seen.entries.update((id(entry), entry) for entry in had if id(entry) not in not_run)
+            queue.extend(came)
+            one.queue = queue
+        for entry in seen.entries.values():
+            if isinstance(entry, Marker):
+                entry.reached = False
+        seen.memory = {key: (memory, _copied(memory)) for key, (memory, _) in before.items()}
+        seen.was = {
+            key: was
+            for key, (memory, was) in before.items()
+            if isinstance(memory, np.ndarray) and isinstance(was, np.ndarray) and self._shared(memory)
+        }
+        for memory, was in reversed(before.values()):  # the last saved first: tensors may share memory
+            _set(memory, was)
+
+
+def _save(memory: Memory, before: Saved) -> None:
+    if id(memory) not in before:
+        before[id(memory)] = memory, _copied(memory)
+
+
+def _copied(memory: Memory) -> Memory:
+    if isinstance(memory, np.ndarray):
+        return memory.copy()
+    with torch._C._DisableTorchDispatch():
+        return memory.clone()
+
+
+def _set(memory: Memory, values: Memory, was: npt.NDArray[np.uint8] | None = None) -> None:
+    """Sets memory to `values`; where it `was` the same already, it stays as it is."""
+    if isinstance(memory, np.ndarray):
+        memory[...] = values if was is None else np.where(values == was, memory, values)
+    elif isinstance(values, torch.Tensor):
+        with torch._C._DisableTorchDispatch():
+            memory.copy_(values)

@@ -1,21 +1,193 @@
-"""The simulated device itself: a queue for each stream, and who of them gets on.
+"""Memory of the simulated device: blocks that are handed out again as soon as they are free, and poisoned in between.
 
-A stream runs in order and stops at a wait until the mark it waits for was reached. Marks are older than the waits for
-them, so somebody can always get on. Who does is the scheduler's choice, and so is how far the host gets before.
+A block goes back at once, in program order, to the stream that it was allocated on, whose next allocation may get it:
+for that stream its own order suffices. Another stream is protected only where the allocator was told of it
+(`record_stream`); the block then waits aside until that stream has run what it had when the block was freed. That
+orders nothing: it only keeps the block away.
+
+Poisoned is what was freed when its stream next allocates anything, at that place of the stream: before that nothing can
+have become of it, and from then on anything. Which allocation really gets it depends on sizes, and is chance.
 """
 
+import enum
 from collections import Counter, deque
-from collections.abc import Callable
-from typing import final
+from collections.abc import Callable, Sequence
+from typing import Protocol, final
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchstate.testing.sim.faults import DeviceFault
-from batchstate.testing.sim.poison import poison
-from batchstate.testing.sim.queues import Await, Lane, Marker, Moment, Scheduler, Task, Wipe
-from batchstate.testing.watching.names import unused_name
+from batchstate.errors import BatchStateError
+from batchstate.runtime.base import Counters
+from batchstate.testing.tracing.modes import unused_name
+from batchstate.testing.tracing.sites import Site
+
+# What memory holds that nobody has filled: numbers that no program can take for its own.
+
+_WORD = np.uint32(0xFFF5A5A5)
+
+
+def poison(memory: npt.NDArray[np.uint8]) -> None:
+    """Makes any number in it a wrong one: integers are negative and large, floats of 32 and 64 bits are not numbers."""
+    words = memory.nbytes // 4 * 4
+    memory[:words].view(np.uint32)[...] = _WORD
+    memory[words:] = 0xA5
+
+
+def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """New host memory that holds nothing else."""
+    tensor = torch.empty(shape, dtype=dtype)
+    if tensor.numel():
+        poison(tensor.view(-1).view(torch.uint8).numpy())
+    return tensor
+
+
+# What an operation of the device could not do when it ran.
+
+
+@final
+class DeviceFault(BatchStateError, RuntimeError):
+    """An operation failed when it ran, long after it was enqueued: an illegal access, mostly.
+
+    On an accelerator this is the error that surfaces anywhere, names nothing, and leaves the device useless. The usual
+    reason is an index that was read before it was there, or after its memory had become somebody else's.
+
+    Attributes:
+        operation: its name.
+        stream: that ran it.
+        step: in which it was enqueued.
+        site: the line that enqueued it.
+    """
+
+    def __init__(self, operation: str, stream: str, step: int, site: str, reason: str) -> None:
+        super().__init__(
+            f"{operation} failed when stream {stream!r} ran it: {reason}\n  enqueued in step {step} at {site}",
+            value=reason,
+            remedy="find what orders its operands before it; the race detector names the two accesses",
+        )
+        self.operation = operation
+        self.stream = stream
+        self.step = step
+        self.site = site
+
+
+# What a stream of the simulated device has not run, and who says that it may.
+
+Memory = npt.NDArray[np.uint8] | torch.Tensor
+"""A block as bytes, other memory as a tensor."""
+
+
+class Moment(enum.Enum):
+    """When a scheduler is asked."""
+
+    ENQUEUED = "the host has enqueued something"
+    ASKED = "the host asks whether something has run"
+    WAITS = "the host waits"
+
+
+@final
+@attrs.define(eq=False)
+class Marker:
+    """A place in a stream.
+
+    Attributes:
+        lane: of the stream.
+        reached: everything before it has run.
+    """
+
+    lane: "Lane"
+    reached: bool = False
+
+
+@final
+@attrs.define(eq=False)
+class Await:
+    """Nothing behind it runs before a mark was reached."""
+
+    marker: Marker
+
+
+@final
+@attrs.define(eq=False)
+class Wipe:
+    """Memory that was freed may be somebody else's from here on: it is poisoned as soon as everything before has run.
+
+    That takes nobody's turn. When memory is freed may be up to Python's garbage collection, and who gets on must not
+    depend on it.
+    """
+
+    memory: npt.NDArray[np.uint8] = attrs.field(repr=False)
+
+
+@final
+@attrs.define(eq=False)
+class Task:
+    """An operation that has not run.
+
+    Attributes:
+        name: of it.
+        step: in which it was enqueued.
+        at: the line that enqueued it.
+        work: does it.
+        writes: what memory it may change: blocks as bytes, other memory as a tensor.
+        reads_host: what is known of host memory that it reads, or None.
+        dormant: it is not known yet whether it is the device's at all; it takes a turn, and counts for nothing.
+    """
+
+    name: str
+    step: int
+    at: Site | None
+    work: Callable[[], None]
+    writes: Callable[[], Sequence[Memory]]
+    reads_host: object = None
+    dormant: bool = False
+
+
+Entry = Task | Marker | Await | Wipe
+
+
+@final
+@attrs.define(eq=False)
+class Lane:
+    """A stream of the device.
+
+    Attributes:
+        number: in the order in which they were made, from 0.
+        name: for reports; no other has it.
+        queue: what it has not run.
+    """
+
+    number: int
+    name: str
+    queue: deque[Entry] = attrs.field(factory=deque, repr=False)
+
+    def entries(self) -> list[Entry]:
+        """What it has not run. A copy: a collection of garbage may free memory, and that is noted in the queue."""
+        return list(self.queue)
+
+
+class Scheduler(Protocol):
+    """Who gets on."""
+
+    def choose(self, moment: Moment, ready: Sequence[Lane], needed: Lane | None) -> Lane | None:
+        """The stream that runs its next operation now, or None: nobody, and the host gets on.
+
+        Asked again after each operation. A host that waits gets on when what it waits for has run.
+
+        Args:
+            moment: why it is asked.
+            ready: streams that can run something, oldest first; at least one.
+            needed: the one of them without which a host that waits gets nowhere; None where the host does not wait.
+        """
+        ...
+
+
+# The simulated device itself: a queue for each stream, and who of them gets on.
+#
+# A stream runs in order and stops at a wait until the mark it waits for was reached. Marks are older than the waits for
+# them, so somebody can always get on. Who does is the scheduler's choice, and so is how far the host gets before.
 
 LONGEST_QUEUE = 1024
 """What a stream may have before it; then the host waits, as where CUDA's launch queue is full."""
@@ -250,3 +422,144 @@ def execute(task: Task, lane: Lane) -> None:
             line += f", called at {caller}"
         reason = f"{type(error).__name__}: {error}"
         raise DeviceFault(task.name, lane.name, task.step, line, reason) from error
+
+
+# Fences of the simulated device.
+
+PATIENCE = 1_000
+"""Times that a fence is asked before each further time lets something run: a host that polls gets on."""
+
+
+@final
+@attrs.define(eq=False)
+class SimFence:
+    """A point in a stream. Complete once everything before it has run.
+
+    Attributes:
+        number: in the order in which the fences of a runtime were recorded, from 1.
+        marker: where it is.
+        device: whose it is.
+    """
+
+    number: int
+    marker: Marker = attrs.field(repr=False)
+    device: Device = attrs.field(repr=False)
+    _counters: Counters = attrs.field(repr=False)
+    _asked: int = attrs.field(default=0, repr=False)
+
+    def query(self) -> bool:
+        """Whether everything before it has run. Never waits; the device may get on meanwhile."""
+        if not self.device.has_reached(self.marker):
+            self._asked += 1
+            if self._asked > PATIENCE:
+                self.device.step_towards(self.marker)
+            self.device.asked()
+        return self.device.has_reached(self.marker)
+
+    def wait(self) -> None:
+        """The host waits: the device runs until everything before it has run."""
+        self._counters.fence_waits += 1
+        self.device.run_until(self.marker)
+
+
+SMALLEST = 512
+"""Bytes of the smallest block, as CUDA's allocator rounds: small results share a size, so that they meet again."""
+
+
+@final
+@attrs.define(eq=False)
+class Block:
+    """A piece of device memory. The allocator owns it; tensors are views of it, and so are operations' own views.
+
+    What a program holds is one storage object over the block, whose end is the free. Operations that have not run yet
+    refer to the block and make views of their own when they run: they keep nothing of the program's alive.
+
+    Attributes:
+        memory: the bytes.
+        lane: of the stream that allocated it.
+        users: other streams that the allocator was told of, by number.
+    """
+
+    memory: npt.NDArray[np.uint8] = attrs.field(repr=False)
+    lane: Lane
+    users: dict[int, Lane] = attrs.field(factory=dict)
+    _typed: dict[torch.dtype, torch.Tensor] = attrs.field(factory=dict, repr=False)
+
+    def handed_out(self, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+        """The tensor that a program gets for an allocation."""
+        return torch.from_numpy(self.memory).view(dtype).as_strided(shape, stride)
+
+    def view(self, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:
+        """The same memory for an operation that runs. To be called in inference mode alone."""
+        flat = self._typed.get(dtype)
+        if flat is None:
+            flat = self._typed[dtype] = torch.from_numpy(self.memory).view(dtype)
+        view: torch.Tensor = flat.as_strided(shape, stride, offset)
+        return view
+
+
+def bytes_of(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Bytes from the first to the last element."""
+    if 0 in shape:
+        return 0
+    last = sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
+    return (last + 1) * dtype.itemsize
+
+
+@final
+class Allocator:
+    """Hands out blocks and takes them back.
+
+    Args:
+        device: its streams write what they get.
+
+    Attributes:
+        reused: times that memory was handed out that somebody had before.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._free: dict[tuple[int, int], list[Block]] = {}
+        self._given_back: dict[int, list[Block]] = {}
+        self._aside: list[tuple[Block, list[Marker]]] = []
+        self.reused = 0
+
+    def allocate(self, lane: Lane, nbytes: int) -> Block:
+        """A block for a stream: what it gave back last, or a new one."""
+        if self._aside:
+            self._reclaim()
+        if lane.number in self._given_back:
+            for block in self._given_back.pop(lane.number):
+                self._device.wipe(lane, block.memory)
+                self._free.setdefault((lane.number, block.memory.nbytes), []).append(block)
+        free = self._free.get((lane.number, _rounded(nbytes)))
+        if not free:
+            return self.fresh(lane, nbytes)
+        self.reused += 1
+        return free.pop()
+
+    def fresh(self, lane: Lane, nbytes: int) -> Block:
+        """A block that nobody had before."""
+        memory = np.empty(_rounded(nbytes), np.uint8)
+        poison(memory)
+        return Block(memory, lane)
+
+    def free(self, block: Block) -> None:
+        """The last tensor of a block is gone. Only notes it: this may be called anywhere."""
+        users, block.users = list(block.users.values()), {}
+        if users:
+            self._aside.append((block, [self._device.mark(lane) for lane in users]))
+        else:
+            self._given_back.setdefault(block.lane.number, []).append(block)
+
+    def _reclaim(self) -> None:
+        aside, self._aside = self._aside, []
+        for block, markers in aside:
+            if all(self._device.has_reached(marker) for marker in markers):
+                self._given_back.setdefault(block.lane.number, []).append(block)
+            else:
+                self._aside.append((block, markers))
+
+
+def _rounded(nbytes: int) -> int:
+    return max(SMALLEST, 1 << max(nbytes - 1, 0).bit_length())

@@ -20,23 +20,16 @@ from batchstate.errors import ArgumentError
 from batchstate.runtime import Fence, MappedMemory, Runtime, Stream
 from batchstate.runtime.base import Array
 from batchstate.runtime.fences import foreign_fence
-from batchstate.runtime.staging import StagingBlock
-from batchstate.testing.sim.ahead import Ahead
-from batchstate.testing.sim.blocks import Allocator
-from batchstate.testing.sim.device import Device
-from batchstate.testing.sim.fences import SimFence
-from batchstate.testing.sim.kernels import task_of
-from batchstate.testing.sim.operations import Operations
-from batchstate.testing.sim.places import Places
-from batchstate.testing.sim.poison import poisoned
-from batchstate.testing.sim.queues import Lane
+from batchstate.runtime.memory import StagingBlock
+from batchstate.testing.sim.calls import Ahead
+from batchstate.testing.sim.device import Allocator, Device, Lane, SimFence, poisoned
+from batchstate.testing.sim.memory import Places
+from batchstate.testing.sim.operations import Operations, Transfers, task_of
 from batchstate.testing.sim.schedulers import scheduler_of
 from batchstate.testing.sim.shapes import Made
-from batchstate.testing.sim.transfers import Transfers
-from batchstate.testing.watching.events import DeviceEvent
-from batchstate.testing.watching.kernels import is_raw
-from batchstate.testing.watching.memory import Place
-from batchstate.testing.watching.modes import watching
+from batchstate.testing.tracing.events import DeviceEvent
+from batchstate.testing.tracing.memory import Place
+from batchstate.testing.tracing.modes import is_raw, watching
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 from batchstate.errors import ArgumentError
-from batchstate.testing.sim.queues import Lane, Moment, Scheduler
+from batchstate.testing.sim.device import Lane, Moment, Scheduler
 
 
 @final

@@ -1,28 +1,251 @@
-"""The protocol of a transfer engine, and all of it that does not depend on how bytes travel.
-
-    engine.register(memory, name)              once, for each piece of memory
-    peer = engine.connect(other's endpoint())  once, on each side that writes
-    handle = engine.write(peer, copies, tag)   on the writing side: returns at once
-    engine.poll(handle)                        PENDING, then DONE, FAILED or UNKNOWN for good
-    engine.completions()                       on the other side: the tags whose data is there
-
-What can be judged before a byte moves is judged here, the same for every engine: regions, bounds, overlaps, tags,
-endpoints. An engine adds the six methods marked abstract.
-"""
+"""Engines by name."""
 
 import abc
+import base64
+import enum
+import importlib
+import json
 import re
 import secrets
 import threading
 from collections import deque
+from collections.abc import Iterable
+from typing import Any, Unpack, final
 
+import attrs
+import numpy as np
+
+from batchstate import invariants
 from batchstate.errors import ArgumentError, HandshakeError, OwnerThreadError, TransferError
-from batchstate.transport.copies import Copies, Ints
-from batchstate.transport.engines.endpoints import packed_endpoint, parsed_endpoint
-from batchstate.transport.engines.handles import Capabilities, Delivery, Handle, Peer, Status
-from batchstate.transport.engines.judging import addresses
-from batchstate.transport.regions import Memory, Region, Regions, RemoteRegion
-from batchstate.violations import Violation
+from batchstate.transport.regions import Copies, Ints, Memory, Region, Regions, RemoteRegion
+from batchstate.violations import Violation, Where
+
+# An engine's address as bytes, opaque to whoever carries them: kind, instance, memory, and how to reach it.
+
+MAGIC = "batchstate endpoint 1"
+MOST_REGIONS = 65_536
+
+
+def packed_endpoint(engine: str, instance: str, regions: Iterable[Region], native: bytes) -> bytes:
+    """What `parsed_endpoint` takes apart. `native` is the engine's own part."""
+    described = [[region.index, region.name, region.address, region.nbytes] for region in regions]
+    fields = {
+        "is": MAGIC,
+        "engine": engine,
+        "instance": instance,
+        "regions": described,
+        "native": base64.b64encode(native).decode(),
+    }
+    return json.dumps(fields).encode()
+
+
+def parsed_endpoint(endpoint: bytes) -> tuple[str, str, dict[int, RemoteRegion], bytes]:
+    """Engine, instance, regions by index, and the engine's own part.
+
+    Raises:
+        HandshakeError: that is no endpoint of this library.
+    """
+    if not isinstance(endpoint, bytes | bytearray):
+        raise _malformed(repr(endpoint).encode(), f"{type(endpoint).__name__} instead of bytes")
+    try:
+        fields = json.loads(endpoint)
+        if fields["is"] != MAGIC:
+            raise KeyError("is")
+        regions = dict(_remote_region(*one) for one in fields["regions"])
+        if len(regions) != len(fields["regions"]) or len(regions) > MOST_REGIONS:
+            raise ValueError(f"{len(fields['regions'])} regions, or an index twice")
+        native = base64.b64decode(fields["native"], validate=True)
+        return str(fields["engine"]), str(fields["instance"]), regions, native
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _malformed(bytes(endpoint), str(error)[:80]) from error
+
+
+def _remote_region(index: object, name: object, address: object, nbytes: object) -> tuple[int, RemoteRegion]:
+    for number in (index, address, nbytes):
+        if type(number) is not int or not 0 <= number < 2**63:
+            raise ValueError(f"a region with the number {number!r}"[:80])
+    region = RemoteRegion(index, str(name), address, nbytes)  # type: ignore[arg-type]
+    if region.address + region.nbytes >= 2**63:
+        raise ValueError(f"a region of {nbytes} bytes from {address} on")
+    return region.index, region
+
+
+def _malformed(endpoint: bytes, reason: str) -> HandshakeError:
+    return HandshakeError(
+        f"{endpoint[:40]!r} is no endpoint of this library: {reason}",
+        value=endpoint[:40],
+        remedy="pass what the other side's `endpoint()` returned",
+    )
+
+
+# What an engine hands out: peers, writes under way, and tags that have arrived.
+
+
+class Status(enum.Enum):
+    """Where a write is.
+
+    PENDING: under way. DONE: all of it has landed. FAILED: it failed, and no byte of it can still land.
+    UNKNOWN: it failed, and bytes may still land; see `Engine.drain`.
+    """
+
+    PENDING = "pending"
+    DONE = "done"
+    FAILED = "failed"
+    UNKNOWN = "unknown"
+
+
+@final
+@attrs.frozen
+class Capabilities:
+    """What an engine can do.
+
+    Attributes:
+        one_sided: whether the peer takes no part in a write.
+        max_rows: most rows of one write.
+    """
+
+    one_sided: bool
+    max_rows: int
+
+
+@final
+@attrs.frozen
+class Delivery:
+    """A tag that has arrived behind its data.
+
+    Attributes:
+        tag: as given to `write`.
+        instance: nonce of the engine that wrote.
+    """
+
+    tag: bytes
+    instance: str
+
+
+@final
+@attrs.define(eq=False)
+class Peer:
+    """Another engine that this one can write to. Made by `connect`.
+
+    Attributes:
+        instance: its nonce; another one after each start.
+        regions: its memory by index, as it was when its endpoint was made.
+        native: of the engine.
+        lost: why it is gone, or None.
+    """
+
+    instance: str
+    regions: dict[int, RemoteRegion] = attrs.field(repr=False)
+    native: Any = attrs.field(default=None, repr=False)
+    lost: str | None = None
+
+
+@final
+@attrs.define(eq=False)
+class Handle:
+    """One write under way. Made by `write`.
+
+    Attributes:
+        peer: where it goes.
+        tag: its tag.
+        nbytes: its bytes.
+        status: the last answer of `poll`; final once it is not PENDING.
+        drained: whether no byte of it can still land.
+        reason: why it failed.
+        interrupted: whether `write` was, once it may have begun: it is UNKNOWN, and the engine still follows it.
+        native: of the engine.
+    """
+
+    peer: Peer
+    tag: bytes
+    nbytes: int
+    status: Status = Status.PENDING
+    drained: bool = False
+    reason: str = ""
+    interrupted: bool = False
+    native: Any = attrs.field(default=None, repr=False)
+
+
+# Where the rows of a write begin, once everything has been judged that can be before a byte moves.
+
+ByIndex = dict[int, Region] | dict[int, RemoteRegion]
+
+
+def addresses(
+    here: ByIndex, there: ByIndex, copies: Copies, *, name: str, max_rows: int, **where: Unpack[Where]
+) -> tuple[Ints, Ints]:
+    """Address of each row here and there, int64[n] each.
+
+    Args:
+        here: local regions by index.
+        there: the peer's.
+        copies: the rows.
+        name: of the engine.
+        max_rows: that it takes in one write.
+        where: for reports.
+
+    Raises:
+        Violation: TRANSFER_BOUNDS. ArgumentError: an unknown region, too many rows, or rows that overlap there.
+    """
+    if len(copies) > max_rows:
+        raise ArgumentError(
+            f"{len(copies)} rows in one write; {name} takes {max_rows}",
+            value=len(copies),
+            remedy="cut it with `transport.plan.chunked`",
+        )
+    sources = _inside(here, copies.source_regions, copies.source_offsets, copies, "source", where)
+    targets = _inside(there, copies.target_regions, copies.target_offsets, copies, "target", where)
+    ends = targets + copies.lengths
+    if (targets[1:] >= ends[:-1]).all():  # in order, as the plan makes them: nothing to sort
+        return sources, targets
+    order = np.argsort(targets, kind="stable")
+    overlaps = targets[order][1:] < ends[order][:-1]
+    if overlaps.any():
+        row = int(order[1:][overlaps][0])
+        raise ArgumentError(
+            f"row {row} of a write lands on bytes of another row", value=row, remedy="name each destination once"
+        )
+    return sources, targets
+
+
+def _inside(regions: ByIndex, indices: Ints, offsets: Ints, copies: Copies, side: str, where: Where) -> Ints:
+    if not len(copies):
+        return np.empty(0, dtype=np.int64)
+    there: Where = {**where, "operation": f"write ({side})"}
+    first = int(indices[0])
+    if (indices == first).all():  # one layer
+        region = _region(regions, first, side)
+        invariants.transfer_bounds(offsets, copies.lengths, 0, region.nbytes, **there)
+        return offsets + region.address
+    present = np.unique(indices)
+    found = [_region(regions, index, side) for index in present.tolist()]
+    which = np.searchsorted(present, indices)
+    sizes = np.array([region.nbytes for region in found], dtype=np.int64)[which]
+    invariants.transfer_bounds(offsets, copies.lengths, 0, sizes, **there)
+    begins: Ints = np.array([region.address for region in found], dtype=np.int64)[which]
+    return begins + offsets
+
+
+def _region(regions: ByIndex, index: int, side: str) -> Region | RemoteRegion:
+    if index not in regions:
+        raise ArgumentError(
+            f"{side} region {index} is not registered",
+            value=index,
+            remedy="register memory before the endpoint is made, and use the indices of `Region`",
+        )
+    return regions[index]
+
+
+# The protocol of a transfer engine, and all of it that does not depend on how bytes travel.
+#
+#     engine.register(memory, name)              once, for each piece of memory
+#     peer = engine.connect(other's endpoint())  once, on each side that writes
+#     handle = engine.write(peer, copies, tag)   on the writing side: returns at once
+#     engine.poll(handle)                        PENDING, then DONE, FAILED or UNKNOWN for good
+#     engine.completions()                       on the other side: the tags whose data is there
+#
+# What can be judged before a byte moves is judged here, the same for every engine: regions, bounds, overlaps, tags,
+# endpoints. An engine adds the six methods marked abstract.
 
 __all__ = ["MOST_TAG_BYTES", "Capabilities", "Delivery", "Engine", "Handle", "Peer", "Status"]
 
@@ -327,3 +550,31 @@ def check_instance(instance: str) -> None:
         raise HandshakeError(
             f"instance is {instance[:40]!r}", value=instance, remedy="introduce a worker by its engine's `instance`"
         )
+
+
+_HOMES = {
+    "nixl": ("batchstate.transport.engines.nixl", "NixlEngine"),
+    "distributed": ("batchstate.transport.engines.distributed", "DistributedEngine"),
+    "mooncake": ("batchstate.transport.engines.mooncake", "MooncakeEngine"),
+}
+
+ENGINES = tuple(_HOMES)
+"""Names that `open_engine` knows. The engine of tests, `InProcessEngine`, needs a network and is made by itself."""
+
+
+def open_engine(name: str = "nixl", **options: Any) -> Engine:
+    """The engine of this name; what it needs besides the library is imported now.
+
+    Args:
+        name: `nixl`, `distributed` or `mooncake`.
+        options: of its class.
+
+    Raises:
+        ArgumentError: no such engine.
+        TransferError: it is not installed here, or cannot be started; the message says what to install.
+    """
+    if name not in _HOMES:
+        raise ArgumentError(f"no engine is called {name!r}", value=name, remedy=f"use one of {', '.join(ENGINES)}")
+    module, kind = _HOMES[name]
+    engine: Engine = getattr(importlib.import_module(module), kind)(**options)
+    return engine

@@ -16,15 +16,27 @@ from typing import final
 import torch
 
 from batchstate.errors import ArgumentError, HandshakeError, TransferError
-from batchstate.transport.copies import Copies, Ints
+from batchstate.transport.engines._packing import as_bytes, in_order
+from batchstate.transport.engines._pairs import (
+    MOST_ROWS,
+    WRITER,
+    EndWatch,
+    Inbox,
+    Incoming,
+    Job,
+    Meeting,
+    Outgoing,
+    Pair,
+    Reception,
+    Store,
+    ask,
+    client,
+    host_store,
+    private,
+    said,
+)
 from batchstate.transport.engines.base import Capabilities, Delivery, Engine, Handle, Peer, Status
-from batchstate.transport.engines.paired.packing import as_bytes, in_order
-from batchstate.transport.engines.paired.pairs import WRITER, Pair, Store, client, host_store, private, said
-from batchstate.transport.engines.paired.receiving import Inbox, Incoming, Meeting
-from batchstate.transport.engines.paired.reception import EndWatch, Reception, ask
-from batchstate.transport.engines.paired.sending import Job, Outgoing
-from batchstate.transport.engines.paired.wire import MOST_ROWS
-from batchstate.transport.regions import Region
+from batchstate.transport.regions import Copies, Ints, Region
 
 MOST_WAITING = 64
 """Writers that have called and not come yet: further ones are refused until they come, or their time is over."""

@@ -29,10 +29,9 @@ import numpy as np
 import torch
 
 from batchstate.errors import ArgumentError, HandshakeError, TransferError
-from batchstate.transport.copies import Copies, Ints
+from batchstate.transport.engines._processes import Process, here
 from batchstate.transport.engines.base import Capabilities, Delivery, Engine, Handle, Peer, Status
-from batchstate.transport.engines.processes import Process, here
-from batchstate.transport.regions import Region
+from batchstate.transport.regions import Copies, Ints, Region
 
 MAX_ROWS = 8192
 """Rows of one write. NIXL takes more; so long the calling thread would be away, which copies them."""

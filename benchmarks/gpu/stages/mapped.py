@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from batchstate import SlotPool
-from batchstate.hisparse import HiSparse
-from batchstate.host_tokens import HostTokenPool
-from batchstate.pages import PagePool
+from batchstate.kv.hisparse import HiSparse
+from batchstate.kv.host_pool import HostKVPool
+from batchstate.kv.pages import PagePool
 from batchstate.runtime import Runtime, open_runtime
 from benchmarks.gpu.outcome import Notes, Setting
 
@@ -68,7 +68,7 @@ def _backups(runtime: Runtime, notes: Notes, *, steps: int) -> None:
     requests, tokens, hot = 8, 40, 16
     slots = SlotPool(runtime, requests)
     pages = PagePool(runtime, slots, requests, hot, max_tokens_per_request=hot)
-    host = HostTokenPool(runtime, requests * (tokens + steps), layers=2, item_shape=(4,), dtype=torch.float32)
+    host = HostKVPool(runtime, requests * (tokens + steps), layers=2, item_shape=(4,), dtype=torch.float32)
     kv = [runtime.device_zeros((pages.token_capacity, 4), torch.float32, name=f"kv {layer}") for layer in range(2)]
     tier = HiSparse(pages, host, kv, hot_tokens=hot)
     taken = slots.take(requests)

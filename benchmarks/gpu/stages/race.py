@@ -6,10 +6,10 @@ from hypothesis.database import InMemoryExampleDatabase
 
 from batchstate.runtime import open_runtime
 from batchstate.testing import fuzz
-from batchstate.testing.race_cases import CASES
-from batchstate.testing.race_cases.judges import Says
-from batchstate.testing.race_cases.verdicts import Column, Table, judged
 from benchmarks.gpu.outcome import Notes, Setting
+from tests.race_cases import CASES
+from tests.race_cases.judges import Says
+from tests.race_cases.verdicts import Column, Table, judged
 
 MACHINES = ("batch", "mirrored_tensor", "slot_pool", "page_pool", "future_map", "hybrid")
 """State machines that run on a device of any kind, and soon end."""

@@ -1,0 +1,436 @@
+"""What runs on the device: one function a kernel, for `Runtime.launch`.
+
+torch has few kernels for unsigned dtypes wider than a byte. Moving and adding integers is the same on signed bits, so
+those are viewed as signed for the operation.
+"""
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchstate.errors import (
+    ArgumentError,
+    ContractError,
+    DeviceError,
+    DtypeError,
+    RowIndexError,
+    ShapeError,
+    ValueOverflowError,
+)
+from batchstate.invariants import first_duplicate
+
+# The door: whatever a caller passes becomes a checked numpy array on the host, or a typed error.
+#
+# Nothing here looks at a device. Arrays are fastest; lists work.
+
+Array = npt.NDArray[Any]
+Rows = npt.NDArray[np.int64]
+
+_BOOL = np.dtype(np.bool_)
+
+
+def as_array(values: object, what: str) -> Array:
+    """`values` as a numpy array; shares memory where it can.
+
+    A mirrored value gives its host side if that is exact and a plain number (`TwoSides.exact_numbers`).
+
+    Raises:
+        DeviceError: an accelerator tensor, which could be read only by waiting for the device.
+        DtypeError: a dtype that numpy lacks, or something that is no array of numbers.
+        ShapeError: nested lists of unequal lengths.
+    """
+    array: Array
+    exact_numbers = getattr(values, "exact_numbers", None)
+    if type(values) is np.ndarray:
+        array = values
+    elif exact_numbers is not None:
+        array = exact_numbers(what)
+    elif isinstance(values, np.ma.MaskedArray):
+        raise DtypeError(f"{what}: a masked array", value=values.dtype, remedy="fill or filter the masked elements")
+    elif isinstance(values, torch.Tensor):
+        if values.device.type != "cpu":
+            raise DeviceError(
+                f"{what}: a tensor on {values.device} was given where host values are meant",
+                value=str(values.device),
+                remedy="pass host values; `MirroredTensor.from_device` takes device tensors",
+            )
+        try:
+            array = values.detach().resolve_neg().numpy()
+        except TypeError:
+            raise DtypeError(
+                f"{what}: numpy has no {values.dtype}", value=values.dtype, remedy="convert the tensor first"
+            ) from None
+    else:
+        try:
+            array = np.asarray(values)
+        except ValueError:
+            raise ShapeError(f"{what}: rows of unequal lengths", value=values, remedy="pass equal rows") from None
+    if array.dtype.kind not in "biuf":
+        raise DtypeError(
+            f"{what}: values of dtype {array.dtype} are no numbers",
+            value=array.dtype,
+            remedy="pass numbers or booleans",
+        )
+    return array
+
+
+def converted(values: object, dtype: np.dtype[Any], what: str) -> Array:
+    """A new array of `dtype` with the same values.
+
+    Integers must fit, floats are rounded to a narrower float but never to integers.
+
+    Raises:
+        DtypeError: the kind of number does not go into `dtype`.
+        ValueOverflowError: a value lies outside the range of `dtype`.
+    """
+    if isinstance(values, list | tuple) and dtype.kind in "iu":
+        values = _integers(values, dtype, what)
+    array = as_array(values, what)
+    if array.dtype == dtype:
+        return np.array(array, order="C")
+    kind, target = array.dtype.kind, dtype.kind
+    if (target == "b" and kind != "b") or (target in "iu" and kind == "f"):
+        raise DtypeError(
+            f"{what}: values of dtype {array.dtype} do not go into {dtype}",
+            value=array.dtype,
+            remedy=f"convert to {dtype} where the loss is intended",
+        )
+    if target in "iu" and kind in "iu" and array.size:
+        check_range(int(array.min()), int(array.max()), dtype, what)
+    with np.errstate(over="ignore"):
+        result = array.astype(dtype, order="C")
+    if target == "f" and array.size and not np.array_equal(np.isfinite(result), np.isfinite(array)):
+        raise ValueOverflowError(
+            f"{what}: a finite value becomes infinite in {dtype}", value=array.max(), remedy="use a wider dtype"
+        )
+    return result
+
+
+def _integers(values: list[Any] | tuple[Any, ...], dtype: np.dtype[Any], what: str) -> object:
+    """A list as integers where numpy, which looks for a dtype for all of it, would make floats or objects of them."""
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        return values  # unequal rows: `as_array` says so
+    if array.size == 0:
+        return np.empty(array.shape, dtype=dtype)
+    if array.dtype.kind not in "fO":
+        return array
+    flat = np.asarray(values, dtype=object).reshape(-1).tolist()
+    if not all(isinstance(one, int | np.integer) and not isinstance(one, bool) for one in flat):
+        return array
+    check_range(min(map(int, flat)), max(map(int, flat)), dtype, what)
+    return np.array(flat, dtype=dtype).reshape(array.shape)
+
+
+def check_range(least: int, most: int, dtype: np.dtype[Any], what: str) -> None:
+    """Refuses values that `dtype` cannot hold.
+
+    Raises:
+        ValueOverflowError: `least` or `most` lies outside.
+    """
+    limits = np.iinfo(dtype)
+    if least < limits.min or most > limits.max:
+        value = least if least < limits.min else most
+        raise ValueOverflowError(
+            f"{what}: {value} does not fit {dtype} ({limits.min} to {limits.max})",
+            value=value,
+            remedy="use a wider dtype, or find out why the value is so large",
+        )
+
+
+def count(value: SupportsIndex, what: str, *, least: int = 0) -> int:
+    """`value` as an int of at least `least`.
+
+    Raises:
+        DtypeError: not an integer (booleans are not counts).
+        ArgumentError: too small.
+    """
+    if isinstance(value, bool | np.bool_):
+        raise DtypeError(f"{what} is {value}, a boolean", value=value, remedy="pass an integer")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise DtypeError(f"{what} is {value!r}, no integer", value=value, remedy="pass an integer") from None
+    if number < least:
+        raise ArgumentError(f"{what} is {number}", value=number, remedy=f"pass {least} or more")
+    return number
+
+
+def counts(sizes: object, what: str) -> list[int]:
+    """`sizes` as a list of ints, each 0 or more.
+
+    Raises:
+        ArgumentError, DtypeError: no list of counts.
+    """
+    if not isinstance(sizes, Iterable):
+        raise ArgumentError(f"{what}: sizes are {sizes!r}", value=sizes, remedy="pass a list of sizes")
+    return [count(size, f"{what}: size") for size in sizes]
+
+
+def natural_dtype(values: object, what: str) -> np.dtype[Any]:
+    """The dtype of a column made from `values`: an array's own; int64, float32 or bool for a list.
+
+    Raises:
+        DtypeError, DeviceError, ShapeError: see `as_array`.
+    """
+    if not isinstance(values, list | tuple):
+        return as_array(values, what).dtype
+    array = as_array(_integers(values, np.dtype(np.int64), what), what)
+    names: dict[str, type[np.generic]] = {"f": np.float32, "b": np.bool_}
+    return np.dtype(names.get(array.dtype.kind, np.int64))
+
+
+def kept_rows(keep: object, num_rows: int, what: str) -> Rows:
+    """The rows that a filter keeps, in the order given: int64[k], each at most once.
+
+    Args:
+        keep: a boolean mask bool[num_rows], or row indices as list or array.
+        num_rows: rows of the value that is filtered.
+        what: the operation, for messages.
+
+    Raises:
+        ShapeError: a mask of another length, or not one-dimensional.
+        DtypeError: neither booleans nor integers.
+        RowIndexError: an index outside [0, num_rows).
+        ArgumentError: an index twice.
+    """
+    if type(keep) is np.ndarray and keep.dtype is _BOOL and keep.shape == (num_rows,):  # what a step of decoding gives
+        return keep.nonzero()[0]
+    array = as_array(keep, what)
+    rows = row_indices(array, num_rows, what)
+    if array.dtype.kind == "b":
+        return rows  # a mask names no row twice
+    copy = None
+    if rows.size > num_rows:
+        copy = first_duplicate(rows)
+    elif rows.size > 1 and not _is_mask(keep):
+        seen = np.zeros(num_rows, dtype=np.bool_)
+        seen[rows] = True
+        if np.count_nonzero(seen) != rows.size:
+            copy = first_duplicate(rows)
+    if copy is not None:
+        raise ArgumentError(
+            f"{what}: row {rows[copy]} is kept twice",
+            value=int(rows[copy]),
+            remedy="name each row once; `take` repeats rows",
+        )
+    return rows
+
+
+def _is_mask(keep: object) -> bool:
+    return isinstance(keep, np.ndarray) and keep.dtype == np.bool_
+
+
+def row_indices(rows: object, num_rows: int, what: str) -> Rows:
+    """Row indices as int64[k], repeats allowed; a boolean mask bool[num_rows] is taken too.
+
+    Raises:
+        ShapeError: not one-dimensional, or a mask of another length.
+        DtypeError: neither booleans nor integers.
+        RowIndexError: an index outside [0, num_rows); negative ones do not count from the end.
+    """
+    array = as_array(rows, what)
+    if array.ndim != 1:
+        raise ShapeError(
+            f"{what}: rows have {array.ndim} dimensions",
+            value=array.shape,
+            remedy="pass a one-dimensional index or mask",
+        )
+    if array.dtype.kind == "b":
+        if array.size != num_rows:
+            raise ShapeError(
+                f"{what}: a mask of {array.size} rows for {num_rows} rows",
+                value=array.size,
+                remedy="make the mask from this value, after all earlier filters",
+            )
+        return array.nonzero()[0]
+    if array.size == 0:
+        return np.empty(0, dtype=np.int64)
+    if array.dtype.kind not in "iu":
+        raise DtypeError(
+            f"{what}: row indices of dtype {array.dtype}", value=array.dtype, remedy="pass integers or booleans"
+        )
+    index: Rows = array.astype(np.int64, copy=False)
+    if int(index.view(np.uint64).max()) >= num_rows:  # one look: as unsigned numbers, negative ones are the largest
+        least, most = int(array.min()), int(array.max())
+        wrong = least if least < 0 else most
+        raise RowIndexError(
+            f"{what}: row {wrong} of {num_rows}",
+            value=wrong,
+            remedy="pass rows from 0 to the number of rows - 1; negative rows do not count from the end",
+        )
+    return index
+
+
+# Integer arithmetic that never wraps silently.
+
+Amounts = npt.NDArray[np.int64]
+
+_LIMITS = {
+    np.dtype(f"{kind}{width}"): (int(np.iinfo(f"{kind}{width}").min), int(np.iinfo(f"{kind}{width}").max))
+    for kind in "iu"
+    for width in (1, 2, 4, 8)
+}
+"""The least and the most that a dtype holds."""
+
+
+def amounts(n: object, num_rows: int, what: str) -> Amounts:
+    """What is added to each row: int64[] for one number, int64[num_rows] for one a row.
+
+    Raises:
+        DtypeError: no integers (booleans are none).
+        ShapeError: neither one number nor one a row.
+        ValueOverflowError: outside int64.
+    """
+    if type(n) is int:  # what a decode step adds
+        if not -(2**63) <= n < 2**63:
+            check_range(n, n, np.dtype(np.int64), what)
+        return np.array(n, dtype=np.int64)
+    array = as_array(n, what)
+    if array.dtype.kind not in "iu" and array.size:
+        raise DtypeError(f"{what}: {array.dtype} is no integer dtype", value=array.dtype, remedy="pass integers")
+    if array.ndim and array.shape != (num_rows,):
+        raise ShapeError(
+            f"{what}: {list(array.shape)} amounts for {num_rows} rows",
+            value=array.shape,
+            remedy="pass one, or one a row",
+        )
+    if array.size and array.dtype.kind == "u":  # every signed dtype goes into int64
+        check_range(0, int(array.max()), np.dtype(np.int64), what)
+    return array.astype(np.int64)
+
+
+def least(values: Array) -> int:
+    """The smallest of some integers. Numpy finds its place four times as fast as its value."""
+    return values.item(values.argmin())  # type: ignore[no-any-return]
+
+
+def most(values: Array) -> int:
+    """The largest of some integers."""
+    return values.item(values.argmax())  # type: ignore[no-any-return]
+
+
+def negated(amount: Amounts, what: str) -> Amounts:
+    """`-amount`.
+
+    Raises:
+        ValueOverflowError: an amount is the least int64, whose negative does not fit.
+    """
+    if amount.size and int(amount.min()) == _LIMITS[np.dtype(np.int64)][0]:
+        raise ValueOverflowError(
+            f"{what}: {amount.min()} cannot be negated in int64",
+            value=int(amount.min()),
+            remedy="pass a smaller amount",
+        )
+    return np.negative(amount)
+
+
+def across(amount: Amounts, ndim: int) -> Amounts:
+    """`amount` shaped so that it broadcasts over the trailing shape of a column of `ndim` dimensions."""
+    return amount.reshape(-1, *([1] * (ndim - 1))) if amount.ndim else amount
+
+
+def shifted(values: Array, amount: Amounts, what: str) -> Array:
+    """`values + amount` in the dtype of `values`, as a new array. Arguments and errors as `shift`."""
+    result = values.copy()
+    shift(result, amount, what)
+    return result
+
+
+def shift(values: Array, amount: Amounts, what: str) -> None:
+    """Adds `amount` to `values` in place.
+
+    Args:
+        values: integers of any dtype, [n, ...], that nobody else has seen yet.
+        amount: int64, broadcastable to `values`.
+        what: the operation, for messages.
+
+    Raises:
+        ValueOverflowError: a sum lies outside the dtype. Nothing was changed.
+    """
+    if not values.size:
+        return
+    floor, ceiling = _LIMITS[values.dtype]
+    if amount.ndim:
+        down, up = least(amount), most(amount)
+    else:
+        down = up = amount.item()
+    if (down < 0 and least(values) + down < floor) or (up > 0 and most(values) + up > ceiling):
+        # The extremes need not be in one row: look at each row with Python's integers, which do not wrap.
+        exact = values.astype(object) + np.broadcast_to(amount, values.shape).astype(object)
+        wrong = np.asarray((exact < floor) | (exact > ceiling), dtype=np.bool_)
+        if wrong.any():
+            at = np.unravel_index(int(np.argmax(wrong)), values.shape)
+            raise _overflow(what, int(at[0]), exact[at], values.dtype)
+    # The cast of a negative amount to an unsigned dtype wraps, and so does the sum; for arrays numpy says nothing.
+    np.add(values, amount if amount.dtype is values.dtype else amount.astype(values.dtype), values)
+
+
+def _overflow(what: str, row: int, value: object, dtype: np.dtype[Any]) -> ValueOverflowError:
+    limits = np.iinfo(dtype)
+    return ValueOverflowError(
+        f"{what}: row {row} would become {value}, outside {dtype} ({limits.min} to {limits.max})",
+        value=value,
+        remedy="use a wider dtype, or find out why the value is so large",
+    )
+
+
+def check_bound_can_move(dtype: torch.dtype, amount: Amounts, what: str) -> None:
+    """Refuses to lower a bound whose device side, which is smaller by an unknown amount, could wrap below zero.
+
+    Raises:
+        ContractError: a negative amount and an unsigned dtype.
+    """
+    if not dtype.is_signed and amount.size and int(amount.min()) < 0:
+        raise ContractError(
+            f"{what}: {amount.min()} added to a bound of {dtype}, whose device side may be smaller than that",
+            value=int(amount.min()),
+            remedy="resolve it first, or declare the column signed",
+        )
+
+
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def signed_twin(dtype: torch.dtype) -> torch.dtype:
+    """The dtype whose kernels serve `dtype`: of the same width, and signed where `dtype` has none of its own."""
+    return _SIGNED.get(dtype, dtype)
+
+
+def _movable(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(signed_twin(tensor.dtype)) if tensor.dtype in _SIGNED else tensor
+
+
+def select_rows(source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """`source[rows]`; rows int64[k]. One kernel."""
+    return torch.index_select(_movable(source), 0, rows).view(source.dtype)
+
+
+def concatenate(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All rows of `parts`. One kernel."""
+    return torch.cat([_movable(part) for part in parts]).view(parts[0].dtype)
+
+
+def replace_rows(source: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """`source` with `values` at `rows`, in new memory. Two kernels: a copy and a scatter."""
+    return torch.index_copy(_movable(source), 0, rows, _movable(values)).view(source.dtype)
+
+
+def put_rows(target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+    """`values` into `target` at `rows` int64[k], in place. One kernel."""
+    _movable(target).index_copy_(0, rows, _movable(values))
+
+
+def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    """`source` into `target`, of one shape and dtype, in place. One kernel."""
+    target.copy_(source)
+
+
+def add(source: torch.Tensor, amount: torch.Tensor | int) -> torch.Tensor:
+    """`source + amount`, in new memory; the caller has shown that it fits. One kernel."""
+    return torch.add(_movable(source), amount).view(source.dtype)

@@ -1,0 +1,223 @@
+"""Results as a table: coloured on a terminal, aligned text elsewhere. Goes to stdout."""
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO, final
+
+import attrs
+
+# Options that several commands have, and the types of their values.
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """`--device D`; see `chosen_device`."""
+    parser.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
+
+
+def add_device_or_tool(parser: argparse.ArgumentParser) -> None:
+    """`--device D`, where D may be a tool of `batchstate.testing.devices`."""
+    parser.add_argument(
+        "--device",
+        metavar="D",
+        help="cpu, cuda, cuda:1, ...; race or race:cuda, the race detector; sim or sim:SCHEDULER, the simulated device "
+        "(default: cuda where there is one)",
+    )
+
+
+def add_seed(parser: argparse.ArgumentParser, *, default: int | None = 0) -> None:
+    """`--seed S`."""
+    shown = "" if default is None else f" (default: {default})"
+    parser.add_argument(
+        "--seed", metavar="S", type=whole(0), default=default, help=f"the same seed gives the same run{shown}"
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """`--json FILE`; see `write_json`."""
+    parser.add_argument("--json", metavar="FILE", type=_new_file, help="also write the figures to FILE, for machines")
+
+
+def chosen_device(name: str | None) -> str:
+    """The device that was asked for, or else an accelerator if there is one. Imports torch."""
+    if name is not None:
+        return name
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def write_json(path: Path | None, figures: Mapping[str, Any]) -> None:
+    """Writes the figures, if a file was asked for."""
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """The type of options that are whole numbers from `least` on."""
+
+    def parse(text: str) -> int:
+        if not (text.isascii() and text.isdigit()) or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
+        return int(text)
+
+    return parse
+
+
+def share(text: str) -> float:
+    """The type of options that are a share from 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share from 0 to 1")
+    return value
+
+
+def _new_file(text: str) -> Path:
+    # Asked now, because a run of a minute should not end in an error that was there from the start.
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: no such folder, or a folder itself")
+    return path
+
+
+# How far a command is: a bar on a terminal, and otherwise a line now and then. Both go to stderr.
+
+SECONDS_BETWEEN_LINES = 5.0
+"""Where stderr is no terminal: a log should tell a long run from one that hangs, and stay short."""
+
+Update = Callable[[int, str], None]
+"""Called with what is done so far and a remark."""
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int) -> Iterator[Update]:
+    """A window in which progress is shown.
+
+    Args:
+        what: the work, in a word or two.
+        total: what will have been done at the end.
+
+    Yields:
+        a function to call, as often as is convenient, with what is done and a remark.
+    """
+    with _bar(what, total) if on_terminal(sys.stderr) and has_rich() else _lines(what, total) as update:
+        yield update
+
+
+def on_terminal(stream: TextIO | None) -> bool:
+    """Whether somebody watches; a stream that was closed before the start is None."""
+    return stream is not None and stream.isatty()
+
+
+def has_rich() -> bool:
+    """Whether `rich` is installed (extra `cli`)."""
+    try:
+        import rich  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _bar(what: str, total: int) -> Iterator[Update]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[remark]}", style="dim"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total, remark="")
+        yield lambda done, remark: bar.update(task, completed=done, remark=remark)
+
+
+@contextlib.contextmanager
+def _lines(what: str, total: int) -> Iterator[Update]:
+    last = time.monotonic()
+
+    def update(done: int, remark: str) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= SECONDS_BETWEEN_LINES:
+            last = now
+            print(f"{what}: {100 * done // max(total, 1):3d} %  {remark}", file=sys.stderr, flush=True)
+
+    yield update
+
+
+@final
+@attrs.frozen
+class Row:
+    """One figure.
+
+    Attributes:
+        label: what it is.
+        value: the figure, formatted, with its unit.
+        remark: what it means.
+        alarming: it should not be so.
+    """
+
+    label: str
+    value: str
+    remark: str = ""
+    alarming: bool = False
+
+
+@final
+@attrs.frozen
+class Section:
+    """Figures that belong together."""
+
+    title: str
+    rows: Sequence[Row]
+
+
+def show(title: str, sections: Sequence[Section]) -> None:
+    """Prints a table of sections. Values of all sections stand in one column, aligned to the right."""
+    if on_terminal(sys.stdout) and has_rich():
+        _show_rich(title, sections)
+    else:
+        _show_plain(title, sections)
+
+
+def _show_plain(title: str, sections: Sequence[Section]) -> None:
+    rows = [row for section in sections for row in section.rows]
+    label = max(len(row.label) for row in rows)
+    value = max(len(row.value) for row in rows)
+    lines = [title, "=" * len(title)]
+    for section in sections:
+        lines += ["", section.title]
+        for row in section.rows:
+            mark = "!" if row.alarming else " "
+            lines.append(f" {mark} {row.label:<{label}}  {row.value:>{value}}  {row.remark}".rstrip())
+    print("\n".join(lines))
+
+
+def _show_rich(title: str, sections: Sequence[Section]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title, style="bold"), box=box.SIMPLE_HEAD, show_header=False, title_justify="left")
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    for section in sections:
+        table.add_row(Text(section.title, style="bold cyan"))
+        for row in section.rows:
+            style = "bold red" if row.alarming else ""
+            table.add_row(Text("  " + row.label), Text(row.value, style=style), Text(row.remark, style=style))
+        table.add_section()
+    Console().print(table)

@@ -1,0 +1,1 @@
+"""The inputs of a forward: planned on the host, resolved on the device."""

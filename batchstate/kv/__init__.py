@@ -1,0 +1,1 @@
+"""KV memory: pages on the device, the host tier, and what of both each request has."""

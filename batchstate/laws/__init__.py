@@ -1,1 +1,0 @@
-"""The laws themselves, by what they are about; `batchstate.invariants` is the door to all of them."""

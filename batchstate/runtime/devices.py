@@ -1,0 +1,281 @@
+"""From the name of a device to its runtime."""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import torch
+
+from batchstate.errors import ArgumentError
+from batchstate.runtime.base import Array, Counters, Runtime
+from batchstate.runtime.fences import DoneFence, Fence, Stream, foreign_fence
+from batchstate.runtime.memory import MappedMemory, StagingBlock, device_view
+
+# A plain CPU as device: every operation runs at once, and device memory is an allocation of its own.
+#
+# The point of this runtime is that host and device side stay two memories. `.to("cpu")` and `torch.from_numpy` would
+# alias them, a pair that aliases always agrees, and every check on it would be vacuous.
+
+_DONE = DoneFence()
+_ids = itertools.count()
+
+
+class CpuRuntime(Runtime):
+    """Runs on CPU tensors, with streams that have a name and no concurrency."""
+
+    def __init__(self, *, steps_in_flight: int = 2) -> None:
+        super().__init__(torch.device("cpu"), steps_in_flight=steps_in_flight)
+        self._current = self.stream("default")
+
+    def _pinned(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def _device_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+
+    def _copied_to_device(self, block: StagingBlock, nbytes: int, into: torch.Tensor | None) -> torch.Tensor:
+        # By numpy: torch copies from 32 KiB on with all its threads, which then wait for each other and for more work.
+        # On a busy machine that makes a copy of microseconds one of milliseconds. The tensor aliases the copy alone.
+        if into is not None:
+            target = into if into.numel() == nbytes else into[:nbytes]
+            target.numpy()[...] = block.bytes[:nbytes]
+            return target
+        if not nbytes:
+            return self._device_memory((0,), torch.uint8)  # numpy gives nothing a stride of 0, which torch cannot view
+        return torch.from_numpy(block.bytes[:nbytes].copy())
+
+    def _copied_to_host(self, block: StagingBlock, source: torch.Tensor) -> None:
+        block.bytes[: source.numel()] = source.numpy()
+
+    def _read_back(self, source: torch.Tensor) -> Array:
+        copy: Array = source.detach().clone().numpy()
+        return copy
+
+    def _wait_for_device(self) -> None:
+        return
+
+    def stream(self, name: str) -> Stream:
+        """A new stream; it has an identity and runs at once."""
+        return Stream(name, None, next(_ids))
+
+    @property
+    def current_stream(self) -> Stream:
+        """The stream of the innermost `use`."""
+        return self._current
+
+    @contextlib.contextmanager
+    def use(self, stream: Stream) -> Iterator[None]:
+        """A window in which `stream` is the current one."""
+        self.check_owner("use")
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def record(self, stream: Stream | None = None) -> Fence:
+        """A fence that is complete: everything has run."""
+        return _DONE
+
+    def _stream_wait(self, stream: Stream, fence: Fence) -> None:
+        return
+
+    def _keep_alive(self, tensor: torch.Tensor, stream: Stream) -> None:
+        return
+
+    @property
+    def capturing(self) -> bool:
+        """False: there are no graphs."""
+        return False
+
+
+# CUDA, and any accelerator whose torch module has the same streams and events.
+
+
+@attrs.frozen(eq=False)
+class EventFence:
+    """A recorded event."""
+
+    event: Any
+    _counters: Counters
+
+    def query(self) -> bool:
+        """Whether the event has happened. Never waits."""
+        return bool(self.event.query())
+
+    def wait(self) -> None:
+        """Blocks the host until the event has happened."""
+        self._counters.fence_waits += 1
+        self.event.synchronize()
+
+
+class AcceleratorRuntime(Runtime):
+    """Runs on an accelerator through `torch.get_device_module(device)`.
+
+    Args:
+        device: the device; without an index, the current one.
+        steps_in_flight: see `Runtime`.
+
+    Raises:
+        ArgumentError: torch has no such accelerator, or none is available here.
+    """
+
+    def __init__(self, device: torch.device, *, steps_in_flight: int = 2) -> None:
+        module = _device_module(device)
+        if not hasattr(module, "Event") or not module.is_available():  # None has no events
+            raise ArgumentError(
+                f"device {str(device)!r} is not available here",
+                value=str(device),
+                remedy="use 'cpu', or a machine and a torch build that have this device",
+            )
+        self._module = module
+        index: int | None = device.index  # torch's stub says int, and a device named without one has None
+        if index is None:
+            index = module.current_device()
+        super().__init__(torch.device(device.type, index), steps_in_flight=steps_in_flight)
+        self._known: dict[object, Stream] = {}
+        self._current_ids = _stream_ids(module, self.device)
+
+    def _pinned(self, nbytes: int) -> torch.Tensor:
+        with torch.inference_mode(False):  # written in place for years, and not only in inference mode
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def _device_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def _mapped(self, shape: tuple[int, ...], dtype: torch.dtype) -> MappedMemory:
+        pinned = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+        return MappedMemory(pinned, device_view(pinned, self.device))
+
+    def _copied_to_device(self, block: StagingBlock, nbytes: int, into: torch.Tensor | None) -> torch.Tensor:
+        if into is None:
+            into = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        elif into.numel() != nbytes:
+            into = into[:nbytes]
+        return into.copy_(block.front(nbytes), non_blocking=True)
+
+    def _copied_to_host(self, block: StagingBlock, source: torch.Tensor) -> None:
+        block.front(source.numel()).copy_(source, non_blocking=True)
+
+    def _read_back(self, source: torch.Tensor) -> Array:
+        with self._synchronisation_allowed():
+            copy: Array = source.detach().to("cpu").numpy()
+        return copy
+
+    def _wait_for_device(self) -> None:
+        with self._synchronisation_allowed():
+            self._module.synchronize(self.device)
+
+    @contextlib.contextmanager
+    def _synchronisation_allowed(self) -> Iterator[None]:
+        """Calls named for waiting may wait, also where the engine runs under torch's sync-debug mode."""
+        if not hasattr(self._module, "get_sync_debug_mode"):
+            yield
+            return
+        before = self._module.get_sync_debug_mode()
+        if before == 0:
+            yield
+            return
+        self._module.set_sync_debug_mode(0)
+        try:
+            yield
+        finally:
+            self._module.set_sync_debug_mode(before)
+
+    def stream(self, name: str) -> Stream:
+        """A new stream of the device. Torch has few, and may give one out again: its last name is then the one."""
+        native = self._module.Stream(device=self.device)
+        key = (native.device_index, native.stream_id)
+        self._known[key] = made = Stream(name, native, key)
+        return made
+
+    @property
+    def current_stream(self) -> Stream:
+        """Torch's current stream, whoever set it."""
+        key = self._current_ids()
+        known = self._known.get(key)
+        if known is None:
+            native = self._module.current_stream(self.device)
+            known = self._known[key] = Stream("default" if not native.stream_id else "of the engine", native, key)
+        return known
+
+    @contextlib.contextmanager
+    def use(self, stream: Stream) -> Iterator[None]:
+        """A window in which `stream` is torch's current stream."""
+        self.check_owner("use")
+        with self._module.stream(stream.native):
+            yield
+
+    def record(self, stream: Stream | None = None) -> Fence:
+        """An event recorded on `stream`."""
+        self._refuse_capture("recording a fence")  # the event would belong to the graph, and could not be asked
+        event = self._module.Event()
+        event.record((stream or self.current_stream).native)
+        return EventFence(event, self.counters)
+
+    def _stream_wait(self, stream: Stream, fence: Fence) -> None:
+        if isinstance(fence, EventFence):
+            stream.native.wait_event(fence.event)
+        elif not fence.query():
+            raise foreign_fence(fence)
+
+    def _keep_alive(self, tensor: torch.Tensor, stream: Stream) -> None:
+        tensor.record_stream(stream.native)
+
+    @property
+    def capturing(self) -> bool:
+        """Whether torch's current stream is being captured."""
+        return bool(self._module.is_current_stream_capturing())
+
+
+def _stream_ids(module: Any, device: torch.device) -> Callable[[], tuple[int, int]]:
+    """What asks for the device index and the id of the current stream, several times a step.
+
+    `torch.cuda.current_stream` makes a new object each time, of what a function of torch's own tells it. That function
+    is asked directly where it is there and says the same.
+    """
+
+    def asked() -> tuple[int, int]:
+        native = module.current_stream(device)
+        return native.device_index, native.stream_id
+
+    ask = getattr(torch._C, "_cuda_getCurrentStream", None)
+    if device.type != "cuda" or ask is None:
+        return asked
+
+    def asked_directly() -> tuple[int, int]:
+        stream_id, device_index, _ = ask(device.index)
+        return device_index, stream_id
+
+    try:
+        return asked_directly if asked_directly() == asked() else asked
+    except (TypeError, ValueError):  # of another torch: other arguments, or another answer
+        return asked
+
+
+def _device_module(device: torch.device) -> Any:
+    try:
+        return torch.get_device_module(device)
+    except RuntimeError:
+        return None
+
+
+def open_runtime(device: str | torch.device = "cpu", *, steps_in_flight: int = 2) -> Runtime:
+    """The runtime of a device.
+
+    Args:
+        device: `"cpu"`, or an accelerator that torch was built for (`"cuda"`, `"cuda:1"`, ...).
+        steps_in_flight: see `Runtime`.
+
+    Raises:
+        ArgumentError: torch does not know the device, or it is not available here.
+    """
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ArgumentError(f"unknown device {device!r}", value=device, remedy="use 'cpu' or 'cuda'") from None
+    if wanted.type == "cpu":
+        return CpuRuntime(steps_in_flight=steps_in_flight)
+    return AcceleratorRuntime(wanted, steps_in_flight=steps_in_flight)

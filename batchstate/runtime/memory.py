@@ -1,0 +1,359 @@
+"""Host memory that kernels of the device can address: what a host tier is made of."""
+
+import ctypes
+import math
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchstate import invariants, levels
+from batchstate.errors import DeviceError
+from batchstate.runtime._dtypes import torch_dtype
+from batchstate.runtime.fences import Fence, Stream
+
+# Pinned host memory that uploads are staged in, reused only after the copy that read it has run.
+#
+# The host writes a block once, the copy reads it when the device gets there, and a fence recorded behind the copy
+# says when that was. A block goes back to the pool only when its fence is complete, and only its fence decides: not
+# the number of calls, not a ring index. So a source can never be refilled in flight, however deep the engine runs;
+# the depth it declares (`steps_in_flight`) sets how many blocks are made in advance, and an engine that runs deeper
+# is reported.
+
+SMALLEST_BLOCK = 1 << 14
+"""Bytes of the smallest block. Batch state of a few hundred requests fits."""
+
+
+@final
+@attrs.define(eq=False)
+class StagingBlock:
+    """One piece of pinned memory: `tensor` uint8[nbytes] and `bytes`, the same memory as an array.
+
+    Attributes:
+        lending: number of the present lending, 0 while it is free. A copy from the device checks that its is still it.
+    """
+
+    tensor: torch.Tensor
+    bytes: npt.NDArray[np.uint8]
+    lending: int = 0
+    _memory: memoryview = attrs.field(init=False)
+    _front: torch.Tensor = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._memory = self.bytes.data
+        self._front = self.tensor
+
+    def front(self, nbytes: int) -> torch.Tensor:
+        """The first bytes, uint8[nbytes]. Steps are of one size for long, so the last answer is kept."""
+        if self._front.numel() != nbytes:
+            self._front = self.tensor[:nbytes]
+        return self._front
+
+    def write(self, array: npt.NDArray[Any], start: int) -> None:
+        """Copies the elements of an array, in order, to where byte `start` is."""
+        if not array.size:
+            return
+        if not array.flags.c_contiguous:
+            array = np.ascontiguousarray(array)
+        # Half as long as an assignment to a typed view of the block, which numpy makes three objects for.
+        self._memory[start : start + array.nbytes] = array.data.cast("B")
+
+
+@final
+@attrs.define(eq=False)
+class Staging:
+    """Blocks by size, free or in flight.
+
+    Attributes:
+        allocate: makes uint8[nbytes] of host memory, pinned where that means something.
+        depth: blocks made at once for a size that is asked for the first time.
+    """
+
+    allocate: Callable[[int], torch.Tensor]
+    depth: int
+    _free: dict[int, list[StagingBlock]] = attrs.field(factory=dict, init=False)
+    _in_flight: dict[object, deque[tuple[Fence, int, StagingBlock]]] = attrs.field(factory=dict, init=False)
+    _lendings: int = attrs.field(default=0, init=False)
+
+    def take(self, nbytes: int) -> StagingBlock:
+        """A block of at least `nbytes` that no copy still reads. Never waits; makes a new one if all are in flight."""
+        self.reap()
+        size = SMALLEST_BLOCK if nbytes <= SMALLEST_BLOCK else 1 << (nbytes - 1).bit_length()
+        free = self._free.get(size)
+        if free is None:
+            free = self._free[size] = [self._make(size) for _ in range(self.depth)]
+        block = free.pop() if free else self._make(size)
+        self._lendings += 1
+        block.lending = self._lendings
+        return block
+
+    def release(self, block: StagingBlock, fence: Fence, step: int, stream: object = None) -> None:
+        """Gives a block back once `fence`, recorded behind the copy that reads it, is complete.
+
+        `stream` is the key of the stream that copies: blocks of one stream come back in order, and a stream that is
+        busy keeps none of another's.
+        """
+        self._in_flight.setdefault(stream, deque()).append((fence, step, block))
+
+    def give_up(self, block: StagingBlock) -> None:
+        """Gives back a block that no copy reads or writes any more."""
+        block.lending = 0
+        self._free[len(block.bytes)].append(block)
+
+    def reap(self) -> None:
+        """Makes every block free whose copy has run, oldest first on each stream."""
+        # A copy: giving up an abandoned download, which a collection of garbage may do here, adds a stream.
+        for in_flight in list(self._in_flight.values()):
+            while in_flight and in_flight[0][0].query():
+                self.give_up(in_flight.popleft()[2])
+
+    def oldest_step(self) -> int | None:
+        """Step of the oldest upload that has not run, or None."""
+        self.reap()
+        return min((in_flight[0][1] for in_flight in list(self._in_flight.values()) if in_flight), default=None)
+
+    def _make(self, size: int) -> StagingBlock:
+        tensor = self.allocate(size)
+        array: Any = tensor.numpy()
+        return StagingBlock(tensor, array)
+
+
+# Several host arrays that crossed to the device in one copy.
+
+ALIGNMENT = 16
+"""Bytes at which each array starts: the widest load that a kernel makes."""
+
+
+Place = tuple[int, "np.dtype[Any]", tuple[int, ...]]
+"""Where an array starts, in bytes, its dtype and its shape."""
+
+
+def packed_places(arrays: Sequence[npt.NDArray[Any]]) -> tuple[list[Place], int]:
+    """Where each array lies in the packed buffer, and the buffer's size in bytes.
+
+    Raises:
+        DtypeError: an array of something else than numbers.
+    """
+    places: list[Place] = []
+    size = 0
+    for array in arrays:
+        dtype = array.dtype
+        if dtype.kind not in "biuf":  # the bytes of an object are its address
+            torch_dtype(dtype)
+        places.append((size, dtype, array.shape))
+        size += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+    return places, size
+
+
+def view_at(buffer: torch.Tensor, place: Place) -> torch.Tensor:
+    """What lies at `place` of uint8[nbytes]. A write into it in place counts as one into the buffer."""
+    start, dtype, shape = place
+    return _strided(buffer.view(torch_dtype(dtype)), start // dtype.itemsize, shape)
+
+
+def _strided(typed: torch.Tensor, first: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """`shape` from element `first` on, in one call instead of a slice and a view."""
+    strides, size = [1] * len(shape), 1
+    for axis in range(len(shape) - 1, -1, -1):
+        strides[axis] = size
+        size *= shape[axis]
+    return typed.as_strided(shape, strides, typed.storage_offset() + first)
+
+
+@final
+@attrs.define(eq=False, repr=False)
+class PackedUpload:
+    """The device side of several arrays in one allocation; views are made when they are asked for.
+
+    Attributes:
+        buffer: uint8[nbytes] on the device.
+        stream: the stream that ran the copy.
+        ready: the fence behind the copy.
+        handed: keys of the streams that the buffer was handed to (see `Runtime.use_on_current_stream`).
+    """
+
+    buffer: torch.Tensor
+    stream: Stream
+    ready: Fence
+    _places: list[Place]
+    handed: set[object] = attrs.field(factory=set, init=False)
+    _views: dict[int, torch.Tensor] = attrs.field(factory=dict, init=False)
+    _typed: "dict[np.dtype[Any], torch.Tensor]" = attrs.field(factory=dict, init=False)
+
+    def __repr__(self) -> str:
+        return f"PackedUpload({len(self._places)} arrays in {self.buffer.numel()} bytes)"
+
+    def view(self, index: int) -> torch.Tensor:
+        """The device side of array `index`, with its dtype and shape."""
+        view = self._views.get(index)
+        if view is None:
+            # `.data` counts writes in place of its own: a write into one array is none into its neighbours.
+            view = self._views[index] = self.shared(index).data
+        return view
+
+    def shared(self, index: int) -> torch.Tensor:
+        """The same, made anew, of which a write in place counts as one into the buffer."""
+        start, dtype, shape = self._places[index]
+        return _strided(self._typed_as(dtype), start // dtype.itemsize, shape)
+
+    def lanes(self, index: int, dtype: np.dtype[Any], num_rows: int) -> tuple[torch.Tensor, ...]:
+        """The lanes of array `index` [k, n] as `dtype`, of the same width, each without what is behind `num_rows`.
+
+        All in one call: a view of each costs several times as much. A write into one counts as one into the buffer.
+        """
+        start, _, (num_lanes, pitch) = self._places[index]
+        typed = self._typed_as(dtype)
+        first = typed.storage_offset() + start // dtype.itemsize
+        return typed.as_strided((num_lanes, num_rows), (pitch, 1), first).unbind(0)
+
+    def _typed_as(self, dtype: np.dtype[Any]) -> torch.Tensor:
+        typed = self._typed.get(dtype)
+        if typed is None:
+            typed = self._typed[dtype] = self.buffer.view(torch_dtype(dtype))
+        return typed
+
+
+# Device values on their way to the host: a copy that was started, and the values once it has run.
+
+Array = npt.NDArray[Any]
+
+
+@final
+class Download:
+    """Several device tensors in one copy to the host. Made by `Runtime.download`.
+
+    The copy lands in pinned memory that is lent to it until its values are taken out; a download that nobody takes
+    gives the memory back when its copy has run.
+
+    Attributes:
+        done: the fence behind the copy.
+        name: for reports.
+    """
+
+    def __init__(
+        self,
+        staging: Staging,
+        block: StagingBlock,
+        done: Fence,
+        step: int,
+        stream: object,
+        kinds: Sequence[tuple[np.dtype[Any], tuple[int, ...]]],
+        name: str,
+        refuse_capture: Callable[[str], None],
+        host_reads: Callable[[StagingBlock, int], None],
+    ) -> None:
+        self.done = done
+        self._refuse_capture = refuse_capture
+        self._host_reads = host_reads
+        self.name = name
+        self._staging = staging
+        self._block = block
+        self._lending = block.lending
+        self._step = step
+        self._kinds = kinds
+        self._arrays: list[Array] | None = None
+        self._abandoned = weakref.finalize(self, staging.release, block, done, step, stream)
+        self._abandoned.atexit = False  # at the end of the process the memory goes anyway
+
+    def __repr__(self) -> str:
+        return f"Download({self.name!r}, {len(self._kinds)} arrays)"
+
+    def ready(self) -> bool:
+        """Whether `resolve` would return at once. Never waits; not to be asked while a stream is captured."""
+        return self._arrays is not None or self.done.query()
+
+    def resolve(self) -> list[Array]:
+        """The values, in memory of their own. Waits for this copy and for nothing behind it.
+
+        Raises:
+            CaptureError: the current stream is being captured; what is waited for may then not be asked.
+            Violation: STAGING_REUSED, at `cheap`: the memory was given to another copy meanwhile.
+        """
+        if self._arrays is None:
+            self._refuse_capture(f"{self.name}: resolve")
+            self._await_copy()
+            self._abandoned.detach()  # from here on it is given back below, or was given to another, who keeps it
+            if levels.cheap:
+                invariants.staging_reused(
+                    self._lending, self._block.lending, object=self, operation="resolve", step=self._step
+                )
+            sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in self._kinds]
+            self._host_reads(self._block, sum(sizes))
+            arrays, start = [], 0
+            for (dtype, shape), nbytes in zip(self._kinds, sizes, strict=True):
+                # Copied as bytes: in the block a number may stand where it is not aligned.
+                arrays.append(self._block.bytes[start : start + nbytes].copy().view(dtype).reshape(shape))
+                start += nbytes
+            self._arrays = arrays
+            self._staging.give_up(self._block)
+        return self._arrays
+
+    def _await_copy(self) -> None:
+        if not self.done.query():
+            self.done.wait()
+
+
+@final
+@attrs.frozen(eq=False)
+class MappedMemory:
+    """Pinned host memory, seen from both sides. Both tensors are the SAME memory: this is no pair of twins.
+
+    Attributes:
+        host: the host's tensor; it keeps the memory alive.
+        device: what kernels index: reads and writes cross the bus.
+    """
+
+    host: torch.Tensor
+    device: torch.Tensor
+
+    @property
+    def bytes(self) -> npt.NDArray[np.uint8]:
+        """The memory, uint8[nbytes]. The host has to know by itself when it may look."""
+        return bytes_of(self.host)
+
+
+def bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """The memory of a contiguous host tensor, uint8[nbytes], whatever its dtype. The tensor must stay alive."""
+    nbytes = tensor.numel() * tensor.element_size()
+    if not nbytes:
+        return np.empty(0, dtype=np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(tensor.data_ptr()))
+
+
+@final
+class _Addressable:
+    """Memory as `__cuda_array_interface__` describes it (version 3 of that protocol, by Numba)."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor  # kept alive by whoever made a tensor of this
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (tensor.numel() * tensor.element_size(),),
+            "typestr": "|u1",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+            "strides": None,
+        }
+
+
+def device_view(pinned: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Pinned memory as a tensor of the device, without a copy.
+
+    With unified addressing a pinned page has one address for host and device (CUDA C++ Programming Guide, "Mapped
+    Memory" and "Unified Virtual Address Space").
+
+    Raises:
+        DeviceError: the device does not address it.
+    """
+    flat = torch.as_tensor(_Addressable(pinned), device=device)
+    if flat.device != device or flat.data_ptr() != pinned.data_ptr():  # a copy would be another memory
+        raise DeviceError(
+            f"pinned memory is not addressable by {device}: torch made a copy of it on {flat.device}",
+            value=str(device),
+            remedy="use a device with unified addressing, and make it the current one before the pool is made",
+        )
+    return flat.view(pinned.dtype).view(pinned.shape)

@@ -1,0 +1,31 @@
+"""The state machines, one a file, each over a model simple enough to be seen to be right."""
+
+from batchstate.selfcheck.machines.batch import BatchMachine
+from batchstate.selfcheck.machines.engine import EngineMachine
+from batchstate.selfcheck.machines.future_map import FutureMapMachine
+from batchstate.selfcheck.machines.host_tier import HostTierMachine
+from batchstate.selfcheck.machines.hybrid import HybridMachine
+from batchstate.selfcheck.machines.mirrored_tensor import MirroredTensorMachine
+from batchstate.selfcheck.machines.overlap import OverlapMachine
+from batchstate.selfcheck.machines.page_pool import PagePoolMachine
+from batchstate.selfcheck.machines.slot_pool import SlotPoolMachine
+from batchstate.selfcheck.machines.transfers import TransfersMachine
+from batchstate.testing.machine import Machine
+
+__all__ = ["MACHINES"]
+
+_ALL: tuple[type[Machine], ...] = (
+    MirroredTensorMachine,
+    BatchMachine,
+    SlotPoolMachine,
+    PagePoolMachine,
+    HybridMachine,
+    EngineMachine,
+    FutureMapMachine,
+    OverlapMachine,
+    HostTierMachine,
+    TransfersMachine,
+)
+
+MACHINES: dict[str, type[Machine]] = {machine.NAME: machine for machine in _ALL}
+"""Name -> machine."""

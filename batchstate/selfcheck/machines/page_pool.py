@@ -1,0 +1,620 @@
+"""`PagePool` against a memory of stamps: growing, speculation, shared prefixes, fenced releases, exhaustion."""
+
+from collections.abc import Callable
+from typing import final
+
+import attrs
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule
+
+from batchstate.errors import ArgumentError, DtypeError, PoolExhaustedError, ShapeError
+from batchstate.indices import Pages, Slots
+from batchstate.invariants import Code
+from batchstate.kv.pages import Extension, PageLease, PagePool
+from batchstate.pools import SlotPool
+from batchstate.testing.fences import ManualFence, ManualStream
+from batchstate.testing.machine import DisagreementError, Machine, Misuse, agree, agree_on
+from batchstate.testing.models import AllocatorModel, snapshot_pages, snapshot_slots
+
+# KV memory as it should be: whose each page is, and what every request finds at each of its positions.
+#
+# Each token that is written gets a stamp of its own. A request, or a prefix that is held, must find its stamps for as
+# long as it lives: a page handed out twice, or too early, shows as somebody else's stamp.
+
+
+@final
+@attrs.define(eq=False)
+class Holding:
+    """Pages in order, and the stamps of the committed tokens on them; whether they were taken without a request."""
+
+    pages: list[int] = attrs.field(factory=list)
+    stamps: list[int] = attrs.field(factory=list)
+    taken: bool = False
+
+
+@final
+@attrs.define(eq=False)
+class PageModel:
+    """The model of a page pool.
+
+    Attributes:
+        pool: the pool.
+        ledger: which pages are live, and which must wait; the pool may let a shared page wait longer, never less long.
+        requests: slot -> what it holds.
+        leases: prefixes held without a slot.
+        memory: token -> stamp.
+        readers: page -> fences of sharers that left before the last one.
+    """
+
+    pool: PagePool
+    ledger: AllocatorModel
+    requests: dict[int, Holding] = attrs.field(factory=dict)
+    leases: list[tuple[PageLease, Holding]] = attrs.field(factory=list)
+    memory: dict[int, int] = attrs.field(factory=dict)
+    readers: dict[int, list[ManualFence]] = attrs.field(factory=dict)
+    written: int = 0
+
+    def holders(self, page: int) -> int:
+        """Who holds a page."""
+        everyone = (*self.requests.values(), *(holding for _, holding in self.leases))
+        return sum(page in holding.pages for holding in everyone)
+
+    def lacks(self, slot: int, length: int) -> int:
+        """Pages that a request needs on top to hold `length` tokens."""
+        return max(0, -(-length // self.pool.page_size) - len(self.requests[slot].pages))
+
+    def writable(self, slot: int, length: int) -> bool:
+        """Whether the tokens up to `length` lie on pages that nobody else holds."""
+        holding, size = self.requests[slot], self.pool.page_size
+        start = len(holding.stamps)
+        partial = length > start and start % size > 0
+        return not partial or self.holders(holding.pages[start // size]) == 1
+
+    def admit(self, slot: int) -> None:
+        """A request without pages."""
+        self.requests[slot] = Holding()
+
+    def grew(self, slot: int) -> None:
+        """Reads which pages a request got, and checks that they were free.
+
+        Raises:
+            DisagreementError: they were not, or older ones changed.
+        """
+        holding = self.requests[slot]
+        row = [page for page in self.pool.page_table[slot].tolist() if page]
+        agree(holding.pages, row[: len(holding.pages)], f"older pages of slot {slot}")
+        self.ledger.take(row[len(holding.pages) :])
+        holding.pages = row
+
+    def take(self, lease: PageLease) -> None:
+        """Pages were taken without a request, and KV arrives on all of them.
+
+        Raises:
+            DisagreementError: one of them was not free.
+        """
+        holding = Holding(lease.pages.tolist(), taken=True)
+        self.ledger.take(holding.pages)
+        for position in range(lease.tokens):
+            self.written += 1
+            self.memory[self.token(holding, position)] = self.written
+            holding.stamps.append(self.written)
+        self.leases.append((lease, holding))
+
+    def wrote(self, slots: list[int], lengths: list[int], extension: Extension) -> None:
+        """Stamps the tokens of an extension, and checks that each lies where the page table says.
+
+        Raises:
+            DisagreementError: it does not.
+        """
+        expected: list[tuple[int, int, int]] = []
+        for slot, length in zip(slots, lengths, strict=True):
+            self.grew(slot)
+            holding = self.requests[slot]
+            for position in range(len(holding.stamps), length):
+                token = self.token(holding, position)
+                expected.append((slot, position, token))
+                self.written += 1
+                self.memory[token] = self.written
+                holding.stamps.append(self.written)
+        given = zip(extension.slots.tolist(), extension.positions.tolist(), extension.tokens.np.tolist(), strict=True)
+        agree(expected, list(given), "slot, position and token of an extension")
+
+    def commit(self, slot: int, length: int) -> None:
+        """Stamps the tokens up to `length`."""
+        holding = self.requests[slot]
+        for position in range(len(holding.stamps), length):
+            self.written += 1
+            self.memory[self.token(holding, position)] = self.written
+            holding.stamps.append(self.written)
+
+    def token(self, holding: Holding, position: int) -> int:
+        """Where a position lies."""
+        size = self.pool.page_size
+        return holding.pages[position // size] * size + position % size
+
+    def cut(self, slot: int, length: int, after: ManualFence | None) -> None:
+        """Takes back the tokens beyond `length`, and the pages beyond them."""
+        holding = self.requests[slot]
+        keep = -(-length // self.pool.page_size)
+        pages, holding.pages = holding.pages[keep:], holding.pages[:keep]
+        del holding.stamps[length:]
+        self.drop(pages, after)
+
+    def release(self, slot: int, after: ManualFence | None) -> None:
+        """The request leaves."""
+        self.cut(slot, 0, after)
+        del self.requests[slot]
+
+    def drop(self, pages: list[int], after: ManualFence | None) -> None:
+        """One holder of each page left, behind `after`."""
+        for page in pages:
+            if self.holders(page):
+                if after is not None:
+                    self.readers.setdefault(page, []).append(after)
+            else:
+                self.ledger.release([page], after, *self.readers.pop(page, ()))
+
+    def share(self, source: Holding, slot: int, tokens: int) -> None:
+        """A request begins with the first tokens of another, or of a lease."""
+        self.requests[slot] = Holding(source.pages[: tokens // self.pool.page_size], source.stamps[:tokens])
+
+    def judge(self) -> None:
+        """Compares the pool with the model, and every request with its stamps.
+
+        Raises:
+            DisagreementError: they differ.
+        """
+        pool, stats = self.pool, self.pool.stats
+        self.ledger.reap()
+        pages = {page for holding in self.requests.values() for page in holding.pages}
+        pages |= {page for _, holding in self.leases for page in holding.pages}
+        agree(len(pages), stats.live, "live pages")
+        agree(pages, self.ledger.live, "live pages of the model")
+        agree(sum(self.holders(page) > 1 for page in sorted(pages)), stats.shared, "shared pages")
+        agree(len(self.leases), stats.leases, "leases")
+        if stats.pending < len(self.ledger.pending):
+            raise DisagreementError(f"{stats.pending} pages are pending, {len(self.ledger.pending)} have to be")
+        for slot, holding in sorted(self.requests.items()):
+            row = np.zeros(pool.page_table.shape[1], np.int32)
+            row[: len(holding.pages)] = holding.pages
+            agree(row.tolist(), pool.page_table[slot].tolist(), f"pages of slot {slot}")
+            self._judge_stamps(holding, f"slot {slot}")
+        for lease, holding in self.leases:
+            agree(holding.pages, lease.pages.tolist(), f"pages of {lease!r}")
+            self._judge_stamps(holding, repr(lease))
+
+    def _judge_stamps(self, holding: Holding, whose: str) -> None:
+        found = [self.memory.get(self.token(holding, position)) for position in range(len(holding.stamps))]
+        agree(holding.stamps, found, f"tokens of {whose}")
+
+
+# Requests for a page machine: they come, grow, commit, speculate and truncate.
+
+HAS_REQUESTS = precondition(lambda self: bool(self.held))
+EXHAUSTED = {True: "exhausted while pending would suffice", False: "exhausted for good"}
+
+
+class GrowingRequests(Machine):
+    """Requests that come, grow and take tokens back; subclasses let them share and leave."""
+
+    @initialize(size=st.integers(2, 4), num_pages=st.integers(3, 8), page_size=st.integers(1, 3))
+    def begin(self, size: int, num_pages: int, page_size: int) -> None:
+        """Opens a pool of slots and a pool of pages."""
+        self.open()
+        self.slots = SlotPool(self.rt, size)
+        self.most = 4 * page_size - (page_size > 1)
+        self.pages = PagePool(self.rt, self.slots, num_pages, page_size, max_tokens_per_request=self.most)
+        self.table = self.slots.table("req_to_token", (self.most,), holds="token", host=True)
+        self.model = PageModel(self.pages, AllocatorModel(num_pages))
+        self.held: dict[int, Slots] = {}
+        self.gone: list[Slots] = []
+        self.steps = ManualStream()
+        self.extend_to(self.take(1), [page_size])
+
+    def judge(self) -> None:
+        """Pages, lengths, the token table, and every law of both pools."""
+        self.slots.verify()
+        self.model.judge()
+        for slot, handle in self.held.items():
+            holding = self.model.requests[slot]
+            agree(len(holding.stamps), int(self.pages.committed(handle)[0]), f"committed tokens of slot {slot}")
+            allocated = len(holding.pages) * self.pages.page_size
+            agree(allocated, int(self.pages.allocated(handle)[0]), f"allocated tokens of slot {slot}")
+        stats = self.pages.stats
+        if not self.steps.depth:
+            agree(0, stats.pending, "pages pending when no step is in flight")
+        if stats.live:
+            with self.refused(Code.SLOT_CONSERVATION):
+                self.pages.expect_idle()
+        self.reached("two steps in flight", self.steps.depth >= 2)
+        self.reached("a page held by three", any(self.model.holders(page) > 2 for page in self.model.ledger.live))
+
+    def snapshot(self) -> object:
+        """Both pools."""
+        return snapshot_slots(self.slots), snapshot_pages(self.pages)
+
+    def handles(self, slots: list[int]) -> Slots:
+        """The handles of live slots."""
+        return Slots.cat([self.slots.take(0), *(self.held[slot] for slot in slots)])
+
+    def some(self, data: st.DataObject, least: int = 1) -> list[int]:
+        """Some live slots."""
+        return data.draw(st.lists(st.sampled_from(list(self.held)), min_size=least, unique=True), label="slots")
+
+    def fence(self, data: st.DataObject) -> ManualFence | None:
+        """A step in flight, or None."""
+        return data.draw(st.sampled_from([None, *self.steps.in_flight]), label="after")
+
+    # Steps and slots
+
+    @rule(launched=st.integers(0, 2), ended=st.integers(0, 3))
+    def run(self, launched: int, ended: int) -> None:
+        """Steps begin on the device, and the oldest end."""
+        for _ in range(launched):
+            self.steps.record()
+        self.steps.complete(ended)
+
+    @rule(n=st.integers(1, 2), length=st.integers(0, 6))
+    def admit(self, n: int, length: int) -> None:
+        """Requests come with a prompt."""
+        slots = self.take(n)
+        self.extend_to(slots, [length] * len(slots))
+
+    def take(self, n: int) -> list[int]:
+        """Takes up to `n` slots, without pages; their numbers."""
+        n = min(n, self.slots.stats.free)
+        taken = self.slots.take(n)
+        for at, slot in enumerate(taken.np.tolist()):
+            self.held[slot] = taken.take([at])
+            self.model.admit(slot)
+        return [int(slot) for slot in taken.np]
+
+    # Growing
+
+    @HAS_REQUESTS
+    @rule(data=st.data(), more=st.integers(0, 3))
+    def extend(self, data: st.DataObject, more: int) -> None:
+        """Requests get tokens, or all are refused: too long, too many pages, or on a page that others hold."""
+        slots = self.some(data)
+        self.extend_to(slots, [len(self.model.requests[slot].stamps) + more for slot in slots])
+
+    def extend_to(self, slots: list[int], lengths: list[int]) -> bool:
+        """Extends requests, or finds the call refused as it has to be; whether it went through."""
+        return self._grown(slots, lengths, lambda: self.pages.extend(self.handles(slots), np.array(lengths, np.int64)))
+
+    @HAS_REQUESTS
+    @rule(data=st.data(), counts=st.lists(st.integers(0, 2), min_size=4, max_size=4), one=st.booleans())
+    def advance(self, data: st.DataObject, counts: list[int], one: bool) -> None:
+        """A decode step: one token each, or some more."""
+        slots = self.some(data)
+        more = [1] * len(slots) if one else counts[: len(slots)]
+        lengths = [len(self.model.requests[slot].stamps) + n for slot, n in zip(slots, more, strict=True)]
+        n = 1 if one else np.array(more, dtype=np.int64)
+        self._grown(slots, lengths, lambda: self.pages.advance(self.handles(slots), n))
+
+    def _grown(self, slots: list[int], lengths: list[int], call: Callable[[], Extension]) -> bool:
+        """Runs a call that extends, and expects what the model does. Whether it went through."""
+        if not all(self.model.writable(slot, length) for slot, length in zip(slots, lengths, strict=True)):
+            self.reached("a write into a shared page refused")
+        if not self._allowed(slots, lengths, call, writes=True):
+            return False
+        extension = call()
+        agree_on(np.diff([0, *np.cumsum(extension.counts)]), extension.counts, "counts")
+        self.model.wrote(slots, lengths, extension)
+        if len(extension):
+            write = extension.entry(self.table)
+            self.table.write(extension.slots, extension.positions, extension.tokens)
+            agree_on(write.values, extension.tokens.np.astype(np.int32), "values of the table write")
+        return True
+
+    def _allowed(self, slots: list[int], lengths: list[int], call: Callable[[], object], *, writes: bool) -> bool:
+        """Whether a call that grows requests is to be refused; if so, it is tried."""
+        pairs = list(zip(slots, lengths, strict=True))
+        free, pending = self.pages.stats.free, self.pages.stats.pending
+        lacks = sum(self.model.lacks(slot, length) for slot, length in pairs)
+        if any(length > self.most for length in lengths):
+            self.reached("a request too long refused")
+            with self.refused(Code.LENGTH_ORDER):
+                call()
+        elif writes and not all(self.model.writable(slot, length) for slot, length in pairs):
+            with self.refused(Code.PAGE_OWNER):
+                call()
+        elif lacks > free:
+            waits = lacks <= free + pending
+            self.reached(EXHAUSTED[waits])
+            with self.refused(PoolExhaustedError):
+                call()
+        else:
+            return True
+        return False
+
+    @HAS_REQUESTS
+    @rule(data=st.data(), length=st.integers(0, 8))
+    def grow(self, data: st.DataObject, length: int) -> None:
+        """Pages are allocated, and no token is committed."""
+        self._grow(self.some(data), length)
+
+    def _grow(self, slots: list[int], length: int) -> None:
+        def call() -> None:
+            self.pages.grow(self.handles(slots), length)
+
+        if self._allowed(slots, [length] * len(slots), call, writes=False):
+            call()
+            for slot in slots:
+                self.model.grew(slot)
+
+    @HAS_REQUESTS
+    @rule(data=st.data(), more=st.integers(1, 3))
+    def grow_and_commit(self, data: st.DataObject, more: int) -> None:
+        """Pages first; the tokens are committed when they are known, and perhaps fewer."""
+        slot = self.some(data)[0]
+        length = min(self.most, len(self.model.requests[slot].stamps) + more)
+        self._grow([slot], length)
+        self._commit(slot, length - more // 2)
+
+    @HAS_REQUESTS
+    @rule(data=st.data(), length=st.integers(0, 8))
+    def commit(self, data: st.DataObject, length: int) -> None:
+        """What is allocated is committed; what is not, and fewer than before, is refused."""
+        self._commit(self.some(data)[0], length)
+
+    def _commit(self, slot: int, length: int) -> None:
+        holding = self.model.requests[slot]
+        handle = self.held[slot]
+        fits = len(holding.stamps) <= length <= min(self.most, len(holding.pages) * self.pages.page_size)
+        if not fits or not self.model.writable(slot, length):
+            with self.refused(Code.LENGTH_ORDER if not fits else Code.PAGE_OWNER):
+                self.pages.commit(handle, length)
+            return
+        self.reached("allocated first and committed later", length > len(holding.stamps))
+        self.pages.commit(handle, length)
+        self.model.commit(slot, length)
+
+    @HAS_REQUESTS
+    @rule(data=st.data(), back=st.integers(0, 4))
+    def truncate(self, data: st.DataObject, back: int) -> None:
+        """Tokens are taken back after rejected speculation."""
+        slots, fence = self.some(data), self.fence(data)
+        lengths = [max(0, len(self.model.requests[slot].stamps) - back) for slot in slots]
+        self.pages.truncate(self.handles(slots), np.array(lengths, dtype=np.int64), after=fence)
+        for slot, length in zip(slots, lengths, strict=True):
+            self.model.cut(slot, length, fence)
+        self.reached("tokens taken back", back > 0 and bool(slots))
+
+    @HAS_REQUESTS
+    @rule(data=st.data(), drafts=st.integers(1, 3), accepted=st.integers(0, 3))
+    def speculate(self, data: st.DataObject, drafts: int, accepted: int) -> None:
+        """Extend by drafts, launch, take the rejected ones back, extend again."""
+        slots = self.some(data)
+        before = [len(self.model.requests[slot].stamps) for slot in slots]
+        if self.extend_to(slots, [length + drafts for length in before]):
+            fence = self.steps.record()
+            kept = np.array([length + min(accepted, drafts) for length in before], dtype=np.int64)
+            self.pages.truncate(self.handles(slots), kept, after=fence)
+            for slot, length in zip(slots, kept.tolist(), strict=True):
+                self.model.cut(slot, length, fence)
+            self.extend_to(slots, [length + 1 for length in kept.tolist()])
+
+
+# Ways to misuse a `PagePool`, given the pool and the handle of a live request.
+
+It = tuple[PagePool, Slots]
+
+
+def _pages_of_two(it: It) -> bool:
+    return it[0].page_size > 1
+
+
+def _has_pages(it: It) -> bool:
+    return bool(it[0].allocated(it[1])[0])
+
+
+MISUSES: tuple[Misuse[It], ...] = (
+    Misuse("grow to -1", (Code.LENGTH_ORDER,), lambda it: it[0].grow(it[1], -1)),
+    Misuse("grow beyond a row", (Code.LENGTH_ORDER,), lambda it: it[0].grow(it[1], it[0].max_tokens_per_request + 1)),
+    Misuse("grow to half a token", (DtypeError,), lambda it: it[0].grow(it[1], 0.5)),
+    Misuse("one length too many", (ShapeError,), lambda it: it[0].grow(it[1], np.array([1, 1]))),
+    Misuse("advance by -1", (ArgumentError,), lambda it: it[0].advance(it[1], -1)),
+    Misuse("advance beyond int64", (Code.LENGTH_ORDER,), lambda it: it[0].advance(it[1], 2**63 - 1)),
+    Misuse("truncate to more", (Code.LENGTH_ORDER,), lambda it: it[0].truncate(it[1], it[0].committed(it[1]) + 1)),
+    Misuse("truncate to -1", (Code.LENGTH_ORDER,), lambda it: it[0].truncate(it[1], -1)),
+    Misuse("take -1 pages", (ArgumentError,), lambda it: it[0].take(-1)),
+    Misuse("take half a page", (DtypeError,), lambda it: it[0].take(0.5)),  # type: ignore[arg-type]
+    Misuse("hold half a page", (Code.PAGE_ALIGNMENT,), lambda it: it[0].hold(it[1], 1), _pages_of_two),
+    Misuse(
+        "hold what is not committed",
+        (Code.LENGTH_ORDER,),
+        lambda it: it[0].hold(it[1], 8 * it[0].page_size),
+    ),
+    Misuse("hold two requests", (ArgumentError, Code.SLOT_SHARED), lambda it: it[0].hold(it[1].take([0, 0]), 0)),
+    Misuse("share into a request with pages", (ArgumentError,), lambda it: it[0].share(it[1], it[1], 0), _has_pages),
+    Misuse("one request twice", (Code.SLOT_SHARED,), lambda it: it[0].advance(it[1].take([0, 0]))),
+    Misuse(
+        "leave twice in one call",
+        (Code.SLOT_DOUBLE_FREE,),
+        lambda it: it[0].release_requests(it[1].take([0, 0])),
+    ),
+    Misuse("release padding", (Code.SLOT_ZERO_ALLOCATED,), lambda it: it[0].release(it[1].pad(2))),
+    Misuse("release behind a number", (ArgumentError,), lambda it: it[0].release(it[1], after=3)),  # type: ignore[arg-type]
+    Misuse("release numbers", (DtypeError,), lambda it: it[0].release([1])),  # type: ignore[arg-type]
+    Misuse(
+        "release pages as slots",
+        (Code.UNIT_MISMATCH,),
+        lambda it: it[0].release(Pages.from_host(it[0].runtime, [1])),  # type: ignore[arg-type]
+    ),
+    Misuse("a lease made by hand", (ArgumentError, DtypeError), lambda it: it[0].share(7, it[1], 0)),  # type: ignore[arg-type]
+    Misuse(
+        "pages of no tokens",
+        (ArgumentError,),
+        lambda it: PagePool(it[0].runtime, it[0].slots, 1, 0, max_tokens_per_request=1),
+    ),
+)
+
+
+class PagePoolMachine(GrowingRequests):
+    """Requests that also share and leave, in a pool too small for all of them."""
+
+    NAME = "page_pool"
+
+    # Sharing
+
+    @rule(n=st.integers(0, 3))
+    def take_pages(self, n: int) -> None:
+        """KV arrives on pages that no request has yet; if too few are free, nothing is taken."""
+        stats = self.pages.stats
+        if n > stats.free:
+            self.reached(EXHAUSTED[n <= stats.free + stats.pending])
+            with self.refused(PoolExhaustedError):
+                self.pages.take(n)
+            return
+        self.model.take(self.pages.take(n))
+
+    @HAS_REQUESTS
+    @rule(data=st.data(), pages=st.integers(0, 3), n=st.integers(1, 2))
+    def share(self, data: st.DataObject, pages: int, n: int) -> None:
+        """New requests begin with whole pages of another's prefix."""
+        slot = self.some(data)[0]
+        self._share(self.held[slot], self.model.requests[slot], pages, n)
+
+    @precondition(lambda self: self.model.leases)
+    @rule(data=st.data(), n=st.integers(1, 2))
+    def share_cached(self, data: st.DataObject, n: int) -> None:
+        """New requests begin with a prefix that is held for them."""
+        lease, holding = data.draw(st.sampled_from(self.model.leases), label="lease")
+        if not self.slots.stats.free and self.held:
+            self._finish([list(self.held)[-1]], None)
+        shared = self._share(lease, holding, 9, n) > 0
+        self.reached("begun on pages taken before" if holding.taken else "a prefix shared from a lease", shared)
+
+    def _share(self, source: Slots | PageLease, holding: Holding, pages: int, n: int) -> int:
+        tokens = min(pages, len(holding.stamps) // self.pages.page_size) * self.pages.page_size
+        slots = self.take(n)
+        if not slots:
+            return 0
+        extension = self.pages.share(source, self.handles(slots), tokens)
+        for slot in slots:
+            self.model.share(holding, slot, tokens)
+        given = [self.model.token(holding, position) for position in range(tokens)] * len(slots)
+        agree(given, extension.tokens.np.tolist(), "tokens of a shared prefix")
+        self.extend_to(slots, [min(tokens + 1, self.most)] * len(slots))
+        return tokens
+
+    @HAS_REQUESTS
+    @rule(
+        data=st.data(), more=st.integers(0, 2), then=st.sampled_from(["write on", "take one back and write", "leave"])
+    )
+    def hold(self, data: st.DataObject, more: int, then: str) -> None:
+        """A prefix cache keeps what a request has in whole pages; the request goes on, or leaves."""
+        slot = self.some(data)[0]
+        holding, size = self.model.requests[slot], self.pages.page_size
+        self.extend_to([slot], [min(max(size, len(holding.stamps)) + more, self.most)])
+        pages = len(holding.stamps) // size
+        lease = self.pages.hold(self.held[slot], pages * size)
+        self.model.leases.append((lease, Holding(holding.pages[:pages], holding.stamps[: pages * size])))
+        if then == "leave":
+            self._finish([slot], self.fence(data))
+            return
+        length = len(holding.stamps)
+        if then != "write on":
+            length = max(0, length - 1 if length % size else pages * size - 1)
+            self.pages.truncate(self.held[slot], length)
+            self.model.cut(slot, length, None)
+        self.extend_to([slot], [min(length + 1, self.most)])
+
+    @precondition(lambda self: self.model.leases)
+    @rule(data=st.data())
+    def end_lease(self, data: st.DataObject) -> None:
+        """The cache forgets a prefix, once."""
+        at = data.draw(st.integers(0, len(self.model.leases) - 1), label="lease")
+        fence = self.fence(data)
+        lease, holding = self.model.leases.pop(at)
+        lease.release(after=fence)
+        self.model.drop(holding.pages, fence)
+        with self.refused(Code.SLOT_DOUBLE_FREE):
+            lease.release()
+
+    # Leaving
+
+    @HAS_REQUESTS
+    @rule(data=st.data(), late=st.booleans())
+    def finish(self, data: st.DataObject, late: bool) -> None:
+        """Requests leave with pages and slot, behind a step; a second exit is refused."""
+        slots = self.some(data)
+        self._finish(slots, self.fence(data))
+        if late:
+            with self.refused(Code.SLOT_DOUBLE_FREE, Code.SLOT_STALE_HANDLE):
+                self.pages.release_requests(self.gone[-1])
+
+    def _finish(self, slots: list[int], fence: ManualFence | None) -> None:
+        owned = sum(len(self.model.requests[slot].pages) for slot in slots)
+        if owned:
+            with self.refused(Code.SLOT_CONSERVATION):
+                self.slots.free(self.handles(slots), after=fence)
+        self.pages.release_requests(self.handles(slots), after=fence)
+        for slot in slots:
+            self.gone.append(self.held.pop(slot))
+            self.model.release(slot, fence)
+        behind = fence is not None and fence is not self.steps.last and owned > 0
+        self.reached("released behind step N while N+1 is in flight", behind)
+
+    @HAS_REQUESTS
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        """Requests give their pages back and keep their slots."""
+        slots, fence = self.some(data), self.fence(data)
+        self.pages.release(self.handles(slots), after=fence)
+        for slot in slots:
+            self.model.cut(slot, 0, fence)
+
+    @HAS_REQUESTS
+    @rule(more=st.integers(2, 6))
+    def retract_under_pressure(self, more: int) -> None:
+        """Step, grow; while pages run out the youngest leaves behind the step, which ends, and growing goes on."""
+        oldest = next(iter(self.held))
+        length = min(self.most, len(self.model.requests[oldest].stamps) + more)
+        while not self.extend_to([oldest], [length]) and len(self.held) > 1:
+            fence = self.steps.record()
+            self.steps.record()
+            self._finish([list(self.held)[-1]], fence)
+            self.extend_to([oldest], [length])  # the pages are pending still
+            self.steps.complete_until(fence)
+            self.reached("retraction")
+            length = max(length, len(self.model.requests[oldest].stamps))
+
+    @HAS_REQUESTS
+    @rule()
+    def leave_apart(self) -> None:
+        """Two share a page; the first leaves behind a step in flight, the second behind none: the page waits."""
+        first = next(iter(self.held))
+        self.extend_to([first], [max(self.pages.page_size, len(self.model.requests[first].stamps))])
+        if self._share(self.held[first], self.model.requests[first], 1, 1):
+            second = list(self.held)[-1]
+            self._finish([first], self.steps.record())
+            self._finish([second], None)
+
+    # Misuse
+
+    @precondition(lambda self: self.gone)
+    @rule(back=st.integers(1, 3))
+    def use_gone(self, back: int) -> None:
+        """Handles of requests that left are refused everywhere."""
+        late = self.gone[-min(back, len(self.gone))]
+        for call in (
+            lambda: self.pages.extend(late, 1),
+            lambda: self.pages.advance(late),
+            lambda: self.pages.truncate(late, 0),
+            lambda: self.pages.release(late),
+            lambda: self.pages.committed(late),
+        ):
+            with self.refused(Code.SLOT_STALE_HANDLE):
+                call()
+
+    @HAS_REQUESTS
+    @rule(data=st.data(), misuse=st.sampled_from(MISUSES))
+    def misuse(self, data: st.DataObject, misuse: Misuse[tuple[PagePool, Slots]]) -> None:
+        """What cannot be meant is refused, and changes nothing."""
+        it = (self.pages, self.held[self.some(data)[0]])
+        if misuse.applies(it):
+            with self.refused(*misuse.expected):
+                misuse.call(it)

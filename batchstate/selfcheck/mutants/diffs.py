@@ -1,0 +1,217 @@
+"""Mutants written as small diffs of the library's own source, in the `.mutants` files beside this module.
+
+A `.mutants` file begins with a comment that says what its mutants have in common. Each mutant is a paragraph:
+
+    [name] CODE CODE | machine | origin | level=cheap tool=race
+    What goes wrong, in a sentence.
+    @ kv.pages:PagePool.grow
+    - the text that is there
+    + the text of the mutant
+
+The last part of the first line is optional. Several `-` lines in a row are one piece of source of several lines, as are
+several `+` lines; indentation is relative to the first line of the piece. A mutant may have several `@` blocks, and a
+block several pairs of `-` and `+`. A piece must stand in the function exactly once.
+
+While a mutant is switched on, the function has another code object. So every module that imported the function has the
+bug, the library needs no seam for it, and a mutant whose line was moved or rewritten fails loudly.
+"""
+
+import ast
+import contextlib
+import importlib
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from importlib import resources
+from types import CodeType, FunctionType
+from typing import Any, final
+
+import attrs
+
+from batchstate.errors import DeclarationError
+from batchstate.levels import Level
+from batchstate.selfcheck.mutants.registry import MUTANTS, Mutant, Patch, register
+from batchstate.violations import Code
+
+_HEAD = re.compile(
+    r"\[(?P<name>\w+)\] (?P<codes>[A-Z_ ]+?) \| (?P<machine>\w+) \| (?P<origin>[^|]+?)(?: \| (?P<more>.+))?"
+)
+
+
+@final
+@attrs.frozen
+class Change:
+    """What stands in one function, and what the mutant has in its place.
+
+    Attributes:
+        where: `module:qualified.name`; the module is relative to `batchstate`.
+        pieces: (before, after) pairs.
+    """
+
+    where: str
+    pieces: tuple[tuple[str, str], ...]
+
+    def function(self) -> FunctionType:
+        """The function that is changed, without its decorators."""
+        module, _, path = self.where.partition(":")
+        found: Any = importlib.import_module(f"batchstate.{module}")
+        for name in path.split("."):
+            try:
+                found = inspect.getattr_static(found, name)
+            except AttributeError:
+                raise _refused(f"{self.where} does not exist", self.where) from None
+        return _undecorated(found, self.where)
+
+    def code(self) -> CodeType:
+        """The compiled function of the mutant.
+
+        Raises:
+            DeclarationError: a piece does not stand in the function exactly once, or the change does not compile.
+        """
+        function = self.function()
+        lines, first = inspect.getsourcelines(function)
+        source = textwrap.dedent("".join(lines))
+        for before, after in self.pieces:
+            source = _replaced(source, before, after, self.where)
+        definition = ast.parse(source).body[0]
+        if not isinstance(definition, ast.FunctionDef):
+            raise _refused(f"{self.where} is not a function", source)
+        definition.decorator_list = []
+        code = _compiled(definition, function, first)
+        if code.co_freevars != function.__code__.co_freevars:
+            raise _refused(f"{self.where}: the mutant closes over {code.co_freevars}", function.__code__.co_freevars)
+        return code.replace(co_qualname=function.__code__.co_qualname)
+
+
+def _undecorated(found: Any, where: str) -> FunctionType:
+    """The function inside a property, class method or decorator of this library."""
+    while not isinstance(found, FunctionType) or hasattr(found, "__wrapped__"):
+        if isinstance(found, property):
+            found = found.fget
+        elif hasattr(found, "__wrapped__"):
+            found = found.__wrapped__
+        else:
+            raise _refused(f"{where} is a {type(found).__name__}, not a function", found)
+    return found
+
+
+def _replaced(source: str, before: str, after: str, where: str) -> str:
+    """The source with one piece replaced; the piece takes the indentation of the line that it begins on."""
+    pattern = r"\n[ \t]*".join(re.escape(line.strip()) for line in before.split("\n"))
+    found = list(re.finditer(pattern, source))
+    if len(found) != 1:
+        raise _refused(f"{where}: expected the piece once, found it {len(found)} times: {before!r}", before)
+    start, stop = found[0].span()
+    line = source[source.rfind("\n", 0, start) + 1 : start]
+    indent = line[: len(line) - len(line.lstrip())]
+    return source[:start] + after.replace("\n", f"\n{indent}") + source[stop:]
+
+
+def _compiled(definition: ast.FunctionDef, function: FunctionType, first: int) -> CodeType:
+    """The code of a function whose free variables are those of `function`."""
+    ast.increment_lineno(definition, first - 1)
+    names = [ast.Name(name, ast.Store()) for name in function.__code__.co_freevars]
+    cells: list[ast.stmt] = [ast.Assign([name], ast.Constant(None)) for name in names]
+    no_arguments = ast.arguments([], [], None, [], [], None, [])
+    outer = ast.FunctionDef("_outer", no_arguments, [*cells, definition], [], None)
+    tree = ast.fix_missing_locations(ast.Module([outer], []))
+    flags = function.__code__.co_flags & 0x01000000  # `from __future__ import annotations`
+    compiled = compile(tree, function.__code__.co_filename, "exec", flags=flags, dont_inherit=True)
+    (around,) = (constant for constant in compiled.co_consts if isinstance(constant, CodeType))
+    return next(
+        constant
+        for constant in around.co_consts
+        if isinstance(constant, CodeType) and constant.co_name == definition.name
+    )
+
+
+def _refused(problem: str, value: object) -> DeclarationError:
+    return DeclarationError(problem, value=value, remedy="bring the mutant in line with the source of the library")
+
+
+@final
+@attrs.frozen
+class Diff:
+    """A mutant as it stands in a file: the switch of a `Mutant`."""
+
+    changes: tuple[Change, ...]
+
+    def __call__(self, patch: Patch) -> None:
+        """Gives each function the code of the mutant, until the window of `patch` closes."""
+        for function, code in [(change.function(), change.code()) for change in self.changes]:
+            patch.undo(setattr, function, "__code__", function.__code__)
+            function.__code__ = code
+
+
+def read(group: str) -> str:
+    """Registers the mutants of `<group>.mutants`, and returns what they have in common.
+
+    Raises:
+        DeclarationError: a paragraph is malformed, or two mutants have one name.
+    """
+    text = resources.files(__package__).joinpath(f"{group}.mutants").read_text(encoding="utf-8")
+    title, *paragraphs = re.split(r"\n{2,}", text.strip())
+    for paragraph in paragraphs:
+        if not paragraph.startswith("#"):
+            _register(paragraph.split("\n"), group)
+    return title.removeprefix("# ")
+
+
+def _register(lines: list[str], group: str) -> None:
+    head = _HEAD.fullmatch(lines[0])
+    if head is None or len(lines) < 4:
+        raise _refused(f"{group}.mutants: malformed: {lines[0]!r}", lines[0])
+    more = dict(part.split("=", 1) for part in (head["more"] or "").split())
+    mutant = Mutant(
+        name=head["name"],
+        origin=head["origin"],
+        mechanism=lines[1],
+        killed_by=tuple(Code(code) for code in head["codes"].split()),
+        machine=head["machine"],
+        level=Level(more.pop("level", "full")),
+        group=group,
+        only_on=more.pop("only_on", None),
+        tool=more.pop("tool", None),
+        planted=more.pop("planted", None),
+        switch=Diff(tuple(_changes(lines[2:], group))),
+    )
+    if more:
+        raise _refused(f"{group}.mutants: {mutant.name} has {sorted(more)}", sorted(more))
+    register(mutant)
+
+
+def _changes(lines: list[str], group: str) -> Iterator[Change]:
+    where, pieces, last = "", list[tuple[list[str], list[str]]](), ""
+    for line in [*lines, "@ "]:
+        mark, text = line[:1], line[2:]
+        if mark == "@":
+            if where:
+                yield Change(where, tuple(("\n".join(before), "\n".join(after)) for before, after in pieces))
+            where, pieces = text, []
+        elif mark == "-":
+            if last != "-":
+                pieces.append(([], []))
+            pieces[-1][0].append(text)
+        elif mark == "+" and pieces:
+            pieces[-1][1].append(text)
+        else:
+            raise _refused(f"{group}.mutants: expected a line with '@', '-' or '+', got {line!r}", line)
+        last = mark
+
+
+@contextlib.contextmanager
+def changed(where: str, before: str, after: str) -> Iterator[None]:
+    """A window in which one piece of the library's source is another; for tests.
+
+    Args:
+        where: `module:qualified.name`; the module is relative to `batchstate`.
+        before: the piece, which must stand in the function exactly once.
+        after: what stands there in the window.
+    """
+    with contextlib.ExitStack() as undo:
+        Diff((Change(where, ((before, after),)),))(Patch(undo))
+        yield
+
+
+__all__ = ["MUTANTS", "Change", "Diff", "changed", "read"]

@@ -1,0 +1,332 @@
+"""Streams, or the host, touch the same memory and nothing says who comes first.
+
+All run with checks off: what finds them is the race detector, and nobody else.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from batchstate._allocator import Allocator, Ints
+from batchstate._relay import Entries, Publication, Publications, StreamOrder
+from batchstate.future_map import FutureMap
+from batchstate.kv.pages import PagePool
+from batchstate.levels import Level
+from batchstate.mirror import DeviceSide, MirroredTensor
+from batchstate.runtime import DoneFence, Fence, FixedMemory, PackedUpload, Runtime, Stream
+from batchstate.selfcheck.mutants.registry import Patch, mutant
+from batchstate.tables import Table
+from batchstate.violations import Code
+
+race = partial(mutant, Code.RACE, machine="overlap", level=Level.OFF, tool="race")
+
+
+# Columns and what crosses with them
+
+
+@race(origin="sglang #8056, vllm #50432", planted="a")
+def added_under_a_reader(patch: Patch) -> None:
+    """`+ n` adds into the memory of the old value, which the forward that was launched before still reads."""
+
+    def derived(
+        self: MirroredTensor, host: Any, device: torch.Tensor | None, shape: Any, under_way: str, **kwargs: Any
+    ) -> MirroredTensor:
+        old = self._device.made
+        if under_way == "+ n" and device is not None and old is not None:
+            device = old.copy_(device)
+        result: MirroredTensor = original(self, host, device, shape, under_way, **kwargs)
+        return result
+
+    original = patch(MirroredTensor, "_derived", derived)
+
+
+@race(origin="sglang #30435, sglang #18744")
+def column_read_without_wait(patch: Patch) -> None:
+    """A forward reads a column on its own stream and does not wait for the stream that made it."""
+
+    def tensor(self: DeviceSide, runtime: Runtime) -> torch.Tensor:
+        original(self, runtime)
+        if self.made is None:
+            raise RuntimeError("a device side that was made and is not there")
+        return self.made
+
+    original = patch(DeviceSide, "tensor", tensor)
+
+    def use_on_current_stream(self: Runtime, tensor: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+        return tensor
+
+    patch(Runtime, "use_on_current_stream", use_on_current_stream)
+
+
+@race(origin="vllm #31841, TRT-LLM#15546")
+def extras_read_without_wait(patch: Patch) -> None:
+    """What crossed with a step is read on the forward's stream, and only the columns beside it are waited for."""
+
+    def use_part_on_current_stream(self: Runtime, packed: PackedUpload, index: int) -> torch.Tensor:
+        return packed.view(index)
+
+    patch(Runtime, "use_part_on_current_stream", use_part_on_current_stream)
+
+
+@race(origin="sglang #30471")
+def one_stream_has_waited_for_all(patch: Patch) -> None:
+    """Memory is noted as handed over, and not to whom: only the first stream that uses it waits."""
+
+    def use_on_current_stream(
+        self: Runtime, tensor: torch.Tensor, made_on: Stream, ready: Fence | None = None, *, handed: Any = None
+    ) -> torch.Tensor:
+        if handed:
+            return tensor
+        found: torch.Tensor = original(self, tensor, made_on, ready, handed=handed)
+        return found
+
+    original = patch(Runtime, "use_on_current_stream", use_on_current_stream)
+
+
+@race(origin="sglang #31687")
+def wrong_stream_waits(patch: Patch) -> None:
+    """The fence of a hand-over is waited for on the stream that recorded it, where it changes nothing."""
+
+    def wait(self: Runtime, fence: Fence, *, stream: Stream | None = None) -> None:
+        current = self.current_stream
+        waits = current if stream is None else stream
+        here = next((one for one in _streams(self) if one != waits), waits) if waits == current else waits
+        original(self, fence, stream=here)
+
+    original = patch(Runtime, "wait", wait)
+
+    def stream(self: Any, name: str) -> Stream:
+        made: Stream = made_by(self, name)
+        _streams(self).append(made)
+        return made
+
+    from batchstate.testing.race import RaceRuntime
+
+    made_by = patch(RaceRuntime, "stream", stream)
+    known: WeakKeyDictionary[Runtime, list[Stream]] = WeakKeyDictionary()
+
+    def _streams(runtime: Runtime) -> list[Stream]:
+        return known.setdefault(runtime, [])
+
+
+@race(origin="sglang #30435")
+def fence_of_the_reader(patch: Patch) -> None:
+    """A hand-over waits for a fence that is recorded on the stream that reads, and not on the one that wrote."""
+
+    def use_on_current_stream(
+        self: Runtime, tensor: torch.Tensor, made_on: Stream, ready: Fence | None = None, *, handed: Any = None
+    ) -> torch.Tensor:
+        fence = self.record() if made_on != self.current_stream else ready
+        found: torch.Tensor = original(self, tensor, made_on, fence, handed=handed)
+        return found
+
+    original = patch(Runtime, "use_on_current_stream", use_on_current_stream)
+
+
+# Tables
+
+
+@race(origin="sglang #26376, sglang #26380")
+def table_written_under_a_reader(patch: Patch) -> None:
+    """A table is written without waiting for forwards that still read it."""
+
+    def await_readers(self: FixedMemory) -> None:
+        self._readers = []
+        original(self)
+
+    original = patch(FixedMemory, "await_readers", await_readers)
+
+
+@race(origin="sglang #31687")
+def read_done_at_the_top_of_the_loop(patch: Patch) -> None:
+    """Writers wait for the read-done of the step before: the barrier stands before the last read."""
+    before: WeakKeyDictionary[Table, Fence] = WeakKeyDictionary()
+
+    def read_until(self: Table, fence: Fence) -> None:
+        original(self, before.get(self, DoneFence()))
+        before[self] = fence
+
+    original = patch(Table, "read_until", read_until)
+
+
+@race(origin="sglang #26376")
+def row_cleared_under_a_reader(patch: Patch) -> None:
+    """Writes of a table wait for its readers, and the clearing of a row that goes back does not."""
+
+    def clear(self: Table, slots: object) -> None:
+        readers, self._fixed._readers = self._fixed._readers, []
+        original(self, slots)
+        self._fixed._readers = readers
+
+    original = patch(Table, "clear", clear)
+
+
+@race(origin="sglang #30435")
+def table_read_before_it_is_written(patch: Patch) -> None:
+    """A table is read on another stream than the one that wrote it last, without a wait."""
+    patch(FixedMemory, "ordered", lambda self: self.memory)
+
+
+@race(origin="sglang #26376, sglang #29352")
+def table_written_from_two_streams(patch: Patch) -> None:
+    """A write waits for readers and not for the last write, which another stream has launched."""
+
+    def await_readers(self: FixedMemory) -> None:
+        current = self.runtime.current_stream
+        for fence, waited in self._readers:
+            if current not in waited:
+                self.runtime.wait(fence, stream=current)
+                waited.add(current)
+        self._last_writer = current
+
+    patch(FixedMemory, "await_readers", await_readers)
+
+
+@race(origin="sglang #30471")
+def write_fence_before_the_write(patch: Patch) -> None:
+    """The fence that readers of a table wait for is recorded before the scatter is launched."""
+
+    def await_readers(self: FixedMemory) -> None:
+        original(self)
+        self._written = self.runtime.record()
+        self._handed = set()
+
+    original = patch(FixedMemory, "await_readers", await_readers)
+    patch(FixedMemory, "note_write", lambda self: None)
+
+
+# Slots and pages
+
+
+@race(origin="sglang #18744, sglang #18746, sglang #18803", planted="f")
+def freed_under_a_forward(patch: Patch) -> None:
+    """Slots and pages are free as soon as the host says so, and their next owner writes while a forward reads them."""
+
+    def defer(self: Allocator, indices: Ints, fence: Fence) -> None:
+        self._push_free(indices)
+
+    patch(Allocator, "_defer", defer)
+
+
+@race(origin="sglang #29352, sglang #29353")
+def freed_behind_an_older_forward(patch: Patch) -> None:
+    """What a request held is freed behind the forward before the last: a fence that is too early for ownership."""
+    before: WeakKeyDictionary[PagePool, Fence] = WeakKeyDictionary()
+
+    def release_requests(self: PagePool, slots: Any, *, after: Fence | None = None) -> None:
+        older = before.get(self, DoneFence())
+        if after is not None:
+            before[self] = after
+        original(self, slots, after=older)
+
+    original = patch(PagePool, "release_requests", release_requests)
+
+
+@race(origin="sglang #29352, sglang #27967", tool="race:prompt")
+def freed_behind_the_plan(patch: Patch) -> None:
+    """What a request held is freed behind a fence of the stream that plans, which knows nothing of the forward."""
+
+    def release_requests(self: PagePool, slots: Any, *, after: Fence | None = None) -> None:
+        original(self, slots, after=self.slots.runtime.record())
+
+    original = patch(PagePool, "release_requests", release_requests)
+
+
+@race(origin="sglang #29353, sglang #6888")
+def pages_taken_back_under_a_forward(patch: Patch) -> None:
+    """Pages beyond a request's true length are free at once, while a forward still writes guesses into them."""
+
+    def truncate(self: PagePool, slots: Any, lengths: Any, *, after: Fence | None = None) -> Any:
+        return original(self, slots, lengths, after=None)
+
+    original = patch(PagePool, "truncate", truncate)
+
+
+# The relay
+
+
+@race(origin="sglang #30435, sglang #30471", planted="c")
+def gathered_before_published(patch: Patch) -> None:
+    """A forward gathers entries on its stream and does not wait for the stream that published them."""
+    patch(StreamOrder, "_await_publish", lambda self, made, stream: None)
+
+
+@race(origin="vllm #36013")
+def fetched_before_published(patch: Patch) -> None:
+    """What the host wants is read over the relay's own stream, which does not wait for the publish."""
+
+    def read(self: StreamOrder, publications: Sequence[Publication], reader: str, operation: str) -> None:
+        if operation != "prefetch":
+            original(self, publications, reader, operation)
+
+    original = patch(StreamOrder, "read", read)
+
+
+@race(origin="sglang #30471")
+def one_event_for_all_publishers(patch: Patch) -> None:
+    """All publishes share one event, which a seed from another stream records anew before a reader waits for it."""
+    first: WeakKeyDictionary[Publications, Fence] = WeakKeyDictionary()
+
+    def add(self: Publications, by: str, stream: Stream, fence: Fence) -> Publication:
+        shared = first.setdefault(self, fence)
+        if shared.query():
+            shared = first[self] = fence
+        made: Publication = original(self, by, stream, shared)
+        return made
+
+    original = patch(Publications, "add", add)
+
+
+@race(origin="sglang #30471")
+def publish_fence_before_the_publish(patch: Patch) -> None:
+    """The fence of a publish is recorded before its kernels are launched."""
+    early: list[Fence] = []
+
+    def overwrite(self: StreamOrder, publications: Sequence[Publication], writer: str, operation: str) -> None:
+        original(self, publications, writer, operation)
+        early[:] = [self._runtime.record()]
+
+    original = patch(StreamOrder, "overwrite", overwrite)
+
+    def add(self: Publications, by: str, stream: Stream, fence: Fence) -> Publication:
+        made: Publication = added(self, by, stream, early.pop() if early else fence)
+        return made
+
+    added = patch(Publications, "add", add)
+
+
+@race(origin="sglang #26376, vllm #51571")
+def published_over_readers(patch: Patch) -> None:
+    """The next publish does not wait for whoever still reads what it writes over."""
+    patch(StreamOrder, "_await_reads", lambda self, made, stream: set())
+
+
+@race(origin="vllm #51571")
+def reads_of_the_host_forgotten(patch: Patch) -> None:
+    """Who reads an entry is noted for forwards alone: the copy to the host is passed by the next publish."""
+
+    def noted(self: StreamOrder, publications: Sequence[Publication], fence: Fence) -> None:
+        if not self._runtime.current_stream.name.endswith("to the host"):
+            original(self, publications, fence)
+
+    original = patch(StreamOrder, "noted", noted)
+
+
+@race(origin="sglang #18744, sglang #18803")
+def readers_forgotten_with_the_owner(patch: Patch) -> None:
+    """With a request's entries goes the knowledge who reads them still, and the slot's next owner writes at once."""
+
+    def clear(self: Entries, rows: Ints) -> None:
+        original(self, rows)
+        self.wrote[rows] = 0
+
+    original = patch(Entries, "clear", clear)
+
+
+@race(origin="sglang #30435, lmdeploy#4569")
+def relay_used_before_it_is_zero(patch: Patch) -> None:
+    """The memory of the relay is zeroed on one stream and used on others, which do not wait for that."""
+    patch(FutureMap, "_memory_of", lambda self, field: self._memory[field])

@@ -1,0 +1,218 @@
+"""A mirrored value beside what its two sides have to hold."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from batchstate import invariants
+from batchstate.errors import PoolExhaustedError
+from batchstate.indices import Slots
+from batchstate.kv.pages import PagePool
+from batchstate.mirror import Contract, MirroredTensor
+from batchstate.pools import SlotPool
+from batchstate.runtime import Runtime
+from batchstate.tables import Table
+from batchstate.testing.fences import ManualFence
+from batchstate.testing.machine import DisagreementError, agree, agree_on
+
+# What a pool of indices has to do, as two plain collections: who is live, and who waits for which fences.
+
+
+@final
+@attrs.define
+class AllocatorModel:
+    """Indices 1 to size + reserve.
+
+    Attributes:
+        size, reserve: how many, ordinarily and beyond.
+        live: those that are somebody's.
+        pending: index -> the fences that must be complete before it is free.
+    """
+
+    size: int
+    reserve: int = 0
+    live: set[int] = attrs.field(factory=set)
+    pending: dict[int, tuple[ManualFence, ...]] = attrs.field(factory=dict)
+
+    @property
+    def total(self) -> int:
+        """Indices in all."""
+        return self.size + self.reserve
+
+    @property
+    def free(self) -> int:
+        """How many are nobody's."""
+        return self.total - len(self.live) - len(self.pending)
+
+    @property
+    def free_reserved(self) -> int:
+        """How many of those lie in the reserve."""
+        return self.reserve - sum(index > self.size for index in (*self.live, *self.pending))
+
+    def reap(self) -> None:
+        """What waits for complete fences alone becomes free."""
+        self.pending = {
+            index: fences for index, fences in self.pending.items() if not all(fence.query() for fence in fences)
+        }
+
+    def takes(self, n: int, *, reserved: bool = False) -> bool:
+        """Whether `n` can be taken, once what is ready is free."""
+        self.reap()
+        return n <= self.free - (0 if reserved else self.free_reserved)
+
+    def waiting_helps(self, n: int, *, reserved: bool = False) -> bool:
+        """Whether `n` can be taken after all fences."""
+        held = sum(reserved or index <= self.size for index in self.live)
+        return n <= (self.total if reserved else self.size) - held
+
+    def check_refusal(self, error: PoolExhaustedError, n: int, *, reserved: bool = False) -> None:
+        """Compares the numbers of an error with those of the model.
+
+        Raises:
+            DisagreementError: they differ.
+        """
+        free = self.free - (0 if reserved else self.free_reserved)
+        pending = sum(reserved or index <= self.size for index in self.pending)
+        agree((n, free, pending), (error.requested, error.free, error.pending), "requested, free, pending")
+
+    def take(self, indices: Iterable[int], *, reserved: bool = False) -> None:
+        """These were handed out.
+
+        Raises:
+            DisagreementError: one of them was not free, or lies outside.
+        """
+        self.reap()
+        last = self.total if reserved else self.size
+        for index in indices:
+            if not 1 <= index <= last:
+                raise DisagreementError(f"index {index} was handed out of 1 to {last}")
+            if index in self.live or index in self.pending:
+                state = "live" if index in self.live else f"pending behind {self.pending[index]}"
+                raise DisagreementError(f"index {index} was handed out although it is {state}")
+            self.live.add(index)
+
+    def release(self, indices: Iterable[int], *fences: ManualFence | None) -> None:
+        """These were freed, behind the fences that are not None."""
+        wanted = tuple(fence for fence in fences if fence is not None)
+        for index in indices:
+            self.live.remove(index)
+            if wanted:
+                self.pending[index] = wanted
+        self.reap()
+
+
+# All that a caller can see of a pool or table, as plain values that compare with `==`.
+
+
+def snapshot_slots(pool: SlotPool) -> object:
+    """Numbers and live slots."""
+    return pool.stats, pool.live_slots().tolist()
+
+
+def snapshot_table(table: Table) -> object:
+    """Both sides of a table."""
+    host = None if table.host is None else table.host.tobytes()
+    return host, table.runtime.inspect(table.device).tobytes()
+
+
+def snapshot_pages(pool: PagePool) -> object:
+    """Numbers and the page table."""
+    return pool.stats, pool.page_table.tolist()
+
+
+Array = npt.NDArray[Any]
+Operation = Callable[[Array], Array]
+
+
+@final
+@attrs.frozen(eq=False)
+class Modelled:
+    """A value and its model.
+
+    Attributes:
+        value: the value.
+        host: what its host side holds, or None for `device_only`.
+        device: what its device side holds, or will once it is made.
+        generations: of slots, int64[n]; None for other values.
+    """
+
+    value: MirroredTensor
+    host: Array | None
+    device: Array
+    generations: Array | None = None
+
+    def __repr__(self) -> str:
+        sides = [] if self.host is None else [f"host {self.host.tolist()}"]
+        if self.host is None or self.value.contract is Contract.UPPER_BOUND:
+            sides.append(f"device {self.device.tolist()}")
+        if self.generations is not None:
+            sides.append(f"generations {self.generations.tolist()}")
+        return f"<{self.value!r}: {', '.join(sides)}>"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # Hypothesis would list the fields
+
+    def __len__(self) -> int:
+        return len(self.device)
+
+    def moved(self, value: MirroredTensor, operation: Operation) -> "Modelled":
+        """The model of `value`, to which `operation` moved the rows of this one."""
+        return Modelled(
+            value,
+            None if self.host is None else operation(self.host),
+            operation(self.device),
+            None if self.generations is None else operation(self.generations),
+        )
+
+    def judge(self) -> None:
+        """Compares the value with the model, without making its device side.
+
+        Raises:
+            DisagreementError, Violation: they differ.
+        """
+        value = self.value
+        value.check("judge")  # first: a law that was broken says more than a difference
+        agree(self.device.shape, value.shape, f"shape of {value!r}")
+        if self.host is not None:
+            agree_on(self.host, value.np, f"host side of {value!r}")
+        if isinstance(value, Slots) and self.generations is not None:
+            agree_on(self.generations, value.generations, f"generations of {value!r}")
+        if value.device_side.made is not None:
+            self.judge_device()
+
+    def judge_device(self) -> None:
+        """Compares the device side, which is made if it does not exist, with the model.
+
+        Raises:
+            Violation: MIRROR_EQUAL; the model stands for the host side.
+        """
+        device = self.value.runtime.inspect(self.value.device)
+        invariants.mirror_equal(self.device, device, object=f"model of {self.value!r}", operation="judge")
+
+
+def value_of(runtime: Runtime, host: Array, device: Array, contract: Contract, *, touch: bool = False) -> Modelled:
+    """A value with these sides.
+
+    Args:
+        runtime: the device.
+        host: the host side; for `exact` and `host_only` the device side too.
+        device: the device side of the others.
+        contract: how they relate.
+        touch: make the device side now.
+    """
+    if contract in (Contract.EXACT, Contract.HOST_ONLY):
+        value = MirroredTensor.from_host(runtime, host, contract=contract)
+    elif contract is Contract.UPPER_BOUND:
+        value = MirroredTensor.from_pair(runtime, host, _uploaded(runtime, device), contract=contract)
+    else:
+        value = MirroredTensor.from_device(runtime, _uploaded(runtime, device))
+    if touch:
+        _ = value.device
+    return Modelled(value, None if contract is Contract.DEVICE_ONLY else np.array(host), np.array(device))
+
+
+def _uploaded(runtime: Runtime, values: Array) -> Any:
+    return runtime.upload([values]).view(0).clone()

@@ -1,0 +1,192 @@
+"""What the pytest plugin adds to the report of a test that failed: the violation, its picture, and how to repeat it."""
+
+import hashlib
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from batchstate import levels
+from batchstate.errors import ArgumentError
+from batchstate.testing.pytest._runtimes import Opened
+from batchstate.testing.pytest._settings import settings_of
+from batchstate.violations import Code, Violation
+
+if TYPE_CHECKING:
+    from batchstate.testing.race import RaceReport
+
+FOLDER = "race-reports"
+"""Where reports of races go if nobody says otherwise, in the root folder of the tests."""
+
+_TITLE = "batchstate"
+_WIDTH, _LEAST_WIDTH, _MOST_WIDTH = 80, 60, 140
+"""Characters in a line where there is no terminal, and at least and at most where there is one."""
+
+_LONGEST_NAME = 80
+
+
+def sections(
+    item: pytest.Item, error: BaseException, opened: Sequence[Opened], shown: "list[RaceReport]"
+) -> list[tuple[str, str]]:
+    """The sections for a test that failed, as title and text.
+
+    Args:
+        item: the test.
+        error: what it failed with.
+        opened: the runtimes that it was given.
+        shown: races of the same test that are in a section already; those that are added here come to them.
+
+    Returns:
+        one for each violation behind the error and each race that somebody caught; one for a simulated device, which is
+        worth repeating; none for all else.
+    """
+    texts = []
+    for violation in violations_in(error):
+        race = _race_of(violation)
+        texts.append(_fields(violation) if race is None else _picture(item, race, shown))
+    caught = [race for one in opened for race in one.races if all(race is not other for other in shown)]
+    texts += [f"somebody caught this race:\n\n{_picture(item, race, shown)}" for race in caught]
+    if not texts and any(one.scheduler for one in opened):
+        texts.append("")
+    ends = _lines(_how_it_ran(item, opened))
+    titles = [_TITLE, *(f"{_TITLE} {number}" for number in range(2, len(texts) + 1))]
+    return [(title, f"{text}\n{ends}".lstrip("\n")) for title, text in zip(titles, texts, strict=False)]
+
+
+def violations_in(error: BaseException) -> Iterator[Violation]:
+    """The violations in an error, in groups of errors and in what led to them; none twice."""
+    seen: set[int] = set()
+    waiting = [error]
+    while waiting:
+        one = waiting.pop(0)
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, Violation):
+            yield one
+        if isinstance(one, BaseExceptionGroup):
+            waiting += one.exceptions
+        before = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+        if before is not None:
+            waiting.append(before)
+
+
+def _race_of(violation: Violation) -> "RaceReport | None":
+    if violation.code is not Code.RACE:
+        return None
+    from batchstate.testing.race.report import RaceReport
+
+    report = getattr(violation, "report", None)  # a text where the race comes from another process
+    return report if isinstance(report, RaceReport) else None
+
+
+# Texts
+
+
+def _fields(violation: Violation) -> str:
+    return _lines(
+        {name: text for name, value in violation.as_dict().items() if value is not None and (text := str(value))}
+    )
+
+
+def _picture(item: pytest.Item, race: "RaceReport", shown: "list[RaceReport]") -> str:
+    """The race as text, with where its report is. Writes the report."""
+    from batchstate.testing.render import race_text
+
+    shown.append(race)
+    width = _width(item.config)
+    try:
+        text = race_text(race, width)
+        if not _can_write(text):
+            text = race_text(race, width, ascii=True)
+    except ArgumentError:  # a report that cannot be drawn still says what was found
+        text = f"{race}\n"
+    try:
+        path = _shown_path(item.config, _written(item, race, len(shown)))
+    except OSError as error:
+        where = {"report": f"not written: {error}"}
+    else:
+        where = {"report": path, "draw it": f"batchstate race {shlex.quote(path)} --out race.html"}
+    return f"{text}\n{_lines(where)}"
+
+
+def _how_it_ran(item: pytest.Item, opened: Sequence[Opened]) -> dict[str, str]:
+    ran: dict[str, str] = {}
+    if opened:
+        ran["device"] = ", ".join(dict.fromkeys(one.device for one in opened))
+    ran["checks"] = levels.current_checks().value
+    orders = dict.fromkeys(f"{one.scheduler}, seed {one.seed}" for one in opened if one.scheduler)
+    if orders:
+        ran["scheduler"] = "; ".join(orders)
+    within = item.nodeid.partition("::")[2]
+    test = _shown_path(item.config, item.path) + (f"::{within}" if within else "")
+    ran["repeat"] = f"pytest {shlex.quote(test)}{_options(item, opened)}"
+    return ran
+
+
+def _options(item: pytest.Item, opened: Sequence[Opened]) -> str:
+    """The options that make the test run so again; a mark says the rest itself."""
+    try:
+        settings = settings_of(item)
+    except ArgumentError:
+        return ""
+    options = []
+    if opened and "device" not in settings.marked and settings.device != "cpu":
+        options += ["--batchstate-device", settings.device]
+    if "checks" not in settings.marked and (level := os.environ.get(levels.ENVIRONMENT_VARIABLE)):
+        options += ["--batchstate-checks", level]
+    if "seed" not in settings.marked and any(one.scheduler and one.seed == settings.seed for one in opened):
+        options += ["--batchstate-seed", str(settings.seed)]
+    return "".join(f" {shlex.quote(option)}" for option in options)
+
+
+def _lines(fields: dict[str, str]) -> str:
+    return "\n".join(f"{name:<11}{text}" for name, text in fields.items())
+
+
+def _width(config: pytest.Config) -> int:
+    if not config.pluginmanager.has_plugin("terminalreporter"):
+        return _WIDTH
+    return max(_LEAST_WIDTH, min(config.get_terminal_writer().fullwidth, _MOST_WIDTH))
+
+
+def _can_write(text: str) -> bool:
+    """Whether the terminal behind the capture has all the characters."""
+    try:
+        text.encode(getattr(sys.__stdout__, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+# Files
+
+
+def file_name(nodeid: str, number: int = 1) -> str:
+    """The name of the file for a test's report, good for every file system. No two tests have the same."""
+    digest = hashlib.sha256(nodeid.encode("utf-8", "backslashreplace")).hexdigest()[:8]
+    words = re.sub(r"[^A-Za-z0-9_]+", "-", nodeid.replace(".py::", "-")).strip("-")
+    more = "" if number == 1 else f"-{number}"
+    return f"{words[-_LONGEST_NAME:].lstrip('-')}-{digest}{more}.json"
+
+
+def _written(item: pytest.Item, race: "RaceReport", number: int) -> Path:
+    config = item.config
+    asked: str | None = config.getoption("batchstate_reports")
+    folder = config.rootpath / FOLDER if asked is None else config.invocation_params.dir / asked
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / file_name(item.nodeid, number)
+    whole = path.with_name(f".{path.name}.{os.getpid()}")  # two workers may write the same test's report
+    race.save(whole)
+    whole.replace(path)
+    return path
+
+
+def _shown_path(config: pytest.Config, path: Path) -> str:
+    here = config.invocation_params.dir
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

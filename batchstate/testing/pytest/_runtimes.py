@@ -1,0 +1,157 @@
+"""The runtimes that tests get from the pytest plugin, and what the plugin asks of them when the test is over."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, final
+
+import attrs
+import pytest
+
+from batchstate.testing.pytest._settings import Settings
+
+if TYPE_CHECKING:
+    from batchstate.runtime import Runtime
+    from batchstate.testing.race import RaceReport
+
+_LATEST = "lazy"
+"""The scheduler under which the depth is the engine's own doing; all others let the device get on as they please."""
+
+
+@final
+@attrs.define(eq=False)
+class Opened:
+    """A runtime that a test was given.
+
+    Attributes:
+        device: its name, as `open_device` takes it.
+        seed: of the scheduler.
+        scheduler: of a simulated device; None for all others.
+        races: reports of the races that it has found since the test began, raised or not.
+        depth: the most steps that were in flight at once; None for devices that do not count them.
+        runtime: it, or None once it is closed.
+    """
+
+    device: str
+    seed: int
+    runtime: "Runtime | None"
+    scheduler: str | None = None
+    _races: "tuple[RaceReport, ...]" = ()
+    _before: int = 0
+    _depth: int | None = None
+
+    @property
+    def races(self) -> "tuple[RaceReport, ...]":
+        """Reports of the races that it has found since the test began, raised or not."""
+        self._look()
+        return self._races[self._before :]
+
+    @property
+    def depth(self) -> int | None:
+        """The most steps in flight at once; None for devices that do not count them."""
+        self._look()
+        return self._depth
+
+    def begin_test(self) -> None:
+        """Another test begins, to which the races so far do not belong."""
+        self._look()
+        self._before = len(self._races)
+
+    def close(self) -> None:
+        """Lets go of the runtime, and keeps what is asked for later."""
+        self._look()
+        self.runtime = None
+
+    def _look(self) -> None:
+        if self.runtime is None:
+            return
+        self._races = tuple(getattr(self.runtime, "races", ()))
+        self._depth = getattr(self.runtime, "in_flight_depth_max", None)
+
+
+@final
+@attrs.define(eq=False)
+class Openings:
+    """Opens runtimes for tests.
+
+    Attributes:
+        of_test: those that the test under way was given, or found open.
+    """
+
+    _settings: Callable[[], Settings]
+    of_test: list[Opened] = attrs.field(factory=list)
+    _now: list[Opened] = attrs.field(factory=list)
+
+    def begin_test(self) -> None:
+        """A test begins. It may use what a fixture of a module or a session has opened."""
+        self.of_test = list(self._now)
+        for opened in self.of_test:
+            opened.begin_test()
+
+    @contextlib.contextmanager
+    def open(
+        self, *, device: str | None = None, steps_in_flight: int | None = None, seed: int | None = None
+    ) -> "Iterator[Runtime]":
+        """A runtime in its window. What is not given is as the test's settings say."""
+        from batchstate.testing.devices import open_device, window_of
+
+        settings = self._settings()
+        device = settings.device if device is None else device
+        seed = settings.seed if seed is None else seed
+        steps_in_flight = settings.steps_in_flight if steps_in_flight is None else steps_in_flight
+        runtime = open_device(device, steps_in_flight=steps_in_flight, seed=seed)
+        opened = Opened(device, seed, runtime, getattr(runtime, "scheduler", None))
+        self.of_test.append(opened)
+        self._now.append(opened)
+        try:
+            with window_of(runtime):
+                yield runtime
+        finally:
+            self._now.remove(opened)
+            opened.close()
+
+
+def is_there(device: str) -> bool:
+    """Whether a device exists on this machine. One that torch does not know counts: opening it says what is wrong."""
+    import torch
+
+    from batchstate.testing.devices import torch_device_of
+
+    try:
+        wanted = torch.device(torch_device_of(device))
+        module = torch.get_device_module(wanted)
+    except RuntimeError:
+        return True
+    return wanted.type == "cpu" or (bool(module.is_available()) and (wanted.index or 0) < module.device_count())
+
+
+def judge_passed(settings: Settings, opened: list[Opened]) -> None:
+    """Fails a test that has come to its end, where that proves less than it seems to.
+
+    Raises:
+        Failed: it caught a race, was not as deep as its mark demands, or has a mark without an effect.
+    """
+    caught = [race for one in opened for race in one.races]
+    if caught:
+        races = "\n".join(f"  {race.problem}" for race in caught)
+        pytest.fail(
+            f"something caught {'a race that was' if len(caught) == 1 else 'races that were'} raised in this test\n"
+            f"{races}\n"
+            "  remedy: repair what races; a test that is meant to race opens a `RaceRuntime` itself",
+            pytrace=False,
+        )
+    idle = sorted(settings.own - {"checks"})
+    if idle and not opened:
+        pytest.fail(
+            f"the mark's {', '.join(idle)} had no effect: the test opened no runtime\n"
+            "  remedy: let the test or its fixtures take `batchstate_runtime` or `batchstate_open`",
+            pytrace=False,
+        )
+    depths = [one.depth for one in opened if one.depth is not None and one.scheduler in (None, _LATEST)]
+    if settings.min_depth is not None and depths and max(depths) < settings.min_depth:
+        pytest.fail(
+            f"no more than {max(depths)} steps were in flight at once, and the mark demands {settings.min_depth}\n"
+            "  Something waits for the device in each step, or `next_step` is not called once a step. Behind a host\n"
+            "  that waits, everything is in order, and no race can be found.\n"
+            "  remedy: run ahead as in production; `no_hidden_sync` finds what waits",
+            pytrace=False,
+        )

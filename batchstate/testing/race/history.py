@@ -1,0 +1,216 @@
+"""What a report says is missing, and what to add: the fence that was meant, where there is one."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, final
+
+from batchstate.testing.race.clocks import Lane
+from batchstate.testing.race.report import HOST, Access, Event, EventKind, RaceKind
+from batchstate.testing.tracing.memory import Name
+from batchstate.testing.tracing.regions import Region
+from batchstate.testing.tracing.sites import Site
+
+# The newest events of a run, kept small, and turned into words only for a report.
+
+Used = Sequence[tuple[Name, Region]]
+
+KEPT = 4096
+"""Events whose lines are known: several steps of an engine. An older access is reported without its line."""
+
+SHOWN = 240
+"""Events in a report, at most."""
+
+_MOST_ROWS = 8
+
+
+@final
+class Entry:
+    """One event, as it is kept.
+
+    Attributes:
+        number, lane, kind, name, step, site: as in `report.Event`.
+        reads, writes: memory touched.
+        waits_for: event of the fence, for a wait.
+        hidden: not shown, because it may have been an operation of the host.
+    """
+
+    __slots__ = ("hidden", "kind", "lane", "name", "number", "reads", "site", "step", "waits_for", "writes")
+
+    def __init__(
+        self,
+        number: int,
+        lane: Lane,
+        kind: EventKind,
+        name: str,
+        step: int,
+        site: Site,
+        reads: Used = (),
+        writes: Used = (),
+        waits_for: int | None = None,
+        hidden: bool = False,
+    ) -> None:
+        self.number = number
+        self.lane = lane
+        self.kind = kind
+        self.name = name
+        self.step = step
+        self.site = site
+        self.reads = reads
+        self.writes = writes
+        self.waits_for = waits_for
+        self.hidden = hidden
+
+    def shown(self, oldest: int) -> Event:
+        """The event in words; a fence before event `oldest` is not in the report."""
+        line, caller = self.site.words()
+        waits_for = self.waits_for if self.waits_for is not None and self.waits_for >= oldest else None
+        return Event(
+            number=self.number,
+            lane=self.lane.name,
+            kind=self.kind,
+            name=self.name,
+            step=self.step,
+            site=line,
+            caller=caller,
+            reads=[described(name, region) for name, region in self.reads],
+            writes=[described(name, region) for name, region in self.writes],
+            waits_for=waits_for,
+        )
+
+
+@final
+class Journal:
+    """The newest `KEPT` events."""
+
+    def __init__(self) -> None:
+        self._entries: deque[Entry] = deque(maxlen=KEPT)
+
+    def note(self, entry: Entry) -> Entry:
+        """Keeps an event; numbers go up by one."""
+        self._entries.append(entry)
+        return entry
+
+    def lines(self) -> list[str]:
+        """A line for each event."""
+        return [f"{one.number} {one.lane.name}: {one.name}, step {one.step}" for one in self._entries]
+
+    def find(self, number: int) -> Entry | None:
+        """The event, unless it is too old."""
+        entries = self._entries
+        if not entries:
+            return None
+        at = number - entries[0].number
+        return entries[at] if 0 <= at < len(entries) else None
+
+    def fence_behind(self, lane: Lane, event: int, step: int) -> Entry | None:
+        """The first fence recorded on a lane behind an event, in the same step: a later one has another purpose."""
+        for entry in self._entries:
+            if entry.number > event and entry.kind is EventKind.FENCE and entry.lane is lane:
+                return entry if entry.step == step else None
+        return None
+
+    def newest_first(self) -> Iterator[Entry]:
+        """All events, backwards."""
+        return reversed(self._entries)
+
+    def shown(self, first: int, second: int) -> list[Event]:
+        """The events of a report on two accesses: some before the first, all between, none behind the second."""
+        oldest = max(min(first, second) - 12, second - SHOWN)
+        kept = [one for one in self._entries if one.number == first or oldest <= one.number <= second]
+        kept = [one for one in kept if not one.hidden or one.number in (first, second)]
+        return [one.shown(oldest) for one in kept]
+
+
+def described(name: Name, region: Region) -> str:
+    """The memory and which rows of it, for people."""
+    return f"{name} {rows_of(name, region)}"
+
+
+def rows_of(name: Name, region: Region) -> str:
+    """Which rows, elements or bytes a region is, seen as the tensor that the memory was first seen as."""
+    row = name.itemsize
+    for length in name.shape[1:]:
+        row *= length
+    if not name.shape or not row or region.hi > row * name.shape[0] or (name.kind == "uint8" and len(name.shape) == 1):
+        return _listed("byte", region.intervals(), region.more)
+    word = "element" if len(name.shape) == 1 else "row"
+    intervals = region.intervals()
+    whole = len(intervals) == 1 and region.lo == 0 and region.hi == row * name.shape[0]
+    if whole:
+        return f"all {name.shape[0]} {word}s" if name.shape[0] > 1 else f"its only {word}"
+    touched: list[tuple[int, int]] = []
+    for lo, hi in intervals:
+        first, last = lo // row, -(-hi // row)
+        if touched and first <= touched[-1][1]:
+            touched[-1] = (touched[-1][0], max(last, touched[-1][1]))
+        else:
+            touched.append((first, last))
+    partly = any(lo % row or hi % row for lo, hi in intervals)
+    return f"{'parts of ' if partly else ''}{_listed(word, touched, region.more)}"
+
+
+def _listed(word: str, intervals: Sequence[tuple[int, int]], left_out: int) -> str:
+    parts = [f"{lo}" if hi - lo == 1 else f"{lo}-{hi - 1}" for lo, hi in intervals[:_MOST_ROWS]]
+    more = len(intervals) - len(parts) + left_out
+    many = len(intervals) > 1 or intervals[0][1] - intervals[0][0] > 1
+    return f"{word}{'s' if many else ''} {', '.join(parts)}{f' and {more} more' if more else ''}"
+
+
+class Advice(NamedTuple):
+    """The edge that is not there, and how to add it."""
+
+    missing: str
+    suggestion: str
+
+
+def advice(
+    journal: Journal, lane: Lane, kind: RaceKind, first: Access, second: Access, dropped: Site | None = None
+) -> Advice:
+    """Advice on two accesses.
+
+    Args:
+        journal: of the run.
+        lane: of the first access.
+        kind: of the race.
+        first: the access that came first in the run.
+        second: the other one.
+        dropped: where the last tensor of freed memory was dropped.
+    """
+    behind = journal.fence_behind(lane, first.event, first.step)
+    if kind is RaceKind.FREED_IN_USE:
+        where = "" if dropped is None or dropped.line is None else f", dropped at {dropped.line},"
+        hold = "" if behind is None else f", or keep the tensor until {behind.name} is complete"
+        return Advice(
+            f"nothing keeps the memory{where} until stream {first.lane!r} is done with it",
+            f"hand the tensor over with `Runtime.use_on_current_stream` (on an accelerator also `record_stream`) "
+            f"before {first.operation} on {first.lane!r}{hold}",
+        )
+    who = "the host" if second.lane == HOST else f"stream {second.lane!r}"
+    where = "on the host" if second.lane == HOST else f"on stream {second.lane!r}"
+    early = _waited_too_early(journal, lane, first, second)
+    if early is not None:
+        return Advice(
+            f"{who} waits for {early.name}, which was recorded before {first.operation} on stream {first.lane!r}",
+            f"record the fence behind {first.operation}: {early.name} (recorded at {early.site.line}) comes before it",
+        )
+    if behind is None:
+        what = f"record a fence on stream {first.lane!r} behind {first.operation}, and wait for it"
+    else:
+        what = f"wait for {behind.name} (recorded on stream {first.lane!r} at {behind.site.line})"
+    return Advice(
+        f"{who} never waits for {first.operation} on stream {first.lane!r}",
+        f"{what} {where} before {second.operation}",
+    )
+
+
+def _waited_too_early(journal: Journal, lane: Lane, first: Access, second: Access) -> Entry | None:
+    """A fence of the first access's stream and step that the second one waited for, and that lies before the access."""
+    for entry in journal.newest_first():
+        if entry.number < first.event:
+            return None
+        waits = entry.kind is EventKind.WAIT and entry.lane.name == second.lane and entry.number < second.event
+        if waits and entry.waits_for is not None:
+            fence = journal.find(entry.waits_for)
+            if fence is not None and fence.lane is lane and fence.number < first.event and fence.step == first.step:
+                return fence
+    return None

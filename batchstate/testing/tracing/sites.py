@@ -1,0 +1,76 @@
+"""Where in the source an operation was called: the line in the library, and the line outside that led there."""
+
+import os
+import sys
+from types import CodeType, FrameType
+from typing import NamedTuple, final
+
+import torch
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+_TOOLS = tuple(os.path.join(_PACKAGE, "testing", folder) + os.sep for folder in ("tracing", "race", "sim"))
+_TESTING = tuple(os.path.join(_PACKAGE, folder) + os.sep for folder in ("testing", "selfcheck"))
+_SEAM = os.path.join(_PACKAGE, "runtime") + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_MACHINERY, _LIBRARY, _USER = range(3)
+_kinds: dict[str, int] = {}
+
+
+class Line(NamedTuple):
+    """A line of a function, cheap to keep."""
+
+    code: CodeType
+    number: int
+
+    def __str__(self) -> str:
+        return f"{_shortened(self.code.co_filename)}:{self.number} in {self.code.co_name}"
+
+
+@final
+class Site(NamedTuple):
+    """The innermost line that is no machinery, and the first line outside the library where that is another."""
+
+    line: Line | None
+    caller: Line | None
+
+    def words(self) -> tuple[str, str | None]:
+        """Both for people."""
+        return "an unknown line" if self.line is None else str(self.line), self.caller and str(self.caller)
+
+
+def site(depth: int = 2) -> Site:
+    """Of the frame `depth` above."""
+    frame: FrameType | None = sys._getframe(depth)
+    line: Line | None = None
+    while frame is not None:
+        code = frame.f_code
+        kind = _kinds.get(code.co_filename)
+        if kind is None:
+            kind = _kinds[code.co_filename] = _kind(code.co_filename)
+        if kind == _USER:
+            found = Line(code, frame.f_lineno)
+            return Site(found, None) if line is None else Site(line, found)
+        if kind == _LIBRARY and line is None:
+            line = Line(code, frame.f_lineno)
+        frame = frame.f_back
+    return Site(line, None)
+
+
+def _kind(path: str) -> int:
+    if path.startswith((_TORCH, *_TOOLS, _SEAM, "<frozen")) or path.endswith(("contextlib.py", "mock.py")):
+        return _MACHINERY
+    return _LIBRARY if path.startswith(_PACKAGE) and not path.startswith(_TESTING) else _USER
+
+
+def _shortened(path: str) -> str:
+    """Relative to where the process runs, or from the package's own folder on."""
+    if path.startswith(_PACKAGE):
+        return "batchstate/" + path[len(_PACKAGE) :].replace(os.sep, "/")
+    try:
+        near = os.path.relpath(path)
+    except ValueError:  # another drive
+        return path
+    if not near.startswith(".."):
+        return near.replace(os.sep, "/")
+    _, found, inside = path.rpartition("site-packages" + os.sep)
+    return (inside if found else path).replace(os.sep, "/")

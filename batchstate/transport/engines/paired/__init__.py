@@ -1,1 +1,0 @@
-"""What the torch.distributed engine is made of: two processes that take part in each write. `pairs` joins them."""

@@ -1,0 +1,301 @@
+"""Fences and events: which recording a wait is for, who waits, and what the host knows."""
+
+from batchstate.testing.race.report import RaceKind
+from tests.race_cases.registry import Values, pair
+from tests.race_cases.scenes import given, index, table, two_streams
+from tests.race_cases.surface import CaseRuntime
+
+
+@pair(
+    RaceKind.READ_AFTER_WRITE,
+    first="left: add_",
+    second="right: clone",
+    rows="all 8 rows",
+    racy="the wait came before the second recording, so it is for the first",
+    safe="the reader waits once more, for the second recording",
+)
+def event_recorded_again(rt: CaseRuntime, racy: bool) -> Values:
+    """An event is waited for, recorded again behind another write, and the memory is read."""
+    left, right = two_streams(rt)
+    numbers = table(rt)
+    event = rt.event()
+    with rt.use(left):
+        numbers.fill_(7)
+        event.record()
+    event.wait(right)
+    with rt.use(left):
+        numbers.add_(1)
+        event.record()
+    with rt.use(right):
+        if not racy:
+            event.wait()
+        return [numbers.clone()]
+
+
+@pair(
+    RaceKind.READ_AFTER_WRITE,
+    first="left: fill_",
+    second="right: clone",
+    rows="all 8 rows",
+    racy="it is recorded before the kernel, and says nothing of it",
+    safe="it is recorded behind the kernel",
+)
+def event_recorded_too_early(rt: CaseRuntime, racy: bool) -> Values:
+    """An event that a reader waits for."""
+    left, right = two_streams(rt)
+    numbers = table(rt)
+    event = rt.event()
+    with rt.use(left):
+        if racy:
+            event.record()
+        numbers.fill_(7)
+        if not racy:
+            event.record()
+    with rt.use(right):
+        event.wait()
+        return [numbers.clone()]
+
+
+@pair(
+    RaceKind.READ_AFTER_WRITE,
+    first="left: fill_",
+    second="right: clone",
+    rows="all 8 rows",
+    racy="it is recorded on the reader's own stream, where it waits for nothing",
+    safe="it is recorded on the writer's stream",
+)
+def event_recorded_on_the_wrong_stream(rt: CaseRuntime, racy: bool) -> Values:
+    """An event is recorded outside of the window in which the kernel was launched."""
+    left, right = two_streams(rt)
+    numbers = table(rt)
+    event = rt.event()
+    with rt.use(left):
+        numbers.fill_(7)
+    with rt.use(right):
+        event.record(right if racy else left)
+        event.wait()
+        return [numbers.clone()]
+
+
+@pair(
+    RaceKind.READ_AFTER_WRITE,
+    first="left: fill_",
+    second="right: clone",
+    rows="all 8 rows",
+    racy="another stream waits, and the reader does not",
+    safe="the reader waits",
+)
+def fence_waited_on_the_wrong_stream(rt: CaseRuntime, racy: bool) -> Values:
+    """Of three streams, one waits for the writer, and one reads."""
+    left, right = two_streams(rt)
+    middle = rt.stream("middle")
+    numbers = table(rt)
+    with rt.use(left):
+        numbers.fill_(7)
+        written = rt.record()
+    rt.wait(written, stream=middle if racy else right)
+    with rt.use(right):
+        return [numbers.clone()]
+
+
+@pair(
+    RaceKind.WRITE_AFTER_READ,
+    first="left: clone",
+    second="right: fill_",
+    rows="all 8 rows",
+    racy="the wait stands behind the launch that it should protect",
+    safe="the wait stands before the launch",
+)
+def wait_behind_the_launch(rt: CaseRuntime, racy: bool) -> Values:
+    """A writer waits for a reader."""
+    left, right = two_streams(rt)
+    numbers = table(rt)
+    with rt.use(left):
+        copy = numbers.clone()
+        read = rt.record()
+    with rt.use(right):
+        if not racy:
+            rt.wait(read)
+        numbers.fill_(7)
+        if racy:
+            rt.wait(read)
+    return [copy]
+
+
+@pair(
+    RaceKind.READ_AFTER_WRITE,
+    first="left: fill_",
+    second="right: clone",
+    rows="rows 0-3",
+    racy="both record one event, and the wait is for the later recording alone",
+    safe="each records an event of its own, and the reader waits for both",
+)
+def one_event_for_two_publishers(rt: CaseRuntime, racy: bool) -> Values:
+    """Two streams publish rows of a table, and a third gathers all of them."""
+    left, right = two_streams(rt)
+    middle = rt.stream("middle")
+    numbers = table(rt)
+    event = rt.event()
+    other = event if racy else rt.event()
+    with rt.use(left):
+        numbers[:4].fill_(7)
+        event.record()
+    with rt.use(middle):
+        numbers[4:].fill_(8)
+        other.record()
+    with rt.use(right):
+        event.wait()
+        other.wait()
+        return [numbers.clone()]
+
+
+@pair(
+    RaceKind.WRITE_AFTER_WRITE,
+    first="left: fill_",
+    second="right: fill_",
+    rows="all 8 rows",
+    racy="the host launches the second without waiting",
+    safe="the host waits for the fence, and launches then",
+)
+def the_host_waits(rt: CaseRuntime, racy: bool) -> Values:
+    """No stream waits for the other; the host may."""
+    left, right = two_streams(rt)
+    numbers = table(rt)
+    with rt.use(left):
+        numbers.fill_(7)
+        written = rt.record()
+    if not racy:
+        written.wait()
+    with rt.use(right):
+        numbers.fill_(8)
+    return [numbers]
+
+
+@pair(
+    RaceKind.READ_AFTER_WRITE,
+    first="left: add_",
+    second="right: clone",
+    rows="all 8 rows",
+    racy="the host waits for a fence between the two writes",
+    safe="the host waits for a fence behind both",
+)
+def the_host_waits_for_an_older_fence(rt: CaseRuntime, racy: bool) -> Values:
+    """A stream writes twice, the host waits, another stream reads."""
+    left, right = two_streams(rt)
+    numbers = table(rt)
+    with rt.use(left):
+        numbers.fill_(7)
+        fence = rt.record()
+        numbers.add_(1)
+        if not racy:
+            fence = rt.record()
+    fence.wait()
+    with rt.use(right):
+        return [numbers.clone()]
+
+
+@pair(
+    RaceKind.READ_AFTER_WRITE,
+    first="left: fill_",
+    second="right: clone",
+    rows="all 8 rows",
+    racy="the host asks once, and goes on whatever the answer is",
+    safe="the host asks until the answer is yes",
+)
+def the_host_asks(rt: CaseRuntime, racy: bool) -> Values:
+    """The host asks an event whether it is complete, and launches a reader on another stream."""
+    left, right = two_streams(rt)
+    numbers = table(rt)
+    event = rt.event()
+    with rt.use(left):
+        numbers.fill_(7)
+        event.record()
+    done = event.query()
+    while not racy and not done:
+        done = event.query()
+    with rt.use(right):
+        return [numbers.clone()]
+
+
+@pair(
+    RaceKind.READ_AFTER_WRITE,
+    first="left: fill_",
+    second="right: clone",
+    rows="all 8 rows",
+    racy="nothing waits",
+    safe="the host waits for the whole device",
+)
+def synchronize(rt: CaseRuntime, racy: bool) -> Values:
+    """Two streams use one table one after the other."""
+    left, right = two_streams(rt)
+    numbers = table(rt)
+    with rt.use(left):
+        numbers.fill_(7)
+    if not racy:
+        rt.synchronize()
+    with rt.use(right):
+        return [numbers.clone()]
+
+
+@pair(
+    RaceKind.READ_AFTER_WRITE,
+    first="left: fill_",
+    second="right: clone",
+    rows="all 8 rows",
+    racy="nothing is read by the host, and nothing waits",
+    safe="`.item()` makes the host wait for the stream, which orders what it launches then: by accident",
+)
+def a_number_read_by_the_host(rt: CaseRuntime, racy: bool) -> Values:
+    """The host may read one number of what a stream computes before another stream uses the table."""
+    left, right = two_streams(rt)
+    numbers = table(rt)
+    with rt.use(left):
+        numbers.fill_(7)
+        total = numbers.sum()
+        if not racy:
+            total.item()
+    with rt.use(right):
+        return [numbers.clone()]
+
+
+@pair(
+    RaceKind.READ_AFTER_WRITE,
+    first="left: fill_",
+    second="right: clone",
+    rows="all 8 rows",
+    racy="indices name the rows, and the host does not wait",
+    safe="a mask names them: how many there are has to be known, so the host waits for the stream",
+)
+def a_boolean_index_waits(rt: CaseRuntime, racy: bool) -> Values:
+    """A stream takes rows of what it wrote; another then reads the table."""
+    left, right = two_streams(rt)
+    numbers = table(rt)
+    with rt.use(left):
+        numbers.fill_(7)
+        rows = index(rt, 1, 3) if racy else given(rt, [False, True, False, True, False, False, False, False])
+        taken = numbers[rows]
+    with rt.use(right):
+        return [taken, numbers.clone()]
+
+
+@pair(
+    RaceKind.READ_AFTER_WRITE,
+    first="left: fill_",
+    second="right: clone",
+    rows="all 8 rows",
+    racy="a fence of the other stream was waited for",
+    safe="a later fence of the same stream covers what lies before it",
+)
+def a_fence_covers_what_lies_before(rt: CaseRuntime, racy: bool) -> Values:
+    """A stream writes, and does something else; a reader waits for a fence behind that."""
+    left, right = two_streams(rt)
+    middle = rt.stream("middle")
+    numbers, other = table(rt), table(rt)
+    with rt.use(left):
+        numbers.fill_(7)
+    with rt.use(middle if racy else left):
+        other.fill_(8)
+        fence = rt.record()
+    with rt.use(right):
+        rt.wait(fence)
+        return [numbers.clone(), other.clone()]

@@ -1,0 +1,220 @@
+"""Kernels that torch does not see, graphs, and the library's own transfers."""
+
+import numpy as np
+import torch
+
+from batchstate.testing.race.report import RaceKind
+from batchstate.testing.tracing.modes import raw_kernel
+from tests.race_cases.registry import Values, pair
+from tests.race_cases.scenes import index, table, two_streams, vector
+from tests.race_cases.surface import CaseRuntime
+
+
+@raw_kernel
+def raise_all(numbers: torch.Tensor) -> None:
+    """A kernel of somebody else's: no tool sees what it does to its argument."""
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        numbers.add_(100)
+
+
+@raw_kernel
+def double_all(numbers: torch.Tensor) -> None:
+    """Another kernel of somebody else's."""
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        numbers.mul_(2)
+
+
+@raw_kernel
+def copy_all(source: torch.Tensor, target: torch.Tensor) -> None:
+    """A kernel of somebody else's that copies."""
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        target.copy_(source)
+
+
+@pair(
+    RaceKind.READ_AFTER_WRITE,
+    first="left: raise_all",
+    second="right: clone",
+    rows="all 8 rows",
+    racy="nothing waits for the kernel",
+    safe="the reader waits for it",
+)
+def raw_kernel_writes(rt: CaseRuntime, racy: bool) -> Values:
+    """A kernel that torch does not see, declared where it is launched."""
+    left, right = two_streams(rt)
+    numbers = table(rt)
+    with rt.use(left):
+        rt.launch(raise_all, numbers, writes=[numbers])
+        raised = rt.record()
+    with rt.use(right):
+        if not racy:
+            rt.wait(raised)
+        return [numbers.clone()]
+
+
+@pair(
+    RaceKind.WRITE_AFTER_READ,
+    first="left: copy_all",
+    second="right: fill_",
+    rows="all 8 rows",
+    racy="nothing waits for the kernel, which reads",
+    safe="the writer waits for it",
+)
+def raw_kernel_reads(rt: CaseRuntime, racy: bool) -> Values:
+    """A kernel that torch does not see reads one table and writes another."""
+    left, right = two_streams(rt)
+    numbers, target = table(rt), table(rt)
+    with rt.use(left):
+        rt.launch(copy_all, numbers, target, reads=[numbers], writes=[target])
+        read = rt.record()
+    with rt.use(right):
+        if not racy:
+            rt.wait(read)
+        numbers.fill_(-1)
+    return [target]
+
+
+@pair(
+    RaceKind.WRITE_AFTER_WRITE,
+    first="left: raise_all",
+    second="right: double_all",
+    rows="row 4",
+    racy="the rows of one launch and those of the other share one",
+    safe="the rows are not the same, though the table is",
+)
+def raw_kernels_on_rows(rt: CaseRuntime, racy: bool) -> Values:
+    """Two kernels that torch does not see write slices of one table."""
+    left, right = two_streams(rt)
+    numbers = table(rt)
+    upper, lower = numbers[:5], numbers[4 if racy else 5 :]
+    with rt.use(left):
+        rt.launch(raise_all, upper, writes=[upper])
+    with rt.use(right):
+        rt.launch(double_all, lower, writes=[lower])
+    return [numbers]
+
+
+@pair(
+    RaceKind.WRITE_AFTER_READ,
+    first="forward: replay",
+    second="schedule: fill_",
+    rows="row 2",
+    racy="a row that the graph reads is overwritten",
+    safe="the rows behind those of the graph are overwritten",
+)
+def graph_replayed(rt: CaseRuntime, racy: bool) -> Values:
+    """A graph reads the first rows of static inputs, as many as there are requests, and is replayed."""
+    schedule, forward = rt.stream("schedule"), rt.stream("forward")
+    inputs, outputs = table(rt), table(rt, 3)
+    rows = inputs[:3]
+    with rt.use(forward):
+        rt.launch(copy_all, rows, outputs, reads=[rows], writes=[outputs], name="replay")
+    with rt.use(schedule):
+        inputs[2 if racy else 3 :].fill_(-1)
+    return [outputs]
+
+
+@pair(
+    RaceKind.READ_AFTER_WRITE,
+    first="left: copy to device",
+    second="right: add",
+    rows="bytes 0-63",
+    racy="each stream takes what the other one uploaded",
+    safe="each stream takes what it uploaded itself: two uploads share nothing",
+)
+def two_uploads(rt: CaseRuntime, racy: bool) -> Values:
+    """Two streams upload at the same time."""
+    left, right = two_streams(rt)
+    with rt.use(left):
+        ours = rt.upload([np.arange(8)])
+    with rt.use(right):
+        theirs = rt.upload([np.arange(8) * 2])
+        return [(ours if racy else theirs).view(0) + 1]
+
+
+@pair(
+    RaceKind.READ_AFTER_WRITE,
+    first="left: copy to device",
+    second="right: add",
+    rows="bytes 64-79",
+    racy="the second array is taken as it is",
+    safe="the second array is acquired",
+)
+def part_of_an_upload(rt: CaseRuntime, racy: bool) -> Values:
+    """Two arrays travel in one upload, and another stream takes one of them."""
+    left, right = two_streams(rt)
+    with rt.use(left):
+        packed = rt.upload([np.arange(8), np.arange(2)])
+    with rt.use(right):
+        part = packed.view(1) if racy else rt.use_part_on_current_stream(packed, 1)
+        return [part + 1]
+
+
+@pair(
+    RaceKind.FREED_IN_USE,
+    first="right: add",
+    second="left: upload",
+    rows="bytes 0-63",
+    racy="the stream waited by hand, and the next upload may get the memory",
+    safe="acquired, the memory is kept",
+)
+def uploads_step_after_step(rt: CaseRuntime, racy: bool) -> Values:
+    """A stream uploads the inputs of each step, another uses them, and nobody holds them."""
+    left, right = two_streams(rt)
+    seen = []
+    for step in range(2):
+        with rt.use(left):
+            packed = rt.upload([np.arange(8) + step])
+        with rt.use(right):
+            if racy:
+                rt.wait(packed.ready)
+                inputs = packed.view(0)
+            else:
+                inputs = rt.use_part_on_current_stream(packed, 0)
+            seen.append(inputs + 1)
+        del packed, inputs
+    return seen
+
+
+@pair(
+    RaceKind.WRITE_AFTER_READ,
+    first="left: copy to host",
+    second="right: fill_",
+    rows="all 8 elements",
+    racy="the tensor is overwritten while it may not have been brought",
+    safe="the fence of the download is waited for",
+)
+def download_and_overwrite(rt: CaseRuntime, racy: bool) -> Values:
+    """Values are brought to the host by the library, and their tensor is used again."""
+    left, right = two_streams(rt)
+    numbers = vector(rt)
+    with rt.use(left):
+        pending = rt.download([numbers])
+    with rt.use(right):
+        if not racy:
+            rt.wait(pending.done)
+        numbers.fill_(-1)
+    return pending.resolve()
+
+
+@pair(
+    RaceKind.READ_AFTER_WRITE,
+    first="forward: index_copy_",
+    second="prefill: index_select",
+    rows="row 3",
+    racy="the fence of the last publisher was waited for, and it is another stream's",
+    safe="the fences of both publishers are waited for",
+)
+def published_by_two_streams(rt: CaseRuntime, racy: bool) -> Values:
+    """Two streams publish results of their requests to a table, and a third takes one of each."""
+    forward, other, prefill = rt.stream("forward"), rt.stream("other"), rt.stream("prefill")
+    relay = table(rt)
+    fences = []
+    for stream, slot in ((forward, 3), (other, 5)):
+        with rt.use(stream):
+            relay.index_copy_(0, index(rt, slot), relay.new_full((1, 4), slot))
+            fences.append(rt.record())
+    with rt.use(prefill):
+        for fence in fences[1 if racy else 0 :]:
+            rt.wait(fence)
+        return [relay.index_select(0, index(rt, 3, 5))]

@@ -1,0 +1,247 @@
+"""Whole tensors: who waits for whom."""
+
+import torch
+
+from batchstate.runtime import Fence
+from batchstate.testing.race.report import RaceKind
+from tests.race_cases.registry import Values, pair
+from tests.race_cases.scenes import given, index, table, two_streams, vector
+from tests.race_cases.surface import CaseRuntime
+
+
+@pair(
+    RaceKind.READ_AFTER_WRITE,
+    first="left: fill_",
+    second="right: clone",
+    rows="all 8 rows",
+    racy="nothing makes the reader wait",
+    safe="the reader's stream waits for a fence behind the write",
+)
+def read_after_write(rt: CaseRuntime, racy: bool) -> Values:
+    """One stream writes what another reads."""
+    left, right = two_streams(rt)
+    numbers = table(rt)
+    with rt.use(left):
+        numbers.fill_(7)
+        written = rt.record()
+    with rt.use(right):
+        if not racy:
+            rt.wait(written)
+        return [numbers.clone()]
+
+
+@pair(
+    RaceKind.WRITE_AFTER_READ,
+    first="left: clone",
+    second="right: fill_",
+    rows="all 8 rows",
+    racy="nothing makes the writer wait",
+    safe="the writer's stream waits for a fence behind the read",
+)
+def write_after_read(rt: CaseRuntime, racy: bool) -> Values:
+    """One stream overwrites what another reads."""
+    left, right = two_streams(rt)
+    numbers = table(rt)
+    with rt.use(left):
+        copy = numbers.clone()
+        read = rt.record()
+    with rt.use(right):
+        if not racy:
+            rt.wait(read)
+        numbers.fill_(7)
+    return [copy, numbers]
+
+
+@pair(
+    RaceKind.WRITE_AFTER_WRITE,
+    first="left: fill_",
+    second="right: fill_",
+    rows="all 8 rows",
+    racy="the last to run wins",
+    safe="the second waits for the first",
+)
+def write_after_write(rt: CaseRuntime, racy: bool) -> Values:
+    """Two streams write the same memory."""
+    left, right = two_streams(rt)
+    numbers = table(rt)
+    with rt.use(left):
+        numbers.fill_(7)
+        written = rt.record()
+    with rt.use(right):
+        if not racy:
+            rt.wait(written)
+        numbers.fill_(8)
+    return [numbers]
+
+
+@pair(
+    RaceKind.WRITE_AFTER_WRITE,
+    first="left: fill_",
+    second="right: fill_",
+    rows="all 8 rows",
+    racy="no value shows it, and it is a race all the same: the next change of the program will show it",
+    safe="the second waits for the first",
+)
+def same_value_rewritten(rt: CaseRuntime, racy: bool) -> Values:
+    """Two streams write the same values to the same memory."""
+    left, right = two_streams(rt)
+    numbers = table(rt)
+    with rt.use(left):
+        numbers.fill_(0)
+        written = rt.record()
+    with rt.use(right):
+        if not racy:
+            rt.wait(written)
+        numbers.fill_(0)
+    return None
+
+
+@pair(
+    RaceKind.WRITE_AFTER_READ,
+    first="forward: clone",
+    second="schedule: add_",
+    rows="all 8 elements",
+    racy="the lengths grow for the next step while a forward may still read those of this one",
+    safe="the schedule waits until the forward has read them",
+)
+def in_place_add_under_a_reader(rt: CaseRuntime, racy: bool) -> Values:
+    """The lengths of the requests, which every step reads and then raises in place."""
+    schedule, forward = rt.stream("schedule"), rt.stream("forward")
+    lengths = vector(rt)
+    seen = []
+    for step in range(2):
+        with rt.use(forward):
+            seen.append(lengths.clone())
+            read = rt.record()
+        with rt.use(schedule):
+            if not racy or step:
+                rt.wait(read)
+            lengths.add_(1)
+            raised = rt.record()
+        rt.wait(raised, stream=forward)
+    return seen
+
+
+@pair(
+    RaceKind.READ_AFTER_WRITE,
+    first="left: fill_",
+    second="right: clone",
+    rows="all 8 rows",
+    racy="the one in the middle records its fence before it waits, so the chain breaks there",
+    safe="the one in the middle waits, and then records",
+)
+def a_chain_of_waits(rt: CaseRuntime, racy: bool) -> Values:
+    """Three streams, each of which waits for the one before."""
+    left, right = two_streams(rt)
+    middle = rt.stream("middle")
+    numbers = table(rt)
+    with rt.use(left):
+        numbers.fill_(7)
+        written = rt.record()
+    with rt.use(middle):
+        passed_on = rt.record()
+        rt.wait(written)
+        if not racy:
+            passed_on = rt.record()
+    with rt.use(right):
+        rt.wait(passed_on)
+        return [numbers.clone()]
+
+
+@pair(
+    RaceKind.WRITE_AFTER_READ,
+    first="reader 2: clone",
+    second="right: fill_",
+    rows="all 8 rows",
+    racy="the writer waits for all of them but one",
+    safe="the writer waits for all of them",
+)
+def many_readers(rt: CaseRuntime, racy: bool) -> Values:
+    """Four streams read one table at once, which is no race, and a fifth then overwrites it."""
+    right = rt.stream("right")
+    numbers = table(rt)
+    copies, fences = [], []
+    for reader in [rt.stream(f"reader {number}") for number in range(4)]:
+        with rt.use(reader):
+            copies.append(numbers.clone())
+            fences.append(rt.record())
+    with rt.use(right):
+        for number, fence in enumerate(fences):
+            if not racy or number != 2:
+                rt.wait(fence)
+        numbers.fill_(7)
+    return copies
+
+
+@pair(
+    RaceKind.WRITE_AFTER_READ,
+    first="right: clone",
+    second="left: fill_",
+    rows="all 8 rows",
+    racy="the reader waited for the writer, and the writer does not wait for the reader",
+    safe="each waits for the other",
+)
+def to_and_fro(rt: CaseRuntime, racy: bool) -> Values:
+    """A producer hands a buffer to a consumer, and fills it again."""
+    left, right = two_streams(rt)
+    buffer = table(rt)
+    with rt.use(left):
+        buffer.fill_(7)
+        rt.wait(rt.record(), stream=right)
+    with rt.use(right):
+        copy = buffer.clone()
+        read = rt.record()
+    with rt.use(left):
+        if not racy:
+            rt.wait(read)
+        buffer.fill_(8)
+    return [copy, buffer]
+
+
+@pair(
+    RaceKind.WRITE_AFTER_READ,
+    first="right: clone",
+    second="left: fill_",
+    rows="all 4 rows",
+    racy="two buffers, and the third step writes the first one unasked",
+    safe="the third step waits until the first buffer was read",
+)
+def two_buffers_by_turns(rt: CaseRuntime, racy: bool) -> Values:
+    """A producer fills two buffers by turns, a consumer reads them."""
+    left, right = two_streams(rt)
+    buffers = [table(rt, 4), table(rt, 4)]
+    seen: list[torch.Tensor] = []
+    fences: list[Fence] = []
+    for step in range(3):
+        buffer = buffers[step % 2]
+        with rt.use(left):
+            if step == 2 and not racy:
+                rt.wait(fences[0])
+            buffer.fill_(step)
+            rt.wait(rt.record(), stream=right)
+        with rt.use(right):
+            seen.append(buffer.clone())
+            fences.append(rt.record())
+    return seen
+
+
+@pair(
+    RaceKind.WRITE_AFTER_READ,
+    first="left: index_select",
+    second="right: index_copy_",
+    rows="row 3",
+    racy="the request is over for the host, which gives its row to the next one; the forward still reads it",
+    safe="the row is written behind the forward that read it",
+)
+def a_row_given_to_the_next_request(rt: CaseRuntime, racy: bool) -> Values:
+    """A request ends, and its row of a table goes to another request."""
+    left, right = two_streams(rt)
+    numbers = table(rt)
+    with rt.use(left):
+        pages = numbers.index_select(0, index(rt, 1, 3))
+        read = rt.record()
+    with rt.use(right):
+        if not racy:
+            rt.wait(read)
+        numbers.index_copy_(0, index(rt, 3), given(rt, [[9, 9, 9, 9]]))
+    return [pages]

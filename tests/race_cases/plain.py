@@ -1,0 +1,64 @@
+"""Runtimes without a tool that run the micro-cases: a CPU, where everything comes at once, and an accelerator."""
+
+from typing import Any, final
+
+import torch
+
+from batchstate.runtime import AcceleratorRuntime, CpuRuntime, Stream
+from batchstate.testing.tracing.events import DeviceEvent
+
+
+@final
+class PlainCpu(CpuRuntime):
+    """Runs everything in program order: what a program computes here is right."""
+
+    def event(self, name: str = "event") -> DeviceEvent:
+        """An event that can be recorded again."""
+        return DeviceEvent(name, self.record, lambda fence, stream: self.wait(fence, stream=stream))
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Zeroed host memory."""
+        return torch.zeros(shape, dtype=dtype)
+
+
+@final
+class PlainAccelerator(AcceleratorRuntime):
+    """Runs on an accelerator with its own events, unseen by any tool of this library."""
+
+    def event(self, name: str = "event") -> "NativeEvent":
+        """An event of the accelerator."""
+        return NativeEvent(self, self._module.Event())
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Zeroed pinned memory."""
+        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+
+
+@final
+class NativeEvent:
+    """`torch.cuda.Event`, or that of another accelerator, by streams of the library.
+
+    Args:
+        runtime: whose current stream is meant where none is named.
+        native: the event.
+    """
+
+    def __init__(self, runtime: AcceleratorRuntime, native: Any) -> None:
+        self._runtime = runtime
+        self._native = native
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Records it on a stream, by default the current one."""
+        self._native.record((stream or self._runtime.current_stream).native)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Makes a stream, by default the current one, wait for the last recording."""
+        (stream or self._runtime.current_stream).native.wait_event(self._native)
+
+    def query(self) -> bool:
+        """Whether the last recording is complete."""
+        return bool(self._native.query())
+
+    def synchronize(self) -> None:
+        """The host waits for the last recording."""
+        self._native.synchronize()

@@ -1,0 +1,207 @@
+"""Pinned host memory that copies from the device write when they run, and that the host reads and writes."""
+
+import torch
+
+from batchstate.testing.race.report import RaceKind
+from tests.race_cases.registry import Values, pair
+from tests.race_cases.scenes import two_streams, vector
+from tests.race_cases.surface import CaseRuntime
+
+
+@pair(
+    RaceKind.HOST_READS_EARLY,
+    first="left: copy to host",
+    second="host: clone",
+    rows="all 8 elements",
+    racy="the host reads at once",
+    safe="the host waits for a fence behind the copy",
+)
+def result_read_early(rt: CaseRuntime, racy: bool) -> Values:
+    """Numbers come to pinned memory, and the host reads them."""
+    left, _ = two_streams(rt)
+    numbers, landing = vector(rt), rt.pinned((8,), torch.int64)
+    with rt.use(left):
+        landing.copy_(numbers, non_blocking=True)
+        landed = rt.record()
+    if not racy:
+        landed.wait()
+    return [landing.clone()]
+
+
+@pair(
+    RaceKind.HOST_READS_EARLY,
+    first="left: copy to host",
+    second="host: clone",
+    rows="all 8 elements",
+    racy="the result looks like a finished tensor, and is none",
+    safe="the host waits for the copy",
+)
+def to_cpu_without_blocking(rt: CaseRuntime, racy: bool) -> Values:
+    """`.to("cpu", non_blocking=True)` makes a tensor that the copy fills later."""
+    left, _ = two_streams(rt)
+    numbers = vector(rt)
+    with rt.use(left):
+        landing = numbers.to("cpu", non_blocking=True)
+        landed = rt.record()
+    if not racy:
+        landed.wait()
+    return [landing.clone()]
+
+
+@pair(
+    RaceKind.HOST_READS_EARLY,
+    first="left: copy to host",
+    second="host: clone",
+    rows="all 8 elements",
+    racy="the host asks once, and reads whatever the answer is",
+    safe="the host asks until the answer is yes",
+)
+def host_asks_before_it_reads(rt: CaseRuntime, racy: bool) -> Values:
+    """An engine that polls: it asks the event behind a copy instead of waiting for it."""
+    left, _ = two_streams(rt)
+    numbers, landing = vector(rt), rt.pinned((8,), torch.int64)
+    landed = rt.event()
+    with rt.use(left):
+        landing.copy_(numbers, non_blocking=True)
+        landed.record()
+    done = landed.query()
+    while not racy and not done:
+        done = landed.query()
+    return [landing.clone()]
+
+
+@pair(
+    RaceKind.HOST_READS_EARLY,
+    first="left: copy to host",
+    second="host: clone",
+    rows="all 8 elements",
+    racy="another stream waits for the copy, and the host reads",
+    safe="the host waits",
+)
+def only_a_stream_waits_for_the_result(rt: CaseRuntime, racy: bool) -> Values:
+    """A wait of a stream tells the host nothing."""
+    left, right = two_streams(rt)
+    numbers, landing = vector(rt), rt.pinned((8,), torch.int64)
+    landed = rt.event()
+    with rt.use(left):
+        landing.copy_(numbers, non_blocking=True)
+        landed.record()
+    if racy:
+        landed.wait(right)
+    else:
+        landed.synchronize()
+    return [landing.clone()]
+
+
+@pair(
+    RaceKind.HOST_READS_EARLY,
+    first="left: copy to host",
+    second="host: clone",
+    rows="elements 4-7",
+    racy="the half that the second copy brings is read behind the first",
+    safe="the half that the first copy brought is read",
+)
+def halves_of_a_landing(rt: CaseRuntime, racy: bool) -> Values:
+    """Two copies bring a half each, and the host waits for the first."""
+    left, _ = two_streams(rt)
+    numbers, landing = vector(rt), rt.pinned((8,), torch.int64)
+    with rt.use(left):
+        landing[:4].copy_(numbers[:4], non_blocking=True)
+        first = rt.record()
+        landing[4:].copy_(numbers[4:], non_blocking=True)
+    first.wait()
+    return [landing[4:].clone() if racy else landing[:4].clone()]
+
+
+@pair(
+    RaceKind.HOST_READS_EARLY,
+    first="left: copy to host",
+    second="host: clone",
+    rows="all 8 elements",
+    racy="the second copy into the same buffer is under way when the host reads what the first one brought",
+    safe="the host reads before the second copy starts",
+)
+def landing_used_again(rt: CaseRuntime, racy: bool) -> Values:
+    """One pinned buffer takes the results of two steps, and the host reads those of the first."""
+    left, _ = two_streams(rt)
+    numbers, landing = vector(rt), rt.pinned((8,), torch.int64)
+    with rt.use(left):
+        landing.copy_(numbers, non_blocking=True)
+        landed = rt.record()
+    read = []
+    if not racy:
+        landed.wait()
+        read = [landing.clone()]
+    with rt.use(left):
+        numbers.add_(100)
+        landing.copy_(numbers, non_blocking=True)
+    if racy:
+        landed.wait()
+        read = [landing.clone()]
+    return read
+
+
+@pair(
+    RaceKind.HOST_MEMORY_REUSED,
+    first="left: copy to host",
+    second="host: zero_",
+    rows="all 8 elements",
+    racy="the copy may land behind the clearing",
+    safe="the host waits for the copy",
+)
+def landing_cleared_by_the_host(rt: CaseRuntime, racy: bool) -> Values:
+    """The host clears the memory that a copy brings numbers to."""
+    left, _ = two_streams(rt)
+    numbers, landing = vector(rt), rt.pinned((8,), torch.int64)
+    with rt.use(left):
+        landing.copy_(numbers, non_blocking=True)
+        landed = rt.record()
+    if not racy:
+        landed.wait()
+    landing.zero_()
+    return None
+
+
+@pair(
+    RaceKind.HOST_MEMORY_REUSED,
+    first="left: copy to host",
+    second="host: a write that torch did not see",
+    rows="all 8 elements",
+    racy="the copy may land on top of it",
+    safe="the host waits for the copy",
+)
+def landing_written_through_numpy(rt: CaseRuntime, racy: bool) -> Values:
+    """The host puts numbers of its own into the memory that a copy brings others to, where torch sees nothing."""
+    left, _ = two_streams(rt)
+    numbers, landing = vector(rt), rt.pinned((8,), torch.int64)
+    array = landing.numpy()
+    with rt.use(left):
+        landing.copy_(numbers, non_blocking=True)
+        landed = rt.record()
+    if not racy:
+        landed.wait()
+    array[3:5] = -1
+    landed.wait()
+    return [array.copy()]
+
+
+@pair(
+    RaceKind.HOST_READS_EARLY,
+    first="left: copy to host",
+    second="host: clone",
+    rows="all 8 elements",
+    racy="brought by hand, and read without waiting",
+    safe="brought by `download`, which waits for its own copy",
+)
+def brought_by_the_library(rt: CaseRuntime, racy: bool) -> Values:
+    """Results are read as soon as they are asked for."""
+    left, _ = two_streams(rt)
+    numbers = vector(rt)
+    if not racy:
+        with rt.use(left):
+            pending = rt.download([numbers])
+        return pending.resolve()
+    landing = rt.pinned((8,), torch.int64)
+    with rt.use(left):
+        landing.copy_(numbers, non_blocking=True)
+    return [landing.clone()]
