@@ -107,14 +107,14 @@ class Pages(MirroredTensor):
 class Locations(MirroredTensor):
     """Token positions in device KV memory. The tokens of page 0 are padding."""
 
-    unit: ClassVar[str | None] = "token"
+    unit: ClassVar[str | None] = "location"
     __slots__ = ()
 
 
 class HostLocations(MirroredTensor):
     """Token positions in the host tier's KV memory. Host token 0 is padding."""
 
-    unit: ClassVar[str | None] = "host_token"
+    unit: ClassVar[str | None] = "host_location"
     __slots__ = ()
 
 

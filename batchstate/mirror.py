@@ -281,7 +281,7 @@ class TwoSides(HostNumbers):
     """A host side and a device side, either of which may not be there yet.
 
     Attributes:
-        unit: index space of the values (`slot`, `page`, `token`, `host_token`), or None for plain numbers.
+        unit: index space of the values (`slot`, `page`, `location`, `host_location`), or None for plain numbers.
         runtime: the device it belongs to.
         contract: how the host side relates to the device side.
         dtype: of the elements.
@@ -641,7 +641,7 @@ class MirroredTensor(TwoSides):
     Make one with `from_host`, `from_device` or `from_pair`. Subclasses in `batchstate.indices` carry an index space.
 
     Attributes:
-        unit: index space of the values (`slot`, `page`, `token`, `host_token`), or None for plain numbers.
+        unit: index space of the values (`slot`, `page`, `location`, `host_location`), or None for plain numbers.
         runtime: the device it belongs to.
         contract: how the host side relates to the device side.
         dtype: of the elements.

@@ -115,7 +115,7 @@ class Table:
     Attributes:
         name: for reports.
         runtime: the device.
-        holds: index space of its values (`slot`, `page`, `token`, ...), or None for plain numbers.
+        holds: index space of its values (`slot`, `page`, `location`, ...), or None for plain numbers.
         host: the same values on the host, read-only, kept by every write, if the table was made with `host=True`; else
             None.
     """

@@ -39,7 +39,7 @@ class EngineState:
         self._slots = SlotPool(runtime, 4 * rows)
         num_pages = 4 * rows * -(-longest // PAGE_SIZE)
         self._pages = PagePool(runtime, self._slots, num_pages, PAGE_SIZE, max_tokens_per_request=longest)
-        self._table = self._slots.table("req_to_token", (longest,), torch.int32, holds="token")
+        self._table = self._slots.table("req_to_token", (longest,), torch.int32, holds="location")
         self._keep = np.arange(rows) >= churn  # those that came first leave first
         self._values = {
             name: np.zeros(churn, column.np_dtype)

@@ -62,7 +62,7 @@ class World:
     def of(cls, rt: Runtime, size: int = 8) -> "World":
         """Room for `size` requests of `LONGEST` tokens."""
         slots = SlotPool(rt, size)
-        table = slots.table("req_to_token", (LONGEST,), holds="token", host=True)
+        table = slots.table("req_to_token", (LONGEST,), holds="location", host=True)
         pages = PagePool(rt, slots, size * LONGEST, PAGE_SIZE, max_tokens_per_request=LONGEST, req_to_token=table)
         relay = FutureMap(
             slots,

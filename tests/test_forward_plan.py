@@ -34,7 +34,7 @@ class World:
     def of(cls, rt: Runtime, page_size: int) -> "World":
         """Room for 8 requests of `LONGEST` tokens."""
         slots = SlotPool(rt, 8)
-        table = slots.table("req_to_token", (LONGEST,), holds="token", host=True)
+        table = slots.table("req_to_token", (LONGEST,), holds="location", host=True)
         pages = PagePool(rt, slots, 8 * LONGEST, page_size, max_tokens_per_request=LONGEST, req_to_token=table)
         return cls(rt, slots, pages, table)
 

@@ -576,7 +576,7 @@ def test_writer_that_has_not_ended_when_its_request_finishes(rt: Runtime) -> Non
 
 def test_a_plan_writes_new_rows_of_hot_buffers(world: World) -> None:
     """Only while a buffer grows has its table a new entry: a row that is used again keeps its token."""
-    table = world.slots.table("hot", (64,), torch.int32, holds="token")
+    table = world.slots.table("hot", (64,), torch.int32, holds="location")
     short, long = world.direct([3]), world.direct([30])
     both = short.merge(long)
     plan = world.tier.map_last_location(both, [4, 31])

@@ -582,7 +582,7 @@ def test_pages_become_tokens(rt: Runtime) -> None:
     """Pages expand in their order; only the last may be used in part, and any other count is refused."""
     pages = Pages.from_host(rt, [3, 1])
     tokens = tokens_of_pages(pages, page_size=4, num_tokens=6)
-    assert (tokens.unit, tokens.contract) == ("token", Contract.HOST_ONLY)
+    assert (tokens.unit, tokens.contract) == ("location", Contract.HOST_ONLY)
     assert both(tokens) == [12, 13, 14, 15, 4, 5]
     assert both(tokens_of_pages(pages, page_size=1, num_tokens=2)) == [3, 1]
     assert both(tokens_of_pages(Pages.from_host(rt, []), page_size=4, num_tokens=0)) == []

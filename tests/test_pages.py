@@ -471,7 +471,7 @@ def test_no_rows_is_fine(slots: SlotPool, pages: PagePool) -> None:
 
 def test_extension_writes_the_token_table(rt: Runtime, slots: SlotPool) -> None:
     """An extension becomes one table write [slot, position] -> token, into the pool's table or another."""
-    table = slots.table("req_to_token", (16,), torch.int32, holds="token", host=True)
+    table = slots.table("req_to_token", (16,), torch.int32, holds="location", host=True)
     pages = PagePool(rt, slots, 12, 4, max_tokens_per_request=16, req_to_token=table)
     two = slots.take(2)
     extension = pages.extend(two, [5, 2])
@@ -651,7 +651,7 @@ def test_finds_committed_beyond_allocated(slots: SlotPool, pages: PagePool, monk
 def test_the_pools_own_table_is_written_without_a_second_look(rt: Runtime) -> None:
     """An entry for the pool's token table equals the one that is checked again; a table too narrow is refused."""
     slots = SlotPool(rt, 4)
-    table = slots.table("req_to_token", (8,), torch.int32, holds="token")
+    table = slots.table("req_to_token", (8,), torch.int32, holds="location")
     pages = PagePool(rt, slots, 8, 2, max_tokens_per_request=8, req_to_token=table)
     assert pages.req_to_token is table
     extension = pages.extend(slots.take(2), [3, 5])
@@ -659,12 +659,12 @@ def test_the_pools_own_table_is_written_without_a_second_look(rt: Runtime) -> No
     assert quick.index.tolist() == careful.index.tolist()
     assert quick.values.tolist() == careful.values.tolist()
     assert quick.values.dtype == careful.values.dtype
-    narrow = slots.table("narrow", (8,), torch.int8, holds="token")
+    narrow = slots.table("narrow", (8,), torch.int8, holds="location")
     with pytest.raises(ValueOverflowError, match="req_to_token"):
         PagePool(rt, slots, 200, 2, max_tokens_per_request=8, req_to_token=narrow)
     with pytest.raises(DtypeError, match="req_to_token"):
         PagePool(
-            rt, slots, 8, 2, max_tokens_per_request=8, req_to_token=slots.table("mask", (8,), torch.bool, holds="token")
+            rt, slots, 8, 2, max_tokens_per_request=8, req_to_token=slots.table("mask", (8,), torch.bool, holds="location")
         )
 
 
@@ -759,7 +759,7 @@ def test_a_handle_is_named_once_at_every_level(slots: SlotPool, pages: PagePool,
 
 def test_an_extension_is_asked_again(slots: SlotPool, pages: PagePool) -> None:
     """The tokens of a request that has left are not written into the row of its successor."""
-    table = slots.table("tokens", (16,), holds="token")
+    table = slots.table("tokens", (16,), holds="location")
     one = slots.take(1)
     added = pages.extend(one, 4)
     pages.release_requests(one)
@@ -777,7 +777,7 @@ def test_an_extension_cannot_be_changed(slots: SlotPool, pages: PagePool) -> Non
 
 def test_tables_of_other_slots_take_no_tokens(rt: Runtime, slots: SlotPool, pages: PagePool) -> None:
     """A token table is indexed by the slots of the pool, and holds integers."""
-    other = SlotPool(rt, 8).table("tokens", (16,), holds="token")
+    other = SlotPool(rt, 8).table("tokens", (16,), holds="location")
     with pytest.raises(ArgumentError, match="another pool"):
         PagePool(rt, slots, 12, 4, max_tokens_per_request=16, req_to_token=other)
     with pytest.raises(ArgumentError, match="made by the pool of these slots"):

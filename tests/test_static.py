@@ -149,7 +149,7 @@ class Plain(Batch):
 def test_one_copy_and_one_scatter_a_step(rt: Runtime) -> None:
     """Columns, extras and a table write are one copy and one scatter, and no device memory is allocated."""
     pool = SlotPool(rt, 8)
-    table = pool.table("req_to_token", (16,), torch.int32, holds="token")
+    table = pool.table("req_to_token", (16,), torch.int32, holds="location")
     pages = PagePool(rt, pool, 16, 4, max_tokens_per_request=16, req_to_token=table)
     slots = pool.take(3)
     pages.extend(slots, [3, 4, 5])

@@ -33,7 +33,7 @@ def test_one_copy_and_one_operation_a_step(rt: Runtime, num_columns: int, level:
     declared = declare(num_columns)
     slots = SlotPool(rt, 64)
     pages = PagePool(rt, slots, 256, 4, max_tokens_per_request=64)
-    table = slots.table("req_to_token", (64,), torch.int32, holds="token")
+    table = slots.table("req_to_token", (64,), torch.int32, holds="location")
 
     def arrive(num_reqs: int) -> Base:
         taken = slots.take(num_reqs)

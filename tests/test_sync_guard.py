@@ -114,7 +114,7 @@ def test_window_closes(rt: Runtime) -> None:
 def test_step_loop_runs_clean(rt: Runtime) -> None:
     """Steps in which requests leave, join and advance, with pages, tables and an upload, never wait."""
     slots = SlotPool(rt, 8)
-    table = slots.table("req_to_token", (16,), holds="token")
+    table = slots.table("req_to_token", (16,), holds="location")
     pages = PagePool(rt, slots, 32, 2, max_tokens_per_request=16, req_to_token=table)
 
     def joining(n: int) -> Running:

@@ -150,7 +150,7 @@ def test_refuses_what_would_corrupt(
     rt: Runtime, pool: SlotPool, slots: list[int], positions: list[int], values: list[int], code: Code
 ) -> None:
     """Padding, foreign rows and placeholders never reach the device."""
-    table = pool.table("kv", (8,), holds="token")
+    table = pool.table("kv", (8,), holds="location")
     before = rt.counters.snapshot()
     with pytest.raises(Violation) as caught:
         table.write(np.array(slots), np.array(positions), np.array(values))
@@ -160,7 +160,7 @@ def test_refuses_what_would_corrupt(
 
 def test_refuses_another_unit(rt: Runtime, pool: SlotPool) -> None:
     """Host tokens do not go into a table of device tokens; device tokens and plain numbers do."""
-    table = pool.table("kv", (8,), holds="token")
+    table = pool.table("kv", (8,), holds="location")
     with pytest.raises(Violation) as caught:
         table.write(np.array([1]), np.array([0]), HostLocations.from_host(rt, [5]))
     assert caught.value.code == Code.UNIT_MISMATCH
@@ -264,7 +264,7 @@ def test_adopts_an_engines_tensor(rt: Runtime, pool: SlotPool) -> None:
 
 def test_repr_reads_no_tensor(rt: Runtime, pool: SlotPool) -> None:
     """`repr` shows dtype and shape and costs no read-back."""
-    table = pool.table("kv", (8,), holds="token")
+    table = pool.table("kv", (8,), holds="location")
     before = rt.counters.snapshot()
     assert repr(table) == "Table('kv', int32[7, 8], holds=token)"
     assert repr(table.entry(np.array([1]), np.array([0]), np.array([1]))).startswith("TableWrite(1 elements")
@@ -278,7 +278,7 @@ def test_capacity_counts_at_every_level(pool: SlotPool) -> None:
         table.write(np.array([0]), np.array([0]), np.array([1]))
     with levels.checks("off"), pytest.raises(RowIndexError):
         table.write(np.array([1]), np.array([8]), np.array([1]))
-    tokens = pool.table("tokens", (8,), holds="token")
+    tokens = pool.table("tokens", (8,), holds="location")
     for level in ("off", "cheap", "full"):
         with levels.checks(level):
             refused(Code.SENTINEL_ESCAPED, functools.partial(table.write, np.array([1]), np.array([-1]), np.array([1])))

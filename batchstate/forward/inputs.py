@@ -84,7 +84,7 @@ def _check_table(table: Table, plan: ForwardPlan, what: str) -> None:
         table.dtype.is_floating_point
         or len(rows) != 2
         or rows[1] < plan.max_kv_len
-        or table.holds not in (None, "token")
+        or table.holds not in (None, "location")
     ):
         raise ArgumentError(
             f"{what}: {table!r} for requests of up to {plan.max_kv_len} tokens",

@@ -525,7 +525,7 @@ class HiSparse:
 
     def _check_units(self, location: LastLocation) -> None:
         where = self._where("back_up")
-        for unit, given in (("token", location.backup_from), ("host_token", location.backup_to)):
+        for unit, given in (("location", location.backup_from), ("host_location", location.backup_to)):
             if given.unit != unit:
                 invariants.unit_mismatch(unit, str(given.unit), **where)
 

@@ -216,13 +216,13 @@ def check_req_to_token(
             f"{name}: req_to_token of {dtype}", value=dtype, remedy="tokens are integers: use int32 or int64"
         )
     invariants.table_capacity(table.capacity, slots.capacity, **where)
-    if table.holds not in (None, "token"):
-        invariants.unit_mismatch("token", table.holds, **where)
+    if table.holds not in (None, "location"):
+        invariants.unit_mismatch("location", table.holds, **where)
     if len(shape) != 2 or shape[1] < max_tokens:
         raise ShapeError(
             f"{name}: rows of {list(shape[1:])} for {max_tokens} tokens",
             value=shape,
-            remedy="make the table with `slots.table(name, (max_tokens_per_request,), holds='token')`",
+            remedy="make the table with `slots.table(name, (max_tokens_per_request,), holds='location')`",
         )
     converted(np.array([token_capacity - 1]), dtype, f"{name}: req_to_token")
 

@@ -382,7 +382,7 @@ class Engine:
         self.runtime = runtime
         self.settings = settings
         self.slots = SlotPool(runtime, settings.max_running)
-        self.req_to_token = self.slots.table("req_to_token", (max_tokens_per_request,), torch.int32, holds="token")
+        self.req_to_token = self.slots.table("req_to_token", (max_tokens_per_request,), torch.int32, holds="location")
         self.pages = PagePool(
             runtime,
             self.slots,

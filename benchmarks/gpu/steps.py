@@ -61,7 +61,7 @@ class Serving:
         self._declared = declared(num_columns)
         self._slots = SlotPool(runtime, rows + 8 * churn)
         most = PROMPT + rows // churn + 2
-        self._table = self._slots.table("req_to_token", (most,), torch.int32, holds="token")
+        self._table = self._slots.table("req_to_token", (most,), torch.int32, holds="location")
         num_pages = (rows + 8 * churn) * -(-most // 4)
         self._pages = PagePool(
             runtime, self._slots, num_pages, 4, max_tokens_per_request=most, req_to_token=self._table

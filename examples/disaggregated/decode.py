@@ -62,8 +62,8 @@ class DecodeWorker:
         most = max(request.kv_limit for request in requests)
         width = max(longest, options.hot_tokens)
         self.slots = SlotPool(self.runtime, options.max_running)
-        self._hot_table = self.slots.table("hot_row_to_token", (width,), torch.int32, holds="token")
-        self._host_table = self.slots.table("position_to_host_token", (most,), torch.int32, holds="host_token")
+        self._hot_table = self.slots.table("hot_row_to_token", (width,), torch.int32, holds="location")
+        self._host_table = self.slots.table("position_to_host_token", (most,), torch.int32, holds="host_location")
         self.pages = PagePool(
             self.runtime,
             self.slots,

@@ -56,7 +56,7 @@ class PrefillWorker:
         size = options.page_size
         room = -(-options.max_prompt // size) * size
         self.slots = SlotPool(self.runtime, options.max_running)
-        self._table = self.slots.table("prompt_to_token", (room,), torch.int32, holds="token")
+        self._table = self.slots.table("prompt_to_token", (room,), torch.int32, holds="location")
         self.pages = PagePool(
             self.runtime,
             self.slots,

@@ -66,7 +66,7 @@ class Scheduler:
         settings = self.settings
         self.slots = SlotPool(self.runtime, settings.max_running)
         width = settings.row_width
-        table = self.slots.table("req_to_token", (width,), torch.int32, holds="token")
+        table = self.slots.table("req_to_token", (width,), torch.int32, holds="location")
         self.pages = PagePool(
             self.runtime,
             self.slots,

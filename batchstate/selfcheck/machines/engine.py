@@ -317,7 +317,7 @@ class EngineMachine(Machine):
         self._windows.enter_context(no_hidden_sync(self.rt))
         pool = HybridSlotPool(self.rt, size, states=2 * size, states_per_slot=2) if hybrid else SlotPool(self.rt, size)
         self.slots = pool.slots if isinstance(pool, HybridSlotPool) else pool
-        self.table = self.slots.table("req_to_token", (_MOST_TOKENS,), holds="token", host=True)
+        self.table = self.slots.table("req_to_token", (_MOST_TOKENS,), holds="location", host=True)
         self.pages = PagePool(
             self.rt,
             pool,

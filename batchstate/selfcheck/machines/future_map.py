@@ -210,7 +210,7 @@ class RelayMachine(Machine):
         self.streams = {name: self.rt.stream(name) for name in ("forward", "seeding")}
         self.streams["default"] = self.rt.current_stream
         self.pool = SlotPool(self.rt, size)
-        self.table = self.pool.table("req_to_token", (MOST_TOKENS,), holds="token", host=True)
+        self.table = self.pool.table("req_to_token", (MOST_TOKENS,), holds="location", host=True)
         self.pages = PagePool(
             self.rt,
             self.pool,

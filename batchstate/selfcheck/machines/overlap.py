@@ -297,7 +297,7 @@ class Memory:
         )
         self.streams = Streams(schedule, forward, arrivals, audit, origin=runtime.current_stream)
         with runtime.use(self.streams.schedule):
-            self.tokens = self.slots.table("req_to_token", (MOST_TOKENS,), holds="token", host=True)
+            self.tokens = self.slots.table("req_to_token", (MOST_TOKENS,), holds="location", host=True)
             self.marks = self.slots.table("marks", (MARKS,), torch.int64, host=True)
         with runtime.use(self.streams.arrivals):
             self.states = self.slots.table("states", (), torch.int64)

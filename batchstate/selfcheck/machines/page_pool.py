@@ -205,7 +205,7 @@ class GrowingRequests(Machine):
         self.slots = SlotPool(self.rt, size)
         self.most = 4 * page_size - (page_size > 1)
         self.pages = PagePool(self.rt, self.slots, num_pages, page_size, max_tokens_per_request=self.most)
-        self.table = self.slots.table("req_to_token", (self.most,), holds="token", host=True)
+        self.table = self.slots.table("req_to_token", (self.most,), holds="location", host=True)
         self.model = PageModel(self.pages, AllocatorModel(num_pages))
         self.held: dict[int, Slots] = {}
         self.gone: list[Slots] = []
