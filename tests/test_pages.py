@@ -664,7 +664,12 @@ def test_the_pools_own_table_is_written_without_a_second_look(rt: Runtime) -> No
         PagePool(rt, slots, 200, 2, max_tokens_per_request=8, req_to_token=narrow)
     with pytest.raises(DtypeError, match="req_to_token"):
         PagePool(
-            rt, slots, 8, 2, max_tokens_per_request=8, req_to_token=slots.table("mask", (8,), torch.bool, holds="location")
+            rt,
+            slots,
+            8,
+            2,
+            max_tokens_per_request=8,
+            req_to_token=slots.table("mask", (8,), torch.bool, holds="location"),
         )
 
 
