@@ -48,7 +48,7 @@ class Extras(Mapping[str, torch.Tensor]):
         if self._upload is None:
             raise KeyError(name)
         upload = self._upload
-        return DeviceSide(None, Made(upload.view(self._places[name]), upload.stream, upload.ready, upload.handed))
+        return DeviceSide(None, Made(upload.view(self._places[name]), upload.stream, upload.ready, upload.synchronised))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -162,14 +162,14 @@ class BatchDevice:
         if view is None:
             # `.data` counts writes in place of its own: a write then names its column.
             view = self._hand_out(name, self._shared(name, packed).data)
-        return Made(view, packed.stream, packed.ready, packed.handed)
+        return Made(view, packed.stream, packed.ready, packed.synchronised)
 
     def columns(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """The device sides of several columns, safe on the current stream. What `column` does, for all in one go."""
         if self._packed is None:
             self.upload((), {})
         packed = self._packed_now()
-        self._runtime.use_on_current_stream(packed.buffer, packed.stream, packed.ready, handed=packed.handed)
+        self._runtime.use_on_current_stream(packed.buffer, packed.stream, packed.ready, synchronised=packed.synchronised)
         sides = {}
         for name in names:
             rows = self.device_rows.get(name)
@@ -178,7 +178,7 @@ class BatchDevice:
             else:
                 made = self._gathered(name, rows)
                 sides[name] = self._runtime.use_on_current_stream(
-                    made.tensor, made.stream, made.ready, handed=made.handed
+                    made.tensor, made.stream, made.ready, synchronised=made.synchronised
                 )
         return sides
 

@@ -252,7 +252,7 @@ class FutureMap:
         self.slots.attach(self._guard)
         weakref.finalize(self, self.slots.detach, self._guard).atexit = False
         self._zeroed_on, self._zeroed = self.runtime.current_stream, self.runtime.record()
-        self._handed: dict[str, set[object]] = {field: set() for field in declared}
+        self._synchronised: dict[str, set[object]] = {field: set() for field in declared}
 
     def __repr__(self) -> str:
         return _label(self.name, self._memory)
@@ -582,7 +582,7 @@ class FutureMap:
     def _memory_of(self, field: str) -> torch.Tensor:
         """The entries of a field, for the current stream: they were made zero before it got there."""
         return self.runtime.use_on_current_stream(
-            self._memory[field], self._zeroed_on, self._zeroed, handed=self._handed[field]
+            self._memory[field], self._zeroed_on, self._zeroed, synchronised=self._synchronised[field]
         )
 
     def _live(self, slots: Any, operation: str) -> Slots:

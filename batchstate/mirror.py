@@ -108,7 +108,7 @@ class Made(NamedTuple):
     tensor: torch.Tensor
     stream: Stream
     ready: Fence | None
-    handed: set[object]
+    synchronised: set[object]
 
 
 @final
@@ -148,7 +148,7 @@ class DeviceSide:
             made = self._made = self._make()
             self._make = None
             self.mark = version_mark(made.tensor)
-        return runtime.use_on_current_stream(made.tensor, made.stream, made.ready, handed=made.handed)
+        return runtime.use_on_current_stream(made.tensor, made.stream, made.ready, synchronised=made.synchronised)
 
 
 def version_mark(tensor: torch.Tensor) -> int | None:
@@ -625,7 +625,7 @@ class TwoSides(HostNumbers):
 def _uploaded(runtime: Runtime, host: Array | None) -> Made:
     """Uploads a host side alone. It knows the array and not the value: a cycle would keep memory alive."""
     packed = runtime.upload([] if host is None else [host])
-    return Made(packed.view(0), packed.stream, packed.ready, packed.handed)
+    return Made(packed.view(0), packed.stream, packed.ready, packed.synchronised)
 
 
 def _checksum(values: Array) -> int:

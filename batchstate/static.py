@@ -152,7 +152,7 @@ class StaticBuffers(StaticMemory, Mapping[str, torch.Tensor]):
             self.num_reqs = batch.num_reqs
             for name, rows in device_rows.items():
                 made = rows.gathered(self.runtime, [rode.view(skipped + place) for place in needs[name]])
-                source = self.runtime.use_on_current_stream(made.tensor, made.stream, made.ready, handed=made.handed)
+                source = self.runtime.use_on_current_stream(made.tensor, made.stream, made.ready, synchronised=made.synchronised)
                 target = self._views[name].data  # our own writes are none from outside
                 self.runtime.launch(
                     copy_into, target, source, reads=(source,), writes=(target,), name=f"static: {name}"
@@ -185,7 +185,7 @@ class StaticBuffers(StaticMemory, Mapping[str, torch.Tensor]):
         name = padded._slot_column
         if name is None:
             return None
-        made = Made(self._views[name], crossed.stream, crossed.ready, crossed.handed)
+        made = Made(self._views[name], crossed.stream, crossed.ready, crossed.synchronised)
         return padded._rows.column(name), DeviceSide(None, made)
 
     def _copied(self, fixed: list[Array], riders: list[Array]) -> tuple[PackedUpload, PackedUpload, int]:

@@ -123,7 +123,7 @@ def _hand_over(patch: pytest.MonkeyPatch) -> None:
     """Prebuilt KV is used on the forward's stream and dropped, and nobody tells the allocator."""
 
     def use_on_current_stream(
-        self: Runtime, tensor: torch.Tensor, made_on: Any, ready: Any = None, *, handed: Any = None
+        self: Runtime, tensor: torch.Tensor, made_on: Any, ready: Any = None, *, synchronised: Any = None
     ) -> Any:
         if made_on != self.current_stream:
             self.wait(ready or self.record(made_on))

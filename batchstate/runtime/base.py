@@ -428,7 +428,7 @@ class Runtime(abc.ABC):
         self._stream_wait(stream or self.current_stream, fence)
 
     def use_on_current_stream(
-        self, tensor: torch.Tensor, made_on: Stream, ready: Fence | None = None, *, handed: set[object] | None = None
+        self, tensor: torch.Tensor, made_on: Stream, ready: Fence | None = None, *, synchronised: set[object] | None = None
     ) -> torch.Tensor:
         """Makes `tensor` safe to use on the current stream, whichever stream made it, and returns it.
 
@@ -439,23 +439,23 @@ class Runtime(abc.ABC):
             tensor: device memory.
             made_on: the stream that made it.
             ready: a fence behind its making.
-            handed: keys of the streams that have it already, of memory that is not written again. For each of them
+            synchronised: keys of the streams that have it already, of memory that is not written again. For each of them
                 order and memory are settled, and nothing is done; a new one is added.
         """
         current = self.current_stream
-        if current is made_on or current == made_on or (handed is not None and current.key in handed):
+        if current is made_on or current == made_on or (synchronised is not None and current.key in synchronised):
             return tensor
         if not self.capturing:
             self.wait(ready or self.record(made_on), stream=current)
             self.counters.hand_overs += 1
             self._keep_alive(tensor, current)
-            if handed is not None:
-                handed.add(current.key)
+            if synchronised is not None:
+                synchronised.add(current.key)
         return tensor
 
     def use_part_on_current_stream(self, packed: PackedUpload, index: int) -> torch.Tensor:
         """Array `index` of a packed upload, safe to use on the current stream; see `use_on_current_stream`."""
-        return self.use_on_current_stream(packed.view(index), packed.stream, packed.ready, handed=packed.handed)
+        return self.use_on_current_stream(packed.view(index), packed.stream, packed.ready, synchronised=packed.synchronised)
 
     def checks_suspended(self) -> bool:
         """Whether checks that would touch the device must not run now, because the stream is captured. Logs it once."""
@@ -527,7 +527,7 @@ class FixedMemory:
         self.memory = memory
         self._last_writer: Stream = runtime.current_stream
         self._written: Fence | None = None  # behind the last write; without it, all that its stream holds is waited for
-        self._handed: set[object] = set()
+        self._synchronised: set[object] = set()
         self._readers: list[tuple[Fence, set[Stream]]] = []
 
     def __repr__(self) -> str:
@@ -535,7 +535,7 @@ class FixedMemory:
 
     def ordered(self) -> torch.Tensor:
         """The memory, for the current stream, which waits for what another stream wrote last."""
-        return self.runtime.use_on_current_stream(self.memory, self._last_writer, self._written, handed=self._handed)
+        return self.runtime.use_on_current_stream(self.memory, self._last_writer, self._written, synchronised=self._synchronised)
 
     def read_until(self, fence: Fence) -> None:
         """A launched forward reads until `fence`: each stream that writes next waits for it."""
@@ -558,7 +558,7 @@ class FixedMemory:
     def note_write(self) -> None:
         """The next reader on another stream waits for this write, and for nothing behind it."""
         self._written = None if self.runtime.capturing else self.runtime.record()
-        self._handed = set()
+        self._synchronised = set()
 
     def _forget_finished_readers(self) -> None:
         if self._readers and not self.runtime.capturing:

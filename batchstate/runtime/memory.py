@@ -174,14 +174,14 @@ class PackedUpload:
         buffer: uint8[nbytes] on the device.
         stream: the stream that ran the copy.
         ready: the fence behind the copy.
-        handed: keys of the streams that the buffer was handed to (see `Runtime.use_on_current_stream`).
+        synchronised: keys of the streams that the buffer was handed to (see `Runtime.use_on_current_stream`).
     """
 
     buffer: torch.Tensor
     stream: Stream
     ready: Fence
     _places: list[Place]
-    handed: set[object] = attrs.field(factory=set, init=False)
+    synchronised: set[object] = attrs.field(factory=set, init=False)
     _views: dict[int, torch.Tensor] = attrs.field(factory=dict, init=False)
     _typed: "dict[np.dtype[Any], torch.Tensor]" = attrs.field(factory=dict, init=False)
 

@@ -312,12 +312,12 @@ class Memory:
         with runtime.use(self.streams.forward):
             self._kv = runtime.device_zeros((self.pages.token_capacity, 2), torch.int64)
             self._zeroed = runtime.record()
-        self._handed: set[object] = set()
+        self._synchronised: set[object] = set()
 
     @property
     def kv(self) -> torch.Tensor:
         """int64[token, 2], behind its being made."""
-        return self.runtime.use_on_current_stream(self._kv, self.streams.forward, self._zeroed, handed=self._handed)
+        return self.runtime.use_on_current_stream(self._kv, self.streams.forward, self._zeroed, synchronised=self._synchronised)
 
 
 # How one step of the overlap machine is run: an engine of another kind each time.

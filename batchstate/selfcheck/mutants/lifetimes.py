@@ -20,15 +20,15 @@ def _acquire_with(patch: Patch, keep_alive: Any) -> None:
     """`Runtime.use_on_current_stream` as it is, with something else in place of `_keep_alive`."""
 
     def use_on_current_stream(
-        self: Runtime, tensor: torch.Tensor, made_on: Stream, ready: Fence | None = None, *, handed: Any = None
+        self: Runtime, tensor: torch.Tensor, made_on: Stream, ready: Fence | None = None, *, synchronised: Any = None
     ) -> torch.Tensor:
         current = self.current_stream
-        if current == made_on or (handed is not None and current.key in handed):
+        if current == made_on or (synchronised is not None and current.key in synchronised):
             return tensor
         self.wait(ready or self.record(made_on), stream=current)
         keep_alive(self, tensor, made_on, current)
-        if handed is not None:
-            handed.add(current.key)
+        if synchronised is not None:
+            synchronised.add(current.key)
         return tensor
 
     patch(Runtime, "use_on_current_stream", use_on_current_stream)
@@ -63,12 +63,12 @@ def column_memory_handed_once(patch: Patch) -> None:
     """Memory is kept for the first stream that takes it over, and a second one only waits."""
 
     def use_on_current_stream(
-        self: Runtime, tensor: torch.Tensor, made_on: Stream, ready: Fence | None = None, *, handed: Any = None
+        self: Runtime, tensor: torch.Tensor, made_on: Stream, ready: Fence | None = None, *, synchronised: Any = None
     ) -> torch.Tensor:
-        if handed and self.current_stream != made_on:
+        if synchronised and self.current_stream != made_on:
             self.wait(ready or self.record(made_on))
             return tensor
-        found: torch.Tensor = original(self, tensor, made_on, ready, handed=handed)
+        found: torch.Tensor = original(self, tensor, made_on, ready, synchronised=synchronised)
         return found
 
     original = patch(Runtime, "use_on_current_stream", use_on_current_stream)

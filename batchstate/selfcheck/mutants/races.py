@@ -76,11 +76,11 @@ def one_stream_has_waited_for_all(patch: Patch) -> None:
     """Memory is noted as handed over, and not to whom: only the first stream that uses it waits."""
 
     def use_on_current_stream(
-        self: Runtime, tensor: torch.Tensor, made_on: Stream, ready: Fence | None = None, *, handed: Any = None
+        self: Runtime, tensor: torch.Tensor, made_on: Stream, ready: Fence | None = None, *, synchronised: Any = None
     ) -> torch.Tensor:
-        if handed:
+        if synchronised:
             return tensor
-        found: torch.Tensor = original(self, tensor, made_on, ready, handed=handed)
+        found: torch.Tensor = original(self, tensor, made_on, ready, synchronised=synchronised)
         return found
 
     original = patch(Runtime, "use_on_current_stream", use_on_current_stream)
@@ -117,10 +117,10 @@ def fence_of_the_reader(patch: Patch) -> None:
     """A hand-over waits for a fence that is recorded on the stream that reads, and not on the one that wrote."""
 
     def use_on_current_stream(
-        self: Runtime, tensor: torch.Tensor, made_on: Stream, ready: Fence | None = None, *, handed: Any = None
+        self: Runtime, tensor: torch.Tensor, made_on: Stream, ready: Fence | None = None, *, synchronised: Any = None
     ) -> torch.Tensor:
         fence = self.record() if made_on != self.current_stream else ready
-        found: torch.Tensor = original(self, tensor, made_on, fence, handed=handed)
+        found: torch.Tensor = original(self, tensor, made_on, fence, synchronised=synchronised)
         return found
 
     original = patch(Runtime, "use_on_current_stream", use_on_current_stream)
@@ -192,7 +192,7 @@ def write_fence_before_the_write(patch: Patch) -> None:
     def await_readers(self: FixedMemory) -> None:
         original(self)
         self._written = self.runtime.record()
-        self._handed = set()
+        self._synchronised = set()
 
     original = patch(FixedMemory, "await_readers", await_readers)
     patch(FixedMemory, "note_write", lambda self: None)
