@@ -632,7 +632,7 @@ class Batch(SendableRecord):
         self._check_joins(other, num_reqs, "merge")
         return self._joined("merge", merged(self._parts, other._parts), num_reqs, other)
 
-    def step(
+    def next_batch(
         self,
         *,
         keep: object = None,
@@ -654,15 +654,15 @@ class Batch(SendableRecord):
         Raises:
             As `filter`, `merge` and `advance`.
         """
-        what = f"{type(self).__name__}.step"
-        num_reqs = self._begin("step")
+        what = f"{type(self).__name__}.next_batch"
+        num_reqs = self._begin("next_batch")
         parts = self._parts
         if keep is not None:
             index = kept_rows(keep, num_reqs, what)
             parts, num_reqs = taken(parts, index), index.size
         kept = num_reqs
         if joining is not None:
-            self._check_joins(joining, kept, "step")
+            self._check_joins(joining, kept, "next_batch")
             parts, num_reqs = merged(parts, joining._parts), kept + joining.num_reqs
         if type(advance) is tuple and not advance:
             if type(n) is not int or n != 1:
@@ -670,7 +670,7 @@ class Batch(SendableRecord):
         else:
             added = amounts_by_column(advance, n, what)
             parts = shifted(parts, added, self._columns, num_reqs, what, fresh=parts[0] is not self._rows)
-        return self._with("step", *parts, num_reqs) if joining is None else self._joined("step", parts, kept, joining)
+        return self._with("next_batch", *parts, num_reqs) if joining is None else self._joined("next_batch", parts, kept, joining)
 
     def _check_joins(self, other: Self, num_reqs: int, operation: str) -> None:
         if type(other) is not type(self):

@@ -92,7 +92,7 @@ class Scene:
 
     def packed_step(self) -> Decode:
         """The step as this library does it, up to the copy."""
-        batch = self.running.step(keep=self.keep, joining=self.joining, advance="seq_lens")
+        batch = self.running.next_batch(keep=self.keep, joining=self.joining, advance="seq_lens")
         batch.upload()
         return batch
 
@@ -108,7 +108,7 @@ class Scene:
 
     def static_step(self, buffers: StaticBuffers) -> StaticBuffers:
         """The step at the fixed addresses of a graph, whose tensors are there already."""
-        self.running.step(keep=self.keep, joining=self.joining, advance="seq_lens").to_static(buffers)
+        self.running.next_batch(keep=self.keep, joining=self.joining, advance="seq_lens").to_static(buffers)
         return buffers
 
     def buffers(self) -> StaticBuffers:

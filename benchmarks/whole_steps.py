@@ -64,7 +64,7 @@ class EngineState:
         joining = self._arriving()
         leaving = self.batch.filter(~self._keep)
         self._pages.release_requests(leaving.slots, after=self.runtime.record())
-        batch = self.batch.step(keep=self._keep, joining=joining, advance="seq_lens")
+        batch = self.batch.next_batch(keep=self._keep, joining=joining, advance="seq_lens")
         extension = self._pages.advance(batch.slots, 1)
         batch.upload(writes=[extension.entry(self._table)], extras={"positions": extension.positions})
         self.batch = batch

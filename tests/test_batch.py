@@ -679,7 +679,7 @@ def test_a_step_is_its_three_operations(rt: Runtime, pool: SlotPool, abcd: Decod
     for keep in (None, [2, 0], np.array([True, False, True, True])):
         for other in (None, joining, Decode.empty(rt)):
             for advance, n in (((), 1), ("seq_lens", 2), (["seq_lens", "kv_lens"], 1), ({"top_k": 1}, 1)):
-                one = abcd.step(keep=keep, joining=other, advance=advance, n=n)
+                one = abcd.next_batch(keep=keep, joining=other, advance=advance, n=n)
                 three = abcd if keep is None else abcd.filter(keep)
                 three = three if other is None else three.merge(other)
                 three = three.advance(advance, n)
@@ -701,32 +701,32 @@ def test_a_step_is_refused_as_a_whole(rt: Runtime, pool: SlotPool, abcd: Decode)
     big = abcd.replace(adapter=[250] * 4)
     wrong: Any
     for wrong, error in (
-        (lambda: abcd.step(keep=[4]), RowIndexError),
-        (lambda: abcd.step(keep=[1, 1]), ArgumentError),
-        (lambda: abcd.step(joining=Other.empty(rt)), DeclarationError),  # type: ignore[arg-type]
-        (lambda: abcd.step(joining=3), DeclarationError),  # type: ignore[arg-type]
-        (lambda: abcd.step(advance="temperature"), DtypeError),
-        (lambda: abcd.step(advance="nothing"), DeclarationError),
-        (lambda: abcd.step(advance=["seq_lens", "seq_lens"]), ArgumentError),
-        (lambda: abcd.step(advance=3), DeclarationError),  # type: ignore[arg-type]
+        (lambda: abcd.next_batch(keep=[4]), RowIndexError),
+        (lambda: abcd.next_batch(keep=[1, 1]), ArgumentError),
+        (lambda: abcd.next_batch(joining=Other.empty(rt)), DeclarationError),  # type: ignore[arg-type]
+        (lambda: abcd.next_batch(joining=3), DeclarationError),  # type: ignore[arg-type]
+        (lambda: abcd.next_batch(advance="temperature"), DtypeError),
+        (lambda: abcd.next_batch(advance="nothing"), DeclarationError),
+        (lambda: abcd.next_batch(advance=["seq_lens", "seq_lens"]), ArgumentError),
+        (lambda: abcd.next_batch(advance=3), DeclarationError),  # type: ignore[arg-type]
         (lambda: abcd.step(n=2), ArgumentError),
-        (lambda: abcd.step(advance=[["seq_lens"]]), DeclarationError),  # type: ignore[list-item]
+        (lambda: abcd.next_batch(advance=[["seq_lens"]]), DeclarationError),  # type: ignore[list-item]
         (lambda: abcd.advance([["seq_lens"]]), DeclarationError),  # type: ignore[list-item]
         (lambda: abcd.advance("seq_lens", 2**63), ValueOverflowError),
         (lambda: abcd.advance("seq_lens", -(2**63) - 1), ValueOverflowError),
         (lambda: abcd.advance("seq_lens", 2**64), ValueOverflowError),
-        (lambda: abcd.step(keep=[0], n=[1]), ArgumentError),
-        (lambda: abcd.step(advance="seq_lens", n=[1, 2]), ShapeError),
-        (lambda: big.step(keep=[0], advance="adapter", n=10), ValueOverflowError),
-        (lambda: abcd.pad(6).step(keep=[0]), ArgumentError),
+        (lambda: abcd.next_batch(keep=[0], n=[1]), ArgumentError),
+        (lambda: abcd.next_batch(advance="seq_lens", n=[1, 2]), ShapeError),
+        (lambda: big.next_batch(keep=[0], advance="adapter", n=10), ValueOverflowError),
+        (lambda: abcd.pad(6).next_batch(keep=[0]), ArgumentError),
     ):
         with pytest.raises(error):
             wrong()
     with pytest.raises(Violation) as caught:
-        abcd.step(joining=abcd)
+        abcd.next_batch(joining=abcd)
     assert caught.value.code is Code.SLOT_SHARED
-    assert abcd.step(keep=[0, 1], joining=abcd.filter([2])).slots.tolist() == [1, 2, 3]
-    assert abcd.step(advance=np.array(["seq_lens"])).seq_lens.tolist() == [11, 12, 13, 14]
+    assert abcd.next_batch(keep=[0, 1], joining=abcd.filter([2])).slots.tolist() == [1, 2, 3]
+    assert abcd.next_batch(advance=np.array(["seq_lens"])).seq_lens.tolist() == [11, 12, 13, 14]
     assert (abcd.seq_lens.tolist(), big.adapter.tolist()) == ([10, 11, 12, 13], [250] * 4)
 
 
@@ -734,7 +734,7 @@ def test_a_step_judges_its_result_once(rt: Runtime, abcd: Decode) -> None:
     """At `cheap` rows are counted once, where three operations count them twice."""
     joining = Decode.empty(rt)
     before = dict(invariants.made)
-    abcd.step(keep=[0, 1], joining=joining, advance="seq_lens")
+    abcd.next_batch(keep=[0, 1], joining=joining, advance="seq_lens")
     once = invariants.made[Code.ROW_COUNT] - before[Code.ROW_COUNT]
     abcd.filter([0, 1]).merge(joining).advance("seq_lens", 1)
     assert (once, invariants.made[Code.ROW_COUNT] - before[Code.ROW_COUNT]) == (1, 3)

@@ -426,7 +426,7 @@ def test_sources_of_device_columns_do_not_pile_up(pool: SlotPool) -> None:
     for step in range(12):
         joining = of_letters(pool, "abcdef"[step % 6])
         leaving = batch.filter([0])
-        batch = batch.step(
+        batch = batch.next_batch(
             keep=np.arange(len(batch)) > 0, joining=joining, advance=["seq_lens", "kv_lens", "last_token"]
         )
         pool.free(leaving.slots)

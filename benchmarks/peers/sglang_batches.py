@@ -127,7 +127,7 @@ def _comparison(runtime: Runtime, task: str, name: str, rows: int, churn: int) -
     )
 
     def packed() -> ScheduleColumns:
-        batch = ours.step(keep=keep, joining=others, advance=("seq_lens", "orig_seq_lens"))
+        batch = ours.next_batch(keep=keep, joining=others, advance=("seq_lens", "orig_seq_lens"))
         batch.upload()
         return batch
 

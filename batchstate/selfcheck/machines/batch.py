@@ -547,7 +547,7 @@ class BatchMachine(BatchBuilder):
         both = self.joined(left, joining)
         before = self.rt.counters.snapshot()
         if at_once:
-            batch = one.batch.step(keep=keep, joining=joining.batch, advance="seq_lens")
+            batch = one.batch.next_batch(keep=keep, joining=joining.batch, advance="seq_lens")
         else:
             batch = both.batch.advance("seq_lens", 1)
         self.reached("leave, join and advance at once", at_once and 0 < len(keep) < len(one) and bool(free))
