@@ -169,7 +169,9 @@ class BatchDevice:
         if self._packed is None:
             self.upload((), {})
         packed = self._packed_now()
-        self._runtime.use_on_current_stream(packed.buffer, packed.stream, packed.ready, synchronised=packed.synchronised)
+        self._runtime.use_on_current_stream(
+            packed.buffer, packed.stream, packed.ready, synchronised=packed.synchronised
+        )
         sides = {}
         for name in names:
             rows = self.device_rows.get(name)

@@ -670,7 +670,11 @@ class Batch(SendableRecord):
         else:
             added = amounts_by_column(advance, n, what)
             parts = shifted(parts, added, self._columns, num_reqs, what, fresh=parts[0] is not self._rows)
-        return self._with("next_batch", *parts, num_reqs) if joining is None else self._joined("next_batch", parts, kept, joining)
+        return (
+            self._with("next_batch", *parts, num_reqs)
+            if joining is None
+            else self._joined("next_batch", parts, kept, joining)
+        )
 
     def _check_joins(self, other: Self, num_reqs: int, operation: str) -> None:
         if type(other) is not type(self):

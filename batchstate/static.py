@@ -152,7 +152,9 @@ class StaticBuffers(StaticMemory, Mapping[str, torch.Tensor]):
             self.num_reqs = batch.num_reqs
             for name, rows in device_rows.items():
                 made = rows.gathered(self.runtime, [rode.view(skipped + place) for place in needs[name]])
-                source = self.runtime.use_on_current_stream(made.tensor, made.stream, made.ready, synchronised=made.synchronised)
+                source = self.runtime.use_on_current_stream(
+                    made.tensor, made.stream, made.ready, synchronised=made.synchronised
+                )
                 target = self._views[name].data  # our own writes are none from outside
                 self.runtime.launch(
                     copy_into, target, source, reads=(source,), writes=(target,), name=f"static: {name}"

@@ -428,7 +428,12 @@ class Runtime(abc.ABC):
         self._stream_wait(stream or self.current_stream, fence)
 
     def use_on_current_stream(
-        self, tensor: torch.Tensor, made_on: Stream, ready: Fence | None = None, *, synchronised: set[object] | None = None
+        self,
+        tensor: torch.Tensor,
+        made_on: Stream,
+        ready: Fence | None = None,
+        *,
+        synchronised: set[object] | None = None,
     ) -> torch.Tensor:
         """Makes `tensor` safe to use on the current stream, whichever stream made it, and returns it.
 
@@ -439,8 +444,8 @@ class Runtime(abc.ABC):
             tensor: device memory.
             made_on: the stream that made it.
             ready: a fence behind its making.
-            synchronised: keys of the streams that have it already, of memory that is not written again. For each of them
-                order and memory are settled, and nothing is done; a new one is added.
+            synchronised: keys of the streams that have it already, of memory that is not written again. Nothing is done
+                for these; a new one is added.
         """
         current = self.current_stream
         if current is made_on or current == made_on or (synchronised is not None and current.key in synchronised):
@@ -455,7 +460,9 @@ class Runtime(abc.ABC):
 
     def use_part_on_current_stream(self, packed: PackedUpload, index: int) -> torch.Tensor:
         """Array `index` of a packed upload, safe to use on the current stream; see `use_on_current_stream`."""
-        return self.use_on_current_stream(packed.view(index), packed.stream, packed.ready, synchronised=packed.synchronised)
+        return self.use_on_current_stream(
+            packed.view(index), packed.stream, packed.ready, synchronised=packed.synchronised
+        )
 
     def checks_suspended(self) -> bool:
         """Whether checks that would touch the device must not run now, because the stream is captured. Logs it once."""
@@ -535,7 +542,9 @@ class FixedMemory:
 
     def ordered(self) -> torch.Tensor:
         """The memory, for the current stream, which waits for what another stream wrote last."""
-        return self.runtime.use_on_current_stream(self.memory, self._last_writer, self._written, synchronised=self._synchronised)
+        return self.runtime.use_on_current_stream(
+            self.memory, self._last_writer, self._written, synchronised=self._synchronised
+        )
 
     def read_until(self, fence: Fence) -> None:
         """A launched forward reads until `fence`: each stream that writes next waits for it."""

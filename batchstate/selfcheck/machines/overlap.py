@@ -317,7 +317,9 @@ class Memory:
     @property
     def kv(self) -> torch.Tensor:
         """int64[token, 2], behind its being made."""
-        return self.runtime.use_on_current_stream(self._kv, self.streams.forward, self._zeroed, synchronised=self._synchronised)
+        return self.runtime.use_on_current_stream(
+            self._kv, self.streams.forward, self._zeroed, synchronised=self._synchronised
+        )
 
 
 # How one step of the overlap machine is run: an engine of another kind each time.
