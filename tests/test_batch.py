@@ -709,7 +709,7 @@ def test_a_step_is_refused_as_a_whole(rt: Runtime, pool: SlotPool, abcd: Decode)
         (lambda: abcd.next_batch(advance="nothing"), DeclarationError),
         (lambda: abcd.next_batch(advance=["seq_lens", "seq_lens"]), ArgumentError),
         (lambda: abcd.next_batch(advance=3), DeclarationError),  # type: ignore[arg-type]
-        (lambda: abcd.step(n=2), ArgumentError),
+        (lambda: abcd.next_batch(n=2), ArgumentError),
         (lambda: abcd.next_batch(advance=[["seq_lens"]]), DeclarationError),  # type: ignore[list-item]
         (lambda: abcd.advance([["seq_lens"]]), DeclarationError),  # type: ignore[list-item]
         (lambda: abcd.advance("seq_lens", 2**63), ValueOverflowError),
