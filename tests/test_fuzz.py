@@ -14,8 +14,10 @@ from batchstate.cli import main
 from batchstate.errors import ArgumentError
 from batchstate.invariants import Code
 from batchstate.pools import SlotPool
+from batchstate.selfcheck.fuzzing import fuzz
+from batchstate.selfcheck.machines import MACHINES
 from batchstate.selfcheck.mutants import MUTANTS
-from batchstate.testing import MACHINES, Machine, RaceKind, RaceReport, fuzz, run_machine
+from batchstate.testing import Machine, RaceKind, RaceReport, run_machine
 from batchstate.testing.sim import PORTFOLIO
 
 ROOT = Path(__file__).parents[1]
@@ -113,7 +115,7 @@ def test_kept_examples_are_tried_first() -> None:
 def test_broken_library_is_reported(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """A pool that hands out a slot twice is reported by its invariant, with the command that replays it."""
     monkeypatch.setattr(SlotPool, "_release", lambda self, rows, after, operation: None)
-    result = run_machine(MACHINES["slot_pool"], device=device, examples=50, seed=7)
+    (result,) = fuzz(device, 50, 7, ["slot_pool"], database=InMemoryExampleDatabase()).machines
     assert result.violations == 1
     assert result.failure is not None
     assert f"batchstate fuzz --machine slot_pool --seed 7 --examples 50 --device {device}" in result.failure

@@ -10,11 +10,11 @@ from batchstate.errors import ArgumentError
 from batchstate.invariants import current_checks
 from batchstate.levels import Level
 from batchstate.runtime import CpuRuntime, Runtime, open_runtime
+from batchstate.selfcheck.machines import MACHINES
 from batchstate.selfcheck.machines.future_map import FutureMapMachine
 from batchstate.selfcheck.machines.slot_pool import SlotPoolMachine
-from batchstate.testing import MACHINES, LateRuntime, run_machine, session
+from batchstate.testing import LateRuntime, run_machine, session
 from batchstate.testing.devices import open_device
-from batchstate.testing.reach import STATES
 
 EXAMPLES = {
     "mirrored_tensor": 100,
@@ -67,14 +67,13 @@ def test_interesting_states_are_reached(name: str, device: str) -> None:
     result = run_machine(MACHINES[name], device=device, examples=EXAMPLES[name], seed=1)
     assert result.failure is None, result.failure
     assert result.examples == EXAMPLES[name]
-    missed = [state for state in STATES[name] if not result.reached[state]]
+    missed = [target for target, times in result.reached.items() if not times]
     assert not missed, f"{name} never reached: {missed}"
 
 
-def test_every_machine_has_states() -> None:
-    """A machine without interesting states could be asleep."""
-    assert set(MACHINES) <= set(STATES)
-    assert all(STATES.values())
+def test_every_machine_has_targets() -> None:
+    """A machine without coverage targets could be asleep."""
+    assert all(machine.TARGETS for machine in MACHINES.values())
 
 
 def test_machines_check_at_full_and_restore_the_level() -> None:
@@ -82,7 +81,7 @@ def test_machines_check_at_full_and_restore_the_level() -> None:
     seen: list[Level] = []
 
     class Watching(SlotPoolMachine):
-        def judge(self) -> None:
+        def check(self) -> None:
             seen.append(current_checks())
 
     before = current_checks()
@@ -118,7 +117,7 @@ def test_relay_machine_lags() -> None:
     seen: set[type[Runtime]] = set()
 
     class Watching(FutureMapMachine):
-        def judge(self) -> None:
+        def check(self) -> None:
             seen.add(type(self.rt))
 
     assert run_machine(Watching, examples=2, steps=3).failure is None

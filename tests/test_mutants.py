@@ -16,16 +16,16 @@ from batchstate.cli import main
 from batchstate.errors import ArgumentError, DeclarationError
 from batchstate.levels import Level
 from batchstate.mirror import MirroredTensor
-from batchstate.selfcheck.mutants import GROUPS, MUTANTS, Mutant, MutantResult, hunt, mutants_table, run
+from batchstate.selfcheck.machines import MACHINES
+from batchstate.selfcheck.mutants import GROUPS, MUTANTS, Mutant, MutantResult, mutants_table, run, run_mutant
 from batchstate.selfcheck.mutants.registry import mutant
-from batchstate.testing.runner import MACHINES
 from batchstate.violations import Code
 
 
 @functools.cache
 def hunted(name: str, device: str) -> MutantResult:
-    """The result of a hunt, which several tests look at."""
-    return hunt(MUTANTS[name], device=device)
+    """The result of a run_mutant, which several tests look at."""
+    return run_mutant(MUTANTS[name], device=device)
 
 
 def of_device(device: str) -> list[Mutant]:
@@ -66,16 +66,16 @@ def test_relay_mutants_are_found_at_cheap() -> None:
 
 
 def test_races_are_found_soon(device: str) -> None:
-    """Seven planted bugs, and 15 more of order, lifetime and host memory: each within 100 examples, half within 10."""
+    """Seven seeded bugs, and 15 more of order, lifetime and host memory: each within 100 examples, half within 10."""
     found = [hunted(one.name, device) for one in MUTANTS.values() if one.tool is not None]
-    assert sorted(one.mutant.planted for one in found if one.mutant.planted) == list("abcdefg")
-    others = [one for one in found if one.mutant.planted is None]
+    assert sorted(one.mutant.seeded for one in found if one.mutant.seeded) == list("abcdefg")
+    others = [one for one in found if one.mutant.seeded is None]
     assert len(others) >= 15
     assert {one.mutant.group for one in others} == {"races", "host_memory", "lifetimes"}
     assert {one.by for one in others} == {"RACE"}
     assert max(one.examples for one in found) <= 100
     assert statistics.median(one.examples for one in found) <= 10
-    assert all(one.simulated for one in found if one.mutant.planted), "none of the schedulers shows it"
+    assert all(one.simulated for one in found if one.mutant.seeded), "none of the schedulers shows it"
 
 
 def test_each_is_described() -> None:
@@ -122,15 +122,15 @@ def test_library_as_it_is_gets_no_report(device: str) -> None:
 
 
 def test_same_hunt_every_time(device: str) -> None:
-    """A hunt tries the same examples each time."""
+    """A run_mutant tries the same examples each time."""
     one = MUTANTS["filter_forgets_device"]
-    assert hunt(one, device=device).examples == hunted(one.name, device).examples
+    assert run_mutant(one, device=device).examples == hunted(one.name, device).examples
 
 
 def test_harmless_change_survives(device: str) -> None:
     """A change that breaks nothing survives all its examples."""
     harmless = attrs.evolve(MUTANTS["filter_forgets_device"], name="harmless", switch=lambda patch: None)
-    result = hunt(harmless, device=device, examples=5)
+    result = run_mutant(harmless, device=device, examples=5)
     assert (result.killed, result.by, result.examples) == (False, None, 5)
 
 
@@ -140,7 +140,7 @@ def test_other_failure_is_no_kill(device: str) -> None:
     def broken(patch: Any) -> None:
         patch(MirroredTensor, "_taken", lambda self, rows, operation: 1 / 0)
 
-    result = hunt(attrs.evolve(MUTANTS["filter_forgets_device"], switch=broken), device=device)
+    result = run_mutant(attrs.evolve(MUTANTS["filter_forgets_device"], switch=broken), device=device)
     assert result.by == "ZeroDivisionError"
     assert not result.killed
 

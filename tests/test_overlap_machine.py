@@ -16,7 +16,6 @@ from batchstate.selfcheck.mutants import MUTANTS
 from batchstate.tables import Table
 from batchstate.testing import DisagreementError, LateRuntime, no_hidden_sync, run_machine, session
 from batchstate.testing.devices import is_tool
-from batchstate.testing.reach import STATES
 
 EXAMPLES = 150
 
@@ -49,9 +48,9 @@ depths: list[int] = []
 class Watched(OverlapMachine):
     """Notes how deep it runs."""
 
-    def judge(self) -> None:
+    def check(self) -> None:
         depths.append(self.engine.steps.depth)
-        super().judge()
+        super().check()
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +81,7 @@ def test_nothing_is_found(device: str) -> None:
     assert result.examples == EXAMPLES
     assert max(depths) == 2
     if device == "cpu":
-        assert list(LEAST) == list(STATES["overlap"])
+        assert list(LEAST) == list(OverlapMachine.TARGETS)
         missed = {state: times for state, times in result.reached.items() if times < LEAST[state]}
         assert not missed
 
@@ -113,7 +112,7 @@ def test_plain_cpu_is_made_to_lag() -> None:
     seen: set[type[Runtime]] = set()
 
     class Watching(OverlapMachine):
-        def judge(self) -> None:
+        def check(self) -> None:
             seen.add(type(self.rt))
 
     assert run_machine(Watching, examples=2, steps=3).failure is None
@@ -207,7 +206,7 @@ def test_what_shows_late_is_found_at_the_end(monkeypatch: pytest.MonkeyPatch) ->
     machine = opened()
     machine._arrive(2, 1, Way.PROMPT, marked=True)
     machine.run([Choices()])
-    machine.judge()
+    machine.check()
     with pytest.raises(DisagreementError, match="what is left"):
         machine.teardown()
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from batchstate.testing import MACHINES, RaceRuntime, run_machine
+from batchstate.selfcheck.machines import MACHINES
+from batchstate.testing import RaceRuntime, run_machine
 from batchstate.testing.devices import open_device
 
 OVERLAPPED = {"engine", "future_map", "overlap", "host_tier"}

@@ -13,8 +13,8 @@ from batchstate.errors import ArgumentError, BatchStateError
 from batchstate.mirror import Contract
 from batchstate.runtime import NUMPY_DTYPES, Runtime, numpy_dtype
 from batchstate.testing import (
+    Machine,
     ManualStream,
-    Reach,
     amounts,
     column_values,
     contracts,
@@ -78,8 +78,8 @@ def test_amounts_are_one_or_one_a_row(data: st.DataObject, n: int) -> None:
 def test_mirrored_tensors_agree_with_their_models(data: st.DataObject, rt: Runtime) -> None:
     """A drawn value agrees with its model, on both sides and under its contract."""
     one = data.draw(mirrored_tensors(rt))
-    one.judge()
-    one.judge_device()
+    one.check()
+    one.check_device()
     assert (one.host is None) == (one.value.contract is Contract.DEVICE_ONLY)
 
 
@@ -127,5 +127,5 @@ def test_manual_fences_complete_in_order() -> None:
 
 def test_undeclared_states_are_refused() -> None:
     """A state that nobody declared would never be missed, so it cannot be counted."""
-    with pytest.raises(ArgumentError, match=r"declare it in `reach\.STATES`"):
-        Reach().count("batch", "something nice")
+    with pytest.raises(ArgumentError, match="declare it in `TARGETS`"):
+        Machine().reached("something nice")

@@ -9,7 +9,8 @@ from batchstate.cli import _output as options
 from batchstate.cli._output import Row, Section, progress, show
 
 if TYPE_CHECKING:
-    from batchstate.testing import FuzzReport, MachineResult
+    from batchstate.selfcheck.fuzzing import FuzzReport
+    from batchstate.testing import MachineResult
 
 NAME = "fuzz"
 SUMMARY = "look for a history of calls that breaks an invariant, and print the shortest one found"
@@ -34,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the machines, prints the table, and returns 0 if none found anything."""
-    from batchstate.testing import MACHINES, fuzz
+    from batchstate.selfcheck.fuzzing import fuzz
+    from batchstate.selfcheck.machines import MACHINES
 
     device = options.chosen_device(args.device)
     seed = secrets.randbits(32) if args.seed is None else args.seed

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from batchstate.testing.machine import DisagreementError, Machine, Misuse, OpenRuntime, Session, session
     from batchstate.testing.models import AllocatorModel, Modelled
     from batchstate.testing.race import Race, RaceFence, RaceKind, RaceReport, RaceRuntime
-    from batchstate.testing.reach import Reach
-    from batchstate.testing.runner import MACHINES, FuzzReport, MachineResult, fuzz, run_machine
+    from batchstate.testing.runner import MachineResult, run_machine
     from batchstate.testing.sim import DeviceFault, SimRuntime
     from batchstate.testing.strategies import (
         amounts,
@@ -34,12 +33,10 @@ if TYPE_CHECKING:
     from batchstate.testing.twins import Twin, TwinSpec, fuzz_twins, twin_machine
 
 __all__ = [
-    "MACHINES",
     "AllocatorModel",
     "DeviceEvent",
     "DeviceFault",
     "DisagreementError",
-    "FuzzReport",
     "LateRuntime",
     "Machine",
     "MachineResult",
@@ -53,7 +50,6 @@ __all__ = [
     "RaceKind",
     "RaceReport",
     "RaceRuntime",
-    "Reach",
     "Session",
     "SimRuntime",
     "Twin",
@@ -62,7 +58,6 @@ __all__ = [
     "column_values",
     "contracts",
     "dtypes",
-    "fuzz",
     "fuzz_twins",
     "keep_lists",
     "mirrored_tensors",
@@ -81,11 +76,9 @@ __all__ = [
 # Imported when first used, so that what needs no hypothesis works without it. No module here may have the name of
 # something public: importing the module would hide it.
 _HOMES = {
-    "MACHINES": "runner",
     "DeviceEvent": "tracing.events",
     "DeviceFault": "sim",
     "DisagreementError": "machine",
-    "FuzzReport": "runner",
     "LateRuntime": "fences",
     "AllocatorModel": "models",
     "Machine": "machine",
@@ -100,7 +93,6 @@ _HOMES = {
     "RaceKind": "race",
     "RaceReport": "race",
     "RaceRuntime": "race",
-    "Reach": "reach",
     "Session": "machine",
     "SimRuntime": "sim",
     "Twin": "twins",
@@ -109,7 +101,6 @@ _HOMES = {
     "column_values": "strategies",
     "contracts": "strategies",
     "dtypes": "strategies",
-    "fuzz": "runner",
     "fuzz_twins": "twins",
     "keep_lists": "strategies",
     "mirrored_tensors": "strategies",

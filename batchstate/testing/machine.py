@@ -1,7 +1,8 @@
-"""Calls that cannot be meant, each with the errors that may refuse it."""
+"""The base of state machines, the session that they run in, and calls that they must see refused."""
 
 import contextlib
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, ClassVar, Generic, TypeVar, final
@@ -14,17 +15,14 @@ from hypothesis.errors import HypothesisException
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
 from batchstate import levels
-from batchstate.errors import BatchStateError
+from batchstate.errors import ArgumentError, BatchStateError
 from batchstate.invariants import Code, Violation
 from batchstate.levels import Level, parse_level
 from batchstate.runtime import Runtime, Stream, open_runtime
 from batchstate.testing.devices import window_of
-from batchstate.testing.reach import Reach
-
-# What the machines of one run share: where their runtimes come from, and what the run counts.
 
 OpenRuntime = Callable[[], Runtime]
-"""Makes the runtime of one example. Race detectors and simulated devices come in here."""
+"""Opens the runtime of one example: this is where the race detector or a simulated device is chosen."""
 
 
 @final
@@ -33,13 +31,13 @@ class Session:
     """One run of machines.
 
     Attributes:
-        open_runtime: called once an example.
-        level: of the checks in each example.
-        examples: examples that ran to their end or failed; the first failure is the last one counted, since Hypothesis
+        open_runtime: called once per example.
+        level: level of the checks in each example.
+        examples: examples that ran to their end or failed. The first failure is the last one counted, since Hypothesis
             then shrinks it.
         steps: rules run in them.
         first_failure: number of the example that failed first, from 1, or None.
-        reach: how often each interesting state was reached.
+        reached: (machine, coverage target) -> times reached.
         on_example: called after each example with the number run so far.
     """
 
@@ -48,11 +46,11 @@ class Session:
     examples: int = 0
     steps: int = 0
     first_failure: int | None = None
-    reach: Reach = attrs.field(factory=Reach)
+    reached: Counter[tuple[str, str]] = attrs.field(factory=Counter)
     on_example: Callable[[int], None] | None = None
 
     def end_example(self, steps: int, *, failed: bool) -> None:
-        """An example of `steps` rules is over."""
+        """Counts an example of `steps` rules."""
         if self.first_failure is None:
             self.examples += 1
             self.steps += steps
@@ -81,7 +79,7 @@ def session(
     """A window in which every machine takes its runtimes from `runtimes` and counts into the session yielded.
 
     Raises:
-        ArgumentError: `level` is none.
+        ArgumentError: unknown `level`.
     """
     token = _current.set(Session(runtimes, parse_level(level), on_example=on_example))
     try:
@@ -90,21 +88,19 @@ def session(
         _current.reset(token)
 
 
-# The base of every state machine: a runtime an example, checks at the run's level, refusals that change nothing.
-
 Expected = type[BatchStateError] | Code
 
 
 @final
 @attrs.define
 class Refusal:
-    """How a call was refused; None before."""
+    """The error that refused a call; None until then."""
 
     error: BatchStateError | None = None
 
 
 class DisagreementError(AssertionError):
-    """The library and the model of it say different things, and no law of the library noticed."""
+    """The library and its model disagree, and no invariant of the library noticed."""
 
 
 def agree(expected: object, actual: object, what: str) -> None:
@@ -135,15 +131,18 @@ def agree_on(expected: npt.NDArray[Any], actual: npt.NDArray[Any], what: str) ->
 
 
 class Machine(RuleBasedStateMachine):
-    """A state machine over a model. Subclasses call `open` in an `@initialize` rule and judge in `judge`.
+    """A state machine over a model. Subclasses call `open` in an `@initialize` rule and compare in `check`.
 
     Attributes:
-        NAME: under which `batchstate fuzz --machine` knows it, and `reach.STATES` its interesting states.
+        NAME: its name in reports.
+        TARGETS: coverage targets: states that an ordinary number of examples must reach, or else a run without a
+            failure proves little. Counted by `reached`.
         rt: the runtime of the example.
         side: a second stream of it.
     """
 
     NAME: ClassVar[str] = ""
+    TARGETS: ClassVar[tuple[str, ...]] = ()
 
     rt: Runtime
     side: Stream
@@ -155,7 +154,7 @@ class Machine(RuleBasedStateMachine):
         self._windows = contextlib.ExitStack()
 
     def open(self) -> None:
-        """Opens the runtime, and sets checks to the level of the run, by default `full`, for the example."""
+        """Opens the runtime and sets the level of the checks, by default `full`, for the length of the example."""
         self._windows.enter_context(levels.checks(self.session.level))
         self.rt = self._windows.enter_context(window_of(self.open_runtime()))
         self.side = self.rt.stream("side")
@@ -164,17 +163,17 @@ class Machine(RuleBasedStateMachine):
         """The runtime of the example, from the factory of the run."""
         return self.session.open_runtime()
 
-    def judge(self) -> None:
-        """Compares everything with the model and asks every law. Called after each rule."""
+    def check(self) -> None:
+        """Compares everything with the model and checks every invariant. Called after each rule."""
 
     def snapshot(self) -> object:
-        """All state that a refused call must leave alone, to be compared with `==`."""
+        """All state that a refused call must leave unchanged, to be compared with `==`."""
         return None
 
     @invariant()
     def agrees_with_the_model(self) -> None:
-        """Runs `judge`."""
-        self.judge()
+        """Runs `check`."""
+        self.check()
         self._steps += 1
 
     def teardown(self) -> None:
@@ -187,10 +186,20 @@ class Machine(RuleBasedStateMachine):
 
     # For rules
 
-    def reached(self, state: str, when: bool = True) -> None:
-        """Counts an interesting state."""
+    def reached(self, target: str, when: bool = True) -> None:
+        """Counts a coverage target.
+
+        Raises:
+            ArgumentError: `TARGETS` does not declare it.
+        """
         if when:
-            self.session.reach.count(self.NAME, state)
+            if target not in self.TARGETS:
+                raise ArgumentError(
+                    f"machine {self.NAME!r} has no coverage target {target!r}",
+                    value=target,
+                    remedy="declare it in `TARGETS`",
+                )
+            self.session.reached[self.NAME, target] += 1
 
     def on(self, side: bool) -> contextlib.AbstractContextManager[None]:
         """A window on the second stream, or on the first."""
@@ -202,13 +211,13 @@ class Machine(RuleBasedStateMachine):
 
     @contextlib.contextmanager
     def refused(self, *expected: Expected) -> Iterator["Refusal"]:
-        """A window around a call that has to be refused with one of `expected`, and to change nothing.
+        """A window around a call that has to be refused with one of `expected` and to change nothing.
 
         Yields:
-            what has the error afterwards.
+            a `Refusal`, which holds the error afterwards.
 
         Raises:
-            DisagreementError: the call was accepted, or refused for another reason, or left something changed.
+            DisagreementError: the call was accepted, or the refused call left something changed.
         """
         # On the simulated device time stands still meanwhile: what completes by itself is no change that the call made.
         with getattr(self.rt, "held", contextlib.nullcontext)():
@@ -247,8 +256,8 @@ class Misuse(Generic[T]):
 
     Attributes:
         name: what is wrong, in a few words.
-        expected: error types, and codes of invariants, one of which must refuse it.
-        call: does it.
+        expected: error types and codes of invariants, one of which must refuse it.
+        call: makes the call.
         applies: whether it is a misuse of this object.
     """
 

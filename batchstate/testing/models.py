@@ -167,30 +167,30 @@ class Modelled:
             None if self.generations is None else operation(self.generations),
         )
 
-    def judge(self) -> None:
+    def check(self) -> None:
         """Compares the value with the model, without making its device side.
 
         Raises:
             DisagreementError, Violation: they differ.
         """
         value = self.value
-        value.check("judge")  # first: a law that was broken says more than a difference
+        value.check("check")  # first: a law that was broken says more than a difference
         agree(self.device.shape, value.shape, f"shape of {value!r}")
         if self.host is not None:
             agree_on(self.host, value.np, f"host side of {value!r}")
         if isinstance(value, Slots) and self.generations is not None:
             agree_on(self.generations, value.generations, f"generations of {value!r}")
         if value.device_side.made is not None:
-            self.judge_device()
+            self.check_device()
 
-    def judge_device(self) -> None:
+    def check_device(self) -> None:
         """Compares the device side, which is made if it does not exist, with the model.
 
         Raises:
             Violation: MIRROR_EQUAL; the model stands for the host side.
         """
         device = self.value.runtime.inspect(self.value.device)
-        invariants.mirror_equal(self.device, device, object=f"model of {self.value!r}", operation="judge")
+        invariants.mirror_equal(self.device, device, object=f"model of {self.value!r}", operation="check")
 
 
 def value_of(runtime: Runtime, host: Array, device: Array, contract: Contract, *, touch: bool = False) -> Modelled:

@@ -1,32 +1,28 @@
-"""Runs the machines: one with `run_machine`, several with `fuzz`.
+"""Runs a state machine.
 
-The settings are given in full and come from no profile: Hypothesis loads one by itself where it finds the environment
-variable CI, which tries the same examples every time. Here the seed alone decides.
+All of Hypothesis' settings are passed, none come from a profile: where the environment variable CI is set, Hypothesis
+loads one that tries the same examples every time. Here the seed alone decides.
 """
 
 import time
 import unittest
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, final
 
 import attrs
 from hypothesis import HealthCheck, Phase, Verbosity, seed, settings
-from hypothesis.database import DirectoryBasedExampleDatabase, ExampleDatabase
+from hypothesis.database import ExampleDatabase
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from batchstate.errors import ArgumentError
 from batchstate.invariants import Violation
 from batchstate.levels import Level, parse_level
-from batchstate.selfcheck.machines import MACHINES
-from batchstate.testing.devices import devices_of, is_tool, open_device
+from batchstate.testing.devices import is_tool, open_device
 from batchstate.testing.machine import DisagreementError, Machine, OpenRuntime, session
 from batchstate.testing.race import Race, RaceReport
 
-__all__ = ["EXAMPLES_FOLDER", "MACHINES", "FuzzReport", "MachineResult", "fuzz", "run_machine"]
-
-EXAMPLES_FOLDER = ".hypothesis/examples"
-"""Where failing examples are kept, so that the next run tries them first."""
+__all__ = ["STEPS", "MachineResult", "error_of", "run_machine", "with_replay"]
 
 STEPS = 50
 """Rules of one example, unless said otherwise."""
@@ -35,7 +31,7 @@ STEPS = 50
 @final
 @attrs.frozen
 class MachineResult:
-    """What came of one machine.
+    """The outcome of one machine.
 
     Attributes:
         name: of the machine.
@@ -44,12 +40,12 @@ class MachineResult:
         steps: rules run in them.
         violations: failures found: 0 or 1, since a run stops at the first.
         seconds: wall time, shrinking included.
-        failure: the report, the shrunk program and how to replay it; None when all was well.
-        code: the invariant that was broken, `MODEL` where only the model knew better, or the name of another error;
-            None when all was well.
+        failure: the report and the shrunk program; None without a failure.
+        code: the invariant that was broken, `MODEL` where only the model noticed, or the name of another error; None
+            without a failure.
         race: the report of a race, to be kept and drawn; None for everything else.
-        first_failure: examples run until the first failure, that one included; None when all was well.
-        reached: interesting state -> times reached.
+        first_failure: examples run until the first failure, that one included; None without a failure.
+        reached: coverage target -> times reached.
     """
 
     name: str
@@ -76,36 +72,6 @@ class MachineResult:
         }
 
 
-@final
-@attrs.frozen
-class FuzzReport:
-    """What came of a run of several machines.
-
-    Attributes:
-        device: where it ran.
-        seed: that repeats it.
-        machines: one result each.
-    """
-
-    device: str
-    seed: int
-    machines: tuple[MachineResult, ...]
-
-    @property
-    def violations(self) -> int:
-        """Failures of all machines."""
-        return sum(result.violations for result in self.machines)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The figures, for JSON."""
-        return {
-            "device": self.device,
-            "seed": self.seed,
-            "machines": [result.as_dict() for result in self.machines],
-            "violations": self.violations,
-        }
-
-
 def run_machine(
     machine: type[Machine],
     *,
@@ -123,25 +89,27 @@ def run_machine(
     """Runs one machine.
 
     Args:
-        machine: one of `MACHINES`, or any other `Machine`.
+        machine: the class.
         device: where it runs; see `devices.open_device`.
         examples: how many examples to try.
         seed: the same seed tries the same examples.
-        derandomize: leave the seed aside and derive the examples from the machine's name.
+        derandomize: ignore the seed and derive the examples from the machine's name.
         steps: rules of one example.
         shrink: look for the shortest program once one fails; without it the first is reported.
         database: failing examples of earlier runs, tried first; new ones are added.
         runtimes: makes the runtime of each example; by default `open_device(device)`.
-        level: of the checks; by default `full`, and `cheap` on the tools, since checks that read device memory put
-            streams in order. Below `full` a machine judges only what its rules ask for.
+        level: of the checks; by default `full`, and `cheap` on the tools, since checks that read device memory
+            synchronise streams. Below `full` a machine compares only what its rules read.
         on_example: called after each example with the number run so far.
 
     Raises:
-        ArgumentError: no positive number of examples or steps, an unknown device or level.
+        ArgumentError: `examples` or `steps` below 1, a negative seed, or an unknown device or level.
     """
     if level is None:
         level = Level.CHEAP if is_tool(device) else Level.FULL
-    level = parse_level(level)  # before anything runs: a wrong one is no failure of the machine
+    level = parse_level(
+        level
+    )  # before anything runs: an unknown one is the caller's mistake, not a failure of the machine
     for name, value in (("examples", examples), ("steps", steps)):
         if value < 1:
             raise ArgumentError(f"run_machine: {name} is {value}", value=value, remedy="pass 1 or more")
@@ -174,70 +142,16 @@ def run_machine(
         steps=found.steps,
         violations=0 if error is None else 1,
         seconds=seconds,
-        failure=None if error is None else _report(error, machine, seed=seed, examples=examples, device=device),
+        failure=None if error is None else _report(error),
         code=None if error is None else _code(error),
         race=error.report if isinstance(error, Race) else None,
         first_failure=None if error is None else found.first_failure,
-        reached=found.reach.of(machine.NAME),
+        reached={target: found.reached[machine.NAME, target] for target in machine.TARGETS},
     )
 
 
-def fuzz(
-    device: str = "cpu",
-    examples: int = 100,
-    seed: int = 0,
-    machines: Sequence[str] | None = None,
-    *,
-    steps: int = STEPS,
-    database: ExampleDatabase | None = None,
-    progress: Callable[[int, str], None] | None = None,
-) -> FuzzReport:
-    """Runs several machines one after the other.
-
-    Args:
-        device: where they run; on `sim`, each scheduler takes its part of the examples.
-        examples: of each.
-        seed: the same seed tries the same examples.
-        machines: names out of `MACHINES`; all by default.
-        steps: rules of one example.
-        database: failing examples of earlier runs; by default those in `EXAMPLES_FOLDER`.
-        progress: called after each example with the number run so far, and the name of the machine.
-
-    Raises:
-        ArgumentError: an unknown machine, and what `run_machine` refuses.
-    """
-    names = list(MACHINES) if machines is None else list(machines)
-    for name in names:
-        if name not in MACHINES:
-            raise ArgumentError(
-                f"unknown machine {name!r}", value=name, remedy=f"use one or several of: {', '.join(MACHINES)}"
-            )
-    kept = DirectoryBasedExampleDatabase(EXAMPLES_FOLDER) if database is None else database
-    results: list[MachineResult] = []
-    done = 0
-    for name in names:
-        for one, part in devices_of(device, examples).items():
-            results.append(
-                run_machine(
-                    MACHINES[name],
-                    device=one,
-                    examples=part,
-                    seed=seed,
-                    steps=steps,
-                    database=kept,
-                    on_example=None if progress is None else partial(_tell, progress, name, done),
-                )
-            )
-            done += part
-    return FuzzReport(device, seed, tuple(results))
-
-
-def _tell(progress: Callable[[int, str], None], name: str, before: int, done: int) -> None:
-    progress(before + done, name)
-
-
 def _named(machine: type[Machine], number: int, derandomize: bool) -> Any:
-    """A factory that Hypothesis tells from those of other machines, and that carries the seed."""
+    """A factory with a name of its own for Hypothesis' database, which carries the seed."""
 
     def begin() -> RuleBasedStateMachine:
         return machine()
@@ -247,7 +161,7 @@ def _named(machine: type[Machine], number: int, derandomize: bool) -> Any:
 
 
 class _Outcome(unittest.TestResult):
-    """Keeps the exception that ended a test, whatever it is: that is what a test runner is for."""
+    """Keeps the exception that ended a test, of any type."""
 
     error: BaseException | None = None
 
@@ -259,10 +173,10 @@ class _Outcome(unittest.TestResult):
 
 
 def error_of(body: Callable[[], object]) -> BaseException | None:
-    """What the body raises, whatever it is; None if nothing."""
+    """The exception that `body` raises, of any type; None if it returns."""
     outcome = _Outcome()
 
-    def run() -> object:  # a function, whatever the body is: unittest asks for its name
+    def run() -> object:  # unittest wants a function with a name
         return body()
 
     unittest.FunctionTestCase(run).run(outcome)
@@ -275,7 +189,7 @@ def _code(error: BaseException) -> str:
     return "MODEL" if isinstance(error, DisagreementError) else type(error).__name__
 
 
-def _report(error: BaseException, machine: type[Machine], *, seed: int, examples: int, device: str) -> str:
+def _report(error: BaseException) -> str:
     lines = [f"{type(error).__name__}: {error}" if not isinstance(error, Violation) else str(error)]
     program = getattr(error, "__notes__", [])
     if program:
@@ -284,10 +198,11 @@ def _report(error: BaseException, machine: type[Machine], *, seed: int, examples
             "The shortest program that shows it:",
             *(f"    {line}" for note in program for line in note.splitlines()),
         ]
-    if machine.NAME in MACHINES:
-        lines += [
-            "",
-            "To replay it:",
-            f"    batchstate fuzz --machine {machine.NAME} --seed {seed} --examples {examples} --device {device}",
-        ]
     return "\n".join(lines)
+
+
+def with_replay(result: MachineResult, command: str) -> MachineResult:
+    """The result whose failure, if any, ends with the command that replays it."""
+    if result.failure is None:
+        return result
+    return attrs.evolve(result, failure=f"{result.failure}\n\nTo replay it:\n    {command}")

@@ -37,7 +37,7 @@ from batchstate import invariants
 from batchstate.errors import ArgumentError
 from batchstate.mirror import Contract, parse_contract
 from batchstate.testing.machine import DisagreementError, Machine
-from batchstate.testing.runner import STEPS, MachineResult, error_of, run_machine
+from batchstate.testing.runner import STEPS, MachineResult, error_of, run_machine, with_replay
 from batchstate.testing.strategies import keep_lists
 
 # How the twin fuzzer reads attributes of a batch class that it knows nothing of.
@@ -219,6 +219,13 @@ class TwinMachine(Machine):
     """Builds, filters, merges and advances; subclasses name the class in `spec`."""
 
     NAME = "twins"
+    TARGETS = (
+        "rows left",
+        "rows in another order",
+        "batches merged",
+        "a batch advanced",
+        "an empty batch",
+    )
 
     spec: ClassVar[TwinSpec[Any, Any]]
 
@@ -230,10 +237,10 @@ class TwinMachine(Machine):
         self.open()
         self.alive: list[Held] = []
 
-    def judge(self) -> None:
+    def check(self) -> None:
         """The twins of every batch agree, and no operation on one batch changed another."""
         for held in self.alive:
-            self._laws(held, "judge")
+            self._laws(held, "check")
             self._unchanged(held, held.columns, "an operation on another batch changed it")
 
     # Rules
@@ -384,9 +391,8 @@ def fuzz_twins(
     """
     check_spec(spec)
     result = run_machine(twin_machine(spec), examples=examples, seed=seed, steps=steps, shrink=shrink)
-    replay = f"    fuzz_twins(spec, examples={examples}, seed={seed}, steps={steps})  # the TwinSpec of {spec.name}"
-    failure = None if result.failure is None else f"{result.failure}\n\nTo replay it:\n{replay}"
-    return attrs.evolve(result, name=spec.name, failure=failure)
+    replay = f"fuzz_twins(spec, examples={examples}, seed={seed}, steps={steps})  # the TwinSpec of {spec.name}"
+    return with_replay(attrs.evolve(result, name=spec.name), replay)
 
 
 def check_spec(spec: TwinSpec[Any, Any]) -> None:

@@ -123,14 +123,14 @@ class Rows:
             return Contract.DEVICE_ONLY
         return Contract.UPPER_BOUND if name in self.bounded else Contract.EXACT
 
-    def judge(self) -> None:
+    def check(self) -> None:
         """Compares everything but the device sides, and asks every law of the batch.
 
         Raises:
             DisagreementError, Violation: they differ.
         """
         batch = self.batch
-        batch.check("judge")  # first: a law that was broken says more than a difference
+        batch.check("check")  # first: a law that was broken says more than a difference
         agree((len(self), len(self) + self.padding), (len(batch), batch.num_rows), f"requests and rows of {batch!r}")
         agree([row["requests"] for row in self.rows], list(batch.requests), f"requests of {batch!r}")
         generations = [row["generation"] for row in self.rows] + [0] * self.padding
@@ -140,18 +140,18 @@ class Rows:
             if isinstance(column, MirroredColumn):
                 agree_on(self.side(name, "host"), batch[name].np, f"host side of {name} of {batch!r}")
 
-    def judge_devices(self) -> None:
+    def check_devices(self) -> None:
         """Compares the device side of every column, which uploads the batch if nobody did.
 
         Raises:
             Violation: MIRROR_EQUAL; the model stands for the host side.
         """
         devices = {name: self.batch[name].device for name in COLUMNS}
-        self.batch.check("judge")
+        self.batch.check("check")
         for name in COLUMNS:
             device = self.batch.runtime.inspect(devices[name])
             where = f"model of {self.batch!r}"
-            invariants.mirror_equal(self.side(name, "device"), device, object=where, column=name, operation="judge")
+            invariants.mirror_equal(self.side(name, "device"), device, object=where, column=name, operation="check")
 
     def moved(self, batch: Decode, rows: Sequence[Row], *, padding: int = 0) -> "Rows":
         """The model of `batch`, which has `rows` of this one."""
@@ -190,12 +190,12 @@ class BatchBuilder(Machine):
         self.captured = dict(self.graph)  # what a graph would read from now on
         self.requests = 0
 
-    def judge(self) -> None:
+    def check(self) -> None:
         """The newest batches are as they were, and those whose device sides were read have them still."""
         for one in self.alive[-_KEPT:]:
-            one.judge()
+            one.check()
         for one in self.seen[-2:]:
-            one.judge_devices()
+            one.check_devices()
         self.table.check()
 
     def snapshot(self) -> object:
@@ -219,7 +219,7 @@ class BatchBuilder(Machine):
     def look(self, one: Rows, *, side: bool = False) -> None:
         """Compares all device sides."""
         with self.on(side):
-            one.judge_devices()
+            one.check_devices()
         self.seen.append(one)
         self.reached("padded rows read on the device", one.padding > 0)
         self.reached("a bounded column read on the device", bool(one.bounded) and len(one) > 0)
@@ -384,6 +384,18 @@ class BatchMachine(BatchBuilder):
     """Moves batches about, changes them and uploads them."""
 
     NAME = "batch"
+    TARGETS = (
+        "merge of exact with bound",
+        "a bound made exact again",
+        "a bounded column read on the device",
+        "padded rows read on the device",
+        "a request in both batches refused",
+        "overflow refused",
+        "table writes of one table joined",
+        "packed and single ways compared",
+        "fewer requests in a graph than before",
+        "leave, join and advance at once",
+    )
 
     # Moving rows
 
@@ -422,7 +434,7 @@ class BatchMachine(BatchBuilder):
     def pad(self, one: Rows, more: int, side: bool) -> None:
         """`pad` appends rows of slot 0 and the declared pad values; a padded batch does not move rows."""
         padded = one.moved(one.batch.pad(len(one) + more), one.rows, padding=more)
-        padded.judge()
+        padded.check()
         if more:
             for call in (lambda: padded.batch.filter([]), lambda: padded.batch.pad(9), lambda: padded.batch.split([])):
                 with self.refused(ArgumentError):

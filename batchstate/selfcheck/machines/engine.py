@@ -304,6 +304,15 @@ class EngineMachine(Machine):
     """Requests arrive, run, hang up and finish, while steps end late."""
 
     NAME = "engine"
+    TARGETS = (
+        "two steps in flight",
+        "retraction",
+        "waited for a step that held what was needed",
+        "slots free behind step N while N+1 is in flight",
+        "abort with a step in flight",
+        "a shared prefix",
+        "a page held by two",
+    )
 
     @initialize(
         size=st.integers(1, 4),
@@ -356,25 +365,25 @@ class EngineMachine(Machine):
 
     # Judging
 
-    def judge(self) -> None:
+    def check(self) -> None:
         """Lengths, tables, tokens and both sides of the batch agree; every law holds."""
         self.pool.verify()
         self.pages.verify()
         batch = self.engine.batch
-        batch.check("judge")
+        batch.check("check")
         agree([r for r in self.requests if r.state == "running"], sorted(batch.requests, key=_number), "running")
         agree_on(self.pages.committed(batch.slots), np.array(batch.seq_lens.np), "committed tokens")
         stats, size = self.slots.stats, self.slots.size
         invariants.slot_conservation(stats.free, stats.pending, len(batch), size, object="slots of running requests")
-        self._judge_tables(batch)
-        self._judge_sides(batch)
+        self._check_tables(batch)
+        self._check_sides(batch)
         self.reached("two steps in flight", self.steps.depth >= 2)
         self.reached("retraction", self.engine.retracted > 0)
         self.reached("waited for a step that held what was needed", self.engine.waited > 0)
         self.reached("a page held by two", self.pages.stats.shared > 0)
         self.reached("slots free behind step N while N+1 is in flight", stats.pending > 0 and self.steps.depth >= 2)
 
-    def _judge_tables(self, batch: Running) -> None:
+    def _check_tables(self, batch: Running) -> None:
         """What the device finds in each row is where the page table says, and what this request wrote there."""
         table, size = self.rt.inspect(self.table.device), self.pages.page_size
         lengths = batch.seq_lens.np.tolist()
@@ -385,12 +394,12 @@ class EngineMachine(Machine):
             found = [self.memory[token] for token in tokens]
             agree(self.stamps[request.number], found, f"tokens of request {request.number}")
 
-    def _judge_sides(self, batch: Running) -> None:
+    def _check_sides(self, batch: Running) -> None:
         """The two sides of what was launched, and what the forward left on the device, request by request."""
         agree([r.most for r in batch.requests], batch.bound_lens.np.tolist(), "host bounds of lengths")
         launched = self.engine.launched
         if launched is not None:
-            launched.check("judge")
+            launched.check("check")
             agree_on(launched.seq_lens.np, self.rt.inspect(launched.seq_lens.device), "seq_lens on the device")
         for column, values in (
             ("last_token", [r.last for r in batch.requests]),

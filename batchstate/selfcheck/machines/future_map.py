@@ -232,7 +232,7 @@ class RelayMachine(Machine):
 
     # Judging
 
-    def judge(self) -> None:
+    def check(self) -> None:
         """States and slot 0 of every field, and every law of the pools; below `full` the rules alone judge."""
         if levels.full:
             self.relay.check()
@@ -362,9 +362,9 @@ class RelayMachine(Machine):
         self.model.publish(requests, values, seeded=seeded)
         self.published_on |= {(name, one.slot): self.streams[stream] for one in requests for name in values}
         if isinstance(self.rt, LateRuntime):
-            self._judge_order({one.slot for one in requests}, values, self.rt.record(self.streams[stream]))
+            self._check_order({one.slot for one in requests}, values, self.rt.record(self.streams[stream]))
 
-    def _judge_order(self, slots: set[int], names: Iterable[str], written: Fence) -> None:
+    def _check_order(self, slots: set[int], names: Iterable[str], written: Fence) -> None:
         """The write waits for whoever still reads what was there, also for a request that has left since."""
         for asked in self.asked:
             for name in asked.values:
@@ -375,7 +375,7 @@ class RelayMachine(Machine):
                         "a write into the same memory",
                         "a wait for that read",
                         object=self.relay,
-                        operation="judge",
+                        operation="check",
                     )
 
     def _clear_way(self, requests: Sequence[Request], names: Sequence[str]) -> None:
@@ -712,7 +712,7 @@ class Forwards:
                 taken[row] = [int(number) for name in shape.ids for number in found[name].reshape(-1)]
         return taken
 
-    def judge(self, launched: Launched, relayed: dict[int, list[int]]) -> None:
+    def check(self, launched: Launched, relayed: dict[int, list[int]]) -> None:
         """The inputs of a forward, built again token by token.
 
         Raises:
@@ -896,6 +896,27 @@ class FutureMapMachine(RelayEntries):
     """An engine that runs ahead of its device, in all the orders it can."""
 
     NAME = "future_map"
+    TARGETS = (
+        "overwriting unread refused",
+        "read before the publish refused",
+        "read a second time refused",
+        "handle of a slot used again refused",
+        "a slot used by another request",
+        "left with an entry unread",
+        "left between launch and results",
+        "padded rows",
+        "read on another stream than the publish",
+        "fetched while the device was not there yet",
+        "fetched after its slot was freed",
+        "fetched after its entry was overwritten",
+        "a forward of prompts alone",
+        "a forward of decodes alone",
+        "a forward of prompts and decodes",
+        "drafts put in",
+        "bounded lengths set right",
+        "padded to a graph's size",
+        "a plan used twice refused",
+    )
 
     @property
     def forwards(self) -> Forwards:
@@ -943,7 +964,7 @@ class FutureMapMachine(RelayEntries):
         launched = self.forwards.launch(parts, shape)
         relayed = self.forwards.take(parts, shape)
         if levels.full:
-            self.forwards.judge(launched, relayed)
+            self.forwards.check(launched, relayed)
         self._reached_by(launched)
         if twice:
             self.reached("a plan used twice refused")

@@ -267,20 +267,20 @@ class TierRequests(Machine):
 
     # Judging
 
-    def judge(self) -> None:
+    def check(self) -> None:
         """Every law; then who has which host tokens; then every byte of every request, where it should be."""
         self.haunt()
         with self.on(self.apart):
             self.tier.verify()
             self.slots.verify()
-            self._judge_owners()
+            self._check_owners()
             for request in self.requests:
-                self._judge_request(request)
+                self._check_request(request)
         self.reached("two steps in flight", sum(not one.download.ready() for one in self.readings) >= IN_FLIGHT)
         outside = {request.state is TierState.OUTSIDE for request in self.requests}
         self.reached("requests outside beside some inside", len(outside) == 2)
 
-    def _judge_owners(self) -> None:
+    def _check_owners(self) -> None:
         stats = self.host.stats
         agree(stats.size, stats.free + stats.pending + stats.live, "free + pending + live host tokens")
         everything: list[int] = []
@@ -299,7 +299,7 @@ class TierRequests(Machine):
     def _by_slot(self) -> list[Tiered]:
         return sorted(self.requests, key=lambda request: request.number)
 
-    def _judge_request(self, request: Tiered) -> None:
+    def _check_request(self, request: Tiered) -> None:
         agree([request.state], self.tier.states(request.slot), f"state of {request!r}")
         if request.state is TierState.DIRECT:
             tokens, expected = request.host_tokens(request.delivered), request.content[:, : request.delivered]
@@ -909,6 +909,24 @@ class HostTierMachine(TierArrivals):
     """Requests that are staged, written directly, decoded, finished and aborted."""
 
     NAME = "host_tier"
+    TARGETS = (
+        "two steps in flight",
+        "requests outside beside some inside",
+        "a request in several runs",
+        "a short request loaded",
+        "a long request admitted",
+        "read from the host",
+        "grown by a page",
+        "the ring went round",
+        "a request without room refused",
+        "host tokens exhausted",
+        "device pages exhausted",
+        "staged abort while the copy is under way",
+        "direct abort before the writer has ended",
+        "a late write into memory of nobody",
+        "a writer that ends after its request",
+        "host tokens used again after their writer",
+    )
 
     # Leaving
 

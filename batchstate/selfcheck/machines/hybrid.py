@@ -18,6 +18,15 @@ class HybridMachine(Machine):
     """Takes and frees slots that own one or two states each; sometimes slots run out first, sometimes states."""
 
     NAME = "hybrid"
+    TARGETS = (
+        "two steps in flight",
+        "a state used again after its fence",
+        "states exhausted while slots are free",
+        "exhausted while pending would suffice",
+        "the reserve used",
+        "the mapping written by the caller",
+        "double free refused",
+    )
 
     handles = Bundle("handles")
 
@@ -36,7 +45,7 @@ class HybridMachine(Machine):
         self.freed_behind: set[int] = set()
         self.steps = ManualStream()
 
-    def judge(self) -> None:
+    def check(self) -> None:
         """Slots, states, the mapping on both sides, and every law."""
         self.pool.verify()
         for model, stats in ((self.slots, self.pool.stats), (self.states, self.pool.state_stats)):

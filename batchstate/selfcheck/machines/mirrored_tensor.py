@@ -62,10 +62,10 @@ class ValueMachine(Machine):
         self.dtype, self.shape = dtype, shape
         self.open()
 
-    def judge(self) -> None:
+    def check(self) -> None:
         """Every value ever made is as it was, since values are immutable."""
         for one in self.alive:
-            one.judge()
+            one.check()
 
     def snapshot(self) -> object:
         """Host sides, device sides that are made, and what else a value is."""
@@ -118,7 +118,7 @@ class ValueMachine(Machine):
     def use_on_device(self, one: Modelled, side: bool) -> None:
         """The device side is made at first use, on whichever stream uses it."""
         with self.on(side):
-            one.judge_device()
+            one.check_device()
         self.reached("read on a second stream", side)
 
 
@@ -219,6 +219,21 @@ class MirroredTensorMachine(ValueMachine):
     """Derives values from values, and tries what must be refused."""
 
     NAME = "mirrored_tensor"
+    TARGETS = (
+        "moved before the device side was made",
+        "moved after the device side was made",
+        "merge of exact with bound",
+        "merge of host_only with exact",
+        "merge with device_only",
+        "a row taken twice",
+        "an empty value",
+        "a bound resolved",
+        "read on a second stream",
+        "overflow refused",
+        "handles moved with their generations",
+        "read in a stale window refused",
+        "write from outside found",
+    )
 
     # Moving rows
 
@@ -420,7 +435,7 @@ class MirroredTensorMachine(ValueMachine):
             for value in (one.value, late):
                 self._refused_as_stale(value, side)
         self.reached("read in a stale window refused")
-        one.judge()
+        one.check()
         return self.derived(one, one.moved(late, lambda array: array))
 
     def _refused_as_stale(self, value: MirroredTensor, side: str) -> None:

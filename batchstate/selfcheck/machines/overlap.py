@@ -724,7 +724,7 @@ class Look:
     download: Download
     expected: Sequence[Array]
 
-    def judge(self) -> None:
+    def check(self) -> None:
         """Reads it.
 
         Raises:
@@ -792,7 +792,7 @@ class Audit:
 
     def read(self, at: int) -> None:
         """The host reads one."""
-        self.unread.pop(at).judge()
+        self.unread.pop(at).check()
 
     def _tell(self, what: str, found: Sequence[torch.Tensor], expected: Sequence[Array]) -> None:
         self.unread.append(Look(self._runtime.download(found, name=what), expected))
@@ -1199,6 +1199,27 @@ class OverlapMachine(Machine):
     """Requests arrive, run, hang up and finish, while the device is always a step behind."""
 
     NAME = "overlap"
+    TARGETS = (
+        "two steps in flight",
+        "left while a step uses the row",
+        "joined while a step is in flight",
+        "a slot used again while a step is in flight",
+        "a prebuilt request in a used slot",
+        "a prebuilt request on used pages",
+        "prebuilt KV handed to the forward",
+        "a retracted request came back",
+        "waited for a step that held what was needed",
+        "tokens taken back while a step writes them",
+        "a row rewritten while a step reads it",
+        "a row written on two streams",
+        "a row cleared on another stream",
+        "nudged from another stream",
+        "inputs gathered by hand",
+        "a forward of prompts and decodes",
+        "looked at while a step is in flight",
+        "results read out of order",
+        "results that nobody reads",
+    )
 
     _opened = False
 
@@ -1218,7 +1239,7 @@ class OverlapMachine(Machine):
 
     # Judging
 
-    def judge(self) -> None:
+    def check(self) -> None:
         """What the host holds, at every level; at `full` every law besides. Nothing here waits for the device."""
         batch, ages, memory = self.engine.schedule.batch, self.engine.schedule.ages, self.memory
         lens = [one.length for one in batch.requests]
@@ -1231,8 +1252,8 @@ class OverlapMachine(Machine):
         if levels.full:
             memory.slots.verify()
             memory.pages.verify()
-            memory.relay.check("judge")
-            batch.check("judge")
+            memory.relay.check("check")
+            batch.check("check")
 
     def teardown(self) -> None:
         """Reads everything that is still on its way, if all was well, and closes the example."""

@@ -159,7 +159,7 @@ class PageModel:
         """A request begins with the first tokens of another, or of a lease."""
         self.requests[slot] = Holding(source.pages[: tokens // self.pool.page_size], source.stamps[:tokens])
 
-    def judge(self) -> None:
+    def check(self) -> None:
         """Compares the pool with the model, and every request with its stamps.
 
         Raises:
@@ -179,12 +179,12 @@ class PageModel:
             row = np.zeros(pool.page_table.shape[1], np.int32)
             row[: len(holding.pages)] = holding.pages
             agree(row.tolist(), pool.page_table[slot].tolist(), f"pages of slot {slot}")
-            self._judge_stamps(holding, f"slot {slot}")
+            self._check_stamps(holding, f"slot {slot}")
         for lease, holding in self.leases:
             agree(holding.pages, lease.pages.tolist(), f"pages of {lease!r}")
-            self._judge_stamps(holding, repr(lease))
+            self._check_stamps(holding, repr(lease))
 
-    def _judge_stamps(self, holding: Holding, whose: str) -> None:
+    def _check_stamps(self, holding: Holding, whose: str) -> None:
         found = [self.memory.get(self.token(holding, position)) for position in range(len(holding.stamps))]
         agree(holding.stamps, found, f"tokens of {whose}")
 
@@ -212,10 +212,10 @@ class GrowingRequests(Machine):
         self.steps = ManualStream()
         self.extend_to(self.take(1), [page_size])
 
-    def judge(self) -> None:
+    def check(self) -> None:
         """Pages, lengths, the token table, and every law of both pools."""
         self.slots.verify()
-        self.model.judge()
+        self.model.check()
         for slot, handle in self.held.items():
             holding = self.model.requests[slot]
             agree(len(holding.stamps), int(self.pages.committed(handle)[0]), f"committed tokens of slot {slot}")
@@ -456,6 +456,20 @@ class PagePoolMachine(GrowingRequests):
     """Requests that also share and leave, in a pool too small for all of them."""
 
     NAME = "page_pool"
+    TARGETS = (
+        "two steps in flight",
+        "a page held by three",
+        "a prefix shared from a lease",
+        "begun on pages taken before",
+        "a write into a shared page refused",
+        "a request too long refused",
+        "allocated first and committed later",
+        "tokens taken back",
+        "exhausted while pending would suffice",
+        "exhausted for good",
+        "released behind step N while N+1 is in flight",
+        "retraction",
+    )
 
     # Sharing
 

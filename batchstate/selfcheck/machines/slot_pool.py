@@ -61,6 +61,18 @@ class SlotPoolMachine(Machine):
     """Takes and frees slots behind fences that the machine completes by hand."""
 
     NAME = "slot_pool"
+    TARGETS = (
+        "two steps in flight",
+        "a slot used again after its fence",
+        "taken while another slot is pending",
+        "freed behind step N while N+1 is in flight",
+        "exhausted while pending would suffice",
+        "exhausted for good",
+        "the reserve used",
+        "double free refused",
+        "handle of a slot used again refused",
+        "write through a stale handle refused",
+    )
 
     handles = Bundle("handles")
 
@@ -78,7 +90,7 @@ class SlotPoolMachine(Machine):
         self.owners: dict[int, ManualFence | None] = {}  # slot -> fence of its last free
         self.steps = ManualStream()
 
-    def judge(self) -> None:
+    def check(self) -> None:
         """Who is live and pending, the table, and every law of the pool."""
         self.pool.verify()
         self.model.reap()

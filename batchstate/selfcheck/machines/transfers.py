@@ -79,6 +79,19 @@ class TransfersMachine(Machine):
     """A prefill worker that writes into a decode worker's host tokens."""
 
     NAME = "transfers"
+    TARGETS = (
+        "a lease delivered",
+        "a lease failed",
+        "a lease aborted",
+        "another attempt",
+        "a tag twice",
+        "a late tag",
+        "a write refused",
+        "freed before it has ended",
+        "freed while its writer may still write",
+        "the writer died while it wrote",
+        "host tokens exhausted",
+    )
 
     @initialize(
         seed=st.integers(0, 2**16),
@@ -127,7 +140,7 @@ class TransfersMachine(Machine):
 
     # Judging
 
-    def judge(self) -> None:
+    def check(self) -> None:
         """Memory of nobody is as it was left, and what was delivered stays what was sent."""
         self.host.verify()
         for transfer in self.transfers:

@@ -9,14 +9,14 @@ import importlib
 from importlib import resources
 
 from batchstate.selfcheck.mutants import diffs
-from batchstate.selfcheck.mutants.hunt import (
+from batchstate.selfcheck.mutants.registry import MUTANTS, Mutant
+from batchstate.selfcheck.mutants.runner import (
     MutantReport,
     MutantResult,
-    hunt,
     mutants_table,
     run,
+    run_mutant,
 )
-from batchstate.selfcheck.mutants.registry import MUTANTS, Mutant
 
 _ORDER = (
     "drift",
@@ -55,4 +55,4 @@ def _load(group: str) -> str:
 GROUPS = {group: _load(group) for group in _ORDER}
 """The kinds of bugs: name of the group -> what its mutants have in common."""
 
-__all__ = ["GROUPS", "MUTANTS", "Mutant", "MutantReport", "MutantResult", "hunt", "mutants_table", "run"]
+__all__ = ["GROUPS", "MUTANTS", "Mutant", "MutantReport", "MutantResult", "mutants_table", "run", "run_mutant"]

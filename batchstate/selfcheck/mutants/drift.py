@@ -49,7 +49,7 @@ def filter_forgets_device(patch: Patch) -> None:
     _side_forgotten(patch, ("filter",), "device")
 
 
-@mutant(Code.MIRROR_EQUAL, machine="overlap", origin="sglang #18647, vllm #43894", tool="race", planted="e")
+@mutant(Code.MIRROR_EQUAL, machine="overlap", origin="sglang #18647, vllm #43894", tool="race", seeded="e")
 def merge_forgets_device(patch: Patch) -> None:
     """A filter or a merge in an engine that overlaps moves the host side alone, and forwards go on with other rows."""
     _side_forgotten(patch, ("filter", "cat"), "device")

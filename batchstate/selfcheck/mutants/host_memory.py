@@ -16,7 +16,7 @@ from batchstate.violations import Code
 race = partial(mutant, Code.RACE, machine="overlap", level=Level.OFF, tool="race")
 
 
-@race(origin="vllm #24527, vllm #34866, TRT-LLM#15546, mini-sglang #103", planted="b")
+@race(origin="vllm #24527, vllm #34866, TRT-LLM#15546, mini-sglang #103", seeded="b")
 def staging_refilled_in_flight(patch: Patch) -> None:
     """A staging block is free as soon as its copy is enqueued, and the host fills it again before the copy has run."""
 
@@ -69,7 +69,7 @@ def one_staging_buffer(patch: Patch) -> None:
     original = patch(Staging, "take", take)
 
 
-@race(origin="vllm #36013, vllm #51571", planted="d")
+@race(origin="vllm #36013, vllm #51571", seeded="d")
 def host_reads_before_the_copy(patch: Patch) -> None:
     """The host reads what a copy from the device brings without waiting for the copy."""
     patch(Download, "_await_copy", lambda self: None)

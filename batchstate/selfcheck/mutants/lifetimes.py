@@ -34,7 +34,7 @@ def _acquire_with(patch: Patch, keep_alive: Any) -> None:
     patch(Runtime, "use_on_current_stream", use_on_current_stream)
 
 
-@race(origin="sglang #34076", planted="g")
+@race(origin="sglang #34076", seeded="g")
 def handed_over_unprotected(patch: Patch) -> None:
     """A tensor is used on another stream, which waits for it, and nobody tells the allocator."""
     _acquire_with(patch, lambda self, tensor, made_on, current: None)

@@ -27,7 +27,7 @@ race = partial(mutant, Code.RACE, machine="overlap", level=Level.OFF, tool="race
 # Columns and what crosses with them
 
 
-@race(origin="sglang #8056, vllm #50432", planted="a")
+@race(origin="sglang #8056, vllm #50432", seeded="a")
 def added_under_a_reader(patch: Patch) -> None:
     """`+ n` adds into the memory of the old value, which the forward that was launched before still reads."""
 
@@ -201,7 +201,7 @@ def write_fence_before_the_write(patch: Patch) -> None:
 # Slots and pages
 
 
-@race(origin="sglang #18744, sglang #18746, sglang #18803", planted="f")
+@race(origin="sglang #18744, sglang #18746, sglang #18803", seeded="f")
 def freed_under_a_forward(patch: Patch) -> None:
     """Slots and pages are free as soon as the host says so, and their next owner writes while a forward reads them."""
 
@@ -248,7 +248,7 @@ def pages_taken_back_under_a_forward(patch: Patch) -> None:
 # The relay
 
 
-@race(origin="sglang #30435, sglang #30471", planted="c")
+@race(origin="sglang #30435, sglang #30471", seeded="c")
 def gathered_before_published(patch: Patch) -> None:
     """A forward gathers entries on its stream and does not wait for the stream that published them."""
     patch(StreamOrder, "_await_publish", lambda self, made, stream: None)

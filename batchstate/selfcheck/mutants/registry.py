@@ -1,4 +1,4 @@
-"""What a mutant is, how it is switched on, and the list of them all."""
+"""A mutant, the patch that switches it on, and the list of all mutants."""
 
 import contextlib
 import inspect
@@ -27,7 +27,7 @@ class Patch:
     def __call__(self, owner: type | ModuleType, name: str, replacement: Callable[..., Any]) -> Callable[..., Any]:
         """Replaces `owner.name`, which must exist, and returns what was there.
 
-        Methods are given and returned as plain functions, `self` or `cls` first; whether the attribute is a property
+        Methods are passed and returned as plain functions, `self` or `cls` first; whether the attribute is a property
         or a class method stays as it was.
         """
         before = inspect.getattr_static(owner, name)
@@ -56,15 +56,15 @@ class Mutant:
 
     Attributes:
         name: what goes wrong, in a few words.
-        origin: public threads in which an engine had it.
+        origin: public threads in which an engine had the bug.
         mechanism: what goes wrong, in a sentence.
-        killed_by: the invariants of which one must fire. Anything else that fails is no kill.
-        machine: the state machine of `batchstate.testing.runner.MACHINES` that must find it.
+        killed_by: the invariants of which one must fire. Any other failure does not count.
+        machine: the state machine of `batchstate.selfcheck.machines.MACHINES` that must find it.
         level: of the checks that must find it.
-        group: the kind of bug, which is the module it stands in.
+        group: the kind of bug, and the name of its file.
         only_on: the type of device that can have the bug; None for all.
         tool: what its machine runs on to find it: `race`, `race:prompt`, or None for the device itself.
-        planted: letter of the bug in the list of those that a race checker has to find, or None.
+        seeded: letter of the bug in the list of races that a race detector has to find, or None.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Mutant:
     group: str
     only_on: str | None
     tool: str | None
-    planted: str | None
+    seeded: str | None
     _switch: Switch = attrs.field(repr=False)
 
     @contextlib.contextmanager
@@ -91,14 +91,14 @@ class Mutant:
         return self.only_on in (None, device.partition(":")[0])
 
     def runs_on(self, device: str) -> str:
-        """Where its machine runs, for a hunt on `device`: there, or under the tool that finds it there."""
+        """The device or tool that its machine runs on when mutants are run on `device`."""
         if self.tool is None:
             return device
         return self.tool if device == "cpu" else f"{self.tool}:{device}"
 
 
 MUTANTS: dict[str, Mutant] = {}
-"""Every mutant by name. Filled by the modules of this package when they are imported."""
+"""Mutants by name, filled when this package is imported."""
 
 
 def mutant(
@@ -108,7 +108,7 @@ def mutant(
     level: Level = Level.FULL,
     only_on: str | None = None,
     tool: str | None = None,
-    planted: str | None = None,
+    seeded: str | None = None,
 ) -> Callable[[Switch], Mutant]:
     """Registers the function below as a mutant: its name is the mutant's, its docstring the mechanism.
 
@@ -119,7 +119,7 @@ def mutant(
         level: see `Mutant`.
         only_on: see `Mutant`.
         tool: see `Mutant`.
-        planted: see `Mutant`.
+        seeded: see `Mutant`.
     """
 
     def found(switch: Switch) -> Mutant:
@@ -134,7 +134,7 @@ def mutant(
                 group=switch.__module__.rpartition(".")[2],
                 only_on=only_on,
                 tool=tool,
-                planted=planted,
+                seeded=seeded,
                 switch=switch,
             )
         )

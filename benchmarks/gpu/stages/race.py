@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis.database import InMemoryExampleDatabase
 
 from batchstate.runtime import open_runtime
-from batchstate.testing import fuzz
+from batchstate.selfcheck.fuzzing import fuzz
 from benchmarks.gpu.outcome import Notes, Setting
 from tests.race_cases import CASES
 from tests.race_cases.judges import Says

@@ -1,4 +1,4 @@
-"""Switches the mutants on, one at a time, and lets the state machines look for them."""
+"""Switches the mutants on, one at a time, and runs the state machines until one fails."""
 
 import difflib
 import time
@@ -9,41 +9,42 @@ import attrs
 
 from batchstate.errors import ArgumentError
 from batchstate.levels import Level
+from batchstate.selfcheck.machines import MACHINES
 from batchstate.selfcheck.mutants.registry import MUTANTS, Mutant
-from batchstate.testing.runner import MACHINES, MachineResult, run_machine
+from batchstate.testing.runner import MachineResult, run_machine
 
 EXAMPLES = 100
-"""Examples after which a mutant that nobody noticed has survived."""
+"""Examples after which a mutant has survived."""
 
 CLEAN_EXAMPLES = 2000
-"""Examples of the library as it is, of all machines together, none of which may be reported."""
+"""Examples of the library as it is, of all machines together, none of which may fail."""
 
 CLEAN_STEPS = 25
 """Rules of one such example: many short examples differ more than few long ones, in the same time."""
 
 SCHEDULERS = ("random", "oldest", "lazy", "pct")
-"""Schedulers of the simulated device that planted bugs are tried under, until one shows them."""
+"""Schedulers of the simulated device under which seeded bugs are tried, until one shows them."""
 
 SIMULATED_EXAMPLES = 30
-"""Examples under one of them."""
+"""Examples under each of them."""
 
 Progress = Callable[[int, int, str], None]
-"""Called with what is done, what will have been done, and what comes next."""
+"""Called with the number of parts done, the number of all parts, and the name of the next one."""
 
 
 @final
 @attrs.frozen
 class MutantResult:
-    """What became of one mutant.
+    """The outcome of one mutant.
 
     Attributes:
-        mutant: which.
-        by: what failed: an invariant's code, or the name of another error; None when nothing did.
+        mutant: the mutant.
+        by: the code of the invariant that failed, or the name of another error; None when nothing failed.
         examples: examples until then, that one included; all of them for a survivor.
         seconds: wall time.
-        failure: the report of what failed, or None.
-        simulated: of a planted bug, the first scheduler of the simulated device under which it made something wrong,
-            what that was, and after how many examples; None where none did, and for all other mutants.
+        failure: the report of the failure, or None.
+        simulated: for a seeded bug, the first scheduler of the simulated device under which a machine failed, the code
+            and the number of examples; None where no scheduler showed it, and for all other mutants.
     """
 
     mutant: Mutant
@@ -55,9 +56,9 @@ class MutantResult:
 
     @property
     def killed(self) -> bool:
-        """Whether one of the invariants fired that are there for it; a planted bug must also show when simulated."""
+        """Whether one of its invariants fired; a seeded bug must also fail on the simulated device."""
         found = self.by in [code.value for code in self.mutant.killed_by]
-        return found and (self.mutant.planted is None or self.simulated is not None)
+        return found and (self.mutant.seeded is None or self.simulated is not None)
 
     def as_dict(self) -> dict[str, Any]:
         """The figures, for JSON."""
@@ -68,9 +69,9 @@ class MutantResult:
             "by": self.by,
             "examples": self.examples,
         }
-        if self.mutant.planted is not None:
+        if self.mutant.seeded is not None:
             scheduler, by, examples = self.simulated or (None, None, None)
-            figures["planted"] = self.mutant.planted
+            figures["planted"] = self.mutant.seeded
             figures["simulated"] = {"scheduler": scheduler, "by": by, "examples": examples}
         return figures
 
@@ -78,12 +79,12 @@ class MutantResult:
 @final
 @attrs.frozen
 class MutantReport:
-    """What became of all of them, and of the library as it is.
+    """The outcome of several mutants, and of the library as it is.
 
     Attributes:
         device: where they ran.
-        results: one for each mutant.
-        clean: one for each machine, run without a mutant; and under each tool that found any.
+        results: one per mutant.
+        clean: one per machine, run without a mutant, and one per tool that some mutant needs.
         seconds: wall time.
     """
 
@@ -94,7 +95,7 @@ class MutantReport:
 
     @property
     def killed(self) -> int:
-        """Mutants that an invariant of theirs found."""
+        """Mutants that one of their invariants found."""
         return sum(result.killed for result in self.results)
 
     @property
@@ -114,7 +115,7 @@ class MutantReport:
 
     @property
     def sound(self) -> bool:
-        """Every mutant was killed, and nothing else was accused."""
+        """Whether every mutant was killed and the library as it is had no failure."""
         return self.killed == self.total and not self.false_reports
 
     def as_dict(self) -> dict[str, Any]:
@@ -137,20 +138,20 @@ def run(
     clean_examples: int = CLEAN_EXAMPLES,
     progress: Progress | None = None,
 ) -> MutantReport:
-    """Hunts each mutant with its machine until an invariant fires, then runs the machines on the library as it is.
+    """Runs each mutant's machine until an invariant fires, then the machines on the library as it is.
 
-    The same examples are tried every time. The library of the whole process is changed meanwhile.
+    The same examples are tried every time. Meanwhile the library of the whole process is changed.
 
     Args:
-        names: of the mutants; by default all that the device can have.
+        names: names of mutants; by default all that the device can have.
         device: where they run.
-        examples: the most for one mutant.
-        clean_examples: examples without a mutant, spread over the machines: all of them, or those that are named
-            mutants' own. Where mutants are found by a tool, so many again under it.
+        examples: at most so many per mutant.
+        clean_examples: examples without a mutant, spread over all machines, or over those of the named mutants. As
+            many again under each tool that some mutant needs.
         progress: called before each mutant and each clean machine.
 
     Raises:
-        ArgumentError: an unknown mutant, one that the device cannot have, or no examples.
+        ArgumentError: an unknown mutant, one that the device cannot have, or a negative `clean_examples`.
     """
     chosen = _chosen(names, device)
     machines = list(MACHINES) if names is None else sorted({mutant.machine for mutant in chosen})
@@ -167,7 +168,7 @@ def run(
     for mutant in chosen:
         if progress is not None:
             progress(len(results), steps, mutant.name)
-        results.append(hunt(mutant, device=device, examples=examples))
+        results.append(run_mutant(mutant, device=device, examples=examples))
     for place in places:
         for name, each in shares.items():
             if progress is not None:
@@ -176,7 +177,7 @@ def run(
     return MutantReport(device, tuple(results), tuple(clean), time.perf_counter() - start)
 
 
-def hunt(mutant: Mutant, *, device: str = "cpu", examples: int = EXAMPLES) -> MutantResult:
+def run_mutant(mutant: Mutant, *, device: str = "cpu", examples: int = EXAMPLES) -> MutantResult:
     """Switches one mutant on and runs its machine, at the mutant's level, until the first failure."""
     with mutant.switched_on():
         result = run_machine(
@@ -187,13 +188,13 @@ def hunt(mutant: Mutant, *, device: str = "cpu", examples: int = EXAMPLES) -> Mu
             shrink=False,
             level=mutant.level,
         )
-        simulated = None if mutant.planted is None else _simulated(mutant)
+        simulated = None if mutant.seeded is None else _simulated(mutant)
     tried = result.examples if result.first_failure is None else result.first_failure
     return MutantResult(mutant, result.code, tried, result.seconds, result.failure, simulated)
 
 
 def _simulated(mutant: Mutant) -> tuple[str, str, int] | None:
-    """The first scheduler under which the bug, which is switched on, makes something wrong."""
+    """The first scheduler under which the machine fails while the bug is switched on."""
     for scheduler in SCHEDULERS:
         result = run_machine(
             MACHINES[mutant.machine],
