@@ -555,7 +555,7 @@ Array = npt.NDArray[Any]
 
 
 def check_device_values(
-    value: object, field: RelayField, num_rows: tuple[int, int], runtime: Runtime, what: str
+    value: torch.Tensor | MirroredTensor, field: RelayField, num_rows: tuple[int, int], runtime: Runtime, what: str
 ) -> None:
     """Refuses what cannot be published into `field`. The device is not touched: a mirrored value may have none yet.
 
@@ -573,17 +573,11 @@ def check_device_values(
         if value.runtime is not runtime:
             raise DeviceError(f"{what}: {value!r} has another runtime", value=value, remedy="use one runtime")
         _ = value.device_side  # refuses one that is knowingly old
-    elif not isinstance(value, torch.Tensor):
-        raise DtypeError(
-            f"{what}: {type(value).__name__} is no device tensor",
-            value=value,
-            remedy="pass what the forward made; host values go in by `seed`",
-        )
     elif value.device != runtime.device:
         raise DeviceError(
-            f"{what}: a tensor on {value.device}, runtime on {runtime.device}",
+            f"{what}: expected a tensor on {runtime.device}, got one on {value.device}",
             value=str(value.device),
-            remedy="pass a tensor of the runtime's device; host values go in by `seed`",
+            remedy="pass a tensor of the runtime's device, or host values as a list or an array",
         )
     elif value.layout is not torch.strided:
         raise DtypeError(
@@ -623,8 +617,7 @@ def host_values(value: object, field: RelayField, num_rows: tuple[int, int], wha
     Raises:
         DtypeError, ShapeError, ValueOverflowError: they do not go into the field, or numpy lacks its dtype.
     """
-    given = value.exact_numbers(what) if isinstance(value, MirroredTensor) else value
-    array: Array = converted(given, numpy_dtype(field.dtype), what)
+    array: Array = converted(value, numpy_dtype(field.dtype), what)
     if array.shape == (0,) and num_rows[0] == 0:
         array = np.empty((0, *field.shape), array.dtype)  # an empty list knows no shape of a row
     _check_shape(array.shape, field, num_rows, what)

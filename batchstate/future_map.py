@@ -4,9 +4,8 @@ A relay is device memory with one entry a slot for each declared field. Forward 
 forward N + 1 gathers from it, on its stream; the host, if it wants to know too, asks for rows when it launches and
 reads them when it has something to do with them::
 
-    publish   lengths, as soon as they are certain: right after verification
-    stash     tokens and what else the next forward takes: after sampling
-    seed      the same from host values, for a request that arrives prebuilt or comes back
+    publish   lengths as soon as they are certain, tokens and drafts after sampling; from the host, what a request
+              that arrives prebuilt or comes back starts from
     gather    on the device, into the next forward
     prefetch  to the host, over a private stream, only the rows asked for; `resolve` is prefetch and wait
 
@@ -273,55 +272,52 @@ class FutureMap:
 
     # Writing
 
-    def publish(self, slots: Slots, /, **values: torch.Tensor | MirroredTensor) -> None:
-        """Makes values of a forward known to the next one, on the current stream: one scatter a field, one fence.
+    def publish(self, slots: Slots, /, **values: object) -> None:
+        """Makes values known to the next forward and to the host: one scatter a field, on the current stream, one fence.
 
-        For what is certain early, such as lengths right after verification: readers on other streams wait for this
-        publish, and for nothing that the forward does behind it.
+        Publish what is certain early, such as lengths right after verification, in a call of its own: readers on other
+        streams wait for this publish, and for nothing that the forward does behind it. Values that the host has, for
+        requests that arrive prebuilt or come back, cross in one upload; they count as read by the host.
 
         Args:
             slots: the requests; live handles, each once. Padded rows at the end are left out.
-            **values: field -> device tensor `[n, *shape]`, made on the current stream, or a mirrored value.
+            **values: field -> device tensor `[n, *shape]`, made on the current stream, or a mirrored value, whose
+                device side is published; or host values, as a list or an array `[n, *shape]`.
 
         Raises:
             DeclarationError: no such field, or none given.
-            ShapeError, DtypeError, DeviceError: values that do not go into the field.
+            ShapeError, DtypeError, DeviceError, ValueOverflowError: values that do not go into the field.
             CaptureError: the stream is being captured; a replay would publish without the relay's knowledge.
-            Violation: SLOT_STALE_HANDLE and the other codes of handles; SLOT_SHARED; FUTURE_UNREAD_OVERWRITTEN and
-                FUTURE_ORDER at `cheap`. Nothing was published.
+            Violation: SLOT_STALE_HANDLE and the other codes of handles; SLOT_SHARED; SENTINEL_ESCAPED: a negative host
+                value in a field that has none; FUTURE_UNREAD_OVERWRITTEN and FUTURE_ORDER at `cheap`. Nothing was
+                published.
         """
-        self._publish(slots, values, "publish")
-
-    def stash(self, slots: Slots, /, **values: torch.Tensor | MirroredTensor) -> None:
-        """What `publish` does, for what a forward knows last: tokens and extras, after sampling."""
-        self._publish(slots, values, "stash")
-
-    def seed(self, slots: Slots, /, **values: object) -> None:
-        """What `publish` does, from host values: for requests that arrive prebuilt, or come back.
-
-        One upload and one scatter a field, on the current stream, whichever that is. The host has read what it seeds.
-
-        Args:
-            slots: the requests.
-            **values: field -> list, array, CPU tensor or exact mirrored value, `[n, *shape]`.
-
-        Raises:
-            As `publish`; ValueOverflowError: a value outside the field's dtype; SENTINEL_ESCAPED: a negative one in a
-                field that has none.
-        """
-        live, num_rows = self._begin(slots, values, "seed")
-        arrays = {
-            name: host_values(value, self._field(name), (len(live), num_rows), self._what("seed", name))
-            for name, value in values.items()
-        }
+        live, num_rows = self._begin(slots, values, "publish")
+        tensors: dict[str, Any] = {}
+        arrays: dict[str, npt.NDArray[Any]] = {}
+        for name, value in values.items():
+            field, what = self._field(name), self._what("publish", name)
+            if isinstance(value, (torch.Tensor, MirroredTensor)):
+                check_device_values(value, field, (len(live), num_rows), self.runtime, what)
+                tensors[name] = value
+            else:
+                arrays[name] = host_values(value, field, (len(live), num_rows), what)
         for name, array in arrays.items():
             if self._field(name).non_negative:
-                invariants.sentinel_escaped(array.reshape(-1), **self._ledger.where("seed", name))
-        self._ledger.check_overwrite(live, tuple(values), "seed")
-        if len(live):
-            packed = self.runtime.upload([live.np, *arrays.values()])
-            self._write(live, packed.view(0), {name: packed.view(i) for i, name in enumerate(arrays, 1)}, "seed")
-            self._ledger.take(live, tuple(arrays), HOST)  # whose values they are
+                invariants.sentinel_escaped(array.reshape(-1), **self._ledger.where("publish", name))
+        self._ledger.check_overwrite(live, tuple(values), "publish")
+        if not len(live):
+            return
+        for name, value in tensors.items():
+            tensors[name] = live_rows(value, len(live))
+        if not arrays:
+            self._write(live, self._index(slots, live), tensors, "publish")
+            return
+        packed = self.runtime.upload([live.np, *arrays.values()])
+        for i, name in enumerate(arrays, 1):
+            tensors[name] = packed.view(i)
+        self._write(live, packed.view(0), {name: tensors[name] for name in values}, "publish")
+        self._ledger.take(live, tuple(arrays), HOST)  # whose values they are
 
     def discard(self, slots: Slots, *fields: str) -> None:
         """Makes entries unwritten that nobody wants any more; all fields by default. Touches no device memory.
@@ -333,16 +329,6 @@ class FutureMap:
         for name in fields:
             self._ledger.field(name, "discard")
         self._ledger.clear(live, fields or tuple(self._memory))
-
-    def _publish(self, slots: Slots, values: Mapping[str, Any], operation: str) -> None:
-        live, num_rows = self._begin(slots, values, operation)
-        for name, value in values.items():
-            what = self._what(operation, name)
-            check_device_values(value, self._field(name), (len(live), num_rows), self.runtime, what)
-        self._ledger.check_overwrite(live, tuple(values), operation)
-        if len(live):
-            tensors = {name: live_rows(value, len(live)) for name, value in values.items()}
-            self._write(live, self._index(slots, live), tensors, operation)
 
     def _begin(self, slots: Slots, values: Mapping[str, Any], operation: str) -> tuple[Slots, int]:
         """The live rows of `slots`, checked, and how many rows there are with padding."""
@@ -615,7 +601,7 @@ class FutureMap:
         if self.runtime.capturing:
             raise CaptureError(
                 f"{self.name}: {operation} while the stream is captured: replays would pass the relay's books by",
-                remedy="gather before the replay, into the graph's inputs, and stash its outputs behind it",
+                remedy="gather before the replay, into the graph's inputs, and publish its outputs behind it",
             )
 
 

@@ -736,8 +736,8 @@ Writer = Callable[[int], str]
 @law(
     Code.FUTURE_UNWRITTEN,
     asked="cheap",
-    remedy="publish or seed the field for this request before it is read; a request that arrives prebuilt, or comes "
-    "back, is seeded first",
+    remedy="publish the field for this request before it is read; for a request that arrives prebuilt, or comes back, "
+    "publish it from the host first",
     origins=("sglang #25945", "vllm #40768", "vllm #48245", "sglang #27258"),
 )
 def future_unwritten(slots: Ints, written: Mask, reader: str, **where: Unpack[Where]) -> None:

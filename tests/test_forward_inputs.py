@@ -92,7 +92,7 @@ class World:
     def seed(self, slots: Slots) -> None:
         """A last token and drafts for each request: 10 * slot and the two numbers behind."""
         last = 10 * slots.np
-        self.relay.seed(slots, last_token=last, drafts=np.stack([last + 1, last + 2], axis=1))
+        self.relay.publish(slots, last_token=last, drafts=np.stack([last + 1, last + 2], axis=1))
 
     def states(self, slots: Slots, field: str) -> list[str]:
         """The states of a field as words."""
@@ -174,7 +174,7 @@ def test_ids_of_any_batch(device: str, case: Case) -> None:
     for name, array in plan.extras.items():
         if hasattr(inputs, name) and name != "input_ids":
             assert values(rt, getattr(inputs, name)) == array.tolist(), name
-    assert values(rt, inputs.sampling.device) == inputs.sampling.np.tolist()
+    assert values(rt, inputs.sampled_slots.device) == inputs.sampled_slots.np.tolist()
     for field in ("last_token", "drafts"):
         taken = field == "last_token" or case.width == 3
         wanted = ["consumed" if chunk is None and taken else "published" for chunk in case.chunks]
@@ -212,7 +212,7 @@ def test_who_puts_in_nothing_needs_no_ids(rt: Runtime, world: World) -> None:
 def test_full_compares_the_column_with_the_relay(rt: Runtime, world: World) -> None:
     """A bounded column whose device side holds other lengths than the last forward published is MIRROR_EQUAL."""
     slots = world.take([9, 9])
-    world.relay.seed(slots, last_token=[1, 2], lens=[5, 6])
+    world.relay.publish(slots, last_token=[1, 2], lens=[5, 6])
     on_device = rt.upload([np.array([6, 8])]).view(0)  # with this step's token: the second should be 7
     lens = MirroredTensor.from_pair(rt, [9, 9], on_device, contract="upper_bound")
     batch = Running.build(rt, slots=slots, seq_lens=lens)
@@ -474,7 +474,7 @@ def test_a_plan_is_used_once(rt: Runtime, world: World) -> None:
 def test_nothing_is_taken_where_one_field_is_missing(rt: Runtime, world: World) -> None:
     """If the second of two fields is unwritten, the first is not used up; the plan serves when the cause is mended."""
     slots = world.take([5, 6])
-    world.relay.seed(slots, last_token=[50, 60])
+    world.relay.publish(slots, last_token=[50, 60])
     batch = Running.build(rt, slots=slots, seq_lens=[5, 6])
     plan = ForwardPlan.of(batch.slots, batch.seq_lens, 3)
     uploaded = batch.upload(extras=plan.extras)
@@ -487,7 +487,7 @@ def test_nothing_is_taken_where_one_field_is_missing(rt: Runtime, world: World) 
     assert violation.column == "drafts"
     assert rt.counters == before
     assert world.states(slots, "last_token") == ["published"] * 2
-    world.relay.seed(slots, drafts=[[51, 52], [61, 62]])
+    world.relay.publish(slots, drafts=[[51, 52], [61, 62]])
     assert values(rt, resolve().input_ids) == [50, 51, 52, 60, 61, 62]
 
 
@@ -663,7 +663,7 @@ def run_steps(world: World, speculating: bool) -> None:
     def arrive(n: int) -> Running:
         slots = world.take([5] * n)
         world.seed(slots)
-        relay.seed(slots, lens=[4 if speculating else 5] * n)
+        relay.publish(slots, lens=[4 if speculating else 5] * n)
         batch = Running.build(rt, slots=slots, seq_lens=lens_of(slots, [5] * n))
         assert len(batch.seq_lens.device) == len(batch.slots.device) == n
         return batch
@@ -705,8 +705,8 @@ def run_steps(world: World, speculating: bool) -> None:
         if prompts is not None:
             relay.discard(joining.slots)
         with rt.use(forward):
-            relay.stash(
-                inputs.sampling,
+            relay.publish(
+                inputs.sampled_slots,
                 last_token=torch.zeros(256, dtype=torch.int64, device=rt.device),
                 lens=inputs.kv_lens.long(),
                 **({"drafts": torch.zeros((256, 2), dtype=torch.int64, device=rt.device)} if speculating else {}),
@@ -801,7 +801,7 @@ def test_a_table_that_is_none_of_tokens_is_refused(
 def test_a_false_bound_is_found_before_it_is_used_as_an_index(rt: Runtime, world: World) -> None:
     """Where the device is beyond the host's bound, the law says so and no lookup fails."""
     slots = world.take([9])
-    world.relay.seed(slots, last_token=[1], lens=[LONGEST + 10])
+    world.relay.publish(slots, last_token=[1], lens=[LONGEST + 10])
     on_device = rt.upload([np.array([6])]).view(0)
     lens = MirroredTensor.from_pair(rt, [9], on_device, contract="upper_bound")
     batch = Running.build(rt, slots=slots, seq_lens=lens)
@@ -850,7 +850,7 @@ def test_what_true_lengths_cost(
     slots = world.take([9, 9, 9])
     world.seed(slots)
     world.relay.discard(slots, "lens")
-    world.relay.seed(slots, lens=[4, 5, 9 - width])
+    world.relay.publish(slots, lens=[4, 5, 9 - width])
     true = rt.upload([np.array([4 + width, 5 + width, 9])]).view(0)
     lens = MirroredTensor.from_pair(rt, [9, 9, 9], true, contract="upper_bound")
     batch = Running.build(rt, slots=slots, seq_lens=lens).pad(3 + padding)

@@ -127,7 +127,7 @@ def test_arrays_of_tokens_and_requests(device: str, case: Case) -> None:
         assert plan.prompt_ids is None
         assert plan.extras["input_ids"].tolist() == behind
     assert plan.sample_rows.tolist() == [row for row, does in enumerate(case.samples) if does]
-    assert plan.sampling.np.tolist() == plan.extras.get("sample_slots", plan.slots.np).tolist()
+    assert plan.sampled_slots.np.tolist() == plan.extras.get("sample_slots", plan.slots.np).tolist()
     assert ("sample_slots" in plan.extras) == (not everybody)
     assert (plan.num_reqs, plan.num_rows) == (num_reqs, num_rows)
     assert (plan.num_tokens, plan.num_padded_tokens) == (len(ids), len(ids) + case.padded_tokens)

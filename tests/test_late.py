@@ -215,7 +215,7 @@ def test_writers_wait_for_reads_of_former_owners(freed: bool, late: LateRuntime)
     else:
         relay.discard(slots)
     with late.use(seeding):
-        relay.seed(slots, tokens=[1])
+        relay.publish(slots, tokens=[1])
         written = late.record()
     assert not written.query()
     assert is_behind(written, asked._made[1])
@@ -233,7 +233,7 @@ def test_forgotten_publishes_are_over(late: LateRuntime) -> None:
     last = late.record()
     with late.use(seeding):
         late.wait(relay._zeroed)
-        relay.seed(slots, tokens=[1])
+        relay.publish(slots, tokens=[1])
         assert is_behind(late.record(), relay._ledger.publications.of(np.array([100]))[0].fence)
     last.wait()
     for _ in range(200):
@@ -324,7 +324,7 @@ def test_step_loop_runs(late: LateRuntime, full: None) -> None:
         batch.upload()
         with late.use(forward):
             tokens = late.launch(torch.add, relay.gather(batch.slots, "tokens"), batch.seq_lens.device)
-            relay.stash(batch.slots, tokens=tokens)
+            relay.publish(batch.slots, tokens=tokens)
             following = relay.prefetch(batch.slots, "tokens")
         assert not following.ready()
         assert asked["tokens"].np[0] == 10 + sum(range(6, 6 + step))

@@ -186,13 +186,13 @@ def test_forward_that_forgets_is_found(name: str, monkeypatch: pytest.MonkeyPatc
 
 def test_nudge_of_another_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """What another stream seeds counts, row by row."""
-    original = FutureMap.seed
+    original = FutureMap.publish
 
     def seed(self: FutureMap, slots: Slots, /, **values: object) -> None:
         nudge = values.get("nudge")
         original(self, slots, **(values if not isinstance(nudge, list) else {"nudge": nudge[::-1]}))
 
-    monkeypatch.setattr(FutureMap, "seed", seed)
+    monkeypatch.setattr(FutureMap, "publish", seed)
     result = run_machine(OverlapMachine, examples=10, derandomize=True, level="off", shrink=False)
     assert result.code == "MODEL"
 

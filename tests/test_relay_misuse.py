@@ -27,7 +27,7 @@ def test_what_cannot_be_scattered_is_refused_at_the_door(rt: Runtime) -> None:
     pool = SlotPool(rt, 4)
     relay = FutureMap(pool, {"a": relay_field(INT, must_read=False), "b": relay_field(INT, must_read=False)})
     slots = pool.take(1)
-    relay.seed(slots, a=[1], b=[2])
+    relay.publish(slots, a=[1], b=[2])
     with pytest.raises(DtypeError, match="layout"):
         relay.publish(slots, a=tokens(rt, [9]), b=tokens(rt, [8]).to_sparse())
     assert rt.read_back(relay.gather(slots, "a")).tolist() == [1]
@@ -40,7 +40,7 @@ def test_a_publish_that_fails_half_way_leaves_nothing_to_read(rt: Runtime, monke
     pool = SlotPool(rt, 4)
     relay = FutureMap(pool, {"a": relay_field(INT, must_read=False), "b": relay_field(INT, must_read=False)})
     slots = pool.take(2)
-    relay.seed(slots, a=[1, 2], b=[3, 4])
+    relay.publish(slots, a=[1, 2], b=[3, 4])
     launch, launched = rt.launch, []
 
     def failing(*args: object, **kwargs: object) -> object:

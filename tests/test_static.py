@@ -224,7 +224,7 @@ def test_a_forward_takes_its_slots_from_the_buffers(rt: Runtime) -> None:
     pool = SlotPool(rt, 8)
     relay = FutureMap(pool, {"last_token": relay_field(torch.int64, read_by="both")})
     slots = pool.take(3)
-    relay.seed(slots, last_token=[7, 8, 9])
+    relay.publish(slots, last_token=[7, 8, 9])
     batch = Plain.build(rt, slots=slots, seq_lens=[5, 3, 9], temperature=[0.5] * 3)
     buffers: StaticBuffers | None = None
     for step in range(3):
@@ -240,9 +240,9 @@ def test_a_forward_takes_its_slots_from_the_buffers(rt: Runtime) -> None:
         assert (spent.host_to_device_copies, spent.device_operations) == (1, 1)
         assert inputs.slots.data_ptr() == buffers["slots"].data_ptr()
         assert inputs.positions.data_ptr() == buffers["positions"].data_ptr()
-        relay.stash(inputs.sampling, last_token=inputs.input_ids + 1)
+        relay.publish(inputs.sampled_slots, last_token=inputs.input_ids + 1)
         assert (rt.counters - before).host_to_device_copies == 1
-        assert relay.prefetch(inputs.sampling, "last_token")["last_token"].np.tolist() == [
+        assert relay.prefetch(inputs.sampled_slots, "last_token")["last_token"].np.tolist() == [
             8 + step,
             9 + step,
             10 + step,

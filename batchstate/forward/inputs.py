@@ -101,7 +101,7 @@ class ForwardInputs:
     Attributes:
         plan: what the host knows of it.
         slots: int64[num_rows]; 0 for padded rows.
-        sampling: handles of the requests that sample, for `stash` and `publish`.
+        sampled_slots: handles of the requests that sample, for `publish`.
         input_ids, positions: int64[num_padded_tokens].
         query_start_loc: int32[num_rows + 1], where the tokens of each request begin (FlashAttention's `cu_seqlens_q`,
             flashinfer's `qo_indptr`).
@@ -114,7 +114,7 @@ class ForwardInputs:
 
     plan: ForwardPlan
     slots: torch.Tensor
-    sampling: Slots
+    sampled_slots: Slots
     input_ids: torch.Tensor
     positions: torch.Tensor
     query_start_loc: torch.Tensor
@@ -141,7 +141,9 @@ class ForwardInputs:
         inputs = cls(
             plan=plan,
             slots=slots.device,
-            sampling=slots if plan.sampling is plan.slots else _on_device(plan.sampling, uploaded, "sample_slots"),
+            sampled_slots=slots
+            if plan.sampled_slots is plan.slots
+            else _on_device(plan.sampled_slots, uploaded, "sample_slots"),
             input_ids=ids,
             **{name: uploaded[name] for name in _TENSORS if name in plan.extras},
         )
@@ -237,7 +239,7 @@ class ForwardInputs:
 
 
 _TENSORS = tuple(
-    one.name for one in attrs.fields(ForwardInputs) if one.name not in ("plan", "slots", "sampling", "input_ids")
+    one.name for one in attrs.fields(ForwardInputs) if one.name not in ("plan", "slots", "sampled_slots", "input_ids")
 )
 
 

@@ -241,7 +241,7 @@ class ForwardPlan:
         relay_rows: int64[r], requests whose ids come from the relay.
         relayed: their handles.
         sample_rows: int64[s], requests that sample.
-        sampling: their handles.
+        sampled_slots: their handles.
         prompt_ids: int64[num_padded_tokens], ids that the host knows and 0 elsewhere; None if it knows none.
         extras: name -> array, for `batch.upload(extras=...)`.
         step: of the runtime, when it was planned.
@@ -258,7 +258,7 @@ class ForwardPlan:
     relay_rows: Ints
     relayed: Slots
     sample_rows: Ints
-    sampling: Slots
+    sampled_slots: Slots
     prompt_ids: Ints | None
     extras: Mapping[str, npt.NDArray[Any]]
     step: int
@@ -355,7 +355,7 @@ class ForwardPlan:
             relay_rows=relay_rows,
             relayed=handles_of(slots, relay_rows),
             sample_rows=sample_rows,
-            sampling=slots if len(sample_rows) == num_reqs else handles_of(slots, sample_rows),
+            sampled_slots=slots if len(sample_rows) == num_reqs else handles_of(slots, sample_rows),
             prompt_ids=None,
             extras={},
             step=slots.runtime.step,
@@ -442,11 +442,11 @@ class ForwardPlan:
             "query_start_loc": padded(tokens.starts, rows + 1, self.num_tokens, np.int32),
             "kv_lens": padded(self.seq_lens, rows, 0, np.int32),
         }
-        if self.sampling is self.slots:
+        if self.sampled_slots is self.slots:
             arrays["last_token_indices"] = padded(last, rows, 0, np.int64)
         else:
             arrays["last_token_indices"] = last[self.sample_rows]
-            arrays["sample_slots"] = self.sampling.np
+            arrays["sample_slots"] = self.sampled_slots.np
         if self.pages is not None:
             table = self._pages_of(self.pages)
             arrays["slot_mapping"] = padded(_slot_mapping(tokens, table, self.pages.page_size), size, 0, np.int64)

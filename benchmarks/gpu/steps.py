@@ -162,5 +162,5 @@ class Serving:
         self.batch = self.batch.merge(joining) if len(self.batch) else joining
         self._tokens = np.concatenate([self._tokens, 1_000 * numbers])
         if seed:
-            self._relay.seed(slots, last_token=1_000 * numbers)
+            self._relay.publish(slots, last_token=1_000 * numbers)
         return self._pages.extend(slots, np.full(count, PROMPT)).entry()

@@ -188,7 +188,7 @@ class DecodeWorker:
             request.append([arrival.first_token], self._eos)
             if self._goes_on(slot, request):
                 self._writes.append(hot.entry())
-                self._forward.relay.seed(slot, last_token=[arrival.first_token])
+                self._forward.relay.publish(slot, last_token=[arrival.first_token])
                 self._batch = self._batch.merge(self._row(slot, request))
 
     def _join_staged(self, staged: list[TierBatch]) -> None:

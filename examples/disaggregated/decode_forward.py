@@ -5,7 +5,7 @@ A decode step, in order::
     back up     the KV of the token before goes to the host: what the step reads, and overwrites, is safe
     inputs      last tokens from the relay; for each position its place in either tier
     model       KV of the new tokens is written to the hot buffers, logits come out
-    stash       the last token, for the next step; the same, for the host
+    publish     the last token, for the next step; the same, for the host
 """
 
 from typing import final
@@ -107,7 +107,7 @@ class TierForward:
             self._hot_table.read_until(read)
             self._host_table.read_until(read)
             logits = self._model.forward(inputs.input_ids, view, self._kv, inputs.last_token_indices)
-            return self._sampled(list(batch.requests), inputs.sampling, logits)
+            return self._sampled(list(batch.requests), inputs.sampled_slots, logits)
 
     def prefill(self, batch: TierBatch, plan: ForwardPlan, uploaded: Extras) -> Launched:
         """A whole prompt, whose KV goes to device pages; its first token."""
@@ -121,10 +121,10 @@ class TierForward:
                 inputs.positions, inputs.slot_mapping, inputs.query_start_loc, plan.query_lens, inputs.kv_lens, rows
             )
             logits = self._model.forward(inputs.input_ids, view, self._kv.hot, inputs.last_token_indices)
-            return self._sampled(list(batch.requests), inputs.sampling, logits)
+            return self._sampled(list(batch.requests), inputs.sampled_slots, logits)
 
     def _sampled(self, requests: list[Request], sampling: Slots, logits: torch.Tensor) -> Launched:
         chosen = logits.argmax(-1)
-        self.relay.stash(sampling, last_token=chosen, output=chosen)
+        self.relay.publish(sampling, last_token=chosen, output=chosen)
         results = self.relay.prefetch(sampling, "output")
         return Launched(requests, results, self._runtime.record())

@@ -199,8 +199,8 @@ class PrefillWorker:
             )
             logits = self._model.forward(inputs.input_ids, view, self._kv, inputs.last_token_indices)
             if samples.any():
-                self._relay.stash(inputs.sampling, first_token=logits.argmax(-1))
-                results = self._relay.prefetch(inputs.sampling, "first_token")
+                self._relay.publish(inputs.sampled_slots, first_token=logits.argmax(-1))
+                results = self._relay.prefetch(inputs.sampled_slots, "first_token")
             forward_done = self.runtime.record()
         jobs = list(grown.jobs)
         for job in jobs:

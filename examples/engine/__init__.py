@@ -7,7 +7,7 @@ speculation by prompt lookup, retraction, aborts and requests that arrive prebui
     request     what a client asked for; admission: what is asked of it at the door
     batch       the columns of the running requests, and a step on its way
     scheduler   the host's part: who runs, and how many tokens each puts in
-    forward     the device's part: inputs, model, publish, stash, prefetch
+    forward     the device's part: inputs, model, publish, prefetch
     engine      the loop that ties both, one step ahead or not
     attention, model, plain, drafting   what runs on the device
     reference, serving           the comparison with transformers, and `python -m examples.engine`

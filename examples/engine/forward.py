@@ -6,7 +6,7 @@ One forward, in the order in which it happens::
     read-done   the token table is not read any more: the next step may rewrite it
     model       KV of the new tokens is written, logits come out
     publish     true lengths, as soon as the guesses are judged (speculation only)
-    stash       the last token, for the next forward; new tokens, for the host
+    publish     the last token, for the next forward; new tokens, for the host
     prefetch    the host's part sets out, over a stream of its own
     forward-done  slots and pages of requests that leave may change hands
 """
@@ -68,18 +68,18 @@ class Forward:
             self._drafter = Drafter(self._drafts, history)
         self.relay = FutureMap(pages.slots, fields)
 
-    def seed(self, slots: Slots, requests: list[Request]) -> None:
+    def publish_known(self, slots: Slots, requests: list[Request]) -> None:
         """Requests that come with tokens put the last one into the relay; from there on they are like all others."""
         last = [request.output[-1] for request in requests]
         if self._drafts:
-            self.relay.seed(
+            self.relay.publish(
                 slots,
                 last_token=last,
                 drafts=[[token] * self._drafts for token in last],
                 seq_lens=[request.kv_len for request in requests],
             )
         else:
-            self.relay.seed(slots, last_token=last)
+            self.relay.publish(slots, last_token=last)
 
     def load(self, tokens: Locations, slots: Slots, prompt: list[int], prebuilt: Prebuilt) -> None:
         """Copies KV that somebody else has computed into a request's pages.
@@ -130,10 +130,10 @@ class Forward:
                 batch = self._speculate(step, inputs, view)
             else:
                 chosen = self._model.forward(inputs.input_ids, view, self.kv, inputs.last_token_indices).argmax(-1)
-                self.relay.stash(inputs.sampling, last_token=chosen, outputs=chosen[:, None])
+                self.relay.publish(inputs.sampled_slots, last_token=chosen, outputs=chosen[:, None])
             if step.sampling:
                 fields = ("outputs", "seq_lens") if self._drafts else ("outputs",)
-                step.results = self.relay.prefetch(inputs.sampling, *fields)
+                step.results = self.relay.prefetch(inputs.sampled_slots, *fields)
             step.forward_done = runtime.record()
         return batch
 
@@ -150,12 +150,12 @@ class Forward:
 
         rows = step.uploaded["sample_rows"]
         true_lens = inputs.kv_lens[rows].long() - torch.where(decodes[:, 0], self._drafts - accepted, 0)
-        self.relay.publish(inputs.sampling, seq_lens=true_lens)
+        self.relay.publish(inputs.sampled_slots, seq_lens=true_lens)
 
-        slots = inputs.sampling.device
+        slots = inputs.sampled_slots.device
         self._drafter.note(slots[:, None], (true_lens - accepted)[:, None] + columns, outputs)
-        self.relay.stash(
-            inputs.sampling,
+        self.relay.publish(
+            inputs.sampled_slots,
             last_token=outputs.gather(1, accepted[:, None])[:, 0],
             drafts=self._drafter.propose(slots, true_lens + 1, plan.max_kv_len + 1),
             outputs=outputs,

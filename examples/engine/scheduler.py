@@ -196,7 +196,7 @@ class Scheduler:
         come_back = np.array([bool(request.output) for request in joining], np.bool_)
         if come_back.any():
             known = [request for request in joining if request.output]
-            self.forward.seed(slots.filter(come_back), known)
+            self.forward.publish_known(slots.filter(come_back), known)
         for request in joining:
             request.state = "running"
             self._fill_ids[request] = request.fill_ids()

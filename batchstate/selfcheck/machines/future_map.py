@@ -109,11 +109,14 @@ class RelayModel:
         self.fields = fields
         self._entries: dict[tuple[str, int], _Entry] = {}
 
-    def publish(self, requests: Iterable[Request], values: Mapping[str, Array], *, seeded: bool = False) -> None:
-        """Each request gets its row of each field; the host knows what it seeds."""
+    def publish(
+        self, requests: Iterable[Request], values: Mapping[str, Array], *, from_host: Iterable[str] = ()
+    ) -> None:
+        """Each request gets its row of each field; the host knows the values of the fields `from_host`."""
+        known = set(from_host)
         for row, one in enumerate(requests):
             for name, array in values.items():
-                self._entries[name, one.slot] = _Entry(array[row].copy(), HOST if seeded else 0)
+                self._entries[name, one.slot] = _Entry(array[row].copy(), HOST if name in known else 0)
 
     def unread(self, one: Request, field: str) -> bool:
         """Whether the entry is wanted by somebody who has not taken it."""
@@ -357,9 +360,9 @@ class RelayMachine(Machine):
         return given
 
     def _published(
-        self, requests: Sequence[Request], values: Mapping[str, Array], stream: str, *, seeded: bool = False
+        self, requests: Sequence[Request], values: Mapping[str, Array], stream: str, *, from_host: Iterable[str] = ()
     ) -> None:
-        self.model.publish(requests, values, seeded=seeded)
+        self.model.publish(requests, values, from_host=from_host)
         self.published_on |= {(name, one.slot): self.streams[stream] for one in requests for name in values}
         if isinstance(self.rt, LateRuntime):
             self._check_order({one.slot for one in requests}, values, self.rt.record(self.streams[stream]))
@@ -394,8 +397,8 @@ class RelayMachine(Machine):
             self._clear_way(lacking, names)
             values = self._values(lacking, names)
             with self.rt.use(self.streams[stream]):
-                self.relay.seed(handles_of(lacking, self.rt), **values)
-            self._published(lacking, values, stream, seeded=True)
+                self.relay.publish(handles_of(lacking, self.rt), **values)
+            self._published(lacking, values, stream, from_host=names)
 
 
 # Entries of a relay against a dictionary, on three streams and under fences that complete late.
@@ -412,7 +415,7 @@ class RelayEntries(RelayMachine):
         names=st.sampled_from([("token",), ("lengths",), ("token", "drafts", "accepted"), ("hidden", "token")]),
         stream=STREAMS,
         pads=PADS,
-        way=st.sampled_from(["publish", "stash", "seed"]),
+        way=st.sampled_from(["device", "host", "both"]),
         mirrored=st.booleans(),
         cleared=st.booleans(),
     )
@@ -430,21 +433,21 @@ class RelayEntries(RelayMachine):
         requests = self._chosen(data)
         if cleared:
             self._clear_way(requests, names)
-        if way == "seed":
-            names = tuple(name for name in names if self.model.fields[name].dtype is not torch.bfloat16)
+        from_host = {"device": (), "host": names, "both": names[:1]}[way]
+        from_host = tuple(name for name in from_host if self.model.fields[name].dtype is not torch.bfloat16)
         values = self._values(requests, names)
         slots = self._padded(requests, pads)
         rows = {name: _with_padding(array, pads) for name, array in values.items()}
         unread = any(self.model.unread(one, name) for one in requests for name in names)
         with self.rt.use(self.streams[stream]):
-            given: Mapping[str, Any] = rows if way == "seed" else self._given(rows, mirrored)
+            given: Mapping[str, Any] = self._given(rows, mirrored) | {name: rows[name] for name in from_host}
             if unread:
                 self.reached("overwriting unread refused")
                 with self.refused(Code.FUTURE_UNREAD_OVERWRITTEN):
-                    getattr(self.relay, way)(slots, **given)
+                    self.relay.publish(slots, **given)
                 return
-            getattr(self.relay, way)(slots, **given)
-        self._published(requests, values, stream, seeded=way == "seed")
+            self.relay.publish(slots, **given)
+        self._published(requests, values, stream, from_host=from_host)
 
     @precondition(lambda self: bool(self.requests))
     @rule(data=st.data(), names=st.sampled_from([(), ("token",), ("lengths", "hidden")]))
@@ -748,7 +751,7 @@ class Forwards:
         ):
             agree(expected, self._runtime.inspect(actual).tolist(), f"{name} of a forward of {shape}")
         sampled = [part.request.slot for part in parts if part.samples]
-        agree(sampled, [slot for slot in inputs.sampling.np.tolist() if slot], "who samples")
+        agree(sampled, [slot for slot in inputs.sampled_slots.np.tolist() if slot], "who samples")
 
 
 # Ways to misuse a `FutureMap`.
@@ -788,9 +791,9 @@ def _publishes(**makes: Callable[[RelayCase], Any]) -> Callable[[RelayCase], obj
     return lambda case: case.relay.publish(case.slots, **{name: make(case) for name, make in makes.items()})
 
 
-def _seeds(**makes: Callable[[int], object]) -> Callable[[RelayCase], object]:
-    """A seed for all requests; the values are made from their number."""
-    return lambda case: case.relay.seed(case.slots, **{name: make(len(case.slots)) for name, make in makes.items()})
+def _publishes_host(**makes: Callable[[int], object]) -> Callable[[RelayCase], object]:
+    """A publish of host values for all requests; the values are made from their number."""
+    return lambda case: case.relay.publish(case.slots, **{name: make(len(case.slots)) for name, make in makes.items()})
 
 
 def _elsewhere(case: RelayCase) -> MirroredTensor:
@@ -813,7 +816,7 @@ def _made(fields: Any) -> Callable[[RelayCase], object]:
 MISUSES: tuple[Misuse[RelayCase], ...] = (
     Misuse("publish an undeclared field", (DeclarationError,), _publishes(tokens=RelayCase.column)),
     Misuse("publish nothing", (DeclarationError,), _publishes()),
-    Misuse("publish a list", (DtypeError,), _publishes(token=lambda case: [0] * len(case.slots))),
+    Misuse("publish None", (DtypeError,), _publishes(token=lambda case: None)),
     Misuse("publish int32", (DtypeError,), _publishes(token=lambda case: case.column(dtype=torch.int32))),
     Misuse("publish a row too many", (ShapeError,), _publishes(token=lambda case: case.zeros(len(case.slots) + 1))),
     Misuse("publish drafts without a shape", (ShapeError,), _publishes(drafts=RelayCase.column)),
@@ -847,12 +850,18 @@ MISUSES: tuple[Misuse[RelayCase], ...] = (
         (Code.UNIT_MISMATCH,),
         lambda case: case.relay.publish(Pages.from_host(case.runtime, [1]), token=case.zeros(1)),  # type: ignore[arg-type]
     ),
-    Misuse("seed a row too few", (ShapeError,), _seeds(token=lambda n: [0] * (n - 1))),
-    Misuse("seed drafts without a shape", (ShapeError,), _seeds(drafts=lambda n: np.zeros(n, np.int64))),
-    Misuse("seed half a token", (DtypeError,), _seeds(token=lambda n: [0.5] * n)),
-    Misuse("seed more than int64", (ValueOverflowError,), _seeds(token=lambda n: [2**63] * n)),
-    Misuse("seed a stand-in", (Code.SENTINEL_ESCAPED,), _seeds(token=lambda n: [0] * (n - 1) + [-1])),
-    Misuse("seed a stand-in among drafts", (Code.SENTINEL_ESCAPED,), _seeds(drafts=lambda n: [[0, -1]] * n)),
+    Misuse("publish a list of a row too few", (ShapeError,), _publishes_host(token=lambda n: [0] * (n - 1))),
+    Misuse(
+        "publish an array of drafts without a shape",
+        (ShapeError,),
+        _publishes_host(drafts=lambda n: np.zeros(n, np.int64)),
+    ),
+    Misuse("publish half a token", (DtypeError,), _publishes_host(token=lambda n: [0.5] * n)),
+    Misuse("publish more than int64", (ValueOverflowError,), _publishes_host(token=lambda n: [2**63] * n)),
+    Misuse("publish a stand-in", (Code.SENTINEL_ESCAPED,), _publishes_host(token=lambda n: [0] * (n - 1) + [-1])),
+    Misuse(
+        "publish a stand-in among drafts", (Code.SENTINEL_ESCAPED,), _publishes_host(drafts=lambda n: [[0, -1]] * n)
+    ),
     Misuse(
         "gather what only the host reads", (DeclarationError,), lambda case: case.relay.gather(case.slots, "accepted")
     ),
@@ -991,7 +1000,7 @@ class FutureMapMachine(RelayEntries):
         )
 
     def _results(self, launched: Launched, leaves: bool, fetched: bool) -> None:
-        """Lengths are published early, tokens stashed after sampling; one may have left since the launch."""
+        """Lengths are published early, tokens after sampling; one may have left since the launch."""
         for part in launched.parts:
             known = part.query if part.prompt is not None else 1 + self.numbers % part.query
             part.request.length += known
@@ -1003,13 +1012,13 @@ class FutureMapMachine(RelayEntries):
         if not here:
             return
         complete = len(here) == len(sampled)
-        slots = launched.inputs.sampling if complete else handles_of(here, self.rt)
+        slots = launched.inputs.sampled_slots if complete else handles_of(here, self.rt)
         late = ("token", "drafts", "hidden", "accepted")
         self._clear_way([one for one in here if one in self.requests], ("lengths", *late))
         early, values = self._values(here, ("lengths",)), self._values(here, late)
         with self.rt.use(self.streams["forward"]):
             self.relay.publish(slots, **self._given(early))
-            self.relay.stash(slots, **self._given(values))
+            self.relay.publish(slots, **self._given(values))
             self._published(here, early | values, "forward")
             if fetched:
                 self._prefetch(here, ("token", "lengths", "accepted"), slots)
@@ -1039,7 +1048,7 @@ class FutureMapMachine(RelayEntries):
         self.reached("handle of a slot used again refused", bool(self.pool.is_live(slots.np).any()))
         for call in (
             lambda: self.relay.publish(slots, **{name: values}),
-            lambda: self.relay.seed(slots, **{name: [0]}),
+            lambda: self.relay.publish(slots, **{name: [0]}),
             lambda: self.relay.gather(slots, name),
             lambda: self.relay.prefetch(slots, name),
             lambda: self.relay.discard(slots),

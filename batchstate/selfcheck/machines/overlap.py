@@ -445,7 +445,7 @@ class _Inputs:
     ids: torch.Tensor
     positions: torch.Tensor
     places: torch.Tensor
-    sampling: Slots
+    sampled_slots: Slots
 
 
 @final
@@ -516,7 +516,7 @@ class Forward:
             return _Inputs(relay.gather(batch.slots, "token"), positions, places, batch.slots)
         inputs = relay.resolve_forward_inputs(work.plan, work.uploaded, ids="token")
         assert inputs.slot_mapping is not None  # the plan has pages
-        return _Inputs(inputs.input_ids, inputs.positions, inputs.slot_mapping, inputs.sampling)
+        return _Inputs(inputs.input_ids, inputs.positions, inputs.slot_mapping, inputs.sampled_slots)
 
     def _attend(self, work: Work, rows: torch.Tensor, inputs: _Inputs) -> torch.Tensor:
         """Writes the KV of the new tokens, and reads that of all: int64[n]."""
@@ -541,8 +541,8 @@ class Forward:
             chosen = work.uploaded["chosen"]
             mix, log = mix.index_select(0, chosen), log.index_select(0, chosen)
         relay = self._memory.relay
-        relay.stash(inputs.sampling, token=mix, log=log)
-        asked = inputs.sampling
+        relay.publish(inputs.sampled_slots, token=mix, log=log)
+        asked = inputs.sampled_slots
         if work.choices.own_handles:
             asked = handles_of([work.batch.requests[row] for row in work.sampling])
             _ = asked.device  # crosses here: what the relay's stream uploads would be over only when it is read
@@ -842,7 +842,7 @@ class Arrivals:
             came = runtime.record()
             self.came.append(came)
             self._note(request, slot, extension)
-            memory.relay.seed(slot, token=[token])
+            memory.relay.publish(slot, token=[token])
         if request.way is Way.HANDED:
             with runtime.use(memory.streams.forward):
                 rows = runtime.use_on_current_stream(crossed.view(3), memory.streams.arrivals, came)
@@ -1138,7 +1138,7 @@ class Engine:
         uploaded = batch.upload(writes=writes, extras=extras | dict({} if plan is None else plan.extras))
         if choices.nudged:
             with self._runtime.use(self._memory.streams.arrivals):
-                self._memory.relay.seed(batch.slots, nudge=nudges)
+                self._memory.relay.publish(batch.slots, nudge=nudges)
         came, schedule.arrivals.came = tuple(schedule.arrivals.came), []
         work = Work(choices, batch, schedule.ages, uploaded, plan, sampling, came)
         launched = self._forward.run(work)

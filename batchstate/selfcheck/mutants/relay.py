@@ -18,6 +18,7 @@ from batchstate.forward.plan import ForwardPlan
 from batchstate.future_map import FutureMap, RelayGuard
 from batchstate.indices import Slots
 from batchstate.levels import Level
+from batchstate.mirror import MirroredTensor
 from batchstate.runtime import Fence, Stream
 from batchstate.runtime.memory import Download
 from batchstate.selfcheck.machines.future_map import Forwards, Request
@@ -126,12 +127,15 @@ def inputs_made_twice(patch: Patch) -> None:
 
 @relay_mutant(Code.FUTURE_CONSUMED, Code.FUTURE_UNWRITTEN, origin="sglang #18647, vllm #48419")
 def stash_forgets_drafts(patch: Patch) -> None:
-    """One of the fields is missing from the stash, and the next step verifies the drafts of the one before."""
+    """One of the fields is missing from the publish, and the next step verifies the drafts of the one before."""
 
-    def stash(self: FutureMap, slots: Slots, /, **values: Any) -> None:
-        original(self, slots, **{name: value for name, value in values.items() if name != "drafts"})
+    def publish(self: FutureMap, slots: Slots, /, **values: Any) -> None:
+        if not isinstance(values.get("drafts"), torch.Tensor) or len(values) == 1:
+            original(self, slots, **values)
+        else:
+            original(self, slots, **{name: value for name, value in values.items() if name != "drafts"})
 
-    original = patch(FutureMap, "stash", stash)
+    original = patch(FutureMap, "publish", publish)
 
 
 @relay_mutant(Code.FUTURE_CONSUMED, origin="sglang #25945")
@@ -166,13 +170,14 @@ def lazy_ids_taken_for_a_prompt(patch: Patch) -> None:
 
 @relay_mutant(Code.FUTURE_UNWRITTEN, origin="sglang #27258")
 def seed_left_out_on_return(patch: Patch) -> None:
-    """A request that comes back goes to the running ones on a path of its own, on which nobody seeds the relay."""
+    """A request that comes back joins the running ones on a path of its own, which publishes nothing for it."""
 
-    def seed(self: FutureMap, slots: Slots, /, **values: object) -> None:
-        if not (slots.generations > 1).any():
+    def publish(self: FutureMap, slots: Slots, /, **values: object) -> None:
+        from_host = not any(isinstance(value, torch.Tensor | MirroredTensor) for value in values.values())
+        if not from_host or not (slots.generations > 1).any():
             original(self, slots, **values)
 
-    original = patch(FutureMap, "seed", seed)
+    original = patch(FutureMap, "publish", publish)
 
 
 # Who it is
@@ -193,12 +198,12 @@ def stand_in_embedded(patch: Patch) -> None:
 def placeholder_sampled(patch: Patch) -> None:
     """A step that sampled nothing for a request leaves -1 as its token, and the output has it."""
 
-    def stash(self: FutureMap, slots: Slots, /, **values: Any) -> None:
+    def publish(self: FutureMap, slots: Slots, /, **values: Any) -> None:
         if isinstance(values.get("token"), torch.Tensor):
             values["token"] = torch.full_like(values["token"], -1)
         original(self, slots, **values)
 
-    original = patch(FutureMap, "stash", stash)
+    original = patch(FutureMap, "publish", publish)
 
 
 @relay_mutant(Code.SLOT_ZERO_ALLOCATED, origin="sglang #24243, sglang #35351")
