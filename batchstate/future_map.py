@@ -273,7 +273,7 @@ class FutureMap:
     # Writing
 
     def publish(self, slots: Slots, /, **values: object) -> None:
-        """Makes values known to the next forward and to the host: one scatter a field, on the current stream, one fence.
+        """Makes values known to the next forward and to the host, on the current stream: a scatter a field, one fence.
 
         Publish what is certain early, such as lengths right after verification, in a call of its own: readers on other
         streams wait for this publish, and for nothing that the forward does behind it. Values that the host has, for
