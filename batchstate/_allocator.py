@@ -88,7 +88,7 @@ class FreeList:
     """
 
     def __init__(self, first: int, last: int) -> None:
-        self._stack = self._initial(first, last)
+        self._stack = np.arange(first, last + 1, dtype=np.int64)
         self.count = len(self._stack)
         self.room = last - first + 1
 
@@ -113,9 +113,6 @@ class FreeList:
     def entries(self) -> Ints:
         """All free indices, as a new array."""
         return self._stack[self.room - self.count :].copy()
-
-    def _initial(self, first: int, last: int) -> Ints:
-        return np.arange(first, last + 1, dtype=np.int64)
 
 
 # Indices that become free when a fence completes: the one waiting room of slots, pages and states.
@@ -602,7 +599,7 @@ class Generations:
     def __repr__(self) -> str:
         return f"Generations({self.name!r}, pool {self.identity})"
 
-    def make(self, rows: Ints) -> Slots:
+    def new_handles(self, rows: Ints) -> Slots:
         """New handles for slots that were just taken: takes over `rows`, int64[n].
 
         Raises:

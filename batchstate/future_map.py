@@ -46,10 +46,9 @@ from batchstate._upload import Extras
 from batchstate.errors import ArgumentError, CaptureError, DeclarationError
 from batchstate.forward.inputs import ForwardInputs, Sources
 from batchstate.forward.plan import ForwardPlan
-from batchstate.hybrid import HybridSlotPool
 from batchstate.indices import Slots
 from batchstate.mirror import Contract, DeviceSide, Made, MirroredTensor
-from batchstate.pools import SlotPool
+from batchstate.pools import SlotListener, SlotPool
 from batchstate.runtime import Fence, Runtime, Stream
 from batchstate.runtime.memory import Download
 from batchstate.tables import Table
@@ -162,8 +161,8 @@ Ints = npt.NDArray[np.int64]
 
 
 @final
-class RelayGuard:
-    """The companion of a slot pool over whose slots a relay lies. Slots are taken without entries.
+class RelayGuard(SlotListener):
+    """The listener of a slot pool over whose slots a relay lies. Slots are taken without entries.
 
     It holds the books and not the relay: device memory goes when the relay does, however long the pool lives.
 
@@ -176,24 +175,12 @@ class RelayGuard:
         self._ledger = ledger
         self._is_live = is_live
 
-    def check_take(self, n: int) -> None:
-        """Nothing is needed."""
-
-    def taken(self, rows: Ints) -> None:
-        """Nothing is given."""
-
-    def check_free(self, rows: Ints, operation: str) -> None:
-        """Slots may always be freed: what was not read is then wanted by nobody."""
-
-    def freed(self, rows: Ints, after: Fence | None) -> None:
+    def on_free(self, rows: Ints, after: Fence | None) -> None:
         """The entries are unwritten again."""
         self._clear(rows)
 
     def _clear(self, rows: Ints) -> None:
         self._ledger.end(self._ledger.rows_of(rows))
-
-    def check_conservation(self, live: int, operation: str) -> None:
-        """Entries are counted with nobody."""
 
     def verify(self) -> None:
         """No entry belongs to a slot that is nobody's.
@@ -226,16 +213,14 @@ class FutureMap:
         DeclarationError: no fields, or something that is none.
     """
 
-    def __init__(
-        self, slots: SlotPool | HybridSlotPool, fields: Mapping[str, RelayField], *, name: str = "relay"
-    ) -> None:
-        if not isinstance(slots, SlotPool | HybridSlotPool):
+    def __init__(self, slots: SlotPool, fields: Mapping[str, RelayField], *, name: str = "relay") -> None:
+        if not isinstance(slots, SlotPool):
             raise ArgumentError(
                 f"{name}: {type(slots).__name__} is no pool of slots",
                 value=slots,
                 remedy="pass the SlotPool or HybridSlotPool whose requests the relay serves",
             )
-        self.slots = slots if isinstance(slots, SlotPool) else slots.slots
+        self.slots = slots
         self.runtime: Runtime = self.slots.runtime
         self.name = name
         declared = checked_fields(fields, name)
@@ -248,8 +233,8 @@ class FutureMap:
         self._order = StreamOrder(self.runtime, self._ledger.where)
         self._private = self.runtime.stream(f"{name}: to the host")
         self._guard = RelayGuard(self._ledger, self.slots.is_live)
-        self.slots.attach(self._guard)
-        weakref.finalize(self, self.slots.detach, self._guard).atexit = False
+        self.slots.add_listener(self._guard)
+        weakref.finalize(self, self.slots.remove_listener, self._guard).atexit = False
         self._zeroed_on, self._zeroed = self.runtime.current_stream, self.runtime.record()
         self._synchronised: dict[str, set[object]] = {field: set() for field in declared}
 

@@ -1,12 +1,12 @@
-"""`SlotPool`: who owns which row of every slot-indexed table.
+"""`SlotPool`: which request owns which row of every slot-indexed table.
 
-Slots are handed out as handles, number and generation, and come back as handles: a handle outlives its slot without
-harm. A slot freed behind a fence is handed out again only after the fence, since a launched forward still uses it.
-Bookkeeping is numpy on the host, by the owning thread; no operation here waits for the device.
+`take` returns handles, each a number and a generation, and `free` takes handles back, so that a handle may outlive its
+slot without harm. A slot freed behind a fence can be taken again only after the fence, since a launched forward still
+uses it. Bookkeeping is numpy on the host, on the owning thread; no operation here waits for the device.
 """
 
 from collections.abc import Sequence
-from typing import Protocol, Self, SupportsIndex, final
+from typing import Self, SupportsIndex, final
 
 import attrs
 import numpy as np
@@ -16,14 +16,17 @@ import torch
 from batchstate import invariants, levels
 from batchstate._allocator import Allocator, Generations, size_of
 from batchstate._arrays import as_array, count
-from batchstate.errors import DtypeError, ShapeError
+from batchstate.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from batchstate.indices import Slots
 from batchstate.runtime import Fence, Runtime, check_fence, check_runtime
-from batchstate.tables import Table, check_adoptable
+from batchstate.tables import Table
 
-# A pool of slots or states in numbers.
+__all__ = ["SlotListener", "SlotPool", "SlotStats"]
+
+Ints = npt.NDArray[np.int64]
 
 
+@final
 @attrs.frozen
 class SlotStats:
     """A pool in numbers: free + pending + live = size + reserve.
@@ -31,11 +34,11 @@ class SlotStats:
     Attributes:
         size: slots that can be taken ordinarily.
         reserve: further slots, for `take(reserved=True)` alone.
-        free: slots that are nobody's, `free_reserved` included.
+        free: slots without an owner, `free_reserved` included.
         free_reserved: those among the free that only a reserved take hands out.
         pending: freed behind a fence that is not complete. They become free by themselves, so waiting helps.
-        live: slots that are somebody's.
-        taken_total, freed_total: since the pool was made.
+        live: slots that have an owner.
+        taken_total, freed_total: since the pool was created.
         peak_live: the most that were ever live at once.
     """
 
@@ -50,70 +53,59 @@ class SlotStats:
     peak_live: int
 
     @classmethod
-    def of(cls, ledger: Allocator) -> Self:
-        """The numbers of a ledger now."""
+    def of(cls, allocator: Allocator) -> Self:
+        """The numbers of an allocator now."""
         return cls(
-            size=ledger.size,
-            reserve=ledger.reserve,
-            free=ledger.free,
-            free_reserved=ledger.free_reserved,
-            pending=ledger.pending,
-            live=ledger.live,
-            taken_total=ledger.taken_total,
-            freed_total=ledger.freed_total,
-            peak_live=ledger.peak_live,
+            size=allocator.size,
+            reserve=allocator.reserve,
+            free=allocator.free,
+            free_reserved=allocator.free_reserved,
+            pending=allocator.pending,
+            live=allocator.live,
+            taken_total=allocator.taken_total,
+            freed_total=allocator.freed_total,
+            peak_live=allocator.peak_live,
         )
 
 
-# What else a slot owns, taken and freed with it as one transaction.
+class SlotListener:
+    """Takes part in every take and free of a `SlotPool`, for something else that a slot owns.
 
-Ints = npt.NDArray[np.int64]
-
-
-class SlotListener(Protocol):
-    """Attached to a `SlotPool`, which asks first and acts only when every companion agrees."""
+    The pool first calls `check_take` or `check_free` of all its listeners, and changes nothing if one raises. Each
+    method here does nothing; a subclass overrides what it needs.
+    """
 
     def check_take(self, n: int) -> None:
         """Refuses if what `n` slots need is not there. Changes nothing."""
-        ...
 
-    def taken(self, rows: Ints) -> None:
+    def on_take(self, rows: Ints) -> None:
         """Gives the slots `rows` int64[n] what they need. On an error it has changed nothing."""
-        ...
 
     def check_free(self, rows: Ints, operation: str) -> None:
         """Refuses if the slots may not be freed now. Changes nothing."""
-        ...
 
-    def freed(self, rows: Ints, after: Fence | None) -> None:
+    def on_free(self, rows: Ints, after: Fence | None) -> None:
         """Releases what the slots own, behind the same fence."""
-        ...
 
     def check_conservation(self, live: int, operation: str) -> None:
         """Refuses if what is owned does not go with `live` slots. Costs O(1)."""
-        ...
 
     def verify(self) -> None:
-        """Every law from scratch."""
-        ...
+        """Checks every invariant of what the slots own from scratch."""
 
 
-__all__ = ["SlotPool", "SlotStats"]
-
-
-@final
 class SlotPool:
-    """Slots 1 to size + reserve. Slot 0 is padding and is never handed out.
+    """Slots 1 to size + reserve. Slot 0 is padding and is never taken.
 
     Args:
         runtime: the device of the pool's tables.
         size: slots that can be taken ordinarily.
-        reserve: further slots that only `take(n, reserved=True)` hands out: for requests whose KV is still arriving.
+        reserve: further slots that only `take(n, reserved=True)` returns: for requests whose KV is still arriving.
         name: for reports.
 
     Raises:
-        ArgumentError, DtypeError: `runtime` is none; `size` is no positive integer, `reserve` no count; more together
-            than int32 can count.
+        ArgumentError, DtypeError: `runtime` is not a runtime; `size` is not a positive integer, or `reserve` not a
+            count; their sum does not fit into int32.
     """
 
     def __init__(
@@ -125,44 +117,44 @@ class SlotPool:
         size_of(ordinary + reserved, f"{name}: size + reserve")
         self.runtime = runtime
         self.name = name
-        self._ledger = Allocator(runtime, ordinary, reserve=reserved, label=f"SlotPool {name!r}")
-        self._handles = Generations(runtime, self._ledger, name=name)
+        self._allocator = Allocator(runtime, ordinary, reserve=reserved, label=f"SlotPool {name!r}")
+        self._generations = Generations(runtime, self._allocator, name=name)
         self._take, self._free = f"{name}: take", f"{name}: free"
         self._tables: list[Table] = []
-        self._companions: list[SlotListener] = []
+        self._listeners: list[SlotListener] = []
 
     def __repr__(self) -> str:
-        ledger = self._ledger
+        allocator = self._allocator
         return (
             f"SlotPool({self.name!r}, size={self.size}, reserve={self.reserve}, "
-            f"free={ledger.free}, pending={ledger.pending}, live={ledger.live})"
+            f"free={allocator.free}, pending={allocator.pending}, live={allocator.live})"
         )
 
     @property
     def identity(self) -> int:
-        """Number of the pool, which its handles carry."""
-        return self._handles.identity
+        """Id of the pool, which its handles carry."""
+        return self._generations.identity
 
     @property
     def size(self) -> int:
         """Slots that can be taken ordinarily."""
-        return self._ledger.size
+        return self._allocator.size
 
     @property
     def reserve(self) -> int:
         """Further slots, for reserved takes."""
-        return self._ledger.reserve
+        return self._allocator.reserve
 
     @property
     def capacity(self) -> int:
         """Rows that a table indexed by slots has in memory: size + reserve + 1."""
-        return self._ledger.capacity
+        return self._allocator.capacity
 
     @property
     def stats(self) -> SlotStats:
         """The pool in numbers, after `reap`."""
         self.reap()
-        return SlotStats.of(self._ledger)
+        return SlotStats.of(self._allocator)
 
     # Taking and freeing
 
@@ -177,30 +169,30 @@ class SlotPool:
             handles int64[n].
 
         Raises:
-            PoolExhaustedError: fewer are free, here or in what the slots own besides. Nothing was taken.
-            ArgumentError, DtypeError: `n` is no count.
+            PoolExhaustedError: fewer are free, here or of what else the slots own. Nothing was taken.
+            ArgumentError, DtypeError: `n` is not a count.
             OwnerThreadError: called from a second thread.
-            Violation: SLOT_ZERO_DIRTY, MIRROR_EQUAL, at `full`: somebody has damaged a table. Nothing was taken.
+            Violation: SLOT_ZERO_DIRTY, MIRROR_EQUAL, at `full`: a table is damaged. Nothing was taken.
         """
         self.runtime.check_owner(self._take)
         wanted = n if type(n) is int and n >= 0 else count(n, f"{self._take}: n")
-        self._ledger.check_available(wanted, reserved=reserved)
-        for companion in self._companions:
-            companion.check_take(wanted)
+        self._allocator.check_available(wanted, reserved=reserved)
+        for listener in self._listeners:
+            listener.check_take(wanted)
         if levels.full:
             self._verify_tables("take")
-        rows = self._ledger.take(wanted, "take", reserved=reserved)
+        rows = self._allocator.take(wanted, "take", reserved=reserved)
         done: list[SlotListener] = []
         try:
-            slots = self._handles.make(rows)
-            for companion in self._companions:
-                companion.taken(rows)
-                done.append(companion)
+            slots = self._generations.new_handles(rows)
+            for listener in self._listeners:
+                listener.on_take(rows)
+                done.append(listener)
             self._check_after("take")
         except BaseException:
-            for companion in done:
-                companion.freed(rows, None)
-            self._ledger.release(rows, None, "take")
+            for listener in done:
+                listener.on_free(rows, None)
+            self._allocator.release(rows, None, "take")
             raise
         return slots
 
@@ -214,7 +206,7 @@ class SlotPool:
         Raises:
             Violation: SLOT_ZERO_ALLOCATED, SLOT_OUT_OF_RANGE, SLOT_DOUBLE_FREE, SLOT_STALE_HANDLE, UNIT_MISMATCH.
                 Nothing was freed.
-            ArgumentError: slots of another pool, or `after` is no fence.
+            ArgumentError: slots of another pool, or `after` is not a fence.
         """
         self.runtime.check_owner(self._free)
         if after is not None:
@@ -222,29 +214,29 @@ class SlotPool:
         self._release(self._rows_to_free(slots, "free", None), after, "free")
 
     def release_rows(self, rows: Ints, after: Fence | None, operation: str) -> None:
-        """The second half of `free`, for companions: frees what `check_release` has returned."""
+        """The second half of `free`, for owners of more than slots: frees what `check_release` has returned."""
         self.runtime.check_owner(f"{self.name}: {operation}")
         self._release(rows, after, operation)
 
     def _release(self, rows: Ints, after: Fence | None, operation: str) -> None:
-        for companion in self._companions:
-            companion.freed(rows, after)
-        self._ledger.release(rows, after, operation)
+        for listener in self._listeners:
+            listener.on_free(rows, after)
+        self._allocator.release(rows, after, operation)
         self._check_after(operation)
 
     def reap(self) -> int:
         """Makes free the pending slots whose fences are complete; says how many. Never waits."""
         self.runtime.check_owner(f"{self.name}: reap")
-        return self._ledger.reap()
+        return self._allocator.reap()
 
-    def attach(self, companion: SlotListener) -> None:
-        """Makes `companion` part of every take and free of this pool."""
-        self.runtime.check_owner(f"{self.name}: attach")
-        self._companions.append(companion)
+    def add_listener(self, listener: SlotListener) -> None:
+        """Makes `listener` part of every take and free of this pool."""
+        self.runtime.check_owner(f"{self.name}: add_listener")
+        self._listeners.append(listener)
 
-    def detach(self, companion: SlotListener) -> None:
-        """Takes `companion` out again, if it is there; also while companions are asked."""
-        self._companions = [one for one in self._companions if one is not companion]
+    def remove_listener(self, listener: SlotListener) -> None:
+        """Removes `listener` if it is there; also while listeners are called."""
+        self._listeners = [one for one in self._listeners if one is not listener]
 
     # Tables
 
@@ -257,7 +249,7 @@ class SlotPool:
         holds: str | None = None,
         host: bool = False,
     ) -> Table:
-        """A new zeroed table with one row of `shape` for each slot, padding included.
+        """A new zeroed table with one row of `shape` per slot, padding included.
 
         Args:
             name: for reports.
@@ -267,8 +259,8 @@ class SlotPool:
             host: keep the same values on the host too, for checks and for planning.
 
         Raises:
-            ShapeError: `shape` is no sequence.
-            ArgumentError, DtypeError: it holds something else than counts; a dtype that numpy lacks.
+            ShapeError: `shape` is not a tuple or list.
+            ArgumentError, DtypeError: it contains something other than counts; a dtype that numpy lacks.
         """
         self.runtime.check_owner(f"{self.name}: table")
         if not isinstance(shape, tuple | list):
@@ -276,7 +268,7 @@ class SlotPool:
         sizes = tuple(count(size, f"{name}: shape") for size in shape)
         table = Table(
             self,
-            self.runtime.device_zeros((self._table_rows(), *sizes), dtype, name=str(name)),
+            self.runtime.device_zeros((self.capacity, *sizes), dtype, name=str(name)),
             name=name,
             holds=holds,
             host=host,
@@ -290,18 +282,33 @@ class SlotPool:
         Raises:
             Violation: TABLE_CAPACITY: fewer rows than the pool has slots, padding included.
             DeviceError, ShapeError: on another device; not contiguous, or without rows.
-            ArgumentError: no tensor.
+            ArgumentError: not a tensor.
         """
         self.runtime.check_owner(f"{self.name}: adopt")
-        check_adoptable(tensor, self.runtime.device, name)
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentError(
+                f"{name}: adopt of {type(tensor).__name__}", value=tensor, remedy="pass a tensor of the device"
+            )
+        if tensor.device != self.runtime.device:
+            raise DeviceError(
+                f"{name}: a tensor on {tensor.device}, pool on {self.runtime.device}",
+                value=str(tensor.device),
+                remedy="adopt a tensor of the pool's device",
+            )
+        if tensor.ndim == 0 or not tensor.is_contiguous():
+            raise ShapeError(
+                f"{name}: {list(tensor.shape)} with strides {list(tensor.stride())}",
+                value=tuple(tensor.shape),
+                remedy="adopt a contiguous tensor with one row per slot",
+            )
         table = Table(self, tensor, name=name, holds=holds)
         self._tables.append(table)
         return table
 
-    # Asking
+    # Queries
 
     def is_live(self, slots: object) -> npt.NDArray[np.bool_]:
-        """Whether each of the numbers `slots` int[n] is somebody's now, bool[n].
+        """Whether each of the numbers `slots` int[n] is live now, bool[n].
 
         Raises:
             Violation: SLOT_OUT_OF_RANGE.
@@ -310,12 +317,12 @@ class SlotPool:
         if array.size and array.dtype.kind not in "iu":
             raise DtypeError(f"{self.name}: is_live: {array.dtype}", value=array.dtype, remedy="pass integers")
         rows = array.astype(np.int64, copy=False)
-        invariants.slot_out_of_range(rows, self.capacity, object=self._ledger.label, operation="is_live")
-        return self._ledger.live_among(rows)
+        invariants.slot_out_of_range(rows, self.capacity, object=self._allocator.label, operation="is_live")
+        return self._allocator.live_among(rows)
 
     def live_slots(self) -> Ints:
         """All live slots in ascending order, int64[live]. Costs O(capacity): for checks and shutdown."""
-        return self._ledger.live_indices()
+        return self._allocator.live_indices()
 
     def check_handles(self, slots: Slots, operation: str) -> None:
         """Refuses handles that are not of this pool, not live, or older than their slot's owner.
@@ -338,7 +345,7 @@ class SlotPool:
             OwnerThreadError: called from a second thread. Else as `check_handles`.
         """
         self.runtime.check_owner(f"{self.name}: {operation}")
-        return self._handles.rows_of(slots, operation, unique=unique)
+        return self._generations.rows_of(slots, operation, unique=unique)
 
     def check_release(self, slots: Slots, operation: str, *, besides: SlotListener | None = None) -> Ints:
         """What `free` checks before it changes anything; returns the numbers, int64[n].
@@ -346,36 +353,33 @@ class SlotPool:
         Args:
             slots: the handles.
             operation: for reports.
-            besides: a companion that releases what the slots own itself and need not be asked.
+            besides: a listener whose `check_free` is left out, since its owner releases what the slots own first.
         """
         self.runtime.check_owner(f"{self.name}: {operation}")
         return self._rows_to_free(slots, operation, besides)
 
     def _rows_to_free(self, slots: Slots, operation: str, besides: SlotListener | None) -> Ints:
-        rows = self._handles.rows_to_free(slots, operation)
-        for companion in self._companions:
-            if companion is not besides:
-                companion.check_free(rows, operation)
+        rows = self._generations.rows_to_free(slots, operation)
+        for listener in self._listeners:
+            if listener is not besides:
+                listener.check_free(rows, operation)
         if levels.full:
             self._verify_tables(operation)
         return rows
-
-    def _table_rows(self) -> int:
-        return self.capacity
 
     # Checks
 
     def _check_after(self, operation: str) -> None:
         if levels.cheap:
-            for companion in self._companions:
-                companion.check_conservation(self._ledger.live, operation)
+            for listener in self._listeners:
+                listener.check_conservation(self._allocator.live, operation)
             if levels.full:
-                self._verify_books()
+                self._verify_host()
 
     def verify(self) -> None:
-        """Every law of the pool from scratch, its tables and companions included.
+        """Checks every invariant of the pool from scratch, with its tables and listeners.
 
-        Reads device memory, and stands aside under capture.
+        Reads device memory; suspended under capture.
 
         Raises:
             Violation: any code of slots, TABLE_CAPACITY, MIRROR_EQUAL.
@@ -383,19 +387,19 @@ class SlotPool:
         self.runtime.check_owner(f"{self.name}: verify")
         if self.runtime.capturing:
             return
-        self._verify_books()
+        self._verify_host()
         self._verify_tables("verify")
 
-    def _verify_books(self) -> None:
-        self._ledger.verify()
-        self._handles.verify()
-        for companion in self._companions:
-            companion.verify()
+    def _verify_host(self) -> None:
+        self._allocator.verify()
+        self._generations.verify()
+        for listener in self._listeners:
+            listener.verify()
 
     def _verify_tables(self, operation: str) -> None:
-        """What others can damage is whole. At `full` asked before anything changes: a refusal changes nothing.
+        """Checks what kernels can damage. At `full` before anything changes, so that a refusal changes nothing.
 
-        An operation of the pool does not write its tables, so that asking once is enough.
+        An operation of the pool does not write its tables, so that once is enough.
         """
         for table in self._tables:
             table.check(operation)
@@ -407,4 +411,4 @@ class SlotPool:
             Violation: SLOT_CONSERVATION, naming up to 8 of the leaked slots.
         """
         self.runtime.check_owner(f"{self.name}: expect_idle")
-        self._ledger.expect_idle("expect_idle")
+        self._allocator.expect_idle("expect_idle")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from batchstate import invariants, levels
-from batchstate._allocator import Allocator, FenceQueue, FreeList, Generations
+from batchstate._allocator import Allocator, FenceQueue, Generations
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, OwnerThreadError, PoolExhaustedError
 from batchstate.indices import Locations, Slots
 from batchstate.pools import SlotPool
@@ -364,13 +364,6 @@ def test_repr_counts(rt: Runtime) -> None:
 # Bugs switched on: each has to be found, by name.
 
 
-def test_finds_slot_zero_in_the_free_list(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pool that counts from 0 is found at its first take of 0."""
-    monkeypatch.setattr(FreeList, "_initial", lambda self, first, last: np.arange(first - 1, last))
-    pool = SlotPool(rt, 3)
-    refused(Code.SLOT_ZERO_ALLOCATED, lambda: pool.take(1))
-
-
 @pytest.mark.parametrize("operation", ["free", "rows_of"])
 def test_no_number_outside_is_taken_for_a_slot(rt: Runtime, operation: str) -> None:
     """A handle whose number lies outside is refused, however far, and whatever generation it says."""
@@ -397,7 +390,7 @@ def test_finds_a_pending_slot_handed_out(rt: Runtime, monkeypatch: pytest.Monkey
     pool = SlotPool(rt, 3)
     slots = pool.take(2)
     pool.free(slots, after=Gate())
-    pool._ledger._ordinary.push(slots.np)
+    pool._allocator._ordinary.push(slots.np)
     refused(Code.SLOT_IN_FLIGHT, lambda: pool.take(1))
 
 
@@ -434,7 +427,7 @@ def test_finds_a_generation_that_falls(rt: Runtime) -> None:
     pool = SlotPool(rt, 3)
     pool.take(2)
     pool.verify()
-    pool._handles._generations[1] = 0
+    pool._generations._generations[1] = 0
     refused(Code.SLOT_STALE_HANDLE, pool.verify)
 
 
@@ -458,16 +451,9 @@ def test_finds_a_slot_twice_in_the_free_list(rt: Runtime) -> None:
     """A free list that grew, and one that holds a live slot, are found."""
     pool = SlotPool(rt, 4)
     slots = pool.take(2)
-    pool._ledger._ordinary.push(slots.np[:1])
+    pool._allocator._ordinary.push(slots.np[:1])
     refused(Code.SLOT_CONSERVATION, pool.verify)
     refused(Code.SLOT_SHARED, lambda: pool.take(1))
-
-
-def test_finds_a_table_sized_by_size(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table with `size` rows instead of `capacity` is refused when it is made."""
-    monkeypatch.setattr(SlotPool, "_table_rows", lambda self: self.size)
-    pool = SlotPool(rt, 4)
-    refused(Code.TABLE_CAPACITY, lambda: pool.table("kv"))
 
 
 def test_laws_are_asked(rt: Runtime) -> None:

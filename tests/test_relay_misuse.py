@@ -77,9 +77,9 @@ def test_a_dropped_relay_leaves_its_pool(rt: Runtime) -> None:
     for _ in range(20):
         FutureMap(pool, {"x": relay_field(INT)})
     gc.collect()
-    assert len(pool._companions) == 0
+    assert len(pool._listeners) == 0
     kept = FutureMap(pool, {"x": relay_field(INT)})
-    assert len(pool._companions) == 1
+    assert len(pool._listeners) == 1
     pool.free(pool.take(2))
     assert kept.fields["x"].dtype is INT
 

@@ -16,6 +16,7 @@ from batchstate.indices import Slots
 from batchstate.kv import _page_state as length_words
 from batchstate.kv.host_pool import HostKVPool, HostRuns
 from batchstate.kv.pages import PagePool
+from batchstate.pools import SlotListener
 from batchstate.runtime import Fence, PackedUpload
 from batchstate.violations import Where
 
@@ -337,8 +338,8 @@ class Writer(Fence, Protocol):
 
 
 @final
-class TierGuard:
-    """The companion of a slot pool whose slots may own host tokens.
+class TierGuard(SlotListener):
+    """The listener of a slot pool whose slots may own host tokens.
 
     Args:
         host: the pool of them.
@@ -367,10 +368,7 @@ class TierGuard:
     def __repr__(self) -> str:
         return f"TierGuard({self._books!r})"
 
-    def check_take(self, n: int) -> None:
-        """Nothing is needed: a request enters the host tier later, or never."""
-
-    def taken(self, rows: Ints) -> None:
+    def on_take(self, rows: Ints) -> None:
         """Whoever was on the slots before is forgotten."""
         self._books.states[rows] = TierState.OUTSIDE
 
@@ -398,7 +396,7 @@ class TierGuard:
             allowed = (TierState.READY, TierState.DIRECT, TierState.OUTSIDE)
             self.check_state(np.array(copying, dtype=np.int64), allowed, operation)
 
-    def freed(self, rows: Ints, after: Fence | None) -> None:
+    def on_free(self, rows: Ints, after: Fence | None) -> None:
         """Frees the host tokens of the slots."""
         for slot in rows.tolist():
             if slot in self._books.runs:
@@ -469,9 +467,6 @@ class TierGuard:
         if isinstance(writer, Writer):
             return length - writer.arrived()
         return 0 if writer.query() else length
-
-    def check_conservation(self, live: int, operation: str) -> None:
-        """Host tokens are counted on their own, by their ledger."""
 
     def verify(self) -> None:
         """Every law of the host tokens from scratch: they are those that slots of the tier own, each once.

@@ -138,7 +138,7 @@ class HiSparse:
         self._stream = self.runtime.stream("host tier")
         self._open: LastLocation | None = None
         self._staging: list[tuple[Slots, Fence]] = []
-        self.slots.attach(self._guard)
+        self.slots.add_listener(self._guard)
         pages.guard_release(self._guard.check_pages)
 
     def __repr__(self) -> str:

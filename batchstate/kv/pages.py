@@ -18,11 +18,10 @@ from batchstate import invariants, levels
 from batchstate._allocator import MOST_TOKENS, size_of
 from batchstate._arrays import amounts, converted, count
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, ShapeError
-from batchstate.hybrid import HybridSlotPool
 from batchstate.indices import Locations, Slots
 from batchstate.kv._page_state import Added, PageBooks, PageLease
 from batchstate.mirror import Contract
-from batchstate.pools import SlotPool
+from batchstate.pools import SlotListener, SlotPool
 from batchstate.runtime import Fence, Runtime, check_fence, check_runtime, numpy_dtype
 from batchstate.tables import SlotSpace, Table, TableWrite, read_only
 from batchstate.violations import Where
@@ -57,8 +56,8 @@ Ints = npt.NDArray[np.int64]
 
 
 @final
-class PageGuard:
-    """The companion of a slot pool whose slots own pages. Slots are taken without pages and get them by growing.
+class PageGuard(SlotListener):
+    """The listener of a slot pool whose slots own pages. Slots are taken without pages and get them by growing.
 
     Args:
         is_live: which of some slots int64[n] are live, bool[n].
@@ -71,12 +70,6 @@ class PageGuard:
 
     def __repr__(self) -> str:
         return f"PageGuard({self._books!r})"
-
-    def check_take(self, n: int) -> None:
-        """Nothing is needed."""
-
-    def taken(self, rows: Ints) -> None:
-        """Nothing is given."""
 
     def check_free(self, rows: Ints, operation: str) -> None:
         """Refuses to free slots that have pages: nobody would give those back.
@@ -111,12 +104,6 @@ class PageGuard:
             object=ledger.label,
             operation=operation,
         )
-
-    def freed(self, rows: Ints, after: Fence | None) -> None:
-        """Nothing is left."""
-
-    def check_conservation(self, live: int, operation: str) -> None:
-        """Pages are counted on their own, by their ledger."""
 
     def verify(self) -> None:
         """Every law of the pages from scratch, and none belongs to a slot that is nobody's.
@@ -255,7 +242,7 @@ class PagePool:
     def __init__(
         self,
         runtime: Runtime,
-        slots: SlotPool | HybridSlotPool,
+        slots: SlotPool,
         num_pages: SupportsIndex,
         page_size: SupportsIndex,
         *,
@@ -264,7 +251,7 @@ class PagePool:
         req_to_token: Table | None = None,
     ) -> None:
         check_runtime(runtime, name)
-        if not isinstance(slots, SlotPool | HybridSlotPool):
+        if not isinstance(slots, SlotPool):
             raise ArgumentError(
                 f"{name}: {type(slots).__name__} is no pool of slots",
                 value=slots,
@@ -272,7 +259,7 @@ class PagePool:
             )
         self.runtime = runtime
         self.name = name
-        self.slots = slots if isinstance(slots, SlotPool) else slots.slots
+        self.slots = slots
         self.num_pages = size_of(num_pages, f"{name}: num_pages", least=1)
         self.page_size = size_of(page_size, f"{name}: page_size", least=1, most=MOST_TOKENS // (self.num_pages + 1))
         self.max_tokens_per_request = size_of(
@@ -301,7 +288,7 @@ class PagePool:
             )
         self._take, self._release_lease = f"{name}: take", f"{name}: release a lease"
         self._release_checks: list[Callable[[Ints, str], None]] = []
-        self.slots.attach(self._guard)
+        self.slots.add_listener(self._guard)
 
     def __repr__(self) -> str:
         ledger = self._books.references.ledger

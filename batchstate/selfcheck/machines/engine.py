@@ -110,7 +110,7 @@ class Scheduler:
     """
 
     runtime: Runtime
-    slots: SlotPool | HybridSlotPool
+    slots: SlotPool
     pages: PagePool
     steps: ManualStream
     depth: int
@@ -325,7 +325,7 @@ class EngineMachine(Machine):
         self.open()
         self._windows.enter_context(no_hidden_sync(self.rt))
         pool = HybridSlotPool(self.rt, size, states=2 * size, states_per_slot=2) if hybrid else SlotPool(self.rt, size)
-        self.slots = pool.slots if isinstance(pool, HybridSlotPool) else pool
+        self.slots = pool
         self.table = self.slots.table("req_to_token", (_MOST_TOKENS,), holds="location", host=True)
         self.pages = PagePool(
             self.rt,

@@ -56,7 +56,7 @@ class HybridMachine(Machine):
                 "free, pending, live",
             )
         live = sorted(self.slots.live)
-        agree(live, self.pool.slots.live_slots().tolist(), "live slots")
+        agree(live, self.pool.live_slots().tolist(), "live slots")
         owned = np.array([self.owned[slot] for slot in live], dtype=np.int64).reshape(-1, self.per_slot)
         agree_on(owned, self.pool.states_of(self._handles(live)), "states of the live slots")
         table = np.zeros((self.pool.capacity, self.per_slot), np.int32)
@@ -72,11 +72,11 @@ class HybridMachine(Machine):
 
     def snapshot(self) -> object:
         """Slots, states and the table."""
-        return snapshot_slots(self.pool.slots), self.pool.state_stats, snapshot_table(self.pool.state_table)
+        return snapshot_slots(self.pool), self.pool.state_stats, snapshot_table(self.pool.state_table)
 
     def _handles(self, slots: list[int]) -> Slots:
         generations = [self.generations[slot] for slot in slots]
-        identity = self.pool.slots.identity
+        identity = self.pool.identity
         return Slots.from_host(self.rt, np.array(slots, np.int64), generations=generations, pool=identity)
 
     @rule(launched=st.integers(0, 2), ended=st.integers(0, 2))

@@ -3,8 +3,7 @@
 import attrs
 
 import batchstate.kv.pages
-from batchstate.hybrid import HybridSlotPool
-from batchstate.indices import HostLocations, Pages, Slots
+from batchstate.indices import HostLocations, Pages
 from batchstate.kv.pages import Extension
 from batchstate.selfcheck.mutants.registry import Patch, mutant
 from batchstate.tables import Table, TableWrite
@@ -21,16 +20,6 @@ def pages_for_tokens(patch: Patch) -> None:
 def host_tokens_for_tokens(patch: Patch) -> None:
     """Positions in the host tier are used for the device's KV memory."""
     patch(batchstate.kv.pages, "Locations", HostLocations)
-
-
-@mutant(Code.UNIT_MISMATCH, machine="hybrid", origin="sglang #24244, sglang #26427")
-def slots_for_states(patch: Patch) -> None:
-    """The slot itself is written where the index of its state is meant: both are small integers."""
-
-    def write_states(self: HybridSlotPool, slots: Slots) -> None:
-        self.state_table.write(slots, None, slots)
-
-    patch(HybridSlotPool, "_write_states", write_states)
 
 
 @mutant(Code.SENTINEL_ESCAPED, machine="page_pool", origin="vllm #40768, vllm #48245")
