@@ -41,7 +41,7 @@ class Decode:
         room = -(-(context + steps) // PAGE_SIZE)
         # One byte a token: the planning asks how many tokens there are and not how large they are.
         self.host = HostKVPool(runtime, requests * room, PAGE_SIZE, layers=1, item_shape=(1,), dtype=torch.uint8)
-        kv = [runtime.device_zeros((self.pages.token_capacity, 1), torch.uint8)]
+        kv = [runtime.device_zeros((self.pages.location_capacity, 1), torch.uint8)]
         self.tier = HiSparse(self.pages, self.host, kv, hot_tokens=HOT)
         self.requests = self.slots.take(requests)
         self.tier.reserve(self.requests, context, context + steps)

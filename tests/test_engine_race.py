@@ -136,8 +136,8 @@ def _kv_on_two_streams(patch: pytest.MonkeyPatch) -> None:
     """KV memory is zeroed on the stream of the engine's making, and written on the forward's without a wait."""
     zeros = PagedKV.zeros.__func__  # type: ignore[attr-defined]
 
-    def made_elsewhere(cls: type[PagedKV], /, config: Any, token_capacity: int, **where: Any) -> PagedKV:
-        kv: PagedKV = zeros(cls, config, token_capacity, **where)
+    def made_elsewhere(cls: type[PagedKV], /, config: Any, location_capacity: int, **where: Any) -> PagedKV:
+        kv: PagedKV = zeros(cls, config, location_capacity, **where)
         other = RUNTIME[0].stream("allocator")
         with RUNTIME[0].use(other):
             for one in (*kv.keys, *kv.values):

@@ -81,7 +81,7 @@ class World:
         """Requests with pages for their tokens, whose places are in the table."""
         slots = self.slots.take(len(seq_lens))
         extension = self.pages.extend(slots, np.array(seq_lens, np.int64))
-        self.table.write(extension.slots, extension.positions, extension.tokens)
+        self.table.write(extension.slots, extension.positions, extension.locations)
         return slots
 
     def places(self, slot: int, positions: Sequence[int]) -> list[int]:

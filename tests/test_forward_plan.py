@@ -44,7 +44,7 @@ class World:
         for start in range(0, max(seq_lens, default=0), 3):  # in turns, so that no request's pages are neighbours
             lengths = [min(length, start + 3) for length in seq_lens]
             extension = self.pages.extend(slots, lengths)
-            self.table.write(extension.slots, extension.positions, extension.tokens)
+            self.table.write(extension.slots, extension.positions, extension.locations)
         return slots
 
     def tokens(self, slot: int, length: int) -> list[int]:

@@ -54,7 +54,7 @@ class World:
         self.slots = SlotPool(rt, size)
         self.pages = PagePool(rt, self.slots, pages, page_size, max_tokens_per_request=most)
         self.host = HostKVPool(rt, host_pages, host_page_size, layers=LAYERS, item_shape=(1, 2), dtype=torch.float64)
-        shape = (self.pages.token_capacity, 1, 2)
+        shape = (self.pages.location_capacity, 1, 2)
         self.kv = [rt.device_zeros(shape, torch.float64, name=f"kv {layer}") for layer in range(LAYERS)]
         self.tier = HiSparse(self.pages, self.host, self.kv, hot_tokens=hot_tokens)
         self.dice = np.random.default_rng(0)
@@ -90,7 +90,7 @@ class World:
     def prefill(self, lengths: list[int]) -> Slots:
         """Requests outside of the tier with KV on the device."""
         slots = self.slots.take(len(lengths))
-        tokens = self.pages.extend(slots, lengths).tokens.np
+        tokens = self.pages.extend(slots, lengths).locations.np
         values = [self.new(length) for length in lengths]
         self.content.update(zip(slots.np.tolist(), values, strict=True))
         self.write(tokens, np.concatenate(values, axis=1))

@@ -24,7 +24,7 @@ def planner(requests: int, tokens: int) -> Callable[[], None]:
     pages = PagePool(rt, slots, requests, HOT, max_tokens_per_request=HOT)
     per_request = tokens + 64
     host = HostKVPool(rt, requests * per_request, layers=1, item_shape=(1,), dtype=torch.uint8)
-    kv = [rt.device_zeros((pages.token_capacity, 1), torch.uint8)]
+    kv = [rt.device_zeros((pages.location_capacity, 1), torch.uint8)]
     tier = HiSparse(pages, host, kv, hot_tokens=HOT)
     taken = slots.take(requests)
     tier.reserve(taken, tokens, per_request)

@@ -178,7 +178,7 @@ def test_buffers_for_registration(make: Make) -> None:
     assert [buffer.name for buffer in buffers] == ["0", "1"]
     for layer, buffer in enumerate(buffers):
         assert buffer.item_bytes == pool.item_bytes == 16
-        assert buffer.nbytes == pool.token_capacity * 16 == 24 * 16
+        assert buffer.nbytes == pool.location_capacity * 16 == 24 * 16
         assert buffer.address == buffer.memory.data_ptr()
         numbers(pool, layer)[7] = (layer, 42)
         assert pool.runtime.inspect(pool.buffers[layer])[7].tolist() == [layer, 42]

@@ -54,8 +54,8 @@ def test_extends_by_tokens(rt: Runtime, slots: SlotPool, pages: PagePool) -> Non
     assert first.counts.tolist() == [5, 2]
     table = pages.page_table
     expected = [int(table[s, p // 4]) * 4 + p % 4 for s, p in zip(first.slots, first.positions, strict=True)]
-    assert isinstance(first.tokens, Locations)
-    assert first.tokens.np.tolist() == expected
+    assert isinstance(first.locations, Locations)
+    assert first.locations.np.tolist() == expected
     second = pages.extend(two, [6, 2])
     assert second.positions.tolist() == [5]
     assert second.counts.tolist() == [1, 0]
@@ -76,7 +76,7 @@ def test_advancing_is_extending(rt: Runtime, page_size: int, as_array: bool) -> 
         lengths = [1 + step, 4 + step, 3 + step]
         assert step_tokens.positions.tolist() == lengths
         assert step_tokens.slots.tolist() == three.np.tolist()
-        for slot, position, token in zip(three.np, lengths, step_tokens.tokens.np, strict=True):
+        for slot, position, token in zip(three.np, lengths, step_tokens.locations.np, strict=True):
             assert token == int(pages.page_table[slot, position // page_size]) * page_size + position % page_size
             assert token not in seen
             seen.add(int(token))
@@ -98,7 +98,7 @@ def test_advances_by_different_numbers(slots: SlotPool, pages: PagePool) -> None
 def test_no_token_of_page_zero(rt: Runtime, slots: SlotPool) -> None:
     """The tokens of page 0 are padding: they are never handed out, and every other one is, once."""
     pages = PagePool(rt, slots, 4, 4, max_tokens_per_request=16)
-    tokens = pages.extend(slots.take(1), 16).tokens.np
+    tokens = pages.extend(slots.take(1), 16).locations.np
     assert sorted(tokens.tolist()) == list(range(4, 20))
 
 
@@ -187,7 +187,7 @@ def test_shares_whole_pages(slots: SlotPool, pages: PagePool) -> None:
     assert pages.page_table[targets.np, :2].tolist() == [pages.page_table[1, :2].tolist()] * 2
     assert (pages.stats.live, pages.stats.shared) == (3, 2)
     own = pages.advance(targets)
-    assert len(set(own.tokens.np.tolist())) == 2
+    assert len(set(own.locations.np.tolist())) == 2
     pages.release_requests(source)
     assert (pages.stats.live, pages.stats.shared) == (4, 2)
     pages.release_requests(targets.take([0]))
@@ -274,11 +274,11 @@ def test_takes_pages_before_a_request(slots: SlotPool, pages: PagePool, level: s
         assert (pages.stats.live, pages.stats.leases, pages.stats.shared) == (3, 1, 0)
         one = slots.take(1)
         shared = pages.share(lease, one, 8)
-        assert shared.tokens.np.tolist() == list(range(4, 12))
+        assert shared.locations.np.tolist() == list(range(4, 12))
         assert pages.stats.shared == 2
         lease.release()
         assert (pages.stats.live, pages.stats.leases, pages.stats.shared) == (2, 0, 0)
-        assert pages.advance(one).tokens.np.tolist() == [12]  # nobody else holds the request's pages any more
+        assert pages.advance(one).locations.np.tolist() == [12]  # nobody else holds the request's pages any more
         pages.release_requests(one)
         pages.expect_idle()
         pages.verify()
@@ -479,7 +479,7 @@ def test_extension_writes_the_token_table(rt: Runtime, slots: SlotPool) -> None:
     packed = rt.upload([entry.index, entry.values])
     table.apply(entry, packed.view(0), packed.view(1))
     on_device = rt.read_back(table.device)
-    assert on_device[extension.slots, extension.positions].tolist() == extension.tokens.np.tolist()
+    assert on_device[extension.slots, extension.positions].tolist() == extension.locations.np.tolist()
     assert np.count_nonzero(on_device) == 7
     other = slots.table("other", (16,), holds="page")
     refused(Code.UNIT_MISMATCH, lambda: extension.entry(other))
@@ -655,7 +655,7 @@ def test_the_pools_own_table_is_written_without_a_second_look(rt: Runtime) -> No
     pages = PagePool(rt, slots, 8, 2, max_tokens_per_request=8, req_to_token=table)
     assert pages.req_to_token is table
     extension = pages.extend(slots.take(2), [3, 5])
-    quick, careful = extension.entry(), table.entry(extension.slots, extension.positions, extension.tokens)
+    quick, careful = extension.entry(), table.entry(extension.slots, extension.positions, extension.locations)
     assert quick.index.tolist() == careful.index.tolist()
     assert quick.values.tolist() == careful.values.tolist()
     assert quick.values.dtype == careful.values.dtype
@@ -682,7 +682,7 @@ def test_what_pools_hand_out_has_two_memories(rt: Runtime, made_by: str) -> None
         taken = slots.take(2)
         extension = pages.extend(taken, 4)
         shared = pages.share(taken.filter([0]), slots.take(1), 4)
-        value = {"take": taken, "extend": extension.tokens, "share": shared.tokens}[made_by]
+        value = {"take": taken, "extend": extension.locations, "share": shared.locations}[made_by]
         host, device = value.np.tolist(), rt.inspect(value.device).tolist()
         assert host == device
         value.device.data[0] += 1

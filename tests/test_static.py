@@ -165,7 +165,7 @@ def test_one_copy_and_one_scatter_a_step(rt: Runtime) -> None:
         spent = rt.counters - before
         assert (spent.host_to_device_copies, spent.device_operations, spent.device_allocations) == (1, 1, 0)
         assert (spent.forced_syncs, spent.fence_waits, spent.staging_allocations) == (0, 0, 0)
-        assert rt.inspect(table.device)[added.slots, added.positions].tolist() == added.tokens.np.tolist()
+        assert rt.inspect(table.device)[added.slots, added.positions].tolist() == added.locations.np.tolist()
         assert extras["positions"].data_ptr() == buffers["positions"].data_ptr()
         assert held(buffers)["positions"] == [*added.positions.tolist(), 0]
 

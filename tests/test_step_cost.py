@@ -68,7 +68,7 @@ def test_one_copy_and_one_operation_a_step(rt: Runtime, num_columns: int, level:
             assert spent.staging_allocations == 0
             assert spent.device_allocations == 1
             held = rt.inspect(table.device)[extension.slots, extension.positions]
-            assert held.tolist() == extension.tokens.np.tolist()
+            assert held.tolist() == extension.locations.np.tolist()
 
 
 def test_a_step_without_table_writes_launches_nothing(rt: Runtime) -> None:

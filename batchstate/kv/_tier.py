@@ -152,7 +152,7 @@ class Moves:
         self._host = host
         self.kv = tuple(kv)
         self._last: dict[object, Fence] = {}  # stream -> behind its last launch
-        wanted = (pages.token_capacity, *host.item_shape)
+        wanted = (pages.location_capacity, *host.item_shape)
         if len(self.kv) != len(host.layers):
             raise ShapeError(
                 f"{len(self.kv)} device buffers for {len(host.layers)} layers",

@@ -108,7 +108,7 @@ class HiSparse:
     Args:
         pages: device pages, which hold the hot buffers; its slots are the requests. Its page size is free.
         host: the host tokens.
-        kv: for each layer of `host` the device memory that `pages` index: dtype[pages.token_capacity, ...].
+        kv: for each layer of `host` the device memory that `pages` index: dtype[pages.location_capacity, ...].
         hot_tokens: most tokens of a request that the device holds; at least 2.
 
     Raises:
@@ -238,7 +238,7 @@ class HiSparse:
         sources = np.concatenate(
             [self._books.runs[row].tokens(0, n) for row, n in zip(rows.tolist(), lengths.tolist(), strict=True)]
         )
-        targets = hot.tokens.np[of_short]
+        targets = hot.locations.np[of_short]
         try:
             self._moves.to_device(*self._moves.indices(self._moves.uploaded(sources, targets)), "host tier: preload")
         except BaseException:

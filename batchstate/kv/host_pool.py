@@ -246,7 +246,7 @@ class HostKVPool:
         ArgumentError, DtypeError: sizes that are no positive integers, or too large; no layers, or two of one name.
 
     Attributes:
-        buffers: for each layer dtype[token_capacity, ...], as kernels of the device address it.
+        buffers: for each layer dtype[location_capacity, ...], as kernels of the device address it.
     """
 
     def __init__(
@@ -281,7 +281,7 @@ class HostKVPool:
             )
         self.item_shape = tuple(size_of(size, f"{name}: item_shape", least=1) for size in item_shape)
         self.dtype = dtype
-        shape = (self.token_capacity, *self.item_shape)
+        shape = (self.location_capacity, *self.item_shape)
         self._memory: tuple[MappedMemory, ...] = tuple(
             runtime.mapped_zeros(shape, dtype, name=f"{name} {layer}") for layer in self.layers
         )
@@ -315,7 +315,7 @@ class HostKVPool:
         return self.num_pages * self.page_size
 
     @property
-    def token_capacity(self) -> int:
+    def location_capacity(self) -> int:
         """Rows of each buffer: those of all pages, page 0 included."""
         return (self.num_pages + 1) * self.page_size
 
@@ -464,7 +464,7 @@ class HostKVPool:
             Violation: SLOT_OUT_OF_RANGE.
         """
         given = self._integers(tokens, "owner_of")
-        invariants.slot_out_of_range(given, self.token_capacity, **self._where("owner_of"))
+        invariants.slot_out_of_range(given, self.location_capacity, **self._where("owner_of"))
         return self._owner[given // self.page_size]
 
     def _integers(self, numbers: object, operation: str) -> Ints:

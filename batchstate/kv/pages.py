@@ -138,14 +138,14 @@ class Extension:
 
     slots: Ints = attrs.field(converter=read_only)
     positions: Ints = attrs.field(converter=read_only)
-    tokens: Locations
+    locations: Locations
     counts: Ints = attrs.field(converter=read_only)
     owners: Slots
     _space: SlotSpace
     _req_to_token: Table | None = None
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.locations)
 
     def __repr__(self) -> str:
         return f"Extension({len(self)} tokens of {self.counts.size} requests)"
@@ -174,8 +174,8 @@ class Extension:
             )
         self._space.check_handles(self.owners, "entry")
         if target is self._req_to_token and not levels.full:  # the pool made and checked all three
-            return target.planned(self.slots, self.positions, self.tokens.np, self.owners)
-        checked = target.entry(self.slots, self.positions, self.tokens)
+            return target.planned(self.slots, self.positions, self.locations.np, self.owners)
+        checked = target.entry(self.slots, self.positions, self.locations)
         return attrs.evolve(checked, owners=self.owners)
 
 
@@ -183,7 +183,7 @@ class Extension:
 
 
 def check_req_to_token(
-    table: Table, slots: SlotSpace, *, max_tokens: int, token_capacity: int, name: str, where: Where
+    table: Table, slots: SlotSpace, *, max_tokens: int, location_capacity: int, name: str, where: Where
 ) -> None:
     """Refuses a table of other slots, without room for a request, or with values that are or hold no tokens.
 
@@ -211,7 +211,7 @@ def check_req_to_token(
             value=shape,
             remedy="make the table with `slots.table(name, (max_tokens_per_request,), holds='location')`",
         )
-    converted(np.array([token_capacity - 1]), dtype, f"{name}: req_to_token")
+    converted(np.array([location_capacity - 1]), dtype, f"{name}: req_to_token")
 
 
 __all__ = ["Extension", "PageLease", "PagePool", "PageStats"]
@@ -282,7 +282,7 @@ class PagePool:
                 req_to_token,
                 self.slots,
                 max_tokens=self.max_tokens_per_request,
-                token_capacity=self.token_capacity,
+                location_capacity=self.location_capacity,
                 name=name,
                 where=self._where("req_to_token"),
             )
@@ -303,7 +303,7 @@ class PagePool:
         return self._req_to_token
 
     @property
-    def token_capacity(self) -> int:
+    def location_capacity(self) -> int:
         """Rows of KV memory that tokens index: those of all pages, page 0 included."""
         return (self.num_pages + 1) * self.page_size
 

@@ -527,7 +527,7 @@ class Engine:
             writes=[extension.entry()],
             extras={
                 "positions": extension.positions,  # int64[tokens]
-                "out_cache_loc": extension.tokens.np,  # int64[tokens]
+                "out_cache_loc": extension.locations.np,  # int64[tokens]
                 "query_start_loc": query_start_loc,  # int32[rows + 1]
             },
         )

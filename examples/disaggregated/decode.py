@@ -82,7 +82,7 @@ class DecodeWorker:
             item_shape=(int(config.num_key_value_heads), int(config.head_dim)),
             dtype=model.dtype,
         )
-        hot = model.new_kv(self.pages.token_capacity)
+        hot = model.new_kv(self.pages.location_capacity)
         self.tier = HiSparse(self.pages, self.host, buffers_of(hot), hot_tokens=options.hot_tokens)
         self._forward = TierForward(
             model, self.pages, TieredKV(hot, self.host.buffers), self._hot_table, self._host_table

@@ -33,7 +33,7 @@ class ShardedKV:
 
     Attributes:
         whole: all heads.
-        share: this rank's heads, dtype[token_capacity, layout.held.heads, head_dim] a layer; registered for transfers.
+        share: this rank's heads, dtype[location_capacity, layout.held.heads, head_dim] a layer; for transfers.
         layout: says which heads these are.
     """
 

@@ -91,7 +91,7 @@ class KVMemory(Protocol):
 
 @attrs.frozen(eq=False)
 class PagedKV:
-    """KV memory: for each layer keys and values, dtype[token_capacity, num_kv_heads, head_dim].
+    """KV memory: for each layer keys and values, dtype[location_capacity, num_kv_heads, head_dim].
 
     The rows of page 0 take what padded tokens write.
     """
@@ -100,10 +100,10 @@ class PagedKV:
     values: tuple[torch.Tensor, ...] = attrs.field(repr=False)
 
     @classmethod
-    def zeros(cls, config: Any, token_capacity: int, *, device: torch.device, dtype: torch.dtype) -> "PagedKV":
-        """Memory for `token_capacity` tokens of a model with this transformers config."""
+    def zeros(cls, config: Any, location_capacity: int, *, device: torch.device, dtype: torch.dtype) -> "PagedKV":
+        """Memory for `location_capacity` tokens of a model with this transformers config."""
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = (token_capacity, config.num_key_value_heads, head_dim)
+        shape = (location_capacity, config.num_key_value_heads, head_dim)
         layers = range(config.num_hidden_layers)
         return cls(
             tuple(torch.zeros(shape, device=device, dtype=dtype) for _ in layers),

@@ -51,7 +51,7 @@ class Forward:
         self._runtime = runtime
         self._model = model
         with runtime.use(self.stream):
-            self.kv = model.new_kv(pages.token_capacity)
+            self.kv = model.new_kv(pages.location_capacity)
         self._req_to_token = req_to_token
         self._drafts = settings.num_drafts
         fields = {

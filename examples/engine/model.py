@@ -88,9 +88,9 @@ class Model:
         dtype: torch.dtype = self.lm.dtype
         return dtype
 
-    def new_kv(self, token_capacity: int) -> PagedKV:
+    def new_kv(self, location_capacity: int) -> PagedKV:
         """KV memory for so many tokens, padding's page included. It belongs to whoever asks for it."""
-        return PagedKV.zeros(self.lm.config, token_capacity, device=self.device, dtype=self.dtype)
+        return PagedKV.zeros(self.lm.config, location_capacity, device=self.device, dtype=self.dtype)
 
     @torch.no_grad()
     def forward(

@@ -217,7 +217,7 @@ class Scheduler:
         assert prebuilt is not None
         extension = self.when_free(lambda: self.pages.extend(slot, len(request.prompt)))
         self.writes.append(extension.entry())
-        self.forward.load(extension.tokens, slot, list(request.prompt), prebuilt)
+        self.forward.load(extension.locations, slot, list(request.prompt), prebuilt)
 
     def when_free(self, take: Callable[[], T]) -> T:
         """What `take` returns. Plans count pending pages as free, so now and then a step in flight must end first."""

@@ -259,7 +259,7 @@ class Scheduler:
         self.watcher.extended(batch, extension)
         batch.upload(
             writes=[*self._writes, extension.entry()],
-            extras={"positions": extension.positions, "out_cache_loc": extension.tokens.np},
+            extras={"positions": extension.positions, "out_cache_loc": extension.locations.np},
         )
         self._writes.clear()
         self.launched = batch
@@ -348,14 +348,14 @@ class EngineMachine(Machine):
 
     def joined(self, request: Request, shared: Extension | None) -> None:
         """The request finds what the shared prefix holds."""
-        self.stamps[request.number] = [] if shared is None else [self.memory[token] for token in shared.tokens.np]
+        self.stamps[request.number] = [] if shared is None else [self.memory[token] for token in shared.locations.np]
         self.reached("a shared prefix", shared is not None and len(shared) > 0)
 
     def extended(self, batch: Running, extension: Extension) -> None:
         """No token is written that a step in flight still reads."""
         self.reading = [(fence, tokens) for fence, tokens in self.reading if not fence.query()]
         owners = dict(zip(batch.slots.np.tolist(), batch.requests, strict=True))
-        written = extension.tokens.np
+        written = extension.locations.np
         read = np.isin(written, [token for _, tokens in self.reading for token in tokens])
         invariants.slot_in_flight(written, read, object="tokens of steps in flight", operation="extend")
         for slot, token in zip(extension.slots.tolist(), written.tolist(), strict=True):

@@ -249,7 +249,7 @@ class TierRequests(Machine):
             self.rt, host_pages, host_page_size, layers=LAYERS, item_shape=(ITEM,), dtype=torch.int64
         )
         with self.on(apart):
-            shape = (self.pages.token_capacity, ITEM)
+            shape = (self.pages.location_capacity, ITEM)
             self.kv = [self.rt.device_zeros(shape, torch.int64, name=f"kv {layer}") for layer in range(LAYERS)]
         self.tier = HiSparse(self.pages, self.host, self.kv, hot_tokens=hot_tokens)
         strangers = self.host.take([1] * host_pages, [0] * host_pages) if fragmented else []

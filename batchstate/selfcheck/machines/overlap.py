@@ -310,7 +310,7 @@ class Memory:
             req_to_token=self.tokens,
         )
         with runtime.use(self.streams.forward):
-            self._kv = runtime.device_zeros((self.pages.token_capacity, 2), torch.int64)
+            self._kv = runtime.device_zeros((self.pages.location_capacity, 2), torch.int64)
             self._zeroed = runtime.record()
         self._synchronised: set[object] = set()
 
@@ -838,7 +838,7 @@ class Arrivals:
             batch, crossed = self._begun([request], np.array(held.kv, np.int64))
             extension = memory.pages.extend(slot, len(request.prompt))
             if request.way is Way.WRITTEN:
-                _put_kv(memory.kv, extension.tokens.device, crossed.view(3))
+                _put_kv(memory.kv, extension.locations.device, crossed.view(3))
             came = runtime.record()
             self.came.append(came)
             self._note(request, slot, extension)
@@ -846,7 +846,7 @@ class Arrivals:
         if request.way is Way.HANDED:
             with runtime.use(memory.streams.forward):
                 rows = runtime.use_on_current_stream(crossed.view(3), memory.streams.arrivals, came)
-                _put_kv(memory.kv, extension.tokens.device, rows)
+                _put_kv(memory.kv, extension.locations.device, rows)
         request.way = Way.PROMPT  # should it come again: its KV is then gone
         return batch
 
@@ -870,7 +870,7 @@ class Arrivals:
     def _note(self, request: Request, slot: Slots, extension: Extension) -> None:
         """Its tokens go into the table here, or with the step's upload; its marks here."""
         if request.number % 2:
-            self._memory.tokens.write(extension.slots, extension.positions, extension.tokens)
+            self._memory.tokens.write(extension.slots, extension.positions, extension.locations)
         else:
             self.writes.append(extension.entry())
         if any(request.marks):

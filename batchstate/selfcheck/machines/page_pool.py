@@ -117,7 +117,9 @@ class PageModel:
                 self.written += 1
                 self.memory[token] = self.written
                 holding.stamps.append(self.written)
-        given = zip(extension.slots.tolist(), extension.positions.tolist(), extension.tokens.np.tolist(), strict=True)
+        given = zip(
+            extension.slots.tolist(), extension.positions.tolist(), extension.locations.np.tolist(), strict=True
+        )
         agree(expected, list(given), "slot, position and token of an extension")
 
     def commit(self, slot: int, length: int) -> None:
@@ -304,8 +306,8 @@ class GrowingRequests(Machine):
         self.model.wrote(slots, lengths, extension)
         if len(extension):
             write = extension.entry(self.table)
-            self.table.write(extension.slots, extension.positions, extension.tokens)
-            agree_on(write.values, extension.tokens.np.astype(np.int32), "values of the table write")
+            self.table.write(extension.slots, extension.positions, extension.locations)
+            agree_on(write.values, extension.locations.np.astype(np.int32), "values of the table write")
         return True
 
     def _allowed(self, slots: list[int], lengths: list[int], call: Callable[[], object], *, writes: bool) -> bool:
@@ -510,7 +512,7 @@ class PagePoolMachine(GrowingRequests):
         for slot in slots:
             self.model.share(holding, slot, tokens)
         given = [self.model.token(holding, position) for position in range(tokens)] * len(slots)
-        agree(given, extension.tokens.np.tolist(), "tokens of a shared prefix")
+        agree(given, extension.locations.np.tolist(), "tokens of a shared prefix")
         self.extend_to(slots, [min(tokens + 1, self.most)] * len(slots))
         return tokens
 

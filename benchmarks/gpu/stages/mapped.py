@@ -69,7 +69,7 @@ def _backups(runtime: Runtime, notes: Notes, *, steps: int) -> None:
     slots = SlotPool(runtime, requests)
     pages = PagePool(runtime, slots, requests, hot, max_tokens_per_request=hot)
     host = HostKVPool(runtime, requests * (tokens + steps), layers=2, item_shape=(4,), dtype=torch.float32)
-    kv = [runtime.device_zeros((pages.token_capacity, 4), torch.float32, name=f"kv {layer}") for layer in range(2)]
+    kv = [runtime.device_zeros((pages.location_capacity, 4), torch.float32, name=f"kv {layer}") for layer in range(2)]
     tier = HiSparse(pages, host, kv, hot_tokens=hot)
     taken = slots.take(requests)
     tier.reserve(taken, tokens, tokens + steps)
