@@ -1,4 +1,4 @@
-"""Mirrored batch state for LLM inference engines: host and device sides that agree, slots with owners, checked laws.
+"""Mirrored batch state for LLM inference engines: two sides that agree, slots with owners, checked invariants.
 
 The names below are the whole public surface for an engine; `batchstate.testing` is the surface for its tests.
 """
@@ -16,15 +16,16 @@ if TYPE_CHECKING:
     from batchstate.future_map import FutureMap, relay_field
     from batchstate.hybrid import HybridSlotPool
     from batchstate.indices import HostLocations, Locations, Pages, Slots
-    from batchstate.invariants import Code, Level, Violation, checks, set_checks
     from batchstate.kv.hisparse import HiSparse
     from batchstate.kv.host_pool import HostKVPool
     from batchstate.kv.pages import PagePool
+    from batchstate.levels import Level, checks, set_checks
     from batchstate.mirror import Contract, MirroredTensor
     from batchstate.pools import SlotPool
     from batchstate.runtime import Runtime, open_runtime
     from batchstate.static import StaticBuffers
     from batchstate.tables import Table
+    from batchstate.violations import Code, Violation
 
 __all__ = [
     "Batch",
@@ -64,7 +65,7 @@ __all__ = [
 _HOMES = {
     "Batch": "batchstate.batch",
     "BatchStateError": "batchstate.errors",
-    "Code": "batchstate.invariants",
+    "Code": "batchstate.violations",
     "Contract": "batchstate.mirror",
     "ForwardInputs": "batchstate.forward.inputs",
     "ForwardPlan": "batchstate.forward.plan",
@@ -73,7 +74,7 @@ _HOMES = {
     "HostKVPool": "batchstate.kv.host_pool",
     "HostLocations": "batchstate.indices",
     "HybridSlotPool": "batchstate.hybrid",
-    "Level": "batchstate.invariants",
+    "Level": "batchstate.levels",
     "MirroredTensor": "batchstate.mirror",
     "PagePool": "batchstate.kv.pages",
     "Pages": "batchstate.indices",
@@ -84,14 +85,14 @@ _HOMES = {
     "StaticBuffers": "batchstate.static",
     "Table": "batchstate.tables",
     "Locations": "batchstate.indices",
-    "Violation": "batchstate.invariants",
-    "checks": "batchstate.invariants",
+    "Violation": "batchstate.violations",
+    "checks": "batchstate.levels",
     "device_only": "batchstate.columns",
     "host_list": "batchstate.columns",
     "mirrored": "batchstate.columns",
     "open_runtime": "batchstate.runtime",
     "relay_field": "batchstate.future_map",
-    "set_checks": "batchstate.invariants",
+    "set_checks": "batchstate.levels",
     "slot_column": "batchstate.columns",
 }
 

@@ -20,7 +20,7 @@ from batchstate import invariants, levels
 from batchstate._arrays import count
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, PoolExhaustedError
 from batchstate.indices import Slots
-from batchstate.invariants import made
+from batchstate.invariants import times_checked
 from batchstate.mirror import MirroredTensor
 from batchstate.runtime import Fence, Runtime
 from batchstate.violations import Code, Where
@@ -369,7 +369,7 @@ class Allocator:
         self.freed_total += n
         if levels.cheap:
             if after is not None:
-                made[IN_FLIGHT] += 1
+                times_checked[IN_FLIGHT] += 1
                 if not self.all_are(indices, PENDING_BYTE):
                     invariants.slot_in_flight(indices, self._states_of(indices) != PENDING, **self._where(operation))
             self.check_conservation(operation)
@@ -490,7 +490,7 @@ class Allocator:
         """
         free, pending, live = self._ordinary.count + self._reserved.count, self._waiting.count, self.live
         if free + pending + live == self._total and free >= 0 and live >= 0:  # the law's own test, without its report
-            made[CONSERVATION] += 1
+            times_checked[CONSERVATION] += 1
             return
         invariants.slot_conservation(free, pending, live, self._total, **self._where(operation))
 
@@ -540,7 +540,7 @@ class Allocator:
 
     def _check_fresh(self, indices: Ints, reserved: bool, operation: str) -> None:
         """What is about to be handed out is nobody's."""
-        made[IN_FLIGHT] += 1
+        times_checked[IN_FLIGHT] += 1
         if (
             self.all_are(indices, FREE_BYTE)
             and (not self.reserve or reserved or int(indices.max(initial=0)) <= self.size)
@@ -555,8 +555,8 @@ class Allocator:
 
     def _check_waited(self, indices: Ints, where: Where) -> None:
         """What leaves the waiting room is what entered it."""
-        made[OUT_OF_RANGE] += 1
-        made[DOUBLE_FREE] += 1
+        times_checked[OUT_OF_RANGE] += 1
+        times_checked[DOUBLE_FREE] += 1
         if self.all_are(indices, PENDING_BYTE) and not self.repeated(indices):  # the laws' own tests
             return
         invariants.slot_out_of_range(indices, self.capacity, **where)
@@ -615,7 +615,7 @@ class Generations:
     def rows_of(self, slots: Slots, operation: str, *, unique: bool = False) -> Ints:
         """The numbers of handles of this pool that are all good, int64[n], read-only; see `SlotPool.rows_of`."""
         rows, held = self._read(slots, operation)
-        made[STALE_HANDLE] += 1
+        times_checked[STALE_HANDLE] += 1
         if not self._all_held(rows, held):
             where = self._where(operation)
             invariants.slot_out_of_range(rows, self._ledger.capacity, **where)
@@ -629,7 +629,7 @@ class Generations:
     def rows_to_free(self, slots: Slots, operation: str) -> Ints:
         """The same for handles that are about to be freed: dead and repeated ones are SLOT_DOUBLE_FREE."""
         rows, held = self._read(slots, operation)
-        made[DOUBLE_FREE] += 1
+        times_checked[DOUBLE_FREE] += 1
         if not self._all_held(rows, held) or self._ledger.repeated(rows):
             where = self._where(operation)
             invariants.slot_out_of_range(rows, self._ledger.capacity, **where)

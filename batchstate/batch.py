@@ -299,7 +299,7 @@ class JudgedRecord(BatchRecord):
         for objects in self._objects.values():
             agree = agree and len(objects) == self.num_reqs
         if agree:
-            invariants.made[_ROW_COUNT] += 1
+            invariants.times_checked[_ROW_COUNT] += 1
             return
         where = self._where(operation)
         # Counted apart: a bounded column has rows on both sides, under one name.
@@ -316,10 +316,10 @@ class JudgedRecord(BatchRecord):
         if self.num_reqs != self.num_rows:
             slots = slots[: self.num_reqs]
         if _positive_and_distinct(slots):
-            made = invariants.made
-            made[_ESCAPED] += 1
-            made[_ALLOCATED] += 1
-            made[_SHARED] += 1
+            times_checked = invariants.times_checked
+            times_checked[_ESCAPED] += 1
+            times_checked[_ALLOCATED] += 1
+            times_checked[_SHARED] += 1
             return
         where = self._where(operation, self._slot_column)
         if slots.min(initial=1) < 1:  # one look decides that neither of the two is broken

@@ -3,11 +3,13 @@
 import enum
 from typing import Any, TypedDict
 
+import attrs
+
 from batchstate.errors import BatchStateError
 
 
 class Code(enum.StrEnum):
-    """The invariants by name. The law behind each is the function of `batchstate.invariants` registered for it."""
+    """The invariants by name. Each is the function in `batchstate.invariants` that has this name in lower case."""
 
     MIRROR_EQUAL = "MIRROR_EQUAL"
     MIRROR_BOUND = "MIRROR_BOUND"
@@ -47,10 +49,10 @@ class Code(enum.StrEnum):
 
 
 class Where(TypedDict, total=False):
-    """Where a law was asked: what every invariant function takes besides the values it judges.
+    """Where an invariant is checked: what each takes besides the values of its question.
 
     Keys:
-        object: the value, pool or table; its `repr` is taken only when the law is broken.
+        object: the value, pool or table; its `repr` is taken only for a report.
         operation: the public operation under way.
         column: the column of a batch.
         step: the runtime's step number.
@@ -62,6 +64,25 @@ class Where(TypedDict, total=False):
     step: int
 
 
+@attrs.frozen
+class Breach:
+    """How an invariant is broken: what its question knows. See `Violation`, which adds code, remedy and place.
+
+    `remedy` and `column` stand for those of the invariant and of the place where the question knows better.
+    """
+
+    problem: str
+    expected: object = attrs.field(kw_only=True)
+    actual: object = attrs.field(kw_only=True)
+    row: int | None = attrs.field(default=None, kw_only=True)
+    slot: int | None = attrs.field(default=None, kw_only=True)
+    generation: int | None = attrs.field(default=None, kw_only=True)
+    writer: str | None = attrs.field(default=None, kw_only=True)
+    reader: str | None = attrs.field(default=None, kw_only=True)
+    column: str | None = attrs.field(default=None, kw_only=True)
+    remedy: str | None = attrs.field(default=None, kw_only=True)
+
+
 class Violation(BatchStateError, RuntimeError):
     """An invariant was found broken. The state is as it was before the operation, unless the breach was older.
 
@@ -69,41 +90,27 @@ class Violation(BatchStateError, RuntimeError):
         code: which invariant.
         object, operation, column, step: where (see `Where`); None when unknown.
         row: row of the value or batch, or None.
-        slot: slot, page or token that the report is about, or None.
+        slot: slot, page or location that the report is about, or None.
         generation: generation of the slot, or None.
         writer, reader: of a relay entry: which publish wrote it, and who reads it; None elsewhere.
-        expected, actual: what the law demands and what was found.
+        expected, actual: what the invariant demands and what was found.
     """
 
-    def __init__(
-        self,
-        code: Code,
-        problem: str,
-        *,
-        expected: object,
-        actual: object,
-        remedy: str,
-        where: Where,
-        row: int | None = None,
-        slot: int | None = None,
-        generation: int | None = None,
-        writer: str | None = None,
-        reader: str | None = None,
-    ) -> None:
-        super().__init__(problem, value=actual, remedy=remedy)
+    def __init__(self, code: Code, breach: Breach, *, remedy: str, where: Where) -> None:
+        super().__init__(breach.problem, value=breach.actual, remedy=remedy if breach.remedy is None else breach.remedy)
         self.code = code
-        self.expected = expected
-        self.actual = actual
+        self.expected = breach.expected
+        self.actual = breach.actual
         named = where.get("object")
         self.object: str | None = named if named is None or isinstance(named, str) else repr(named)
         self.operation: str | None = where.get("operation")
-        self.column: str | None = where.get("column")
+        self.column: str | None = breach.column or where.get("column")
         self.step: int | None = where.get("step")
-        self.row = row
-        self.slot = slot
-        self.generation = generation
-        self.writer = writer
-        self.reader = reader
+        self.row = breach.row
+        self.slot = breach.slot
+        self.generation = breach.generation
+        self.writer = breach.writer
+        self.reader = breach.reader
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain values, for logs and JSON."""

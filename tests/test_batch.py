@@ -733,11 +733,11 @@ def test_a_step_is_refused_as_a_whole(rt: Runtime, pool: SlotPool, abcd: Decode)
 def test_a_step_judges_its_result_once(rt: Runtime, abcd: Decode) -> None:
     """At `cheap` rows are counted once, where three operations count them twice."""
     joining = Decode.empty(rt)
-    before = dict(invariants.made)
+    before = dict(invariants.times_checked)
     abcd.next_batch(keep=[0, 1], joining=joining, advance="seq_lens")
-    once = invariants.made[Code.ROW_COUNT] - before[Code.ROW_COUNT]
+    once = invariants.times_checked[Code.ROW_COUNT] - before[Code.ROW_COUNT]
     abcd.filter([0, 1]).merge(joining).advance("seq_lens", 1)
-    assert (once, invariants.made[Code.ROW_COUNT] - before[Code.ROW_COUNT]) == (1, 3)
+    assert (once, invariants.times_checked[Code.ROW_COUNT] - before[Code.ROW_COUNT]) == (1, 3)
 
 
 def test_a_watched_value_is_in_no_cycle(abcd: Decode) -> None:

@@ -12,13 +12,13 @@ from hypothesis.stateful import initialize, rule
 
 from batchstate.cli import main
 from batchstate.errors import ArgumentError
-from batchstate.invariants import Code
 from batchstate.pools import SlotPool
 from batchstate.selfcheck.fuzzing import fuzz
 from batchstate.selfcheck.machines import MACHINES
 from batchstate.selfcheck.mutants import MUTANTS
 from batchstate.testing import Machine, RaceKind, RaceReport, run_machine
 from batchstate.testing.sim import PORTFOLIO
+from batchstate.violations import Code
 
 ROOT = Path(__file__).parents[1]
 

@@ -219,13 +219,13 @@ def test_below_full_memory_is_left_alone(make: Make) -> None:
     """At `cheap` nobody reads or writes the memory of the pool."""
     pool = make(2)
     with levels.checks("cheap"):
-        before = invariants.made[Code.TRANSFER_LATE_WRITE]
+        before = invariants.times_checked[Code.TRANSFER_LATE_WRITE]
         runs = pool.take(2, 1)[0]
         numbers(pool)[1] = 5
         pool.free(runs)
         pool.take(2, 1)
         assert numbers(pool)[1].tolist() == [5, 5]
-        assert invariants.made[Code.TRANSFER_LATE_WRITE] == before
+        assert invariants.times_checked[Code.TRANSFER_LATE_WRITE] == before
 
 
 def test_one_thread_and_no_capture(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from batchstate import invariants
 from batchstate.errors import BatchStateError
-from batchstate.invariants import INVARIANTS, Code, Violation, made
+from batchstate.invariants import INVARIANTS, times_checked
+from batchstate.violations import Code, Violation
 
 ints = np.array
 NAN = np.array([np.nan, 1.0], dtype=np.float32)
@@ -139,7 +140,7 @@ def test_every_code_has_a_law_and_a_case() -> None:
     """No code without a law, no law without a case here, and each law says what it is and what to do."""
     assert set(INVARIANTS) == set(Code) == set(CASES)
     for law in INVARIANTS.values():
-        assert law.asked in ("always", "cheap", "full", "test")
+        assert law.level in ("always", "cheap", "full", "test")
         assert len(law.statement) > 80
         assert "Cost:" in law.statement or "Cost " in law.statement
         assert "Broken" in law.statement
@@ -152,9 +153,9 @@ def test_every_code_has_a_law_and_a_case() -> None:
 def test_a_broken_law_is_reported(code: Code) -> None:
     """Breaking a law raises a violation with its code, where, what was expected, what was found and what to do."""
     broken, _, report = CASES[code]
-    before = made[code]
+    before = times_checked[code]
     with pytest.raises(Violation) as caught:
-        INVARIANTS[code].check(*broken, object="thing", operation="deed", step=41)
+        INVARIANTS[code](*broken, object="thing", operation="deed", step=41)
     violation = caught.value
     assert violation.code is code
     assert (violation.object, violation.operation, violation.step) == ("thing", "deed", 41)
@@ -164,22 +165,22 @@ def test_a_broken_law_is_reported(code: Code) -> None:
     assert text.startswith(f"{code}: ")
     for word in ("thing", "deed", "41", "expected", "actual", INVARIANTS[code].remedy):
         assert word in text
-    assert made[code] == before + 1
+    assert times_checked[code] == before + 1
 
 
 @pytest.mark.parametrize("code", list(Code))
 def test_a_law_that_holds_is_silent(code: Code) -> None:
     """What nearly breaks a law does not, and the asking is counted."""
-    before = made[code]
-    INVARIANTS[code].check(*CASES[code][1])
-    assert made[code] == before + 1
+    before = times_checked[code]
+    INVARIANTS[code](*CASES[code][1])
+    assert times_checked[code] == before + 1
 
 
 @pytest.mark.parametrize(("code", "broken"), MORE)
 def test_further_ways_to_break_a_law(code: Code, broken: tuple[Any, ...]) -> None:
     """Each clause of a law has a case that breaks it alone."""
     with pytest.raises(Violation) as caught:
-        INVARIANTS[code].check(*broken)
+        INVARIANTS[code](*broken)
     assert caught.value.code is code
 
 
@@ -187,7 +188,7 @@ def test_further_ways_to_break_a_law(code: Code, broken: tuple[Any, ...]) -> Non
 def test_laws_hold_of_nothing(code: Code) -> None:
     """A law over no rows holds."""
     empty = [value[:0] if isinstance(value, np.ndarray) else value for value in CASES[code][0]]
-    INVARIANTS[code].check(*empty)
+    INVARIANTS[code](*empty)
 
 
 def test_reports_survive_pickling() -> None:

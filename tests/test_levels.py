@@ -70,11 +70,11 @@ def test_off_asks_nothing_and_cheap_reads_nothing(rt: Runtime) -> None:
     asked = {}
     for level in ("off", "cheap", "full"):
         with checks(level):
-            before, reads = sum(invariants.made.values()), rt.counters.check_reads
+            before, reads = sum(invariants.times_checked.values()), rt.counters.check_reads
             value = MirroredTensor.from_host(rt, np.arange(4))
             assert len(value.device) == 4
             value.filter([1, 2]).merge(value)
-            asked[level] = (sum(invariants.made.values()) - before, rt.counters.check_reads - reads)
+            asked[level] = (sum(invariants.times_checked.values()) - before, rt.counters.check_reads - reads)
     assert asked["off"] == (0, 0)
     assert asked["cheap"][0] > 0
     assert asked["cheap"][1] == 0

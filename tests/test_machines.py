@@ -7,8 +7,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from batchstate.errors import ArgumentError
-from batchstate.invariants import current_checks
-from batchstate.levels import Level
+from batchstate.levels import Level, current_checks
 from batchstate.runtime import CpuRuntime, Runtime, open_runtime
 from batchstate.selfcheck.machines import MACHINES
 from batchstate.selfcheck.machines.future_map import FutureMapMachine

@@ -19,7 +19,7 @@ from batchstate.testing import race, sim
 from batchstate.testing.pytest._failures import file_name, violations_in
 from batchstate.testing.race import RaceReport
 from batchstate.testing.render import race_text
-from batchstate.violations import Code, Violation
+from batchstate.violations import Breach, Code, Violation
 
 pytest_plugins = "pytester"
 
@@ -481,7 +481,7 @@ def test_a_race_that_somebody_catches_fails_the_test(run: Run, pytester: pytest.
 
 def broken(code: Code = Code.ROW_COUNT) -> Violation:
     """A violation."""
-    return Violation(code, "not so", expected=1, actual=2, remedy="do otherwise", where={"operation": "filter"})
+    return Violation(code, Breach("not so", expected=1, actual=2), remedy="do otherwise", where={"operation": "filter"})
 
 
 def test_violations_are_found_wherever_they_are() -> None:

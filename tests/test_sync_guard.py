@@ -10,11 +10,11 @@ import torch
 from batchstate import MirroredTensor, Violation
 from batchstate.batch import Batch
 from batchstate.columns import device_only, host_list, mirrored, slot_column
-from batchstate.invariants import Code
 from batchstate.kv.pages import PagePool
 from batchstate.pools import SlotPool
 from batchstate.runtime import Fence, Runtime, open_runtime
 from batchstate.testing import no_hidden_sync
+from batchstate.violations import Code
 
 WAITS: dict[str, Callable[[torch.Tensor], object]] = {
     "item": lambda t: t[0].item(),

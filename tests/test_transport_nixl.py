@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from batchstate.errors import ArgumentError, HandshakeError, TransferError
-from batchstate.invariants import Violation
 from batchstate.transport.engines._processes import Process, here
 from batchstate.transport.engines.base import Engine, Status
 from batchstate.transport.engines.nixl import MAX_ROWS, NixlEngine
 from batchstate.transport.regions import Copies
+from batchstate.violations import Violation
 from tests.transport_peers import EngineSide, PeerError, PeerProcess, expected, scattered, spawn_peer, until
 
 pytest.importorskip("nixl", reason="NIXL is not installed")

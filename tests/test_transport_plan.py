@@ -495,9 +495,9 @@ def test_a_long_prompt_is_planned_without_a_loop() -> None:
 
 def test_the_law_of_bounds_was_asked() -> None:
     """Ownership is judged by the law that engines are judged by."""
-    before = invariants.made[Code.TRANSFER_BOUNDS]
+    before = invariants.times_checked[Code.TRANSFER_BOUNDS]
     owned_by([1], [[1, 1]])
-    assert invariants.made[Code.TRANSFER_BOUNDS] == before + 1
+    assert invariants.times_checked[Code.TRANSFER_BOUNDS] == before + 1
 
 
 def test_ranks_are_computed_not_searched() -> None:

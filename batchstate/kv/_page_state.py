@@ -14,7 +14,7 @@ import numpy.typing as npt
 from batchstate import invariants, levels
 from batchstate._allocator import LIVE_BYTE, AllFences, Allocator
 from batchstate.errors import ArgumentError
-from batchstate.invariants import made
+from batchstate.invariants import times_checked
 from batchstate.kv.host_pool import spread
 from batchstate.runtime import Fence, Runtime
 from batchstate.tables import read_only
@@ -641,7 +641,7 @@ class PageBooks:
         if not np.count_nonzero(high > self._most) and (
             shorter is longer or not np.count_nonzero(shorter.view(np.uint64) > high)
         ):  # the law's own test, without its report
-            made[LENGTH_ORDER] += 1
+            times_checked[LENGTH_ORDER] += 1
             return
         invariants.length_order(shorter, longer, self.max_tokens, explain=explain, **self._where(operation))
 

@@ -32,7 +32,7 @@ from batchstate.kv.pages import Extension, PagePool
 from batchstate.mirror import Contract, MirroredTensor
 from batchstate.runtime import Fence, Runtime, check_fence
 from batchstate.tables import Table, TableWrite
-from batchstate.violations import Where
+from batchstate.violations import Violation, Where
 
 # The plan of a decode step in the host tier.
 
@@ -488,7 +488,7 @@ class HiSparse:
         held = np.array([len(one) for one in runs], dtype=np.int64)
         try:
             invariants.length_order(length, held, self.host.num_tokens, **self._where(operation))
-        except invariants.Violation:
+        except Violation:
             self.host.free(runs)
             raise
         for row, one, n in zip(rows.tolist(), runs, length.tolist(), strict=True):

@@ -16,10 +16,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant
 
 from batchstate import levels
 from batchstate.errors import ArgumentError, BatchStateError
-from batchstate.invariants import Code, Violation
 from batchstate.levels import Level, parse_level
 from batchstate.runtime import Runtime, Stream, open_runtime
 from batchstate.testing.devices import window_of
+from batchstate.violations import Code, Violation
 
 OpenRuntime = Callable[[], Runtime]
 """Opens the runtime of one example: this is where the race detector or a simulated device is chosen."""

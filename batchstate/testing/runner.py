@@ -16,11 +16,11 @@ from hypothesis.database import ExampleDatabase
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from batchstate.errors import ArgumentError
-from batchstate.invariants import Violation
 from batchstate.levels import Level, parse_level
 from batchstate.testing.devices import is_tool, open_device
 from batchstate.testing.machine import DisagreementError, Machine, OpenRuntime, session
 from batchstate.testing.race import Race, RaceReport
+from batchstate.violations import Violation
 
 __all__ = ["STEPS", "MachineResult", "error_of", "run_machine", "with_replay"]
 

@@ -39,6 +39,7 @@ from batchstate.mirror import Contract, parse_contract
 from batchstate.testing.machine import DisagreementError, Machine
 from batchstate.testing.runner import STEPS, MachineResult, error_of, run_machine, with_replay
 from batchstate.testing.strategies import keep_lists
+from batchstate.violations import Where
 
 # How the twin fuzzer reads attributes of a batch class that it knows nothing of.
 
@@ -322,7 +323,7 @@ class TwinMachine(Machine):
             self._twins(twin, values[twin.host], values[twin.device], held.name, operation)
 
     def _twins(self, twin: Twin, host: Any, device: Any, name: str, operation: str) -> None:
-        where: invariants.Where = {
+        where: Where = {
             "object": name,
             "operation": operation,
             "column": f"{twin.host} / {twin.device}",

@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 import torch
 
-from batchstate import invariants
+from batchstate import invariants, levels
 from batchstate.runtime import Counters, Runtime, open_runtime
 from batchstate.traffic.engine import Engine, EngineSettings, Request, RunningBatch, StepResult, draw_requests
 from batchstate.traffic.workload import Workload
@@ -249,7 +249,7 @@ class TrafficRun:
         return TrafficReport(
             workload=self.workload.source,
             device=str(self.runtime.device),
-            checks=invariants.current_checks().value,
+            checks=levels.current_checks().value,
             columns=len(RunningBatch.columns()),
             requests=self._arrived,
             finished=engine.finished,
@@ -285,7 +285,7 @@ def run_traffic(
     settings: EngineSettings | None = None,
     seed: int = 0,
     aborts: float = 0.0,
-    checks: str | invariants.Level = invariants.Level.CHEAP,
+    checks: str | levels.Level = levels.Level.CHEAP,
     progress: Callable[[Progress], None] | None = None,
 ) -> TrafficReport:
     """Serves every request of a workload and reports what it cost.
@@ -307,10 +307,10 @@ def run_traffic(
     """
     runtime = device if isinstance(device, Runtime) else open_runtime(device)
     run = TrafficRun(workload, runtime, settings=settings, seed=seed, aborts=aborts)
-    before, asked = runtime.counters.snapshot(), sum(invariants.made.values())
+    before, asked = runtime.counters.snapshot(), sum(invariants.times_checked.values())
     begin = time.perf_counter()
     violations: list[Violation] = []
-    with invariants.checks(checks):
+    with levels.checks(checks):
         try:
             while run.step():
                 if progress is not None and run.progress.steps % STEPS_BETWEEN_PROGRESS == 0:
@@ -324,7 +324,7 @@ def run_traffic(
             progress(run.progress)
         return run.report(
             spent=spent,
-            laws_asked=sum(invariants.made.values()) - asked,
+            laws_asked=sum(invariants.times_checked.values()) - asked,
             seconds=time.perf_counter() - begin,
             violations=violations,
         )

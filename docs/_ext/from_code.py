@@ -34,9 +34,9 @@ REPOSITORIES = {
     "TensorRT-LLM": "NVIDIA/TensorRT-LLM",
     "pytorch": "pytorch/pytorch",
 }
-"""Short name -> repository of the public threads that laws and mutants refer to."""
+"""Short name -> repository of the public threads that invariants and mutants refer to."""
 
-ASKED = {
+CHECKED = {
     "always": "at every level, of the arguments of a call",
     "cheap": "at `cheap` and `full`",
     "full": "at `full`",
@@ -94,9 +94,10 @@ class InvariantTable(FromCode):
         from batchstate.invariants import INVARIANTS
 
         rows = []
-        for code, law in INVARIANTS.items():
-            rows.append((f"[`{code.value}`](#{code.value})", f"`{law.asked}`", paragraphs(law.check)[0]))
-        return table(("code", "asked", "the law"), rows)
+        for code, invariant in INVARIANTS.items():
+            name = f"[`{code.value}`](#{code.value})"
+            rows.append((name, f"`{invariant.level}`", paragraphs(invariant.question)[0]))
+        return table(("code", "level", "what holds"), rows)
 
 
 class Invariants(FromCode):
@@ -108,12 +109,12 @@ class Invariants(FromCode):
 
         mutants = mutants_by_code()
         lines: list[str] = []
-        for code, law in INVARIANTS.items():
+        for code, invariant in INVARIANTS.items():
             lines += [f"({code.value})=", "", f"## {code.value}", ""]
-            for paragraph in paragraphs(law.check):
+            for paragraph in paragraphs(invariant.question):
                 lines += [paragraph, ""]
-            lines += [f"**Asked:** {ASKED[law.asked]}.", "", f"**Remedy:** {law.remedy}.", ""]
-            lines += [f"**Real bugs of this kind:** {thread_links(', '.join(law.origins))}.", ""]
+            lines += [f"**Checked:** {CHECKED[invariant.level]}.", "", f"**Remedy:** {invariant.remedy}.", ""]
+            lines += [f"**Real bugs of this kind:** {thread_links(', '.join(invariant.origins))}.", ""]
             if not mutants:
                 lines += ["**Mutants:** not listed; this build could not import `batchstate.testing`.", ""]
                 continue
@@ -206,11 +207,11 @@ class ErrorClasses(FromCode):
 
     def markdown(self) -> list[str]:
         """One row a class."""
-        from batchstate import errors, invariants
+        from batchstate import errors, violations
 
         classes = [one for one in vars(errors).values() if inspect.isclass(one) and one.__module__ == errors.__name__]
         rows = []
-        for cls in [*classes, invariants.Violation]:
+        for cls in [*classes, violations.Violation]:
             builtins = [base.__name__ for base in cls.__mro__[1:] if base.__module__ == "builtins"]
             nearest = next(
                 (one for one in builtins if one not in ("Exception", "BaseException", "object")), "Exception"

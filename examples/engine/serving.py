@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 
 from batchstate import Violation, checks
-from batchstate.invariants import made
+from batchstate.invariants import times_checked
 from batchstate.runtime import Runtime
 from batchstate.testing.devices import window_of
 from batchstate.traffic import Workload
@@ -117,7 +117,7 @@ def serve(
         name: of the model, for the report.
         progress: called with tokens generated so far, and a remark.
     """
-    before, laws = runtime.counters.snapshot(), made.copy()
+    before, laws = runtime.counters.snapshot(), times_checked.copy()
     broken, leaks, prebuilt = None, 0, sum(request.prebuilt is not None for request in requests)
     with window_of(runtime), checks(level):  # under a test tool, the engine is watched from its first allocation on
         engine = Engine(runtime, model, settings)
@@ -134,7 +134,7 @@ def serve(
         except Violation as violation:
             broken = str(violation)
         seconds = time.perf_counter() - start
-    asked = {code: asked - laws[code] for code, asked in made.items()}
+    asked = {code: asked - laws[code] for code, asked in times_checked.items()}
     cost = runtime.counters - before
     mismatches = 0 if broken else _mismatches(engine, model, requests)
     steps = max(engine.steps, 1)

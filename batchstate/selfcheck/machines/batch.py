@@ -23,12 +23,12 @@ from batchstate.errors import (
     ValueOverflowError,
 )
 from batchstate.indices import Pages, Slots
-from batchstate.invariants import Code
 from batchstate.mirror import Contract, MirroredTensor
 from batchstate.pools import SlotPool
 from batchstate.static import StaticBuffers
 from batchstate.testing.machine import Machine, Misuse, agree, agree_on
 from batchstate.testing.strategies import amounts, fits, keep_lists, plus, split_sizes
+from batchstate.violations import Code
 
 # A batch as an engine's author would think of it: a list of requests, each a dictionary of its columns.
 

@@ -17,7 +17,6 @@ from hypothesis.stateful import initialize, precondition, rule
 from batchstate import levels
 from batchstate.errors import ArgumentError, DtypeError, PoolExhaustedError, ShapeError
 from batchstate.indices import Pages, Slots
-from batchstate.invariants import Code
 from batchstate.kv._tier import TierState
 from batchstate.kv.hisparse import HiSparse, LastLocation
 from batchstate.kv.host_pool import HostKVPool, HostRuns
@@ -28,6 +27,7 @@ from batchstate.runtime import CpuRuntime, Fence, Runtime
 from batchstate.runtime.memory import Download, bytes_of
 from batchstate.testing.fences import LateRuntime, ManualFence, ManualStream
 from batchstate.testing.machine import DisagreementError, Machine, Misuse, agree, agree_on
+from batchstate.violations import Code
 
 # What the machine of the host tier knows by itself: requests, what each position of them holds, and who may write.
 

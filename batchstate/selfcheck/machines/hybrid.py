@@ -7,11 +7,11 @@ from hypothesis.stateful import Bundle, initialize, rule
 from batchstate.errors import ArgumentError, PoolExhaustedError
 from batchstate.hybrid import HybridSlotPool
 from batchstate.indices import Slots
-from batchstate.invariants import Code
 from batchstate.pools import SlotPool
 from batchstate.testing.fences import ManualFence, ManualStream
 from batchstate.testing.machine import Machine, agree, agree_on
 from batchstate.testing.models import AllocatorModel, snapshot_slots, snapshot_table
+from batchstate.violations import Code
 
 
 class HybridMachine(Machine):

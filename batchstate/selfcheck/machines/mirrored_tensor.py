@@ -22,7 +22,6 @@ from batchstate.errors import (
     ValueOverflowError,
 )
 from batchstate.indices import HostLocations, Locations, Pages, Slots
-from batchstate.invariants import Code, Violation
 from batchstate.mirror import Contract, MirroredTensor, combined, weaker_or_equal
 from batchstate.runtime import numpy_dtype
 from batchstate.testing.machine import DisagreementError, Machine, Misuse, agree
@@ -42,6 +41,7 @@ from batchstate.testing.strategies import (
     split_sizes,
 )
 from batchstate.testing.sync_guard import no_hidden_sync
+from batchstate.violations import Code, Violation
 
 # Mirrored values for a machine: makes them, keeps them, and judges all of them after every rule.
 

@@ -10,12 +10,12 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from batchstate.errors import ArgumentError, DtypeError, PoolExhaustedError, ShapeError
 from batchstate.indices import Pages, Slots
-from batchstate.invariants import Code
 from batchstate.kv.pages import Extension, PageLease, PagePool
 from batchstate.pools import SlotPool
 from batchstate.testing.fences import ManualFence, ManualStream
 from batchstate.testing.machine import DisagreementError, Machine, Misuse, agree, agree_on
 from batchstate.testing.models import AllocatorModel, snapshot_pages, snapshot_slots
+from batchstate.violations import Code
 
 # KV memory as it should be: whose each page is, and what every request finds at each of its positions.
 #

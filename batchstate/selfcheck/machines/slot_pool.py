@@ -10,11 +10,11 @@ from hypothesis.stateful import Bundle, initialize, rule
 
 from batchstate.errors import ArgumentError, DtypeError, PoolExhaustedError, RowIndexError, ShapeError
 from batchstate.indices import Pages, Slots
-from batchstate.invariants import Code
 from batchstate.pools import SlotPool
 from batchstate.testing.fences import ManualFence, ManualStream
 from batchstate.testing.machine import Machine, Misuse, agree, agree_on
 from batchstate.testing.models import AllocatorModel, snapshot_slots, snapshot_table
+from batchstate.violations import Code
 
 # Ways to misuse a `SlotPool`.
 

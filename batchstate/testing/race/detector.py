@@ -16,7 +16,7 @@ from batchstate.testing.race.report import HOST, Access, EventKind, RaceKind, Ra
 from batchstate.testing.tracing.memory import Name, Place
 from batchstate.testing.tracing.regions import Region, union_of
 from batchstate.testing.tracing.sites import Site, site
-from batchstate.violations import Violation
+from batchstate.violations import Breach, Violation
 
 # What one lane did with one piece of memory, for as long as somebody may still come across it unordered.
 
@@ -144,9 +144,7 @@ class Race(Violation):
         """The violation, with its report."""
         race = cls(
             violation.code,
-            violation.problem,
-            expected=violation.expected,
-            actual=violation.actual,
+            Breach(violation.problem, expected=violation.expected, actual=violation.actual),
             remedy=violation.remedy,
             where={"step": report.second.step, "operation": report.second.operation, "object": report.memory},
         )
