@@ -21,7 +21,7 @@ from batchstate.errors import (
 from batchstate.indices import HostLocations, Locations, Slots
 from batchstate.kv._tier import TierState
 from batchstate.kv.hisparse import HiSparse, LastLocation
-from batchstate.kv.host_pool import HostKVPool, HostRuns
+from batchstate.kv.host_pool import HostKVPool, HostRanges
 from batchstate.kv.pages import PagePool
 from batchstate.mirror import MirroredTensor
 from batchstate.pools import SlotPool
@@ -59,7 +59,7 @@ class World:
         self.tier = HiSparse(self.pages, self.host, self.kv, hot_tokens=hot_tokens)
         self.dice = np.random.default_rng(0)
         self.content: dict[int, Any] = {}
-        self.runs: dict[int, HostRuns] = {}
+        self.ranges: dict[int, HostRanges] = {}
 
     def new(self, positions: int) -> Any:
         """float64[LAYERS, positions, 1, 2]."""
@@ -68,8 +68,8 @@ class World:
     def reserve(self, lengths: list[int], room: int, writer: Fence | None = None) -> Slots:
         """Requests that wait for their KV."""
         slots = self.slots.take(len(lengths))
-        for slot, runs in zip(slots.np.tolist(), self.tier.reserve(slots, lengths, room, writer=writer), strict=True):
-            self.runs[slot] = runs
+        for slot, ranges in zip(slots.np.tolist(), self.tier.reserve(slots, lengths, room, writer=writer), strict=True):
+            self.ranges[slot] = ranges
         return slots
 
     def deliver(self, slots: Slots) -> Slots:
@@ -78,7 +78,7 @@ class World:
             self.content[slot] = self.new(length)
             for buffer, values in zip(self.host.contiguous_buffers(), self.content[slot], strict=True):
                 memory = bytes_of(buffer.memory).view(np.float64).reshape(-1, 1, 2)
-                memory[self.runs[slot].tokens(0, length)] = values
+                memory[self.ranges[slot].locations(0, length)] = values
         return slots
 
     def direct(self, lengths: list[int], room: int = 40) -> Slots:
@@ -112,7 +112,7 @@ class World:
             uploaded = {name: upload.view(at) for at, name in enumerate(plan.extras)}
         self.tier.back_up(plan, uploaded)
         values = self.new(len(slots))
-        self.write(plan.tokens.np, values)
+        self.write(plan.locations.np, values)
         for row, slot in enumerate(slots.np.tolist()):
             self.content[slot] = np.concatenate([self.content[slot], values[:, row : row + 1]], axis=1)
         return plan
@@ -123,9 +123,9 @@ class World:
         hot, size = self.tier.hot_tokens, self.pages.page_size
         for row, slot in enumerate(slots.np.tolist()):
             length = self.content[slot].shape[1]
-            first = int(self.tier._books.hot_from[slot])
+            first = int(self.tier._requests.hot_from[slot])
             first = max(first, length - hot)
-            cold = self.tier.host_tokens(slots.take([row]), first)
+            cold = self.tier.host_locations(slots.take([row]), first)
             rows = [p if p < hot else p % hot for p in range(first, length)]
             places = [int(self.pages.page_table[slot, r // size]) * size + r % size for r in rows]
             for layer in range(LAYERS):
@@ -140,8 +140,11 @@ class World:
 
     def snapshot(self) -> tuple[Any, ...]:
         """All that a refused call must leave alone."""
-        books = self.tier._books
-        rows = [row.tolist() for row in (books.states, books.length, books.backed, books.hot_from, books.room)]
+        requests = self.tier._requests
+        rows = [
+            row.tolist()
+            for row in (requests.states, requests.length, requests.backed, requests.hot_from, requests.max_tokens)
+        ]
         return self.numbers(), self.pages.page_table.tolist(), self.pages.committed_lengths.tolist(), rows
 
     def expect_idle(self) -> None:
@@ -194,8 +197,8 @@ def test_staged_requests_decode(rt: Runtime, full: None, page_size: int, host_pa
     assert world.tier.states(slots) == [TierState.STAGED] * 4
     assert world.pages.committed(slots).tolist() == lengths
     rt.synchronize()
-    assert world.tier.settle() == 4
-    assert world.tier.settle() == 0
+    assert world.tier.poll_staged() == 4
+    assert world.tier.poll_staged() == 0
     assert world.pages.committed(slots).tolist() == [1, hot_tokens, hot_tokens, hot_tokens]
     world.check(slots)
     for _ in range(2 * hot_tokens + 1):
@@ -212,13 +215,13 @@ def test_plan_of_a_step(rt: Runtime, world: World) -> None:
     first = world.step(slots)
     assert first.positions.tolist() == [2, 9]
     assert first.hot_from.tolist() == [0, 9]
-    assert isinstance(first.tokens, Locations)
+    assert isinstance(first.locations, Locations)
     assert isinstance(first.backup_to, HostLocations)
     assert (len(first.backup_from), len(first.backup_to)) == (0, 0)
     second = world.tier.map_last_location(slots, MirroredTensor.from_host(rt, [4, 11]))
-    assert second.backup_from.np.tolist() == first.tokens.np.tolist()
-    assert second.backup_to.np.tolist() == [world.runs[1].tokens()[2], world.runs[2].tokens()[9]]
-    assert set(second.extras) == {"hot_tokens", "hot_from", "backup_from", "backup_to"}
+    assert second.backup_from.np.tolist() == first.locations.np.tolist()
+    assert second.backup_to.np.tolist() == [world.ranges[1].locations()[2], world.ranges[2].locations()[9]]
+    assert set(second.extras) == {"hot_locations", "hot_from", "backup_from", "backup_to"}
     assert "2 to back up" in repr(second)
     world.tier.back_up(second)
     assert world.tier.lengths(slots).tolist() == [4, 11]
@@ -231,11 +234,11 @@ def test_paths_are_chosen_request_by_request(rt: Runtime, full: None) -> None:
     direct = world.direct([3])
     world.tier.admit_staged(staged, 20)
     rt.synchronize()
-    assert world.tier.settle() == 1
+    assert world.tier.poll_staged() == 1
     assert world.tier.states(Slots.cat([outside, staged, direct])) == [0, 3, 3]
     refused(Code.TIER_STATE, lambda: world.tier.map_last_location(outside, 6))
     refused(Code.TIER_STATE, lambda: world.tier.finish(outside))
-    refused(Code.TIER_STATE, lambda: world.tier.host_tokens(outside, 1))
+    refused(Code.TIER_STATE, lambda: world.tier.host_locations(outside, 1))
     inside = Slots.cat([direct, staged])
     for _ in range(8):
         world.pages.advance(outside)
@@ -345,7 +348,7 @@ def test_stale_and_foreign_handles(rt: Runtime, world: World) -> None:
         lambda slots: tier.states(slots),
         lambda slots: tier.ready(slots),
         lambda slots: tier.lengths(slots),
-        lambda slots: tier.host_tokens(slots, 1),
+        lambda slots: tier.host_locations(slots, 1),
         lambda slots: tier.reserve(slots, 1, 1),
         lambda slots: tier.admit_direct(slots),
         lambda slots: tier.admit_staged(slots, 1),
@@ -357,7 +360,7 @@ def test_stale_and_foreign_handles(rt: Runtime, world: World) -> None:
         with pytest.raises(ArgumentError, match="given to pool"):
             call(foreign)
         assert isinstance(in_a_thread(lambda call=call: call(gone)), OwnerThreadError)  # type: ignore[misc]
-    assert isinstance(in_a_thread(tier.settle), OwnerThreadError)
+    assert isinstance(in_a_thread(tier.poll_staged), OwnerThreadError)
     assert isinstance(in_a_thread(tier.verify), OwnerThreadError)
 
 
@@ -404,7 +407,7 @@ def test_pages_that_others_move_are_noticed(world: World) -> None:
     refused(Code.TIER_STATE, lambda: world.pages.truncate(one, 3))
     refused(Code.TIER_STATE, lambda: world.pages.release(two))
     assert world.snapshot() == before
-    with world.tier._guard.at_work():
+    with world.tier._requests.allow_release():
         world.pages.truncate(one, 3)
     world.step(one)
 
@@ -421,11 +424,11 @@ def test_pages_are_not_released_while_they_are_copied(full: None) -> None:
 
 
 def test_runs_of_a_request_are_freed_with_it_alone(world: World) -> None:
-    """Whoever holds the runs of a request cannot free them behind its back, and the request leaves whole."""
+    """Whoever holds the ranges of a request cannot free them behind its back, and the request leaves whole."""
     slots = world.reserve([5, 5], 20)
     before = world.snapshot()
     with pytest.raises(ArgumentError, match="host tier"):
-        world.host.free(world.runs[int(slots.np[0])])
+        world.host.free(world.ranges[int(slots.np[0])])
     assert world.snapshot() == before
     world.tier.abort(slots)
     world.expect_idle()
@@ -434,7 +437,7 @@ def test_runs_of_a_request_are_freed_with_it_alone(world: World) -> None:
 def test_a_direct_request_with_pages_is_refused(world: World) -> None:
     """Pages that somebody gave a DIRECT request meanwhile are not taken for its hot buffer, nor taken away."""
     slots = world.deliver(world.reserve([5], 20))
-    with world.tier._guard.at_work():
+    with world.tier._requests.allow_release():
         world.pages.extend(slots, 3)
     before = world.snapshot()
     with pytest.raises(ArgumentError, match="device pages"):
@@ -505,17 +508,17 @@ def test_staged_abort_while_the_copy_is_under_way() -> None:
     rt.complete(rt.pending())
     slots = world.prefill([7, 3])
     world.tier.admit_staged(slots, 20)
-    assert world.tier.settle() == 0
+    assert world.tier.poll_staged() == 0
     refused(Code.TIER_STATE, lambda: world.pages.release_requests(slots))
     world.tier.abort(slots.take([0]))
     assert world.numbers() == ((6, 1, 1), (57, 2, 1), (160, 20, 20))
     again = world.slots.take(1)
     world.tier.verify()
     rt.synchronize()
-    assert world.tier.settle() == 1
+    assert world.tier.poll_staged() == 1
     assert world.numbers() == ((6, 0, 2), (59, 0, 1), (180, 0, 20))
     assert world.tier.states(Slots.cat([slots.take([1]), again])) == [TierState.READY, TierState.OUTSIDE]
-    assert world.tier.settle() == 0
+    assert world.tier.poll_staged() == 0
 
 
 def test_slot_used_again_is_not_settled_by_an_old_copy() -> None:
@@ -524,15 +527,15 @@ def test_slot_used_again_is_not_settled_by_an_old_copy() -> None:
     world = World(rt, size=1)
     slots = world.prefill([3])
     world.tier.admit_staged(slots, 9)
-    assert world.tier.settle() == 0
+    assert world.tier.poll_staged() == 0
     rt.synchronize()
     world.pages.release_requests(slots)  # the copy is over, and nobody has asked the tier
     again = world.prefill([4])
     world.tier.admit_staged(again, 9)
-    assert world.tier.settle() == 0
+    assert world.tier.poll_staged() == 0
     assert world.tier.states(again) == [TierState.STAGED]
     rt.synchronize()
-    assert world.tier.settle() == 1
+    assert world.tier.poll_staged() == 1
     world.tier.verify()
 
 
@@ -612,7 +615,7 @@ def test_backups_of_every_stream_are_waited_for() -> None:
         world.step(decoding)
     world.tier.admit_staged(other, 9, after=done)
     rt.complete(9, world.tier._stream)
-    assert world.tier.settle() == 1
+    assert world.tier.poll_staged() == 1
     world.tier.finish(decoding)
     assert world.host.stats.pending == 40
     rt.complete(99, forward)
@@ -649,7 +652,7 @@ def test_capture() -> None:
     ):
         with pytest.raises(CaptureError):
             call()
-    assert world.tier.settle() == 0
+    assert world.tier.poll_staged() == 0
     world.tier.verify()
     rt.captures = False
     assert world.snapshot() == before
@@ -688,7 +691,7 @@ def test_steady_decode_costs_one_upload(rt: Runtime, level: str) -> None:
             assert spent.device_to_host_copies == spent.forced_syncs == spent.fence_waits == 0
             assert spent.check_reads == spent.staging_allocations == 0
             assert spent.device_operations == (2 * LAYERS if step else 0)
-            assert uploaded["hot_tokens"].tolist() == plan.tokens.np.tolist()
+            assert uploaded["hot_locations"].tolist() == plan.locations.np.tolist()
 
 
 @pytest.mark.parametrize("device_name", ["race", "sim"])
@@ -705,7 +708,7 @@ def test_steps_in_flight(device: str, device_name: str) -> None:
         staged = world.prefill([9])
         world.tier.admit_staged(staged, 30)
         rt.synchronize()
-        assert world.tier.settle() == 1
+        assert world.tier.poll_staged() == 1
         everyone = Slots.cat([slots, staged])
         ends: list[Fence] = []
         before = rt.counters.snapshot()

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from batchstate import checks
+from batchstate.kv._ranges import FreeRanges
 from batchstate.kv.hisparse import HiSparse
-from batchstate.kv.host_pool import ExtentList, HostKVPool, HostRuns
+from batchstate.kv.host_pool import HostKVPool, HostRanges
 from batchstate.kv.pages import PagePool
 from batchstate.pools import SlotPool
 from batchstate.runtime import open_runtime
@@ -69,7 +70,12 @@ def test_no_step_touches_runs_or_free_lists(monkeypatch: pytest.MonkeyPatch) -> 
     def refuse(*_: object) -> None:
         raise AssertionError("a step has cost that grows with the context or the pool")
 
-    for owner, name in ((HostRuns, "tokens"), (HostRuns, "__len__"), (ExtentList, "top"), (ExtentList, "entries")):
+    for owner, name in (
+        (HostRanges, "locations"),
+        (HostRanges, "__len__"),
+        (FreeRanges, "top"),
+        (FreeRanges, "entries"),
+    ):
         monkeypatch.setattr(owner, name, refuse)
     for _ in range(3):
         plan()

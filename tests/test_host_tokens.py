@@ -1,4 +1,4 @@
-"""Host tokens: runs with an owner and a generation, freed behind fences, sealed while they are nobody's."""
+"""Host tokens: ranges with an owner and a generation, freed behind fences, sealed while they are nobody's."""
 
 import functools
 from collections.abc import Callable
@@ -49,8 +49,8 @@ def test_whole_pages_in_one_run(make: Make, page_size: int) -> None:
     assert (len(one), len(two)) == (page_size, 4 * page_size)
     assert (one.owner, two.owner) == (7, 8)
     assert two.generation > one.generation
-    assert two.tokens(1, 3).tolist() == [2 * page_size + 1, 2 * page_size + 2, 2 * page_size + 3]
-    assert two.tokens().tolist() == list(range(2 * page_size, 6 * page_size))
+    assert two.locations(1, 3).tolist() == [2 * page_size + 1, 2 * page_size + 2, 2 * page_size + 3]
+    assert two.locations().tolist() == list(range(2 * page_size, 6 * page_size))
     assert pool.owner_of([0, page_size, 2 * page_size, 6 * page_size - 1, 6 * page_size]).tolist() == [0, 7, 8, 8, 0]
     assert counts(pool) == (15 * page_size, 0, 5 * page_size)
     assert pool.live_pages == 5
@@ -63,24 +63,24 @@ def test_whole_pages_in_one_run(make: Make, page_size: int) -> None:
 def test_best_fit_and_fragments(make: Make) -> None:
     """The shortest free run that is long enough is used; where none is, several are, and positions go across them."""
     pool = make(12)
-    runs = pool.take([2, 1, 4, 1, 4], [1, 2, 3, 4, 5])
-    pool.free([runs[0], runs[2], runs[4]])
-    assert pool.stats.largest_free_run == 4
+    ranges = pool.take([2, 1, 4, 1, 4], [1, 2, 3, 4, 5])
+    pool.free([ranges[0], ranges[2], ranges[4]])
+    assert pool.stats.largest_free_range == 4
     fit = pool.take(2, 6)[0]
     assert fit.table.tolist() == [[1, 2]]
     pieces = pool.take(7, 7)[0]
     assert sorted(pieces.table.tolist()) == [[4, 4], [9, 3]]
-    assert pieces.tokens().tolist() == [
+    assert pieces.locations().tolist() == [
         token for start, n in pieces.table.tolist() for token in range(start, start + n)
     ]
-    assert pieces.tokens(3, 2).tolist() == [pieces.table[0].sum() - 1, pieces.table[1, 0]]
-    with pytest.raises(ArgumentError, match="stay inside the runs"):
-        pieces.tokens(5, 3)
+    assert pieces.locations(3, 2).tolist() == [pieces.table[0].sum() - 1, pieces.table[1, 0]]
+    with pytest.raises(ArgumentError, match="stay inside the ranges"):
+        pieces.locations(5, 3)
     with pytest.raises(ArgumentError):
-        pieces.tokens(-1, 1)
+        pieces.locations(-1, 1)
     assert not pieces.starts.flags.writeable
-    pool.free([fit, pieces, runs[1], runs[3]])
-    assert pool.stats.largest_free_run == 12
+    pool.free([fit, pieces, ranges[1], ranges[3]])
+    assert pool.stats.largest_free_range == 12
 
 
 def test_exhaustion_takes_nothing(make: Make) -> None:
@@ -106,9 +106,9 @@ def test_exhaustion_takes_nothing(make: Make) -> None:
 def test_free_behind_a_fence(make: Make) -> None:
     """What is freed behind a fence is nobody's at once, and is handed out again when the fence is complete."""
     pool, step = make(2), ManualStream()
-    runs = pool.take(2, 1)[0]
+    ranges = pool.take(2, 1)[0]
     fence = step.record()
-    pool.free(runs, after=fence)
+    pool.free(ranges, after=fence)
     assert counts(pool) == (0, 2, 0)
     assert pool.owner_of([1, 2]).tolist() == [0, 0]
     assert pool.reap() == 0
@@ -117,8 +117,8 @@ def test_free_behind_a_fence(make: Make) -> None:
     assert pool.reap() == 2
     assert fence.waits == 0
     again = pool.take(2, 9)[0]
-    assert again.generation > runs.generation
-    assert again.table.tolist() == runs.table.tolist()
+    assert again.generation > ranges.generation
+    assert again.table.tolist() == ranges.table.tolist()
 
 
 def test_misuse_of_runs_is_refused(make: Make, rt: Runtime) -> None:
@@ -127,7 +127,7 @@ def test_misuse_of_runs_is_refused(make: Make, rt: Runtime) -> None:
     one, two = pool.take([2, 3], [1, 2])
     refused(Code.SLOT_DOUBLE_FREE, lambda: pool.free([one, one]))
     for wrong in (other.take(1, 1)[0], 3, None, [one, 3]):
-        with pytest.raises(ArgumentError, match="did not make"):
+        with pytest.raises(ArgumentError, match="did not return"):
             pool.free(wrong)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError):
         pool.free(one, after=3)  # type: ignore[arg-type]
@@ -189,8 +189,8 @@ def test_buffers_for_registration(make: Make) -> None:
 def test_late_write_is_found_when_handed_out(make: Make, full: None) -> None:
     """At `full` a write into memory of nobody is found before it becomes somebody's, wherever it is handed out."""
     pool = make(8)
-    runs = pool.take([2, 1, 5], [1, 2, 3])
-    pool.free([runs[0], runs[2]])
+    ranges = pool.take([2, 1, 5], [1, 2, 3])
+    pool.free([ranges[0], ranges[2]])
     numbers(pool, 1)[1] = 5
     # The two go into the short run although five are free elsewhere: each part is looked at, not the longest run alone.
     violation = refused(Code.TRANSFER_LATE_WRITE, lambda: pool.take([2, 1], [4, 5]))
@@ -202,8 +202,8 @@ def test_late_write_is_found_when_handed_out(make: Make, full: None) -> None:
 def test_late_write_behind_a_fence_is_no_fault(make: Make, full: None) -> None:
     """While its fence is open, whoever may write does; what he leaves is wiped when the fence is complete."""
     pool, writer = make(4, 2), ManualStream()
-    runs = pool.take(4, 1)[0]
-    pool.free(runs, after=writer.record())
+    ranges = pool.take(4, 1)[0]
+    pool.free(ranges, after=writer.record())
     numbers(pool)[2:6] = 7
     pool.verify()
     writer.complete()
@@ -220,9 +220,9 @@ def test_below_full_memory_is_left_alone(make: Make) -> None:
     pool = make(2)
     with levels.checks("cheap"):
         before = invariants.times_checked[Code.TRANSFER_LATE_WRITE]
-        runs = pool.take(2, 1)[0]
+        ranges = pool.take(2, 1)[0]
         numbers(pool)[1] = 5
-        pool.free(runs)
+        pool.free(ranges)
         pool.take(2, 1)
         assert numbers(pool)[1].tolist() == [5, 5]
         assert invariants.times_checked[Code.TRANSFER_LATE_WRITE] == before
@@ -231,10 +231,10 @@ def test_below_full_memory_is_left_alone(make: Make) -> None:
 def test_one_thread_and_no_capture(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second thread is refused everywhere; no memory is made while a graph is captured."""
     pool = make(2)
-    runs = pool.take(1, 1)[0]
+    ranges = pool.take(1, 1)[0]
     for act in (
         lambda: pool.take(1, 1),
-        lambda: pool.free(runs),
+        lambda: pool.free(ranges),
         pool.reap,
         pool.verify,
         pool.expect_idle,

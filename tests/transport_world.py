@@ -16,7 +16,7 @@ import torch
 
 from batchstate import levels, open_runtime
 from batchstate.errors import HandshakeError, PoolExhaustedError, TransferError
-from batchstate.kv.host_pool import HostKVPool, HostRuns
+from batchstate.kv.host_pool import HostKVPool, HostRanges
 from batchstate.transport.engines.in_process import SETTLE_STEPS, Faults, InProcessEngine, Network
 from batchstate.transport.handshake import Description
 from batchstate.transport.layout import KVLayout
@@ -72,7 +72,7 @@ class Request:
 
     lease: Lease
     num_tokens: int
-    runs: HostRuns | None = None
+    runs: HostRanges | None = None
     kv: list[Bytes] = attrs.field(factory=list)
     tokens: Any = None
     freed: bool = False
@@ -167,7 +167,7 @@ class World:
         whole = self.dice.randint(0, 3) * self.page_size
         num_tokens = whole + self.dice.randint(0, self.page_size) if lease is None else lease.num_tokens
         with self._pool_at_work():
-            room = self.decode.pool.stats.largest_free_run
+            room = self.decode.pool.stats.largest_free_range
         if room < num_tokens and self.dice.random() < 0.9:
             return
         names = [writer.name for writer in self.writers]

@@ -15,7 +15,7 @@ from batchstate import invariants, levels
 from batchstate._allocator import LIVE_BYTE, AllFences, Allocator
 from batchstate.errors import ArgumentError
 from batchstate.invariants import times_checked
-from batchstate.kv.host_pool import spread
+from batchstate.kv._ranges import arange_per_row
 from batchstate.runtime import Fence, Runtime
 from batchstate.tables import read_only
 from batchstate.violations import Code, Where
@@ -423,7 +423,7 @@ class PageRows:
             at = int(rows[0]) * self.width + int(have[0])
             self._put(slice(at, at + pages.size), pages)
         else:
-            self._put(spread(self._places(rows, have), counts), pages)
+            self._put(arange_per_row(self._places(rows, have), counts), pages)
         self.num_pages[rows] = have + counts
 
     def append_at(self, places: Ints, rows: Ints, pages: Ints) -> None:
@@ -439,7 +439,7 @@ class PageRows:
             at = int(rows[0]) * self.width + int(keep[0])
             places = slice(at, at + int(counts[0]))
         else:
-            places = spread(self._places(rows, keep), counts)
+            places = arange_per_row(self._places(rows, keep), counts)
         pages: Ints = self._flat[places].astype(np.int64)
         self._clear(places)
         self.num_pages[rows] = keep
@@ -628,7 +628,7 @@ class PageBooks:
             self.rows.append(slots, missing, self.references.take(total, operation))
 
     def _added(self, slots: Ints, start: Ints, counts: Ints, operation: str) -> Added:
-        owned_by, positions = slots.repeat(counts), spread(start, counts)
+        owned_by, positions = slots.repeat(counts), arange_per_row(start, counts)
         tokens = self.rows.tokens_at(owned_by, positions)
         self._check_no_padding(tokens, operation)
         return Added(owned_by, positions, tokens, counts)

@@ -1,8 +1,8 @@
-"""`HostKVPool`: KV memory of the host tier, one pinned buffer a layer, handed out in runs.
+"""`HostKVPool`: KV memory of the host tier, one pinned buffer per layer, handed out in ranges of host locations.
 
-Host token 0 (with pages, the tokens of page 0) is padding. A run has an owner and a generation, and is handed out again
-only when the fence that it was freed behind is complete: a copy of the device's that still writes it, or a writer in
-another process that may (quarantine is nothing else than a fence that only the writer's end completes).
+Host location 0 (with pages, the locations of page 0) is padding. What a request takes has an owner and a generation,
+and is handed out again only when the fence that it was freed behind is complete: that of a device copy that still
+writes it, or of a writer in another process.
 """
 
 import itertools
@@ -19,129 +19,31 @@ from batchstate import invariants, levels
 from batchstate._allocator import FREE, MOST_TOKENS, Allocator, size_of
 from batchstate._arrays import amounts, as_array
 from batchstate.errors import ArgumentError, DtypeError, ShapeError
+from batchstate.kv._ranges import FreeRanges, arange_per_row, ranges_of
 from batchstate.runtime import Fence, MappedMemory, Runtime, check_fence, check_runtime
 from batchstate.tables import read_only
 from batchstate.violations import Where
 
-# Free indices as intervals: what is taken together comes in few runs, and neighbours that are freed grow together.
-#
-# Takes the place of a `FreeList` in an `Allocator`. Best fit: the smallest interval that holds all that is asked for,
-# from its low end; where none does, the largest ones. Costs O(intervals): at most one more than there are runs in use.
+__all__ = ["HostBuffer", "HostKVPool", "HostRanges", "HostStats"]
 
 Ints = npt.NDArray[np.int64]
 
-
-@final
-class ExtentList:
-    """Free ones among the indices `first` to `last`. At first all are free, in one interval.
-
-    Attributes:
-        count: how many are free.
-        room: how many there can be.
-    """
-
-    def __init__(self, first: int, last: int) -> None:
-        whole = last >= first
-        self._starts: Ints = np.array([first] if whole else [], dtype=np.int64)
-        self._ends: Ints = np.array([last + 1] if whole else [], dtype=np.int64)  # exclusive
-        self.room = last - first + 1
-        self.count = self.room
-
-    def __repr__(self) -> str:
-        return f"ExtentList({self.count} of {self.room} in {self._starts.size} intervals)"
-
-    @property
-    def largest(self) -> int:
-        """The most that can be had in one run."""
-        return int((self._ends - self._starts).max(initial=0))
-
-    def top(self, n: int) -> Ints:
-        """The next `n` to be handed out, in that order, as a new array. They stay free."""
-        chosen, sizes = self._choose(n)
-        return spread(self._starts[chosen], sizes)
-
-    def drop(self, n: int) -> None:
-        """Takes away what `top(n)` shows."""
-        chosen, sizes = self._choose(n)
-        self._starts[chosen] += sizes
-        self.count -= n
-        self._keep_nonempty()
-
-    def push(self, indices: Ints) -> None:
-        """Makes `indices` free, in any order; intervals that touch become one."""
-        if not indices.size:
-            return
-        starts, ends = intervals(np.sort(indices))
-        starts = np.concatenate([self._starts, starts])
-        ends = np.concatenate([self._ends, ends])
-        order = np.argsort(starts, kind="stable")
-        starts, ends = starts[order], ends[order]
-        apart = np.flatnonzero(starts[1:] != ends[:-1])
-        self._starts = starts[np.concatenate([[0], apart + 1])]
-        self._ends = ends[np.concatenate([apart, [ends.size - 1]])]
-        self.count += indices.size
-
-    def entries(self) -> Ints:
-        """All free indices in ascending order, as a new array."""
-        return spread(self._starts, self._ends - self._starts)
-
-    def _choose(self, n: int) -> tuple[Ints, Ints]:
-        """Which intervals, and how many of each."""
-        sizes = self._ends - self._starts
-        fitting = np.flatnonzero(sizes >= n)
-        if fitting.size:
-            best = fitting[[np.argmin(sizes[fitting])]]
-            return best, np.full(1, n, dtype=np.int64)
-        chosen = np.argsort(-sizes, kind="stable")
-        taken = np.diff(np.minimum(np.cumsum(sizes[chosen]), n), prepend=0)
-        used = taken > 0
-        return chosen[used], taken[used]
-
-    def _keep_nonempty(self) -> None:
-        left = self._starts < self._ends
-        self._starts, self._ends = self._starts[left], self._ends[left]
-
-
-def intervals(ascending: Ints) -> tuple[Ints, Ints]:
-    """The intervals that ascending, distinct indices form: starts and ends (exclusive), int64[k] each."""
-    breaks = np.flatnonzero(np.diff(ascending) != 1)
-    starts = ascending[np.concatenate([[0], breaks + 1])]
-    ends = ascending[np.concatenate([breaks, [ascending.size - 1]])] + 1
-    return starts, ends
-
-
-def runs_of(indices: Ints) -> tuple[Ints, Ints]:
-    """Runs of consecutive indices in the order given: starts and lengths, int64[k] each."""
-    if not indices.size:
-        return indices, indices
-    starts, ends = intervals(indices)
-    return starts, ends - starts
-
-
-def spread(starts: Ints, lengths: Ints) -> Ints:
-    """All indices of runs, one run after the other, int64[sum of lengths]."""
-    if starts.size == 1:
-        return np.arange(starts[0], starts[0] + lengths[0], dtype=np.int64)
-    ends: Ints = lengths.cumsum()
-    total = int(ends[-1]) if ends.size else 0
-    bases: Ints = starts - (ends - lengths)
-    return bases.repeat(lengths) + np.arange(total, dtype=np.int64)
-
-
-# The host tokens of one request: few runs, with an owner and a generation.
+_identities = itertools.count(1)
+_POISON = 0xC3
+"""Each byte of free memory, at `full`."""
 
 
 @final
 @attrs.frozen(eq=False)
-class HostRuns:
-    """Consecutive host tokens for consecutive positions of a request. Made by `HostKVPool.take`.
+class HostRanges:
+    """The host locations of one request, for its positions 0, 1, ...: few ranges. Returned by `HostKVPool.take`.
 
     Attributes:
         pool: identity of the pool.
-        owner: whom they were taken for: a slot, or any number the caller chose.
-        generation: another one for each that the pool ever made.
-        starts: int64[r], first host token of each run, read-only.
-        lengths: int64[r], tokens of each run, whole pages, read-only.
+        owner: what they were taken for: a slot, or any number the caller chose.
+        generation: differs for each that the pool ever returned.
+        starts: int64[r], first host location of each range, read-only.
+        lengths: int64[r], locations of each range, whole pages, read-only.
     """
 
     pool: int
@@ -152,7 +54,8 @@ class HostRuns:
 
     def __repr__(self) -> str:
         return (
-            f"HostRuns({len(self)} tokens in {self.starts.size} runs, owner {self.owner}, generation {self.generation})"
+            f"HostRanges({len(self)} locations in {self.starts.size} ranges, "
+            f"owner {self.owner}, generation {self.generation})"
         )
 
     def __len__(self) -> int:
@@ -160,33 +63,25 @@ class HostRuns:
 
     @property
     def table(self) -> Ints:
-        """int64[r, 2]: start and length of each run, as a grant to a writer says it."""
+        """int64[r, 2]: start and length of each range, as `KVReceiver.grant` sends it to a writer."""
         return np.stack([self.starts, self.lengths], axis=1)
 
-    def tokens(self, first: int = 0, count: int | None = None) -> Ints:
-        """Host tokens of the positions `first` to `first + count - 1`, int64[count]; by default to the end.
+    def locations(self, first: int = 0, count: int | None = None) -> Ints:
+        """Host locations of the positions `first` to `first + count - 1`, int64[count]; by default to the end.
 
         Raises:
-            ArgumentError: positions that the runs do not have.
+            ArgumentError: positions outside of the ranges.
         """
-        room = len(self)
+        most = len(self)
         begin = operator.index(first)
-        stop = room if count is None else begin + operator.index(count)
-        if not 0 <= begin <= stop <= room:
+        stop = most if count is None else begin + operator.index(count)
+        if not 0 <= begin <= stop <= most:
             raise ArgumentError(
                 f"positions {first} to {stop} (exclusive) of {self!r}",
                 value=(first, stop),
-                remedy="stay inside the runs",
+                remedy="stay inside the ranges",
             )
-        return spread(self.starts, self.lengths)[begin:stop]
-
-
-__all__ = ["HostBuffer", "HostKVPool", "HostRuns", "HostStats"]
-
-
-_identities = itertools.count(1)
-_SEAL = 0xC3
-"""Each byte of memory that is nobody's, at `full`."""
+        return arange_per_row(self.starts, self.lengths)[begin:stop]
 
 
 @final
@@ -196,17 +91,17 @@ class HostStats:
 
     Attributes:
         size: tokens that can be handed out.
-        free: nobody's.
+        free: tokens that can be taken now.
         pending: freed behind a fence that is not complete: a copy under way, or a writer not known to have ended.
-        live: somebody's.
-        largest_free_run: the most that can be had in one run.
+        live: tokens in use.
+        largest_free_range: the most that can be had in one range.
     """
 
     size: int
     free: int
     pending: int
     live: int
-    largest_free_run: int
+    largest_free_range: int
 
 
 @final
@@ -217,8 +112,8 @@ class HostBuffer:
     Attributes:
         name: of the layer.
         address: of its first byte.
-        nbytes: how long; host token t begins at t * item_bytes.
-        item_bytes: of one token.
+        nbytes: its length; host location i begins at i * item_bytes.
+        item_bytes: bytes per token.
         memory: the tensor, which keeps it alive.
     """
 
@@ -231,19 +126,19 @@ class HostBuffer:
 
 @final
 class HostKVPool:
-    """Host tokens page_size to (num_pages + 1) * page_size - 1.
+    """Host locations page_size to (num_pages + 1) * page_size - 1.
 
     Args:
         runtime: the device whose kernels read and write the memory.
         num_pages: pages that can be handed out.
-        page_size: tokens a page; 1 for none.
+        page_size: tokens per page; 1 for no pages.
         layers: names of the buffers, or how many; keys and values are two.
         item_shape: of one token in one buffer.
         dtype: of the buffers.
         name: for reports.
 
     Raises:
-        ArgumentError, DtypeError: sizes that are no positive integers, or too large; no layers, or two of one name.
+        ArgumentError, DtypeError: sizes that are not positive integers, or too large; no layers, or two of one name.
 
     Attributes:
         buffers: for each layer dtype[location_capacity, ...], as kernels of the device address it.
@@ -286,27 +181,26 @@ class HostKVPool:
             runtime.mapped_zeros(shape, dtype, name=f"{name} {layer}") for layer in self.layers
         )
         self.buffers: tuple[torch.Tensor, ...] = tuple(memory.device for memory in self._memory)
-        self._free = ExtentList(1, self.num_pages)
-        self._ledger = Allocator(runtime, self.num_pages, label=self._label(), free_list=self._extents)
-        self._generation = np.zeros(self.num_pages + 1, dtype=np.int64)  # of the run that has the page, 0 for none
+        self._free = FreeRanges(1, self.num_pages)
+        pages = f", in pages of {self.page_size}" if self.page_size > 1 else ""
+        self._allocator = Allocator(
+            runtime,
+            self.num_pages,
+            label=f"HostKVPool {name!r}{pages}",
+            free_list=lambda first, last: self._free if first == 1 else FreeRanges(first, last),
+        )
+        self._generation = np.zeros(self.num_pages + 1, dtype=np.int64)  # of the ranges with the page, 0 for none
         self._owner = np.zeros(self.num_pages + 1, dtype=np.int64)
         self._newest = 0  # generation
-        self._kept: dict[int, object] = {}  # generation -> who alone may free it
-        self._sizes: dict[int, int] = {}  # generation -> pages, of runs that are somebody's
-        self._sealed = np.zeros(self.num_pages + 1, dtype=np.bool_)
-
-    def _label(self) -> str:
-        pages = f", in pages of {self.page_size}" if self.page_size > 1 else ""
-        return f"HostKVPool {self.name!r}{pages}"
-
-    def _extents(self, first: int, last: int) -> ExtentList:
-        return self._free if first == 1 else ExtentList(first, last)
+        self._kept: dict[int, object] = {}  # generation -> the one keeper that may free it
+        self._sizes: dict[int, int] = {}  # generation -> pages, of ranges in use
+        self._poisoned = np.zeros(self.num_pages + 1, dtype=np.bool_)
 
     def __repr__(self) -> str:
-        ledger = self._ledger
+        allocator = self._allocator
         return (
             f"HostKVPool({self.name!r}, {self.num_pages} pages of {self.page_size}, "
-            f"free={ledger.free}, pending={ledger.pending}, live={ledger.live})"
+            f"free={allocator.free}, pending={allocator.pending}, live={allocator.live})"
         )
 
     @property
@@ -328,15 +222,19 @@ class HostKVPool:
     def stats(self) -> HostStats:
         """The pool in numbers, after `reap`."""
         self.reap()
-        ledger, size = self._ledger, self.page_size
+        allocator, size = self._allocator, self.page_size
         return HostStats(
-            self.num_tokens, ledger.free * size, ledger.pending * size, ledger.live * size, self._free.largest * size
+            self.num_tokens,
+            allocator.free * size,
+            allocator.pending * size,
+            allocator.live * size,
+            self._free.largest * size,
         )
 
     @property
     def live_pages(self) -> int:
-        """Pages that are somebody's."""
-        return self._ledger.live
+        """Pages in use."""
+        return self._allocator.live
 
     def contiguous_buffers(self) -> tuple[HostBuffer, ...]:
         """The buffers as a transfer engine registers them, in the order of the layers."""
@@ -347,20 +245,20 @@ class HostKVPool:
 
     # Taking and freeing
 
-    def take(self, tokens: object, owners: object) -> list[HostRuns]:
-        """Takes room for `tokens` tokens for each owner, in as few runs as there is room for: whole pages.
+    def take(self, tokens: object, owners: object) -> list[HostRanges]:
+        """Takes host locations for `tokens` tokens per owner, in as few ranges as the free memory allows: whole pages.
 
         Args:
             tokens: int[n], at least 1 each.
-            owners: int[n], for reports and for `owner_of`: slots, mostly.
+            owners: int[n], for reports and for `owner_of`: usually slots.
 
         Returns:
-            one for each.
+            one per owner.
 
         Raises:
             PoolExhaustedError: too few pages are free. Nothing was taken.
-            ArgumentError: nothing asked for, or not one owner each.
-            Violation: TRANSFER_LATE_WRITE, at `full`: somebody wrote into memory that was nobody's.
+            ArgumentError: less than one token, or not one owner each.
+            Violation: TRANSFER_LATE_WRITE, at `full`: free memory was written.
         """
         self.runtime.check_owner(f"{self.name}: take")
         whose = self._integers(owners, "take: owners")
@@ -368,189 +266,185 @@ class HostKVPool:
         if wanted.size and (int(wanted.min()) < 1 or int(wanted.max()) > MOST_TOKENS):
             raise ArgumentError(f"{self.name}: take {wanted.min()}", value=int(wanted.min()), remedy="take at least 1")
         counts = (-(-wanted // self.page_size)).tolist()
-        self._ledger.check_available(sum(counts))
-        self._seal()
-        taken = [self._ledger.take(n, "take") for n in counts]
+        self._allocator.check_available(sum(counts))
+        self._poison_free()
+        taken = [self._allocator.take(n, "take") for n in counts]
         newest = self._newest
         try:
-            self._check_seals(np.concatenate([np.empty(0, dtype=np.int64), *taken]), "take")
+            self._check_poison(np.concatenate([np.empty(0, dtype=np.int64), *taken]), "take")
             return [self._granted(pages, owner) for pages, owner in zip(taken, whose.tolist(), strict=True)]
         except BaseException:
             self._sizes = {one: size for one, size in self._sizes.items() if one <= newest}
             for pages in taken:
                 self._forget(pages)
-                self._ledger.release(pages, None, "take")
+                self._allocator.release(pages, None, "take")
             raise
 
-    def _granted(self, pages: Ints, owner: int) -> HostRuns:
-        generation = self._next_generation()
+    def _granted(self, pages: Ints, owner: int) -> HostRanges:
+        generation = self._newest + 1
         if levels.cheap:
-            newest = np.full(pages.size, self._newest + 1, dtype=np.int64)
-            given = np.full(pages.size, generation, dtype=np.int64)
-            invariants.slot_stale_handle(pages, np.maximum(newest, given), given, **self._where("take"))
+            newer = np.full(pages.size, self._newest + 1, dtype=np.int64)
+            mine = np.full(pages.size, generation, dtype=np.int64)
+            invariants.slot_stale_handle(pages, np.maximum(newer, mine), mine, **self._where("take"))
         self._newest = generation
         self._sizes[generation] = pages.size
         self._generation[pages] = generation
         self._owner[pages] = owner
-        self._sealed[pages] = False
-        starts, lengths = runs_of(pages)
-        for start, length in zip((starts * self.page_size).tolist(), (lengths * self.page_size).tolist(), strict=True):
+        self._poisoned[pages] = False
+        starts, lengths = (part * self.page_size for part in ranges_of(pages))
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
             for buffer in self.buffers:
                 self.runtime.host_writes_rows(buffer, start, start + length)
-        return HostRuns(self.identity, owner, generation, starts * self.page_size, lengths * self.page_size)
+        return HostRanges(self.identity, owner, generation, starts, lengths)
 
-    def _next_generation(self) -> int:
-        return self._newest + 1
+    def keep(self, ranges: HostRanges, keeper: object) -> None:
+        """For the library: from here on only `keeper` may free these ranges."""
+        self._kept[ranges.generation] = keeper
 
-    def keep(self, runs: HostRuns, keeper: object) -> None:
-        """For the library: from here on only `keeper` may free these runs."""
-        self._kept[runs.generation] = keeper
-
-    def free(self, runs: HostRuns | Iterable[HostRuns], *, after: Fence | None = None, keeper: object = None) -> None:
-        """Frees runs, at once or when `after` is complete: the copy or the writer that may still write them has ended.
+    def free(
+        self, ranges: HostRanges | Iterable[HostRanges], *, after: Fence | None = None, keeper: object = None
+    ) -> None:
+        """Frees ranges, at once or when `after` is complete, behind the copy or writer that may still write them.
 
         Raises:
-            Violation: SLOT_DOUBLE_FREE, SLOT_STALE_HANDLE; SLOT_CONSERVATION: not all of it. Nothing was freed.
-            ArgumentError: runs of another pool, or of a request of the host tier; or `after` is no fence.
+            Violation: SLOT_DOUBLE_FREE, SLOT_STALE_HANDLE; SLOT_CONSERVATION: only a part of what `take` returned.
+                Nothing was freed.
+            ArgumentError: ranges of another pool, or of a request of the host tier; or `after` is not a fence.
         """
         operation = "free"
         self.runtime.check_owner(f"{self.name}: {operation}")
         check_fence(after, f"{self.name}: {operation}")
-        given = list(runs) if isinstance(runs, Iterable) else [runs]
-        parts = [self._pages_of(one, operation) for one in given]
-        for one in given:
+        freed = list(ranges) if isinstance(ranges, Iterable) else [ranges]
+        parts = [self._pages_to_free(one, operation) for one in freed]
+        for one in freed:
             if self._kept.get(one.generation) is not keeper:
                 raise ArgumentError(
-                    f"{self.name}: free of {one!r}, which a request of the host tier has",
+                    f"{self.name}: free of {one!r}, which a request of the host tier owns",
                     value=one,
-                    remedy="let the request go with `finish` or `abort` of the HiSparse, or free its slot",
+                    remedy="call `HiSparse.finish` or `abort`, or free the slot of the request",
                 )
         pages = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
-        if self._ledger.repeated(pages):
+        if self._allocator.repeated(pages):
             invariants.slot_double_free(pages, np.ones(pages.size, dtype=np.bool_), **self._where(operation))
         self._forget(pages)
-        for one in given:
+        for one in freed:
             self._sizes.pop(one.generation, None)
             self._kept.pop(one.generation, None)
-        self._ledger.release(pages, after, operation)
-        self._seal()
+        self._allocator.release(pages, after, operation)
+        self._poison_free()
 
     def _forget(self, pages: Ints) -> None:
         self._generation[pages] = 0
         self._owner[pages] = 0
 
     def reap(self) -> int:
-        """Makes free the pending runs whose fences are complete; says how many tokens. Never waits."""
+        """Frees the pending ranges whose fences are complete; returns how many tokens. Never waits."""
         self.runtime.check_owner(f"{self.name}: reap")
-        reaped = self._ledger.reap() * self.page_size
-        self._seal()
+        reaped = self._allocator.reap() * self.page_size
+        self._poison_free()
         return reaped
 
-    # Asking
+    # Queries
 
-    def check_held(self, runs: HostRuns, operation: str) -> None:
-        """Refuses runs that are not of this pool, or no longer their owner's.
+    def check_held(self, ranges: HostRanges, operation: str) -> None:
+        """Refuses ranges of another pool, and ranges that were freed.
 
         Raises:
             Violation: SLOT_STALE_HANDLE.
-            ArgumentError: runs of another pool.
+            ArgumentError: ranges of another pool.
         """
-        self._check_generation(runs, self._pages(runs, operation), operation)
+        self._check_generation(ranges, self._pages(ranges, operation), operation)
 
-    def owner_of(self, tokens: object) -> Ints:
-        """Whose each host token int[n] is, int64[n]; 0 where nobody's.
+    def owner_of(self, locations: object) -> Ints:
+        """The owner of each host location int[n], int64[n]; 0 where it is free or pending.
 
         Raises:
             Violation: SLOT_OUT_OF_RANGE.
         """
-        given = self._integers(tokens, "owner_of")
-        invariants.slot_out_of_range(given, self.location_capacity, **self._where("owner_of"))
-        return self._owner[given // self.page_size]
+        asked = self._integers(locations, "owner_of")
+        invariants.slot_out_of_range(asked, self.location_capacity, **self._where("owner_of"))
+        return self._owner[asked // self.page_size]
 
     def _integers(self, numbers: object, operation: str) -> Ints:
         """int64[n] of one number or of n."""
         array = np.atleast_1d(as_array(numbers, f"{self.name}: {operation}"))
         return np.atleast_1d(amounts(array, array.shape[0], f"{self.name}: {operation}"))
 
-    def _pages(self, runs: object, operation: str) -> Ints:
-        if not isinstance(runs, HostRuns) or runs.pool != self.identity:
+    def _pages(self, ranges: object, operation: str) -> Ints:
+        if not isinstance(ranges, HostRanges) or ranges.pool != self.identity:
             raise ArgumentError(
-                f"{self.name}: {operation} of {runs!r}, which this pool did not make",
-                value=runs,
+                f"{self.name}: {operation} of {ranges!r}, which this pool did not return",
+                value=ranges,
                 remedy="pass what `take` of this pool returned",
             )
-        return runs.tokens()[:: self.page_size] // self.page_size
+        return ranges.locations()[:: self.page_size] // self.page_size
 
-    def _pages_of(self, runs: HostRuns, operation: str) -> Ints:
-        pages = self._pages(runs, operation)
-        live = self._ledger.live_among(pages)
+    def _pages_to_free(self, ranges: HostRanges, operation: str) -> Ints:
+        """The pages of ranges that are freed: live, of this generation, and all of what was taken."""
+        pages, allocator = self._pages(ranges, operation), self._allocator
+        live = allocator.live_among(pages)
         if not live.all():
             invariants.slot_double_free(pages, live, **self._where(operation))
-        self._check_generation(runs, pages, operation)
-        if pages.size != self._sizes.get(runs.generation):
-            self._refuse_part(runs, pages, operation)
+        self._check_generation(ranges, pages, operation)
+        if pages.size != self._sizes.get(ranges.generation):  # the rest could not be named by any handle
+            left = np.setdiff1d(np.flatnonzero(self._generation == ranges.generation), pages)
+            invariants.slot_conservation(
+                allocator.free,
+                allocator.pending,
+                allocator.live - left.size,
+                allocator.size,
+                leaked=left,
+                problem=f"{operation} of {pages.size} pages of ranges that have {pages.size + left.size}",
+                remedy="free what `take` returned, as a whole",
+                **self._where(operation),
+            )
         return pages
 
-    def _refuse_part(self, runs: HostRuns, pages: Ints, operation: str) -> None:
-        """What is freed is exactly what was taken: nobody could name the rest any more."""
-        ledger = self._ledger
-        left = np.setdiff1d(np.flatnonzero(self._generation == runs.generation), pages)
-        invariants.slot_conservation(
-            ledger.free,
-            ledger.pending,
-            ledger.live - left.size,
-            ledger.size,
-            leaked=left,
-            problem=f"{operation} of {pages.size} pages of a run that has {pages.size + left.size}",
-            remedy="free what `take` returned, as a whole",
-            **self._where(operation),
-        )
-
-    def _check_generation(self, runs: HostRuns, pages: Ints, operation: str) -> None:
-        held = np.full(pages.size, runs.generation, dtype=np.int64)
+    def _check_generation(self, ranges: HostRanges, pages: Ints, operation: str) -> None:
+        held = np.full(pages.size, ranges.generation, dtype=np.int64)
         invariants.slot_stale_handle(pages, held, self._generation[pages], **self._where(operation))
 
     # Checks
 
-    def _seal(self) -> None:
-        """At `full`: memory that is nobody's from now on is filled, so that whoever writes it is found out."""
+    def _poison_free(self) -> None:
+        """At `full`: fills memory that has become free, so that a late write into it is found."""
         if not levels.full:
             return
-        pages = np.flatnonzero((self._ledger.states == FREE) & ~self._sealed)
+        pages = np.flatnonzero((self._allocator.states == FREE) & ~self._poisoned)
         for memory in self._memory:
-            memory.bytes.reshape(self.num_pages + 1, -1)[pages] = _SEAL
-        self._sealed[pages] = True
+            memory.bytes.reshape(self.num_pages + 1, -1)[pages] = _POISON
+        self._poisoned[pages] = True
 
-    def _check_seals(self, pages: Ints, operation: str) -> None:
+    def _check_poison(self, pages: Ints, operation: str) -> None:
         if not levels.full:
             return
-        sealed = pages[self._sealed[pages]]
+        poisoned = pages[self._poisoned[pages]]
         for memory in self._memory:
-            changed = (memory.bytes.reshape(self.num_pages + 1, -1)[sealed] != _SEAL).any(axis=1)
-            invariants.transfer_late_write(sealed * self.page_size, changed, **self._where(operation))
+            changed = (memory.bytes.reshape(self.num_pages + 1, -1)[poisoned] != _POISON).any(axis=1)
+            invariants.transfer_late_write(poisoned * self.page_size, changed, **self._where(operation))
 
     def verify(self) -> None:
-        """Every law of the pool from scratch. At `full` it reads the memory that is nobody's.
+        """Checks every invariant of the pool from scratch. At `full` it reads all free memory.
 
         Raises:
             Violation: SLOT_STALE_HANDLE, TRANSFER_LATE_WRITE, and see `Allocator.verify`.
         """
         self.runtime.check_owner(f"{self.name}: verify")
-        self._ledger.verify()
+        self._allocator.verify()
         pages = np.arange(self.num_pages + 1, dtype=np.int64)
-        live = self._ledger.live_among(pages)
-        of_nobody = np.where(live, self._generation, 0)
-        invariants.slot_stale_handle(pages, self._generation, of_nobody, **self._where("verify"))
-        self._check_seals(pages[1:], "verify")
+        live = self._allocator.live_among(pages)
+        expected = np.where(live, self._generation, 0)
+        invariants.slot_stale_handle(pages, self._generation, expected, **self._where("verify"))
+        self._check_poison(pages[1:], "verify")
 
     def expect_idle(self) -> None:
-        """Nothing is live; what is pending is no leak.
+        """Checks that nothing is live. Pending pages are not leaks.
 
         Raises:
             Violation: SLOT_CONSERVATION, naming up to 8 of the leaked pages.
         """
         self.reap()
-        self._ledger.expect_idle("expect_idle")
+        self._allocator.expect_idle("expect_idle")
 
     def _where(self, operation: str) -> Where:
-        return {"object": self._ledger.label, "operation": operation, "step": self.runtime.step}
+        return {"object": self._allocator.label, "operation": operation, "step": self.runtime.step}

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from batchstate._arrays import as_array, converted, count
 from batchstate.errors import ArgumentError, DtypeError, TransferError
-from batchstate.kv.host_pool import HostRuns
+from batchstate.kv.host_pool import HostRanges
 from batchstate.transport._session import Session
 from batchstate.transport.engines.base import Delivery, Engine
 from batchstate.transport.handshake import Description
@@ -340,7 +340,7 @@ class Receiver(Session):
         lease.retried = True
         return following
 
-    def grant(self, lease: Lease, runs: HostRuns | npt.ArrayLike) -> None:
+    def grant(self, lease: Lease, runs: HostRanges | npt.ArrayLike) -> None:
         """Lets the writers of a lease write host tokens: one message for each of them goes to the outbox.
 
         Args:
@@ -356,7 +356,7 @@ class Receiver(Session):
         """
         self._engine.check_owner("grant")
         self._check_mine(lease)
-        table = runs.table if isinstance(runs, HostRuns) else runs
+        table = runs.table if isinstance(runs, HostRanges) else runs
         if as_array(table, "runs").dtype.kind == "b":
             raise DtypeError("runs: booleans", value="bool", remedy="pass start and length of each run")
         memory = converted(table, np.dtype(np.int64), "runs")

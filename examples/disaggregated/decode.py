@@ -133,7 +133,7 @@ class DecodeWorker:
         self.arrivals.keep_free = min(len(self._here), MOST_STAGED - len(self._staging))
         arrived = self.arrivals.turn()
         self.quarantined_max = max(self.quarantined_max, self.arrivals.quarantined)
-        self.tier.settle()
+        self.tier.poll_staged()
         staged = [one for one in self._staging if self.tier.ready(one.slots).all()]
         prefills = len(self._staging) < MOST_STAGED + len(staged)
         prefills = bool(self._here) and prefills and self.arrivals.room_for(self._here[0])
@@ -207,7 +207,7 @@ class DecodeWorker:
             self.tier.finish(slot, after=self._last_step)
             return False
         rows = np.full(room, slot.np[0])
-        self._writes.append(self._host_table.entry(rows, np.arange(room), self.tier.host_tokens(slot, room)))
+        self._writes.append(self._host_table.entry(rows, np.arange(room), self.tier.host_locations(slot, room)))
         return True
 
     def _row(self, slot: Slots, request: Request) -> TierBatch:

@@ -95,7 +95,7 @@ class TierForward:
             host = self._host_table.device.index_select(0, inputs.slots)
             view = TieredView(
                 positions=inputs.positions,
-                slot_mapping=uploaded["hot_tokens"],
+                slot_mapping=uploaded["hot_locations"],
                 query_start_loc=inputs.query_start_loc,
                 query_lens=plan.query_lens,
                 kv_lens=inputs.kv_lens,

@@ -19,7 +19,7 @@ from batchstate.errors import ArgumentError, DtypeError, PoolExhaustedError, Sha
 from batchstate.indices import Pages, Slots
 from batchstate.kv._tier import TierState
 from batchstate.kv.hisparse import HiSparse, LastLocation
-from batchstate.kv.host_pool import HostKVPool, HostRuns
+from batchstate.kv.host_pool import HostKVPool, HostRanges
 from batchstate.kv.pages import PagePool
 from batchstate.mirror import MirroredTensor
 from batchstate.pools import SlotPool
@@ -87,18 +87,20 @@ class PrefillWorker:
 
     Args:
         host: the pool of the tokens.
-        runs: which of them it may write.
+        ranges: which of them it may write.
         content: int64[LAYERS, n, ITEM], what it writes.
         stream: of its one fence.
         ended: what its memory was reserved behind.
 
     Attributes:
-        runs, ended: see above.
+        ranges, ended: see above.
     """
 
-    def __init__(self, host: HostKVPool, runs: HostRuns, content: Ints, stream: ManualStream, ended: Arrival) -> None:
+    def __init__(
+        self, host: HostKVPool, ranges: HostRanges, content: Ints, stream: ManualStream, ended: Arrival
+    ) -> None:
         self._memory = [bytes_of(one.memory).view(np.int64).reshape(-1, ITEM) for one in host.contiguous_buffers()]
-        self.runs = runs
+        self.ranges = ranges
         self._content = content
         self._stream = stream
         self.ended = ended
@@ -106,7 +108,7 @@ class PrefillWorker:
     @property
     def tokens(self) -> Ints:
         """Its host tokens, int64[n]."""
-        return self.runs.tokens(0, self._content.shape[1])
+        return self.ranges.locations(0, self._content.shape[1])
 
     def write(self, first: int, stop: int) -> None:
         """Writes some of its positions."""
@@ -134,7 +136,7 @@ class Tiered:
         content: int64[LAYERS, n, ITEM], what each position holds.
         room: tokens that it has host tokens for; 0 outside of the tier.
         state: where it should be.
-        runs: its host tokens.
+        ranges: its host tokens.
         writer: who brings its KV, or None.
         delivered: positions that have arrived.
         hot_from: first position that the device has.
@@ -146,7 +148,7 @@ class Tiered:
     content: Ints
     room: int = 0
     state: TierState = TierState.OUTSIDE
-    runs: HostRuns | None = None
+    ranges: HostRanges | None = None
     writer: PrefillWorker | None = None
     delivered: int = 0
     hot_from: int = 0
@@ -172,7 +174,7 @@ class Tiered:
 
     def host_tokens(self, stop: int) -> Ints:
         """Where the host has the positions up to `stop`, int64[stop]."""
-        return np.empty(0, np.int64) if self.runs is None else self.runs.tokens(0, stop)
+        return np.empty(0, np.int64) if self.ranges is None else self.ranges.locations(0, stop)
 
     def device_tokens(self, pages: npt.NDArray[np.int32], page_size: int, hot_tokens: int) -> Ints:
         """Where the device has the positions from `hot_from` on, int64[length - hot_from]; `pages` are its own."""
@@ -285,15 +287,15 @@ class TierRequests(Machine):
         agree(stats.size, stats.free + stats.pending + stats.live, "free + pending + live host tokens")
         everything: list[int] = []
         for request in self.requests:
-            if request.runs is not None:
-                tokens = request.runs.tokens().tolist()
+            if request.ranges is not None:
+                tokens = request.ranges.locations().tolist()
                 everything += tokens
                 agree([request.number] * len(tokens), self.host.owner_of(tokens).tolist(), f"owner of {request!r}")
-                self.reached("a request in several runs", request.runs.starts.size > 1)
+                self.reached("a request in several runs", request.ranges.starts.size > 1)
         agree(len(set(everything)), len(everything), "host tokens that two requests have")
         agree(len(everything) + sum(len(one) for one in self.strangers), stats.live, "live host tokens")
         for ghost in self.ghosts:
-            agree(set(), set(everything) & set(ghost.runs.tokens().tolist()), "tokens that a stranger may write")
+            agree(set(), set(everything) & set(ghost.ranges.locations().tolist()), "tokens that a stranger may write")
         agree([request.number for request in self._by_slot()], self.slots.live_slots().tolist(), "live slots")
 
     def _by_slot(self) -> list[Tiered]:
@@ -327,14 +329,17 @@ class TierRequests(Machine):
 
     def snapshot(self) -> object:
         """Who has what, and how far each request is. What is free or pending changes by itself."""
-        books = self.tier._books
+        requests = self.tier._requests
         return (
             self.slots.live_slots().tolist(),
             self.pages.page_table.tolist(),
             self.pages.committed_lengths.tolist(),
             self.host.live_pages,
-            sorted((slot, runs.generation) for slot, runs in books.runs.items()),
-            [row.tolist() for row in (books.states, books.length, books.backed, books.hot_from, books.room)],
+            sorted((slot, ranges.generation) for slot, ranges in requests.ranges.items()),
+            [
+                row.tolist()
+                for row in (requests.states, requests.length, requests.backed, requests.hot_from, requests.max_tokens)
+            ],
         )
 
     # Helpers of rules
@@ -387,7 +392,7 @@ class TierRequests(Machine):
             if request.writer is not None and not request.writer.ended.query():
                 request.spoiled = True
                 self.ghosts.append(request.writer)
-                self.haunted.update(request.writer.runs.tokens().tolist())
+                self.haunted.update(request.writer.ranges.locations().tolist())
                 if request.state is not TierState.READY:
                     self.reached("direct abort before the writer has ended")
                 request.writer.scribble()
@@ -510,7 +515,7 @@ class TierSteps(TierRequests):
         slots = self.handles(requests)
         lens = np.array([one.length + 1 for one in requests], dtype=np.int64)
         given = MirroredTensor.from_host(self.rt, lens) if mirrored else lens
-        if any(one.length >= len(one.runs or ()) for one in requests):
+        if any(one.length >= len(one.ranges or ()) for one in requests):
             self.reached("a request without room refused")
             with self.refused(Code.LENGTH_ORDER):
                 self.tier.map_last_location(slots, given)
@@ -531,7 +536,7 @@ class TierSteps(TierRequests):
             self.reached("the ring went round", request.length >= 2 * hot)
             self.reached("grown by a page", grown)
             self.reached("read from the host", request.hot_from > 0)
-        self.forward(requests, added, plan.tokens.np, plan, ride)
+        self.forward(requests, added, plan.locations.np, plan, ride)
         if levels.full:  # before what the forward read is compared
             with self.on(self.apart):
                 self.tier.verify()
@@ -613,16 +618,16 @@ class TierArrivals(TierSteps):
         ended = Arrival(stream.record())
 
         def call() -> None:
-            runs = self.tier.reserve(request.slot, length, room, writer=ended)[0]
-            made.append(PrefillWorker(self.host, runs, content, stream, ended))
+            ranges = self.tier.reserve(request.slot, length, room, writer=ended)[0]
+            made.append(PrefillWorker(self.host, ranges, content, stream, ended))
 
         if not self.tried(call, "host tokens"):
             self._leave_outside(request)
             return []
         request.writer, request.content, request.room = made[0], content, room
-        request.runs, request.state = made[0].runs, DIRECT
+        request.ranges, request.state = made[0].ranges, DIRECT
         self.reached(
-            "host tokens used again after their writer", bool(self.haunted & set(request.runs.tokens().tolist()))
+            "host tokens used again after their writer", bool(self.haunted & set(request.ranges.locations().tolist()))
         )
         return [request]
 
@@ -745,16 +750,16 @@ class TierArrivals(TierSteps):
         self.copies.append((self.rt.step, self.tier._staging[-1][1]))
         for request, most in zip(requests, room.tolist(), strict=True):
             request.state, request.room = STAGED, most
-            request.runs = self.tier._books.runs[request.number]
+            request.ranges = self.tier._requests.ranges[request.number]
         return True
 
     @rule()
-    def settle(self) -> None:
+    def poll_staged(self) -> None:
         """What is copied may decode."""
         self._settle()
 
     def _settle(self) -> None:
-        settled = self.tier.settle()
+        settled = self.tier.poll_staged()
         ready = [one for one in self.of(STAGED) if self.tier.ready(one.slot)[0]]
         with self.on(self.apart):
             self.tier.verify()
@@ -887,8 +892,8 @@ MISUSES: tuple[Misuse[It], ...] = (
         lambda it: it[0].map_last_location(it[1].pad(2), _next(it)),
         _ready,
     ),
-    Misuse("host tokens beyond the runs", (ArgumentError,), lambda it: it[0].host_tokens(it[1], 10_000), _inside),
-    Misuse("host tokens of nobody", _TIER, lambda it: it[0].host_tokens(it[1], 1), _outside),
+    Misuse("host tokens beyond the ranges", (ArgumentError,), lambda it: it[0].host_locations(it[1], 10_000), _inside),
+    Misuse("host tokens of nobody", _TIER, lambda it: it[0].host_locations(it[1], 1), _outside),
     Misuse(
         "finish slots of another pool",
         (ArgumentError,),
@@ -979,7 +984,7 @@ class HostTierMachine(TierArrivals):
         for _ in range(4):
             self.haunt()
             self.host.verify()
-        stats, haunted = self.host.stats, sum(len(ghost.runs) for ghost in self.ghosts)
+        stats, haunted = self.host.stats, sum(len(ghost.ranges) for ghost in self.ghosts)
         agree((haunted, stats.size - haunted), (stats.pending, stats.free), "host tokens pending and free, all gone")
         agree(self.pages.num_pages, self.pages.stats.free, "device pages free, all gone")
 
@@ -995,7 +1000,7 @@ class HostTierMachine(TierArrivals):
     @precondition(lambda self: self.gone)
     @rule(back=st.integers(1, 3))
     def use_gone(self, back: int) -> None:
-        """Handles and runs of requests that left are refused everywhere."""
+        """Handles and ranges of requests that left are refused everywhere."""
         late = self.gone[-min(back, len(self.gone))]
         tier, slot = self.tier, late.slot
         for call in (
@@ -1004,15 +1009,15 @@ class HostTierMachine(TierArrivals):
             lambda: tier.admit_staged(slot, 1),
             lambda: tier.map_last_location(slot, late.length + 1),
             lambda: tier.states(slot),
-            lambda: tier.host_tokens(slot, 1),
+            lambda: tier.host_locations(slot, 1),
             lambda: tier.abort(slot),
         ):
             with self.refused(Code.SLOT_STALE_HANDLE):
                 call()
-        runs = late.runs
-        if runs is not None:
+        ranges = late.ranges
+        if ranges is not None:
             with self.refused(Code.SLOT_STALE_HANDLE, Code.SLOT_DOUBLE_FREE):
-                self.host.free(runs)
+                self.host.free(ranges)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), misuse=st.sampled_from(MISUSES))

@@ -15,7 +15,7 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from batchstate import invariants
 from batchstate.errors import PoolExhaustedError, TransferError
-from batchstate.kv.host_pool import HostKVPool, HostRuns
+from batchstate.kv.host_pool import HostKVPool, HostRanges
 from batchstate.runtime.memory import bytes_of
 from batchstate.testing.machine import Machine, agree
 from batchstate.transport.engines.in_process import SETTLE_STEPS, Faults, InProcessEngine, Network
@@ -47,13 +47,13 @@ class Transfer:
 
     lease: Lease
     kv: tuple[Bytes, ...]
-    runs: HostRuns | None
+    runs: HostRanges | None
     told: LeaseState | None = None
 
     @property
     def tokens(self) -> npt.NDArray[np.int64]:
         """Its host tokens, int64[n]."""
-        return np.empty(0, np.int64) if self.runs is None else self.runs.tokens(0, self.lease.num_tokens)
+        return np.empty(0, np.int64) if self.runs is None else self.runs.locations(0, self.lease.num_tokens)
 
 
 @attrs.define(eq=False)

@@ -108,11 +108,8 @@ def staged_pages_freed_under_the_copy(patch: Patch) -> None:
         self: HiSparse, slots: Slots, allowed: tuple[TierState, ...], after: Fence | None, operation: str
     ) -> None:
         rows = self.slots.rows_of(slots, operation, unique=True)
-        self._guard.check_state(rows, allowed, operation)
-        self._guard.leaving = True
-        try:
+        self._requests.check_state(rows, allowed, operation)
+        with self._requests.allow_release():
             self.pages.release_requests(slots, after=after)
-        finally:
-            self._guard.leaving = False
 
     patch(HiSparse, "_release", release)

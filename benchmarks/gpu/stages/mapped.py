@@ -82,7 +82,7 @@ def _backups(runtime: Runtime, notes: Notes, *, steps: int) -> None:
         lens += 1
         location = tier.map_last_location(taken, lens)
         tier.back_up(location)  # the token of the step before
-        written = location.tokens.device
+        written = location.locations.device
         for layer, memory in enumerate(kv):  # stands for the model's attention
             memory.index_fill_(0, written, 100 * step + layer)
         runtime.record().wait()
