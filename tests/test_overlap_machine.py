@@ -11,7 +11,7 @@ from batchstate.future_map import FutureMap
 from batchstate.indices import Slots
 from batchstate.runtime import CpuRuntime, Runtime
 from batchstate.selfcheck.machines import overlap as overlap_forward
-from batchstate.selfcheck.machines.overlap import CHOICES, READINGS, Choices, OverlapMachine, Way
+from batchstate.selfcheck.machines.overlap import CHOICES, READINGS, Arrival, Choices, OverlapMachine
 from batchstate.selfcheck.mutants import MUTANTS
 from batchstate.tables import Table
 from batchstate.testing import DisagreementError, LateRuntime, no_hidden_sync, run_machine, session
@@ -49,7 +49,7 @@ class Watched(OverlapMachine):
     """Notes how deep it runs."""
 
     def check(self) -> None:
-        depths.append(self.engine.steps.depth)
+        depths.append(self.engine.depth)
         super().check()
 
 
@@ -204,7 +204,7 @@ def test_what_shows_late_is_found_at_the_end(monkeypatch: pytest.MonkeyPatch) ->
     """A row that nobody cleared and nobody read again is seen when everybody has gone."""
     monkeypatch.setattr(Table, "clear", lambda self, slots: None)
     machine = opened()
-    machine._arrive(2, 1, Way.PROMPT, marked=True)
+    machine._arrive(2, 1, Arrival.PROMPT, marked=True)
     machine.run([Choices()])
     machine.check()
     with pytest.raises(DisagreementError, match="what is left"):
@@ -214,11 +214,11 @@ def test_what_shows_late_is_found_at_the_end(monkeypatch: pytest.MonkeyPatch) ->
 def test_unread_results_are_compared_at_the_end() -> None:
     """Results that no rule has read are read before the example is over."""
     machine = opened()
-    machine._arrive(2, 4, Way.PROMPT, marked=False)
+    machine._arrive(2, 4, Arrival.PROMPT, marked=False)
     machine.run([Choices(unread=True)])
-    machine.engine.steps.unread[0].requests[0].held.token = 0  # the model's, which is not asked again
-    wrong = machine.engine.steps.unread[0]
-    machine.engine.steps.unread[0] = attrs.evolve(wrong, outcomes=[one._replace(token=1) for one in wrong.outcomes])
+    machine.engine.unread[0].requests[0].held.token = 0  # the model's, which is not asked again
+    wrong = machine.engine.unread[0]
+    machine.engine.unread[0] = attrs.evolve(wrong, outcomes=[one._replace(token=1) for one in wrong.outcomes])
     with pytest.raises(DisagreementError, match="tokens of step 1"):
         machine.teardown()
 
