@@ -12,8 +12,8 @@ from batchstate._arrays import kept_rows, row_indices
 from batchstate.errors import ArgumentError, BatchStateError
 from batchstate.mirror import Contract
 from batchstate.runtime import NUMPY_DTYPES, Runtime, numpy_dtype
+from batchstate.selfcheck.machines.slot_pool import SlotPoolMachine
 from batchstate.testing import (
-    Machine,
     ManualStream,
     amounts,
     column_values,
@@ -128,4 +128,4 @@ def test_manual_fences_complete_in_order() -> None:
 def test_undeclared_states_are_refused() -> None:
     """A state that nobody declared would never be missed, so it cannot be counted."""
     with pytest.raises(ArgumentError, match="declare it in `TARGETS`"):
-        Machine().reached("something nice")
+        SlotPoolMachine().reached("something nice")
