@@ -24,7 +24,6 @@ from batchstate import invariants, levels
 from batchstate._arrays import amounts, count
 from batchstate.errors import ArgumentError, CaptureError, DeviceError
 from batchstate.indices import HostLocations, Locations, Slots
-from batchstate.kv import _page_state as length_words
 from batchstate.kv._ranges import arange_per_row
 from batchstate.kv._tier import IN_TIER, KVCopier, TierRequests, TierState
 from batchstate.kv.host_pool import HostKVPool, HostRanges
@@ -135,7 +134,7 @@ class HiSparse:
         self._open: LastLocation | None = None
         self._staging: list[tuple[Slots, Fence]] = []
         self.slots.add_listener(self._requests)
-        pages.guard_release(self._requests.check_pages)
+        pages.add_release_check(self._requests.check_pages)
 
     def __repr__(self) -> str:
         return f"HiSparse({len(self._requests.ranges)} requests, hot_tokens={self.hot_tokens}, {self.host!r})"
@@ -337,7 +336,7 @@ class HiSparse:
                 remedy="a request has at least one token",
             )
         where = self._where(operation)
-        invariants.length_order(length, most, self.host.num_tokens, explain=length_words.reserved, **where)
+        invariants.length_order(length, most, self.host.num_tokens, explain=_not_reserved, **where)
         return length, most
 
     def _enter(
@@ -424,7 +423,7 @@ class HiSparse:
                 remedy="call `back_up` for each `map_last_location`, in order",
             )
         before, most = self._requests.length[rows], self._requests.max_tokens[rows]
-        invariants.length_order(length, most, int(most.max(initial=0)), explain=length_words.outgrown, **where)
+        invariants.length_order(length, most, int(most.max(initial=0)), explain=_outgrown, **where)
         wrong = length != before + 1
         if wrong.any():
             row = int(np.flatnonzero(wrong)[0])
@@ -569,3 +568,19 @@ class HiSparse:
 
     def _where(self, operation: str) -> Where:
         return {"object": self, "operation": operation, "step": self.runtime.step}
+
+
+def _not_reserved(asked: int, capacity: int, most: int) -> tuple[str, str]:
+    if capacity > most:
+        return (
+            f"room for {capacity} tokens asked for, the host tier has {most}",
+            "ask for less, or make the pool larger",
+        )
+    return f"{asked} tokens, and room for {capacity}", "reserve room for the tokens that come and all that follow"
+
+
+def _outgrown(asked: int, capacity: int, most: int) -> tuple[str, str]:
+    return (
+        f"{asked} tokens with the new one, {capacity} were reserved",
+        "finish the request, or reserve more at admission",
+    )

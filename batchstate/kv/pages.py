@@ -1,9 +1,9 @@
 """`PagePool`: which KV pages a request has, how many of its tokens are committed, and who else uses a page.
 
 A request grows (pages are allocated), commits (tokens are written), truncates (speculation was rejected) and is
-released, pages and slot together. Whole pages of a prefix may be shared: each holder has a reference, and nobody writes
-into a page that has two. Pages may also be taken before there is a request; a lease holds them then. Bookkeeping is
-numpy on the host, O(what changes), by the owning thread; nothing here touches the device.
+released, pages and slot together. Whole pages of a prefix may be shared: each holder has a reference, and a page with
+two references is not written. Pages may also be taken before there is a request; a lease holds them then. Bookkeeping
+is numpy on the host, O(what changes), on the owning thread; nothing here touches the device.
 """
 
 from collections.abc import Callable
@@ -19,23 +19,31 @@ from batchstate._allocator import MOST_TOKENS, size_of
 from batchstate._arrays import amounts, converted, count
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from batchstate.indices import Locations, Slots
-from batchstate.kv._page_state import Added, PageBooks, PageLease
+from batchstate.invariants import times_checked
+from batchstate.kv._page_state import ONE, PageReferences, PageTable
+from batchstate.kv._ranges import arange_per_row
 from batchstate.mirror import Contract
 from batchstate.pools import SlotListener, SlotPool
 from batchstate.runtime import Fence, Runtime, check_fence, check_runtime, numpy_dtype
-from batchstate.tables import SlotSpace, Table, TableWrite, read_only
-from batchstate.violations import Where
+from batchstate.tables import Table, TableWrite, read_only
+from batchstate.violations import Code, Where
 
-# A page pool in numbers.
+__all__ = ["Extension", "PageLease", "PagePool", "PageStats"]
+
+Ints = npt.NDArray[np.int64]
+
+LENGTH_ORDER = Code.LENGTH_ORDER
+ZERO = np.array(0)  # numpy takes as long to convert one number as to compare 100 of them
 
 
+@final
 @attrs.frozen
 class PageStats:
     """A page pool in numbers: free + pending + live = num_pages.
 
     Attributes:
         num_pages: pages that can be allocated; page 0 is not among them.
-        free: nobody's.
+        free: pages without a holder.
         pending: released behind a fence that is not complete; waiting helps.
         live: held by slots or leases.
         shared: live pages with more than one holder.
@@ -50,90 +58,53 @@ class PageStats:
     leases: int
 
 
-# What a slot pool asks of the pages that its slots own: no slot is freed while it has pages.
-
-Ints = npt.NDArray[np.int64]
-
-
 @final
-class PageGuard(SlotListener):
-    """The listener of a slot pool whose slots own pages. Slots are taken without pages and get them by growing.
+@attrs.define(eq=False)
+class PageLease:
+    """Pages held without a slot: the first `tokens` tokens of a request, kept after it, or pages taken before one.
 
-    Args:
-        is_live: which of some slots int64[n] are live, bool[n].
-        books: the pages.
+    Made by `PagePool.hold` and `PagePool.take`; give it back with `release`.
+
+    Attributes:
+        tokens: how many tokens; whole pages.
+        released: whether it was given back.
     """
 
-    def __init__(self, is_live: Callable[[Ints], npt.NDArray[np.bool_]], books: PageBooks) -> None:
-        self._is_live = is_live
-        self._books = books
+    _pages: Ints
+    tokens: int
+    _release: "Callable[[PageLease, Ints, Fence | None], None]"
+    released: bool = attrs.field(default=False, init=False)
 
     def __repr__(self) -> str:
-        return f"PageGuard({self._books!r})"
+        return f"PageLease({self.tokens} tokens, {self._pages.size} pages{', released' if self.released else ''})"
 
-    def check_free(self, rows: Ints, operation: str) -> None:
-        """Refuses to free slots that have pages: nobody would give those back.
+    @property
+    def pages(self) -> Ints:
+        """int64[tokens / page_size], in the order of their tokens; a read-only view."""
+        return read_only(self._pages)
 
-        Raises:
-            Violation: SLOT_CONSERVATION, naming slots.
-        """
-        owned = self._books.rows.num_pages[rows]
-        if np.count_nonzero(owned):
-            owners = rows[owned > 0]
-            names = ", ".join(str(slot) for slot in owners[:8]) + (", ..." if owners.size > 8 else "")
-            self._refuse(
-                owners,
-                int(owned.sum()),
-                operation,
-                problem=f"these slots still own {int(owned.sum())} pages: {names}",
-                remedy="use `pages.release_requests(slots, after=...)`, which frees a request with all it has",
-            )
-
-    def _refuse(
-        self, owners: Ints, pages: int, operation: str, *, problem: str | None = None, remedy: str | None = None
-    ) -> None:
-        ledger = self._books.references.ledger
-        invariants.slot_conservation(
-            ledger.free,
-            ledger.pending,
-            ledger.live - pages,
-            ledger.size,
-            leaked=owners,
-            problem=problem,
-            remedy=remedy,
-            object=ledger.label,
-            operation=operation,
-        )
-
-    def verify(self) -> None:
-        """Every law of the pages from scratch, and none belongs to a slot that is nobody's.
+    def release(self, *, after: Fence | None = None) -> None:
+        """Gives the references back, at once or when `after` is complete.
 
         Raises:
-            Violation: SLOT_CONSERVATION, and see `PageBooks.verify`.
+            Violation: SLOT_DOUBLE_FREE: it was given back before.
         """
-        self._books.verify()
-        owners = np.flatnonzero(self._books.rows.num_pages)
-        orphans = owners[~self._is_live(owners)]
-        if orphans.size:
-            self._refuse(orphans, int(self._books.rows.num_pages[orphans].sum()), "verify")
-
-
-# The tokens that a step adds to its requests: where each lies, and whose it is.
+        self._release(self, self._pages, after)
 
 
 @final
 @attrs.frozen(eq=False)
 class Extension:
-    """t tokens of n requests, those of one request together, in order.
+    """t tokens that an operation added to n requests, those of one request together, in order.
 
     The arrays are read-only: they were checked as they are.
 
     Attributes:
         slots: int64[t], the slot of each token.
         positions: int64[t], its position in the request.
-        tokens: `host_only` int64[t], its place in KV memory.
-        counts: int64[n], tokens of each request.
-        owners: the handles of the n requests, which `entry` asks again: numbers do not say whose slot it is by then.
+        locations: `host_only` int64[t], its place in KV memory.
+        counts: int64[n], tokens per request.
+        owners: the handles of the n requests, which `entry` checks again: a slot may have another owner by then.
     """
 
     slots: Ints = attrs.field(converter=read_only)
@@ -141,8 +112,7 @@ class Extension:
     locations: Locations
     counts: Ints = attrs.field(converter=read_only)
     owners: Slots
-    _space: SlotSpace
-    _req_to_token: Table | None = None
+    _pool: "PagePool"
 
     def __len__(self) -> int:
         return len(self.locations)
@@ -151,90 +121,95 @@ class Extension:
         return f"Extension({len(self)} tokens of {self.counts.size} requests)"
 
     def entry(self, table: Table | None = None) -> TableWrite:
-        """The write that records the tokens in a table [slot, position] -> token; rides in a batch's upload.
+        """The write that records the locations in a table [slot, position] -> location, packed with a batch's upload.
 
         Args:
-            table: by default the pool's token table.
+            table: by default the pool's `req_to_token`.
 
         Raises:
-            ArgumentError: no table given, and the pool has none; or a table of other slots.
+            ArgumentError: no table passed, and the pool has none; or a table of other slots.
             Violation: SLOT_STALE_HANDLE: a request has left since. Else see `Table.entry`.
             RowIndexError: see `Table.entry`.
         """
-        target = self._req_to_token if table is None else table
+        slots, own = self._pool.slots, self._pool.req_to_token
+        target = own if table is None else table
         if target is None:
             raise ArgumentError(
                 "entry without a table", value=None, remedy="pass a table, or give the PagePool a req_to_token"
             )
-        if target.slots is not self._space:
+        if target.slots is not slots:
             raise ArgumentError(
-                f"entry of slots of {self._space.name!r} in {target!r} of {target.slots.name!r}",
+                f"entry of slots of {slots.name!r} in {target!r} of {target.slots.name!r}",
                 value=target,
                 remedy="pass a table that was made by the pool of these slots",
             )
-        self._space.check_handles(self.owners, "entry")
-        if target is self._req_to_token and not levels.full:  # the pool made and checked all three
+        slots.check_handles(self.owners, "entry")
+        if target is own and not levels.full:  # the pool made and checked all three
             return target.planned(self.slots, self.positions, self.locations.np, self.owners)
         checked = target.entry(self.slots, self.positions, self.locations)
         return attrs.evolve(checked, owners=self.owners)
 
 
-# What a table must be to hold the tokens of a page pool.
+# The problem and the remedy where token lengths are out of order, in the words of the operation. Each takes the two
+# lengths that LENGTH_ORDER compares, the shorter first, and the most a request may have.
+
+Explain = Callable[[int, int, int], tuple[str, str]]
 
 
-def check_req_to_token(
-    table: Table, slots: SlotSpace, *, max_tokens: int, location_capacity: int, name: str, where: Where
-) -> None:
-    """Refuses a table of other slots, without room for a request, or with values that are or hold no tokens.
-
-    Raises:
-        ArgumentError, ShapeError, DtypeError, ValueOverflowError: see `PagePool`.
-        Violation: TABLE_CAPACITY, UNIT_MISMATCH.
-    """
-    if table.slots is not slots:
-        raise ArgumentError(
-            f"{name}: req_to_token {table!r} is indexed by slots of another pool, {table.slots.name!r}",
-            value=table,
-            remedy=f"make it with `table(...)` of {slots!r}",
-        )
-    shape, dtype = tuple(table.device.shape), numpy_dtype(table.device.dtype)
-    if dtype.kind not in "iu":
-        raise DtypeError(
-            f"{name}: req_to_token of {dtype}", value=dtype, remedy="tokens are integers: use int32 or int64"
-        )
-    invariants.table_capacity(table.capacity, slots.capacity, **where)
-    if table.holds not in (None, "location"):
-        invariants.unit_mismatch("location", table.holds, **where)
-    if len(shape) != 2 or shape[1] < max_tokens:
-        raise ShapeError(
-            f"{name}: rows of {list(shape[1:])} for {max_tokens} tokens",
-            value=shape,
-            remedy="make the table with `slots.table(name, (max_tokens_per_request,), holds='location')`",
-        )
-    converted(np.array([location_capacity - 1]), dtype, f"{name}: req_to_token")
+def _further(committed: int, asked: int, most: int) -> tuple[str, str]:
+    return (
+        f"{asked} tokens asked for, a request may have {most} (max_tokens_per_request)",
+        "finish the request, or make the PagePool with a larger max_tokens_per_request",
+    )
 
 
-__all__ = ["Extension", "PageLease", "PagePool", "PageStats"]
+def _totals(committed: int, asked: int, most: int) -> tuple[str, str]:
+    if asked > most:
+        return _further(committed, asked, most)
+    if asked < 0:
+        return f"{asked} tokens asked for", "pass 0 or more"
+    return (
+        f"{asked} tokens asked for in all, and {committed} are committed",
+        "lengths are totals and cannot shrink here; `truncate` takes tokens back, `advance` adds",
+    )
+
+
+def _uncommitted(asked: int, allocated: int, most: int) -> tuple[str, str]:
+    return (
+        f"{asked} tokens are to be committed, {allocated} are allocated",
+        "`grow` first, or `extend`, which does both",
+    )
+
+
+def _truncated(asked: int, committed: int, most: int) -> tuple[str, str]:
+    return (
+        f"truncation to {asked} tokens, of {committed} that are committed",
+        "pass a total from 0 to what is committed; `extend` and `advance` add tokens",
+    )
+
+
+def _short_prefix(asked: int, there: int, most: int) -> tuple[str, str]:
+    return f"a prefix of {asked} tokens asked for, {there} are committed", "commit the tokens first, or ask for fewer"
 
 
 @final
 class PagePool:
-    """Pages 1 to num_pages for the requests of one slot pool. Token t lies on page t // page_size.
+    """Pages 1 to num_pages for the requests of one slot pool. Location t lies on page t // page_size.
 
     Args:
         runtime: the device.
         slots: the pool whose slots own the pages. From now on a slot that still has pages cannot be freed.
         num_pages: pages that can be allocated.
-        page_size: tokens a page.
+        page_size: tokens per page.
         max_tokens_per_request: most tokens that one request can have.
         name: for reports.
-        req_to_token: default table of `Extension.entry`, [slot, position] -> token.
+        req_to_token: default table of `Extension.entry`, [slot, position] -> location.
 
     Raises:
-        ArgumentError, DtypeError: sizes that are no positive integers, or of which a product goes beyond int64; no
-            runtime or no slot pool; `req_to_token` is indexed by another pool's slots, or holds no integers.
-        ShapeError: `req_to_token` has no room for a request.
-        DtypeError, ValueOverflowError: it has no room for the last token.
+        ArgumentError, DtypeError: sizes that are not positive integers, or whose product goes beyond int64; not a
+            runtime or not a slot pool; `req_to_token` is indexed by another pool's slots, or does not hold integers.
+        ShapeError: a row of `req_to_token` is too short for a request.
+        DtypeError, ValueOverflowError: its dtype is too small for the last location.
         Violation: UNIT_MISMATCH: it holds something else.
         DeviceError: `slots` belongs to another runtime.
     """
@@ -253,7 +228,7 @@ class PagePool:
         check_runtime(runtime, name)
         if not isinstance(slots, SlotPool):
             raise ArgumentError(
-                f"{name}: {type(slots).__name__} is no pool of slots",
+                f"{name}: expected a pool of slots, got {type(slots).__name__}",
                 value=slots,
                 remedy="pass the SlotPool or HybridSlotPool whose slots own the pages",
             )
@@ -265,36 +240,26 @@ class PagePool:
         self.max_tokens_per_request = size_of(
             max_tokens_per_request, f"{name}: max_tokens_per_request", least=1, most=MOST_TOKENS
         )
-        self._req_to_token = req_to_token
-        if self.slots.runtime is not runtime:
+        if slots.runtime is not runtime:
             raise DeviceError(f"{name}: {slots!r} has another runtime", value=slots, remedy="use one runtime")
-        self._books = PageBooks(
-            runtime,
-            self.slots.capacity,
-            self.num_pages,
-            self.page_size,
-            self.max_tokens_per_request,
-            label=f"PagePool {name!r}",
-        )
-        self._guard = PageGuard(self.slots.is_live, self._books)
+        self._table = PageTable(slots.capacity, self.page_size, self.max_tokens_per_request)
+        self._references = PageReferences(runtime, self.num_pages, label=f"PagePool {name!r}")
+        self._leases: dict[int, PageLease] = {}  # by id, those that are not released
+        self._req_to_token = req_to_token
         if req_to_token is not None:
-            check_req_to_token(
-                req_to_token,
-                self.slots,
-                max_tokens=self.max_tokens_per_request,
-                location_capacity=self.location_capacity,
-                name=name,
-                where=self._where("req_to_token"),
-            )
+            self._check_req_to_token(req_to_token)
+        self._most = np.array(self.max_tokens_per_request, dtype=np.uint64)
+        self._ones = np.ones(256, dtype=np.int64)
         self._take, self._release_lease = f"{name}: take", f"{name}: release a lease"
         self._release_checks: list[Callable[[Ints, str], None]] = []
-        self.slots.add_listener(self._guard)
+        self._listener = _PageOwners(self)
+        slots.add_listener(self._listener)
 
     def __repr__(self) -> str:
-        ledger = self._books.references.ledger
+        pages = self._references.allocator
         return (
             f"PagePool({self.name!r}, {self.num_pages} pages of {self.page_size}, "
-            f"free={ledger.free}, pending={ledger.pending}, live={ledger.live})"
+            f"free={pages.free}, pending={pages.pending}, live={pages.live})"
         )
 
     @property
@@ -304,88 +269,95 @@ class PagePool:
 
     @property
     def location_capacity(self) -> int:
-        """Rows of KV memory that tokens index: those of all pages, page 0 included."""
+        """Rows of KV memory that locations index: those of all pages, page 0 included."""
         return (self.num_pages + 1) * self.page_size
 
     @property
     def stats(self) -> PageStats:
         """The pool in numbers, after `reap`."""
         self.reap()
-        ledger = self._books.references.ledger
+        pages = self._references.allocator
         return PageStats(
             num_pages=self.num_pages,
-            free=ledger.free,
-            pending=ledger.pending,
-            live=ledger.live,
-            shared=self._books.references.shared,
-            leases=len(self._books.leases),
+            free=pages.free,
+            pending=pages.pending,
+            live=pages.live,
+            shared=self._references.shared,
+            leases=len(self._leases),
         )
 
     @property
     def page_table(self) -> npt.NDArray[np.int32]:
         """The pages of each slot in order, int32[slots.capacity, max_pages], 0 beyond the last; a read-only view."""
-        view = self._books.rows.table.view()
-        view.flags.writeable = False
-        return view
+        return read_only(self._table.pages)
 
     @property
     def committed_lengths(self) -> Ints:
         """Committed tokens of every slot, int64[slots.capacity]; a read-only view."""
-        view = self._books.rows.committed.view()
-        view.flags.writeable = False
-        return view
+        return read_only(self._table.committed)
 
     def committed(self, slots: Slots) -> Ints:
         """Committed tokens of each slot, int64[n]."""
-        return self._books.rows.committed[self.slots.rows_of(slots, "committed")]
+        return self._table.committed[self.slots.rows_of(slots, "committed")]
 
     def allocated(self, slots: Slots) -> Ints:
         """Allocated tokens of each slot, int64[n]: its pages times the page size."""
-        return self._books.allocated(self.slots.rows_of(slots, "allocated"))
+        return self._table.num_pages[self.slots.rows_of(slots, "allocated")] * self.page_size
 
     def reap(self) -> int:
         """Makes free the pending pages whose fences are complete; says how many. Never waits."""
         self.runtime.check_owner(f"{self.name}: reap")
-        return self._books.references.ledger.reap()
+        return self._references.allocator.reap()
 
     def check_unshared(self, pages: Ints, operation: str) -> None:
-        """Refuses to have pages int64[n] written that somebody else uses too.
+        """Refuses a write into pages int64[n] of which one has another holder too.
 
         Raises:
             Violation: PAGE_OWNER.
         """
-        self._books.references.check_exclusive(pages, operation)
+        self._references.check_exclusive(pages, operation)
 
     # Growing
 
-    def grow(self, slots: Slots, lengths: object) -> None:
-        """Allocates pages until each slot has room for `lengths` tokens. Commits nothing, releases nothing.
+    def grow(self, slots: Slots, total_lens: object) -> None:
+        """Allocates pages until each slot has room for `total_lens` tokens. Commits nothing, releases nothing.
 
         Args:
             slots: live handles, each once.
-            lengths: tokens, one number or int[n].
+            total_lens: tokens in all, one number or int[n].
 
         Raises:
             PoolExhaustedError: too few pages are free. Nothing was allocated.
             Violation: LENGTH_ORDER: longer than a request may be. Handles as for `SlotPool.check_handles`; SLOT_SHARED.
-            ShapeError, DtypeError: `lengths` does not go with `slots`.
+            ShapeError, DtypeError: `total_lens` does not go with `slots`.
         """
         rows = self._begin(slots, "grow")
-        self._books.grow(rows, self._per_row(lengths, rows, "grow"), "grow")
+        totals = self._per_row(total_lens, rows, "grow")
+        self._check_lengths(totals, totals, "grow")
+        self._allocate(rows, totals, "grow")
         self._check_after()
 
-    def commit(self, slots: Slots, lengths: object) -> None:
-        """Declares that each slot's first `lengths` tokens are written: not fewer than before, nor than are allocated.
+    def commit(self, slots: Slots, total_lens: object) -> None:
+        """Declares that the first `total_lens` tokens of each slot are written.
+
+        At least as many as before, and at most as many as are allocated.
 
         Raises:
             Violation: LENGTH_ORDER; PAGE_OWNER: the tokens lie on a page that others use too.
         """
         rows = self._begin(slots, "commit")
-        self._books.commit(rows, self._per_row(lengths, rows, "commit"), "commit")
+        totals = self._per_row(total_lens, rows, "commit")
+        table = self._table
+        start = table.committed[rows]
+        self._check_lengths(start, totals, "commit")
+        allocated, most = table.num_pages[rows] * self.page_size, table.width * self.page_size
+        invariants.length_order(totals, allocated, most, explain=_uncommitted, **self._where("commit"))
+        self._check_writable(rows, start, totals - start, "commit")
+        table.committed[rows] = totals
         self._check_after()
 
-    def extend(self, slots: Slots, lengths: object) -> Extension:
-        """Grows and commits each slot to `lengths` tokens.
+    def extend(self, slots: Slots, total_lens: object) -> Extension:
+        """Grows and commits each slot to `total_lens` tokens.
 
         Returns:
             the tokens from the old committed length to the new one.
@@ -394,14 +366,15 @@ class PagePool:
             As `grow` and `commit`. Nothing was changed.
         """
         rows = self._begin(slots, "extend")
-        return self._extension(slots, self._books.extend(rows, self._per_row(lengths, rows, "extend"), "extend"))
+        totals = self._per_row(total_lens, rows, "extend")
+        return self._extend(slots, rows, self._table.committed[rows], totals, "extend", _totals)
 
-    def advance(self, slots: Slots, n: object = 1) -> Extension:
-        """Grows and commits each slot by `n` tokens: what a decode step does, O(requests).
+    def advance(self, slots: Slots, num_new_tokens: object = 1) -> Extension:
+        """Grows and commits each slot by `num_new_tokens`: what a decode step does, O(requests).
 
         Args:
             slots: live handles, each once.
-            n: one number or int[n], 0 or more.
+            num_new_tokens: one number or int[n], 0 or more.
 
         Returns:
             the new tokens.
@@ -410,24 +383,88 @@ class PagePool:
             As `grow` and `commit`. Nothing was changed.
         """
         rows = self._begin(slots, "advance")
-        if type(n) is int and n == 1:
-            return self._extension(slots, self._books.advance_by_one(rows, "advance"))
-        counts = self._per_row(n, rows, "advance")
+        if type(num_new_tokens) is int and num_new_tokens == 1:
+            return self._advance_by_one(slots, rows)
+        counts = self._per_row(num_new_tokens, rows, "advance")
         if np.count_nonzero(counts < 0):
             raise ArgumentError(
                 f"{self.name}: advance by {counts.min()}",
                 value=int(counts.min()),
                 remedy="advance by 0 or more; `truncate` takes tokens back",
             )
-        return self._extension(slots, self._books.advance(rows, counts, "advance"))
+        if rows.size and not np.count_nonzero(counts != 1):
+            return self._advance_by_one(slots, rows)
+        start = self._table.committed[rows]
+        # A sum that wraps is less than `start`, so that the check of the lengths finds it.
+        return self._extend(slots, rows, start, start + counts, "advance", _further)
+
+    def _advance_by_one(self, slots: Slots, rows: Ints) -> Extension:
+        """The hot path of decoding: nothing is ragged."""
+        table, references = self._table, self._references
+        start = table.committed[rows]
+        totals = start + ONE
+        self._check_lengths(totals, totals, "advance", _further)
+        columns, index, pages = table.next_pages(rows, start)
+        if references.shared:
+            references.check_exclusive(pages, "advance")
+        if np.count_nonzero(pages) != pages.size:
+            new = (pages == ZERO).nonzero()[0]
+            pages[new] = taken = references.take(new.size, "advance")
+            table.append_at(index[new], rows[new], taken)
+        table.committed[rows] = totals
+        if levels.cheap and np.count_nonzero(pages) != pages.size:
+            invariants.slot_zero_allocated(pages, **self._where("advance"))
+        if rows.size > self._ones.size:
+            self._ones = np.ones(2 * rows.size, dtype=np.int64)
+        locations = table.locations_on(pages, columns, start)
+        return self._extension(slots, rows, start, locations, self._ones[: rows.size])
+
+    def _extend(
+        self, slots: Slots, rows: Ints, start: Ints, totals: Ints, operation: str, explain: Explain
+    ) -> Extension:
+        """Allocates and commits each row from `start` to `totals`."""
+        self._check_lengths(start, totals, operation, explain)
+        counts = totals - start
+        self._check_writable(rows, start, counts, operation)
+        self._allocate(rows, totals, operation)
+        self._table.committed[rows] = totals
+        return self._ragged(slots, rows, start, counts, operation)
+
+    def _allocate(self, rows: Ints, totals: Ints, operation: str) -> None:
+        missing = np.maximum(self._table.pages_needed(totals) - self._table.num_pages[rows], ZERO)
+        total = int(missing[0]) if missing.size == 1 else int(missing.sum())
+        if total:
+            self._table.append(rows, missing, self._references.take(total, operation))
+
+    def _ragged(self, slots: Slots, rows: Ints, start: Ints, counts: Ints, operation: str) -> Extension:
+        """The extension of `counts` committed tokens of each row from `start` on."""
+        owned_by, positions = rows.repeat(counts), arange_per_row(start, counts)
+        locations = self._table.locations_at(owned_by, positions)
+        if levels.cheap and locations.size and int(locations.min()) < self.page_size:
+            # A position counted as allocated that is not.
+            invariants.slot_zero_allocated(locations // self.page_size, **self._where(operation))
+        return self._extension(slots, owned_by, positions, locations, counts)
+
+    def _extension(self, owners: Slots, slots: Ints, positions: Ints, locations: Ints, counts: Ints) -> Extension:
+        self._check_after()
+        places = Locations(
+            self.runtime,
+            locations,
+            None,
+            dtype=torch.int64,
+            shape=locations.shape,
+            contract=Contract.HOST_ONLY,
+            name=self.name,
+        )
+        return Extension(slots, positions, places, counts, owners, self)
 
     # Sharing
 
     def take(self, n: SupportsIndex) -> PageLease:
-        """Takes `n` pages that no slot has yet: for KV that arrives before its request has a slot, or for a cache.
+        """Takes `n` pages for no slot yet: for KV that arrives before its request has a slot, or for a cache.
 
-        The lease holds them alone, all `n * page_size` tokens of them; `share` lets slots begin with them, and whoever
-        is left when the lease is released owns them. Costs O(n), whatever the size of the pool.
+        The lease holds them alone, all `n * page_size` tokens of them; `share` lets slots begin with them, and the
+        slots that still hold them when the lease is released own them. Costs O(n), whatever the size of the pool.
 
         Args:
             n: how many, 0 or more.
@@ -437,24 +474,20 @@ class PagePool:
 
         Raises:
             PoolExhaustedError: fewer are free. Nothing was taken.
-            ArgumentError, DtypeError: `n` is no count.
+            ArgumentError, DtypeError: `n` is not a count.
             OwnerThreadError: called from a second thread.
         """
         self.runtime.check_owner(self._take)
         wanted = n if type(n) is int and n >= 0 else count(n, f"{self._take}: n")
-        pages = self._books.references.take(wanted, "take")
-        lease = self._books.leases.make(pages, wanted * self.page_size, self._end_lease)
-        if levels.full:
-            self._guard.verify()
-        return lease
+        return self._lease(self._references.take(wanted, "take"))
 
-    def share(self, source: Slots | PageLease, target: Slots, tokens: SupportsIndex) -> Extension:
-        """Lets `target` begin with the first `tokens` tokens of `source`: nothing is copied, pages get further holders.
+    def share(self, source: Slots | PageLease, target: Slots, num_tokens: SupportsIndex) -> Extension:
+        """Lets `target` begin with the first `num_tokens` tokens of `source`: pages get further holders, with no copy.
 
         Args:
             source: one live handle, or a lease.
             target: live handles without pages.
-            tokens: whole pages; at most what the source has committed.
+            num_tokens: whole pages; at most what the source has committed.
 
         Returns:
             these tokens as tokens of the targets, for their rows of a token table.
@@ -463,20 +496,39 @@ class PagePool:
             Violation: PAGE_ALIGNMENT, LENGTH_ORDER.
             ArgumentError: a target has pages already, or the source is not one slot or not a lease of this pool.
         """
-        rows = self._begin(target, "share")
-        return self._extension(target, self._books.share(self._prefix(source, tokens, "share"), rows, "share"))
+        operation = "share"
+        rows = self._begin(target, operation)
+        pages = self._prefix(source, num_tokens, operation)
+        have = self._table.num_pages[rows]
+        if np.count_nonzero(have):
+            slot = int(rows[have > 0][0])
+            raise ArgumentError(
+                f"{self._references.allocator.label}: {operation} into slot {slot}, which has pages already",
+                value=slot,
+                remedy="share a prefix before the request gets pages of its own, or release those",
+            )
+        lengths = np.full(rows.size, pages.size * self.page_size, dtype=np.int64)
+        self._check_lengths(lengths, lengths, operation)
+        self._references.add(pages, rows.size)
+        self._table.append(rows, np.full(rows.size, pages.size, dtype=np.int64), np.tile(pages, rows.size))
+        self._table.committed[rows] = lengths
+        return self._ragged(target, rows, np.zeros(rows.size, dtype=np.int64), lengths, operation)
 
-    def hold(self, slots: Slots, tokens: SupportsIndex) -> PageLease:
-        """Keeps the first `tokens` tokens of one slot when the slot is gone: one reference to each of their pages.
+    def hold(self, slots: Slots, num_tokens: SupportsIndex) -> PageLease:
+        """Keeps the first `num_tokens` tokens of one slot when the slot is gone: one reference to each of their pages.
 
         Raises:
             Violation: PAGE_ALIGNMENT, LENGTH_ORDER.
             ArgumentError: not one slot.
         """
         self.runtime.check_owner(f"{self.name}: hold")
-        pages = self._prefix(slots, tokens, "hold")
-        self._books.references.add(pages, 1)
-        lease = self._books.leases.make(pages, pages.size * self.page_size, self._end_lease)
+        pages = self._prefix(slots, num_tokens, "hold")
+        self._references.add(pages, 1)
+        return self._lease(pages)
+
+    def _lease(self, pages: Ints) -> PageLease:
+        lease = PageLease(pages, pages.size * self.page_size, self._end_lease)
+        self._leases[id(lease)] = lease
         self._check_after()
         return lease
 
@@ -484,42 +536,49 @@ class PagePool:
         self.runtime.check_owner(self._release_lease)
         if after is not None:
             check_fence(after, self._release_lease)
-        books, operation = self._books, "release a lease"
-        books.references.ask_fences()  # first: a fence is code of the engine's, and may release this very lease
-        if not books.leases.holds(lease):
-            books.leases.check_held(lease, **self._where(operation))
-        books.references.drop(pages, after, operation)
-        books.leases.end(lease)
-        if levels.full:
-            self._guard.verify()
+        operation = "release a lease"
+        self._references.ask_fences()  # first: a fence is code of the engine, and may release this very lease
+        if self._leases.get(id(lease)) is not lease:
+            named = pages if pages.size else np.zeros(1, dtype=np.int64)
+            invariants.slot_double_free(named, np.zeros(named.size, dtype=np.bool_), **self._where(operation))
+        self._references.drop(pages, after, operation)
+        del self._leases[id(lease)]
+        lease.released = True
+        self._check_after()
 
-    def _prefix(self, source: Slots | PageLease, tokens: SupportsIndex, operation: str) -> Ints:
-        """The pages of the first `tokens` tokens of a slot or lease, checked; a new array."""
-        length = size_of(tokens, f"{self.name}: {operation}: tokens", most=MOST_TOKENS)
+    def _prefix(self, source: Slots | PageLease, num_tokens: SupportsIndex, operation: str) -> Ints:
+        """The pages of the first `num_tokens` tokens of a slot or lease, checked; a new array."""
+        tokens = size_of(num_tokens, f"{self.name}: {operation}: num_tokens", most=MOST_TOKENS)
         if isinstance(source, PageLease):
-            if not self._books.leases.holds(source):
+            if self._leases.get(id(source)) is not source:
                 raise ArgumentError(
                     f"{self.name}: {operation} from {source!r}, which this pool does not hold",
                     value=source,
                     remedy="share from a lease before it is released, in the pool that made it",
                 )
-            self._books.check_prefix(length, source.tokens, operation)
-            return source.pages[: length // self.page_size].copy()
-        rows = self.slots.rows_of(source, operation)
-        if rows.size != 1:
-            raise ArgumentError(
-                f"{self.name}: {operation} from {rows.size} slots", value=rows.size, remedy="name one source"
-            )
-        return self._books.prefix(int(rows[0]), length, operation)
+            available, pages = source.tokens, source.pages
+        else:
+            rows = self.slots.rows_of(source, operation)
+            if rows.size != 1:
+                raise ArgumentError(
+                    f"{self.name}: {operation} from {rows.size} slots", value=rows.size, remedy="name one source"
+                )
+            available, pages = int(self._table.committed[rows[0]]), self._table.pages[rows[0]]
+        length = np.array([tokens], dtype=np.int64)
+        invariants.page_alignment(length, self.page_size, **self._where(operation))
+        there = np.array([available], dtype=np.int64)
+        most = max(available, self.max_tokens_per_request)  # a lease may hold more than a request may have
+        invariants.length_order(length, there, most, explain=_short_prefix, **self._where(operation))
+        return pages[: tokens // self.page_size].astype(np.int64)
 
     # Releasing
 
-    def truncate(self, slots: Slots, lengths: object, *, after: Fence | None = None) -> None:
-        """Takes tokens back, after rejected speculation: committed falls to `lengths`, whole pages beyond are released.
+    def truncate(self, slots: Slots, total_lens: object, *, after: Fence | None = None) -> None:
+        """Takes tokens back, after rejected speculation: `total_lens` stay committed, whole pages beyond are released.
 
         Args:
             slots: live handles, each once.
-            lengths: tokens, one number or int[n]; at most what is committed.
+            total_lens: tokens that stay, one number or int[n]; at most what is committed.
             after: the forward-done fence of the last forward that uses the pages.
 
         Raises:
@@ -528,7 +587,9 @@ class PagePool:
         rows = self._begin(slots, "truncate")
         check_fence(after, f"{self.name}: truncate")
         self._check_release(rows, "truncate")
-        self._books.truncate(rows, self._per_row(lengths, rows, "truncate"), after, "truncate")
+        totals = self._per_row(total_lens, rows, "truncate")
+        self._check_lengths(totals, self._table.committed[rows], "truncate", _truncated)
+        self._cut(rows, totals, self._table.pages_needed(totals), after, "truncate")
         self._check_after()
 
     def release(self, slots: Slots, *, after: Fence | None = None) -> None:
@@ -536,7 +597,7 @@ class PagePool:
         rows = self._begin(slots, "release")
         check_fence(after, f"{self.name}: release")
         self._check_release(rows, "release")
-        self._books.release(rows, after, "release")
+        self._cut_all(rows, after, "release")
         self._check_after()
 
     def release_requests(self, slots: Slots, *, after: Fence | None = None) -> None:
@@ -548,21 +609,53 @@ class PagePool:
         operation = "release_requests"
         self.runtime.check_owner(f"{self.name}: {operation}")
         check_fence(after, f"{self.name}: {operation}")
-        rows = self.slots.check_release(slots, operation, besides=self._guard)
-        self._books.release(rows, after, operation)
+        rows = self.slots.check_release(slots, operation, besides=self._listener)
+        self._cut_all(rows, after, operation)
         self.slots.release_rows(rows, after, operation)
         self._check_after()
 
-    def guard_release(self, check: Callable[[Ints, str], None]) -> None:
+    def add_release_check(self, check: Callable[[Ints, str], None]) -> None:
         """For the library: `check(rows, operation)` may refuse, by raising, that pages of live slots are released."""
-        self.runtime.check_owner(f"{self.name}: guard_release")
+        self.runtime.check_owner(f"{self.name}: add_release_check")
         self._release_checks.append(check)
 
     def _check_release(self, rows: Ints, operation: str) -> None:
         for check in self._release_checks:
             check(rows, operation)
 
-    # The door
+    def _cut_all(self, rows: Ints, after: Fence | None, operation: str) -> None:
+        none = np.zeros(rows.size, dtype=np.int64)
+        self._cut(rows, none, none, after, operation)
+
+    def _cut(self, rows: Ints, totals: Ints, keep: Ints, after: Fence | None, operation: str) -> None:
+        self._references.ask_fences()
+        pages = self._table.cut(rows, keep)
+        self._table.committed[rows] = totals
+        self._references.drop(pages, after, operation)
+
+    # Checks
+
+    def verify(self) -> None:
+        """Checks every invariant of the pool from scratch, on the host. Costs O(pages + slots x width).
+
+        Raises:
+            Violation: PAGE_OWNER, LENGTH_ORDER, SLOT_CONSERVATION, and see `Allocator.verify`.
+        """
+        self.runtime.check_owner(f"{self.name}: verify")
+        self._listener.verify()
+
+    def expect_idle(self) -> None:
+        """Checks that no slot and no lease holds a page; pending pages are not a leak.
+
+        Raises:
+            Violation: SLOT_CONSERVATION, naming up to 8 of the leaked pages.
+        """
+        self.runtime.check_owner(f"{self.name}: expect_idle")
+        self._references.allocator.expect_idle("expect_idle")
+
+    def _check_after(self) -> None:
+        if levels.full:
+            self._listener.verify()
 
     def _begin(self, slots: Slots, operation: str) -> Ints:
         """Checks the caller's thread and the handles; int64[n]."""
@@ -570,7 +663,7 @@ class PagePool:
         return self.slots.rows_of(slots, operation, unique=True)
 
     def _per_row(self, numbers: object, rows: Ints, operation: str) -> Ints:
-        """One number a row, int64[n]."""
+        """One number per row, int64[n]."""
         given = amounts(numbers, rows.size, f"{self.name}: {operation}")
         if given.ndim:
             return given
@@ -578,44 +671,114 @@ class PagePool:
         each[:] = given
         return each
 
-    def _extension(self, owners: Slots, added: Added) -> Extension:
-        self._check_after()
-        tokens = Locations(
-            self.runtime,
-            added.tokens,
-            None,
-            dtype=torch.int64,
-            shape=added.tokens.shape,
-            contract=Contract.HOST_ONLY,
-            name=self.name,
-        )
-        return Extension(
-            added.slots, added.positions, tokens, added.counts, owners, self.slots, req_to_token=self._req_to_token
-        )
+    def _check_lengths(self, shorter: Ints, longer: Ints, operation: str, explain: Explain = _totals) -> None:
+        """0 <= shorter <= longer <= the most a request may have."""
+        high = longer.view(np.uint64)  # in which negative numbers are the largest
+        if not np.count_nonzero(high > self._most) and (
+            shorter is longer or not np.count_nonzero(shorter.view(np.uint64) > high)
+        ):
+            times_checked[LENGTH_ORDER] += 1
+            return
+        most = self.max_tokens_per_request
+        invariants.length_order(shorter, longer, most, explain=explain, **self._where(operation))
 
-    # Checks
+    def _check_writable(self, rows: Ints, start: Ints, counts: Ints, operation: str) -> None:
+        """Tokens are added in pages with one holder. Only the first page of each row can be an old one."""
+        if not self._references.shared:
+            return
+        partial = np.flatnonzero((counts > 0) & (start % self.page_size > 0))
+        self._references.check_exclusive(self._table.pages_at(rows[partial], start[partial]), operation)
 
-    def _check_after(self) -> None:
-        if levels.full:
-            self._guard.verify()
-
-    def verify(self) -> None:
-        """Every law of the pool from scratch, on the host. Costs O(pages + slots x width).
-
-        Raises:
-            Violation: PAGE_OWNER, LENGTH_ORDER, and see `Allocator.verify`.
-        """
-        self.runtime.check_owner(f"{self.name}: verify")
-        self._guard.verify()
-
-    def expect_idle(self) -> None:
-        """No slot and no lease holds a page; pending pages are no leak.
-
-        Raises:
-            Violation: SLOT_CONSERVATION, naming up to 8 of the leaked pages.
-        """
-        self.runtime.check_owner(f"{self.name}: expect_idle")
-        self._books.references.ledger.expect_idle("expect_idle")
+    def _check_req_to_token(self, table: Table) -> None:
+        """Refuses a table of other slots, with rows too short for a request, or with values that are not locations."""
+        if table.slots is not self.slots:
+            raise ArgumentError(
+                f"{self.name}: req_to_token {table!r} is indexed by slots of another pool, {table.slots.name!r}",
+                value=table,
+                remedy=f"make it with `table(...)` of {self.slots!r}",
+            )
+        shape, dtype = tuple(table.device.shape), numpy_dtype(table.device.dtype)
+        if dtype.kind not in "iu":
+            raise DtypeError(
+                f"{self.name}: req_to_token of {dtype}", value=dtype, remedy="tokens are integers: use int32 or int64"
+            )
+        where = self._where("req_to_token")
+        invariants.table_capacity(table.capacity, self.slots.capacity, **where)
+        if table.holds not in (None, "location"):
+            invariants.unit_mismatch("location", table.holds, **where)
+        most = self.max_tokens_per_request
+        if len(shape) != 2 or shape[1] < most:
+            raise ShapeError(
+                f"{self.name}: rows of {list(shape[1:])} for {most} tokens",
+                value=shape,
+                remedy="make the table with `slots.table(name, (max_tokens_per_request,), holds='location')`",
+            )
+        converted(np.array([self.location_capacity - 1]), dtype, f"{self.name}: req_to_token")
 
     def _where(self, operation: str) -> Where:
         return {"object": f"PagePool {self.name!r}", "operation": operation, "step": self.runtime.step}
+
+
+@final
+class _PageOwners(SlotListener):
+    """Refuses to free slots that have pages. Slots are taken without pages and get them by growing."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self._table, self._references, self._leases = pool._table, pool._references, pool._leases
+        self._slots = pool.slots
+
+    def check_free(self, rows: Ints, operation: str) -> None:
+        """Refuses to free slots that have pages, which would never be released.
+
+        Raises:
+            Violation: SLOT_CONSERVATION, naming slots.
+        """
+        owned = self._table.num_pages[rows]
+        if np.count_nonzero(owned):
+            owners = rows[owned > 0]
+            names = ", ".join(str(slot) for slot in owners[:8]) + (", ..." if owners.size > 8 else "")
+            self._refuse(
+                owners,
+                int(owned.sum()),
+                operation,
+                problem=f"these slots still own {int(owned.sum())} pages: {names}",
+                remedy="use `pages.release_requests(slots, after=...)`, which frees a request with all it has",
+            )
+
+    def _refuse(
+        self, owners: Ints, pages: int, operation: str, *, problem: str | None = None, remedy: str | None = None
+    ) -> None:
+        allocator = self._references.allocator
+        invariants.slot_conservation(
+            allocator.free,
+            allocator.pending,
+            allocator.live - pages,
+            allocator.size,
+            leaked=owners,
+            problem=problem,
+            remedy=remedy,
+            object=allocator.label,
+            operation=operation,
+        )
+
+    def verify(self) -> None:
+        """Checks every invariant of the pages from scratch, and that each belongs to a live slot or a lease."""
+        table, references = self._table, self._references
+        num_pages = references.allocator.size
+        where: Where = {
+            "object": references.allocator.label,
+            "operation": "verify",
+            "step": references.runtime.step,
+        }
+        held = [lease.pages for lease in self._leases.values()]
+        leased = np.bincount(np.concatenate([np.empty(0, dtype=np.int64), *held]), minlength=num_pages + 1)
+        references.verify(table.holders(num_pages) + leased)
+        size = table.page_size
+        invariants.length_order(table.committed, table.num_pages * size, table.width * size, **where)
+        # Each row names pages exactly up to its last one.
+        named = (table.pages != 0) & (np.arange(table.width) < table.num_pages[:, None])
+        invariants.page_owner(named.sum(axis=1), table.num_pages, **where)
+        owners = np.flatnonzero(table.num_pages)
+        orphans = owners[~self._slots.is_live(owners)]
+        if orphans.size:
+            self._refuse(orphans, int(table.num_pages[orphans].sum()), "verify")
