@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from batchstate.testing.race.report import HOST, Access, Event, EventKind, RaceKind, RaceReport
+from batchstate.testing.race.report import Access, Event, EventKind, RaceKind, RaceReport
+from batchstate.testing.tracing.clocks import HOST
 
 ENGINE = "/srv/engine/scheduler.py"
 MODEL = "/srv/engine/model.py"

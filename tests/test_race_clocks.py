@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from batchstate.runtime import Fence, Stream
 from batchstate.testing.race import RaceRuntime
-from batchstate.testing.race.clocks import Clocks, Lane
 from batchstate.testing.race.detector import Log
 from batchstate.testing.race.history import KEPT
+from batchstate.testing.tracing.clocks import Clocks, StreamClock
 from batchstate.testing.tracing.regions import Region, union
 
 STREAMS = 3
@@ -31,34 +31,34 @@ steps = st.lists(
 @given(steps)
 @settings(max_examples=200, deadline=None)
 def test_clocks_know_what_a_graph_of_all_orders_says(program: Sequence[tuple[str, int, int]]) -> None:
-    """Program order on each lane, the host before what it launches, a fence before who waited for it: nothing else."""
+    """Program order on each stream, the host before its launches, a fence before who waited for it: nothing else."""
     clocks = Clocks()
-    lanes = [clocks.host, *(clocks.add(f"stream {number}") for number in range(STREAMS))]
+    streams = [clocks.host, *(clocks.add(f"stream {number}") for number in range(STREAMS))]
     before: dict[int, set[int]] = {}  # event -> all events that lie before it
     newest: dict[int, int] = {}
-    awaited: dict[int, set[int]] = {lane.number: set() for lane in lanes}
+    awaited: dict[int, set[int]] = {stream.number: set() for stream in streams}
     fences: list[tuple[list[int], int]] = []
-    events: list[tuple[int, Lane]] = []
+    events: list[tuple[int, StreamClock]] = []
 
-    def happens(lane: Lane) -> int:
-        number = clocks.happens(lane)
-        reached = {one for one in (newest.get(lane.number), newest.get(0)) if one is not None}
-        reached |= awaited[lane.number] | awaited[0]
+    def happens(stream: StreamClock) -> int:
+        number = clocks.happens(stream)
+        reached = {one for one in (newest.get(stream.number), newest.get(0)) if one is not None}
+        reached |= awaited[stream.number] | awaited[0]
         before[number] = reached.union(*(before[one] for one in reached))
-        newest[lane.number] = number
-        events.append((number, lane))
+        newest[stream.number] = number
+        events.append((number, stream))
         return number
 
     for what, one, other in program:
         if what == "launch":
-            happens(lanes[1 + one])
+            happens(streams[1 + one])
         elif what == "record":
-            number = happens(lanes[1 + one])
-            fences.append((list(lanes[1 + one].seen), number))
+            number = happens(streams[1 + one])
+            fences.append((list(streams[1 + one].seen), number))
         elif what == "wait" and fences:
             seen, number = fences[other % len(fences)]
-            happens(lanes[1 + one])
-            lanes[1 + one].join(seen)
+            happens(streams[1 + one])
+            streams[1 + one].join(seen)
             awaited[1 + one].add(number)
         elif what == "host waits" and fences:
             seen, number = fences[one % len(fences)]
@@ -66,11 +66,11 @@ def test_clocks_know_what_a_graph_of_all_orders_says(program: Sequence[tuple[str
             awaited[0].add(number)
         elif what == "host":
             happens(clocks.host)
-    for lane in lanes:
-        last = happens(lane)
+    for stream in streams:
+        last = happens(stream)
         for number, where in events:
             if number != last:
-                assert lane.knows(where.number, number) is (number in before[last])
+                assert stream.knows(where.number, number) is (number in before[last])
 
 
 def test_a_new_stream_knows_what_the_host_knows() -> None:
@@ -167,7 +167,7 @@ class Counted:
 
 
 def relayed(rounds: int, *, waits: bool) -> tuple[float, int]:
-    """Two streams pass one table to and fro: comparisons of lanes for each access, and accesses kept at the end."""
+    """Two streams pass one table to and fro: comparisons of streams for each access, and accesses kept at the end."""
     with RaceRuntime() as rt:
         table = rt.device_zeros((64, 4), torch.int64)
         rt.synchronize()
@@ -181,7 +181,7 @@ def relayed(rounds: int, *, waits: bool) -> tuple[float, int]:
                 rt.wait(fences[-1], stream=other)
             if waits:
                 fences[-1].wait()
-        known = rt._accesses.memories.of(table)
+        known = rt._tracer.allocations.of(table)
         assert known is not None
         kept = sum(len(log) for logs in (known.reads, known.writes) for log in logs.values())
         return rt.comparisons / rt.accesses, kept
@@ -244,13 +244,13 @@ def test_memory_is_bounded_over_a_long_run() -> None:
             read.wait()
             assert staged.sum().item() >= 0
             if number in (1_000, 2_000):
-                known = rt._accesses.memories.of(table)
+                known = rt._tracer.allocations.of(table)
                 assert known is not None
                 logs = sum(len(log) for some in (known.reads, known.writes) for log in some.values())
-                journal, memories = len(rt._detector.journal._entries), len(rt._accesses.memories)
-                waiting = len(rt._accesses.host_memory._sources) + len(rt._accesses.host_memory._landings)
-                sizes.append((memories, logs, len(rt._in_flight._ends), waiting, len(rt._lanes)))
-                assert journal <= KEPT
+                history, allocations = len(rt._detector.history._entries), len(rt._tracer.allocations)
+                waiting = len(rt._tracer.host_memory._sources) + len(rt._tracer.host_memory._landings)
+                sizes.append((allocations, logs, len(rt._in_flight._ends), waiting, len(rt._streams)))
+                assert history <= KEPT
         assert rt._detector.clocks.now > 20_000
         first, second = np.array(sizes)
         assert (second <= first + 70).all()

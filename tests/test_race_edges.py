@@ -1,4 +1,4 @@
-"""Corners of the detector: prompt fences, kernels on pinned memory, operations that torch refuses, other tensors."""
+"""Corners of the detector: eager fences, kernels on pinned memory, operations that torch refuses, other tensors."""
 
 from typing import Any
 
@@ -27,8 +27,8 @@ def other(rt: RaceRuntime) -> Stream:
     return rt.stream("other")
 
 
-@pytest.mark.parametrize(("fences", "found"), [("late", 0), ("prompt", 1)])
-def test_slots_behind_the_wrong_fence_change_hands_where_fences_are_prompt(fences: Any, found: int) -> None:
+@pytest.mark.parametrize(("fences", "found"), [("lazy", 0), ("eager", 1)])
+def test_slots_behind_the_wrong_fence_change_hands_where_fences_are_eager(fences: Any, found: int) -> None:
     """A slot freed behind the plan and not behind the forward is given out when a device is quick to say so."""
     with RaceRuntime(on_race="collect", fences=fences) as rt:
         pool, forward = SlotPool(rt, 1), other(rt)
@@ -46,7 +46,7 @@ def test_slots_behind_the_wrong_fence_change_hands_where_fences_are_prompt(fence
 
 
 def test_devices_name_the_kind_of_fences() -> None:
-    """`race:prompt` asks for prompt fences; other words are refused with all names there are."""
+    """`race:prompt` asks for eager fences; other words are refused with all names there are."""
     rt = open_device("race:prompt")
     assert rt.record().query()
     assert not open_device("race").record().query()
@@ -256,14 +256,14 @@ def test_calls_that_torch_allows_do_not_fail() -> None:
 
 
 def test_large_regions_are_kept_briefly() -> None:
-    """The journal keeps a few of the rows that an operation touched, and says how many more there were."""
+    """The history keeps a few of the rows that an operation touched, and says how many more there were."""
     with RaceRuntime(on_race="collect") as rt:
         numbers = rt.device_zeros((4_000, 2), torch.int64)
         rt.synchronize()
         with rt.use(other(rt)):
             numbers[:, 0].add_(1)
         numbers[:, 0].add_(1)
-    entry = next(iter(rt._detector.journal.newest_first()))
+    entry = next(iter(rt._detector.history.newest_first()))
     assert all(len(region.intervals()) < 20 for _, region in entry.writes)
     assert rt.races[0].rows == "parts of rows 0-3999"
     assert rt.races[0].events[-1].writes[0].endswith("and 3988 more")

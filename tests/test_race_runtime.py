@@ -17,8 +17,8 @@ from batchstate.pools import SlotPool
 from batchstate.runtime import CpuRuntime, DoneFence, Stream
 from batchstate.testing import LateRuntime
 from batchstate.testing.race import Race, RaceKind, RaceRuntime
-from batchstate.testing.race import clocks as race_fences
-from batchstate.testing.tracing.modes import raw_kernel
+from batchstate.testing.race import runtime as race_fences
+from batchstate.testing.tracing.dispatch import raw_kernel
 from batchstate.violations import Code
 from tests.doubles import in_a_thread, refused
 from tests.race_cases import CASES

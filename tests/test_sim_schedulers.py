@@ -12,7 +12,7 @@ import pytest
 from batchstate.errors import ArgumentError
 from batchstate.selfcheck.machines import MACHINES
 from batchstate.testing import run_machine
-from batchstate.testing.sim import PORTFOLIO, DeviceFault, Lane, Moment, Scheduler, SimRuntime
+from batchstate.testing.sim import PORTFOLIO, DeviceFault, DeviceStream, Moment, Scheduler, SimRuntime
 from tests.sim_programs import PROGRAMS, run
 
 SEEDED = ("random", "priority", "pct")
@@ -27,12 +27,12 @@ FOUND_BY = {
 }
 """What a twin does wrong -> the schedulers without a seed under which it goes wrong."""
 
-LANES = [Lane(number, name) for number, name in enumerate(("default", "one", "two"))]
+STREAMS = [DeviceStream(number, name) for number, name in enumerate(("default", "one", "two"))]
 
 
 def choices(scheduler: Scheduler, moment: Moment, ready: Sequence[int], needed: int | None = None) -> int | None:
     """What a scheduler chooses, by number."""
-    chosen = scheduler.choose(moment, [LANES[at] for at in ready], None if needed is None else LANES[needed])
+    chosen = scheduler.choose(moment, [STREAMS[at] for at in ready], None if needed is None else STREAMS[needed])
     return None if chosen is None else chosen.number
 
 

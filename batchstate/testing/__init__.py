@@ -28,8 +28,8 @@ if TYPE_CHECKING:
         split_sizes,
     )
     from batchstate.testing.sync_guard import no_hidden_sync
-    from batchstate.testing.tracing.events import DeviceEvent
-    from batchstate.testing.tracing.modes import raw_kernel
+    from batchstate.testing.tracing.dispatch import raw_kernel
+    from batchstate.testing.tracing.runtime import DeviceEvent
     from batchstate.testing.twins import Twin, TwinSpec, fuzz_twins, twin_machine
 
 __all__ = [
@@ -76,7 +76,7 @@ __all__ = [
 # Imported when first used, so that what needs no hypothesis works without it. No module here may have the name of
 # something public: importing the module would hide it.
 _HOMES = {
-    "DeviceEvent": "tracing.events",
+    "DeviceEvent": "tracing.runtime",
     "DeviceFault": "sim",
     "DisagreementError": "machine",
     "LateRuntime": "fences",
@@ -106,7 +106,7 @@ _HOMES = {
     "mirrored_tensors": "strategies",
     "no_hidden_sync": "sync_guard",
     "open_device": "devices",
-    "raw_kernel": "tracing.modes",
+    "raw_kernel": "tracing.dispatch",
     "row_lists": "strategies",
     "row_shapes": "strategies",
     "run_machine": "runner",

@@ -46,7 +46,7 @@ def open_device(device: str = "cpu", *, steps_in_flight: int = 2, seed: int = 0)
 
     Args:
         device: what `open_runtime` takes; `race`, the race detector on a CPU, or `race:cuda` round an accelerator, or
-            `race:prompt` and `race:prompt:cuda` where fences are prompt; or `sim`, the simulated device, where
+            `race:prompt` and `race:prompt:cuda` where fences are eager; or `sim`, the simulated device, where
             `sim:NAME` names its scheduler.
         steps_in_flight: see `Runtime`.
         seed: of the scheduler.
@@ -64,7 +64,7 @@ def open_device(device: str = "cpu", *, steps_in_flight: int = 2, seed: int = 0)
         from batchstate.testing.race import RaceRuntime
 
         inner = open_runtime(torch_device_of(device), steps_in_flight=steps_in_flight)
-        return RaceRuntime(inner, fences="prompt" if rest.partition(":")[0] == PROMPT else "late")
+        return RaceRuntime(inner, fences="eager" if rest.partition(":")[0] == PROMPT else "lazy")
     if tool == SIM:
         from batchstate.testing.sim import SimRuntime
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from batchstate.testing.race.report import RaceKind
-from batchstate.testing.tracing.modes import raw_kernel
+from batchstate.testing.tracing.dispatch import raw_kernel
 from tests.race_cases.registry import Values, pair
 from tests.race_cases.scenes import index, table, two_streams, vector
 from tests.race_cases.surface import CaseRuntime

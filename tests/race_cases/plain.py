@@ -5,7 +5,7 @@ from typing import Any, final
 import torch
 
 from batchstate.runtime import AcceleratorRuntime, CpuRuntime, Stream
-from batchstate.testing.tracing.events import DeviceEvent
+from batchstate.testing.tracing.runtime import DeviceEvent
 
 
 @final

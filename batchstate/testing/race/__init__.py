@@ -8,10 +8,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from batchstate.testing.race.clocks import RaceFence
     from batchstate.testing.race.detector import Race
     from batchstate.testing.race.report import Access, Event, EventKind, RaceKind, RaceReport
-    from batchstate.testing.race.runtime import RaceRuntime
+    from batchstate.testing.race.runtime import RaceFence, RaceRuntime
 
 __all__ = ["Access", "Event", "EventKind", "Race", "RaceFence", "RaceKind", "RaceReport", "RaceRuntime"]
 
@@ -20,7 +19,7 @@ _HOMES = {
     "Event": "report",
     "EventKind": "report",
     "Race": "detector",
-    "RaceFence": "clocks",
+    "RaceFence": "runtime",
     "RaceKind": "report",
     "RaceReport": "report",
     "RaceRuntime": "runtime",

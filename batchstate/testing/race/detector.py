@@ -1,29 +1,28 @@
-"""Memory that was given back while somebody may still use it.
+"""Checks every access to memory: two that share bytes, one of them writing, are ordered or are a race.
 
-A caching allocator gives memory that is freed to the next allocation on the stream it was allocated on, at once and
-without waiting: for that stream its own order suffices, and other streams are protected only where the allocator was
-told of them (`record_stream`). So memory that another stream may still use is no race when it is freed, and is one when
-its stream allocates again before that use is ordered. Which allocation gets it is the allocator's affair: any counts.
+Memory that is freed while another stream may still use it is a race as well. A caching allocator gives it to the next
+allocation on the stream it was allocated on, at once and without waiting: for that stream its own order suffices, and
+other streams are protected only where the allocator was told of them (`record_stream`). So it is no race when it is
+freed, and is one when its stream allocates again before that use is ordered. Which allocation gets it is the
+allocator's affair: any counts.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Literal, final
 
 from batchstate import invariants
-from batchstate.testing.race.clocks import Clocks, Lane
-from batchstate.testing.race.history import Entry, Journal, Used, advice, rows_of
-from batchstate.testing.race.report import HOST, Access, EventKind, RaceKind, RaceReport
-from batchstate.testing.tracing.memory import Name, Place
+from batchstate.testing.race.history import Entry, History, Used, hint_for, rows_of
+from batchstate.testing.race.report import Access, EventKind, RaceKind, RaceReport
+from batchstate.testing.tracing.clocks import HOST, Clocks, StreamClock
+from batchstate.testing.tracing.memory import HOST_KINDS, Allocation, MemoryKind, Name
 from batchstate.testing.tracing.regions import Region, union_of
-from batchstate.testing.tracing.sites import Site, site
+from batchstate.testing.tracing.source_lines import SourceLine, source_line
 from batchstate.violations import Breach, Violation
-
-# What one lane did with one piece of memory, for as long as somebody may still come across it unordered.
 
 _RECENT = 32
 
 _LARGE = 512
-"""Intervals of a region that is not kept longer than it must."""
+"""Intervals of a region that is not allocation longer than it must."""
 
 
 @final
@@ -50,14 +49,14 @@ class _Block:
 
     def behind(self, older: "_Block") -> "_Block":
         """Both in one, without those older accesses that a newer one covers: they are found through that."""
-        kept = [at for at, region in enumerate(older.regions) if not self.union.covers(region)]
-        events = [older.events[at] for at in kept] + self.events
-        return _Block(events, [older.regions[at] for at in kept] + self.regions)
+        allocation = [at for at, region in enumerate(older.regions) if not self.union.covers(region)]
+        events = [older.events[at] for at in allocation] + self.events
+        return _Block(events, [older.regions[at] for at in allocation] + self.regions)
 
 
 @final
 class Log:
-    """Accesses of one kind by one lane.
+    """Accesses of one kind by one stream.
 
     An access that the host knows to be over can conflict with nothing any more, because every later operation lies
     behind the host. It is dropped, so that a run of any length keeps what is in flight. Where that is a lot, because
@@ -98,7 +97,7 @@ class Log:
         return None
 
     def add(self, event: int, region: Region, over: int) -> None:
-        """Notes an access. The host knows everything up to event `over` of this lane to be over."""
+        """Notes an access. The host knows everything up to event `over` of this stream to be over."""
         events, regions = self.events, self.regions
         if events:
             last = regions[-1]
@@ -123,8 +122,6 @@ class Log:
             first = cut
         del self.events[:first], self.regions[:first]
 
-
-# Judges every access to memory: two that touch the same bytes, one of them writing, are ordered or are a race.
 
 OnRace = Literal["raise", "collect"]
 
@@ -156,60 +153,61 @@ class Race(Violation):
 
 
 @final
-class Kept:
-    """What is known of one piece of memory.
+class RaceAllocation(Allocation):
+    """A piece of memory, with every access to it that may still matter.
 
     Attributes:
         name: for reports.
-        place: whose it is.
-        made_on: the stream it was allocated on, which gets it back; None where it was there before the watching.
-        made_at: where.
-        reads, writes: lane -> its accesses.
-        handed: lanes for which it was kept alive.
-        made: the event that wrote it first, for memory that is undecided.
+        allocated_on: the stream it was allocated on, which gets it back; None where it was there before the tracing.
+        allocated_at: where.
+        reads, writes: stream -> its accesses.
+        kept_for: streams for which it is kept alive.
+        first_write: the event that wrote it first, for memory that is undecided.
         dropped: where its last tensor was dropped.
     """
 
-    __slots__ = ("dropped", "handed", "made", "made_at", "made_on", "name", "place", "reads", "writes")
+    __slots__ = ("allocated_at", "allocated_on", "dropped", "first_write", "kept_for", "name", "reads", "writes")
 
-    def __init__(self, name: Name, place: Place, made_on: Lane | None, made_at: Site | None) -> None:
+    def __init__(
+        self, name: Name, kind: MemoryKind, allocated_on: StreamClock | None, allocated_at: SourceLine | None
+    ) -> None:
+        super().__init__(kind)
         self.name = name
-        self.place = place
-        self.made_on = made_on
-        self.made_at = made_at
+        self.allocated_on = allocated_on
+        self.allocated_at = allocated_at
         self.reads: dict[int, Log] = {}
         self.writes: dict[int, Log] = {}
-        self.handed: set[int] = set()
-        self.made: Entry | None = None
-        self.dropped: Site | None = None
+        self.kept_for: set[int] = set()
+        self.first_write: Entry | None = None
+        self.dropped: SourceLine | None = None
 
     def __str__(self) -> str:
-        where = "" if self.made_at is None or self.made_at.line is None else f" at {self.made_at.line}"
-        if self.place is not Place.DEVICE:
-            return f"{self.name}, {self.place.value} memory{where and ', made' + where}"
-        if self.made_on is None:
-            return f"{self.name}, which was there before the watching"
-        return f"{self.name}, allocated on {self.made_on.name!r}{where}"
+        where = "" if self.allocated_at is None or self.allocated_at.line is None else f" at {self.allocated_at.line}"
+        if self.kind is not MemoryKind.DEVICE:
+            return f"{self.name}, {self.kind.value} memory{where and ', made' + where}"
+        if self.allocated_on is None:
+            return f"{self.name}, which was there before the tracing"
+        return f"{self.name}, allocated on {self.allocated_on.name!r}{where}"
 
 
 @final
 class Detector:
-    """Judges accesses, and reports.
+    """Checks accesses, and reports.
 
     Args:
         step: of the runtime, for reports.
         on_race: raise the first race, or collect them in `races`.
 
     Attributes:
-        clocks: what each lane knows.
-        journal: the newest events.
+        clocks: what each stream knows.
+        history: the newest events.
         races: all reports; at most one for the same two lines and kind.
-        accesses, comparisons: how many accesses were judged, and how many lanes' logs each was held against, for cost.
+        accesses, comparisons: accesses that were checked, and streams' logs that these were compared with, for cost.
     """
 
     def __init__(self, step: Callable[[], int], on_race: OnRace) -> None:
         self.clocks = Clocks()
-        self.journal = Journal()
+        self.history = History()
         self.races: list[RaceReport] = []
         self.accesses = 0
         self.comparisons = 0
@@ -217,87 +215,94 @@ class Detector:
         self._on_race = on_race
         self._reported: set[tuple[object, ...]] = set()
         self._reads_over: dict[int, int] = {}
+        self._freed: dict[int, list[RaceAllocation]] = {}
 
     # Events
 
     def event(
         self,
-        lane: Lane,
+        stream: StreamClock,
         kind: EventKind,
         name: str,
         *,
         reads: Used = (),
         writes: Used = (),
         waits_for: int | None = None,
-        at: Site | None = None,
+        at: SourceLine | None = None,
         hidden: bool = False,
     ) -> Entry:
-        """Something happens on a lane."""
-        number = self.clocks.happens(lane)
+        """Something happens on a stream."""
+        number = self.clocks.happens(stream)
         if kind in _WORK and not hidden:
-            lane.work = number
-        where = site(3) if at is None else at
-        return self.journal.note(Entry(number, lane, kind, name, self._step(), where, reads, writes, waits_for, hidden))
+            stream.work = number
+        where = source_line(3) if at is None else at
+        return self.history.note(
+            Entry(number, stream, kind, name, self._step(), where, reads, writes, waits_for, hidden)
+        )
 
-    def inspected(self, lane: Lane) -> None:
+    def inspected(self, stream: StreamClock) -> None:
         """A check has read device memory on a stream, and so waited for it: what the stream has read is over.
 
         That what it has written is over, the host does not learn: a check orders nothing that comes later.
         """
-        self._reads_over[lane.number] = lane.newest
+        self._reads_over[stream.number] = stream.newest
 
     # Accesses
 
-    def judge(self, entry: Entry, touched: Sequence[tuple[Kept, Region, bool]]) -> None:
+    def check(self, entry: Entry, touched: Sequence[tuple[RaceAllocation, Region, bool]]) -> None:
         """Holds the accesses of an event against all others; `note` them once it has happened.
 
         Raises:
             Race: one is not ordered behind an earlier one, and races are raised.
         """
         __tracebackhide__ = True
-        lane, seen = entry.lane, entry.lane.seen
-        own, known = lane.number, len(entry.lane.seen)
-        for kept, region, writes in touched:
+        stream, seen = entry.stream, entry.stream.seen
+        own, known = stream.number, len(entry.stream.seen)
+        for allocation, region, writes in touched:
             self.accesses += 1
-            for other, log in kept.writes.items():
+            for other, log in allocation.writes.items():
                 if other != own:
                     at = seen[other] if other < known else 0
                     self.comparisons += 1
                     if log.events[-1] > at and (found := log.conflict(region, at)) is not None:
-                        self._found(kept, other, found, entry, region, first_writes=True, second_writes=writes)
+                        self._found(allocation, other, found, entry, region, first_writes=True, second_writes=writes)
             if writes:
-                for other, log in kept.reads.items():
+                for other, log in allocation.reads.items():
                     if other != own:
                         at = max(seen[other] if other < known else 0, self._reads_over.get(other, 0))
                         self.comparisons += 1
                         if log.events[-1] > at and (found := log.conflict(region, at)) is not None:
-                            self._found(kept, other, found, entry, region, first_writes=False, second_writes=True)
+                            self._found(allocation, other, found, entry, region, first_writes=False, second_writes=True)
 
-    def note(self, entry: Entry, touched: Sequence[tuple[Kept, Region, bool]]) -> None:
+    def note(self, entry: Entry, touched: Sequence[tuple[RaceAllocation, Region, bool]]) -> None:
         """Notes the accesses of an event: later ones are held against them."""
-        own, over = entry.lane.number, self.clocks.lanes[0].seen
+        own, over = entry.stream.number, self.clocks.streams[0].seen
         done = over[own] if own < len(over) else 0
-        for kept, region, writes in touched:
-            logs = kept.writes if writes else kept.reads
+        for allocation, region, writes in touched:
+            logs = allocation.writes if writes else allocation.reads
             mine = logs.get(own)
             if mine is None:
                 mine = logs[own] = Log()
             mine.add(entry.number, region, done)
 
-    def unordered(self, kept: Kept, lane: Lane) -> tuple[int, tuple[int, Region]] | None:
-        """A stream that uses the memory unknown to `lane`, with its newest such use; None if there is none.
+    def unordered(self, allocation: RaceAllocation, stream: StreamClock) -> tuple[int, tuple[int, Region]] | None:
+        """A stream that uses the memory unknown to `stream`, with its newest such use; None if there is none.
 
-        Streams that the memory was kept alive for do not count.
+        Streams that the memory was allocation alive for do not count.
         """
-        for logs in (kept.writes, kept.reads):
+        for logs in (allocation.writes, allocation.reads):
             for other, log in logs.items():
-                if other != lane.number and other not in kept.handed and not lane.knows(other, log.newest()):
+                if (
+                    other != stream.number
+                    and other not in allocation.kept_for
+                    and not stream.knows(other, log.newest())
+                ):
                     return other, (log.newest(), log.regions[-1])
         return None
 
     def _found(
         self,
-        kept: Kept,
+        allocation: RaceAllocation,
         other: int,
         found: tuple[int, Region],
         entry: Entry,
@@ -309,27 +314,57 @@ class Detector:
         __tracebackhide__ = True
         event, before = found
         common = before.common(region) or region
-        kind = _kind_of(kept, entry, first_writes, second_writes)
+        kind = _kind_of(allocation, entry, first_writes, second_writes)
         self.report(
             kind,
-            kept,
-            rows_of(kept.name, common),
-            self.access(event, other, "writes" if first_writes else "reads", kept, before),
-            self.access(entry.number, entry.lane.number, "writes" if second_writes else "reads", kept, region),
+            allocation,
+            rows_of(allocation.name, common),
+            self.access(event, other, "writes" if first_writes else "reads", allocation, before),
+            self.access(entry.number, entry.stream.number, "writes" if second_writes else "reads", allocation, region),
         )
 
-    def access(self, event: int, lane: int, does: str, kept: Kept, region: Region) -> Access:
+    def access(self, event: int, stream: int, does: str, allocation: RaceAllocation, region: Region) -> Access:
         """One side of a report."""
-        entry = self.journal.find(event)
-        name = self.clocks.lanes[lane].name
-        rows = f"{rows_of(kept.name, region)} of {kept.name}"
+        entry = self.history.find(event)
+        name = self.clocks.streams[stream].name
+        rows = f"{rows_of(allocation.name, region)} of {allocation.name}"
         if entry is None:
             return Access(event, does, "an operation too old to be known", name, 0, "an unknown line", None, rows)
-        return Access(event, does, entry.name, name, entry.step, *entry.site.words(), rows)
+        line, caller = entry.source_line.words()
+        return Access(event, does, entry.name, name, entry.step, line, caller, rows)
+
+    # Memory that is freed in use
+
+    def freed(self, allocation: RaceAllocation) -> None:
+        """The last tensor of a piece of memory is gone. Reports nothing: it may be called anywhere."""
+        stream = allocation.allocated_on if allocation.kind is MemoryKind.DEVICE else None
+        if stream is not None and self.unordered(allocation, stream) is not None:
+            allocation.dropped = source_line(2)
+            self._freed.setdefault(stream.number, []).append(allocation)
+
+    def allocates(self, stream: StreamClock, entry: Entry) -> None:
+        """An event of a stream allocates memory.
+
+        Raises:
+            Race: it may get memory that another stream still uses.
+        """
+        waiting = self._freed.get(stream.number)
+        while waiting:
+            allocation = waiting.pop()  # it is reported once; if that raises, the others are still here
+            found = self.unordered(allocation, stream)
+            if found is None:
+                continue
+            other, (event, region) = found
+            does = "writes" if other in allocation.writes and allocation.writes[other].newest() == event else "reads"
+            first = self.access(event, other, does, allocation, region)
+            rows = f"memory that may be that of {allocation.name}, which was freed"
+            line, caller = entry.source_line.words()
+            second = Access(entry.number, "allocates", entry.name, stream.name, entry.step, line, caller, rows)
+            self.report(RaceKind.FREED_IN_USE, allocation, rows_of(allocation.name, region), first, second)
 
     # Reports
 
-    def report(self, kind: RaceKind, kept: Kept, rows: str, first: Access, second: Access) -> None:
+    def report(self, kind: RaceKind, allocation: RaceAllocation, rows: str, first: Access, second: Access) -> None:
         """Reports a race; of the same two lines one is collected.
 
         Raises:
@@ -339,19 +374,19 @@ class Detector:
         key = (kind, first.site, first.caller, first.operation, second.site, second.caller, second.operation)
         if self._on_race == "collect" and key in self._reported:
             return
-        lane = next(lane for lane in self.clocks.lanes if lane.name == first.lane)
-        missing, suggestion = advice(self.journal, lane, kind, first, second, kept.dropped)
+        stream = next(stream for stream in self.clocks.streams if stream.name == first.lane)
+        missing, suggestion = hint_for(self.history, stream, kind, first, second, allocation.dropped)
         report = RaceReport(
             kind=kind,
             problem=f"{_PROBLEMS[kind]}: nothing orders {_short(second)} behind {_short(first)}",
-            memory=str(kept),
+            memory=str(allocation),
             rows=rows,
             first=first,
             second=second,
             missing=missing,
             suggestion=suggestion,
-            lanes=[lane.name for lane in self.clocks.lanes],
-            events=self.journal.shown(first.event, second.event),
+            lanes=[stream.name for stream in self.clocks.streams],
+            events=self.history.shown(first.event, second.event),
         )
         if key not in self._reported:
             self._reported.add(key)
@@ -376,9 +411,9 @@ _PROBLEMS = {
 }
 
 
-def _kind_of(kept: Kept, entry: Entry, first_writes: bool, second_writes: bool) -> RaceKind:
-    if kept.place in (Place.PINNED, Place.HOST):
-        if entry.lane.name != HOST:
+def _kind_of(allocation: RaceAllocation, entry: Entry, first_writes: bool, second_writes: bool) -> RaceKind:
+    if allocation.kind in HOST_KINDS:
+        if entry.stream.name != HOST:
             return RaceKind.HOST_MEMORY_REUSED
         if not first_writes:
             return RaceKind.STAGING_REFILLED
@@ -391,44 +426,3 @@ def _kind_of(kept: Kept, entry: Entry, first_writes: bool, second_writes: bool) 
 def _short(access: Access) -> str:
     where = "the host" if access.lane == HOST else repr(access.lane)
     return f"{access.operation} on {where}"
-
-
-@final
-class Lifetimes:
-    """What was freed in use, by the stream that gets it back.
-
-    Args:
-        detector: judges and reports.
-    """
-
-    def __init__(self, detector: Detector) -> None:
-        self._detector = detector
-        self._freed: dict[int, list[Kept]] = {}
-
-    def freed(self, kept: Kept) -> None:
-        """The last tensor of a piece of memory is gone. Reports nothing: it may be called anywhere."""
-        lane = kept.made_on if kept.place is Place.DEVICE else None
-        if lane is not None and self._detector.unordered(kept, lane) is not None:
-            kept.dropped = site(2)
-            self._freed.setdefault(lane.number, []).append(kept)
-
-    def allocates(self, lane: Lane, entry: Entry) -> None:
-        """An event of a stream allocates memory.
-
-        Raises:
-            Race: it may get memory that another stream still uses.
-        """
-        waiting = self._freed.get(lane.number)
-        while waiting:
-            kept = waiting.pop()  # it is reported once; if that raises, the others are still here
-            found = self._detector.unordered(kept, lane)
-            if found is not None:
-                self._report(kept, lane, entry, *found)
-
-    def _report(self, kept: Kept, lane: Lane, entry: Entry, other: int, use: tuple[int, Region]) -> None:
-        event, region = use
-        does = "writes" if other in kept.writes and kept.writes[other].newest() == event else "reads"
-        first = self._detector.access(event, other, does, kept, region)
-        rows = f"memory that may be that of {kept.name}, which was freed"
-        second = Access(entry.number, "allocates", entry.name, lane.name, entry.step, *entry.site.words(), rows)
-        self._detector.report(RaceKind.FREED_IN_USE, kept, rows_of(kept.name, region), first, second)

@@ -1,16 +1,14 @@
-"""What a report says is missing, and what to add: the fence that was meant, where there is one."""
+"""The newest events of a run, and what they say is missing: the fence that was meant, where there is one."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, final
 
-from batchstate.testing.race.clocks import Lane
-from batchstate.testing.race.report import HOST, Access, Event, EventKind, RaceKind
+from batchstate.testing.race.report import Access, Event, EventKind, RaceKind
+from batchstate.testing.tracing.clocks import HOST, StreamClock
 from batchstate.testing.tracing.memory import Name
 from batchstate.testing.tracing.regions import Region
-from batchstate.testing.tracing.sites import Site
-
-# The newest events of a run, kept small, and turned into words only for a report.
+from batchstate.testing.tracing.source_lines import SourceLine
 
 Used = Sequence[tuple[Name, Region]]
 
@@ -25,36 +23,36 @@ _MOST_ROWS = 8
 
 @final
 class Entry:
-    """One event, as it is kept.
+    """One event, as it is allocation.
 
     Attributes:
-        number, lane, kind, name, step, site: as in `report.Event`.
-        reads, writes: memory touched.
+        number, stream, kind, name, step, source_line: as in `report.Event`.
+        reads, writes: memory.
         waits_for: event of the fence, for a wait.
         hidden: not shown, because it may have been an operation of the host.
     """
 
-    __slots__ = ("hidden", "kind", "lane", "name", "number", "reads", "site", "step", "waits_for", "writes")
+    __slots__ = ("hidden", "kind", "name", "number", "reads", "source_line", "step", "stream", "waits_for", "writes")
 
     def __init__(
         self,
         number: int,
-        lane: Lane,
+        stream: StreamClock,
         kind: EventKind,
         name: str,
         step: int,
-        site: Site,
+        source_line: SourceLine,
         reads: Used = (),
         writes: Used = (),
         waits_for: int | None = None,
         hidden: bool = False,
     ) -> None:
         self.number = number
-        self.lane = lane
+        self.stream = stream
         self.kind = kind
         self.name = name
         self.step = step
-        self.site = site
+        self.source_line = source_line
         self.reads = reads
         self.writes = writes
         self.waits_for = waits_for
@@ -62,15 +60,15 @@ class Entry:
 
     def shown(self, oldest: int) -> Event:
         """The event in words; a fence before event `oldest` is not in the report."""
-        line, caller = self.site.words()
+        site, caller = self.source_line.words()
         waits_for = self.waits_for if self.waits_for is not None and self.waits_for >= oldest else None
         return Event(
             number=self.number,
-            lane=self.lane.name,
+            lane=self.stream.name,
             kind=self.kind,
             name=self.name,
             step=self.step,
-            site=line,
+            site=site,
             caller=caller,
             reads=[described(name, region) for name, region in self.reads],
             writes=[described(name, region) for name, region in self.writes],
@@ -79,7 +77,7 @@ class Entry:
 
 
 @final
-class Journal:
+class History:
     """The newest `KEPT` events."""
 
     def __init__(self) -> None:
@@ -92,7 +90,7 @@ class Journal:
 
     def lines(self) -> list[str]:
         """A line for each event."""
-        return [f"{one.number} {one.lane.name}: {one.name}, step {one.step}" for one in self._entries]
+        return [f"{one.number} {one.stream.name}: {one.name}, step {one.step}" for one in self._entries]
 
     def find(self, number: int) -> Entry | None:
         """The event, unless it is too old."""
@@ -102,10 +100,10 @@ class Journal:
         at = number - entries[0].number
         return entries[at] if 0 <= at < len(entries) else None
 
-    def fence_behind(self, lane: Lane, event: int, step: int) -> Entry | None:
-        """The first fence recorded on a lane behind an event, in the same step: a later one has another purpose."""
+    def fence_behind(self, stream: StreamClock, event: int, step: int) -> Entry | None:
+        """The first fence recorded on a stream behind an event, in the same step: a later one has another purpose."""
         for entry in self._entries:
-            if entry.number > event and entry.kind is EventKind.FENCE and entry.lane is lane:
+            if entry.number > event and entry.kind is EventKind.FENCE and entry.stream is stream:
                 return entry if entry.step == step else None
         return None
 
@@ -116,9 +114,9 @@ class Journal:
     def shown(self, first: int, second: int) -> list[Event]:
         """The events of a report on two accesses: some before the first, all between, none behind the second."""
         oldest = max(min(first, second) - 12, second - SHOWN)
-        kept = [one for one in self._entries if one.number == first or oldest <= one.number <= second]
-        kept = [one for one in kept if not one.hidden or one.number in (first, second)]
-        return [one.shown(oldest) for one in kept]
+        allocation = [one for one in self._entries if one.number == first or oldest <= one.number <= second]
+        allocation = [one for one in allocation if not one.hidden or one.number in (first, second)]
+        return [one.shown(oldest) for one in allocation]
 
 
 def described(name: Name, region: Region) -> str:
@@ -156,61 +154,61 @@ def _listed(word: str, intervals: Sequence[tuple[int, int]], left_out: int) -> s
     return f"{word}{'s' if many else ''} {', '.join(parts)}{f' and {more} more' if more else ''}"
 
 
-class Advice(NamedTuple):
+class Hint(NamedTuple):
     """The edge that is not there, and how to add it."""
 
     missing: str
     suggestion: str
 
 
-def advice(
-    journal: Journal, lane: Lane, kind: RaceKind, first: Access, second: Access, dropped: Site | None = None
-) -> Advice:
-    """Advice on two accesses.
+def hint_for(
+    history: History,
+    stream: StreamClock,
+    kind: RaceKind,
+    first: Access,
+    second: Access,
+    dropped: SourceLine | None = None,
+) -> Hint:
+    """What to do about two accesses.
 
-    Args:
-        journal: of the run.
-        lane: of the first access.
-        kind: of the race.
-        first: the access that came first in the run.
-        second: the other one.
-        dropped: where the last tensor of freed memory was dropped.
+    `stream` is that of the first access; `dropped` is where the last tensor of freed memory was dropped.
     """
-    behind = journal.fence_behind(lane, first.event, first.step)
+    behind = history.fence_behind(stream, first.event, first.step)
     if kind is RaceKind.FREED_IN_USE:
         where = "" if dropped is None or dropped.line is None else f", dropped at {dropped.line},"
         hold = "" if behind is None else f", or keep the tensor until {behind.name} is complete"
-        return Advice(
+        return Hint(
             f"nothing keeps the memory{where} until stream {first.lane!r} is done with it",
             f"hand the tensor over with `Runtime.use_on_current_stream` (on an accelerator also `record_stream`) "
             f"before {first.operation} on {first.lane!r}{hold}",
         )
     who = "the host" if second.lane == HOST else f"stream {second.lane!r}"
     where = "on the host" if second.lane == HOST else f"on stream {second.lane!r}"
-    early = _waited_too_early(journal, lane, first, second)
+    early = _waited_too_early(history, stream, first, second)
     if early is not None:
-        return Advice(
+        return Hint(
             f"{who} waits for {early.name}, which was recorded before {first.operation} on stream {first.lane!r}",
-            f"record the fence behind {first.operation}: {early.name} (recorded at {early.site.line}) comes before it",
+            f"record the fence behind {first.operation}: "
+            f"{early.name} (recorded at {early.source_line.line}) comes before it",
         )
     if behind is None:
         what = f"record a fence on stream {first.lane!r} behind {first.operation}, and wait for it"
     else:
-        what = f"wait for {behind.name} (recorded on stream {first.lane!r} at {behind.site.line})"
-    return Advice(
+        what = f"wait for {behind.name} (recorded on stream {first.lane!r} at {behind.source_line.line})"
+    return Hint(
         f"{who} never waits for {first.operation} on stream {first.lane!r}",
         f"{what} {where} before {second.operation}",
     )
 
 
-def _waited_too_early(journal: Journal, lane: Lane, first: Access, second: Access) -> Entry | None:
+def _waited_too_early(history: History, stream: StreamClock, first: Access, second: Access) -> Entry | None:
     """A fence of the first access's stream and step that the second one waited for, and that lies before the access."""
-    for entry in journal.newest_first():
+    for entry in history.newest_first():
         if entry.number < first.event:
             return None
-        waits = entry.kind is EventKind.WAIT and entry.lane.name == second.lane and entry.number < second.event
+        waits = entry.kind is EventKind.WAIT and entry.stream.name == second.lane and entry.number < second.event
         if waits and entry.waits_for is not None:
-            fence = journal.find(entry.waits_for)
-            if fence is not None and fence.lane is lane and fence.number < first.event and fence.step == first.step:
+            fence = history.find(entry.waits_for)
+            if fence is not None and fence.stream is stream and fence.number < first.event and fence.step == first.step:
                 return fence
     return None

@@ -12,10 +12,10 @@ from typing import final
 import attrs
 import torch
 
-from batchstate.testing.race.clocks import Lane
-from batchstate.testing.race.detector import Detector, Kept
+from batchstate.testing.race.detector import Detector, RaceAllocation
 from batchstate.testing.race.history import Entry, rows_of
 from batchstate.testing.race.report import EventKind, RaceKind
+from batchstate.testing.tracing.clocks import StreamClock
 from batchstate.testing.tracing.regions import Region
 
 POISON = 0xA5
@@ -26,7 +26,7 @@ POISON = 0xA5
 @attrs.frozen(eq=False)
 class _Source:
     entry: Entry
-    kept: Kept
+    allocation: RaceAllocation
     region: Region
     tensor: torch.Tensor
     checksum: int
@@ -36,7 +36,7 @@ class _Source:
 @attrs.define(eq=False)
 class _Landing:
     entry: Entry
-    kept: Kept
+    allocation: RaceAllocation
     region: Region
     tensor: torch.Tensor
     values: torch.Tensor
@@ -49,7 +49,7 @@ class HostMemory:
     """Copies in flight between host memory and the device.
 
     Args:
-        detector: judges and reports.
+        detector: reports.
     """
 
     def __init__(self, detector: Detector) -> None:
@@ -57,36 +57,43 @@ class HostMemory:
         self._sources: deque[_Source] = deque()
         self._landings: deque[_Landing] = deque()
 
-    def reads(self, entry: Entry, kept: Kept, region: Region, tensor: torch.Tensor) -> None:
+    def reads(self, entry: Entry, allocation: RaceAllocation, region: Region, tensor: torch.Tensor) -> None:
         """A copy to the device reads `tensor` when it runs: what lands there before it is there by then."""
-        self.ordered(entry.lane, kept, region)
-        self._sources.append(_Source(entry, kept, region, tensor, _checksum(tensor)))
+        self.ordered(entry.stream, allocation, region)
+        self._sources.append(_Source(entry, allocation, region, tensor, _checksum(tensor)))
 
-    def ordered(self, lane: Lane, kept: Kept, region: Region) -> None:
+    def ordered(self, stream: StreamClock, allocation: RaceAllocation, region: Region) -> None:
         """A stream is about to touch host memory: what lands there before it, and is ordered so, is there by then."""
-        for landing in [one for one in self._landings if one.kept is kept and one.region.overlaps(region)]:
-            if lane.knows(landing.entry.lane.number, landing.entry.number):
+        for landing in [one for one in self._landings if one.allocation is allocation and one.region.overlaps(region)]:
+            if stream.knows(landing.entry.stream.number, landing.entry.number):
                 self._landings.remove(landing)
                 self._land(landing)
 
-    def lands(self, entry: Entry, kept: Kept, region: Region, tensor: torch.Tensor, values: torch.Tensor) -> None:
+    def lands(
+        self, entry: Entry, allocation: RaceAllocation, region: Region, tensor: torch.Tensor, values: torch.Tensor
+    ) -> None:
         """A copy to the host brings `values` into `tensor` when it runs."""
-        self.overwritten(kept, region)
+        self.overwritten(allocation, region)
         _poison(tensor)
-        self._landings.append(_Landing(entry, kept, region, tensor, values, _checksum(tensor)))
+        self._landings.append(_Landing(entry, allocation, region, tensor, values, _checksum(tensor)))
 
-    def overwritten(self, kept: Kept, region: Region) -> None:
-        """Somebody whom the detector sees writes: what was not seen before is judged now, and he is not blamed later.
+    def overwritten(self, allocation: RaceAllocation, region: Region) -> None:
+        """A write that the detector sees: what came unseen before is checked now, and this write is not blamed for it.
 
         Raises:
             Race: a source has changed before.
         """
-        for source in [one for one in self._sources if one.kept is kept and one.region.overlaps(region)]:
+        for source in [one for one in self._sources if one.allocation is allocation and one.region.overlaps(region)]:
             self._sources.remove(source)
-            self._judge(source)
+            self._check(source)
         for landing in self._landings:
-            if landing.kept is kept and landing.region.overlaps(region):
+            if landing.allocation is allocation and landing.region.overlaps(region):
                 landing.disturbed = True
+
+    @property
+    def idle(self) -> bool:
+        """Whether no copy is under way."""
+        return not self._landings and not self._sources
 
     def settle(self) -> None:
         """The host has waited for something: what is over by now has landed, and was read.
@@ -94,24 +101,22 @@ class HostMemory:
         Raises:
             Race: a source has changed meanwhile.
         """
-        if not self._landings and not self._sources:
-            return
         host = self._detector.clocks.host
         for landing in [one for one in self._landings if _over(host, one.entry)]:
             self._landings.remove(landing)
             self._land(landing)
         for source in [one for one in self._sources if _over(host, one.entry)]:
             self._sources.remove(source)
-            self._judge(source)
+            self._check(source)
 
     def close(self) -> None:
-        """The end of the watching: everything has run."""
+        """The end of the window: everything has run."""
         while self._landings:
             self._land(self._landings.popleft())
         while self._sources:
-            self._judge(self._sources.popleft())
+            self._check(self._sources.popleft())
 
-    def _judge(self, source: _Source) -> None:
+    def _check(self, source: _Source) -> None:
         if _checksum(source.tensor) != source.checksum:
             self._unseen(source, RaceKind.STAGING_REFILLED, "reads")
 
@@ -119,10 +124,12 @@ class HostMemory:
         changed = not landing.disturbed and _checksum(landing.tensor) != landing.checksum
         landing.tensor.copy_(landing.values)
         self._sources = deque(
-            one for one in self._sources if one.kept is not landing.kept or not one.region.overlaps(landing.region)
+            one
+            for one in self._sources
+            if one.allocation is not landing.allocation or not one.region.overlaps(landing.region)
         )
         for other in self._landings:
-            if other.kept is landing.kept and other.region.overlaps(landing.region):
+            if other.allocation is landing.allocation and other.region.overlaps(landing.region):
                 other.disturbed = True
         if changed:
             self._unseen(landing, RaceKind.HOST_MEMORY_REUSED, "writes")
@@ -130,14 +137,14 @@ class HostMemory:
     def _unseen(self, copy: _Source | _Landing, kind: RaceKind, does: str) -> None:
         detector = self._detector
         event = detector.event(detector.clocks.host, EventKind.HOST_ACCESS, "a write that torch did not see")
-        second = detector.access(event.number, 0, "writes", copy.kept, copy.region)
-        first = detector.access(copy.entry.number, copy.entry.lane.number, does, copy.kept, copy.region)
+        second = detector.access(event.number, 0, "writes", copy.allocation, copy.region)
+        first = detector.access(copy.entry.number, copy.entry.stream.number, does, copy.allocation, copy.region)
         second = attrs.evolve(second, site=f"a line between {first.site} and {second.site}", step=first.step)
-        detector.report(kind, copy.kept, rows_of(copy.kept.name, copy.region), first, second)
+        detector.report(kind, copy.allocation, rows_of(copy.allocation.name, copy.region), first, second)
 
 
-def _over(host: Lane, entry: Entry) -> bool:
-    return host.knows(entry.lane.number, entry.number)
+def _over(host: StreamClock, entry: Entry) -> bool:
+    return host.knows(entry.stream.number, entry.number)
 
 
 def _poison(tensor: torch.Tensor) -> None:

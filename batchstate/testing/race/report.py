@@ -12,12 +12,10 @@ from typing import Any, Self, final
 import attrs
 
 from batchstate.errors import ArgumentError
+from batchstate.testing.tracing.clocks import HOST
 
 FORMAT = "batchstate race report 1"
 """First entry of a report in JSON; the number is raised when a reader has to know better."""
-
-HOST = "host"
-"""Name of the lane of the host; all other lanes are streams."""
 
 
 class RaceKind(StrEnum):

@@ -1,16 +1,16 @@
 """`RaceRuntime`: a runtime that finds races, on a CPU or round an accelerator.
 
-Operations run at once, in program order; what is watched is what orders them. So one run says of every pair of accesses
+Operations run at once, in program order; what is traced is what orders them. So one run says of every pair of accesses
 whether something orders it, and not only what happened to come first this time. Fences are complete when the host has
-waited for them or for something behind them, so that whoever reads too early meets a fence that is not.
+waited for them or for something behind them, so that a host that reads too early meets a fence that is not.
 """
 
-import contextlib
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, final
+from typing import Any, Literal, TypeVar, final
 
+import attrs
 import torch
 
 from batchstate.errors import ArgumentError
@@ -18,16 +18,13 @@ from batchstate.runtime import CpuRuntime, Fence, MappedMemory, Runtime, Stream
 from batchstate.runtime.base import Array
 from batchstate.runtime.fences import foreign_fence
 from batchstate.runtime.memory import StagingBlock
-from batchstate.testing.race.accesses import Accesses
-from batchstate.testing.race.clocks import Clocks, Lane, RaceFence
 from batchstate.testing.race.detector import Detector, OnRace
-from batchstate.testing.race.operations import Launches, Operations, Transfers
 from batchstate.testing.race.report import EventKind, RaceReport
-from batchstate.testing.tracing.events import DeviceEvent
-from batchstate.testing.tracing.memory import Place
-from batchstate.testing.tracing.modes import is_raw, watching
-
-# How many steps are under way at once, as far as the host knows: without two there is nothing to race.
+from batchstate.testing.race.tracer import RaceTracer
+from batchstate.testing.tracing.clocks import Clocks, StreamClock
+from batchstate.testing.tracing.dispatch import is_raw, untraced
+from batchstate.testing.tracing.memory import MemoryKind
+from batchstate.testing.tracing.runtime import TracedRuntime
 
 
 @final
@@ -51,14 +48,14 @@ class InFlight:
     @property
     def now(self) -> int:
         """Steps under way, the present one included. What comes before the first `next_step` is no step."""
-        host, streams = self._clocks.host, self._clocks.lanes[1:]
+        host, streams = self._clocks.host, self._clocks.streams[1:]
         while self._ends and all(host.knows(at, event) for at, event in enumerate(self._ends[0], start=1)):
             self._ends.popleft()
         before = self._before
         present = any(
-            not host.knows(lane.number, lane.work)
-            and (lane.number > len(before) or lane.work > before[lane.number - 1])
-            for lane in streams
+            not host.knows(stream.number, stream.work)
+            and (stream.number > len(before) or stream.work > before[stream.number - 1])
+            for stream in streams
         )
         return len(self._ends) + (present and self._began)
 
@@ -69,19 +66,64 @@ class InFlight:
     def step_ends(self) -> None:
         """What comes next is another step's."""
         self.note()
-        ends = [lane.work for lane in self._clocks.lanes[1:]]
+        ends = [stream.work for stream in self._clocks.streams[1:]]
         if self._began and any(ends) and ends != self._before:
             self._ends.append(ends)
         self._before = ends
         self._began = True
 
 
+PATIENCE = 10_000
+"""Times that a fence is asked before it is complete: what polls instead of waiting gets on, as on a device."""
+
+
+@final
+@attrs.define(eq=False)
+class RaceFence:
+    """A point in a stream. Complete once the host has waited for it, or for something behind it.
+
+    Attributes:
+        number: in the order in which the fences of a runtime were recorded, from 1.
+        event: of its recording.
+        stream: of that event, by number.
+        seen: what is known to lie before it: stream -> newest event.
+        owner: the runtime.
+    """
+
+    number: int
+    event: int
+    stream: int
+    seen: list[int] = attrs.field(repr=False)
+    owner: "RaceRuntime" = attrs.field(repr=False)
+    _inner: Fence = attrs.field(repr=False)
+    _patience: int | None = attrs.field(repr=False)  # None: PATIENCE
+    _asked: int = 0
+
+    def query(self) -> bool:
+        """Whether the host knows that everything before it has run. Never waits."""
+        self.owner.check_owner("asking a fence")
+        if self.owner._is_over(self):
+            return True
+        self._asked += 1
+        if self._asked >= (PATIENCE if self._patience is None else self._patience) and self._inner.query():
+            self.owner._host_joins(self)
+            return True
+        return False
+
+    def wait(self) -> None:
+        """The host waits until everything before it has run, and knows so from then on."""
+        self.owner.check_owner("waiting for a fence")
+        self.owner.counters.fence_waits += 1
+        self._inner.wait()
+        self.owner._host_joins(self)
+
+
 T = TypeVar("T")
 
 
 @final
-class RaceRuntime(Runtime):
-    """Watches everything that runs through it, and through torch in a `with` window of it.
+class RaceRuntime(TracedRuntime[StreamClock]):
+    """Checks everything that runs through it, and through torch in a `with` window of it.
 
     Example:
         with RaceRuntime() as rt:
@@ -92,8 +134,8 @@ class RaceRuntime(Runtime):
         inner: what it runs on: a fresh runtime, used through this one alone. By default the CPU.
         steps_in_flight: see `Runtime`; where `inner` is given, its own.
         on_race: `"raise"` the first race as `Race`, before the second access happens, or `"collect"` them in `races`.
-        fences: what a host finds that asks a fence. With `"late"` it is complete once the host has waited for it, or
-            for something behind it: the least order a device may have. With `"prompt"` it is complete at once, and the
+        fences: what a host finds that asks a fence. With `"lazy"` it is complete once the host has waited for it, or
+            for something behind it: the least order a device may have. With `"eager"` it is complete at once, and the
             host knows what lies before it and nothing more: what changes hands behind the wrong fence does so at once.
 
     Attributes:
@@ -106,52 +148,32 @@ class RaceRuntime(Runtime):
         *,
         steps_in_flight: int = 2,
         on_race: OnRace = "raise",
-        fences: Literal["late", "prompt"] = "late",
+        fences: Literal["lazy", "eager"] = "lazy",
     ) -> None:
         if on_race not in ("raise", "collect"):
             raise ArgumentError(f"on_race is {on_race!r}", value=on_race, remedy="use 'raise' or 'collect'")
-        if fences not in ("late", "prompt"):
-            raise ArgumentError(f"fences is {fences!r}", value=fences, remedy="use 'late' or 'prompt'")
-        self._inner = CpuRuntime(steps_in_flight=steps_in_flight) if inner is None else inner
+        if fences not in ("lazy", "eager"):
+            raise ArgumentError(f"fences is {fences!r}", value=fences, remedy="use 'lazy' or 'eager'")
         self._detector = Detector(lambda: self.step, on_race)
-        self._lanes: dict[object, Lane] = {}
         self._fences = 0
-        self._window: contextlib.ExitStack | None = None
-        self._entered = False
-        self._patience = 1 if fences == "prompt" else None
-        self.synchronised: Counter[str] = Counter()
-        self._accesses = Accesses(self._detector, self._inner, self._current_lane, self._note_sync)
-        self._transfers = Transfers(self._accesses)
-        self._launches = Launches(self._accesses)
+        self._patience = 1 if fences == "eager" else None
         self._in_flight = InFlight(self._detector.clocks)
-        super().__init__(self._inner.device, steps_in_flight=self._inner.steps_in_flight)
-        self._lane_of(self._inner.current_stream)
-
-    def __enter__(self) -> Self:
-        """Begins to watch the operations of this thread."""
-        self.check_owner("with")
-        if self._entered:
-            raise ArgumentError("a race runtime was entered twice", value=self, remedy="use one `with` for each")
-        self._entered = True
-        self._window = contextlib.ExitStack()
-        self._window.enter_context(watching(Operations(self._accesses, self._transfers, self._lane_of)))
-        return self
+        super().__init__(CpuRuntime(steps_in_flight=steps_in_flight) if inner is None else inner)
+        self._tracer: RaceTracer = RaceTracer(self._detector, self._inner, self._known_stream, self._note_sync)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Ends the watching. Copies that are under way have run by then.
+        """Ends the window. Copies that are under way have run by then.
 
         Raises:
             Race: the source of one of them had changed; not where an error ends the window.
         """
-        window, self._window = self._window, None
-        if window is not None:
-            window.close()
+        self._leave()
         self._in_flight.note()
-        self._accesses.memories.close()
+        self._tracer.allocations.close()
         if error is None:
-            self._accesses.host_memory.close()
+            self._tracer.host_memory.close()
 
     # What was found
 
@@ -162,17 +184,17 @@ class RaceRuntime(Runtime):
 
     @property
     def accesses(self) -> int:
-        """Accesses judged."""
+        """Accesses checked."""
         return self._detector.accesses
 
     @property
     def comparisons(self) -> int:
-        """How often an access was held against what another lane did with the same memory: what watching costs."""
+        """How often an access was compared with what another stream did with the same memory: what tracing costs."""
         return self._detector.comparisons
 
     def trace(self) -> list[str]:
-        """The newest events in program order: number, lane, what it is, step. The same program gives the same."""
-        return self._detector.journal.lines()
+        """The newest events in program order: number, stream, what it is, step. The same program gives the same."""
+        return self._detector.history.lines()
 
     @property
     def in_flight_depth(self) -> int:
@@ -191,21 +213,6 @@ class RaceRuntime(Runtime):
         self._in_flight.step_ends()
         return number
 
-    # For tests that model what an engine does itself
-
-    def event(self, name: str = "event") -> DeviceEvent:
-        """An event as `torch.cuda.Event` is one: it can be recorded again."""
-        return DeviceEvent(name, self.record, lambda fence, stream: self.wait(fence, stream=stream))
-
-    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype, *, name: str = "") -> torch.Tensor:
-        """Zeroed host memory that `copy_(non_blocking=True)` uses without the host waiting; `name` is for reports."""
-        with self._accesses.muted():
-            tensor = torch.zeros(shape, dtype=dtype, pin_memory=self.device.type != "cpu")
-        self._accesses.pinned(tensor)
-        if name:
-            self._named(tensor, name)
-        return tensor
-
     # Operations
 
     def launch(
@@ -220,164 +227,128 @@ class RaceRuntime(Runtime):
     ) -> T:
         """Runs a device operation; see `Runtime.launch`. What torch does not show is taken from `reads` and `writes`.
 
-        A slice of a tensor declares its rows.
+        A slice of a tensor declares its rows. What a `raw_kernel` declares is checked before it runs.
 
         Raises:
-            ArgumentError: it declares nothing and touches memory that is watched, or was given some and showed nothing;
+            ArgumentError: it declares nothing and touches memory that is traced, or was given some and showed nothing;
                 or it writes what it does not declare.
             Race: a declared access is not ordered.
         """
         called = name or getattr(operation, "__name__", "launch")
+        tracer, given = self._tracer, (*args, *kwargs.values())
+        named: dict[str, Any] = {"reads": reads, "writes": writes, "name": name, "operations": operations, **kwargs}
         if is_raw(operation):
-            return self._launch_raw(called, operation, args, kwargs, reads, writes, operations)
-        pieces = self._accesses.pieces
-        with self._launches.under_way(name) as seen:
-            result = super().launch(
-                operation, *args, reads=reads, writes=writes, name=name, operations=operations, **kwargs
-            )
+            if self._window is not None:
+                tracer.check_declared(called, {}, given, reads, writes)
+                tracer.add_declared(called, {}, reads, writes)
+            with untraced():
+                return super().launch(operation, *args, **named)
+        pieces, outer = tracer.pieces, (tracer.seen, tracer.launched)
+        seen: dict[Any, bool] = {}
+        tracer.seen, tracer.launched = seen, name or None
+        try:
+            result = super().launch(operation, *args, **named)
+        finally:
+            tracer.seen, tracer.launched = outer
         if self._window is not None:
-            older = {kept: written for kept, written in seen.items() if kept.name.number <= pieces}
-            self._launches.check(called, older, (*args, *kwargs.values()), reads, writes)
-            self._launches.add_declared(called, seen, reads, writes)
+            older = {memory: written for memory, written in seen.items() if memory.name.number <= pieces}
+            tracer.check_declared(called, older, given, reads, writes)
+            tracer.add_declared(called, seen, reads, writes)
         return result
-
-    def _launch_raw(
-        self,
-        name: str,
-        operation: Callable[..., T],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        reads: Sequence[torch.Tensor],
-        writes: Sequence[torch.Tensor],
-        operations: int,
-    ) -> T:
-        """A kernel that torch does not see: what it declares is judged before it runs."""
-        if self._window is not None:
-            self._launches.check(name, {}, (*args, *kwargs.values()), reads, writes)
-            self._launches.add_declared(name, {}, reads, writes)
-        with self._accesses.muted(), torch._C.DisableTorchFunction():
-            return super().launch(
-                operation, *args, reads=reads, writes=writes, name=name, operations=operations, **kwargs
-            )
 
     def inspect(self, tensor: torch.Tensor) -> Array:
         """Reads device memory for a check: no access, and no order for what comes later. See `Runtime.inspect`."""
-        self._detector.inspected(self._current_lane())
-        with self._accesses.muted(), torch._C.DisableTorchFunction():
-            return super().inspect(tensor)
+        self._detector.inspected(self._known_current())
+        with untraced():
+            values = self._inner.inspect(tensor)
+        self.counters.check_reads += 1
+        return values
+
+    def host_writes_rows(self, tensor: torch.Tensor, start: int, stop: int) -> None:
+        """See `Runtime.host_writes_rows`: whatever a stream still does with the rows is a race."""
+        with untraced():
+            rows = tensor[start:stop]
+        self._tracer.host_accesses(rows, "host tier: rows change hands", writes=True)
 
     # What a device implements
 
     def _pinned(self, nbytes: int) -> torch.Tensor:
-        with self._accesses.muted():
-            tensor = self._inner._pinned(nbytes)
-        self._accesses.pinned(tensor)
+        with untraced():
+            tensor = self._tracer.keep(self._inner._pinned(nbytes), MemoryKind.PINNED)
         self._named(tensor, "staging")
         return tensor
 
     def _device_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        with self._accesses.muted():
+        with untraced():
             tensor = self._inner._device_memory(shape, dtype)
-        entry = self._detector.event(self._current_lane(), EventKind.ALLOCATION, "empty")
-        self._accesses.made(tensor, entry)
+        entry = self._detector.event(self._known_current(), EventKind.ALLOCATION, "empty")
+        self._tracer.allocate_on_device(tensor, entry)
         return tensor
 
     def _mapped(self, shape: tuple[int, ...], dtype: torch.dtype) -> MappedMemory:
-        with self._accesses.muted():
+        with untraced():
             mapped = self._inner._mapped(shape, dtype)
-        self._accesses.keep(mapped.device, Place.DEVICE)  # no stream has made it, and none has to be waited for
+        self._tracer.keep(mapped.device, MemoryKind.DEVICE)  # no stream has made it, and none has to be waited for
         return mapped
-
-    def host_writes_rows(self, tensor: torch.Tensor, start: int, stop: int) -> None:
-        """See `Runtime.host_writes_rows`: whatever a stream still does with the rows is a race."""
-        with self._accesses.muted():
-            rows = tensor[start:stop]
-        self._accesses.host_access(rows, "host tier: rows change hands", writes=True)
 
     def _copied_to_device(self, block: StagingBlock, nbytes: int, into: torch.Tensor | None) -> torch.Tensor:
         if into is not None:
-            with self._accesses.muted():
+            with untraced():
                 target = into[:nbytes]
-            self._transfers.copied_to_device(block.tensor[:nbytes], target)  # judged before it happens
-            with self._accesses.muted():
+            self._tracer.copied_to_device(block.tensor[:nbytes], target)  # checked before it happens
+            with untraced():
                 return self._inner._copied_to_device(block, nbytes, into)
-        with self._accesses.muted():
+        with untraced():
             tensor = self._inner._copied_to_device(block, nbytes, None)
-        entry = self._detector.event(self._current_lane(), EventKind.ALLOCATION, "upload")
-        kept = self._accesses.made(tensor, entry)
-        kept.name.label = f"upload {kept.name.number}"
-        self._transfers.copied_to_device(block.tensor[:nbytes], tensor)
+        entry = self._detector.event(self._known_current(), EventKind.ALLOCATION, "upload")
+        allocation = self._tracer.allocate_on_device(tensor, entry)
+        allocation.name.label = f"upload {allocation.name.number}"
+        self._tracer.copied_to_device(block.tensor[:nbytes], tensor)
         return tensor
 
     def _copied_to_host(self, block: StagingBlock, source: torch.Tensor) -> None:
         target = block.tensor[: source.numel()]
-        with self._accesses.muted(), torch._C.DisableTorchFunction():
+        with untraced():
             if self.device.type == "cpu":
                 values = source.clone()
             else:
                 self._inner._copied_to_host(block, source)
                 self._inner.record().wait()
                 values = target.clone()
-        self._transfers.copied_to_host(source, target, values)
+        self._tracer.copied_to_host(source, target, values)
 
     def _named(self, tensor: torch.Tensor, name: str) -> None:
-        kept = self._accesses.memories.of(tensor)
-        if kept is not None:
-            kept.name.label = name
+        known = self._tracer.allocations.of(tensor)
+        if known is not None:
+            known.name.label = name
 
     def _host_writes(self, block: StagingBlock, nbytes: int) -> None:
-        self._accesses.host_access(block.tensor[:nbytes], "staging: fill", writes=True)
+        self._tracer.host_accesses(block.tensor[:nbytes], "staging: fill", writes=True)
 
     def _host_reads(self, block: StagingBlock, nbytes: int) -> None:
-        self._accesses.host_access(block.tensor[:nbytes], "download: take out", writes=False)
+        self._tracer.host_accesses(block.tensor[:nbytes], "download: take out", writes=False)
 
     def _read_back(self, source: torch.Tensor) -> Array:
-        if not self._accesses.silent:
-            self._accesses.declared("read back", [source], [])
-            self._accesses.host_waits(self._current_lane().seen)
-        with self._accesses.muted(), torch._C.DisableTorchFunction():
+        self._tracer.declared("read back", [source], [])
+        self._tracer.host_waits(self._known_current().seen)
+        with untraced():
             return self._inner._read_back(source)
 
     def _wait_for_device(self) -> None:
         self._in_flight.note()
         self._inner._wait_for_device()
-        for lane in self._detector.clocks.lanes[1:]:
-            self._accesses.host_waits(lane.seen)
-
-    def stream(self, name: str) -> Stream:
-        """A new stream."""
-        made = self._inner.stream(name)
-        self._lane_of(made)
-        return made
-
-    @property
-    def current_stream(self) -> Stream:
-        """The current stream of the runtime it runs on."""
-        return self._inner.current_stream
-
-    def use(self, stream: Stream) -> contextlib.AbstractContextManager[None]:
-        """A window in which `stream` is the current one."""
-        return self._inner.use(stream)
+        for stream in self._detector.clocks.streams[1:]:
+            self._tracer.host_waits(stream.seen)
 
     def record(self, stream: Stream | None = None) -> Fence:
         """A fence behind everything enqueued on a stream so far."""
         self.check_owner("record")
         self._refuse_capture("recording a fence")
-        lane = self._lane_of(stream or self.current_stream)
+        clock = self._known_stream(stream or self.current_stream)
         self._fences += 1
-        entry = self._detector.event(lane, EventKind.FENCE, f"fence {self._fences}")
-        return RaceFence(
-            self._fences,
-            entry.number,
-            lane.number,
-            list(lane.seen),
-            self,
-            self._inner.record(stream),
-            self._over,
-            self._join,
-            self.counters,
-            self._patience,
-        )
+        entry = self._detector.event(clock, EventKind.FENCE, f"fence {self._fences}")
+        inner = self._inner.record(stream)
+        return RaceFence(self._fences, entry.number, clock.number, list(clock.seen), self, inner, self._patience)
 
     def _stream_wait(self, stream: Stream, fence: Fence) -> None:
         self.check_owner("wait")
@@ -386,43 +357,38 @@ class RaceRuntime(Runtime):
         if not isinstance(fence, RaceFence) or fence.owner is not self:
             raise foreign_fence(fence)
         self._inner._stream_wait(stream, fence._inner)
-        lane = self._lane_of(stream)
-        self._detector.event(lane, EventKind.WAIT, f"wait for fence {fence.number}", waits_for=fence.event)
-        lane.join(fence.seen)
+        clock = self._known_stream(stream)
+        self._detector.event(clock, EventKind.WAIT, f"wait for fence {fence.number}", waits_for=fence.event)
+        clock.join(fence.seen)
 
     def _keep_alive(self, tensor: torch.Tensor, stream: Stream) -> None:
-        with self._accesses.muted(), torch._C.DisableTorchFunction():
+        with untraced():
             self._inner._keep_alive(tensor, stream)
-        self._accesses.hand(tensor, self._lane_of(stream))
-
-    @property
-    def capturing(self) -> bool:
-        """Whether the current stream is being captured."""
-        return self._inner.capturing
+        self._tracer.keep_for(tensor, self._known_stream(stream))
 
     # Clocks
 
-    def _current_lane(self) -> Lane:
-        return self._lane_of(self._inner.current_stream)
+    def _new_stream(self, name: str) -> StreamClock:
+        return self._detector.clocks.add(name)
 
-    def _lane_of(self, stream: Any) -> Lane:
+    def _known_stream(self, stream: Any) -> StreamClock:
+        """The clock of a stream, which may be one of torch's that no call has named before."""
         key = stream.key if isinstance(stream, Stream) else (stream.device_index, stream.stream_id)
-        lane = self._lanes.get(key)
-        if lane is None:
-            lane = self._lanes[key] = self._detector.clocks.add(getattr(stream, "name", "stream"))
-        return lane
+        clock = self._streams.get(key)
+        if clock is None:
+            clock = self._streams[key] = self._new_stream(getattr(stream, "name", "stream"))
+        return clock
 
     def _note_sync(self, name: str) -> None:
         self._in_flight.note()
-        self.synchronised[name] += 1
-        self.counters.forced_syncs += 1
+        super()._note_sync(name)
 
-    def _over(self, fence: RaceFence) -> bool:
-        return self._detector.clocks.host.knows(fence.lane, fence.event)
+    def _is_over(self, fence: RaceFence) -> bool:
+        return self._detector.clocks.host.knows(fence.stream, fence.event)
 
-    def _join(self, fence: RaceFence) -> None:
-        if not self._over(fence):
+    def _host_joins(self, fence: RaceFence) -> None:
+        if not self._is_over(fence):
             self._in_flight.note()
-            clocks = self._detector.clocks
-            self._detector.event(clocks.host, EventKind.WAIT, f"wait for fence {fence.number}", waits_for=fence.event)
-            self._accesses.host_waits(fence.seen)
+            host = self._detector.clocks.host
+            self._detector.event(host, EventKind.WAIT, f"wait for fence {fence.number}", waits_for=fence.event)
+            self._tracer.host_waits(fence.seen)

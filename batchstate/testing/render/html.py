@@ -4,7 +4,7 @@ import math
 import re
 from html import escape
 
-from batchstate.testing.race.report import HOST, Access, Event, EventKind, RaceReport
+from batchstate.testing.race.report import Access, Event, EventKind, RaceReport
 from batchstate.testing.render.layout import (
     TAGS,
     Gap,
@@ -22,6 +22,7 @@ from batchstate.testing.render.layout import (
     where,
 )
 from batchstate.testing.render.style import style_sheet
+from batchstate.testing.tracing.clocks import HOST
 
 _WORD = re.compile(r"\A[a-z]+(?= )")
 """A word at the start of a sentence; names of code have other characters or stand between backticks."""

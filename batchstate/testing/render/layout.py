@@ -6,7 +6,8 @@ from typing import final
 import attrs
 
 from batchstate.errors import ArgumentError
-from batchstate.testing.race.report import HOST, Access, Event, EventKind, RaceReport
+from batchstate.testing.race.report import Access, Event, EventKind, RaceReport
+from batchstate.testing.tracing.clocks import HOST
 
 # Which events a picture shows, in which row, and how its arrows run.
 #

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchstate.testing.sim.device import Block, Device, Entry, Lane, Marker, Memory, Task, execute
+from batchstate.testing.sim.device import Block, Device, DeviceStream, Entry, Marker, Memory, Task, execute
 
 # An operation that runs later: its arguments as they will be, without keeping what the program holds.
 
@@ -152,7 +152,7 @@ class _Seen:
 
 
 @final
-class Ahead:
+class SpeculativeRead:
     """Looks ahead of a device. `shared` says of a block of memory whether the host writes it too."""
 
     def __init__(self, device: Device, shared: Callable[[npt.NDArray[np.uint8]], bool]) -> None:
@@ -161,7 +161,7 @@ class Ahead:
         self._seen = _Seen(0)
 
     @contextlib.contextmanager
-    def of(self, lane: Lane) -> Iterator[None]:
+    def behind(self, stream: DeviceStream) -> Iterator[None]:
         """A window in which a stream, and whatever it waits for, has run all it has. Nothing is enqueued in it.
 
         Raises:
@@ -171,27 +171,27 @@ class Ahead:
         if self._seen.runs != device.runs:
             self._seen = _Seen(device.runs)
         seen = self._seen
-        queues = [one.queue for one in device.lanes]
+        queues = [one.queue for one in device.streams]
         before = {key: (memory, _copied(memory)) for key, (memory, _) in seen.memory.items()}
         for key, (memory, after) in seen.memory.items():
             _set(memory, after, seen.was.get(key))
         for entry in seen.entries.values():
             if isinstance(entry, Marker):
                 entry.reached = True
-        for one, queue in zip(device.lanes, queues, strict=True):
+        for one, queue in zip(device.streams, queues, strict=True):
             one.queue = deque(entry for entry in list(queue) if id(entry) not in seen.entries)
         wiped, device.before_wipe = device.before_wipe, lambda memory: _save(memory, before)
         try:
-            self._run(lane, before)
+            self._run(stream, before)
             yield
         finally:
             device.before_wipe = wiped
             self._leave(queues, before)
 
-    def _run(self, lane: Lane, before: Saved) -> None:
-        end = self._device.mark(lane)
+    def _run(self, stream: DeviceStream, before: Saved) -> None:
+        end = self._device.mark(stream)
         while not self._device.has_reached(end):
-            runs = self._device.next_towards(lane)
+            runs = self._device.next_towards(stream)
             task = runs.queue.popleft()
             if isinstance(task, Task):
                 for memory in task.writes():
@@ -201,7 +201,7 @@ class Ahead:
     def _leave(self, queues: list[deque[Entry]], before: Saved) -> None:
         seen = self._seen
         seen.runs = self._device.runs
-        for one, queue in zip(self._device.lanes, queues, strict=True):
+        for one, queue in zip(self._device.streams, queues, strict=True):
             had, left = list(queue), list(one.queue)
             known, not_run = {id(entry) for entry in had}, {id(entry) for entry in left}
             came = [entry for entry in left if id(entry) not in known]  # memory that was freed meanwhile

@@ -21,8 +21,8 @@ import torch
 
 from batchstate.errors import BatchStateError
 from batchstate.runtime.base import Counters
-from batchstate.testing.tracing.modes import unused_name
-from batchstate.testing.tracing.sites import Site
+from batchstate.testing.tracing.clocks import unused_name
+from batchstate.testing.tracing.source_lines import SourceLine
 
 # What memory holds that nobody has filled: numbers that no program can take for its own.
 
@@ -93,11 +93,11 @@ class Marker:
     """A place in a stream.
 
     Attributes:
-        lane: of the stream.
+        stream: of the stream.
         reached: everything before it has run.
     """
 
-    lane: "Lane"
+    stream: "DeviceStream"
     reached: bool = False
 
 
@@ -138,7 +138,7 @@ class Task:
 
     name: str
     step: int
-    at: Site | None
+    at: SourceLine | None
     work: Callable[[], None]
     writes: Callable[[], Sequence[Memory]]
     reads_host: object = None
@@ -150,7 +150,7 @@ Entry = Task | Marker | Await | Wipe
 
 @final
 @attrs.define(eq=False)
-class Lane:
+class DeviceStream:
     """A stream of the device.
 
     Attributes:
@@ -171,7 +171,7 @@ class Lane:
 class Scheduler(Protocol):
     """Who gets on."""
 
-    def choose(self, moment: Moment, ready: Sequence[Lane], needed: Lane | None) -> Lane | None:
+    def choose(self, moment: Moment, ready: Sequence[DeviceStream], needed: DeviceStream | None) -> DeviceStream | None:
         """The stream that runs its next operation now, or None: nobody, and the host gets on.
 
         Asked again after each operation. A host that waits gets on when what it waits for has run.
@@ -205,7 +205,7 @@ class Device:
         step: the present step.
 
     Attributes:
-        lanes: its streams.
+        streams: its streams.
         at_once: everything runs when it is enqueued: nobody would see what comes late.
         depth_max: the most steps of which something had not run.
         fault: of the first operation that failed.
@@ -221,7 +221,7 @@ class Device:
         self._running = False
         self._trace: deque[tuple[str, str, int]] = deque(maxlen=TRACED)
         self._ran = 0
-        self.lanes: list[Lane] = []
+        self.streams: list[DeviceStream] = []
         self.at_once = True
         self.depth_max = 0
         self.fault: DeviceFault | None = None
@@ -229,24 +229,26 @@ class Device:
         self.held = False
         self.before_wipe: Callable[[npt.NDArray[np.uint8]], None] = _nothing
 
-    def add(self, name: str) -> Lane:
+    def add(self, name: str) -> DeviceStream:
         """A new stream."""
-        self.lanes.append(Lane(len(self.lanes), unused_name(name, [lane.name for lane in self.lanes])))
-        return self.lanes[-1]
+        self.streams.append(
+            DeviceStream(len(self.streams), unused_name(name, [stream.name for stream in self.streams]))
+        )
+        return self.streams[-1]
 
     # The host's side
 
-    def enqueue(self, lane: Lane, task: Task) -> None:
+    def enqueue(self, stream: DeviceStream, task: Task) -> None:
         """Something for a stream to do."""
         self._refuse_after_fault()
-        lane.queue.append(task)
+        stream.queue.append(task)
         if not task.dormant:
             self._count(task)
         if self.at_once:
-            self.drain(lane)
+            self.drain(stream)
             return
-        while len(lane.queue) > LONGEST_QUEUE and self._ready() and len(lane.queue) > LONGEST_QUEUE:
-            self._run(self.next_towards(lane))  # fences and waits that were over have gone by now
+        while len(stream.queue) > LONGEST_QUEUE and self._ready() and len(stream.queue) > LONGEST_QUEUE:
+            self._run(self.next_towards(stream))  # fences and waits that were over have gone by now
         self._chance(Moment.ENQUEUED)
 
     def awaken(self, task: Task) -> None:
@@ -258,19 +260,19 @@ class Device:
         self._pending[task.step] += 1
         self.depth_max = max(self.depth_max, self.depth)
 
-    def wipe(self, lane: Lane, memory: npt.NDArray[np.uint8]) -> None:
+    def wipe(self, stream: DeviceStream, memory: npt.NDArray[np.uint8]) -> None:
         """A stream may write this memory from here on, whoever had it."""
-        lane.queue.append(Wipe(memory))
+        stream.queue.append(Wipe(memory))
 
-    def mark(self, lane: Lane) -> Marker:
+    def mark(self, stream: DeviceStream) -> Marker:
         """A mark behind all that a stream has so far."""
-        marker = Marker(lane)
-        lane.queue.append(marker)
+        marker = Marker(stream)
+        stream.queue.append(marker)
         return marker
 
-    def wait_on(self, lane: Lane, marker: Marker) -> None:
+    def wait_on(self, stream: DeviceStream, marker: Marker) -> None:
         """What comes next on a stream runs after a mark was reached."""
-        lane.queue.append(Await(marker))
+        stream.queue.append(Await(marker))
 
     def asked(self) -> None:
         """The host asks after something."""
@@ -289,30 +291,30 @@ class Device:
         """
         self._refuse_after_fault()
         while not self.has_reached(marker):
-            needed = self.next_towards(marker.lane)
-            lane = self._scheduler.choose(Moment.WAITS, self._ready(), needed)
-            self._run(needed if lane is None else lane)
+            needed = self.next_towards(marker.stream)
+            stream = self._scheduler.choose(Moment.WAITS, self._ready(), needed)
+            self._run(needed if stream is None else stream)
 
-    def drain(self, lane: Lane) -> None:
+    def drain(self, stream: DeviceStream) -> None:
         """The host waits for all that a stream has."""
-        self.run_until(self.mark(lane))
+        self.run_until(self.mark(stream))
 
     def drain_all(self) -> None:
         """The host waits for the whole device."""
-        for marker in [self.mark(lane) for lane in self.lanes]:
+        for marker in [self.mark(stream) for stream in self.streams]:
             self.run_until(marker)
 
     def step_towards(self, marker: Marker) -> None:
         """One operation runs without which a mark will not be reached."""
         if not self.has_reached(marker):
-            self._run(self.next_towards(marker.lane))
+            self._run(self.next_towards(marker.stream))
 
     # What can be seen of it
 
-    def pending(self, lane: Lane | None = None) -> int:
+    def pending(self, stream: DeviceStream | None = None) -> int:
         """Operations that have not run."""
-        lanes = self.lanes if lane is None else [lane]
-        return sum(isinstance(one, Task) and not one.dormant for each in lanes for one in each.entries())
+        streams = self.streams if stream is None else [stream]
+        return sum(isinstance(one, Task) and not one.dormant for each in streams for one in each.entries())
 
     @property
     def depth(self) -> int:
@@ -321,49 +323,51 @@ class Device:
 
     def reads_host(self, known: object) -> bool:
         """Whether something that has not run reads this host memory."""
-        return any(isinstance(one, Task) and one.reads_host is known for lane in self.lanes for one in lane.entries())
+        return any(
+            isinstance(one, Task) and one.reads_host is known for stream in self.streams for one in stream.entries()
+        )
 
-    def note(self, lane: Lane, name: str, step: int) -> None:
+    def note(self, stream: DeviceStream, name: str, step: int) -> None:
         """Something has run."""
         self._ran += 1
         self.runs += 1
-        self._trace.append((lane.name, name, step))
+        self._trace.append((stream.name, name, step))
 
     def trace(self) -> list[str]:
         """What has run, in order."""
         first = self._ran - len(self._trace) + 1
-        return [f"{first + at} {lane}: {name}, step {step}" for at, (lane, name, step) in enumerate(self._trace)]
+        return [f"{first + at} {stream}: {name}, step {step}" for at, (stream, name, step) in enumerate(self._trace)]
 
     # The device's side
 
-    def next_towards(self, lane: Lane) -> Lane:
+    def next_towards(self, stream: DeviceStream) -> DeviceStream:
         """The stream that has to get on for this one to get on: itself, or the one that it waits for, and so on."""
-        head = lane.queue[0]
+        head = stream.queue[0]
         while isinstance(head, Await):
-            lane = head.marker.lane
-            head = lane.queue[0]
-        return lane
+            stream = head.marker.stream
+            head = stream.queue[0]
+        return stream
 
     def _chance(self, moment: Moment) -> None:
         if self._running or self.held or self.fault is not None:
             return
         while ready := self._ready():
-            lane = self._scheduler.choose(moment, ready, None)
-            if lane is None:
+            stream = self._scheduler.choose(moment, ready, None)
+            if stream is None:
                 return
-            self._run(lane)
+            self._run(stream)
 
-    def _ready(self) -> list[Lane]:
+    def _ready(self) -> list[DeviceStream]:
         self.settle()
-        return [lane for lane in self.lanes if lane.queue and isinstance(lane.queue[0], Task)]
+        return [stream for stream in self.streams if stream.queue and isinstance(stream.queue[0], Task)]
 
     def settle(self) -> None:
         """Does what takes no time: marks are reached, waits for such are over, memory is wiped."""
         moved = True
         while moved:
             moved = False
-            for lane in self.lanes:
-                queue = lane.queue
+            for stream in self.streams:
+                queue = stream.queue
                 while queue:
                     head = queue[0]
                     if isinstance(head, Marker):
@@ -377,13 +381,13 @@ class Device:
                     queue.popleft()
                     moved = True
 
-    def _run(self, lane: Lane) -> None:
-        task = lane.queue.popleft()
+    def _run(self, stream: DeviceStream) -> None:
+        task = stream.queue.popleft()
         if not isinstance(task, Task):
-            raise TypeError(f"{lane} has no operation to run, but {task!r}")
+            raise TypeError(f"{stream} has no operation to run, but {task!r}")
         self._running = True
         try:
-            execute(task, lane)
+            execute(task, stream)
         except DeviceFault as fault:
             self.fault = fault
             raise
@@ -395,7 +399,7 @@ class Device:
                 if not self._pending[task.step]:
                     del self._pending[task.step]
         if not task.dormant:
-            self.note(lane, task.name, task.step)
+            self.note(stream, task.name, task.step)
 
     def _refuse_after_fault(self) -> None:
         if self.fault is not None:
@@ -407,7 +411,7 @@ def _nothing(memory: npt.NDArray[np.uint8]) -> None:
     """Nobody wants to know."""
 
 
-def execute(task: Task, lane: Lane) -> None:
+def execute(task: Task, stream: DeviceStream) -> None:
     """Does what an operation is to do, unseen by modes of torch.
 
     Raises:
@@ -421,7 +425,7 @@ def execute(task: Task, lane: Lane) -> None:
         if caller is not None:
             line += f", called at {caller}"
         reason = f"{type(error).__name__}: {error}"
-        raise DeviceFault(task.name, lane.name, task.step, line, reason) from error
+        raise DeviceFault(task.name, stream.name, task.step, line, reason) from error
 
 
 # Fences of the simulated device.
@@ -476,13 +480,13 @@ class Block:
 
     Attributes:
         memory: the bytes.
-        lane: of the stream that allocated it.
+        stream: of the stream that allocated it.
         users: other streams that the allocator was told of, by number.
     """
 
     memory: npt.NDArray[np.uint8] = attrs.field(repr=False)
-    lane: Lane
-    users: dict[int, Lane] = attrs.field(factory=dict)
+    stream: DeviceStream
+    users: dict[int, DeviceStream] = attrs.field(factory=dict)
     _typed: dict[torch.dtype, torch.Tensor] = attrs.field(factory=dict, repr=False)
 
     def handed_out(self, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
@@ -524,39 +528,39 @@ class Allocator:
         self._aside: list[tuple[Block, list[Marker]]] = []
         self.reused = 0
 
-    def allocate(self, lane: Lane, nbytes: int) -> Block:
+    def allocate(self, stream: DeviceStream, nbytes: int) -> Block:
         """A block for a stream: what it gave back last, or a new one."""
         if self._aside:
             self._reclaim()
-        if lane.number in self._given_back:
-            for block in self._given_back.pop(lane.number):
-                self._device.wipe(lane, block.memory)
-                self._free.setdefault((lane.number, block.memory.nbytes), []).append(block)
-        free = self._free.get((lane.number, _rounded(nbytes)))
+        if stream.number in self._given_back:
+            for block in self._given_back.pop(stream.number):
+                self._device.wipe(stream, block.memory)
+                self._free.setdefault((stream.number, block.memory.nbytes), []).append(block)
+        free = self._free.get((stream.number, _rounded(nbytes)))
         if not free:
-            return self.fresh(lane, nbytes)
+            return self.fresh(stream, nbytes)
         self.reused += 1
         return free.pop()
 
-    def fresh(self, lane: Lane, nbytes: int) -> Block:
+    def fresh(self, stream: DeviceStream, nbytes: int) -> Block:
         """A block that nobody had before."""
         memory = np.empty(_rounded(nbytes), np.uint8)
         poison(memory)
-        return Block(memory, lane)
+        return Block(memory, stream)
 
     def free(self, block: Block) -> None:
         """The last tensor of a block is gone. Only notes it: this may be called anywhere."""
         users, block.users = list(block.users.values()), {}
         if users:
-            self._aside.append((block, [self._device.mark(lane) for lane in users]))
+            self._aside.append((block, [self._device.mark(stream) for stream in users]))
         else:
-            self._given_back.setdefault(block.lane.number, []).append(block)
+            self._given_back.setdefault(block.stream.number, []).append(block)
 
     def _reclaim(self) -> None:
         aside, self._aside = self._aside, []
         for block, markers in aside:
             if all(self._device.has_reached(marker) for marker in markers):
-                self._given_back.setdefault(block.lane.number, []).append(block)
+                self._given_back.setdefault(block.stream.number, []).append(block)
             else:
                 self._aside.append((block, markers))
 

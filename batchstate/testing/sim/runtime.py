@@ -6,43 +6,34 @@ tokens, and whether it does is up to the order, which the scheduler and its seed
 """
 
 import contextlib
-import functools
 import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 
 from batchstate.errors import ArgumentError
-from batchstate.runtime import Fence, MappedMemory, Runtime, Stream
+from batchstate.runtime import CpuRuntime, Fence, MappedMemory, Stream
 from batchstate.runtime.base import Array
 from batchstate.runtime.fences import foreign_fence
 from batchstate.runtime.memory import StagingBlock
-from batchstate.testing.sim.calls import Ahead
-from batchstate.testing.sim.device import Allocator, Device, Lane, SimFence, poisoned
-from batchstate.testing.sim.memory import Places
-from batchstate.testing.sim.operations import Operations, Transfers, task_of
+from batchstate.testing.sim.calls import SpeculativeRead
+from batchstate.testing.sim.device import Allocator, Device, DeviceStream, SimFence, poisoned
 from batchstate.testing.sim.schedulers import scheduler_of
-from batchstate.testing.sim.shapes import Made
-from batchstate.testing.tracing.events import DeviceEvent
-from batchstate.testing.tracing.memory import Place
-from batchstate.testing.tracing.modes import is_raw, watching
+from batchstate.testing.sim.shapes import NewTensor
+from batchstate.testing.sim.tracer import SimTracer
+from batchstate.testing.tracing.dispatch import is_raw, untraced
+from batchstate.testing.tracing.memory import MemoryKind
+from batchstate.testing.tracing.runtime import TracedRuntime
 
 T = TypeVar("T")
 
 
-@contextlib.contextmanager
-def unwatched() -> Iterator[None]:
-    """A window in which operations are the tool's own."""
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-        yield
-
-
 @final
-class SimRuntime(Runtime):
+class SimRuntime(TracedRuntime[DeviceStream]):
     """A device on CPU tensors. Streams run late in a `with` window of it, and at once outside.
 
     Example:
@@ -51,12 +42,13 @@ class SimRuntime(Runtime):
             engine.run()
 
     Args:
-        scheduler: a name out of `PORTFOLIO`: who gets on.
+        scheduler: a name out of `PORTFOLIO`: which stream runs next, and when.
         seed: of its choices: the same seed gives the same run.
         steps_in_flight: see `Runtime`.
 
     Attributes:
         scheduler, seed: as given; with the program they say all there is to say of a run.
+        synchronised: calls of torch that made the host wait for the current stream, by name.
     """
 
     def __init__(self, *, scheduler: str = "random", seed: int = 0, steps_in_flight: int = 2) -> None:
@@ -64,31 +56,17 @@ class SimRuntime(Runtime):
         self.seed = seed
         self._device = Device(scheduler_of(scheduler, seed), lambda: self.step)
         self._allocator = Allocator(self._device)
-        self._places = Places(self._device, self._allocator, self._current_lane)
-        self._transfers = Transfers(self._device, self._places, self._current_lane, lambda: self.step)
-        self._operations = Operations(
-            self._device, self._places, self._transfers, self._current_lane, lambda: self.step, self._keep_alive
-        )
-        self._mapped_at: set[int] = set()
-        self._ahead = Ahead(self._device, lambda memory: memory.ctypes.data in self._mapped_at)
         self._fences = itertools.count(1)
-        self._current = self.stream("default")
-        self._window: contextlib.ExitStack | None = None
-        self._entered = False
-        super().__init__(torch.device("cpu"), steps_in_flight=steps_in_flight)
-        self._transfers.on_wait = self._count_wait
+        self._mapped_at: set[int] = set()
+        self._speculative = SpeculativeRead(self._device, lambda memory: memory.ctypes.data in self._mapped_at)
+        super().__init__(CpuRuntime(steps_in_flight=steps_in_flight))
+        self._tracer: SimTracer = SimTracer(
+            self._device, self._allocator, self._known_current, lambda: self.step, self._keep_alive, self._note_sync
+        )
 
-    def _count_wait(self) -> None:
-        self.counters.forced_syncs += 1
-
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "SimRuntime":
         """From now on streams run late, and the operations of this thread go to them."""
-        self.check_owner("with")
-        if self._entered:
-            raise ArgumentError("a simulated device was entered twice", value=self, remedy="make one for each `with`")
-        self._entered = True
-        self._window = contextlib.ExitStack()
-        self._window.enter_context(watching(self._operations))
+        super().__enter__()
         self._device.at_once = False
         return self
 
@@ -100,29 +78,22 @@ class SimRuntime(Runtime):
         Raises:
             DeviceFault: something failed that had not run before.
         """
-        window, self._window = self._window, None
         # What closes the window may itself run while an error is on its way, the teardown of a test for example.
         failed = error is not None or sys.exc_info()[1] is not None or self._device.fault is not None
         try:
             if not failed:
                 self._device.drain_all()
         finally:
-            if window is not None:
-                window.close()
-            self._places.memories.close()
+            self._leave()
+            self._tracer.allocations.close()
             self._device.at_once = True
 
     # What can be seen of it
 
     @property
-    def synchronised(self) -> Counter[str]:
-        """Times that the host waited for the current stream in a call of torch, by its name."""
-        return self._transfers.synchronised
-
-    @property
     def unmodelled(self) -> Counter[str]:
         """Operations that the host waited for only because torch cannot say what they return, by name."""
-        return self._operations.unmodelled
+        return self._tracer.unmodelled
 
     @property
     def reused(self) -> int:
@@ -141,7 +112,7 @@ class SimRuntime(Runtime):
 
     def pending(self, stream: Stream | None = None) -> int:
         """Operations that have not run, of one stream or of all."""
-        return self._device.pending(None if stream is None else self._lane_of(stream))
+        return self._device.pending(None if stream is None else self._known_stream(stream))
 
     def trace(self) -> list[str]:
         """What has run, in order: number, stream, operation, step in which it was enqueued."""
@@ -155,17 +126,6 @@ class SimRuntime(Runtime):
             yield
         finally:
             self._device.held = before
-
-    # For tests that model what an engine does itself
-
-    def event(self, name: str = "event") -> DeviceEvent:
-        """An event as `torch.cuda.Event` is one: it can be recorded again."""
-        return DeviceEvent(name, self.record, lambda fence, stream: self.wait(fence, stream=stream))
-
-    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype, *, name: str = "") -> torch.Tensor:
-        """Zeroed host memory that `copy_(non_blocking=True)` uses without the host waiting; `name` is for reports."""
-        with unwatched():
-            return self._places.keep(torch.zeros(shape, dtype=dtype), Place.PINNED)
 
     # Operations
 
@@ -188,16 +148,19 @@ class SimRuntime(Runtime):
                 it declares is not among its arguments.
         """
         called = name or getattr(operation, "__name__", "launch")
-        declared = (*reads, *writes)
+        declared, tracer = (*reads, *writes), self._tracer
         for one in declared:
-            if self._places.of(one) in (None, Place.UNDECIDED):
-                self._places.on_device(one)
-        run: Callable[..., Any] = operation
-        if self._window is not None and is_raw(operation):
-            run = functools.partial(self._enqueue_kernel, called, operation, declared)
-        seen = self._operations.seen
+            if tracer.kind_of(one) in (None, MemoryKind.UNDECIDED):
+                tracer.use_on_device(one)
+
+        def enqueue(*given: Any, **named: Any) -> Any:
+            with untraced():
+                tracer.enqueue_kernel(called, operation, given, named, declared)
+
+        run: Callable[..., Any] = enqueue if self._window is not None and is_raw(operation) else operation
+        seen = tracer.operations
         result: T = super().launch(run, *args, reads=reads, writes=writes, name=called, operations=operations, **kwargs)
-        shown = self._window is None or run is not operation or seen != self._operations.seen
+        shown = self._window is None or run is not operation or seen != tracer.operations
         if not shown and any(one.numel() for one in declared):
             raise ArgumentError(
                 f"the launch of {called!r} declares what it touches, and torch saw nothing of it",
@@ -206,31 +169,23 @@ class SimRuntime(Runtime):
             )
         return result
 
-    def _enqueue_kernel(
-        self, name: str, kernel: Callable[..., Any], declared: Sequence[torch.Tensor], *args: Any, **kwargs: Any
-    ) -> None:
-        with unwatched():
-            task = task_of(name, kernel, (args, kwargs), declared, self._places, self.step)
-            self._device.enqueue(self._current_lane(), task)
-
     def inspect(self, tensor: torch.Tensor) -> Array:
         """Reads device memory for a check: what the current stream would see if it ran to here, which it does not.
 
         See `Runtime.inspect`.
         """
-        with unwatched(), self._ahead.of(self._current_lane()):
+        with untraced(), self._speculative.behind(self._known_current()):
             return super().inspect(tensor)
 
     # What a device implements
 
     def _pinned(self, nbytes: int) -> torch.Tensor:
-        with unwatched(), torch.inference_mode(False):
-            return self._places.keep(poisoned((nbytes,), torch.uint8), Place.PINNED)
+        with untraced(), torch.inference_mode(False):
+            return self._tracer.keep(poisoned((nbytes,), torch.uint8), MemoryKind.PINNED)
 
     def _device_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        with unwatched():
-            stride = torch.empty(shape, dtype=dtype, device="meta").stride()
-            return self._places.new(Made(dtype, tuple(shape), stride))
+        with untraced():
+            return self._tracer.new(NewTensor.like(torch.empty(shape, dtype=dtype, device="meta")))
 
     def _mapped(self, shape: tuple[int, ...], dtype: torch.dtype) -> MappedMemory:
         mapped = super()._mapped(shape, dtype)
@@ -238,77 +193,41 @@ class SimRuntime(Runtime):
         return mapped
 
     def _copied_to_device(self, block: StagingBlock, nbytes: int, into: torch.Tensor | None) -> torch.Tensor:
-        with unwatched():
-            buffer = self._places.new(Made(torch.uint8, (nbytes,), (1,))) if into is None else into[:nbytes]
-            self._transfers.to_device(block.tensor[:nbytes], buffer, "upload")
+        with untraced():
+            buffer = self._tracer.new(NewTensor(torch.uint8, (nbytes,), (1,))) if into is None else into[:nbytes]
+            self._tracer.copy_to_device(block.tensor[:nbytes], buffer, "upload")
             return buffer
 
     def _copied_to_host(self, block: StagingBlock, source: torch.Tensor) -> None:
-        with unwatched():
-            self._transfers.to_host(source, block.tensor[: source.numel()], "download")
+        with untraced():
+            self._tracer.copy_to_host(source, block.tensor[: source.numel()], "download")
 
     def _read_back(self, source: torch.Tensor) -> Array:
-        self._device.drain(self._current_lane())
-        with unwatched():
+        self._device.drain(self._known_current())
+        with untraced():
             copy: Array = source.detach().clone().numpy()
             return copy
 
     def _wait_for_device(self) -> None:
         self._device.drain_all()
 
-    def stream(self, name: str) -> Stream:
-        """A new stream."""
-        lane = self._device.add(name)
-        return Stream(name, lane, lane.number)
-
-    @property
-    def current_stream(self) -> Stream:
-        """The stream of the innermost `use`."""
-        return self._current
-
-    @contextlib.contextmanager
-    def use(self, stream: Stream) -> Iterator[None]:
-        """A window in which `stream` is the current one."""
-        self.check_owner("use")
-        self._lane_of(stream)
-        before, self._current = self._current, stream
-        try:
-            yield
-        finally:
-            self._current = before
-
     def record(self, stream: Stream | None = None) -> Fence:
         """A fence behind everything enqueued on a stream so far."""
         self.check_owner("record")
-        lane = self._lane_of(stream or self._current)
-        return SimFence(next(self._fences), self._device.mark(lane), self._device, self.counters)
+        queue = self._known_stream(stream or self.current_stream)
+        return SimFence(next(self._fences), self._device.mark(queue), self._device, self.counters)
 
     def _stream_wait(self, stream: Stream, fence: Fence) -> None:
         self.check_owner("wait")
         if isinstance(fence, SimFence) and fence.device is self._device:
-            self._device.wait_on(self._lane_of(stream), fence.marker)
+            self._device.wait_on(self._known_stream(stream), fence.marker)
         elif isinstance(fence, SimFence) or not fence.query():
             raise foreign_fence(fence)
 
     def _keep_alive(self, tensor: torch.Tensor, stream: Stream) -> None:
-        lane, block = self._lane_of(stream), self._places.on_device(tensor).block
-        if block is not None and lane is not block.lane:
-            block.users[lane.number] = lane
+        user, block = self._known_stream(stream), self._tracer.use_on_device(tensor).block
+        if block is not None and user is not block.stream:
+            block.users[user.number] = user
 
-    @property
-    def capturing(self) -> bool:
-        """False: there are no graphs."""
-        return False
-
-    # Its own affairs
-
-    def _current_lane(self) -> Lane:
-        return self._lane_of(self._current)
-
-    def _lane_of(self, stream: Stream) -> Lane:
-        lane = getattr(stream, "native", None)
-        if not isinstance(lane, Lane) or lane not in self._device.lanes:
-            raise ArgumentError(
-                f"{stream!r} is not a stream of this runtime", value=stream, remedy="use `Runtime.stream`"
-            )
-        return lane
+    def _new_stream(self, name: str) -> DeviceStream:
+        return self._device.add(name)

@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 from batchstate.errors import ArgumentError
-from batchstate.testing.sim.device import Lane, Moment, Scheduler
+from batchstate.testing.sim.device import DeviceStream, Moment, Scheduler
 
 
 @final
 class Eager:
     """Everything runs when it is enqueued, as on a CPU: finds nothing, and shows that a program is right."""
 
-    def choose(self, moment: Moment, ready: Sequence[Lane], needed: Lane | None) -> Lane | None:
+    def choose(self, moment: Moment, ready: Sequence[DeviceStream], needed: DeviceStream | None) -> DeviceStream | None:
         """The oldest stream that can."""
         return ready[0]
 
@@ -25,7 +25,7 @@ class Eager:
 class Lazy:
     """Nothing runs but what a host that waits needs: the device is as late as it can be."""
 
-    def choose(self, moment: Moment, ready: Sequence[Lane], needed: Lane | None) -> Lane | None:
+    def choose(self, moment: Moment, ready: Sequence[DeviceStream], needed: DeviceStream | None) -> DeviceStream | None:
         """The one that is needed."""
         return needed
 
@@ -37,7 +37,7 @@ class NewestFirst:
     def __init__(self) -> None:
         self._newest = 0
 
-    def choose(self, moment: Moment, ready: Sequence[Lane], needed: Lane | None) -> Lane | None:
+    def choose(self, moment: Moment, ready: Sequence[DeviceStream], needed: DeviceStream | None) -> DeviceStream | None:
         """The newest, or the one that is needed."""
         self._newest = max(self._newest, ready[-1].number)
         return ready[-1] if ready[-1].number == self._newest else needed
@@ -50,7 +50,7 @@ class NewestLast:
     def __init__(self) -> None:
         self._newest = 0
 
-    def choose(self, moment: Moment, ready: Sequence[Lane], needed: Lane | None) -> Lane | None:
+    def choose(self, moment: Moment, ready: Sequence[DeviceStream], needed: DeviceStream | None) -> DeviceStream | None:
         """The oldest, or the one that is needed."""
         self._newest = max(self._newest, ready[-1].number)
         return needed if ready[0].number == self._newest else ready[0]
@@ -69,7 +69,7 @@ class AtRandom:
         self._pace = 0.0
         self._left = 0
 
-    def choose(self, moment: Moment, ready: Sequence[Lane], needed: Lane | None) -> Lane | None:
+    def choose(self, moment: Moment, ready: Sequence[DeviceStream], needed: DeviceStream | None) -> DeviceStream | None:
         """Any, or nobody."""
         draw = self._draw
         if not self._left:
@@ -103,28 +103,28 @@ class Priorities:
         self._streams: list[float] = []
         self._lowest = 0.0
 
-    def choose(self, moment: Moment, ready: Sequence[Lane], needed: Lane | None) -> Lane | None:
+    def choose(self, moment: Moment, ready: Sequence[DeviceStream], needed: DeviceStream | None) -> DeviceStream | None:
         """The highest, if that is not the host."""
         # Drawn in the order of the streams, not in that in which they are met: the same seed means the same order.
         new = ready[-1].number + 1 - len(self._streams)
         self._streams += [self._draw.random() for _ in range(new)]
         best = max(ready, key=lambda one: self._streams[one.number])
-        lane = best if self._streams[best.number] > self._host else needed
+        stream = best if self._streams[best.number] > self._host else needed
         self._until_change -= 1
         if not self._until_change:
             self._until_change = self._gap()
-            self._fall(lane)
-        return lane
+            self._fall(stream)
+        return stream
 
     def _gap(self) -> int:
         return self._draw.randint(1, 2 * self._change_every) if self._change_every else 0
 
-    def _fall(self, lane: Lane | None) -> None:
+    def _fall(self, stream: DeviceStream | None) -> None:
         self._lowest -= 1.0
-        if lane is None:
+        if stream is None:
             self._host = self._lowest
         else:
-            self._streams[lane.number] = self._lowest
+            self._streams[stream.number] = self._lowest
 
 
 PORTFOLIO: dict[str, Callable[[int], Scheduler]] = {

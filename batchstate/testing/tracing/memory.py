@@ -9,18 +9,21 @@ another: on a device it would lie where its `device=` says, which a CPU cannot t
 import enum
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
 import torch
 
 
-class Place(enum.Enum):
+class MemoryKind(enum.Enum):
     """Whose memory it is."""
 
     DEVICE = "device"
     PINNED = "pinned host"
     HOST = "host"
     UNDECIDED = "undecided"
+
+
+HOST_KINDS = (MemoryKind.HOST, MemoryKind.PINNED)
 
 
 @final
@@ -47,13 +50,20 @@ class Name:
         return f"{self.label} {self.kind}{list(self.shape)}"
 
 
-class Known(Protocol):
-    """What a tool keeps of a piece of memory."""
+class Allocation:
+    """A piece of memory, as a tool knows it.
 
-    place: Place
+    Attributes:
+        kind: whose it is.
+    """
+
+    __slots__ = ("kind",)
+
+    def __init__(self, kind: MemoryKind) -> None:
+        self.kind = kind
 
 
-K = TypeVar("K", bound=Known)
+A = TypeVar("A", bound=Allocation)
 
 
 class _Life(weakref.ref[Any]):
@@ -64,35 +74,35 @@ class _Life(weakref.ref[Any]):
 
 
 @final
-class Memories(Generic[K]):
+class Allocations(Generic[A]):
     """All pieces of memory that a tool has seen and that are alive.
 
     Args:
-        died: called with what the tool kept of a piece, as soon as the last tensor of it is gone.
+        died: called with a piece as soon as the last tensor of it is gone.
     """
 
-    def __init__(self, died: Callable[[K], None]) -> None:
-        self._known: dict[int, tuple[_Life, K]] = {}
+    def __init__(self, died: Callable[[A], None]) -> None:
+        self._known: dict[int, tuple[_Life, A]] = {}
         self._died = died
         self._closed = False
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def of(self, tensor: torch.Tensor) -> K | None:
-        """What is kept of the memory of a tensor, or None: never seen."""
+    def of(self, tensor: torch.Tensor) -> A | None:
+        """The memory of a tensor, or None: never seen."""
         if tensor.layout is not torch.strided or tensor.is_nested:
             return None  # sparse: several pieces, of which each has its own
         found = self._known.get(tensor.untyped_storage()._cdata)
         return None if found is None else found[1]
 
-    def add(self, tensor: torch.Tensor, known: K) -> K:
-        """Keeps something of the memory of a tensor, in place of what was kept."""
+    def add(self, tensor: torch.Tensor, allocation: A) -> A:
+        """Knows the memory of a tensor as this, in place of what it was known as."""
         storage = tensor.untyped_storage()
         life = _Life(storage, self._ended)
         life.key = storage._cdata
-        self._known[life.key] = (life, known)
-        return known
+        self._known[life.key] = (life, allocation)
+        return allocation
 
     def close(self) -> None:
         """Forgets everything; what dies from now on is not reported."""

@@ -27,7 +27,7 @@ class Line(NamedTuple):
 
 
 @final
-class Site(NamedTuple):
+class SourceLine(NamedTuple):
     """The innermost line that is no machinery, and the first line outside the library where that is another."""
 
     line: Line | None
@@ -38,7 +38,7 @@ class Site(NamedTuple):
         return "an unknown line" if self.line is None else str(self.line), self.caller and str(self.caller)
 
 
-def site(depth: int = 2) -> Site:
+def source_line(depth: int = 2) -> SourceLine:
     """Of the frame `depth` above."""
     frame: FrameType | None = sys._getframe(depth)
     line: Line | None = None
@@ -49,11 +49,11 @@ def site(depth: int = 2) -> Site:
             kind = _kinds[code.co_filename] = _kind(code.co_filename)
         if kind == _USER:
             found = Line(code, frame.f_lineno)
-            return Site(found, None) if line is None else Site(line, found)
+            return SourceLine(found, None) if line is None else SourceLine(line, found)
         if kind == _LIBRARY and line is None:
             line = Line(code, frame.f_lineno)
         frame = frame.f_back
-    return Site(line, None)
+    return SourceLine(line, None)
 
 
 def _kind(path: str) -> int:

@@ -4,7 +4,7 @@ import gc
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchstate.mirror import MirroredTensor
-from batchstate.testing.tracing.accesses import Operation, Touch
-from batchstate.testing.tracing.memory import Memories, Name, Place
-from batchstate.testing.tracing.modes import watching
+from batchstate.testing.tracing.dispatch import tracing
+from batchstate.testing.tracing.memory import Allocation, Allocations, MemoryKind, Name
+from batchstate.testing.tracing.operations import MemoryAccess, Operation
 from batchstate.testing.tracing.regions import Region, of_elements, of_index, of_rows, of_tensor, union, union_of
-from batchstate.testing.tracing.sites import site
+from batchstate.testing.tracing.source_lines import source_line
 
 BYTES = 96
 
@@ -147,36 +147,34 @@ def test_a_region_of_too_many_pieces_is_what_lies_between_them(monkeypatch: pyte
 
 
 class Calls:
-    """A watcher that asks of each operation what it touches, and runs it."""
+    """A tracer that asks each operation for its accesses, and runs it."""
 
     def __init__(self) -> None:
-        self.found: list[Touch] = []
+        self.found: list[MemoryAccess] = []
         self.names: list[str] = []
         self.host: list[str] = []
         self.lifted: list[bool] = []
 
     def operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], lifted: bool) -> Any:
-        """See `modes.Watcher`."""
+        """See `Tracer`."""
         operation = Operation.of(func)
         self.names.append(operation.name)
         if operation.name == "lift_fresh":
             self.lifted.append(lifted)
-        if not operation.touches_nothing:
-            self.found += operation.touches(args, kwargs, lambda index: index.numpy())
+        if not operation.is_metadata:
+            self.found += operation.accesses(args, kwargs, lambda index: index.numpy())
         return func(*args, **kwargs)
 
-    def host_call(
-        self, name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[bool, Any]:
-        """See `modes.Watcher`."""
+    def host_call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
+        """See `Tracer`."""
         self.host.append(name)
         return False, None
 
 
-def watched(call: Callable[[], Any]) -> tuple[Calls, Any]:
-    """A call under a watcher."""
+def traced(call: Callable[[], Any]) -> tuple[Calls, Any]:
+    """A call, traced."""
     calls = Calls()
-    with watching(calls):
+    with tracing(cast(Any, calls)):
         result = call()
     return calls, result
 
@@ -261,7 +259,7 @@ def test_what_an_operation_writes_is_what_has_changed(name: str) -> None:
     """Element by element: nothing else is named as written, and nothing is left out."""
     tensor = table()
     before = tensor.clone()
-    calls, _ = watched(lambda: WRITES[name](tensor))
+    calls, _ = traced(lambda: WRITES[name](tensor))
     changed = {int(at) for at in (tensor != before).view(-1).nonzero()}
     assert touched(calls, tensor, writes=True) == changed
 
@@ -305,7 +303,7 @@ def test_what_an_operation_reads_is_what_its_result_depends_on(name: str, infere
     with torch.inference_mode(inference):
         tensor = table()
         call = READS[name]
-        calls, result = watched(lambda: call(tensor))
+        calls, result = traced(lambda: call(tensor))
         read = set()
         for at in range(tensor.numel()):
             other = tensor.clone()
@@ -339,17 +337,17 @@ def test_any_index_of_torch_reads_what_it_takes(data: st.DataObject) -> None:
         else:
             places = data.draw(st.permutations(range(length)))[:2]
             key.append(torch.tensor([at in places for at in range(length)]))
-    calls, taken = watched(lambda: tensor[tuple(key)].clone())
+    calls, taken = traced(lambda: tensor[tuple(key)].clone())
     assert touched(calls, tensor, writes=False) == {int(value) - 1 for value in taken.view(-1)}
 
 
 def test_views_touch_nothing() -> None:
     """Neither does what changes a tensor's shape in place."""
     tensor = table()
-    calls, _ = watched(lambda: (tensor.view(-1)[2:], tensor.t(), tensor.unbind(), tensor.detach(), tensor.clone()))
+    calls, _ = traced(lambda: (tensor.view(-1)[2:], tensor.t(), tensor.unbind(), tensor.detach(), tensor.clone()))
     assert {touch.tensor.untyped_storage()._cdata for touch in calls.found} == {tensor.untyped_storage()._cdata}
     whole = tensor.clone()
-    calls, _ = watched(lambda: whole.unsqueeze_(0).squeeze_().t_().detach_())
+    calls, _ = traced(lambda: whole.unsqueeze_(0).squeeze_().t_().detach_())
     assert calls.found == []
     assert calls.names[:3] == ["unsqueeze_", "squeeze_", "t_"]
 
@@ -364,9 +362,9 @@ def test_inference_mode_shows_the_same_operations() -> None:
         tensor.to(torch.float32)
         torch.take_along_dim(tensor, index(0, 1, 2, 3, 0, 1)[:, None], 1)
 
-    outside, _ = watched(call)
+    outside, _ = traced(call)
     with torch.inference_mode():
-        inside, _ = watched(call)
+        inside, _ = traced(call)
     assert [name for name in inside.names if name in ("clone", "_to_copy", "gather")] == [
         "clone",
         "clone",
@@ -387,14 +385,14 @@ def test_a_number_that_is_written_lies_where_it_is_written_to() -> None:
         torch.tensor(5)
         torch.from_numpy(np.zeros(3))
 
-    calls, _ = watched(call)
+    calls, _ = traced(call)
     assert calls.lifted == [True, True, False]
 
 
 def test_calls_that_never_dispatch_are_told() -> None:
     """On a CPU nothing else shows that numbers came to the host."""
     tensor = torch.zeros(2)
-    calls, _ = watched(lambda: (tensor.tolist(), tensor.cpu(), tensor.to("cpu"), np.asarray(tensor), tensor.numpy()))
+    calls, _ = traced(lambda: (tensor.tolist(), tensor.cpu(), tensor.to("cpu"), np.asarray(tensor), tensor.numpy()))
     assert calls.host[:3] == ["tolist", "cpu", "to"]
     assert {"__array__", "numpy"} & set(calls.host)
 
@@ -416,10 +414,10 @@ def test_some_operations_make_the_host_wait(call: Callable[[torch.Tensor], Any],
 
     class Asks(Calls):
         def operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], lifted: bool) -> Any:
-            seen.append(Operation.of(func).waits)
+            seen.append(Operation.of(func).waits(args, kwargs, lambda tensor: MemoryKind.DEVICE))
             return super().operation(func, args, kwargs, lifted)
 
-    with watching(Asks()):
+    with tracing(cast(Any, Asks())):
         call(torch.ones(1))
     assert any(seen) is waits
 
@@ -427,80 +425,73 @@ def test_some_operations_make_the_host_wait(call: Callable[[torch.Tensor], Any],
 # Where a call came from, and whose memory it is
 
 
-def test_the_site_is_the_line_of_the_call() -> None:
+def test_the_source_line_is_the_line_of_the_call() -> None:
     """Relative to where the process runs, with the function's name; nobody outside led there."""
-    line, caller = site(1)
-    assert str(line).endswith("in test_the_site_is_the_line_of_the_call")
-    assert str(line).startswith("tests/test_watching.py:")
+    line, caller = source_line(1)
+    assert str(line).endswith("in test_the_source_line_is_the_line_of_the_call")
+    assert str(line).startswith("tests/test_tracing.py:")
     assert caller is None
 
 
-def test_the_site_skips_torch_and_the_tools(rt: Any) -> None:
+def test_the_source_line_skips_torch_and_the_tools(rt: Any) -> None:
     """Inside of the library the innermost line counts, and the line outside that led there."""
     found = []
 
     class Asks(Calls):
         def operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], lifted: bool) -> Any:
-            found.append(site(2))
+            found.append(source_line(2))
             return super().operation(func, args, kwargs, lifted)
 
     mirror = MirroredTensor.from_host(rt, np.arange(4))
-    with watching(Asks()):
+    with tracing(cast(Any, Asks())):
         torch.nn.functional.softmax(torch.zeros(2), 0)
         (mirror + 1).device  # noqa: B018 - it is made when it is asked for
-    assert str(found[0].line).startswith("tests/test_watching.py:")
+    assert str(found[0].line).startswith("tests/test_tracing.py:")
     assert found[0].caller is None
     inner = [one for one in found if one.caller is not None]
     assert inner
     assert str(inner[0].line).startswith("batchstate/mirror.py")
-    assert "test_the_site_skips_torch_and_the_tools" in str(inner[0].caller)
-
-
-class Owned:
-    """What a tool keeps."""
-
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    assert "test_the_source_line_skips_torch_and_the_tools" in str(inner[0].caller)
 
 
 def test_memory_lives_as_long_as_any_view_of_it() -> None:
     """It dies once, when the last tensor goes, and is forgotten then."""
-    died: list[Owned] = []
-    memories: Memories[Owned] = Memories(died.append)
+    died: list[Allocation] = []
+    allocations: Allocations[Allocation] = Allocations(died.append)
     tensor = torch.zeros(4, 2)
-    owned = memories.add(tensor, Owned(Place.DEVICE))
+    owned = allocations.add(tensor, Allocation(MemoryKind.DEVICE))
     view = tensor.view(-1)[3:5].view(torch.int32)
-    assert memories.of(view) is owned
+    assert allocations.of(view) is owned
     del tensor
     gc.collect()
     assert died == []
-    assert memories.of(view) is owned
+    assert allocations.of(view) is owned
     del view
     assert died == [owned]
-    assert len(memories) == 0
+    assert len(allocations) == 0
 
 
 def test_memory_that_is_kept_anew_dies_as_the_new_one() -> None:
     """What was kept before is neither reported nor found."""
-    died: list[Owned] = []
-    memories: Memories[Owned] = Memories(died.append)
+    died: list[Allocation] = []
+    allocations: Allocations[Allocation] = Allocations(died.append)
     tensor = torch.zeros(4)
-    memories.add(tensor, Owned(Place.HOST))
-    later = memories.add(tensor, Owned(Place.DEVICE))
+    allocations.add(tensor, Allocation(MemoryKind.HOST))
+    later = allocations.add(tensor, Allocation(MemoryKind.DEVICE))
     del tensor
     assert died == [later]
 
 
 def test_nothing_dies_after_the_end() -> None:
     """A closed tool is told of no more ends."""
-    died: list[Owned] = []
-    memories: Memories[Owned] = Memories(died.append)
+    died: list[Allocation] = []
+    allocations: Allocations[Allocation] = Allocations(died.append)
     tensor = torch.zeros(4)
-    memories.add(tensor, Owned(Place.HOST))
-    memories.close()
+    allocations.add(tensor, Allocation(MemoryKind.HOST))
+    allocations.close()
     del tensor
     assert died == []
-    assert len(memories) == 0
+    assert len(allocations) == 0
 
 
 def test_a_name_outlives_its_tensor() -> None:

@@ -7,13 +7,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from batchstate.testing.tracing.memory import HOST_KINDS, MemoryKind
 from batchstate.testing.tracing.regions import Region, of_elements, of_index, of_rows, of_tensor
 
 Ints = npt.NDArray[np.int64]
 
 
-class Touch(NamedTuple):
-    """A tensor, the bytes of its memory that are touched, and whether they are written."""
+class MemoryAccess(NamedTuple):
+    """A tensor, the bytes of its memory that are read or written, and which of the two."""
 
     tensor: torch.Tensor
     region: Region
@@ -41,9 +42,22 @@ WAITS = frozenset(
 )
 """Operations whose result the host needs at once: it waits for the stream."""
 
+_NO_ACCESS = frozenset(
+    (
+        "_fused_sdp_choice",
+        "_unsafe_view",
+        "is_pinned",
+        "is_same_size",
+        "record_stream",
+        "sym_numel",
+        "sym_size",
+        "sym_storage_offset",
+        "sym_stride",
+    )
+)
+"""Operations that read and write no element, though their schemas do not say so."""
 
-_NEUTRAL = frozenset(("is_pinned", "record_stream", "sym_numel", "sym_size", "sym_storage_offset", "sym_stride"))
-"""Operations that read and write nothing."""
+_BY_MASK = ("index", "index_put_", "index_put", "_unsafe_index", "_index_put_impl_")
 
 
 @final
@@ -52,41 +66,50 @@ class Operation:
 
     Attributes:
         name: without namespace and overload.
-        views: whether the result is only another view of an argument.
-        touches_nothing: whether no element is read or written.
-        waits: whether the host waits for the result, as far as the name says.
+        is_metadata: whether no element is read or written: views, and questions about shapes.
         takes_host_index: whether torch accepts a host tensor as index of a device tensor.
+        written: arguments that it writes, by position, or by name where they are given by name alone.
+        returned: for each result the argument that it is, by position or name, or None where it is a new tensor.
     """
 
     _known: dict[Any, "Operation"] = {}  # noqa: RUF012 - one for the process: schemas do not change
 
     __slots__ = (
-        "_models",
+        "_draws",
+        "_dropout",
+        "_only_shapes",
         "_precise",
-        "_written_names",
-        "_written_places",
+        "_waits",
+        "is_metadata",
         "name",
+        "returned",
         "takes_host_index",
-        "touches_nothing",
-        "views",
-        "waits",
+        "written",
     )
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
+        arguments, returns = schema.arguments, [one.alias_info for one in schema.returns]
         self.name: str = schema.name.partition("::")[2]
-        written = [one.alias_info is not None and one.alias_info.is_write for one in schema.arguments]
-        self._written_places = frozenset(place for place, writes in enumerate(written) if writes)
-        self._written_names = frozenset(
-            one.name for one, writes in zip(schema.arguments, written, strict=True) if writes
+        sets: dict[int | str, Any] = {
+            one.name if one.kwarg_only else position: one.alias_info.before_set
+            for position, one in enumerate(arguments)
+            if one.alias_info is not None and one.alias_info.is_write
+        }
+        self.written = frozenset(sets)
+        self.returned: tuple[int | str | None, ...] = tuple(
+            None if alias is None else next((key for key, of in sets.items() if of == alias.before_set), None)
+            for alias in returns
         )
-        aliases = [one.alias_info for one in schema.returns if one.alias_info is not None]
-        self.views = torch.Tag.inplace_view in func.tags or (bool(aliases) and not any(one.is_write for one in aliases))
-        self.touches_nothing = self.views or self.name in _NEUTRAL
-        self.waits = self.name in WAITS
+        aliases = [alias for alias in returns if alias is not None]
+        is_view = torch.Tag.inplace_view in func.tags or (bool(aliases) and not any(one.is_write for one in aliases))
+        self.is_metadata = is_view or self.name in _NO_ACCESS
         self.takes_host_index = self.name in ("index", "index_put_", "_index_put_impl_", "_unsafe_index")
-        self._models = self.name.startswith("new_") or self.name.endswith("_like")  # for shape and dtype alone
+        self._waits = self.name in WAITS
+        self._only_shapes = self.name.startswith("new_") or self.name.endswith("_like")
         self._precise = _PRECISE.get(self.name)
+        self._draws = torch.Tag.nondeterministic_seeded in func.tags
+        self._dropout = next((at for at, one in enumerate(arguments) if one.name == "dropout_p"), None)
 
     @classmethod
     def of(cls, func: Any) -> "Operation":
@@ -96,21 +119,48 @@ class Operation:
             found = cls._known[func] = cls(func)
         return found
 
-    def touches(self, args: Sequence[Any], kwargs: Mapping[str, Any], read_index: ReadIndex) -> list[Touch]:
-        """Everything that a call touches of memory that was there before."""
-        found: list[Touch] = []
-        for place, value in enumerate(args):
-            writes = place in self._written_places
+    def accesses(self, args: Sequence[Any], kwargs: Mapping[str, Any], read_index: ReadIndex) -> list[MemoryAccess]:
+        """Every access of a call to memory that was there before."""
+        found: list[MemoryAccess] = []
+        for key, value in (*enumerate(args), *kwargs.items()):
+            writes = key in self.written
+            if self._only_shapes and not writes and not isinstance(key, str):
+                continue
             for tensor in tensors_in(value):
-                region = self._named(args, read_index) if place == 0 and self._precise else of_tensor(tensor)
-                if region is not None and (writes or not self._models):
-                    found.append(Touch(tensor, region, writes))
-        for name, value in kwargs.items():
-            for tensor in tensors_in(value):
-                region = of_tensor(tensor)
+                region = self._named(args, read_index) if key == 0 and self._precise else of_tensor(tensor)
                 if region is not None:
-                    found.append(Touch(tensor, region, name in self._written_names))
+                    found.append(MemoryAccess(tensor, region, writes))
         return found
+
+    def writes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The arguments that a call writes: tensors, or lists of them."""
+        named = [value for key, value in (*enumerate(args), *kwargs.items()) if key in self.written]
+        return [value for value in named if value is not None]
+
+    def waits(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], kind_of: Callable[[torch.Tensor], MemoryKind | None]
+    ) -> bool:
+        """Whether the host needs the result or its shape, or brings an operand across, and so waits for the stream."""
+        if self._waits:
+            return True
+        if self.name == "repeat_interleave":
+            return kwargs.get("output_size") is None
+        if self.name not in _BY_MASK:
+            return False
+        indices = [one for one in args[1] if one is not None]
+        if self.takes_host_index and any(one.ndim and kind_of(one) in HOST_KINDS for one in indices):
+            return True
+        if not any(one.dtype in (torch.bool, torch.uint8) for one in indices):
+            return False
+        # One number put where a mask says is a plain fill.
+        return not (len(args) > 2 and args[2].ndim == 0 and kind_of(args[2]) is not MemoryKind.DEVICE)
+
+    def draws(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call draws random numbers. Attention does only where it is told to drop something."""
+        if not self._draws or self._dropout is None:
+            return self._draws
+        given = args[self._dropout] if self._dropout < len(args) else None
+        return bool(kwargs.get("dropout_p", given))
 
     def _named(self, args: Sequence[Any], read_index: ReadIndex) -> Region | None:
         """The bytes that an index names; the whole tensor where it names none, so that torch may say what is wrong."""
@@ -118,12 +168,6 @@ class Operation:
             return None if self._precise is None else self._precise(args, read_index)
         except (IndexError, ValueError):
             return of_tensor(args[0])
-
-    def by_mask(self, args: Sequence[Any]) -> bool:
-        """Whether the shape of the result, or what is written, depends on the values of a mask."""
-        if self.name not in ("index", "index_put_", "index_put", "_unsafe_index", "_index_put_impl_"):
-            return False
-        return any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1])
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -203,4 +247,4 @@ _PRECISE: dict[str, Precise] = {
     "scatter_reduce_": _elements,
     "take": _flat,
 }
-"""Operations whose first argument is touched in part."""
+"""Operations that access their first argument in part."""

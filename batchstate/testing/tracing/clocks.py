@@ -1,0 +1,105 @@
+"""What each stream, and the host, knows to have happened: vector clocks over the events of a run.
+
+Events are numbered in program order. A stream's clock holds, for each stream, the newest event of that stream which is
+known to lie before whatever it does next. So an event is ordered before the next operation of a stream exactly if the
+stream's clock has reached its number. The host is the first stream.
+
+The algorithm is that of vector-clock race detectors (Mattern 1989; FastTrack, Flanagan and Freund 2009), with streams
+in place of threads: a launch orders the host before the operation, a wait for a fence joins what the fence knew.
+"""
+
+import itertools
+from collections.abc import Collection
+from typing import final
+
+HOST = "host"
+"""Name of the host among streams."""
+
+
+@final
+class StreamClock:
+    """A stream, or the host.
+
+    Attributes:
+        number: place in all clocks; the host's is 0.
+        name: for reports.
+        seen: stream -> newest of its events known to lie before what comes next here; grows with the streams.
+        newest: its own newest event, 0 before the first.
+        work: its newest event that is an operation or a copy, 0 before the first.
+    """
+
+    __slots__ = ("_host_at", "name", "newest", "number", "seen", "work")
+
+    def __init__(self, number: int, name: str) -> None:
+        self.number = number
+        self.name = name
+        self.seen: list[int] = [0] * (number + 1)
+        self.newest = 0
+        self.work = 0
+        self._host_at = -1
+
+    def __repr__(self) -> str:
+        return f"StreamClock({self.name!r})"
+
+    def knows(self, other: int, event: int) -> bool:
+        """Whether an event of stream `other` is ordered before what comes next here."""
+        seen = self.seen
+        return (seen[other] if other < len(seen) else 0) >= event
+
+    def join(self, seen: list[int]) -> None:
+        """What comes next here lies behind all that `seen` has reached."""
+        own = self.seen
+        if len(own) < len(seen):
+            own.extend([0] * (len(seen) - len(own)))
+        for stream, event in enumerate(seen):
+            if event > own[stream]:
+                own[stream] = event
+
+
+@final
+class Clocks:
+    """All streams of a run.
+
+    Attributes:
+        streams: the host first.
+        now: number of the newest event.
+    """
+
+    def __init__(self) -> None:
+        self.streams: list[StreamClock] = [StreamClock(0, HOST)]
+        self.now = 0
+        self._joins = 0
+
+    @property
+    def host(self) -> StreamClock:
+        """The stream of the host."""
+        return self.streams[0]
+
+    def add(self, name: str) -> StreamClock:
+        """A stream for a new stream. It knows what the host knows when something is launched on it."""
+        stream = StreamClock(len(self.streams), unused_name(name, [stream.name for stream in self.streams]))
+        self.streams.append(stream)
+        return stream
+
+    def happens(self, stream: StreamClock) -> int:
+        """Something happens on a stream; returns its number. On a stream it lies behind all that the host knows."""
+        host = self.streams[0]
+        if stream is not host and stream._host_at != self._joins:
+            stream.join(host.seen)
+            stream._host_at = self._joins
+        self.now += 1
+        stream.seen[stream.number] = stream.newest = self.now
+        if stream is host:
+            self._joins += 1
+        return self.now
+
+    def host_joins(self, seen: list[int]) -> None:
+        """The host has waited for all that `seen` has reached."""
+        self._joins += 1
+        self.streams[0].join(seen)
+
+
+def unused_name(name: str, taken: Collection[str]) -> str:
+    """The name itself, or with the first number from 2 on that makes it another than those that are taken."""
+    numbered = (f"{name} {number}" for number in itertools.count(2))
+    return next(one for one in itertools.chain([name], numbered) if one not in taken)
