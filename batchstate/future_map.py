@@ -1,8 +1,7 @@
-"""`FutureMap`: what only a forward knows reaches the next step, and the host, without anybody waiting for the device.
+"""`FutureMap`: carries what only a forward knows to the next step and to the host, and no thread waits for the device.
 
 A relay is device memory with one entry a slot for each declared field. Forward N publishes into it, on its stream;
-forward N + 1 gathers from it, on its stream; the host, if it wants to know too, asks for rows when it launches and
-reads them when it has something to do with them::
+forward N + 1 gathers from it, on its stream; the host asks for rows at launch, and reads them when it needs them::
 
     publish   lengths as soon as they are certain, tokens and drafts after sampling; from the host, what a request
               that arrives prebuilt or comes back starts from
@@ -10,51 +9,118 @@ reads them when it has something to do with them::
     prefetch  to the host, over a private stream, only the rows asked for; `resolve` is prefetch and wait
 
 An entry is unwritten, published or consumed. Each publish has its own fence, and a reader on another stream waits for
-the fences of those publishes whose entries it reads. Who reads an entry too early, twice, or as somebody else, and who
-overwrites one unread, is told so at level `cheap`, on the host, before anything is launched.
+the fences of those publishes whose entries it reads. Reading an entry too early, twice or as another request, and
+overwriting one unread, is reported at level `cheap`, on the host, before anything is launched.
 
 The relay is always on: an engine that waits for each step uses it as one that runs ahead does.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast, final
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import put_rows, select_rows
-from batchstate._relay import (
-    DEVICE,
-    HOST,
-    EntryState,
-    Publication,
-    RelayField,
-    RelayLedger,
-    StreamOrder,
-    check_device_values,
-    check_lengths,
-    checked_fields,
-    host_values,
-    id_width,
-    live_rows,
-    relay_field,
-)
+from batchstate._arrays import converted, count, put_rows, select_rows
+from batchstate._relay import DEVICE, HOST, READERS, Entries, EntryState, Publication, RelayEntries
 from batchstate._upload import Extras
-from batchstate.errors import ArgumentError, CaptureError, DeclarationError
+from batchstate.errors import ArgumentError, CaptureError, DeclarationError, DeviceError, DtypeError, ShapeError
 from batchstate.forward.inputs import ForwardInputs, Sources
 from batchstate.forward.plan import ForwardPlan
 from batchstate.indices import Slots
 from batchstate.mirror import Contract, DeviceSide, Made, MirroredTensor
-from batchstate.pools import SlotListener, SlotPool
-from batchstate.runtime import Fence, Runtime, Stream
+from batchstate.pools import SlotPool
+from batchstate.runtime import NUMPY_DTYPES, Fence, Runtime, Stream, numpy_dtype
 from batchstate.runtime.memory import Download
 from batchstate.tables import Table
 from batchstate.violations import Where
 
-# Relay entries on their way to the host.
+__all__ = ["EntryState", "FutureMap", "Prefetched", "RelayField", "relay_field"]
+
+Array = npt.NDArray[Any]
+
+_MOVABLE = {*NUMPY_DTYPES, torch.bfloat16, torch.complex64, torch.complex128}
+"""Dtypes that torch moves by index on every device."""
+
+_READ_BY = {"device": DEVICE, "host": HOST, "both": DEVICE | HOST}
+
+
+@final
+@attrs.frozen
+class RelayField:
+    """One declared field of a `FutureMap`; `relay_field` makes it.
+
+    Attributes:
+        dtype: of the elements.
+        shape: of one entry.
+        readers: who takes each publish once: `DEVICE`, `HOST`, or both bits.
+        non_negative: whether a negative value is a stand-in that escaped.
+        must_read: whether an entry that a reader has not taken must not be overwritten.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    readers: int
+    non_negative: bool
+    must_read: bool
+
+    @property
+    def readers_named(self) -> str:
+        """The readers in words."""
+        return READERS[self.readers]
+
+
+def relay_field(
+    dtype: torch.dtype,
+    shape: Sequence[int] = (),
+    *,
+    read_by: str = "device",
+    non_negative: bool = False,
+    must_read: bool = True,
+) -> RelayField:
+    """Declares a field of a `FutureMap`.
+
+    Args:
+        dtype: any that torch moves by index (no float8, nothing quantised); one that numpy shares if the host reads it,
+            or if `non_negative`.
+        shape: of one entry.
+        read_by: who takes each published entry, once: `device` (the next forward, by `gather`), `host` (by `prefetch`
+            or `resolve`) or `both`. An entry that one of them has not taken must not be overwritten.
+        non_negative: the values are ids, lengths or indices. A negative one is then SENTINEL_ESCAPED wherever the host
+            sees it, and at `full` on the device too.
+        must_read: whether overwriting what was not read is a violation. Not for what is wanted now and then, such as
+            log-probabilities.
+
+    Raises:
+        DeclarationError: another reader.
+        DtypeError: no torch dtype, one that cannot be moved, or one that the host cannot read.
+        ShapeError: `shape` is no sequence.
+        ArgumentError, DtypeError: it holds something else than counts.
+    """
+    value: Any = read_by
+    if not isinstance(value, str) or value not in _READ_BY:
+        raise DeclarationError(
+            f"a relay field read by {value!r}", value=value, remedy=f"use one of: {', '.join(_READ_BY)}"
+        )
+    value = dtype
+    if not isinstance(value, torch.dtype):
+        raise DtypeError(f"a relay field of {value!r}", value=value, remedy="pass a torch dtype, as torch.int64")
+    if value not in _MOVABLE:
+        raise DtypeError(
+            f"a relay field of {value}", value=value, remedy="view such values as torch.uint8, and declare that"
+        )
+    readers = _READ_BY[read_by]
+    if readers & HOST or non_negative:
+        numpy_dtype(dtype)
+    value = shape
+    if not isinstance(value, tuple | list):
+        raise ShapeError(f"a relay field of shape {value!r}", value=value, remedy="pass a tuple, as `(8,)`")
+    sizes = tuple(count(size, "shape") for size in shape)
+    return RelayField(dtype, sizes, readers, bool(non_negative), bool(must_read))
 
 
 @final
@@ -70,20 +136,18 @@ class Prefetched(Mapping[str, MirroredTensor]):
 
     def __init__(
         self,
-        runtime: Runtime,
         slots: Slots,
         fields: Mapping[str, RelayField],
         rows: Sequence[torch.Tensor],
-        made: tuple[Stream, Fence],
+        read: tuple[Stream, Fence],
         download: Download,
         publications: Sequence[Publication],
         where: Where,
     ) -> None:
         self.slots = slots
-        self._runtime = runtime
         self._fields = fields
         self._rows = rows
-        self._made = made
+        self._read = read  # the stream that selected the rows, and a fence behind that
         self._download = download
         self._publications = publications
         self._where = where
@@ -98,7 +162,7 @@ class Prefetched(Mapping[str, MirroredTensor]):
 
     def ready(self) -> bool:
         """Whether `resolve` would return at once. Never waits."""
-        return self._values is not None or (not self._runtime.capturing and self._download.ready())
+        return self._values is not None or (not self.slots.runtime.capturing and self._download.ready())
 
     def resolve(self) -> Mapping[str, MirroredTensor]:
         """Each field as an exact value, both sides from one read of the relay. Waits for that copy alone.
@@ -109,7 +173,8 @@ class Prefetched(Mapping[str, MirroredTensor]):
             Violation: FUTURE_ORDER, SENTINEL_ESCAPED, STAGING_REUSED, at `cheap`.
         """
         if self._values is None:
-            self._runtime.check_owner(f"{self._download.name}: resolve")
+            runtime = self.slots.runtime
+            runtime.check_owner(f"{self._download.name}: resolve")
             arrays = self._download.resolve()
             if levels.cheap:
                 self._check_order()
@@ -119,9 +184,9 @@ class Prefetched(Mapping[str, MirroredTensor]):
                     where: Where = {**self._where, "column": name}
                     invariants.sentinel_escaped(array.reshape(-1), **where)
                 values[name] = MirroredTensor(
-                    self._runtime,
+                    runtime,
                     array,
-                    DeviceSide(None, Made(device, *self._made, set())),
+                    DeviceSide(None, Made(device, *self._read, set())),
                     dtype=field.dtype,
                     shape=array.shape,
                     contract=Contract.EXACT,
@@ -134,11 +199,9 @@ class Prefetched(Mapping[str, MirroredTensor]):
     def _check_order(self) -> None:
         """What was read had been published by then, as its own fence says, and has landed."""
         for made in self._publications:
-            self._ordered(made.fence, made.by, f"a wait for {made.by}")
-        self._ordered(self._download.done, "the copy from the device", "a wait for the copy")
-
-    def _ordered(self, fence: Fence, writer: str, missing: str) -> None:
-        invariants.future_order(fence.query(), writer, "the host", missing, **self._where)
+            invariants.future_order(made.fence.query(), made.by, "the host", f"a wait for {made.by}", **self._where)
+        landed = self._download.done.query()
+        invariants.future_order(landed, "the copy from the device", "the host", "a wait for the copy", **self._where)
 
     def __getitem__(self, field: str) -> MirroredTensor:
         if field not in self._fields:
@@ -153,45 +216,6 @@ class Prefetched(Mapping[str, MirroredTensor]):
 
     def __len__(self) -> int:
         return len(self._fields)
-
-
-# What a slot pool asks of a relay over its slots: entries end with their owner.
-
-Ints = npt.NDArray[np.int64]
-
-
-@final
-class RelayGuard(SlotListener):
-    """The listener of a slot pool over whose slots a relay lies. Slots are taken without entries.
-
-    It holds the books and not the relay: device memory goes when the relay does, however long the pool lives.
-
-    Args:
-        ledger: the books.
-        is_live: which of some slots int64[n] are live, bool[n].
-    """
-
-    def __init__(self, ledger: RelayLedger, is_live: Callable[[Ints], npt.NDArray[np.bool_]]) -> None:
-        self._ledger = ledger
-        self._is_live = is_live
-
-    def on_free(self, rows: Ints, after: Fence | None) -> None:
-        """The entries are unwritten again."""
-        self._clear(rows)
-
-    def _clear(self, rows: Ints) -> None:
-        self._ledger.end(self._ledger.rows_of(rows))
-
-    def verify(self) -> None:
-        """No entry belongs to a slot that is nobody's.
-
-        Raises:
-            Violation: FUTURE_GENERATION.
-        """
-        self._ledger.check_owners(self._is_live, "verify")
-
-
-__all__ = ["EntryState", "FutureMap", "Prefetched", "RelayField", "relay_field"]
 
 
 @final
@@ -216,35 +240,38 @@ class FutureMap:
     def __init__(self, slots: SlotPool, fields: Mapping[str, RelayField], *, name: str = "relay") -> None:
         if not isinstance(slots, SlotPool):
             raise ArgumentError(
-                f"{name}: {type(slots).__name__} is no pool of slots",
+                f"{name}: expected a SlotPool, got {type(slots).__name__}",
                 value=slots,
-                remedy="pass the SlotPool or HybridSlotPool whose requests the relay serves",
+                remedy="pass the pool whose requests the relay serves",
             )
         self.slots = slots
-        self.runtime: Runtime = self.slots.runtime
+        self.runtime = slots.runtime
         self.name = name
-        declared = checked_fields(fields, name)
-        capacity = self.slots.capacity
-        self._ledger = RelayLedger(self.runtime, declared, capacity, name=name, label=_label(name, declared))
+        self._fields = _checked_fields(fields, name)
+        capacity = slots.capacity
         self._memory = {
             field: self.runtime.device_zeros((capacity, *one.shape), one.dtype, name=f"{name}: {field}")
-            for field, one in declared.items()
+            for field, one in self._fields.items()
         }
-        self._order = StreamOrder(self.runtime, self._ledger.where)
+        self._entries = RelayEntries(
+            self.runtime,
+            {field: Entries(one.readers, one.must_read, capacity) for field, one in self._fields.items()},
+            slots.is_live,
+            label=repr(self),
+        )
         self._private = self.runtime.stream(f"{name}: to the host")
-        self._guard = RelayGuard(self._ledger, self.slots.is_live)
-        self.slots.add_listener(self._guard)
-        weakref.finalize(self, self.slots.remove_listener, self._guard).atexit = False
+        slots.add_listener(self._entries)
+        weakref.finalize(self, slots.remove_listener, self._entries).atexit = False
         self._zeroed_on, self._zeroed = self.runtime.current_stream, self.runtime.record()
-        self._synchronised: dict[str, set[object]] = {field: set() for field in declared}
+        self._synchronised: dict[str, set[object]] = {field: set() for field in self._fields}
 
     def __repr__(self) -> str:
-        return _label(self.name, self._memory)
+        return f"FutureMap({self.name!r}, {', '.join(self._fields)})"
 
     @property
     def fields(self) -> Mapping[str, RelayField]:
         """The declarations by name."""
-        return {name: entries.field for name, entries in self._ledger.entries.items()}
+        return dict(self._fields)
 
     def states(self, slots: Slots, field: str) -> list[EntryState]:
         """What has become of the entries of some requests.
@@ -252,8 +279,8 @@ class FutureMap:
         Raises:
             DeclarationError: no such field. Handles: as for `SlotPool.check_handles`.
         """
-        self._ledger.field(field, "states")
-        return self._ledger.states(self._owned(slots, "states"), field)
+        self._check_fields((field,), "states")
+        return self._entries.fields[field].states(self._live(slots, "states").np)
 
     # Writing
 
@@ -277,85 +304,69 @@ class FutureMap:
                 value in a field that has none; FUTURE_UNREAD_OVERWRITTEN and FUTURE_ORDER at `cheap`. Nothing was
                 published.
         """
-        live, num_rows = self._begin(slots, values, "publish")
-        tensors: dict[str, Any] = {}
-        arrays: dict[str, npt.NDArray[Any]] = {}
-        for name, value in values.items():
-            field, what = self._field(name), self._what("publish", name)
-            if isinstance(value, (torch.Tensor, MirroredTensor)):
-                check_device_values(value, field, (len(live), num_rows), self.runtime, what)
-                tensors[name] = value
-            else:
-                arrays[name] = host_values(value, field, (len(live), num_rows), what)
-        for name, array in arrays.items():
-            if self._field(name).non_negative:
-                invariants.sentinel_escaped(array.reshape(-1), **self._ledger.where("publish", name))
-        self._ledger.check_overwrite(live, tuple(values), "publish")
-        if not len(live):
-            return
-        for name, value in tensors.items():
-            tensors[name] = live_rows(value, len(live))
-        if not arrays:
-            self._write(live, self._index(slots, live), tensors, "publish")
-            return
-        packed = self.runtime.upload([live.np, *arrays.values()])
-        for i, name in enumerate(arrays, 1):
-            tensors[name] = packed.view(i)
-        self._write(live, packed.view(0), {name: tensors[name] for name in values}, "publish")
-        self._ledger.take(live, tuple(arrays), HOST)  # whose values they are
-
-    def discard(self, slots: Slots, *fields: str) -> None:
-        """Makes entries unwritten that nobody wants any more; all fields by default. Touches no device memory.
-
-        Raises:
-            DeclarationError: no such field. Handles: as for `SlotPool.check_handles`.
-        """
-        live = self._owned(slots, "discard")
-        for name in fields:
-            self._ledger.field(name, "discard")
-        self._ledger.clear(live, fields or tuple(self._memory))
-
-    def _begin(self, slots: Slots, values: Mapping[str, Any], operation: str) -> tuple[Slots, int]:
-        """The live rows of `slots`, checked, and how many rows there are with padding."""
-        self.runtime.check_owner(f"{self.name}: {operation}")
+        self._check_call("publish")
         if not values:
             raise DeclarationError(
-                f"{self.name}: {operation} of no field", value=None, remedy=f"name one of: {', '.join(self._memory)}"
+                f"{self.name}: publish of no field", value=None, remedy=f"name one of: {', '.join(self._fields)}"
             )
-        for name in values:
-            self._ledger.field(name, operation)
-        self._refuse_capture(operation)
-        return self._owned(slots, operation), len(slots)
+        self._check_fields(values, "publish")
+        live = self._live(slots, "publish")
+        num_rows = len(live), len(slots)
+        device: dict[str, torch.Tensor | MirroredTensor] = {}
+        host: dict[str, Array] = {}
+        for name, value in values.items():
+            field, what = self._fields[name], f"{self.name}: publish of {name!r}"
+            if isinstance(value, (torch.Tensor, MirroredTensor)):
+                _check_device_values(value, field, num_rows, self.runtime, what)
+                device[name] = value
+            else:
+                host[name] = _host_values(value, field, num_rows, what)
+        for name, array in host.items():
+            if self._fields[name].non_negative:
+                invariants.sentinel_escaped(array.reshape(-1), **self._entries.where("publish", name))
+        by = self._entries.by("publish")
+        self._entries.check_overwrite(live, values, by)
+        if not len(live):
+            return
+        tensors = {name: _live_rows(value, len(live)) for name, value in device.items()}
+        if host:
+            packed = self.runtime.upload([live.np, *host.values()])
+            index = packed.view(0)
+            tensors |= {name: packed.view(i) for i, name in enumerate(host, 1)}
+        else:
+            index = self._index(slots, live)
+        self._scatter(live, index, tensors, by)
+        if host:
+            self._entries.take(live, host, HOST)  # whose values they are
 
-    def _write(self, live: Slots, index: torch.Tensor, values: Mapping[str, torch.Tensor], operation: str) -> None:
-        """Scatters, records the publish's own fence, and notes it; `index` and `values` are safe on this stream."""
-        by = self._ledger.by(operation)
-        for name in values:
-            self._order.overwrite(self._ledger.in_the_way(live, name), by, operation)
-        written: list[str] = []
+    def _scatter(self, live: Slots, index: torch.Tensor, values: Mapping[str, torch.Tensor], by: str) -> None:
+        """Launches and notes a publish; `index` and `values` are safe on this stream."""
+        self._entries.wait_to_overwrite(live, values, by)
+        launched: list[str] = []
         try:
             for name, tensor in values.items():
                 memory, reads = self._memory_of(name), (index, tensor)
                 self.runtime.launch(
                     put_rows, memory, index, tensor, reads=reads, writes=(memory,), name=f"{self.name}: {name}"
                 )
-                written.append(name)
+                launched.append(name)
         except BaseException:  # torch could not launch one, and a device takes none back
-            if written:
-                self._ledger.spoil(live, written, self._record(by, operation))
+            if launched:
+                self._entries.mark_failed(live, launched, by, self.runtime.record())
             raise
-        self._ledger.publish(live, tuple(values), self._record(by, operation))
+        self._entries.publish(live, values, by, self.runtime.record())
         if levels.full:
-            self.check(operation)
+            self.check("publish")
 
-    def _record(self, by: str, operation: str) -> Publication:
-        """A publication with a fence of its own."""
-        publications = self._ledger.publications
-        publications.prune()  # before the new one, of which no entry is noted yet
-        publication = publications.add(by, self.runtime.current_stream, self.runtime.record())
-        if levels.cheap:
-            self._order.check_fence(publication.fence, publications.others(publication), by, operation)
-        return publication
+    def discard(self, slots: Slots, *fields: str) -> None:
+        """Makes entries unwritten that no reader wants any more; all fields by default. Touches no device memory.
+
+        Raises:
+            DeclarationError: no such field. Handles: as for `SlotPool.check_handles`.
+        """
+        live = self._live(slots, "discard")
+        self._check_fields(fields, "discard")
+        self._entries.clear(live.np, fields or self._fields)
 
     # Reading
 
@@ -375,18 +386,18 @@ class FutureMap:
             Violation: codes of handles; FUTURE_UNWRITTEN, FUTURE_GENERATION, FUTURE_CONSUMED, FUTURE_ORDER at `cheap`,
                 SENTINEL_ESCAPED at `full`. Nothing was taken.
         """
-        self.runtime.check_owner(f"{self.name}: gather")
-        self._refuse_capture("gather")
-        live = self._owned(slots, "gather")
-        publications = self._ledger.check_read(live, [field], DEVICE, "gather")
+        self._check_call("gather")
+        self._check_fields((field,), "gather", DEVICE)
+        live, by = self._live(slots, "gather"), self._entries.by("gather")
+        publications = self._entries.check_read(live, (field,), DEVICE, by, "gather")
         index = slots.device
-        self._order.read(publications, self._ledger.by("gather"), "gather")
+        self._entries.wait_to_read(publications, by, "gather")
         rows = self._select(field, index)
         if publications:
-            self._order.noted(publications, self.runtime.record())
-        if levels.full and self._field(field).non_negative and not self.runtime.checks_suspended():
-            invariants.sentinel_escaped(self.runtime.inspect(rows).reshape(-1), **self._ledger.where("gather", field))
-        self._ledger.take(live, [field], DEVICE)
+            self._entries.note_read(publications, self.runtime.record())
+        if levels.full and self._fields[field].non_negative and not self.runtime.checks_suspended():
+            invariants.sentinel_escaped(self.runtime.inspect(rows).reshape(-1), **self._entries.where("gather", field))
+        self._entries.take(live, (field,), DEVICE)
         return rows
 
     def prefetch(self, slots: Slots, *fields: str) -> Prefetched:
@@ -406,27 +417,25 @@ class FutureMap:
             CaptureError: the stream is being captured.
             Violation: as `gather`. Nothing was taken.
         """
-        self.runtime.check_owner(f"{self.name}: prefetch")
-        self._refuse_capture("prefetch")
-        for name in fields:
-            self._ledger.field(name, "prefetch")
+        self._check_call("prefetch")
+        self._check_fields(fields, "prefetch", HOST)
         if not fields or len(set(fields)) < len(fields):
             raise DeclarationError(
                 f"{self.name}: prefetch of {fields}", value=fields, remedy="name each field once, and at least one"
             )
-        live = self._owned(slots, "prefetch")
-        publications = self._ledger.check_read(live, fields, HOST, "prefetch")
+        live, by = self._live(slots, "prefetch"), self._entries.by("prefetch")
+        publications = self._entries.check_read(live, fields, HOST, by, "prefetch")
         with self.runtime.use(self._private):
             index = self._index(slots, live)
-            self._order.read(publications, self._ledger.by("prefetch"), "prefetch")
+            self._entries.wait_to_read(publications, self._entries.by("prefetch"), "prefetch")
             rows = [self._select(name, index) for name in fields]
             read = self.runtime.record()
-            self._order.noted(publications, read)
+            self._entries.note_read(publications, read)
             download = self.runtime.download(rows, name=self.name)
-        self._ledger.take(live, fields, HOST)
-        declared = {name: self._field(name) for name in fields}
-        where = self._ledger.where("resolve")
-        return Prefetched(self.runtime, live, declared, rows, (self._private, read), download, publications, where)
+        self._entries.take(live, fields, HOST)
+        declared = {name: self._fields[name] for name in fields}
+        where = self._entries.where("resolve")
+        return Prefetched(live, declared, rows, (self._private, read), download, publications, where)
 
     def resolve(self, slots: Slots, field: str) -> MirroredTensor:
         """One field as an exact value, both sides from one read of the relay. Waits for its publish and its copy.
@@ -470,67 +479,60 @@ class FutureMap:
             Violation: FUTURE_CONSUMED: the plan was used before. Else as `gather`, for all requests of the plan. What
                 the device holds (MIRROR_BOUND, MIRROR_EQUAL, SENTINEL_ESCAPED at `full`) is judged when it was taken.
         """
-        for given, kind in ((plan, ForwardPlan), (uploaded, Extras)):
-            if not isinstance(given, kind):
+        for value, kind in ((plan, ForwardPlan), (uploaded, Extras)):
+            if not isinstance(value, kind):
                 raise ArgumentError(
-                    f"{self.name}: resolve_forward_inputs of {type(given).__name__} where {kind.__name__} is meant",
-                    value=given,
+                    f"{self.name}: resolve_forward_inputs: expected {kind.__name__}, got {type(value).__name__}",
+                    value=value,
                     remedy="pass a ForwardPlan, and what `batch.upload(extras=plan.extras)` returned",
                 )
-        self.runtime.check_owner(f"{self.name}: resolve_forward_inputs")
-        self._refuse_capture("resolve_forward_inputs")
+        operation = "resolve_forward_inputs"
+        self._check_call(operation)
         names = tuple(ids) if isinstance(ids, list | tuple) else (cast(str, ids),)
         read = names if lengths is None else (*names, lengths)
-        for name in read:
-            self._ledger.field(name, "resolve_forward_inputs")
+        self._check_fields(read, operation)
         if not names or len(set(read)) < len(read):
             raise DeclarationError(
                 f"{self.name}: inputs from fields {read}",
                 value=read,
                 remedy="name each field once, and one for the ids",
             )
-        width = sum(id_width(name, self._field(name), self.name) for name in names)
+        width = sum(_id_width(name, self._fields[name], self.name) for name in names)
         if lengths is not None:
-            check_lengths(lengths, self._field(lengths), self.name)
+            _check_lengths(lengths, self._fields[lengths], self.name)
         if req_to_token is not None and getattr(req_to_token, "slots", None) is not self.slots:
             raise ArgumentError(
-                f"{self.name}: {req_to_token!r} is no table of slots of {self.slots.name!r}",
+                f"{self.name}: expected a table of slots of {self.slots.name!r}, got {req_to_token!r}",
                 value=req_to_token,
                 remedy="pass the token table that was made over the relay's pool",
             )
-        self._owned(plan.slots, "resolve_forward_inputs")
+        self._live(plan.slots, operation)
         sources = Sources(self.runtime, self.gather, names, width, lengths, req_to_token)
         sources.check(plan, uploaded, self.name)
         if len(plan.relayed):
-            self._ledger.check_read(plan.relayed, read, DEVICE, "resolve_forward_inputs")
+            self._check_fields(read, operation, DEVICE)
+            self._entries.check_read(plan.relayed, read, DEVICE, self._entries.by(operation), operation)
         inputs = ForwardInputs.made(plan, uploaded, sources)
         if lengths is not None and not plan.bounded:
-            self._lengths_known(plan, lengths)
+            self._take_known_lengths(plan, lengths)
         return inputs
 
-    def _lengths_known(self, plan: ForwardPlan, lengths: str) -> None:
-        """The host knows the true lengths, so nobody needs to read them: they are taken all the same, in every mode.
+    def _take_known_lengths(self, plan: ForwardPlan, lengths: str) -> None:
+        """Takes the true lengths without a read, since the host knows them: so entries end alike in every mode.
 
         Raises:
             Violation: MIRROR_EQUAL, at `full`: the last forward published other ones.
         """
         relayed = plan.relayed
-        self._ledger.take(relayed, [lengths], DEVICE)
+        self._entries.take(relayed, (lengths,), DEVICE)
         if levels.full and len(relayed) and not self.runtime.checks_suspended():
             before = (plan.seq_lens - plan.query_lens)[plan.relay_rows]
             index = self.runtime.upload([relayed.np]).view(0)
-            entries = self._ledger.entries[lengths]
-            published = self._ledger.publications.of(entries.number[self._ledger.rows_of(relayed.np)])
-            self._order.read(published, self._ledger.by("resolve_forward_inputs"), "resolve_forward_inputs")
+            operation = "resolve_forward_inputs"
+            publications = self._entries.publications_of(relayed, lengths)
+            self._entries.wait_to_read(publications, self._entries.by(operation), operation)
             true = self.runtime.inspect(self._memory_of(lengths).index_select(0, index))
-            where = self._ledger.where("resolve_forward_inputs", lengths)
-            invariants.mirror_equal(before.astype(true.dtype), true, **where)
-
-    def _select(self, name: str, index: torch.Tensor) -> torch.Tensor:
-        memory = self._memory_of(name)
-        return self.runtime.launch(
-            select_rows, memory, index, reads=(memory, index), name=f"{self.name}: gather {name}"
-        )
+            invariants.mirror_equal(before.astype(true.dtype), true, **self._entries.where(operation, lengths))
 
     # Checks
 
@@ -545,10 +547,51 @@ class FutureMap:
             return
         for name in self._memory:
             bits = self._memory_of(name)[0].reshape(-1).view(torch.uint8)
-            invariants.slot_zero_dirty(self.runtime.inspect(bits), **self._ledger.where(operation, name))
-        self._guard.verify()
+            invariants.slot_zero_dirty(self.runtime.inspect(bits), **self._entries.where(operation, name))
+        self._entries.verify()
 
-    # Helpers
+    def _check_call(self, operation: str) -> None:
+        """Refuses calls from a second thread, and calls whose effects a replayed graph would repeat unnoticed."""
+        self.runtime.check_owner(f"{self.name}: {operation}")
+        if self.runtime.capturing:
+            raise CaptureError(
+                f"{self.name}: {operation} while the stream is captured: replays would bypass the relay's bookkeeping",
+                remedy="gather before the replay, into the graph's inputs, and publish its outputs behind it",
+            )
+
+    def _check_fields(self, names: Iterable[object], operation: str, reader: int = 0) -> None:
+        """Refuses names of fields that are not declared, or not for `reader`."""
+        for name in names:
+            field = self._fields.get(name) if isinstance(name, str) else None
+            if field is None:
+                raise DeclarationError(
+                    f"{self.name}: {operation} of {name!r}, which is not declared",
+                    value=name,
+                    remedy=f"use one of: {', '.join(self._fields)}",
+                )
+            if reader & ~field.readers:
+                raise DeclarationError(
+                    f"{self.name}: {operation} of {name!r}, which is read by {field.readers_named}",
+                    value=name,
+                    remedy="declare the field with read_by='both'",
+                )
+
+    def _live(self, slots: Any, operation: str) -> Slots:
+        """The rows of `slots` before the padding at their end, each a live handle and named once."""
+        live = slots
+        if isinstance(slots, Slots):
+            zeros = int(np.count_nonzero(slots.np == 0))
+            if zeros and not slots.np[len(slots) - zeros :].any():
+                live = slots.split([len(slots) - zeros, zeros])[0]
+        self.slots.rows_of(live, f"{self.name}: {operation}", unique=True)  # refuses a zero elsewhere
+        return cast(Slots, live)
+
+    # Device memory
+
+    def _index(self, slots: Slots, live: Slots) -> torch.Tensor:
+        """The live rows on the device, out of those that were uploaded with the batch."""
+        index = slots.device
+        return index if len(live) == len(slots) else index[: len(live)]
 
     def _memory_of(self, field: str) -> torch.Tensor:
         """The entries of a field, for the current stream: they were made zero before it got there."""
@@ -556,39 +599,113 @@ class FutureMap:
             self._memory[field], self._zeroed_on, self._zeroed, synchronised=self._synchronised[field]
         )
 
-    def _live(self, slots: Any, operation: str) -> Slots:
-        """The rows of `slots` before the padding at their end."""
-        if not isinstance(slots, Slots):
-            self.slots.check_handles(slots, f"{self.name}: {operation}")  # says what is wrong with it
-        zeros = int(np.count_nonzero(slots.np == 0))
-        if zeros and not slots.np[len(slots) - zeros :].any():
-            slots = slots.split([len(slots) - zeros, zeros])[0]
-        return cast(Slots, slots)  # a zero elsewhere is for the pool to refuse
+    def _select(self, name: str, index: torch.Tensor) -> torch.Tensor:
+        memory = self._memory_of(name)
+        return self.runtime.launch(
+            select_rows, memory, index, reads=(memory, index), name=f"{self.name}: gather {name}"
+        )
 
-    def _owned(self, slots: Any, operation: str) -> Slots:
-        """The same, and all of them are live."""
-        live = self._live(slots, operation)
-        self.slots.rows_of(live, f"{self.name}: {operation}", unique=True)
-        return live
 
-    def _index(self, slots: Slots, live: Slots) -> torch.Tensor:
-        """The live rows on the device, out of those that crossed with the batch."""
-        index = slots.device
-        return index if len(live) == len(slots) else index[: len(live)]
-
-    def _field(self, name: str) -> RelayField:
-        return self._ledger.entries[name].field
-
-    def _what(self, operation: str, field: str) -> str:
-        return f"{self.name}: {operation} of {field!r}"
-
-    def _refuse_capture(self, operation: str) -> None:
-        if self.runtime.capturing:
-            raise CaptureError(
-                f"{self.name}: {operation} while the stream is captured: replays would pass the relay's books by",
-                remedy="gather before the replay, into the graph's inputs, and publish its outputs behind it",
+def _checked_fields(fields: Mapping[str, RelayField], what: str) -> dict[str, RelayField]:
+    """The declarations by name."""
+    value: Any = fields
+    if not isinstance(value, Mapping) or not value:
+        raise DeclarationError(f"{what}: no fields", value=value, remedy="pass a mapping of names to relay_field(...)")
+    for name, field in value.items():
+        if not isinstance(name, str) or not name.isidentifier() or name in ("slots", "self", "by"):
+            raise DeclarationError(
+                f"{what}: {name!r} cannot name a field", value=name, remedy="use an identifier other than slots and by"
             )
+        if not isinstance(field, RelayField):
+            raise DeclarationError(
+                f"{what}: field {name!r} is {type(field).__name__}", value=field, remedy="declare it with relay_field"
+            )
+    return dict(value)
 
 
-def _label(name: str, fields: Iterable[str]) -> str:
-    return f"FutureMap({name!r}, {', '.join(fields)})"
+def _check_device_values(
+    value: torch.Tensor | MirroredTensor, field: RelayField, num_rows: tuple[int, int], runtime: Runtime, what: str
+) -> None:
+    """Refuses values that do not go into `field`. Does not touch the device: a mirrored value may have no tensor yet.
+
+    `num_rows` are the live rows, and all rows; the values may be as many as either.
+    """
+    if isinstance(value, MirroredTensor):
+        if value.runtime is not runtime:
+            raise DeviceError(f"{what}: {value!r} has another runtime", value=value, remedy="use one runtime")
+        _ = value.device_side  # refuses one that is knowingly old
+    elif value.device != runtime.device:
+        raise DeviceError(
+            f"{what}: expected a tensor on {runtime.device}, got one on {value.device}",
+            value=str(value.device),
+            remedy="pass a tensor of the runtime's device, or host values as a list or an array",
+        )
+    elif value.layout is not torch.strided:
+        raise DtypeError(
+            f"{what}: a tensor of layout {value.layout}", value=str(value.layout), remedy="pass a dense tensor"
+        )
+    if value.dtype != field.dtype:
+        raise DtypeError(
+            f"{what}: {value.dtype} for {field.dtype}", value=value.dtype, remedy="convert it in the forward"
+        )
+    _check_shape(tuple(value.shape), field, num_rows, what)
+
+
+def _host_values(value: object, field: RelayField, num_rows: tuple[int, int], what: str) -> Array:
+    """The live rows of host values for `field`, in an array of their own."""
+    array: Array = converted(value, numpy_dtype(field.dtype), what)
+    if array.shape == (0,) and num_rows[0] == 0:
+        array = np.empty((0, *field.shape), array.dtype)  # an empty list knows no shape of a row
+    _check_shape(array.shape, field, num_rows, what)
+    return array[: num_rows[0]]
+
+
+def _check_shape(shape: tuple[int, ...], field: RelayField, num_rows: tuple[int, int], what: str) -> None:
+    if not shape or shape[1:] != field.shape or shape[0] not in num_rows:
+        rows = " or ".join(str(number) for number in dict.fromkeys(num_rows))
+        raise ShapeError(
+            f"{what}: {list(shape)} for {rows} rows of {list(field.shape)}",
+            value=shape,
+            remedy="pass one entry per request, in the order of the slots",
+        )
+
+
+def _live_rows(value: torch.Tensor | MirroredTensor, live: int) -> torch.Tensor:
+    """The first `live` rows of a checked value, safe on the current stream."""
+    tensor = value.device if isinstance(value, MirroredTensor) else value
+    if tensor.requires_grad:
+        tensor = tensor.detach()  # else the relay would keep the graph behind each value, for ever
+    return tensor[:live] if tensor.shape[0] != live else tensor
+
+
+def _id_width(name: str, field: RelayField, what: str) -> int:
+    """Ids per request in a field that feeds a forward."""
+    if field.dtype != torch.int64:
+        raise DtypeError(
+            f"{what}: ids from field {name!r} of {field.dtype}",
+            value=field.dtype,
+            remedy="declare it torch.int64: the ids of a forward are",
+        )
+    if len(field.shape) > 1:
+        raise DeclarationError(
+            f"{what}: ids from field {name!r} of {list(field.shape)}",
+            value=field.shape,
+            remedy="ids of a request are one number, or one row of them",
+        )
+    return field.shape[0] if field.shape else 1
+
+
+def _check_lengths(name: str, field: RelayField, what: str) -> None:
+    """Refuses a field whose entries cannot be lengths."""
+    if field.shape:
+        raise DeclarationError(
+            f"{what}: lengths from field {name!r} of {list(field.shape)}",
+            value=field.shape,
+            remedy="the length of a request is one number",
+        )
+    if field.dtype not in (torch.int32, torch.int64):
+        raise DtypeError(
+            f"{what}: lengths from field {name!r} of {field.dtype}",
+            value=field.dtype,
+            remedy="declare it torch.int64 or torch.int32",
+        )

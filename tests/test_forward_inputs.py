@@ -512,7 +512,7 @@ WRONG: dict[str, Wrong] = {
         {"bounded": True, "with_pages": True},
         {"lengths": "lens"},
     ),
-    "a table that is none": (ArgumentError, "is no table of slots of 'slots'", {}, {"req_to_token": [1, 2]}),
+    "a table that is none": (ArgumentError, "expected a table of slots of 'slots'", {}, {"req_to_token": [1, 2]}),
 }
 
 
@@ -561,12 +561,12 @@ def test_wrong_objects_change_nothing(rt: Runtime, device: str, world: World) ->
     acts: list[tuple[type[Exception], str, Callable[[], object]]] = [
         (
             ArgumentError,
-            "of list where ForwardPlan is meant",
+            "expected ForwardPlan, got list",
             lambda: world.relay.resolve_forward_inputs([], uploaded, ids="last_token"),  # type: ignore[arg-type]
         ),
         (
             ArgumentError,
-            "of dict where Extras is meant",
+            "expected Extras, got dict",
             lambda: world.relay.resolve_forward_inputs(plan, {}, ids="last_token"),  # type: ignore[arg-type]
         ),
         (
@@ -576,7 +576,7 @@ def test_wrong_objects_change_nothing(rt: Runtime, device: str, world: World) ->
         ),
         (
             ArgumentError,
-            "is no table of slots",
+            "expected a table of slots of",
             lambda: world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token", req_to_token=others.table),
         ),
         (

@@ -218,7 +218,7 @@ def test_writers_wait_for_reads_of_former_owners(freed: bool, late: LateRuntime)
         relay.publish(slots, tokens=[1])
         written = late.record()
     assert not written.query()
-    assert is_behind(written, asked._made[1])
+    assert is_behind(written, asked._read[1])
     assert not is_behind(written, asked._download.done)
 
 
@@ -234,13 +234,13 @@ def test_forgotten_publishes_are_over(late: LateRuntime) -> None:
     with late.use(seeding):
         late.wait(relay._zeroed)
         relay.publish(slots, tokens=[1])
-        assert is_behind(late.record(), relay._ledger.publications.of(np.array([100]))[0].fence)
+        assert is_behind(late.record(), relay._entries.publications[100].fence)
     last.wait()
     for _ in range(200):
         relay.discard(slots)
         relay.publish(slots, tokens=torch.zeros(1, dtype=torch.int64))
         late.synchronize()
-    assert len(relay._ledger.publications) <= 16
+    assert len(relay._entries.publications) <= 16
 
 
 def test_staging_is_not_reused_before_its_fence(late: LateRuntime) -> None:

@@ -195,7 +195,7 @@ class Asked:
     @property
     def read(self) -> Fence:
         """Behind the read of the relay's memory, before the copy to the host."""
-        return self.prefetched._made[1]
+        return self.prefetched._read[1]
 
 
 class RelayMachine(Machine):
@@ -672,16 +672,12 @@ class Forwards:
         )
         uploaded = batch.upload(writes=[extension.entry()], extras=plan.extras)
         with self._runtime.use(self._stream):
-            inputs = self.inputs(*self.installed(plan, uploaded), shape)
+            inputs = self.inputs(plan, uploaded, shape)
             if self._pages.req_to_token is not None:
                 self._pages.req_to_token.read_until(self._runtime.record())
         for one, query in zip(requests, queries.tolist(), strict=True):
             one.bound += query
         return Launched(parts, shape, plan, uploaded, inputs)
-
-    def installed(self, plan: ForwardPlan, uploaded: Extras) -> tuple[ForwardPlan, Extras]:
-        """The plan that the forward takes, and what crossed with it: that of its own step."""
-        return plan, uploaded
 
     def inputs(self, plan: ForwardPlan, uploaded: Extras, shape: Shape) -> ForwardInputs:
         """At forward entry, on the stream of the forward."""
@@ -692,10 +688,6 @@ class Forwards:
             lengths="lengths" if "lengths" in shape.takes else None,
             req_to_token=self._pages.req_to_token,
         )
-
-    def with_results(self, sampled: Sequence[Request], here: Sequence[Request]) -> list[Request]:
-        """Those who sampled and whose results still matter: who has left meanwhile gets none."""
-        return [one for one in sampled if one in here]
 
     def _make_exact(self, requests: Sequence[Request]) -> None:
         """The host has learned the lengths: pages beyond go back."""
@@ -1008,7 +1000,7 @@ class FutureMapMachine(RelayEntries):
         if leaves and sampled:
             self._leave(sampled[0], "forward")
             self.reached("left between launch and results")
-        here = self.forwards.with_results(sampled, self.requests)
+        here = [one for one in sampled if one in self.requests]  # a request that has left gets no results
         if not here:
             return
         complete = len(here) == len(sampled)

@@ -3,7 +3,6 @@
 All run with checks off: what finds them is the race detector, and nobody else.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,8 +10,6 @@ from weakref import WeakKeyDictionary
 import torch
 
 from batchstate._allocator import Allocator, Ints
-from batchstate._relay import Entries, Publication, Publications, StreamOrder
-from batchstate.future_map import FutureMap
 from batchstate.kv.pages import PagePool
 from batchstate.levels import Level
 from batchstate.mirror import DeviceSide, MirroredTensor
@@ -243,90 +240,3 @@ def pages_taken_back_under_a_forward(patch: Patch) -> None:
         return original(self, slots, lengths, after=None)
 
     original = patch(PagePool, "truncate", truncate)
-
-
-# The relay
-
-
-@race(origin="sglang #30435, sglang #30471", seeded="c")
-def gathered_before_published(patch: Patch) -> None:
-    """A forward gathers entries on its stream and does not wait for the stream that published them."""
-    patch(StreamOrder, "_await_publish", lambda self, made, stream: None)
-
-
-@race(origin="vllm #36013")
-def fetched_before_published(patch: Patch) -> None:
-    """What the host wants is read over the relay's own stream, which does not wait for the publish."""
-
-    def read(self: StreamOrder, publications: Sequence[Publication], reader: str, operation: str) -> None:
-        if operation != "prefetch":
-            original(self, publications, reader, operation)
-
-    original = patch(StreamOrder, "read", read)
-
-
-@race(origin="sglang #30471")
-def one_event_for_all_publishers(patch: Patch) -> None:
-    """All publishes share one event, which a seed from another stream records anew before a reader waits for it."""
-    first: WeakKeyDictionary[Publications, Fence] = WeakKeyDictionary()
-
-    def add(self: Publications, by: str, stream: Stream, fence: Fence) -> Publication:
-        shared = first.setdefault(self, fence)
-        if shared.query():
-            shared = first[self] = fence
-        made: Publication = original(self, by, stream, shared)
-        return made
-
-    original = patch(Publications, "add", add)
-
-
-@race(origin="sglang #30471")
-def publish_fence_before_the_publish(patch: Patch) -> None:
-    """The fence of a publish is recorded before its kernels are launched."""
-    early: list[Fence] = []
-
-    def overwrite(self: StreamOrder, publications: Sequence[Publication], writer: str, operation: str) -> None:
-        original(self, publications, writer, operation)
-        early[:] = [self._runtime.record()]
-
-    original = patch(StreamOrder, "overwrite", overwrite)
-
-    def add(self: Publications, by: str, stream: Stream, fence: Fence) -> Publication:
-        made: Publication = added(self, by, stream, early.pop() if early else fence)
-        return made
-
-    added = patch(Publications, "add", add)
-
-
-@race(origin="sglang #26376, vllm #51571")
-def published_over_readers(patch: Patch) -> None:
-    """The next publish does not wait for whoever still reads what it writes over."""
-    patch(StreamOrder, "_await_reads", lambda self, made, stream: set())
-
-
-@race(origin="vllm #51571")
-def reads_of_the_host_forgotten(patch: Patch) -> None:
-    """Who reads an entry is noted for forwards alone: the copy to the host is passed by the next publish."""
-
-    def noted(self: StreamOrder, publications: Sequence[Publication], fence: Fence) -> None:
-        if not self._runtime.current_stream.name.endswith("to the host"):
-            original(self, publications, fence)
-
-    original = patch(StreamOrder, "noted", noted)
-
-
-@race(origin="sglang #18744, sglang #18803")
-def readers_forgotten_with_the_owner(patch: Patch) -> None:
-    """With a request's entries goes the knowledge who reads them still, and the slot's next owner writes at once."""
-
-    def clear(self: Entries, rows: Ints) -> None:
-        original(self, rows)
-        self.wrote[rows] = 0
-
-    original = patch(Entries, "clear", clear)
-
-
-@race(origin="sglang #30435, lmdeploy#4569")
-def relay_used_before_it_is_zero(patch: Patch) -> None:
-    """The memory of the relay is zeroed on one stream and used on others, which do not wait for that."""
-    patch(FutureMap, "_memory_of", lambda self, field: self._memory[field])
