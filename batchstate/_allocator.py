@@ -1,10 +1,11 @@
-r"""Who has what: the bookkeeping that slots, pages and states have in common.
+r"""The bookkeeping that slots, pages and states have in common: `Allocator` and `Generations`.
 
     FREE --take--> LIVE --release--> FREE
                      \--release(after=fence)--> PENDING --fence complete--> FREE
 
-Each index is in one state, said twice on purpose: once in an array of states and once by the list it stands in. Checks
-compare the two, so that a bug in either is seen. Every operation costs O(indices that change), whatever the size.
+Each index is in one state, recorded twice on purpose: once in an array of states and once by the list it stands in.
+Checks compare the two, so that a bug in either is found. Every operation costs O(indices that change), whatever the
+size.
 """
 
 import itertools
@@ -25,7 +26,7 @@ from batchstate.mirror import MirroredTensor
 from batchstate.runtime import Fence, Runtime
 from batchstate.violations import Code, Where
 
-# Sizes of pools, checked at the door: what the arrays of the books can count.
+Ints = npt.NDArray[np.int64]
 
 MOST_INDICES = 2**31 - 2
 """Entries of one pool: tables hold them in int32, and each has a row more than there are entries."""
@@ -38,7 +39,7 @@ def size_of(value: SupportsIndex, what: str, *, least: int = 0, most: int = MOST
     """`value` as an int from `least` to `most`.
 
     Raises:
-        DtypeError: no integer.
+        DtypeError: not an integer.
         ArgumentError: too small or too large.
     """
     number = count(value, what, least=least)
@@ -47,22 +48,14 @@ def size_of(value: SupportsIndex, what: str, *, least: int = 0, most: int = MOST
     return number
 
 
-# A stack of free indices: the last ones freed are the first ones handed out.
-#
-# It grows downwards in its memory, so that what is taken or pushed together is one slice, in the order in which it
-# goes.
-
-Ints = npt.NDArray[np.int64]
-
-
 class FreeIndices(Protocol):
-    """Free indices of a ledger, in an order of their own."""
+    """Free indices of an allocator, in an order of their own."""
 
     count: int
-    room: int
+    capacity: int
 
     def top(self, n: int) -> Ints:
-        """The next `n` to be handed out, in that order, as a new array. They stay free."""
+        """The next `n` to be taken, in that order, as a new array. They stay free."""
         ...
 
     def drop(self, n: int) -> None:
@@ -80,24 +73,26 @@ class FreeIndices(Protocol):
 
 @final
 class FreeList:
-    """Free ones among the indices `first` to `last`. At first all are free, the lowest on top.
+    """Free ones among the indices `first` to `last`, as a stack: the last freed are the first taken.
+
+    At first all are free, the lowest on top. The stack grows downwards in its memory, so that what is taken or pushed
+    together is one slice, in order.
 
     Attributes:
         count: how many are free.
-        room: how many there can be.
+        capacity: how many there can be.
     """
 
     def __init__(self, first: int, last: int) -> None:
         self._stack = np.arange(first, last + 1, dtype=np.int64)
-        self.count = len(self._stack)
-        self.room = last - first + 1
+        self.count = self.capacity = len(self._stack)
 
     def __repr__(self) -> str:
-        return f"FreeList({self.count} of {self.room})"
+        return f"FreeList({self.count} of {self.capacity})"
 
     def top(self, n: int) -> Ints:
-        """The next `n` to be handed out, in that order, as a new array. They stay on the stack."""
-        at = self.room - self.count
+        """The next `n` to be taken, in that order, as a new array. They stay on the stack."""
+        at = self.capacity - self.count
         return self._stack[at : at + n].copy()
 
     def drop(self, n: int) -> None:
@@ -106,20 +101,13 @@ class FreeList:
 
     def push(self, indices: Ints) -> None:
         """Puts copies of `indices` on the stack so that `top` gives them in the same order."""
-        at = self.room - self.count
+        at = self.capacity - self.count
         self._stack[at - indices.size : at] = indices
         self.count += indices.size
 
     def entries(self) -> Ints:
         """All free indices, as a new array."""
-        return self._stack[self.room - self.count :].copy()
-
-
-# Indices that become free when a fence completes: the one waiting room of slots, pages and states.
-#
-# The queue owns what waits in it: it copies on entry, so that nothing a caller does later reaches it. It asks fences
-# and never waits for one. A fence is code of the engine's: it may raise, or call the pool that asks it. So all are
-# asked before anything moves, and one that has said yes is not asked again.
+        return self._stack[self.capacity - self.count :].copy()
 
 
 @final
@@ -141,12 +129,12 @@ class AllFences:
 
 @final
 @attrs.define(eq=False)
-class AskedFence:
-    """A fence and its answer. Completion is final: once it was seen, `fence` is not asked again.
+class QueriedFence:
+    """A fence and its answer. Completion is final: once it was seen, `fence` is not queried again.
 
     Attributes:
-        fence: whom to ask.
-        complete: whether it has said so.
+        fence: the fence.
+        complete: whether it has answered that it is.
     """
 
     fence: Fence
@@ -158,41 +146,41 @@ class AskedFence:
             self.complete = bool(self.fence.query())
         return self.complete
 
-    def wait(self) -> None:
-        """Blocks the host until it is complete."""
-        self.fence.wait()
-
 
 @final
 @attrs.define(eq=False)
-class FenceQueue:
+class PendingQueue:
     """Groups of indices, each behind its fence. Groups leave in any order, as their fences complete.
 
+    The queue copies what enters, so that nothing a caller does later reaches it. It queries fences and never waits for
+    one. A fence is code of the engine: it may raise, or call the pool that queries it. So all are queried before
+    anything moves, and a complete one is not queried again.
+
     Attributes:
-        count: indices that wait.
+        count: indices in the queue.
     """
 
     count: int = attrs.field(default=0, init=False)
-    _groups: list[tuple[AskedFence, list[Ints]]] = attrs.field(factory=list, init=False)
+    _groups: list[tuple[QueriedFence, list[Ints]]] = attrs.field(factory=list, init=False)
 
     def __repr__(self) -> str:
-        return f"FenceQueue({self.count} behind {len(self._groups)} fences)"
+        return f"PendingQueue({self.count} behind {len(self._groups)} fences)"
 
     def defer(self, fence: Fence, indices: Ints) -> None:
         """Keeps a copy of `indices` until `fence` is complete."""
-        mine = self._own(indices)
+        copy = indices.copy()
         if self._groups and self._groups[-1][0].fence is fence:  # one query for all that one step frees
-            self._groups[-1][1].append(mine)
+            self._groups[-1][1].append(copy)
         else:
-            self._groups.append((AskedFence(fence), [mine]))
-        self.count += mine.size
+            self._groups.append((QueriedFence(fence), [copy]))
+        self.count += copy.size
 
-    def completed(self) -> list[tuple[AskedFence, Ints]]:
+    def completed(self) -> list[tuple[QueriedFence, Ints]]:
         """Removes and returns the groups whose fences are complete, oldest first.
 
-        Asks each fence once, and only then removes anything: an error of a fence leaves all as it was.
+        Queries each fence once, and only then removes anything: an error of a fence leaves all as it was.
         """
-        answers = [(group, self._complete(group[0])) for group in tuple(self._groups)]
+        answers = [(group, group[0].query()) for group in tuple(self._groups)]
         ready = [group for group, complete in answers if complete]
         if not ready:
             return []
@@ -203,15 +191,9 @@ class FenceQueue:
         return done
 
     def indices(self) -> Ints:
-        """Everything that waits, int64[count]."""
+        """Everything in the queue, int64[count]."""
         parts = [part for _, group in self._groups for part in group]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
-
-    def _own(self, indices: Ints) -> Ints:
-        return indices.copy()
-
-    def _complete(self, fence: AskedFence) -> bool:
-        return fence.query()
 
 
 PADDING, FREE, PENDING, LIVE = 0, 1, 2, 3
@@ -233,9 +215,9 @@ class Allocator:
     Attributes:
         label: names the pool in reports.
         size: what can be taken ordinarily: indices 1 to size.
-        reserve: further indices, up to size + reserve, which only `take(..., reserved=True)` hands out.
+        reserve: further indices, up to size + reserve, which only `take(..., reserved=True)` returns.
         capacity: rows that a table indexed by these needs: size + reserve + 1.
-        live, pending: how many are taken, and how many wait for a fence.
+        live, pending: how many are taken, and how many are behind a fence.
         peak_live: the most that were ever taken at once.
         taken_total, freed_total: how many were ever taken and released.
     """
@@ -261,10 +243,10 @@ class Allocator:
         self.freed_total = 0
         self._ordinary = free_list(1, size)
         self._reserved = free_list(size + 1, size + reserve)
-        self._waiting = FenceQueue()
-        self._asking = False  # a fence that calls its own pool must not start a second round of questions
+        self._queue = PendingQueue()
+        self._reaping = False  # a fence that calls its own pool must not start a second round of queries
         # Twice as many states as indices, so that those behind the last, and negative ones, which count from the end,
-        # fall on padding (memory that nothing touches costs nothing). See `all_are` and `_states_of`.
+        # fall on padding (memory that is not touched costs nothing). See `all_are` and `_states_of`.
         self._states = np.zeros(2 * self.capacity + 1, dtype=np.uint8)
         self._states[1 : self.capacity] = FREE
         self._row_of = np.zeros(self.capacity, dtype=np.int32)  # scratch of `repeated` and `distinct`
@@ -285,27 +267,27 @@ class Allocator:
 
     @property
     def free_reserved(self) -> int:
-        """How many of the free ones only a reserved take hands out."""
+        """How many of the free ones only a reserved take returns."""
         return self._reserved.count
 
     @property
     def pending(self) -> int:
-        """How many wait for a fence."""
-        return self._waiting.count
+        """How many are behind a fence."""
+        return self._queue.count
 
     # Taking
 
     def check_available(self, n: int, *, reserved: bool = False) -> None:
-        """Lets what is ready become free, and refuses if `n` cannot be taken. Whatever can fail in `take` fails here.
+        """Reaps, and refuses if `n` cannot be taken. Whatever can fail in `take` fails here.
 
         Raises:
             PoolExhaustedError: fewer than `n` are free.
         """
-        if self._waiting.count:
+        if self._queue.count:
             self.reap()
         free = self._ordinary.count + (self._reserved.count if reserved else 0)
         if n > free:
-            pending = self._waiting.indices()
+            pending = self._queue.indices()
             usable = self.pending if reserved else int(np.count_nonzero(pending <= self.size))
             raise PoolExhaustedError(
                 self.label,
@@ -317,11 +299,11 @@ class Allocator:
             )
 
     def next_free(self, n: int) -> Ints:
-        """What `take(n)` would hand out now, int64[n], a new array."""
+        """What `take(n)` would return now, int64[n], a new array."""
         return self._ordinary.top(n)
 
     def take(self, n: int, operation: str, *, reserved: bool = False) -> Ints:
-        """Takes `n`: of the reserve first if `reserved`, then of the ordinary ones. Asks no fence.
+        """Takes `n`: of the reserve first if `reserved`, then of the ordinary ones. Queries no fence.
 
         The caller has shown by `check_available` that they are there.
 
@@ -364,7 +346,8 @@ class Allocator:
         if after is None:
             self._push_free(indices)
         else:
-            self._defer(indices, after)
+            self._states[indices] = PENDING_MARK
+            self._queue.defer(after, indices)
         self.live -= n
         self.freed_total += n
         if levels.cheap:
@@ -375,27 +358,27 @@ class Allocator:
             self.check_conservation(operation)
 
     def reap(self) -> int:
-        """Makes free what waits for a complete fence; says how many. Never waits, asks nothing under capture.
+        """Makes free what is behind a complete fence; says how many. Never waits, queries nothing under capture.
 
-        What a fence raises comes through, and nothing has changed. Called by a fence that it asks, it does nothing.
+        What a fence raises comes through, and nothing has changed. Called by a fence that it queries, it does nothing.
 
         Raises:
             Violation: SLOT_IN_FLIGHT, SLOT_DOUBLE_FREE, SLOT_CONSERVATION, at `cheap`.
         """
-        if not self._waiting.count or self._asking or self.runtime.capturing:
+        if not self._queue.count or self._reaping or self.runtime.capturing:
             return 0
-        self._asking = True
+        self._reaping = True
         try:
-            done = self._waiting.completed()
+            done = self._queue.completed()
         finally:
-            self._asking = False
+            self._reaping = False
         reaped = 0
-        for fence, indices in done:  # runs no code but ours
+        for fence, indices in done:  # runs no code of the engine
             if levels.cheap:
                 where = self._where("reap")
                 if not fence.complete:
                     invariants.slot_in_flight(indices, np.ones(indices.size, dtype=np.bool_), **where)
-                self._check_waited(indices, where)
+                self._check_reaped(indices, where)
             self._push_free(indices)
             reaped += indices.size
         if reaped and levels.cheap:
@@ -406,25 +389,17 @@ class Allocator:
         self._states[indices] = FREE_MARK
         if self.reserve:
             ordinary = indices <= self.size
-            self._push_reserved(indices[~ordinary])
+            self._push(self._reserved, indices[~ordinary])
             indices = indices[ordinary]
         self._push(self._ordinary, indices)
 
-    def _push_reserved(self, indices: Ints) -> None:
-        self._push(self._reserved, indices)
-
     def _push(self, free_list: FreeIndices, indices: Ints) -> None:
-        """A free list never holds more than it can own."""
-        if free_list.count + indices.size > free_list.room:
-            count = free_list.count + indices.size
-            invariants.slot_conservation(count, 0, 0, free_list.room, **self._where("push"))
+        count = free_list.count + indices.size
+        if count > free_list.capacity:
+            invariants.slot_conservation(count, 0, 0, free_list.capacity, **self._where("push"))
         free_list.push(indices)
 
-    def _defer(self, indices: Ints, fence: Fence) -> None:
-        self._states[indices] = PENDING_MARK
-        self._waiting.defer(fence, indices)
-
-    # Asking
+    # Queries
 
     def live_among(self, indices: Ints) -> npt.NDArray[np.bool_]:
         """Which of `indices` are live, bool[n]; those out of range are not."""
@@ -447,22 +422,21 @@ class Allocator:
         return np.flatnonzero(self._states[: self.capacity] == LIVE)
 
     def unowned(self) -> Ints:
-        """All that stand in a free list or wait, int64[free + pending]; one that stands there twice comes twice."""
-        return np.concatenate([self._ordinary.entries(), self._reserved.entries(), self._waiting.indices()])
+        """All free and pending ones, int64[free + pending]; one that is listed twice comes twice."""
+        return np.concatenate([self._ordinary.entries(), self._reserved.entries(), self._queue.indices()])
 
     def repeated(self, indices: Ints) -> bool:
         """Whether an index (in range) stands in `indices` twice. O(n), no sort."""
-        return indices.size > 1 and not self._named_once(indices)
+        if indices.size < 2:
+            return False
+        rows, last = self._last_rows(indices)
+        return last.tobytes() != rows.tobytes()
 
     def distinct(self, indices: Ints) -> Ints:
         """Each of `indices` (in range) once. O(n), no sort."""
         rows, last = self._last_rows(indices)
         distinct: Ints = indices[last == rows]
         return distinct
-
-    def _named_once(self, indices: Ints) -> bool:
-        rows, last = self._last_rows(indices)
-        return last.tobytes() == rows.tobytes()
 
     def _last_rows(self, indices: Ints) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """All rows, and for each the last that names its index: of several writes to one place one remains."""
@@ -476,26 +450,26 @@ class Allocator:
         """The state of each; PADDING for what is out of range.
 
         Clipping sends negative numbers to index 0 and large ones to the last state, both PADDING, so that one look-up
-        judges range, padding and state.
+        answers for range, padding and state.
         """
         return self._states.take(indices, mode="clip")
 
     # Checks
 
     def check_conservation(self, operation: str) -> None:
-        """Free + pending + live = size + reserve, by three counts kept apart.
+        """Checks that free + pending + live = size + reserve, by three counts kept apart.
 
         Raises:
             Violation: SLOT_CONSERVATION.
         """
-        free, pending, live = self._ordinary.count + self._reserved.count, self._waiting.count, self.live
-        if free + pending + live == self._total and free >= 0 and live >= 0:  # the law's own test, without its report
+        free, pending, live = self._ordinary.count + self._reserved.count, self._queue.count, self.live
+        if free + pending + live == self._total and free >= 0 and live >= 0:  # the fast form
             times_checked[CONSERVATION] += 1
             return
         invariants.slot_conservation(free, pending, live, self._total, **self._where(operation))
 
     def expect_idle(self, operation: str) -> None:
-        """Nothing is live.
+        """Checks that nothing is live.
 
         Raises:
             Violation: SLOT_CONSERVATION, naming some of what is.
@@ -512,7 +486,7 @@ class Allocator:
             )
 
     def verify(self, operation: str = "verify") -> None:
-        """Every law of the ledger from scratch. Costs O(size).
+        """Checks every invariant of the allocator from scratch. Costs O(size).
 
         Raises:
             Violation: SLOT_CONSERVATION, SLOT_ZERO_ALLOCATED, SLOT_OUT_OF_RANGE, SLOT_SHARED, SLOT_IN_FLIGHT.
@@ -520,7 +494,7 @@ class Allocator:
         where = self._where(operation)
         self.check_conservation(operation)
         live = self.live_indices()
-        ordinary, reserved, waiting = self._ordinary.entries(), self._reserved.entries(), self._waiting.indices()
+        ordinary, reserved, waiting = self._ordinary.entries(), self._reserved.entries(), self._queue.indices()
         for indices, end in ((ordinary, self.size + 1), (reserved, self.capacity), (waiting, self.capacity)):
             invariants.slot_out_of_range(indices, end, **where)
             invariants.slot_zero_allocated(indices, **where)
@@ -530,7 +504,7 @@ class Allocator:
         everything = np.concatenate([live, free, waiting])
         if self.repeated(everything):
             invariants.slot_shared(everything, **where)
-        self._check_waited(waiting, where)
+        self._check_reaped(waiting, where)
         for part, end, size in ((ordinary, self.size + 1, self.size), (reserved, self.capacity, self.reserve)):
             states = self._states[end - size : end]
             held = [int(np.count_nonzero(states == state)) for state in (PENDING, LIVE)]
@@ -539,7 +513,7 @@ class Allocator:
         invariants.slot_conservation(free.size, waiting.size, self.live, self._total, **where)
 
     def _check_fresh(self, indices: Ints, reserved: bool, operation: str) -> None:
-        """What is about to be handed out is nobody's."""
+        """Checks that what is about to be taken is free."""
         times_checked[IN_FLIGHT] += 1
         if (
             self.all_are(indices, FREE_BYTE)
@@ -553,11 +527,11 @@ class Allocator:
         invariants.slot_in_flight(indices, self._states_of(indices) == PENDING, **where)
         invariants.slot_shared(np.concatenate([self.live_indices(), indices]), **where)
 
-    def _check_waited(self, indices: Ints, where: Where) -> None:
-        """What leaves the waiting room is what entered it."""
+    def _check_reaped(self, indices: Ints, where: Where) -> None:
+        """Checks that what leaves the queue is what entered it."""
         times_checked[OUT_OF_RANGE] += 1
         times_checked[DOUBLE_FREE] += 1
-        if self.all_are(indices, PENDING_BYTE) and not self.repeated(indices):  # the laws' own tests
+        if self.all_are(indices, PENDING_BYTE) and not self.repeated(indices):  # the fast form of both
             return
         invariants.slot_out_of_range(indices, self.capacity, **where)
         invariants.slot_double_free(indices, self._states_of(indices) == PENDING, **where)
@@ -566,35 +540,33 @@ class Allocator:
         return {"object": self.label, "operation": operation, "step": self.runtime.step}
 
 
-# Handles: whose slot a number is. The generation of a slot rises when it is taken and never falls.
-#
-# A handle is good while its slot is live and has the generation that the handle holds. So the order in which slots are
-# reused does not matter: the last one freed may be the next one taken, and a handle kept too long is still found out.
-
 ONE = np.array(1)  # numpy takes as long to convert one number as to add 100 of them
 DOUBLE_FREE, STALE_HANDLE = Code.SLOT_DOUBLE_FREE, Code.SLOT_STALE_HANDLE
 
 _identities = itertools.count(1)
-_books: "weakref.WeakValueDictionary[int, Generations]" = weakref.WeakValueDictionary()
+_pools: "weakref.WeakValueDictionary[int, Generations]" = weakref.WeakValueDictionary()
 
 
 @final
 class Generations:
-    """The generations of one pool's slots.
+    """The generations of one pool's slots. The generation of a slot rises when it is taken and never falls.
+
+    A handle is good while its slot is live and has the generation that the handle holds. So the order in which slots
+    are reused does not matter: the last one freed may be the next one taken, and a handle kept too long is still found.
 
     Attributes:
-        identity: number of the pool that its handles carry.
+        identity: id of the pool, which its handles carry.
         name: of the pool.
     """
 
-    def __init__(self, runtime: Runtime, ledger: Allocator, *, name: str) -> None:
+    def __init__(self, runtime: Runtime, allocator: Allocator, *, name: str) -> None:
         self.identity = next(_identities)
         self.name = name
         self._runtime = runtime
-        self._ledger = ledger
-        self._generations = np.zeros(ledger.capacity, dtype=np.int64)
+        self._allocator = allocator
+        self._generations = np.zeros(allocator.capacity, dtype=np.int64)
         self._seen = self._generations.copy()  # at the last `verify`
-        _books[self.identity] = self
+        _pools[self.identity] = self
 
     def __repr__(self) -> str:
         return f"Generations({self.name!r}, pool {self.identity})"
@@ -606,7 +578,8 @@ class Generations:
             Violation: SLOT_STALE_HANDLE, at `cheap`: a generation did not rise.
         """
         before = self._generations[rows]
-        generations = self._raise_generations(rows, before)
+        generations: Ints = before + ONE
+        self._generations[rows] = generations
         if levels.cheap and (generations > before).tobytes() != b"\1" * rows.size:
             # A generation that stands still would make the handles of the former owner valid again.
             invariants.slot_stale_handle(rows, before + 1, generations, **self._where("take"))
@@ -614,32 +587,32 @@ class Generations:
 
     def rows_of(self, slots: Slots, operation: str, *, unique: bool = False) -> Ints:
         """The numbers of handles of this pool that are all good, int64[n], read-only; see `SlotPool.rows_of`."""
-        rows, held = self._read(slots, operation)
+        rows, held = self._checked(slots, operation)
         times_checked[STALE_HANDLE] += 1
         if not self._all_held(rows, held):
             where = self._where(operation)
-            invariants.slot_out_of_range(rows, self._ledger.capacity, **where)
+            invariants.slot_out_of_range(rows, self._allocator.capacity, **where)
             invariants.slot_zero_allocated(rows, **where)
-            current = np.where(self._ledger.live_among(rows), self._generations[rows], -1)
+            current = np.where(self._allocator.live_among(rows), self._generations[rows], -1)
             invariants.slot_stale_handle(rows, held, current, **where)
-        if unique and self._ledger.repeated(rows):
+        if unique and self._allocator.repeated(rows):
             invariants.slot_shared(rows, **self._where(operation))
         return rows
 
     def rows_to_free(self, slots: Slots, operation: str) -> Ints:
         """The same for handles that are about to be freed: dead and repeated ones are SLOT_DOUBLE_FREE."""
-        rows, held = self._read(slots, operation)
+        rows, held = self._checked(slots, operation)
         times_checked[DOUBLE_FREE] += 1
-        if not self._all_held(rows, held) or self._ledger.repeated(rows):
+        if not self._all_held(rows, held) or self._allocator.repeated(rows):
             where = self._where(operation)
-            invariants.slot_out_of_range(rows, self._ledger.capacity, **where)
+            invariants.slot_out_of_range(rows, self._allocator.capacity, **where)
             invariants.slot_zero_allocated(rows, **where)
-            invariants.slot_double_free(rows, self._ledger.live_among(rows), **where)
+            invariants.slot_double_free(rows, self._allocator.live_among(rows), **where)
             invariants.slot_stale_handle(rows, held, self._generations[rows], **where)
         return rows
 
     def verify(self) -> None:
-        """No generation fell since the last time.
+        """Checks that no generation fell since the last time.
 
         Raises:
             Violation: SLOT_STALE_HANDLE.
@@ -649,8 +622,8 @@ class Generations:
         invariants.slot_stale_handle(everyone, least, self._generations, **self._where("verify"))
         self._seen = self._generations.copy()
 
-    def _read(self, slots: object, operation: str) -> tuple[Ints, Ints]:
-        """Numbers and generations of slots that this pool handed out; both int64[n]."""
+    def _checked(self, slots: object, operation: str) -> tuple[Ints, Ints]:
+        """Numbers and generations of slots that are of this pool; both int64[n]."""
         if not isinstance(slots, Slots):
             if isinstance(slots, MirroredTensor):
                 invariants.unit_mismatch("slot", str(slots.unit), **self._where(operation))
@@ -663,7 +636,7 @@ class Generations:
         if slots.runtime is not self._runtime:
             raise DeviceError(f"{self.name}: {slots!r} has another runtime", value=slots, remedy="use one runtime")
         if slots.pool != self.identity and rows.size:
-            other = _books.get(slots.pool)
+            other = _pools.get(slots.pool)
             raise ArgumentError(
                 f"{operation}: slots of {'no pool' if other is None else f'pool {other.name!r}'} "
                 f"given to pool {self.name!r}",
@@ -673,19 +646,14 @@ class Generations:
         return rows, slots.generations
 
     def _all_held(self, rows: Ints, held: Ints) -> bool:
-        """Whether each handle is live and of its slot's present owner: the fast form of four laws, O(n).
+        """Whether each handle is live and of its slot's present owner: the fast form of four invariants, O(n).
 
         What lies outside is in no state, or beyond the generations, which are half as many.
         """
         try:
-            return self._ledger.all_are(rows, LIVE_BYTE) and self._generations[rows].tobytes() == held.tobytes()
+            return self._allocator.all_are(rows, LIVE_BYTE) and self._generations[rows].tobytes() == held.tobytes()
         except IndexError:
             return False
 
-    def _raise_generations(self, rows: Ints, before: Ints) -> Ints:
-        generations: Ints = before + ONE
-        self._generations[rows] = generations
-        return generations
-
     def _where(self, operation: str) -> Where:
-        return {"object": self._ledger.label, "operation": operation, "step": self._runtime.step}
+        return {"object": self._allocator.label, "operation": operation, "step": self._runtime.step}

@@ -51,7 +51,7 @@ def test_is_a_set_that_hands_out_best_fits(size: int, data: st.DataObject) -> No
             free -= set(numbers)
             taken |= set(numbers)
         assert extents.entries().tolist() == sorted(free)
-        assert (extents.count, extents.room) == (len(free), size)
+        assert (extents.count, extents.capacity) == (len(free), size)
         assert extents.largest == max((length for _, length in ranges(free)), default=0)
         assert f"{len(free)} of {size} in {len(ranges(free))} ranges" in repr(extents)
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from batchstate import invariants, levels
-from batchstate._allocator import Allocator, FenceQueue, Generations
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, OwnerThreadError, PoolExhaustedError
 from batchstate.indices import Locations, Slots
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
+from batchstate.selfcheck.mutants.diffs import changed
 from batchstate.testing.devices import open_device
 from batchstate.violations import Code
 from tests.doubles import Gate, in_a_thread, refused
@@ -377,14 +377,6 @@ def test_no_number_outside_is_taken_for_a_slot(rt: Runtime, operation: str) -> N
     assert pool.stats.live == 3
 
 
-def test_finds_a_slot_freed_before_its_fence(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A free that ignores its fence is found at once."""
-    monkeypatch.setattr(Allocator, "_defer", lambda self, indices, fence: self._push_free(indices))
-    pool = SlotPool(rt, 3)
-    slots = pool.take(2)
-    refused(Code.SLOT_IN_FLIGHT, lambda: pool.free(slots, after=Gate()))
-
-
 def test_finds_a_pending_slot_handed_out(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot that stands in the free list while it is pending is found when it is taken."""
     pool = SlotPool(rt, 3)
@@ -394,17 +386,9 @@ def test_finds_a_pending_slot_handed_out(rt: Runtime, monkeypatch: pytest.Monkey
     refused(Code.SLOT_IN_FLIGHT, lambda: pool.take(1))
 
 
-def test_finds_a_queue_that_does_not_ask(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A queue that frees everything whatever its fences say is found."""
-    monkeypatch.setattr(FenceQueue, "_complete", lambda self, fence: True)
-    pool = SlotPool(rt, 3)
-    pool.free(pool.take(2), after=Gate())
-    refused(Code.SLOT_IN_FLIGHT, lambda: pool.take(1))
-
-
-def test_finds_a_queue_that_keeps_a_view(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+@changed("_allocator:PendingQueue.defer", "indices.copy()", "indices")
+def test_finds_a_queue_that_keeps_a_view(rt: Runtime) -> None:
     """A queue that keeps the caller's memory is found when that memory has changed."""
-    monkeypatch.setattr(FenceQueue, "_own", lambda self, indices: indices)
     pool = SlotPool(rt, 8)
     gate = Gate()
     slots = pool.take(2)
@@ -414,14 +398,6 @@ def test_finds_a_queue_that_keeps_a_view(rt: Runtime, monkeypatch: pytest.Monkey
     refused(Code.SLOT_DOUBLE_FREE, pool.reap)
 
 
-def test_finds_a_generation_that_stands_still(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A generation that is not raised at allocation is found."""
-    monkeypatch.setattr(Generations, "_raise_generations", lambda self, rows, before: before)
-    pool = SlotPool(rt, 3)
-    refused(Code.SLOT_STALE_HANDLE, lambda: pool.take(1))
-    assert pool.stats.live == 0
-
-
 def test_finds_a_generation_that_falls(rt: Runtime) -> None:
     """A generation that is reset is found by the recount."""
     pool = SlotPool(rt, 3)
@@ -429,22 +405,6 @@ def test_finds_a_generation_that_falls(rt: Runtime) -> None:
     pool.verify()
     pool._generations._generations[1] = 0
     refused(Code.SLOT_STALE_HANDLE, pool.verify)
-
-
-def test_finds_a_reserve_that_is_not_returned(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reserved slots that get lost, or come back as ordinary ones, are found."""
-    pool = SlotPool(rt, 3, reserve=2)
-    with monkeypatch.context() as patch:
-        patch.setattr(Allocator, "_push_reserved", lambda self, indices: None)
-        slots = pool.take(2, reserved=True)
-        refused(Code.SLOT_CONSERVATION, lambda: pool.free(slots))
-    pool = SlotPool(rt, 3, reserve=2)
-    pool.take(2)
-    with monkeypatch.context() as patch:
-        patch.setattr(Allocator, "_push_reserved", lambda self, indices: self._push(self._ordinary, indices))
-        pool.free(pool.take(1, reserved=True))
-        refused(Code.SLOT_OUT_OF_RANGE, lambda: pool.take(1))
-        refused(Code.SLOT_OUT_OF_RANGE, pool.verify)
 
 
 def test_finds_a_slot_twice_in_the_free_list(rt: Runtime) -> None:

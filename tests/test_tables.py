@@ -266,7 +266,7 @@ def test_repr_reads_no_tensor(rt: Runtime, pool: SlotPool) -> None:
     """`repr` shows dtype and shape and costs no read-back."""
     table = pool.table("kv", (8,), holds="location")
     before = rt.counters.snapshot()
-    assert repr(table) == "Table('kv', int32[7, 8], holds=token)"
+    assert repr(table) == "Table('kv', int32[7, 8], holds=location)"
     assert repr(table.entry(np.array([1]), np.array([0]), np.array([1]))).startswith("TableWrite(1 elements")
     assert rt.counters == before
 

@@ -36,18 +36,18 @@ class FreeRanges:
 
     Attributes:
         count: how many are free.
-        room: how many there can be.
+        capacity: how many there can be.
     """
 
     def __init__(self, first: int, last: int) -> None:
         whole = last >= first
         self._starts: Ints = np.array([first] if whole else [], dtype=np.int64)
         self._ends: Ints = np.array([last + 1] if whole else [], dtype=np.int64)  # exclusive
-        self.room = last - first + 1
-        self.count = self.room
+        self.capacity = last - first + 1
+        self.count = self.capacity
 
     def __repr__(self) -> str:
-        return f"FreeRanges({self.count} of {self.room} in {self._starts.size} ranges)"
+        return f"FreeRanges({self.count} of {self.capacity} in {self._starts.size} ranges)"
 
     @property
     def largest(self) -> int:

@@ -202,10 +202,10 @@ def write_fence_before_the_write(patch: Patch) -> None:
 def freed_under_a_forward(patch: Patch) -> None:
     """Slots and pages are free as soon as the host says so, and their next owner writes while a forward reads them."""
 
-    def defer(self: Allocator, indices: Ints, fence: Fence) -> None:
-        self._push_free(indices)
+    def release(self: Allocator, indices: Ints, after: Fence | None, operation: str) -> None:
+        original(self, indices, None, operation)
 
-    patch(Allocator, "_defer", defer)
+    original = patch(Allocator, "release", release)
 
 
 @race(origin="sglang #29352, sglang #29353")

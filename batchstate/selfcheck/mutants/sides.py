@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 import batchstate.mirror
-from batchstate._allocator import FenceQueue, FreeList
+from batchstate._allocator import FreeList, Ints, PendingQueue
 from batchstate._arrays import Amounts, Array
 from batchstate.mirror import Made, MirroredTensor, StaleWindow
-from batchstate.runtime import Runtime
+from batchstate.runtime import Fence, Runtime
 from batchstate.selfcheck.mutants.registry import Patch, mutant
 from batchstate.violations import Code
 
@@ -80,5 +80,10 @@ def filter_plans_with_old_side(patch: Patch) -> None:
 )
 def deferred_free_keeps_view(patch: Patch) -> None:
     """The free list hands out views of itself, and a deferred free keeps one: it frees what was written there since."""
-    patch(FreeList, "top", lambda self, n: self._stack[self.room - self.count :][:n])
-    patch(FenceQueue, "_own", lambda self, indices: indices)
+
+    def defer(self: PendingQueue, fence: Fence, indices: Ints) -> None:
+        original(self, fence, indices)
+        self._groups[-1][1][-1] = indices
+
+    patch(FreeList, "top", lambda self, n: self._stack[self.capacity - self.count :][:n])
+    original = patch(PendingQueue, "defer", defer)
