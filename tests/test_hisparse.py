@@ -27,7 +27,7 @@ from batchstate.mirror import MirroredTensor
 from batchstate.pools import SlotPool
 from batchstate.runtime import CpuRuntime, Fence, Runtime, open_runtime
 from batchstate.runtime.memory import bytes_of
-from batchstate.selfcheck.machines.host_tier import Arrival
+from batchstate.selfcheck.machines.host_tier import PrefillWorker
 from batchstate.testing import LateRuntime, ManualStream
 from batchstate.violations import Code
 from tests.doubles import in_a_thread, refused
@@ -560,20 +560,20 @@ def test_writer_outlives_its_request(rt: Runtime, full: None) -> None:
 
 def test_writer_that_has_not_ended_when_its_request_finishes(rt: Runtime) -> None:
     """A request may decode and finish while its writer is not known to have ended: only its host tokens wait."""
-    world, writer = World(rt), ManualStream("writer")
-    ended = Arrival(writer.record())
-    slots = world.deliver(world.reserve([4], 20, writer=ended))
+    world = World(rt)
+    writer = PrefillWorker(world.host, np.empty((LAYERS, 0, 2), dtype=np.int64))
+    slots = world.deliver(world.reserve([4], 20, writer=writer))
     for missing in (4, 1, -1):
-        ended.tokens = 4 - missing
+        writer.tokens = 4 - missing
         refused(Code.TIER_STATE, lambda: world.tier.admit_direct(slots))
         assert world.tier.states(slots) == [TierState.DIRECT]
-    ended.tokens = 4
+    writer.tokens = 4
     world.tier.admit_direct(slots)
     world.step(slots)
     world.tier.finish(slots, after=rt.record())
     rt.synchronize()
     assert world.numbers() == ((8, 0, 0), (60, 0, 0), (180, 20, 0))
-    writer.complete()
+    writer.end()
     world.expect_idle()
 
 

@@ -1,8 +1,9 @@
 """`HiSparse` against a memory of stamps: both admissions, decoding, aborts in every state, writers that write late.
 
-Whoever brings KV from outside may write until it ends, and does, at the worst moments. Nobody else's bytes may change.
+A worker that brings KV from outside writes until it ends, at the worst moments. No other request's bytes may change.
 """
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import final
@@ -25,11 +26,9 @@ from batchstate.mirror import MirroredTensor
 from batchstate.pools import SlotPool
 from batchstate.runtime import CpuRuntime, Fence, Runtime
 from batchstate.runtime.memory import Download, bytes_of
-from batchstate.testing.fences import LateRuntime, ManualFence, ManualStream
+from batchstate.testing.fences import LateRuntime, ManualStream
 from batchstate.testing.machine import DisagreementError, Machine, Misuse, agree, agree_on
 from batchstate.violations import Code
-
-# What the machine of the host tier knows by itself: requests, what each position of them holds, and who may write.
 
 Ints = npt.NDArray[np.int64]
 
@@ -37,87 +36,61 @@ LAYERS = 2
 ITEM = 2
 """Numbers that one position has in each layer."""
 
+MOST_TOKENS = 14
+"""Of one request on the device."""
+
+IN_FLIGHT = 2
+
 SCRIBBLE = -77
-"""What a writer writes that nobody expects any more."""
+"""What a writer writes into memory that is not its request's any more."""
 
-
-@final
-class Stamps:
-    """Numbers for the KV of new positions, none twice."""
-
-    def __init__(self) -> None:
-        self._next = 1
-
-    def new(self, positions: int) -> Ints:
-        """int64[LAYERS, positions, ITEM]."""
-        n = LAYERS * positions * ITEM
-        self._next += n
-        return np.arange(self._next - n, self._next, dtype=np.int64).reshape(LAYERS, positions, ITEM)
-
-
-@final
-@attrs.define(eq=False)
-class Arrival:
-    """The end of a writer, which also says how much has arrived, as that of a lease does.
-
-    Attributes:
-        fence: complete when it writes no more.
-        tokens: what a request may count on.
-    """
-
-    fence: ManualFence
-    tokens: int = 0
-
-    def query(self) -> bool:
-        """Whether it writes no more."""
-        return self.fence.query()
-
-    def wait(self) -> None:
-        """Ends it."""
-        self.fence.wait()
-
-    def arrived(self) -> int:
-        """What a request may count on."""
-        return self.tokens
+OUTSIDE, STAGED, DIRECT, READY = TierState.OUTSIDE, TierState.STAGED, TierState.DIRECT, TierState.READY
 
 
 @final
 class PrefillWorker:
-    """Another process, which writes into the host tokens of one request until it ends: by address, unseen by all.
+    """Another process, which writes into the host locations of one request by address, unseen by the library.
+
+    Also the fence of its own end, which knows what has arrived, as `Lease.ended` does.
 
     Args:
-        host: the pool of the tokens.
-        ranges: which of them it may write.
+        host: the pool of the locations.
         content: int64[LAYERS, n, ITEM], what it writes.
-        stream: of its one fence.
-        ended: what its memory was reserved behind.
 
     Attributes:
-        ranges, ended: see above.
+        ranges: the host ranges that it may write.
+        tokens: positions that have arrived.
     """
 
-    def __init__(
-        self, host: HostKVPool, ranges: HostRanges, content: Ints, stream: ManualStream, ended: Arrival
-    ) -> None:
-        self._memory = [bytes_of(one.memory).view(np.int64).reshape(-1, ITEM) for one in host.contiguous_buffers()]
-        self.ranges = ranges
-        self._content = content
-        self._stream = stream
-        self.ended = ended
+    ranges: HostRanges
 
-    @property
-    def tokens(self) -> Ints:
-        """Its host tokens, int64[n]."""
-        return self.ranges.locations(0, self._content.shape[1])
+    def __init__(self, host: HostKVPool, content: Ints) -> None:
+        self._memory = [bytes_of(one.memory).view(np.int64).reshape(-1, ITEM) for one in host.contiguous_buffers()]
+        self._content = content
+        self._stream = ManualStream("writer")
+        self._ended = self._stream.record()
+        self.tokens = 0
+
+    def query(self) -> bool:
+        """Whether it writes no more."""
+        return self._ended.query()
+
+    def wait(self) -> None:
+        """Waits until it writes no more."""
+        self._ended.wait()
+
+    def arrived(self) -> int:
+        """Positions that have arrived."""
+        return self.tokens
 
     def write(self, first: int, stop: int) -> None:
         """Writes some of its positions."""
-        tokens = self.tokens[first:stop]
+        locations = self.ranges.locations(0, self._content.shape[1])[first:stop]
         for memory, content in zip(self._memory, self._content, strict=True):
-            memory[tokens] = content[first:stop]
+            memory[locations] = content[first:stop]
 
     def scribble(self) -> None:
-        """Writes once more, into what it takes for its own still."""
+        """Writes once more, though its request has left."""
         self._content = np.full_like(self._content, SCRIBBLE)
         self.write(0, self._content.shape[1])
 
@@ -128,26 +101,26 @@ class PrefillWorker:
 
 @final
 @attrs.define(eq=False, repr=False)
-class Tiered:
-    """A request.
+class TieredRequest:
+    """The model of a request.
 
     Attributes:
         slot: its handle.
         content: int64[LAYERS, n, ITEM], what each position holds.
-        room: tokens that it has host tokens for; 0 outside of the tier.
-        state: where it should be.
-        ranges: its host tokens.
-        writer: who brings its KV, or None.
+        max_tokens: tokens that it has host locations for; 0 outside of the tier.
+        state: the expected one.
+        ranges: its host ranges.
+        writer: the process that brings its KV, or None.
         delivered: positions that have arrived.
         hot_from: first position that the device has.
-        steps: that it has decoded in the tier.
-        spoiled: whether somebody may write into what its last forwards still read.
+        steps: decode steps in the tier.
+        spoiled: whether a late writer may change what its last forwards still read.
     """
 
     slot: Slots
     content: Ints
-    room: int = 0
-    state: TierState = TierState.OUTSIDE
+    max_tokens: int = 0
+    state: TierState = OUTSIDE
     ranges: HostRanges | None = None
     writer: PrefillWorker | None = None
     delivered: int = 0
@@ -168,22 +141,15 @@ class Tiered:
         """Its tokens."""
         return int(self.content.shape[1])
 
-    def add(self, content: Ints) -> None:
-        """Further positions."""
-        self.content = np.concatenate([self.content, content], axis=1)
-
-    def host_tokens(self, stop: int) -> Ints:
+    def host_locations(self, stop: int) -> Ints:
         """Where the host has the positions up to `stop`, int64[stop]."""
         return np.empty(0, np.int64) if self.ranges is None else self.ranges.locations(0, stop)
 
-    def device_tokens(self, pages: npt.NDArray[np.int32], page_size: int, hot_tokens: int) -> Ints:
+    def device_locations(self, pages: npt.NDArray[np.int32], page_size: int, hot_tokens: int) -> Ints:
         """Where the device has the positions from `hot_from` on, int64[length - hot_from]; `pages` are its own."""
-        places = []
-        for position in range(self.hot_from, self.length):
-            wraps = self.state is TierState.READY and position >= hot_tokens
-            row = position % hot_tokens if wraps else position
-            places.append(int(pages[row // page_size]) * page_size + row % page_size)
-        return np.array(places, dtype=np.int64)
+        positions = range(self.hot_from, self.length)
+        rows = [p % hot_tokens if self.state is READY and p >= hot_tokens else p for p in positions]
+        return np.array([int(pages[row // page_size]) * page_size + row % page_size for row in rows], dtype=np.int64)
 
 
 @final
@@ -198,264 +164,8 @@ class Reading:
     """
 
     download: Download
-    requests: tuple[Tiered, ...]
+    requests: tuple[TieredRequest, ...]
     expected: tuple[Ints, ...]
-
-
-# Requests of a host tier for its machine: forwards that write and read KV, and the judgement of every byte.
-
-MOST_TOKENS = 14
-"""Of one request on the device."""
-
-IN_FLIGHT = 2
-
-
-class TierRequests(Machine):
-    """Requests outside of the tier and in it. Subclasses let them come, go and be moved."""
-
-    def open_runtime(self) -> Runtime:
-        """A plain CPU runtime has fences that are always complete: one that lags takes its place."""
-        opened = super().open_runtime()
-        return LateRuntime(steps_in_flight=opened.steps_in_flight) if type(opened) is CpuRuntime else opened
-
-    @initialize(
-        size=st.integers(2, 4),
-        page_size=st.integers(1, 3),
-        host_page_size=st.integers(1, 3),
-        hot_tokens=st.integers(2, 5),
-        pages=st.integers(8, 16),
-        host_pages=st.integers(8, 40),
-        apart=st.booleans(),
-        fragmented=st.booleans(),
-    )
-    def begin(
-        self,
-        size: int,
-        page_size: int,
-        host_page_size: int,
-        hot_tokens: int,
-        pages: int,
-        host_pages: int,
-        apart: bool,
-        fragmented: bool,
-    ) -> None:
-        """Opens pools that are too small for all requests.
-
-        `apart`: forwards have a stream of their own. `fragmented`: somebody else has host pages here and there.
-        """
-        self.open()
-        self.apart = apart
-        self.slots = SlotPool(self.rt, size)
-        self.pages = PagePool(self.rt, self.slots, pages, page_size, max_tokens_per_request=MOST_TOKENS)
-        self.host = HostKVPool(
-            self.rt, host_pages, host_page_size, layers=LAYERS, item_shape=(ITEM,), dtype=torch.int64
-        )
-        with self.on(apart):
-            shape = (self.pages.location_capacity, ITEM)
-            self.kv = [self.rt.device_zeros(shape, torch.int64, name=f"kv {layer}") for layer in range(LAYERS)]
-        self.tier = HiSparse(self.pages, self.host, self.kv, hot_tokens=hot_tokens)
-        strangers = self.host.take([1] * host_pages, [0] * host_pages) if fragmented else []
-        self.strangers = strangers[::4]
-        self.host.free([one for at, one in enumerate(strangers) if at % 4])
-        self.requests: list[Tiered] = []
-        self.gone: list[Tiered] = []
-        self.ghosts: list[PrefillWorker] = []
-        self.haunted: set[int] = set()
-        self.readings: deque[Reading] = deque()
-        self.stamps = Stamps()
-        self.last: Fence | None = None
-        self.ends: deque[Fence] = deque()
-        self.copies: deque[tuple[int, Fence]] = deque()
-
-    # Judging
-
-    def check(self) -> None:
-        """Every law; then who has which host tokens; then every byte of every request, where it should be."""
-        self.haunt()
-        with self.on(self.apart):
-            self.tier.verify()
-            self.slots.verify()
-            self._check_owners()
-            for request in self.requests:
-                self._check_request(request)
-        self.reached("two steps in flight", sum(not one.download.ready() for one in self.readings) >= IN_FLIGHT)
-        outside = {request.state is TierState.OUTSIDE for request in self.requests}
-        self.reached("requests outside beside some inside", len(outside) == 2)
-
-    def _check_owners(self) -> None:
-        stats = self.host.stats
-        agree(stats.size, stats.free + stats.pending + stats.live, "free + pending + live host tokens")
-        everything: list[int] = []
-        for request in self.requests:
-            if request.ranges is not None:
-                tokens = request.ranges.locations().tolist()
-                everything += tokens
-                agree([request.number] * len(tokens), self.host.owner_of(tokens).tolist(), f"owner of {request!r}")
-                self.reached("a request in several runs", request.ranges.starts.size > 1)
-        agree(len(set(everything)), len(everything), "host tokens that two requests have")
-        agree(len(everything) + sum(len(one) for one in self.strangers), stats.live, "live host tokens")
-        for ghost in self.ghosts:
-            agree(set(), set(everything) & set(ghost.ranges.locations().tolist()), "tokens that a stranger may write")
-        agree([request.number for request in self._by_slot()], self.slots.live_slots().tolist(), "live slots")
-
-    def _by_slot(self) -> list[Tiered]:
-        return sorted(self.requests, key=lambda request: request.number)
-
-    def _check_request(self, request: Tiered) -> None:
-        agree([request.state], self.tier.states(request.slot), f"state of {request!r}")
-        if request.state is TierState.DIRECT:
-            tokens, expected = request.host_tokens(request.delivered), request.content[:, : request.delivered]
-            self._compare(self.host.buffers, tokens, expected, f"KV that has arrived for {request!r}")
-            return
-        hot = min(request.length, self.tier.hot_tokens) if request.state is TierState.READY else request.length
-        agree(hot, int(self.pages.committed(request.slot)[0]), f"tokens on the device of {request!r}")
-        self._compare(
-            self.host.buffers,
-            request.host_tokens(request.hot_from),
-            request.content[:, : request.hot_from],
-            f"KV in host memory of {request!r}",
-        )
-        self._compare(
-            self.kv, self._device_tokens(request), request.content[:, request.hot_from :], f"hot KV of {request!r}"
-        )
-
-    def _compare(self, buffers: Sequence[torch.Tensor], tokens: Ints, expected: Ints, what: str) -> None:
-        for buffer, layer in zip(buffers, expected, strict=True):
-            agree_on(np.ascontiguousarray(layer), self.rt.inspect(buffer)[tokens], what)
-
-    def _device_tokens(self, request: Tiered) -> Ints:
-        row = self.pages.page_table[request.number]
-        return request.device_tokens(row, self.pages.page_size, self.tier.hot_tokens)
-
-    def snapshot(self) -> object:
-        """Who has what, and how far each request is. What is free or pending changes by itself."""
-        requests = self.tier._requests
-        return (
-            self.slots.live_slots().tolist(),
-            self.pages.page_table.tolist(),
-            self.pages.committed_lengths.tolist(),
-            self.host.live_pages,
-            sorted((slot, ranges.generation) for slot, ranges in requests.ranges.items()),
-            [
-                row.tolist()
-                for row in (requests.states, requests.length, requests.backed, requests.hot_from, requests.max_tokens)
-            ],
-        )
-
-    # Helpers of rules
-
-    def handles(self, requests: Sequence[Tiered]) -> Slots:
-        """The handles of requests."""
-        return Slots.cat([self.slots.take(0), *(request.slot for request in requests)])
-
-    def of(self, *states: TierState) -> list[Tiered]:
-        """The requests in some states."""
-        return [request for request in self.requests if request.state in states]
-
-    def some(self, data: st.DataObject, among: list[Tiered], least: int = 1) -> list[Tiered]:
-        """Some of them, in any order."""
-        return data.draw(st.lists(st.sampled_from(among), min_size=least, unique_by=id), label="requests")
-
-    def haunt(self) -> None:
-        """Writers whose requests have left write on, in what is free as soon as it can be."""
-        self.host.reap()
-        for ghost in self.ghosts:
-            ghost.scribble()
-
-    def take(self, n: int) -> list[Tiered]:
-        """Up to `n` new requests, without anything."""
-        taken = self.slots.take(min(n, self.slots.stats.free))
-        empty = np.empty((LAYERS, 0, ITEM), dtype=np.int64)
-        made = [Tiered(taken.take([row]), empty) for row in range(len(taken))]
-        self.requests += made
-        return made
-
-    def tried(self, call: Callable[[], object], what: str) -> bool:
-        """Whether a call got what it needs of a pool; if not, there was too little, and nothing has changed."""
-        self.haunt()
-        before = self.snapshot()
-        try:
-            call()
-        except PoolExhaustedError as error:
-            if error.requested <= error.free:
-                raise DisagreementError(f"{what} refused although enough are free: {error}") from error
-            agree(before, self.snapshot(), "a refused call changed something")
-            self.reached(f"{what} exhausted")
-            return False
-        return True
-
-    def leave(self, requests: Sequence[Tiered]) -> None:
-        """These have left: what their writers may still write is nobody's, and they go on."""
-        for request in requests:
-            self.requests.remove(request)
-            self.gone.append(request)
-            if request.writer is not None and not request.writer.ended.query():
-                request.spoiled = True
-                self.ghosts.append(request.writer)
-                self.haunted.update(request.writer.ranges.locations().tolist())
-                if request.state is not TierState.READY:
-                    self.reached("direct abort before the writer has ended")
-                request.writer.scribble()
-                self.reached("a late write into memory of nobody")
-
-    def resolve(self, most: int) -> None:
-        """Waits for the oldest forwards, until at most so many are unread, and compares what they have read."""
-        while len(self.readings) > most:
-            reading = self.readings.popleft()
-            layers = reading.download.resolve()
-            start = 0
-            for request, expected in zip(reading.requests, reading.expected, strict=True):
-                stop = start + expected.shape[1]
-                for layer, numbers in zip(layers, expected, strict=True):
-                    if not request.spoiled:
-                        agree_on(
-                            np.ascontiguousarray(numbers), layer[start:stop], f"what a forward read of {request!r}"
-                        )
-                start = stop
-
-    # The device's part
-
-    def _begin_step(self) -> None:
-        """Waits until the step before the present one is over, on all streams."""
-        with self.on(self.apart):
-            self.ends.append(self.rt.record())
-        while len(self.ends) >= IN_FLIGHT:
-            self.ends.popleft().wait()
-        while self.copies and self.copies[0][0] < self.rt.step:
-            self.copies.popleft()[1].wait()
-        self.rt.next_step()
-
-    def forward(
-        self, requests: Sequence[Tiered], added: Sequence[Ints], tokens: Ints, plan: LastLocation | None, ride: bool
-    ) -> None:
-        """One forward: backs up, writes the KV of new positions, reads all of all requests, and tells the host."""
-        self._begin_step()
-        for request, content in zip(requests, added, strict=True):
-            request.add(content)
-        of_host = [request.host_tokens(request.hot_from) for request in requests]
-        on_device = [self._device_tokens(request) for request in requests]
-        new = np.concatenate(added, axis=1)
-        arrays: list[Ints] = [tokens, new, np.concatenate(of_host), np.concatenate(on_device)]
-        order = _in_order([one.size for one in of_host], [one.size for one in on_device])
-        with self.on(self.apart):
-            extras = {} if plan is None or not ride else plan.extras
-            upload = self.rt.upload([*arrays, order, *extras.values()])
-            if plan is not None:
-                riding = {name: upload.view(5 + at) for at, name in enumerate(extras)}
-                self.tier.back_up(plan, riding if ride else None)
-            places, kv_of_step, cold, hot, order_on_device = (upload.view(at) for at in range(5))
-            read = []
-            for layer, (kv, buffer) in enumerate(zip(self.kv, self.host.buffers, strict=True)):
-                self.rt.launch(
-                    _put, kv, places, kv_of_step, layer, reads=(places, kv_of_step), writes=(kv,), name="write KV"
-                )
-                given = (buffer, cold, kv, hot, order_on_device)
-                touched = given if arrays[2].size else given[2:]
-                read.append(self.rt.launch(_gathered, *given, reads=touched, name="read KV"))
-            download = self.rt.download(read, name="what a forward read")
-            self.last = self.rt.record()
-        self.readings.append(Reading(download, tuple(requests), tuple(request.content for request in requests)))
-        self.resolve(IN_FLIGHT)
 
 
 def _in_order(of_host: list[int], on_device: list[int]) -> Ints:
@@ -468,8 +178,8 @@ def _in_order(of_host: list[int], on_device: list[int]) -> Ints:
     return np.array(rows, dtype=np.int64)
 
 
-def _put(kv: torch.Tensor, places: torch.Tensor, content: torch.Tensor, layer: int) -> None:
-    kv.index_copy_(0, places, content[layer])
+def _put(kv: torch.Tensor, locations: torch.Tensor, content: torch.Tensor, layer: int) -> None:
+    kv.index_copy_(0, locations, content[layer])
 
 
 def _gathered(
@@ -478,349 +188,19 @@ def _gathered(
     return torch.cat([host.index_select(0, cold), kv.index_select(0, hot)]).index_select(0, order)
 
 
-# Decode steps of the host tier for its machine, and how requests leave.
-
-STAGED, READY = TierState.STAGED, TierState.READY
-
-_READY = precondition(lambda self: bool(self.of(READY)))
-
-
-class TierSteps(TierRequests):
-    """Requests that decode in the tier."""
-
-    # Decoding
-
-    @_READY
-    @rule(data=st.data(), times=st.integers(1, 5), ride=st.booleans(), mirrored=st.booleans())
-    def decode(self, data: st.DataObject, times: int, ride: bool, mirrored: bool) -> None:
-        """Decode steps of some requests; each byte they read is compared."""
-        requests = self.some(data, self.of(READY))
-        for _ in range(times):
-            if not self._decode(requests, ride, mirrored):
-                return
-
-    @precondition(lambda self: len(self.of(READY)) > 1)
-    @rule(times=st.integers(1, 8))
-    def decode_all(self, times: int) -> None:
-        """Decode steps of all, for which there is room."""
-        self._decode_on(self.of(READY), times)
-
-    def _decode_on(self, requests: list[Tiered], times: int) -> None:
-        for _ in range(times):
-            requests = [one for one in requests if one.length < one.room]
-            if not requests or not self._decode(requests, True, False):
-                return
-
-    def _decode(self, requests: list[Tiered], ride: bool, mirrored: bool) -> bool:
-        slots = self.handles(requests)
-        lens = np.array([one.length + 1 for one in requests], dtype=np.int64)
-        given = MirroredTensor.from_host(self.rt, lens) if mirrored else lens
-        if any(one.length >= len(one.ranges or ()) for one in requests):
-            self.reached("a request without room refused")
-            with self.refused(Code.LENGTH_ORDER):
-                self.tier.map_last_location(slots, given)
-            return False
-        size, hot = self.pages.page_size, self.tier.hot_tokens
-        grown = any(one.length < hot and one.length % size == 0 for one in requests)
-        plans = []
-        if not self.tried(lambda: plans.append(self.tier.map_last_location(slots, given)), "device pages"):
-            return False
-        plan = plans[0]
-        with self.refused(ArgumentError):
-            self.tier.map_last_location(slots, given)
-        with self.refused(ArgumentError):
-            self.tier.abort(slots)
-        added = [self.stamps.new(1) for _ in requests]
-        for request in requests:
-            request.hot_from = max(request.hot_from, request.length + 1 - hot)
-            self.reached("the ring went round", request.length >= 2 * hot)
-            self.reached("grown by a page", grown)
-            self.reached("read from the host", request.hot_from > 0)
-        self.forward(requests, added, plan.locations.np, plan, ride)
-        if levels.full:  # before what the forward read is compared
-            with self.on(self.apart):
-                self.tier.verify()
-        agree([one.length - 1 for one in requests], plan.positions.tolist(), "positions of the new tokens")
-        agree([one.hot_from for one in requests], plan.hot_from.tolist(), "first positions on the device")
-        owed = sum(one.steps > 0 for one in requests)
-        agree((owed, owed), (len(plan.backup_from), len(plan.backup_to)), "tokens to back up")
-        with self.refused(ArgumentError):
-            self.tier.back_up(plan)
-        for request in requests:
-            request.steps += 1
-        return True
-
-    # Leaving
-
-    def _finish(self, requests: list[Tiered], raw: bool) -> None:
-        slots = self.handles(requests)
-        if raw:
-            self.pages.release_requests(slots, after=self.last)
-        else:
-            self.tier.finish(slots, after=self.last)
-        self.leave(requests)
-        with self.refused(Code.SLOT_DOUBLE_FREE, Code.SLOT_STALE_HANDLE):
-            self.tier.finish(slots)
-
-    def _abort(self, requests: list[Tiered], ended: bool) -> None:
-        staged = [one for one in requests if one.state is STAGED]
-        before = self.host.stats.pending
-        self.tier.abort(self.handles(requests), after=self.last)
-        for request in requests:
-            if ended and request.writer is not None:
-                request.writer.end()
-        self.leave(requests)
-        self.reached("staged abort while the copy is under way", bool(staged) and self.host.stats.pending > before)
-
-    def _leave_outside(self, request: Tiered) -> None:
-        self.pages.release_requests(request.slot, after=self.last)
-        self.leave([request])
-
-
-# How requests come into the host tier for its machine: from another process, or from device pages.
-
-OUTSIDE, STAGED, DIRECT, READY = TierState.OUTSIDE, TierState.STAGED, TierState.DIRECT, TierState.READY
-
-_OUTSIDE = precondition(lambda self: bool(self.of(OUTSIDE)))
-_DIRECT = precondition(lambda self: bool(self.of(DIRECT)))
-
-
-class TierArrivals(TierSteps):
-    """Requests that are staged, or written directly."""
-
-    @rule(n=st.integers(1, 2))
-    def come(self, n: int) -> None:
-        """Requests come and have nothing yet."""
-        self.take(n)
-
-    # Requests whose KV comes from another process
-
-    @rule(n=st.integers(1, 2), length=st.integers(1, 9), more=st.integers(0, 9), delivered=st.integers(0, 9))
-    def reserve(self, n: int, length: int, more: int, delivered: int) -> None:
-        """Requests get host tokens; their writers begin."""
-        self._reserve(n, length, more, delivered)
-
-    def _reserve(self, n: int, length: int, more: int, delivered: int) -> list[Tiered]:
-        room = min(length + more, self.host.num_tokens)
-        length = min(length, room)
-        arriving = []
-        for request in self.take(n):
-            arriving += self._reserve_one(request, length, room)
-            if request.writer is not None:
-                request.delivered = min(delivered, length)
-                request.writer.write(0, request.delivered)
-        return arriving
-
-    def _reserve_one(self, request: Tiered, length: int, room: int) -> list[Tiered]:
-        content = self.stamps.new(length)
-        made: list[PrefillWorker] = []
-        stream = ManualStream("writer")
-        ended = Arrival(stream.record())
-
-        def call() -> None:
-            ranges = self.tier.reserve(request.slot, length, room, writer=ended)[0]
-            made.append(PrefillWorker(self.host, ranges, content, stream, ended))
-
-        if not self.tried(call, "host tokens"):
-            self._leave_outside(request)
-            return []
-        request.writer, request.content, request.room = made[0], content, room
-        request.ranges, request.state = made[0].ranges, DIRECT
-        self.reached(
-            "host tokens used again after their writer", bool(self.haunted & set(request.ranges.locations().tolist()))
-        )
-        return [request]
-
-    @_DIRECT
-    @rule(data=st.data(), ended=st.booleans())
-    def admit_direct(self, data: st.DataObject, ended: bool) -> None:
-        """All has arrived, and the requests may decode, whether or not their writers are known to have ended."""
-        self._admit(self.some(data, self.of(DIRECT)), ended)
-
-    def _admit(self, requests: list[Tiered], ended: bool) -> bool:
-        for request in requests:
-            if request.writer is not None:
-                request.writer.write(request.delivered, request.length)
-                request.delivered = request.writer.ended.tokens = request.length
-                if ended:
-                    request.writer.end()
-        hot = self.tier.hot_tokens
-        with self.on(self.apart):
-            if not self.tried(lambda: self.tier.admit_direct(self.handles(requests)), "device pages"):
-                return False
-        for request in requests:
-            request.state = READY
-            short = request.length <= hot
-            request.hot_from = 0 if short else request.length
-            self.reached("a short request loaded" if short else "a long request admitted")
-        return True
-
-    @rule(
-        n=st.integers(1, 2),
-        length=st.integers(1, 6),
-        more=st.sampled_from([0, 1, 5, 14]),
-        ended=st.booleans(),
-        times=st.integers(0, 14),
-        leave=st.booleans(),
-    )
-    def arrive(self, n: int, length: int, more: int, ended: bool, times: int, leave: bool) -> None:
-        """Reserve, deliver, admit, decode, and perhaps leave."""
-        requests = self._reserve(n, length, more, length // 2)
-        if requests and self._admit(requests, ended):
-            self._decode_on(requests, times)
-            if leave:
-                self._finish(requests, False)
-
-    @precondition(lambda self: any(one.writer is not None for one in self.requests) or self.ghosts)
-    @rule(data=st.data(), again=st.booleans())
-    def writer_ends(self, data: st.DataObject, again: bool) -> None:
-        """A writer ends, perhaps with a last write: the same bytes once more, or whatever, where nobody reads them."""
-        chosen = data.draw(st.integers(-1, len(self.ghosts) - 1), label="writer of a request that left")
-        if chosen >= 0:
-            ghost = self.ghosts.pop(chosen)
-            if again:
-                ghost.scribble()
-            ghost.end()
-            self.reached("a writer that ends after its request")
-            return
-        for request in self.requests:
-            if request.writer is not None and request.state is READY:
-                if again:
-                    request.writer.write(0, request.delivered)
-                request.writer.end()
-
-    # Requests that this worker has prefilled
-
-    @rule(n=st.integers(1, 2), length=st.integers(1, MOST_TOKENS - 1))
-    def prefill(self, n: int, length: int) -> None:
-        """Requests come and stay outside: their KV is on the device."""
-        self._prefill(n, length)
-
-    def _prefill(self, n: int, length: int) -> list[Tiered]:
-        return [request for request in self.take(n) if self._extended(request, length)]
-
-    def _extended(self, request: Tiered, length: int) -> bool:
-        if not self.tried(lambda: self.pages.extend(request.slot, length), "device pages"):
-            self._leave_outside(request)
-            return False
-        self._written([request], length)
-        return True
-
-    def _written(self, requests: list[Tiered], n: int) -> None:
-        """A forward writes further positions of requests outside of the tier."""
-        added = [self.stamps.new(n) for _ in requests]
-        size, table = self.pages.page_size, self.pages.page_table
-        tokens = [
-            int(table[request.number, position // size]) * size + position % size
-            for request in requests
-            for position in range(request.length, request.length + n)
-        ]
-        self.forward(requests, added, np.array(tokens, dtype=np.int64), None, False)
-
-    @_OUTSIDE
-    @rule(data=st.data())
-    def decode_outside(self, data: st.DataObject) -> None:
-        """Requests outside of the tier decode as if there were none."""
-        growing = [one for one in self.of(OUTSIDE) if 0 < one.length < MOST_TOKENS]
-        if growing:
-            requests = self.some(data, growing)
-            if self.tried(lambda: self.pages.advance(self.handles(requests)), "device pages"):
-                self._written(requests, 1)
-
-    @_OUTSIDE
-    @rule(data=st.data(), more=st.integers(0, 6), fence=st.booleans())
-    def stage(self, data: st.DataObject, more: int, fence: bool) -> None:
-        """Requests outside are copied out to the host."""
-        if hot := [one for one in self.of(OUTSIDE) if one.length]:
-            self._stage(self.some(data, hot), more, fence)
-
-    def _stage(self, requests: list[Tiered], more: int, fence: bool) -> bool:
-        room = np.array([min(one.length + more, self.host.num_tokens) for one in requests], dtype=np.int64)
-        if any(one.length > most for one, most in zip(requests, room.tolist(), strict=True)):
-            return False
-        after = self.last if fence else None
-
-        def call() -> None:
-            self.tier.admit_staged(self.handles(requests), room, after=after)
-
-        with self.on(self.apart):
-            staged = self.tried(call, "host tokens")
-        if not staged:
-            return False
-        self.copies.append((self.rt.step, self.tier._staging[-1][1]))
-        for request, most in zip(requests, room.tolist(), strict=True):
-            request.state, request.room = STAGED, most
-            request.ranges = self.tier._requests.ranges[request.number]
-        return True
-
-    @rule()
-    def poll_staged(self) -> None:
-        """What is copied may decode."""
-        self._settle()
-
-    def _settle(self) -> None:
-        settled = self.tier.poll_staged()
-        ready = [one for one in self.of(STAGED) if self.tier.ready(one.slot)[0]]
-        with self.on(self.apart):
-            self.tier.verify()
-        agree(len(ready), settled, "requests that became ready")
-        for request in ready:
-            request.state = READY
-            request.hot_from = request.length if request.length > self.tier.hot_tokens else 0
-
-    @rule(
-        n=st.integers(1, 2),
-        length=st.integers(1, MOST_TOKENS - 1),
-        more=st.integers(0, 9),
-        then=st.sampled_from(["ask too early", "abort", "wait", "wait"]),
-        times=st.integers(0, 9),
-    )
-    def prefill_and_stage(self, n: int, length: int, more: int, then: str, times: int) -> None:
-        """Prefill and stage; then ask too early, abort and prefill others, or wait until it is copied, and decode."""
-        requests = self._prefill(n, length)
-        if not requests or not self._stage(requests, more, True):
-            return
-        if then == "ask too early":
-            self._settle()
-        elif then == "abort":
-            self._abort(requests, False)
-            if self.last is not None:
-                self.last.wait()  # for the forward, and not for the copy
-            self._prefill(n, length)
-        else:
-            self.rt.synchronize()
-            self._settle()
-            self._decode_on(requests, times)
-
-
 # Ways to misuse a `HiSparse`, given the tier and the handle of a live request of some state.
 
 It = tuple[HiSparse, Slots]
 _TIER = (Code.TIER_STATE,)
+_LENGTHS = (ArgumentError, Code.LENGTH_ORDER)
 
 
-def _state(it: It) -> TierState:
-    return it[0].states(it[1])[0]
+def _in(*states: TierState) -> Callable[[It], bool]:
+    return lambda it: it[0].states(it[1])[0] in states
 
 
-def _inside(it: It) -> bool:
-    return _state(it) is not TierState.OUTSIDE
-
-
-def _outside(it: It) -> bool:
-    return not _inside(it)
-
-
-def _not_ready(it: It) -> bool:
-    return _state(it) is not TierState.READY
-
-
-def _not_direct(it: It) -> bool:
-    return _state(it) is not TierState.DIRECT
-
-
-def _ready(it: It) -> bool:
-    return not _not_ready(it)
+_inside, _outside, _ready = _in(STAGED, DIRECT, READY), _in(OUTSIDE), _in(READY)
+_not_ready, _not_direct = _in(OUTSIDE, STAGED, DIRECT), _in(OUTSIDE, STAGED, READY)
 
 
 def _cold(it: It) -> bool:
@@ -831,7 +211,7 @@ def _hot(it: It) -> bool:
     return _outside(it) and bool(it[0].pages.committed(it[1])[0])
 
 
-def _next(it: It) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _next(it: It) -> Ints:
     return it[0].lengths(it[1]) + 1
 
 
@@ -862,24 +242,15 @@ MISUSES: tuple[Misuse[It], ...] = (
     Misuse("abort what is outside", _TIER, lambda it: it[0].abort(it[1]), _outside),
     Misuse("abort behind a number", (ArgumentError,), lambda it: it[0].abort(it[1], after=3), _inside),  # type: ignore[arg-type]
     Misuse("abort one twice", (Code.SLOT_SHARED,), lambda it: it[0].abort(it[1].take([0, 0])), _inside),
-    Misuse(
-        "decode without a new token",
-        (ArgumentError, Code.LENGTH_ORDER),
-        lambda it: it[0].map_last_location(it[1], _next(it) - 1),
-        _ready,
-    ),
-    Misuse(
-        "decode two tokens",
-        (ArgumentError, Code.LENGTH_ORDER),
-        lambda it: it[0].map_last_location(it[1], _next(it) + 1),
-        _ready,
-    ),
+    Misuse("decode no new token", _LENGTHS, lambda it: it[0].map_last_location(it[1], _next(it) - 1), _ready),
+    Misuse("decode two tokens", _LENGTHS, lambda it: it[0].map_last_location(it[1], _next(it) + 1), _ready),
     Misuse(
         "decode with one length too many",
         (ShapeError,),
         lambda it: it[0].map_last_location(it[1], np.concatenate([_next(it), [1]])),
         _ready,
     ),
+    Misuse("decode half a token", (DtypeError,), lambda it: it[0].map_last_location(it[1], _next(it) - 0.5), _ready),
     Misuse(
         "decode one twice",
         (Code.SLOT_SHARED,),
@@ -892,8 +263,11 @@ MISUSES: tuple[Misuse[It], ...] = (
         lambda it: it[0].map_last_location(it[1].pad(2), _next(it)),
         _ready,
     ),
-    Misuse("host tokens beyond the ranges", (ArgumentError,), lambda it: it[0].host_locations(it[1], 10_000), _inside),
-    Misuse("host tokens of nobody", _TIER, lambda it: it[0].host_locations(it[1], 1), _outside),
+    Misuse("free a request with device pages", (Code.SLOT_CONSERVATION,), lambda it: it[0].slots.free(it[1]), _ready),
+    Misuse("truncate a hot buffer", _TIER, lambda it: it[0].pages.truncate(it[1], 1), _ready),
+    Misuse("release a hot buffer", _TIER, lambda it: it[0].pages.release(it[1]), _ready),
+    Misuse("locations beyond the ranges", (ArgumentError,), lambda it: it[0].host_locations(it[1], 10_000), _inside),
+    Misuse("locations outside of the tier", _TIER, lambda it: it[0].host_locations(it[1], 1), _outside),
     Misuse(
         "finish slots of another pool",
         (ArgumentError,),
@@ -906,32 +280,523 @@ MISUSES: tuple[Misuse[It], ...] = (
     ),
 )
 
+_READY = precondition(lambda self: bool(self.of(READY)))
+_OUTSIDE = precondition(lambda self: bool(self.of(OUTSIDE)))
+_DIRECT = precondition(lambda self: bool(self.of(DIRECT)))
 _STAGED = precondition(lambda self: bool(self.of(STAGED)))
 _INSIDE = precondition(lambda self: bool(self.of(STAGED, DIRECT, READY)))
 
 
-class HostTierMachine(TierArrivals):
+class HostTierMachine(Machine):
     """Requests that are staged, written directly, decoded, finished and aborted."""
 
     NAME = "host_tier"
+
     TARGETS = (
         "two steps in flight",
         "requests outside beside some inside",
-        "a request in several runs",
+        "a request in several ranges",
         "a short request loaded",
         "a long request admitted",
         "read from the host",
         "grown by a page",
         "the ring went round",
-        "a request without room refused",
-        "host tokens exhausted",
+        "a request beyond its reservation refused",
+        "host locations exhausted",
         "device pages exhausted",
         "staged abort while the copy is under way",
         "direct abort before the writer has ended",
-        "a late write into memory of nobody",
+        "a late write into memory that is not allocated",
         "a writer that ends after its request",
-        "host tokens used again after their writer",
+        "host locations used again after their writer",
     )
+
+    def open_runtime(self) -> Runtime:
+        """A plain CPU runtime has fences that are always complete: one that lags takes its place."""
+        opened = super().open_runtime()
+        return LateRuntime(steps_in_flight=opened.steps_in_flight) if type(opened) is CpuRuntime else opened
+
+    @initialize(
+        size=st.integers(2, 4),
+        page_size=st.integers(1, 3),
+        host_page_size=st.integers(1, 3),
+        hot_tokens=st.integers(2, 5),
+        pages=st.integers(8, 16),
+        host_pages=st.integers(8, 40),
+        apart=st.booleans(),
+        fragmented=st.booleans(),
+    )
+    def begin(
+        self,
+        size: int,
+        page_size: int,
+        host_page_size: int,
+        hot_tokens: int,
+        pages: int,
+        host_pages: int,
+        apart: bool,
+        fragmented: bool,
+    ) -> None:
+        """Opens pools that are too small for all requests.
+
+        `apart`: forwards have a stream of their own. `fragmented`: host pages here and there are taken already.
+        """
+        self.open()
+        self.apart = apart
+        self.slots = SlotPool(self.rt, size)
+        self.pages = PagePool(self.rt, self.slots, pages, page_size, max_tokens_per_request=MOST_TOKENS)
+        self.host = HostKVPool(
+            self.rt, host_pages, host_page_size, layers=LAYERS, item_shape=(ITEM,), dtype=torch.int64
+        )
+        with self.on(apart):
+            shape = (self.pages.location_capacity, ITEM)
+            self.kv = [self.rt.device_zeros(shape, torch.int64, name=f"kv {layer}") for layer in range(LAYERS)]
+        self.tier = HiSparse(self.pages, self.host, self.kv, hot_tokens=hot_tokens)
+        strangers = self.host.take([1] * host_pages, [0] * host_pages) if fragmented else []
+        self.strangers = strangers[::4]
+        self.host.free([one for at, one in enumerate(strangers) if at % 4])
+        self.requests: list[TieredRequest] = []
+        self.gone: list[TieredRequest] = []
+        self.late_writers: list[PrefillWorker] = []
+        self.late_locations: set[int] = set()
+        self.readings: deque[Reading] = deque()
+        self.numbers = 1
+        self.last: Fence | None = None
+        self.ends: deque[Fence] = deque()
+        self.copies: deque[tuple[int, Fence]] = deque()
+
+    # Checks
+
+    def check(self) -> None:
+        """Every invariant; then the owner of each host location; then every byte of every request."""
+        self._write_late()
+        with self.on(self.apart):
+            self.tier.verify()
+            self.slots.verify()
+            self._check_owners()
+            for request in self.requests:
+                self._check_request(request)
+        self.reached("two steps in flight", sum(not one.download.ready() for one in self.readings) >= IN_FLIGHT)
+        outside = {request.state is OUTSIDE for request in self.requests}
+        self.reached("requests outside beside some inside", len(outside) == 2)
+
+    def _check_owners(self) -> None:
+        stats = self.host.stats
+        agree(stats.size, stats.free + stats.pending + stats.live, "free + pending + live host locations")
+        everything: list[int] = []
+        for request in self.requests:
+            if request.ranges is not None:
+                locations = request.ranges.locations().tolist()
+                everything += locations
+                owners = self.host.owner_of(locations).tolist()
+                agree([request.number] * len(locations), owners, f"owner of {request!r}")
+                self.reached("a request in several ranges", request.ranges.starts.size > 1)
+        agree(len(set(everything)), len(everything), "host locations that two requests have")
+        agree(len(everything) + sum(len(one) for one in self.strangers), stats.live, "live host locations")
+        for writer in self.late_writers:
+            both = set(everything) & set(writer.ranges.locations().tolist())
+            agree(set(), both, "locations that a late writer may write")
+        agree(sorted(request.number for request in self.requests), self.slots.live_slots().tolist(), "live slots")
+
+    def _check_request(self, request: TieredRequest) -> None:
+        agree([request.state], self.tier.states(request.slot), f"state of {request!r}")
+        on_host = request.delivered if request.state is DIRECT else request.hot_from
+        kv = request.content[:, :on_host], f"KV in host memory of {request!r}"
+        self._compare(self.host.buffers, request.host_locations(on_host), *kv)
+        if request.state is not DIRECT:
+            hot = min(request.length, self.tier.hot_tokens) if request.state is READY else request.length
+            agree(hot, int(self.pages.committed(request.slot)[0]), f"tokens on the device of {request!r}")
+            kv = request.content[:, request.hot_from :], f"hot KV of {request!r}"
+            self._compare(self.kv, self._device_locations(request), *kv)
+
+    def _compare(self, buffers: Sequence[torch.Tensor], locations: Ints, expected: Ints, what: str) -> None:
+        for buffer, layer in zip(buffers, expected, strict=True):
+            agree_on(np.ascontiguousarray(layer), self.rt.inspect(buffer)[locations], what)
+
+    def _device_locations(self, request: TieredRequest) -> Ints:
+        row = self.pages.page_table[request.number]
+        return request.device_locations(row, self.pages.page_size, self.tier.hot_tokens)
+
+    def snapshot(self) -> object:
+        """What each request has and how far it is. What is free or pending changes by itself."""
+        tier = self.tier._requests
+        return (
+            self.slots.live_slots().tolist(),
+            self.pages.page_table.tolist(),
+            self.pages.committed_lengths.tolist(),
+            self.host.live_pages,
+            sorted((slot, ranges.generation) for slot, ranges in tier.ranges.items()),
+            [row.tolist() for row in (tier.states, tier.length, tier.backed, tier.hot_from, tier.max_tokens)],
+        )
+
+    # Parts of rules
+
+    def handles(self, requests: Sequence[TieredRequest]) -> Slots:
+        """The handles of requests."""
+        return Slots.cat([self.slots.take(0), *(request.slot for request in requests)])
+
+    def of(self, *states: TierState) -> list[TieredRequest]:
+        """The requests in some states."""
+        return [request for request in self.requests if request.state in states]
+
+    def _some(self, data: st.DataObject, among: list[TieredRequest]) -> list[TieredRequest]:
+        return data.draw(st.lists(st.sampled_from(among), min_size=1, unique_by=id), label="requests")
+
+    def _new(self, positions: int) -> Ints:
+        """Content of new positions, int64[LAYERS, positions, ITEM], no number twice."""
+        n = LAYERS * positions * ITEM
+        self.numbers += n
+        return np.arange(self.numbers - n, self.numbers, dtype=np.int64).reshape(LAYERS, positions, ITEM)
+
+    def _write_late(self) -> None:
+        """Writers whose requests have left go on writing, in what is free as soon as it can be."""
+        self.host.reap()
+        for writer in self.late_writers:
+            writer.scribble()
+
+    def _take(self, n: int) -> list[TieredRequest]:
+        """Up to `n` new requests, without anything."""
+        taken = self.slots.take(min(n, self.slots.stats.free))
+        empty = np.empty((LAYERS, 0, ITEM), dtype=np.int64)
+        new = [TieredRequest(taken.take([row]), empty) for row in range(len(taken))]
+        self.requests += new
+        return new
+
+    def _tried(self, call: Callable[[], object], what: str) -> bool:
+        """Whether a call got what it needs from a pool; if not, the pool has too little and nothing has changed."""
+        self._write_late()
+        before = self.snapshot()
+        try:
+            call()
+        except PoolExhaustedError as error:
+            if error.requested <= error.free:
+                raise DisagreementError(f"{what} refused although enough are free: {error}") from error
+            agree(before, self.snapshot(), "a refused call changed something")
+            self.reached(f"{what} exhausted")
+            return False
+        return True
+
+    def _left(self, requests: Sequence[TieredRequest]) -> None:
+        """These have left. Writers that have not ended go on writing into memory that is not allocated."""
+        for request in requests:
+            self.requests.remove(request)
+            self.gone.append(request)
+            if request.writer is not None and not request.writer.query():
+                request.spoiled = True
+                self.late_writers.append(request.writer)
+                self.late_locations.update(request.writer.ranges.locations().tolist())
+                self.reached("direct abort before the writer has ended", request.state is not READY)
+                request.writer.scribble()
+                self.reached("a late write into memory that is not allocated")
+
+    def _resolve(self, most: int) -> None:
+        """Waits for the oldest forwards, until at most so many are unread, and compares what they have read."""
+        while len(self.readings) > most:
+            reading = self.readings.popleft()
+            layers = reading.download.resolve()
+            start = 0
+            for request, expected in zip(reading.requests, reading.expected, strict=True):
+                stop = start + expected.shape[1]
+                for layer, numbers in zip(layers, expected, strict=True):
+                    if not request.spoiled:
+                        what = f"what a forward read of {request!r}"
+                        agree_on(np.ascontiguousarray(numbers), layer[start:stop], what)
+                start = stop
+
+    def _begin_step(self) -> None:
+        """Waits until the step before the present one is over, on all streams."""
+        with self.on(self.apart):
+            self.ends.append(self.rt.record())
+        while len(self.ends) >= IN_FLIGHT:
+            self.ends.popleft().wait()
+        while self.copies and self.copies[0][0] < self.rt.step:
+            self.copies.popleft()[1].wait()
+        self.rt.next_step()
+
+    def _forward(
+        self,
+        requests: Sequence[TieredRequest],
+        added: Sequence[Ints],
+        locations: Ints,
+        plan: LastLocation | None,
+        packed: bool,
+    ) -> None:
+        """One forward: backs up, writes the KV of new positions, reads all of all requests, and tells the host."""
+        self._begin_step()
+        for request, content in zip(requests, added, strict=True):
+            request.content = np.concatenate([request.content, content], axis=1)
+        of_host = [request.host_locations(request.hot_from) for request in requests]
+        on_device = [self._device_locations(request) for request in requests]
+        new = np.concatenate(added, axis=1)
+        order = _in_order([one.size for one in of_host], [one.size for one in on_device])
+        arrays: list[Ints] = [locations, new, np.concatenate(of_host), np.concatenate(on_device), order]
+        with self.on(self.apart):
+            extras = {} if plan is None or not packed else plan.extras
+            upload = self.rt.upload([*arrays, *extras.values()])
+            if plan is not None:
+                uploaded = {name: upload.view(5 + at) for at, name in enumerate(extras)}
+                self.tier.back_up(plan, uploaded if packed else None)
+            written, kv_of_step, cold, hot, order_on_device = (upload.view(at) for at in range(5))
+            read = []
+            for layer, (kv, buffer) in enumerate(zip(self.kv, self.host.buffers, strict=True)):
+                self.rt.launch(
+                    _put, kv, written, kv_of_step, layer, reads=(written, kv_of_step), writes=(kv,), name="write KV"
+                )
+                inputs = (buffer, cold, kv, hot, order_on_device)
+                reads = inputs if arrays[2].size else inputs[2:]
+                read.append(self.rt.launch(_gathered, *inputs, reads=reads, name="read KV"))
+            download = self.rt.download(read, name="what a forward read")
+            self.last = self.rt.record()
+        self.readings.append(Reading(download, tuple(requests), tuple(request.content for request in requests)))
+        self._resolve(IN_FLIGHT)
+
+    # Requests whose KV comes from another process
+
+    @rule(n=st.integers(1, 2))
+    def come(self, n: int) -> None:
+        """Requests come and have nothing yet."""
+        self._take(n)
+
+    @rule(n=st.integers(1, 2), length=st.integers(1, 9), more=st.integers(0, 9), delivered=st.integers(0, 9))
+    def reserve(self, n: int, length: int, more: int, delivered: int) -> None:
+        """Requests get host locations; their writers begin."""
+        self._reserve(n, length, more, delivered)
+
+    def _reserve(self, n: int, length: int, more: int, delivered: int) -> list[TieredRequest]:
+        most = min(length + more, self.host.num_tokens)
+        length = min(length, most)
+        arriving = []
+        for request in self._take(n):
+            content = self._new(length)
+            writer = PrefillWorker(self.host, content)
+            begin = functools.partial(self._begin_writing, request, writer, length, most)
+            if not self._tried(begin, "host locations"):
+                self._leave_outside(request)
+                continue
+            request.writer, request.content, request.max_tokens = writer, content, most
+            request.ranges, request.state = writer.ranges, DIRECT
+            again = self.late_locations & set(writer.ranges.locations().tolist())
+            self.reached("host locations used again after their writer", bool(again))
+            request.delivered = min(delivered, length)
+            writer.write(0, request.delivered)
+            arriving.append(request)
+        return arriving
+
+    def _begin_writing(self, request: TieredRequest, writer: PrefillWorker, length: int, most: int) -> None:
+        (writer.ranges,) = self.tier.reserve(request.slot, length, most, writer=writer)
+
+    @_DIRECT
+    @rule(data=st.data(), ended=st.booleans())
+    def admit_direct(self, data: st.DataObject, ended: bool) -> None:
+        """All has arrived, and the requests may decode, whether or not their writers are known to have ended."""
+        self._admit(self._some(data, self.of(DIRECT)), ended)
+
+    def _admit(self, requests: list[TieredRequest], ended: bool) -> bool:
+        for request in requests:
+            if request.writer is not None:
+                request.writer.write(request.delivered, request.length)
+                request.delivered = request.writer.tokens = request.length
+                if ended:
+                    request.writer.end()
+        with self.on(self.apart):
+            if not self._tried(lambda: self.tier.admit_direct(self.handles(requests)), "device pages"):
+                return False
+        for request in requests:
+            request.state = READY
+            short = request.length <= self.tier.hot_tokens
+            request.hot_from = 0 if short else request.length
+            self.reached("a short request loaded" if short else "a long request admitted")
+        return True
+
+    @rule(
+        n=st.integers(1, 2),
+        length=st.integers(1, 6),
+        more=st.sampled_from([0, 1, 5, 14]),
+        ended=st.booleans(),
+        times=st.integers(0, 14),
+        leave=st.booleans(),
+    )
+    def arrive(self, n: int, length: int, more: int, ended: bool, times: int, leave: bool) -> None:
+        """Reserve, deliver, admit, decode, and perhaps leave."""
+        requests = self._reserve(n, length, more, length // 2)
+        if requests and self._admit(requests, ended):
+            self._decode_on(requests, times)
+            if leave:
+                self._finish(requests, False)
+
+    @precondition(lambda self: any(one.writer is not None for one in self.requests) or self.late_writers)
+    @rule(data=st.data(), again=st.booleans())
+    def writer_ends(self, data: st.DataObject, again: bool) -> None:
+        """A writer ends, perhaps with a last write: the same bytes once more, others if its request has left."""
+        chosen = data.draw(st.integers(-1, len(self.late_writers) - 1), label="writer of a request that left")
+        if chosen >= 0:
+            writer = self.late_writers.pop(chosen)
+            if again:
+                writer.scribble()
+            writer.end()
+            self.reached("a writer that ends after its request")
+            return
+        for request in self.requests:
+            if request.writer is not None and request.state is READY:
+                if again:
+                    request.writer.write(0, request.delivered)
+                request.writer.end()
+
+    # Requests that this worker has prefilled
+
+    @rule(n=st.integers(1, 2), length=st.integers(1, MOST_TOKENS - 1))
+    def prefill(self, n: int, length: int) -> None:
+        """Requests come and stay outside: their KV is on the device."""
+        self._prefill(n, length)
+
+    def _prefill(self, n: int, length: int) -> list[TieredRequest]:
+        return [request for request in self._take(n) if self._extended(request, length)]
+
+    def _extended(self, request: TieredRequest, length: int) -> bool:
+        if not self._tried(lambda: self.pages.extend(request.slot, length), "device pages"):
+            self._leave_outside(request)
+            return False
+        self._written([request], length)
+        return True
+
+    def _written(self, requests: list[TieredRequest], n: int) -> None:
+        """A forward writes further positions of requests outside of the tier."""
+        added = [self._new(n) for _ in requests]
+        size, table = self.pages.page_size, self.pages.page_table
+        locations = [
+            int(table[request.number, position // size]) * size + position % size
+            for request in requests
+            for position in range(request.length, request.length + n)
+        ]
+        self._forward(requests, added, np.array(locations, dtype=np.int64), None, False)
+
+    @_OUTSIDE
+    @rule(data=st.data())
+    def decode_outside(self, data: st.DataObject) -> None:
+        """Requests outside of the tier decode as if there were none."""
+        growing = [one for one in self.of(OUTSIDE) if 0 < one.length < MOST_TOKENS]
+        if growing:
+            requests = self._some(data, growing)
+            if self._tried(lambda: self.pages.advance(self.handles(requests)), "device pages"):
+                self._written(requests, 1)
+
+    @_OUTSIDE
+    @rule(data=st.data(), more=st.integers(0, 6), fence=st.booleans())
+    def stage(self, data: st.DataObject, more: int, fence: bool) -> None:
+        """Requests outside are copied out to the host."""
+        if hot := [one for one in self.of(OUTSIDE) if one.length]:
+            self._stage(self._some(data, hot), more, fence)
+
+    def _stage(self, requests: list[TieredRequest], more: int, fence: bool) -> bool:
+        most = np.array([min(one.length + more, self.host.num_tokens) for one in requests], dtype=np.int64)
+        if any(one.length > n for one, n in zip(requests, most.tolist(), strict=True)):
+            return False
+        slots, after = self.handles(requests), self.last if fence else None
+        with self.on(self.apart):
+            if not self._tried(lambda: self.tier.admit_staged(slots, most, after=after), "host locations"):
+                return False
+        self.copies.append((self.rt.step, self.tier._staging[-1][1]))
+        for request, n in zip(requests, most.tolist(), strict=True):
+            request.state, request.max_tokens = STAGED, n
+            request.ranges = self.tier._requests.ranges[request.number]
+        return True
+
+    @rule()
+    def poll_staged(self) -> None:
+        """What is copied may decode."""
+        copied = self.tier.poll_staged()
+        ready = [one for one in self.of(STAGED) if self.tier.ready(one.slot)[0]]
+        with self.on(self.apart):
+            self.tier.verify()
+        agree(len(ready), copied, "requests that became ready")
+        for request in ready:
+            request.state = READY
+            request.hot_from = request.length if request.length > self.tier.hot_tokens else 0
+
+    @rule(
+        n=st.integers(1, 2),
+        length=st.integers(1, MOST_TOKENS - 1),
+        more=st.integers(0, 9),
+        then=st.sampled_from(["ask too early", "abort", "wait", "wait"]),
+        times=st.integers(0, 9),
+    )
+    def prefill_and_stage(self, n: int, length: int, more: int, then: str, times: int) -> None:
+        """Prefill and stage; then ask too early, abort and prefill others, or wait until it is copied, and decode."""
+        requests = self._prefill(n, length)
+        if not requests or not self._stage(requests, more, True):
+            return
+        if then == "ask too early":
+            self.poll_staged()
+        elif then == "abort":
+            self._abort(requests, False)
+            if self.last is not None:
+                self.last.wait()  # for the forward, and not for the copy
+            self._prefill(n, length)
+        else:
+            self.rt.synchronize()
+            self.poll_staged()
+            self._decode_on(requests, times)
+
+    # Decoding
+
+    @_READY
+    @rule(data=st.data(), times=st.integers(1, 5), packed=st.booleans(), mirrored=st.booleans())
+    def decode(self, data: st.DataObject, times: int, packed: bool, mirrored: bool) -> None:
+        """Decode steps of some requests; each byte they read is compared. `packed`: indices go with the step's copy."""
+        requests = self._some(data, self.of(READY))
+        for _ in range(times):
+            if not self._decode(requests, packed, mirrored):
+                return
+
+    @precondition(lambda self: len(self.of(READY)) > 1)
+    @rule(times=st.integers(1, 8))
+    def decode_all(self, times: int) -> None:
+        """Decode steps of all that have reserved more tokens."""
+        self._decode_on(self.of(READY), times)
+
+    def _decode_on(self, requests: list[TieredRequest], times: int) -> None:
+        for _ in range(times):
+            requests = [one for one in requests if one.length < one.max_tokens]
+            if not requests or not self._decode(requests, True, False):
+                return
+
+    def _decode(self, requests: list[TieredRequest], packed: bool, mirrored: bool) -> bool:
+        slots = self.handles(requests)
+        lengths = np.array([one.length + 1 for one in requests], dtype=np.int64)
+        seq_lens = MirroredTensor.from_host(self.rt, lengths) if mirrored else lengths
+        if any(one.length >= len(one.ranges or ()) for one in requests):
+            self.reached("a request beyond its reservation refused")
+            with self.refused(Code.LENGTH_ORDER):
+                self.tier.map_last_location(slots, seq_lens)
+            return False
+        size, hot = self.pages.page_size, self.tier.hot_tokens
+        grown = any(one.length < hot and one.length % size == 0 for one in requests)
+        plans: list[LastLocation] = []
+        if not self._tried(lambda: plans.append(self.tier.map_last_location(slots, seq_lens)), "device pages"):
+            return False
+        plan = plans[0]
+        for early in (lambda: self.tier.map_last_location(slots, seq_lens), lambda: self.tier.abort(slots)):
+            with self.refused(ArgumentError):
+                early()
+        added = [self._new(1) for _ in requests]
+        for request in requests:
+            request.hot_from = max(request.hot_from, request.length + 1 - hot)
+            self.reached("the ring went round", request.length >= 2 * hot)
+            self.reached("grown by a page", grown)
+            self.reached("read from the host", request.hot_from > 0)
+        self._forward(requests, added, plan.locations.np, plan, packed)
+        if levels.full:  # before what the forward read is compared
+            with self.on(self.apart):
+                self.tier.verify()
+        agree([one.length - 1 for one in requests], plan.positions.tolist(), "positions of the new tokens")
+        agree([one.hot_from for one in requests], plan.hot_from.tolist(), "first positions on the device")
+        owed = sum(one.steps > 0 for one in requests)
+        agree((owed, owed), (len(plan.backup_from), len(plan.backup_to)), "tokens to back up")
+        with self.refused(ArgumentError):
+            self.tier.back_up(plan)
+        for request in requests:
+            request.steps += 1
+        return True
 
     # Leaving
 
@@ -939,13 +804,33 @@ class HostTierMachine(TierArrivals):
     @rule(data=st.data(), raw=st.booleans())
     def finish(self, data: st.DataObject, raw: bool) -> None:
         """Requests leave behind the last forward; a second exit is refused."""
-        self._finish(self.some(data, self.of(READY)), raw)
+        self._finish(self._some(data, self.of(READY)), raw)
+
+    def _finish(self, requests: list[TieredRequest], raw: bool) -> None:
+        slots = self.handles(requests)
+        if raw:
+            self.pages.release_requests(slots, after=self.last)
+        else:
+            self.tier.finish(slots, after=self.last)
+        self._left(requests)
+        with self.refused(Code.SLOT_DOUBLE_FREE, Code.SLOT_STALE_HANDLE):
+            self.tier.finish(slots)
 
     @_INSIDE
     @rule(data=st.data(), ended=st.booleans())
     def abort(self, data: st.DataObject, ended: bool) -> None:
         """Requests leave in whatever state they are."""
-        self._abort(self.some(data, self.of(STAGED, DIRECT, READY)), ended)
+        self._abort(self._some(data, self.of(STAGED, DIRECT, READY)), ended)
+
+    def _abort(self, requests: list[TieredRequest], ended: bool) -> None:
+        staged = any(one.state is STAGED for one in requests)
+        before = self.host.stats.pending
+        self.tier.abort(self.handles(requests), after=self.last)
+        for request in requests:
+            if ended and request.writer is not None:
+                request.writer.end()
+        self._left(requests)
+        self.reached("staged abort while the copy is under way", staged and self.host.stats.pending > before)
 
     @_STAGED
     @rule()
@@ -956,36 +841,40 @@ class HostTierMachine(TierArrivals):
     @_DIRECT
     @rule()
     def free_direct(self) -> None:
-        """The slots alone are freed, by one who knows nothing of the tier: the host tokens go with them."""
+        """The slots alone are freed, by code that knows nothing of the tier: the host locations go with them."""
         requests = self.of(DIRECT)
         self.slots.free(self.handles(requests), after=self.last)
-        self.leave(requests)
+        self._left(requests)
 
     @_OUTSIDE
     @rule(data=st.data())
     def leave_outside(self, data: st.DataObject) -> None:
         """Requests outside leave."""
-        for request in self.some(data, self.of(OUTSIDE)):
+        for request in self._some(data, self.of(OUTSIDE)):
             self._leave_outside(request)
+
+    def _leave_outside(self, request: TieredRequest) -> None:
+        self.pages.release_requests(request.slot, after=self.last)
+        self._left([request])
 
     @rule()
     def all_leave(self) -> None:
-        """Everybody leaves, the device ends: what is pending then is what writers may still write, and no more."""
+        """All leave, the device ends: what is pending then is what writers may still write, and no more."""
         self._abort(self.of(STAGED, DIRECT, READY), False)
         for request in self.of(OUTSIDE):
             self._leave_outside(request)
         self.host.free(self.strangers)
         self.strangers = []
-        self.resolve(0)
+        self._resolve(0)
         self.rt.synchronize()
         self.slots.expect_idle()
         self.pages.expect_idle()
         self.host.expect_idle()
         for _ in range(4):
-            self.haunt()
+            self._write_late()
             self.host.verify()
-        stats, haunted = self.host.stats, sum(len(ghost.ranges) for ghost in self.ghosts)
-        agree((haunted, stats.size - haunted), (stats.pending, stats.free), "host tokens pending and free, all gone")
+        stats, late = self.host.stats, sum(len(writer.ranges) for writer in self.late_writers)
+        agree((late, stats.size - late), (stats.pending, stats.free), "host locations pending and free, all gone")
         agree(self.pages.num_pages, self.pages.stats.free, "device pages free, all gone")
 
     # Time and misuse
@@ -993,7 +882,7 @@ class HostTierMachine(TierArrivals):
     @rule(read=st.integers(0, 2), all_of_it=st.booleans())
     def time_passes(self, read: int, all_of_it: bool) -> None:
         """The host reads what forwards brought, or waits for everything."""
-        self.resolve(read)
+        self._resolve(read)
         if all_of_it:
             self.rt.synchronize()
 
@@ -1009,6 +898,8 @@ class HostTierMachine(TierArrivals):
             lambda: tier.admit_staged(slot, 1),
             lambda: tier.map_last_location(slot, late.length + 1),
             lambda: tier.states(slot),
+            lambda: tier.ready(slot),
+            lambda: tier.lengths(slot),
             lambda: tier.host_locations(slot, 1),
             lambda: tier.abort(slot),
         ):
@@ -1021,9 +912,9 @@ class HostTierMachine(TierArrivals):
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), misuse=st.sampled_from(MISUSES))
-    def misuse(self, data: st.DataObject, misuse: Misuse[tuple[HiSparse, Slots]]) -> None:
-        """What cannot be meant is refused, and changes nothing."""
-        it = (self.tier, self.some(data, self.requests)[0].slot)
+    def misuse(self, data: st.DataObject, misuse: Misuse[It]) -> None:
+        """A call that cannot be meant is refused, and changes nothing."""
+        it = (self.tier, self._some(data, self.requests)[0].slot)
         if misuse.applies(it):
             with self.refused(*misuse.expected):
                 misuse.call(it)
