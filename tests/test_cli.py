@@ -251,7 +251,7 @@ def test_violation_is_printed_and_1(
     tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A broken invariant ends the run with its report on stderr, is in the figures, and gives 1."""
-    release = Engine._give_back
+    release = Engine.give_back
 
     def twice(engine: Engine, leaves: Any) -> Any:
         leaving = engine.batch.filter(leaves)
@@ -259,7 +259,7 @@ def test_violation_is_printed_and_1(
         engine.pages.release_requests(leaving.slots)
         return requests
 
-    monkeypatch.setattr(Engine, "_give_back", twice)
+    monkeypatch.setattr(Engine, "give_back", twice)
     path = tmp_path / "traffic.json"
     assert main(["traffic", "--requests", "3", "--device", device, "--json", str(path)]) == 1
     output = capsys.readouterr()

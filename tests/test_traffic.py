@@ -20,7 +20,7 @@ from batchstate.traffic import (
     fitted_workload,
     run_traffic,
 )
-from batchstate.traffic.engine import chunk_lengths, rows_that_fit
+from batchstate.traffic.scheduler import chunk_lengths, rows_that_fit
 
 TINY = EngineSettings(max_running=8, max_tokens_per_step=24, page_size=4, num_pages=30, step_seconds=1.0)
 

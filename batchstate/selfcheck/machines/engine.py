@@ -1,54 +1,42 @@
 """Everything together, driven by a scheduler: who finds whose tokens where, and when a slot changes hands."""
 
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol, TypeVar, final
+from collections.abc import Sequence
+from typing import Protocol, final
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from batchstate import invariants
-from batchstate.batch import Batch
-from batchstate.columns import device_only, host_list, mirrored, slot_column
-from batchstate.errors import PoolExhaustedError
+from batchstate.columns import device_only, mirrored
 from batchstate.hybrid import HybridSlotPool
-from batchstate.indices import Slots
 from batchstate.kv.pages import Extension, PageLease, PagePool
 from batchstate.mirror import Contract, MirroredTensor
 from batchstate.pools import SlotPool
-from batchstate.runtime import Fence, Runtime
+from batchstate.runtime import Fence
 from batchstate.tables import TableWrite
 from batchstate.testing.fences import ManualFence, ManualStream
 from batchstate.testing.machine import Machine, agree, agree_on
 from batchstate.testing.sync_guard import no_hidden_sync
-
-# A scheduler as an engine would write it, with a forward that only counts: what the engine machine drives.
-#
-# One step: rows leave, rows are retracted when pages run out, waiting requests join, everyone extends, one upload, one
-# forward. Slots and pages of rows that leave are freed behind the last launched step, which may still read them.
-
-T = TypeVar("T")
-Ints = npt.NDArray[np.int64]
+from batchstate.traffic.scheduler import ScheduledBatch, Scheduler, StepPlan
 
 BUDGET = 6
-"""Tokens of one step."""
+"""Tokens per step."""
+
+DEPTH = 3
+"""Steps in flight, at most."""
 
 
-class Running(Batch):
-    """The requests that run."""
+class Running(ScheduledBatch):
+    """The running requests."""
 
-    slots = slot_column()
-    seq_lens = mirrored(torch.int64)
-    prefill_lens = mirrored(torch.int64)
     num_generated = mirrored(torch.int32)
     temperature = mirrored(torch.float32, pad=1.0)
     bound_lens = mirrored(torch.int64, contract="upper_bound")
     last_token = device_only(torch.int64)
-    requests = host_list()
 
 
 @final
@@ -57,10 +45,10 @@ class Request:
     """One request.
 
     Attributes:
-        number: names it.
+        number: its name.
         prompt, answer: tokens.
         shares: begins with the prefix that the cache holds, if that is shorter than its prompt.
-        generated: tokens generated so far.
+        num_generated: tokens generated when it last left the batch.
         state: waiting, running, finished or aborted.
         last, bound: what the device has in `last_token` and `bound_lens`; `most` is the host's bound.
     """
@@ -69,72 +57,57 @@ class Request:
     prompt: int
     answer: int
     shares: bool = False
-    generated: int = 0
+    num_generated: int = 0
     state: str = "waiting"
     last: int = 0
     bound: int = 0
     most: int = 0
 
     @property
-    def to_prefill(self) -> int:
+    def tokens_to_prefill(self) -> int:
         """Tokens whose KV is computed before the next one is generated."""
-        return self.prompt + self.generated
+        return self.prompt + self.num_generated
 
 
-class Watcher(Protocol):
-    """Hears of every token, before it is uploaded."""
+class Listener(Protocol):
+    """Is told of every location before the upload that publishes it."""
 
-    def joined(self, request: Request, shared: Extension | None) -> None:
-        """A request joins, with a prefix or without."""
-        ...
+    def on_join(self, request: Request, shared: Extension | None) -> None:
+        """A request joins, with a shared prefix or without."""
 
-    def extended(self, batch: Running, extension: Extension) -> None:
+    def on_extend(self, batch: Running, extension: Extension) -> None:
         """Tokens are about to be written."""
-        ...
 
 
 @final
-@attrs.define(eq=False)
-class Scheduler:
-    """Runs requests.
+class SmallEngine(Scheduler[Running, Request]):
+    """A scheduler with a prefix cache, whose forward only counts.
 
     Attributes:
-        runtime, slots, pages: what it runs on.
-        steps: steps in flight; `depth` is the most there may be.
-        watcher: hears of every token.
-        waiting: requests that do not run, first come first served.
+        slots: the slot pool.
+        steps: steps in flight.
         cache: the prefix that a finished request left behind, or None.
-        batch: the running requests; `launched` is what the last step uploaded.
-        waited: times a step in flight was awaited because what it held was needed.
-        retracted: requests that gave their pages back.
+        launched: the batch that the last step uploaded.
+        waited: how often a step in flight was awaited because its slots or pages were needed.
     """
 
-    runtime: Runtime
-    slots: SlotPool
-    pages: PagePool
-    steps: ManualStream
-    depth: int
-    watcher: Watcher
-    waiting: deque[Request] = attrs.field(factory=deque)
-    cache: PageLease | None = None
-    waited: int = 0
-    retracted: int = 0
-    launched: Running | None = None
-    batch: Running = attrs.field(init=False)
-    _writes: list[TableWrite] = attrs.field(factory=list)
-    _real: deque[Fence] = attrs.field(factory=deque)  # of the device itself, which may be slower than the steps
-
-    def __attrs_post_init__(self) -> None:
-        self.batch = Running.empty(self.runtime)
+    def __init__(self, pages: PagePool, listener: Listener) -> None:
+        super().__init__(pages, Running.empty(pages.runtime), max_running=pages.slots.size, max_tokens_per_step=BUDGET)
+        self.slots = pages.slots
+        self.steps = ManualStream()
+        self.cache: PageLease | None = None
+        self.launched: Running | None = None
+        self.waited = 0
+        self._listener = listener
+        self._writes: list[TableWrite] = []
+        self._real: deque[Fence] = deque()  # of the device itself, which may be slower than `steps`
 
     def step(self) -> int:
-        """Plans and launches one step; says how many requests it runs."""
+        """Plans and launches one step; returns how many requests it runs."""
         self._next_step()
-        self._leave()
-        if not self._retract():
-            self._admit()
-        if len(self.batch):
-            self._launch()
+        plan = self.schedule()
+        if len(self.batch) and plan is not None:
+            self._launch(plan)
         return len(self.batch)
 
     def _next_step(self) -> None:
@@ -144,119 +117,79 @@ class Scheduler:
             self._real.popleft().wait()
         self.runtime.next_step()
 
-    def _leave(self) -> None:
+    @property
+    def last_step(self) -> Fence | None:
+        """The fence of the last launched step; None when none is in flight."""
+        return self.steps.last
+
+    def wait_for_step(self) -> bool:
+        """Completes the oldest step in flight; False when there is none."""
+        completed = self.steps.complete() > 0
+        self.waited += completed
+        return completed
+
+    def leave(self) -> None:
+        """Gives back the rows of requests that are complete or aborted; the first complete one leaves its prefix."""
         batch = self.batch
         done = batch.num_generated.np >= np.array([request.answer for request in batch.requests], np.int64)
         aborted = np.array([request.state == "aborted" for request in batch.requests], np.bool_)
         leaves = done | aborted
         if leaves.any():
             self._keep_prefix(batch.filter(done & ~aborted))
-            for request in self._give_back(leaves):
+            for request in self.give_back(leaves):
                 if request.state == "running":
                     request.state = "finished"
 
     def _keep_prefix(self, done: Running) -> None:
         if len(done):
             size = self.pages.page_size
-            self.forget_prefix()
+            self.reclaim()
             first = done.filter([0])
             self.cache = self.pages.hold(first.slots, int(first.seq_lens.np[0]) // size * size)
 
-    def forget_prefix(self) -> None:
-        """The cache lets go; a step in flight may still read the pages."""
-        if self.cache is not None:
-            self.cache.release(after=self.steps.last)
-            self.cache = None
+    def reclaim(self) -> bool:
+        """Releases the cached prefix, whose pages a step in flight may still read."""
+        if self.cache is None:
+            return False
+        self.cache.release(after=self.steps.last)
+        self.cache = None
+        return True
 
-    def _give_back(self, leaves: npt.NDArray[np.bool_]) -> tuple[Request, ...]:
-        leaving = self.batch.filter(leaves)
-        for request, generated in zip(leaving.requests, leaving.num_generated.np.tolist(), strict=True):
-            request.generated = generated
-        self.pages.release_requests(leaving.slots, after=self.steps.last)
-        self.batch = self.batch.filter(~leaves)
-        return leaving.requests
-
-    def _retract(self) -> bool:
-        retracted = False
-        while self._lacking() > self._available():
-            if self.cache is not None:
-                self.forget_prefix()
-                continue
-            for request in self._give_back(np.arange(len(self.batch)) == len(self.batch) - 1):
-                request.state = "waiting"
-                self.waiting.appendleft(request)
-            self.retracted += 1
-            retracted = True
-        return retracted
-
-    def _available(self) -> int:
-        stats = self.pages.stats
-        return stats.free + stats.pending
-
-    def _lacking(self) -> int:
-        """Pages that the rows need on top for this step."""
-        size, lens = self.pages.page_size, self.batch.seq_lens.np
-        wanted = -(-(lens + self._chunks()) // size) - self.pages.allocated(self.batch.slots) // size
-        return int(np.maximum(wanted, 0).sum())
-
-    def _left(self) -> Ints:
-        """Tokens that each row computes until its next one comes out."""
-        left: Ints = np.maximum(self.batch.prefill_lens.np - self.batch.seq_lens.np, 1)
-        return left
-
-    def _chunks(self) -> Ints:
-        left = self._left()
-        chunks: Ints = np.clip(BUDGET - (np.cumsum(left) - left), 0, left)
-        return chunks
-
-    def _admit(self) -> None:
-        while self.waiting and len(self.batch) < BUDGET:
-            request, slots = self.waiting[0], self.slots.stats
-            needed = -(-request.to_prefill // self.pages.page_size) + self._lacking()
-            if needed > self._available() and self.cache is not None and not len(self.batch):
-                self.forget_prefix()
-            if slots.free - slots.free_reserved + slots.pending < 1 or needed > self._available():
-                return
-            self._join(self.waiting.popleft())
-
-    def _join(self, request: Request) -> None:
-        slots = self._when_free(self._take_slot)
-        start, extension = 0, None
-        if request.shares and self.cache is not None and self.cache.tokens < request.to_prefill:
-            extension = self.pages.share(self.cache, slots, self.cache.tokens)
-            self._writes.append(extension.entry())
-            start = self.cache.tokens
-        if isinstance(self.slots, HybridSlotPool):
-            self._writes.append(self.slots.state_entry(slots))
-        self.watcher.joined(request, extension)
-        request.state = "running"
-        request.last, request.bound, request.most = 1000 * request.number + request.generated, start, start
-        joining = Running.build(
+    def join(self, requests: Sequence[Request]) -> Running:
+        """Takes slots and builds the rows of requests that join, some on a shared prefix."""
+        hybrid = self.slots if isinstance(self.slots, HybridSlotPool) else None
+        n = len(requests)
+        slots = self.when_free(lambda: self.slots.take(n) if hybrid is None else hybrid.take(n, write=False))
+        if hybrid is not None:
+            self._writes.append(hybrid.state_entry(slots))
+        for request, slot in zip(requests, slots.split([1] * n), strict=True):
+            start, extension = 0, None
+            if request.shares and self.cache is not None and self.cache.tokens < request.tokens_to_prefill:
+                start = self.cache.tokens
+                extension = self.pages.share(self.cache, slot, start)
+                self._writes.append(extension.entry())
+            self._listener.on_join(request, extension)
+            request.state = "running"
+            request.last = 1000 * request.number + request.num_generated
+            request.bound = request.most = start
+        return Running.build(
             self.runtime,
             slots=slots,
-            seq_lens=[start],
-            prefill_lens=[request.to_prefill],
-            num_generated=[request.generated],
-            temperature=[request.number / 2],
-            bound_lens=[start],
-            last_token=[request.last],
-            requests=[request],
+            seq_lens=[request.bound for request in requests],
+            prefill_lens=[request.tokens_to_prefill for request in requests],
+            num_generated=[request.num_generated for request in requests],
+            temperature=[request.number / 2 for request in requests],
+            bound_lens=[request.bound for request in requests],
+            last_token=[request.last for request in requests],
+            requests=requests,
         )
-        self.batch = self.batch.merge(joining)
 
-    def _take_slot(self) -> Slots:
-        if isinstance(self.slots, HybridSlotPool):
-            return self.slots.take(1, write=False)
-        return self.slots.take(1)
-
-    def _launch(self) -> None:
-        while self.steps.depth >= self.depth:
+    def _launch(self, plan: StepPlan) -> None:
+        while self.steps.depth >= DEPTH:
             self.steps.complete()
-        chunks, left = self._chunks(), self._left()
-        batch = self.batch.advance("seq_lens", chunks).advance("num_generated", (chunks == left).astype(np.int64))
-        batch = batch.advance("bound_lens", 2)
-        extension = self._when_free(lambda: self.pages.advance(batch.slots, chunks))
-        self.watcher.extended(batch, extension)
+        batch = self.batch.advance({"seq_lens": plan.chunks, "num_generated": plan.generates, "bound_lens": 2})
+        extension = self.when_free(lambda: self.pages.advance(batch.slots, plan.chunks))
+        self._listener.on_extend(batch, extension)
         batch.upload(
             writes=[*self._writes, extension.entry()],
             extras={"positions": extension.positions, "out_cache_loc": extension.locations.np},
@@ -269,7 +202,7 @@ class Scheduler:
         self.steps.record()
 
     def _forward(self, batch: Running) -> None:
-        """One token a row comes out, and one of the two drafts is accepted."""
+        """One token per row comes out, and one of the two drafts is accepted."""
         launch, tokens, lens = self.runtime.launch, batch.last_token.device, batch.bound_lens.device
         sampled = launch(torch.add, tokens, 1, reads=(tokens,), name="forward")
         accepted = launch(torch.sub, lens, 1, reads=(lens,), name="verify drafts")
@@ -286,18 +219,8 @@ class Scheduler:
         for request in self.batch.requests:
             request.most = request.bound
 
-    def _when_free(self, take: Callable[[], T]) -> T:
-        while True:
-            try:
-                return take()
-            except PoolExhaustedError:  # nothing was taken; plans count what is pending as free
-                if not self.steps.complete():
-                    raise
-                self.waited += 1
 
-
-_MOST_TOKENS = 12
-_DEPTH = 3
+_MAX_TOKENS = 12
 
 
 class EngineMachine(Machine):
@@ -324,34 +247,34 @@ class EngineMachine(Machine):
         """Opens an engine in which any one request fits, and hardly two long ones."""
         self.open()
         self._windows.enter_context(no_hidden_sync(self.rt))
-        pool = HybridSlotPool(self.rt, size, states=2 * size, states_per_slot=2) if hybrid else SlotPool(self.rt, size)
-        self.slots = pool
-        self.table = self.slots.table("req_to_token", (_MOST_TOKENS,), holds="location", host=True)
+        self.slots = (
+            HybridSlotPool(self.rt, size, states=2 * size, states_per_slot=2) if hybrid else SlotPool(self.rt, size)
+        )
+        self.table = self.slots.table("req_to_token", (_MAX_TOKENS,), holds="location", host=True)
         self.pages = PagePool(
             self.rt,
-            pool,
-            max(num_pages, -(-_MOST_TOKENS // page_size)),
+            self.slots,
+            max(num_pages, -(-_MAX_TOKENS // page_size)),
             page_size,
-            max_tokens_per_request=_MOST_TOKENS,
+            max_tokens_per_request=_MAX_TOKENS,
             req_to_token=self.table,
         )
-        self.steps = ManualStream()
-        self.memory: dict[int, int] = {}  # token -> stamp
+        self.engine = SmallEngine(self.pages, self)
+        self.steps = self.engine.steps
+        self.memory: dict[int, int] = {}  # location -> stamp
         self.stamps: dict[int, list[int]] = {}  # request -> stamps of its tokens
         self.written = 0
-        self.reading: list[tuple[ManualFence, set[int]]] = []  # tokens that each step in flight reads
+        self.reading: list[tuple[ManualFence, set[int]]] = []  # locations that each step in flight reads
         self.requests: list[Request] = []
-        self.pool = pool
-        self.engine = Scheduler(self.rt, pool, self.pages, self.steps, _DEPTH, self)
 
-    # What the scheduler tells
+    # What the engine tells
 
-    def joined(self, request: Request, shared: Extension | None) -> None:
+    def on_join(self, request: Request, shared: Extension | None) -> None:
         """The request finds what the shared prefix holds."""
         self.stamps[request.number] = [] if shared is None else [self.memory[token] for token in shared.locations.np]
         self.reached("a shared prefix", shared is not None and len(shared) > 0)
 
-    def extended(self, batch: Running, extension: Extension) -> None:
+    def on_extend(self, batch: Running, extension: Extension) -> None:
         """No token is written that a step in flight still reads."""
         self.reading = [(fence, tokens) for fence, tokens in self.reading if not fence.query()]
         owners = dict(zip(batch.slots.np.tolist(), batch.requests, strict=True))
@@ -363,11 +286,11 @@ class EngineMachine(Machine):
             self.memory[token] = self.written
             self.stamps[owners[slot].number].append(self.written)
 
-    # Judging
+    # Checking
 
     def check(self) -> None:
-        """Lengths, tables, tokens and both sides of the batch agree; every law holds."""
-        self.pool.verify()
+        """Lengths, tables, tokens and both sides of the batch agree; every invariant holds."""
+        self.slots.verify()
         self.pages.verify()
         batch = self.engine.batch
         batch.check("check")
@@ -378,7 +301,7 @@ class EngineMachine(Machine):
         self._check_tables(batch)
         self._check_sides(batch)
         self.reached("two steps in flight", self.steps.depth >= 2)
-        self.reached("retraction", self.engine.retracted > 0)
+        self.reached("retraction", self.engine.retractions > 0)
         self.reached("waited for a step that held what was needed", self.engine.waited > 0)
         self.reached("a page held by two", self.pages.stats.shared > 0)
         self.reached("slots free behind step N while N+1 is in flight", stats.pending > 0 and self.steps.depth >= 2)
@@ -494,9 +417,9 @@ class EngineMachine(Machine):
             self._step()
             self.steps.complete()
         agree(set(), {r.state for r in self.requests} - {"finished", "aborted"}, "requests left behind")
-        self.engine.forget_prefix()
-        self.steps.complete(_DEPTH)
-        self.pool.expect_idle()
+        self.engine.reclaim()
+        self.steps.complete(DEPTH)
+        self.slots.expect_idle()
         self.pages.expect_idle()
         stats = self.pages.stats
         agree((self.slots.size, stats.num_pages), (self.slots.stats.free, stats.free), "free slots and pages when idle")

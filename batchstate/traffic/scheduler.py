@@ -1,0 +1,276 @@
+"""Decides which requests run in the next step: rows are retracted when pages run out, and waiting requests join.
+
+Rows stand in order of admission, so the last row is the youngest request. The decisions are arithmetic on the batch's
+host arrays, `plan_step` and below; `Scheduler` applies them to a batch and a page pool. The traffic engine is one, and
+so is the engine that the library fuzzes itself with.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar, final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchstate.batch import Batch
+from batchstate.columns import host_list, mirrored, slot_column
+from batchstate.errors import PoolExhaustedError
+from batchstate.kv.pages import PagePool
+from batchstate.runtime import Fence, Runtime
+
+Ints = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+
+@final
+@attrs.frozen(eq=False)
+class StepPlan:
+    """What each row does in a step if no row leaves or joins before; see `plan_step`.
+
+    Attributes:
+        remaining: int64[rows], tokens to compute until the row's next token comes out: 1 when it decodes.
+        chunks: int64[rows], tokens that it computes in this step.
+        owned_pages: int64[rows], pages that it has.
+        new_pages: int64[rows], pages that its chunk needs on top.
+    """
+
+    remaining: Ints
+    chunks: Ints
+    owned_pages: Ints
+    new_pages: Ints
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether every row computes and generates exactly one token."""
+        return int(self.remaining.max(initial=1)) == 1
+
+    @property
+    def generates(self) -> Ints:
+        """1 for each row whose next token comes out of this step, else 0; int64[rows]."""
+        generates: Ints = (self.chunks == self.remaining).astype(np.int64)
+        return generates
+
+
+def plan_step(seq_lens: Ints, prefill_lens: Ints, *, budget: int, page_size: int) -> StepPlan:
+    """Plans one step.
+
+    Args:
+        seq_lens: int64[rows], tokens whose KV is computed.
+        prefill_lens: int64[rows], tokens whose KV has to be computed before the row decodes.
+        budget: tokens per step, at least the number of rows.
+        page_size: tokens per page.
+    """
+    remaining = np.maximum(prefill_lens - seq_lens, 1)
+    chunks = chunk_lengths(remaining, budget)
+    owned_pages = pages_for(seq_lens, page_size)
+    return StepPlan(remaining, chunks, owned_pages, pages_for(seq_lens + chunks, page_size) - owned_pages)
+
+
+def chunk_lengths(remaining: Ints, budget: int) -> Ints:
+    """How many tokens of each row this step computes.
+
+    Rows that decode go first, one token each. What is left of the budget goes to the prompts, oldest first; the one
+    that does not fit is cut, and goes on in the next step (chunked prefill).
+
+    Args:
+        remaining: int64[rows], tokens to compute until the row's next token comes out; 1 for a row that decodes.
+        budget: tokens per step, at least the number of rows.
+
+    Returns:
+        int64[rows], each from 0 to `remaining`, together at most `budget`.
+    """
+    if int(remaining.sum()) <= budget:
+        return remaining
+    decodes = remaining == 1
+    wanted = np.where(decodes, 0, remaining)
+    for_prompts = budget - np.count_nonzero(decodes)
+    before = np.cumsum(wanted) - wanted
+    chunks: Ints = np.clip(for_prompts - before, 0, wanted) + decodes
+    return chunks
+
+
+def pages_for(tokens: Ints, page_size: int) -> Ints:
+    """Pages that hold so many tokens."""
+    return -(-tokens // page_size)
+
+
+def rows_that_fit(new_pages: Ints, owned_pages: Ints, available: int) -> int:
+    """How many of the oldest rows can take their next step when all younger ones give back their pages.
+
+    Args:
+        new_pages: int64[rows], pages that each row's next tokens need.
+        owned_pages: int64[rows], pages that each row has.
+        available: pages without an owner.
+    """
+    if int(new_pages.sum()) <= available:
+        return len(new_pages)
+    needed = np.concatenate([[0], np.cumsum(new_pages)])
+    given_back = owned_pages.sum() - np.concatenate([[0], np.cumsum(owned_pages)])
+    return int(np.flatnonzero(needed <= available + given_back)[-1])
+
+
+class ScheduledBatch(Batch):
+    """The columns that a scheduler plans by."""
+
+    slots = slot_column()
+    """Row of the request in every table."""
+    seq_lens = mirrored(torch.int64)
+    """Tokens whose KV is computed, those of the step under way included."""
+    prefill_lens = mirrored(torch.int64)
+    """Tokens to prefill: the prompt, and for a request that was retracted its answer up to then."""
+    num_generated = mirrored(torch.int64)
+    """Tokens of the answer so far."""
+    requests = host_list()
+    """The request objects, on the host only."""
+
+
+class Schedulable(Protocol):
+    """What a scheduler knows of a request.
+
+    Attributes:
+        num_generated: tokens generated when it last left the batch; a retracted request goes on from there.
+    """
+
+    num_generated: int
+
+    @property
+    def tokens_to_prefill(self) -> int:
+        """Tokens whose KV has to be computed before the next one is generated: prompt and answer so far."""
+
+
+T = TypeVar("T")
+B = TypeVar("B", bound=ScheduledBatch)
+R = TypeVar("R", bound=Schedulable)
+
+
+class Scheduler(Generic[B, R]):
+    """The running batch and the requests that wait. Subclasses say how rows leave and join, and what a step launches.
+
+    Slots and pages of rows that leave are freed behind the fence of the last launched step, which may still read them.
+
+    Args:
+        pages: the page pool, with the slot pool in `pages.slots`.
+        batch: an empty batch.
+        max_running: requests in the batch at once.
+        max_tokens_per_step: tokens that one step computes, decode and prompt chunks together; at least `max_running`.
+
+    Attributes:
+        runtime: the device.
+        batch: the running requests.
+        waiting: the others, first come first served; a retracted request goes to the front.
+        retractions: how often a request had to give its pages back.
+    """
+
+    def __init__(self, pages: PagePool, batch: B, *, max_running: int, max_tokens_per_step: int) -> None:
+        self.runtime: Runtime = pages.runtime
+        self.pages = pages
+        self.batch = batch
+        self.waiting: deque[R] = deque()
+        self.retractions = 0
+        self._max_running = max_running
+        self._max_tokens_per_step = max_tokens_per_step
+
+    # For subclasses
+
+    @property
+    def last_step(self) -> Fence | None:
+        """The fence of the last launched step; None when none is in flight."""
+        raise NotImplementedError
+
+    def leave(self) -> None:
+        """Gives back the rows of requests that are complete or aborted."""
+        raise NotImplementedError
+
+    def join(self, requests: Sequence[R]) -> B:
+        """Takes slots and makes the rows of requests that join; nothing of them is computed yet."""
+        raise NotImplementedError
+
+    def wait_for_step(self) -> bool:
+        """Waits for the oldest step in flight; False when there is none."""
+        raise NotImplementedError
+
+    def reclaim(self) -> bool:
+        """Gives back pages that no running request needs, such as a prefix cache. Whether there were any."""
+        return False
+
+    # What a step begins with
+
+    def schedule(self) -> StepPlan | None:
+        """Rows leave, are retracted and join. Returns the plan of the next step; None when no request is left."""
+        self.leave()
+        if not len(self.batch) and not self.waiting:
+            return None
+        plan, retracted = self._plan(), False
+        while (fit := rows_that_fit(plan.new_pages, plan.owned_pages, self._pages_available)) < len(self.batch):
+            if not self.reclaim():
+                self._retract(fit)
+                plan, retracted = self._plan(), True  # the rows left share the tokens of the step anew
+        return self._plan() if not retracted and self._admit(plan) else plan
+
+    def _plan(self) -> StepPlan:
+        return plan_step(
+            self.batch.seq_lens.np,
+            self.batch.prefill_lens.np,
+            budget=self._max_tokens_per_step,
+            page_size=self.pages.page_size,
+        )
+
+    @property
+    def _pages_available(self) -> int:
+        """Pages without an owner, now or when the steps in flight are complete (see `when_free`)."""
+        stats = self.pages.stats
+        return stats.free + stats.pending
+
+    def _retract(self, fit: int) -> None:
+        """Makes all but the `fit` oldest rows wait again, ahead of the others."""
+        youngest = self.give_back(np.arange(len(self.batch)) >= fit)
+        self.waiting.extendleft(reversed(youngest))
+        self.retractions += len(youngest)
+
+    def give_back(self, leaves: Mask) -> Sequence[R]:
+        """Takes rows out of the batch and returns their requests; slots and pages are freed behind `last_step`."""
+        leaving = self.batch.filter(leaves)
+        requests: Sequence[R] = leaving.requests
+        for request, num_generated in zip(requests, leaving.num_generated.np.tolist(), strict=True):
+            request.num_generated = num_generated
+        self.pages.release_requests(leaving.slots, after=self.last_step)
+        self.batch = self.batch.filter(~leaves)
+        return requests
+
+    def _admit(self, plan: StepPlan) -> bool:
+        """Lets waiting requests join while this step's tokens, rows and pages last. Whether any did."""
+        rows, tokens = len(self.batch), self._max_tokens_per_step - int(plan.remaining.sum())
+        if not self.waiting or tokens <= 0 or rows == self._max_running:
+            return False
+        # What the running rows take up to their next token is reserved. What their answers will take is not: that
+        # would leave pages idle. Where it comes to that, `schedule` retracts.
+        page_size = self.pages.page_size
+        reserved = int((pages_for(self.batch.seq_lens.np + plan.remaining, page_size) - plan.owned_pages).sum())
+        pages = self._pages_available - reserved
+        joining: list[R] = []
+        while self.waiting and tokens > 0 and rows < self._max_running:
+            request = self.waiting[0]
+            needed = -(-request.tokens_to_prefill // page_size)
+            if needed > pages:
+                if rows or not self.reclaim():
+                    break
+                pages = self._pages_available
+                continue
+            joining.append(self.waiting.popleft())
+            tokens -= request.tokens_to_prefill
+            pages -= needed
+            rows += 1
+        if joining:
+            self.batch = self.batch.merge(self.join(joining))
+        return bool(joining)
+
+    def when_free(self, take: Callable[[], T]) -> T:
+        """What `take` returns. Plans count what is pending as free, so now and then steps in flight must end first."""
+        while True:
+            try:
+                return take()
+            except PoolExhaustedError:  # nothing was taken
+                if not self.wait_for_step():
+                    raise
