@@ -1,8 +1,18 @@
-"""The door of a batch: what a caller gives for its columns, checked and sorted by side."""
+"""The rows of a batch: on the host in a few packed arrays, on the device alone, and as Python objects.
+
+Columns of one number per row, whether of shape () or (1,), are packed into one group per item size: all 8-byte columns
+are one array int64[k, n], all 4-byte ones int32[k, n], and so on. A column of more numbers per row is an array of its
+own, [n, ...]. So moving rows is one numpy call per group, and costs the same for 4 columns as for 40. Each column is a
+contiguous row of its group, viewed with the column's own dtype.
+
+Columns without an exact host side stay the tensors that they came from, and an index into their rows: moving rows
+changes the index on the host, launches nothing, and the rows are gathered when somebody reads them. The index, padded
+rows and added amounts cross in the batch's packed copy.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Sized
-from typing import Any, final
+from typing import Any, Self, final
 
 import attrs
 import numpy as np
@@ -26,19 +36,20 @@ from batchstate._arrays import (
 from batchstate.columns import Column, DeviceColumn, HostColumn, MirroredColumn, SlotColumn, TensorColumn
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, DeviceError, DtypeError, ShapeError
 from batchstate.indices import Slots
-from batchstate.mirror import Contract, DeviceSide, Made, MirroredTensor, version_mark
+from batchstate.mirror import Contract, DeviceSide, MirroredTensor, ReadyTensor, write_count
 from batchstate.runtime import Runtime, numpy_dtype
+from batchstate.runtime.memory import ALIGNMENT
 from batchstate.violations import Where
 
-# The host side of a whole batch in a few arrays, so that moving rows costs the same for 4 columns as for 40.
-#
-# Columns of one number a row, whether of shape () or (1,), are stacked by width: all 8-byte columns are one array
-# int64[k, n], all 4-byte ones int32[k, n], and so on; a column of more numbers a row is an array of its own, [n,
-# ...]. A row operation is then one numpy call a stack, and each column is a contiguous row of its stack, with the
-# column's own dtype as a view.
-
 GENERATION_SUFFIX = ".generation"
-"""Names the hidden lane that carries the generations of a slot column."""
+"""Names the hidden column that carries the generations of a slot column."""
+
+MOST_SOURCES = 8
+"""A column of more sources than these is gathered at the next upload: each source is memory kept alive."""
+
+Objects = npt.NDArray[np.object_]
+
+_NOTHING = np.zeros((), dtype=np.int64)
 
 
 @attrs.frozen
@@ -46,14 +57,14 @@ class Place:
     """Where a column lies.
 
     Attributes:
-        array: index among all arrays, stacks first.
-        lane: lane of the stack, or None for a column that is an array of its own.
+        array: index among all arrays, packed groups first.
+        member: row of the packed group, or None for a column that is an array of its own.
         dtype: of the column.
         shape: of one row.
     """
 
     array: int
-    lane: int | None
+    member: int | None
     dtype: "np.dtype[np.generic]"
     shape: tuple[int, ...]
 
@@ -61,71 +72,87 @@ class Place:
 @final
 @attrs.frozen(eq=False)
 class Layout:
-    """Places of all mirrored columns of a batch class.
+    """Places of the mirrored columns of a batch class.
 
     Attributes:
+        columns: all declarations of the class.
         places: column -> place; a slot column has a second entry for its generations.
-        names: for each array a name for reports: its column, or its width.
+        names: for each array a name for reports: its column, or the size of its items.
         pads: for each array one padded row, with the rows' axis of length 1.
-        num_stacks: how many of the arrays are stacks, with the rows along axis 1; behind them are columns of their own.
+        num_groups: how many of the arrays are packed groups, with the rows along axis 1; the others follow them.
     """
 
+    columns: Mapping[str, Column]
     places: Mapping[str, Place]
     names: tuple[str, ...]
     pads: tuple[Array, ...]
-    num_stacks: int
+    num_groups: int
 
     @classmethod
-    def of(cls, columns: Sequence[MirroredColumn]) -> "Layout":
-        """Stacks the columns: widest first, in the order of declaration within a width."""
-        lanes: dict[int, list[tuple[str, MirroredColumn]]] = {}
-        wholes = [column for column in columns if math.prod(column.shape) != 1]
-        for column in columns:
-            if math.prod(column.shape) == 1:
-                stack = lanes.setdefault(column.np_dtype.itemsize, [])
-                stack.append((column.name, column))
-                if isinstance(column, SlotColumn):
-                    stack.append((column.name + GENERATION_SUFFIX, column))
+    def of(cls, columns: Mapping[str, Column]) -> Self:
+        """Groups the columns: widest first, in the order of declaration within a width."""
+        groups: dict[int, list[tuple[str, MirroredColumn]]] = {}
+        wide: list[MirroredColumn] = []
+        for column in columns.values():
+            if not isinstance(column, MirroredColumn):
+                continue
+            if math.prod(column.shape) != 1:
+                wide.append(column)
+                continue
+            group = groups.setdefault(column.np_dtype.itemsize, [])
+            group.append((column.name, column))
+            if isinstance(column, SlotColumn):
+                group.append((column.name + GENERATION_SUFFIX, column))
         places: dict[str, Place] = {}
+        names: list[str] = []
         pads: list[Array] = []
-        for width in sorted(lanes, reverse=True):
-            for lane, (name, column) in enumerate(lanes[width]):
-                places[name] = Place(len(pads), lane, column.np_dtype, column.shape)
-            bits = np.dtype(f"i{width}")
-            pads.append(np.stack([column.pad.reshape(1).view(bits) for _, column in lanes[width]]))
-        for column in wholes:
+        for width, group in sorted(groups.items(), reverse=True):
+            for member, (name, column) in enumerate(group):
+                places[name] = Place(len(pads), member, column.np_dtype, column.shape)
+            names.append(f"{width}-byte columns")
+            pads.append(np.stack([column.pad.reshape(1).view(f"i{width}") for _, column in group]))
+        for column in wide:
             places[column.name] = Place(len(pads), None, column.np_dtype, column.shape)
+            names.append(column.name)
             pads.append(column.pad.reshape(1, *column.shape).copy())
-        names = [f"{width}-byte columns" for width in sorted(lanes, reverse=True)]
-        names += [column.name for column in wholes]
-        return cls(places, tuple(names), tuple(pads), len(lanes))
+        return cls(columns, places, tuple(names), tuple(pads), len(groups))
 
 
 @final
 class HostRows:
-    """The rows of a batch on the host. Immutable: every operation returns new arrays, or shares untouched ones.
+    """The rows of the mirrored columns on the host. Immutable: operations return new arrays, or share untouched ones.
 
     Attributes:
         layout: places of the columns.
-        stacks: int[k, n] each, a lane a column.
-        wholes: columns of more numbers a row, [n, ...] each.
+        groups: int[k, n] each, one row per column.
+        wide: columns of more numbers per row, [n, ...] each.
     """
 
-    __slots__ = ("layout", "stacks", "wholes")
+    # What a step does runs a few times in each: numpy's methods with arguments by position, and no loop where there are
+    # no wide columns.
 
-    def __init__(self, layout: Layout, stacks: Sequence[Array], wholes: Sequence[Array]) -> None:
+    __slots__ = ("groups", "layout", "wide")
+
+    def __init__(self, layout: Layout, groups: Sequence[Array], wide: Sequence[Array]) -> None:
         self.layout = layout
-        self.stacks = stacks
-        self.wholes = wholes
+        self.groups = groups
+        self.wide = wide
 
     @classmethod
     def of(cls, layout: Layout, columns: Mapping[str, Array], num_rows: int) -> "HostRows":
-        """From one array a place, each [num_rows, ...]."""
-        stacks, wholes = _padded_rows(layout, num_rows)
-        rows = cls(layout, stacks, wholes)
-        for name, values in columns.items():
-            rows.column(name)[...] = values
+        """From one array per place, each [num_rows, ...]; a column that is not given is padding."""
+        rows = cls.padding(layout, num_rows)
+        rows._fill(columns)
         return rows
+
+    @classmethod
+    def padding(cls, layout: Layout, num_rows: int) -> "HostRows":
+        """Padded rows alone."""
+        return cls(
+            layout,
+            [np.repeat(pad, num_rows, axis=1) for pad in layout.pads[: layout.num_groups]],
+            [np.repeat(pad, num_rows, axis=0) for pad in layout.pads[layout.num_groups :]],
+        )
 
     def __repr__(self) -> str:
         return f"HostRows({', '.join(f'{name}: {rows} rows' for name, rows in self.lengths().items())})"
@@ -133,116 +160,91 @@ class HostRows:
     def column(self, name: str) -> Array:
         """The values of a column, a view [n, ...]."""
         place = self.layout.places[name]
-        if place.lane is None:
-            return self.wholes[place.array - self.layout.num_stacks]
-        lane: Array = self.stacks[place.array][place.lane]
-        if lane.dtype is not place.dtype:
-            lane = lane.view(place.dtype)
-        return lane.reshape(-1, *place.shape) if place.shape else lane
+        if place.member is None:
+            return self.wide[place.array - self.layout.num_groups]
+        values: Array = self.groups[place.array][place.member]
+        if values.dtype is not place.dtype:
+            values = values.view(place.dtype)
+        return values.reshape(-1, *place.shape) if place.shape else values
 
     def have(self, num_rows: int) -> bool:
         """Whether each array has so many rows, counted on its own."""
-        for stack in self.stacks:
-            if stack.shape[1] != num_rows:
+        for group in self.groups:
+            if group.shape[1] != num_rows:
                 return False
-        return not self.wholes or {len(whole) for whole in self.wholes} == {num_rows}
+        return not self.wide or {len(one) for one in self.wide} == {num_rows}
 
     def lengths(self) -> dict[str, int]:
         """Rows of each array, counted on its own."""
-        rows = [*(stack.shape[1] for stack in self.stacks), *(len(whole) for whole in self.wholes)]
+        rows = [*(group.shape[1] for group in self.groups), *(len(one) for one in self.wide)]
         return dict(zip(self.layout.names, rows, strict=True))
-
-    # What a step does runs a few times in each: numpy's methods with arguments by position, and no loop where there are
-    # no columns of more numbers a row.
 
     def taken(self, rows: Rows) -> "HostRows":
         """The rows at checked indices int64[k]."""
         return HostRows(
             self.layout,
-            [stack.take(rows, 1, None, "wrap") for stack in self.stacks],  # checked already: "wrap" is the fastest mode
-            self.wholes and [whole.take(rows, 0, None, "wrap") for whole in self.wholes],
+            [group.take(rows, 1, None, "wrap") for group in self.groups],  # checked already: "wrap" is the fastest mode
+            self.wide and [one.take(rows, 0, None, "wrap") for one in self.wide],
         )
 
     def merged(self, other: "HostRows") -> "HostRows":
         """These rows, then those of `other`."""
         return HostRows(
             self.layout,
-            [np.concatenate(pair, 1) for pair in zip(self.stacks, other.stacks, strict=True)],
-            self.wholes and [np.concatenate(pair) for pair in zip(self.wholes, other.wholes, strict=True)],
+            [np.concatenate(pair, 1) for pair in zip(self.groups, other.groups, strict=True)],
+            self.wide and [np.concatenate(pair) for pair in zip(self.wide, other.wide, strict=True)],
         )
 
     def sliced(self, start: int, stop: int) -> "HostRows":
-        """Rows start to stop, as copies: a stack's lanes must stay contiguous."""
+        """Rows start to stop, as copies: the columns of a group must stay contiguous."""
         return HostRows(
             self.layout,
-            [np.ascontiguousarray(stack[:, start:stop]) for stack in self.stacks],
-            [np.ascontiguousarray(whole[start:stop]) for whole in self.wholes],
+            [np.ascontiguousarray(group[:, start:stop]) for group in self.groups],
+            [np.ascontiguousarray(one[start:stop]) for one in self.wide],
         )
 
     def padded(self, count: int) -> "HostRows":
         """These rows, then `count` padded rows."""
-        return self.merged(HostRows(self.layout, *_padded_rows(self.layout, count)))
+        return self.merged(HostRows.padding(self.layout, count))
 
     def copied(self, columns: Iterable[str]) -> "HostRows":
-        """The same rows, with `columns` in memory that nobody else has seen yet; other arrays are shared."""
-        layout, stacks, wholes = self.layout, list(self.stacks), list(self.wholes)
+        """The same rows, with `columns` in memory of their own; other arrays are shared."""
+        layout, groups, wide = self.layout, list(self.groups), list(self.wide)
         for name in columns:
             i = layout.places[name].array
-            if i >= layout.num_stacks:
-                wholes[i - layout.num_stacks] = self.wholes[i - layout.num_stacks].copy()
-            elif stacks[i] is self.stacks[i]:  # not copied yet, for another column of the stack
-                stacks[i] = stacks[i].copy()
-        return HostRows(layout, stacks, wholes)
+            if i >= layout.num_groups:
+                wide[i - layout.num_groups] = self.wide[i - layout.num_groups].copy()
+            elif groups[i] is self.groups[i]:  # not copied yet, for another column of the group
+                groups[i] = groups[i].copy()
+        return HostRows(layout, groups, wide)
 
     def replaced(self, columns: Mapping[str, Array]) -> "HostRows":
         """The same rows with other values in some columns."""
         rows = self.copied(columns)
-        for name, values in columns.items():
-            rows.column(name)[...] = values
+        rows._fill(columns)
         return rows
 
-    def in_lanes(self, alignment: int) -> list[Array]:
-        """All arrays as they cross: behind each lane is room, so that the next starts at a multiple of `alignment`.
+    def _fill(self, columns: Mapping[str, Array]) -> None:
+        for name, values in columns.items():
+            self.column(name)[...] = values
 
-        Args:
-            alignment: in bytes, a multiple of every item size.
-        """
-        crossing = [*self.stacks, *self.wholes]
-        for i, stack in enumerate(self.stacks):
-            if stack.shape[1] * stack.itemsize % alignment:
-                crossing[i] = _widened(stack, alignment)
-        return crossing
-
-
-def _padded_rows(layout: Layout, count: int) -> tuple[list[Array], list[Array]]:
-    return (
-        [np.repeat(pad, count, axis=1) for pad in layout.pads[: layout.num_stacks]],
-        [np.repeat(pad, count, axis=0) for pad in layout.pads[layout.num_stacks :]],
-    )
-
-
-def _widened(stack: Array, alignment: int) -> Array:
-    lanes, num_rows = stack.shape
-    spare = -num_rows * stack.itemsize % alignment // stack.itemsize
-    wider = np.zeros((lanes, num_rows + spare), dtype=stack.dtype)
-    wider[:, :num_rows] = stack
-    return wider
-
-
-# Rows that only the device knows, moved without touching the device.
-#
-# A column without an exact host side cannot ride in the packed copy. It is kept as the tensors it came from and an
-# index into their rows: filtering and merging change the index on the host, which costs no launch, and the rows are
-# gathered when somebody reads them. The index, padded rows and what was added since ride in the batch's packed copy.
-
-MOST_SOURCES = 8
-"""Beyond this many tensors a column is gathered at the next upload: each source is memory kept alive."""
+    def aligned(self) -> list[Array]:
+        """All arrays as they cross to the device: each column of a group begins at a multiple of `ALIGNMENT`."""
+        arrays = [*self.groups, *self.wide]
+        for i, group in enumerate(self.groups):
+            spare = -group.shape[1] * group.itemsize % ALIGNMENT // group.itemsize
+            if spare:
+                arrays[i] = np.zeros((len(group), group.shape[1] + spare), dtype=group.dtype)
+                arrays[i][:, : group.shape[1]] = group
+        return arrays
 
 
 @final
 @attrs.frozen(eq=False, repr=False)
 class DeviceRows:
-    """Row i is row `rows[i]` of all sources laid end to end, plus `added[i]`.
+    """Rows of a column without an exact host side.
+
+    Row i is row `rows[i]` of all sources laid end to end, plus `added[i]`.
 
     Attributes:
         sources: device sides, or host arrays that are uploaded with the index; each with its number of rows.
@@ -278,7 +280,7 @@ class DeviceRows:
         return DeviceRows(self.sources + other.sources, np.concatenate([self.rows, other.rows + offset]), added)
 
     def shifted(self, amount: Rows) -> "DeviceRows":
-        """With int64 `amount` (one, or one a row) added."""
+        """With int64 `amount` (one, or one per row) added."""
         return DeviceRows(self.sources, self.rows, self._amounts() + amount)
 
     def _amounts(self) -> Rows:
@@ -293,10 +295,10 @@ class DeviceRows:
             wanted.append(across(self.added, ndim).astype(numpy_dtype(signed_twin(dtype))))
         return wanted + [source for source, _ in self.sources if not isinstance(source, DeviceSide)]
 
-    def gathered(self, runtime: Runtime, uploaded: Sequence[torch.Tensor]) -> Made:
+    def gathered(self, runtime: Runtime, uploaded: Sequence[torch.Tensor]) -> ReadyTensor:
         """The rows as one device tensor: at most one concatenation, one selection and one addition.
 
-        A source that is wanted as it is stays what it is, made where it was made.
+        A source that is wanted as it is stays the tensor that it was.
 
         Args:
             runtime: the device.
@@ -305,7 +307,8 @@ class DeviceRows:
         self.check_sources(runtime)
         source = self.as_it_is()
         if source is not None:
-            return source.make(runtime)
+            source.tensor(runtime)
+            return source.ready()
         crossed = list(uploaded)
         index = crossed.pop(0)
         amount = None if self.added is None else crossed.pop(0)
@@ -316,21 +319,23 @@ class DeviceRows:
         rows = runtime.launch(select_rows, base, index, reads=(base, index), name="gather")
         if amount is not None:
             rows = runtime.launch(add, rows, amount, reads=(rows, amount), name="gather: add")
-        return Made(rows, runtime.current_stream, None, set())
+        return ReadyTensor.made_now(rows, runtime)
 
     def check_sources(self, runtime: Runtime, column: str = "") -> None:
-        """Nobody wrote into the tensors between their becoming part of a batch and now.
+        """The tensors have not been written from outside since they became part of a batch.
 
         Raises:
             Violation: MIRROR_FOREIGN_WRITE.
         """
-        if levels.cheap:
-            for source, _ in self.sources:
-                if isinstance(source, DeviceSide) and source.made is not None and source.mark is not None:
-                    where: Where = {"object": self, "operation": "gather", "step": runtime.step}
-                    if column:
-                        where["column"] = column
-                    invariants.mirror_foreign_write("device", source.mark, version_mark(source.made) or 0, **where)
+        if not levels.cheap:
+            return
+        for source, _ in self.sources:
+            if isinstance(source, DeviceSide) and source.existing is not None and source.write_count is not None:
+                where: Where = {"object": self, "operation": "gather", "step": runtime.step}
+                if column:
+                    where["column"] = column
+                now = write_count(source.existing) or 0
+                invariants.mirror_foreign_write("device", source.write_count, now, **where)
 
     def as_it_is(self) -> DeviceSide | None:
         """The only source, where its rows are wanted unmoved and unchanged."""
@@ -344,90 +349,112 @@ class DeviceRows:
         return source if unmoved and isinstance(source, DeviceSide) else None
 
 
-# What moves when rows move: host rows, rows that only the device knows, and objects; all three alike.
+@final
+class RowState:
+    """The rows of one batch, in three parts that move alike. An operation makes another one; no two batches share it.
 
-Parts = tuple[HostRows, Mapping[str, DeviceRows], Mapping[str, Array]]
-"""The rows of a batch: on the host, on the device alone by column, and Python objects by column."""
-
-
-_NOTHING = np.zeros((), dtype=np.int64)
-
-
-def taken(parts: Parts, index: Rows) -> Parts:
-    """The rows at checked indices int64[k]."""
-    rows, device_rows, objects = parts
-    return (
-        rows.taken(index),
-        device_rows and {name: one.taken(index) for name, one in device_rows.items()},
-        objects and {name: one.take(index, 0, None, "wrap") for name, one in objects.items()},
-    )
-
-
-def merged(mine: Parts, theirs: Parts) -> Parts:
-    """The rows of both. A column that is a copy on one side and no copy on the other is none."""
-    rows, device_rows, objects = mine
-    other_rows, other_device_rows, other_objects = theirs
-    both: Mapping[str, DeviceRows] = device_rows or other_device_rows
-    if both:
-        both = {
-            name: _on_device(rows, device_rows, name).merged(_on_device(other_rows, other_device_rows, name))
-            for name in (*device_rows, *(one for one in other_device_rows if one not in device_rows))
-        }
-    return (
-        rows.merged(other_rows),
-        both,
-        objects and {name: np.concatenate((one, other_objects[name])) for name, one in objects.items()},
-    )
-
-
-def _on_device(rows: HostRows, device_rows: Mapping[str, DeviceRows], column: str) -> DeviceRows:
-    known = device_rows.get(column)
-    if known is not None:
-        return known
-    values = rows.column(column)
-    return DeviceRows.of(values, len(values))
-
-
-def shifted(
-    parts: Parts, added: Mapping[str, object], columns: Mapping[str, Column], num_rows: int, what: str, *, fresh: bool
-) -> Parts:
-    """With integers added to some columns.
-
-    Args:
-        parts: what is changed.
-        added: column -> what is added.
-        columns: all declarations.
-        num_rows: of the batch.
-        what: the operation, for messages.
-        fresh: whether nobody else has seen the host rows yet: then they are changed in place.
-
-    Raises:
-        DeclarationError: no such column.
-        DtypeError: a column of floats, booleans or indices, or no integer is added.
-        ShapeError: neither one amount nor one a row.
-        ValueOverflowError: a value would leave the column's dtype.
-        ContractError: a bound of an unsigned dtype is lowered.
+    Attributes:
+        host: rows of the mirrored columns.
+        device: columns of which the host side is no copy. A batch that has gathered a column replaces its rows here.
+        objects: Python objects by column, object[num_reqs].
     """
-    rows, device_rows, objects = parts
-    places = rows.layout.places
-    if not fresh:
-        rows = rows.copied([name for name in added if name in places])
-    same: object = None  # the amount of the column before, which mostly is that of all
-    amount = _NOTHING
-    for name, by in added.items():
-        label = f"{what}: column {name!r}"
-        column = columns.get(name)
-        if not isinstance(column, TensorColumn) or not column.counted:
-            raise _not_counted(column, name, columns, label)
-        if by is not same or by is None:
-            amount, same = amounts(by, num_rows, label), by
-        if name in places:
-            if name in device_rows:
-                check_bound_can_move(column.dtype, amount, label)
-            shift(rows.column(name), across(amount, 1 + len(column.shape)) if amount.ndim else amount, label)
-        if name in device_rows:
-            device_rows = {**device_rows, name: device_rows[name].shifted(amount)}
-    return rows, device_rows, objects
+
+    __slots__ = ("device", "host", "objects")
+
+    def __init__(self, host: HostRows, device: Mapping[str, DeviceRows], objects: Mapping[str, Array]) -> None:
+        self.host = host
+        self.device = device
+        self.objects = objects
+
+    def __repr__(self) -> str:
+        return f"RowState({self.host!r}, {len(self.device)} device columns, {len(self.objects)} object columns)"
+
+    def taken(self, index: Rows) -> "RowState":
+        """The rows at checked indices int64[k]."""
+        return RowState(
+            self.host.taken(index),
+            self.device and {name: rows.taken(index) for name, rows in self.device.items()},
+            self.objects and {name: one.take(index, 0, None, "wrap") for name, one in self.objects.items()},
+        )
+
+    def merged(self, other: "RowState") -> "RowState":
+        """The rows of both. A column that is a copy on one side and no copy on the other is none."""
+        device: Mapping[str, DeviceRows] = self.device or other.device
+        if device:
+            names = (*self.device, *(name for name in other.device if name not in self.device))
+            device = {name: self._device_rows(name).merged(other._device_rows(name)) for name in names}
+        return RowState(
+            self.host.merged(other.host),
+            device,
+            self.objects and {name: np.concatenate((one, other.objects[name])) for name, one in self.objects.items()},
+        )
+
+    def _device_rows(self, column: str) -> DeviceRows:
+        known = self.device.get(column)
+        if known is not None:
+            return known
+        values = self.host.column(column)
+        return DeviceRows.of(values, len(values))
+
+    def sliced(self, start: int, stop: int) -> "RowState":
+        """Rows start to stop."""
+        index = np.arange(start, stop, dtype=np.int64)
+        return RowState(
+            self.host.sliced(start, stop),
+            {name: rows.taken(index) for name, rows in self.device.items()},
+            {name: one[start:stop] for name, one in self.objects.items()},
+        )
+
+    def padded(self, count: int) -> "RowState":
+        """These rows, then `count` padded rows; they have no objects."""
+        device = {}
+        for name, rows in self.device.items():
+            column = self.host.layout.columns[name]
+            if isinstance(column, TensorColumn):
+                device[name] = rows.merged(DeviceRows.of(np.repeat(column.pad[None], count, axis=0), count))
+        return RowState(self.host.padded(count), device, self.objects)
+
+    def shifted(self, added: Mapping[str, object], num_rows: int, what: str, *, in_place: bool = False) -> "RowState":
+        """With integers added to some columns.
+
+        Args:
+            added: column -> what is added.
+            num_rows: of the batch.
+            what: the operation, for messages.
+            in_place: the host rows are not in use elsewhere, and are changed in place.
+
+        Raises:
+            DeclarationError: no such column.
+            DtypeError: a column of floats, booleans or indices, or the amount is not an integer.
+            ShapeError: neither one amount nor one per row.
+            ValueOverflowError: a value would leave the column's dtype.
+            ContractError: a bound of an unsigned dtype is lowered.
+        """
+        host, device = self.host, self.device
+        places, columns = host.layout.places, host.layout.columns
+        if not in_place:
+            host = host.copied([name for name in added if name in places])
+        same: object = None  # the amount of the column before, which mostly is that of all
+        amount = _NOTHING
+        for name, by in added.items():
+            label = f"{what}: column {name!r}"
+            column = columns.get(name)
+            if not isinstance(column, TensorColumn) or not column.counted:
+                raise _not_counted(column, name, columns, label)
+            if by is not same or by is None:
+                amount, same = amounts(by, num_rows, label), by
+            if name in places:
+                if name in device:
+                    check_bound_can_move(column.dtype, amount, label)
+                shift(host.column(name), across(amount, 1 + len(column.shape)) if amount.ndim else amount, label)
+            if name in device:
+                device = {**device, name: device[name].shifted(amount)}
+        return RowState(host, device, self.objects)
+
+    def replaced(self, new: "ColumnInputs") -> "RowState":
+        """With other values in some columns."""
+        device = {name: rows for name, rows in self.device.items() if name not in new.exact}
+        return RowState(self.host.replaced(new.host), device | new.device, {**self.objects, **new.objects})
 
 
 def _not_counted(column: Column | None, name: str, columns: Mapping[str, Column], label: str) -> Exception:
@@ -444,14 +471,14 @@ def amounts_by_column(columns: Iterable[str] | Mapping[str, object], n: object, 
     """Column -> what is added to it, from what `Batch.advance` takes.
 
     Raises:
-        DeclarationError: no names.
+        DeclarationError: not names.
         ArgumentError: a column is named twice.
     """
     if isinstance(columns, str):
         return {columns: n}
-    given: object = columns
-    if not isinstance(given, list | tuple):
-        if not isinstance(given, Iterable):
+    untyped: object = columns
+    if not isinstance(untyped, list | tuple):
+        if not isinstance(untyped, Iterable):
             raise DeclarationError(f"{what}: {columns!r} names no column", value=columns, remedy="pass column names")
         if isinstance(columns, Mapping):
             return columns
@@ -466,59 +493,92 @@ def amounts_by_column(columns: Iterable[str] | Mapping[str, object], n: object, 
     return added
 
 
-Objects = npt.NDArray[np.object_]
-
-
 @attrs.define
-class Given:
-    """Columns by side.
+class ColumnInputs:
+    """Column values of a caller, checked and sorted by side.
 
     Attributes:
         host: host rows of mirrored columns (and generations of slots).
         device: rows of columns of which the host side is no copy.
         objects: Python objects, object[n].
-        exact: mirrored columns that were given exactly, so that older device rows of theirs no longer count.
-        pool: the pool of the slots; None when no slots were given.
+        exact: mirrored columns with exact values, so that older device rows of theirs no longer count.
+        pool_id: the pool of the slots; None without slots.
     """
 
     host: dict[str, Array] = attrs.field(factory=dict)
     device: dict[str, DeviceRows] = attrs.field(factory=dict)
     objects: dict[str, Objects] = attrs.field(factory=dict)
     exact: list[str] = attrs.field(factory=list)
-    pool: int | None = None
+    pool_id: int | None = None
 
+    @classmethod
+    def read(
+        cls, columns: Mapping[str, Column], values: Mapping[str, object], num_rows: int, runtime: Runtime, what: str
+    ) -> Self:
+        """Checks and sorts values for some columns.
 
-def read_columns(
-    columns: Mapping[str, Column], values: Mapping[str, object], num_rows: int, runtime: Runtime, what: str
-) -> Given:
-    """Checks and sorts what was given for some columns.
+        Raises:
+            DeclarationError: an undeclared name.
+            ShapeError: another number of rows, or another shape of a row.
+            DtypeError, ValueOverflowError: values that do not go into the column.
+            ContractError: a contract weaker than the column takes.
+            DeviceError: values of another runtime, or a tensor on another device.
+            Violation: UNIT_MISMATCH, MIRROR_STALE_READ.
+        """
+        inputs = cls()
+        for name, value in values.items():
+            column = columns.get(name)
+            label = f"{what}: column {name!r}"
+            if isinstance(column, MirroredColumn):
+                inputs._read_mirrored(column, value, num_rows, runtime, label)
+            elif isinstance(column, DeviceColumn):
+                inputs.device[name] = _device_rows(column, value, num_rows, runtime, label)
+            elif isinstance(column, HostColumn):
+                inputs.objects[name] = _object_rows(value, num_rows, label)
+            else:
+                raise DeclarationError(
+                    f"{label} is not declared", value=name, remedy=f"declare it, or use one of: {', '.join(columns)}"
+                )
+        return inputs
 
-    Raises:
-        DeclarationError: an undeclared name.
-        ShapeError: another number of rows, or another shape of a row.
-        DtypeError, ValueOverflowError: values that do not go into the column.
-        ContractError: a contract weaker than the column takes.
-        DeviceError: values of another runtime, or a tensor on another device.
-        Violation: UNIT_MISMATCH, MIRROR_STALE_READ.
-    """
-    given = Given()
-    for name, value in values.items():
-        column = columns.get(name)
-        label = f"{what}: column {name!r}"
-        if isinstance(column, MirroredColumn):
-            _read_mirrored(column, value, num_rows, runtime, label, given)
-        elif isinstance(column, DeviceColumn):
-            given.device[name] = _read_device(column, value, num_rows, runtime, label)
-        elif isinstance(column, HostColumn):
-            given.objects[name] = _read_objects(value, num_rows, label)
-        else:
-            raise DeclarationError(
-                f"{label} is not declared", value=name, remedy=f"declare it, or use one of: {', '.join(columns)}"
+    def _read_mirrored(
+        self, column: MirroredColumn, value: object, num_rows: int, runtime: Runtime, label: str
+    ) -> None:
+        name = column.name
+        if not isinstance(value, MirroredTensor):
+            of_slots = issubclass(column.value_type, Slots)
+            if of_slots and num_rows:
+                raise DtypeError(
+                    f"{label}: numbers are no slots",
+                    value=value,
+                    remedy="pass what `pool.take` returned; wrap numbers of your own allocator in `Slots.from_host`",
+                )
+            self.host[name] = _host_rows(column, value, num_rows, label)
+            self.exact.append(name)
+            if of_slots:
+                self.host[name + GENERATION_SUFFIX] = np.zeros(num_rows, dtype=np.int64)
+                self.pool_id = 0
+            return
+        _check_value(column, value, runtime, label)
+        bounded = value.contract is Contract.UPPER_BOUND
+        if value.contract is Contract.DEVICE_ONLY or (bounded and column.contract is not Contract.UPPER_BOUND):
+            raise ContractError(
+                f"{label} takes {column.contract.value}, was given {value.contract.value}",
+                value=value.contract.value,
+                remedy="resolve the value, or declare the column with contract='upper_bound'",
             )
-    return given
+        self.host[name] = value.np
+        _check_shape(column, value.shape, num_rows, label)
+        if bounded:
+            self.device[name] = DeviceRows.of(value.device_side, num_rows)
+        else:
+            self.exact.append(name)
+        if isinstance(value, Slots):
+            self.host[name + GENERATION_SUFFIX] = value.generations
+            self.pool_id = value.pool
 
 
-def rows_of(values: Mapping[str, object], what: str) -> int:
+def num_rows_of(values: Mapping[str, object], what: str) -> int:
     """The number of rows of the first column given.
 
     Raises:
@@ -529,47 +589,12 @@ def rows_of(values: Mapping[str, object], what: str) -> int:
             return len(value)  # type: ignore[arg-type]
         except TypeError:  # also of what has a length in general, and none as it is: an array of no dimensions
             raise ArgumentError(
-                f"{what}: column {name!r} has no rows", value=value, remedy="pass one row a request"
+                f"{what}: column {name!r} has no rows", value=value, remedy="pass one row per request"
             ) from None
     raise ArgumentError(f"{what}: no columns", value=(), remedy="use `empty` for a batch of no requests")
 
 
-def _read_mirrored(
-    column: MirroredColumn, value: object, num_rows: int, runtime: Runtime, label: str, given: Given
-) -> None:
-    if not isinstance(value, MirroredTensor):
-        if issubclass(column.value_type, Slots) and num_rows:
-            raise DtypeError(
-                f"{label}: numbers are no slots",
-                value=value,
-                remedy="pass what `pool.take` returned; wrap numbers of an allocator of your own in `Slots.from_host`",
-            )
-        given.host[column.name] = _fitting(column, converted(value, column.np_dtype, label), num_rows, label)
-        given.exact.append(column.name)
-        if issubclass(column.value_type, Slots):
-            given.host[column.name + GENERATION_SUFFIX] = np.zeros(num_rows, dtype=np.int64)
-            given.pool = 0
-        return
-    _check_value(column, value, runtime, label)
-    if value.contract is Contract.DEVICE_ONLY or (
-        value.contract is Contract.UPPER_BOUND and column.contract is not Contract.UPPER_BOUND
-    ):
-        raise ContractError(
-            f"{label} takes {column.contract.value}, was given {value.contract.value}",
-            value=value.contract.value,
-            remedy="resolve the value, or declare the column with contract='upper_bound'",
-        )
-    given.host[column.name] = _fitting(column, value.np, num_rows, label)
-    if value.contract is Contract.UPPER_BOUND:
-        given.device[column.name] = DeviceRows.of(value.device_side, num_rows)
-    else:
-        given.exact.append(column.name)
-    if isinstance(value, Slots):
-        given.host[column.name + GENERATION_SUFFIX] = value.generations
-        given.pool = value.pool
-
-
-def _read_device(column: DeviceColumn, value: object, num_rows: int, runtime: Runtime, label: str) -> DeviceRows:
+def _device_rows(column: DeviceColumn, value: object, num_rows: int, runtime: Runtime, label: str) -> DeviceRows:
     if isinstance(value, MirroredTensor):
         _check_value(column, value, runtime, label)
         _check_shape(column, value.shape, num_rows, label)
@@ -581,37 +606,36 @@ def _read_device(column: DeviceColumn, value: object, num_rows: int, runtime: Ru
                 value=str(value.device),
                 remedy="pass a tensor of the runtime's device, or host values as a list or array",
             )
-        if value.dtype != column.dtype:
-            raise _other_dtype(column, value.dtype, label)
+        _check_dtype(column, value.dtype, label)
         _check_shape(column, tuple(value.shape), num_rows, label)
-        return DeviceRows.of(DeviceSide.of(value, runtime), num_rows)
-    return DeviceRows.of(_fitting(column, converted(value, column.np_dtype, label), num_rows, label), num_rows)
+        return DeviceRows.of(DeviceSide(ReadyTensor.made_now(value, runtime)), num_rows)
+    return DeviceRows.of(_host_rows(column, value, num_rows, label), num_rows)
 
 
-def _read_objects(value: Any, num_rows: int, label: str) -> Objects:
+def _object_rows(value: Any, num_rows: int, label: str) -> Objects:
     if not isinstance(value, Sized) or isinstance(value, str | bytes):
         raise DtypeError(
-            f"{label}: {type(value).__name__} is no sequence", value=value, remedy="pass one object a request"
+            f"{label}: {type(value).__name__} is no sequence", value=value, remedy="pass one object per request"
         )
     if len(value) != num_rows:
-        raise ShapeError(f"{label}: {len(value)} rows of {num_rows}", value=len(value), remedy="pass one a request")
+        raise ShapeError(f"{label}: {len(value)} rows of {num_rows}", value=len(value), remedy="pass one per request")
     return np.fromiter(iter(value), dtype=np.object_, count=num_rows)  # type: ignore[call-overload]
+
+
+def _host_rows(column: TensorColumn, value: object, num_rows: int, label: str) -> Array:
+    values = converted(value, column.np_dtype, label)
+    _check_shape(column, values.shape, num_rows, label)
+    return values
 
 
 def _check_value(column: TensorColumn, value: MirroredTensor, runtime: Runtime, label: str) -> None:
     if value.runtime is not runtime:
         raise DeviceError(f"{label}: {value!r} belongs to another runtime", value=value, remedy="use one runtime")
-    if value.dtype != column.dtype:
-        raise _other_dtype(column, value.dtype, label)
+    _check_dtype(column, value.dtype, label)
     if value.unit != column.unit:
         invariants.unit_mismatch(
             str(column.unit), str(value.unit), object=repr(value), column=column.name, step=runtime.step
         )
-
-
-def _fitting(column: TensorColumn, values: Array, num_rows: int, label: str) -> Array:
-    _check_shape(column, values.shape, num_rows, label)
-    return values
 
 
 def _check_shape(column: TensorColumn, shape: tuple[int, ...], num_rows: int, label: str) -> None:
@@ -619,9 +643,12 @@ def _check_shape(column: TensorColumn, shape: tuple[int, ...], num_rows: int, la
         raise ShapeError(
             f"{label}: shape {list(shape)}, declared {[num_rows, *column.shape]}",
             value=shape,
-            remedy="pass one row a request, each of the declared shape",
+            remedy="pass one row per request, each of the declared shape",
         )
 
 
-def _other_dtype(column: TensorColumn, dtype: torch.dtype, label: str) -> DtypeError:
-    return DtypeError(f"{label} is {column.dtype}, was given {dtype}", value=dtype, remedy="convert before, explicitly")
+def _check_dtype(column: TensorColumn, dtype: torch.dtype, label: str) -> None:
+    if dtype != column.dtype:
+        raise DtypeError(
+            f"{label} is {column.dtype}, was given {dtype}", value=dtype, remedy="convert before, explicitly"
+        )

@@ -7,14 +7,14 @@
         requests = host_list()
 
 A batch is immutable; every operation returns a new one. Operations are numpy on a few packed arrays; nothing goes to
-the device before `upload`, or before somebody reads a column's device side. Then all columns cross in one copy,
-together with the step's table writes and derived arrays.
+the device before `upload`, or before a column's device side is read. Then all columns cross in one copy, together with
+the step's table writes and extra arrays.
 """
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, NoReturn, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, SupportsIndex
 
 import numpy as np
 import torch
@@ -23,37 +23,38 @@ from batchstate import invariants, levels
 from batchstate._arrays import Array, converted, count, counts, kept_rows
 from batchstate._rows import (
     GENERATION_SUFFIX,
-    DeviceRows,
+    ColumnInputs,
     HostRows,
     Layout,
-    Parts,
+    RowState,
     amounts_by_column,
-    merged,
-    read_columns,
-    rows_of,
-    shifted,
-    taken,
+    num_rows_of,
 )
-from batchstate._upload import BatchDevice, Extras, StaticMemory, named_arrays
+from batchstate._upload import BatchDevice, Extras, named_arrays
 from batchstate.columns import Column, MirroredColumn, SlotColumn, TensorColumn, declared_columns
 from batchstate.errors import ArgumentError, DeclarationError, DeviceError, ShapeError
-from batchstate.mirror import Contract, DeviceSide, MirroredTensor, StaleWindow, TwoSides, reasons
+from batchstate.mirror import Contract, DeviceSide, MirroredTensor, StaleWindow, stale_reasons
 from batchstate.runtime import Runtime
 from batchstate.tables import TableWrite
 from batchstate.violations import Code, Where
 
-# What a batch is: declared columns and packed rows.
-#
-# The laws that judge one are `batchstate.batch`, how it goes to the device is `batchstate.batch`,
-# and what else can be done with it `batchstate.batch`.
+if TYPE_CHECKING:
+    from batchstate.static import StaticBuffers
+
+__all__ = ["Batch", "Extras"]
 
 Windows = Mapping[str, tuple[StaleWindow, ...]]
 
 NO_WINDOWS: Windows = MappingProxyType({})
 
+_ROW_COUNT = Code.ROW_COUNT
+_ESCAPED, _ALLOCATED, _SHARED = Code.SENTINEL_ESCAPED, Code.SLOT_ZERO_ALLOCATED, Code.SLOT_SHARED
+_FEW, _DENSE = 1024, 32
+"""Up to so many slots, and so many for each row, a count for each that there may be costs less than a sort."""
+
 
 class BatchType(type):
-    """Makes batch classes without a `__dict__`: an attribute that is no column cannot be carried beside a batch."""
+    """Makes batch classes without a `__dict__`: an attribute that is not a column cannot be carried beside a batch."""
 
     def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> "BatchType":
         """The class, its instances without room for more."""
@@ -61,8 +62,8 @@ class BatchType(type):
         return super().__new__(cls, name, bases, namespace, **kwargs)
 
 
-class BatchRecord(metaclass=BatchType):
-    """The state of a declared batch.
+class Batch(metaclass=BatchType):
+    """Base of declared batches. Subclass it to declare columns; never to override what is here.
 
     Attributes:
         runtime: the device.
@@ -73,13 +74,11 @@ class BatchRecord(metaclass=BatchType):
 
     __slots__ = (
         "__weakref__",
-        "_carried",
-        "_crossing",
-        "_objects",
-        "_pool",
-        "_rows",
+        "_device",
+        "_exposed",
+        "_pool_id",
+        "_state",
         "_values",
-        "_watched",
         "_windows",
         "num_reqs",
         "num_rows",
@@ -88,28 +87,25 @@ class BatchRecord(metaclass=BatchType):
     )
 
     _columns: ClassVar[Mapping[str, Column]] = {}
-    _layout: ClassVar[Layout] = Layout.of([])
+    _layout: ClassVar[Layout] = Layout.of({})
     _slot_column: ClassVar[str | None] = None
     _tensor_columns: ClassVar[tuple[str, ...]] = ()
-    _reserved: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        declared = declared_columns(cls, cls._reserved)
+        declared = declared_columns(cls, reserved=frozenset(dir(Batch)) - frozenset(dir(object)))
         cls._columns = declared
-        cls._layout = Layout.of([one for one in declared.values() if isinstance(one, MirroredColumn)])
+        cls._layout = Layout.of(declared)
         cls._tensor_columns = tuple(name for name, one in declared.items() if isinstance(one, TensorColumn))
         cls._slot_column = next((name for name, one in declared.items() if isinstance(one, SlotColumn)), None)
 
     def __init__(
         self,
         runtime: Runtime,
-        rows: HostRows,
-        device_rows: Mapping[str, DeviceRows],
-        objects: Mapping[str, Array],
+        state: RowState,
         num_reqs: int,
         num_rows: int,
-        pool: int,
+        pool_id: int,
         windows: Windows = NO_WINDOWS,
     ) -> None:
         """For the library; use `build` or `empty`."""
@@ -117,14 +113,59 @@ class BatchRecord(metaclass=BatchType):
         self.num_reqs = num_reqs
         self.num_rows = num_rows
         self.version = runtime.new_version()
-        self._rows = rows
-        self._carried = device_rows  # what it was born with; once there is a device side, that side knows better
-        self._crossing: BatchDevice | None = None
-        self._objects = objects
-        self._pool = pool
+        self._state = state
+        self._device: BatchDevice | None = None
+        self._pool_id = pool_id
         self._windows = windows
         self._values: dict[str, Any] = {}
-        self._watched: list[TwoSides] = []  # values that somebody may write into, or that have stale windows
+        self._exposed: list[MirroredTensor] = []  # values that can be written from outside, or have stale windows
+
+    @classmethod
+    def build(cls, runtime: Runtime, /, **columns: object) -> Self:
+        """A batch from a value for every declared column.
+
+        Args:
+            runtime: the device.
+            **columns: lists, arrays, CPU tensors or mirrored values for mirrored columns (slots: what the pool handed
+                out); device tensors for device-only columns; any sequence for host columns. All with one row a request.
+
+        Raises:
+            DeclarationError: a column is missing or not declared.
+            ShapeError: another number of rows, or another shape of a row.
+            DtypeError, ValueOverflowError: values that do not go into the column.
+            ContractError: a contract weaker than the column takes.
+            DeviceError: values of another runtime, or a tensor on another device.
+            Violation: SLOT_SHARED, SLOT_ZERO_ALLOCATED, SENTINEL_ESCAPED, UNIT_MISMATCH.
+        """
+        missing = [name for name in cls._columns if name not in columns]
+        if missing:
+            unknown = [name for name in columns if name not in cls._columns]
+            also = f", but values for {', '.join(unknown)}, which it does not declare" if unknown else ""
+            raise DeclarationError(
+                f"{cls.__name__}.build: no value for {', '.join(missing)}{also}",
+                value=missing,
+                remedy="give every declared column its value",
+            )
+        num_rows = num_rows_of(columns, f"{cls.__name__}.build")
+        inputs = ColumnInputs.read(cls._columns, columns, num_rows, runtime, f"{cls.__name__}.build")
+        state = RowState(HostRows.of(cls._layout, inputs.host, num_rows), inputs.device, inputs.objects)
+        batch = cls(runtime, state, num_rows, num_rows, inputs.pool_id or 0)
+        if levels.cheap:
+            batch.check("build")
+        else:
+            batch._check_slots("build")  # slots from a caller are checked at every level
+        return batch
+
+    @classmethod
+    def empty(cls, runtime: Runtime) -> Self:
+        """A batch of no requests: what an idle step and a first merge start from."""
+        values: dict[str, object] = {}
+        for name, column in cls._columns.items():
+            if isinstance(column, TensorColumn):
+                values[name] = np.empty((0, *column.shape), dtype=column.np_dtype)
+            else:
+                values[name] = ()
+        return cls.build(runtime, **values)
 
     def __copy__(self) -> Self:
         return self  # immutable
@@ -137,6 +178,13 @@ class BatchRecord(metaclass=BatchType):
             f"{self!r} cannot be pickled: it belongs to a runtime of this process",
             value=type(self).__name__,
             remedy="send the columns' `.np`, and build a batch on the other side",
+        )
+
+    def __repr__(self) -> str:
+        padding = f" padded to {self.num_rows}" if self.num_rows != self.num_reqs else ""
+        return (
+            f"{type(self).__name__}({self.num_reqs} requests{padding}, {len(self._columns)} columns) "
+            f"on {self.runtime.device}"
         )
 
     # Reading
@@ -171,49 +219,42 @@ class BatchRecord(metaclass=BatchType):
         name = column.name
         mirrored = isinstance(column, MirroredColumn)
         contract = Contract.EXACT
-        if name in self._device_rows:
+        if name in self._state.device:
             contract = Contract.UPPER_BOUND if mirrored else Contract.DEVICE_ONLY
-        tags: tuple[Array, ...] = ()
+        generations: Array | None = None
         if name == self._slot_column:
-            tags = (self._rows.column(name + GENERATION_SUFFIX),)
+            generations = self._state.host.column(name + GENERATION_SUFFIX)
         return column.value_type(
             self.runtime,
-            self._rows.column(name) if mirrored else None,
-            DeviceSide(functools.partial(self._device.column, name)),
+            self._state.host.column(name) if mirrored else None,
+            DeviceSide(functools.partial(self.device_side.column, name)),
             dtype=column.dtype,
             shape=(self.num_rows, *column.shape),
             contract=contract,
             name=name,
             windows=self._windows.get(name, ()),
-            tags=tags,
-            origin=self._pool if tags else 0,
-            watchers=self._watched,
+            generations=generations,
+            pool_id=0 if generations is None else self._pool_id,
+            exposed=self._exposed,
         )
 
     def _open_windows(self) -> Windows:
         """Column -> its stale windows that are open: batches derived now inherit them."""
-        if not self._watched and not self._windows:
+        if not self._exposed and not self._windows:
             return NO_WINDOWS
         found = dict(self._windows)
-        for value in self._watched:
+        for value in self._exposed:
             if value.open_windows:
                 found[value.name] = value.open_windows
         return found or NO_WINDOWS
 
     @property
-    def _device(self) -> BatchDevice:
-        """The device side; most batches of a step pass without one."""
-        if self._crossing is None:
-            self._crossing = BatchDevice(self.runtime, self._columns, self._rows, self._carried)
-        return self._crossing
-
-    @property
-    def _parts(self) -> Parts:
-        return self._rows, self._device_rows, self._objects
-
-    @property
-    def _device_rows(self) -> Mapping[str, DeviceRows]:
-        return self._carried if self._crossing is None else self._crossing.device_rows
+    def device_side(self) -> BatchDevice:
+        """The device side and the rows that it is made of. For the library; most batches of a step need none."""
+        device = self._device
+        if device is None:
+            device = self._device = BatchDevice(self.runtime, self._state)
+        return device
 
     def objects(self, column: str) -> tuple[Any, ...]:
         """The Python objects of a host column, one a request.
@@ -221,203 +262,239 @@ class BatchRecord(metaclass=BatchType):
         Raises:
             DeclarationError: no such column.
         """
-        if column not in self._objects:
+        if column not in self._state.objects:
             raise DeclarationError(
                 f"{type(self).__name__} has no host column {column!r}",
                 value=column,
-                remedy=f"use one of: {', '.join(self._objects)}",
+                remedy=f"use one of: {', '.join(self._state.objects)}",
             )
-        return tuple(self._objects[column].tolist())
+        return tuple(self._state.objects[column].tolist())
 
-    # Helpers
+    # Moving rows
 
-    def _tensor_column(self, name: str, what: str) -> TensorColumn:
-        column = self._columns.get(name)
-        if not isinstance(column, TensorColumn):
-            raise DeclarationError(
-                f"{what} is no tensor column", value=name, remedy=f"use one of: {', '.join(self._columns)}"
-            )
-        return column
-
-    def _where(self, operation: str, column: str | None = None) -> Where:
-        where: Where = {"object": self, "operation": operation, "step": self.runtime.step}
-        if column is not None:
-            where["column"] = column
-        return where
-
-    def __repr__(self) -> str:
-        padding = f" padded to {self.num_rows}" if self.num_rows != self.num_reqs else ""
-        return (
-            f"{type(self).__name__}({self.num_reqs} requests{padding}, {len(self._columns)} columns) "
-            f"on {self.runtime.device}"
-        )
-
-
-# The laws that judge a batch: asked of what an operation is given, and of what it makes.
-
-
-class JudgedRecord(BatchRecord):
-    """A batch that can be judged, and makes others that are."""
-
-    __slots__ = ()
-
-    # Checks
-
-    def check(self, operation: str = "check") -> None:
-        """Judges this batch and all its columns by every law that applies at the level in force.
+    def filter(self, keep: object) -> Self:
+        """The requests that `keep` names, in its order: a mask bool[num_reqs], or unique row indices.
 
         Raises:
-            Violation: ROW_COUNT, TAIL_STALE, SLOT_SHARED, SLOT_ZERO_ALLOCATED, SENTINEL_ESCAPED, and those of
-                `MirroredTensor.check`.
+            ShapeError: a mask of another length.
+            DtypeError: neither booleans nor integers.
+            RowIndexError: an index outside [0, num_reqs).
+            ArgumentError: an index twice, or a padded batch.
         """
-        if not levels.cheap:
-            return
-        self._check_rows(operation)
-        self._check_slots(operation)
-        self._check_tail(operation)
-        self._check_read_columns(operation)
-        for name in self._tensor_columns if levels.full else ():
-            value = self[name]
-            if levels.full and self._device.uploaded and name not in self._device_rows:
-                # What crossed is compared although nobody read it yet: a view of the copy, nothing is launched.
-                value._device.tensor(self.runtime)
-            value.check(operation)
+        index = kept_rows(keep, self._begin("filter"), f"{type(self).__name__}.filter")
+        return self._derived("filter", self._state.taken(index), index.size)
 
-    def _check_read_columns(self, operation: str) -> None:
-        """Only what was handed out to be written can have been written: device sides, and host sides as tensors."""
-        for value in self._watched:
-            value.check(operation)
-        written = None if self._crossing is None else self._crossing.written()
-        if written is not None:
-            name, before, now = written
-            invariants.mirror_foreign_write("device", before, now, **self._where(operation, name or None))
+    def merge(self, other: Self) -> Self:
+        """These requests, then those of `other`. A column exact here and bounded there becomes bounded.
 
-    def _check_rows(self, operation: str) -> None:
-        agree = self._rows.have(self.num_rows)  # the test of ROW_COUNT, without its report: the law names the column
-        for rows in self._device_rows.values():
-            agree = agree and len(rows) == self.num_rows
-        for objects in self._objects.values():
-            agree = agree and len(objects) == self.num_reqs
-        if agree:
-            invariants.times_checked[_ROW_COUNT] += 1
-            return
-        where = self._where(operation)
-        # Counted apart: a bounded column has rows on both sides, under one name.
-        invariants.row_count(self.num_rows, self._rows.lengths(), **where)
-        invariants.row_count(self.num_rows, {name: len(rows) for name, rows in self._device_rows.items()}, **where)
-        if self._objects:
-            invariants.row_count(self.num_reqs, {name: len(one) for name, one in self._objects.items()}, **where)
+        Raises:
+            DeclarationError: `other` is of another declaration.
+            DeviceError: `other` belongs to another runtime.
+            ArgumentError: slots of two pools, or a padded batch.
+            Violation: SLOT_SHARED, at `cheap`: a request stands in both.
+        """
+        num_reqs = self._begin("merge")
+        self._check_joins(other, num_reqs, "merge")
+        return self._joined("merge", self._state.merged(other._state), num_reqs, other)
 
-    def _check_slots(self, operation: str) -> None:
-        if self._slot_column is None:
-            return
-        place = self._layout.places[self._slot_column]
-        slots: Array = self._rows.stacks[place.array][place.lane]  # a lane of int64: as it lies
-        if self.num_reqs != self.num_rows:
-            slots = slots[: self.num_reqs]
-        if _positive_and_distinct(slots):
-            times_checked = invariants.times_checked
-            times_checked[_ESCAPED] += 1
-            times_checked[_ALLOCATED] += 1
-            times_checked[_SHARED] += 1
-            return
-        where = self._where(operation, self._slot_column)
-        if slots.min(initial=1) < 1:  # one look decides that neither of the two is broken
-            invariants.sentinel_escaped(slots, **where)
-            invariants.slot_zero_allocated(slots, **where)
-        invariants.slot_shared(slots, **where)
-
-    def _check_tail(self, operation: str) -> None:
-        if self.num_rows == self.num_reqs:
-            return
-        for name, column in self._columns.items():
-            if isinstance(column, MirroredColumn):
-                tail = self._rows.column(name)[self.num_reqs :]
-                invariants.tail_stale(tail, column.pad, self.num_reqs, **self._where(operation, name))
-
-    # Making
-
-    def _with(
+    def next_batch(
         self,
-        operation: str,
-        rows: HostRows,
-        device_rows: Mapping[str, DeviceRows],
-        objects: Mapping[str, Array],
-        num_reqs: int,
         *,
-        num_rows: int | None = None,
-        pool: int | None = None,
-        windows: Windows | None = None,
+        keep: object = None,
+        joining: Self | None = None,
+        advance: str | Iterable[str] | Mapping[str, object] = (),
+        n: object = 1,
     ) -> Self:
-        """The result of an operation on this batch, judged."""
-        if windows is None:
-            windows = self._open_windows()
-        batch = type(self)(
-            self.runtime,
-            rows,
-            device_rows,
-            objects,
-            num_reqs,
-            num_reqs if num_rows is None else num_rows,
-            self._pool if pool is None else pool,
-            windows,
-        )
-        if levels.full:
-            batch.check(operation)
-        elif levels.cheap:
-            batch._check_rows(operation)
-        return batch
+        """Some requests leave, others join, and counts move on: what a decode step does, as one operation.
 
-    def _changed(self, operation: str, rows: HostRows, device_rows: Mapping[str, DeviceRows]) -> Self:
-        """The result of an operation that moves no row, and has none to count."""
-        windows = self._open_windows()
-        batch = type(self)(
-            self.runtime, rows, device_rows, self._objects, self.num_reqs, self.num_rows, self._pool, windows
-        )
-        if levels.full:
-            batch.check(operation)
-        return batch
+        The same as `filter(keep)`, then `merge(joining)`, then `advance(advance, n)`, each of which may be left out:
+        one new batch instead of three, checked once.
 
-    def _begin(self, operation: str) -> int:
-        """What every operation asks first: nobody wrote into what was handed out, and there is no padding."""
-        if levels.cheap and (self._watched or (self._crossing is not None and self._crossing.uploaded)):
-            self._check_read_columns(operation)
-        if self.num_rows != self.num_reqs:
-            raise ArgumentError(
-                f"{type(self).__name__}.{operation}: a batch padded from {self.num_reqs} to {self.num_rows} rows",
-                value=self.num_rows,
-                remedy="keep the batch from before `pad`; a padded one is for one launch",
+        Args:
+            keep: as for `filter`; None keeps all.
+            joining: as for `merge`; None for no requests.
+            advance: as for `advance`; nothing by default.
+            n: as for `advance`: one integer, or one for each request that is in the result.
+
+        Raises:
+            As `filter`, `merge` and `advance`.
+        """
+        what = f"{type(self).__name__}.next_batch"
+        num_reqs = self._begin("next_batch")
+        state = self._state
+        if keep is not None:
+            index = kept_rows(keep, num_reqs, what)
+            state, num_reqs = state.taken(index), index.size
+        kept = num_reqs
+        if joining is not None:
+            self._check_joins(joining, kept, "next_batch")
+            state, num_reqs = state.merged(joining._state), kept + joining.num_reqs
+        added: Mapping[str, object] = {}
+        if type(advance) is not tuple or advance:
+            added = amounts_by_column(advance, n, what)
+        elif type(n) is not int or n != 1:
+            raise ArgumentError(f"{what}: n={n!r} of no column", value=n, remedy="name columns: advance='seq_lens'")
+        if added or state is self._state:
+            state = state.shifted(added, num_reqs, what, in_place=state is not self._state)
+        return (
+            self._derived("next_batch", state, num_reqs)
+            if joining is None
+            else self._joined("next_batch", state, kept, joining)
+        )
+
+    def _check_joins(self, other: Self, num_reqs: int, operation: str) -> None:
+        if type(other) is not type(self):
+            raise DeclarationError(
+                f"{operation} of {type(self).__name__} with {type(other).__name__}",
+                value=type(other).__name__,
+                remedy="merge batches of one declaration",
             )
-        return self.num_reqs
+        if other.runtime is not self.runtime:
+            raise DeviceError(f"{operation} of batches of two runtimes", value=other, remedy="use one runtime")
+        other._begin(operation)
+        if self._pool_id != other._pool_id and num_reqs and other.num_reqs:
+            raise ArgumentError(
+                f"{operation} of slots of pools {self._pool_id} and {other._pool_id}",
+                value=other._pool_id,
+                remedy="requests of one batch take their slots from one pool",
+            )
 
+    def _joined(self, operation: str, state: RowState, num_reqs: int, other: Self) -> Self:
+        """A batch of `num_reqs` requests of this one, then those of `other`."""
+        windows, theirs = self._open_windows(), other._open_windows()
+        batch = self._derived(
+            operation,
+            state,
+            num_reqs + other.num_reqs,
+            pool_id=self._pool_id if num_reqs else other._pool_id,
+            windows={**windows, **theirs} if theirs else windows,
+        )
+        if other.num_reqs and levels.cheap:
+            batch._check_slots(operation)
+        return batch
 
-def _positive_and_distinct(slots: Array) -> bool:
-    """The tests of three laws without their reports: no slot is negative, none is 0, none stands twice."""
-    if not slots.size:
-        return True
-    if slots.item(slots.argmax()) > _DENSE * slots.size + _FEW:
-        in_order = slots.copy()
-        in_order.sort()
-        return bool(in_order[0] > 0) and not np.count_nonzero(in_order[1:] == in_order[:-1])
-    try:
-        uses = np.bincount(slots)
-    except ValueError:  # a negative one
-        return False
-    return uses.item(0) == 0 and uses.item(uses.argmax()) == 1
+    def split(self, sizes: Sequence[int]) -> list[Self]:
+        """Consecutive batches of the given sizes, which sum to the number of requests.
 
+        Raises:
+            ArgumentError: a negative size, a sum that differs, or a padded batch.
+        """
+        what = f"{type(self).__name__}.split"
+        num_reqs = self._begin("split")
+        lengths = counts(sizes, what)
+        if sum(lengths) != num_reqs:
+            raise ArgumentError(
+                f"{what}: sizes {lengths} sum to {sum(lengths)}, not {num_reqs}",
+                value=lengths,
+                remedy="cover every row",
+            )
+        starts = np.cumsum([0, *lengths])
+        return [
+            self._derived("split", self._state.sliced(start, stop), stop - start)
+            for start, stop in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
+        ]
 
-_ROW_COUNT = Code.ROW_COUNT
-_ESCAPED, _ALLOCATED, _SHARED = Code.SENTINEL_ESCAPED, Code.SLOT_ZERO_ALLOCATED, Code.SLOT_SHARED
-_FEW, _DENSE = 1024, 32
-"""Up to so many slots, and so many for each row, a count for each that there may be costs less than a sort."""
+    def pad(self, to: SupportsIndex) -> Self:
+        """The same requests with padded rows up to `to` rows: slot 0, and each column's declared pad value.
 
-# How a batch goes to the device: in one copy, to new memory or to addresses that stay.
+        A padded batch is for one launch: it has `num_reqs` requests and `num_rows` rows, and does not move rows.
 
+        Raises:
+            ArgumentError: fewer rows than requests, or padded already.
+        """
+        what = f"{type(self).__name__}.pad"
+        num_reqs = self._begin("pad")
+        extra = count(to, f"{what}: rows", least=num_reqs) - num_reqs
+        batch = self._derived("pad", self._state.padded(extra), num_reqs, num_rows=num_reqs + extra)
+        if levels.cheap:
+            batch._check_tail("pad")
+        return batch
 
-class SendableRecord(JudgedRecord):
-    """A batch that can be sent."""
+    # Changing values
 
-    __slots__ = ()
+    def advance(self, columns: str | Iterable[str] | Mapping[str, object], n: object = 1) -> Self:
+        """The same batch with integers added to one or several integer columns.
+
+        Args:
+            columns: one column, several that all get `n`, or a mapping column -> what is added to it.
+            n: one integer, or int[num_reqs]; unused when `columns` is a mapping.
+
+        Raises:
+            DeclarationError: no such column.
+            DtypeError: a column of floats, booleans or indices, or `n` no integer.
+            ValueOverflowError: a value would leave the column's dtype.
+            ArgumentError: a padded batch, or a column named twice.
+        """
+        what = f"{type(self).__name__}.advance"
+        added = amounts_by_column(columns, n, what)
+        num_reqs = self._begin("advance")
+        return self._derived("advance", self._state.shifted(added, num_reqs, what), num_reqs, moved=False)
+
+    def update(self, column: str, rows: object, values: object) -> Self:
+        """The same batch with other values in some rows of one mirrored column, on both sides.
+
+        Args:
+            column: a mirrored column whose value is exact; not the slots.
+            rows: a mask bool[num_reqs], or unique row indices int[k].
+            values: one value, or k.
+
+        Raises:
+            DeclarationError, DtypeError, ShapeError, RowIndexError, ArgumentError, ValueOverflowError: as elsewhere.
+        """
+        what = f"{type(self).__name__}.update: column {column!r}"
+        declared = self._tensor_column(column, what)
+        index = kept_rows(rows, self._begin("update"), what)
+        if not isinstance(declared, MirroredColumn) or column in self._state.device or column == self._slot_column:
+            raise ArgumentError(
+                f"{what} has no exact host side of its own", value=column, remedy=f"use replace({column}=...)"
+            )
+        new = converted(values, declared.np_dtype, what)
+        shape = (len(index), *declared.shape)
+        if new.shape != shape and new.shape != declared.shape:
+            raise ShapeError(f"{what}: {list(new.shape)} for {list(shape)}", value=new.shape, remedy="one row each")
+        values_now = self._state.host.column(column).copy()
+        values_now[index] = new
+        state = self._state.replaced(ColumnInputs(host={column: values_now}))
+        return self._derived("update", state, self.num_reqs, moved=False)
+
+    def tighten(self, column: str, bound: object) -> Self:
+        """The same batch with lower bounds on the host for one bounded column; nothing happens on the device.
+
+        Args:
+            column: a mirrored column that holds bounds.
+            bound: numbers `[num_reqs, *shape]`, none above the present bounds: what results of earlier steps prove.
+
+        Raises:
+            DeclarationError: no such column. Else as `MirroredTensor.tighten`.
+        """
+        self._begin("tighten")
+        what = f"{type(self).__name__}.tighten: column {column!r}"
+        if not isinstance(column, str):
+            raise DeclarationError(f"{what} names no column", value=column, remedy="pass one column name")
+        self._tensor_column(column, what)
+        lower = self[column].tighten(bound).np.copy()
+        state = self._state.replaced(ColumnInputs(host={column: lower}))
+        return self._derived("tighten", state, self.num_reqs, moved=False)
+
+    def replace(self, /, **columns: object) -> Self:
+        """The same requests with other values for some columns, given as to `build`. Raises what `build` raises."""
+        what = f"{type(self).__name__}.replace"
+        num_reqs = self._begin("replace")
+        inputs = ColumnInputs.read(self._columns, columns, num_reqs, self.runtime, what)
+        batch = self._derived(
+            "replace",
+            self._state.replaced(inputs),
+            num_reqs,
+            pool_id=inputs.pool_id,
+            windows={name: one for name, one in self._open_windows().items() if name not in columns},
+        )
+        if inputs.pool_id is not None:
+            batch._check_slots("replace")
+        return batch
+
+    __replace__ = replace  # for `copy.replace`
+
+    # To the device
 
     def on_device(self, *columns: str) -> dict[str, torch.Tensor]:
         """The device sides of some columns, to be read only, safe on the current stream: what a forward asks for.
@@ -442,17 +519,19 @@ class SendableRecord(JudgedRecord):
             self._tensor_column(name, f"{type(self).__name__}.on_device: column {name!r}")
         for name, windows in self._open_windows().items():
             if name in names:
-                invariants.mirror_stale_read("device", reasons(windows, "device"), **self._where("on_device", name))
-        return self._device.columns(names)
+                invariants.mirror_stale_read(
+                    "device", stale_reasons(windows, "device"), **self._where("on_device", name)
+                )
+        return self.device_side.columns(names)
 
     def upload(self, *, writes: Sequence[TableWrite] = (), extras: Mapping[str, object] | None = None) -> Extras:
         """Sends the step to the device on the current stream: one copy, then one scatter for each table written.
 
-        All columns ride in the copy, unless this batch was uploaded before. The host does not wait.
+        The copy has all columns too, unless this batch was uploaded before. The host does not wait.
 
         Args:
             writes: table writes, from `Table.entry` or `Extension.entry`.
-            extras: derived host arrays (positions, `query_start_loc`, ...) by name.
+            extras: extra host arrays (positions, `query_start_loc`, ...) by name.
 
         Returns:
             the device tensors of `extras`.
@@ -465,18 +544,18 @@ class SendableRecord(JudgedRecord):
         self._check_writes(writes, "upload")
         if levels.cheap:
             self._check_read_columns("upload")
-        device = self._device
+        device = self.device_side
         first = not device.uploaded
         if first:
             self._check_host_is_fresh("upload")
-        derived = device.upload(writes, self._checked_extras(extras, "upload"))
+        uploaded = device.upload(writes, self._checked_extras(extras, "upload"))
         if first and levels.full:
             self.check("upload")
-        return derived
+        return uploaded
 
     def to_static(
         self,
-        buffers: StaticMemory,
+        buffers: "StaticBuffers",
         *,
         writes: Sequence[TableWrite] = (),
         extras: Mapping[str, object] | None = None,
@@ -502,7 +581,8 @@ class SendableRecord(JudgedRecord):
             CaptureError: the stream is being captured: fill the buffers before, or between replays.
             Violation: MIRROR_FOREIGN_WRITE, MIRROR_STALE_READ; at `full` MIRROR_EQUAL, MIRROR_BOUND, TAIL_STALE.
         """
-        if not isinstance(buffers, StaticMemory):
+        receive = getattr(buffers, "receive", None)
+        if receive is None:
             raise ArgumentError(
                 f"{type(self).__name__}.to_static: {type(buffers).__name__} has no fixed addresses",
                 value=buffers,
@@ -517,8 +597,8 @@ class SendableRecord(JudgedRecord):
     def _check_host_is_fresh(self, operation: str) -> None:
         """What is sent is read from the host: not inside a window in which that side is knowingly old."""
         for name, windows in self._open_windows().items():
-            if name not in self._device_rows:
-                invariants.mirror_stale_read("host", reasons(windows, "host"), **self._where(operation, name))
+            if name not in self._state.device:
+                invariants.mirror_stale_read("host", stale_reasons(windows, "host"), **self._where(operation, name))
 
     def _check_writes(self, writes: object, operation: str) -> None:
         if type(writes) is tuple and not writes:
@@ -533,317 +613,146 @@ class SendableRecord(JudgedRecord):
     def _checked_extras(self, extras: Mapping[str, object] | None, operation: str) -> Mapping[str, object]:
         return {} if extras is None else named_arrays(extras, f"{type(self).__name__}.{operation}")
 
+    # Checks
 
-__all__ = ["Batch", "Extras"]
-
-
-class Batch(SendableRecord):
-    """Base of declared batches. Subclass it to declare columns; never to override what is here.
-
-    Attributes:
-        runtime: the device.
-        num_reqs: requests; `len(batch)` too.
-        num_rows: rows of each column, `num_reqs` and padding.
-        version: a number that no other value of the runtime has; stamp derived metadata with it.
-    """
-
-    __slots__ = ()
-
-    # Making
-
-    @classmethod
-    def build(cls, runtime: Runtime, /, **columns: object) -> Self:
-        """A batch from a value for every declared column.
-
-        Args:
-            runtime: the device.
-            **columns: lists, arrays, CPU tensors or mirrored values for mirrored columns (slots: what the pool handed
-                out); device tensors for device-only columns; any sequence for host columns. All with one row a request.
+    def check(self, operation: str = "check") -> None:
+        """Checks every invariant of this batch and its columns that applies at the present level.
 
         Raises:
-            DeclarationError: a column is missing or not declared.
-            ShapeError: another number of rows, or another shape of a row.
-            DtypeError, ValueOverflowError: values that do not go into the column.
-            ContractError: a contract weaker than the column takes.
-            DeviceError: values of another runtime, or a tensor on another device.
-            Violation: SLOT_SHARED, SLOT_ZERO_ALLOCATED, SENTINEL_ESCAPED, UNIT_MISMATCH.
+            Violation: ROW_COUNT, TAIL_STALE, SLOT_SHARED, SLOT_ZERO_ALLOCATED, SENTINEL_ESCAPED, and those of
+                `MirroredTensor.check`.
         """
-        missing = [name for name in cls._columns if name not in columns]
-        if missing:
-            unknown = [name for name in columns if name not in cls._columns]
-            also = f", but values for {', '.join(unknown)}, which it does not declare" if unknown else ""
-            raise DeclarationError(
-                f"{cls.__name__}.build: no value for {', '.join(missing)}{also}",
-                value=missing,
-                remedy="give every declared column its value",
-            )
-        num_rows = rows_of(columns, f"{cls.__name__}.build")
-        given = read_columns(cls._columns, columns, num_rows, runtime, f"{cls.__name__}.build")
-        batch = cls(
-            runtime,
-            HostRows.of(cls._layout, given.host, num_rows),
-            given.device,
-            given.objects,
-            num_rows,
-            num_rows,
-            given.pool or 0,
-        )
-        if levels.cheap:
-            batch.check("build")
-        else:
-            batch._check_slots("build")  # judged at the door, whatever the level
-        return batch
+        if not levels.cheap:
+            return
+        self._check_rows(operation)
+        self._check_slots(operation)
+        self._check_tail(operation)
+        self._check_read_columns(operation)
+        for name in self._tensor_columns if levels.full else ():
+            value = self[name]
+            if self.device_side.uploaded and name not in self._state.device:
+                # What crossed is compared although it was not read yet: a view of the copy, nothing is launched.
+                value._device.tensor(self.runtime)
+            value.check(operation)
 
-    @classmethod
-    def empty(cls, runtime: Runtime) -> Self:
-        """A batch of no requests: what an idle step and a first merge start from."""
-        values: dict[str, object] = {}
-        for name, column in cls._columns.items():
-            if isinstance(column, TensorColumn):
-                values[name] = np.empty((0, *column.shape), dtype=column.np_dtype)
-            else:
-                values[name] = ()
-        return cls.build(runtime, **values)
+    def _check_read_columns(self, operation: str) -> None:
+        """Only what is exposed can have been written: device sides, and host sides as tensors."""
+        for value in self._exposed:
+            value.check(operation)
+        written = None if self._device is None else self._device.written()
+        if written is not None:
+            name, before, now = written
+            invariants.mirror_foreign_write("device", before, now, **self._where(operation, name or None))
 
-    # Moving rows
+    def _check_rows(self, operation: str) -> None:
+        state = self._state
+        agree = state.host.have(self.num_rows)  # the test of ROW_COUNT, without its report: the law names the column
+        for rows in state.device.values():
+            agree = agree and len(rows) == self.num_rows
+        for objects in state.objects.values():
+            agree = agree and len(objects) == self.num_reqs
+        if agree:
+            invariants.times_checked[_ROW_COUNT] += 1
+            return
+        where = self._where(operation)
+        # Counted apart: a bounded column has rows on both sides, under one name.
+        invariants.row_count(self.num_rows, state.host.lengths(), **where)
+        invariants.row_count(self.num_rows, {name: len(rows) for name, rows in state.device.items()}, **where)
+        if state.objects:
+            invariants.row_count(self.num_reqs, {name: len(one) for name, one in state.objects.items()}, **where)
 
-    def filter(self, keep: object) -> Self:
-        """The requests that `keep` names, in its order: a mask bool[num_reqs], or unique row indices.
+    def _check_slots(self, operation: str) -> None:
+        if self._slot_column is None:
+            return
+        place = self._layout.places[self._slot_column]
+        slots: Array = self._state.host.groups[place.array][place.member]  # int64, as it lies in its group
+        if self.num_reqs != self.num_rows:
+            slots = slots[: self.num_reqs]
+        if _positive_and_distinct(slots):
+            times_checked = invariants.times_checked
+            times_checked[_ESCAPED] += 1
+            times_checked[_ALLOCATED] += 1
+            times_checked[_SHARED] += 1
+            return
+        where = self._where(operation, self._slot_column)
+        if slots.min(initial=1) < 1:  # one look decides that neither of the two is broken
+            invariants.sentinel_escaped(slots, **where)
+            invariants.slot_zero_allocated(slots, **where)
+        invariants.slot_shared(slots, **where)
 
-        Raises:
-            ShapeError: a mask of another length.
-            DtypeError: neither booleans nor integers.
-            RowIndexError: an index outside [0, num_reqs).
-            ArgumentError: an index twice, or a padded batch.
-        """
-        index = kept_rows(keep, self._begin("filter"), f"{type(self).__name__}.filter")
-        return self._with("filter", *taken(self._parts, index), index.size)
+    def _check_tail(self, operation: str) -> None:
+        if self.num_rows == self.num_reqs:
+            return
+        for name, column in self._columns.items():
+            if isinstance(column, MirroredColumn):
+                tail = self._state.host.column(name)[self.num_reqs :]
+                invariants.tail_stale(tail, column.pad, self.num_reqs, **self._where(operation, name))
 
-    def merge(self, other: Self) -> Self:
-        """These requests, then those of `other`. A column exact here and bounded there becomes bounded.
+    # Helpers
 
-        Raises:
-            DeclarationError: `other` is of another declaration.
-            DeviceError: `other` belongs to another runtime.
-            ArgumentError: slots of two pools, or a padded batch.
-            Violation: SLOT_SHARED, at `cheap`: a request stands in both.
-        """
-        num_reqs = self._begin("merge")
-        self._check_joins(other, num_reqs, "merge")
-        return self._joined("merge", merged(self._parts, other._parts), num_reqs, other)
-
-    def next_batch(
+    def _derived(
         self,
+        operation: str,
+        state: RowState,
+        num_reqs: int,
         *,
-        keep: object = None,
-        joining: Self | None = None,
-        advance: str | Iterable[str] | Mapping[str, object] = (),
-        n: object = 1,
+        num_rows: int | None = None,
+        pool_id: int | None = None,
+        windows: Windows | None = None,
+        moved: bool = True,
     ) -> Self:
-        """Some requests leave, others join, and counts move on: what a decode step does, as one operation.
-
-        The same as `filter(keep)`, then `merge(joining)`, then `advance(advance, n)`, each of which may be left out:
-        one new batch instead of three, judged once.
-
-        Args:
-            keep: as for `filter`; None keeps all.
-            joining: as for `merge`; None for nobody.
-            advance: as for `advance`; nothing by default.
-            n: as for `advance`: one integer, or one for each request that is in the result.
-
-        Raises:
-            As `filter`, `merge` and `advance`.
-        """
-        what = f"{type(self).__name__}.next_batch"
-        num_reqs = self._begin("next_batch")
-        parts = self._parts
-        if keep is not None:
-            index = kept_rows(keep, num_reqs, what)
-            parts, num_reqs = taken(parts, index), index.size
-        kept = num_reqs
-        if joining is not None:
-            self._check_joins(joining, kept, "next_batch")
-            parts, num_reqs = merged(parts, joining._parts), kept + joining.num_reqs
-        if type(advance) is tuple and not advance:
-            if type(n) is not int or n != 1:
-                raise ArgumentError(f"{what}: n={n!r} of no column", value=n, remedy="name columns: advance='seq_lens'")
-        else:
-            added = amounts_by_column(advance, n, what)
-            parts = shifted(parts, added, self._columns, num_reqs, what, fresh=parts[0] is not self._rows)
-        return (
-            self._with("next_batch", *parts, num_reqs)
-            if joining is None
-            else self._joined("next_batch", parts, kept, joining)
-        )
-
-    def _check_joins(self, other: Self, num_reqs: int, operation: str) -> None:
-        if type(other) is not type(self):
-            raise DeclarationError(
-                f"{operation} of {type(self).__name__} with {type(other).__name__}",
-                value=type(other).__name__,
-                remedy="merge batches of one declaration",
-            )
-        if other.runtime is not self.runtime:
-            raise DeviceError(f"{operation} of batches of two runtimes", value=other, remedy="use one runtime")
-        other._begin(operation)
-        if self._pool != other._pool and num_reqs and other.num_reqs:
-            raise ArgumentError(
-                f"{operation} of slots of pools {self._pool} and {other._pool}",
-                value=other._pool,
-                remedy="requests of one batch take their slots from one pool",
-            )
-
-    def _joined(self, operation: str, parts: Parts, num_reqs: int, other: Self) -> Self:
-        """A batch of `num_reqs` requests of this one, then those of `other`."""
-        windows, theirs = self._open_windows(), other._open_windows()
-        batch = self._with(
-            operation,
-            *parts,
-            num_reqs + other.num_reqs,
-            pool=self._pool if num_reqs else other._pool,
-            windows={**windows, **theirs} if theirs else windows,
-        )
-        if other.num_reqs and levels.cheap:
-            batch._check_slots(operation)
-        return batch
-
-    def split(self, sizes: Sequence[int]) -> list[Self]:
-        """Consecutive batches of the given sizes, which sum to the number of requests.
-
-        Raises:
-            ArgumentError: a negative size, a sum that differs, or a padded batch.
-        """
-        what = f"{type(self).__name__}.split"
-        num_reqs = self._begin("split")
-        lengths = counts(sizes, what)
-        if sum(lengths) != num_reqs:
-            raise ArgumentError(
-                f"{what}: sizes {lengths} sum to {sum(lengths)}, not {num_reqs}",
-                value=lengths,
-                remedy="cover every row",
-            )
-        starts = np.cumsum([0, *lengths])
-        pieces = []
-        for start, stop in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-            index = np.arange(start, stop, dtype=np.int64)
-            piece = self._with(
-                "split",
-                self._rows.sliced(start, stop),
-                {name: one.taken(index) for name, one in self._device_rows.items()},
-                {name: one[start:stop] for name, one in self._objects.items()},
-                stop - start,
-            )
-            pieces.append(piece)
-        return pieces
-
-    def pad(self, to: SupportsIndex) -> Self:
-        """The same requests with padded rows up to `to` rows: slot 0, and each column's declared pad value.
-
-        A padded batch is for one launch: it has `num_reqs` requests and `num_rows` rows, and does not move rows.
-
-        Raises:
-            ArgumentError: fewer rows than requests, or padded already.
-        """
-        what = f"{type(self).__name__}.pad"
-        num_reqs = self._begin("pad")
-        extra = count(to, f"{what}: rows", least=num_reqs) - num_reqs
-        device_rows = {}
-        for name, one in self._device_rows.items():
-            column = self._columns[name]
-            tail = np.repeat(column.pad[None], extra, axis=0) if isinstance(column, TensorColumn) else None
-            device_rows[name] = one if tail is None else one.merged(DeviceRows.of(tail, extra))
-        batch = self._with(
-            "pad", self._rows.padded(extra), device_rows, self._objects, num_reqs, num_rows=num_reqs + extra
-        )
-        if levels.cheap:
-            batch._check_tail("pad")
-        return batch
-
-    # Changing values
-
-    def advance(self, columns: str | Iterable[str] | Mapping[str, object], n: object = 1) -> Self:
-        """The same batch with integers added to one or several integer columns.
-
-        Args:
-            columns: one column, several that all get `n`, or a mapping column -> what is added to it.
-            n: one integer, or int[num_reqs]; not looked at when `columns` is a mapping.
-
-        Raises:
-            DeclarationError: no such column.
-            DtypeError: a column of floats, booleans or indices, or `n` no integer.
-            ValueOverflowError: a value would leave the column's dtype.
-            ArgumentError: a padded batch, or a column named twice.
-        """
-        what = f"{type(self).__name__}.advance"
-        added = amounts_by_column(columns, n, what)
-        num_reqs = self._begin("advance")
-        rows, device_rows, _ = shifted(self._parts, added, self._columns, num_reqs, what, fresh=False)
-        return self._changed("advance", rows, device_rows)
-
-    def update(self, column: str, rows: object, values: object) -> Self:
-        """The same batch with other values in some rows of one mirrored column, on both sides.
-
-        Args:
-            column: a mirrored column whose value is exact; not the slots.
-            rows: a mask bool[num_reqs], or unique row indices int[k].
-            values: one value, or k.
-
-        Raises:
-            DeclarationError, DtypeError, ShapeError, RowIndexError, ArgumentError, ValueOverflowError: as elsewhere.
-        """
-        what = f"{type(self).__name__}.update: column {column!r}"
-        declared = self._tensor_column(column, what)
-        index = kept_rows(rows, self._begin("update"), what)
-        if not isinstance(declared, MirroredColumn) or column in self._device_rows or column == self._slot_column:
-            raise ArgumentError(
-                f"{what} has no exact host side of its own", value=column, remedy=f"use replace({column}=...)"
-            )
-        new = converted(values, declared.np_dtype, what)
-        shape = (len(index), *declared.shape)
-        if new.shape != shape and new.shape != declared.shape:
-            raise ShapeError(f"{what}: {list(new.shape)} for {list(shape)}", value=new.shape, remedy="one row each")
-        replaced = self._rows.column(column).copy()
-        replaced[index] = new
-        return self._changed("update", self._rows.replaced({column: replaced}), self._device_rows)
-
-    def tighten(self, column: str, bound: object) -> Self:
-        """The same batch with lower bounds on the host for one bounded column; nothing happens on the device.
-
-        Args:
-            column: a mirrored column that holds bounds.
-            bound: numbers `[num_reqs, *shape]`, none above the present bounds: what results of earlier steps prove.
-
-        Raises:
-            DeclarationError: no such column. Else as `MirroredTensor.tighten`.
-        """
-        self._begin("tighten")
-        what = f"{type(self).__name__}.tighten: column {column!r}"
-        if not isinstance(column, str):
-            raise DeclarationError(f"{what} names no column", value=column, remedy="pass one column name")
-        self._tensor_column(column, what)
-        lower = self[column].tighten(bound).np.copy()
-        rows = self._rows.replaced({column: lower})
-        return self._changed("tighten", rows, self._device_rows)
-
-    def replace(self, /, **columns: object) -> Self:
-        """The same requests with other values for some columns, given as to `build`. Raises what `build` raises."""
-        what = f"{type(self).__name__}.replace"
-        num_reqs = self._begin("replace")
-        given = read_columns(self._columns, columns, num_reqs, self.runtime, what)
-        device_rows = {name: one for name, one in self._device_rows.items() if name not in given.exact}
-        batch = self._with(
-            "replace",
-            self._rows.replaced(given.host),
-            device_rows | given.device,
-            {**self._objects, **given.objects},
+        """The result of an operation, checked. `moved` is False if no row moved, so that there are none to count."""
+        batch = type(self)(
+            self.runtime,
+            state,
             num_reqs,
-            pool=self._pool if given.pool is None else given.pool,
-            windows={name: one for name, one in self._open_windows().items() if name not in columns},
+            num_reqs if num_rows is None else num_rows,
+            self._pool_id if pool_id is None else pool_id,
+            self._open_windows() if windows is None else windows,
         )
-        if given.pool is not None:
-            batch._check_slots("replace")
+        if levels.full:
+            batch.check(operation)
+        elif levels.cheap and moved:
+            batch._check_rows(operation)
         return batch
 
+    def _begin(self, operation: str) -> int:
+        """Checks before an operation: nothing that is exposed was written, and there is no padding."""
+        if levels.cheap and (self._exposed or (self._device is not None and self._device.uploaded)):
+            self._check_read_columns(operation)
+        if self.num_rows != self.num_reqs:
+            raise ArgumentError(
+                f"{type(self).__name__}.{operation}: a batch padded from {self.num_reqs} to {self.num_rows} rows",
+                value=self.num_rows,
+                remedy="keep the batch from before `pad`; a padded one is for one launch",
+            )
+        return self.num_reqs
 
-# Names that a column must not hide. Known only here, where all of them are.
-BatchRecord._reserved = frozenset(dir(Batch)) - frozenset(dir(object))
+    def _tensor_column(self, name: str, what: str) -> TensorColumn:
+        column = self._columns.get(name)
+        if not isinstance(column, TensorColumn):
+            raise DeclarationError(
+                f"{what} is no tensor column", value=name, remedy=f"use one of: {', '.join(self._columns)}"
+            )
+        return column
+
+    def _where(self, operation: str, column: str | None = None) -> Where:
+        where: Where = {"object": self, "operation": operation, "step": self.runtime.step}
+        if column is not None:
+            where["column"] = column
+        return where
+
+
+def _positive_and_distinct(slots: Array) -> bool:
+    """The tests of three laws without their reports: no slot is negative, none is 0, none stands twice."""
+    if not slots.size:
+        return True
+    if slots.item(slots.argmax()) > _DENSE * slots.size + _FEW:
+        in_order = slots.copy()
+        in_order.sort()
+        return bool(in_order[0] > 0) and not np.count_nonzero(in_order[1:] == in_order[:-1])
+    try:
+        uses = np.bincount(slots)
+    except ValueError:  # a negative one
+        return False
+    return uses.item(0) == 0 and uses.item(uses.argmax()) == 1

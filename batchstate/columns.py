@@ -1,4 +1,9 @@
-"""What a batch class may say: columns, and methods that read them. What would be lost in silence is refused."""
+"""What a batch class declares: its columns, each one descriptor, in the style of attrs.
+
+A declaration is all a column needs to take part in every operation. On the class the name is the declaration
+(`Decode.seq_lens.dtype`); on a batch it is the column's value (`batch.seq_lens.np`). A class may also have methods that
+read columns; what would be lost in silence is refused.
+"""
 
 import types
 from collections.abc import Iterable, Mapping
@@ -12,11 +17,6 @@ from batchstate.errors import DeclarationError
 from batchstate.indices import Slots
 from batchstate.mirror import Contract, MirroredTensor, parse_contract
 from batchstate.runtime import numpy_dtype
-
-# What a batch class declares: its columns, each one descriptor, in the style of attrs.
-#
-# A declaration is all a column needs to take part in every operation. On the class the name is the declaration
-# (`Decode.seq_lens.dtype`); on a batch it is the column's value (`batch.seq_lens.np`).
 
 T = TypeVar("T")
 Self_ = TypeVar("Self_")
@@ -118,11 +118,11 @@ class SlotColumn(MirroredColumn):
 
 
 class DeviceColumn(TensorColumn):
-    """The device side alone; its rows are gathered when somebody reads them."""
+    """The device side alone; its rows are gathered when they are read."""
 
 
 class HostColumn(Column, Generic[T]):
-    """Python objects, one a request; a tuple on the batch. Padded rows have none."""
+    """Python objects, one per request; a tuple on the batch. Padded rows have none."""
 
     @overload
     def __get__(self, instance: None, owner: type) -> "HostColumn[T]": ...
@@ -188,7 +188,7 @@ def declared_columns(cls: type, reserved: frozenset[str]) -> dict[str, Column]:
         reserved: names that every batch has.
 
     Raises:
-        DeclarationError: a name that hides one of these or another column, or what was meant as a column and is none.
+        DeclarationError: a name that hides one of these or another column, or what was meant as a column and is not.
     """
     columns: dict[str, Column] = {}
     for base in reversed(cls.__mro__):

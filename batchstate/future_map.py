@@ -32,7 +32,7 @@ from batchstate.errors import ArgumentError, CaptureError, DeclarationError, Dev
 from batchstate.forward.inputs import ForwardInputs, Sources
 from batchstate.forward.plan import ForwardPlan
 from batchstate.indices import Slots
-from batchstate.mirror import Contract, DeviceSide, Made, MirroredTensor
+from batchstate.mirror import Contract, DeviceSide, MirroredTensor, ReadyTensor
 from batchstate.pools import SlotPool
 from batchstate.runtime import NUMPY_DTYPES, Fence, Runtime, Stream, numpy_dtype
 from batchstate.runtime.memory import Download
@@ -186,7 +186,7 @@ class Prefetched(Mapping[str, MirroredTensor]):
                 values[name] = MirroredTensor(
                     runtime,
                     array,
-                    DeviceSide(None, Made(device, *self._read, set())),
+                    DeviceSide(ReadyTensor(device, *self._read, set())),
                     dtype=field.dtype,
                     shape=array.shape,
                     contract=Contract.EXACT,

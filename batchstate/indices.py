@@ -1,4 +1,4 @@
-"""The index spaces, each a type of its own: a slot is no page, a page is no token (R10).
+"""The index spaces, each a type of its own: slots, pages, and locations of tokens in device or host KV memory.
 
 All are mirrored int64 vectors. To a type checker they are different; at run time `unit` goes with them and public
 functions compare it. Index 0 of every space is padding.
@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchstate._arrays import Array, converted, count
-from batchstate.errors import ArgumentError, ShapeError
+from batchstate._arrays import Array, converted
+from batchstate.errors import ShapeError
 from batchstate.mirror import Contract, DeviceSide, MirroredTensor
 from batchstate.runtime import Runtime
 
@@ -26,9 +26,9 @@ class Slots(MirroredTensor):
     __slots__ = ()
 
     def __init__(self, runtime: Runtime, host: Array | None, device: DeviceSide | None, **rest: Any) -> None:
-        """For the library. Slots that no pool gave generations have generation 0, which no live slot has."""
-        if not rest.get("tags"):
-            rest["tags"] = (np.zeros(rest["shape"][0], dtype=np.int64),)
+        """For the library. Without generations, slots have generation 0, which no live slot has."""
+        if rest.get("generations") is None:
+            rest["generations"] = np.zeros(rest["shape"][0], dtype=np.int64)
         super().__init__(runtime, host, device, **rest)
 
     @classmethod
@@ -50,8 +50,8 @@ class Slots(MirroredTensor):
             shape=slots.shape,
             contract=Contract.EXACT,
             name=name,
-            tags=(generations,),
-            origin=pool,
+            generations=generations,
+            pool_id=pool,
         )
 
     @classmethod
@@ -69,32 +69,30 @@ class Slots(MirroredTensor):
         """Handles from numbers, for tools that rebuild state. `generations` int64[n] defaults to 0: no live slot's.
 
         Raises:
-            ShapeError: not one generation a slot. Else as `MirroredTensor.from_host`.
+            ShapeError: not one generation per slot. Else as `MirroredTensor.from_host`.
         """
         if isinstance(values, Slots):
             values = values.exact_host(name or cls.__name__)
         plain = Pages.from_host(runtime, values, dtype=dtype, contract=contract, name=name or cls.__name__)
         slots = plain.np.copy()
-        held = (
-            np.zeros_like(slots) if generations is None else converted(generations, np.dtype(np.int64), "generations")
-        )
-        if held.shape != slots.shape or slots.ndim != 1:
+        own = np.zeros_like(slots) if generations is None else converted(generations, np.dtype(np.int64), "generations")
+        if own.shape != slots.shape or slots.ndim != 1:
             raise ShapeError(
-                f"{list(held.shape)} generations for {list(slots.shape)} slots", value=held.shape, remedy="one a slot"
+                f"{list(own.shape)} generations for {list(slots.shape)} slots", value=own.shape, remedy="one per slot"
             )
-        return cls.of_pool(runtime, slots, held, pool=pool, name=name)
+        return cls.of_pool(runtime, slots, own, pool=pool, name=name)
 
     @property
     def generations(self) -> npt.NDArray[np.int64]:
         """The generation of each handle, int64[n], read-only."""
-        view = self._tags[0].view()
+        view: npt.NDArray[np.int64] = self._generations.view()  # type: ignore[union-attr]
         view.flags.writeable = False
         return view
 
     @property
     def pool(self) -> int:
         """Identity of the pool that handed the slots out; 0 when none did."""
-        return self._origin
+        return self._pool_id
 
 
 class Pages(MirroredTensor):
@@ -105,41 +103,14 @@ class Pages(MirroredTensor):
 
 
 class Locations(MirroredTensor):
-    """Token positions in device KV memory. The tokens of page 0 are padding."""
+    """Places of tokens in device KV memory. Those of page 0 are padding."""
 
     unit: ClassVar[str | None] = "location"
     __slots__ = ()
 
 
 class HostLocations(MirroredTensor):
-    """Token positions in the host tier's KV memory. Host token 0 is padding."""
+    """Places of tokens in the host tier's KV memory. Place 0 is padding."""
 
     unit: ClassVar[str | None] = "host_location"
     __slots__ = ()
-
-
-def tokens_of_pages(pages: Pages, *, page_size: int, num_tokens: int) -> Locations:
-    """The tokens on `pages`, in order: page * page_size + 0 .. page_size - 1.
-
-    Args:
-        pages: the pages, in the order of the request.
-        page_size: tokens a page.
-        num_tokens: how many tokens; only the last page may be used in part.
-
-    Returns:
-        `host_only` int64[num_tokens].
-
-    Raises:
-        ArgumentError: `num_tokens` does not end on the last page.
-        DtypeError: no integer.
-    """
-    size = count(page_size, "page_size", least=1)
-    total = count(num_tokens, "num_tokens")
-    if -(-total // size) != len(pages):
-        raise ArgumentError(
-            f"{total} tokens do not end on the last of {len(pages)} pages of {size}",
-            value=total,
-            remedy="pass exactly the pages that hold the tokens",
-        )
-    expanded = (pages.np[:, None] * size + np.arange(size, dtype=np.int64)).reshape(-1)[:total]
-    return Locations.from_host(pages.runtime, expanded, contract=Contract.HOST_ONLY, name=pages.name)

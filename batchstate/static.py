@@ -1,7 +1,7 @@
 """`StaticBuffers`: the device side of a batch at addresses that stay, which is what a captured graph reads.
 
 Columns and extras lie one behind the other, in the order in which a step packs them, so that `Batch.to_static` is one
-copy straight to where the graph looks. Rows beyond those of the batch are padding: slot 0, and each column's pad value.
+copy straight to where the graph reads. Rows beyond those of the batch are padding: slot 0, and each column's pad value.
 A column of which the host side is no copy is gathered, and copied to its place on the device.
 """
 
@@ -13,12 +13,12 @@ import torch
 from batchstate import invariants, levels
 from batchstate._allocator import size_of
 from batchstate._arrays import Array, as_array, copy_into
-from batchstate._rows import HostRows
-from batchstate._upload import Extras, StaticMemory, append_needs, joined_writes, named_arrays
+from batchstate._rows import HostRows, Layout, RowState
+from batchstate._upload import Extras, append_needs, joined_writes, named_arrays
 from batchstate.batch import Batch
-from batchstate.columns import MirroredColumn, TensorColumn
+from batchstate.columns import Column, MirroredColumn, SlotColumn, TensorColumn
 from batchstate.errors import ArgumentError, DeclarationError, DeviceError, DtypeError, ShapeError
-from batchstate.mirror import Contract, DeviceSide, Made, version_mark
+from batchstate.mirror import Contract, DeviceSide, ReadyTensor, write_count
 from batchstate.runtime import Fence, FixedMemory, PackedUpload, Runtime, check_fence, check_runtime
 from batchstate.runtime.memory import ALIGNMENT, Place, packed_places, view_at
 from batchstate.tables import TableWrite
@@ -26,12 +26,12 @@ from batchstate.violations import Where
 
 __all__ = ["StaticBuffers"]
 
-_A_WRITE = 16
+_BYTES_PER_WRITE = 16
 """Bytes of one element of a table write: its index, and a value of the widest dtype."""
 
 
 @final
-class StaticBuffers(StaticMemory, Mapping[str, torch.Tensor]):
+class StaticBuffers(Mapping[str, torch.Tensor]):
     """Memory for the columns of a batch class, and for extras, at one number of rows: name -> device tensor.
 
     At first all rows are padding. After `batch.to_static(buffers)` a graph that was captured over its tensors reads
@@ -42,14 +42,14 @@ class StaticBuffers(StaticMemory, Mapping[str, torch.Tensor]):
         batch: the batch class.
         rows: rows of each column: those of the graph.
         extras: name -> an array of the dtype and shape that this extra has in every step, such as `plan.extras`.
-        num_writes: elements of table writes that ride in the copy; by default two a row. More of them, or more rows of
-            device-only columns that are still on the host than the buffers have rows, take a second copy.
+        num_writes: elements of table writes that the copy has room for; by default two per row. More of them, or more
+            rows of device-only columns that are still on the host than the buffers have rows, take a second copy.
 
     Attributes:
         num_reqs: requests of the batch that is in it; behind them are padded rows.
 
     Raises:
-        ArgumentError, DtypeError: no runtime; no batch class; no counts; an extra with the name of a column.
+        ArgumentError, DtypeError: not a runtime, a batch class or counts; an extra with the name of a column.
     """
 
     def __init__(
@@ -63,38 +63,35 @@ class StaticBuffers(StaticMemory, Mapping[str, torch.Tensor]):
     ) -> None:
         check_runtime(runtime, "StaticBuffers")
         runtime.check_owner("StaticBuffers")
-        given: object = batch
-        if not isinstance(given, type) or not issubclass(given, Batch):
+        untyped: object = batch
+        if not isinstance(untyped, type) or not issubclass(untyped, Batch):
             raise ArgumentError(f"StaticBuffers of {batch!r}", value=batch, remedy="pass a class that declares columns")
         self.runtime = runtime
         self.rows = size_of(rows, "StaticBuffers: rows", least=1)
         self.num_reqs = 0
-        self._mark: int | None = None
+        self._write_count: int | None = None
         self._batch = batch
+        self._columns = batch.columns()
         declared = {} if extras is None else named_arrays(extras, "StaticBuffers")
         self._extras = {name: as_array(one, f"extra {name!r}") for name, one in declared.items()}
-        twice = [name for name in self._extras if name in batch.columns()]
+        twice = [name for name in self._extras if name in self._columns]
         if twice:
             raise ArgumentError(f"extras are named as columns: {twice}", value=twice, remedy="rename the extras")
         writes = 2 * self.rows if num_writes is None else size_of(num_writes, "StaticBuffers: num_writes")
-        of_device = {
-            name: column
-            for name, column in batch.columns().items()
-            if isinstance(column, TensorColumn) and not isinstance(column, MirroredColumn)
-        }
-        arrays = [*HostRows.of(batch._layout, {}, self.rows).in_lanes(ALIGNMENT), *self._extras.values()]
+        layout = Layout.of(self._columns)
+        arrays = [*HostRows.padding(layout, self.rows).aligned(), *self._extras.values()]
         places, used = packed_places(arrays)
-        room = used + writes * _A_WRITE + 2 * ALIGNMENT + _to_gather(batch, self.rows)
-        packed = -(-room // ALIGNMENT) * ALIGNMENT
-        own, total = _places_of(of_device, self.rows, packed)
+        capacity = used + writes * _BYTES_PER_WRITE + 2 * ALIGNMENT + _bytes_to_gather(self._columns, self.rows)
+        packed = -(-capacity // ALIGNMENT) * ALIGNMENT
+        own, total = _own_places(self._columns, self.rows, packed)
         self._fixed = FixedMemory(runtime, runtime.device_zeros((total,), torch.uint8, name="static buffers"))
         by_name = {**dict(zip(self._extras, places[len(places) - len(self._extras) :], strict=True)), **own}
         self._views = {
-            **_columns(self._fixed.memory, batch, places, self.rows),
+            **_packed_views(self._fixed.memory, layout, places, self.rows),
             **{name: view_at(self._fixed.memory, place) for name, place in by_name.items()},
         }
-        self._columns_alone = self._fixed.memory[:used]
-        self._with_riders = self._fixed.memory[:packed]
+        self._fixed_part = self._fixed.memory[:used]
+        self._packed_part = self._fixed.memory[:packed]
         self.receive(batch.empty(runtime), (), self._extras)
 
     def __repr__(self) -> str:
@@ -132,77 +129,71 @@ class StaticBuffers(StaticMemory, Mapping[str, torch.Tensor]):
         """What `Batch.to_static` does."""
         if levels.cheap:
             self._check_unwritten()
-        given = self._checked(batch, extras)
+        arrays = self._checked(batch, extras)
         padded = batch if batch.num_rows == self.rows else batch.pad(self.rows)
-        device_rows = padded._device_rows
+        state = padded.device_side.state
         joined = joined_writes(self.runtime, writes) if writes else []
-        fixed = padded._rows.in_lanes(ALIGNMENT)
+        fixed = state.host.aligned()
         first_extra = len(fixed)
-        fixed += given.values()
-        riders: list[Array] = []
-        needs = append_needs(riders, device_rows, self._batch._columns)
-        first_write = len(riders)
+        fixed += arrays.values()
+        others: list[Array] = []
+        needs = append_needs(others, state)
+        first_write = len(others)
         for write in joined:
-            riders += (write.index, write.values)
-        for name, rows in device_rows.items():
+            others += (write.index, write.values)
+        for name, rows in state.device.items():
             rows.check_sources(self.runtime, name)  # before anything is written
         self._fixed.await_readers()
         try:
-            crossed, rode, skipped = self._copied(fixed, riders)
+            copied, packed, skipped = self._copied(fixed, others)
             self.num_reqs = batch.num_reqs
-            for name, rows in device_rows.items():
-                made = rows.gathered(self.runtime, [rode.view(skipped + place) for place in needs[name]])
-                source = self.runtime.use_on_current_stream(
-                    made.tensor, made.stream, made.ready, synchronised=made.synchronised
-                )
+            for name, rows in state.device.items():
+                gathered = rows.gathered(self.runtime, [packed.view(skipped + place) for place in needs[name]])
+                source = gathered.on_current_stream(self.runtime)
                 target = self._views[name].data  # our own writes are none from outside
                 self.runtime.launch(
                     copy_into, target, source, reads=(source,), writes=(target,), name=f"static: {name}"
                 )
-                if len(batch._device_rows[name].sources) > 1:  # each is memory kept alive
-                    batch._device.start_from(name, made)
+                if len(batch.device_side.state.device[name].sources) > 1:  # each is memory kept alive
+                    batch.device_side.start_from(name, gathered)
             for i, write in enumerate(joined):
                 at = skipped + first_write + 2 * i
-                write.table.apply(write, rode.view(at), rode.view(at + 1))
-        finally:  # behind the scatters too, which read what rode along; and also where one of them failed
+                write.table.apply(write, packed.view(at), packed.view(at + 1))
+        finally:  # behind the scatters too, which read the copy; and also where one of them failed
             self._fixed.note_write()
-            self._mark = version_mark(self._fixed.memory)
+            self._write_count = write_count(self._fixed.memory)
         if levels.full and not self.runtime.checks_suspended():
-            self._check(padded, given)
-        places = {name: first_extra + i for i, name in enumerate(given)}
-        return Extras(self.runtime, crossed, places, dict(extras), self._slots_of(padded, crossed))
+            self._check(state, arrays)
+        places = {name: first_extra + i for i, name in enumerate(arrays)}
+        return Extras(self.runtime, copied, places, dict(extras), self._slots_of(state.host, copied))
 
     def _check_unwritten(self) -> None:
-        """Nobody wrote into the buffers since the last step; reported once, since this step writes all of it anew.
+        """The buffers were not written from outside since the last step; reported once, as this step rewrites them.
 
         Raises:
             Violation: MIRROR_FOREIGN_WRITE.
         """
-        before, self._mark = self._mark, version_mark(self._fixed.memory)
-        if before is not None and self._mark is not None:
+        before, self._write_count = self._write_count, write_count(self._fixed.memory)
+        if before is not None and self._write_count is not None:
             where: Where = {"object": self, "operation": "to_static", "step": self.runtime.step}
-            invariants.mirror_foreign_write("device", before, self._mark, **where)
+            invariants.mirror_foreign_write("device", before, self._write_count, **where)
 
-    def _slots_of(self, padded: Batch, crossed: PackedUpload) -> tuple[Array, DeviceSide] | None:
-        name = padded._slot_column
-        if name is None:
-            return None
-        made = Made(self._views[name], crossed.stream, crossed.ready, crossed.synchronised)
-        return padded._rows.column(name), DeviceSide(None, made)
+    def _slots_of(self, host: HostRows, copied: PackedUpload) -> tuple[Array, DeviceSide] | None:
+        for name, column in self._columns.items():
+            if isinstance(column, SlotColumn):
+                return host.column(name), DeviceSide(ReadyTensor.uploaded(self._views[name], copied))
+        return None
 
-    def _copied(self, fixed: list[Array], riders: list[Array]) -> tuple[PackedUpload, PackedUpload, int]:
-        """The copy to the fixed places, the copy in which the riders are, and how many arrays stand there before them.
+    def _copied(self, fixed: list[Array], others: list[Array]) -> tuple[PackedUpload, PackedUpload, int]:
+        """The copy to the fixed places, the copy that has the other arrays, and how many arrays it has before them.
 
-        That is one copy and the same, if there is room.
+        Both are one copy, if there is room.
         """
         upload = self.runtime.upload
-        if not riders:
-            packed = upload(fixed, into=self._columns_alone)
-            return packed, packed, len(fixed)
-        if packed_places([*fixed, *riders])[1] <= self._with_riders.numel():
-            packed = upload([*fixed, *riders], into=self._with_riders)
-            return packed, packed, len(fixed)
-        return upload(fixed, into=self._columns_alone), upload(riders), 0
+        if others and packed_places([*fixed, *others])[1] > self._packed_part.numel():
+            return upload(fixed, into=self._fixed_part), upload(others), 0
+        packed = upload([*fixed, *others], into=self._packed_part) if others else upload(fixed, into=self._fixed_part)
+        return packed, packed, len(fixed)
 
     def _checked(self, batch: Batch, extras: Mapping[str, object]) -> dict[str, Array]:
         what = f"{type(batch).__name__}.to_static"
@@ -228,9 +219,9 @@ class StaticBuffers(StaticMemory, Mapping[str, torch.Tensor]):
                 value=missing or undeclared,
                 remedy="give each step the extras that the buffers were made with",
             )
-        given = {name: as_array(extras[name], f"{what}: extra {name!r}") for name in self._extras}
+        arrays = {name: as_array(extras[name], f"{what}: extra {name!r}") for name in self._extras}
         for name, declared in self._extras.items():
-            array = given[name]
+            array = arrays[name]
             if array.dtype != declared.dtype:
                 raise DtypeError(
                     f"{what}: extra {name!r} is {array.dtype}, declared {declared.dtype}",
@@ -243,9 +234,9 @@ class StaticBuffers(StaticMemory, Mapping[str, torch.Tensor]):
                     value=array.shape,
                     remedy="pad it to the rows of the graph: what is not written would be of an earlier step",
                 )
-        return given
+        return arrays
 
-    def _check(self, padded: Batch, given: Mapping[str, Array]) -> None:
+    def _check(self, state: RowState, extras: Mapping[str, Array]) -> None:
         """The device holds what was sent, in every row. Reads it back: at `full` alone.
 
         Raises:
@@ -253,45 +244,48 @@ class StaticBuffers(StaticMemory, Mapping[str, torch.Tensor]):
         """
         for name, view in self._views.items():
             device = self.runtime.inspect(view)
-            column = self._batch.columns().get(name)
+            column = self._columns.get(name)
             where: Where = {"object": self, "operation": "to_static", "column": name, "step": self.runtime.step}
             if not isinstance(column, TensorColumn):
-                invariants.mirror_equal(given[name], device, **where)
+                invariants.mirror_equal(extras[name], device, **where)
                 continue
             invariants.tail_stale(device[self.num_reqs :], column.pad, self.num_reqs, **where)
             if isinstance(column, MirroredColumn):
-                law = invariants.mirror_bound if name in padded._device_rows else invariants.mirror_equal
-                law(padded._rows.column(name), device, **where)
+                invariant = invariants.mirror_bound if name in state.device else invariants.mirror_equal
+                invariant(state.host.column(name), device, **where)
 
 
-def _columns(memory: torch.Tensor, batch: type[Batch], places: Sequence[Place], rows: int) -> dict[str, torch.Tensor]:
+def _packed_views(
+    memory: torch.Tensor, layout: Layout, places: Sequence[Place], num_rows: int
+) -> dict[str, torch.Tensor]:
     """The mirrored columns, where a step packs them."""
     views = {}
-    for name, column in batch.columns().items():
+    for name, column in layout.columns.items():
         if isinstance(column, MirroredColumn):
-            place = batch._layout.places[name]
+            place = layout.places[name]
             view = view_at(memory, places[place.array])
-            if place.lane is not None:
-                view = view.view(column.dtype)[place.lane, :rows].view(rows, *place.shape)
+            if place.member is not None:
+                view = view.view(column.dtype)[place.member, :num_rows].view(num_rows, *place.shape)
             views[name] = view
     return views
 
 
-def _to_gather(batch: type[Batch], rows: int) -> int:
-    """Room in bytes for what gathering takes: an index, an amount, and rows that are still on the host."""
+def _bytes_to_gather(columns: Mapping[str, Column], num_rows: int) -> int:
+    """Capacity for what gathering takes: an index, an amount, and rows that are still on the host."""
     gathered = [
         column
-        for column in batch.columns().values()
+        for column in columns.values()
         if isinstance(column, TensorColumn)
         and not (isinstance(column, MirroredColumn) and column.contract is Contract.EXACT)
     ]
-    return sum(rows * (16 + 2 * column.pad.nbytes) + 4 * ALIGNMENT for column in gathered)
+    return sum(num_rows * (16 + 2 * column.pad.nbytes) + 4 * ALIGNMENT for column in gathered)
 
 
-def _places_of(columns: Mapping[str, TensorColumn], rows: int, start: int) -> tuple[dict[str, Place], int]:
-    """Places for columns that do not ride in the copy, from byte `start` on, and where they end."""
+def _own_places(columns: Mapping[str, Column], num_rows: int, start: int) -> tuple[dict[str, Place], int]:
+    """Places of the columns that are not packed, from byte `start` on, and where they end."""
     places = {}
     for name, column in columns.items():
-        places[name] = (start, column.np_dtype, (rows, *column.shape))
-        start += -(-rows * column.pad.nbytes // ALIGNMENT) * ALIGNMENT
+        if isinstance(column, TensorColumn) and not isinstance(column, MirroredColumn):
+            places[name] = (start, column.np_dtype, (num_rows, *column.shape))
+            start += -(-num_rows * column.pad.nbytes // ALIGNMENT) * ALIGNMENT
     return places, start

@@ -199,7 +199,7 @@ def test_device_columns_do_not_pile_up(rt: Runtime, pool: SlotPool) -> None:
         batch.upload()
         pool.free(batch.split([1, 1])[0].slots)
         batch = batch.filter([1])
-        assert len(batch._device_rows["last_token"].sources) <= 10
+        assert len(batch.device_side.state.device["last_token"].sources) <= 10
     assert rt.inspect(batch.last_token.device).tolist() == [100]
 
 
@@ -304,10 +304,9 @@ def test_padding_and_sentinels_are_no_slots(rt: Runtime, slots: list[int], code:
 
 
 def test_a_column_of_another_length_is_reported(rt: Runtime, abcd: Decode) -> None:
-    """A stack that lost a row is found by the next check, with its name."""
-    stacks = list(abcd._rows.stacks)
-    stacks[0] = stacks[0][:, :3]
-    object.__setattr__(abcd._rows, "stacks", tuple(stacks))
+    """A packed group that lost a row is found by the next check, with its name."""
+    host = abcd.device_side.state.host
+    host.groups = [host.groups[0][:, :3], *host.groups[1:]]
     with pytest.raises(Violation) as caught:
         abcd.check()
     assert caught.value.code is Code.ROW_COUNT
@@ -497,7 +496,7 @@ def test_a_write_into_the_device_side_of_a_column_is_reported(
 def test_a_write_into_the_host_side_of_a_batch_is_reported(rt: Runtime, abcd: Decode, full: None) -> None:
     """A write into the packed host rows does not reach the device, and is found."""
     before = rt.inspect(abcd.seq_lens.device).tolist()
-    abcd._rows.column("seq_lens")[0] += 1
+    abcd.device_side.state.host.column("seq_lens")[0] += 1
     assert rt.inspect(abcd.seq_lens.device).tolist() == before
     with pytest.raises(Violation) as caught:
         abcd.check()
@@ -668,7 +667,7 @@ def test_batches_and_values_are_not_copied(abcd: Decode) -> None:
 def test_reports_name_no_tensor(abcd: Decode) -> None:
     """What prints in a session or a log is short, and reads no tensor."""
     extras = abcd.upload(extras={"positions": [0, 1, 2, 3]})
-    for thing in (abcd, extras, abcd.seq_lens, abcd._device, abcd._rows, *abcd._device_rows.values()):
+    for thing in (abcd, extras, abcd.seq_lens, abcd.device_side.state, *abcd.device_side.state.device.values()):
         assert len(repr(thing)) < 160
         assert "tensor(" not in repr(thing)
 

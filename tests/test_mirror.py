@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchstate import Code, Contract, Locations, MirroredTensor, Pages, Runtime, Slots, Violation, checks
+from batchstate import Code, Contract, Locations, MirroredTensor, Runtime, Slots, Violation, checks
 from batchstate.errors import (
     ArgumentError,
     ContractError,
@@ -22,7 +22,6 @@ from batchstate.errors import (
     SideMissingError,
     ValueOverflowError,
 )
-from batchstate.indices import tokens_of_pages
 from batchstate.testing.devices import open_device
 
 
@@ -576,18 +575,3 @@ def test_a_bound_of_unsigned_numbers_is_not_lowered(rt: Runtime) -> None:
     with pytest.raises(ContractError, match="smaller"):
         value - 5
     assert rt.inspect((value + 5).device).tolist() == [8]
-
-
-def test_pages_become_tokens(rt: Runtime) -> None:
-    """Pages expand in their order; only the last may be used in part, and any other count is refused."""
-    pages = Pages.from_host(rt, [3, 1])
-    tokens = tokens_of_pages(pages, page_size=4, num_tokens=6)
-    assert (tokens.unit, tokens.contract) == ("location", Contract.HOST_ONLY)
-    assert both(tokens) == [12, 13, 14, 15, 4, 5]
-    assert both(tokens_of_pages(pages, page_size=1, num_tokens=2)) == [3, 1]
-    assert both(tokens_of_pages(Pages.from_host(rt, []), page_size=4, num_tokens=0)) == []
-    for num_tokens in (0, 4, 9):
-        with pytest.raises(ArgumentError, match=f"{num_tokens} tokens"):
-            tokens_of_pages(pages, page_size=4, num_tokens=num_tokens)
-    with pytest.raises(ArgumentError, match="page_size"):
-        tokens_of_pages(pages, page_size=0, num_tokens=6)

@@ -433,7 +433,7 @@ def test_sources_of_device_columns_do_not_pile_up(pool: SlotPool) -> None:
         batch.to_static(buffers)
         padded = batch.pad(ROWS)
         assert held(buffers) == {name: rt.inspect(padded[name].device).tolist() for name in buffers}
-        assert max(len(rows.sources) for rows in batch._device_rows.values()) <= 2
+        assert max(len(rows.sources) for rows in batch.device_side.state.device.values()) <= 2
 
 
 def test_a_failed_scatter_leaves_the_buffers_with_the_new_batch(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -477,7 +477,7 @@ def test_what_was_gathered_can_be_read_while_a_graph_is_captured(
     before = batch.on_device()
     for _ in range(1_000):
         batch.on_device()
-    assert len(batch._device._marks) < 10
+    assert len(batch.device_side._write_counts) < 10
     monkeypatch.setattr(type(pool.runtime), "capturing", True)
     assert batch.on_device("last_token")["last_token"].data_ptr() == before["last_token"].data_ptr()
     with pytest.raises(CaptureError):

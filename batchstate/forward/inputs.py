@@ -46,7 +46,7 @@ class Sources:
 
     def check(self, plan: ForwardPlan, uploaded: Extras, what: str) -> None:
         """Refuses a plan that these cannot serve; see `FutureMap.resolve_forward_inputs`."""
-        missing = sorted(name for name, array in plan.extras.items() if uploaded.given.get(name) is not array)
+        missing = sorted(name for name, array in plan.extras.items() if uploaded.arrays.get(name) is not array)
         if missing:
             raise ArgumentError(
                 f"{what}: {', '.join(missing)} of {plan!r} did not cross with this upload",
@@ -265,8 +265,8 @@ def _with_device(handles: Slots, side: DeviceSide) -> Slots:
         shape=handles.shape,
         contract=handles.contract,
         name=handles.name,
-        tags=(handles.generations,),
-        origin=handles.pool,
+        generations=handles.generations,
+        pool_id=handles.pool,
     )
 
 

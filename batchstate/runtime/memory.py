@@ -201,15 +201,15 @@ class PackedUpload:
         start, dtype, shape = self._places[index]
         return _strided(self._typed_as(dtype), start // dtype.itemsize, shape)
 
-    def lanes(self, index: int, dtype: np.dtype[Any], num_rows: int) -> tuple[torch.Tensor, ...]:
-        """The lanes of array `index` [k, n] as `dtype`, of the same width, each without what is behind `num_rows`.
+    def group(self, index: int, dtype: np.dtype[Any], num_rows: int) -> tuple[torch.Tensor, ...]:
+        """The columns of the packed group `index` [k, n] as `dtype`, of the same width, the first `num_rows` of each.
 
         All in one call: a view of each costs several times as much. A write into one counts as one into the buffer.
         """
-        start, _, (num_lanes, pitch) = self._places[index]
+        start, _, (num_columns, pitch) = self._places[index]
         typed = self._typed_as(dtype)
         first = typed.storage_offset() + start // dtype.itemsize
-        return typed.as_strided((num_lanes, num_rows), (pitch, 1), first).unbind(0)
+        return typed.as_strided((num_columns, num_rows), (pitch, 1), first).unbind(0)
 
     def _typed_as(self, dtype: np.dtype[Any]) -> torch.Tensor:
         typed = self._typed.get(dtype)

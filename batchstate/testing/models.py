@@ -180,7 +180,7 @@ class Modelled:
             agree_on(self.host, value.np, f"host side of {value!r}")
         if isinstance(value, Slots) and self.generations is not None:
             agree_on(self.generations, value.generations, f"generations of {value!r}")
-        if value.device_side.made is not None:
+        if value.device_side.existing is not None:
             self.check_device()
 
     def check_device(self) -> None:

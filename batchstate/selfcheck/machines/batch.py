@@ -204,7 +204,7 @@ class BatchBuilder(Machine):
             (
                 one.batch.version,
                 [one.batch[name].np.tobytes() for name, c in COLUMNS.items() if isinstance(c, MirroredColumn)],
-                [one.batch[name].device_side.made is None for name in COLUMNS],
+                [one.batch[name].device_side.existing is None for name in COLUMNS],
             )
             for one in self.alive[-_KEPT:]
         ]
@@ -500,7 +500,7 @@ class BatchMachine(BatchBuilder):
     @rule(one=BATCHES, data=st.data(), side=st.booleans())
     def upload(self, one: Rows, data: st.DataObject, side: bool) -> None:
         """Columns, table writes and derived arrays cross in one copy, and one operation scatters the writes."""
-        first = all(one.batch[name].device_side.made is None for name in COLUMNS)
+        first = all(one.batch[name].device_side.existing is None for name in COLUMNS)
         slots = data.draw(st.lists(st.integers(1, 8), max_size=3, unique=True), label="written slots")
         new = np.arange(len(slots), dtype=np.int32) + self.requests
         halves = np.array_split(np.arange(len(slots)), 2)
@@ -534,7 +534,7 @@ class BatchMachine(BatchBuilder):
             device = self.rt.inspect(captured[name])
             invariants.mirror_equal(padded.side(name, "device"), device, object=where, column=name, operation="replay")
         agree_on(new, self.rt.inspect(captured["positions"]), "an extra of the graph")
-        on_host = max(sum(length for _, length in rows.sources) for rows in one.batch._device_rows.values())
+        on_host = max(sum(length for _, length in rows.sources) for rows in one.batch.device_side.state.device.values())
         fits_in_one = on_host <= GRAPH_ROWS
         copies = cost.host_to_device_copies
         agree(

@@ -22,7 +22,7 @@ from batchstate.errors import (
     ValueOverflowError,
 )
 from batchstate.indices import HostLocations, Locations, Pages, Slots
-from batchstate.mirror import Contract, MirroredTensor, combined, weaker_or_equal
+from batchstate.mirror import Contract, MirroredTensor, weaker_contract
 from batchstate.runtime import numpy_dtype
 from batchstate.testing.machine import DisagreementError, Machine, Misuse, agree
 from batchstate.testing.models import Modelled, value_of
@@ -72,7 +72,7 @@ class ValueMachine(Machine):
         return [
             (
                 None if one.host is None else one.value.np.tobytes(),
-                None if one.value.device_side.made is None else self.rt.inspect(one.value.device).tobytes(),
+                None if one.value.device_side.existing is None else self.rt.inspect(one.value.device).tobytes(),
                 one.value.contract,
                 one.value.version,
             )
@@ -87,7 +87,7 @@ class ValueMachine(Machine):
 
     def derived(self, before: Modelled, one: Modelled) -> Modelled:
         """A result that other rows or numbers came from."""
-        made = before.value.device_side.made is not None
+        made = before.value.device_side.existing is not None
         self.reached("moved after the device side was made" if made else "moved before the device side was made")
         self.reached("handles moved with their generations", before.generations is not None and len(one) > 0)
         return self.kept(one)
@@ -264,7 +264,7 @@ class MirroredTensorMachine(ValueMachine):
         one, other = first.value, second.value
         with self.on(side):
             value = type(one).cat([part.value for part in parts]) if len(parts) > 2 else one.merge(other)
-        agree(combined(one.contract, other.contract), value.contract, "contract of a merge")
+        agree(weaker_contract(one.contract, other.contract), value.contract, "contract of a merge")
         self._count_merge(one.contract, other.contract)
         hosts = [part.host for part in parts if part.host is not None]
         generations = [part.generations for part in parts if part.generations is not None]
@@ -404,7 +404,7 @@ class MirroredTensorMachine(ValueMachine):
     def weaken(self, one: Modelled, contract: Contract) -> Any:
         """A contract gets weaker, never stronger."""
         bound_of_indices = contract is Contract.UPPER_BOUND and one.value.unit is not None
-        weaker = weaker_or_equal(contract, one.value.contract) and contract is not Contract.HOST_ONLY
+        weaker = weaker_contract(contract, one.value.contract) is contract and contract is not Contract.HOST_ONLY
         if bound_of_indices or not weaker:
             with self.refused(ContractError):
                 one.value.weaken(contract)

@@ -31,7 +31,7 @@ def added_under_a_reader(patch: Patch) -> None:
     def derived(
         self: MirroredTensor, host: Any, device: torch.Tensor | None, shape: Any, under_way: str, **kwargs: Any
     ) -> MirroredTensor:
-        old = self._device.made
+        old = self._device.existing
         if under_way == "+ n" and device is not None and old is not None:
             device = old.copy_(device)
         result: MirroredTensor = original(self, host, device, shape, under_way, **kwargs)
@@ -46,9 +46,9 @@ def column_read_without_wait(patch: Patch) -> None:
 
     def tensor(self: DeviceSide, runtime: Runtime) -> torch.Tensor:
         original(self, runtime)
-        if self.made is None:
+        if self.existing is None:
             raise RuntimeError("a device side that was made and is not there")
-        return self.made
+        return self.existing
 
     original = patch(DeviceSide, "tensor", tensor)
 
