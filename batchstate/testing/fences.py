@@ -1,11 +1,10 @@
-"""`LateRuntime`: a CPU device that lags, as far as its fences say, so that a test meets every order a device can have.
+"""Fences that complete when a test says so: of a `ManualStream`, or of a whole device that lags, `LateRuntime`.
 
 Operations run at once, as on every CPU runtime; what comes late is that the host may know of it. A fence is complete
 when the host has waited for it, or for something behind it, or when the test says so. So a library that reads too early
 finds the fence incomplete on any machine, and not one time in a thousand on a busy one.
 """
 
-import itertools
 from collections import deque
 from typing import final
 
@@ -14,10 +13,9 @@ import torch
 
 from batchstate.errors import ArgumentError
 from batchstate.runtime import Fence, Stream
-from batchstate.runtime.base import Array, Counters
+from batchstate.runtime.base import Array
 from batchstate.runtime.devices import CpuRuntime
-
-# Fences completed by hand, so that a test decides when a step in flight ends.
+from batchstate.testing.tracing.clocks import Clocks, StreamClock
 
 
 @final
@@ -46,9 +44,6 @@ class ManualFence:
         """Completes it, and all before it: what a host that waits would see."""
         self.waits += 1
         self._stream.complete_until(self)
-
-    def _complete(self) -> None:
-        self._done = True
 
 
 @final
@@ -91,7 +86,7 @@ class ManualStream:
         """Completes the `n` oldest fences in flight, or as many as there are; says how many."""
         done = min(n, len(self._pending))
         for _ in range(done):
-            self._pending.popleft()._complete()
+            self._pending.popleft()._done = True
         return done
 
     def complete_until(self, fence: ManualFence) -> None:
@@ -110,83 +105,47 @@ class LateFence:
     """
 
     number: int
-    _counters: Counters
-    _line: "_Line | None"
-    _awaited: tuple[Fence, ...]
+    _runtime: "LateRuntime"
+    _stream: "_LateStream"
+    _seen: list[int]
+    _foreign: tuple[Fence, ...]
 
     def __repr__(self) -> str:
-        return f"LateFence({self.number}, {'complete' if self._line is None else 'pending'})"
+        return f"LateFence({self.number}, {'complete' if self.query() else 'pending'})"
 
     def query(self) -> bool:
         """Whether it is complete. Never waits."""
-        return self._line is None
+        return self._runtime._clocks.host.knows(self._stream.clock.number, self.number)
 
     def wait(self) -> None:
         """Completes it with all that is before it: what a host that waits would see."""
-        self._counters.fence_waits += 1
-        if self._line is not None:
-            self._line.complete_until(self)
-
-    def _complete(self) -> None:
-        """The links go, so that no fence keeps those before it alive."""
-        awaited, self._awaited = self._awaited, ()
-        for fence in awaited:
-            if not isinstance(fence, LateFence):
-                if not fence.query():
-                    fence.wait()
-            elif fence._line is not None:
-                fence._line.complete_until(fence)
-        self._line = None
+        self._runtime.counters.fence_waits += 1
+        self._runtime._complete_before(self._seen)
 
 
 @final
 @attrs.define(eq=False)
-class _Line:
+class _LateStream:
     """What one stream still has to do.
 
     Attributes:
+        clock: what it knows to lie before its next fence.
         pending: its fences that are not complete, oldest first.
-        awaited: fences that it was made to wait for since it recorded the last of them.
+        foreign: fences of others that it was made to wait for since it recorded the last of them.
     """
 
+    clock: StreamClock
     pending: deque[LateFence] = attrs.field(factory=deque)
-    awaited: list[Fence] = attrs.field(factory=list)
-
-    def await_fence(self, fence: Fence) -> None:
-        """What comes next on the stream is behind `fence`."""
-        self.awaited = [one for one in self.awaited if one is not fence and not one.query()]
-        if not fence.query():
-            self.awaited.append(fence)
-
-    def complete_until(self, fence: LateFence) -> None:
-        """Completes the fences up to `fence`, and before each those that the stream had been made to wait for.
-
-        A fence waits only for older ones, and the oldest comes first: no deeper than there are streams.
-        """
-        while not fence.query():
-            self.pending[0]._complete()
-            self.pending.popleft()
+    foreign: list[Fence] = attrs.field(factory=list)
 
 
 def is_behind(after: Fence, before: Fence) -> bool:
     """Whether a host that waits for `after` has waited for `before`, as streams and waits order them. Never waits."""
-    reached: dict[int, int] = {}  # id of a line -> number of the last fence on it that is before `after`
-    following = [after]
-    while following and not before.query():
-        fence = following.pop()
-        line = fence._line if isinstance(fence, LateFence) else None
-        if not isinstance(fence, LateFence) or line is None:
-            if fence is before:
-                return True
-            continue
-        if isinstance(before, LateFence) and line is before._line and before.number <= fence.number:
-            return True
-        known = reached.get(id(line), 0)
-        reached[id(line)] = max(known, fence.number)
-        for passed in line.pending:
-            if known < passed.number <= fence.number:
-                following += passed._awaited
-    return before.query()
+    if before.query() or after is before:
+        return True
+    if not isinstance(after, LateFence):
+        return False
+    return any(before is fence or before in fence._foreign for fence in after._runtime._before(after._seen))
 
 
 @final
@@ -198,14 +157,13 @@ class LateRuntime(CpuRuntime):
     """
 
     def __init__(self, *, steps_in_flight: int = 2) -> None:
+        self._clocks = Clocks()
+        self._streams: dict[object, _LateStream] = {}
         super().__init__(steps_in_flight=steps_in_flight)
-        self._lines: dict[object, _Line] = {}
-        self._numbers = itertools.count(1)
 
     def pending(self, stream: Stream | None = None) -> int:
         """How many fences are recorded and not complete, of one stream or of all."""
-        lines = self._lines.values() if stream is None else [self._line(stream)]
-        return sum(len(line.pending) for line in lines)
+        return sum(len(one.pending) for one in self._of(stream))
 
     def complete(self, n: int = 1, stream: Stream | None = None) -> int:
         """Completes the `n` oldest fences of a stream or of all, or as many as there are; says how many.
@@ -214,8 +172,7 @@ class LateRuntime(CpuRuntime):
         """
         done = 0
         while done < n and (oldest := self._oldest(stream)) is not None:
-            line, fence = oldest
-            line.complete_until(fence)
+            self._complete_before(oldest._seen)
             done += 1
         return done
 
@@ -227,40 +184,64 @@ class LateRuntime(CpuRuntime):
         """
         if not isinstance(fence, LateFence):
             raise ArgumentError(f"complete_through {fence!r}", value=fence, remedy="pass what `record` returned")
-        while (oldest := self._oldest(None)) is not None and oldest[1].number <= fence.number:
-            oldest[0].complete_until(oldest[1])
+        while (oldest := self._oldest(None)) is not None and oldest.number <= fence.number:
+            self._complete_before(oldest._seen)
 
-    def _oldest(self, stream: Stream | None) -> tuple[_Line, LateFence] | None:
-        lines = self._lines.values() if stream is None else [self._line(stream)]
-        waiting = [line for line in lines if line.pending]
-        if not waiting:
-            return None
-        line = min(waiting, key=lambda one: one.pending[0].number)
-        return line, line.pending[0]
+    def _of(self, stream: Stream | None) -> list[_LateStream]:
+        return list(self._streams.values()) if stream is None else [self._late(stream)]
 
-    def _line(self, stream: Stream) -> _Line:
-        return self._lines.setdefault(stream.key, _Line())
+    def _oldest(self, stream: Stream | None) -> LateFence | None:
+        first = [one.pending[0] for one in self._of(stream) if one.pending]
+        return min(first, key=lambda fence: fence.number, default=None)
+
+    def _late(self, stream: Stream) -> _LateStream:
+        late = self._streams.get(stream.key)
+        if late is None:
+            late = self._streams[stream.key] = _LateStream(self._clocks.add(stream.name))
+        return late
+
+    def _before(self, seen: list[int]) -> list[LateFence]:
+        """The fences before a point that are not complete, oldest first."""
+        found: list[LateFence] = []
+        for one in self._of(None):
+            last = seen[one.clock.number] if one.clock.number < len(seen) else 0
+            found += [fence for fence in one.pending if fence.number <= last]
+        return sorted(found, key=lambda fence: fence.number)
+
+    def _complete_before(self, seen: list[int]) -> None:
+        """Completes the fences before a point, each behind those of others that its stream was made to wait for."""
+        for fence in self._before(seen):
+            for foreign in fence._foreign:
+                if not foreign.query():
+                    foreign.wait()
+            self._clocks.host_joins(fence._seen)
+            fence._stream.pending.popleft()
+
+    def _record(self, stream: Stream) -> LateFence:
+        late = self._late(stream)
+        number = self._clocks.happens(late.clock)
+        fence = LateFence(number, self, late, list(late.clock.seen), tuple(late.foreign))
+        late.foreign = []
+        late.pending.append(fence)
+        return fence
 
     # What a device implements
 
     def record(self, stream: Stream | None = None) -> Fence:
         """A fence that is not complete, behind all that `stream` has recorded and waited for."""
-        line = self._line(stream or self.current_stream)
-        fence = LateFence(next(self._numbers), self.counters, line, tuple(line.awaited))
-        line.awaited = []
-        line.pending.append(fence)
-        return fence
+        return self._record(stream or self.current_stream)
 
     def _stream_wait(self, stream: Stream, fence: Fence) -> None:
-        self._line(stream).await_fence(fence)
+        late = self._late(stream)
+        if isinstance(fence, LateFence) and fence._runtime is self:
+            late.clock.join(fence._seen)
+        elif not fence.query():
+            late.foreign = [one for one in late.foreign if one is not fence] + [fence]
 
     def read_back(self, tensor: torch.Tensor) -> Array:
         """Brings a device tensor to the host, and completes all that is before it on the current stream."""
         values = super().read_back(tensor)
-        line = self._line(self.current_stream)
-        fence = self.record()
-        if isinstance(fence, LateFence):
-            line.complete_until(fence)
+        self._complete_before(self._record(self.current_stream)._seen)
         return values
 
     def _wait_for_device(self) -> None:
