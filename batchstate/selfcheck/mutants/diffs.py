@@ -173,7 +173,7 @@ def _register(lines: list[str], group: str) -> None:
         group=group,
         only_on=more.pop("only_on", None),
         tool=more.pop("tool", None),
-        seeded=more.pop("seeded", more.pop("planted", None)),
+        seeded=more.pop("seeded", None),
         switch=Diff(tuple(_changes(lines[2:], group))),
     )
     if more:
