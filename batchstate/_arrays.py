@@ -267,6 +267,15 @@ def row_indices(rows: object, num_rows: int, what: str) -> Rows:
     return index
 
 
+def ranges(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Consecutive integers from each start on, one range behind the other: int64[sum of lengths]."""
+    if starts.size == 1:
+        return np.arange(starts[0], starts[0] + lengths[0], dtype=np.int64)
+    ends = lengths.cumsum()
+    total = int(ends[-1]) if ends.size else 0
+    return (starts - (ends - lengths)).repeat(lengths) + np.arange(total, dtype=np.int64)
+
+
 # Integer arithmetic that never wraps silently.
 
 Amounts = npt.NDArray[np.int64]
