@@ -271,9 +271,10 @@ def ranges(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt
     """Consecutive integers from each start on, one range behind the other: int64[sum of lengths]."""
     if starts.size == 1:
         return np.arange(starts[0], starts[0] + lengths[0], dtype=np.int64)
-    ends = lengths.cumsum()
+    ends: npt.NDArray[np.int64] = lengths.cumsum()
     total = int(ends[-1]) if ends.size else 0
-    return (starts - (ends - lengths)).repeat(lengths) + np.arange(total, dtype=np.int64)
+    offsets: npt.NDArray[np.int64] = starts - (ends - lengths)
+    return offsets.repeat(lengths) + np.arange(total, dtype=np.int64)
 
 
 # Integer arithmetic that never wraps silently.

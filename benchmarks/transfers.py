@@ -20,7 +20,7 @@ from batchstate.errors import TransferError
 from batchstate.runtime import Runtime, open_runtime
 from batchstate.transport.engines.base import Engine, Handle, Peer, Status
 from batchstate.transport.layout import KVLayout
-from batchstate.transport.plan import chunked, coalesced, expand_pages, owned_by, token_rows
+from batchstate.transport.plan import chunked, coalesced, expand_pages, location_rows, owned_by
 from batchstate.transport.regions import Copies, Ints
 from benchmarks.baselines.bare_engines import Bare, Bytes, Move, wait_until
 from benchmarks.comparisons import Comparison, MismatchError, Row, require_equal, run
@@ -97,7 +97,7 @@ class Link:
         def move() -> None:
             sources, targets = (expand_pages(some, 1, work.num_rows) for some in pages)
             owned_by(targets, runs)
-            rows = token_rows(sources, targets, layout, layout, here, there)
+            rows = location_rows(sources, targets, layout, layout, here, there)
             self.write(chunked(coalesced(rows) if coalesce else rows, most))
 
         return move

@@ -1,5 +1,6 @@
-"""The handshake: what does not fit is refused on both sides, in words, before a byte moves."""
+"""The handshake: what does not fit is refused on both sides, in words, before a byte moves; hostile bytes too."""
 
+import base64
 import contextlib
 import json
 from typing import Any
@@ -11,23 +12,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchstate.errors import ArgumentError, DtypeError, HandshakeError
-from batchstate.transport.engines import base as endpoints
 from batchstate.transport.engines.in_process import InProcessEngine, Network
-from batchstate.transport.handshake import MAGIC, MOST_BYTES, Description, check_peers
+from batchstate.transport.handshake import MAGIC, Description, check_peers
 from batchstate.transport.layout import KVLayout
+from batchstate.transport.wire import ENDPOINT, MOST_BYTES, MOST_REGIONS, parsed_endpoint
 
 LAYERS = ("0.keys", "0.values")
+Json = dict[str, Any]
 
 
-def endpoint(instance: str, **fields: Any) -> bytes:
+def endpoint(instance: str, /, **fields: Any) -> bytes:
     """What `Engine.endpoint` makes, as far as it matters here."""
-    made = {"is": endpoints.MAGIC, "engine": "nixl", "instance": instance, "regions": [], "native": ""}
+    made = {"is": ENDPOINT, "engine": "nixl", "instance": instance, "regions": [], "native": ""}
     return json.dumps(made | fields).encode()
 
 
 def described(instance: str = "b", **fields: Any) -> Description:
     """A worker with pages of 16 tokens, 8 heads of 32 bytes."""
-    whole: dict[str, Any] = {"page_size": 16, "dtype": "float16", "layers": LAYERS, "item_bytes": 256, "heads": 8}
+    whole: Json = {"page_size": 16, "dtype": "float16", "layers": LAYERS, "item_bytes": 256, "heads": 8}
     return Description(f"worker {instance}", instance, KVLayout(**(whole | fields)), endpoint(instance))
 
 
@@ -41,6 +43,9 @@ def refuses(ours: Description, theirs: Description, *words: str) -> None:
         assert caught.value.remedy in str(caught.value)
         assert caught.value.remedy
         assert caught.value.value is not None
+
+
+# Peers
 
 
 @pytest.mark.parametrize(
@@ -58,7 +63,7 @@ def refuses(ours: Description, theirs: Description, *words: str) -> None:
         ({"token_major": False}, ["token_major", "False", "True"]),
     ],
 )
-def test_mismatched_layouts_are_refused(fields: dict[str, Any], words: list[str]) -> None:
+def test_mismatched_layouts_are_refused(fields: Json, words: list[str]) -> None:
     """The error names the field, both values and a remedy, on both sides."""
     refuses(described("a"), described("b", **fields), *words)
 
@@ -72,27 +77,15 @@ def test_degrees_may_differ() -> None:
                 check_peers(ours, theirs)
 
 
-def test_a_worker_is_no_peer_of_itself() -> None:
-    """The same instance on both sides is refused, whatever the name."""
-    refuses(described("a"), attrs.evolve(described("a"), worker="another"), "instance is a here", "a there")
-
-
-def test_endpoint_of_another_instance_is_refused() -> None:
-    """A description whose endpoint is of an engine that is gone, or not ours, is refused, by its own side too."""
-    stale = attrs.evolve(described("b"), endpoint=endpoint("c"))
-    refuses(described("a"), stale, "worker b", "instance is b", "of c")
-    for bad in (
-        b"",
-        b"\xff",
-        b"[]",
-        b'"is"',
-        b"null",
-        b"[" * 100_000,
-        endpoint("b")[:-1],
-        endpoint("b", **{"is": "x"}),
-    ):
-        refuses(described("a"), attrs.evolve(described("b"), endpoint=bad), "worker b", "no endpoint of this library")
-    refuses(described("a"), attrs.evolve(described("b"), endpoint=endpoint("b", engine="gloo")), "nixl", "gloo")
+def test_instances_and_engines_have_to_agree() -> None:
+    """The same instance twice, an endpoint of another instance or engine, and a damaged one are refused."""
+    mine, other = described("a"), described("b")
+    refuses(mine, attrs.evolve(mine, worker="another"), "instance is a here", "a there")
+    refuses(mine, attrs.evolve(other, endpoint=endpoint("c")), "worker b", "instance is b", "of c")
+    refuses(mine, attrs.evolve(other, endpoint=endpoint("b", engine="gloo")), "nixl", "gloo")
+    damaged = (b"", b"\xff", b"[]", b'"is"', b"null", b"[" * 100_000, endpoint("b")[:-1], endpoint("b", **{"is": "x"}))
+    for bad in damaged:
+        refuses(mine, attrs.evolve(other, endpoint=bad), "worker b: expected an endpoint")
 
 
 layouts = st.builds(
@@ -118,14 +111,17 @@ peers = st.builds(
 def test_both_sides_refuse_the_same(ours: Description, theirs: Description) -> None:
     """Whatever one side refuses the other refuses too."""
 
-    def verdict(here: Description, there: Description) -> bool:
+    def fits(here: Description, there: Description) -> bool:
         try:
             check_peers(here, there)
         except HandshakeError:
             return False
         return True
 
-    assert verdict(ours, theirs) == verdict(theirs, ours)
+    assert fits(ours, theirs) == fits(theirs, ours)
+
+
+# Descriptions as bytes
 
 
 @settings(max_examples=50, deadline=None)
@@ -144,51 +140,51 @@ def broken(data: Any, *words: str) -> None:
     assert caught.value.remedy
 
 
-def test_truncated_descriptions_are_refused() -> None:
-    """No beginning of a description is a description, nor is one with something behind it."""
+def test_foreign_and_truncated_bytes_are_refused() -> None:
+    """Neither foreign bytes nor a beginning of a description, nor one with more behind it, are a description."""
     data = described().to_bytes()
-    for length in range(len(data)):
-        broken(data[:length], "no description")
-    broken(data + b"{}", "no description")
+    foreign: list[Any] = [b"null", b"[]", b"{}", b"\xff\xfe", b"[" * 100_000, b'{"is": 1}', b"1" * 5000, "text", 7]
+    for one in (*foreign, *(data[:length] for length in range(len(data))), data + b"{}"):
+        broken(one, "expected a description of a worker")
 
 
-@pytest.mark.parametrize(
-    "data", [b"null", b"[]", b"{}", b"\xff\xfe", b"[" * 100_000, b'{"is": 1}', b"1" * 5000, "text", 7]
-)
-def test_foreign_bytes_are_refused(data: Any) -> None:
-    """What is no description of this library is said to be none."""
-    broken(data, "no description of a worker")
+def test_oversize_descriptions_are_refused() -> None:
+    """Neither side handles a description without bound."""
+    broken(b" " * (MOST_BYTES + 1), str(MOST_BYTES + 1))
+    with pytest.raises(HandshakeError, match="bytes"):
+        attrs.evolve(described(), endpoint=bytes(MOST_BYTES)).to_bytes()
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"is": "batchstate endpoint 1"}, [MAGIC]),
+        ({"is": ENDPOINT}, [MAGIC]),
         ({"version": 2}, ["version is 1 here, 2 there"]),
         ({"version": True}, ["version is 1 here, True there"]),
         ({"version": None}, ["None there"]),
-        ({"worker": ""}, ["empty"]),
-        ({"worker": 3}, ["worker", "no text"]),
-        ({"instance": ["b"]}, ["instance", "no text"]),
-        ({"endpoint": None}, ["endpoint", "no text"]),
-        ({"endpoint": "a b"}, ["base64"]),
-        ({"endpoint": "é"}, ["base64"]),
+        ({"worker": ""}, ["worker: expected a string"]),
+        ({"worker": 3}, ["worker: expected a string", "3"]),
+        ({"instance": ["b"]}, ["instance: expected a string"]),
+        ({"endpoint": None}, ["endpoint: expected a string"]),
+        ({"endpoint": "a b"}, ["endpoint", "base64"]),
+        ({"endpoint": "é"}, ["endpoint"]),
         ({"colour": "red"}, ["colour"]),
-        ({"layout": None}, ["layout", "NoneType"]),
-        ({"layout": {}}, ["layout"]),
+        ({"sum": "7"}, ["damaged"]),
+        ({"layout": None}, ["'worker b'", "impossible layout", "NoneType"]),
+        ({"layout": {}}, ["'worker b'", "impossible layout"]),
     ],
 )
-def test_malformed_fields_are_refused(change: dict[str, Any], words: list[str]) -> None:
+def test_malformed_fields_are_refused(change: Json, words: list[str]) -> None:
     """Every field is of its type, known, and of this version."""
     broken(json.dumps(json.loads(described().to_bytes()) | change).encode(), *words)
 
 
-@pytest.mark.parametrize("field", ["is", "version", "worker", "instance", "layout", "endpoint"])
+@pytest.mark.parametrize("field", ["is", "version", "worker", "instance", "layout", "endpoint", "sum"])
 def test_missing_fields_are_refused(field: str) -> None:
     """A description without one of its fields is refused."""
     fields = json.loads(described().to_bytes())
     del fields[field]
-    broken(json.dumps(fields).encode())
+    broken(json.dumps(fields).encode(), field)
 
 
 @pytest.mark.parametrize(
@@ -197,6 +193,10 @@ def test_missing_fields_are_refused(field: str) -> None:
         ({"page_size": 0}, ["page_size is 0"]),
         ({"page_size": 16.0}, ["page_size is 16.0"]),
         ({"page_size": float("nan")}, ["page_size is nan"]),
+        ({"page_size": 2**40}, ["is above"]),
+        ({"item_bytes": 2**60}, ["is above"]),
+        ({"heads": 10**400}, ["is above"]),
+        ({"degree": 2**17}, ["is above"]),
         ({"degree": 3}, ["8 heads", "3 ranks"]),
         ({"rank": 1}, ["rank 1 of 1"]),
         ({"layers": "0.keys"}, ["layers"]),
@@ -206,18 +206,13 @@ def test_missing_fields_are_refused(field: str) -> None:
         ({"replicated": 0}, ["replicated is 0"]),
     ],
 )
-def test_impossible_layouts_are_refused(change: dict[str, Any], words: list[str]) -> None:
+def test_impossible_layouts_are_refused(change: Json, words: list[str]) -> None:
     """A layout that could not be made here is not taken from a peer: the error names the worker and what is wrong."""
     fields = json.loads(described().to_bytes())
     fields["layout"] |= change
-    broken(json.dumps(fields).encode(), "'worker b'", "layout that cannot be", *words)
-
-
-def test_oversize_descriptions_are_refused() -> None:
-    """Neither side handles a description without bound."""
-    broken(b" " * (MOST_BYTES + 1), str(MOST_BYTES + 1))
-    with pytest.raises(HandshakeError, match="bytes"):
-        attrs.evolve(described(), endpoint=bytes(MOST_BYTES)).to_bytes()
+    broken(json.dumps(fields).encode(), "'worker b'", "impossible layout", *words)
+    with pytest.raises((ArgumentError, DtypeError)):
+        described("b", **change)
 
 
 @settings(max_examples=150, deadline=None)
@@ -231,66 +226,15 @@ def test_damaged_bytes_never_raise_anything_else(data: st.DataObject) -> None:
         Description.from_bytes(bytes(wire))
 
 
-def test_a_damaged_name_is_no_other_worker() -> None:
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(b"worker b", b"worker c"), (b'"heads": 8', b'"heads": 4'), (b'"page_size": 16', b'"page_size": 17')],
+)
+def test_a_damaged_name_is_no_other_worker(before: bytes, after: bytes) -> None:
     """A description whose fields are whole but not those that were sent is refused."""
     data = described("b").to_bytes()
-    for before, after in (
-        (b"worker b", b"worker c"),
-        (b'"heads": 8', b'"heads": 4'),
-        (b'"page_size": 16', b'"page_size": 17'),
-    ):
-        assert before in data
-        broken(data.replace(before, after), "damaged")
-    broken(json.dumps(json.loads(data) | {"sum": "7"}).encode(), "damaged")
-
-
-@pytest.mark.parametrize(
-    "region",
-    [
-        [0, "k", float("inf"), 8],
-        [0, "k", 2**63, 8],
-        [0, "k", 2**63 - 1, 8],
-        [0, "k", -1, 8],
-        [0, "k", 8, -8],
-        [0, "k", 8, 8.0],
-        [0, "k", True, 8],
-        [0, "k", "8", 8],
-        [-1, "k", 8, 8],
-        [0, "k", 8],
-    ],
-)
-def test_numbers_of_an_endpoint_are_addresses(region: list[Any]) -> None:
-    """What is no index, address or length is no endpoint."""
-    with pytest.raises(HandshakeError, match="no endpoint"):
-        endpoints.parsed_endpoint(endpoint("b", regions=[region]))
-
-
-def test_an_endpoint_has_no_endless_list_of_regions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More regions than anyone has, and an index twice, are refused."""
-    monkeypatch.setattr(endpoints, "MOST_REGIONS", 2)
-    rows = [[index, "k", 64 * index, 64] for index in range(3)]
-    assert len(endpoints.parsed_endpoint(endpoint("b", regions=rows[:2]))[2]) == 2
-    for wrong in (rows, [rows[0], rows[0]]):
-        with pytest.raises(HandshakeError, match="no endpoint"):
-            endpoints.parsed_endpoint(endpoint("b", regions=wrong))
-
-
-def test_engines_refuse_addresses_of_nobody() -> None:
-    """An instance that is no nonce, and an address that is no text, lead nowhere."""
-    engine = InProcessEngine(Network())
-    with pytest.raises(HandshakeError, match="instance is 'zz'"):
-        engine.connect(endpoint("zz", engine="in-process"))
-    with pytest.raises(HandshakeError, match="no address"):
-        engine.connect(endpoint("ab" * 8, engine="in-process", native="/w=="))
-
-
-@pytest.mark.parametrize(
-    "changes", [{"degree": 2**17}, {"page_size": 2**40}, {"item_bytes": 2**60}, {"heads": 10**400}]
-)
-def test_layouts_have_bounds(changes: dict[str, Any]) -> None:
-    """No number of a layout makes anybody count for ever."""
-    with pytest.raises(ArgumentError, match="is above"):
-        described("b", **changes)
+    assert before in data
+    broken(data.replace(before, after), "damaged")
 
 
 def test_a_dtype_is_one_of_torch() -> None:
@@ -299,3 +243,58 @@ def test_a_dtype_is_one_of_torch() -> None:
         with pytest.raises(DtypeError, match="dtype is"):
             described("b", dtype=wrong)
     assert described("b", dtype="half").layout == described("b", dtype=torch.float16).layout
+
+
+# Endpoints as bytes
+
+ROWS: list[list[object]] = [[index, "k", 64 * index, 64] for index in range(MOST_REGIONS + 1)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(
+            {"regions": [region]}
+            for region in (
+                [0, "k", float("inf"), 8],
+                [0, "k", 2**63, 8],
+                [0, "k", 2**63 - 1, 8],
+                [0, "k", -1, 8],
+                [0, "k", 8, -8],
+                [0, "k", 8, 8.0],
+                [0, "k", True, 8],
+                [0, "k", "8", 8],
+                [0, 7, 8, 8],
+                [-1, "k", 8, 8],
+                [0, "k", 8],
+                [0, "k", 8, 8, 8],
+            )
+        ),
+        {"regions": ROWS},
+        {"regions": [ROWS[0], ROWS[0]]},
+        {"regions": {}},
+        {"native": "a b"},
+        {"engine": None},
+        {"instance": 7},
+        {"more": 1},
+    ],
+    ids=range(19),
+)
+def test_fields_of_an_endpoint_are_checked(change: Json) -> None:
+    """Numbers are indices, addresses and lengths; regions are limited and distinct; nothing is missing or more."""
+    with pytest.raises(HandshakeError, match="expected an endpoint"):
+        parsed_endpoint(endpoint("b", **change))
+
+
+def test_an_endpoint_has_many_regions() -> None:
+    """As many as are taken come back by their index."""
+    assert len(parsed_endpoint(endpoint("b", regions=ROWS[:-1]))[2]) == MOST_REGIONS
+
+
+def test_engines_refuse_addresses_that_lead_nowhere() -> None:
+    """An instance that cannot be a nonce, and an address that is not text, lead nowhere."""
+    engine = InProcessEngine(Network())
+    native = base64.b64encode(b"\xff").decode()
+    for bad in (endpoint("zz", engine="in-process"), endpoint("ab" * 8, engine="in-process", native=native)):
+        with pytest.raises(HandshakeError, match="instance is"):
+            engine.connect(bad)

@@ -23,7 +23,7 @@ import pytest
 from batchstate.errors import ArgumentError, HandshakeError, TransferError
 from batchstate.transport.engines import mooncake
 from batchstate.transport.engines.base import Status
-from batchstate.transport.engines.mooncake import Inlet, MooncakeEngine
+from batchstate.transport.engines.mooncake import Client, MooncakeEngine
 from batchstate.transport.regions import Copies
 from tests.transport_peers import EngineSide, PeerProcess, expected, scattered, spawn_peer, until
 
@@ -256,7 +256,7 @@ def test_killed_writer(here: EngineSide, mortal: PeerProcess, there: PeerProcess
     mortal.call("write", name, scattered(1024, 65_536, 64 << 20, 64 << 20), b"cut")
     mortal.kill()
     until(lambda: here.lost() == [back], "the loss", 2)
-    until(lambda: here.completions() == [] and not native(here)._inlets, "the writer's connection to end")
+    until(lambda: here.completions() == [] and not native(here)._clients, "the writer's connection to end")
     assert here.completions() == []
     there.call("register", 1 << 20, 2)
     name = there.call("connect", here.endpoint())
@@ -316,8 +316,8 @@ def test_bad_endpoints(here: EngineSide, there: PeerProcess) -> None:
         closed = free.getsockname()[1]
     fields = json.loads(good)
     for bad, error, words in (
-        (b"hello", HandshakeError, "no endpoint"),
-        (json.dumps({**fields, "native": ""}).encode(), HandshakeError, "no endpoint of mooncake"),
+        (b"hello", HandshakeError, "expected an endpoint"),
+        (json.dumps({**fields, "native": ""}).encode(), HandshakeError, "expected an endpoint of mooncake"),
         (json.dumps({**fields, "engine": "nixl"}).encode(), HandshakeError, "speaks nixl"),
         (here.endpoint(), HandshakeError, "own"),
         (json.dumps({**fields, "instance": "0" * 16}).encode(), HandshakeError, "is not instance"),
@@ -328,7 +328,7 @@ def test_bad_endpoints(here: EngineSide, there: PeerProcess) -> None:
     ):
         with pytest.raises(error, match=words):
             here.connect(bad)
-    assert native(here)._lines == []
+    assert native(here)._connections == []
     name = here.connect(good)
     with pytest.raises(HandshakeError, match="connected already"):
         here.connect(good)
@@ -358,12 +358,12 @@ def test_foreign_connections_are_dropped(here: EngineSide) -> None:
     for sent in (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n      ", b"0" * 32 + b"\x03tag", greeting + b"\0" + b"x" * 300):
         with socket.create_connection((inner["host"], inner["tags"]), 5) as stranger:
             stranger.sendall(sent)
-            until(lambda: here.completions() == [] and not native(here)._inlets, "the end of the connection", 5)
+            until(lambda: here.completions() == [] and not native(here)._clients, "the end of the connection", 5)
     with socket.create_connection((inner["host"], inner["tags"]), 5) as half:
         half.sendall(greeting + b"\x05hal")
         time.sleep(0.05)
         assert here.completions() == []
-    until(lambda: here.completions() == [] and not native(here)._inlets, "the end of the connection", 5)
+    until(lambda: here.completions() == [] and not native(here)._clients, "the end of the connection", 5)
 
 
 def test_silent_connections_are_dropped(here: EngineSide, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,15 +377,15 @@ def test_silent_connections_are_dropped(here: EngineSide, monkeypatch: pytest.Mo
     with contextlib.ExitStack() as stack:
         writer = reach()
         writer.sendall(b"0" * 16 + here.engine.instance.encode())
-        until(lambda: here.completions() == [] and len(native(here)._inlets) == 1, "the writer")
+        until(lambda: here.completions() == [] and len(native(here)._clients) == 1, "the writer")
         silent = [reach() for _ in range(6)]
         for _ in range(3):
             here.completions()
-        assert len(native(here)._inlets) == 1 + 4
+        assert len(native(here)._clients) == 1 + 4
         assert [one.recv(9) for one in silent[:2]] == [b"\0"] * 2
         monkeypatch.setattr(mooncake, "GREETS_WITHIN_S", 0.0)
         assert here.completions() == []
-        assert [inlet.writer for inlet in native(here)._inlets] == ["0" * 16]
+        assert [inlet.writer for inlet in native(here)._clients] == ["0" * 16]
         writer.sendall(b"\x03tag")
         here.received(b"tag")
 
@@ -404,11 +404,11 @@ def test_a_flood_of_tags_is_read_bit_by_bit(here: EngineSide) -> None:
 def test_a_refused_connection_is_no_end(here: EngineSide, there: PeerProcess) -> None:
     """A writer whose connection for tags was refused has lost its peer, but does not take it for ended."""
     name = joined(here, there)
-    line = native(here)._lines[0]
+    line = native(here)._connections[0]
     line.wire.close()
     line.wire, other = socket.socketpair()
     line.wire.setblocking(False)
-    Inlet(other).refuse()
+    Client(other).refuse()
     assert here.lost() == [name]
     assert not line.ended
 

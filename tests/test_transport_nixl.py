@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from batchstate.errors import ArgumentError, HandshakeError, TransferError
-from batchstate.transport.engines._processes import Process, here
 from batchstate.transport.engines.base import Engine, Status
-from batchstate.transport.engines.nixl import MAX_ROWS, NixlEngine
+from batchstate.transport.engines.nixl import MAX_ROWS, NixlEngine, Process, here
 from batchstate.transport.regions import Copies
 from batchstate.violations import Violation
 from tests.transport_peers import EngineSide, PeerError, PeerProcess, expected, scattered, spawn_peer, until

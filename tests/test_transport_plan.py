@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from batchstate import invariants
 from batchstate.errors import ArgumentError, BatchStateError, DtypeError, HandshakeError, ShapeError, ValueOverflowError
 from batchstate.transport.layout import KVLayout, check_fit, held_by, slice_between, sources_of
-from batchstate.transport.plan import check_chunk, chunked, coalesced, expand_pages, owned_by, token_rows
+from batchstate.transport.plan import check_chunk, chunked, coalesced, expand_pages, location_rows, owned_by
 from batchstate.transport.regions import Copies
 from batchstate.violations import Code
 from tests.doubles import refused
@@ -291,12 +291,12 @@ def test_ownership_refuses_bad_runs() -> None:
     owned_by([], [])
     owned_by([], np.empty((0, 2), dtype=np.int64))
     refused(Code.TRANSFER_BOUNDS, lambda: owned_by([1], []))
-    complains(ArgumentError, lambda: owned_by([], [[0, 4]]), "4 tokens from 0")
-    complains(ArgumentError, lambda: owned_by([], [[4, 0]]), "0 tokens from 4")
-    complains(ArgumentError, lambda: owned_by([], [[2**63 - 1, 4]]), "4 tokens")
+    complains(ArgumentError, lambda: owned_by([], [[0, 4]]), "4 locations from 0")
+    complains(ArgumentError, lambda: owned_by([], [[4, 0]]), "0 locations from 4")
+    complains(ArgumentError, lambda: owned_by([], [[2**63 - 1, 4]]), "4 locations")
     complains(ShapeError, lambda: owned_by([1], [1, 4]), "(2,)")
     complains(DtypeError, lambda: owned_by([1.0], [[1, 4]]), "float64")
-    error = complains(ArgumentError, lambda: owned_by([5, 3, 5], [[1, 9]]), "token 5", "row 2")
+    error = complains(ArgumentError, lambda: owned_by([5, 3, 5], [[1, 9]]), "location 5", "row 2")
     assert error.value == 5
 
 
@@ -339,7 +339,7 @@ def test_moved_bytes_are_those_of_the_request(
     for target in targets:
         found = memory(target, [], [])
         for source in sources:
-            plan = token_rows(here, there, source, target, regions, regions)
+            plan = location_rows(here, there, source, target, regions, regions)
             for piece in chunked(coalesced(plan), max_rows, max_bytes):
                 assert len(piece) <= max_rows
                 assert piece.nbytes <= max_bytes
@@ -349,7 +349,7 @@ def test_moved_bytes_are_those_of_the_request(
 
 def test_rows_follow_the_regions() -> None:
     """Layer by layer, token by token; offsets are the token's place in the region of that layer on each side."""
-    plan = token_rows([HUGE, 3], [1, 2], layout(), layout(), [4, 1, 9], [3, 2, 8])
+    plan = location_rows([HUGE, 3], [1, 2], layout(), layout(), [4, 1, 9], [3, 2, 8])
     assert plan.source_regions.tolist() == [4, 4, 1, 1, 9, 9]
     assert plan.target_regions.tolist() == [3, 3, 2, 2, 8, 8]
     assert plan.source_offsets.tolist() == [HUGE * 8, 24] * 3
@@ -359,9 +359,9 @@ def test_rows_follow_the_regions() -> None:
 
 def test_no_tokens_are_no_rows() -> None:
     """Neither no tokens nor a rank that writes nothing there is an error: the transfer has no rows."""
-    assert len(token_rows([], [], layout(), layout(), [0, 1, 2], [0, 1, 2])) == 0
+    assert len(location_rows([], [], layout(), layout(), [0, 1, 2], [0, 1, 2])) == 0
     heads = [layout(heads=2, degree=2, rank=rank) for rank in range(2)]
-    assert len(token_rows([1], [1], heads[0], heads[1], [0, 1, 2], [0, 1, 2])) == 0
+    assert len(location_rows([1], [1], heads[0], heads[1], [0, 1, 2], [0, 1, 2])) == 0
 
 
 def test_rows_are_never_clipped() -> None:
@@ -369,8 +369,8 @@ def test_rows_are_never_clipped() -> None:
     for here, there in (([1, 2, 3], [1, 2]), ([1], [1, 2]), ([1], [])):
         complains(
             ShapeError,
-            lambda here=here, there=there: token_rows(here, there, layout(), layout(), [0, 1, 2], [0, 1, 2]),
-            f"{len(here)} source tokens for {len(there)} target tokens",
+            lambda here=here, there=there: location_rows(here, there, layout(), layout(), [0, 1, 2], [0, 1, 2]),
+            f"{len(here)} source locations for {len(there)} target locations",
         )
 
 
@@ -378,18 +378,22 @@ def test_rows_refuse_what_does_not_fit() -> None:
     """Layouts that differ, pages that are not token-major, regions and tokens that cannot be meant."""
     three = [0, 1, 2]
     complains(
-        HandshakeError, lambda: token_rows([1], [1], layout(), layout(page_size=8), three, three), "page_size is 4"
+        HandshakeError, lambda: location_rows([1], [1], layout(), layout(page_size=8), three, three), "page_size is 4"
     )
     mixed = layout(token_major=False)
-    complains(ArgumentError, lambda: token_rows([1], [1], mixed, mixed, three, three), "not token-major")
+    complains(ArgumentError, lambda: location_rows([1], [1], mixed, mixed, three, three), "not token-major")
     single = layout(token_major=False, page_size=1)
-    assert len(token_rows([1], [1], single, single, three, three)) == 3
-    complains(ArgumentError, lambda: token_rows([1], [1], layout(), layout(), [0, 1], three), "source", "[0, 1]")
-    complains(ArgumentError, lambda: token_rows([1], [1], layout(), layout(), three, [0, 1, 1]), "target", "3 layers")
-    complains(ArgumentError, lambda: token_rows([1], [1], layout(), layout(), three, [0, 1, -1]), "target region is -1")
-    refused(Code.SLOT_ZERO_ALLOCATED, lambda: token_rows([1], [0], layout(), layout(), three, three))
-    refused(Code.SLOT_OUT_OF_RANGE, lambda: token_rows([-1], [1], layout(), layout(), three, three))
-    refused(Code.SLOT_OUT_OF_RANGE, lambda: token_rows([2**61], [1], layout(), layout(), three, three))
+    assert len(location_rows([1], [1], single, single, three, three)) == 3
+    complains(ArgumentError, lambda: location_rows([1], [1], layout(), layout(), [0, 1], three), "source", "[0, 1]")
+    complains(
+        ArgumentError, lambda: location_rows([1], [1], layout(), layout(), three, [0, 1, 1]), "target", "3 layers"
+    )
+    complains(
+        ArgumentError, lambda: location_rows([1], [1], layout(), layout(), three, [0, 1, -1]), "target region is -1"
+    )
+    refused(Code.SLOT_ZERO_ALLOCATED, lambda: location_rows([1], [0], layout(), layout(), three, three))
+    refused(Code.SLOT_OUT_OF_RANGE, lambda: location_rows([-1], [1], layout(), layout(), three, three))
+    refused(Code.SLOT_OUT_OF_RANGE, lambda: location_rows([2**61], [1], layout(), layout(), three, three))
 
 
 # Fewer rows, and writes
@@ -485,7 +489,7 @@ def test_empty_rows_are_refused() -> None:
 def test_a_long_prompt_is_planned_without_a_loop() -> None:
     """A million rows, of tokens in two runs, become two rows a layer."""
     tokens = np.concatenate([np.arange(200_000) + 1, np.arange(200_000) + HUGE])
-    plan = token_rows(tokens, tokens, layout(), layout(), [0, 1, 2], [0, 1, 2])
+    plan = location_rows(tokens, tokens, layout(), layout(), [0, 1, 2], [0, 1, 2])
     fewer = coalesced(plan)
     assert len(plan) == 1_200_000
     assert len(fewer) == 6

@@ -11,16 +11,16 @@ import numpy.typing as npt
 import pytest
 
 from batchstate.errors import ArgumentError, DtypeError, HandshakeError, OwnerThreadError, ShapeError, TransferError
-from batchstate.transport import sender as sending_module
-from batchstate.transport._session import Session
+from batchstate.transport import sender as sender_module
 from batchstate.transport.engines.base import Delivery, Handle, Status
-from batchstate.transport.engines.in_process import SETTLE_STEPS, Faults, InProcessEngine, Network
+from batchstate.transport.engines.in_process import GRACE_STEPS, Faults, InProcessEngine, Network
 from batchstate.transport.handshake import Description
 from batchstate.transport.layout import KVLayout
 from batchstate.transport.receiver import Lease, LeaseState, Receiver
 from batchstate.transport.regions import Copies
-from batchstate.transport.sender import Sender, Sending, SendState
+from batchstate.transport.sender import Sender, Transfer, TransferState
 from batchstate.transport.wire import MAGIC, MOST_ATTEMPTS, MOST_TOKENS, Grant, Kind, Notice, Tag, packed, unpacked
+from batchstate.transport.workers import Session
 from batchstate.violations import Violation
 
 LAYERS = ("keys", "values")
@@ -68,7 +68,7 @@ class Pair:
     def __init__(self, degree: int = 1, faults: Faults | None = None) -> None:
         self.network = Network(7)
         self.faults = faults
-        self.decode = made(Receiver, self.network, "decode", layout(), settle_seconds=SETTLE_STEPS)
+        self.decode = made(Receiver, self.network, "decode", layout(), grace_seconds=GRACE_STEPS)
         self.prefills = [self.prefill(rank, degree) for rank in range(degree)]
         self.receiver: Receiver = self.decode.session
 
@@ -100,7 +100,7 @@ class Pair:
         self.receiver.grant(lease, np.array(runs, dtype=np.int64).reshape(-1, 2))
         return lease
 
-    def granted(self, tokens: int = 10, runs: object = ((8, 8), (20, 4))) -> tuple[Lease, list[Sending]]:
+    def granted(self, tokens: int = 10, runs: object = ((8, 8), (20, 4))) -> tuple[Lease, list[Transfer]]:
         lease = self.lease(tokens, runs)
         self.carry()
         return lease, [side.session.poll()[0] for side in self.prefills]
@@ -124,28 +124,28 @@ TARGETS = np.array([*range(8, 16), 20, 21])
 def test_a_request_arrives_where_it_was_granted(degree: int) -> None:
     """All ranks together write every byte of the granted tokens, in their order, and no other byte."""
     pair = Pair(degree)
-    lease, sendings = pair.granted()
-    for side, sending in zip(pair.prefills, sendings, strict=True):
-        side.session.send(sending, SOURCES[:8], 0, last=False)
-        side.session.send(sending, SOURCES[8:], 8, last=True)
+    lease, transfers = pair.granted()
+    for side, transfer in zip(pair.prefills, transfers, strict=True):
+        side.session.send(transfer, SOURCES[:8], 0, last=False)
+        side.session.send(transfer, SOURCES[8:], 8, last=True)
     assert pair.run() == [lease]
     assert lease.state is LeaseState.DELIVERED
     assert lease.ended.query()
     lease.ended.wait()
-    assert all(sending.state is SendState.DONE and sending.sources_free.query() for sending in sendings)
+    assert all(transfer.state is TransferState.DONE and transfer.sources_free.query() for transfer in transfers)
     for layer, memory in enumerate(pair.decode.memories):
         expected = np.full_like(memory, 0xEE)
         expected[TARGETS] = np.concatenate([side.memories[layer][SOURCES] for side in pair.prefills], axis=1)
         assert (memory == expected).all()
     assert not pair.receiver.leases()
-    assert not pair.sender.sendings()
+    assert not pair.sender.transfers()
 
 
 def test_a_request_without_tokens_completes() -> None:
     """Zero rows still deliver their tag."""
     pair = Pair()
-    lease, [sending] = pair.granted(0, ())
-    pair.sender.send(sending, [], 0, last=True)
+    lease, [transfer] = pair.granted(0, ())
+    pair.sender.send(transfer, [], 0, last=True)
     assert pair.run() == [lease]
     assert lease.state is LeaseState.DELIVERED
 
@@ -153,8 +153,8 @@ def test_a_request_without_tokens_completes() -> None:
 def test_one_rank_of_two_is_not_enough() -> None:
     """A lease waits for every writer."""
     pair = Pair(2)
-    lease, sendings = pair.granted()
-    pair.prefills[1].session.send(sendings[1], SOURCES, 0, last=True)
+    lease, transfers = pair.granted()
+    pair.prefills[1].session.send(transfers[1], SOURCES, 0, last=True)
     assert not pair.run()
     assert lease.state is LeaseState.WAITING
     assert not lease.ended.query()
@@ -218,7 +218,7 @@ def test_a_grant_outside_the_own_memory_is_refused_at_once() -> None:
     """A receiver grants no host token that its own regions do not have."""
     pair = Pair()
     lease = pair.receiver.lease("r", 10, ["prefill-0"])
-    with pytest.raises(ArgumentError, match="runs end at host token 72, the regions have 64"):
+    with pytest.raises(ArgumentError, match="runs end at host location 72, the regions have 64"):
         pair.receiver.grant(lease, [[TOKENS - 4, 12]])
     assert not pair.receiver.outbox
     pair.receiver.grant(lease, [[TOKENS - 12, 12]])
@@ -234,10 +234,10 @@ def test_a_grant_outside_the_memory_is_refused_by_the_writer() -> None:
     assert not pair.sender.poll()
     assert pair.receiver.poll() == [lease]
     assert lease.ended.query()
-    assert "ends at host token" in lease.reason
+    assert "ends at host location" in lease.reason
 
 
-WRONG_SENDS: list[tuple[Callable[[Sender, Sending], None], type[Exception]]] = [
+WRONG_SENDS: list[tuple[Callable[[Sender, Transfer], None], type[Exception]]] = [
     (lambda sender, one: sender.send(one, SOURCES[:3], 0, last=False), ArgumentError),
     (lambda sender, one: sender.send(one, SOURCES[:4], 0, last=True), ArgumentError),
     (lambda sender, one: sender.send(one, SOURCES[:4], 4, last=False), ArgumentError),
@@ -255,17 +255,17 @@ WRONG_SENDS: list[tuple[Callable[[Sender, Sending], None], type[Exception]]] = [
 
 @pytest.mark.parametrize(("wrong", "error"), WRONG_SENDS)
 def test_tokens_that_cannot_be_meant_send_nothing(
-    wrong: Callable[[Sender, Sending], None], error: type[Exception]
+    wrong: Callable[[Sender, Transfer], None], error: type[Exception]
 ) -> None:
-    """Parts of pages, gaps, too many tokens and padding are refused before a write, and the sending goes on."""
+    """Parts of pages, gaps, too many tokens and padding are refused before a write, and the transfer goes on."""
     pair = Pair()
-    lease, [sending] = pair.granted()
+    lease, [transfer] = pair.granted()
     with pytest.raises(error):
-        wrong(pair.sender, sending)
+        wrong(pair.sender, transfer)
     assert pair.network.writes == 0
-    pair.sender.send(sending, SOURCES, 0, last=True)
+    pair.sender.send(transfer, SOURCES, 0, last=True)
     with pytest.raises(ArgumentError, match="all"):
-        pair.sender.send(sending, SOURCES, 0, last=True)
+        pair.sender.send(transfer, SOURCES, 0, last=True)
     assert pair.run() == [lease]
     assert lease.state is LeaseState.DELIVERED
 
@@ -273,49 +273,49 @@ def test_tokens_that_cannot_be_meant_send_nothing(
 def test_sources_outside_the_memory_leave_the_sending_open() -> None:
     """What the engine refuses in the first write has sent nothing: the caller passes the right tokens, and goes on."""
     pair = Pair()
-    lease, [sending] = pair.granted(1, ((8, 1),))
+    lease, [transfer] = pair.granted(1, ((8, 1),))
     with pytest.raises(Violation):
-        pair.sender.send(sending, [TOKENS], 0, last=True)
-    assert (sending.state, sending.handles, pair.network.writes) == (SendState.OPEN, [], 0)
-    pair.sender.send(sending, [30], 0, last=True)
+        pair.sender.send(transfer, [TOKENS], 0, last=True)
+    assert (transfer.state, transfer.handles, pair.network.writes) == (TransferState.OPEN, [], 0)
+    pair.sender.send(transfer, [30], 0, last=True)
     assert pair.run() == [lease]
     assert lease.state is LeaseState.DELIVERED
 
 
 def test_sources_outside_the_memory_make_a_later_write_fail() -> None:
-    """What the engine refuses in a later write ends the sending: failed, drained, and known on both sides."""
+    """What the engine refuses in a later write ends the transfer: failed, drained, and known on both sides."""
     pair = Pair()
-    lease, [sending] = pair.granted()
+    lease, [transfer] = pair.granted()
     with pytest.raises(Violation):
-        pair.sender.send(sending, [*range(30, 48, 2), TOKENS], 0, last=True)
-    assert sending.state is SendState.FAILED
-    assert sending.handles
+        pair.sender.send(transfer, [*range(30, 48, 2), TOKENS], 0, last=True)
+    assert transfer.state is TransferState.FAILED
+    assert transfer.handles
     assert pair.run() == [lease]
     assert lease.state is LeaseState.FAILED
     assert lease.ended.query()
 
 
 def test_an_error_in_the_third_write_leaves_nothing_half_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of the writes are under way when the third is refused: the sending fails, and ends once they have drained."""
+    """Two writes are under way when the third is refused: the transfer fails, and ends once they have drained."""
     pair = Pair()
-    lease, [sending] = pair.granted()
+    lease, [transfer] = pair.granted()
     write = pair.prefills[0].engine.write
 
     def refuses(peer: Any, copies: Copies, tag: bytes) -> Any:
-        if len(sending.handles) == 2:
+        if len(transfer.handles) == 2:
             raise TransferError("no more", value=tag, remedy="none")
         return write(peer, copies, tag)
 
     monkeypatch.setattr(pair.prefills[0].engine, "write", refuses)
     scattered = np.array([9, 30, 2, 40, 5, 50, 7, 33, 44, 22])
     with pytest.raises(TransferError, match="no more"):
-        pair.sender.send(sending, scattered, 0, last=True)
-    assert sending.state is SendState.FAILED
-    assert not sending.sources_free.query()
+        pair.sender.send(transfer, scattered, 0, last=True)
+    assert transfer.state is TransferState.FAILED
+    assert not transfer.sources_free.query()
     with pytest.raises(TransferError, match="may still read"):
-        sending.sources_free.wait()
+        transfer.sources_free.wait()
     with pytest.raises(TransferError, match="refused"):
-        pair.sender.send(sending, scattered, 0, last=True)
+        pair.sender.send(transfer, scattered, 0, last=True)
     pair.carry()
     assert pair.receiver.poll() == [lease]
     assert not lease.ended.query()
@@ -324,7 +324,7 @@ def test_an_error_in_the_third_write_leaves_nothing_half_known(monkeypatch: pyte
     assert caught.value.in_flight
     pair.run()
     assert lease.ended.query()
-    assert sending.sources_free.query()
+    assert transfer.sources_free.query()
 
 
 def test_messages_that_arrive_three_times_change_nothing() -> None:
@@ -332,16 +332,16 @@ def test_messages_that_arrive_three_times_change_nothing() -> None:
     pair = Pair()
     lease = pair.lease()
     pair.carry(repeat=3)
-    [sending] = pair.sender.poll()
+    [transfer] = pair.sender.poll()
     pair.receiver.abort(lease)
     pair.receiver.abort(lease)
     pair.carry(repeat=3)
-    assert pair.sender.poll() == [sending]
+    assert pair.sender.poll() == [transfer]
     pair.carry(repeat=3)
     assert pair.receiver.poll() == [lease]
     assert lease.state is LeaseState.ABORTED
     assert lease.ended.query()
-    assert not pair.sender.sendings()
+    assert not pair.sender.transfers()
 
 
 def test_an_abort_before_the_grant_is_remembered() -> None:
@@ -371,24 +371,24 @@ def test_an_abort_before_any_grant_ends_the_lease_at_once() -> None:
 def test_an_abort_waits_for_writes_under_way() -> None:
     """An aborted lease ends only when the writes that had begun have drained, and no further one begins."""
     pair = Pair(faults=Faults(delay=3, split=1.0))
-    lease, [sending] = pair.granted()
-    pair.sender.send(sending, SOURCES[:8], 0, last=False)
+    lease, [transfer] = pair.granted()
+    pair.sender.send(transfer, SOURCES[:8], 0, last=False)
     pair.receiver.abort(lease)
     pair.carry()
-    assert sending.state is SendState.ABORTED
+    assert transfer.state is TransferState.ABORTED
     assert not lease.ended.query()
     with pytest.raises(TransferError):
-        pair.sender.send(sending, SOURCES[8:], 8, last=True)
+        pair.sender.send(transfer, SOURCES[8:], 8, last=True)
     pair.run()
     assert lease.ended.query()
-    assert all(handle.status is Status.DONE for handle in sending.handles)
+    assert all(handle.status is Status.DONE for handle in transfer.handles)
 
 
 def test_an_abort_of_what_is_delivered_does_nothing() -> None:
     """A state that is final stays."""
     pair = Pair()
-    lease, [sending] = pair.granted()
-    pair.sender.send(sending, SOURCES, 0, last=True)
+    lease, [transfer] = pair.granted()
+    pair.sender.send(transfer, SOURCES, 0, last=True)
     pair.run()
     pair.receiver.abort(lease)
     assert lease.state is LeaseState.DELIVERED
@@ -398,10 +398,10 @@ def test_an_abort_of_what_is_delivered_does_nothing() -> None:
 def test_a_lost_tag_is_resolved_by_an_abort() -> None:
     """All has landed and no tag says so: the lease waits, and an abort ends it."""
     pair = Pair(faults=Faults(lost_tag=1.0))
-    lease, [sending] = pair.granted()
-    pair.sender.send(sending, SOURCES, 0, last=True)
+    lease, [transfer] = pair.granted()
+    pair.sender.send(transfer, SOURCES, 0, last=True)
     assert not pair.run()
-    assert sending.state is SendState.DONE
+    assert transfer.state is TransferState.DONE
     pair.receiver.abort(lease)
     assert pair.run() == [lease]
     assert lease.ended.query()
@@ -410,8 +410,8 @@ def test_a_lost_tag_is_resolved_by_an_abort() -> None:
 def test_a_suspected_writer_keeps_the_memory() -> None:
     """Suspicion fails a lease, and only the writer's word, or its end, frees the memory."""
     pair = Pair(faults=Faults(unknown=1.0, stuck=1.0))
-    lease, [sending] = pair.granted()
-    pair.sender.send(sending, SOURCES, 0, last=True)
+    lease, [transfer] = pair.granted()
+    pair.sender.send(transfer, SOURCES, 0, last=True)
     pair.receiver.peer_lost("prefill-0", "no answer")
     assert pair.receiver.poll() == [lease]
     pair.run(200)
@@ -422,7 +422,7 @@ def test_a_suspected_writer_keeps_the_memory() -> None:
     pair.network.kill(pair.prefills[0].engine)
     pair.receiver.peer_ended("prefill-0")
     assert not lease.ended.query()
-    for _ in range(SETTLE_STEPS):
+    for _ in range(GRACE_STEPS):
         pair.network.step()
         pair.receiver.poll()
     assert lease.ended.query()
@@ -434,12 +434,12 @@ def test_a_receiver_that_stood_still_lets_nothing_settle() -> None:
     lease, _ = pair.granted()
     pair.network.kill(pair.prefills[0].engine)
     pair.receiver.peer_ended("prefill-0")
-    for _ in range(100 * SETTLE_STEPS):
+    for _ in range(100 * GRACE_STEPS):
         pair.network.step()
     for looks in range(4):
         assert not lease.ended.query(), looks
         pair.receiver.poll()
-        for _ in range(SETTLE_STEPS):
+        for _ in range(GRACE_STEPS):
             pair.network.step()
     assert lease.ended.query()
 
@@ -464,8 +464,8 @@ def test_the_next_instance_of_a_writer_ends_the_last() -> None:
     pair.receiver.peer_ended("prefill-0", before.engine.instance)
     with pytest.raises(ArgumentError, match="another lease may still write"):
         pair.granted()
-    other, [sending] = pair.granted(runs=((32, 12),))
-    pair.sender.send(sending, SOURCES, 0, last=True)
+    other, [transfer] = pair.granted(runs=((32, 12),))
+    pair.sender.send(transfer, SOURCES, 0, last=True)
     assert pair.run() == [other]
     assert lease.ended.query()
     assert other.state is LeaseState.DELIVERED
@@ -491,14 +491,14 @@ def test_the_word_of_the_next_instance_does_not_count_for_the_last() -> None:
 def test_a_receiver_that_ended_frees_the_sources() -> None:
     """Nobody reads on for a receiver that has ended, whatever the engine knows of the writes."""
     pair = Pair(faults=Faults(unknown=1.0, stuck=1.0))
-    _, [sending] = pair.granted()
-    pair.sender.send(sending, SOURCES, 0, last=True)
+    _, [transfer] = pair.granted()
+    pair.sender.send(transfer, SOURCES, 0, last=True)
     pair.network.kill(pair.decode.engine)
     pair.sender.peer_lost("decode")
-    assert sending.state is SendState.FAILED
+    assert transfer.state is TransferState.FAILED
     pair.sender.peer_ended("decode")
-    assert sending.sources_free.query()
-    assert not pair.sender.sendings()
+    assert transfer.sources_free.query()
+    assert not pair.sender.transfers()
 
 
 def test_a_retry_is_another_lease() -> None:
@@ -542,7 +542,7 @@ def test_a_tag_survives_packing() -> None:
 
 def test_a_grant_older_than_what_is_remembered_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a writer cannot tell from an old lease it refuses, and says so."""
-    monkeypatch.setattr(sending_module, "REMEMBERED", 2)
+    monkeypatch.setattr(sender_module, "REMEMBERED", 2)
     pair = Pair()
     late = pair.lease()
     held, pair.receiver.outbox = pair.receiver.outbox, []
@@ -552,7 +552,7 @@ def test_a_grant_older_than_what_is_remembered_starts_nothing(monkeypatch: pytes
     pair.sender.poll()
     pair.receiver.outbox = held
     pair.carry()
-    assert not pair.sender.sendings()
+    assert not pair.sender.transfers()
     pair.carry()
     assert late in pair.receiver.poll()
     assert late.state is LeaseState.FAILED
@@ -609,7 +609,7 @@ def test_malformed_messages_are_refused_and_change_nothing() -> None:
 def test_an_interrupt_in_a_write_is_not_taken_for_nothing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """DRAINED is said only when no byte of an interrupted write can land any more, and it is said in the end."""
     pair = Pair(faults=Faults(delay=3))
-    lease, [sending] = pair.granted()
+    lease, [transfer] = pair.granted()
     engine = pair.prefills[0].engine
     owner, name = (pair.network, "depart") if where[0] == "i" else (engine, "write")
     original = getattr(owner, name)
@@ -621,24 +621,24 @@ def test_an_interrupt_in_a_write_is_not_taken_for_nothing(where: str, monkeypatc
 
     monkeypatch.setattr(owner, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        pair.sender.send(sending, SOURCES, 0, last=True)
-    assert (sending.state, len(sending.handles)) == (SendState.FAILED, int(where != "before it"))
+        pair.sender.send(transfer, SOURCES, 0, last=True)
+    assert (transfer.state, len(transfer.handles)) == (TransferState.FAILED, int(where != "before it"))
     for _ in range(20):
         pair.sender.poll()
         pair.carry()
         pair.receiver.poll()
         assert not (lease.ended.query() and pair.network.under_way(pair.decode.engine))
-        assert lease.ended.query() or not sending.sources_free.query() or lease.state is LeaseState.FAILED
+        assert lease.ended.query() or not transfer.sources_free.query() or lease.state is LeaseState.FAILED
         pair.network.step()
     assert lease.ended.query()
-    assert sending.sources_free.query()
+    assert transfer.sources_free.query()
 
 
 def test_a_write_that_was_refused_may_be_tried_with_its_tag(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that refuses a write keeps nothing of it, neither its tag nor its memory."""
     pair = Pair()
     side = pair.prefills[0]
-    peer = side.session._workers.named("decode").peer
+    peer = side.session._named("decode").peer
     monkeypatch.setattr(side.engine, "faults", Faults(refused=1.0))
     with pytest.raises(TransferError, match="refused"):
         side.engine.write(peer, Copies.empty(), b"tag")
@@ -697,21 +697,21 @@ def test_only_the_chunks_that_there_are_complete_a_lease(
     assert pair.receiver.ignored.foreign + pair.receiver.ignored.late == foreign
 
 
-def test_a_share_that_is_complete_stays_so() -> None:
-    """No tag makes a complete share an incomplete one."""
+def test_a_writer_that_is_complete_stays_so() -> None:
+    """No tag makes the progress of a writer that has delivered all incomplete."""
     pair = Pair()
-    [share] = pair.lease().shares
+    [writer] = pair.lease().writers
     tag = Tag(pair.decode.engine.instance, 1, 1, 0, 0, 1)
-    assert share.take(tag)
-    assert not share.take(attrs.evolve(tag, chunk=5, total=0))
-    assert not share.take(attrs.evolve(tag, chunk=5, total=6))
-    assert share.complete
+    assert writer.take(tag)
+    assert not writer.take(attrs.evolve(tag, chunk=5, total=0))
+    assert not writer.take(attrs.evolve(tag, chunk=5, total=6))
+    assert writer.complete
 
 
 def test_leases_and_sendings_of_others_are_refused() -> None:
     """What another receiver or sender made changes nothing here nor there; a lease is retried once."""
     pair = Pair()
-    lease, [sending] = pair.granted()
+    lease, [transfer] = pair.granted()
     waiting = pair.receiver.lease("w", 1, ["prefill-0"])
     strange = made(Receiver, pair.network, "decode-2", layout()).session
     foreign = made(Sender, pair.network, "prefill-9", layout()).session
@@ -720,14 +720,14 @@ def test_leases_and_sendings_of_others_are_refused() -> None:
         lambda: strange.retry(lease),
         lambda: strange.grant(waiting, [[40, 4]]),
         lambda: strange.abort("lease"),
-        lambda: foreign.send(sending, SOURCES, 0, True),
-        lambda: foreign.fail(sending, "no"),
+        lambda: foreign.send(transfer, SOURCES, 0, True),
+        lambda: foreign.fail(transfer, "no"),
         lambda: foreign.fail(None, "no"),
     ]
     for call in wrong:
-        with pytest.raises(ArgumentError, match=r"is no (lease|sending) of"):
+        with pytest.raises(ArgumentError, match=r"expected a (lease|transfer) of"):
             call()
-    assert (lease.state, waiting.runs, sending.state) == (LeaseState.WAITING, None, SendState.OPEN)
+    assert (lease.state, waiting.runs, transfer.state) == (LeaseState.WAITING, None, TransferState.OPEN)
     assert not strange.outbox
     assert not foreign.outbox
     pair.receiver.abort(lease)
@@ -764,10 +764,10 @@ BAD_ARGUMENTS: list[tuple[Callable[[Pair], object], type[Exception]]] = [
     (lambda pair: pair.prefills[0].engine.connect(None), HandshakeError),  # type: ignore[arg-type]
     (lambda pair: pair.prefills[0].engine.connect(5), HandshakeError),  # type: ignore[arg-type]
     (lambda pair: pair.prefills[0].engine.connect("x"), HandshakeError),  # type: ignore[arg-type]
-    (lambda pair: made(Receiver, pair.network, "d", layout(), settle_seconds=float("nan")), ArgumentError),
-    (lambda pair: made(Receiver, pair.network, "d", layout(), settle_seconds=float("inf")), ArgumentError),
-    (lambda pair: made(Receiver, pair.network, "d", layout(), settle_seconds=-1), ArgumentError),
-    (lambda pair: made(Receiver, pair.network, "d", layout(), settle_seconds="1"), DtypeError),
+    (lambda pair: made(Receiver, pair.network, "d", layout(), grace_seconds=float("nan")), ArgumentError),
+    (lambda pair: made(Receiver, pair.network, "d", layout(), grace_seconds=float("inf")), ArgumentError),
+    (lambda pair: made(Receiver, pair.network, "d", layout(), grace_seconds=-1), ArgumentError),
+    (lambda pair: made(Receiver, pair.network, "d", layout(), grace_seconds="1"), DtypeError),
     (lambda pair: made(Sender, pair.network, "d", layout(), max_bytes=0), ArgumentError),
     (lambda pair: made(Sender, pair.network, "d", layout(), max_bytes="x"), DtypeError),
 ]
@@ -784,7 +784,7 @@ def test_arguments_that_cannot_be_meant_have_typed_errors(
 
 def _calls(pair: Pair) -> dict[str, Callable[[], object]]:
     """Every public method of both sides."""
-    lease, [sending] = pair.granted()
+    lease, [transfer] = pair.granted()
     waiting = pair.receiver.lease("w", 1, ["prefill-0"])
     receiver, sender, writer = pair.receiver, pair.sender, pair.prefills[0].introduction
     reader = pair.decode.introduction
@@ -807,10 +807,10 @@ def _calls(pair: Pair) -> dict[str, Callable[[], object]]:
         "sender.peer_lost": lambda: sender.peer_lost("decode"),
         "sender.peer_ended": lambda: sender.peer_ended("decode"),
         "sender.on_message": lambda: sender.on_message(aborted, "decode"),
-        "sender.send": lambda: sender.send(sending, SOURCES, 0, last=True),
+        "sender.send": lambda: sender.send(transfer, SOURCES, 0, last=True),
         "sender.poll": sender.poll,
-        "sender.sendings": sender.sendings,
-        "sender.fail": lambda: sender.fail(sending, "no"),
+        "sender.transfers": sender.transfers,
+        "sender.fail": lambda: sender.fail(transfer, "no"),
     }
 
 
@@ -846,7 +846,7 @@ def test_both_sides_belong_to_the_thread_of_their_engine() -> None:
 
 
 def test_a_write_that_cannot_be_asked_about_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine's error about one write fails its sending; the others arrive, and writes that are done are left be."""
+    """The engine's error about one write fails its transfer; the others arrive, and writes that are done are left."""
     pair = Pair()
     broken, [first] = pair.granted()
     lease, [second] = pair.granted(10, ((32, 12),))
@@ -866,7 +866,7 @@ def test_a_write_that_cannot_be_asked_about_holds_up_no_other(monkeypatch: pytes
     pair.sender.send(second, SOURCES[8:], 8, last=True)
     assert lease in pair.run()
     assert lease.state is LeaseState.DELIVERED
-    assert first.state is SendState.FAILED
+    assert first.state is TransferState.FAILED
     assert "out of order" in first.reason
     assert not first.sources_free.query()
     assert all(status is Status.PENDING for _, status in asked)

@@ -17,11 +17,11 @@ import torch
 from batchstate import levels, open_runtime
 from batchstate.errors import HandshakeError, PoolExhaustedError, TransferError
 from batchstate.kv.host_pool import HostKVPool, HostRanges
-from batchstate.transport.engines.in_process import SETTLE_STEPS, Faults, InProcessEngine, Network
+from batchstate.transport.engines.in_process import GRACE_STEPS, Faults, InProcessEngine, Network
 from batchstate.transport.handshake import Description
 from batchstate.transport.layout import KVLayout
 from batchstate.transport.receiver import Lease, LeaseState, Receiver
-from batchstate.transport.sender import Sender, Sending, SendState
+from batchstate.transport.sender import Sender, Transfer, TransferState
 
 Bytes = npt.NDArray[np.uint8]
 LAYERS = ("keys", "values")
@@ -51,7 +51,7 @@ class Writer:
     memories: list[Bytes]
     free: list[int]
     busy: list[tuple[list[int], Any]] = attrs.field(factory=list)
-    pages: dict[Sending, list[int]] = attrs.field(factory=dict)
+    pages: dict[Transfer, list[int]] = attrs.field(factory=dict)
     met: "Decode | None" = None
 
 
@@ -129,7 +129,7 @@ class World:
         for memory in memories:
             memory[:] = SENTINEL
         description = Description("decode", engine.instance, layout(self.page_size, 0, 1), engine.endpoint())
-        receiver = Receiver(engine, description, regions, clock=self.clock, settle_seconds=SETTLE_STEPS)
+        receiver = Receiver(engine, description, regions, clock=self.clock, grace_seconds=GRACE_STEPS)
         return Decode(engine, receiver, pool, memories, [memory.copy() for memory in memories])
 
     def _writer(self, rank: int) -> Writer:
@@ -198,17 +198,17 @@ class World:
         receiver.grant(made, runs)
         self.transfers += 1
 
-    def request_of(self, sending: Sending) -> Request | None:
-        """The attempt that a sending belongs to; None where the decode worker that knew it is gone."""
-        if sending.grant.sender != self.decode.engine.instance:
+    def request_of(self, transfer: Transfer) -> Request | None:
+        """The attempt that a transfer belongs to; None where the decode worker that knew it is gone."""
+        if transfer.grant.sender != self.decode.engine.instance:
             return None
-        return next((one for one in self.requests if one.lease.serial == sending.grant.serial), None)
+        return next((one for one in self.requests if one.lease.serial == transfer.grant.serial), None)
 
     def prefill(self, writer: Writer) -> None:
         """Lets a writer follow its writes, and go on with some of its requests."""
-        for sending in writer.sender.poll():
-            if sending.state is not SendState.OPEN and sending in writer.pages:
-                writer.busy.append((writer.pages.pop(sending), sending.sources_free))
+        for transfer in writer.sender.poll():
+            if transfer.state is not TransferState.OPEN and transfer in writer.pages:
+                writer.busy.append((writer.pages.pop(transfer), transfer.sources_free))
         writer.busy, before = [], writer.busy
         for pages, fence in before:
             if fence.query():
@@ -219,30 +219,30 @@ class World:
                         memory[page * self.page_size : (page + 1) * self.page_size] = self.dice.randint(0, 255)
             else:
                 writer.busy.append((pages, fence))
-        for sending in writer.sender.sendings():
-            if sending.state is SendState.OPEN and not sending.complete and self.dice.random() < 0.7:
-                self._send(writer, sending)
+        for transfer in writer.sender.transfers():
+            if transfer.state is TransferState.OPEN and not transfer.complete and self.dice.random() < 0.7:
+                self._send(writer, transfer)
 
-    def _send(self, writer: Writer, sending: Sending) -> None:
-        request = self.request_of(sending)
+    def _send(self, writer: Writer, transfer: Transfer) -> None:
+        request = self.request_of(transfer)
         if request is None or self.dice.random() < 0.02:
-            writer.sender.fail(sending, "no memory")
+            writer.sender.fail(transfer, "no memory")
             return
-        size, total = self.page_size, sending.grant.num_tokens
-        if sending not in writer.pages:
+        size, total = self.page_size, transfer.grant.num_tokens
+        if transfer not in writer.pages:
             needed = -(-total // size)
             if needed > len(writer.free):
                 return
             self.dice.shuffle(writer.free)
-            writer.pages[sending], writer.free = writer.free[:needed], writer.free[needed:]
-            self._fill(writer, request, writer.pages[sending])
+            writer.pages[transfer], writer.free = writer.free[:needed], writer.free[needed:]
+            self._fill(writer, request, writer.pages[transfer])
         last = self.dice.random() < 0.6
-        end = total if last else sending.sent + self.dice.randint(0, (total - sending.sent) // size) * size
-        rows = tokens_on(writer.pages[sending], size)[sending.sent : end]
+        end = total if last else transfer.sent + self.dice.randint(0, (total - transfer.sent) // size) * size
+        rows = tokens_on(writer.pages[transfer], size)[transfer.sent : end]
         try:
-            writer.sender.send(sending, rows, sending.sent, last)
+            writer.sender.send(transfer, rows, transfer.sent, last)
         except TransferError:
-            assert sending.state is SendState.FAILED
+            assert transfer.state is TransferState.FAILED
 
     def _fill(self, writer: Writer, request: Request, pages: list[int]) -> None:
         """The forward of this rank: its heads of the request's KV, on its own pages."""
@@ -470,7 +470,7 @@ class World:
             if not writer.engine.killed:
                 self.kill_writer(writer)
             self._tell(self.decode.receiver.peer_ended, writer.name)
-        for _ in range(SETTLE_STEPS + 1):
+        for _ in range(GRACE_STEPS + 1):
             self._round()
         with self._pool_at_work():
             for request in self.requests:

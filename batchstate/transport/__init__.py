@@ -1,16 +1,16 @@
-"""How KV reaches another process: what is to be written, by whom, and when its memory is anybody's again.
+"""How KV reaches another process: what is to be written, by which worker, and when its memory is free of writers.
 
 `open_engine` brings bytes into another process's memory; `KVLayout`, `Description` and `batchstate.transport.plan` say
 which bytes; `Receiver`, `Sender` and `Lease` say who may write, until when, and what has arrived.
 """
 
-from batchstate.transport._session import Session
 from batchstate.transport.engines.base import ENGINES, Capabilities, Delivery, Engine, Handle, Peer, Status, open_engine
 from batchstate.transport.handshake import Description
 from batchstate.transport.layout import KVLayout
 from batchstate.transport.receiver import Ignored, Lease, LeaseState, Receiver
 from batchstate.transport.regions import Copies, Region, RemoteRegion
-from batchstate.transport.sender import Sender, Sending, SendState
+from batchstate.transport.sender import Sender, Transfer, TransferState
+from batchstate.transport.workers import Session
 
 __all__ = [
     "ENGINES",
@@ -28,10 +28,10 @@ __all__ = [
     "Receiver",
     "Region",
     "RemoteRegion",
-    "SendState",
     "Sender",
-    "Sending",
     "Session",
     "Status",
+    "Transfer",
+    "TransferState",
     "open_engine",
 ]

@@ -12,15 +12,11 @@ from typing import Any, Self, final
 import attrs
 
 from batchstate.errors import ArgumentError, DtypeError, HandshakeError
-from batchstate.transport.engines.base import parsed_endpoint
 from batchstate.transport.layout import KVLayout, check_fit
+from batchstate.transport.wire import MOST_BYTES, binary, parsed, parsed_endpoint, record, text
 
 MAGIC = "batchstate worker"
 VERSION = 1
-MOST_BYTES = 16 * 2**20
-"""Most bytes of a description. Endpoints have a few hundred bytes for each region."""
-
-_FIELDS = {"is", "version", "worker", "instance", "layout", "endpoint", "sum"}
 
 
 @final
@@ -55,7 +51,12 @@ class Description:
             "endpoint": base64.b64encode(self.endpoint).decode(),
         }
         data = json.dumps(fields | {"sum": _sum(fields)}).encode()
-        _check_size(data)
+        if len(data) > MOST_BYTES:
+            raise HandshakeError(
+                f"a description of {len(data)} bytes",
+                value=len(data),
+                remedy=f"register fewer regions: a description has at most {MOST_BYTES} bytes",
+            )
         return data
 
     @classmethod
@@ -63,31 +64,56 @@ class Description:
         """A description that came from a peer.
 
         Raises:
-            HandshakeError: too large, truncated, malformed, damaged, of another version, or a layout that cannot be.
+            HandshakeError: too large, truncated, malformed, damaged, of another version, or with an impossible layout.
         """
-        if not isinstance(data, bytes | bytearray | memoryview):
-            raise _malformed(repr(data)[:60], f"{type(data).__name__} instead of bytes")
-        data = bytes(data)
-        _check_size(data)
-        fields = _parsed(data)
+        remedy = "pass what the other side's `Description.to_bytes()` returned, all of it"
+        found: Self = parsed(data, cls._checked, "a description of a worker", HandshakeError, remedy)
+        return found
+
+    @classmethod
+    def _checked(cls, value: Any) -> Self:
+        fields = _SCHEMA(value)
         try:
             layout = KVLayout.from_dict(fields["layout"])
-            endpoint = base64.b64decode(fields["endpoint"], validate=True)
         except (ArgumentError, DtypeError) as error:
             raise HandshakeError(
-                f"worker {fields['worker']!r} describes a layout that cannot be: {error.problem}",
+                f"worker {fields['worker']!r} describes an impossible layout: {error.problem}",
                 value=error.value,
                 remedy=f"on that worker: {error.remedy}",
             ) from error
-        except ValueError as error:
-            raise _malformed(fields["endpoint"][:60], f"its endpoint is no base64 ({error})") from error
-        if type(fields["sum"]) is not int or fields["sum"] != _sum(fields):
+        if type(fields["sum"]) is not int or fields["sum"] != _sum(value):
             raise HandshakeError(
                 f"the description of worker {fields['worker'][:40]!r} was damaged on its way: its sum does not fit",
                 value=fields["worker"],
                 remedy="pass what the other side's `Description.to_bytes()` returned, as it is",
             )
-        return cls(fields["worker"], fields["instance"], layout, endpoint)
+        return cls(fields["worker"], fields["instance"], layout, fields["endpoint"])
+
+
+def _version(value: Any) -> Any:
+    if type(value) is not int or value != VERSION:
+        raise HandshakeError(
+            f"version is {VERSION} here, {value!r} there",
+            value=(VERSION, value),
+            remedy="run the same version of batchstate on both workers",
+        )
+    return value
+
+
+def _as_it_is(value: Any) -> Any:
+    """Checked where it is used."""
+    return value
+
+
+_SCHEMA = record(
+    MAGIC, version=_version, worker=text(".+"), instance=text(".+"), layout=_as_it_is, endpoint=binary, sum=_as_it_is
+)
+
+
+def _sum(fields: dict[str, Any]) -> int:
+    """CRC-32 of all fields but itself."""
+    rest = {name: value for name, value in fields.items() if name != "sum"}
+    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
 def check_peers(ours: Description, theirs: Description) -> None:
@@ -128,48 +154,3 @@ def _engine_of(description: Description) -> str:
             remedy="after a restart, describe the worker anew: instance and endpoint of one engine",
         )
     return engine
-
-
-def _sum(fields: dict[str, Any]) -> int:
-    """CRC-32 of all fields but itself."""
-    rest = {name: value for name, value in fields.items() if name != "sum"}
-    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
-
-
-def _check_size(data: bytes) -> None:
-    if len(data) > MOST_BYTES:
-        raise HandshakeError(
-            f"a description of {len(data)} bytes",
-            value=len(data),
-            remedy=f"register fewer regions: a description has at most {MOST_BYTES} bytes",
-        )
-
-
-def _parsed(data: bytes) -> dict[str, Any]:
-    """The fields of a description of this version, those that are text checked to be text."""
-    try:
-        fields = json.loads(data.decode())
-    except (ValueError, RecursionError) as error:
-        raise _malformed(data[:60], str(error)[:100]) from error
-    if not isinstance(fields, dict) or fields.get("is") != MAGIC:
-        raise _malformed(data[:60], f"it does not say that it is a {MAGIC!r}")
-    if type(fields.get("version")) is not int or fields["version"] != VERSION:
-        raise HandshakeError(
-            f"version is {VERSION} here, {fields.get('version')!r} there",
-            value=(VERSION, fields.get("version")),
-            remedy="run the same version of batchstate on both workers",
-        )
-    if set(fields) != _FIELDS:
-        raise _malformed(data[:60], f"fields {sorted(set(fields) ^ _FIELDS)} are missing or unknown")
-    wrong = [name for name in ("worker", "instance", "endpoint") if not isinstance(fields[name], str)]
-    if wrong or not fields["worker"] or not fields["instance"]:
-        raise _malformed(data[:60], f"{wrong[0] if wrong else 'worker or instance'} is no text, or empty")
-    return fields
-
-
-def _malformed(start: object, reason: str) -> HandshakeError:
-    return HandshakeError(
-        f"{start!r} is no description of a worker: {reason}",
-        value=start,
-        remedy="pass what the other side's `Description.to_bytes()` returned, all of it",
-    )

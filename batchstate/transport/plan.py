@@ -1,4 +1,4 @@
-"""Which rows a transfer moves: from pages to tokens, to bytes in regions, to few and large rows, to writes.
+"""Which rows a transfer moves: from pages to locations, to bytes in regions, to few and large rows, to writes.
 
 Plain numpy on the host, int64 throughout, at most one sort of the rows. Lengths are never adjusted to each other: what
 does not go together is refused, so that no token is left out in silence.
@@ -21,7 +21,7 @@ _LARGEST = 2**63 - 1
 
 
 def expand_pages(pages: npt.ArrayLike, page_size: int, num_tokens: int) -> Ints:
-    """The tokens on `pages`, in order: page * page_size + 0 .. page_size - 1.
+    """The locations on `pages`, in order: page * page_size + 0 .. page_size - 1.
 
     Args:
         pages: integer[p], in the order of the request; 1 or more each.
@@ -34,8 +34,8 @@ def expand_pages(pages: npt.ArrayLike, page_size: int, num_tokens: int) -> Ints:
     Raises:
         ArgumentError: `num_tokens` does not end on the last page.
         Violation: SLOT_ZERO_ALLOCATED: page 0, which is padding; SLOT_OUT_OF_RANGE: a negative page, or one whose
-            tokens int64 cannot count.
-        ShapeError, DtypeError: no one-dimensional integers.
+            locations int64 cannot count.
+        ShapeError, DtypeError: not one-dimensional integers.
     """
     size, total = count(page_size, "page_size", least=1), count(num_tokens, "num_tokens")
     indices = indices_of(pages, "pages")
@@ -48,8 +48,8 @@ def expand_pages(pages: npt.ArrayLike, page_size: int, num_tokens: int) -> Ints:
     _check_indices(indices, size, "pages")
     if size == 1:
         return indices.copy()
-    within = np.arange(min(size, total), dtype=np.int64)
-    return (indices[:, None] * size + within).reshape(-1)[:total]
+    offsets = np.arange(min(size, total), dtype=np.int64)
+    return (indices[:, None] * size + offsets).reshape(-1)[:total]
 
 
 def check_chunk(first: int, num_tokens: int, total: int, page_size: int, last: bool) -> None:
@@ -88,19 +88,19 @@ def check_chunk(first: int, num_tokens: int, total: int, page_size: int, last: b
         )
 
 
-def owned_by(tokens: npt.ArrayLike, runs: npt.ArrayLike) -> None:
-    """Refuses target tokens that a lease does not own, or that are named twice.
+def owned_by(locs: npt.ArrayLike, runs: npt.ArrayLike) -> None:
+    """Refuses target locations that a lease does not own, or that are named twice.
 
     Args:
-        tokens: integer[n], where rows are to be written.
+        locs: integer[n], where rows are to be written.
         runs: integer[r, 2], what the lease owns: start and length of each run.
 
     Raises:
-        Violation: TRANSFER_BOUNDS: a token outside all runs.
-        ArgumentError: a token twice, or a run that is empty or holds token 0.
+        Violation: TRANSFER_BOUNDS: a location outside all runs.
+        ArgumentError: a location twice, or a run that is empty or holds location 0.
         ShapeError, DtypeError: arrays of another shape or dtype.
     """
-    wanted, owned = indices_of(tokens, "tokens"), converted(runs, np.dtype(np.int64), "runs")
+    wanted, owned = indices_of(locs, "locations"), converted(runs, np.dtype(np.int64), "runs")
     if owned.shape != (0,) and owned.shape[1:] != (2,):
         raise ShapeError(f"runs of shape {owned.shape}", value=owned.shape, remedy="pass start and length of each run")
     starts, lengths = owned.reshape(-1, 2).T.copy()  # a column in one piece: much faster below
@@ -108,9 +108,9 @@ def owned_by(tokens: npt.ArrayLike, runs: npt.ArrayLike) -> None:
     if wrong.any():
         start, length = owned[int(wrong.argmax())].tolist()
         raise ArgumentError(
-            f"a run of {length} tokens from {start} on",
+            f"a run of {length} locations from {start} on",
             value=(start, length),
-            remedy="pass runs of at least one token; token 0 is padding, and nobody's",
+            remedy="pass runs of at least one location; location 0 is padding",
         )
     in_order = np.argsort(starts)
     starts, ends = starts[in_order], (starts + lengths)[in_order]
@@ -122,59 +122,59 @@ def owned_by(tokens: npt.ArrayLike, runs: npt.ArrayLike) -> None:
     run = np.empty_like(order)
     run[order] = np.maximum(np.searchsorted(starts, ascending, side="right") - 1, 0)
     invariants.transfer_bounds(
-        wanted, np.ones_like(wanted), starts[run], ends[run], what="tokens", operation="owned_by", object="the lease"
+        wanted, np.ones_like(wanted), starts[run], ends[run], what="locations", operation="owned_by", object="the lease"
     )
     copy = invariants.first_duplicate(wanted) if (ascending[1:] == ascending[:-1]).any() else None
     if copy is not None:
         raise ArgumentError(
-            f"target token {wanted[copy]} is named twice, the second time in row {copy}",
+            f"target location {wanted[copy]} is named twice, the second time in row {copy}",
             value=int(wanted[copy]),
-            remedy="write each target token once",
+            remedy="write each target location once",
         )
 
 
-def token_rows(
-    source_tokens: npt.ArrayLike,
-    target_tokens: npt.ArrayLike,
+def location_rows(
+    source_locs: npt.ArrayLike,
+    target_locs: npt.ArrayLike,
     source_layout: KVLayout,
     target_layout: KVLayout,
     source_regions: Sequence[SupportsIndex],
     target_regions: Sequence[SupportsIndex],
 ) -> Copies:
-    """What the source's rank writes into the target's rank for these tokens, layer by layer.
+    """What the source's rank writes into the target's rank for these locations, layer by layer.
 
     Args:
-        source_tokens: integer[n], tokens here.
-        target_tokens: integer[n], where each goes.
+        source_locs: integer[n], locations here.
+        target_locs: integer[n], where each goes.
         source_layout: of this rank.
         target_layout: of the rank that is written to.
         source_regions: index of the region of each layer here, in the order of `layers`.
         target_regions: the same there.
 
     Returns:
-        A row a layer and token, in that order; none if this rank writes nothing to that one.
+        A row per layer and location, in that order; none if this rank writes nothing to that one.
 
     Raises:
         HandshakeError: the layouts do not fit.
-        ArgumentError: pages that cannot be split into tokens, or not one region a layer.
+        ArgumentError: pages that cannot be split into tokens, or not one region per layer.
         ShapeError: not as many targets as sources. Nothing is clipped.
-        Violation: SLOT_ZERO_ALLOCATED: token 0, which is padding; SLOT_OUT_OF_RANGE: a negative token, or one whose
+        Violation: SLOT_ZERO_ALLOCATED: location 0, which is padding; SLOT_OUT_OF_RANGE: a negative one, or one whose
             bytes int64 cannot count.
-        DtypeError: no integers.
+        DtypeError: not integers.
     """
     check_fit(source_layout, target_layout)
     source_layout.check_splits()
-    ours, theirs = indices_of(source_tokens, "source tokens"), indices_of(target_tokens, "target tokens")
+    ours, theirs = indices_of(source_locs, "source locations"), indices_of(target_locs, "target locations")
     if ours.size != theirs.size:
         raise ShapeError(
-            f"{ours.size} source tokens for {theirs.size} target tokens",
+            f"{ours.size} source locations for {theirs.size} target locations",
             value=(ours.size, theirs.size),
             remedy="name one target for each source; a part of a request is a chunk of its own",
         )
-    _check_indices(ours, source_layout.item_bytes, "source tokens")
-    _check_indices(theirs, target_layout.item_bytes, "target tokens")
-    here = _one_a_layer(source_regions, source_layout, "source")
-    there = _one_a_layer(target_regions, target_layout, "target")
+    _check_indices(ours, source_layout.item_bytes, "source locations")
+    _check_indices(theirs, target_layout.item_bytes, "target locations")
+    here = _region_per_layer(source_regions, source_layout, "source")
+    there = _region_per_layer(target_regions, target_layout, "target")
     piece = slice_between(source_layout, target_layout)
     if piece is None or not ours.size:
         return Copies.empty()
@@ -230,31 +230,15 @@ def chunked(copies: Copies, max_rows: int, max_bytes: int | None = None) -> list
         return [copies]
     if max_bytes is None:
         return [copies.rows(slice(begin, begin + most)) for begin in range(0, len(copies), most)]
-    room = count(max_bytes, "max_bytes", least=1)
-    copies = _cut(copies, room)
+    capacity = count(max_bytes, "max_bytes", least=1)
+    copies = copies.cut(capacity)
     ends = np.cumsum(copies.lengths)
     chunks, begin, sent = [], 0, 0
     while begin < len(copies):
-        end = min(begin + most, int(np.searchsorted(ends, sent + room, side="right")))
+        end = min(begin + most, int(np.searchsorted(ends, sent + capacity, side="right")))
         chunks.append(copies.rows(slice(begin, end)))
         begin, sent = end, int(ends[end - 1])
     return chunks
-
-
-def _cut(copies: Copies, most: int) -> Copies:
-    """Rows of at most `most` bytes."""
-    if int(copies.lengths.max()) <= most:
-        return copies
-    pieces = -(-copies.lengths // most)
-    rows = np.repeat(np.arange(len(copies), dtype=np.int64), pieces)
-    skipped = (np.arange(rows.size, dtype=np.int64) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * most
-    copies = copies.rows(rows)
-    return attrs.evolve(
-        copies,
-        source_offsets=copies.source_offsets + skipped,
-        target_offsets=copies.target_offsets + skipped,
-        lengths=np.minimum(copies.lengths - skipped, most),
-    )
 
 
 def indices_of(values: npt.ArrayLike, what: str) -> Ints:
@@ -281,13 +265,13 @@ def _check_indices(indices: Ints, scale: int, what: str) -> None:
     invariants.slot_zero_allocated(indices, operation=what)
 
 
-def _one_a_layer(regions: Sequence[SupportsIndex], layout: KVLayout, side: str) -> Ints:
+def _region_per_layer(regions: Sequence[SupportsIndex], layout: KVLayout, side: str) -> Ints:
     indices = [count(region, f"{side} region") for region in regions]
     if len(indices) != len(layout.layers) or len(set(indices)) != len(indices):
         raise ArgumentError(
             f"{side} regions {indices} for {len(layout.layers)} layers",
             value=indices,
-            remedy="pass the index of one region for each layer, each another",
+            remedy="pass the index of one region for each layer, no two the same",
         )
     return np.array(indices, dtype=np.int64)
 

@@ -1,12 +1,14 @@
-"""The side whose memory is written: makes leases, grants host tokens to writers, and says what has arrived.
+"""The side whose memory is written: makes leases, grants host memory to writers, and says what has arrived.
 
     lease = receiver.lease("request 7", num_tokens, ["prefill-0", "prefill-1"])
-    runs = ...                                  # take host tokens; whenever they are freed: behind lease.ended
+    runs = ...                                  # take host memory; whenever it is freed: behind lease.ended
     receiver.grant(lease, runs)
     ...
     for lease in receiver.poll(): ...           # DELIVERED, FAILED or ABORTED, each once
 
-What is to be said to other workers collects in `outbox`; the caller carries it, in any order, repeated if it must.
+A lease ends twice. Its *state* says what the request may count on, and is final once it is not WAITING. `ended` says
+when the memory is free of writers: free it behind that fence, whatever the state. Messages to other workers collect in
+`outbox`; the caller carries them, in any order, repeated if it must.
 """
 
 import enum
@@ -21,18 +23,12 @@ import numpy.typing as npt
 from batchstate._arrays import as_array, converted, count
 from batchstate.errors import ArgumentError, DtypeError, TransferError
 from batchstate.kv.host_pool import HostRanges
-from batchstate.transport._session import Session
 from batchstate.transport.engines.base import Delivery, Engine
 from batchstate.transport.handshake import Description
 from batchstate.transport.layout import KVLayout, sources_of
 from batchstate.transport.regions import Ints, Region
 from batchstate.transport.wire import MOST_ATTEMPTS, MOST_TOKENS, Grant, Kind, Notice, Tag, check_runs, packed, unpacked
-from batchstate.transport.workers import Clock, Worker
-
-# A lease: memory that others may write for one request, until all of it is there or none of them can write any more.
-#
-# A lease ends twice. Its *state* says what the request may count on, and is final once it is not WAITING. `ended` says
-# when the memory is free of writers: free it behind that fence, whatever the state.
+from batchstate.transport.workers import Clock, Session, Worker
 
 
 class LeaseState(enum.Enum):
@@ -46,8 +42,8 @@ class LeaseState(enum.Enum):
 
 @final
 @attrs.define(eq=False)
-class Share:
-    """What one writer writes for a lease.
+class WriterProgress:
+    """What has arrived of one writer of a lease.
 
     Attributes:
         worker: the instance that was granted it.
@@ -80,7 +76,7 @@ class Share:
     @property
     def ended(self) -> bool:
         """Whether nothing of it can land any more."""
-        return self.complete or self.drained or self.worker.settled()
+        return self.complete or self.drained or self.worker.quiet
 
 
 @final
@@ -94,10 +90,10 @@ class Lease:
         epoch: nonce of the receiving engine.
         serial: number of the lease; never given twice by one receiver.
         attempt: which attempt of the request it is, from 1 on.
-        shares: what each writer writes.
+        writers: progress of each of its writers.
         state: final once it is not WAITING.
         reason: why it failed or was aborted.
-        runs: int64[r, 2], the host tokens granted, or None before the grant.
+        runs: int64[r, 2], the host locations granted, or None before the grant.
         retried: whether there was another attempt after it.
         ended: a fence: true when no writer can write the memory any more. Never before the state is final.
     """
@@ -107,7 +103,7 @@ class Lease:
     epoch: str
     serial: int
     attempt: int
-    shares: tuple[Share, ...] = attrs.field(repr=False)
+    writers: tuple[WriterProgress, ...] = attrs.field(repr=False)
     state: LeaseState = LeaseState.WAITING
     reason: str = ""
     runs: Ints | None = attrs.field(default=None, repr=False)
@@ -127,11 +123,11 @@ class Lease:
     @property
     def complete(self) -> bool:
         """Whether every chunk of every writer has arrived."""
-        return all(share.complete for share in self.shares)
+        return all(writer.complete for writer in self.writers)
 
     @property
     def tokens(self) -> int:
-        """How many host tokens were granted."""
+        """How many host locations were granted."""
         return 0 if self.runs is None else int(np.sum(self.runs[:, 1]))
 
 
@@ -143,10 +139,10 @@ class Ended:
     lease: Lease
 
     def query(self) -> bool:
-        """Whether every writer has delivered all, has drained, or has ended and settled; or none was ever granted."""
+        """Whether every writer has delivered all, drained, or ended a grace period ago; or none was ever granted."""
         if self.lease.state is LeaseState.WAITING:
             return False
-        return self.lease.runs is None or all(share.ended for share in self.lease.shares)
+        return self.lease.runs is None or all(writer.ended for writer in self.lease.writers)
 
     def arrived(self) -> int:
         """How many tokens a request may count on: all of the lease's once it is DELIVERED, and none before or else."""
@@ -161,66 +157,11 @@ class Ended:
         if not self.query():
             raise TransferError(
                 f"{self.lease!r} may still be written by "
-                + ", ".join(share.worker.name for share in self.lease.shares if not share.ended),
+                + ", ".join(writer.worker.name for writer in self.lease.writers if not writer.ended),
                 value=self.lease.serial,
                 remedy="poll the receiver, pass it its messages, and `peer_ended` when a supervisor saw a writer's end",
                 in_flight=True,
             )
-
-
-# What a receiver judges before it lets anybody write: the writers of a lease, and the memory of a grant.
-
-
-def check_unleased(lease: Lease, memory: npt.NDArray[np.int64], leases: Iterable[Lease]) -> None:
-    """Refuses host tokens int64[r, 2] that another of `leases` may still write.
-
-    Raises:
-        ArgumentError: naming the first run that is shared.
-    """
-    others = [one for one in leases if one.runs is not None and not one.ended.query()]
-    if not others or not memory.size:
-        return
-    runs = np.concatenate([one.runs for one in others if one.runs is not None])
-    starts, ends = runs[:, 0, None], runs.sum(axis=1)[:, None]
-    shared = ((memory[:, 0] < ends) & (starts < memory.sum(axis=1))).any(axis=1)
-    if shared.any():
-        start, length = runs[int(np.flatnonzero(shared)[0])].tolist()
-        raise ArgumentError(
-            f"{lease!r} is to have host tokens that another lease may still write: {length} from {start} on",
-            value=memory.tolist(),
-            remedy="take other host tokens; those of a lease are free when `lease.ended` says so",
-        )
-
-
-def check_writers(workers: Sequence[Worker], layout: KVLayout) -> None:
-    """Refuses writers that are gone, or that do not hold all of a request of this layout exactly once.
-
-    Raises:
-        TransferError: one is gone.
-        ArgumentError: other ranks than `shards.sources_of` names.
-    """
-    for worker in workers:
-        if worker.ended or worker.lost is not None:
-            raise TransferError(
-                f"{worker.name} is gone: {worker.lost or 'it has ended'}",
-                value=worker.name,
-                remedy="accept its next introduction, or use other writers",
-            )
-    degrees = {worker.description.layout.degree for worker in workers}
-    ranks = sorted(worker.description.layout.rank for worker in workers)
-    needed = [sources_of(layout, degree) for degree in degrees]
-    if len(degrees) != 1 or tuple(ranks) != needed[0]:
-        raise ArgumentError(
-            f"writers of ranks {ranks} of {sorted(degrees)}; needed are {needed}",
-            value=ranks,
-            remedy="name each worker that `shards.sources_of` names, once",
-        )
-
-
-def names_of(writers: object) -> list[str]:
-    """The names in a list of names; none in anything else."""
-    names = list(writers) if isinstance(writers, Sequence) and not isinstance(writers, str) else []
-    return names if all(isinstance(name, str) for name in names) else []
 
 
 @final
@@ -246,11 +187,11 @@ class Receiver(Session):
     """One rank of a decode worker. Belongs to the thread of its engine.
 
     Args:
-        engine: its regions registered. No one else asks it for completions.
+        engine: its regions registered. Only this receiver asks it for completions.
         description: of this worker.
         regions: one for each layer, in the layout's order, named as the layers are.
         clock: seconds, never going back.
-        settle_seconds: how long after the end of a process its bytes may still be on their way. Time in which `poll` is
+        grace_seconds: how long after the end of a process its bytes may still be on their way. Time in which `poll` is
             not called counts little: bytes in the sockets of a process that stands still stay there.
 
     Attributes:
@@ -264,14 +205,14 @@ class Receiver(Session):
         regions: Sequence[Region],
         *,
         clock: Clock = time.monotonic,
-        settle_seconds: float = 1.0,
+        grace_seconds: float = 1.0,
     ) -> None:
         super().__init__(
             engine,
             description,
             regions,
             clock=clock,
-            settle_seconds=settle_seconds,
+            grace_seconds=grace_seconds,
             connects=not engine.capabilities.one_sided,
         )
         self._leases: dict[int, Lease] = {}
@@ -280,7 +221,7 @@ class Receiver(Session):
         self.ignored = Ignored()
 
     def __repr__(self) -> str:
-        return f"Receiver({self._workers.description.worker}, {len(self._leases)} leases)"
+        return f"Receiver({self._description.worker}, {len(self._leases)} leases)"
 
     # Leases
 
@@ -290,19 +231,20 @@ class Receiver(Session):
         Args:
             request: its name, for the writers.
             num_tokens: its tokens.
-            writers: names of the workers that hold its KV, all that `shards.sources_of` names, once each.
+            writers: names of the workers that hold its KV, all that `layout.sources_of` names, once each.
             attempt: which attempt of the request it is.
 
         Raises:
             HandshakeError: a writer has not been accepted.
             ArgumentError: these writers do not hold all of it, or hold some of it twice; more tokens or attempts than a
                 message can say.
-            DtypeError: numbers that are no integers.
+            DtypeError: numbers that are not integers.
             TransferError: a writer is gone.
         """
         self._engine.check_owner("lease")
-        names = names_of(writers)
-        if not names:
+        given: object = writers
+        names = given if isinstance(given, Sequence) and not isinstance(given, str) else ()
+        if not names or not all(isinstance(name, str) for name in names):
             raise ArgumentError(
                 f"writers are {writers!r}", value=writers, remedy="pass a list of at least one worker's name"
             )
@@ -313,11 +255,11 @@ class Receiver(Session):
                 value=(which, total),
                 remedy=f"a request has at most {MOST_TOKENS} tokens and {MOST_ATTEMPTS} attempts",
             )
-        workers = tuple(map(self._workers.named, names))
-        check_writers(workers, self._workers.description.layout)
+        workers = tuple(map(self._named, names))
+        _check_writers(workers, self._description.layout)
         self._serial += 1
         epoch = self._engine.instance
-        lease = Lease(str(request), total, epoch, self._serial, which, tuple(map(Share, workers)))
+        lease = Lease(str(request), total, epoch, self._serial, which, tuple(map(WriterProgress, workers)))
         self._leases[lease.serial] = lease
         return lease
 
@@ -335,23 +277,23 @@ class Receiver(Session):
             raise ArgumentError(f"{lease!r} has not failed", value=lease.serial, remedy="retry what failed")
         if lease.retried:
             raise ArgumentError(f"{lease!r} was tried again", value=lease.serial, remedy="retry the last attempt")
-        names = [share.worker.name for share in lease.shares] if writers is None else writers
+        names = [writer.worker.name for writer in lease.writers] if writers is None else writers
         following = self.lease(lease.request, lease.num_tokens, names, attempt=lease.attempt + 1)
         lease.retried = True
         return following
 
     def grant(self, lease: Lease, runs: HostRanges | npt.ArrayLike) -> None:
-        """Lets the writers of a lease write host tokens: one message for each of them goes to the outbox.
+        """Lets the writers of a lease write host memory: one message for each of them goes to the outbox.
 
         Args:
             lease: waiting, not granted before.
             runs: what `HiSparse.reserve` or `HostKVPool.take` returned, or int64[r, 2], start and length of host
-                tokens, in the order of the request's tokens. Reserved or freed behind `lease.ended`.
+                locations, in the order of the request's tokens. Reserved or freed behind `lease.ended`.
 
         Raises:
             ArgumentError: granted before, a lease of another receiver, runs that do not hold the request, lie outside
                 the regions, or that another lease may still write.
-            DtypeError: no integers.
+            DtypeError: not integers.
             TransferError: the lease is not waiting any more: a writer was lost, or it was aborted.
         """
         self._engine.check_owner("grant")
@@ -366,14 +308,18 @@ class Receiver(Session):
         if lease.runs is not None or self._leases.get(lease.serial) is not lease:
             raise ArgumentError(f"{lease!r} is granted", value=lease.serial, remedy="grant each lease once")
         check_runs(memory, lease.num_tokens)
-        if memory.size and int(memory.sum(axis=1).max()) > self._workers.room:
+        if memory.size and int(memory.sum(axis=1).max()) > self._capacity:
             raise ArgumentError(
-                f"runs end at host token {memory.sum(axis=1).max()}, the regions have {self._workers.room}",
+                f"runs end at host location {memory.sum(axis=1).max()}, the regions have {self._capacity}",
                 value=int(memory.sum(axis=1).max()),
-                remedy="grant host tokens of the memory whose regions the receiver was made with",
+                remedy="grant host memory whose regions the receiver was made with",
             )
-        check_unleased(lease, memory, self._leases.values())
-        messages = [self._grant_for(lease, memory, writer) for writer in range(len(lease.shares))]
+        _check_unleased(lease, memory, self._leases.values())
+        messages = []
+        for index, writer in enumerate(lease.writers):
+            to, epoch, tokens = writer.worker, self._engine.instance, lease.num_tokens
+            grant = Grant(epoch, to.instance, lease.serial, lease.attempt, lease.request, index, tokens, memory)
+            messages.append((to.name, packed(grant)))
         lease.runs = memory.copy()
         self.outbox += messages
 
@@ -385,15 +331,14 @@ class Receiver(Session):
         """
         self._engine.check_owner("abort")
         self._check_mine(lease)
-        if lease.become(LeaseState.ABORTED, reason):
-            self._stop(lease)
+        self._stop(lease, LeaseState.ABORTED, reason)
 
     def poll(self) -> list[Lease]:
         """The leases whose state became final since the last time, each once. Never waits."""
         self._engine.check_owner("poll")
         for delivery in self._engine.completions():
             self._arrive(delivery)
-        self._workers.let_settle()
+        self._count_grace()
         changed, self._changed = self._changed, []
         for lease in [one for one in self._leases.values() if one.ended.query()]:
             del self._leases[lease.serial]
@@ -408,23 +353,23 @@ class Receiver(Session):
         """Takes a message of a writer. Repeated and late ones change nothing.
 
         Raises:
-            ArgumentError: malformed, or none that a writer sends.
+            ArgumentError: malformed, or not what a writer sends.
             HandshakeError: of a worker that has not been accepted.
         """
         self._engine.check_owner("on_message")
         notice = unpacked(message)
         if not isinstance(notice, Notice) or notice.kind not in (Kind.FAILED, Kind.DRAINED):
-            raise ArgumentError(f"{notice!r} is nothing that a writer says", value=notice, remedy="swap the two sides")
-        if self._workers.sender_of(notice, from_worker) is None:
+            raise ArgumentError(f"{notice!r} is not what a writer says", value=notice, remedy="swap the two sides")
+        if self._author(notice, from_worker) is None:
             return
         lease = self._leases.get(notice.serial)
-        share = None if lease is None else self._share_of(lease, notice.sender)
-        if lease is None or share is None:
+        writer = None if lease is None else _writer_of(lease, notice.sender)
+        if lease is None or writer is None:
             self.ignored.notices += 1
             return
-        share.drained |= notice.kind is Kind.DRAINED
-        if not share.complete:  # all of it has arrived, whatever its writer knows
-            self._fail(lease, notice.reason or f"{from_worker} gave it up")
+        writer.drained |= notice.kind is Kind.DRAINED
+        if not writer.complete:  # all of it has arrived, whatever its writer knows
+            self._stop(lease, LeaseState.FAILED, notice.reason or f"{from_worker} gave it up")
 
     # Parts
 
@@ -437,61 +382,79 @@ class Receiver(Session):
         if lease is None:
             self.ignored.late += 1
             return
-        share = lease.shares[tag.writer] if tag.writer < len(lease.shares) else None
-        if share is None or share.worker.instance != delivery.instance or tag.attempt != lease.attempt:
+        writer = lease.writers[tag.writer] if tag.writer < len(lease.writers) else None
+        if writer is None or writer.worker.instance != delivery.instance or tag.attempt != lease.attempt:
             self.ignored.foreign += 1
-        elif not share.take(tag):
-            again = tag.chunk in share.chunks
+        elif not writer.take(tag):
+            again = tag.chunk in writer.chunks
             self.ignored.duplicate += again
             self.ignored.foreign += not again
         elif lease.complete and lease.become(LeaseState.DELIVERED):
             self._changed.append(lease)
 
-    def _suspected(self, worker: Worker, reason: str) -> None:
-        self._fail_all(worker, reason)
-
-    def _gone(self, worker: Worker, reason: str) -> None:
-        self._fail_all(worker, reason)
-
-    def _fail_all(self, worker: Worker, reason: str) -> None:
+    def _fail_worker(self, worker: Worker, reason: str) -> None:
         for lease in list(self._leases.values()):
-            share = self._share_of(lease, worker.instance)
-            if share is not None and not share.complete:
-                self._fail(lease, reason)
+            writer = _writer_of(lease, worker.instance)
+            if writer is not None and not writer.complete:
+                self._stop(lease, LeaseState.FAILED, reason)
 
-    def _fail(self, lease: Lease, reason: str) -> None:
-        if lease.become(LeaseState.FAILED, reason):
-            self._stop(lease)
-
-    def _stop(self, lease: Lease) -> None:
-        """Tells every writer that may still write to stop, and to say when it has."""
+    def _stop(self, lease: Lease, state: LeaseState, reason: str) -> None:
+        """Ends a lease that waits. Tells every writer that may still write to stop, and to say when it has."""
+        if not lease.become(state, reason):
+            return
         self._changed.append(lease)
         if lease.runs is None:
             return
-        for share in lease.shares:
-            if not share.ended and not share.worker.ended:
-                notice = Notice(Kind.ABORT, self._engine.instance, share.worker.instance, lease.serial, lease.reason)
-                self.outbox.append((share.worker.name, packed(notice)))
-
-    def _grant_for(self, lease: Lease, runs: npt.NDArray[np.int64], writer: int) -> tuple[str, bytes]:
-        worker = lease.shares[writer].worker
-        grant = Grant(
-            self._engine.instance,
-            worker.instance,
-            lease.serial,
-            lease.attempt,
-            lease.request,
-            writer,
-            lease.num_tokens,
-            runs,
-        )
-        return worker.name, packed(grant)
+        for writer in lease.writers:
+            if not writer.ended and not writer.worker.ended:
+                notice = Notice(Kind.ABORT, self._engine.instance, writer.worker.instance, lease.serial, reason)
+                self.outbox.append((writer.worker.name, packed(notice)))
 
     def _check_mine(self, lease: object) -> None:
         if not isinstance(lease, Lease) or lease.epoch != self._engine.instance:
             raise ArgumentError(
-                f"{lease!r} is no lease of {self!r}", value=lease, remedy="pass what `lease` of this receiver returned"
+                f"expected a lease of {self!r}, got {lease!r}",
+                value=lease,
+                remedy="pass what `lease` of this receiver returned",
             )
 
-    def _share_of(self, lease: Lease, instance: str) -> Share | None:
-        return next((share for share in lease.shares if share.worker.instance == instance), None)
+
+def _writer_of(lease: Lease, instance: str) -> WriterProgress | None:
+    return next((writer for writer in lease.writers if writer.worker.instance == instance), None)
+
+
+def _check_unleased(lease: Lease, memory: Ints, leases: Iterable[Lease]) -> None:
+    """Refuses host locations int64[r, 2] that another of `leases` may still write."""
+    others = [one.runs for one in leases if one.runs is not None and not one.ended.query()]
+    if not others or not memory.size:
+        return
+    runs = np.concatenate(others)
+    starts, ends = runs[:, 0, None], runs.sum(axis=1)[:, None]
+    shared = ((memory[:, 0] < ends) & (starts < memory.sum(axis=1))).any(axis=1)
+    if shared.any():
+        start, length = runs[int(np.flatnonzero(shared)[0])].tolist()
+        raise ArgumentError(
+            f"{lease!r} is to have host locations that another lease may still write: {length} from {start} on",
+            value=memory.tolist(),
+            remedy="take other host memory; that of a lease is free when `lease.ended` says so",
+        )
+
+
+def _check_writers(workers: Sequence[Worker], layout: KVLayout) -> None:
+    """Refuses writers that are gone, or that do not hold all of a request of this layout exactly once."""
+    for worker in workers:
+        if worker.ended or worker.lost is not None:
+            raise TransferError(
+                f"{worker.name} is gone: {worker.lost or 'it has ended'}",
+                value=worker.name,
+                remedy="accept its next introduction, or use other writers",
+            )
+    degrees = {worker.description.layout.degree for worker in workers}
+    ranks = sorted(worker.description.layout.rank for worker in workers)
+    needed = [sources_of(layout, degree) for degree in degrees]
+    if len(degrees) != 1 or tuple(ranks) != needed[0]:
+        raise ArgumentError(
+            f"writers of ranks {ranks} of {sorted(degrees)}; needed are {needed}",
+            value=ranks,
+            remedy="name each worker that `layout.sources_of` names, once",
+        )

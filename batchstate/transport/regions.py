@@ -7,9 +7,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from batchstate._arrays import ranges
 from batchstate.errors import ArgumentError, ShapeError
-
-# Memory that an engine may read and write: registered once, named by index.
 
 Memory = torch.Tensor | npt.NDArray[np.uint8]
 
@@ -138,7 +137,7 @@ def _ints(values: object) -> Ints:
 class Copies:
     """Row copies: `lengths[i]` bytes from `source_offsets[i]` of a local region to `target_offsets[i]` of a remote one.
 
-    Offsets are into regions, not addresses, so that bounds and owners can be judged before anything is sent.
+    Offsets are into regions, not addresses, so that bounds and owners can be checked before anything is sent.
 
     Attributes:
         source_regions: int64[n], index of the local region.
@@ -185,3 +184,17 @@ class Copies:
     def rows(self, keep: npt.NDArray[np.int64] | slice) -> Self:
         """Some of the rows, in the order given."""
         return type(self)(*(one[keep] for one in self.arrays()))
+
+    def cut(self, most: int) -> Self:
+        """The same bytes, in order, in rows of at most `most` bytes."""
+        if self.lengths.max(initial=0) <= most:
+            return self
+        pieces = -(-self.lengths // most)
+        found = self.rows(np.repeat(np.arange(len(self), dtype=np.int64), pieces))
+        skipped = ranges(np.zeros_like(pieces), pieces) * most
+        return attrs.evolve(
+            found,
+            source_offsets=found.source_offsets + skipped,
+            target_offsets=found.target_offsets + skipped,
+            lengths=np.minimum(found.lengths - skipped, most),
+        )

@@ -1,25 +1,226 @@
-"""What two workers say about a lease while its rows travel another way: small, and safe to repeat, delay and reorder.
+"""What workers tell each other as bytes: endpoints, messages about leases, and the tags of writes.
 
-Each message names the instance that it is from and the one that it is for, so that none is ever taken for one of an
-earlier or later instance of the same worker. What arrives is checked field by field before anything uses it.
+Text travels as JSON. A schema says the type, range and length of each field, and is checked before anything uses the
+field. Messages are small, and safe to repeat, delay and reorder: each names the instance that it is from and the one
+that it is for, so that none is ever taken for one of an earlier or later instance of the same worker.
 """
 
+import base64
 import enum
 import itertools
 import json
+import re
 import struct
+from collections.abc import Callable, Iterable
 from typing import Any, Self, final
 
 import attrs
 import numpy as np
 
-from batchstate.errors import ArgumentError
-from batchstate.transport.regions import Ints
+from batchstate._arrays import ranges
+from batchstate.errors import ArgumentError, BatchStateError, HandshakeError
+from batchstate.transport.regions import Ints, Region, RemoteRegion
 
-# The tag of one write: whose it is, and how many there are. Fixed size, so that any engine carries it.
+MOST_BYTES = 16 * 2**20
+"""Most bytes of a description, an endpoint or a message."""
+MOST_REGIONS = 65_536
+MOST_TOKENS = 2**26
+"""Most tokens of a request."""
+MOST_ATTEMPTS = 2**32 - 1
+_LARGEST = 2**63 - 1
 
-_LAYOUT = struct.Struct(">8sQIHII")
-_MAGIC = b"bs1:"
+# Schemas
+
+Check = Callable[[Any], Any]
+"""Returns a value of a message as it is used, or raises ValueError."""
+
+
+def unexpected(value: object, expected: str) -> ValueError:
+    """The error of a value that is not what it has to be."""
+    return ValueError(f"expected {expected}, got {value!r:.60}")
+
+
+def number(least: int = 0, most: int = _LARGEST) -> Check:
+    """An integer from `least` to `most`."""
+
+    def check(value: Any) -> int:
+        if type(value) is int and least <= value <= most:
+            return value
+        raise unexpected(value, f"an integer of {least} to {most}")
+
+    return check
+
+
+def text(pattern: str = ".*") -> Check:
+    """A string that has a pattern."""
+    whole = re.compile(pattern, re.DOTALL)
+
+    def check(value: Any) -> str:
+        if isinstance(value, str) and whole.fullmatch(value):
+            return value
+        raise unexpected(value, f"a string like {pattern!r}")
+
+    return check
+
+
+def flag(value: Any) -> bool:
+    """True or False."""
+    if isinstance(value, bool):
+        return value
+    raise unexpected(value, "true or false")
+
+
+def binary(value: Any) -> bytes:
+    """Bytes as base64."""
+    if not isinstance(value, str):
+        raise unexpected(value, "a string of base64")
+    return base64.b64decode(value, validate=True)
+
+
+def array(of: Check, most: int = _LARGEST) -> Check:
+    """A list of at most `most` elements."""
+
+    def check(value: Any) -> list[Any]:
+        if isinstance(value, list) and len(value) <= most:
+            return [of(one) for one in value]
+        raise unexpected(value, f"a list of at most {most} elements")
+
+    return check
+
+
+def row(*columns: Check) -> Check:
+    """A list of exactly these elements."""
+
+    def check(value: Any) -> tuple[Any, ...]:
+        if isinstance(value, list) and len(value) == len(columns):
+            return tuple([column(one) for column, one in zip(columns, value, strict=True)])
+        raise unexpected(value, f"a list of {len(columns)} elements")
+
+    return check
+
+
+def record(magic: str | None = None, **fields: Check) -> Check:
+    """An object of exactly these fields; and one more, `is`, where a `magic` says what it is."""
+
+    def check(value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict) or (magic is not None and value.get("is") != magic):
+            raise unexpected(value, f"an object that says that it is {magic!r}" if magic else "an object")
+        found = {}
+        for name, field in fields.items():
+            if name not in value:
+                raise unexpected(sorted(value), f"a field {name!r}")
+            try:
+                found[name] = field(value[name])
+            except ValueError as error:
+                if isinstance(error, BatchStateError):
+                    raise
+                raise ValueError(f"{name}: {error}") from error
+        if len(value) > len(fields) + (magic is not None):
+            raise unexpected(sorted(value), f"no fields but {', '.join(fields)}")
+        return found
+
+    return check
+
+
+def parsed(data: object, schema: Check, what: str, error: type[ArgumentError | HandshakeError], remedy: str) -> Any:
+    """The value in JSON bytes.
+
+    Args:
+        data: what came from another process.
+        schema: what it has to be.
+        what: what it is called, for the error.
+        error: raised where the data is no bytes, too long, truncated, no JSON, or does not have the schema. Errors of
+            this library that the schema raises go through.
+        remedy: of that error.
+    """
+    try:
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise unexpected(data, "bytes")
+        if len(data) > MOST_BYTES:
+            raise ValueError(f"expected at most {MOST_BYTES} bytes, got {len(data)}")
+        return schema(json.loads(bytes(data).decode()))
+    except (ValueError, RecursionError) as problem:
+        if isinstance(problem, BatchStateError):
+            raise
+        start = bytes(data[:60]) if isinstance(data, bytes | bytearray | memoryview) else data
+        raise error(f"expected {what}, got {start!r:.80}: {problem!s:.200}", value=start, remedy=remedy) from problem
+
+
+# Endpoints: how to reach an engine, opaque to the caller that carries it
+
+ENDPOINT = "batchstate endpoint 1"
+nonce = text("[0-9a-f]{16}")
+"""Of an engine, or of a pair of them, as `secrets.token_hex(8)` makes it."""
+
+
+def _remote_region(value: Any) -> RemoteRegion:
+    region = RemoteRegion(*_REGION(value))
+    if region.address + region.nbytes > _LARGEST:
+        raise unexpected(value, "memory that ends below 2**63")
+    return region
+
+
+_REGION = row(number(), text(), number(), number())
+_ENDPOINT = record(ENDPOINT, engine=text(), instance=text(), regions=array(_remote_region, MOST_REGIONS), native=binary)
+
+
+def packed_endpoint(engine: str, instance: str, regions: Iterable[Region], native: bytes) -> bytes:
+    """What `parsed_endpoint` takes apart. `native` is the engine's own part."""
+    fields = {
+        "is": ENDPOINT,
+        "engine": engine,
+        "instance": instance,
+        "regions": [[region.index, region.name, region.address, region.nbytes] for region in regions],
+        "native": base64.b64encode(native).decode(),
+    }
+    return json.dumps(fields).encode()
+
+
+def parsed_endpoint(endpoint: bytes) -> tuple[str, str, dict[int, RemoteRegion], bytes]:
+    """Engine, instance, regions by index, and the engine's own part.
+
+    Raises:
+        HandshakeError: not an endpoint of this library.
+    """
+
+    def once(value: Any) -> tuple[str, str, dict[int, RemoteRegion], bytes]:
+        fields = _ENDPOINT(value)
+        regions = {region.index: region for region in fields["regions"]}
+        if len(regions) != len(fields["regions"]):
+            raise ValueError("regions: an index is there twice")
+        return fields["engine"], fields["instance"], regions, fields["native"]
+
+    found: tuple[str, str, dict[int, RemoteRegion], bytes] = parsed_native(endpoint, once, "an endpoint")
+    return found
+
+
+def parsed_native(endpoint: bytes, schema: Check, what: str) -> Any:
+    """The value in (an engine's own part of) an endpoint.
+
+    Raises:
+        HandshakeError: it does not have the schema.
+    """
+    return parsed(endpoint, schema, what, HandshakeError, "pass what the other side's `endpoint()` returned")
+
+
+def check_instance(instance: str) -> None:
+    """Refuses what cannot be the nonce of an engine.
+
+    Raises:
+        HandshakeError: not 16 hex digits.
+    """
+    try:
+        nonce(instance)
+    except ValueError as error:
+        raise HandshakeError(
+            f"instance is {instance[:40]!r}", value=instance, remedy="introduce a worker by its engine's `instance`"
+        ) from error
+
+
+# Tags: fixed size, so that any engine carries them
+
+_LAYOUT = struct.Struct(">4s8sQIHII")
+_TAG = b"bs1:"
 
 
 @final
@@ -45,26 +246,22 @@ class Tag:
 
     def packed(self) -> bytes:
         """As an engine takes it, 34 bytes."""
-        fields = (bytes.fromhex(self.epoch), self.serial, self.attempt, self.writer, self.chunk, self.total)
-        return _MAGIC + _LAYOUT.pack(*fields)
+        epoch = bytes.fromhex(self.epoch)
+        return _LAYOUT.pack(_TAG, epoch, self.serial, self.attempt, self.writer, self.chunk, self.total)
 
     @classmethod
     def unpacked(cls, packed: bytes) -> Self | None:
-        """The tag in these bytes, or None where they are none of this library."""
-        if len(packed) != len(_MAGIC) + _LAYOUT.size or not packed.startswith(_MAGIC):
+        """The tag in these bytes, or None where they are not a tag of this library."""
+        if len(packed) != _LAYOUT.size or not packed.startswith(_TAG):
             return None
-        epoch, *numbers = _LAYOUT.unpack(packed[len(_MAGIC) :])
+        _, epoch, *numbers = _LAYOUT.unpack(packed)
         tag = cls(epoch.hex(), *numbers)
         return tag if tag.total in (0, tag.chunk + 1) else None
 
 
+# Messages about leases
+
 MAGIC = "batchstate lease 1"
-MOST_BYTES = 16 * 2**20
-MOST_TOKENS = 2**26
-"""Most tokens of a request."""
-MOST_ATTEMPTS = 2**32 - 1
-_LARGEST = 2**63 - 1
-_BOUNDS = {"serial": 2**63, "attempt": MOST_ATTEMPTS + 1, "writer": 2**16, "num_tokens": MOST_TOKENS + 1}
 
 
 class Kind(enum.StrEnum):
@@ -99,7 +296,7 @@ class Notice:
 @final
 @attrs.frozen(eq=False)
 class Grant:
-    """Leave to write the KV of one request into the receiver's host tokens.
+    """Leave to write the KV of one request into the receiver's host memory.
 
     Attributes:
         sender: instance of the receiver.
@@ -109,7 +306,7 @@ class Grant:
         request: name of the request.
         writer: index of the writer among those of the lease.
         num_tokens: tokens of the request.
-        runs: int64[r, 2], start and length of the host tokens that it takes, in order; the last may be longer.
+        runs: int64[r, 2], start and length of the host locations that it takes, in order; the last may be longer.
     """
 
     sender: str
@@ -123,11 +320,39 @@ class Grant:
 
     @property
     def targets(self) -> Ints:
-        """int64[num_tokens], the host token of each token of the request."""
-        starts = self.runs[:, 0]
-        ends = np.minimum(np.cumsum(self.runs[:, 1]), self.num_tokens)
-        before = np.concatenate(([0], ends[:-1])) if ends.size else ends
-        return np.repeat(starts - before, ends - before) + np.arange(self.num_tokens, dtype=np.int64)
+        """int64[num_tokens], the host location of each token of the request."""
+        ends = np.minimum(self.runs[:, 1].cumsum(), self.num_tokens)
+        return ranges(self.runs[:, 0], np.diff(ends, prepend=0))
+
+
+def _runs(value: Any) -> Ints:
+    return np.array(_PAIRS(value), dtype=np.int64).reshape(-1, 2)
+
+
+_PAIRS = array(row(number(1), number(1)))
+_NOTICE = record(MAGIC, kind=Kind, sender=text(), to=text(), serial=number(), reason=text())
+_GRANT = record(
+    MAGIC,
+    kind=Kind,
+    sender=text(),
+    to=text(),
+    serial=number(),
+    attempt=number(0, MOST_ATTEMPTS),
+    request=text(),
+    writer=number(0, 2**16 - 1),
+    num_tokens=number(0, MOST_TOKENS),
+    runs=_runs,
+)
+
+
+def _message(value: Any) -> Grant | Notice:
+    if not isinstance(value, dict) or value.get("kind") != Kind.GRANT:
+        return Notice(**_NOTICE(value))
+    fields = _GRANT(value)
+    del fields["kind"]
+    grant = Grant(**fields)
+    check_runs(grant.runs, grant.num_tokens)
+    return grant
 
 
 def packed(message: Grant | Notice) -> bytes:
@@ -136,11 +361,8 @@ def packed(message: Grant | Notice) -> bytes:
     Raises:
         ArgumentError: too long; more runs than a message holds.
     """
-    fields: dict[str, Any] = {"is": MAGIC, "kind": Kind.GRANT} | {
-        name: value.tolist() if isinstance(value, np.ndarray) else value
-        for name, value in attrs.asdict(message, recurse=False).items()
-    }
-    data = json.dumps(fields).encode()
+    fields: dict[str, Any] = {"is": MAGIC, "kind": Kind.GRANT} | attrs.asdict(message, recurse=False)
+    data = json.dumps(fields, default=np.ndarray.tolist).encode()
     if len(data) > MOST_BYTES:
         raise ArgumentError(
             f"a message of {len(data)} bytes", value=len(data), remedy="grant memory in fewer and longer runs"
@@ -152,17 +374,12 @@ def unpacked(data: object) -> Grant | Notice:
     """The message in these bytes.
 
     Raises:
-        ArgumentError: too long, truncated, not of this library, or a field that cannot be meant.
+        ArgumentError: too long, truncated, not of this library, or a field out of its range.
     """
-    if not isinstance(data, bytes | bytearray | memoryview) or len(data) > MOST_BYTES:
-        raise _malformed(repr(data)[:60], "no bytes, or too many")
-    try:
-        fields = json.loads(bytes(data))
-    except (ValueError, RecursionError) as error:
-        raise _malformed(bytes(data)[:60], "it is no JSON") from error
-    if not isinstance(fields, dict) or fields.pop("is", None) != MAGIC:
-        raise _malformed(bytes(data)[:60], f"it does not say that it is {MAGIC!r}")
-    return _grant(fields) if fields.get("kind") == Kind.GRANT else _notice(fields)
+    found: Grant | Notice = parsed(
+        data, _message, "a message about a lease", ArgumentError, "pass what the other side's outbox held"
+    )
+    return found
 
 
 def check_runs(runs: Ints, num_tokens: int) -> None:
@@ -181,47 +398,5 @@ def check_runs(runs: Ints, num_tokens: int) -> None:
         raise ArgumentError(
             f"runs {(wrong or shared or pairs)[:4]} for {num_tokens} tokens",
             value=num_tokens,
-            remedy="pass start and length of runs that do not overlap and hold the request; token 0 is nobody's",
+            remedy="pass start and length of runs that do not overlap and hold the request; location 0 is padding",
         )
-
-
-def _notice(fields: dict[str, Any]) -> Notice:
-    _check_fields(fields, Notice)
-    try:
-        kind = Kind(fields["kind"])
-    except ValueError as error:
-        raise _malformed(fields["kind"], "unknown kind") from error
-    return Notice(kind, fields["sender"], fields["to"], fields["serial"], fields["reason"])
-
-
-def _grant(fields: dict[str, Any]) -> Grant:
-    _check_fields(fields, Grant)
-    fields.pop("kind")
-    listed = fields.pop("runs")
-    if not isinstance(listed, list) or not all(
-        isinstance(pair, list) and len(pair) == 2 and all(type(one) is int and 0 < one <= _LARGEST for one in pair)
-        for pair in listed
-    ):
-        raise _malformed(str(listed)[:60], "runs are pairs of start and length")
-    runs = np.array(listed, dtype=np.int64).reshape(-1, 2)
-    check_runs(runs, fields["num_tokens"])
-    return Grant(runs=runs, **fields)
-
-
-def _check_fields(fields: dict[str, Any], kind: type[Grant | Notice]) -> None:
-    types = {one.name: one.type for one in attrs.fields(kind)} | {"kind": str}
-    if set(fields) != set(types):
-        raise _malformed(sorted(map(str, fields))[:12], "fields are missing or unknown")
-    for name, value in fields.items():
-        if types[name] is int:
-            right = type(value) is int and 0 <= value < _BOUNDS[name]
-        else:
-            right = name == "runs" or isinstance(value, str)
-        if not right:
-            raise _malformed(f"{name} = {value!r}"[:60], "a field of another type, or out of range")
-
-
-def _malformed(shown: object, reason: str) -> ArgumentError:
-    return ArgumentError(
-        f"{shown!r} is no message about a lease: {reason}", value=shown, remedy="pass what the other side's outbox held"
-    )

@@ -5,35 +5,23 @@ supervisor that saw its process exit), or when another instance introduces itsel
 starts the next only after the last has ended. Nothing here is concluded from time alone.
 """
 
+import abc
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol, final
+from typing import final
 
 import attrs
 
 from batchstate.errors import ArgumentError, DtypeError, HandshakeError
-from batchstate.transport.engines.base import Engine, Peer, check_instance
+from batchstate.transport.engines.base import Engine, Peer
 from batchstate.transport.handshake import Description, check_peers
 from batchstate.transport.regions import Region, RemoteRegion
+from batchstate.transport.wire import Grant, Notice, check_instance
 
 Clock = Callable[[], float]
 
 _LOOKS = 4
-"""How often this side looks, at the least, while a worker that has ended settles."""
-
-
-class Addressed(Protocol):
-    """A message that says which instance it is from, and for which."""
-
-    @property
-    def sender(self) -> str:
-        """Instance that sent it."""
-        ...
-
-    @property
-    def to(self) -> str:
-        """Instance that it is for."""
-        ...
+"""How often this side looks, at the least, in the grace period of a worker that has ended."""
 
 
 @final
@@ -45,13 +33,13 @@ class Worker:
         description: as it introduced itself.
         peer: to write to, or None where this side never connects.
         lost: why it is suspected to be gone, or None.
-        settles_in: seconds after which nothing that it sent can land; None while it may live.
+        grace_left: seconds after which nothing that it sent can land; None while it may live.
     """
 
     description: Description
     peer: Peer | None = attrs.field(repr=False)
     lost: str | None = None
-    settles_in: float | None = None
+    grace_left: float | None = None
 
     @property
     def name(self) -> str:
@@ -66,31 +54,37 @@ class Worker:
     @property
     def ended(self) -> bool:
         """Whether it is known to have ended. Bytes that it has sent may still be under way."""
-        return self.settles_in is not None
+        return self.grace_left is not None
 
-    def settled(self) -> bool:
+    @property
+    def quiet(self) -> bool:
         """Whether it is known to have ended, so long ago that nothing it sent can still land."""
-        return self.settles_in is not None and self.settles_in <= 0
+        return self.grace_left is not None and self.grace_left <= 0
+
+    @property
+    def regions(self) -> list[RemoteRegion]:
+        """Its region of each layer, in the order of the layers; without those that it does not have."""
+        by_name = {} if self.peer is None else {region.name: region for region in self.peer.regions.values()}
+        return [by_name[layer] for layer in self.description.layout.layers if layer in by_name]
 
 
-@final
-class Workers:
-    """The other side, by name.
+class Session(abc.ABC):
+    """One rank of a worker that transfers KV: a `Sender` or a `Receiver`. Belongs to the thread of its engine.
 
     Args:
         engine: of this worker, its memory registered.
         description: of this worker.
         regions: one for each layer of the layout, in its order, named as the layers are.
         clock: seconds, never going back.
-        settle_seconds: how long after the end of a process its bytes may still be on their way.
+        grace_seconds: how long after the end of a process its bytes may still be on their way.
         connects: whether this side connects to the other.
 
     Attributes:
-        room: host tokens for which the smallest region has bytes.
+        outbox: messages to be carried: name of the worker, and bytes.
 
     Raises:
-        ArgumentError: description, regions and engine do not belong together, or settling that cannot be meant.
-        DtypeError: `settle_seconds` is no number.
+        ArgumentError: description, regions and engine do not belong together, or an impossible `grace_seconds`.
+        DtypeError: `grace_seconds` is not a number.
     """
 
     def __init__(
@@ -100,7 +94,7 @@ class Workers:
         regions: Sequence[Region],
         *,
         clock: Clock,
-        settle_seconds: float,
+        grace_seconds: float,
         connects: bool,
     ) -> None:
         if description.instance != engine.instance:
@@ -113,32 +107,53 @@ class Workers:
             raise ArgumentError(
                 f"regions {[region.name for region in regions]} for layers {description.layout.layers}",
                 value=len(regions),
-                remedy="register one region a layer under the layer's name, and pass them in the layout's order",
+                remedy="register one region per layer under the layer's name, and pass them in the layout's order",
             )
-        self.description = description
-        self.room = min(region.nbytes for region in regions) // description.layout.item_bytes
-        self.regions = tuple(region.index for region in regions)
-        self.ignored = 0
+        if isinstance(grace_seconds, bool) or not isinstance(grace_seconds, int | float):
+            raise DtypeError(f"grace_seconds is {grace_seconds!r}", value=grace_seconds, remedy="pass seconds")
+        if not (math.isfinite(grace_seconds) and grace_seconds >= 0):
+            raise ArgumentError(
+                f"grace_seconds is {grace_seconds}", value=grace_seconds, remedy="pass 0 or more, and finite"
+            )
+        self.outbox: list[tuple[str, bytes]] = []
         self._engine = engine
+        self._description = description
+        self._regions = tuple(region.index for region in regions)
+        self._capacity = min(region.nbytes for region in regions) // description.layout.item_bytes
         self._clock = clock
-        self._settle = _seconds(settle_seconds)
+        self._grace = grace_seconds
         self._connects = connects
-        self._by_name: dict[object, Worker] = {}
+        self._workers: dict[object, Worker] = {}
         self._ended: set[str] = set()
-        self._settling: list[Worker] = []
+        self._ending: list[Worker] = []
         self._looked = 0.0
 
-    def accept(self, introduction: bytes, from_worker: str | None = None) -> tuple[Worker, Worker | None]:
-        """A worker that has introduced itself, and the earlier instance that has therefore ended.
+    @abc.abstractmethod
+    def _fail_worker(self, worker: Worker, reason: str) -> None:
+        """Fails all that a worker has to do with: it has ended, or is only suspected to be gone."""
+
+    def introduce(self) -> bytes:
+        """What each worker of the other side passes to its `accept`."""
+        self._engine.check_owner("introduce")
+        return self._description.to_bytes()
+
+    def accept(self, introduction: bytes, from_worker: str | None = None) -> str:
+        """Takes note of a worker, connects to it where this side writes, and returns its name.
+
+        An earlier instance of that name has ended. So introductions under one name are to be passed in the order in
+        which its instances started.
 
         Args:
-            introduction: what it said.
-            from_worker: its name, where the channel knows it.
+            introduction: what the other side's `introduce` returned.
+            from_worker: name of the worker that the channel has it from: then no other name is believed.
 
         Raises:
-            HandshakeError: no introduction, one that does not fit this worker, or of an instance that has ended.
+            HandshakeError: not an introduction, one that does not fit this worker, of an instance that has ended, of
+                another worker than `from_worker`, of another rank or degree than the instance before, or, where this
+                side writes, without a region for each layer.
             TransferError: it cannot be reached.
         """
+        self._engine.check_owner("accept")
         theirs = Description.from_bytes(introduction)
         if from_worker is not None and theirs.worker != from_worker:
             raise HandshakeError(
@@ -147,8 +162,8 @@ class Workers:
                 remedy="pass an introduction on as it is, with the name of the worker that sent it",
             )
         check_instance(theirs.instance)
-        check_peers(self.description, theirs)
-        before = self._by_name.get(theirs.worker)
+        check_peers(self._description, theirs)
+        before = self._workers.get(theirs.worker)
         if before is not None:
             _check_successor(before.description, theirs)
         if theirs.instance in self._ended:
@@ -159,76 +174,101 @@ class Workers:
             )
         if before is not None and before.instance == theirs.instance:
             before.lost = None
-            return before, None
-        peer = self._engine.connect(theirs.endpoint) if self._connects else None
-        worker = Worker(theirs, peer)
-        if peer is not None:
-            self._check_regions(worker, peer)
+            return before.name
+        worker = self._connected(theirs)
         if before is not None:
-            self.end(before)
-        self._by_name[worker.name] = worker
-        return worker, before
+            self._end(before)
+        self._workers[worker.name] = worker
+        if before is not None:
+            self._fail_worker(before, f"{before.name} was started again")
+        return worker.name
 
-    def named(self, name: object) -> Worker:
-        """The current instance of a worker.
+    def peer_lost(self, worker: str, reason: str = "lost") -> None:
+        """A worker is suspected to be gone: what is under way with it fails. It may still write and be written to.
+
+        So memory that it may write stays taken.
 
         Raises:
             HandshakeError: it has not been accepted.
         """
-        worker = self._by_name.get(name) if isinstance(name, str) else None
+        self._engine.check_owner("peer_lost")
+        suspected = self._named(worker)
+        suspected.lost = reason
+        self._fail_worker(suspected, f"{worker} is suspected to be gone: {reason}")
+
+    def peer_ended(self, worker: str, instance: str | None = None) -> None:
+        """A worker is known to have ended: its process was seen to exit. What is under way with it fails.
+
+        Memory that it may have written is free of it after its grace period.
+
+        Args:
+            worker: its name.
+            instance: which of its instances; without it, the current one.
+
+        Raises:
+            HandshakeError: it has not been accepted.
+        """
+        self._engine.check_owner("peer_ended")
+        ended = self._named(worker)
+        if instance in (None, ended.instance):
+            self._end(ended)
+            self._fail_worker(ended, f"{worker} has ended")
+
+    def _named(self, name: object) -> Worker:
+        """The current instance of a worker. HandshakeError: it has not been accepted."""
+        worker = self._workers.get(name) if isinstance(name, str) else None
         if worker is None:
             raise HandshakeError(f"worker {name!r} is unknown", value=name, remedy="accept its introduction first")
         return worker
 
-    def regions_of(self, worker: Worker) -> list[RemoteRegion]:
-        """The other side's region of each layer, in the order of the layers. The worker is connected."""
-        by_name = {} if worker.peer is None else {region.name: region for region in worker.peer.regions.values()}
-        return [by_name[layer] for layer in worker.description.layout.layers if layer in by_name]
-
-    def _check_regions(self, worker: Worker, peer: Peer) -> None:
+    def _connected(self, theirs: Description) -> Worker:
+        if not self._connects:
+            return Worker(theirs, None)
+        peer = self._engine.connect(theirs.endpoint)
+        worker = Worker(theirs, peer)
         names = sorted(region.name for region in peer.regions.values())
-        if len(self.regions_of(worker)) != len(worker.description.layout.layers) or len(set(names)) != len(names):
+        if len(worker.regions) != len(theirs.layout.layers) or len(set(names)) != len(names):
             self._engine.disconnect(peer)
             raise HandshakeError(
-                f"{worker.name} has regions {names[:12]} for layers {worker.description.layout.layers}",
+                f"{worker.name} has regions {names[:12]} for layers {theirs.layout.layers}",
                 value=worker.name,
-                remedy="there, register one region a layer under its name before `endpoint()`",
+                remedy="there, register one region per layer under its name before `endpoint()`",
             )
+        return worker
 
-    def end(self, worker: Worker) -> None:
+    def _end(self, worker: Worker) -> None:
         """Notes that an instance is known to have ended; the first time counts."""
-        if worker.settles_in is None:
-            if not self._settling:
+        if worker.grace_left is None:
+            if not self._ending:
                 self._looked = self._clock()
-            worker.settles_in = self._settle
-            self._settling.append(worker)
+            worker.grace_left = self._grace
+            self._ending.append(worker)
             self._ended.add(worker.instance)
             if worker.peer is not None:
                 self._engine.disconnect(worker.peer)
 
-    def let_settle(self) -> None:
-        """Time in which this side has run, and looked, counts towards the settling of those that have ended.
+    def _count_grace(self) -> None:
+        """Counts time in which this side has run, and looked, towards the grace period of those that have ended.
 
         A process that was stopped has not taken what lay in its sockets: a long absence counts as a short one.
         """
-        if not self._settling:
+        if not self._ending:
             return
         before, self._looked = self._looked, self._clock()
-        passed = min(self._looked - before, self._settle / _LOOKS)
-        for worker in self._settling:
-            worker.settles_in = (worker.settles_in or 0.0) - passed
-        self._settling = [worker for worker in self._settling if not worker.settled()]
+        passed = min(self._looked - before, self._grace / _LOOKS)
+        for worker in self._ending:
+            worker.grace_left = (worker.grace_left or 0.0) - passed
+        self._ending = [worker for worker in self._ending if not worker.quiet]
 
-    def sender_of(self, message: Addressed, name: str) -> Worker | None:
-        """Who sent a message, or None, and counted, where it is for or from an instance that is no more.
+    def _author(self, message: Grant | Notice, name: str) -> Worker | None:
+        """Who sent a message, or None where it is for or from an instance that is no more.
 
         Raises:
             HandshakeError: it is from an instance that has not been accepted.
         """
         if message.to != self._engine.instance or message.sender in self._ended:
-            self.ignored += 1
             return None
-        worker = self.named(name)
+        worker = self._named(name)
         if message.sender != worker.instance:
             raise HandshakeError(
                 f"a message of {name!r} from instance {message.sender}; known is {worker.instance}",
@@ -236,14 +276,6 @@ class Workers:
                 remedy="accept its introduction first",
             )
         return worker
-
-
-def _seconds(settle: object) -> float:
-    if isinstance(settle, bool) or not isinstance(settle, int | float):
-        raise DtypeError(f"settle_seconds is {settle!r}", value=settle, remedy="pass seconds")
-    if not (math.isfinite(settle) and settle >= 0):
-        raise ArgumentError(f"settle_seconds is {settle}", value=settle, remedy="pass 0 or more, and finite")
-    return settle
 
 
 def _check_successor(before: Description, after: Description) -> None:

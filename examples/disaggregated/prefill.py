@@ -24,7 +24,7 @@ from batchstate import ForwardPlan, FutureMap, PagePool, SlotPool, relay_field
 from batchstate.errors import ArgumentError, TransferError
 from batchstate.transport.engines.base import Status
 from batchstate.transport.plan import expand_pages
-from batchstate.transport.sender import Sender, Sending, SendState
+from batchstate.transport.sender import Sender, Transfer, TransferState
 from examples.disaggregated.kv import ShardedKV, buffers_of
 from examples.disaggregated.options import Options, writer_name
 from examples.disaggregated.prompts import Job, Key, PromptBatch, Step
@@ -81,7 +81,7 @@ class PrefillWorker:
         self._batch = PromptBatch.empty(self.runtime)
         self._jobs: dict[Key, Job] = {}
         self._waiting: deque[Job] = deque()
-        self._granted: dict[Key, Sending] = {}
+        self._granted: dict[Key, Transfer] = {}
         self._in_flight: deque[Step] = deque()
         self._leaving: list[Job] = []
 
@@ -94,7 +94,7 @@ class PrefillWorker:
     @property
     def busy(self) -> bool:
         """Whether a prompt is here, or bytes of one may still be read."""
-        return bool(self._jobs or self._leaving or self._in_flight or self.sender.sendings())
+        return bool(self._jobs or self._leaving or self._in_flight or self.sender.transfers())
 
     def prompt(self, request: str, attempt: int, prompt: list[int]) -> None:
         """A prompt arrives.
@@ -127,20 +127,20 @@ class PrefillWorker:
 
     def _hear_sender(self) -> bool:
         changed = self.sender.poll()
-        for sending in changed:
-            key = (sending.request, sending.grant.attempt)
-            if sending.state is SendState.OPEN:
-                self._granted[key] = sending
+        for transfer in changed:
+            key = (transfer.request, transfer.grant.attempt)
+            if transfer.state is TransferState.OPEN:
+                self._granted[key] = transfer
                 continue
             self._granted.pop(key, None)
-            self.bytes_written += sum(one.nbytes for one in sending.handles if one.status is Status.DONE)
+            self.bytes_written += sum(one.nbytes for one in transfer.handles if one.status is Status.DONE)
             job = self._jobs.get(key)
             if job is not None:
-                job.sending = sending
-                if sending.state is not SendState.DONE:
+                job.transfer = transfer
+                if transfer.state is not TransferState.DONE:
                     self._drop(job)
         for key in [key for key in self._granted if key in self._jobs]:
-            self._jobs[key].sending = self._granted.pop(key)
+            self._jobs[key].transfer = self._granted.pop(key)
         return bool(changed)
 
     def _drop(self, job: Job) -> None:
@@ -234,17 +234,17 @@ class PrefillWorker:
 
     def _send(self) -> None:
         for job in self._jobs.values():
-            sending = job.sending
-            if sending is None or sending.state is not SendState.OPEN or sending.sent >= job.computed:
+            transfer = job.transfer
+            if transfer is None or transfer.state is not TransferState.OPEN or transfer.sent >= job.computed:
                 continue
             assert job.sources is not None
-            first, stop = sending.sent, job.computed
+            first, stop = transfer.sent, job.computed
             with contextlib.suppress(TransferError):  # refused: it has failed now, as the next poll says
-                self.sender.send(sending, job.sources[first:stop], first, stop == job.prompt.size)
+                self.sender.send(transfer, job.sources[first:stop], first, stop == job.prompt.size)
 
     def _leave(self) -> None:
         for job in list(self._jobs.values()):
-            sent = job.sending is not None and job.sending.state is SendState.DONE
+            sent = job.transfer is not None and job.transfer.state is TransferState.DONE
             if sent and job.first_token is not None:
                 del self._jobs[job.key]
                 self._leaving.append(job)
@@ -252,6 +252,6 @@ class PrefillWorker:
         for job in self._leaving:
             if job not in still:
                 assert job.slot is not None
-                assert job.sending is not None
-                self.pages.release_requests(job.slot, after=job.sending.sources_free)
+                assert job.transfer is not None
+                self.pages.release_requests(job.slot, after=job.transfer.sources_free)
         self._leaving = still

@@ -8,7 +8,7 @@ import torch
 from batchstate import Batch, Slots, host_list, mirrored, slot_column
 from batchstate.future_map import Prefetched
 from batchstate.runtime import Fence
-from batchstate.transport.sender import Sending
+from batchstate.transport.sender import Transfer
 
 Ints = npt.NDArray[np.int64]
 Key = tuple[str, int]
@@ -25,7 +25,7 @@ class Job:
         slot: whose pages hold the KV, once admitted.
         sources: int64[tokens], where the KV of each token is.
         computed: tokens whose KV is in memory.
-        sending: what the decode worker has granted, once it has.
+        transfer: what the decode worker has granted, once it has.
         first_token: of the answer.
         last_step: behind the last forward that works on it.
     """
@@ -35,7 +35,7 @@ class Job:
     slot: Slots | None = None
     sources: Ints | None = None
     computed: int = 0
-    sending: Sending | None = None
+    transfer: Transfer | None = None
     first_token: int | None = None
     last_step: Fence | None = None
 

@@ -18,11 +18,11 @@ from batchstate.errors import PoolExhaustedError, TransferError
 from batchstate.kv.host_pool import HostKVPool, HostRanges
 from batchstate.runtime.memory import bytes_of
 from batchstate.testing.machine import Machine, agree
-from batchstate.transport.engines.in_process import SETTLE_STEPS, Faults, InProcessEngine, Network
+from batchstate.transport.engines.in_process import GRACE_STEPS, Faults, InProcessEngine, Network
 from batchstate.transport.handshake import Description
 from batchstate.transport.layout import KVLayout
 from batchstate.transport.receiver import Lease, LeaseState, Receiver
-from batchstate.transport.sender import Sender, Sending, SendState
+from batchstate.transport.sender import Sender, Transfer, TransferState
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -35,7 +35,7 @@ STORM = attrs.evolve(BREEZE, failed=0.05, unknown=0.25, stuck=0.2, lost_tag=0.05
 
 
 @attrs.define(eq=False)
-class Transfer:
+class Attempt:
     """One attempt of one request.
 
     Attributes:
@@ -64,15 +64,15 @@ class Writer:
         engine: its end of the network.
         sender: of the library.
         memories: uint8[tokens, ITEM_BYTES] for each layer.
-        free: source pages that nobody uses.
-        pages: of each sending.
+        free: source pages that are not used.
+        pages: of each transfer.
     """
 
     engine: InProcessEngine
     sender: Sender
     memories: list[Bytes]
     free: list[int]
-    pages: dict[Sending, list[int]] = attrs.field(factory=dict)
+    pages: dict[Transfer, list[int]] = attrs.field(factory=dict)
 
 
 class TransfersMachine(Machine):
@@ -115,8 +115,8 @@ class TransfersMachine(Machine):
         regions = [engine.register(buffer.memory, buffer.name) for buffer in buffers]
         self.memories = [bytes_of(buffer.memory).reshape(-1, ITEM_BYTES) for buffer in buffers]
         description = Description("decode", engine.instance, self.layout, engine.endpoint())
-        self.receiver = Receiver(engine, description, regions, clock=self.now, settle_seconds=SETTLE_STEPS)
-        self.transfers: list[Transfer] = []
+        self.receiver = Receiver(engine, description, regions, clock=self.now, grace_seconds=GRACE_STEPS)
+        self.attempts: list[Attempt] = []
         self.channel: list[tuple[bool, bytes]] = []  # to the decode worker or to the writer
         self.named = 0
         self.writer = self._start_writer()
@@ -138,21 +138,21 @@ class TransfersMachine(Machine):
         sender.accept(self.receiver.introduce())
         return Writer(engine, sender, memories, list(range(1, SOURCE_PAGES + 1)))
 
-    # Judging
+    # Checks
 
     def check(self) -> None:
         """Memory of nobody is as it was left, and what was delivered stays what was sent."""
         self.host.verify()
-        for transfer in self.transfers:
-            if transfer.told is LeaseState.DELIVERED:
-                self._compare(transfer)
+        for attempt in self.attempts:
+            if attempt.told is LeaseState.DELIVERED:
+                self._compare(attempt)
         stats = self.host.stats
         agree(stats.size, stats.free + stats.pending + stats.live, "free + pending + live host tokens")
         self.reached("freed while its writer may still write", stats.pending > 0)
 
-    def _compare(self, transfer: Transfer) -> None:
-        for memory, kv in zip(self.memories, transfer.kv, strict=True):
-            invariants.mirror_equal(kv, memory[transfer.tokens], object=transfer.lease, operation="delivered")
+    def _compare(self, attempt: Attempt) -> None:
+        for memory, kv in zip(self.memories, attempt.kv, strict=True):
+            invariants.mirror_equal(kv, memory[attempt.tokens], object=attempt.lease, operation="delivered")
 
     # The decode worker
 
@@ -177,7 +177,7 @@ class TransfersMachine(Machine):
             self.reached("host tokens exhausted")
             return
         kv = tuple(np.frombuffer(self.dice.randbytes(tokens * ITEM_BYTES), np.uint8).reshape(-1, 4) for _ in LAYERS)
-        self.transfers.append(Transfer(lease, kv, runs))
+        self.attempts.append(Attempt(lease, kv, runs))
         self.receiver.grant(lease, np.empty((0, 2), np.int64) if runs is None else runs.table)
 
     @rule(free=st.booleans(), retry=st.booleans())
@@ -188,43 +188,43 @@ class TransfersMachine(Machine):
             self._free_failed(retry)
 
     def _free_failed(self, retry: bool) -> None:
-        for transfer in list(self.transfers):
-            if transfer.told in (LeaseState.FAILED, LeaseState.ABORTED):
-                self._free(transfer)
-                self.reached("freed before it has ended", not transfer.lease.ended.query())
+        for attempt in list(self.attempts):
+            if attempt.told in (LeaseState.FAILED, LeaseState.ABORTED):
+                self._free(attempt)
+                self.reached("freed before it has ended", not attempt.lease.ended.query())
                 if retry:
                     self.reached("another attempt")
-                    self._request(transfer.lease.num_tokens, transfer.lease)
+                    self._request(attempt.lease.num_tokens, attempt.lease)
 
     def _collect(self) -> None:
-        known = {transfer.lease: transfer for transfer in self.transfers}
+        known = {attempt.lease: attempt for attempt in self.attempts}
         for lease in self.receiver.poll():
-            transfer = known.get(lease)
-            if transfer is not None:
-                transfer.told = lease.state
+            attempt = known.get(lease)
+            if attempt is not None:
+                attempt.told = lease.state
                 self.reached(f"a lease {lease.state.value}")
                 if lease.state is LeaseState.DELIVERED:
-                    self._compare(transfer)
+                    self._compare(attempt)
         self.reached("a tag twice", self.receiver.ignored.duplicate > 0)
         self.reached("a late tag", self.receiver.ignored.late > 0)
 
-    def _free(self, transfer: Transfer) -> None:
-        self.transfers.remove(transfer)
-        if transfer.runs is not None:
-            self.host.free(transfer.runs, after=transfer.lease.ended)
+    def _free(self, attempt: Attempt) -> None:
+        self.attempts.remove(attempt)
+        if attempt.runs is not None:
+            self.host.free(attempt.runs, after=attempt.lease.ended)
 
-    @precondition(lambda self: any(one.told is LeaseState.DELIVERED for one in self.transfers))
+    @precondition(lambda self: any(one.told is LeaseState.DELIVERED for one in self.attempts))
     @rule()
     def finish(self) -> None:
         """The oldest request that was delivered leaves."""
-        self._free(next(one for one in self.transfers if one.told is LeaseState.DELIVERED))
+        self._free(next(one for one in self.attempts if one.told is LeaseState.DELIVERED))
 
-    @precondition(lambda self: self.transfers)
+    @precondition(lambda self: self.attempts)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        """A request is given up, in whatever state its transfer is."""
-        at = data.draw(st.integers(0, len(self.transfers) - 1), label="transfer")
-        self.receiver.abort(self.transfers[at].lease)
+        """A request is given up, in whatever state its attempt is."""
+        at = data.draw(st.integers(0, len(self.attempts) - 1), label="attempt")
+        self.receiver.abort(self.attempts[at].lease)
 
     @rule(tokens=st.integers(0, 6), times=st.integers(0, 4), steps=st.integers(0, 6))
     def suspect(self, tokens: int, times: int, steps: int) -> None:
@@ -247,8 +247,8 @@ class TransfersMachine(Machine):
         self._request(tokens)
         self._request(tokens)
         self._serve(times, whole)
-        for transfer in self.transfers if end else ():
-            self.receiver.abort(transfer.lease)
+        for attempt in self.attempts if end else ():
+            self.receiver.abort(attempt.lease)
         self._collect()
         self._free_failed(end > 1)
         for _ in range(4):
@@ -296,30 +296,30 @@ class TransfersMachine(Machine):
     def _prefill(self, whole: bool) -> None:
         writer = self.writer
         writer.sender.poll()
-        for sending in [one for one in writer.pages if one.sources_free.query()]:
-            writer.free += writer.pages.pop(sending)
-        for sending in writer.sender.sendings():
-            if sending.state is SendState.OPEN and not sending.complete:
-                self._send(sending, whole)
+        for transfer in [one for one in writer.pages if one.sources_free.query()]:
+            writer.free += writer.pages.pop(transfer)
+        for transfer in writer.sender.transfers():
+            if transfer.state is TransferState.OPEN and not transfer.complete:
+                self._send(transfer, whole)
 
-    def _send(self, sending: Sending, whole: bool) -> None:
-        writer, size, total = self.writer, self.layout.page_size, sending.grant.num_tokens
-        found = [one for one in self.transfers if one.lease.serial == sending.grant.serial]
+    def _send(self, transfer: Transfer, whole: bool) -> None:
+        writer, size, total = self.writer, self.layout.page_size, transfer.grant.num_tokens
+        found = [one for one in self.attempts if one.lease.serial == transfer.grant.serial]
         if not found or -(-total // size) > len(writer.free):
-            writer.sender.fail(sending, "no memory")
+            writer.sender.fail(transfer, "no memory")
             return
-        if sending not in writer.pages:
+        if transfer not in writer.pages:
             self.dice.shuffle(writer.free)  # so that rows are many
             pages = [writer.free.pop() for _ in range(-(-total // size))]
-            writer.pages[sending] = pages
+            writer.pages[transfer] = pages
             rows = self._rows(pages)[:total]
             for memory, kv in zip(writer.memories, found[0].kv, strict=True):
                 memory[rows] = kv
-        left = total - sending.sent
+        left = total - transfer.sent
         tokens = left if whole or left <= size else size
-        rows = self._rows(writer.pages[sending])[sending.sent : sending.sent + tokens]
+        rows = self._rows(writer.pages[transfer])[transfer.sent : transfer.sent + tokens]
         try:
-            writer.sender.send(sending, rows, sending.sent, sending.sent + tokens == total)
+            writer.sender.send(transfer, rows, transfer.sent, transfer.sent + tokens == total)
         except TransferError:
             self.reached("a write refused")
 
@@ -332,7 +332,7 @@ class TransfersMachine(Machine):
         """The prefill process ends, and its supervisor says so; what it has sent lands for a while. Another starts."""
         self.network.kill(self.writer.engine)
         self.channel = [one for one in self.channel if not one[0] or self.dice.random() < 0.5]
-        self.reached("the writer died while it wrote", bool(self.writer.sender.sendings()))
+        self.reached("the writer died while it wrote", bool(self.writer.sender.transfers()))
         if told:
             self.receiver.peer_ended("prefill")
             self._collect()
@@ -344,13 +344,13 @@ class TransfersMachine(Machine):
     @rule()
     def all_end(self) -> None:
         """All is given up and the writer ends; after a while all memory is free again."""
-        for transfer in self.transfers:
-            self.receiver.abort(transfer.lease)
+        for attempt in self.attempts:
+            self.receiver.abort(attempt.lease)
         self.writer_dies(True, 0)
         self._collect()
-        for transfer in list(self.transfers):
-            self._free(transfer)
-        for _ in range(SETTLE_STEPS + 1):
+        for attempt in list(self.attempts):
+            self._free(attempt)
+        for _ in range(GRACE_STEPS + 1):
             self.network.step()
             self.receiver.poll()
         stats = self.host.stats

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from batchstate._arrays import ranges
 from batchstate.errors import ArgumentError
 from batchstate.transport.regions import Copies, Ints, Memory
 
@@ -35,23 +36,14 @@ def in_order(copies: Copies) -> Copies:
     """A copy with the rows of each pair of regions behind each other, and no row longer than a piece."""
     pair = copies.target_regions * (copies.source_regions.max(initial=0) + 1) + copies.source_regions
     ordered = copies.rows(np.argsort(pair, kind="stable"))
-    parts = -(-ordered.lengths // PIECE)
-    if parts.max(initial=1) == 1:
-        return ordered
-    ends = np.cumsum(parts)
-    cut = ordered.rows(np.repeat(np.arange(len(copies)), parts))
-    skipped = (np.arange(ends[-1]) - np.repeat(ends - parts, parts)) * PIECE
-    lengths = np.minimum(cut.lengths - skipped, PIECE)
-    return Copies(
-        cut.source_regions, cut.source_offsets + skipped, cut.target_regions, cut.target_offsets + skipped, lengths
-    )
+    return ordered.cut(PIECE)
 
 
 def pieces(lengths: Ints) -> Iterator[slice]:
-    """Which rows travel in one message; the same on both sides. `lengths` int64[n], each 1 to PIECE."""
+    """The rows of each message; the same on both sides. `lengths` int64[n], each 1 to PIECE."""
     number = (np.cumsum(lengths) - 1) // PIECE
     start = 0
-    for last in np.flatnonzero(np.diff(number)):  # one by one: a stranger may announce a million pieces
+    for last in np.flatnonzero(np.diff(number)):  # one by one: a foreign process may announce a million pieces
         yield slice(start, int(last) + 1)
         start = int(last) + 1
     if lengths.size:
@@ -66,7 +58,7 @@ def staging(device: torch.device) -> torch.Tensor:
 def gather(memories: Mapping[int, torch.Tensor], regions: Ints, offsets: Ints, lengths: Ints, out: torch.Tensor) -> int:
     """Packs rows of regions into `out` uint8[...], behind each other. All integers int64[n]. Returns how many bytes."""
     end = 0
-    for region, index, grain, start, end in _runs(regions, offsets, lengths):
+    for region, index, grain, start, end in _row_groups(regions, offsets, lengths):
         memory, part = memories[region], out[start:end]
         if memory.device.type == "cpu" and part.device.type == "cpu":
             np.take(_grains(memory, grain), index, out=_grains(part, grain), mode="clip")
@@ -80,7 +72,7 @@ def scatter(
     memories: Mapping[int, torch.Tensor], regions: Ints, offsets: Ints, lengths: Ints, packed: torch.Tensor
 ) -> None:
     """Puts rows packed in `packed` uint8[...] into their places. All integers int64[n]; the places do not overlap."""
-    for region, index, grain, start, end in _runs(regions, offsets, lengths):
+    for region, index, grain, start, end in _row_groups(regions, offsets, lengths):
         memory, part = memories[region], packed[start:end]
         if memory.device.type == "cpu" and part.device.type == "cpu":
             _grains(memory, grain)[index] = _grains(part, grain)
@@ -89,14 +81,14 @@ def scatter(
             _matrix(memory, grain).index_copy_(0, torch.from_numpy(index).to(memory.device), rows)
 
 
-def settle(memories: Mapping[int, torch.Tensor], regions: Ints) -> None:
+def synchronize(memories: Mapping[int, torch.Tensor], regions: Ints) -> None:
     """Waits until what was scattered into regions on devices is there."""
     for device in {memories[region].device for region in np.unique(regions).tolist()}:
         if device.type != "cpu":
             torch.accelerator.current_stream(device).synchronize()
 
 
-def _runs(regions: Ints, offsets: Ints, lengths: Ints) -> Iterator[tuple[int, Ints, int, int, int]]:
+def _row_groups(regions: Ints, offsets: Ints, lengths: Ints) -> Iterator[tuple[int, Ints, int, int, int]]:
     """For rows of one region behind each other: region, int64[m] grain numbers, bytes of a grain, place when packed."""
     bounds = [0, *(np.flatnonzero(np.diff(regions)) + 1).tolist(), regions.size]
     end = 0
@@ -105,8 +97,7 @@ def _runs(regions: Ints, offsets: Ints, lengths: Ints) -> Iterator[tuple[int, In
         grain = int(np.gcd(np.gcd.reduce(begins), np.gcd.reduce(sizes)))
         index, counts = begins // grain, sizes // grain
         if counts.max() > 1:
-            stops = np.cumsum(counts)
-            index = np.repeat(index - (stops - counts), counts) + np.arange(stops[-1])
+            index = ranges(index, counts)
         start, end = end, end + int(sizes.sum())
         yield int(regions[first]), index, grain, start, end
 

@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import json
 import queue
-import re
 import selectors
 import socket
 import struct
@@ -24,10 +23,11 @@ import numpy as np
 import torch
 import torch.distributed
 
-from batchstate.errors import HandshakeError, TransferError
-from batchstate.transport.engines._packing import PIECE, gather, pieces, scatter, settle, staging
+from batchstate.errors import ArgumentError, HandshakeError, TransferError
+from batchstate.transport.engines._packing import PIECE, gather, pieces, scatter, staging, synchronize
 from batchstate.transport.engines.base import MOST_TAG_BYTES, Delivery, Status
 from batchstate.transport.regions import Copies, Ints
+from batchstate.transport.wire import flag, nonce, number, parsed, record, text
 
 # What the two sides of a pair say to each other, byte for byte.
 
@@ -117,32 +117,41 @@ def _message(content: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
-# How another process reaches an engine: one question and one answer to a connection, in JSON lines.
+# How another process reaches an engine: one question and one answer per connection, in JSON lines.
 #
 # Questions are "meet" (form a pair with me) and "ended" (has your receiving thread of that pair ended?).
 #
-# Guarantees: who asks has an answer or an error within its time, also of a process that is stopped. It listens on one
-# address only, and until after the last receiving thread has ended: so nobody listening means that nothing more lands.
+# Guarantees: a client has an answer or an error within its time, also of a process that is stopped. The engine listens
+# on one address only, and until after the last receiving thread has ended: so when a connection is refused, nothing
+# more lands.
 
 Address = tuple[str, int]
 
-MOST_BYTES = 4096
+MOST_LINE_BYTES = 4096
 ASKS_WITHIN = 1.0
-"""Seconds that one who connects has for the whole question."""
+"""Seconds that a client has for the whole question."""
 
-MOST_CALLERS = 64
-"""Who have connected and not asked yet: of more, the one that came first is sent away."""
+MOST_CLIENTS = 64
+"""Clients that have connected and not asked yet: of more, the one that came first is sent away."""
 
 CLOCK_PERIOD = 0.05
-"""Seconds between two looks at the clock, while somebody has not asked yet or the reception is to end."""
+"""Seconds between two looks at the clock, while a client has not asked yet or the accept loop is to end."""
 
-_NAME = re.compile("[0-9a-f]{16}")
+_MEET = record(ask=text("meet"), instance=text(), pair=nonce, writer=nonce)
+_ENDED = record(ask=text("ended"), instance=text(), pair=nonce)
+_REPLY = record(instance=text(), store=number(), met=flag, ended=flag)
+
+
+def _question(value: Any) -> dict[str, Any]:
+    schema = _MEET if isinstance(value, dict) and value.get("ask") == "meet" else _ENDED
+    found: dict[str, Any] = schema(value)
+    return found
 
 
 @final
 @attrs.define(eq=False)
-class _Caller:
-    """Who has connected and not asked yet: until when there is time, on the monotonic clock, and what was heard."""
+class _Client:
+    """A process that has connected and not asked yet: until when it has time, on the monotonic clock, and its words."""
 
     connection: socket.socket
     until: float
@@ -150,8 +159,8 @@ class _Caller:
 
 
 @final
-class Reception:
-    """Answers for one engine. Nothing that a caller sends, or does not send, keeps it from answering others.
+class AcceptLoop:
+    """Answers for one engine. Nothing that a client sends, or does not send, keeps it from answering others.
 
     Args:
         host: to listen on.
@@ -176,8 +185,8 @@ class Reception:
         self._lock = threading.Lock()
         self._meeting = True
         self._open = True
-        self._callers: list[_Caller] = []
-        self._thread = threading.Thread(target=self._run, name="batchstate reception", daemon=True)
+        self._clients: list[_Client] = []
+        self._thread = threading.Thread(target=self._run, name="batchstate accept loop", daemon=True)
         self._thread.start()
 
     def refuse(self) -> None:
@@ -197,17 +206,17 @@ class Reception:
         with self._socket, selectors.DefaultSelector() as selector:
             selector.register(self._socket, selectors.EVENT_READ)
             while self._open or self.live:
-                waits = CLOCK_PERIOD if self._callers or not self._open else None
+                waits = CLOCK_PERIOD if self._clients or not self._open else None
                 for key, _ in selector.select(waits):
                     if key.data is None:
                         self._accept(selector)
                     elif self._heard(key.data):
                         self._dismiss(selector, key.data)
-                late = [one for one in self._callers if one.until < time.monotonic()]
-                for caller in (*late, *self._callers[len(late) : -MOST_CALLERS]):
-                    self._dismiss(selector, caller)
-            for caller in tuple(self._callers):
-                self._dismiss(selector, caller)
+                late = [one for one in self._clients if one.until < time.monotonic()]
+                for client in (*late, *self._clients[len(late) : -MOST_CLIENTS]):
+                    self._dismiss(selector, client)
+            for client in tuple(self._clients):
+                self._dismiss(selector, client)
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
         try:
@@ -216,66 +225,62 @@ class Reception:
             time.sleep(CLOCK_PERIOD)
             return
         connection.setblocking(False)
-        self._callers.append(_Caller(connection, time.monotonic() + ASKS_WITHIN))
-        selector.register(connection, selectors.EVENT_READ, self._callers[-1])
+        self._clients.append(_Client(connection, time.monotonic() + ASKS_WITHIN))
+        selector.register(connection, selectors.EVENT_READ, self._clients[-1])
 
-    def _dismiss(self, selector: selectors.BaseSelector, caller: _Caller) -> None:
-        self._callers.remove(caller)
-        selector.unregister(caller.connection)
-        caller.connection.close()
+    def _dismiss(self, selector: selectors.BaseSelector, client: _Client) -> None:
+        self._clients.remove(client)
+        selector.unregister(client.connection)
+        client.connection.close()
 
-    def _heard(self, caller: _Caller) -> bool:
-        """Hears what a caller says, and answers. Whether that is all."""
+    def _heard(self, client: _Client) -> bool:
+        """Hears what a client says, and answers. Whether that is all."""
         try:
-            part = caller.connection.recv(MOST_BYTES)
-            caller.heard += part
-            if not caller.heard.endswith(b"\n"):
-                return not part or len(caller.heard) > MOST_BYTES
-            answer = self._answer(json.loads(caller.heard))
-            caller.connection.sendall(json.dumps(answer).encode() + b"\n")  # short: it fits
-        except (OSError, ValueError, TypeError, KeyError, RuntimeError, MemoryError):
-            pass  # whoever it was does not speak this, or has gone; or there is no room for one more thread
+            part = client.connection.recv(MOST_LINE_BYTES)
+            client.heard += part
+            if not client.heard.endswith(b"\n"):
+                return not part or len(client.heard) > MOST_LINE_BYTES
+            question = parsed(client.heard, _question, "a question to an engine", ArgumentError, "use `ask`")
+            client.connection.sendall(json.dumps(self._answer(question)).encode() + b"\n")  # short: it fits
+        except (OSError, ValueError, RuntimeError, MemoryError):
+            pass  # not a question, or the client has gone; or there is no room for one more thread
         return True
 
     def _answer(self, question: dict[str, Any]) -> dict[str, object]:
-        answer: dict[str, object] = {"instance": self._instance, "store": self._store_port}
-        asked, expected, pair = question["ask"], question["instance"], _name(question["pair"])
+        pair, met = question["pair"], False
         with self._lock:
-            if asked == "meet" and expected == self._instance and self._meeting and pair not in self.live:
-                writer = _name(question["writer"])
+            wanted = question["ask"] == "meet" and question["instance"] == self._instance
+            if wanted and self._meeting and pair not in self.live:
                 self.live.add(pair)
-                met = False
                 try:
-                    met = self._meet(pair, writer)
+                    met = self._meet(pair, question["writer"])
                 finally:
                     if not met:
                         self.live.discard(pair)
-                if met:
-                    answer["met"] = True
-        if asked == "ended":
-            answer["ended"] = pair not in self.live
-        return answer
+        ended = question["ask"] == "ended" and pair not in self.live
+        return {"instance": self._instance, "store": self._store_port, "met": met, "ended": ended}
 
 
 def ask(address: Address, instance: str, timeout: float, question: Mapping[str, object]) -> dict[str, Any]:
     """Asks one engine.
 
     Raises:
-        ConnectionRefusedError: nobody listens there.
+        ConnectionRefusedError: no process listens there.
         OSError: not reached, or no answer in time.
-        ValueError: something else listens there.
+        ArgumentError, ValueError: something else listens there.
         HandshakeError: another engine listens there.
     """
     until = time.monotonic() + timeout
+    line = b""
     with socket.create_connection(address, timeout) as connection:
         connection.sendall(json.dumps({**question, "instance": instance}).encode() + b"\n")
-        line = _line(connection, until)
-    try:
-        answer = json.loads(line)
-    except RecursionError as error:
-        raise ValueError("brackets without end") from error
-    if not isinstance(answer, dict) or "instance" not in answer:
-        raise ValueError(f"something else answers at {address[0]}:{address[1]}")
+        while not line.endswith(b"\n"):
+            connection.settimeout(max(until - time.monotonic(), 0.001))
+            part = connection.recv(MOST_LINE_BYTES)
+            if not part or len(line) > MOST_LINE_BYTES:
+                raise ValueError("no line")
+            line += part
+    answer: dict[str, Any] = parsed(line, _REPLY, "an engine's answer", ArgumentError, "see what listens there")
     if answer["instance"] != instance:
         raise HandshakeError(
             f"instance {instance} was expected at {address[0]}:{address[1]}, {answer['instance']} is there",
@@ -288,11 +293,11 @@ def ask(address: Address, instance: str, timeout: float, question: Mapping[str, 
 @final
 @attrs.frozen
 class EndWatch:
-    """Tells the writer of a broken pair when the thread that receives has ended, and so no row of it can still land.
+    """Tells the writer of a broken pair when the thread that receives has ended: no row of it can still land.
 
-    Either the other engine says so, or nobody listens there any more, or another engine does: it stops listening after
-    its receiving threads have ended, and the system does so after the last thread of a process that died. A peer that
-    does not answer at all may still run, and has not ended. Where addresses move between machines, a refused
+    Either the other engine says so, or a connection is refused, or another engine listens there: it stops listening
+    after its receiving threads have ended, and the system does so after the last thread of a process that died. A peer
+    that does not answer at all may still run, and has not ended. Where addresses move between machines, a refused
     connection is no such proof.
     """
 
@@ -309,25 +314,7 @@ class EndWatch:
             return True
         except (OSError, ValueError):
             return False
-        return answer.get("ended") is True
-
-
-def _line(connection: socket.socket, until: float) -> bytes:
-    found = b""
-    while not found.endswith(b"\n"):
-        connection.settimeout(max(until - time.monotonic(), 0.001))
-        part = connection.recv(MOST_BYTES)
-        if not part or len(found) > MOST_BYTES:
-            raise ValueError("no line")
-        found += part
-    return found
-
-
-def _name(value: object) -> str:
-    """A pair's or an engine's name, as `secrets.token_hex(8)` makes them. ValueError: it is none."""
-    if not isinstance(value, str) or not _NAME.fullmatch(value):
-        raise ValueError(f"{value!r} is no name")
-    return value
+        return bool(answer["ended"])
 
 
 # Two processes joined by torch.distributed without its global group: how they meet and part.
@@ -398,7 +385,7 @@ class Pair:
 
     @classmethod
     def join(cls, store: Store, rank: int, host: str, device: torch.device, timeout: float, stall: float) -> Self:
-        """Meets the other side in a store that nobody else uses.
+        """Meets the other side in a part of a store that only the two use.
 
         Raises:
             RuntimeError: the other side did not come in time.
@@ -430,8 +417,8 @@ class Pair:
 
     def send_rows(self, piece: torch.Tensor) -> Callable[[], object]:
         """Begins to send; returns what waits for the end, to be called when the receiver has said that it is there."""
-        # gloo does not wake who waits for a message of which a part is there when the pair ends, on neither side: these
-        # two waits need an end of their own. A small message is no such case.
+        # When the pair ends gloo wakes no wait for a message of which a part is there, on neither side: these two waits
+        # need an end of their own. A small message arrives whole.
         work = self.data.send([piece], self.other, 1)
         return lambda: work.wait(self.stall)
 
@@ -441,7 +428,7 @@ class Pair:
         return lambda: work.wait(self.stall)
 
     def part(self) -> None:
-        """Ends the pair: whoever waits on it, here or on the other side, gets a RuntimeError."""
+        """Ends the pair: every wait on it, here and on the other side, gets a RuntimeError."""
         # A receive that is given up closes a gloo pair: the one way in the interface of torch to end other waits.
         for group in (self.control, self.data):
             if isinstance(group, dist.ProcessGroupGloo):
@@ -461,7 +448,7 @@ def _span(seconds: float) -> timedelta:
     return timedelta(seconds=seconds)
 
 
-# The reading side of a pair: a thread that takes rows, judges where they go, and puts them there.
+# The reading side of a pair: a thread that takes rows, checks where they go, and puts them there.
 #
 # Guarantees: a row lands only inside a region that is registered at that moment; of a write with one row elsewhere none
 # does. The tag is delivered behind all its rows, the answer behind both.
@@ -505,7 +492,7 @@ class Inbox:
             reason = self._refusal(table)
             if not reason:
                 scatter(self._memories, table[0], table[1], table[2], packed)
-                settle(self._memories, table[0])
+                synchronize(self._memories, table[0])
             return reason
 
     def memories(self) -> dict[int, torch.Tensor]:
@@ -755,7 +742,7 @@ class Outgoing:
         if not len(rows):
             pair.send(announced)
             return
-        for number, cut in enumerate(pieces(rows.lengths)):
+        for index, cut in enumerate(pieces(rows.lengths)):
             self._room_free.acquire()
             if self._broken():
                 return
@@ -765,7 +752,7 @@ class Outgoing:
             room = rooms[self._turn]
             self._turn = (self._turn + 1) % len(rooms)
             nbytes = gather(job.memories, rows.source_regions[cut], rows.source_offsets[cut], rows.lengths[cut], room)
-            if number:
+            if index:
                 begun = [pair.begin(Header(PIECE_COMES).packed())]
             else:
                 table = np.stack((rows.target_regions, rows.target_offsets, rows.lengths))

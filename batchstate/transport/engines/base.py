@@ -1,15 +1,21 @@
-"""Engines by name."""
+"""The protocol of a transfer engine, and all of it that does not depend on how bytes travel.
+
+    engine.register(memory, name)              once, for each piece of memory
+    peer = engine.connect(other's endpoint())  once, on each side that writes
+    handle = engine.write(peer, copies, tag)   on the writing side: returns at once
+    engine.poll(handle)                        PENDING, then DONE, FAILED or UNKNOWN for good
+    engine.completions()                       on the other side: the tags whose data is there
+
+What can be checked before a byte moves is checked here, the same for every engine: regions, bounds, overlaps, tags,
+endpoints. An engine adds the methods marked abstract.
+"""
 
 import abc
-import base64
 import enum
 import importlib
-import json
-import re
 import secrets
 import threading
 from collections import deque
-from collections.abc import Iterable
 from typing import Any, Unpack, final
 
 import attrs
@@ -18,67 +24,13 @@ import numpy as np
 from batchstate import invariants
 from batchstate.errors import ArgumentError, HandshakeError, OwnerThreadError, TransferError
 from batchstate.transport.regions import Copies, Ints, Memory, Region, Regions, RemoteRegion
+from batchstate.transport.wire import check_instance, packed_endpoint, parsed_endpoint
 from batchstate.violations import Violation, Where
 
-# An engine's address as bytes, opaque to whoever carries them: kind, instance, memory, and how to reach it.
-
-MAGIC = "batchstate endpoint 1"
-MOST_REGIONS = 65_536
-
-
-def packed_endpoint(engine: str, instance: str, regions: Iterable[Region], native: bytes) -> bytes:
-    """What `parsed_endpoint` takes apart. `native` is the engine's own part."""
-    described = [[region.index, region.name, region.address, region.nbytes] for region in regions]
-    fields = {
-        "is": MAGIC,
-        "engine": engine,
-        "instance": instance,
-        "regions": described,
-        "native": base64.b64encode(native).decode(),
-    }
-    return json.dumps(fields).encode()
-
-
-def parsed_endpoint(endpoint: bytes) -> tuple[str, str, dict[int, RemoteRegion], bytes]:
-    """Engine, instance, regions by index, and the engine's own part.
-
-    Raises:
-        HandshakeError: that is no endpoint of this library.
-    """
-    if not isinstance(endpoint, bytes | bytearray):
-        raise _malformed(repr(endpoint).encode(), f"{type(endpoint).__name__} instead of bytes")
-    try:
-        fields = json.loads(endpoint)
-        if fields["is"] != MAGIC:
-            raise KeyError("is")
-        regions = dict(_remote_region(*one) for one in fields["regions"])
-        if len(regions) != len(fields["regions"]) or len(regions) > MOST_REGIONS:
-            raise ValueError(f"{len(fields['regions'])} regions, or an index twice")
-        native = base64.b64decode(fields["native"], validate=True)
-        return str(fields["engine"]), str(fields["instance"]), regions, native
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _malformed(bytes(endpoint), str(error)[:80]) from error
-
-
-def _remote_region(index: object, name: object, address: object, nbytes: object) -> tuple[int, RemoteRegion]:
-    for number in (index, address, nbytes):
-        if type(number) is not int or not 0 <= number < 2**63:
-            raise ValueError(f"a region with the number {number!r}"[:80])
-    region = RemoteRegion(index, str(name), address, nbytes)  # type: ignore[arg-type]
-    if region.address + region.nbytes >= 2**63:
-        raise ValueError(f"a region of {nbytes} bytes from {address} on")
-    return region.index, region
-
-
-def _malformed(endpoint: bytes, reason: str) -> HandshakeError:
-    return HandshakeError(
-        f"{endpoint[:40]!r} is no endpoint of this library: {reason}",
-        value=endpoint[:40],
-        remedy="pass what the other side's `endpoint()` returned",
-    )
-
-
-# What an engine hands out: peers, writes under way, and tags that have arrived.
+MOST_TAG_BYTES = 128
+REMEMBERED_TAGS = 65_536
+"""How many of the last tags are remembered, to refuse one that is used twice."""
+_NOTHING_SENT = (ArgumentError, TransferError, Violation)
 
 
 class Status(enum.Enum):
@@ -164,96 +116,6 @@ class Handle:
     reason: str = ""
     interrupted: bool = False
     native: Any = attrs.field(default=None, repr=False)
-
-
-# Where the rows of a write begin, once everything has been judged that can be before a byte moves.
-
-ByIndex = dict[int, Region] | dict[int, RemoteRegion]
-
-
-def addresses(
-    here: ByIndex, there: ByIndex, copies: Copies, *, name: str, max_rows: int, **where: Unpack[Where]
-) -> tuple[Ints, Ints]:
-    """Address of each row here and there, int64[n] each.
-
-    Args:
-        here: local regions by index.
-        there: the peer's.
-        copies: the rows.
-        name: of the engine.
-        max_rows: that it takes in one write.
-        where: for reports.
-
-    Raises:
-        Violation: TRANSFER_BOUNDS. ArgumentError: an unknown region, too many rows, or rows that overlap there.
-    """
-    if len(copies) > max_rows:
-        raise ArgumentError(
-            f"{len(copies)} rows in one write; {name} takes {max_rows}",
-            value=len(copies),
-            remedy="cut it with `transport.plan.chunked`",
-        )
-    sources = _inside(here, copies.source_regions, copies.source_offsets, copies, "source", where)
-    targets = _inside(there, copies.target_regions, copies.target_offsets, copies, "target", where)
-    ends = targets + copies.lengths
-    if (targets[1:] >= ends[:-1]).all():  # in order, as the plan makes them: nothing to sort
-        return sources, targets
-    order = np.argsort(targets, kind="stable")
-    overlaps = targets[order][1:] < ends[order][:-1]
-    if overlaps.any():
-        row = int(order[1:][overlaps][0])
-        raise ArgumentError(
-            f"row {row} of a write lands on bytes of another row", value=row, remedy="name each destination once"
-        )
-    return sources, targets
-
-
-def _inside(regions: ByIndex, indices: Ints, offsets: Ints, copies: Copies, side: str, where: Where) -> Ints:
-    if not len(copies):
-        return np.empty(0, dtype=np.int64)
-    there: Where = {**where, "operation": f"write ({side})"}
-    first = int(indices[0])
-    if (indices == first).all():  # one layer
-        region = _region(regions, first, side)
-        invariants.transfer_bounds(offsets, copies.lengths, 0, region.nbytes, **there)
-        return offsets + region.address
-    present = np.unique(indices)
-    found = [_region(regions, index, side) for index in present.tolist()]
-    which = np.searchsorted(present, indices)
-    sizes = np.array([region.nbytes for region in found], dtype=np.int64)[which]
-    invariants.transfer_bounds(offsets, copies.lengths, 0, sizes, **there)
-    begins: Ints = np.array([region.address for region in found], dtype=np.int64)[which]
-    return begins + offsets
-
-
-def _region(regions: ByIndex, index: int, side: str) -> Region | RemoteRegion:
-    if index not in regions:
-        raise ArgumentError(
-            f"{side} region {index} is not registered",
-            value=index,
-            remedy="register memory before the endpoint is made, and use the indices of `Region`",
-        )
-    return regions[index]
-
-
-# The protocol of a transfer engine, and all of it that does not depend on how bytes travel.
-#
-#     engine.register(memory, name)              once, for each piece of memory
-#     peer = engine.connect(other's endpoint())  once, on each side that writes
-#     handle = engine.write(peer, copies, tag)   on the writing side: returns at once
-#     engine.poll(handle)                        PENDING, then DONE, FAILED or UNKNOWN for good
-#     engine.completions()                       on the other side: the tags whose data is there
-#
-# What can be judged before a byte moves is judged here, the same for every engine: regions, bounds, overlaps, tags,
-# endpoints. An engine adds the six methods marked abstract.
-
-__all__ = ["MOST_TAG_BYTES", "Capabilities", "Delivery", "Engine", "Handle", "Peer", "Status"]
-
-MOST_TAG_BYTES = 128
-REMEMBERED_TAGS = 65_536
-"""How many of the last tags are remembered, to refuse one that is used twice."""
-_NOTHING_SENT = (ArgumentError, TransferError, Violation)
-_INSTANCE = re.compile("[0-9a-f]{16}")
 
 
 class Engine(abc.ABC):
@@ -343,9 +205,9 @@ class Engine(abc.ABC):
             name: what it is, for reports and for peers.
 
         Raises:
-            ArgumentError: no memory, not contiguous, empty, or it overlaps a registered region.
+            ArgumentError: not memory, not contiguous, empty, or it overlaps a registered region.
         """
-        self._check("register")
+        self.check_owner("register")
         region = self._regions.plan(memory, name or f"region {len(self._regions)}")
         self._register(region)
         self._regions.add(region)
@@ -358,7 +220,7 @@ class Engine(abc.ABC):
             ArgumentError: not registered here.
             TransferError: a write of this engine that has not ended may read it.
         """
-        self._check("unregister")
+        self.check_owner("unregister")
         self._regions.check_listed(region)
         if self._open:
             raise TransferError(
@@ -374,19 +236,31 @@ class Engine(abc.ABC):
 
     def endpoint(self) -> bytes:
         """What a peer passes to `connect`: opaque, and to be made anew when memory was registered since."""
-        self._check("endpoint")
+        self.check_owner("endpoint")
         return packed_endpoint(self.name, self.instance, self._regions.all(), self._endpoint())
 
     def connect(self, endpoint: bytes) -> Peer:
         """Reaches another engine of the same kind.
 
         Raises:
-            HandshakeError: that is no endpoint of this library, or one of another engine, of this very engine, or of
+            HandshakeError: not an endpoint of this library, or one of another engine, of this very engine, or of
                 one that is connected.
             TransferError: it cannot be reached.
         """
-        self._check("connect")
-        instance, regions, native = self._parsed(endpoint)
+        self.check_owner("connect")
+        engine, instance, regions, native = parsed_endpoint(endpoint)
+        if engine != self.name:
+            raise HandshakeError(
+                f"the peer speaks {engine}, this engine {self.name}", value=engine, remedy="open the same on both sides"
+            )
+        check_instance(instance)
+        if instance == self.instance or instance in self._peers:
+            raise HandshakeError(
+                f"the endpoint of instance {instance} is "
+                + ("this engine's own" if instance == self.instance else "connected already"),
+                value=instance,
+                remedy="connect once to each other engine; after a restart, to its new endpoint",
+            )
         peer = Peer(instance, regions)
         self._connect(peer, native)
         self._peers[instance] = peer
@@ -394,7 +268,7 @@ class Engine(abc.ABC):
 
     def disconnect(self, peer: Peer) -> None:
         """Lets a peer go. Writes to it that are open end as they will; no new one begins."""
-        self._check("disconnect")
+        self.check_owner("disconnect")
         if self._peers.get(peer.instance) is peer:
             self._disconnect(peer)
             del self._peers[peer.instance]
@@ -423,15 +297,15 @@ class Engine(abc.ABC):
 
         Any other error (an interrupt) may come after the write has begun: see `begun`.
         """
-        self._check("write")
+        self.check_owner("write")
         if self._peers.get(peer.instance) is not peer:
-            raise ArgumentError(f"{peer!r} is no peer of {self!r}", value=peer, remedy="connect to it first")
+            raise ArgumentError(f"expected a peer of {self!r}, got {peer!r}", value=peer, remedy="connect to it first")
         if peer.lost is not None:
             raise TransferError(
                 f"peer {peer.instance} is gone: {peer.lost}", value=peer.instance, remedy="connect to its next instance"
             )
         self._check_tag(tag)
-        sources, targets = addresses(
+        sources, targets = _addresses(
             self._regions.by_index(),
             peer.regions,
             copies,
@@ -454,12 +328,12 @@ class Engine(abc.ABC):
 
     def begun(self, tag: bytes) -> Handle | None:
         """The write of this tag, if it has not ended: how to find one whose `write` was interrupted."""
-        self._check("begun")
+        self.check_owner("begun")
         return self._open.get(tag)
 
     def poll(self, handle: Handle) -> Status:
         """Where a write is. Final once it is not PENDING. Never waits."""
-        self._check("poll")
+        self.check_owner("poll")
         if handle.status is Status.PENDING:
             handle.status = self._poll(handle)
             if handle.status in (Status.DONE, Status.FAILED):
@@ -476,28 +350,25 @@ class Engine(abc.ABC):
 
     def completions(self) -> list[Delivery]:
         """Tags whose data has landed here since the last call, in any order. Never waits."""
-        self._check("completions")
+        self.check_owner("completions")
         return self._completions()
 
     def close(self) -> None:
         """Lets everything go; twice is fine. Writes that are open have no known end."""
         if not self._closed:
-            self._check("close")
+            self.check_owner("close")
             self._closed = True
             self._close()
 
     # Checks
 
     def check_owner(self, operation: str) -> None:
-        """For what is built on an engine, and belongs to its thread.
+        """For every operation of the engine, and of what is built on it.
 
         Raises:
             OwnerThreadError: called from another thread than the engine's.
             TransferError: the engine is closed.
         """
-        self._check(operation)
-
-    def _check(self, operation: str) -> None:
         if threading.get_ident() != self._thread:
             raise OwnerThreadError(
                 f"{operation} of {self!r} was called from thread {threading.current_thread().name!r}",
@@ -506,22 +377,6 @@ class Engine(abc.ABC):
             )
         if self._closed:
             raise TransferError(f"{operation} of {self!r}, which is closed", value=operation, remedy="make a new one")
-
-    def _parsed(self, endpoint: bytes) -> tuple[str, dict[int, RemoteRegion], bytes]:
-        engine, instance, regions, native = parsed_endpoint(endpoint)
-        if engine != self.name:
-            raise HandshakeError(
-                f"the peer speaks {engine}, this engine {self.name}", value=engine, remedy="open the same on both sides"
-            )
-        check_instance(instance)
-        if instance == self.instance or instance in self._peers:
-            raise HandshakeError(
-                f"the endpoint of instance {instance} is "
-                + ("this engine's own" if instance == self.instance else "connected already"),
-                value=instance,
-                remedy="connect once to each other engine; after a restart, to its new endpoint",
-            )
-        return instance, regions, native
 
     def _check_tag(self, tag: object) -> None:
         if not isinstance(tag, bytes) or not 0 < len(tag) <= MOST_TAG_BYTES:
@@ -540,16 +395,60 @@ class Engine(abc.ABC):
         self._open.pop(handle.tag, None)
 
 
-def check_instance(instance: str) -> None:
-    """Refuses what is no nonce of an engine.
+_ByIndex = dict[int, Region] | dict[int, RemoteRegion]
 
-    Raises:
-        HandshakeError: not 16 hex digits.
-    """
-    if not _INSTANCE.fullmatch(instance):
-        raise HandshakeError(
-            f"instance is {instance[:40]!r}", value=instance, remedy="introduce a worker by its engine's `instance`"
+
+def _addresses(
+    here: _ByIndex, there: _ByIndex, copies: Copies, *, name: str, max_rows: int, **where: Unpack[Where]
+) -> tuple[Ints, Ints]:
+    """Address of each row here and there, int64[n] each; refuses rows outside, too many, and that overlap there."""
+    if len(copies) > max_rows:
+        raise ArgumentError(
+            f"{len(copies)} rows in one write; {name} takes {max_rows}",
+            value=len(copies),
+            remedy="cut it with `transport.plan.chunked`",
         )
+    sources = _inside(here, copies.source_regions, copies.source_offsets, copies, "source", where)
+    targets = _inside(there, copies.target_regions, copies.target_offsets, copies, "target", where)
+    ends = targets + copies.lengths
+    if (targets[1:] >= ends[:-1]).all():  # in order, as the plan makes them: nothing to sort
+        return sources, targets
+    order = np.argsort(targets, kind="stable")
+    overlaps = targets[order][1:] < ends[order][:-1]
+    if overlaps.any():
+        row = int(order[1:][overlaps][0])
+        raise ArgumentError(
+            f"row {row} of a write lands on bytes of another row", value=row, remedy="name each destination once"
+        )
+    return sources, targets
+
+
+def _inside(regions: _ByIndex, indices: Ints, offsets: Ints, copies: Copies, side: str, where: Where) -> Ints:
+    if not len(copies):
+        return np.empty(0, dtype=np.int64)
+    there: Where = {**where, "operation": f"write ({side})"}
+    first = int(indices[0])
+    if (indices == first).all():  # one layer
+        region = _region(regions, first, side)
+        invariants.transfer_bounds(offsets, copies.lengths, 0, region.nbytes, **there)
+        return offsets + region.address
+    present = np.unique(indices)
+    found = [_region(regions, index, side) for index in present.tolist()]
+    which = np.searchsorted(present, indices)
+    sizes = np.array([region.nbytes for region in found], dtype=np.int64)[which]
+    invariants.transfer_bounds(offsets, copies.lengths, 0, sizes, **there)
+    begins: Ints = np.array([region.address for region in found], dtype=np.int64)[which]
+    return begins + offsets
+
+
+def _region(regions: _ByIndex, index: int, side: str) -> Region | RemoteRegion:
+    if index not in regions:
+        raise ArgumentError(
+            f"{side} region {index} is not registered",
+            value=index,
+            remedy="register memory before the endpoint is made, and use the indices of `Region`",
+        )
+    return regions[index]
 
 
 _HOMES = {

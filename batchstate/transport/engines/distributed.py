@@ -1,7 +1,7 @@
 """Rows sent and received through torch.distributed: gloo, or NCCL for staging on GPUs. Works wherever torch does.
 
 Two-sided: rows are packed here, sent, and put into place by a thread of the receiver, which answers. So the receiver
-decides what lands, and judges each row anew against its own regions.
+decides what lands, and checks each row anew against its own regions.
 
 Guarantees: `write`, `poll`, `drain` and `completions` never wait. The global process group is not touched. Everything
 listens on `host` alone. A peer that dies is noticed at once, also while nothing is written. What was begun when a
@@ -20,6 +20,7 @@ from batchstate.transport.engines._packing import as_bytes, in_order
 from batchstate.transport.engines._pairs import (
     MOST_ROWS,
     WRITER,
+    AcceptLoop,
     EndWatch,
     Inbox,
     Incoming,
@@ -27,7 +28,6 @@ from batchstate.transport.engines._pairs import (
     Meeting,
     Outgoing,
     Pair,
-    Reception,
     Store,
     ask,
     client,
@@ -37,9 +37,13 @@ from batchstate.transport.engines._pairs import (
 )
 from batchstate.transport.engines.base import Capabilities, Delivery, Engine, Handle, Peer, Status
 from batchstate.transport.regions import Copies, Ints, Region
+from batchstate.transport.wire import number, parsed_native, row, text
 
 MOST_WAITING = 64
-"""Writers that have called and not come yet: further ones are refused until they come, or their time is over."""
+"""Writers that have asked and not come yet: further ones are refused until they come, or their time is over."""
+
+_ADDRESS = row(text(), text(), number())
+"""Backend, host, port: this engine's part of an endpoint."""
 
 
 @final
@@ -56,10 +60,10 @@ class DistributedEngine(Engine):
         backend: "gloo", or "nccl" to stage rows on the current CUDA device; both sides must have the same. NCCL
             cannot join two processes on one GPU, and ends a process by itself, after a time-out of its own, when the
             peer dies in the middle of a piece.
-        connect_timeout: seconds for `connect`, and for a peer that called to arrive.
-        stall_timeout: seconds that one message, of 32 MiB at most (or 24 bytes a row), may take once it is sent. Who
-            stands still for longer in the middle of one breaks the pair. When a peer dies there, a thread here may be
-            held that long, and `close` with it.
+        connect_timeout: seconds for `connect`, and for a peer that asked to arrive.
+        stall_timeout: seconds that one message, of 32 MiB at most (or 24 bytes a row), may take once it is sent. A peer
+            that stands still for longer in the middle of one breaks the pair. When a peer dies there, a thread here may
+            be held that long, and `close` with it.
 
     Raises:
         ArgumentError: another backend.
@@ -91,7 +95,7 @@ class DistributedEngine(Engine):
         self._incoming: list[Incoming] = []
         try:
             self._store: Store = host_store(host, connect_timeout)
-            self._reception = Reception(host, port, self.instance, self._store.port, self._meet)
+            self._accept_loop = AcceptLoop(host, port, self.instance, self._store.port, self._meet)
         except (OSError, RuntimeError) as error:
             raise TransferError(
                 f"{host}:{port} cannot be listened on: {said(error)}",
@@ -110,16 +114,11 @@ class DistributedEngine(Engine):
     # Peers
 
     def _endpoint(self) -> bytes:
-        return json.dumps([self._backend, *self._reception.address]).encode()
+        return json.dumps([self._backend, *self._accept_loop.address]).encode()
 
     def _connect(self, peer: Peer, endpoint: bytes) -> None:
-        try:
-            backend, host, port = json.loads(endpoint)
-            address = str(host), int(port)
-        except (ValueError, TypeError, OverflowError, RecursionError) as error:
-            raise HandshakeError(
-                f"{endpoint[:40]!r} is no address", value=endpoint[:40], remedy="pass what `endpoint()` returned"
-            ) from error
+        backend, host, port = parsed_native(endpoint, _ADDRESS, "an address of this engine")
+        address = (host, port)
         if backend != self._backend:
             raise HandshakeError(
                 f"the peer speaks {backend}, this engine {self._backend}",
@@ -130,13 +129,13 @@ class DistributedEngine(Engine):
         try:
             question = {"ask": "meet", "pair": name, "writer": self.instance}
             answer = ask(address, peer.instance, self._timeout, question)
-            if "met" not in answer:
+            if not answer["met"]:
                 raise ConnectionAbortedError("it is being closed, or too many wait for it")
-            meet = private(client((address[0], int(answer["store"])), self._timeout), name)
-            pair = Pair.join(meet, WRITER, self._reception.address[0], self._device, self._timeout, self._stall)
+            meet = private(client((address[0], answer["store"]), self._timeout), name)
+            pair = Pair.join(meet, WRITER, self._accept_loop.address[0], self._device, self._timeout, self._stall)
         except HandshakeError:
             raise
-        except (OSError, RuntimeError, ValueError, KeyError, TypeError, OverflowError) as error:
+        except (OSError, RuntimeError, ValueError, OverflowError) as error:
             raise TransferError(
                 f"peer {peer.instance} at {address[0]}:{address[1]} cannot be reached: {said(error)}",
                 value=peer.instance,
@@ -154,12 +153,12 @@ class DistributedEngine(Engine):
         peer.native.finish()
 
     def _meet(self, name: str, writer: str) -> bool:
-        """Called by a thread of the reception's."""
+        """Called by the thread of the accept loop."""
         self._incoming = [one for one in self._incoming if one.alive]
         if sum(one.waiting for one in self._incoming) >= MOST_WAITING:
             return False
-        address = (self._reception.address[0], self._store.port)
-        meeting = Meeting(self._reception.live, address, name, writer, self._device, self._timeout, self._stall)
+        address = (self._accept_loop.address[0], self._store.port)
+        meeting = Meeting(self._accept_loop.live, address, name, writer, self._device, self._timeout, self._stall)
         self._incoming.append(Incoming(meeting, self._inbox))
         return True
 
@@ -190,11 +189,11 @@ class DistributedEngine(Engine):
 
     def _close(self) -> None:
         """Waits for its threads: a moment; at worst one of the time-outs."""
-        self._reception.refuse()
+        self._accept_loop.refuse()
         pairs: list[Outgoing | Incoming] = [*self._outgoing, *self._incoming]
         for pair in pairs:
             pair.close()
         for pair in pairs:
             pair.join(2 * self._timeout + self._stall)
-        self._reception.close()
+        self._accept_loop.close()
         self._outgoing, self._incoming, self._store = [], [], None

@@ -5,8 +5,8 @@
     ...
     network.step()  # lets some of what is under way happen
 
-Nothing moves but in `Network.step`. A row is read when it lands, as by a real engine, so memory that is reused too
-early XX it is drained, a tag arrives behind its data, once, more often or never.
+Nothing moves but in `Network.step`. A row is read when it lands, as by a real engine, so that memory reused before its
+write has drained shows. A tag arrives behind its data: once, more often or never.
 """
 
 import ctypes
@@ -15,17 +15,16 @@ from typing import final
 
 import attrs
 
-from batchstate.errors import HandshakeError, TransferError
+from batchstate.errors import TransferError
 from batchstate.transport.engines.base import Capabilities, Delivery, Engine, Handle, Peer, Status
 from batchstate.transport.regions import Copies, Ints, Region
-
-# What can go wrong with a write of the in-process engine, and how often. All choices come from one generator.
+from batchstate.transport.wire import check_instance
 
 
 @final
 @attrs.frozen
 class Faults:
-    """How likely each fault is, 0 to 1 a write. Without arguments nothing goes wrong.
+    """How likely each fault is, 0 to 1 per write. Without arguments nothing goes wrong.
 
     Attributes:
         delay: most steps before the first byte of a write lands, and before its tag arrives.
@@ -94,7 +93,7 @@ def chosen(faults: Faults, dice: random.Random) -> Fate:
     )
 
 
-SETTLE_STEPS = 4
+GRACE_STEPS = 4
 """How many steps after the death of a writer its bytes may still land."""
 
 
@@ -172,13 +171,13 @@ class Network:
             reader.arrived.append(delivery)
 
     def kill(self, engine: "InProcessEngine") -> None:
-        """Ends an engine as the end of its process would. What it has sent lands for `SETTLE_STEPS` more, or never."""
+        """Ends an engine as the end of its process would. What it has sent lands for `GRACE_STEPS` more, or never."""
         engine.killed = True
         for flight in self._flights:
             if flight.reader is engine:
                 self._lose(flight)
             elif flight.writer is engine:
-                flight.ends_at = self.now + SETTLE_STEPS
+                flight.ends_at = self.now + GRACE_STEPS
                 flight.left = flight.left[self.dice.randint(0, len(flight.left)) :]
                 flight.kept = {piece: ctypes.string_at(piece.source, piece.nbytes) for piece in flight.left}
 
@@ -297,12 +296,8 @@ class InProcessEngine(Engine):
         return self.instance.encode()
 
     def _connect(self, peer: Peer, endpoint: bytes) -> None:
-        try:
-            reached = self.network.engines.get(endpoint.decode())
-        except UnicodeDecodeError as error:
-            raise HandshakeError(
-                f"{endpoint[:40]!r} is no address", value=endpoint[:40], remedy="pass what `endpoint()` returned"
-            ) from error
+        check_instance(endpoint.decode("ascii", "replace"))
+        reached = self.network.engines.get(endpoint.decode())
         if reached is None or reached.killed:
             raise TransferError(f"no engine {endpoint!r} here", value=endpoint, remedy="use one network for both sides")
         peer.native = reached

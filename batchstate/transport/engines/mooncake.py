@@ -10,9 +10,9 @@ Guarantees:
 - A row that failed may still land for as long as the peer lives (a peer that stood still for 30 s takes up what lies in
   its socket). Such a write is UNKNOWN, and drained only when the peer has ended, which its connection tells at once.
 
-Warning: Mooncake listens on all interfaces, whatever `host` says, on two ports, and asks nobody who they are: whoever
-reaches a port can read and write the registered memory. Keep the ports behind a firewall, or the process in a network
-namespace of its own. Tags and the end of a peer go over a third port, which is bound to `host` alone.
+Warning: Mooncake listens on all interfaces, whatever `host` says, on two ports, and authenticates no client: a process
+that reaches a port can read and write the registered memory. Keep the ports behind a firewall, or the process in a
+network namespace of its own. Tags and the end of a peer go over a third port, which is bound to `host` alone.
 """
 
 import contextlib
@@ -31,18 +31,14 @@ import numpy as np
 from batchstate.errors import ArgumentError, HandshakeError, TransferError
 from batchstate.transport.engines.base import MOST_TAG_BYTES, Capabilities, Delivery, Engine, Handle, Peer, Status
 from batchstate.transport.regions import Copies, Ints, Region
-
-# What leads from a Mooncake engine to a peer: rows under way, and the connection that carries their tags.
-#
-# A tag is queued once each row of its write is acknowledged. The connection's end tells at once that the peer has
-# ended.
+from batchstate.transport.wire import number, parsed_native, record, text
 
 ROWS_IN_FLIGHT = 1024
 """Rows that Mooncake is given at a time, for each peer: as many as its queue takes by default."""
 
 INSTANCE_BYTES = 16
 MOST_AT_ONCE = 1 << 16
-"""Bytes read of one connection at a time: who sends without end holds nobody up."""
+"""Bytes read of one connection at a time, so that one that sends without end holds up no other."""
 
 GREETING_BYTES = 2 * INSTANCE_BYTES
 
@@ -73,11 +69,14 @@ class Progress:
 
 @final
 @attrs.define(eq=False)
-class Line:
+class Connection:
     """What leads to one peer: its rows under way, oldest first, and the connection for tags.
 
+    A tag is queued once each row of its write is acknowledged. The end of the connection tells at once that the peer
+    has ended.
+
     Attributes:
-        peer: whom it leads to.
+        peer: to which it leads.
         engine: Mooncake's, which opened the peer; None once closed.
         target: Mooncake's name of the peer.
         wire: connection for tags; its end is the peer's, unless the peer writes to it: it then only refuses it.
@@ -112,7 +111,7 @@ class Line:
 
     def turn(self) -> None:
         """Sees what ended, hands over what fits, passes tags on. Never waits."""
-        self._settle()
+        self._collect()
         self.watch()
         while self.waiting and len(self.flying) < ROWS_IN_FLIGHT:
             self._submit(self.waiting[0])
@@ -145,7 +144,7 @@ class Line:
         self.outbox.clear()
         self.wire.close()
 
-    def _settle(self) -> None:
+    def _collect(self) -> None:
         while self.flying:
             batch, write = self.flying[0]
             status = self.engine.transfer_check_status(batch)
@@ -185,7 +184,7 @@ class Line:
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
-            # A reset is told once, here or in `watch`: either way nobody has the connection open any more.
+            # A reset is told once, here or in `watch`: either way the other side has the connection open no more.
             ended = isinstance(error, BrokenPipeError | ConnectionResetError)
             self._lose(f"its connection failed: {error}", ended=ended)
             return
@@ -195,7 +194,7 @@ class Line:
 
 @final
 @attrs.define(eq=False)
-class Inlet:
+class Client:
     """A connection by which a writer's tags arrive.
 
     Attributes:
@@ -211,7 +210,7 @@ class Inlet:
     unread: bytearray = attrs.field(factory=bytearray)
 
     def tags(self, instance: str) -> tuple[list[Delivery], bool]:
-        """The tags in the next `MOST_AT_ONCE` bytes, and whether more can come. `instance`: whom it has to mean."""
+        """The tags in the next `MOST_AT_ONCE` bytes, and whether more can come. `instance` is what it has to name."""
         opened = True
         try:
             piece = self.wire.recv(MOST_AT_ONCE)
@@ -259,10 +258,13 @@ CONNECTS_IN_S = 5.0
 """How long `connect` waits for a machine that does not answer."""
 
 GREETS_WITHIN_S = 5.0
-"""How long one who connects for tags may take to say who it is."""
+"""How long a client of the port for tags may take to say who it is."""
 
 MOST_SILENT = 64
-"""Who have connected and not said so: of more, those that came first are sent away."""
+"""Clients that have connected and not said so: of more, those that came first are sent away."""
+
+_NATIVE = record(mooncake=text(), host=text(), tags=number(), identity=number())
+"""This engine's part of an endpoint."""
 
 CHANGED_BY = {"MC_TCP_PROTO": ("1",), "MC_USE_TENT": None, "MC_USE_TEV1": None}
 """Settings under which a completed row need not have landed: values, or None for any."""
@@ -307,8 +309,8 @@ class MooncakeEngine(Engine):
         self._listener.setblocking(False)
         self._outgoing = self._native
         self._opened: dict[str, str] = {}
-        self._lines: list[Line] = []
-        self._inlets: list[Inlet] = []
+        self._connections: list[Connection] = []
+        self._clients: list[Client] = []
 
     def _started(self) -> Any:
         engine = self._module.TransferEngine()
@@ -352,16 +354,8 @@ class MooncakeEngine(Engine):
 
     def _connect(self, peer: Peer, endpoint: bytes) -> None:
         """Waits: for `CONNECTS_IN_S` on a machine that is silent, for up to 30 s on a process that stands still."""
-        try:
-            fields = json.loads(endpoint)
-            target, host, port = str(fields["mooncake"]), str(fields["host"]), int(fields["tags"])
-            identity = int(fields["identity"])
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise HandshakeError(
-                f"{endpoint[:40]!r} is no endpoint of {self.name}",
-                value=bytes(endpoint[:40]),
-                remedy="pass what the other side's `endpoint()` returned",
-            ) from error
+        fields = parsed_native(endpoint, _NATIVE, f"an endpoint of {self.name}")
+        target, host, port = fields["mooncake"], fields["host"], fields["tags"]
         try:
             wire = socket.create_connection((host, port), CONNECTS_IN_S)
         except (OSError, OverflowError, ValueError) as error:
@@ -372,9 +366,9 @@ class MooncakeEngine(Engine):
             ) from error
         try:
             prepare(wire)
-            wire.sendall((self.instance + peer.instance).encode())  # at once: who stays silent is sent away
+            wire.sendall((self.instance + peer.instance).encode())  # at once: a silent client is sent away
             engine = self._opener(target, peer.instance)
-            self._check_identity(engine, target, identity, peer.instance)
+            self._check_identity(engine, target, fields["identity"], peer.instance)
         except OSError as error:
             wire.close()
             raise TransferError(
@@ -384,8 +378,8 @@ class MooncakeEngine(Engine):
             wire.close()
             raise
         wire.setblocking(False)
-        peer.native = Line(peer, engine, target, wire)
-        self._lines.append(peer.native)
+        peer.native = Connection(peer, engine, target, wire)
+        self._connections.append(peer.native)
 
     def _opener(self, target: str, instance: str) -> Any:
         """Mooncake remembers a peer by host and port: a new instance behind the same two needs a new memory."""
@@ -414,12 +408,14 @@ class MooncakeEngine(Engine):
 
     def _sweep(self) -> None:
         """Lets go of lines to peers that are gone or let go, once no write of theirs is open."""
-        for line in [line for line in self._lines if line.left or line.lost is not None]:
-            needed = any(handle.peer is line.peer for handle in self._open.values())
-            if not (needed or line.flying or line.waiting or (line.outbox and line.lost is None)):
-                line.wire.close()
-                line.engine = None
-                self._lines.remove(line)
+        for connection in [one for one in self._connections if one.left or one.lost is not None]:
+            needed = any(handle.peer is connection.peer for handle in self._open.values())
+            if not (
+                needed or connection.flying or connection.waiting or (connection.outbox and connection.lost is None)
+            ):
+                connection.wire.close()
+                connection.engine = None
+                self._connections.remove(connection)
 
     def _write(self, handle: Handle, copies: Copies, sources: Ints, targets: Ints) -> None:
         rows = list(zip(sources.tolist(), targets.tolist(), copies.lengths.tolist(), strict=True))
@@ -427,62 +423,62 @@ class MooncakeEngine(Engine):
         handle.peer.native.add(handle.native)
 
     def _poll(self, handle: Handle) -> Status:
-        line, write = handle.peer.native, handle.native
-        line.turn()
-        if write.behind is not None and line.passed >= write.behind:
+        connection, write = handle.peer.native, handle.native
+        connection.turn()
+        if write.behind is not None and connection.passed >= write.behind:
             return Status.DONE
-        if write.doubtful or line.lost is not None:
-            handle.reason = line.lost or "Mooncake reports that a row failed"
-            return Status.FAILED if line.quiet(write) else Status.UNKNOWN
-        if write.refused and line.quiet(write):
+        if write.doubtful or connection.lost is not None:
+            handle.reason = connection.lost or "Mooncake reports that a row failed"
+            return Status.FAILED if connection.quiet(write) else Status.UNKNOWN
+        if write.refused and connection.quiet(write):
             handle.reason = "Mooncake did not take a row"
             return Status.FAILED
         return Status.PENDING
 
     def _drained(self, handle: Handle) -> bool:
-        line = handle.peer.native
-        line.turn()
-        return bool(line.quiet(handle.native))
+        connection = handle.peer.native
+        connection.turn()
+        return bool(connection.quiet(handle.native))
 
     def lost_peers(self) -> tuple[Peer, ...]:
         """Connected peers that are gone: noticed at once when the process ends, within a minute when a machine does."""
-        for line in self._lines:
-            line.watch()
+        for connection in self._connections:
+            connection.watch()
         return super().lost_peers()
 
     def _completions(self) -> list[Delivery]:
-        for line in self._lines:
-            line.turn()
+        for connection in self._connections:
+            connection.turn()
         self._sweep()
-        with contextlib.suppress(OSError):  # nobody more, or somebody who has gone, or no room for one more file
+        with contextlib.suppress(OSError):  # no client more, or one that has gone, or no room for one more file
             for _ in range(MOST_SILENT):
                 wire, _ = self._listener.accept()
                 wire.setblocking(False)
-                self._inlets.append(Inlet(wire))
+                self._clients.append(Client(wire))
         arrived: list[Delivery] = []
-        for inlet in list(self._inlets):
-            found, opened = inlet.tags(self.instance)
+        for client in list(self._clients):
+            found, opened = client.tags(self.instance)
             arrived += found
             if not opened:
-                inlet.wire.close()
-                self._inlets.remove(inlet)
-        silent = [inlet for inlet in self._inlets if inlet.writer is None]
+                client.wire.close()
+                self._clients.remove(client)
+        silent = [client for client in self._clients if client.writer is None]
         latest = time.monotonic() - GREETS_WITHIN_S
-        for number, inlet in enumerate(reversed(silent)):
-            if number >= MOST_SILENT or inlet.since < latest:
-                inlet.refuse()
-                self._inlets.remove(inlet)
+        for index, client in enumerate(reversed(silent)):
+            if index >= MOST_SILENT or client.since < latest:
+                client.refuse()
+                self._clients.remove(client)
         return arrived
 
     def _close(self) -> None:
-        # Mooncake first: whoever sees a connection end may rely on it that nothing lands here any more.
-        for line in self._lines:
-            line.engine = None
+        # Mooncake first: a peer that sees its connection end may rely on it that nothing lands here any more.
+        for connection in self._connections:
+            connection.engine = None
         self._outgoing = self._native = None
-        for line in self._lines:
-            line.wire.close()
-        for inlet in self._inlets:
-            inlet.wire.close()
+        for connection in self._connections:
+            connection.wire.close()
+        for client in self._clients:
+            client.wire.close()
         self._listener.close()
 
 

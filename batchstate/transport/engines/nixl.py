@@ -21,7 +21,10 @@ import contextlib
 import importlib
 import json
 import os
+import select
+import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, final
 
 import attrs
@@ -29,9 +32,9 @@ import numpy as np
 import torch
 
 from batchstate.errors import ArgumentError, HandshakeError, TransferError
-from batchstate.transport.engines._processes import Process, here
 from batchstate.transport.engines.base import Capabilities, Delivery, Engine, Handle, Peer, Status
 from batchstate.transport.regions import Copies, Ints, Region
+from batchstate.transport.wire import array, binary, number, parsed_native, record, row, text
 
 MAX_ROWS = 8192
 """Rows of one write. NIXL takes more; so long the calling thread would be away, which copies them."""
@@ -40,6 +43,65 @@ _VERBS = ("all", "ib", "rc", "ud", "dc", "srd", "gga")
 
 _Place = tuple[str, int]
 """Kind of a piece of memory, as NIXL calls it, and number of its device."""
+
+
+def here() -> list[str]:
+    """This process among all: boot, PID namespace, PID, start. Empty where the system does not say."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return [boot, os.readlink("/proc/self/ns/pid"), str(os.getpid()), _start(os.getpid())]
+    except OSError:
+        return []
+
+
+@final
+class Process:
+    """Another process of this machine, whose end is seen without being its parent.
+
+    A process that is `ended` has no memory any more: no byte can land in it, and none comes from it. A number that was
+    given to another process since is told apart by the time of its start. Of a process of another machine, or of
+    another PID namespace, nothing is known: it never counts as ended.
+
+    Args:
+        whose: what `here` returned there.
+    """
+
+    def __init__(self, whose: list[str]) -> None:
+        self._ended = False
+        self._poll: select.poll | None = None
+        if len(whose) != 4 or whose[:2] != here()[:2] or not whose[2].isdecimal():
+            return
+        number = int(whose[2])
+        try:
+            descriptor = os.pidfd_open(number)
+        except ProcessLookupError:
+            self._ended = True
+            return
+        except OSError:  # a system without this call
+            return
+        weakref.finalize(self, os.close, descriptor)
+        try:
+            self._ended = _start(number) != whose[3]
+        except (FileNotFoundError, ProcessLookupError):
+            self._ended = True
+        self._poll = select.poll()
+        self._poll.register(descriptor, select.POLLIN)
+
+    def ended(self) -> bool:
+        """Whether it is known to have ended, with all of its threads. One system call."""
+        if not self._ended and self._poll is not None:
+            self._ended = bool(self._poll.poll(0))
+        return self._ended
+
+
+def _start(number: int) -> str:
+    return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[19]
+
+
+_NATIVE = record(
+    agent=binary, places=array(row(number(), row(text("DRAM|VRAM"), number()))), process=array(text(), most=4)
+)
+"""This engine's part of an endpoint."""
 
 
 @final
@@ -67,8 +129,8 @@ class NixlEngine(Engine):
     """Writes over UCX.
 
     Args:
-        interface: network interface that is listened on and connected from, or None to leave it to UCX. Nothing asks
-            who connects: name only interfaces of a network that you trust.
+        interface: network interface that is listened on and connected from, or None to leave it to UCX. Clients
+            are not authenticated: name only interfaces of a network that you trust.
         tls: UCX transports, with commas; keep `tcp` among them. By default shared memory and `tcp`, and `cuda` where
             torch is built for it.
         progress_us: how often NIXL's thread looks, in microseconds.
@@ -134,16 +196,11 @@ class NixlEngine(Engine):
         return json.dumps({"agent": agent, "places": list(self._places.items()), "process": here()}).encode()
 
     def _connect(self, peer: Peer, endpoint: bytes) -> None:
-        try:
-            fields = json.loads(endpoint)
-            agent = base64.b64decode(fields["agent"], validate=True)
-            places = {int(index): (str(kind), int(device)) for index, (kind, device) in fields["places"]}
-            process = [str(one) for one in fields["process"]]
-        except (ValueError, KeyError, TypeError) as error:
-            raise _no_endpoint(peer, "it cannot be read") from error
-        if not peer.regions.keys() <= places.keys() or any(kind not in ("DRAM", "VRAM") for kind, _ in places.values()):
+        fields = parsed_native(endpoint, _NATIVE, f"the endpoint of {peer.instance}")
+        places = dict(fields["places"])
+        if not peer.regions.keys() <= places.keys():
             raise _no_endpoint(peer, "it does not say where its regions lie")
-        link = _Link(peer.instance, places, Process(process))
+        link = _Link(peer.instance, places, Process(fields["process"]))
         if link.process.ended():
             raise TransferError(
                 f"peer {peer.instance} is gone: its process has ended",
@@ -151,7 +208,7 @@ class NixlEngine(Engine):
                 remedy="connect to its next instance",
             )
         try:
-            name = self._agent.loadRemoteMD(agent)
+            name = self._agent.loadRemoteMD(fields["agent"])
         except self._errors as error:
             raise _no_endpoint(peer, str(error)) from error
         name = name.decode() if isinstance(name, bytes) else str(name)
@@ -188,7 +245,7 @@ class NixlEngine(Engine):
                     self._backends,
                 )
             except self._errors as error:
-                self._judge(peer, error)
+                self._notice_loss(peer, error)
                 if peer.lost is None:
                     raise TransferError(
                         f"NIXL refuses a write of {len(copies)} rows to {peer.instance}: {error}",
@@ -202,7 +259,7 @@ class NixlEngine(Engine):
         try:
             self._agent.postXferReq(handle.native.number, b"")
         except self._errors as error:
-            self._judge(peer, error)
+            self._notice_loss(peer, error)
             handle.native.error = str(error)
 
     def _poll(self, handle: Handle) -> Status:
@@ -220,7 +277,7 @@ class NixlEngine(Engine):
                     return Status.PENDING
                 request.error = handle.peer.lost or str(state)
             except self._errors as error:
-                self._judge(handle.peer, error)
+                self._notice_loss(handle.peer, error)
                 request.error = str(error)
         handle.reason = request.error
         return Status.UNKNOWN
@@ -279,7 +336,7 @@ class NixlEngine(Engine):
         if peer.lost is None and peer.native.process.ended():
             peer.lost = "its process has ended"
 
-    def _judge(self, peer: Peer, error: Exception) -> None:
+    def _notice_loss(self, peer: Peer, error: Exception) -> None:
         """Notices a peer that NIXL has lost."""
         if isinstance(error, self._nixl.nixlRemoteDisconnectError):
             peer.lost = peer.lost or f"the connection is lost ({error})"
