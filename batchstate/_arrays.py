@@ -267,14 +267,14 @@ def row_indices(rows: object, num_rows: int, what: str) -> Rows:
     return index
 
 
-def ranges(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Consecutive integers from each start on, one range behind the other: int64[sum of lengths]."""
+def arange_per_row(starts: Rows, lengths: Rows) -> Rows:
+    """`arange(start, start + length)` for each row, one row after the other, int64[sum of lengths]."""
     if starts.size == 1:
         return np.arange(starts[0], starts[0] + lengths[0], dtype=np.int64)
-    ends: npt.NDArray[np.int64] = lengths.cumsum()
+    ends: Rows = lengths.cumsum()
     total = int(ends[-1]) if ends.size else 0
-    offsets: npt.NDArray[np.int64] = starts - (ends - lengths)
-    return offsets.repeat(lengths) + np.arange(total, dtype=np.int64)
+    bases: Rows = starts - (ends - lengths)
+    return bases.repeat(lengths) + np.arange(total, dtype=np.int64)
 
 
 # Integer arithmetic that never wraps silently.

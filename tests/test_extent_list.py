@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchstate.kv._ranges import FreeRanges, arange_per_row, ranges_of
+from batchstate._arrays import arange_per_row
+from batchstate.kv._ranges import FreeRanges, ranges_of
 
 
 def ranges(indices: set[int]) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from batchstate import invariants, levels
 from batchstate._allocator import LIVE_BYTE, AllFences, Allocator
-from batchstate.kv._ranges import arange_per_row
+from batchstate._arrays import arange_per_row
 from batchstate.runtime import Fence, Runtime
 from batchstate.violations import Where
 

@@ -1,21 +1,13 @@
-"""Ranges of consecutive indices: expanding them, finding them, and a free list made of them."""
+"""Ranges of consecutive indices: finding them, and a free list made of them."""
 
 from typing import final
 
 import numpy as np
 import numpy.typing as npt
 
+from batchstate._arrays import arange_per_row
+
 Ints = npt.NDArray[np.int64]
-
-
-def arange_per_row(starts: Ints, lengths: Ints) -> Ints:
-    """`arange(start, start + length)` for each row, one row after the other, int64[sum of lengths]."""
-    if starts.size == 1:
-        return np.arange(starts[0], starts[0] + lengths[0], dtype=np.int64)
-    ends: Ints = lengths.cumsum()
-    total = int(ends[-1]) if ends.size else 0
-    bases: Ints = starts - (ends - lengths)
-    return bases.repeat(lengths) + np.arange(total, dtype=np.int64)
 
 
 def ranges_of(indices: Ints) -> tuple[Ints, Ints]:

@@ -21,10 +21,9 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import amounts, count
+from batchstate._arrays import amounts, arange_per_row, count
 from batchstate.errors import ArgumentError, CaptureError, DeviceError
 from batchstate.indices import HostLocations, Locations, Slots
-from batchstate.kv._ranges import arange_per_row
 from batchstate.kv._tier import IN_TIER, KVCopier, TierRequests, TierState
 from batchstate.kv.host_pool import HostKVPool, HostRanges
 from batchstate.kv.pages import Extension, PagePool

@@ -17,9 +17,9 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._allocator import FREE, MOST_TOKENS, Allocator, size_of
-from batchstate._arrays import amounts, as_array
+from batchstate._arrays import amounts, arange_per_row, as_array
 from batchstate.errors import ArgumentError, DtypeError, ShapeError
-from batchstate.kv._ranges import FreeRanges, arange_per_row, ranges_of
+from batchstate.kv._ranges import FreeRanges, ranges_of
 from batchstate.runtime import Fence, MappedMemory, Runtime, check_fence, check_runtime
 from batchstate.tables import read_only
 from batchstate.violations import Where

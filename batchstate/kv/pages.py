@@ -16,12 +16,11 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._allocator import MOST_TOKENS, size_of
-from batchstate._arrays import amounts, converted, count
+from batchstate._arrays import amounts, arange_per_row, converted, count
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from batchstate.indices import Locations, Slots
 from batchstate.invariants import times_checked
 from batchstate.kv._page_state import ONE, PageReferences, PageTable
-from batchstate.kv._ranges import arange_per_row
 from batchstate.mirror import Contract
 from batchstate.pools import SlotListener, SlotPool
 from batchstate.runtime import Fence, Runtime, check_fence, check_runtime, numpy_dtype

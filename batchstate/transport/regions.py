@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchstate._arrays import ranges
+from batchstate._arrays import arange_per_row
 from batchstate.errors import ArgumentError, ShapeError
 
 Memory = torch.Tensor | npt.NDArray[np.uint8]
@@ -191,7 +191,7 @@ class Copies:
             return self
         pieces = -(-self.lengths // most)
         found = self.rows(np.repeat(np.arange(len(self), dtype=np.int64), pieces))
-        skipped = ranges(np.zeros_like(pieces), pieces) * most
+        skipped = arange_per_row(np.zeros_like(pieces), pieces) * most
         return attrs.evolve(
             found,
             source_offsets=found.source_offsets + skipped,

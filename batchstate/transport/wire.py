@@ -17,7 +17,7 @@ from typing import Any, Self, final
 import attrs
 import numpy as np
 
-from batchstate._arrays import ranges
+from batchstate._arrays import arange_per_row
 from batchstate.errors import ArgumentError, BatchStateError, HandshakeError
 from batchstate.transport.regions import Ints, Region, RemoteRegion
 
@@ -322,7 +322,7 @@ class Grant:
     def targets(self) -> Ints:
         """int64[num_tokens], the host location of each token of the request."""
         ends = np.minimum(self.runs[:, 1].cumsum(), self.num_tokens)
-        return ranges(self.runs[:, 0], np.diff(ends, prepend=0))
+        return arange_per_row(self.runs[:, 0], np.diff(ends, prepend=0))
 
 
 def _runs(value: Any) -> Ints:

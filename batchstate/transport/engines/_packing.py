@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchstate._arrays import ranges
+from batchstate._arrays import arange_per_row
 from batchstate.errors import ArgumentError
 from batchstate.transport.regions import Copies, Ints, Memory
 
@@ -97,7 +97,7 @@ def _row_groups(regions: Ints, offsets: Ints, lengths: Ints) -> Iterator[tuple[i
         grain = int(np.gcd(np.gcd.reduce(begins), np.gcd.reduce(sizes)))
         index, counts = begins // grain, sizes // grain
         if counts.max() > 1:
-            index = ranges(index, counts)
+            index = arange_per_row(index, counts)
         start, end = end, end + int(sizes.sum())
         yield int(regions[first]), index, grain, start, end
 
