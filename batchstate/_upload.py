@@ -202,7 +202,7 @@ class BatchDevice:
     def _gathered(self, name: str, rows: DeviceRows) -> ReadyTensor:
         if self._runtime.capturing and rows.as_it_is() is None:
             # The kernels of a captured gather do not run: what it returns must not become the column's device side.
-            self._runtime._refuse_capture(f"gathering column {name!r}")
+            self._runtime.refuse_capture(f"gathering column {name!r}")
         crossed: list[torch.Tensor] = []
         if name in self._needs:
             packed = self._packed_now()

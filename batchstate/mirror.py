@@ -617,7 +617,7 @@ class MirroredTensor:
         if contract in (Contract.UPPER_BOUND, Contract.DEVICE_ONLY) or any(
             value._device.existing is not None for value in values
         ):
-            first.runtime._refuse_capture("a merge")  # its kernel would not run now, and its result would be kept
+            first.runtime.refuse_capture("a merge")  # its kernel would not run now, and its result would be kept
             parts = [value._device.tensor(first.runtime) for value in values]
             device = first.runtime.launch(concatenate, parts, reads=parts, name="cat")
         windows = tuple(dict.fromkeys(window for value in values for window in value._windows))
@@ -784,7 +784,7 @@ class MirroredTensor:
         host = None if self._host is None else shifted(self._host, across(amount, len(self.shape)), what)
         device = self._device_if_needed()
         if device is not None:
-            self.runtime._refuse_capture(f"`{operation}`")  # its kernel would not run now, and its result would be kept
+            self.runtime.refuse_capture(f"`{operation}`")  # its kernel would not run now, and its result would be kept
             delta: torch.Tensor | int = int(amount) if amount.ndim == 0 else self._amounts_on_device(amount)
             device = self.runtime.launch(add, device, delta, reads=(device,), name=operation)
         return self._derived(host, device, self.shape, operation)

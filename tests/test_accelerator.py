@@ -52,7 +52,7 @@ def test_values_cross_streams_in_order_and_alive(runtime: AcceleratorRuntime, mo
             assert value.device.tolist() == [1, 2, 3]
     assert kept == [forward.native.stream_id]
     assert len(forward.native.waited) == 1
-    assert runtime.counters.hand_overs == 1
+    assert runtime.counters.cross_stream_uses == 1
 
 
 def test_columns_cross_streams_together(runtime: AcceleratorRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_columns_cross_streams_together(runtime: AcceleratorRuntime, monkeypatch
         assert extras["positions"].tolist() == extras["positions"].tolist() == [3, 4]
         assert batch.a.device.tolist() == [1, 2]
         assert batch.b.device.tolist() == [0.5, 1.5]
-    assert runtime.counters.hand_overs == 1
+    assert runtime.counters.cross_stream_uses == 1
 
 
 def test_only_calls_named_for_waiting_wait(runtime: AcceleratorRuntime, module: FakeModule) -> None:

@@ -209,7 +209,7 @@ def test_a_download_that_is_taken_out_by_hand_is_found() -> None:
     with RaceRuntime() as rt:
         pending = rt.download([vector(rt)])
         with pytest.raises(Race, match="the host may read before the copy has landed"):
-            rt._host_reads(pending._block, 32)
+            rt.host_accesses(pending._block.tensor, 0, 32, "download: take out", writes=False)
 
 
 # Memory that is freed

@@ -173,7 +173,7 @@ def test_streams_and_fences(rt: Runtime) -> None:
     rt.wait(fence)
     assert rt.counters.stream_waits == 1
     rt.use_on_current_stream(tensor.view(0), forward, tensor.ready)
-    assert (rt.counters.stream_waits, rt.counters.hand_overs) == (2, 1)
+    assert (rt.counters.stream_waits, rt.counters.cross_stream_uses) == (2, 1)
     fence.wait()
     assert fence.query()
     assert DoneFence().query()

@@ -9,7 +9,8 @@ import torch
 from batchstate import checks
 from batchstate.errors import BatchStateError
 from batchstate.runtime import Runtime
-from batchstate.runtime.memory import Download, Staging
+from batchstate.runtime.memory import Staging
+from batchstate.selfcheck.mutants.diffs import Change
 from batchstate.testing.sim import PORTFOLIO, SimRuntime
 
 pytest.importorskip("transformers")
@@ -119,7 +120,8 @@ def _hand_over(patch: pytest.MonkeyPatch) -> None:
 
 def _landing(patch: pytest.MonkeyPatch) -> None:
     """Results are read before they are there."""
-    patch.setattr(Download, "_await_copy", lambda self: None)
+    change = Change("runtime.memory:Download.resolve", (("self.done.wait()", "pass"),))
+    patch.setattr(change.function(), "__code__", change.code())
 
 
 def _staging(patch: pytest.MonkeyPatch) -> None:

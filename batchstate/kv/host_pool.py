@@ -294,7 +294,7 @@ class HostKVPool:
         starts, lengths = (part * self.page_size for part in ranges_of(pages))
         for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
             for buffer in self.buffers:
-                self.runtime.host_writes_rows(buffer, start, start + length)
+                self.runtime.host_accesses(buffer, start, start + length, "host tier: rows change hands", writes=True)
         return HostRanges(self.identity, owner, generation, starts, lengths)
 
     def keep(self, ranges: HostRanges, keeper: object) -> None:

@@ -1,9 +1,4 @@
-"""Device memory whose address stays, and which is written in place again and again while forwards read it.
-
-Tables, and the buffers that a captured graph reads. Whoever writes does so behind every forward that still reads, and
-behind what other streams wrote; whoever reads does so behind the last write. The order is the device's: the host never
-waits.
-"""
+"""The protocol that a device has to speak, and everything that does not depend on the device."""
 
 import abc
 import contextlib
@@ -12,7 +7,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, SupportsIndex, TypeVar, final
+from typing import Any, SupportsIndex, TypeVar
 
 import attrs
 import numpy.typing as npt
@@ -24,34 +19,12 @@ from batchstate.runtime._dtypes import numpy_dtype
 from batchstate.runtime.fences import Fence, Stream
 from batchstate.runtime.memory import Download, MappedMemory, PackedUpload, Staging, StagingBlock, packed_places
 
-# How many steps an engine declares to have under way.
-
-
-def declared_depth(steps_in_flight: SupportsIndex) -> int:
-    """`steps_in_flight` as a positive int.
-
-    Raises:
-        DtypeError, ArgumentError: it is none.
-    """
-    remedy = "declare 1 for a synchronous engine, 2 for one step of overlap"
-    problem = f"steps_in_flight is {steps_in_flight!r}"
-    if isinstance(steps_in_flight, bool):
-        raise DtypeError(problem, value=steps_in_flight, remedy=remedy)
-    try:
-        depth = operator.index(steps_in_flight)
-    except TypeError:
-        raise DtypeError(problem, value=steps_in_flight, remedy=remedy) from None
-    if depth < 1:
-        raise ArgumentError(problem, value=depth, remedy=remedy)
-    return depth
-
-
-# What a runtime counts: the cost of a step in copies and launches, which does not vary with the machine.
-
 
 @attrs.define
 class Counters:
-    """Running totals of one runtime. Subtract two snapshots to get the cost of what lies between.
+    """Running totals of one runtime: what a step costs in copies and launches, which is the same on every machine.
+
+    Subtract two snapshots to get the cost of what lies between.
 
     Attributes:
         host_to_device_copies: uploads; a packed upload of many arrays is one.
@@ -64,7 +37,7 @@ class Counters:
         device_allocations: device tensors allocated through the runtime.
         staging_allocations: staging blocks allocated; does not grow in the steady state.
         stream_waits: times a stream was made to wait for a fence, on the device.
-        hand_overs: times memory was kept alive for another stream.
+        cross_stream_uses: times memory was kept alive for another stream than the one that made it.
     """
 
     host_to_device_copies: int = 0
@@ -77,7 +50,7 @@ class Counters:
     device_allocations: int = 0
     staging_allocations: int = 0
     stream_waits: int = 0
-    hand_overs: int = 0
+    cross_stream_uses: int = 0
 
     def snapshot(self) -> "Counters":
         """A copy that no longer counts."""
@@ -88,8 +61,6 @@ class Counters:
             **{field.name: getattr(self, field.name) - getattr(before, field.name) for field in attrs.fields(Counters)}
         )
 
-
-# The protocol a device has to speak, and everything that does not depend on the device.
 
 T = TypeVar("T")
 _log = logging.getLogger("batchstate")
@@ -111,7 +82,7 @@ class Runtime(abc.ABC):
 
     def __init__(self, device: torch.device, *, steps_in_flight: int = 2) -> None:
         self.device = device
-        self.steps_in_flight = declared_depth(steps_in_flight)
+        self.steps_in_flight = _declared_depth(steps_in_flight)
         self.step = 0
         self.counters = Counters()
         self._thread = threading.get_ident()
@@ -120,7 +91,7 @@ class Runtime(abc.ABC):
         self._versions = 0
         self._persistent: list[weakref.ref[torch.Tensor]] = []
         self._observed: list[torch.Tensor] | None = None
-        self._stood_aside = False
+        self._suspension_logged = False
 
     def __repr__(self) -> str:
         kind, device = type(self).__name__, str(self.device)
@@ -215,12 +186,7 @@ class Runtime(abc.ABC):
             oldest = self._staging.oldest_step()
             if oldest is not None:
                 invariants.staging_overrun(
-                    oldest,
-                    self.step + 1,
-                    self.steps_in_flight,
-                    object=repr(self),
-                    operation="next_step",
-                    step=self.step,
+                    oldest, self.step + 1, self.steps_in_flight, object=self, operation="next_step", step=self.step
                 )
         self.step += 1
         return self.step
@@ -234,7 +200,7 @@ class Runtime(abc.ABC):
 
     def device_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised device memory that lives as long as its users."""
-        self._refuse_capture("allocating device memory")
+        self.refuse_capture("allocating device memory")
         return self._allocated(self._device_memory(shape, dtype))
 
     def _allocated(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -252,11 +218,11 @@ class Runtime(abc.ABC):
             name: for reports of test tools.
         """
         self.check_owner("device_zeros")
-        # Written in place for years, a table must not be an inference tensor, which only inference mode may write.
+        # A table is written in place for as long as it lives; only inference mode may write an inference tensor.
         with torch.inference_mode(False):
             tensor = self.device_empty(shape, dtype).zero_()
         if name:
-            self._named(tensor, name)
+            self.name_memory(tensor, name)
         self._persistent = [reference for reference in self._persistent if reference() is not None]
         self._persistent.append(weakref.ref(tensor))
         return tensor
@@ -270,12 +236,12 @@ class Runtime(abc.ABC):
             name: for reports of test tools.
         """
         self.check_owner("mapped_zeros")
-        self._refuse_capture("allocating host memory")
+        self.refuse_capture("allocating host memory")
         with torch.inference_mode(False):
             mapped = self._mapped(shape, dtype)
         mapped.bytes[...] = 0  # by the host: nothing is enqueued, and no stream has to be waited for
         if name:
-            self._named(mapped.device, name)
+            self.name_memory(mapped.device, name)
         return mapped
 
     def _mapped(self, shape: tuple[int, ...], dtype: torch.dtype) -> MappedMemory:
@@ -297,24 +263,24 @@ class Runtime(abc.ABC):
 
         Args:
             arrays: any number of arrays of shared dtypes.
-            into: device memory uint8[nbytes] that is written, for addresses that stay; by default new memory. Whoever
-                gives it sees to it that nobody reads it any more.
+            into: device memory uint8[nbytes] that is written, for addresses that stay; by default new memory. The
+                caller sees to it that no earlier forward still reads it.
 
         Raises:
             CaptureError: the current stream is being captured; staging memory would be baked into the graph.
-            DtypeError: an array of something else than numbers.
+            DtypeError: an array of anything but numbers.
             ShapeError: `into` is too small.
         """
         self.check_owner("upload")
         if self.capturing:
-            self._refuse_capture("an upload")
+            self.refuse_capture("an upload")
         places, nbytes = packed_places(arrays)
         if into is not None and into.numel() < nbytes:
             raise ShapeError(f"upload of {nbytes} bytes into {into.numel()}", value=nbytes, remedy="pass more memory")
         stream = self.current_stream
         block = self._staging.take(nbytes)
         try:
-            self._host_writes(block, nbytes)
+            self.host_accesses(block.tensor, 0, nbytes, "staging: fill", writes=True)
             for array, place in zip(arrays, places, strict=True):
                 block.write(array, place[0])
             buffer = self._copied_to_device(block, nbytes, into)
@@ -345,7 +311,7 @@ class Runtime(abc.ABC):
             DtypeError: a dtype that numpy lacks.
         """
         self.check_owner("download")
-        self._refuse_capture("a download")
+        self.refuse_capture("a download")
         kinds = [(numpy_dtype(tensor.dtype), tuple(tensor.shape)) for tensor in tensors]
         parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
         packed = parts[0] if len(parts) == 1 else None
@@ -361,28 +327,26 @@ class Runtime(abc.ABC):
             self._landing.give_up(block)
             raise
         self.counters.device_to_host_copies += 1
-        return Download(
-            self._landing, block, done, self.step, stream.key, kinds, name, self._refuse_capture, self._host_reads
-        )
+        return Download(self, self._landing, block, done, stream, kinds, name)
 
     def read_back(self, tensor: torch.Tensor) -> Array:
         """Brings a device tensor to the host. Waits for the device: counted as a forced sync."""
         self.check_owner("read_back")
-        self._refuse_capture("a read-back")
+        self.refuse_capture("a read-back")
         self.counters.forced_syncs += 1
         self.counters.device_to_host_copies += 1
         return self._read_back(tensor)
 
     def inspect(self, tensor: torch.Tensor) -> Array:
         """What `read_back` does, for checks: counted in `check_reads` and nowhere else."""
-        self._refuse_capture("a check's read-back")
+        self.refuse_capture("a check's read-back")
         self.counters.check_reads += 1
         return self._read_back(tensor)
 
     def synchronize(self) -> None:
         """Waits until the device has run everything: counted as a forced sync."""
         self.check_owner("synchronize")
-        self._refuse_capture("synchronize")
+        self.refuse_capture("synchronize")
         self.counters.forced_syncs += 1
         self._wait_for_device()
 
@@ -403,7 +367,7 @@ class Runtime(abc.ABC):
         Args:
             operation: called with `args` and `kwargs`; enqueues kernels (or replays one graph).
             *args: for `operation`.
-            reads: device tensors that it reads, for tools that watch for races.
+            reads: device tensors that it reads, for the race detector.
             writes: device tensors that it writes in place.
             name: for reports.
             operations: how many kernels it enqueues.
@@ -452,7 +416,7 @@ class Runtime(abc.ABC):
             return tensor
         if not self.capturing:
             self.wait(ready or self.record(made_on), stream=current)
-            self.counters.hand_overs += 1
+            self.counters.cross_stream_uses += 1
             self._keep_alive(tensor, current)
             if synchronised is not None:
                 synchronised.add(current.key)
@@ -466,32 +430,39 @@ class Runtime(abc.ABC):
 
     def checks_suspended(self) -> bool:
         """Whether checks that would touch the device must not run now, because the stream is captured. Logs it once."""
-        aside = self.capturing
-        if aside and not self._stood_aside:
-            self._stood_aside = True
-            _log.warning("%r: checks that read the device stand aside while a graph is captured", self)
-        return aside
+        suspended = self.capturing
+        if suspended and not self._suspension_logged:
+            self._suspension_logged = True
+            _log.warning("%r: checks that read the device are suspended while a graph is captured", self)
+        return suspended
 
-    def _refuse_capture(self, what: str) -> None:
+    def refuse_capture(self, what: str) -> None:
+        """Refuses what must not happen while the current stream is captured.
+
+        Raises:
+            CaptureError: it is.
+        """
         if self.capturing:
             raise CaptureError(
                 f"{what} is not possible while the stream is captured",
                 remedy="prepare inputs before the capture, into buffers with fixed addresses",
             )
 
-    # For test tools
+    # For test tools. The first two are hooks: a tool overrides them, and here they do nothing.
 
-    def _named(self, tensor: torch.Tensor, name: str) -> None:  # noqa: B027 - nothing to do but for tools
-        """What reports call the memory of a tensor."""
+    def name_memory(self, tensor: torch.Tensor, name: str) -> None:  # noqa: B027
+        """Says what reports call the memory of a tensor."""
 
-    def _host_writes(self, block: StagingBlock, nbytes: int) -> None:  # noqa: B027 - nothing to do but for tools
-        """The host is about to fill the first bytes of a block that a copy to the device will read."""
+    def host_accesses(self, memory: torch.Tensor, start: int, stop: int, name: str, *, writes: bool) -> None:  # noqa: B027
+        """Says that the host, or a peer, is about to read or write pinned memory that the device uses too.
 
-    def _host_reads(self, block: StagingBlock, nbytes: int) -> None:  # noqa: B027
-        """The host is about to read the first bytes of a block that a copy from the device has filled."""
-
-    def host_writes_rows(self, tensor: torch.Tensor, start: int, stop: int) -> None:  # noqa: B027
-        """From here on rows `start` to `stop` of mapped memory may be written by the host, or by a peer."""
+        Args:
+            memory: staging memory, where a download landed, or mapped memory.
+            start: first row.
+            stop: behind the last row.
+            name: of the access, for reports.
+            writes: whether it writes.
+        """
 
     @contextlib.contextmanager
     def observe(self) -> Iterator[list[torch.Tensor]]:
@@ -509,66 +480,29 @@ class Runtime(abc.ABC):
 
 
 def check_runtime(runtime: object, what: str) -> None:
-    """Refuses what is no runtime.
+    """Refuses anything but a runtime.
 
     Raises:
         ArgumentError: `runtime` is something else.
     """
     if not isinstance(runtime, Runtime):
         raise ArgumentError(
-            f"{what}: {type(runtime).__name__} is no runtime", value=runtime, remedy="pass what `open_runtime` returns"
+            f"{what}: expected a runtime, got {type(runtime).__name__}",
+            value=runtime,
+            remedy="pass what `open_runtime` returns",
         )
 
 
-@final
-class FixedMemory:
-    """One piece of device memory with the order of those who use it.
-
-    Attributes:
-        runtime: the device.
-        memory: itself. Without `ordered` it is in no order with anybody.
-    """
-
-    def __init__(self, runtime: Runtime, memory: torch.Tensor) -> None:
-        self.runtime = runtime
-        self.memory = memory
-        self._last_writer: Stream = runtime.current_stream
-        self._written: Fence | None = None  # behind the last write; without it, all that its stream holds is waited for
-        self._synchronised: set[object] = set()
-        self._readers: list[tuple[Fence, set[Stream]]] = []
-
-    def __repr__(self) -> str:
-        return f"FixedMemory({self.memory.dtype}{list(self.memory.shape)}, {len(self._readers)} readers)"
-
-    def ordered(self) -> torch.Tensor:
-        """The memory, for the current stream, which waits for what another stream wrote last."""
-        return self.runtime.use_on_current_stream(
-            self.memory, self._last_writer, self._written, synchronised=self._synchronised
-        )
-
-    def read_until(self, fence: Fence) -> None:
-        """A launched forward reads until `fence`: each stream that writes next waits for it."""
-        self._forget_finished_readers()
-        self._readers.append((fence, set()))
-
-    def await_readers(self) -> None:
-        """Orders what the current stream does next behind forwards that read, and behind writes from other streams."""
-        if self.runtime.capturing:
-            return  # a captured stream may not wait for what lies outside its graph; who replays it sees to the order
-        self._forget_finished_readers()
-        current = self.runtime.current_stream
-        for fence, waited in self._readers:
-            if current not in waited:
-                self.runtime.wait(fence, stream=current)
-                waited.add(current)
-        self.ordered()
-        self._last_writer = current
-
-    def note_write(self) -> None:
-        """The next reader on another stream waits for this write, and for nothing behind it."""
-        self._written = None if self.runtime.capturing else self.runtime.record()
-        self._synchronised = set()
-
-    def _forget_finished_readers(self) -> None:
-        if self._readers and not self.runtime.capturing:
-            self._readers = [reader for reader in self._readers if not reader[0].query()]
+def _declared_depth(steps_in_flight: SupportsIndex) -> int:
+    """`steps_in_flight` as a positive int."""
+    remedy = "declare 1 for a synchronous engine, 2 for one step of overlap"
+    problem = f"steps_in_flight is {steps_in_flight!r}"
+    if isinstance(steps_in_flight, bool):
+        raise DtypeError(problem, value=steps_in_flight, remedy=remedy)
+    try:
+        depth = operator.index(steps_in_flight)
+    except TypeError:
+        raise DtypeError(problem, value=steps_in_flight, remedy=remedy) from None
+    if depth < 1:
+        raise ArgumentError(problem, value=depth, remedy=remedy)
+    return depth

@@ -9,7 +9,7 @@ from batchstate.errors import ArgumentError
 
 @runtime_checkable
 class Fence(Protocol):
-    """A point in a stream. The device waits for it through `Stream.wait`; the host asks or waits here."""
+    """A point in a stream. The device waits for it through `Runtime.wait`; the host asks or waits here."""
 
     def query(self) -> bool:
         """Whether everything before this point has run. Never waits."""
@@ -22,7 +22,7 @@ class Fence(Protocol):
 
 @attrs.frozen
 class DoneFence:
-    """A fence that is complete: what a device records that runs everything at once."""
+    """A complete fence: a device that runs everything at once records it."""
 
     def query(self) -> bool:
         """True."""
@@ -54,24 +54,23 @@ class Stream:
 
 
 def foreign_fence(fence: object) -> ArgumentError:
-    """The error of a runtime that is to wait for a fence of another, of which it does not know when it happens."""
+    """The error for a fence that another runtime recorded: this one cannot know when it completes."""
     return ArgumentError(
         f"{fence!r} was not recorded by this runtime", value=fence, remedy="record fences with `Runtime.record`"
     )
 
 
 def check_fence(fence: Any, operation: str, *, needed: bool = False) -> None:
-    """Refuses what is no fence.
+    """Refuses anything but a fence, or None unless a fence is `needed`.
 
     Raises:
-        ArgumentError: `fence` is not something to be asked with `query()`; a class of fences is no fence, and None is
-            one unless it is `needed`.
+        ArgumentError: `fence` has no method `query()`, or is a class.
     """
     if fence is None and not needed:
         return
     if isinstance(fence, type) or not callable(getattr(fence, "query", None)):
         raise ArgumentError(
-            f"{operation}: after={fence!r} is no fence",
+            f"{operation}: expected a fence as `after`, got {fence!r}",
             value=fence,
             remedy="pass what `Runtime.record()` returns",
         )

@@ -1,11 +1,16 @@
-"""Host memory that kernels of the device can address: what a host tier is made of."""
+"""The memory that crosses between host and device, and the memory that stays: who may write it, and when.
+
+Host memory that a copy reads or fills is pinned and lent: it comes back when the fence behind the copy is complete
+(`Staging`), and for a copy to the host when its values were taken out (`Download`). Device memory is new for each
+upload (`PackedUpload`), or stays and is ordered (`FixedMemory`). `MappedMemory` is host memory that kernels address.
+"""
 
 import ctypes
 import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import attrs
 import numpy as np
@@ -17,13 +22,10 @@ from batchstate.errors import DeviceError
 from batchstate.runtime._dtypes import torch_dtype
 from batchstate.runtime.fences import Fence, Stream
 
-# Pinned host memory that uploads are staged in, reused only after the copy that read it has run.
-#
-# The host writes a block once, the copy reads it when the device gets there, and a fence recorded behind the copy
-# says when that was. A block goes back to the pool only when its fence is complete, and only its fence decides: not
-# the number of calls, not a ring index. So a source can never be refilled in flight, however deep the engine runs;
-# the depth it declares (`steps_in_flight`) sets how many blocks are made in advance, and an engine that runs deeper
-# is reported.
+if TYPE_CHECKING:
+    from batchstate.runtime.base import Runtime
+
+Array = npt.NDArray[Any]
 
 SMALLEST_BLOCK = 1 << 14
 """Bytes of the smallest block. Batch state of a few hundred requests fits."""
@@ -35,7 +37,7 @@ class StagingBlock:
     """One piece of pinned memory: `tensor` uint8[nbytes] and `bytes`, the same memory as an array.
 
     Attributes:
-        lending: number of the present lending, 0 while it is free. A copy from the device checks that its is still it.
+        lending: number of the present lending, 0 while it is free. A download checks that it still has the block.
     """
 
     tensor: torch.Tensor
@@ -60,18 +62,23 @@ class StagingBlock:
             return
         if not array.flags.c_contiguous:
             array = np.ascontiguousarray(array)
-        # Half as long as an assignment to a typed view of the block, which numpy makes three objects for.
+        # Takes half as long as an assignment to a typed view of the block, for which numpy makes three objects.
         self._memory[start : start + array.nbytes] = array.data.cast("B")
 
 
 @final
 @attrs.define(eq=False)
 class Staging:
-    """Blocks by size, free or in flight.
+    """Pinned blocks by size, free or in flight.
+
+    The host fills a block once, the copy reads it when the device gets there, and the fence behind the copy says when
+    that was. Only this fence gives the block back: not the number of calls, not an index into a ring. So no source is
+    refilled in flight, however deep the engine runs. `depth` sets how many blocks are made in advance, and
+    STAGING_OVERRUN reports an engine that runs deeper than it declared.
 
     Attributes:
         allocate: makes uint8[nbytes] of host memory, pinned where that means something.
-        depth: blocks made at once for a size that is asked for the first time.
+        depth: blocks made at once for a size that is needed for the first time.
     """
 
     allocate: Callable[[int], torch.Tensor]
@@ -123,8 +130,6 @@ class Staging:
         return StagingBlock(tensor, array)
 
 
-# Several host arrays that crossed to the device in one copy.
-
 ALIGNMENT = 16
 """Bytes at which each array starts: the widest load that a kernel makes."""
 
@@ -137,7 +142,7 @@ def packed_places(arrays: Sequence[npt.NDArray[Any]]) -> tuple[list[Place], int]
     """Where each array lies in the packed buffer, and the buffer's size in bytes.
 
     Raises:
-        DtypeError: an array of something else than numbers.
+        DtypeError: an array of anything but numbers.
     """
     places: list[Place] = []
     size = 0
@@ -151,7 +156,7 @@ def packed_places(arrays: Sequence[npt.NDArray[Any]]) -> tuple[list[Place], int]
 
 
 def view_at(buffer: torch.Tensor, place: Place) -> torch.Tensor:
-    """What lies at `place` of uint8[nbytes]. A write into it in place counts as one into the buffer."""
+    """The array at `place` of uint8[nbytes]. A write into it in place counts as one into the buffer."""
     start, dtype, shape = place
     return _strided(buffer.view(torch_dtype(dtype)), start // dtype.itemsize, shape)
 
@@ -168,13 +173,13 @@ def _strided(typed: torch.Tensor, first: int, shape: tuple[int, ...]) -> torch.T
 @final
 @attrs.define(eq=False, repr=False)
 class PackedUpload:
-    """The device side of several arrays in one allocation; views are made when they are asked for.
+    """The device side of several host arrays, uploaded in one copy; a view of each is made at its first use.
 
     Attributes:
         buffer: uint8[nbytes] on the device.
         stream: the stream that ran the copy.
         ready: the fence behind the copy.
-        synchronised: keys of the streams that the buffer was handed to (see `Runtime.use_on_current_stream`).
+        synchronised: keys of the streams that may use the buffer (see `Runtime.use_on_current_stream`).
     """
 
     buffer: torch.Tensor
@@ -192,7 +197,7 @@ class PackedUpload:
         """The device side of array `index`, with its dtype and shape."""
         view = self._views.get(index)
         if view is None:
-            # `.data` counts writes in place of its own: a write into one array is none into its neighbours.
+            # `.data` has a version counter of its own: a write into one array is not one into its neighbours.
             view = self._views[index] = self.shared(index).data
         return view
 
@@ -218,17 +223,12 @@ class PackedUpload:
         return typed
 
 
-# Device values on their way to the host: a copy that was started, and the values once it has run.
-
-Array = npt.NDArray[Any]
-
-
 @final
 class Download:
-    """Several device tensors in one copy to the host. Made by `Runtime.download`.
+    """Several device tensors on their way to the host in one copy. Made by `Runtime.download`.
 
-    The copy lands in pinned memory that is lent to it until its values are taken out; a download that nobody takes
-    gives the memory back when its copy has run.
+    The copy lands in pinned memory that is lent to it until its values are taken out. A download that is dropped gives
+    the memory back when its copy has run.
 
     Attributes:
         done: the fence behind the copy.
@@ -237,27 +237,24 @@ class Download:
 
     def __init__(
         self,
-        staging: Staging,
+        runtime: "Runtime",
+        landing: Staging,
         block: StagingBlock,
         done: Fence,
-        step: int,
-        stream: object,
+        stream: Stream,
         kinds: Sequence[tuple[np.dtype[Any], tuple[int, ...]]],
         name: str,
-        refuse_capture: Callable[[str], None],
-        host_reads: Callable[[StagingBlock, int], None],
     ) -> None:
         self.done = done
-        self._refuse_capture = refuse_capture
-        self._host_reads = host_reads
         self.name = name
-        self._staging = staging
+        self._runtime = runtime
+        self._landing = landing
         self._block = block
         self._lending = block.lending
-        self._step = step
+        self._step = runtime.step
         self._kinds = kinds
         self._arrays: list[Array] | None = None
-        self._abandoned = weakref.finalize(self, staging.release, block, done, step, stream)
+        self._abandoned = weakref.finalize(self, landing.release, block, done, self._step, stream.key)
         self._abandoned.atexit = False  # at the end of the process the memory goes anyway
 
     def __repr__(self) -> str:
@@ -275,37 +272,91 @@ class Download:
             Violation: STAGING_REUSED, at `cheap`: the memory was given to another copy meanwhile.
         """
         if self._arrays is None:
-            self._refuse_capture(f"{self.name}: resolve")
-            self._await_copy()
-            self._abandoned.detach()  # from here on it is given back below, or was given to another, who keeps it
+            self._runtime.refuse_capture(f"{self.name}: resolve")
+            if not self.done.query():
+                self.done.wait()
+            self._abandoned.detach()  # from here on the block is given back below, or is already another's
             if levels.cheap:
                 invariants.staging_reused(
                     self._lending, self._block.lending, object=self, operation="resolve", step=self._step
                 )
             sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in self._kinds]
-            self._host_reads(self._block, sum(sizes))
+            self._runtime.host_accesses(self._block.tensor, 0, sum(sizes), "download: take out", writes=False)
             arrays, start = [], 0
             for (dtype, shape), nbytes in zip(self._kinds, sizes, strict=True):
                 # Copied as bytes: in the block a number may stand where it is not aligned.
                 arrays.append(self._block.bytes[start : start + nbytes].copy().view(dtype).reshape(shape))
                 start += nbytes
             self._arrays = arrays
-            self._staging.give_up(self._block)
+            self._landing.give_up(self._block)
         return self._arrays
 
-    def _await_copy(self) -> None:
-        if not self.done.query():
-            self.done.wait()
+
+@final
+class FixedMemory:
+    """Device memory whose address stays, written in place again and again while forwards read it.
+
+    Tables, and the buffers that a captured graph reads. A write comes behind every forward that still reads, and behind
+    what other streams wrote; a read comes behind the last write. The order is the device's: the host never waits.
+
+    Attributes:
+        runtime: the device.
+        memory: itself, in no order with any other use. `ordered` gives it for the current stream.
+    """
+
+    def __init__(self, runtime: "Runtime", memory: torch.Tensor) -> None:
+        self.runtime = runtime
+        self.memory = memory
+        self._last_writer: Stream = runtime.current_stream
+        self._written: Fence | None = None  # behind the last write; without it, all that its stream holds is waited for
+        self._synchronised: set[object] = set()
+        self._readers: list[tuple[Fence, set[Stream]]] = []
+
+    def __repr__(self) -> str:
+        return f"FixedMemory({self.memory.dtype}{list(self.memory.shape)}, {len(self._readers)} readers)"
+
+    def ordered(self) -> torch.Tensor:
+        """The memory, for the current stream, which waits for what another stream wrote last."""
+        return self.runtime.use_on_current_stream(
+            self.memory, self._last_writer, self._written, synchronised=self._synchronised
+        )
+
+    def read_until(self, fence: Fence) -> None:
+        """A launched forward reads until `fence`: each stream that writes next waits for it."""
+        self._forget_finished_readers()
+        self._readers.append((fence, set()))
+
+    def await_readers(self) -> None:
+        """Orders what the current stream does next behind forwards that read, and behind writes from other streams."""
+        if self.runtime.capturing:
+            return  # a captured stream may not wait for what lies outside its graph: its replay is ordered instead
+        self._forget_finished_readers()
+        current = self.runtime.current_stream
+        for fence, waited in self._readers:
+            if current not in waited:
+                self.runtime.wait(fence, stream=current)
+                waited.add(current)
+        self.ordered()
+        self._last_writer = current
+
+    def note_write(self) -> None:
+        """The next reader on another stream waits for this write, and for nothing behind it."""
+        self._written = None if self.runtime.capturing else self.runtime.record()
+        self._synchronised = set()
+
+    def _forget_finished_readers(self) -> None:
+        if self._readers and not self.runtime.capturing:
+            self._readers = [reader for reader in self._readers if not reader[0].query()]
 
 
 @final
 @attrs.frozen(eq=False)
 class MappedMemory:
-    """Pinned host memory, seen from both sides. Both tensors are the SAME memory: this is no pair of twins.
+    """Pinned host memory that kernels can address. Both tensors are the SAME memory, not two sides of a mirror.
 
     Attributes:
         host: the host's tensor; it keeps the memory alive.
-        device: what kernels index: reads and writes cross the bus.
+        device: what kernels index: their reads and writes cross the bus.
     """
 
     host: torch.Tensor
@@ -330,7 +381,7 @@ class _Addressable:
     """Memory as `__cuda_array_interface__` describes it (version 3 of that protocol, by Numba)."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor  # kept alive by whoever made a tensor of this
+        self._tensor = tensor  # kept alive by the tensor made of this
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (tensor.numel() * tensor.element_size(),),
             "typestr": "|u1",

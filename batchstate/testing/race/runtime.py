@@ -264,18 +264,26 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         self.counters.check_reads += 1
         return values
 
-    def host_writes_rows(self, tensor: torch.Tensor, start: int, stop: int) -> None:
-        """See `Runtime.host_writes_rows`: whatever a stream still does with the rows is a race."""
+    # Hooks of the library
+
+    def name_memory(self, tensor: torch.Tensor, name: str) -> None:
+        """See `Runtime.name_memory`."""
+        known = self._tracer.allocations.of(tensor)
+        if known is not None:
+            known.name.label = name
+
+    def host_accesses(self, memory: torch.Tensor, start: int, stop: int, name: str, *, writes: bool) -> None:
+        """See `Runtime.host_accesses`: a race with whatever a stream still does with the rows."""
         with untraced():
-            rows = tensor[start:stop]
-        self._tracer.host_accesses(rows, "host tier: rows change hands", writes=True)
+            rows = memory[start:stop]
+        self._tracer.host_accesses(rows, name, writes=writes)
 
     # What a device implements
 
     def _pinned(self, nbytes: int) -> torch.Tensor:
         with untraced():
             tensor = self._tracer.keep(self._inner._pinned(nbytes), MemoryKind.PINNED)
-        self._named(tensor, "staging")
+        self.name_memory(tensor, "staging")
         return tensor
 
     def _device_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -317,17 +325,6 @@ class RaceRuntime(TracedRuntime[StreamClock]):
                 values = target.clone()
         self._tracer.copied_to_host(source, target, values)
 
-    def _named(self, tensor: torch.Tensor, name: str) -> None:
-        known = self._tracer.allocations.of(tensor)
-        if known is not None:
-            known.name.label = name
-
-    def _host_writes(self, block: StagingBlock, nbytes: int) -> None:
-        self._tracer.host_accesses(block.tensor[:nbytes], "staging: fill", writes=True)
-
-    def _host_reads(self, block: StagingBlock, nbytes: int) -> None:
-        self._tracer.host_accesses(block.tensor[:nbytes], "download: take out", writes=False)
-
     def _read_back(self, source: torch.Tensor) -> Array:
         self._tracer.declared("read back", [source], [])
         self._tracer.host_waits(self._known_current().seen)
@@ -343,7 +340,7 @@ class RaceRuntime(TracedRuntime[StreamClock]):
     def record(self, stream: Stream | None = None) -> Fence:
         """A fence behind everything enqueued on a stream so far."""
         self.check_owner("record")
-        self._refuse_capture("recording a fence")
+        self.refuse_capture("recording a fence")
         clock = self._known_stream(stream or self.current_stream)
         self._fences += 1
         entry = self._detector.event(clock, EventKind.FENCE, f"fence {self._fences}")

@@ -151,7 +151,7 @@ class TracedRuntime(Runtime, Generic[S]):
             tensor = torch.zeros(shape, dtype=dtype, pin_memory=self.device.type != "cpu")
             self._tracer.keep(tensor, MemoryKind.PINNED)
         if name:
-            self._named(tensor, name)
+            self.name_memory(tensor, name)
         return tensor
 
     # What a device implements
