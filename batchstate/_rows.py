@@ -369,6 +369,15 @@ class RowState:
     def __repr__(self) -> str:
         return f"RowState({self.host!r}, {len(self.device)} device columns, {len(self.objects)} object columns)"
 
+    def have(self, num_rows: int, num_reqs: int) -> bool:
+        """Whether each part of each column has as many rows as the batch, and objects for each request."""
+        if not self.host.have(num_rows):
+            return False
+        for rows in self.device.values():
+            if len(rows.rows) != num_rows:
+                return False
+        return not self.objects or {len(objects) for objects in self.objects.values()} == {num_reqs}
+
     def taken(self, index: Rows) -> "RowState":
         """The rows at checked indices int64[k]."""
         return RowState(

@@ -48,9 +48,6 @@ Windows = Mapping[str, tuple[StaleWindow, ...]]
 NO_WINDOWS: Windows = MappingProxyType({})
 
 _ROW_COUNT = Code.ROW_COUNT
-_ESCAPED, _ALLOCATED, _SHARED = Code.SENTINEL_ESCAPED, Code.SLOT_ZERO_ALLOCATED, Code.SLOT_SHARED
-_FEW, _DENSE = 1024, 32
-"""Up to so many slots, and so many for each row, a count for each that there may be costs less than a sort."""
 
 
 class BatchType(type):
@@ -646,12 +643,7 @@ class Batch(metaclass=BatchType):
 
     def _check_rows(self, operation: str) -> None:
         state = self._state
-        agree = state.host.have(self.num_rows)  # the test of ROW_COUNT, without its report: the law names the column
-        for rows in state.device.values():
-            agree = agree and len(rows) == self.num_rows
-        for objects in state.objects.values():
-            agree = agree and len(objects) == self.num_reqs
-        if agree:
+        if state.have(self.num_rows, self.num_reqs):
             invariants.times_checked[_ROW_COUNT] += 1
             return
         where = self._where(operation)
@@ -664,21 +656,14 @@ class Batch(metaclass=BatchType):
     def _check_slots(self, operation: str) -> None:
         if self._slot_column is None:
             return
-        place = self._layout.places[self._slot_column]
-        slots: Array = self._state.host.groups[place.array][place.member]  # int64, as it lies in its group
+        slots = self._state.host.column(self._slot_column)
         if self.num_reqs != self.num_rows:
             slots = slots[: self.num_reqs]
-        if _positive_and_distinct(slots):
-            times_checked = invariants.times_checked
-            times_checked[_ESCAPED] += 1
-            times_checked[_ALLOCATED] += 1
-            times_checked[_SHARED] += 1
-            return
-        where = self._where(operation, self._slot_column)
-        if slots.min(initial=1) < 1:  # one look decides that neither of the two is broken
+        if not invariants.live_slots_hold(slots):
+            where = self._where(operation, self._slot_column)
             invariants.sentinel_escaped(slots, **where)
             invariants.slot_zero_allocated(slots, **where)
-        invariants.slot_shared(slots, **where)
+            invariants.slot_shared(slots, **where)
 
     def _check_tail(self, operation: str) -> None:
         if self.num_rows == self.num_reqs:
@@ -741,18 +726,3 @@ class Batch(metaclass=BatchType):
         if column is not None:
             where["column"] = column
         return where
-
-
-def _positive_and_distinct(slots: Array) -> bool:
-    """The tests of three laws without their reports: no slot is negative, none is 0, none stands twice."""
-    if not slots.size:
-        return True
-    if slots.item(slots.argmax()) > _DENSE * slots.size + _FEW:
-        in_order = slots.copy()
-        in_order.sort()
-        return bool(in_order[0] > 0) and not np.count_nonzero(in_order[1:] == in_order[:-1])
-    try:
-        uses = np.bincount(slots)
-    except ValueError:  # a negative one
-        return False
-    return uses.item(0) == 0 and uses.item(uses.argmax()) == 1

@@ -752,3 +752,17 @@ def test_a_watched_value_is_in_no_cycle(abcd: Decode) -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("far", [0, 10**6])
+@pytest.mark.parametrize("numbers", [[], [1], [2, 1], [0], [1, 0], [-1, 1], [3, 3], [1, 2, 3, 2], [-5, -5]])
+def test_one_look_at_live_slots_answers_for_three_invariants(numbers: list[int], far: int) -> None:
+    """What a batch asks in each step is what the three invariants say, for slots close together and far apart."""
+    slots = np.array([*numbers, far + 9] if far else numbers, dtype=np.int64)
+    three = (invariants.sentinel_escaped, invariants.slot_zero_allocated, invariants.slot_shared)
+    before = dict(invariants.times_checked)
+    hold = invariants.live_slots_hold(slots)
+    assert {code for code, times in invariants.times_checked.items() if times > before[code]} == (
+        {one.code for one in three} if hold else set()
+    )
+    assert hold == (not any(one.question(slots) for one in three))
