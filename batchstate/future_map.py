@@ -512,7 +512,7 @@ class FutureMap:
         if len(plan.relayed):
             self._check_fields(read, operation, DEVICE)
             self._entries.check_read(plan.relayed, read, DEVICE, self._entries.by(operation), operation)
-        inputs = ForwardInputs.made(plan, uploaded, sources)
+        inputs = ForwardInputs.resolve(plan, uploaded, sources)
         if lengths is not None and not plan.bounded:
             self._take_known_lengths(plan, lengths)
         return inputs

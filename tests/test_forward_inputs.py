@@ -571,7 +571,7 @@ def test_wrong_objects_change_nothing(rt: Runtime, device: str, world: World) ->
         ),
         (
             ArgumentError,
-            "kv_lens, last_token_indices, positions, query_start_loc of ForwardPlan.* did not cross",
+            "kv_lens, last_token_indices, positions, query_start_loc of ForwardPlan.* were not uploaded",
             lambda: world.relay.resolve_forward_inputs(plan, bare, ids="last_token"),
         ),
         (
@@ -758,7 +758,7 @@ def test_extras_of_another_plan_are_refused(rt: Runtime, world: World) -> None:
     batch = Running.build(rt, slots=slots, seq_lens=[5, 6])
     plan, other = ForwardPlan.of(batch.slots, batch.seq_lens), ForwardPlan.of(batch.slots, batch.seq_lens)
     theirs, mine = batch.upload(extras=other.extras), batch.upload(extras={**plan.extras, "temperature": [0.5, 1.0]})
-    with pytest.raises(ArgumentError, match="did not cross with this upload"):
+    with pytest.raises(ArgumentError, match="were not uploaded with this batch"):
         world.relay.resolve_forward_inputs(plan, theirs, ids="last_token")
     inputs = world.relay.resolve_forward_inputs(plan, mine, ids="last_token")
     assert values(rt, inputs.input_ids) == (10 * slots.np).tolist()

@@ -1,8 +1,8 @@
 """`ForwardInputs`: the device tensors that one forward takes, as its own view of the batch.
 
-What the host planned crossed in the step's copy. At forward entry, on the forward's stream, the relay adds what only
-the last forward knew: ids, and true lengths where the host has bounds. The view belongs to the forward, which may
-change it; the batch, whose two sides stay what they are, never hears of it.
+What the host planned was uploaded in the step's copy. At forward entry, on the forward's stream, the relay adds what
+only the last forward knew: ids, and true lengths where the host has bounds. The view belongs to the forward, which may
+change it; the two sides of the batch stay what they are.
 """
 
 from collections.abc import Callable
@@ -49,7 +49,7 @@ class Sources:
         missing = sorted(name for name, array in plan.extras.items() if uploaded.arrays.get(name) is not array)
         if missing:
             raise ArgumentError(
-                f"{what}: {', '.join(missing)} of {plan!r} did not cross with this upload",
+                f"{what}: {', '.join(missing)} of {plan!r} were not uploaded with this batch",
                 value=missing,
                 remedy="pass what `batch.upload(extras=plan.extras)` returned for this plan",
             )
@@ -67,30 +67,24 @@ class Sources:
                 remedy="name the field that was published with the true ones: lengths=...",
             )
         plan.check_pages()
-        if self.req_to_token is not None:
-            _check_table(self.req_to_token, plan, what)
+        table, width = self.req_to_token, plan.max_kv_len
+        if table is not None and (
+            table.dtype.is_floating_point
+            or len(table.shape) != 2
+            or table.shape[1] < width
+            or table.holds not in (None, "location")
+        ):
+            raise ArgumentError(
+                f"{what}: {table!r} for requests of up to {width} tokens",
+                value=table,
+                remedy="pass the table of locations by slot and position, as wide as a request may be long",
+            )
         if plan.bounded and "slot_mapping" in plan.extras and self.req_to_token is None:
             raise ArgumentError(
                 f"{what}: the slot mapping of bounded lengths needs a token table",
                 value=None,
                 remedy="pass req_to_token=, from which the device looks up where the KV really goes",
             )
-
-
-def _check_table(table: Table, plan: ForwardPlan, what: str) -> None:
-    """Refuses a table in which the places of the plan's tokens cannot be looked up."""
-    rows = table.shape
-    if (
-        table.dtype.is_floating_point
-        or len(rows) != 2
-        or rows[1] < plan.max_kv_len
-        or table.holds not in (None, "location")
-    ):
-        raise ArgumentError(
-            f"{what}: {table!r} for requests of up to {plan.max_kv_len} tokens",
-            value=table,
-            remedy="pass the table of tokens by slot and position, as wide as a request may be long",
-        )
 
 
 @final
@@ -131,26 +125,24 @@ class ForwardInputs:
         return f"ForwardInputs({self.plan!r})"
 
     @classmethod
-    def made(cls, plan: ForwardPlan, uploaded: Extras, sources: Sources) -> "ForwardInputs":
+    def resolve(cls, plan: ForwardPlan, uploaded: Extras, sources: Sources) -> "ForwardInputs":
         """For the library: the inputs of a checked plan, on the current stream."""
         plan.use()
-        runtime = sources.runtime
-        slots = _of_the_batch(plan.slots, uploaded)
-        relayed = slots if plan.direct else _on_device(plan.relayed, uploaded, "relay_slots")
-        ids = _ids(plan, uploaded, relayed, sources)
+        runtime, slots, relayed, sampled = sources.runtime, plan.slots, plan.relayed, plan.sampled_slots
+        if uploaded.slots is not None and np.array_equal(uploaded.slots[0], slots.np):
+            slots = _with_device(slots, uploaded.slots[1])  # at fixed addresses
+        relayed = slots if plan.direct else _uploaded_handles(relayed, uploaded, "relay_slots")
         inputs = cls(
             plan=plan,
             slots=slots.device,
-            sampled_slots=slots
-            if plan.sampled_slots is plan.slots
-            else _on_device(plan.sampled_slots, uploaded, "sample_slots"),
-            input_ids=ids,
+            sampled_slots=slots if sampled is plan.slots else _uploaded_handles(sampled, uploaded, "sample_slots"),
+            input_ids=_ids(plan, uploaded, relayed, sources),
             **{name: uploaded[name] for name in _TENSORS if name in plan.extras},
         )
         if plan.bounded and sources.lengths is not None:
-            inputs._set_right(uploaded, sources.gather(relayed, sources.lengths), relayed.device, sources)
+            inputs._correct_lengths(uploaded, sources.gather(relayed, sources.lengths), relayed.device, sources)
         if levels.full and not runtime.checks_suspended():
-            inputs._check_places(runtime)
+            inputs._check_locations(runtime)
             invariants.sentinel_escaped(
                 runtime.inspect(inputs.input_ids),
                 object=plan,
@@ -160,12 +152,12 @@ class ForwardInputs:
             )
         return inputs
 
-    def _set_right(self, uploaded: Extras, lengths: torch.Tensor, slots: torch.Tensor, sources: Sources) -> None:
-        """Positions, KV lengths and slot mapping of requests of which the host knows a bound; `lengths` are before.
+    def _correct_lengths(self, uploaded: Extras, lengths: torch.Tensor, slots: torch.Tensor, sources: Sources) -> None:
+        """Sets positions, KV lengths and slot mapping of requests of which the host knows a bound.
 
-        Changes tensors that crossed for this forward alone.
+        `lengths` are those before this step. Changes tensors that were uploaded for this forward alone.
         """
-        launch, width = sources.runtime.launch, sources.width
+        launch, width, direct = sources.runtime.launch, sources.width, self.plan.direct
         if levels.full and not sources.runtime.checks_suspended():
             self._check_bounds(lengths, sources)
         positions = lengths
@@ -173,42 +165,31 @@ class ForwardInputs:
             positions = launch(_positions, lengths, width, reads=(lengths,), name="true positions", operations=2)
         mapping = None
         if self.slot_mapping is not None and sources.req_to_token is not None:
-            table, reads = sources.req_to_token.device, (positions, slots)
-            mapping = launch(
-                _looked_up,
-                table,
-                slots,
-                positions,
-                width,
-                reads=(table, *reads),
-                name="true slot mapping",
-                operations=2,
-            )
-        if self.plan.direct:  # all rows and nothing else: the true ones take the places of what was planned
-            lens = self.kv_lens
-            launch(_with_query, lengths, width, lens, reads=(lengths,), writes=(lens,), name="true KV lengths")
+            table = sources.req_to_token.device
+            reads = (table, positions, slots)
+            name = "true slot mapping"
+            mapping = launch(_looked_up, table, slots, positions, width, reads=reads, name=name, operations=2)
+        lens = self.kv_lens if direct else torch.empty_like(lengths, dtype=self.kv_lens.dtype)
+        launch(torch.add, lengths, width, out=lens, reads=(lengths,), writes=(lens,), name="true KV lengths")
+        if direct:  # all rows and nothing else: the true ones replace what was planned
             self.positions, self.slot_mapping = positions, mapping
         else:
-            lens = torch.empty_like(lengths, dtype=self.kv_lens.dtype)
-            launch(_with_query, lengths, width, lens, reads=(lengths,), writes=(lens,), name="true KV lengths")
-            self._put(self.kv_lens, lens, uploaded["relay_rows"], launch)
-            self._put(self.positions, positions, uploaded["relay_tokens"], launch)
+            tokens = uploaded["relay_tokens"]
+            corrections = [(self.kv_lens, uploaded["relay_rows"], lens), (self.positions, tokens, positions)]
             if self.slot_mapping is not None and mapping is not None:
-                self._put(self.slot_mapping, mapping, uploaded["relay_tokens"], launch)
+                corrections.append((self.slot_mapping, tokens, mapping))
+            for target, rows, true in corrections:
+                launch(put_rows, target, rows, true, reads=(rows, true), writes=(target,), name="correct bounds")
         if self.kv_start_loc is not None:
             starts, lens = self.kv_start_loc, self.kv_lens
             launch(_ends, starts, lens, reads=(lens,), writes=(starts,), name="true KV starts")
 
-    @staticmethod
-    def _put(target: torch.Tensor, values: torch.Tensor, places: torch.Tensor, launch: Callable[..., None]) -> None:
-        launch(put_rows, target, places, values, reads=(places, values), writes=(target,), name="set right")
-
-    def _check_places(self, runtime: Runtime) -> None:
-        """The token table says of each token what the pages say: every `extension.entry()` has crossed."""
+    def _check_locations(self, runtime: Runtime) -> None:
+        """The token table agrees with the pages about each token: every `extension.entry()` was uploaded."""
         pages = self.plan.pages
         if pages is None or pages.req_to_token is None or not self.plan.num_reqs:
             return
-        table, expected = pages.req_to_token, self.plan.places()
+        table, expected = pages.req_to_token, self.plan.locations()
         rows = table.device.index_select(0, self.slots[: self.plan.num_reqs])
         found = runtime.inspect(rows)[:, : expected.shape[1]].astype(expected.dtype)
         invariants.mirror_equal(
@@ -221,7 +202,7 @@ class ForwardInputs:
         )
 
     def _check_bounds(self, lengths: torch.Tensor, sources: Sources) -> None:
-        """The host's bounds are bounds, by which pages were allocated, and the column's device side is the truth."""
+        """No length exceeds its bound, by which pages were allocated, and the column's device side has the true ones."""
         plan, runtime = self.plan, sources.runtime
         before = runtime.inspect(lengths)[: len(plan.relay_rows)]
         rows = plan.relay_rows
@@ -243,17 +224,9 @@ _TENSORS = tuple(
 )
 
 
-def _on_device(handles: Slots, uploaded: Extras, name: str) -> Slots:
-    """The handles, their device side among what crossed with the step."""
+def _uploaded_handles(handles: Slots, uploaded: Extras, name: str) -> Slots:
+    """The handles, with the device side that was uploaded with the step."""
     return _with_device(handles, uploaded.side(name)) if name in uploaded else handles
-
-
-def _of_the_batch(handles: Slots, uploaded: Extras) -> Slots:
-    """The handles of all rows. If they have crossed to fixed addresses, they need not cross again."""
-    if uploaded.slots is None:
-        return handles
-    numbers, side = uploaded.slots
-    return _with_device(handles, side) if np.array_equal(numbers, handles.np) else handles
 
 
 def _with_device(handles: Slots, side: DeviceSide) -> Slots:
@@ -284,8 +257,8 @@ def _ids(plan: ForwardPlan, uploaded: Extras, relayed: Slots, sources: Sources) 
         ids = launch(_end_to_end, parts, reads=parts, name="ids of requests")
     if known is None:
         return ids
-    places = uploaded["relay_tokens"]
-    launch(put_rows, known, places, ids, reads=(places, ids), writes=(known,), name="ids from the relay")
+    tokens = uploaded["relay_tokens"]
+    launch(put_rows, known, tokens, ids, reads=(tokens, ids), writes=(known,), name="ids from the relay")
     return known
 
 
@@ -294,18 +267,13 @@ def _end_to_end(parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([part.reshape(part.shape[0], -1) for part in parts], dim=1).reshape(-1)
 
 
-def _with_query(lengths: torch.Tensor, width: int, result: torch.Tensor) -> None:
-    """Lengths after a step, into `result` of any integer dtype. One kernel."""
-    torch.add(lengths, width, out=result)
-
-
 def _positions(lengths: torch.Tensor, width: int) -> torch.Tensor:
     """int64[n * width]: the positions of the next `width` tokens of each request."""
     return (lengths[:, None] + torch.arange(width, device=lengths.device)).reshape(-1).to(torch.int64)
 
 
 def _looked_up(table: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
-    """int64[n * width]: the table's element for each position, `width` of them a request."""
+    """int64[n * width]: the table's element for each position, `width` per request."""
     return table[slots[:, None], positions.view(-1, width)].reshape(-1).to(torch.int64)
 
 

@@ -1,11 +1,13 @@
-"""`ForwardPlan`: the host's part of a forward's inputs, computed in numpy and carried by the step's one copy.
+"""`ForwardPlan`: the host's part of a forward's inputs, computed in numpy and uploaded in the step's one copy.
 
     plan = ForwardPlan.of(batch.slots, batch.seq_lens, query_lens, prompt_ids=ids, pages=pages)
     uploaded = batch.upload(writes=[extension.entry()], extras=plan.extras)
     inputs = relay.resolve_forward_inputs(plan, uploaded, ids="last_token")  # at forward entry, on its stream
 
 Each request puts in its last `query_len` tokens, of `seq_len` that it has with them: a chunk of its prompt, one decoded
-token, or that and drafts. Their ids come from the host (prompts) or from the relay (all others).
+token, or that and drafts. Their ids come from the host (prompts) or from the relay (all others). The KV of each token
+has a location: an offset into a page of its request. `slot_mapping` is vLLM's name for the locations that a forward writes
+(SGLang: `out_cache_loc`); everywhere else a slot is the row of a request.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,54 +25,21 @@ from batchstate.kv.pages import PagePool
 from batchstate.mirror import Contract, MirroredTensor
 from batchstate.violations import Where
 
-# Requests of unequal lengths laid end to end: the arrays that variable-length attention kernels take.
-
 Ints = npt.NDArray[np.int64]
-
-
-@final
-@attrs.frozen(eq=False)
-class Ragged:
-    """The tokens of one step, those of a request together, in order.
-
-    Attributes:
-        starts: int64[n + 1], where the tokens of each request begin, and their number.
-        rows: int64[t], the request of each token.
-        positions: int64[t], the position of each token in its request.
-    """
-
-    starts: Ints
-    rows: Ints
-    positions: Ints
-
-    @classmethod
-    def of(cls, seq_lens: Ints, query_lens: Ints) -> "Ragged":
-        """The last `query_lens[i]` of the `seq_lens[i]` tokens of each request."""
-        starts = np.zeros(len(query_lens) + 1, dtype=np.int64)
-        np.cumsum(query_lens, out=starts[1:])
-        rows = np.repeat(np.arange(len(query_lens), dtype=np.int64), query_lens)
-        first = seq_lens - query_lens - starts[:-1]
-        return cls(starts, rows, np.arange(starts[-1], dtype=np.int64) + first[rows])
-
-
-def padded(values: npt.NDArray[np.integer], size: int, fill: int, dtype: npt.DTypeLike) -> npt.NDArray[np.integer]:
-    """`values` as `dtype`, then `fill` up to `size` elements."""
-    result = np.full(size, fill, dtype=dtype)
-    result[: len(values)] = values
-    return result
-
-
-# How attention kernels want to be told of the KV pages of each request.
-#
-# `flash_attention` is what FlashAttention's variable-length functions take for paged KV (`cu_seqlens_k`,
-# `block_table`), `flashinfer` what the wrappers of flashinfer take in `plan` (`paged_kv_indptr`, `paged_kv_indices`,
-# `paged_kv_last_page_len`). Both use int32. Padded rows have no pages.
-
 Arrays = dict[str, npt.NDArray[np.int32]]
+
+_WHAT = "ForwardPlan"
+_INT32 = np.dtype(np.int32)
+
+_STAND_IN = -1
+"""Where no id is known yet while the host lays them out. The check of SENTINEL_ESCAPED lets none be uploaded."""
 
 
 def flash_attention(pages: npt.NDArray[np.int32], kv_lens: Ints, page_size: int, num_rows: int) -> Arrays:
-    """`kv_start_loc` int32[num_rows + 1] and `block_table` int32[num_rows, most pages of a request]."""
+    """What FlashAttention's variable-length functions take for paged KV, int32; padded rows have no pages.
+
+    `kv_start_loc` [num_rows + 1] (`cu_seqlens_k`) and `block_table` [num_rows, most pages of a request].
+    """
     counts = -(-kv_lens // page_size)
     most = int(counts.max(initial=0))
     table = np.zeros((num_rows, most), dtype=np.int32)
@@ -79,7 +48,10 @@ def flash_attention(pages: npt.NDArray[np.int32], kv_lens: Ints, page_size: int,
 
 
 def flashinfer(pages: npt.NDArray[np.int32], kv_lens: Ints, page_size: int, num_rows: int) -> Arrays:
-    """`kv_page_indptr` int32[num_rows + 1], `kv_page_indices` int32[pages], `kv_last_page_len` int32[num_rows]."""
+    """What the wrappers of flashinfer take in `plan`, int32; padded rows have no pages.
+
+    `kv_page_indptr` [num_rows + 1], `kv_page_indices` [pages] and `kv_last_page_len` [num_rows] (`paged_kv_*`).
+    """
     counts = -(-kv_lens // page_size)
     most = int(counts.max(initial=0))
     last = np.zeros(num_rows, dtype=np.int32)
@@ -93,7 +65,7 @@ def flashinfer(pages: npt.NDArray[np.int32], kv_lens: Ints, page_size: int, num_
 
 def _starts(lengths: Ints, num_rows: int) -> npt.NDArray[np.int32]:
     starts = np.zeros(num_rows + 1, dtype=np.int32)
-    check_range(0, int(lengths.sum()), starts.dtype, "ForwardPlan: tokens of all requests together")
+    check_range(0, int(lengths.sum()), starts.dtype, f"{_WHAT}: tokens of all requests together")
     np.cumsum(lengths, out=starts[1 : len(lengths) + 1])
     starts[len(lengths) + 1 :] = starts[len(lengths)]
     return starts
@@ -104,122 +76,6 @@ LAYOUTS: dict[str, Callable[[npt.NDArray[np.int32], Ints, int, int], Arrays]] = 
     "flashinfer": flashinfer,
 }
 """Layout -> its function of `pages` int32[n, m], the pages of each live request, and `kv_lens` int64[n]."""
-
-
-def check_layouts(layouts: object, what: str) -> tuple[str, ...]:
-    """The names of layouts.
-
-    Raises:
-        DeclarationError: an unknown one.
-    """
-    names = (layouts,) if isinstance(layouts, str) else layouts
-    if not isinstance(names, tuple | list) or not all(isinstance(name, str) and name in LAYOUTS for name in names):
-        raise DeclarationError(
-            f"{what}: layouts {layouts!r}", value=layouts, remedy=f"use some of: {', '.join(LAYOUTS)}"
-        )
-    return tuple(names)
-
-
-# What a forward plan is given, read and checked on the host.
-
-
-def handles_of(slots: Slots, rows: Ints) -> Slots:
-    """The handles in some rows, without a device side of their own."""
-    if len(rows) == len(slots):
-        return slots
-    return Slots.of_pool(slots.runtime, slots.np[rows], slots.generations[rows], pool=slots.pool, name=slots.name)
-
-
-def num_live(slots: Slots) -> int:
-    """Rows before the padding at the end."""
-    used = np.flatnonzero(slots.np)
-    return int(used[-1]) + 1 if used.size else 0
-
-
-def lengths(seq_lens: object, num_reqs: int, num_rows: int, what: str) -> tuple[Ints, MirroredTensor | None]:
-    """Lengths int64[num_reqs], and the column if they are bounds."""
-    if isinstance(seq_lens, MirroredTensor) and seq_lens.unit is None and seq_lens.contract is Contract.UPPER_BOUND:
-        return per_request(seq_lens.np, num_reqs, num_rows, f"{what}: seq_lens"), seq_lens
-    return per_request(as_array(seq_lens, f"{what}: seq_lens"), num_reqs, num_rows, f"{what}: seq_lens"), None
-
-
-def per_request(numbers: object, num_reqs: int, num_rows: int, what: str) -> Ints:
-    """One number a request, int64[num_reqs]; those of padded rows are dropped."""
-    array = as_array(numbers, what)
-    rows = num_rows if array.ndim == 1 and array.shape[0] == num_rows else num_reqs
-    given = amounts(array, rows, what)
-    return np.full(num_reqs, given, dtype=np.int64) if given.ndim == 0 else given[:num_reqs]
-
-
-def check_queries(queries: Ints, lens: Ints, what: str) -> None:
-    """Refuses a request that puts in more than it has, and lengths beyond what kernels count."""
-    check_range(0, max(int(lens.max(initial=0)), int(queries.sum())), np.dtype(np.int32), f"{what}: tokens")
-    wrong = np.flatnonzero((queries < 0) | (queries > lens))
-    if wrong.size:
-        row = int(wrong[0])
-        raise ArgumentError(
-            f"{what}: row {row} puts in {queries[row]} tokens of {lens[row]}",
-            value=int(queries[row]),
-            remedy="seq_lens counts the tokens of this step too; a request puts in 0 to seq_len of them",
-        )
-
-
-def known_ids(prompt_ids: object, queries: Ints, num_rows: int, what: str) -> list[Ints | None]:
-    """The ids that the host knows, for each request; None where the relay has them."""
-    num_reqs = len(queries)
-    if prompt_ids is None:
-        return [None] * num_reqs
-    if isinstance(prompt_ids, list | tuple) and len(prompt_ids) == num_rows:
-        prompt_ids = prompt_ids[:num_reqs]
-    if not isinstance(prompt_ids, list | tuple) or len(prompt_ids) != num_reqs:
-        size = len(prompt_ids) if isinstance(prompt_ids, list | tuple) else type(prompt_ids).__name__
-        raise ShapeError(
-            f"{what}: prompt_ids of {size} for {num_reqs} requests",
-            value=size,
-            remedy="pass a list with the ids of each request, and None for those that the relay feeds",
-        )
-    given: list[Ints | None] = []
-    for row, ids in enumerate(prompt_ids):
-        array = None if ids is None else converted(ids, np.dtype(np.int64), f"{what}: prompt_ids of row {row}")
-        if array is not None and array.ndim != 1:
-            raise ShapeError(
-                f"{what}: prompt_ids of row {row} are {list(array.shape)}",
-                value=array.shape,
-                remedy="pass one dimension of ids; None where there are none",
-            )
-        if array is not None and len(array) != queries[row]:
-            raise ShapeError(
-                f"{what}: {len(array)} ids for the {queries[row]} tokens of row {row}",
-                value=len(array),
-                remedy="pass exactly the ids of this chunk",
-            )
-        given.append(array)
-    return given
-
-
-def checked_sample_rows(samples: object, queries: Ints, num_rows: int, what: str) -> Ints:
-    """Rows that sample, int64[s]; each has a last token."""
-    num_reqs = len(queries)
-    mask = np.ones(num_reqs, dtype=np.bool_) if samples is None else as_array(samples, f"{what}: samples")
-    if mask.shape == (num_rows,):
-        mask = mask[:num_reqs]
-    if mask.shape != (num_reqs,) or (mask.dtype != np.bool_ and mask.size):
-        raise ShapeError(
-            f"{what}: samples are {mask.dtype}{list(mask.shape)}", value=mask.shape, remedy="pass a mask bool[num_reqs]"
-        )
-    rows = np.flatnonzero(mask)
-    without = rows[queries[rows] == 0]
-    if without.size:
-        raise ArgumentError(
-            f"{what}: the request in row {without[0]} samples and puts in no token",
-            value=int(without[0]),
-            remedy="pass samples=query_lens > 0",
-        )
-    return rows
-
-
-_STAND_IN = -1
-"""Where no id is known yet while the host lays them out. The law of SENTINEL_ESCAPED sees to it that none crosses."""
 
 
 @final
@@ -322,28 +178,34 @@ class ForwardPlan:
             DeclarationError: an unknown layout.
             Violation: SENTINEL_ESCAPED: a negative id; SLOT_ZERO_ALLOCATED: a padded row before a request.
         """
-        what = "ForwardPlan"
         if not isinstance(slots, Slots):
-            raise DtypeError(f"{what}: slots are {type(slots).__name__}", value=slots, remedy="pass `batch.slots`")
-        names = check_layouts(layouts, what)
+            raise DtypeError(f"{_WHAT}: slots are {type(slots).__name__}", value=slots, remedy="pass `batch.slots`")
+        names: Any = (layouts,) if isinstance(layouts, str) else layouts
+        if not isinstance(names, tuple | list) or not all(isinstance(name, str) and name in LAYOUTS for name in names):
+            raise DeclarationError(
+                f"{_WHAT}: layouts {names!r}", value=names, remedy=f"use some of: {', '.join(LAYOUTS)}"
+            )
         if pages is not None and not isinstance(pages, PagePool):
-            raise ArgumentError(f"{what}: pages are {type(pages).__name__}", value=pages, remedy="pass a PagePool")
-        num_reqs = num_live(slots)
-        where: Where = {"object": what, "operation": "plan", "step": slots.runtime.step}
+            raise ArgumentError(f"{_WHAT}: pages are {type(pages).__name__}", value=pages, remedy="pass a PagePool")
+        num_rows, used = len(slots), np.flatnonzero(slots.np)
+        num_reqs = int(used[-1]) + 1 if used.size else 0  # behind them lie padded rows
+        where: Where = {"object": _WHAT, "operation": "plan", "step": slots.runtime.step}
         invariants.slot_zero_allocated(slots.np[:num_reqs], **where)
-        lens, bounds = lengths(seq_lens, num_reqs, len(slots), what)
-        queries = per_request(query_lens, num_reqs, len(slots), f"{what}: query_lens")
-        check_queries(queries, lens, what)
-        tokens = Ragged.of(lens, queries)
-        num_tokens = int(tokens.starts[-1])
-        padded_tokens = num_tokens if pad_tokens is None else count(pad_tokens, f"{what}: pad_tokens", least=num_tokens)
-        check_range(0, padded_tokens, np.dtype(np.int32), f"{what}: pad_tokens")
-        known = known_ids(prompt_ids, queries, len(slots), what)
+        lens, bounds = _lengths(seq_lens, num_reqs, num_rows)
+        queries = _per_request(query_lens, num_reqs, num_rows, f"{_WHAT}: query_lens")
+        _check_queries(queries, lens)
+        rows, starts = np.repeat(np.arange(num_reqs, dtype=np.int64), queries), _offsets(queries)
+        positions = np.arange(starts[-1], dtype=np.int64) + (lens - queries - starts[:-1])[rows]
+        num_tokens = int(starts[-1])
+        what = f"{_WHAT}: pad_tokens"
+        padded_tokens = num_tokens if pad_tokens is None else count(pad_tokens, what, least=num_tokens)
+        check_range(0, padded_tokens, _INT32, what)
+        known = _known_ids(prompt_ids, queries, num_rows)
         fed = queries > 0
         if prompt_ids is not None:
             fed &= np.fromiter((ids is None for ids in known), np.bool_, num_reqs)
         relay_rows = np.flatnonzero(fed)
-        sample_rows = checked_sample_rows(samples, queries, len(slots), what)
+        sample_rows = _sample_rows(samples, queries, num_rows)
         plan = cls(
             slots=slots,
             num_reqs=num_reqs,
@@ -353,17 +215,17 @@ class ForwardPlan:
             seq_lens=lens,
             bounds=bounds if len(relay_rows) else None,
             relay_rows=relay_rows,
-            relayed=handles_of(slots, relay_rows),
+            relayed=_handles(slots, relay_rows),
             sample_rows=sample_rows,
-            sampled_slots=slots if len(sample_rows) == num_reqs else handles_of(slots, sample_rows),
+            sampled_slots=slots if len(sample_rows) == num_reqs else _handles(slots, sample_rows),
             prompt_ids=None,
             extras={},
             step=slots.runtime.step,
             pages=pages,
         )
         if any(ids is not None and len(ids) for ids in known):
-            plan.prompt_ids = plan._laid_out(known, tokens, where)
-        plan.extras = plan._arrays(tokens, names)
+            plan.prompt_ids = plan._laid_out(known, starts, where)
+        plan.extras = plan._arrays(rows, starts, positions, names)
         return plan
 
     @property
@@ -408,54 +270,62 @@ class ForwardPlan:
         if levels.cheap and self.pages is not None:
             self._check_allocated(self.pages)
 
-    def places(self) -> Ints:
-        """Where each token of each request lies, int64[num_reqs, max_kv_len]; 0 behind its tokens. For checks."""
+    def locations(self) -> Ints:
+        """Where the KV of each token lies, int64[num_reqs, max_kv_len]; 0 behind its request. For checks."""
         if self.pages is None:
             return np.zeros((self.num_reqs, 0), dtype=np.int64)
-        size, positions = self.pages.page_size, np.arange(self.max_kv_len)
-        places = self._pages_of(self.pages)[:, positions // size] * np.int64(size) + positions % size
-        return np.where(positions < self.seq_lens[:, None], places, 0)
+        positions = np.arange(self.max_kv_len)
+        rows = np.arange(self.num_reqs)[:, None]
+        locations = _locations(self._page_table(self.pages), rows, positions, self.pages.page_size)
+        return np.where(positions < self.seq_lens[:, None], locations, 0)
 
     def relay_tokens(self) -> Ints:
-        """Places of the relay's ids among the tokens, int64, request by request."""
-        starts = np.cumsum(self.query_lens) - self.query_lens
-        return Ragged.of((starts + self.query_lens)[self.relay_rows], self.query_lens[self.relay_rows]).positions
+        """Indices of the relay's ids among the tokens, int64, request by request."""
+        queries = self.query_lens[self.relay_rows]
+        first = _offsets(self.query_lens)[self.relay_rows] - _offsets(queries)[:-1]
+        return np.arange(queries.sum(), dtype=np.int64) + np.repeat(first, queries)
 
-    def _laid_out(self, known: Sequence[Ints | None], tokens: Ragged, where: Where) -> Ints:
-        """The ids that the host knows, at their places; 0 where the relay puts in, and behind the tokens."""
+    def _laid_out(self, known: Sequence[Ints | None], starts: Ints, where: Where) -> Ints:
+        """The ids that the host knows, each at its token; 0 where the relay puts in, and behind the tokens."""
         ids = np.full(self.num_padded_tokens, _STAND_IN, dtype=np.int64)
         ids[self.num_tokens :] = 0
         for row, one in enumerate(known):
             if one is not None:
-                ids[tokens.starts[row] : tokens.starts[row + 1]] = one
+                ids[starts[row] : starts[row + 1]] = one
         ids[self.relay_tokens()] = 0
         if levels.cheap:
             column: Where = {**where, "column": "input_ids"}
             invariants.sentinel_escaped(ids, **column)
         return ids
 
-    def _arrays(self, tokens: Ragged, layouts: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-        size, rows = self.num_padded_tokens, self.num_rows
-        last = tokens.starts[1:] - 1
+    def _arrays(self, rows: Ints, starts: Ints, positions: Ints, layouts: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
+        """What is uploaded, from the row and position int64[t] of each token and the start int64[n + 1] of each request."""
+        size, num_rows = self.num_padded_tokens, self.num_rows
+        last = starts[1:] - 1
         arrays: dict[str, npt.NDArray[Any]] = {
-            "positions": padded(tokens.positions, size, 0, np.int64),
-            "query_start_loc": padded(tokens.starts, rows + 1, self.num_tokens, np.int32),
-            "kv_lens": padded(self.seq_lens, rows, 0, np.int32),
+            "positions": _padded(positions, size, 0, np.int64),
+            "query_start_loc": _padded(starts, num_rows + 1, self.num_tokens, np.int32),
+            "kv_lens": _padded(self.seq_lens, num_rows, 0, np.int32),
         }
         if self.sampled_slots is self.slots:
-            arrays["last_token_indices"] = padded(last, rows, 0, np.int64)
+            arrays["last_token_indices"] = _padded(last, num_rows, 0, np.int64)
         else:
             arrays["last_token_indices"] = last[self.sample_rows]
             arrays["sample_slots"] = self.sampled_slots.np
         if self.pages is not None:
-            table = self._pages_of(self.pages)
-            arrays["slot_mapping"] = padded(_slot_mapping(tokens, table, self.pages.page_size), size, 0, np.int64)
-            self._check_layouts(layouts)
+            table, page_size = self._page_table(self.pages), self.pages.page_size
+            arrays["slot_mapping"] = _padded(_locations(table, rows, positions, page_size), size, 0, np.int64)
+            if self.bounded and "flashinfer" in layouts:
+                raise ContractError(
+                    f"{_WHAT}: layout 'flashinfer' of bounded lengths",
+                    value="upper_bound",
+                    remedy="resolve the lengths first: flashinfer counts pages on the host; or use 'flash_attention'",
+                )
             for name in layouts:
-                arrays |= LAYOUTS[name](table, self.seq_lens, self.pages.page_size, rows)
+                arrays |= LAYOUTS[name](table, self.seq_lens, page_size, num_rows)
         elif layouts:
             raise ArgumentError(
-                f"ForwardPlan: layouts {list(layouts)} without pages", value=layouts, remedy="pass pages=PagePool"
+                f"{_WHAT}: layouts {list(layouts)} without pages", value=layouts, remedy="pass pages=PagePool"
             )
         if self.prompt_ids is None and not self.direct:
             arrays["input_ids"] = np.zeros(size, dtype=np.int64)  # where the relay puts in, and padding
@@ -466,34 +336,137 @@ class ForwardPlan:
                 arrays["relay_rows"] = self.relay_rows
         return arrays
 
-    def _check_layouts(self, layouts: Sequence[str]) -> None:
-        if self.bounded and "flashinfer" in layouts:
-            raise ContractError(
-                "ForwardPlan: layout 'flashinfer' of bounded lengths",
-                value="upper_bound",
-                remedy="resolve the lengths first: flashinfer counts pages on the host; or use 'flash_attention'",
-            )
-
-    def _pages_of(self, pages: PagePool) -> npt.NDArray[np.int32]:
+    def _page_table(self, pages: PagePool) -> npt.NDArray[np.int32]:
         """The pages of each request, int32[num_reqs, most pages of a request]."""
         self._check_allocated(pages)
         return pages.page_table[self.slots.np[: self.num_reqs]]
 
     def _check_allocated(self, pages: PagePool) -> None:
-        live = self.slots if self.num_rows == self.num_reqs else handles_of(self.slots, np.arange(self.num_reqs))
+        live = self.slots if self.num_rows == self.num_reqs else _handles(self.slots, np.arange(self.num_reqs))
         allocated = pages.allocated(live)
         short = np.flatnonzero(allocated < self.seq_lens)
         if short.size:
             row = int(short[0])
             raise ArgumentError(
-                f"ForwardPlan: request in row {row} has {self.seq_lens[row]} tokens and pages for {allocated[row]}",
+                f"{_WHAT}: request in row {row} has {self.seq_lens[row]} tokens and pages for {allocated[row]}",
                 value=int(self.seq_lens[row]),
                 remedy="grow the pages first (`pages.extend` or `pages.advance`)",
             )
 
 
-def _slot_mapping(tokens: Ragged, table: npt.NDArray[np.int32], page_size: int) -> Ints:
-    """Where the KV of each token goes, int64[num_tokens]; `table` int32[num_reqs, m] has the pages of each request."""
-    pages = table[tokens.rows, tokens.positions // page_size]
-    mapping: Ints = pages * np.int64(page_size) + tokens.positions % page_size
-    return mapping
+# Arguments
+
+
+def _handles(slots: Slots, rows: Ints) -> Slots:
+    """The handles in some rows, without a device side of their own."""
+    if len(rows) == len(slots):
+        return slots
+    return Slots.of_pool(slots.runtime, slots.np[rows], slots.generations[rows], pool=slots.pool, name=slots.name)
+
+
+def _lengths(seq_lens: object, num_reqs: int, num_rows: int) -> tuple[Ints, MirroredTensor | None]:
+    """Lengths int64[num_reqs], and the column if they are bounds."""
+    what = f"{_WHAT}: seq_lens"
+    if isinstance(seq_lens, MirroredTensor) and seq_lens.unit is None and seq_lens.contract is Contract.UPPER_BOUND:
+        return _per_request(seq_lens.np, num_reqs, num_rows, what), seq_lens
+    return _per_request(seq_lens, num_reqs, num_rows, what), None
+
+
+def _per_request(numbers: object, num_reqs: int, num_rows: int, what: str) -> Ints:
+    """One number per request, int64[num_reqs]; those of padded rows are dropped."""
+    array = as_array(numbers, what)
+    rows = num_rows if array.ndim == 1 and array.shape[0] == num_rows else num_reqs
+    found = amounts(array, rows, what)
+    return np.full(num_reqs, found, dtype=np.int64) if found.ndim == 0 else found[:num_reqs]
+
+
+def _check_queries(queries: Ints, lens: Ints) -> None:
+    """Refuses a request that puts in more than it has, and lengths beyond what kernels count."""
+    check_range(0, max(int(lens.max(initial=0)), int(queries.sum())), _INT32, f"{_WHAT}: tokens")
+    wrong = np.flatnonzero((queries < 0) | (queries > lens))
+    if wrong.size:
+        row = int(wrong[0])
+        raise ArgumentError(
+            f"{_WHAT}: row {row} puts in {queries[row]} tokens of {lens[row]}",
+            value=int(queries[row]),
+            remedy="seq_lens counts the tokens of this step too; a request puts in 0 to seq_len of them",
+        )
+
+
+def _known_ids(prompt_ids: object, queries: Ints, num_rows: int) -> list[Ints | None]:
+    """The ids that the host knows, for each request; None where the relay has them."""
+    num_reqs = len(queries)
+    if prompt_ids is None:
+        return [None] * num_reqs
+    if isinstance(prompt_ids, list | tuple) and len(prompt_ids) == num_rows:
+        prompt_ids = prompt_ids[:num_reqs]
+    if not isinstance(prompt_ids, list | tuple) or len(prompt_ids) != num_reqs:
+        size = len(prompt_ids) if isinstance(prompt_ids, list | tuple) else type(prompt_ids).__name__
+        raise ShapeError(
+            f"{_WHAT}: prompt_ids of {size} for {num_reqs} requests",
+            value=size,
+            remedy="pass a list with the ids of each request, and None for those that the relay feeds",
+        )
+    known: list[Ints | None] = []
+    for row, ids in enumerate(prompt_ids):
+        array = None if ids is None else converted(ids, np.dtype(np.int64), f"{_WHAT}: prompt_ids of row {row}")
+        if array is not None and array.ndim != 1:
+            raise ShapeError(
+                f"{_WHAT}: prompt_ids of row {row} are {list(array.shape)}",
+                value=array.shape,
+                remedy="pass one dimension of ids; None where there are none",
+            )
+        if array is not None and len(array) != queries[row]:
+            raise ShapeError(
+                f"{_WHAT}: {len(array)} ids for the {queries[row]} tokens of row {row}",
+                value=len(array),
+                remedy="pass exactly the ids of this chunk",
+            )
+        known.append(array)
+    return known
+
+
+def _sample_rows(samples: object, queries: Ints, num_rows: int) -> Ints:
+    """Rows that sample, int64[s]; each has a last token."""
+    num_reqs = len(queries)
+    mask = np.ones(num_reqs, dtype=np.bool_) if samples is None else as_array(samples, f"{_WHAT}: samples")
+    if mask.shape == (num_rows,):
+        mask = mask[:num_reqs]
+    if mask.shape != (num_reqs,) or (mask.dtype != np.bool_ and mask.size):
+        raise ShapeError(
+            f"{_WHAT}: samples are {mask.dtype}{list(mask.shape)}",
+            value=mask.shape,
+            remedy="pass a mask bool[num_reqs]",
+        )
+    rows = np.flatnonzero(mask)
+    without = rows[queries[rows] == 0]
+    if without.size:
+        raise ArgumentError(
+            f"{_WHAT}: the request in row {without[0]} samples and puts in no token",
+            value=int(without[0]),
+            remedy="pass samples=query_lens > 0",
+        )
+    return rows
+
+
+# Requests of unequal lengths laid end to end
+
+
+def _offsets(lengths: Ints) -> Ints:
+    """Where each of the ranges laid end to end begins, and where the last ends: int64[n + 1]."""
+    starts = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=starts[1:])
+    return starts
+
+
+def _padded(values: npt.NDArray[np.integer], size: int, fill: int, dtype: npt.DTypeLike) -> npt.NDArray[np.integer]:
+    """`values` as `dtype`, then `fill` up to `size` elements."""
+    result = np.full(size, fill, dtype=dtype)
+    result[: len(values)] = values
+    return result
+
+
+def _locations(pages: npt.NDArray[np.int32], rows: Ints, positions: Ints, page_size: int) -> Ints:
+    """Where the KV at `positions` of the requests in `rows` lies, int64; `pages` int32[num_reqs, m] of each request."""
+    found: Ints = pages[rows, positions // page_size] * np.int64(page_size) + positions % page_size
+    return found
