@@ -202,7 +202,7 @@ class ForwardInputs:
         )
 
     def _check_bounds(self, lengths: torch.Tensor, sources: Sources) -> None:
-        """No length exceeds its bound, by which pages were allocated, and the column's device side has the true ones."""
+        """No length exceeds its bound, by which pages were allocated; the column's device side has the true ones."""
         plan, runtime = self.plan, sources.runtime
         before = runtime.inspect(lengths)[: len(plan.relay_rows)]
         rows = plan.relay_rows

@@ -6,8 +6,8 @@
 
 Each request puts in its last `query_len` tokens, of `seq_len` that it has with them: a chunk of its prompt, one decoded
 token, or that and drafts. Their ids come from the host (prompts) or from the relay (all others). The KV of each token
-has a location: an offset into a page of its request. `slot_mapping` is vLLM's name for the locations that a forward writes
-(SGLang: `out_cache_loc`); everywhere else a slot is the row of a request.
+has a location: an offset into a page of its request. `slot_mapping` is vLLM's name for the locations that a forward
+writes (SGLang: `out_cache_loc`); everywhere else a slot is the row of a request.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -299,7 +299,7 @@ class ForwardPlan:
         return ids
 
     def _arrays(self, rows: Ints, starts: Ints, positions: Ints, layouts: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-        """What is uploaded, from the row and position int64[t] of each token and the start int64[n + 1] of each request."""
+        """What is uploaded, from the rows and positions int64[t] of tokens and the starts int64[n + 1] of requests."""
         size, num_rows = self.num_padded_tokens, self.num_rows
         last = starts[1:] - 1
         arrays: dict[str, npt.NDArray[Any]] = {
