@@ -11,7 +11,7 @@ from batchstate.levels import Level, current_checks
 from batchstate.runtime import CpuRuntime, Runtime, open_runtime
 from batchstate.selfcheck.machines import MACHINES
 from batchstate.selfcheck.machines.future_map import FutureMapMachine
-from batchstate.selfcheck.machines.slot_pool import SlotPoolMachine
+from batchstate.selfcheck.machines.pools import SlotPoolMachine
 from batchstate.testing import LateRuntime, run_machine, session
 from batchstate.testing.devices import open_device
 

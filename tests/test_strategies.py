@@ -12,7 +12,7 @@ from batchstate._arrays import kept_rows, row_indices
 from batchstate.errors import ArgumentError, BatchStateError
 from batchstate.mirror import Contract
 from batchstate.runtime import NUMPY_DTYPES, Runtime, numpy_dtype
-from batchstate.selfcheck.machines.slot_pool import SlotPoolMachine
+from batchstate.selfcheck.machines.pools import SlotPoolMachine
 from batchstate.testing import (
     ManualStream,
     amounts,

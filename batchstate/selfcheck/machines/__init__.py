@@ -4,11 +4,10 @@ from batchstate.selfcheck.machines.batch import BatchMachine
 from batchstate.selfcheck.machines.engine import EngineMachine
 from batchstate.selfcheck.machines.future_map import FutureMapMachine
 from batchstate.selfcheck.machines.host_tier import HostTierMachine
-from batchstate.selfcheck.machines.hybrid import HybridMachine
 from batchstate.selfcheck.machines.mirrored_tensor import MirroredTensorMachine
 from batchstate.selfcheck.machines.overlap import OverlapMachine
 from batchstate.selfcheck.machines.page_pool import PagePoolMachine
-from batchstate.selfcheck.machines.slot_pool import SlotPoolMachine
+from batchstate.selfcheck.machines.pools import HybridMachine, SlotPoolMachine
 from batchstate.selfcheck.machines.transfers import TransfersMachine
 from batchstate.testing.machine import Machine
 

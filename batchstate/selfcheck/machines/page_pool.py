@@ -12,15 +12,11 @@ from batchstate.errors import ArgumentError, DtypeError, PoolExhaustedError, Sha
 from batchstate.indices import Pages, Slots
 from batchstate.kv.pages import Extension, PageLease, PagePool
 from batchstate.pools import SlotPool
-from batchstate.testing.fences import ManualFence, ManualStream
-from batchstate.testing.machine import DisagreementError, Machine, Misuse, agree, agree_on
+from batchstate.selfcheck.machines.pools import PoolMachine
+from batchstate.testing.fences import ManualFence
+from batchstate.testing.machine import DisagreementError, Misuse, agree, agree_on
 from batchstate.testing.models import AllocatorModel, snapshot_pages, snapshot_slots
 from batchstate.violations import Code
-
-# KV memory as it should be: whose each page is, and what every request finds at each of its positions.
-#
-# Each token that is written gets a stamp of its own. A request, or a prefix that is held, must find its stamps for as
-# long as it lives: a page handed out twice, or too early, shows as somebody else's stamp.
 
 
 @final
@@ -36,19 +32,22 @@ class Holding:
 @final
 @attrs.define(eq=False)
 class PageModel:
-    """The model of a page pool.
+    """KV memory as it should be: who owns each page, and what every request finds at each of its positions.
+
+    Each token that is written gets a stamp of its own. A request, or a prefix that is held, must find its stamps for as
+    long as it lives: a page handed out twice, or too early, shows as another owner's stamp.
 
     Attributes:
         pool: the pool.
-        ledger: which pages are live, and which must wait; the pool may let a shared page wait longer, never less long.
+        allocator: which pages are live or pending; the pool may keep a shared page pending longer, never less long.
         requests: slot -> what it holds.
         leases: prefixes held without a slot.
-        memory: token -> stamp.
+        memory: location -> stamp.
         readers: page -> fences of sharers that left before the last one.
     """
 
     pool: PagePool
-    ledger: AllocatorModel
+    allocator: AllocatorModel
     requests: dict[int, Holding] = attrs.field(factory=dict)
     leases: list[tuple[PageLease, Holding]] = attrs.field(factory=list)
     memory: dict[int, int] = attrs.field(factory=dict)
@@ -65,15 +64,11 @@ class PageModel:
         return max(0, -(-length // self.pool.page_size) - len(self.requests[slot].pages))
 
     def writable(self, slot: int, length: int) -> bool:
-        """Whether the tokens up to `length` lie on pages that nobody else holds."""
+        """Whether the tokens up to `length` lie on pages without another holder."""
         holding, size = self.requests[slot], self.pool.page_size
         start = len(holding.stamps)
         partial = length > start and start % size > 0
         return not partial or self.holders(holding.pages[start // size]) == 1
-
-    def admit(self, slot: int) -> None:
-        """A request without pages."""
-        self.requests[slot] = Holding()
 
     def grew(self, slot: int) -> None:
         """Reads which pages a request got, and checks that they were free.
@@ -84,7 +79,7 @@ class PageModel:
         holding = self.requests[slot]
         row = [page for page in self.pool.page_table[slot].tolist() if page]
         agree(holding.pages, row[: len(holding.pages)], f"older pages of slot {slot}")
-        self.ledger.take(row[len(holding.pages) :])
+        self.allocator.take(row[len(holding.pages) :])
         holding.pages = row
 
     def take(self, lease: PageLease) -> None:
@@ -94,14 +89,11 @@ class PageModel:
             DisagreementError: one of them was not free.
         """
         holding = Holding(lease.pages.tolist(), taken=True)
-        self.ledger.take(holding.pages)
-        for position in range(lease.tokens):
-            self.written += 1
-            self.memory[self.token(holding, position)] = self.written
-            holding.stamps.append(self.written)
+        self.allocator.take(holding.pages)
+        self.write(holding, lease.tokens)
         self.leases.append((lease, holding))
 
-    def wrote(self, slots: list[int], lengths: list[int], extension: Extension) -> None:
+    def extended(self, slots: list[int], lengths: list[int], extension: Extension) -> None:
         """Stamps the tokens of an extension, and checks that each lies where the page table says.
 
         Raises:
@@ -110,27 +102,22 @@ class PageModel:
         expected: list[tuple[int, int, int]] = []
         for slot, length in zip(slots, lengths, strict=True):
             self.grew(slot)
-            holding = self.requests[slot]
-            for position in range(len(holding.stamps), length):
-                token = self.token(holding, position)
-                expected.append((slot, position, token))
-                self.written += 1
-                self.memory[token] = self.written
-                holding.stamps.append(self.written)
-        given = zip(
-            extension.slots.tolist(), extension.positions.tolist(), extension.locations.np.tolist(), strict=True
-        )
-        agree(expected, list(given), "slot, position and token of an extension")
+            positions = self.write(self.requests[slot], length)
+            expected += [(slot, at, self.location(self.requests[slot], at)) for at in positions]
+        columns = (extension.slots, extension.positions, extension.locations.np)
+        found = list(zip(*(column.tolist() for column in columns), strict=True))
+        agree(expected, found, "slot, position and location of an extension")
 
-    def commit(self, slot: int, length: int) -> None:
-        """Stamps the tokens up to `length`."""
-        holding = self.requests[slot]
-        for position in range(len(holding.stamps), length):
+    def write(self, holding: Holding, length: int) -> range:
+        """Stamps the tokens up to `length`; their positions."""
+        positions = range(len(holding.stamps), length)
+        for position in positions:
             self.written += 1
-            self.memory[self.token(holding, position)] = self.written
+            self.memory[self.location(holding, position)] = self.written
             holding.stamps.append(self.written)
+        return positions
 
-    def token(self, holding: Holding, position: int) -> int:
+    def location(self, holding: Holding, position: int) -> int:
         """Where a position lies."""
         size = self.pool.page_size
         return holding.pages[position // size] * size + position % size
@@ -155,7 +142,7 @@ class PageModel:
                 if after is not None:
                     self.readers.setdefault(page, []).append(after)
             else:
-                self.ledger.release([page], after, *self.readers.pop(page, ()))
+                self.allocator.release([page], after, *self.readers.pop(page, ()))
 
     def share(self, source: Holding, slot: int, tokens: int) -> None:
         """A request begins with the first tokens of another, or of a lease."""
@@ -168,15 +155,15 @@ class PageModel:
             DisagreementError: they differ.
         """
         pool, stats = self.pool, self.pool.stats
-        self.ledger.reap()
+        self.allocator.reap()
         pages = {page for holding in self.requests.values() for page in holding.pages}
         pages |= {page for _, holding in self.leases for page in holding.pages}
         agree(len(pages), stats.live, "live pages")
-        agree(pages, self.ledger.live, "live pages of the model")
+        agree(pages, self.allocator.live, "live pages of the model")
         agree(sum(self.holders(page) > 1 for page in sorted(pages)), stats.shared, "shared pages")
         agree(len(self.leases), stats.leases, "leases")
-        if stats.pending < len(self.ledger.pending):
-            raise DisagreementError(f"{stats.pending} pages are pending, {len(self.ledger.pending)} have to be")
+        if stats.pending < len(self.allocator.pending):
+            raise DisagreementError(f"{stats.pending} pages are pending, {len(self.allocator.pending)} have to be")
         for slot, holding in sorted(self.requests.items()):
             row = np.zeros(pool.page_table.shape[1], np.int32)
             row[: len(holding.pages)] = holding.pages
@@ -187,18 +174,88 @@ class PageModel:
             self._check_stamps(holding, repr(lease))
 
     def _check_stamps(self, holding: Holding, whose: str) -> None:
-        found = [self.memory.get(self.token(holding, position)) for position in range(len(holding.stamps))]
+        found = [self.memory.get(self.location(holding, position)) for position in range(len(holding.stamps))]
         agree(holding.stamps, found, f"tokens of {whose}")
 
-
-# Requests for a page machine: they come, grow, commit, speculate and truncate.
 
 HAS_REQUESTS = precondition(lambda self: bool(self.held))
 EXHAUSTED = {True: "exhausted while pending would suffice", False: "exhausted for good"}
 
 
-class GrowingRequests(Machine):
-    """Requests that come, grow and take tokens back; subclasses let them share and leave."""
+# Ways to misuse a `PagePool`, from the pool and the handle of a live request.
+
+It = tuple[PagePool, Slots]
+
+
+def _pages_of_two(it: It) -> bool:
+    return it[0].page_size > 1
+
+
+def _has_pages(it: It) -> bool:
+    return bool(it[0].allocated(it[1])[0])
+
+
+_MISUSES: tuple[Misuse[It], ...] = (
+    Misuse("grow to -1", (Code.LENGTH_ORDER,), lambda it: it[0].grow(it[1], -1)),
+    Misuse("grow beyond a row", (Code.LENGTH_ORDER,), lambda it: it[0].grow(it[1], it[0].max_tokens_per_request + 1)),
+    Misuse("grow to half a token", (DtypeError,), lambda it: it[0].grow(it[1], 0.5)),
+    Misuse("one length too many", (ShapeError,), lambda it: it[0].grow(it[1], np.array([1, 1]))),
+    Misuse("advance by -1", (ArgumentError,), lambda it: it[0].advance(it[1], -1)),
+    Misuse("advance beyond int64", (Code.LENGTH_ORDER,), lambda it: it[0].advance(it[1], 2**63 - 1)),
+    Misuse("truncate to more", (Code.LENGTH_ORDER,), lambda it: it[0].truncate(it[1], it[0].committed(it[1]) + 1)),
+    Misuse("truncate to -1", (Code.LENGTH_ORDER,), lambda it: it[0].truncate(it[1], -1)),
+    Misuse("take -1 pages", (ArgumentError,), lambda it: it[0].take(-1)),
+    Misuse("take half a page", (DtypeError,), lambda it: it[0].take(0.5)),  # type: ignore[arg-type]
+    Misuse("hold half a page", (Code.PAGE_ALIGNMENT,), lambda it: it[0].hold(it[1], 1), _pages_of_two),
+    Misuse(
+        "hold what is not committed",
+        (Code.LENGTH_ORDER,),
+        lambda it: it[0].hold(it[1], 8 * it[0].page_size),
+    ),
+    Misuse("hold two requests", (ArgumentError, Code.SLOT_SHARED), lambda it: it[0].hold(it[1].take([0, 0]), 0)),
+    Misuse("share into a request with pages", (ArgumentError,), lambda it: it[0].share(it[1], it[1], 0), _has_pages),
+    Misuse("one request twice", (Code.SLOT_SHARED,), lambda it: it[0].advance(it[1].take([0, 0]))),
+    Misuse(
+        "leave twice in one call",
+        (Code.SLOT_DOUBLE_FREE,),
+        lambda it: it[0].release_requests(it[1].take([0, 0])),
+    ),
+    Misuse("release padding", (Code.SLOT_ZERO_ALLOCATED,), lambda it: it[0].release(it[1].pad(2))),
+    Misuse("release behind a number", (ArgumentError,), lambda it: it[0].release(it[1], after=3)),  # type: ignore[arg-type]
+    Misuse("release numbers", (DtypeError,), lambda it: it[0].release([1])),  # type: ignore[arg-type]
+    Misuse(
+        "release pages as slots",
+        (Code.UNIT_MISMATCH,),
+        lambda it: it[0].release(Pages.from_host(it[0].runtime, [1])),  # type: ignore[arg-type]
+    ),
+    Misuse("a lease made by hand", (ArgumentError, DtypeError), lambda it: it[0].share(7, it[1], 0)),  # type: ignore[arg-type]
+    Misuse(
+        "pages of no tokens",
+        (ArgumentError,),
+        lambda it: PagePool(it[0].runtime, it[0].slots, 1, 0, max_tokens_per_request=1),
+    ),
+)
+
+
+class PagePoolMachine(PoolMachine):
+    """Requests that grow, commit, speculate, share and leave, in a pool too small for all of them."""
+
+    NAME = "page_pool"
+    TARGETS = (
+        "two steps in flight",
+        "a page held by three",
+        "a prefix shared from a lease",
+        "begun on pages taken before",
+        "a write into a shared page refused",
+        "a request too long refused",
+        "allocated first and committed later",
+        "tokens taken back",
+        "exhausted while pending would suffice",
+        "exhausted for good",
+        "released behind step N while N+1 is in flight",
+        "retraction",
+    )
+    MISUSES = _MISUSES
 
     @initialize(size=st.integers(2, 4), num_pages=st.integers(3, 8), page_size=st.integers(1, 3))
     def begin(self, size: int, num_pages: int, page_size: int) -> None:
@@ -211,11 +268,11 @@ class GrowingRequests(Machine):
         self.model = PageModel(self.pages, AllocatorModel(num_pages))
         self.held: dict[int, Slots] = {}
         self.gone: list[Slots] = []
-        self.steps = ManualStream()
         self.extend_to(self.take(1), [page_size])
 
     def check(self) -> None:
-        """Pages, lengths, the token table, and every law of both pools."""
+        """Pages, lengths, and every invariant of both pools."""
+        super().check()
         self.slots.verify()
         self.model.check()
         for slot, handle in self.held.items():
@@ -229,8 +286,7 @@ class GrowingRequests(Machine):
         if stats.live:
             with self.refused(Code.SLOT_CONSERVATION):
                 self.pages.expect_idle()
-        self.reached("two steps in flight", self.steps.depth >= 2)
-        self.reached("a page held by three", any(self.model.holders(page) > 2 for page in self.model.ledger.live))
+        self.reached("a page held by three", any(self.model.holders(page) > 2 for page in self.model.allocator.live))
 
     def snapshot(self) -> object:
         """Both pools."""
@@ -244,18 +300,11 @@ class GrowingRequests(Machine):
         """Some live slots."""
         return data.draw(st.lists(st.sampled_from(list(self.held)), min_size=least, unique=True), label="slots")
 
-    def fence(self, data: st.DataObject) -> ManualFence | None:
-        """A step in flight, or None."""
-        return data.draw(st.sampled_from([None, *self.steps.in_flight]), label="after")
+    def misused(self, data: st.DataObject) -> It | None:
+        """The pool and a live request, if there is one."""
+        return (self.pages, self.held[self.some(data)[0]]) if self.held else None
 
-    # Steps and slots
-
-    @rule(launched=st.integers(0, 2), ended=st.integers(0, 3))
-    def run(self, launched: int, ended: int) -> None:
-        """Steps begin on the device, and the oldest end."""
-        for _ in range(launched):
-            self.steps.record()
-        self.steps.complete(ended)
+    # Slots
 
     @rule(n=st.integers(1, 2), length=st.integers(0, 6))
     def admit(self, n: int, length: int) -> None:
@@ -269,7 +318,7 @@ class GrowingRequests(Machine):
         taken = self.slots.take(n)
         for at, slot in enumerate(taken.np.tolist()):
             self.held[slot] = taken.take([at])
-            self.model.admit(slot)
+            self.model.requests[slot] = Holding()
         return [int(slot) for slot in taken.np]
 
     # Growing
@@ -303,7 +352,7 @@ class GrowingRequests(Machine):
             return False
         extension = call()
         agree_on(np.diff([0, *np.cumsum(extension.counts)]), extension.counts, "counts")
-        self.model.wrote(slots, lengths, extension)
+        self.model.extended(slots, lengths, extension)
         if len(extension):
             write = extension.entry(self.table)
             self.table.write(extension.slots, extension.positions, extension.locations)
@@ -371,7 +420,7 @@ class GrowingRequests(Machine):
             return
         self.reached("allocated first and committed later", length > len(holding.stamps))
         self.pages.commit(handle, length)
-        self.model.commit(slot, length)
+        self.model.write(holding, length)
 
     @HAS_REQUESTS
     @rule(data=st.data(), back=st.integers(0, 4))
@@ -397,81 +446,6 @@ class GrowingRequests(Machine):
             for slot, length in zip(slots, kept.tolist(), strict=True):
                 self.model.cut(slot, length, fence)
             self.extend_to(slots, [length + 1 for length in kept.tolist()])
-
-
-# Ways to misuse a `PagePool`, given the pool and the handle of a live request.
-
-It = tuple[PagePool, Slots]
-
-
-def _pages_of_two(it: It) -> bool:
-    return it[0].page_size > 1
-
-
-def _has_pages(it: It) -> bool:
-    return bool(it[0].allocated(it[1])[0])
-
-
-MISUSES: tuple[Misuse[It], ...] = (
-    Misuse("grow to -1", (Code.LENGTH_ORDER,), lambda it: it[0].grow(it[1], -1)),
-    Misuse("grow beyond a row", (Code.LENGTH_ORDER,), lambda it: it[0].grow(it[1], it[0].max_tokens_per_request + 1)),
-    Misuse("grow to half a token", (DtypeError,), lambda it: it[0].grow(it[1], 0.5)),
-    Misuse("one length too many", (ShapeError,), lambda it: it[0].grow(it[1], np.array([1, 1]))),
-    Misuse("advance by -1", (ArgumentError,), lambda it: it[0].advance(it[1], -1)),
-    Misuse("advance beyond int64", (Code.LENGTH_ORDER,), lambda it: it[0].advance(it[1], 2**63 - 1)),
-    Misuse("truncate to more", (Code.LENGTH_ORDER,), lambda it: it[0].truncate(it[1], it[0].committed(it[1]) + 1)),
-    Misuse("truncate to -1", (Code.LENGTH_ORDER,), lambda it: it[0].truncate(it[1], -1)),
-    Misuse("take -1 pages", (ArgumentError,), lambda it: it[0].take(-1)),
-    Misuse("take half a page", (DtypeError,), lambda it: it[0].take(0.5)),  # type: ignore[arg-type]
-    Misuse("hold half a page", (Code.PAGE_ALIGNMENT,), lambda it: it[0].hold(it[1], 1), _pages_of_two),
-    Misuse(
-        "hold what is not committed",
-        (Code.LENGTH_ORDER,),
-        lambda it: it[0].hold(it[1], 8 * it[0].page_size),
-    ),
-    Misuse("hold two requests", (ArgumentError, Code.SLOT_SHARED), lambda it: it[0].hold(it[1].take([0, 0]), 0)),
-    Misuse("share into a request with pages", (ArgumentError,), lambda it: it[0].share(it[1], it[1], 0), _has_pages),
-    Misuse("one request twice", (Code.SLOT_SHARED,), lambda it: it[0].advance(it[1].take([0, 0]))),
-    Misuse(
-        "leave twice in one call",
-        (Code.SLOT_DOUBLE_FREE,),
-        lambda it: it[0].release_requests(it[1].take([0, 0])),
-    ),
-    Misuse("release padding", (Code.SLOT_ZERO_ALLOCATED,), lambda it: it[0].release(it[1].pad(2))),
-    Misuse("release behind a number", (ArgumentError,), lambda it: it[0].release(it[1], after=3)),  # type: ignore[arg-type]
-    Misuse("release numbers", (DtypeError,), lambda it: it[0].release([1])),  # type: ignore[arg-type]
-    Misuse(
-        "release pages as slots",
-        (Code.UNIT_MISMATCH,),
-        lambda it: it[0].release(Pages.from_host(it[0].runtime, [1])),  # type: ignore[arg-type]
-    ),
-    Misuse("a lease made by hand", (ArgumentError, DtypeError), lambda it: it[0].share(7, it[1], 0)),  # type: ignore[arg-type]
-    Misuse(
-        "pages of no tokens",
-        (ArgumentError,),
-        lambda it: PagePool(it[0].runtime, it[0].slots, 1, 0, max_tokens_per_request=1),
-    ),
-)
-
-
-class PagePoolMachine(GrowingRequests):
-    """Requests that also share and leave, in a pool too small for all of them."""
-
-    NAME = "page_pool"
-    TARGETS = (
-        "two steps in flight",
-        "a page held by three",
-        "a prefix shared from a lease",
-        "begun on pages taken before",
-        "a write into a shared page refused",
-        "a request too long refused",
-        "allocated first and committed later",
-        "tokens taken back",
-        "exhausted while pending would suffice",
-        "exhausted for good",
-        "released behind step N while N+1 is in flight",
-        "retraction",
-    )
 
     # Sharing
 
@@ -511,8 +485,8 @@ class PagePoolMachine(GrowingRequests):
         extension = self.pages.share(source, self.handles(slots), tokens)
         for slot in slots:
             self.model.share(holding, slot, tokens)
-        given = [self.model.token(holding, position) for position in range(tokens)] * len(slots)
-        agree(given, extension.locations.np.tolist(), "tokens of a shared prefix")
+        expected = [self.model.location(holding, position) for position in range(tokens)] * len(slots)
+        agree(expected, extension.locations.np.tolist(), "locations of a shared prefix")
         self.extend_to(slots, [min(tokens + 1, self.most)] * len(slots))
         return tokens
 
@@ -586,8 +560,10 @@ class PagePoolMachine(GrowingRequests):
     @HAS_REQUESTS
     @rule(more=st.integers(2, 6))
     def retract_under_pressure(self, more: int) -> None:
-        """Step, grow; while pages run out the youngest leaves behind the step, which ends, and growing goes on."""
-        oldest = next(iter(self.held))
+        """All grow; while pages run out the youngest leaves behind a step, which ends, and the oldest grows on."""
+        oldest, *others = self.held
+        for slot in others:
+            self._grow([slot], self.most)
         length = min(self.most, len(self.model.requests[oldest].stamps) + more)
         while not self.extend_to([oldest], [length]) and len(self.held) > 1:
             fence = self.steps.record()
@@ -625,12 +601,3 @@ class PagePoolMachine(GrowingRequests):
         ):
             with self.refused(Code.SLOT_STALE_HANDLE):
                 call()
-
-    @HAS_REQUESTS
-    @rule(data=st.data(), misuse=st.sampled_from(MISUSES))
-    def misuse(self, data: st.DataObject, misuse: Misuse[tuple[PagePool, Slots]]) -> None:
-        """What cannot be meant is refused, and changes nothing."""
-        it = (self.pages, self.held[self.some(data)[0]])
-        if misuse.applies(it):
-            with self.refused(*misuse.expected):
-                misuse.call(it)

@@ -1,0 +1,416 @@
+"""`SlotPool` and `HybridSlotPool` against plain collections: fenced frees, a reserve, stale handles, tables, states."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, initialize, rule
+
+from batchstate.errors import ArgumentError, DtypeError, PoolExhaustedError, RowIndexError, ShapeError
+from batchstate.hybrid import HybridSlotPool
+from batchstate.indices import Pages, Slots
+from batchstate.pools import SlotPool, SlotStats
+from batchstate.testing.fences import ManualFence, ManualStream
+from batchstate.testing.machine import Machine, Misuse, agree, agree_on
+from batchstate.testing.models import AllocatorModel, snapshot_slots, snapshot_table
+from batchstate.violations import Code
+
+Ints = npt.NDArray[np.int64]
+
+_STALE = (Code.SLOT_STALE_HANDLE, Code.SLOT_DOUBLE_FREE)
+_WIDTH = 3
+
+
+class PoolMachine(Machine):
+    """Steps in flight, which the machine completes by hand, and calls that cannot be meant.
+
+    Attributes:
+        MISUSES: the calls.
+        steps: what is in flight.
+    """
+
+    MISUSES: ClassVar[tuple[Misuse[Any], ...]] = ()
+
+    def open(self) -> None:
+        """Opens the runtime, with no step in flight."""
+        super().open()
+        self.steps = ManualStream()
+
+    def check(self) -> None:
+        """Counts how deep the machine runs."""
+        self.reached("two steps in flight", self.steps.depth >= 2)
+
+    def misused(self, data: st.DataObject) -> Any:
+        """What a misuse takes."""
+        raise NotImplementedError
+
+    def fence(self, data: st.DataObject) -> ManualFence | None:
+        """A step in flight, or None."""
+        return data.draw(st.sampled_from([None, *self.steps.in_flight]), label="after")
+
+    @rule(launched=st.integers(0, 2), ended=st.integers(0, 3))
+    def run(self, launched: int, ended: int) -> None:
+        """Steps begin on the device, and the oldest end."""
+        for _ in range(launched):
+            self.steps.record()
+        self.steps.complete(ended)
+
+    @rule(data=st.data())
+    def misuse(self, data: st.DataObject) -> None:
+        """What cannot be meant is refused, and changes nothing."""
+        misuse, it = data.draw(st.sampled_from(self.MISUSES), label="misuse"), self.misused(data)
+        if it is not None and misuse.applies(it):
+            with self.refused(*misuse.expected):
+                misuse.call(it)
+
+
+@attrs.define
+class Part:
+    """What each slot owns of one allocator, itself or states.
+
+    Attributes:
+        name: of one of them.
+        model: of the allocator.
+        per_slot: how many a slot owns.
+        stats: asks the pool for its numbers.
+        of: which ones the slots int64[n] own.
+        freed_behind: index -> fence of its last free.
+    """
+
+    name: str
+    model: AllocatorModel
+    per_slot: int
+    stats: Callable[[], SlotStats]
+    of: Callable[[Ints], list[int]]
+    freed_behind: dict[int, ManualFence | None] = attrs.field(factory=dict)
+
+
+def _forged(pool: SlotPool, slot: int) -> Slots:
+    return Slots.from_host(pool.runtime, [slot], generations=[1], pool=pool.identity)
+
+
+class SlotMachine(PoolMachine):
+    """Takes and frees slots in a pool so small that they are used again and again; subclasses say what a slot owns."""
+
+    TARGETS: ClassVar[tuple[str, ...]] = (
+        "two steps in flight",
+        "a slot used again after its fence",
+        "taken while another slot is pending",
+        "freed behind step N while N+1 is in flight",
+        "exhausted while pending would suffice",
+        "exhausted for good",
+        "the reserve used",
+        "double free refused",
+        "handle of a slot used again refused",
+    )
+    MISUSES: ClassVar[tuple[Misuse[Any], ...]] = (
+        Misuse("take -1", (ArgumentError,), lambda pool: pool.take(-1)),
+        Misuse("take True", (DtypeError,), lambda pool: pool.take(True)),
+        Misuse("take half a slot", (DtypeError,), lambda pool: pool.take(0.5)),
+        Misuse("free numbers", (DtypeError,), lambda pool: pool.free(np.array([1]))),
+        Misuse("free pages", (Code.UNIT_MISMATCH,), lambda pool: pool.free(Pages.from_host(pool.runtime, [1]))),
+        Misuse("free behind a number", (ArgumentError,), lambda pool: pool.free(pool.take(0), after=5)),
+        Misuse("free behind a class", (ArgumentError,), lambda pool: pool.free(pool.take(0), after=ManualFence)),
+        Misuse("free a slot of no pool", (ArgumentError,), lambda pool: pool.free(Slots.from_host(pool.runtime, [1]))),
+        Misuse("free slot 0", (Code.SLOT_ZERO_ALLOCATED,), lambda pool: pool.free(_forged(pool, 0))),
+        Misuse("free slot -1", (Code.SLOT_OUT_OF_RANGE,), lambda pool: pool.free(_forged(pool, -1))),
+        Misuse("free beyond the last", (Code.SLOT_OUT_OF_RANGE,), lambda pool: pool.free(_forged(pool, pool.capacity))),
+        Misuse("query a slot out of range", (Code.SLOT_OUT_OF_RANGE,), lambda pool: pool.is_live([pool.capacity])),
+        Misuse("query half a slot", (DtypeError,), lambda pool: pool.is_live([0.5])),
+        Misuse(
+            "adopt a table sized by size",
+            (Code.TABLE_CAPACITY,),
+            lambda pool: pool.adopt(pool.runtime.device_zeros((pool.size,), torch.int32), "small"),
+        ),
+        Misuse(
+            "adopt a scalar",
+            (ShapeError,),
+            lambda pool: pool.adopt(pool.runtime.device_zeros((), torch.int32), "scalar"),
+        ),
+        Misuse("adopt a number", (ArgumentError,), lambda pool: pool.adopt(5, "number")),
+        Misuse("a table of a negative width", (ArgumentError,), lambda pool: pool.table("t", (-1,))),
+        Misuse("a table of a shape that is a number", (ShapeError,), lambda pool: pool.table("t", 5)),
+        Misuse("a pool of no slots", (ArgumentError,), lambda pool: SlotPool(pool.runtime, 0)),
+        Misuse("a pool of half a slot", (DtypeError,), lambda pool: SlotPool(pool.runtime, 0.5)),  # type: ignore[arg-type]
+        Misuse("a pool beyond int32", (ArgumentError,), lambda pool: SlotPool(pool.runtime, 2**31 - 2, reserve=1)),
+        Misuse("a pool without a runtime", (ArgumentError,), lambda pool: SlotPool(None, 3)),  # type: ignore[arg-type]
+        Misuse("a negative reserve", (ArgumentError,), lambda pool: SlotPool(pool.runtime, 1, reserve=-1)),
+        Misuse(
+            "states that do not suffice for one slot",
+            (ArgumentError,),
+            lambda pool: HybridSlotPool(pool.runtime, 1, states=1, states_per_slot=2),
+        ),
+        Misuse(
+            "no states per slot", (ArgumentError,), lambda p: HybridSlotPool(p.runtime, 1, states=1, states_per_slot=0)
+        ),
+    )
+
+    handles = Bundle("handles")
+    pool: SlotPool
+
+    def start(self, *others: Part) -> None:
+        """The models of `pool`; `others` are what a slot owns besides itself."""
+        pool, self.model = self.pool, AllocatorModel(self.pool.size, self.pool.reserve)
+        self.parts = (Part("slot", self.model, 1, lambda: pool.stats, lambda rows: rows.tolist()), *others)
+        self.foreign = SlotPool(self.rt, 2, name="other").take(1)
+        self.generations = np.zeros(pool.capacity, np.int64)
+
+    def check(self) -> None:
+        """Who is live and pending in every part, and every invariant."""
+        super().check()
+        self.pool.verify()
+        for part in self.parts:
+            part.model.reap()
+            model, stats = part.model, part.stats()
+            agree(
+                (model.free, model.free_reserved, len(model.pending), len(model.live)),
+                (stats.free, stats.free_reserved, stats.pending, stats.live),
+                "free, free_reserved, pending, live",
+            )
+        agree(sorted(self.model.live), self.pool.live_slots().tolist(), "live slots")
+        every = np.arange(self.pool.capacity)
+        agree([slot in self.model.live for slot in every], self.pool.is_live(every).tolist(), "is_live")
+        if self.model.live:
+            with self.refused(Code.SLOT_CONSERVATION):
+                self.pool.expect_idle()
+        else:
+            self.pool.expect_idle()
+
+    def snapshot(self) -> object:
+        """The numbers of each part, and the live slots."""
+        return snapshot_slots(self.pool), [part.stats() for part in self.parts[1:]]
+
+    def misused(self, data: st.DataObject) -> SlotPool:
+        """The pool."""
+        return self.pool
+
+    def live(self, n: int) -> Slots:
+        """Handles of the first live slots."""
+        numbers = np.array(sorted(self.model.live)[:n], dtype=np.int64)
+        return Slots.from_host(self.rt, numbers, generations=self.generations[numbers], pool=self.pool.identity)
+
+    def good(self, slots: Slots) -> bool:
+        """Whether all are live and of their present owner."""
+        return {*slots.np.tolist()} <= self.model.live and bool((slots.generations == self.generations[slots.np]).all())
+
+    # Taking
+
+    @rule(target=handles, n=st.integers(0, 3), reserved=st.booleans(), ended=st.integers(0, 2))
+    def take(self, n: int, reserved: bool, ended: int) -> Slots:
+        """What is free is handed out, after `ended` steps have ended; what is pending is not."""
+        self.steps.complete(ended)
+        return self._take(n, reserved)
+
+    def _take(self, n: int, reserved: bool = False, **options: bool) -> Slots:
+        for part in self.parts:
+            model, wanted, by_reserve = part.model, n * part.per_slot, reserved and part.model is self.model
+            if not model.takes(wanted, reserved=by_reserve):
+                helps = model.waiting_helps(wanted, reserved=by_reserve)
+                self.reached("exhausted while pending would suffice" if helps else "exhausted for good")
+                if model is not self.model:
+                    self.reached("states exhausted while slots are free")
+                with self.refused(PoolExhaustedError) as refusal:
+                    self.pool.take(n, reserved=reserved, **options)
+                if isinstance(refusal.error, PoolExhaustedError):
+                    model.check_refusal(refusal.error, wanted, reserved=by_reserve)
+                n = 0
+        pending = bool(self.model.pending)
+        slots = self.pool.take(n, reserved=reserved, **options)
+        numbers = slots.np.tolist()
+        self.taken(slots)
+        for part in self.parts:
+            indices = part.of(slots.np)
+            part.model.take(indices, reserved=reserved and part.model is self.model)
+            again = any(part.freed_behind.get(index) is not None for index in indices)
+            self.reached(f"a {part.name} used again after its fence", again)
+        agree_on(self.generations[numbers] + 1, slots.generations, "generations of slots just taken")
+        self.generations[numbers] += 1
+        self.reached("taken while another slot is pending", pending and n > 0)
+        self.reached("the reserve used", any(slot > self.pool.size for slot in numbers))
+        return slots
+
+    def taken(self, slots: Slots) -> None:
+        """Uses slots that were just taken, before the models know of them."""
+
+    @rule(target=handles, one=handles, data=st.data())
+    def some(self, one: Slots, data: st.DataObject) -> Slots:
+        """Handles are moved like any other value."""
+        return one.filter(data.draw(st.permutations(range(len(one))), label="rows")[: max(1, len(one) - 1)])
+
+    # Freeing
+
+    @rule(slots=handles, data=st.data())
+    def free(self, slots: Slots, data: st.DataObject) -> None:
+        """Live handles are freed, now or behind a step in flight; others are refused, all of them."""
+        self._free(slots, self.fence(data))
+
+    def _free(self, slots: Slots, fence: ManualFence | None) -> None:
+        numbers = slots.np.tolist()
+        if not self.good(slots):
+            dead = not {*numbers} <= self.model.live
+            self.reached("double free refused" if dead else "handle of a slot used again refused")
+            with self.refused(*_STALE):
+                self.pool.free(slots, after=fence)
+            with self.refused(Code.SLOT_STALE_HANDLE):
+                self.pool.check_handles(slots, "check")
+            return
+        owned = [part.of(slots.np) for part in self.parts]
+        self.pool.free(slots, after=fence)
+        for part, indices in zip(self.parts, owned, strict=True):
+            part.model.release(indices, fence)
+            part.freed_behind |= dict.fromkeys(indices, fence)
+        behind = fence is not None and fence is not self.steps.last and bool(numbers)
+        self.reached("freed behind step N while N+1 is in flight", behind)
+
+    # Compound: what an engine does in one go
+
+    @rule(target=handles, n=st.integers(1, 3), more=st.integers(0, 1))
+    def finish_and_admit(self, n: int, more: int) -> Slots:
+        """Requests finish while their step runs, and others ask for slots at once."""
+        self._free(self.live(n), self.steps.record())
+        return self._take(n + more)
+
+    @rule(target=handles, n=st.integers(1, 2))
+    def turn_over(self, n: int) -> Slots:
+        """Launch, finish behind it, launch again, the first step ends, admit."""
+        fence = self.steps.record()
+        self.steps.record()
+        self._free(self.live(n), fence)
+        self.steps.complete_until(fence)
+        return self._take(n)
+
+    @rule(target=handles, n=st.integers(1, 2))
+    def late_exit(self, n: int) -> Slots:
+        """Requests are freed, their slots go to others, and then their second exit frees them again."""
+        late = self.live(n)
+        self._free(late, None)
+        slots = self._take(n, True)
+        if len(late):
+            self._free(late, None)
+        return slots
+
+    @rule(slots=handles)
+    def misuse_handles(self, slots: Slots) -> None:
+        """Twice in one call, with padding, of another pool: refused, and not even one slot is freed."""
+        if len(slots):
+            with self.refused(*_STALE):
+                self.pool.free(slots.take([0, 0]))
+        with self.refused(Code.SLOT_ZERO_ALLOCATED, *_STALE):
+            self.pool.free(slots.pad(len(slots) + 1))
+        with self.refused(ArgumentError):
+            self.pool.free(self.foreign)
+
+
+class SlotPoolMachine(SlotMachine):
+    """A pool of slots, and a table over it."""
+
+    NAME = "slot_pool"
+    TARGETS = (*SlotMachine.TARGETS, "write through a stale handle refused")
+
+    @initialize(size=st.integers(1, 5), reserve=st.integers(0, 2))
+    def begin(self, size: int, reserve: int) -> None:
+        """Opens the pool."""
+        self.open()
+        self.pool = SlotPool(self.rt, size, reserve=reserve)
+        self.start()
+        self.table = self.pool.table("table", (_WIDTH,), torch.int32, host=True)
+        self.rows = np.zeros((self.pool.capacity, _WIDTH), np.int32)
+
+    def taken(self, slots: Slots) -> None:
+        """A request that joins writes its row."""
+        new = np.arange(slots.np.size * _WIDTH, dtype=np.int32).reshape(-1, _WIDTH)
+        self.table.write(slots, None, new)
+        self.rows[slots.np] = new
+
+    def check(self) -> None:
+        """The table too."""
+        super().check()
+        agree_on(self.rows, self.rt.inspect(self.table.device), "the table")
+
+    def snapshot(self) -> object:
+        """The table too."""
+        return super().snapshot(), snapshot_table(self.table)
+
+    @rule(slots=SlotMachine.handles, data=st.data(), whole=st.booleans())
+    def write(self, slots: Slots, data: st.DataObject, whole: bool) -> None:
+        """A write through live handles reaches the table; one through others, or beyond the row, is refused."""
+        n = len(slots)
+        drawn = data.draw(st.lists(st.integers(0, _WIDTH - 1), min_size=n, max_size=n), label="positions")
+        places: Ints | None = None if whole else np.array(drawn, dtype=np.int64)
+        size = (n, _WIDTH) if whole else (n,)
+        new = np.arange(1, int(np.prod(size)) + 1, dtype=np.int32).reshape(size)
+        if n:
+            with self.refused(RowIndexError, Code.SLOT_STALE_HANDLE):
+                self.table.write(slots, np.full(n, _WIDTH), np.zeros(n, np.int32))
+        with self.refused(ArgumentError):
+            self.table.write(self.foreign, [0], [1])
+        with self.refused(ArgumentError):
+            self.table.clear(self.foreign)
+        if not self.good(slots):
+            self.reached("write through a stale handle refused")
+            with self.refused(Code.SLOT_STALE_HANDLE):
+                self.table.write(slots, places, new)
+            return
+        self.table.write(slots, places, new)
+        self.rows[(slots.np,) if places is None else (slots.np, places)] = new
+
+    @rule(slots=SlotMachine.handles)
+    def clear(self, slots: Slots) -> None:
+        """Rows of live slots become zero."""
+        if self.good(slots):
+            self.table.clear(slots)
+            self.rows[slots.np] = 0
+
+
+class HybridMachine(SlotMachine):
+    """Slots that own one or two states each; sometimes slots run out first, sometimes states."""
+
+    NAME = "hybrid"
+    TARGETS = (
+        *SlotMachine.TARGETS,
+        "a state used again after its fence",
+        "states exhausted while slots are free",
+        "the mapping written by the caller",
+    )
+
+    pool: HybridSlotPool
+
+    @initialize(size=st.integers(1, 4), reserve=st.integers(0, 2), per_slot=st.integers(1, 2), spare=st.integers(-2, 2))
+    def begin(self, size: int, reserve: int, per_slot: int, spare: int) -> None:
+        """Opens the pool, with more or fewer states than all slots together need."""
+        self.open()
+        states = max(per_slot, (size + reserve) * per_slot + spare)
+        pool = HybridSlotPool(self.rt, size, states=states, states_per_slot=per_slot, reserve=reserve)
+        self.pool, self.states = pool, np.zeros((pool.capacity, per_slot), np.int64)  # slot -> states of its last owner
+        model, stats = AllocatorModel(states), lambda: pool.state_stats
+        self.start(Part("state", model, per_slot, stats, lambda rows: self.states[rows].reshape(-1).tolist()))
+
+    def check(self) -> None:
+        """The mapping on both sides too."""
+        super().check()
+        live = self.live(len(self.model.live))
+        agree_on(self.states[live.np], self.pool.states_of(live), "states of the live slots")
+        table = self.rt.inspect(self.pool.state_table.device)
+        agree_on(self.states.astype(np.int32), table, "the table of states")
+
+    def snapshot(self) -> object:
+        """The table too."""
+        return super().snapshot(), snapshot_table(self.pool.state_table)
+
+    @rule(target=SlotMachine.handles, n=st.integers(0, 3), reserved=st.booleans())
+    def take_unwritten(self, n: int, reserved: bool) -> Slots:
+        """Slots come with their states, and the caller writes the mapping."""
+        slots = self._take(n, reserved, write=False)
+        if len(slots):
+            entry = self.pool.state_entry(slots)
+            self.pool.state_table.write(slots, None, entry.values.reshape(len(slots), -1))
+            self.reached("the mapping written by the caller")
+        return slots
+
+    def taken(self, slots: Slots) -> None:
+        """Reads the states of slots that were just taken."""
+        self.states[slots.np] = self.pool.states_of(slots)
