@@ -65,10 +65,12 @@ class World:
         """float64[LAYERS, positions, 1, 2]."""
         return self.dice.random((LAYERS, positions, 1, 2))
 
-    def reserve(self, lengths: list[int], room: int, writer: Fence | None = None) -> Slots:
+    def reserve(self, lengths: list[int], max_tokens: int, writer: Fence | None = None) -> Slots:
         """Requests that wait for their KV."""
         slots = self.slots.take(len(lengths))
-        for slot, ranges in zip(slots.np.tolist(), self.tier.reserve(slots, lengths, room, writer=writer), strict=True):
+        for slot, ranges in zip(
+            slots.np.tolist(), self.tier.reserve(slots, lengths, max_tokens, writer=writer), strict=True
+        ):
             self.ranges[slot] = ranges
         return slots
 
@@ -81,33 +83,33 @@ class World:
                 memory[self.ranges[slot].locations(0, length)] = values
         return slots
 
-    def direct(self, lengths: list[int], room: int = 40) -> Slots:
+    def direct(self, lengths: list[int], max_tokens: int = 40) -> Slots:
         """Requests that decode, whose KV came from another process."""
-        slots = self.deliver(self.reserve(lengths, room))
+        slots = self.deliver(self.reserve(lengths, max_tokens))
         self.tier.admit_direct(slots)
         return slots
 
     def prefill(self, lengths: list[int]) -> Slots:
         """Requests outside of the tier with KV on the device."""
         slots = self.slots.take(len(lengths))
-        tokens = self.pages.extend(slots, lengths).locations.np
+        locations = self.pages.extend(slots, lengths).locations.np
         values = [self.new(length) for length in lengths]
         self.content.update(zip(slots.np.tolist(), values, strict=True))
-        self.write(tokens, np.concatenate(values, axis=1))
+        self.write(locations, np.concatenate(values, axis=1))
         return slots
 
-    def write(self, tokens: Any, values: Any) -> None:
+    def write(self, locations: Any, values: Any) -> None:
         """A forward writes KV."""
-        upload = self.rt.upload([tokens, values])
+        upload = self.rt.upload([locations, values])
         at, new = upload.view(0), upload.view(1)
         for layer, kv in enumerate(self.kv):
             self.rt.launch(_put, kv, at, new, layer, reads=(at, new), writes=(kv,), name="forward")
 
-    def step(self, slots: Slots, *, ride: bool = False) -> LastLocation:
+    def step(self, slots: Slots, *, packed: bool = False) -> LastLocation:
         """One decode step."""
         plan = self.tier.map_last_location(slots, self.tier.lengths(slots) + 1)
         uploaded = None
-        if ride:
+        if packed:
             upload = self.rt.upload(list(plan.extras.values()))
             uploaded = {name: upload.view(at) for at, name in enumerate(plan.extras)}
         self.tier.back_up(plan, uploaded)
@@ -127,10 +129,10 @@ class World:
             first = max(first, length - hot)
             cold = self.tier.host_locations(slots.take([row]), first)
             rows = [p if p < hot else p % hot for p in range(first, length)]
-            places = [int(self.pages.page_table[slot, r // size]) * size + r % size for r in rows]
+            locations = [int(self.pages.page_table[slot, r // size]) * size + r % size for r in rows]
             for layer in range(LAYERS):
                 on_host = self.rt.inspect(self.host.buffers[layer])[cold.np]
-                on_device = self.rt.inspect(self.kv[layer])[places]
+                on_device = self.rt.inspect(self.kv[layer])[locations]
                 read = np.concatenate([on_host, on_device])
                 assert read.tobytes() == np.ascontiguousarray(self.content[slot][layer]).tobytes(), (slot, layer)
 
@@ -168,43 +170,34 @@ def world(rt: Runtime) -> World:
 SHAPES = [(1, 1, 4), (16, 16, 8), (4, 64, 6), (4, 1, 2), (64, 16, 5)]
 
 
+@pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize(("page_size", "host_page_size", "hot_tokens"), SHAPES)
-def test_direct_requests_decode(rt: Runtime, full: None, page_size: int, host_page_size: int, hot_tokens: int) -> None:
+def test_requests_decode(
+    rt: Runtime, full: None, page_size: int, host_page_size: int, hot_tokens: int, staged: bool
+) -> None:
     """Shorter, equal and longer than the hot buffer: after every step each position holds what was written there."""
     world = World(rt, page_size=page_size, host_page_size=host_page_size, hot_tokens=hot_tokens)
-    slots = world.direct([1, hot_tokens, hot_tokens + 1, 3 * hot_tokens])
+    lengths = [1, hot_tokens, hot_tokens + 1, 3 * hot_tokens]
+    if staged:
+        slots = world.prefill(lengths)
+        world.tier.admit_staged(slots, 40)
+        assert world.tier.states(slots) == [TierState.STAGED] * 4
+        assert world.pages.committed(slots).tolist() == lengths
+        rt.synchronize()
+        assert world.tier.poll_staged() == 4
+        assert world.tier.poll_staged() == 0
+    else:
+        slots = world.direct(lengths)
     assert world.tier.states(slots) == [TierState.READY] * 4
     assert world.tier.ready(slots).all()
     assert world.pages.committed(slots).tolist() == [1, hot_tokens, hot_tokens, hot_tokens]
     world.check(slots)
     for step in range(3 * hot_tokens):
-        plan = world.step(slots, ride=bool(step % 2))
+        plan = world.step(slots, packed=bool(step % 2))
         assert len(plan.backup_from) == (4 if step else 0)
         world.check(slots)
     rt.synchronize()
-    world.tier.finish(slots, after=rt.record())
-    rt.synchronize()
-    world.expect_idle()
-
-
-@pytest.mark.parametrize(("page_size", "host_page_size", "hot_tokens"), SHAPES)
-def test_staged_requests_decode(rt: Runtime, full: None, page_size: int, host_page_size: int, hot_tokens: int) -> None:
-    """KV that this worker prefilled is copied out; pages beyond the hot buffer come back; then as above."""
-    world = World(rt, page_size=page_size, host_page_size=host_page_size, hot_tokens=hot_tokens)
-    lengths = [1, hot_tokens, hot_tokens + 1, 3 * hot_tokens]
-    slots = world.prefill(lengths)
-    world.tier.admit_staged(slots, 40)
-    assert world.tier.states(slots) == [TierState.STAGED] * 4
-    assert world.pages.committed(slots).tolist() == lengths
-    rt.synchronize()
-    assert world.tier.poll_staged() == 4
-    assert world.tier.poll_staged() == 0
-    assert world.pages.committed(slots).tolist() == [1, hot_tokens, hot_tokens, hot_tokens]
-    world.check(slots)
-    for _ in range(2 * hot_tokens + 1):
-        world.step(slots)
-        world.check(slots)
-    world.tier.abort(slots, after=rt.record())
+    (world.tier.abort if staged else world.tier.finish)(slots, after=rt.record())
     rt.synchronize()
     world.expect_idle()
 
@@ -227,123 +220,30 @@ def test_plan_of_a_step(rt: Runtime, world: World) -> None:
     assert world.tier.lengths(slots).tolist() == [4, 11]
 
 
-def test_paths_are_chosen_request_by_request(rt: Runtime, full: None) -> None:
-    """Requests outside of the tier live beside staged and direct ones in the same pools, and decode as ever."""
-    world = World(rt)
-    outside, staged = world.prefill([5]), world.prefill([7])
-    direct = world.direct([3])
-    world.tier.admit_staged(staged, 20)
-    rt.synchronize()
-    assert world.tier.poll_staged() == 1
-    assert world.tier.states(Slots.cat([outside, staged, direct])) == [0, 3, 3]
-    refused(Code.TIER_STATE, lambda: world.tier.map_last_location(outside, 6))
-    refused(Code.TIER_STATE, lambda: world.tier.finish(outside))
-    refused(Code.TIER_STATE, lambda: world.tier.host_locations(outside, 1))
-    inside = Slots.cat([direct, staged])
-    for _ in range(8):
-        world.pages.advance(outside)
-        world.step(inside)
-        world.check(inside)
-    rt.synchronize()
-    world.pages.release_requests(outside, after=rt.record())
-    world.tier.finish(inside, after=rt.record())
-    rt.synchronize()
-    world.expect_idle()
-
-
-def test_room_ends(world: World) -> None:
-    """A request decodes until the tokens that it reserved are used, whole pages included, and not one further."""
-    slots = world.direct([5], room=8)
-    for _ in range(3):
-        world.step(slots)
-    before = world.snapshot()
-    refused(Code.LENGTH_ORDER, lambda: world.tier.map_last_location(slots, 9))
-    assert world.snapshot() == before
-
-
-def test_each_pool_can_be_exhausted(rt: Runtime) -> None:
-    """Too few host tokens or device pages: the call says so and nothing is half done."""
-    world = World(rt, size=6, pages=5, page_size=2, host_pages=30, hot_tokens=6)
-    slots = world.slots.take(2)
-    before = world.snapshot()
-    with pytest.raises(PoolExhaustedError):
-        world.tier.reserve(slots, [3, 4], [20, 20])
-    assert world.snapshot() == before
-    world.slots.free(slots)
-    waiting = world.deliver(world.reserve([6, 5], 10))
-    before = world.snapshot()
-    with pytest.raises(PoolExhaustedError):
-        world.tier.admit_direct(waiting)  # 3 + 3 pages of 5
-    assert world.snapshot() == before
-    world.tier.admit_direct(waiting.take([0]))
-    hot = world.prefill([3])
-    before = world.snapshot()
-    with pytest.raises(PoolExhaustedError):
-        world.tier.admit_staged(hot, 25)
-    assert world.snapshot() == before
-    world.pages.release_requests(hot)
-    world.tier.abort(waiting.take([1]))
-    short = world.direct([2], room=8)
-    filler = world.prefill([2])
-    before = world.snapshot()
-    with pytest.raises(PoolExhaustedError):
-        world.tier.map_last_location(short, 3)
-    assert world.snapshot() == before
-    world.pages.release_requests(filler, after=rt.record())
-    rt.synchronize()
-    world.step(short)
-    world.check(short)
-
-
-def test_wrong_order_is_refused(world: World) -> None:
-    """Each call belongs to a state; out of order it is refused and changes nothing."""
+def test_refusals_say_what_to_do(world: World) -> None:
+    """Calls out of order name the call that is missing. The machine shows that they change nothing."""
     tier = world.tier
-    direct = world.deliver(world.reserve([4], 20))
-    hot = world.prefill([4])
-    before = world.snapshot()
-    refused(Code.TIER_STATE, lambda: tier.map_last_location(direct, 5))
-    refused(Code.TIER_STATE, lambda: tier.finish(direct))
-    refused(Code.TIER_STATE, lambda: tier.reserve(direct, 1, 1))
-    refused(Code.TIER_STATE, lambda: tier.admit_staged(direct, 20))
-    refused(Code.TIER_STATE, lambda: tier.admit_direct(hot))
-    refused(Code.TIER_STATE, lambda: tier.abort(hot))
     with pytest.raises(ArgumentError, match="admit_staged"):
-        tier.reserve(hot, 4, 20)
-    assert world.snapshot() == before
-    tier.admit_direct(direct)
-    refused(Code.TIER_STATE, lambda: tier.admit_direct(direct))
-    before = world.snapshot()
+        tier.reserve(world.prefill([4]), 4, 20)
+    slots = world.direct([4])
     for lens in (4, 6):
         with pytest.raises(ArgumentError, match="had 4"):
-            tier.map_last_location(direct, lens)
-    with pytest.raises(ShapeError):
-        tier.map_last_location(direct, [5, 5])
-    with pytest.raises(DtypeError):
-        tier.map_last_location(direct, 5.0)
-    refused(Code.SLOT_SHARED, lambda: tier.map_last_location(direct.take([0, 0]), 5))
-    refused(Code.SLOT_ZERO_ALLOCATED, lambda: tier.map_last_location(direct.pad(2), 5))
-    assert world.snapshot() == before
-    plan = tier.map_last_location(direct, 5)
-    before = world.snapshot()
+            tier.map_last_location(slots, lens)
+    plan = tier.map_last_location(slots, 5)
     with pytest.raises(ArgumentError, match="backup not launched"):
-        tier.map_last_location(direct, 6)
+        tier.map_last_location(slots, 6)
     for leave in (tier.finish, tier.abort, world.pages.release_requests):
         with pytest.raises(ArgumentError, match="in a plan whose backup was not launched"):
-            leave(direct)
-    assert world.snapshot() == before
+            leave(slots)
     tier.back_up(plan)
     with pytest.raises(ArgumentError, match="not the plan of this step"):
         tier.back_up(plan)
-    tier.finish(direct)
-    refused(Code.SLOT_DOUBLE_FREE, lambda: world.slots.free(direct))
 
 
-def test_stale_and_foreign_handles(rt: Runtime, world: World) -> None:
-    """Handles of a request that left, of another pool and from another thread are refused everywhere."""
+def test_foreign_handles_and_threads(rt: Runtime, world: World) -> None:
+    """Handles of another pool, and calls from another thread, are refused everywhere."""
     tier = world.tier
-    gone = world.direct([3])
-    tier.finish(gone, after=rt.record())
-    foreign = SlotPool(rt, 2).take(1)
+    mine, foreign = world.direct([3]), SlotPool(rt, 2).take(1)
     for call in (
         lambda slots: tier.states(slots),
         lambda slots: tier.ready(slots),
@@ -356,86 +256,42 @@ def test_stale_and_foreign_handles(rt: Runtime, world: World) -> None:
         lambda slots: tier.finish(slots),
         lambda slots: tier.abort(slots),
     ):
-        refused(Code.SLOT_STALE_HANDLE, lambda call=call: call(gone))  # type: ignore[misc]
         with pytest.raises(ArgumentError, match="given to pool"):
             call(foreign)
-        assert isinstance(in_a_thread(lambda call=call: call(gone)), OwnerThreadError)  # type: ignore[misc]
+        assert isinstance(in_a_thread(lambda call=call: call(mine)), OwnerThreadError)  # type: ignore[misc]
     assert isinstance(in_a_thread(tier.poll_staged), OwnerThreadError)
     assert isinstance(in_a_thread(tier.verify), OwnerThreadError)
 
 
-def test_parts_must_fit(rt: Runtime, world: World) -> None:
+def test_parts_must_fit(world: World) -> None:
     """A tier is refused over buffers of another shape, dtype or number, or pools of another runtime."""
     pages, host, kv = world.pages, world.host, world.kv
-    with pytest.raises(ShapeError):
-        HiSparse(pages, host, kv[:1], hot_tokens=4)
-    with pytest.raises(ShapeError):
-        HiSparse(pages, host, [one[:-1] for one in kv], hot_tokens=4)
-    with pytest.raises(DtypeError):
-        HiSparse(pages, host, [one.float() for one in kv], hot_tokens=4)
-    with pytest.raises(ArgumentError, match="max_tokens_per_request"):
-        HiSparse(pages, host, kv, hot_tokens=65)
-    with pytest.raises(ArgumentError):
-        HiSparse(pages, host, kv, hot_tokens=1)
     other = HostKVPool(open_runtime("cpu"), 4, layers=LAYERS, item_shape=(1, 2), dtype=torch.float64)
-    with pytest.raises(DeviceError):
-        HiSparse(pages, other, kv, hot_tokens=4)
-
-
-def test_raw_exits_free_the_host_too(rt: Runtime, full: None) -> None:
-    """Whoever frees a slot by the ways of other pools frees its host tokens, once; a slot with pages is refused."""
-    world = World(rt)
-    waiting = world.reserve([3], 9)
-    world.slots.free(waiting)
-    assert world.host.stats.live == 0
-    ready = world.direct([3])
-    refused(Code.SLOT_CONSERVATION, lambda: world.slots.free(ready))
-    world.pages.release_requests(ready, after=rt.record())
-    rt.synchronize()
-    world.expect_idle()
-    again = world.slots.take(2)
-    assert world.tier.states(again) == [TierState.OUTSIDE] * 2
+    for error, pool, buffers, hot_tokens in (
+        (ShapeError, host, kv[:1], 4),
+        (ShapeError, host, [one[:-1] for one in kv], 4),
+        (DtypeError, host, [one.float() for one in kv], 4),
+        (ArgumentError, host, kv, 65),
+        (ArgumentError, host, kv, 1),
+        (DeviceError, other, kv, 4),
+    ):
+        with pytest.raises(error):
+            HiSparse(pages, pool, buffers, hot_tokens=hot_tokens)
 
 
 def test_pages_that_others_move_are_noticed(world: World) -> None:
-    """Pages of a request of the tier are not released by others, and what others grow is found before the next step."""
-    one, two = world.direct([3]), world.direct([9])
-    world.pages.advance(one)
-    refused(Code.MIRROR_EQUAL, lambda: world.tier.map_last_location(one, 4))
+    """Pages that other code gives a request of the tier are found before its next step."""
+    slots = world.direct([3])
+    world.pages.advance(slots)
+    refused(Code.MIRROR_EQUAL, lambda: world.tier.map_last_location(slots, 4))
     refused(Code.MIRROR_EQUAL, world.tier.verify)
-    before = world.snapshot()
-    refused(Code.TIER_STATE, lambda: world.pages.truncate(one, 3))
-    refused(Code.TIER_STATE, lambda: world.pages.release(two))
-    assert world.snapshot() == before
     with world.tier._requests.allow_release():
-        world.pages.truncate(one, 3)
-    world.step(one)
-
-
-def test_pages_are_not_released_while_they_are_copied(full: None) -> None:
-    """A STAGED request keeps its device pages until their copy is over; others may release theirs."""
-    rt = LateRuntime()
-    world = World(rt)
-    staged, outside = world.prefill([6]), world.prefill([6])
-    world.tier.admit_staged(staged, 20)
-    refused(Code.TIER_STATE, lambda: world.pages.release(staged))
-    refused(Code.TIER_STATE, lambda: world.pages.truncate(staged, 1))
-    world.pages.release(outside)
-
-
-def test_runs_of_a_request_are_freed_with_it_alone(world: World) -> None:
-    """Whoever holds the ranges of a request cannot free them behind its back, and the request leaves whole."""
-    slots = world.reserve([5, 5], 20)
-    before = world.snapshot()
-    with pytest.raises(ArgumentError, match="host tier"):
-        world.host.free(world.ranges[int(slots.np[0])])
-    assert world.snapshot() == before
-    world.tier.abort(slots)
-    world.expect_idle()
+        world.pages.truncate(slots, 3)
+    world.step(slots)
 
 
 def test_a_direct_request_with_pages_is_refused(world: World) -> None:
-    """Pages that somebody gave a DIRECT request meanwhile are not taken for its hot buffer, nor taken away."""
+    """Pages that a DIRECT request got in the meantime are not taken for its hot buffer, nor taken away."""
     slots = world.deliver(world.reserve([5], 20))
     with world.tier._requests.allow_release():
         world.pages.extend(slots, 3)
@@ -460,7 +316,7 @@ def second_launch_fails(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_was_launched_before_an_error_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy of which the second layer fails has begun all the same: its host tokens and pages wait for the first."""
+    """A copy of which the second layer fails has begun all the same: its locations and pages wait for the first."""
     rt = LateRuntime()
     world = World(rt)
     hot = world.prefill([6])
@@ -502,7 +358,7 @@ def test_shared_pages_are_never_ring_rows(rt: Runtime, world: World) -> None:
 
 
 def test_staged_abort_while_the_copy_is_under_way() -> None:
-    """Pages and host tokens of a staged request that is aborted stay pending until the copy is over, and no longer."""
+    """Pages and host locations of an aborted staged request stay pending until the copy is over, and no longer."""
     rt = LateRuntime()
     world = World(rt)
     rt.complete(rt.pending())
@@ -522,14 +378,14 @@ def test_staged_abort_while_the_copy_is_under_way() -> None:
 
 
 def test_slot_used_again_is_not_settled_by_an_old_copy() -> None:
-    """A copy of a request that left settles nobody who has its slot now."""
+    """The copy of a request that left does not make the next request on its slot ready."""
     rt = LateRuntime()
     world = World(rt, size=1)
     slots = world.prefill([3])
     world.tier.admit_staged(slots, 9)
     assert world.tier.poll_staged() == 0
     rt.synchronize()
-    world.pages.release_requests(slots)  # the copy is over, and nobody has asked the tier
+    world.pages.release_requests(slots)  # the copy is over, and the tier has not been polled
     again = world.prefill([4])
     world.tier.admit_staged(again, 9)
     assert world.tier.poll_staged() == 0
@@ -540,7 +396,7 @@ def test_slot_used_again_is_not_settled_by_an_old_copy() -> None:
 
 
 def test_writer_outlives_its_request(rt: Runtime, full: None) -> None:
-    """Host tokens of an aborted request are quarantined until its writer has ended, whenever the slot is used again."""
+    """Host locations of an aborted request are quarantined until its writer ends, even if the slot is used again."""
     world, writer = World(rt, host_pages=20), ManualStream("writer")
     slots = world.reserve([4], 20, writer=writer.record())
     world.tier.abort(slots)
@@ -549,7 +405,7 @@ def test_writer_outlives_its_request(rt: Runtime, full: None) -> None:
     with pytest.raises(PoolExhaustedError, match="pending entries suffice"):
         world.reserve([1], 1)
     memory = bytes_of(world.host.contiguous_buffers()[0].memory)
-    memory[16:] = 7  # it still writes, and nobody minds
+    memory[16:] = 7  # it still writes, which is allowed
     world.tier.verify()
     writer.complete()
     assert world.host.stats.free == 20
@@ -559,7 +415,7 @@ def test_writer_outlives_its_request(rt: Runtime, full: None) -> None:
 
 
 def test_writer_that_has_not_ended_when_its_request_finishes(rt: Runtime) -> None:
-    """A request may decode and finish while its writer is not known to have ended: only its host tokens wait."""
+    """A request may decode and finish while its writer is not known to have ended: only its host locations wait."""
     world = World(rt)
     writer = PrefillWorker(world.host, np.empty((LAYERS, 0, 2), dtype=np.int64))
     slots = world.deliver(world.reserve([4], 20, writer=writer))
@@ -590,7 +446,7 @@ def test_a_plan_writes_new_rows_of_hot_buffers(world: World) -> None:
 
 
 def test_a_plain_fence_of_a_writer_has_to_be_complete(rt: Runtime) -> None:
-    """A fence that does not say what has arrived stands for all of it: nobody is admitted before."""
+    """A fence that does not say what has arrived stands for all of it: the request is not admitted before."""
     world, writer = World(rt), ManualStream("writer")
     slots = world.deliver(world.reserve([4], 20, writer=writer.record()))
     refused(Code.TIER_STATE, lambda: world.tier.admit_direct(slots))
@@ -601,7 +457,7 @@ def test_a_plain_fence_of_a_writer_has_to_be_complete(rt: Runtime) -> None:
 
 
 def test_backups_of_every_stream_are_waited_for() -> None:
-    """Host tokens come back behind the backup that still writes them, also when a later copy ran on another stream."""
+    """Host locations come back behind the backup that still writes them, also if a later copy ran on another stream."""
     rt = LateRuntime()
     world = World(rt)
     decoding = world.direct([3])
@@ -673,7 +529,7 @@ class Decoding(Batch):
 
 @pytest.mark.parametrize("level", ["off", "cheap"])
 def test_steady_decode_costs_one_upload(rt: Runtime, level: str) -> None:
-    """A step with the plan riding in the batch's upload: one copy to the device, none from it, and nobody waits."""
+    """A step with the plan packed into the batch's upload: one copy to the device, none from it, and no wait."""
     with checks(level):
         world = World(rt)
         slots = world.direct([3, 9, 20])
@@ -716,7 +572,7 @@ def test_steps_in_flight(device: str, device_name: str) -> None:
             if step > 1:
                 ends[step - 2].wait()
             rt.next_step()
-            world.step(everyone, ride=True)
+            world.step(everyone, packed=True)
             ends.append(rt.record())
         spent = rt.counters - before
         assert spent.device_to_host_copies == spent.forced_syncs == 0

@@ -62,8 +62,8 @@ def test_memory_of_a_plan_grows_with_the_batch_alone(level: str) -> None:
         assert many <= 64 * few[0]
 
 
-def test_no_step_touches_runs_or_free_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planning never spreads a run into tokens and never looks at free host tokens."""
+def test_no_step_touches_ranges_or_free_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning never expands a range and never looks at free host locations."""
     plan = planner(8, 16_000)
     plan()
 

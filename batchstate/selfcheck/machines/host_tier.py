@@ -199,7 +199,7 @@ def _in(*states: TierState) -> Callable[[It], bool]:
     return lambda it: it[0].states(it[1])[0] in states
 
 
-_inside, _outside, _ready = _in(STAGED, DIRECT, READY), _in(OUTSIDE), _in(READY)
+_inside, _outside, _ready, _paged = _in(STAGED, DIRECT, READY), _in(OUTSIDE), _in(READY), _in(STAGED, READY)
 _not_ready, _not_direct = _in(OUTSIDE, STAGED, DIRECT), _in(OUTSIDE, STAGED, READY)
 
 
@@ -209,6 +209,10 @@ def _cold(it: It) -> bool:
 
 def _hot(it: It) -> bool:
     return _outside(it) and bool(it[0].pages.committed(it[1])[0])
+
+
+def _ranges(it: It) -> HostRanges:
+    return it[0]._requests.ranges[int(it[1].np[0])]
 
 
 def _next(it: It) -> Ints:
@@ -264,8 +268,9 @@ MISUSES: tuple[Misuse[It], ...] = (
         _ready,
     ),
     Misuse("free a request with device pages", (Code.SLOT_CONSERVATION,), lambda it: it[0].slots.free(it[1]), _ready),
-    Misuse("truncate a hot buffer", _TIER, lambda it: it[0].pages.truncate(it[1], 1), _ready),
-    Misuse("release a hot buffer", _TIER, lambda it: it[0].pages.release(it[1]), _ready),
+    Misuse("truncate a hot buffer", _TIER, lambda it: it[0].pages.truncate(it[1], 1), _paged),
+    Misuse("release a hot buffer", _TIER, lambda it: it[0].pages.release(it[1]), _paged),
+    Misuse("free the ranges of a request", (ArgumentError,), lambda it: it[0].host.free(_ranges(it)), _inside),
     Misuse("locations beyond the ranges", (ArgumentError,), lambda it: it[0].host_locations(it[1], 10_000), _inside),
     Misuse("locations outside of the tier", _TIER, lambda it: it[0].host_locations(it[1], 1), _outside),
     Misuse(
@@ -775,7 +780,12 @@ class HostTierMachine(Machine):
         if not self._tried(lambda: plans.append(self.tier.map_last_location(slots, seq_lens)), "device pages"):
             return False
         plan = plans[0]
-        for early in (lambda: self.tier.map_last_location(slots, seq_lens), lambda: self.tier.abort(slots)):
+        for early in (
+            lambda: self.tier.map_last_location(slots, seq_lens),
+            lambda: self.tier.finish(slots),
+            lambda: self.tier.abort(slots),
+            lambda: self.pages.release_requests(slots),
+        ):
             with self.refused(ArgumentError):
                 early()
         added = [self._new(1) for _ in requests]

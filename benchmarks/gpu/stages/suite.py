@@ -40,7 +40,7 @@ FILES = (
     "accelerator",
     "sync_guard",
     "mapped",
-    "host_tokens",
+    "host_pool",
     "tighten",
     "relay_misuse",
     "levels",

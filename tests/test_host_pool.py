@@ -1,4 +1,4 @@
-"""Host tokens: ranges with an owner and a generation, freed behind fences, sealed while they are nobody's."""
+"""Host locations: ranges with an owner and a generation, freed behind fences, poisoned while they are free."""
 
 import functools
 from collections.abc import Callable
@@ -8,9 +8,12 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from batchstate import invariants, levels
 from batchstate.errors import ArgumentError, CaptureError, DtypeError, OwnerThreadError, PoolExhaustedError, ShapeError
+from batchstate.kv._ranges import FreeRanges, arange_per_row, ranges_of
 from batchstate.kv.host_pool import HostKVPool, HostStats
 from batchstate.runtime import Runtime
 from batchstate.runtime.memory import bytes_of
@@ -84,7 +87,7 @@ def test_best_fit_and_fragments(make: Make) -> None:
 
 
 def test_exhaustion_takes_nothing(make: Make) -> None:
-    """Too few pages are an error that says how many are free and how many will be, and nobody gets anything."""
+    """Too few pages are an error that says how many are free and how many will be, and nothing is taken."""
     pool = make(4, 4)
     step = ManualStream()
     first = pool.take([8], [1])[0]
@@ -104,7 +107,7 @@ def test_exhaustion_takes_nothing(make: Make) -> None:
 
 
 def test_free_behind_a_fence(make: Make) -> None:
-    """What is freed behind a fence is nobody's at once, and is handed out again when the fence is complete."""
+    """What is freed behind a fence has no owner at once, and is handed out again when the fence is complete."""
     pool, step = make(2), ManualStream()
     ranges = pool.take(2, 1)[0]
     fence = step.record()
@@ -121,7 +124,7 @@ def test_free_behind_a_fence(make: Make) -> None:
     assert again.table.tolist() == ranges.table.tolist()
 
 
-def test_misuse_of_runs_is_refused(make: Make, rt: Runtime) -> None:
+def test_misuse_of_ranges_is_refused(make: Make, rt: Runtime) -> None:
     """Runs are freed once, whole, in the pool that made them, and by who took them last; an error frees nothing."""
     pool, other = make(8), make(8)
     one, two = pool.take([2, 3], [1, 2])
@@ -187,7 +190,7 @@ def test_buffers_for_registration(make: Make) -> None:
 
 
 def test_late_write_is_found_when_handed_out(make: Make, full: None) -> None:
-    """At `full` a write into memory of nobody is found before it becomes somebody's, wherever it is handed out."""
+    """At `full` a write into free memory is found before it is handed out, wherever that is."""
     pool = make(8)
     ranges = pool.take([2, 1, 5], [1, 2, 3])
     pool.free([ranges[0], ranges[2]])
@@ -200,7 +203,7 @@ def test_late_write_is_found_when_handed_out(make: Make, full: None) -> None:
 
 
 def test_late_write_behind_a_fence_is_no_fault(make: Make, full: None) -> None:
-    """While its fence is open, whoever may write does; what he leaves is wiped when the fence is complete."""
+    """While its fence is open a writer may write; what it leaves is overwritten when the fence is complete."""
     pool, writer = make(4, 2), ManualStream()
     ranges = pool.take(4, 1)[0]
     pool.free(ranges, after=writer.record())
@@ -216,7 +219,7 @@ def test_late_write_behind_a_fence_is_no_fault(make: Make, full: None) -> None:
 
 
 def test_below_full_memory_is_left_alone(make: Make) -> None:
-    """At `cheap` nobody reads or writes the memory of the pool."""
+    """At `cheap` the pool neither reads nor writes its memory."""
     pool = make(2)
     with levels.checks("cheap"):
         before = invariants.times_checked[Code.TRANSFER_LATE_WRITE]
@@ -245,3 +248,65 @@ def test_one_thread_and_no_capture(make: Make, monkeypatch: pytest.MonkeyPatch) 
     module.capturing = True
     with pytest.raises(CaptureError):
         HostKVPool(rt, 2, layers=1, item_shape=(1,), dtype=torch.int64)
+
+
+def ranges(indices: set[int]) -> list[tuple[int, int]]:
+    """The maximal intervals of a set: start and length."""
+    found: list[tuple[int, int]] = []
+    for index in sorted(indices):
+        if found and found[-1][0] + found[-1][1] == index:
+            found[-1] = (found[-1][0], found[-1][1] + 1)
+        else:
+            found.append((index, 1))
+    return found
+
+
+@given(size=st.integers(0, 30), data=st.data())
+def test_is_a_set_that_hands_out_best_fits(size: int, data: st.DataObject) -> None:
+    """What is taken was free, lies in one run where one run is long enough (the shortest such), and comes back."""
+    pool, free, taken = FreeRanges(1, size), set(range(1, size + 1)), set[int]()
+    for _ in range(data.draw(st.integers(0, 12), label="operations")):
+        push: bool = data.draw(st.booleans(), label="push")
+        if taken and push:
+            back = data.draw(st.lists(st.sampled_from(sorted(taken)), unique=True), label="back")
+            pool.push(np.array(back, dtype=np.int64))
+            free |= set(back)
+            taken -= set(back)
+        else:
+            n = data.draw(st.integers(0, len(free)), label="n")
+            before = ranges(free)
+            given_out = pool.top(n)
+            assert pool.count == len(free), "looking takes nothing"
+            pool.drop(n)
+            numbers = given_out.tolist()
+            assert given_out.dtype == np.int64
+            assert len(set(numbers)) == len(numbers) == n
+            assert set(numbers) <= free
+            fitting = [length for _, length in before if length >= n]
+            pieces = ranges_of(given_out)[1].tolist()
+            if n and fitting:
+                assert pieces == [n]
+                assert next(length for start, length in before if start == numbers[0]) == min(fitting)
+            elif n:
+                longest = sorted((length for _, length in before), reverse=True)
+                needed = next(k for k in range(1, len(longest) + 1) if sum(longest[:k]) >= n)
+                assert len(pieces) <= needed
+            free -= set(numbers)
+            taken |= set(numbers)
+        assert pool.entries().tolist() == sorted(free)
+        assert (pool.count, pool.capacity) == (len(free), size)
+        assert pool.largest == max((length for _, length in ranges(free)), default=0)
+        assert f"{len(free)} of {size} in {len(ranges(free))} ranges" in repr(pool)
+
+
+@given(st.lists(st.tuples(st.integers(-50, 50), st.integers(0, 6))))
+def test_ranges_expand_and_join_again(pieces: list[tuple[int, int]]) -> None:
+    """Ranges expand to their indices in order, and joining those again names the same indices."""
+    starts = np.array([start for start, _ in pieces], dtype=np.int64)
+    lengths = np.array([length for _, length in pieces], dtype=np.int64)
+    everything = [index for start, length in pieces for index in range(start, start + length)]
+    assert arange_per_row(starts, lengths).tolist() == everything
+    again = ranges_of(np.array(everything, dtype=np.int64))
+    assert arange_per_row(*again).tolist() == everything
+    assert (again[1] > 0).all()
+    assert (again[0][1:] != again[0][:-1] + again[1][:-1]).all(), "neighbours in order are one range"
