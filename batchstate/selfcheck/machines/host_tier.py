@@ -782,7 +782,6 @@ class HostTierMachine(Machine):
         plan = plans[0]
         for early in (
             lambda: self.tier.map_last_location(slots, seq_lens),
-            lambda: self.tier.finish(slots),
             lambda: self.tier.abort(slots),
             lambda: self.pages.release_requests(slots),
         ):
