@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchstate import invariants, levels
+from batchstate._arrays import arange_per_row
 from batchstate.errors import ArgumentError, CaptureError, DtypeError, OwnerThreadError, PoolExhaustedError, ShapeError
-from batchstate.kv._ranges import FreeRanges, arange_per_row, ranges_of
+from batchstate.kv._ranges import FreeRanges, ranges_of
 from batchstate.kv.host_pool import HostKVPool, HostStats
 from batchstate.runtime import Runtime
 from batchstate.runtime.memory import bytes_of
