@@ -9,12 +9,15 @@ A `.mutants` file begins with a comment that says what its mutants have in commo
     + the text of the mutant
 
 The last part of the first line is optional. Several `-` lines in a row are one piece of source of several lines, as are
-several `+` lines; indentation is relative to the first line of the piece. A mutant may have several `@` blocks, and a
-block several pairs of `-` and `+`. A piece must stand in the function exactly once.
+several `+` lines; indentation is relative to the first line of the piece. A mutant may have several `@` blocks, one per
+function, and a block several pairs of `-` and `+`. A piece must be in the function exactly once. A function may be a
+property's getter, a class method, a method of a class with slots, or a closure; its signature cannot change.
 
 While a mutant is switched on, the function has another code object. So every module that imported the function has the
-bug, the library needs no seam for it, and a mutant whose line was moved or rewritten fails loudly.
+bug, the library needs no seam for it, and a mutant whose line was moved or rewritten fails with its file and function.
 """
+
+import __future__
 
 import ast
 import contextlib
@@ -42,7 +45,7 @@ _HEAD = re.compile(
 @final
 @attrs.frozen
 class Change:
-    """What stands in one function, and what the mutant has in its place.
+    """What is replaced in one function.
 
     Attributes:
         where: `module:qualified.name`; the module is relative to `batchstate`.
@@ -53,34 +56,49 @@ class Change:
     pieces: tuple[tuple[str, str], ...]
 
     def function(self) -> FunctionType:
-        """The function that is changed, without its decorators."""
+        """The function that is changed, without its decorators.
+
+        Raises:
+            DeclarationError: it does not exist, or is not a function.
+        """
         module, _, path = self.where.partition(":")
-        found: Any = importlib.import_module(f"batchstate.{module}")
-        for name in path.split("."):
-            try:
+        try:
+            found: Any = importlib.import_module(f"batchstate.{module}")
+            for name in path.split("."):
                 found = inspect.getattr_static(found, name)
-            except AttributeError:
-                raise _refused(f"{self.where} does not exist", self.where) from None
+        except (ImportError, AttributeError):
+            raise _refused(f"{self.where} does not exist", self.where) from None
         return _undecorated(found, self.where)
 
     def code(self) -> CodeType:
         """The compiled function of the mutant.
 
         Raises:
-            DeclarationError: a piece does not stand in the function exactly once, or the change does not compile.
+            DeclarationError: a piece is not in the function exactly once, the changed source does not compile, or it
+                has another signature or other variables of enclosing functions.
         """
         function = self.function()
+        place = f"{function.__code__.co_filename}, {self.where.partition(':')[2]}"
         lines, first = inspect.getsourcelines(function)
-        source = textwrap.dedent("".join(lines))
+        source = original = textwrap.dedent("".join(lines))
         for before, after in self.pieces:
-            source = _replaced(source, before, after, self.where)
-        definition = ast.parse(source).body[0]
-        if not isinstance(definition, ast.FunctionDef):
-            raise _refused(f"{self.where} is not a function", source)
+            source = _replaced(source, before, after, place)
+        try:
+            definition, unchanged = (ast.parse(text).body[0] for text in (source, original))
+        except SyntaxError as error:
+            raise _refused(f"{place}: the changed source does not compile: {error}", source) from None
+        if not isinstance(definition, ast.FunctionDef) or not isinstance(unchanged, ast.FunctionDef):
+            raise _refused(f"{place}: expected a function", source)
+        if ast.dump(definition.args) != ast.dump(unchanged.args):
+            raise _refused(f"{place}: the signature changes, and callers keep the old one", source)
         definition.decorator_list = []
         code = _compiled(definition, function, first)
         if code.co_freevars != function.__code__.co_freevars:
-            raise _refused(f"{self.where}: the mutant closes over {code.co_freevars}", function.__code__.co_freevars)
+            raise _refused(
+                f"{place}: expected variables {function.__code__.co_freevars} of enclosing functions, "
+                f"got {code.co_freevars}",
+                code.co_freevars,
+            )
         return code.replace(co_qualname=function.__code__.co_qualname)
 
 
@@ -92,16 +110,16 @@ def _undecorated(found: Any, where: str) -> FunctionType:
         elif hasattr(found, "__wrapped__"):
             found = found.__wrapped__
         else:
-            raise _refused(f"{where} is a {type(found).__name__}, not a function", found)
+            raise _refused(f"{where}: expected a function, got a {type(found).__name__}", found)
     return found
 
 
-def _replaced(source: str, before: str, after: str, where: str) -> str:
+def _replaced(source: str, before: str, after: str, place: str) -> str:
     """The source with one piece replaced; the piece takes the indentation of the line that it begins on."""
     pattern = r"\n[ \t]*".join(re.escape(line.strip()) for line in before.split("\n"))
     found = list(re.finditer(pattern, source))
     if len(found) != 1:
-        raise _refused(f"{where}: expected the piece once, found it {len(found)} times: {before!r}", before)
+        raise _refused(f"{place}: expected this piece once, found it {len(found)} times: {before!r}", before)
     start, stop = found[0].span()
     line = source[source.rfind("\n", 0, start) + 1 : start]
     indent = line[: len(line) - len(line.lstrip())]
@@ -116,7 +134,7 @@ def _compiled(definition: ast.FunctionDef, function: FunctionType, first: int) -
     no_arguments = ast.arguments([], [], None, [], [], None, [])
     outer = ast.FunctionDef("_outer", no_arguments, [*cells, definition], [], None)
     tree = ast.fix_missing_locations(ast.Module([outer], []))
-    flags = function.__code__.co_flags & 0x01000000  # `from __future__ import annotations`
+    flags = function.__code__.co_flags & __future__.annotations.compiler_flag
     compiled = compile(tree, function.__code__.co_filename, "exec", flags=flags, dont_inherit=True)
     (around,) = (constant for constant in compiled.co_consts if isinstance(constant, CodeType))
     return next(
@@ -133,9 +151,18 @@ def _refused(problem: str, value: object) -> DeclarationError:
 @final
 @attrs.frozen
 class Diff:
-    """A mutant as it stands in a file: the switch of a `Mutant`."""
+    """The changes of one mutant: the switch of a `Mutant`.
+
+    Raises:
+        DeclarationError: two of them change one function; when switched on, see `Change.code`.
+    """
 
     changes: tuple[Change, ...]
+
+    def __attrs_post_init__(self) -> None:
+        places = [change.where for change in self.changes]
+        if len(set(places)) < len(places):
+            raise _refused(f"expected one block per function, got {', '.join(places)}", places)
 
     def __call__(self, patch: Patch) -> None:
         """Gives each function the code of the mutant, until the window of `patch` closes."""
@@ -206,8 +233,8 @@ def changed(where: str, before: str, after: str) -> Iterator[None]:
 
     Args:
         where: `module:qualified.name`; the module is relative to `batchstate`.
-        before: the piece, which must stand in the function exactly once.
-        after: what stands there in the window.
+        before: the piece, which must be in the function exactly once.
+        after: what replaces it in the window.
     """
     with contextlib.ExitStack() as undo:
         Diff((Change(where, ((before, after),)),))(Patch(undo))
