@@ -1,36 +1,46 @@
 """The names of the package itself."""
 
-import importlib
+import ast
+import inspect
 import pkgutil
 import subprocess
 import sys
 from importlib import metadata
+from types import ModuleType
 
 import pytest
 
 import batchstate
 import batchstate.testing
+import batchstate.testing.race
 
 WITHOUT_HYPOTHESIS = "import sys; sys.modules['hypothesis'] = None\n"
 """What a process does that begins so is what it would do where hypothesis is not installed."""
 
 
-@pytest.mark.parametrize("name", batchstate.__all__)
-def test_every_public_name_is_there(name: str) -> None:
-    """Each public name can be imported from the package, and `dir` lists it."""
-    assert getattr(batchstate, name) is not None
-    assert name in dir(batchstate)
+def declared(package: ModuleType) -> list[str]:
+    """The public names that a type checker sees: those that the package imports for it alone."""
+    tree = ast.parse(inspect.getsource(package))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return [alias.asname for node in imports for alias in node.names if alias.asname]
 
 
-def test_public_names_are_the_listed_ones() -> None:
-    """What is imported at first use is exactly what is listed."""
-    assert sorted(batchstate._HOMES) == sorted(batchstate.__all__)
+@pytest.mark.parametrize("package", [batchstate, batchstate.testing, batchstate.testing.race])
+def test_every_public_name_is_there(package: ModuleType) -> None:
+    """Each can be imported, `dir` lists it, no module of that name hides it, and type checkers see the same names."""
+    for module in pkgutil.iter_modules(package.__path__):
+        assert module.name not in vars(package)["__all__"]
+    assert {*vars(package)["__all__"]} == {*declared(package)} - {"__version__"}
+    for name in declared(package):
+        assert getattr(package, name) is not None
+        assert name in dir(package)
 
 
-def test_unknown_name_is_an_attribute_error() -> None:
+@pytest.mark.parametrize("package", [batchstate, batchstate.testing])
+def test_unknown_name_is_an_attribute_error(package: ModuleType) -> None:
     """A name that the package lacks raises what Python raises."""
-    with pytest.raises(AttributeError, match="no attribute 'Bacth'"):
-        batchstate.Bacth  # noqa: B018
+    with pytest.raises(AttributeError, match=rf"module '{package.__name__}' has no attribute 'Bacth'"):
+        package.Bacth  # noqa: B018
 
 
 def test_version_is_that_of_the_package() -> None:
@@ -40,17 +50,6 @@ def test_version_is_that_of_the_package() -> None:
     except metadata.PackageNotFoundError:
         installed = "unknown (a checkout that is not installed)"
     assert batchstate.__version__ == installed
-
-
-@pytest.mark.parametrize("name", batchstate.testing.__all__)
-def test_every_name_for_tests_is_there(name: str) -> None:
-    """Each name of `batchstate.testing` can be imported, `dir` lists it, and no module of that name hides it."""
-    for module in pkgutil.iter_modules(batchstate.testing.__path__):
-        importlib.import_module(f"batchstate.testing.{module.name}")
-        assert module.name not in batchstate.testing.__all__
-    assert getattr(batchstate.testing, name) is not None
-    assert name in dir(batchstate.testing)
-    assert sorted(batchstate.testing._HOMES) == sorted(batchstate.testing.__all__)
 
 
 def test_fences_and_guard_need_no_hypothesis() -> None:

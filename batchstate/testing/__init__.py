@@ -6,133 +6,67 @@ Begin with `twin_machine` to fuzz a batch class of your own, with `RaceRuntime` 
 need hypothesis (extra `testing`) and are imported when first used.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from batchstate.testing.devices import open_device, window_of
-    from batchstate.testing.fences import LateRuntime, ManualFence, ManualStream
-    from batchstate.testing.machine import DisagreementError, Machine, Misuse, OpenRuntime, Session, session
-    from batchstate.testing.models import AllocatorModel, Modelled
-    from batchstate.testing.race import Race, RaceFence, RaceKind, RaceReport, RaceRuntime
-    from batchstate.testing.runner import MachineResult, run_machine
-    from batchstate.testing.sim import DeviceFault, SimRuntime
-    from batchstate.testing.strategies import (
-        amounts,
-        column_values,
-        contracts,
-        dtypes,
-        keep_lists,
-        mirrored_tensors,
-        row_lists,
-        row_shapes,
-        split_sizes,
+    from batchstate.testing.devices import open_device as open_device
+    from batchstate.testing.devices import window_of as window_of
+    from batchstate.testing.fences import LateRuntime as LateRuntime
+    from batchstate.testing.fences import ManualFence as ManualFence
+    from batchstate.testing.fences import ManualStream as ManualStream
+    from batchstate.testing.machine import DisagreementError as DisagreementError
+    from batchstate.testing.machine import Machine as Machine
+    from batchstate.testing.machine import Misuse as Misuse
+    from batchstate.testing.machine import OpenRuntime as OpenRuntime
+    from batchstate.testing.machine import Session as Session
+    from batchstate.testing.machine import session as session
+    from batchstate.testing.models import AllocatorModel as AllocatorModel
+    from batchstate.testing.models import Modelled as Modelled
+    from batchstate.testing.race import Race as Race
+    from batchstate.testing.race import RaceFence as RaceFence
+    from batchstate.testing.race import RaceKind as RaceKind
+    from batchstate.testing.race import RaceReport as RaceReport
+    from batchstate.testing.race import RaceRuntime as RaceRuntime
+    from batchstate.testing.runner import MachineResult as MachineResult
+    from batchstate.testing.runner import run_machine as run_machine
+    from batchstate.testing.sim import DeviceFault as DeviceFault
+    from batchstate.testing.sim import SimRuntime as SimRuntime
+    from batchstate.testing.strategies import amounts as amounts
+    from batchstate.testing.strategies import column_values as column_values
+    from batchstate.testing.strategies import contracts as contracts
+    from batchstate.testing.strategies import dtypes as dtypes
+    from batchstate.testing.strategies import keep_lists as keep_lists
+    from batchstate.testing.strategies import mirrored_tensors as mirrored_tensors
+    from batchstate.testing.strategies import row_lists as row_lists
+    from batchstate.testing.strategies import row_shapes as row_shapes
+    from batchstate.testing.strategies import split_sizes as split_sizes
+    from batchstate.testing.sync_guard import no_hidden_sync as no_hidden_sync
+    from batchstate.testing.tracing.dispatch import raw_kernel as raw_kernel
+    from batchstate.testing.tracing.runtime import DeviceEvent as DeviceEvent
+    from batchstate.testing.twins import Twin as Twin
+    from batchstate.testing.twins import TwinSpec as TwinSpec
+    from batchstate.testing.twins import fuzz_twins as fuzz_twins
+    from batchstate.testing.twins import twin_machine as twin_machine
+else:
+    from batchstate._lazy import lazy_names
+
+    __all__, __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "devices": "open_device window_of",
+            "fences": "LateRuntime ManualFence ManualStream",
+            "machine": "DisagreementError Machine Misuse OpenRuntime Session session",
+            "models": "AllocatorModel Modelled",
+            "race": "Race RaceFence RaceKind RaceReport RaceRuntime",
+            "runner": "MachineResult run_machine",
+            "sim": "DeviceFault SimRuntime",
+            "strategies": "amounts column_values contracts dtypes keep_lists mirrored_tensors"
+            " row_lists row_shapes split_sizes",
+            "sync_guard": "no_hidden_sync",
+            "tracing.dispatch": "raw_kernel",
+            "tracing.runtime": "DeviceEvent",
+            "twins": "Twin TwinSpec fuzz_twins twin_machine",
+        },
+        needs="hypothesis",
+        extra="testing",
     )
-    from batchstate.testing.sync_guard import no_hidden_sync
-    from batchstate.testing.tracing.dispatch import raw_kernel
-    from batchstate.testing.tracing.runtime import DeviceEvent
-    from batchstate.testing.twins import Twin, TwinSpec, fuzz_twins, twin_machine
-
-__all__ = [
-    "AllocatorModel",
-    "DeviceEvent",
-    "DeviceFault",
-    "DisagreementError",
-    "LateRuntime",
-    "Machine",
-    "MachineResult",
-    "ManualFence",
-    "ManualStream",
-    "Misuse",
-    "Modelled",
-    "OpenRuntime",
-    "Race",
-    "RaceFence",
-    "RaceKind",
-    "RaceReport",
-    "RaceRuntime",
-    "Session",
-    "SimRuntime",
-    "Twin",
-    "TwinSpec",
-    "amounts",
-    "column_values",
-    "contracts",
-    "dtypes",
-    "fuzz_twins",
-    "keep_lists",
-    "mirrored_tensors",
-    "no_hidden_sync",
-    "open_device",
-    "raw_kernel",
-    "row_lists",
-    "row_shapes",
-    "run_machine",
-    "session",
-    "split_sizes",
-    "twin_machine",
-    "window_of",
-]
-
-# Imported when first used, so that what needs no hypothesis works without it. No module here may have the name of
-# something public: importing the module would hide it.
-_HOMES = {
-    "DeviceEvent": "tracing.runtime",
-    "DeviceFault": "sim",
-    "DisagreementError": "machine",
-    "LateRuntime": "fences",
-    "AllocatorModel": "models",
-    "Machine": "machine",
-    "MachineResult": "runner",
-    "ManualFence": "fences",
-    "ManualStream": "fences",
-    "Misuse": "machine",
-    "Modelled": "models",
-    "OpenRuntime": "machine",
-    "Race": "race",
-    "RaceFence": "race",
-    "RaceKind": "race",
-    "RaceReport": "race",
-    "RaceRuntime": "race",
-    "Session": "machine",
-    "SimRuntime": "sim",
-    "Twin": "twins",
-    "TwinSpec": "twins",
-    "amounts": "strategies",
-    "column_values": "strategies",
-    "contracts": "strategies",
-    "dtypes": "strategies",
-    "fuzz_twins": "twins",
-    "keep_lists": "strategies",
-    "mirrored_tensors": "strategies",
-    "no_hidden_sync": "sync_guard",
-    "open_device": "devices",
-    "raw_kernel": "tracing.dispatch",
-    "row_lists": "strategies",
-    "row_shapes": "strategies",
-    "run_machine": "runner",
-    "session": "machine",
-    "split_sizes": "strategies",
-    "twin_machine": "twins",
-    "window_of": "devices",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
-    try:
-        home = importlib.import_module(f"{__name__}.{_HOMES[name]}")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "hypothesis":
-            raise
-        raise ModuleNotFoundError(
-            f"{__name__}.{name} needs hypothesis: pip install 'batchstate[testing]'", name="hypothesis"
-        ) from None
-    value = globals()[name] = getattr(home, name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

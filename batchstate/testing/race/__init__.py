@@ -4,34 +4,25 @@ Begin with `RaceRuntime`. A report can be read, kept and drawn without torch, wh
 when they are first used.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from batchstate.testing.race.detector import Race
-    from batchstate.testing.race.report import Access, Event, EventKind, RaceKind, RaceReport
-    from batchstate.testing.race.runtime import RaceFence, RaceRuntime
+    from batchstate.testing.race.detector import Race as Race
+    from batchstate.testing.race.report import Access as Access
+    from batchstate.testing.race.report import Event as Event
+    from batchstate.testing.race.report import EventKind as EventKind
+    from batchstate.testing.race.report import RaceKind as RaceKind
+    from batchstate.testing.race.report import RaceReport as RaceReport
+    from batchstate.testing.race.runtime import RaceFence as RaceFence
+    from batchstate.testing.race.runtime import RaceRuntime as RaceRuntime
+else:
+    from batchstate._lazy import lazy_names
 
-__all__ = ["Access", "Event", "EventKind", "Race", "RaceFence", "RaceKind", "RaceReport", "RaceRuntime"]
-
-_HOMES = {
-    "Access": "report",
-    "Event": "report",
-    "EventKind": "report",
-    "Race": "detector",
-    "RaceFence": "runtime",
-    "RaceKind": "report",
-    "RaceReport": "report",
-    "RaceRuntime": "runtime",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    __all__, __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "detector": "Race",
+            "report": "Access Event EventKind RaceKind RaceReport",
+            "runtime": "RaceFence RaceRuntime",
+        },
+    )

@@ -1,0 +1,39 @@
+"""Public names that are imported at their first use: three packages have them, in a table each."""
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def lazy_names(
+    package: str, homes: Mapping[str, str], *, needs: str = "", extra: str = ""
+) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """What a package needs to import its public names at first use: `__all__`, `__getattr__` and `__dir__`.
+
+    Args:
+        package: its `__name__`. None of its modules may have the name of something public, which it would hide.
+        homes: module, relative to the package, -> its public names, with blanks between.
+        needs: a distribution that some of the modules import.
+        extra: the extra of this library that installs it.
+    """
+    modules = {name: module for module, names in homes.items() for name in names.split()}
+
+    def find(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        root = package.partition(".")[0]
+        importlib.import_module(f"{root}.levels")  # first of all: it refuses a wrong level in the environment
+        try:
+            home = importlib.import_module(f"{package}.{modules[name]}")
+        except ModuleNotFoundError as error:
+            if not needs or (error.name or "").partition(".")[0] != needs:
+                raise
+            problem = f"{package}.{name} needs {needs}: pip install '{root}[{extra}]'"
+            raise ModuleNotFoundError(problem, name=needs) from None
+        value = getattr(home, name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    listed = sorted(name for name in modules if not name.startswith("_"))
+    return listed, find, lambda: sorted({*vars(sys.modules[package]), *modules})

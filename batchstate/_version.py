@@ -1,0 +1,8 @@
+"""The version of the package, as it is installed."""
+
+from importlib import metadata
+
+try:
+    __version__ = metadata.version("batchstate")
+except metadata.PackageNotFoundError:
+    __version__ = "unknown (a checkout that is not installed)"
