@@ -40,7 +40,7 @@ _PADS = st.sampled_from([0, 0, 1, 2])
 _OFTEN = st.sampled_from([True, True, True, False])
 
 
-def _declared(hidden: torch.dtype) -> dict[str, RelayField]:
+def declared(hidden: torch.dtype) -> dict[str, RelayField]:
     """One field for each reader, with and without a shape; `hidden` has a dtype that numpy may lack."""
     return {
         "token": relay_field(torch.int64, read_by="both", non_negative=True),
@@ -434,7 +434,7 @@ class FutureMapMachine(Machine):
             max_tokens_per_request=_MOST_TOKENS,
             req_to_token=self.table,
         )
-        fields = _declared(hidden)
+        fields = declared(hidden)
         self.relay = FutureMap(self.pool, fields)
         self.model = RelayModel(fields)
         self.foreign = SlotPool(self.rt, 1, name="other").take(1)
