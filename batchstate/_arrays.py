@@ -1,7 +1,8 @@
-"""What runs on the device: one function a kernel, for `Runtime.launch`.
+"""Arguments as checked numpy arrays, integer arithmetic that never wraps silently, and the kernels of a batch.
 
-torch has few kernels for unsigned dtypes wider than a byte. Moving and adding integers is the same on signed bits, so
-those are viewed as signed for the operation.
+Whatever a caller passes becomes a checked numpy array on the host, or a typed error; nothing here looks at a device.
+Arrays are fastest; lists work. A kernel is one function for `Runtime.launch`. torch has few kernels for unsigned dtypes
+wider than a byte: moving and adding integers is the same on signed bits, so those are viewed as signed.
 """
 
 import operator
@@ -23,24 +24,30 @@ from batchstate.errors import (
 )
 from batchstate.invariants import first_duplicate
 
-# The door: whatever a caller passes becomes a checked numpy array on the host, or a typed error.
-#
-# Nothing here looks at a device. Arrays are fastest; lists work.
-
 Array = npt.NDArray[Any]
 Rows = npt.NDArray[np.int64]
+Amounts = npt.NDArray[np.int64]
 
 _BOOL = np.dtype(np.bool_)
+
+_LIMITS = {
+    np.dtype(f"{kind}{width}"): (int(np.iinfo(f"{kind}{width}").min), int(np.iinfo(f"{kind}{width}").max))
+    for kind in "iu"
+    for width in (1, 2, 4, 8)
+}
+"""The least and the most that a dtype holds."""
+
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def as_array(values: object, what: str) -> Array:
     """`values` as a numpy array; shares memory where it can.
 
-    A mirrored value gives its host side if that is exact and a plain number (`TwoSides.exact_numbers`).
+    A mirrored value gives its host side if that is exact and a plain number (`MirroredTensor.exact_numbers`).
 
     Raises:
         DeviceError: an accelerator tensor, which could be read only by waiting for the device.
-        DtypeError: a dtype that numpy lacks, or something that is no array of numbers.
+        DtypeError: a dtype that numpy lacks, or something else than numbers.
         ShapeError: nested lists of unequal lengths.
     """
     array: Array
@@ -133,11 +140,11 @@ def check_range(least: int, most: int, dtype: np.dtype[Any], what: str) -> None:
     Raises:
         ValueOverflowError: `least` or `most` lies outside.
     """
-    limits = np.iinfo(dtype)
-    if least < limits.min or most > limits.max:
-        value = least if least < limits.min else most
+    floor, ceiling = _LIMITS[dtype]
+    if least < floor or most > ceiling:
+        value = least if least < floor else most
         raise ValueOverflowError(
-            f"{what}: {value} does not fit {dtype} ({limits.min} to {limits.max})",
+            f"{what}: {value} does not fit {dtype} ({floor} to {ceiling})",
             value=value,
             remedy="use a wider dtype, or find out why the value is so large",
         )
@@ -165,7 +172,7 @@ def counts(sizes: object, what: str) -> list[int]:
     """`sizes` as a list of ints, each 0 or more.
 
     Raises:
-        ArgumentError, DtypeError: no list of counts.
+        ArgumentError, DtypeError: not a list of counts.
     """
     if not isinstance(sizes, Iterable):
         raise ArgumentError(f"{what}: sizes are {sizes!r}", value=sizes, remedy="pass a list of sizes")
@@ -208,7 +215,7 @@ def kept_rows(keep: object, num_rows: int, what: str) -> Rows:
     copy = None
     if rows.size > num_rows:
         copy = first_duplicate(rows)
-    elif rows.size > 1 and not _is_mask(keep):
+    elif rows.size > 1:
         seen = np.zeros(num_rows, dtype=np.bool_)
         seen[rows] = True
         if np.count_nonzero(seen) != rows.size:
@@ -220,10 +227,6 @@ def kept_rows(keep: object, num_rows: int, what: str) -> Rows:
             remedy="name each row once; `take` repeats rows",
         )
     return rows
-
-
-def _is_mask(keep: object) -> bool:
-    return isinstance(keep, np.ndarray) and keep.dtype == np.bool_
 
 
 def row_indices(rows: object, num_rows: int, what: str) -> Rows:
@@ -277,24 +280,12 @@ def arange_per_row(starts: Rows, lengths: Rows) -> Rows:
     return bases.repeat(lengths) + np.arange(total, dtype=np.int64)
 
 
-# Integer arithmetic that never wraps silently.
-
-Amounts = npt.NDArray[np.int64]
-
-_LIMITS = {
-    np.dtype(f"{kind}{width}"): (int(np.iinfo(f"{kind}{width}").min), int(np.iinfo(f"{kind}{width}").max))
-    for kind in "iu"
-    for width in (1, 2, 4, 8)
-}
-"""The least and the most that a dtype holds."""
-
-
 def amounts(n: object, num_rows: int, what: str) -> Amounts:
-    """What is added to each row: int64[] for one number, int64[num_rows] for one a row.
+    """What is added to each row: int64[] for one number, int64[num_rows] for one per row.
 
     Raises:
-        DtypeError: no integers (booleans are none).
-        ShapeError: neither one number nor one a row.
+        DtypeError: not integers (booleans are not).
+        ShapeError: neither one number nor one per row.
         ValueOverflowError: outside int64.
     """
     if type(n) is int:  # what a decode step adds
@@ -308,7 +299,7 @@ def amounts(n: object, num_rows: int, what: str) -> Amounts:
         raise ShapeError(
             f"{what}: {list(array.shape)} amounts for {num_rows} rows",
             value=array.shape,
-            remedy="pass one, or one a row",
+            remedy="pass one, or one per row",
         )
     if array.size and array.dtype.kind == "u":  # every signed dtype goes into int64
         check_range(0, int(array.max()), np.dtype(np.int64), what)
@@ -356,7 +347,7 @@ def shift(values: Array, amount: Amounts, what: str) -> None:
     """Adds `amount` to `values` in place.
 
     Args:
-        values: integers of any dtype, [n, ...], that nobody else has seen yet.
+        values: integers of any dtype, [n, ...], not in use elsewhere.
         amount: int64, broadcastable to `values`.
         what: the operation, for messages.
 
@@ -376,18 +367,13 @@ def shift(values: Array, amount: Amounts, what: str) -> None:
         wrong = np.asarray((exact < floor) | (exact > ceiling), dtype=np.bool_)
         if wrong.any():
             at = np.unravel_index(int(np.argmax(wrong)), values.shape)
-            raise _overflow(what, int(at[0]), exact[at], values.dtype)
+            raise ValueOverflowError(
+                f"{what}: row {at[0]} would become {exact[at]}, outside {values.dtype} ({floor} to {ceiling})",
+                value=exact[at],
+                remedy="use a wider dtype, or find out why the value is so large",
+            )
     # The cast of a negative amount to an unsigned dtype wraps, and so does the sum; for arrays numpy says nothing.
     np.add(values, amount if amount.dtype is values.dtype else amount.astype(values.dtype), values)
-
-
-def _overflow(what: str, row: int, value: object, dtype: np.dtype[Any]) -> ValueOverflowError:
-    limits = np.iinfo(dtype)
-    return ValueOverflowError(
-        f"{what}: row {row} would become {value}, outside {dtype} ({limits.min} to {limits.max})",
-        value=value,
-        remedy="use a wider dtype, or find out why the value is so large",
-    )
 
 
 def check_bound_can_move(dtype: torch.dtype, amount: Amounts, what: str) -> None:
@@ -402,9 +388,6 @@ def check_bound_can_move(dtype: torch.dtype, amount: Amounts, what: str) -> None
             value=int(amount.min()),
             remedy="resolve it first, or declare the column signed",
         )
-
-
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def signed_twin(dtype: torch.dtype) -> torch.dtype:
