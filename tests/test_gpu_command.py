@@ -30,7 +30,7 @@ from benchmarks.gpu.stages import capture, machine, profiler, race, rates, suite
 from benchmarks.gpu.steps import Serving
 from examples.engine import serving
 from tests.race_cases import CASES
-from tests.race_cases.judges import Says, Verdict
+from tests.race_cases.tools import Says, Verdict
 from tests.race_cases.verdicts import Column, Made, Table
 
 ROOT = Path(__file__).parent.parent

@@ -14,11 +14,13 @@ import pytest
 import torch
 
 from batchstate.errors import ArgumentError, BatchStateError
+from batchstate.runtime import Stream
 from batchstate.testing.race import Race, RaceKind, RaceRuntime
 from tests.doubles import FakeStream
 from tests.race_cases import CASES, GROUPS, Case, plain, sanitizer, verdicts
 from tests.race_cases import __main__ as command
-from tests.race_cases.judges import (
+from tests.race_cases.plain import NativeEvent, PlainCpu
+from tests.race_cases.tools import (
     Says,
     Verdict,
     by_detector,
@@ -27,8 +29,7 @@ from tests.race_cases.judges import (
     races_of,
     right_values,
 )
-from tests.race_cases.plain import NativeEvent, PlainCpu
-from tests.race_cases.verdicts import Column, Made, Table, judged, load, save
+from tests.race_cases.verdicts import Column, Made, Table, load, run_tools, save
 
 RACY = [case for case in CASES.values() if case.racy]
 SAFE = [case for case in CASES.values() if not case.racy]
@@ -96,7 +97,7 @@ def test_the_simulated_device_computes_what_is_right(scheduler: str) -> None:
     assert wrong == set()
 
 
-def test_the_simulated_device_is_judged_by_values() -> None:
+def test_the_simulated_device_is_right_by_values() -> None:
     """Under some order a racy program computes something else; of one that computes nothing it cannot say."""
     schedulers = ("eager", "lazy", "pct")
     found = by_simulator(CASES["pinned memory refilled through numpy (racy)"], schedulers, 5)
@@ -153,7 +154,7 @@ class FakeErrors(Exception):
 
 def program(action: Any) -> Case:
     """A case that does something."""
-    return attrs.evolve(CASES["read after write (racy)"], program=lambda rt, racy: action())
+    return attrs.evolve(CASES["read after write (racy)"], program=lambda rt, racy, left, right: action())
 
 
 def raises(error: BaseException) -> Any:
@@ -176,7 +177,7 @@ def raises(error: BaseException) -> Any:
 )
 def test_what_the_sanitizer_raises_is_its_verdict(action: Any, verdict: Verdict) -> None:
     """Its errors are races, by the operations that they name; any other is no finding."""
-    assert sanitizer.judge(program(action), PlainCpu(), FakeErrors) == verdict
+    assert sanitizer.verdict_on(program(action), PlainCpu(), FakeErrors) == verdict
 
 
 def test_the_sanitizer_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +249,7 @@ def test_the_sanitizer_still_has_what_is_asked_of_it() -> None:
     access = module.Access(module.AccessType.READ, 1, 0, torch.ops.aten.clone.default._schema, [], False, None)
     error = module.UnsynchronizedAccessError(0, None, access, access)
     case = program(raises(module.CUDASanitizerErrors([error])))
-    found = sanitizer.judge(case, PlainCpu(), module.CUDASanitizerErrors)
+    found = sanitizer.verdict_on(case, PlainCpu(), module.CUDASanitizerErrors)
     assert found == Verdict(Says.RACE, "clone behind clone")
 
 
@@ -280,7 +281,7 @@ def made(date: str = "2026-01-02") -> Made:
 
 
 def small() -> Table:
-    """Two tools that judged two cases."""
+    """Two tools that run_tools two cases."""
     racy, safe = RACY[0].name, SAFE[0].name
     return Table(
         {
@@ -350,7 +351,7 @@ def test_tools_that_this_machine_lacks_are_not_run(monkeypatch: pytest.MonkeyPat
     """The others are, and say how."""
     monkeypatch.setattr(verdicts, "CASES", {RACY[0].name: RACY[0]})
     monkeypatch.setattr(sanitizer, "available", lambda: False)
-    table = judged(["detector", "sanitizer", "detector on CUDA"])
+    table = run_tools(["detector", "sanitizer", "detector on CUDA"])
     if not torch.cuda.is_available():
         assert list(table.columns) == ["detector"]
     assert table.columns["detector"].made.torch == torch.__version__
@@ -390,7 +391,7 @@ def test_the_command_fails_where_the_detector_is_wrong(
 ) -> None:
     """A race that it misses, or one that it makes up."""
     wrong = {RACY[0].name: Verdict(Says.NONE)}
-    monkeypatch.setattr(command, "judged", lambda names, progress: Table({"detector": Column(made(), wrong)}))
+    monkeypatch.setattr(command, "run_tools", lambda names, progress: Table({"detector": Column(made(), wrong)}))
     monkeypatch.setattr(sys, "argv", ["race_cases"])
     assert command.main() == 1
     assert "missed" in capsys.readouterr().out
@@ -399,7 +400,7 @@ def test_the_command_fails_where_the_detector_is_wrong(
 def test_a_fault_of_the_simulated_device_counts_as_wrong() -> None:
     """A kernel that meets poison may fail instead of computing something else."""
 
-    def broken(rt: Any, racy: bool) -> list[torch.Tensor]:
+    def broken(rt: Any, racy: bool, left: Stream, right: Stream) -> list[torch.Tensor]:
         if not isinstance(rt, PlainCpu):
             raise BatchStateError("a fault", value=None, remedy="none")
         return [torch.ones(1)]

@@ -181,7 +181,7 @@ def test_what_torch_shows_counts_and_not_what_is_declared() -> None:
 
 
 def test_a_marked_kernel_may_use_numpy() -> None:
-    """Its arguments are plain tensors, and what it declares is judged: here a slice of them."""
+    """Its arguments are plain tensors, and what it declares is run_tools: here a slice of them."""
     with RaceRuntime(on_race="collect") as rt:
         numbers = table(rt)
         left, right = two(rt)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from batchstate.cli._output import Row, Section, progress, show
 from tests.race_cases.registry import CASES, GROUPS
-from tests.race_cases.verdicts import TOOLS, Table, judged, load, save
+from tests.race_cases.verdicts import TOOLS, Table, load, run_tools, save
 
 
 def main() -> int:
@@ -24,7 +24,9 @@ def main() -> int:
     args = parser.parse_args()
     kept = Table({}) if args.json is None else load(args.json)
     with progress("race cases", 1000) as update:
-        table = judged(args.tool, lambda done, total, name: update(done * 1000 // total, name)).without_those_of(kept)
+        table = run_tools(args.tool, lambda done, total, name: update(done * 1000 // total, name)).without_those_of(
+            kept
+        )
     show(f"{len(CASES)} race cases", _sections(table))
     if args.json is not None:
         save(table, args.json)

@@ -2,23 +2,20 @@
 
 import torch
 
+from batchstate.runtime import Stream
 from batchstate.testing.race.report import RaceKind
 from tests.race_cases.registry import Values, pair
-from tests.race_cases.scenes import two_streams, vector
+from tests.race_cases.scenes import vector
 from tests.race_cases.surface import CaseRuntime
 
 
-@pair(
-    RaceKind.HOST_MEMORY_REUSED,
-    first="left: copy to host",
-    second="right: copy to host",
-    rows="all 8 elements",
-    racy="both land in the same memory, in either order",
-    safe="the second stream waits for the first copy",
-)
-def landing_used_by_two_streams(rt: CaseRuntime, racy: bool) -> Values:
-    """Two streams bring numbers to one pinned buffer."""
-    left, right = two_streams(rt)
+@pair(RaceKind.HOST_MEMORY_REUSED, "left: copy to host", "right: copy to host", "all 8 elements")
+def landing_used_by_two_streams(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Two streams bring numbers to one pinned buffer.
+
+    Racy: both land in the same memory, in either order.
+    Safe: the second stream waits for the first copy.
+    """
     numbers, others, landing = vector(rt), vector(rt), rt.pinned((8,), torch.int64)
     with rt.use(left):
         landing.copy_(numbers, non_blocking=True)
@@ -32,17 +29,13 @@ def landing_used_by_two_streams(rt: CaseRuntime, racy: bool) -> Values:
     return [landing.clone()]
 
 
-@pair(
-    RaceKind.WRITE_AFTER_READ,
-    first="left: copy to host",
-    second="right: add_",
-    rows="all 8 elements",
-    racy="the copy may bring the numbers of the next step",
-    safe="the writer waits for the copy",
-)
-def source_overwritten_before_its_copy(rt: CaseRuntime, racy: bool) -> Values:
-    """Numbers are copied to the host by one stream, and raised by another."""
-    left, right = two_streams(rt)
+@pair(RaceKind.WRITE_AFTER_READ, "left: copy to host", "right: add_", "all 8 elements")
+def source_overwritten_before_its_copy(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Numbers are copied to the host by one stream, and raised by another.
+
+    Racy: the copy may bring the numbers of the next step.
+    Safe: the writer waits for the copy.
+    """
     numbers, landing = vector(rt), rt.pinned((8,), torch.int64)
     with rt.use(left):
         landing.copy_(numbers, non_blocking=True)
@@ -55,17 +48,13 @@ def source_overwritten_before_its_copy(rt: CaseRuntime, racy: bool) -> Values:
     return [landing.clone()]
 
 
-@pair(
-    RaceKind.READ_AFTER_WRITE,
-    first="left: add_",
-    second="right: copy to host",
-    rows="all 8 elements",
-    racy="the copy may bring the numbers from before",
-    safe="the copying stream waits for the writer",
-)
-def copied_on_another_stream(rt: CaseRuntime, racy: bool) -> Values:
-    """A stream of its own brings results to the host."""
-    left, right = two_streams(rt)
+@pair(RaceKind.READ_AFTER_WRITE, "left: add_", "right: copy to host", "all 8 elements")
+def copied_on_another_stream(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """A stream of its own brings results to the host.
+
+    Racy: the copy may bring the numbers from before.
+    Safe: the copying stream waits for the writer.
+    """
     numbers, landing = vector(rt), rt.pinned((8,), torch.int64)
     with rt.use(left):
         numbers.add_(100)
@@ -79,17 +68,13 @@ def copied_on_another_stream(rt: CaseRuntime, racy: bool) -> Values:
     return [landing.clone()]
 
 
-@pair(
-    RaceKind.HOST_MEMORY_REUSED,
-    first="left: copy to host",
-    second="right: copy to device",
-    rows="all 8 elements",
-    racy="the second copy may read before the first one wrote",
-    safe="the second stream waits for the first",
-)
-def relay_through_host_memory(rt: CaseRuntime, racy: bool) -> Values:
-    """Numbers go to pinned memory and back to the device, and the host touches none of them."""
-    left, right = two_streams(rt)
+@pair(RaceKind.HOST_MEMORY_REUSED, "left: copy to host", "right: copy to device", "all 8 elements")
+def relay_through_host_memory(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Numbers go to pinned memory and back to the device, and the host touches none of them.
+
+    Racy: the second copy may read before the first one wrote.
+    Safe: the second stream waits for the first.
+    """
     numbers, target, between = vector(rt), vector(rt), rt.pinned((8,), torch.int64)
     with rt.use(left):
         between.copy_(numbers * 2, non_blocking=True)
@@ -101,17 +86,13 @@ def relay_through_host_memory(rt: CaseRuntime, racy: bool) -> Values:
     return [target]
 
 
-@pair(
-    RaceKind.HOST_MEMORY_REUSED,
-    first="left: copy to device",
-    second="right: copy to host",
-    rows="all 8 elements",
-    racy="the memory may take the result before it was read",
-    safe="the second stream waits for the first",
-)
-def one_buffer_both_ways(rt: CaseRuntime, racy: bool) -> Values:
-    """A pinned buffer is the source of one copy and the target of the next."""
-    left, right = two_streams(rt)
+@pair(RaceKind.HOST_MEMORY_REUSED, "left: copy to device", "right: copy to host", "all 8 elements")
+def one_buffer_both_ways(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """A pinned buffer is the source of one copy and the target of the next.
+
+    Racy: the memory may take the result before it was read.
+    Safe: the second stream waits for the first.
+    """
     numbers, target, between = vector(rt), vector(rt), rt.pinned((8,), torch.int64)
     between.fill_(7)
     with rt.use(left):

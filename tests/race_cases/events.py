@@ -1,22 +1,19 @@
 """Fences and events: which recording a wait is for, who waits, and what the host knows."""
 
+from batchstate.runtime import Stream
 from batchstate.testing.race.report import RaceKind
 from tests.race_cases.registry import Values, pair
-from tests.race_cases.scenes import given, index, table, two_streams
+from tests.race_cases.scenes import given, index, table
 from tests.race_cases.surface import CaseRuntime
 
 
-@pair(
-    RaceKind.READ_AFTER_WRITE,
-    first="left: add_",
-    second="right: clone",
-    rows="all 8 rows",
-    racy="the wait came before the second recording, so it is for the first",
-    safe="the reader waits once more, for the second recording",
-)
-def event_recorded_again(rt: CaseRuntime, racy: bool) -> Values:
-    """An event is waited for, recorded again behind another write, and the memory is read."""
-    left, right = two_streams(rt)
+@pair(RaceKind.READ_AFTER_WRITE, "left: add_", "right: clone", "all 8 rows")
+def event_recorded_again(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """An event is waited for, recorded again behind another write, and the memory is read.
+
+    Racy: the wait came before the second recording, so it is for the first.
+    Safe: the reader waits once more, for the second recording.
+    """
     numbers = table(rt)
     event = rt.event()
     with rt.use(left):
@@ -32,17 +29,13 @@ def event_recorded_again(rt: CaseRuntime, racy: bool) -> Values:
         return [numbers.clone()]
 
 
-@pair(
-    RaceKind.READ_AFTER_WRITE,
-    first="left: fill_",
-    second="right: clone",
-    rows="all 8 rows",
-    racy="it is recorded before the kernel, and says nothing of it",
-    safe="it is recorded behind the kernel",
-)
-def event_recorded_too_early(rt: CaseRuntime, racy: bool) -> Values:
-    """An event that a reader waits for."""
-    left, right = two_streams(rt)
+@pair(RaceKind.READ_AFTER_WRITE, "left: fill_", "right: clone", "all 8 rows")
+def event_recorded_too_early(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """An event that a reader waits for.
+
+    Racy: it is recorded before the kernel, and says nothing of it.
+    Safe: it is recorded behind the kernel.
+    """
     numbers = table(rt)
     event = rt.event()
     with rt.use(left):
@@ -56,17 +49,13 @@ def event_recorded_too_early(rt: CaseRuntime, racy: bool) -> Values:
         return [numbers.clone()]
 
 
-@pair(
-    RaceKind.READ_AFTER_WRITE,
-    first="left: fill_",
-    second="right: clone",
-    rows="all 8 rows",
-    racy="it is recorded on the reader's own stream, where it waits for nothing",
-    safe="it is recorded on the writer's stream",
-)
-def event_recorded_on_the_wrong_stream(rt: CaseRuntime, racy: bool) -> Values:
-    """An event is recorded outside of the window in which the kernel was launched."""
-    left, right = two_streams(rt)
+@pair(RaceKind.READ_AFTER_WRITE, "left: fill_", "right: clone", "all 8 rows")
+def event_recorded_on_the_wrong_stream(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """An event is recorded outside of the window in which the kernel was launched.
+
+    Racy: it is recorded on the reader's own stream, where it waits for nothing.
+    Safe: it is recorded on the writer's stream.
+    """
     numbers = table(rt)
     event = rt.event()
     with rt.use(left):
@@ -77,17 +66,13 @@ def event_recorded_on_the_wrong_stream(rt: CaseRuntime, racy: bool) -> Values:
         return [numbers.clone()]
 
 
-@pair(
-    RaceKind.READ_AFTER_WRITE,
-    first="left: fill_",
-    second="right: clone",
-    rows="all 8 rows",
-    racy="another stream waits, and the reader does not",
-    safe="the reader waits",
-)
-def fence_waited_on_the_wrong_stream(rt: CaseRuntime, racy: bool) -> Values:
-    """Of three streams, one waits for the writer, and one reads."""
-    left, right = two_streams(rt)
+@pair(RaceKind.READ_AFTER_WRITE, "left: fill_", "right: clone", "all 8 rows")
+def fence_waited_on_the_wrong_stream(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Of three streams, one waits for the writer, and one reads.
+
+    Racy: another stream waits, and the reader does not.
+    Safe: the reader waits.
+    """
     middle = rt.stream("middle")
     numbers = table(rt)
     with rt.use(left):
@@ -98,17 +83,13 @@ def fence_waited_on_the_wrong_stream(rt: CaseRuntime, racy: bool) -> Values:
         return [numbers.clone()]
 
 
-@pair(
-    RaceKind.WRITE_AFTER_READ,
-    first="left: clone",
-    second="right: fill_",
-    rows="all 8 rows",
-    racy="the wait stands behind the launch that it should protect",
-    safe="the wait stands before the launch",
-)
-def wait_behind_the_launch(rt: CaseRuntime, racy: bool) -> Values:
-    """A writer waits for a reader."""
-    left, right = two_streams(rt)
+@pair(RaceKind.WRITE_AFTER_READ, "left: clone", "right: fill_", "all 8 rows")
+def wait_behind_the_launch(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """A writer waits for a reader.
+
+    Racy: the wait stands behind the launch that it should protect.
+    Safe: the wait stands before the launch.
+    """
     numbers = table(rt)
     with rt.use(left):
         copy = numbers.clone()
@@ -122,17 +103,13 @@ def wait_behind_the_launch(rt: CaseRuntime, racy: bool) -> Values:
     return [copy]
 
 
-@pair(
-    RaceKind.READ_AFTER_WRITE,
-    first="left: fill_",
-    second="right: clone",
-    rows="rows 0-3",
-    racy="both record one event, and the wait is for the later recording alone",
-    safe="each records an event of its own, and the reader waits for both",
-)
-def one_event_for_two_publishers(rt: CaseRuntime, racy: bool) -> Values:
-    """Two streams publish rows of a table, and a third gathers all of them."""
-    left, right = two_streams(rt)
+@pair(RaceKind.READ_AFTER_WRITE, "left: fill_", "right: clone", "rows 0-3")
+def one_event_for_two_publishers(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Two streams publish rows of a table, and a third gathers all of them.
+
+    Racy: both record one event, and the wait is for the later recording alone.
+    Safe: each records an event of its own, and the reader waits for both.
+    """
     middle = rt.stream("middle")
     numbers = table(rt)
     event = rt.event()
@@ -149,17 +126,13 @@ def one_event_for_two_publishers(rt: CaseRuntime, racy: bool) -> Values:
         return [numbers.clone()]
 
 
-@pair(
-    RaceKind.WRITE_AFTER_WRITE,
-    first="left: fill_",
-    second="right: fill_",
-    rows="all 8 rows",
-    racy="the host launches the second without waiting",
-    safe="the host waits for the fence, and launches then",
-)
-def the_host_waits(rt: CaseRuntime, racy: bool) -> Values:
-    """No stream waits for the other; the host may."""
-    left, right = two_streams(rt)
+@pair(RaceKind.WRITE_AFTER_WRITE, "left: fill_", "right: fill_", "all 8 rows")
+def the_host_waits(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """No stream waits for the other; the host may.
+
+    Racy: the host launches the second without waiting.
+    Safe: the host waits for the fence, and launches then.
+    """
     numbers = table(rt)
     with rt.use(left):
         numbers.fill_(7)
@@ -171,17 +144,13 @@ def the_host_waits(rt: CaseRuntime, racy: bool) -> Values:
     return [numbers]
 
 
-@pair(
-    RaceKind.READ_AFTER_WRITE,
-    first="left: add_",
-    second="right: clone",
-    rows="all 8 rows",
-    racy="the host waits for a fence between the two writes",
-    safe="the host waits for a fence behind both",
-)
-def the_host_waits_for_an_older_fence(rt: CaseRuntime, racy: bool) -> Values:
-    """A stream writes twice, the host waits, another stream reads."""
-    left, right = two_streams(rt)
+@pair(RaceKind.READ_AFTER_WRITE, "left: add_", "right: clone", "all 8 rows")
+def the_host_waits_for_an_older_fence(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """A stream writes twice, the host waits, another stream reads.
+
+    Racy: the host waits for a fence between the two writes.
+    Safe: the host waits for a fence behind both.
+    """
     numbers = table(rt)
     with rt.use(left):
         numbers.fill_(7)
@@ -194,17 +163,13 @@ def the_host_waits_for_an_older_fence(rt: CaseRuntime, racy: bool) -> Values:
         return [numbers.clone()]
 
 
-@pair(
-    RaceKind.READ_AFTER_WRITE,
-    first="left: fill_",
-    second="right: clone",
-    rows="all 8 rows",
-    racy="the host asks once, and goes on whatever the answer is",
-    safe="the host asks until the answer is yes",
-)
-def the_host_asks(rt: CaseRuntime, racy: bool) -> Values:
-    """The host asks an event whether it is complete, and launches a reader on another stream."""
-    left, right = two_streams(rt)
+@pair(RaceKind.READ_AFTER_WRITE, "left: fill_", "right: clone", "all 8 rows")
+def the_host_asks(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """The host asks an event whether it is complete, and launches a reader on another stream.
+
+    Racy: the host asks once, and goes on whatever the answer is.
+    Safe: the host asks until the answer is yes.
+    """
     numbers = table(rt)
     event = rt.event()
     with rt.use(left):
@@ -217,17 +182,13 @@ def the_host_asks(rt: CaseRuntime, racy: bool) -> Values:
         return [numbers.clone()]
 
 
-@pair(
-    RaceKind.READ_AFTER_WRITE,
-    first="left: fill_",
-    second="right: clone",
-    rows="all 8 rows",
-    racy="nothing waits",
-    safe="the host waits for the whole device",
-)
-def synchronize(rt: CaseRuntime, racy: bool) -> Values:
-    """Two streams use one table one after the other."""
-    left, right = two_streams(rt)
+@pair(RaceKind.READ_AFTER_WRITE, "left: fill_", "right: clone", "all 8 rows")
+def synchronize(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Two streams use one table one after the other.
+
+    Racy: nothing waits.
+    Safe: the host waits for the whole device.
+    """
     numbers = table(rt)
     with rt.use(left):
         numbers.fill_(7)
@@ -237,17 +198,13 @@ def synchronize(rt: CaseRuntime, racy: bool) -> Values:
         return [numbers.clone()]
 
 
-@pair(
-    RaceKind.READ_AFTER_WRITE,
-    first="left: fill_",
-    second="right: clone",
-    rows="all 8 rows",
-    racy="nothing is read by the host, and nothing waits",
-    safe="`.item()` makes the host wait for the stream, which orders what it launches then: by accident",
-)
-def a_number_read_by_the_host(rt: CaseRuntime, racy: bool) -> Values:
-    """The host may read one number of what a stream computes before another stream uses the table."""
-    left, right = two_streams(rt)
+@pair(RaceKind.READ_AFTER_WRITE, "left: fill_", "right: clone", "all 8 rows")
+def a_number_read_by_the_host(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """The host may read one number of what a stream computes before another stream uses the table.
+
+    Racy: nothing is read by the host, and nothing waits.
+    Safe: `.item()` makes the host wait for the stream, which orders what it launches then: by accident.
+    """
     numbers = table(rt)
     with rt.use(left):
         numbers.fill_(7)
@@ -258,17 +215,13 @@ def a_number_read_by_the_host(rt: CaseRuntime, racy: bool) -> Values:
         return [numbers.clone()]
 
 
-@pair(
-    RaceKind.READ_AFTER_WRITE,
-    first="left: fill_",
-    second="right: clone",
-    rows="all 8 rows",
-    racy="indices name the rows, and the host does not wait",
-    safe="a mask names them: how many there are has to be known, so the host waits for the stream",
-)
-def a_boolean_index_waits(rt: CaseRuntime, racy: bool) -> Values:
-    """A stream takes rows of what it wrote; another then reads the table."""
-    left, right = two_streams(rt)
+@pair(RaceKind.READ_AFTER_WRITE, "left: fill_", "right: clone", "all 8 rows")
+def a_boolean_index_waits(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """A stream takes rows of what it wrote; another then reads the table.
+
+    Racy: indices name the rows, and the host does not wait.
+    Safe: a mask names them: how many there are has to be known, so the host waits for the stream.
+    """
     numbers = table(rt)
     with rt.use(left):
         numbers.fill_(7)
@@ -278,17 +231,13 @@ def a_boolean_index_waits(rt: CaseRuntime, racy: bool) -> Values:
         return [taken, numbers.clone()]
 
 
-@pair(
-    RaceKind.READ_AFTER_WRITE,
-    first="left: fill_",
-    second="right: clone",
-    rows="all 8 rows",
-    racy="a fence of the other stream was waited for",
-    safe="a later fence of the same stream covers what lies before it",
-)
-def a_fence_covers_what_lies_before(rt: CaseRuntime, racy: bool) -> Values:
-    """A stream writes, and does something else; a reader waits for a fence behind that."""
-    left, right = two_streams(rt)
+@pair(RaceKind.READ_AFTER_WRITE, "left: fill_", "right: clone", "all 8 rows")
+def a_fence_covers_what_lies_before(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """A stream writes, and does something else; a reader waits for a fence behind that.
+
+    Racy: a fence of the other stream was waited for.
+    Safe: a later fence of the same stream covers what lies before it.
+    """
     middle = rt.stream("middle")
     numbers, other = table(rt), table(rt)
     with rt.use(left):

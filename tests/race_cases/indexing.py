@@ -4,23 +4,20 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - as all of torch's own code calls it
 
+from batchstate.runtime import Stream
 from batchstate.testing.race.report import RaceKind
 from tests.race_cases.registry import Values, pair
-from tests.race_cases.scenes import given, index, table, two_streams, vector
+from tests.race_cases.scenes import given, index, table, vector
 from tests.race_cases.surface import CaseRuntime
 
 
-@pair(
-    RaceKind.READ_AFTER_WRITE,
-    first="left: masked_fill_",
-    second="right: index_select",
-    rows="row 5",
-    racy="a row of the mask is read",
-    safe="only rows outside of the mask are read",
-)
-def masked_fill(rt: CaseRuntime, racy: bool) -> Values:
-    """Rows of a table are cleared by a mask, which never makes the host wait."""
-    left, right = two_streams(rt)
+@pair(RaceKind.READ_AFTER_WRITE, "left: masked_fill_", "right: index_select", "row 5")
+def masked_fill(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Rows of a table are cleared by a mask, which never makes the host wait.
+
+    Racy: a row of the mask is read.
+    Safe: only rows outside of the mask are read.
+    """
     numbers = table(rt)
     with rt.use(left):
         numbers.masked_fill_(given(rt, [[row in (2, 5)] for row in range(8)]), 0)
@@ -28,17 +25,13 @@ def masked_fill(rt: CaseRuntime, racy: bool) -> Values:
         return [numbers.index_select(0, index(rt, 1, 5 if racy else 6))]
 
 
-@pair(
-    RaceKind.WRITE_AFTER_READ,
-    first="left: gather",
-    second="right: scatter_",
-    rows="parts of row 1",
-    racy="one element is in both",
-    safe="other elements of the same rows",
-)
-def gather_and_scatter(rt: CaseRuntime, racy: bool) -> Values:
-    """Elements of a table, one in each row."""
-    left, right = two_streams(rt)
+@pair(RaceKind.WRITE_AFTER_READ, "left: gather", "right: scatter_", "parts of row 1")
+def gather_and_scatter(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Elements of a table, one in each row.
+
+    Racy: one element is in both.
+    Safe: other elements of the same rows.
+    """
     numbers = table(rt, 3, 4)
     with rt.use(left):
         taken = numbers.gather(1, given(rt, [[0], [2], [3]]))
@@ -47,17 +40,13 @@ def gather_and_scatter(rt: CaseRuntime, racy: bool) -> Values:
     return [taken, numbers]
 
 
-@pair(
-    RaceKind.WRITE_AFTER_WRITE,
-    first="left: index_copy_",
-    second="right: index_copy_",
-    rows="row 0",
-    racy="both write row 0, where padding goes",
-    safe="each writes rows of its own",
-)
-def padding_rows(rt: CaseRuntime, racy: bool) -> Values:
-    """Two batches, padded to the same length, store their rows."""
-    left, right = two_streams(rt)
+@pair(RaceKind.WRITE_AFTER_WRITE, "left: index_copy_", "right: index_copy_", "row 0")
+def padding_rows(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Two batches, padded to the same length, store their rows.
+
+    Racy: both write row 0, where padding goes.
+    Safe: each writes rows of its own.
+    """
     numbers = table(rt)
     with rt.use(left):
         numbers.index_copy_(0, index(rt, 1, 2, 0), given(rt, [[7] * 4] * 3))
@@ -66,17 +55,13 @@ def padding_rows(rt: CaseRuntime, racy: bool) -> Values:
     return [numbers]
 
 
-@pair(
-    RaceKind.WRITE_AFTER_WRITE,
-    first="left: index_put_",
-    second="right: index_put_",
-    rows="parts of row 2",
-    racy="one place is in both",
-    safe="the places differ, though the rows do not",
-)
-def places_by_row_and_column(rt: CaseRuntime, racy: bool) -> Values:
-    """Single places of a table, named by a row and a column each."""
-    left, right = two_streams(rt)
+@pair(RaceKind.WRITE_AFTER_WRITE, "left: index_put_", "right: index_put_", "parts of row 2")
+def places_by_row_and_column(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Single places of a table, named by a row and a column each.
+
+    Racy: one place is in both.
+    Safe: the places differ, though the rows do not.
+    """
     numbers = table(rt)
     with rt.use(left):
         numbers[index(rt, 1, 2), index(rt, 0, 3)] = 7
@@ -85,17 +70,13 @@ def places_by_row_and_column(rt: CaseRuntime, racy: bool) -> Values:
     return [numbers]
 
 
-@pair(
-    RaceKind.WRITE_AFTER_WRITE,
-    first="left: index_put_",
-    second="right: index_put_",
-    rows="parts of row 3",
-    racy="one page is in both",
-    safe="the pages are not the same",
-)
-def columns_of_indexed_rows(rt: CaseRuntime, racy: bool) -> Values:
-    """Rows by index and columns by slice: pages of a request are added to its row."""
-    left, right = two_streams(rt)
+@pair(RaceKind.WRITE_AFTER_WRITE, "left: index_put_", "right: index_put_", "parts of row 3")
+def columns_of_indexed_rows(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Rows by index and columns by slice: pages of a request are added to its row.
+
+    Racy: one page is in both.
+    Safe: the pages are not the same.
+    """
     numbers = table(rt)
     with rt.use(left):
         numbers[index(rt, 1, 3), 0:2] = given(rt, [[7, 7], [7, 7]])
@@ -105,17 +86,13 @@ def columns_of_indexed_rows(rt: CaseRuntime, racy: bool) -> Values:
     return [numbers]
 
 
-@pair(
-    RaceKind.READ_AFTER_WRITE,
-    first="left: index_add_",
-    second="right: index_select",
-    rows="row 2",
-    racy="a row that is added to",
-    safe="another row",
-)
-def index_add(rt: CaseRuntime, racy: bool) -> Values:
-    """Counts of some requests are raised, others are read."""
-    left, right = two_streams(rt)
+@pair(RaceKind.READ_AFTER_WRITE, "left: index_add_", "right: index_select", "row 2")
+def index_add(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Counts of some requests are raised, others are read.
+
+    Racy: a row that is added to.
+    Safe: another row.
+    """
     numbers = table(rt)
     with rt.use(left):
         numbers.index_add_(0, index(rt, 2, 4), given(rt, [[1] * 4] * 2))
@@ -123,17 +100,13 @@ def index_add(rt: CaseRuntime, racy: bool) -> Values:
         return [numbers.index_select(0, index(rt, 2 if racy else 3))]
 
 
-@pair(
-    RaceKind.WRITE_AFTER_WRITE,
-    first="left: scatter_add_",
-    second="right: index_fill_",
-    rows="element 6",
-    racy="an element that is cleared",
-    safe="no element that is cleared",
-)
-def scatter_add(rt: CaseRuntime, racy: bool) -> Values:
-    """Elements of a vector are counted up by one stream, and others are cleared by another."""
-    left, right = two_streams(rt)
+@pair(RaceKind.WRITE_AFTER_WRITE, "left: scatter_add_", "right: index_fill_", "element 6")
+def scatter_add(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Elements of a vector are counted up by one stream, and others are cleared by another.
+
+    Racy: an element that is cleared.
+    Safe: no element that is cleared.
+    """
     counts = vector(rt)
     with rt.use(left):
         counts.scatter_add_(0, index(rt, 1, 6 if racy else 2, 1), index(rt, 1, 1, 1))
@@ -142,17 +115,13 @@ def scatter_add(rt: CaseRuntime, racy: bool) -> Values:
     return [counts]
 
 
-@pair(
-    RaceKind.READ_AFTER_WRITE,
-    first="left: put_",
-    second="right: take",
-    rows="parts of row 1",
-    racy="place 5 is in both",
-    safe="no place is in both",
-)
-def put_and_take(rt: CaseRuntime, racy: bool) -> Values:
-    """Places of a table, counted through all of it."""
-    left, right = two_streams(rt)
+@pair(RaceKind.READ_AFTER_WRITE, "left: put_", "right: take", "parts of row 1")
+def put_and_take(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Places of a table, counted through all of it.
+
+    Racy: place 5 is in both.
+    Safe: no place is in both.
+    """
     numbers = table(rt)
     with rt.use(left):
         numbers.put_(index(rt, 2, 5), index(rt, -1, -2))
@@ -160,17 +129,13 @@ def put_and_take(rt: CaseRuntime, racy: bool) -> Values:
         return [numbers.take(index(rt, 9, 5 if racy else 6))]
 
 
-@pair(
-    RaceKind.WRITE_AFTER_READ,
-    first="left: embedding",
-    second="right: index_copy_",
-    rows="row 4",
-    racy="the vector of a token that is looked up is replaced",
-    safe="the vector of another token is replaced",
-)
-def embedding(rt: CaseRuntime, racy: bool) -> Values:
-    """Tokens are looked up in a table of vectors."""
-    left, right = two_streams(rt)
+@pair(RaceKind.WRITE_AFTER_READ, "left: embedding", "right: index_copy_", "row 4")
+def embedding(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Tokens are looked up in a table of vectors.
+
+    Racy: the vector of a token that is looked up is replaced.
+    Safe: the vector of another token is replaced.
+    """
     weights = table(rt, dtype=torch.float32)
     with rt.use(left):
         found = F.embedding(index(rt, 1, 4, 1), weights)
@@ -179,17 +144,13 @@ def embedding(rt: CaseRuntime, racy: bool) -> Values:
     return [found]
 
 
-@pair(
-    RaceKind.WRITE_AFTER_READ,
-    first="left: cat",
-    second="right: fill_",
-    rows="row 6",
-    racy="the row between two slices, and one of a slice",
-    safe="the row between two slices",
-)
-def cat_of_slices(rt: CaseRuntime, racy: bool) -> Values:
-    """Two slices of a table are joined, and rows near them are overwritten."""
-    left, right = two_streams(rt)
+@pair(RaceKind.WRITE_AFTER_READ, "left: cat", "right: fill_", "row 6")
+def cat_of_slices(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Two slices of a table are joined, and rows near them are overwritten.
+
+    Racy: the row between two slices, and one of a slice.
+    Safe: the row between two slices.
+    """
     numbers = table(rt)
     with rt.use(left):
         joined = torch.cat([numbers[:2], numbers[5:7]])
@@ -198,17 +159,13 @@ def cat_of_slices(rt: CaseRuntime, racy: bool) -> Values:
     return [joined]
 
 
-@pair(
-    RaceKind.WRITE_AFTER_READ,
-    first="left: index",
-    second="right: fill_",
-    rows="row 2",
-    racy="an index of another stream, which was waited for; the table was not",
-    safe="the table is written behind the fence as well",
-)
-def index_of_another_stream(rt: CaseRuntime, racy: bool) -> Values:
-    """The rows to gather are uploaded by one stream, gathered by another, and overwritten."""
-    left, right = two_streams(rt)
+@pair(RaceKind.WRITE_AFTER_READ, "left: index", "right: fill_", "row 2")
+def index_of_another_stream(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """The rows to gather are uploaded by one stream, gathered by another, and overwritten.
+
+    Racy: an index of another stream, which was waited for; the table was not.
+    Safe: the table is written behind the fence as well.
+    """
     numbers = table(rt)
     with rt.use(right):
         packed = rt.upload([np.array([2, 5])])
@@ -222,17 +179,13 @@ def index_of_another_stream(rt: CaseRuntime, racy: bool) -> Values:
     return [taken]
 
 
-@pair(
-    RaceKind.READ_AFTER_WRITE,
-    first="left: copy to device",
-    second="right: index_select",
-    rows="bytes 0-15",
-    racy="the index itself may not be there yet: what it holds then is no row of the table",
-    safe="the index is acquired, which waits for it and keeps its memory",
-)
-def index_not_there_yet(rt: CaseRuntime, racy: bool) -> Values:
-    """One stream uploads an index, another gathers with it."""
-    left, right = two_streams(rt)
+@pair(RaceKind.READ_AFTER_WRITE, "left: copy to device", "right: index_select", "bytes 0-15")
+def index_not_there_yet(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """One stream uploads an index, another gathers with it.
+
+    Racy: the index itself may not be there yet: what it holds then is no row of the table.
+    Safe: the index is acquired, which waits for it and keeps its memory.
+    """
     numbers = table(rt)
     with rt.use(left):
         packed = rt.upload([np.array([2, 5])])

@@ -3,10 +3,11 @@
 import numpy as np
 import torch
 
+from batchstate.runtime import Stream
 from batchstate.testing.race.report import RaceKind
 from batchstate.testing.tracing.dispatch import raw_kernel
 from tests.race_cases.registry import Values, pair
-from tests.race_cases.scenes import index, table, two_streams, vector
+from tests.race_cases.scenes import index, table, vector
 from tests.race_cases.surface import CaseRuntime
 
 
@@ -31,17 +32,13 @@ def copy_all(source: torch.Tensor, target: torch.Tensor) -> None:
         target.copy_(source)
 
 
-@pair(
-    RaceKind.READ_AFTER_WRITE,
-    first="left: raise_all",
-    second="right: clone",
-    rows="all 8 rows",
-    racy="nothing waits for the kernel",
-    safe="the reader waits for it",
-)
-def raw_kernel_writes(rt: CaseRuntime, racy: bool) -> Values:
-    """A kernel that torch does not see, declared where it is launched."""
-    left, right = two_streams(rt)
+@pair(RaceKind.READ_AFTER_WRITE, "left: raise_all", "right: clone", "all 8 rows")
+def raw_kernel_writes(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """A kernel that torch does not see, declared where it is launched.
+
+    Racy: nothing waits for the kernel.
+    Safe: the reader waits for it.
+    """
     numbers = table(rt)
     with rt.use(left):
         rt.launch(raise_all, numbers, writes=[numbers])
@@ -52,17 +49,13 @@ def raw_kernel_writes(rt: CaseRuntime, racy: bool) -> Values:
         return [numbers.clone()]
 
 
-@pair(
-    RaceKind.WRITE_AFTER_READ,
-    first="left: copy_all",
-    second="right: fill_",
-    rows="all 8 rows",
-    racy="nothing waits for the kernel, which reads",
-    safe="the writer waits for it",
-)
-def raw_kernel_reads(rt: CaseRuntime, racy: bool) -> Values:
-    """A kernel that torch does not see reads one table and writes another."""
-    left, right = two_streams(rt)
+@pair(RaceKind.WRITE_AFTER_READ, "left: copy_all", "right: fill_", "all 8 rows")
+def raw_kernel_reads(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """A kernel that torch does not see reads one table and writes another.
+
+    Racy: nothing waits for the kernel, which reads.
+    Safe: the writer waits for it.
+    """
     numbers, target = table(rt), table(rt)
     with rt.use(left):
         rt.launch(copy_all, numbers, target, reads=[numbers], writes=[target])
@@ -74,17 +67,13 @@ def raw_kernel_reads(rt: CaseRuntime, racy: bool) -> Values:
     return [target]
 
 
-@pair(
-    RaceKind.WRITE_AFTER_WRITE,
-    first="left: raise_all",
-    second="right: double_all",
-    rows="row 4",
-    racy="the rows of one launch and those of the other share one",
-    safe="the rows are not the same, though the table is",
-)
-def raw_kernels_on_rows(rt: CaseRuntime, racy: bool) -> Values:
-    """Two kernels that torch does not see write slices of one table."""
-    left, right = two_streams(rt)
+@pair(RaceKind.WRITE_AFTER_WRITE, "left: raise_all", "right: double_all", "row 4")
+def raw_kernels_on_rows(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Two kernels that torch does not see write slices of one table.
+
+    Racy: the rows of one launch and those of the other share one.
+    Safe: the rows are not the same, though the table is.
+    """
     numbers = table(rt)
     upper, lower = numbers[:5], numbers[4 if racy else 5 :]
     with rt.use(left):
@@ -94,16 +83,13 @@ def raw_kernels_on_rows(rt: CaseRuntime, racy: bool) -> Values:
     return [numbers]
 
 
-@pair(
-    RaceKind.WRITE_AFTER_READ,
-    first="forward: replay",
-    second="schedule: fill_",
-    rows="row 2",
-    racy="a row that the graph reads is overwritten",
-    safe="the rows behind those of the graph are overwritten",
-)
-def graph_replayed(rt: CaseRuntime, racy: bool) -> Values:
-    """A graph reads the first rows of static inputs, as many as there are requests, and is replayed."""
+@pair(RaceKind.WRITE_AFTER_READ, "forward: replay", "schedule: fill_", "row 2")
+def graph_replayed(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """A graph reads the first rows of static inputs, as many as there are requests, and is replayed.
+
+    Racy: a row that the graph reads is overwritten.
+    Safe: the rows behind those of the graph are overwritten.
+    """
     schedule, forward = rt.stream("schedule"), rt.stream("forward")
     inputs, outputs = table(rt), table(rt, 3)
     rows = inputs[:3]
@@ -114,17 +100,13 @@ def graph_replayed(rt: CaseRuntime, racy: bool) -> Values:
     return [outputs]
 
 
-@pair(
-    RaceKind.READ_AFTER_WRITE,
-    first="left: copy to device",
-    second="right: add",
-    rows="bytes 0-63",
-    racy="each stream takes what the other one uploaded",
-    safe="each stream takes what it uploaded itself: two uploads share nothing",
-)
-def two_uploads(rt: CaseRuntime, racy: bool) -> Values:
-    """Two streams upload at the same time."""
-    left, right = two_streams(rt)
+@pair(RaceKind.READ_AFTER_WRITE, "left: copy to device", "right: add", "bytes 0-63")
+def two_uploads(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Two streams upload at the same time.
+
+    Racy: each stream takes what the other one uploaded.
+    Safe: each stream takes what it uploaded itself: two uploads share nothing.
+    """
     with rt.use(left):
         ours = rt.upload([np.arange(8)])
     with rt.use(right):
@@ -132,17 +114,13 @@ def two_uploads(rt: CaseRuntime, racy: bool) -> Values:
         return [(ours if racy else theirs).view(0) + 1]
 
 
-@pair(
-    RaceKind.READ_AFTER_WRITE,
-    first="left: copy to device",
-    second="right: add",
-    rows="bytes 64-79",
-    racy="the second array is taken as it is",
-    safe="the second array is acquired",
-)
-def part_of_an_upload(rt: CaseRuntime, racy: bool) -> Values:
-    """Two arrays travel in one upload, and another stream takes one of them."""
-    left, right = two_streams(rt)
+@pair(RaceKind.READ_AFTER_WRITE, "left: copy to device", "right: add", "bytes 64-79")
+def part_of_an_upload(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Two arrays travel in one upload, and another stream takes one of them.
+
+    Racy: the second array is taken as it is.
+    Safe: the second array is acquired.
+    """
     with rt.use(left):
         packed = rt.upload([np.arange(8), np.arange(2)])
     with rt.use(right):
@@ -150,17 +128,13 @@ def part_of_an_upload(rt: CaseRuntime, racy: bool) -> Values:
         return [part + 1]
 
 
-@pair(
-    RaceKind.FREED_IN_USE,
-    first="right: add",
-    second="left: upload",
-    rows="bytes 0-63",
-    racy="the stream waited by hand, and the next upload may get the memory",
-    safe="acquired, the memory is kept",
-)
-def uploads_step_after_step(rt: CaseRuntime, racy: bool) -> Values:
-    """A stream uploads the inputs of each step, another uses them, and nobody holds them."""
-    left, right = two_streams(rt)
+@pair(RaceKind.FREED_IN_USE, "right: add", "left: upload", "bytes 0-63")
+def uploads_step_after_step(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """A stream uploads the inputs of each step, another uses them, and nobody holds them.
+
+    Racy: the stream waited by hand, and the next upload may get the memory.
+    Safe: acquired, the memory is kept.
+    """
     seen = []
     for step in range(2):
         with rt.use(left):
@@ -176,17 +150,13 @@ def uploads_step_after_step(rt: CaseRuntime, racy: bool) -> Values:
     return seen
 
 
-@pair(
-    RaceKind.WRITE_AFTER_READ,
-    first="left: copy to host",
-    second="right: fill_",
-    rows="all 8 elements",
-    racy="the tensor is overwritten while it may not have been brought",
-    safe="the fence of the download is waited for",
-)
-def download_and_overwrite(rt: CaseRuntime, racy: bool) -> Values:
-    """Values are brought to the host by the library, and their tensor is used again."""
-    left, right = two_streams(rt)
+@pair(RaceKind.WRITE_AFTER_READ, "left: copy to host", "right: fill_", "all 8 elements")
+def download_and_overwrite(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Values are brought to the host by the library, and their tensor is used again.
+
+    Racy: the tensor is overwritten while it may not have been brought.
+    Safe: the fence of the download is waited for.
+    """
     numbers = vector(rt)
     with rt.use(left):
         pending = rt.download([numbers])
@@ -197,16 +167,13 @@ def download_and_overwrite(rt: CaseRuntime, racy: bool) -> Values:
     return pending.resolve()
 
 
-@pair(
-    RaceKind.READ_AFTER_WRITE,
-    first="forward: index_copy_",
-    second="prefill: index_select",
-    rows="row 3",
-    racy="the fence of the last publisher was waited for, and it is another stream's",
-    safe="the fences of both publishers are waited for",
-)
-def published_by_two_streams(rt: CaseRuntime, racy: bool) -> Values:
-    """Two streams publish results of their requests to a table, and a third takes one of each."""
+@pair(RaceKind.READ_AFTER_WRITE, "forward: index_copy_", "prefill: index_select", "row 3")
+def published_by_two_streams(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Two streams publish results of their requests to a table, and a third takes one of each.
+
+    Racy: the fence of the last publisher was waited for, and it is another stream's.
+    Safe: the fences of both publishers are waited for.
+    """
     forward, other, prefill = rt.stream("forward"), rt.stream("other"), rt.stream("prefill")
     relay = table(rt)
     fences = []

@@ -2,9 +2,10 @@
 
 import torch
 
+from batchstate.runtime import Stream
 from batchstate.testing.race.report import RaceKind
 from tests.race_cases.registry import Values, pair
-from tests.race_cases.scenes import index, record_stream, table, two_streams
+from tests.race_cases.scenes import index, record_stream, table
 from tests.race_cases.surface import CaseRuntime
 
 
@@ -13,17 +14,13 @@ def _next_owner(rt: CaseRuntime) -> torch.Tensor:
     return rt.device_empty((8, 4), torch.int64).fill_(-1)
 
 
-@pair(
-    RaceKind.FREED_IN_USE,
-    first="right: clone",
-    second="left: empty",
-    rows="rows 2-3",
-    racy="an order of execution is all there is, and it does not keep memory",
-    safe="the tensor is acquired, which keeps it for the stream that reads",
-)
-def freed_while_a_view_is_read(rt: CaseRuntime, racy: bool) -> Values:
-    """A tensor made on one stream is dropped while another stream reads rows of it, and memory is allocated."""
-    left, right = two_streams(rt)
+@pair(RaceKind.FREED_IN_USE, "right: clone", "left: empty", "rows 2-3")
+def freed_while_a_view_is_read(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """A tensor made on one stream is dropped while another stream reads rows of it, and memory is allocated.
+
+    Racy: an order of execution is all there is, and it does not keep memory.
+    Safe: the tensor is acquired, which keeps it for the stream that reads.
+    """
     with rt.use(left):
         numbers = rt.device_empty((8, 4), torch.int64).fill_(7)
         made = rt.record()
@@ -38,17 +35,13 @@ def freed_while_a_view_is_read(rt: CaseRuntime, racy: bool) -> Values:
     return [copy, other]
 
 
-@pair(
-    RaceKind.FREED_IN_USE,
-    first="right: clone",
-    second="left: empty",
-    rows="all 8 rows",
-    racy="the allocator was told of another stream than the one that reads",
-    safe="the allocator was told of the stream that reads",
-)
-def kept_for_a_stream(rt: CaseRuntime, racy: bool) -> Values:
-    """`record_stream` keeps memory for one stream."""
-    left, right = two_streams(rt)
+@pair(RaceKind.FREED_IN_USE, "right: clone", "left: empty", "all 8 rows")
+def kept_for_a_stream(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """`record_stream` keeps memory for one stream.
+
+    Racy: the allocator was told of another stream than the one that reads.
+    Safe: the allocator was told of the stream that reads.
+    """
     middle = rt.stream("middle")
     with rt.use(left):
         numbers = rt.device_empty((8, 4), torch.int64).fill_(7)
@@ -63,17 +56,13 @@ def kept_for_a_stream(rt: CaseRuntime, racy: bool) -> Values:
     return [copy, other]
 
 
-@pair(
-    RaceKind.READ_AFTER_WRITE,
-    first="left: fill_",
-    second="right: clone",
-    rows="all 8 rows",
-    racy="memory is kept, and nothing is ordered",
-    safe="acquired: it is kept, and the stream waits",
-)
-def keeping_is_not_waiting(rt: CaseRuntime, racy: bool) -> Values:
-    """`record_stream` is taken for an order of execution."""
-    left, right = two_streams(rt)
+@pair(RaceKind.READ_AFTER_WRITE, "left: fill_", "right: clone", "all 8 rows")
+def keeping_is_not_waiting(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """`record_stream` is taken for an order of execution.
+
+    Racy: memory is kept, and nothing is ordered.
+    Safe: acquired: it is kept, and the stream waits.
+    """
     with rt.use(left):
         numbers = rt.device_empty((8, 4), torch.int64).fill_(7)
         made = rt.record()
@@ -85,17 +74,13 @@ def keeping_is_not_waiting(rt: CaseRuntime, racy: bool) -> Values:
         return [numbers.clone()]
 
 
-@pair(
-    RaceKind.FREED_IN_USE,
-    first="right: clone",
-    second="left: empty",
-    rows="all 8 rows",
-    racy="the stream that owns the memory does not wait for the one that reads",
-    safe="it waits for the reader before it allocates",
-)
-def freed_and_waited_for(rt: CaseRuntime, racy: bool) -> Values:
-    """A tensor is dropped while another stream reads it, and its stream then allocates."""
-    left, right = two_streams(rt)
+@pair(RaceKind.FREED_IN_USE, "right: clone", "left: empty", "all 8 rows")
+def freed_and_waited_for(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """A tensor is dropped while another stream reads it, and its stream then allocates.
+
+    Racy: the stream that owns the memory does not wait for the one that reads.
+    Safe: it waits for the reader before it allocates.
+    """
     with rt.use(left):
         numbers = rt.device_empty((8, 4), torch.int64).fill_(7)
         made = rt.record()
@@ -111,17 +96,13 @@ def freed_and_waited_for(rt: CaseRuntime, racy: bool) -> Values:
     return [copy, other]
 
 
-@pair(
-    RaceKind.FREED_IN_USE,
-    first="right: clone",
-    second="left: empty",
-    rows="all 8 rows",
-    racy="the host waits for a fence from before the read",
-    safe="the host waits for a fence behind it",
-)
-def freed_behind_a_wait_of_the_host(rt: CaseRuntime, racy: bool) -> Values:
-    """The host waits before it drops a tensor that another stream reads."""
-    left, right = two_streams(rt)
+@pair(RaceKind.FREED_IN_USE, "right: clone", "left: empty", "all 8 rows")
+def freed_behind_a_wait_of_the_host(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """The host waits before it drops a tensor that another stream reads.
+
+    Racy: the host waits for a fence from before the read.
+    Safe: the host waits for a fence behind it.
+    """
     with rt.use(left):
         numbers = rt.device_empty((8, 4), torch.int64).fill_(7)
         made = rt.record()
@@ -138,17 +119,13 @@ def freed_behind_a_wait_of_the_host(rt: CaseRuntime, racy: bool) -> Values:
     return [copy, other]
 
 
-@pair(
-    RaceKind.FREED_IN_USE,
-    first="right: clone",
-    second="left: empty",
-    rows="row 0",
-    racy="the last view goes too",
-    safe="a view of another row keeps all of it",
-)
-def kept_by_a_view(rt: CaseRuntime, racy: bool) -> Values:
-    """A tensor is dropped while another stream reads it, and a view of it lives on."""
-    left, right = two_streams(rt)
+@pair(RaceKind.FREED_IN_USE, "right: clone", "left: empty", "row 0")
+def kept_by_a_view(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """A tensor is dropped while another stream reads it, and a view of it lives on.
+
+    Racy: the last view goes too.
+    Safe: a view of another row keeps all of it.
+    """
     with rt.use(left):
         numbers = rt.device_empty((8, 4), torch.int64).fill_(7)
         made = rt.record()
@@ -164,17 +141,13 @@ def kept_by_a_view(rt: CaseRuntime, racy: bool) -> Values:
     return [copy, other, *kept]
 
 
-@pair(
-    RaceKind.FREED_IN_USE,
-    first="right: clone",
-    second="left: empty",
-    rows="all 8 rows",
-    racy="the next allocation is of the stream that gets the memory back",
-    safe="the next allocation is of another stream, which has memory of its own",
-)
-def freed_memory_is_of_one_stream(rt: CaseRuntime, racy: bool) -> Values:
-    """A tensor is dropped while another stream reads it, and somebody allocates."""
-    left, right = two_streams(rt)
+@pair(RaceKind.FREED_IN_USE, "right: clone", "left: empty", "all 8 rows")
+def freed_memory_is_of_one_stream(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """A tensor is dropped while another stream reads it, and somebody allocates.
+
+    Racy: the next allocation is of the stream that gets the memory back.
+    Safe: the next allocation is of another stream, which has memory of its own.
+    """
     middle = rt.stream("middle")
     with rt.use(left):
         numbers = rt.device_empty((8, 4), torch.int64).fill_(7)
@@ -188,17 +161,13 @@ def freed_memory_is_of_one_stream(rt: CaseRuntime, racy: bool) -> Values:
     return [copy, other]
 
 
-@pair(
-    RaceKind.FREED_IN_USE,
-    first="right: copy to host",
-    second="left: empty",
-    rows="all 8 rows",
-    racy="nothing holds the source until the copy has run",
-    safe="the source is held until the host has waited for the copy",
-)
-def source_freed_before_its_copy(rt: CaseRuntime, racy: bool) -> Values:
-    """Results are brought to the host by a stream of its own, and the tensor is dropped at once."""
-    left, right = two_streams(rt)
+@pair(RaceKind.FREED_IN_USE, "right: copy to host", "left: empty", "all 8 rows")
+def source_freed_before_its_copy(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Results are brought to the host by a stream of its own, and the tensor is dropped at once.
+
+    Racy: nothing holds the source until the copy has run.
+    Safe: the source is held until the host has waited for the copy.
+    """
     landing = rt.pinned((8, 4), torch.int64)
     with rt.use(left):
         numbers = rt.device_empty((8, 4), torch.int64).fill_(7)
@@ -216,16 +185,13 @@ def source_freed_before_its_copy(rt: CaseRuntime, racy: bool) -> Values:
     return [landing.clone(), other]
 
 
-@pair(
-    RaceKind.FREED_IN_USE,
-    first="forward: index_select",
-    second="schedule: add",
-    rows="rows 1-2",
-    racy="the old batch goes when the name is bound to the new one, and the new one is made of its memory",
-    safe="the old batch is held in a ring until its forward is over",
-)
-def name_bound_to_the_next_batch(rt: CaseRuntime, racy: bool) -> Values:
-    """An engine builds the next batch under the same name while a forward reads the one before."""
+@pair(RaceKind.FREED_IN_USE, "forward: index_select", "schedule: add", "rows 1-2")
+def name_bound_to_the_next_batch(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """An engine builds the next batch under the same name while a forward reads the one before.
+
+    Racy: the old batch goes when the name is bound to the new one, and the new one is made of its memory.
+    Safe: the old batch is held in a ring until its forward is over.
+    """
     schedule, forward = rt.stream("schedule"), rt.stream("forward")
     numbers = table(rt)
     held: list[torch.Tensor] = []
@@ -244,17 +210,13 @@ def name_bound_to_the_next_batch(rt: CaseRuntime, racy: bool) -> Values:
     return [*taken, batch, *held]
 
 
-@pair(
-    RaceKind.FREED_IN_USE,
-    first="right: clone",
-    second="left: mul",
-    rows="all 8 rows",
-    racy="a temporary result of an expression ends with the statement",
-    safe="the temporary is made on the stream that uses it",
-)
-def temporary_of_an_expression(rt: CaseRuntime, racy: bool) -> Values:
-    """What an expression makes on the way is freed at once."""
-    left, right = two_streams(rt)
+@pair(RaceKind.FREED_IN_USE, "right: clone", "left: mul", "all 8 rows")
+def temporary_of_an_expression(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """What an expression makes on the way is freed at once.
+
+    Racy: a temporary result of an expression ends with the statement.
+    Safe: the temporary is made on the stream that uses it.
+    """
     numbers = table(rt)
     with rt.use(left if racy else right):
         raised = numbers + 1

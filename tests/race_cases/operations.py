@@ -2,23 +2,20 @@
 
 import torch
 
+from batchstate.runtime import Stream
 from batchstate.testing.race.report import RaceKind
 from tests.race_cases.registry import Values, pair
-from tests.race_cases.scenes import given, table, two_streams, vector
+from tests.race_cases.scenes import given, table, vector
 from tests.race_cases.surface import CaseRuntime
 
 
-@pair(
-    RaceKind.READ_AFTER_WRITE,
-    first="left: max",
-    second="right: clone",
-    rows="all 8 elements",
-    racy="the places are a result as much as the numbers, and nothing waits for them",
-    safe="the reader waits for the operation",
-)
-def several_outputs(rt: CaseRuntime, racy: bool) -> Values:
-    """`max` gives numbers and places; another stream reads the places."""
-    left, right = two_streams(rt)
+@pair(RaceKind.READ_AFTER_WRITE, "left: max", "right: clone", "all 8 elements")
+def several_outputs(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """`max` gives numbers and places; another stream reads the places.
+
+    Racy: the places are a result as much as the numbers, and nothing waits for them.
+    Safe: the reader waits for the operation.
+    """
     numbers = table(rt)
     with rt.use(left):
         places = numbers.max(1).indices
@@ -29,17 +26,13 @@ def several_outputs(rt: CaseRuntime, racy: bool) -> Values:
         return [places.clone(), places]
 
 
-@pair(
-    RaceKind.WRITE_AFTER_READ,
-    first="left: clone",
-    second="right: add",
-    rows="rows 0-3",
-    racy="the upper half is given to be written, and read",
-    safe="the lower half is given",
-)
-def output_given(rt: CaseRuntime, racy: bool) -> Values:
-    """`out=` writes into memory that is there."""
-    left, right = two_streams(rt)
+@pair(RaceKind.WRITE_AFTER_READ, "left: clone", "right: add", "rows 0-3")
+def output_given(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """`out=` writes into memory that is there.
+
+    Racy: the upper half is given to be written, and read.
+    Safe: the lower half is given.
+    """
     numbers, others = table(rt), table(rt, 4)
     with rt.use(left):
         copy = numbers[:4].clone()
@@ -48,17 +41,13 @@ def output_given(rt: CaseRuntime, racy: bool) -> Values:
     return [copy, numbers]
 
 
-@pair(
-    RaceKind.WRITE_AFTER_READ,
-    first="left: clone",
-    second="right: max",
-    rows="all 8 elements",
-    racy="the second of two outputs is memory that is read",
-    safe="both are memory of their own",
-)
-def outputs_given(rt: CaseRuntime, racy: bool) -> Values:
-    """`out=` with two tensors."""
-    left, right = two_streams(rt)
+@pair(RaceKind.WRITE_AFTER_READ, "left: clone", "right: max", "all 8 elements")
+def outputs_given(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """`out=` with two tensors.
+
+    Racy: the second of two outputs is memory that is read.
+    Safe: both are memory of their own.
+    """
     numbers, values, places, other = table(rt), vector(rt), vector(rt), vector(rt)
     with rt.use(left):
         copy = places.clone()
@@ -67,17 +56,13 @@ def outputs_given(rt: CaseRuntime, racy: bool) -> Values:
     return [copy, values]
 
 
-@pair(
-    RaceKind.WRITE_AFTER_READ,
-    first="left: clone",
-    second="right: _foreach_add_",
-    rows="all 8 elements",
-    racy="one of the tensors is read",
-    safe="none of them is read",
-)
-def many_tensors_at_once(rt: CaseRuntime, racy: bool) -> Values:
-    """`torch._foreach_add_` raises several tensors with one kernel."""
-    left, right = two_streams(rt)
+@pair(RaceKind.WRITE_AFTER_READ, "left: clone", "right: _foreach_add_", "all 8 elements")
+def many_tensors_at_once(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """`torch._foreach_add_` raises several tensors with one kernel.
+
+    Racy: one of the tensors is read.
+    Safe: none of them is read.
+    """
     columns = [vector(rt) for _ in range(4)]
     with rt.use(left):
         copy = columns[2].clone()
@@ -86,17 +71,13 @@ def many_tensors_at_once(rt: CaseRuntime, racy: bool) -> Values:
     return [copy]
 
 
-@pair(
-    RaceKind.READ_AFTER_WRITE,
-    first="left: _foreach_add",
-    second="right: clone",
-    rows="all 8 elements",
-    racy="one of its results is read, and nothing waits",
-    safe="the reader waits",
-)
-def many_results_at_once(rt: CaseRuntime, racy: bool) -> Values:
-    """`torch._foreach_add` makes several tensors."""
-    left, right = two_streams(rt)
+@pair(RaceKind.READ_AFTER_WRITE, "left: _foreach_add", "right: clone", "all 8 elements")
+def many_results_at_once(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """`torch._foreach_add` makes several tensors.
+
+    Racy: one of its results is read, and nothing waits.
+    Safe: the reader waits.
+    """
     columns = [vector(rt) for _ in range(3)]
     with rt.use(left):
         raised = torch._foreach_add(columns, 1)
@@ -107,17 +88,13 @@ def many_results_at_once(rt: CaseRuntime, racy: bool) -> Values:
         return [raised[1].clone(), *raised]
 
 
-@pair(
-    RaceKind.READ_AFTER_WRITE,
-    first="left: copy_",
-    second="right: copy_",
-    rows="rows 2-3",
-    racy="the second copy reads rows that the first one writes",
-    safe="the second copy reads other rows",
-)
-def copies_between_device_tensors(rt: CaseRuntime, racy: bool) -> Values:
-    """Rows go from one table to a second, and from there to a third."""
-    left, right = two_streams(rt)
+@pair(RaceKind.READ_AFTER_WRITE, "left: copy_", "right: copy_", "rows 2-3")
+def copies_between_device_tensors(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Rows go from one table to a second, and from there to a third.
+
+    Racy: the second copy reads rows that the first one writes.
+    Safe: the second copy reads other rows.
+    """
     numbers, second, third = table(rt), table(rt), table(rt)
     with rt.use(left):
         second[:4].copy_(numbers[4:])
@@ -126,17 +103,13 @@ def copies_between_device_tensors(rt: CaseRuntime, racy: bool) -> Values:
     return [third]
 
 
-@pair(
-    RaceKind.READ_AFTER_WRITE,
-    first="left: zeros",
-    second="right: add",
-    rows="all 8 rows",
-    racy="what is made is also written, and nothing waits for it",
-    safe="the reader waits",
-)
-def made_by_a_factory(rt: CaseRuntime, racy: bool) -> Values:
-    """`torch.zeros` makes a tensor on one stream, another uses it."""
-    left, right = two_streams(rt)
+@pair(RaceKind.READ_AFTER_WRITE, "left: zeros", "right: add", "all 8 rows")
+def made_by_a_factory(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """`torch.zeros` makes a tensor on one stream, another uses it.
+
+    Racy: what is made is also written, and nothing waits for it.
+    Safe: the reader waits.
+    """
     numbers = table(rt)
     with rt.use(left):
         zeros = torch.zeros((8, 4), dtype=torch.int64, device=rt.device)
@@ -147,17 +120,13 @@ def made_by_a_factory(rt: CaseRuntime, racy: bool) -> Values:
         return [numbers + zeros, zeros]
 
 
-@pair(
-    RaceKind.READ_AFTER_WRITE,
-    first="left: add",
-    second="right: mul",
-    rows="all 8 rows",
-    racy="the result is used at once",
-    safe="the reader waits",
-)
-def result_of_an_operation(rt: CaseRuntime, racy: bool) -> Values:
-    """An operation makes a tensor on one stream, another uses it."""
-    left, right = two_streams(rt)
+@pair(RaceKind.READ_AFTER_WRITE, "left: add", "right: mul", "all 8 rows")
+def result_of_an_operation(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """An operation makes a tensor on one stream, another uses it.
+
+    Racy: the result is used at once.
+    Safe: the reader waits.
+    """
     numbers = table(rt)
     with rt.use(left):
         raised = numbers + 1
@@ -168,17 +137,13 @@ def result_of_an_operation(rt: CaseRuntime, racy: bool) -> Values:
         return [raised * 2, raised]
 
 
-@pair(
-    RaceKind.READ_AFTER_WRITE,
-    first="left: zero_",
-    second="right: mm",
-    rows="all 4 rows",
-    racy="the product is made of what may be half cleared",
-    safe="the product waits",
-)
-def matrix_product(rt: CaseRuntime, racy: bool) -> Values:
-    """A matrix is cleared by one stream and multiplied by another."""
-    left, right = two_streams(rt)
+@pair(RaceKind.READ_AFTER_WRITE, "left: zero_", "right: mm", "all 4 rows")
+def matrix_product(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """A matrix is cleared by one stream and multiplied by another.
+
+    Racy: the product is made of what may be half cleared.
+    Safe: the product waits.
+    """
     weights = table(rt, 4, 4, torch.float32)
     with rt.use(left):
         weights.zero_()
@@ -189,17 +154,13 @@ def matrix_product(rt: CaseRuntime, racy: bool) -> Values:
         return [weights @ weights]
 
 
-@pair(
-    RaceKind.WRITE_AFTER_READ,
-    first="left: where",
-    second="right: fill_",
-    rows="all 8 elements",
-    racy="the tensor that no element was taken from was read all the same",
-    safe="a tensor that the choice is not made from",
-)
-def where_reads_both(rt: CaseRuntime, racy: bool) -> Values:
-    """`torch.where` chooses between two tensors."""
-    left, right = two_streams(rt)
+@pair(RaceKind.WRITE_AFTER_READ, "left: where", "right: fill_", "all 8 elements")
+def where_reads_both(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """`torch.where` chooses between two tensors.
+
+    Racy: the tensor that no element was taken from was read all the same.
+    Safe: a tensor that the choice is not made from.
+    """
     first, second, other = vector(rt), vector(rt), vector(rt)
     with rt.use(left):
         torch.where(given(rt, [True] * 8), first, second)
@@ -208,21 +169,18 @@ def where_reads_both(rt: CaseRuntime, racy: bool) -> Values:
     return None
 
 
-@pair(
-    RaceKind.WRITE_AFTER_READ,
-    first="forward: gather",
-    second="schedule: masked_fill_",
-    rows="elements 3-4",
-    racy="the relay is cleared for requests whose token a forward still takes",
-    safe="the relay is cleared for other requests",
-)
-def tokens_relayed_between_forwards(rt: CaseRuntime, racy: bool) -> Values:
-    """A forward takes the tokens of its requests from a relay, which the schedule clears for those that left."""
+@pair(RaceKind.WRITE_AFTER_READ, "forward: gather", "schedule: masked_fill_", "elements 3-4")
+def tokens_relayed_between_forwards(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """A forward takes the tokens of its requests from a relay, which the schedule clears for those that left.
+
+    Racy: the relay is cleared for requests whose token a forward still takes.
+    Safe: the relay is cleared for other requests.
+    """
     schedule, forward = rt.stream("schedule"), rt.stream("forward")
     relay = vector(rt)
     with rt.use(forward):
         tokens = relay.gather(0, given(rt, [3, 4, 5]))
     with rt.use(schedule):
-        left = (1, 3, 4) if racy else (1, 2, 6)
-        relay.masked_fill_(given(rt, [slot in left for slot in range(8)]), -1)
+        gone = (1, 3, 4) if racy else (1, 2, 6)
+        relay.masked_fill_(given(rt, [slot in gone for slot in range(8)]), -1)
     return [tokens]

@@ -2,24 +2,20 @@
 
 import torch
 
-from batchstate.runtime import Fence
+from batchstate.runtime import Fence, Stream
 from batchstate.testing.race.report import RaceKind
 from tests.race_cases.registry import Values, pair
-from tests.race_cases.scenes import given, index, table, two_streams, vector
+from tests.race_cases.scenes import given, index, table, vector
 from tests.race_cases.surface import CaseRuntime
 
 
-@pair(
-    RaceKind.READ_AFTER_WRITE,
-    first="left: fill_",
-    second="right: clone",
-    rows="all 8 rows",
-    racy="nothing makes the reader wait",
-    safe="the reader's stream waits for a fence behind the write",
-)
-def read_after_write(rt: CaseRuntime, racy: bool) -> Values:
-    """One stream writes what another reads."""
-    left, right = two_streams(rt)
+@pair(RaceKind.READ_AFTER_WRITE, "left: fill_", "right: clone", "all 8 rows")
+def read_after_write(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """One stream writes what another reads.
+
+    Racy: nothing makes the reader wait.
+    Safe: the reader's stream waits for a fence behind the write.
+    """
     numbers = table(rt)
     with rt.use(left):
         numbers.fill_(7)
@@ -30,17 +26,13 @@ def read_after_write(rt: CaseRuntime, racy: bool) -> Values:
         return [numbers.clone()]
 
 
-@pair(
-    RaceKind.WRITE_AFTER_READ,
-    first="left: clone",
-    second="right: fill_",
-    rows="all 8 rows",
-    racy="nothing makes the writer wait",
-    safe="the writer's stream waits for a fence behind the read",
-)
-def write_after_read(rt: CaseRuntime, racy: bool) -> Values:
-    """One stream overwrites what another reads."""
-    left, right = two_streams(rt)
+@pair(RaceKind.WRITE_AFTER_READ, "left: clone", "right: fill_", "all 8 rows")
+def write_after_read(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """One stream overwrites what another reads.
+
+    Racy: nothing makes the writer wait.
+    Safe: the writer's stream waits for a fence behind the read.
+    """
     numbers = table(rt)
     with rt.use(left):
         copy = numbers.clone()
@@ -52,17 +44,13 @@ def write_after_read(rt: CaseRuntime, racy: bool) -> Values:
     return [copy, numbers]
 
 
-@pair(
-    RaceKind.WRITE_AFTER_WRITE,
-    first="left: fill_",
-    second="right: fill_",
-    rows="all 8 rows",
-    racy="the last to run wins",
-    safe="the second waits for the first",
-)
-def write_after_write(rt: CaseRuntime, racy: bool) -> Values:
-    """Two streams write the same memory."""
-    left, right = two_streams(rt)
+@pair(RaceKind.WRITE_AFTER_WRITE, "left: fill_", "right: fill_", "all 8 rows")
+def write_after_write(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Two streams write the same memory.
+
+    Racy: the last to run wins.
+    Safe: the second waits for the first.
+    """
     numbers = table(rt)
     with rt.use(left):
         numbers.fill_(7)
@@ -74,17 +62,13 @@ def write_after_write(rt: CaseRuntime, racy: bool) -> Values:
     return [numbers]
 
 
-@pair(
-    RaceKind.WRITE_AFTER_WRITE,
-    first="left: fill_",
-    second="right: fill_",
-    rows="all 8 rows",
-    racy="no value shows it, and it is a race all the same: the next change of the program will show it",
-    safe="the second waits for the first",
-)
-def same_value_rewritten(rt: CaseRuntime, racy: bool) -> Values:
-    """Two streams write the same values to the same memory."""
-    left, right = two_streams(rt)
+@pair(RaceKind.WRITE_AFTER_WRITE, "left: fill_", "right: fill_", "all 8 rows")
+def same_value_rewritten(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Two streams write the same values to the same memory.
+
+    Racy: no value shows it, and it is a race all the same: the next change of the program will show it.
+    Safe: the second waits for the first.
+    """
     numbers = table(rt)
     with rt.use(left):
         numbers.fill_(0)
@@ -96,16 +80,13 @@ def same_value_rewritten(rt: CaseRuntime, racy: bool) -> Values:
     return None
 
 
-@pair(
-    RaceKind.WRITE_AFTER_READ,
-    first="forward: clone",
-    second="schedule: add_",
-    rows="all 8 elements",
-    racy="the lengths grow for the next step while a forward may still read those of this one",
-    safe="the schedule waits until the forward has read them",
-)
-def in_place_add_under_a_reader(rt: CaseRuntime, racy: bool) -> Values:
-    """The lengths of the requests, which every step reads and then raises in place."""
+@pair(RaceKind.WRITE_AFTER_READ, "forward: clone", "schedule: add_", "all 8 elements")
+def in_place_add_under_a_reader(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """The lengths of the requests, which every step reads and then raises in place.
+
+    Racy: the lengths grow for the next step while a forward may still read those of this one.
+    Safe: the schedule waits until the forward has read them.
+    """
     schedule, forward = rt.stream("schedule"), rt.stream("forward")
     lengths = vector(rt)
     seen = []
@@ -122,17 +103,13 @@ def in_place_add_under_a_reader(rt: CaseRuntime, racy: bool) -> Values:
     return seen
 
 
-@pair(
-    RaceKind.READ_AFTER_WRITE,
-    first="left: fill_",
-    second="right: clone",
-    rows="all 8 rows",
-    racy="the one in the middle records its fence before it waits, so the chain breaks there",
-    safe="the one in the middle waits, and then records",
-)
-def a_chain_of_waits(rt: CaseRuntime, racy: bool) -> Values:
-    """Three streams, each of which waits for the one before."""
-    left, right = two_streams(rt)
+@pair(RaceKind.READ_AFTER_WRITE, "left: fill_", "right: clone", "all 8 rows")
+def a_chain_of_waits(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Three streams, each of which waits for the one before.
+
+    Racy: the one in the middle records its fence before it waits, so the chain breaks there.
+    Safe: the one in the middle waits, and then records.
+    """
     middle = rt.stream("middle")
     numbers = table(rt)
     with rt.use(left):
@@ -148,17 +125,13 @@ def a_chain_of_waits(rt: CaseRuntime, racy: bool) -> Values:
         return [numbers.clone()]
 
 
-@pair(
-    RaceKind.WRITE_AFTER_READ,
-    first="reader 2: clone",
-    second="right: fill_",
-    rows="all 8 rows",
-    racy="the writer waits for all of them but one",
-    safe="the writer waits for all of them",
-)
-def many_readers(rt: CaseRuntime, racy: bool) -> Values:
-    """Four streams read one table at once, which is no race, and a fifth then overwrites it."""
-    right = rt.stream("right")
+@pair(RaceKind.WRITE_AFTER_READ, "reader 2: clone", "right: fill_", "all 8 rows")
+def many_readers(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Four streams read one table at once, which is no race, and a fifth then overwrites it.
+
+    Racy: the writer waits for all of them but one.
+    Safe: the writer waits for all of them.
+    """
     numbers = table(rt)
     copies, fences = [], []
     for reader in [rt.stream(f"reader {number}") for number in range(4)]:
@@ -173,17 +146,13 @@ def many_readers(rt: CaseRuntime, racy: bool) -> Values:
     return copies
 
 
-@pair(
-    RaceKind.WRITE_AFTER_READ,
-    first="right: clone",
-    second="left: fill_",
-    rows="all 8 rows",
-    racy="the reader waited for the writer, and the writer does not wait for the reader",
-    safe="each waits for the other",
-)
-def to_and_fro(rt: CaseRuntime, racy: bool) -> Values:
-    """A producer hands a buffer to a consumer, and fills it again."""
-    left, right = two_streams(rt)
+@pair(RaceKind.WRITE_AFTER_READ, "right: clone", "left: fill_", "all 8 rows")
+def to_and_fro(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """A producer hands a buffer to a consumer, and fills it again.
+
+    Racy: the reader waited for the writer, and the writer does not wait for the reader.
+    Safe: each waits for the other.
+    """
     buffer = table(rt)
     with rt.use(left):
         buffer.fill_(7)
@@ -198,17 +167,13 @@ def to_and_fro(rt: CaseRuntime, racy: bool) -> Values:
     return [copy, buffer]
 
 
-@pair(
-    RaceKind.WRITE_AFTER_READ,
-    first="right: clone",
-    second="left: fill_",
-    rows="all 4 rows",
-    racy="two buffers, and the third step writes the first one unasked",
-    safe="the third step waits until the first buffer was read",
-)
-def two_buffers_by_turns(rt: CaseRuntime, racy: bool) -> Values:
-    """A producer fills two buffers by turns, a consumer reads them."""
-    left, right = two_streams(rt)
+@pair(RaceKind.WRITE_AFTER_READ, "right: clone", "left: fill_", "all 4 rows")
+def two_buffers_by_turns(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """A producer fills two buffers by turns, a consumer reads them.
+
+    Racy: two buffers, and the third step writes the first one unasked.
+    Safe: the third step waits until the first buffer was read.
+    """
     buffers = [table(rt, 4), table(rt, 4)]
     seen: list[torch.Tensor] = []
     fences: list[Fence] = []
@@ -225,17 +190,13 @@ def two_buffers_by_turns(rt: CaseRuntime, racy: bool) -> Values:
     return seen
 
 
-@pair(
-    RaceKind.WRITE_AFTER_READ,
-    first="left: index_select",
-    second="right: index_copy_",
-    rows="row 3",
-    racy="the request is over for the host, which gives its row to the next one; the forward still reads it",
-    safe="the row is written behind the forward that read it",
-)
-def a_row_given_to_the_next_request(rt: CaseRuntime, racy: bool) -> Values:
-    """A request ends, and its row of a table goes to another request."""
-    left, right = two_streams(rt)
+@pair(RaceKind.WRITE_AFTER_READ, "left: index_select", "right: index_copy_", "row 3")
+def a_row_given_to_the_next_request(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """A request ends, and its row of a table goes to another request.
+
+    Racy: the request is over for the host, which gives its row to the next one; the forward still reads it.
+    Safe: the row is written behind the forward that read it.
+    """
     numbers = table(rt)
     with rt.use(left):
         pages = numbers.index_select(0, index(rt, 1, 3))

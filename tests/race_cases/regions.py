@@ -2,23 +2,20 @@
 
 import torch
 
+from batchstate.runtime import Stream
 from batchstate.testing.race.report import RaceKind
 from tests.race_cases.registry import Values, pair
-from tests.race_cases.scenes import given, index, read_and_written, table, two_streams, vector
+from tests.race_cases.scenes import given, index, read_and_written, table, vector
 from tests.race_cases.surface import CaseRuntime
 
 
-@pair(
-    RaceKind.WRITE_AFTER_READ,
-    first="left: index_select",
-    second="right: index_put_",
-    rows="row 3",
-    racy="row 3 is in both",
-    safe="no row is in both",
-)
-def rows_by_index(rt: CaseRuntime, racy: bool) -> Values:
-    """Rows of one table that two streams name by an index."""
-    left, right = two_streams(rt)
+@pair(RaceKind.WRITE_AFTER_READ, "left: index_select", "right: index_put_", "row 3")
+def rows_by_index(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Rows of one table that two streams name by an index.
+
+    Racy: row 3 is in both.
+    Safe: no row is in both.
+    """
     numbers = table(rt)
     with rt.use(left):
         copy = numbers.index_select(0, index(rt, 1, 3))
@@ -27,62 +24,46 @@ def rows_by_index(rt: CaseRuntime, racy: bool) -> Values:
     return [copy, numbers]
 
 
-@pair(
-    RaceKind.WRITE_AFTER_READ,
-    first="left: clone",
-    second="right: fill_",
-    rows="row 3",
-    racy="the slices share row 3",
-    safe="one slice begins where the other ends",
-)
-def rows_by_slice(rt: CaseRuntime, racy: bool) -> Values:
-    """Two slices of one table."""
-    left, right = two_streams(rt)
+@pair(RaceKind.WRITE_AFTER_READ, "left: clone", "right: fill_", "row 3")
+def rows_by_slice(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Two slices of one table.
+
+    Racy: the slices share row 3.
+    Safe: one slice begins where the other ends.
+    """
     numbers = table(rt)
     return read_and_written(rt, left, right, numbers[:4], numbers[3 if racy else 4 :])
 
 
-@pair(
-    RaceKind.WRITE_AFTER_READ,
-    first="left: clone",
-    second="right: fill_",
-    rows="rows 2, 4, 6",
-    racy="every other row, and every other row from the third on",
-    safe="the even rows and the odd ones",
-)
-def every_other_row(rt: CaseRuntime, racy: bool) -> Values:
-    """Slices with a step."""
-    left, right = two_streams(rt)
+@pair(RaceKind.WRITE_AFTER_READ, "left: clone", "right: fill_", "rows 2, 4, 6")
+def every_other_row(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Slices with a step.
+
+    Racy: every other row, and every other row from the third on.
+    Safe: the even rows and the odd ones.
+    """
     numbers = table(rt)
     return read_and_written(rt, left, right, numbers[::2], numbers[2 if racy else 1 :: 2])
 
 
-@pair(
-    RaceKind.WRITE_AFTER_READ,
-    first="left: clone",
-    second="right: fill_",
-    rows="parts of rows 0-7",
-    racy="the second column is in both",
-    safe="the first half of each row, and the second half",
-)
-def columns(rt: CaseRuntime, racy: bool) -> Values:
-    """Columns of one table: in memory they lie like the teeth of two combs."""
-    left, right = two_streams(rt)
+@pair(RaceKind.WRITE_AFTER_READ, "left: clone", "right: fill_", "parts of rows 0-7")
+def columns(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Columns of one table: in memory they lie like the teeth of two combs.
+
+    Racy: the second column is in both.
+    Safe: the first half of each row, and the second half.
+    """
     numbers = table(rt)
     return read_and_written(rt, left, right, numbers[:, :2], numbers[:, 1 if racy else 2 :])
 
 
-@pair(
-    RaceKind.READ_AFTER_WRITE,
-    first="left: fill_",
-    second="right: clone",
-    rows="row 2",
-    racy="the whole begins before the slice, and contains it",
-    safe="everything but that row is read",
-)
-def slice_against_whole(rt: CaseRuntime, racy: bool) -> Values:
-    """One row is written, and the table is read."""
-    left, right = two_streams(rt)
+@pair(RaceKind.READ_AFTER_WRITE, "left: fill_", "right: clone", "row 2")
+def slice_against_whole(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """One row is written, and the table is read.
+
+    Racy: the whole begins before the slice, and contains it.
+    Safe: everything but that row is read.
+    """
     numbers = table(rt)
     with rt.use(left):
         numbers[2].fill_(7)
@@ -92,17 +73,13 @@ def slice_against_whole(rt: CaseRuntime, racy: bool) -> Values:
         return [torch.cat([numbers[:2], numbers[3:]])]
 
 
-@pair(
-    RaceKind.WRITE_AFTER_WRITE,
-    first="left: copy_",
-    second="right: copy_",
-    rows="element 4",
-    racy="the same element",
-    safe="neighbours, which share no byte",
-)
-def adjacent_elements(rt: CaseRuntime, racy: bool) -> Values:
-    """Elements of one vector, written one by one."""
-    left, right = two_streams(rt)
+@pair(RaceKind.WRITE_AFTER_WRITE, "left: copy_", "right: copy_", "element 4")
+def adjacent_elements(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Elements of one vector, written one by one.
+
+    Racy: the same element.
+    Safe: neighbours, which share no byte.
+    """
     lengths = vector(rt, dtype=torch.int32)
     with rt.use(left):
         lengths[4] = 7
@@ -111,17 +88,13 @@ def adjacent_elements(rt: CaseRuntime, racy: bool) -> Values:
     return [lengths]
 
 
-@pair(
-    RaceKind.WRITE_AFTER_READ,
-    first="left: clone",
-    second="right: copy_",
-    rows="row 1",
-    racy="the swapped rows and the row that is read share one",
-    safe="they share none",
-)
-def rows_swapped_through_views(rt: CaseRuntime, racy: bool) -> Values:
-    """One stream swaps two rows of a table through views, another reads a row."""
-    left, right = two_streams(rt)
+@pair(RaceKind.WRITE_AFTER_READ, "left: clone", "right: copy_", "row 1")
+def rows_swapped_through_views(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """One stream swaps two rows of a table through views, another reads a row.
+
+    Racy: the swapped rows and the row that is read share one.
+    Safe: they share none.
+    """
     numbers = table(rt)
     with rt.use(left):
         copy = numbers[1 if racy else 3].clone()
@@ -133,17 +106,13 @@ def rows_swapped_through_views(rt: CaseRuntime, racy: bool) -> Values:
     return [copy]
 
 
-@pair(
-    RaceKind.WRITE_AFTER_WRITE,
-    first="left: fill_",
-    second="right: fill_",
-    rows="row 2",
-    racy="one row",
-    safe="no row at all, at the same place",
-)
-def nothing_at_all(rt: CaseRuntime, racy: bool) -> Values:
-    """A tensor without elements touches nothing."""
-    left, right = two_streams(rt)
+@pair(RaceKind.WRITE_AFTER_WRITE, "left: fill_", "right: fill_", "row 2")
+def nothing_at_all(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """A tensor without elements touches nothing.
+
+    Racy: one row.
+    Safe: no row at all, at the same place.
+    """
     numbers = table(rt)
     with rt.use(left):
         numbers[2:3].fill_(7)

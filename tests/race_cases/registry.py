@@ -1,5 +1,6 @@
 """The registry of micro-cases: tiny programs in pairs that differ in one thing, which makes one of them a race."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias, final
 
@@ -7,6 +8,7 @@ import attrs
 import numpy.typing as npt
 import torch
 
+from batchstate.runtime import Stream
 from batchstate.testing.race.report import RaceKind
 from tests.race_cases.surface import CaseRuntime
 
@@ -19,8 +21,8 @@ class Program(Protocol):
 
     __name__: str
 
-    def __call__(self, rt: CaseRuntime, racy: bool) -> Values:
-        """Runs one of the two."""
+    def __call__(self, rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+        """Runs one of the two, with two streams besides the one that is current at first."""
         ...
 
 
@@ -74,7 +76,7 @@ class Case:
 
     def run(self, rt: CaseRuntime) -> Values:
         """Runs it on a fresh runtime, inside its window if it has one."""
-        return self._program(rt, self.racy)
+        return self._program(rt, self.racy, rt.stream("left"), rt.stream("right"))
 
 
 CASES: dict[str, Case] = {}
@@ -96,23 +98,25 @@ GROUPS = {
 """File that cases stand in -> what they are about."""
 
 
-def pair(kind: RaceKind, *, first: str, second: str, rows: str, racy: str, safe: str) -> Callable[[Program], Program]:
-    """Registers both sides of a program. Its name is the pair's, its docstring says what the pair is about.
+def pair(kind: RaceKind, first: str, second: str, rows: str) -> Callable[[Program], Program]:
+    """Registers both sides of a program.
+
+    Its name is the pair's. Its docstring says what the pair is about, then, in paragraphs that begin with `Racy:` and
+    `Safe:`, what makes the one racy and the other safe.
 
     Args:
         kind: of the race.
         first: `STREAM: OPERATION` of the access that comes first in the program.
         second: of the other.
         rows: what both touch, as a report says it.
-        racy: what makes the one racy.
-        safe: what makes the other safe.
     """
 
     def register(program: Program) -> Program:
         name = program.__name__.replace("_", " ")
         group = str(getattr(program, "__module__", "")).rpartition(".")[2]
-        about = " ".join((program.__doc__ or "").split())
+        about, racy, safe = re.split(r" (?:Racy|Safe): ", " ".join((program.__doc__ or "").split()))
         for wrong, shows in ((True, racy), (False, safe)):
+            shows = shows.removesuffix(".")
             case = Case(name, group, wrong, kind, _side(first), _side(second), rows, about, shows, program)
             CASES[case.name] = case
         return program

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from tests.race_cases.judges import Says, Verdict
 from tests.race_cases.registry import CASES, Case
 from tests.race_cases.surface import CaseRuntime
+from tests.race_cases.tools import Says, Verdict
 
 SWITCH = "TORCH_CUDA_SANITIZER"
 """Environment variable that makes `import torch` begin to watch."""
@@ -75,7 +75,7 @@ def _read(line: str) -> tuple[str, Verdict] | None:
 # In the child
 
 
-def judge(case: Case, rt: CaseRuntime, errors: type[Exception]) -> Verdict:
+def verdict_on(case: Case, rt: CaseRuntime, errors: type[Exception]) -> Verdict:
     """Runs a case under the sanitizer.
 
     Args:
@@ -103,13 +103,13 @@ def _operation(access: object) -> str:
 
 
 def main() -> None:
-    """Judges the cases whose names come in, and prints a line of JSON for each."""
+    """Runs the cases whose names come in, and prints a line of JSON for each."""
     from torch.cuda._sanitizer import CUDASanitizerErrors
 
     from tests.race_cases.plain import PlainAccelerator
 
     for name in json.load(sys.stdin):
-        verdict = judge(CASES[name], PlainAccelerator(torch.device("cuda")), CUDASanitizerErrors)
+        verdict = verdict_on(CASES[name], PlainAccelerator(torch.device("cuda")), CUDASanitizerErrors)
         print(json.dumps({"case": name, "says": verdict.says, "detail": verdict.detail}), flush=True)
 
 

@@ -42,11 +42,6 @@ def given(rt: CaseRuntime, values: Any) -> torch.Tensor:
     return rt.upload([np.asarray(values)]).view(0)
 
 
-def two_streams(rt: CaseRuntime) -> tuple[Stream, Stream]:
-    """Two streams besides the one that is current at first."""
-    return rt.stream("left"), rt.stream("right")
-
-
 def record_stream(rt: CaseRuntime, tensor: torch.Tensor, stream: Stream) -> None:
     """What `Tensor.record_stream` does: keeps the memory for a stream, and orders nothing."""
     rt._keep_alive(tensor, stream)

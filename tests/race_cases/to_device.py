@@ -3,23 +3,20 @@
 import numpy as np
 import torch
 
+from batchstate.runtime import Stream
 from batchstate.testing.race.report import RaceKind
 from tests.race_cases.registry import Values, pair
-from tests.race_cases.scenes import two_streams, vector
+from tests.race_cases.scenes import vector
 from tests.race_cases.surface import CaseRuntime
 
 
-@pair(
-    RaceKind.STAGING_REFILLED,
-    first="left: copy to device",
-    second="host: a write that torch did not see",
-    rows="all 8 elements",
-    racy="the next step's numbers are written while the copy may not have run",
-    safe="the host waits for the copy",
-)
-def pinned_memory_refilled_through_numpy(rt: CaseRuntime, racy: bool) -> Values:
-    """A pinned buffer is filled through a numpy array of the same memory, as engines do, where torch sees nothing."""
-    left, _ = two_streams(rt)
+@pair(RaceKind.STAGING_REFILLED, "left: copy to device", "host: a write that torch did not see", "all 8 elements")
+def pinned_memory_refilled_through_numpy(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """A pinned buffer is filled through a numpy array of the same memory, as engines do, where torch sees nothing.
+
+    Racy: the next step's numbers are written while the copy may not have run.
+    Safe: the host waits for the copy.
+    """
     staged, numbers = rt.pinned((8,), torch.int64), vector(rt)
     array = staged.numpy()
     array[:] = 7
@@ -32,17 +29,13 @@ def pinned_memory_refilled_through_numpy(rt: CaseRuntime, racy: bool) -> Values:
     return [numbers]
 
 
-@pair(
-    RaceKind.STAGING_REFILLED,
-    first="left: copy to device",
-    second="host: fill_",
-    rows="all 8 elements",
-    racy="the buffer is filled again while the copy may not have run",
-    safe="the host waits for the copy",
-)
-def pinned_memory_refilled_through_torch(rt: CaseRuntime, racy: bool) -> Values:
-    """A pinned buffer is filled by operations of torch on the host."""
-    left, _ = two_streams(rt)
+@pair(RaceKind.STAGING_REFILLED, "left: copy to device", "host: fill_", "all 8 elements")
+def pinned_memory_refilled_through_torch(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """A pinned buffer is filled by operations of torch on the host.
+
+    Racy: the buffer is filled again while the copy may not have run.
+    Safe: the host waits for the copy.
+    """
     staged, numbers = rt.pinned((8,), torch.int64), vector(rt)
     staged.fill_(7)
     with rt.use(left):
@@ -54,17 +47,13 @@ def pinned_memory_refilled_through_torch(rt: CaseRuntime, racy: bool) -> Values:
     return [numbers]
 
 
-@pair(
-    RaceKind.STAGING_REFILLED,
-    first="left: copy to device",
-    second="host: fill_",
-    rows="elements 2-3",
-    racy="a slice of the slice that is copied",
-    safe="a slice that is not copied",
-)
-def slice_of_pinned_memory(rt: CaseRuntime, racy: bool) -> Values:
-    """A slice of a pinned buffer is copied: its memory is the buffer's, but it does not begin where that does."""
-    left, _ = two_streams(rt)
+@pair(RaceKind.STAGING_REFILLED, "left: copy to device", "host: fill_", "elements 2-3")
+def slice_of_pinned_memory(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """A slice of a pinned buffer is copied: its memory is the buffer's, but it does not begin where that does.
+
+    Racy: a slice of the slice that is copied.
+    Safe: a slice that is not copied.
+    """
     staged, numbers = rt.pinned((8,), torch.int64), vector(rt, 4)
     staged.fill_(7)
     with rt.use(left):
@@ -73,17 +62,13 @@ def slice_of_pinned_memory(rt: CaseRuntime, racy: bool) -> Values:
     return [numbers]
 
 
-@pair(
-    RaceKind.STAGING_REFILLED,
-    first="left: copy to device",
-    second="host: a write that torch did not see",
-    rows="elements 4-7",
-    racy="the half that was just copied is filled again",
-    safe="the other half is filled",
-)
-def halves_of_pinned_memory(rt: CaseRuntime, racy: bool) -> Values:
-    """A pinned buffer of two halves, used by turns."""
-    left, _ = two_streams(rt)
+@pair(RaceKind.STAGING_REFILLED, "left: copy to device", "host: a write that torch did not see", "elements 4-7")
+def halves_of_pinned_memory(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """A pinned buffer of two halves, used by turns.
+
+    Racy: the half that was just copied is filled again.
+    Safe: the other half is filled.
+    """
     staged, numbers = rt.pinned((8,), torch.int64), vector(rt)
     array = staged.numpy()
     with rt.use(left):
@@ -97,17 +82,13 @@ def halves_of_pinned_memory(rt: CaseRuntime, racy: bool) -> Values:
     return [numbers]
 
 
-@pair(
-    RaceKind.STAGING_REFILLED,
-    first="left: copy to device",
-    second="host: copy_",
-    rows="all 4 elements",
-    racy="two buffers, and the third step fills the first one unasked",
-    safe="the third step waits for the first copy",
-)
-def ring_of_pinned_buffers(rt: CaseRuntime, racy: bool) -> Values:
-    """Two pinned buffers by turns: as many as steps were meant to be in flight, and one too few."""
-    left, _ = two_streams(rt)
+@pair(RaceKind.STAGING_REFILLED, "left: copy to device", "host: copy_", "all 4 elements")
+def ring_of_pinned_buffers(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Two pinned buffers by turns: as many as steps were meant to be in flight, and one too few.
+
+    Racy: two buffers, and the third step fills the first one unasked.
+    Safe: the third step waits for the first copy.
+    """
     ring = [(rt.pinned((4,), torch.int64), rt.event()) for _ in range(2)]
     targets = [vector(rt, 4) for _ in range(3)]
     for step, target in enumerate(targets):
@@ -121,17 +102,13 @@ def ring_of_pinned_buffers(rt: CaseRuntime, racy: bool) -> Values:
     return targets
 
 
-@pair(
-    RaceKind.STAGING_REFILLED,
-    first="left: copy to device",
-    second="host: fill_",
-    rows="all 8 elements",
-    racy="a stream waits for the copy: that keeps the host from nothing",
-    safe="the host itself waits",
-)
-def only_a_stream_waits_for_the_copy(rt: CaseRuntime, racy: bool) -> Values:
-    """Somebody waits for a copy before its source is filled again."""
-    left, right = two_streams(rt)
+@pair(RaceKind.STAGING_REFILLED, "left: copy to device", "host: fill_", "all 8 elements")
+def only_a_stream_waits_for_the_copy(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Somebody waits for a copy before its source is filled again.
+
+    Racy: a stream waits for the copy: that keeps the host from nothing.
+    Safe: the host itself waits.
+    """
     staged, numbers = rt.pinned((8,), torch.int64), vector(rt)
     staged.fill_(7)
     copied = rt.event()
@@ -146,17 +123,13 @@ def only_a_stream_waits_for_the_copy(rt: CaseRuntime, racy: bool) -> Values:
     return [numbers]
 
 
-@pair(
-    RaceKind.STAGING_REFILLED,
-    first="left: copy to device",
-    second="host: fill_",
-    rows="all 8 elements",
-    racy="with `non_blocking` the host gets on at once",
-    safe="without it the host waits for the stream",
-)
-def blocking_copy(rt: CaseRuntime, racy: bool) -> Values:
-    """A copy of pinned memory, with and without `non_blocking`."""
-    left, _ = two_streams(rt)
+@pair(RaceKind.STAGING_REFILLED, "left: copy to device", "host: fill_", "all 8 elements")
+def blocking_copy(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """A copy of pinned memory, with and without `non_blocking`.
+
+    Racy: with `non_blocking` the host gets on at once.
+    Safe: without it the host waits for the stream.
+    """
     staged, numbers = rt.pinned((8,), torch.int64), vector(rt)
     staged.fill_(7)
     with rt.use(left):
@@ -165,17 +138,13 @@ def blocking_copy(rt: CaseRuntime, racy: bool) -> Values:
     return [numbers]
 
 
-@pair(
-    RaceKind.STAGING_REFILLED,
-    first="left: copy to device",
-    second="host: fill_",
-    rows="all 8 elements",
-    racy="pinned memory is read when the copy runs",
-    safe="memory that is not pinned is read before the call returns",
-)
-def memory_that_is_not_pinned(rt: CaseRuntime, racy: bool) -> Values:
-    """`non_blocking` is a promise that only pinned memory keeps."""
-    left, _ = two_streams(rt)
+@pair(RaceKind.STAGING_REFILLED, "left: copy to device", "host: fill_", "all 8 elements")
+def memory_that_is_not_pinned(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """`non_blocking` is a promise that only pinned memory keeps.
+
+    Racy: pinned memory is read when the copy runs.
+    Safe: memory that is not pinned is read before the call returns.
+    """
     pageable = torch.from_numpy(np.zeros(8, np.int64))
     staged, numbers = rt.pinned((8,), torch.int64) if racy else pageable, vector(rt)
     staged.fill_(7)
@@ -185,17 +154,13 @@ def memory_that_is_not_pinned(rt: CaseRuntime, racy: bool) -> Values:
     return [numbers]
 
 
-@pair(
-    RaceKind.READ_AFTER_WRITE,
-    first="left: copy to device",
-    second="right: clone",
-    rows="all 8 elements",
-    racy="another stream reads what the copy may not have brought yet",
-    safe="it waits for the copy",
-)
-def what_a_copy_brings(rt: CaseRuntime, racy: bool) -> Values:
-    """A copy to the device is a write like any other."""
-    left, right = two_streams(rt)
+@pair(RaceKind.READ_AFTER_WRITE, "left: copy to device", "right: clone", "all 8 elements")
+def what_a_copy_brings(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """A copy to the device is a write like any other.
+
+    Racy: another stream reads what the copy may not have brought yet.
+    Safe: it waits for the copy.
+    """
     staged, numbers = rt.pinned((8,), torch.int64), vector(rt)
     staged.fill_(7)
     with rt.use(left):
@@ -207,17 +172,13 @@ def what_a_copy_brings(rt: CaseRuntime, racy: bool) -> Values:
         return [numbers.clone()]
 
 
-@pair(
-    RaceKind.WRITE_AFTER_READ,
-    first="left: clone",
-    second="right: copy to device",
-    rows="elements 4-5",
-    racy="two elements that are read",
-    safe="two elements that are not read",
-)
-def copy_into_a_slice(rt: CaseRuntime, racy: bool) -> Values:
-    """A copy to the device goes into a part of a vector that another stream reads a part of."""
-    left, right = two_streams(rt)
+@pair(RaceKind.WRITE_AFTER_READ, "left: clone", "right: copy to device", "elements 4-5")
+def copy_into_a_slice(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """A copy to the device goes into a part of a vector that another stream reads a part of.
+
+    Racy: two elements that are read.
+    Safe: two elements that are not read.
+    """
     staged, numbers = rt.pinned((2,), torch.int64), vector(rt)
     staged.fill_(9)
     with rt.use(left):
@@ -228,17 +189,13 @@ def copy_into_a_slice(rt: CaseRuntime, racy: bool) -> Values:
     return [copy]
 
 
-@pair(
-    RaceKind.STAGING_REFILLED,
-    first="left: copy to device",
-    second="host: a write that torch did not see",
-    rows="all 8 elements",
-    racy="staged by hand, in one pinned buffer",
-    safe="staged by `upload`, which takes memory that no copy reads",
-)
-def staged_by_the_library(rt: CaseRuntime, racy: bool) -> Values:
-    """The same array is filled and brought to the device in three steps, and nobody waits."""
-    left, _ = two_streams(rt)
+@pair(RaceKind.STAGING_REFILLED, "left: copy to device", "host: a write that torch did not see", "all 8 elements")
+def staged_by_the_library(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """The same array is filled and brought to the device in three steps, and nobody waits.
+
+    Racy: staged by hand, in one pinned buffer.
+    Safe: staged by `upload`, which takes memory that no copy reads.
+    """
     staged = rt.pinned((8,), torch.int64)
     array = staged.numpy() if racy else np.zeros(8, np.int64)
     brought = []

@@ -2,23 +2,20 @@
 
 import torch
 
+from batchstate.runtime import Stream
 from batchstate.testing.race.report import RaceKind
 from tests.race_cases.registry import Values, pair
-from tests.race_cases.scenes import two_streams, vector
+from tests.race_cases.scenes import vector
 from tests.race_cases.surface import CaseRuntime
 
 
-@pair(
-    RaceKind.HOST_READS_EARLY,
-    first="left: copy to host",
-    second="host: clone",
-    rows="all 8 elements",
-    racy="the host reads at once",
-    safe="the host waits for a fence behind the copy",
-)
-def result_read_early(rt: CaseRuntime, racy: bool) -> Values:
-    """Numbers come to pinned memory, and the host reads them."""
-    left, _ = two_streams(rt)
+@pair(RaceKind.HOST_READS_EARLY, "left: copy to host", "host: clone", "all 8 elements")
+def result_read_early(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Numbers come to pinned memory, and the host reads them.
+
+    Racy: the host reads at once.
+    Safe: the host waits for a fence behind the copy.
+    """
     numbers, landing = vector(rt), rt.pinned((8,), torch.int64)
     with rt.use(left):
         landing.copy_(numbers, non_blocking=True)
@@ -28,17 +25,13 @@ def result_read_early(rt: CaseRuntime, racy: bool) -> Values:
     return [landing.clone()]
 
 
-@pair(
-    RaceKind.HOST_READS_EARLY,
-    first="left: copy to host",
-    second="host: clone",
-    rows="all 8 elements",
-    racy="the result looks like a finished tensor, and is none",
-    safe="the host waits for the copy",
-)
-def to_cpu_without_blocking(rt: CaseRuntime, racy: bool) -> Values:
-    """`.to("cpu", non_blocking=True)` makes a tensor that the copy fills later."""
-    left, _ = two_streams(rt)
+@pair(RaceKind.HOST_READS_EARLY, "left: copy to host", "host: clone", "all 8 elements")
+def to_cpu_without_blocking(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """`.to("cpu", non_blocking=True)` makes a tensor that the copy fills later.
+
+    Racy: the result looks like a finished tensor, and is none.
+    Safe: the host waits for the copy.
+    """
     numbers = vector(rt)
     with rt.use(left):
         landing = numbers.to("cpu", non_blocking=True)
@@ -48,17 +41,13 @@ def to_cpu_without_blocking(rt: CaseRuntime, racy: bool) -> Values:
     return [landing.clone()]
 
 
-@pair(
-    RaceKind.HOST_READS_EARLY,
-    first="left: copy to host",
-    second="host: clone",
-    rows="all 8 elements",
-    racy="the host asks once, and reads whatever the answer is",
-    safe="the host asks until the answer is yes",
-)
-def host_asks_before_it_reads(rt: CaseRuntime, racy: bool) -> Values:
-    """An engine that polls: it asks the event behind a copy instead of waiting for it."""
-    left, _ = two_streams(rt)
+@pair(RaceKind.HOST_READS_EARLY, "left: copy to host", "host: clone", "all 8 elements")
+def host_asks_before_it_reads(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """An engine that polls: it asks the event behind a copy instead of waiting for it.
+
+    Racy: the host asks once, and reads whatever the answer is.
+    Safe: the host asks until the answer is yes.
+    """
     numbers, landing = vector(rt), rt.pinned((8,), torch.int64)
     landed = rt.event()
     with rt.use(left):
@@ -70,17 +59,13 @@ def host_asks_before_it_reads(rt: CaseRuntime, racy: bool) -> Values:
     return [landing.clone()]
 
 
-@pair(
-    RaceKind.HOST_READS_EARLY,
-    first="left: copy to host",
-    second="host: clone",
-    rows="all 8 elements",
-    racy="another stream waits for the copy, and the host reads",
-    safe="the host waits",
-)
-def only_a_stream_waits_for_the_result(rt: CaseRuntime, racy: bool) -> Values:
-    """A wait of a stream tells the host nothing."""
-    left, right = two_streams(rt)
+@pair(RaceKind.HOST_READS_EARLY, "left: copy to host", "host: clone", "all 8 elements")
+def only_a_stream_waits_for_the_result(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """A wait of a stream tells the host nothing.
+
+    Racy: another stream waits for the copy, and the host reads.
+    Safe: the host waits.
+    """
     numbers, landing = vector(rt), rt.pinned((8,), torch.int64)
     landed = rt.event()
     with rt.use(left):
@@ -93,17 +78,13 @@ def only_a_stream_waits_for_the_result(rt: CaseRuntime, racy: bool) -> Values:
     return [landing.clone()]
 
 
-@pair(
-    RaceKind.HOST_READS_EARLY,
-    first="left: copy to host",
-    second="host: clone",
-    rows="elements 4-7",
-    racy="the half that the second copy brings is read behind the first",
-    safe="the half that the first copy brought is read",
-)
-def halves_of_a_landing(rt: CaseRuntime, racy: bool) -> Values:
-    """Two copies bring a half each, and the host waits for the first."""
-    left, _ = two_streams(rt)
+@pair(RaceKind.HOST_READS_EARLY, "left: copy to host", "host: clone", "elements 4-7")
+def halves_of_a_landing(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Two copies bring a half each, and the host waits for the first.
+
+    Racy: the half that the second copy brings is read behind the first.
+    Safe: the half that the first copy brought is read.
+    """
     numbers, landing = vector(rt), rt.pinned((8,), torch.int64)
     with rt.use(left):
         landing[:4].copy_(numbers[:4], non_blocking=True)
@@ -113,17 +94,13 @@ def halves_of_a_landing(rt: CaseRuntime, racy: bool) -> Values:
     return [landing[4:].clone() if racy else landing[:4].clone()]
 
 
-@pair(
-    RaceKind.HOST_READS_EARLY,
-    first="left: copy to host",
-    second="host: clone",
-    rows="all 8 elements",
-    racy="the second copy into the same buffer is under way when the host reads what the first one brought",
-    safe="the host reads before the second copy starts",
-)
-def landing_used_again(rt: CaseRuntime, racy: bool) -> Values:
-    """One pinned buffer takes the results of two steps, and the host reads those of the first."""
-    left, _ = two_streams(rt)
+@pair(RaceKind.HOST_READS_EARLY, "left: copy to host", "host: clone", "all 8 elements")
+def landing_used_again(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """One pinned buffer takes the results of two steps, and the host reads those of the first.
+
+    Racy: the second copy into the same buffer is under way when the host reads what the first one brought.
+    Safe: the host reads before the second copy starts.
+    """
     numbers, landing = vector(rt), rt.pinned((8,), torch.int64)
     with rt.use(left):
         landing.copy_(numbers, non_blocking=True)
@@ -141,17 +118,13 @@ def landing_used_again(rt: CaseRuntime, racy: bool) -> Values:
     return read
 
 
-@pair(
-    RaceKind.HOST_MEMORY_REUSED,
-    first="left: copy to host",
-    second="host: zero_",
-    rows="all 8 elements",
-    racy="the copy may land behind the clearing",
-    safe="the host waits for the copy",
-)
-def landing_cleared_by_the_host(rt: CaseRuntime, racy: bool) -> Values:
-    """The host clears the memory that a copy brings numbers to."""
-    left, _ = two_streams(rt)
+@pair(RaceKind.HOST_MEMORY_REUSED, "left: copy to host", "host: zero_", "all 8 elements")
+def landing_cleared_by_the_host(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """The host clears the memory that a copy brings numbers to.
+
+    Racy: the copy may land behind the clearing.
+    Safe: the host waits for the copy.
+    """
     numbers, landing = vector(rt), rt.pinned((8,), torch.int64)
     with rt.use(left):
         landing.copy_(numbers, non_blocking=True)
@@ -162,17 +135,13 @@ def landing_cleared_by_the_host(rt: CaseRuntime, racy: bool) -> Values:
     return None
 
 
-@pair(
-    RaceKind.HOST_MEMORY_REUSED,
-    first="left: copy to host",
-    second="host: a write that torch did not see",
-    rows="all 8 elements",
-    racy="the copy may land on top of it",
-    safe="the host waits for the copy",
-)
-def landing_written_through_numpy(rt: CaseRuntime, racy: bool) -> Values:
-    """The host puts numbers of its own into the memory that a copy brings others to, where torch sees nothing."""
-    left, _ = two_streams(rt)
+@pair(RaceKind.HOST_MEMORY_REUSED, "left: copy to host", "host: a write that torch did not see", "all 8 elements")
+def landing_written_through_numpy(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """The host puts numbers of its own into the memory that a copy brings others to, where torch sees nothing.
+
+    Racy: the copy may land on top of it.
+    Safe: the host waits for the copy.
+    """
     numbers, landing = vector(rt), rt.pinned((8,), torch.int64)
     array = landing.numpy()
     with rt.use(left):
@@ -185,17 +154,13 @@ def landing_written_through_numpy(rt: CaseRuntime, racy: bool) -> Values:
     return [array.copy()]
 
 
-@pair(
-    RaceKind.HOST_READS_EARLY,
-    first="left: copy to host",
-    second="host: clone",
-    rows="all 8 elements",
-    racy="brought by hand, and read without waiting",
-    safe="brought by `download`, which waits for its own copy",
-)
-def brought_by_the_library(rt: CaseRuntime, racy: bool) -> Values:
-    """Results are read as soon as they are asked for."""
-    left, _ = two_streams(rt)
+@pair(RaceKind.HOST_READS_EARLY, "left: copy to host", "host: clone", "all 8 elements")
+def brought_by_the_library(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
+    """Results are read as soon as they are asked for.
+
+    Racy: brought by hand, and read without waiting.
+    Safe: brought by `download`, which waits for its own copy.
+    """
     numbers = vector(rt)
     if not racy:
         with rt.use(left):

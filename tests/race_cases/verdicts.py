@@ -12,10 +12,10 @@ import torch
 
 from batchstate.errors import ArgumentError
 from batchstate.testing.sim import PORTFOLIO
-from tests.race_cases import judges, sanitizer
-from tests.race_cases.judges import Says, Verdict
+from tests.race_cases import sanitizer, tools
 from tests.race_cases.plain import PlainAccelerator
 from tests.race_cases.registry import CASES, Case
+from tests.race_cases.tools import Says, Verdict
 
 FORMAT = "batchstate race cases 1"
 """First entry of the file; the number is raised when a reader has to know better."""
@@ -92,12 +92,12 @@ class Tool:
     run: Callable[[Sequence[Case], Progress], dict[str, Verdict]]
 
 
-def _each(judge: Callable[[Case], Verdict]) -> Callable[[Sequence[Case], Progress], dict[str, Verdict]]:
+def _each(verdict_on: Callable[[Case], Verdict]) -> Callable[[Sequence[Case], Progress], dict[str, Verdict]]:
     def run(cases: Sequence[Case], progress: Progress) -> dict[str, Verdict]:
         found = {}
         for number, case in enumerate(cases):
             progress(number, len(cases), case.name)
-            found[case.name] = judge(case)
+            found[case.name] = verdict_on(case)
         return found
 
     return run
@@ -113,18 +113,18 @@ def _accelerator() -> PlainAccelerator:
 
 
 TOOLS = {
-    "detector": Tool("race detector", lambda: True, False, _each(judges.by_detector)),
+    "detector": Tool("race detector", lambda: True, False, _each(tools.by_detector)),
     "detector on CUDA": Tool(
         "race detector on CUDA",
         sanitizer.available,
         True,
-        _each(lambda case: judges.by_detector(case, _accelerator)),
+        _each(lambda case: tools.by_detector(case, _accelerator)),
     ),
     "simulator": Tool(
         "simulated device",
         lambda: True,
         False,
-        _each(lambda case: judges.by_simulator(case, tuple(PORTFOLIO), SEEDS)),
+        _each(lambda case: tools.by_simulator(case, tuple(PORTFOLIO), SEEDS)),
     ),
     "sanitizer": Tool("torch.cuda._sanitizer", sanitizer.available, True, _sanitized),
 }
@@ -223,7 +223,7 @@ def save(table: Table, path: Path) -> None:
     path.write_text(json.dumps(table.as_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def judged(names: Sequence[str] | None = None, progress: Progress = lambda *_: None) -> Table:
+def run_tools(names: Sequence[str] | None = None, progress: Progress = lambda *_: None) -> Table:
     """Runs all cases under the tools that can run here.
 
     Args:

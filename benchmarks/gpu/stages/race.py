@@ -8,8 +8,8 @@ from batchstate.runtime import open_runtime
 from batchstate.selfcheck.fuzzing import fuzz
 from benchmarks.gpu.outcome import Notes, Setting
 from tests.race_cases import CASES
-from tests.race_cases.judges import Says
-from tests.race_cases.verdicts import Column, Table, judged
+from tests.race_cases.tools import Says
+from tests.race_cases.verdicts import Column, Table, run_tools
 
 MACHINES = ("batch", "mirrored_tensor", "slot_pool", "page_pool", "future_map", "hybrid")
 """State machines that run on a device of any kind, and soon end."""
@@ -32,7 +32,7 @@ def run(setting: Setting, notes: Notes) -> None:
 
 def _judged(notes: Notes, tool: str, table: Table) -> Table:
     """The table with the column of one more tool."""
-    more = judged([tool])
+    more = run_tools([tool])
     notes.require(tool in more.columns, f"{tool} did not run")
     table = more.without_those_of(table)
     notes.figures["table"] = table.as_dict()
