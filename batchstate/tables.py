@@ -1,9 +1,9 @@
-"""Device tables with one row a slot, and writes to them that are checked on the host before anything is launched.
+"""Device tables with one row per slot, and writes to them that are checked on the host before anything is launched.
 
 A table is made by the pool whose slots index it and has `capacity` rows, one for every index that can reach it. It
-starts zero, and row 0, which padded lanes read, stays zero. What is written is planned by the owning thread; the
-scatter runs on the stream that is current then, after every forward that still reads the table (`read_until`) and
-after earlier writes from other streams. The host never waits.
+starts zero, and row 0, which padded rows read, stays zero. Writes are planned on the owning thread; the scatter runs
+on the stream that is current then, after every forward that still reads the table (`read_until`) and after earlier
+writes from other streams. The host never waits.
 """
 
 from typing import Any, Protocol, final
@@ -21,13 +21,13 @@ from batchstate.mirror import MirroredTensor
 from batchstate.runtime import Fence, FixedMemory, Runtime, check_fence, numpy_dtype
 from batchstate.violations import Where
 
-# A write to a slot-indexed table that is checked and not launched yet, and what a table knows of its slots.
+__all__ = ["SlotSpace", "Table", "TableWrite"]
 
 Ints = npt.NDArray[np.int64]
 
 
 class SlotSpace(Protocol):
-    """What a table knows of the pool whose slots index it."""
+    """What a table needs of the pool whose slots index it."""
 
     name: str
 
@@ -47,7 +47,7 @@ class SlotSpace(Protocol):
 
 
 def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A view of `array` that nobody can write through."""
+    """A read-only view of `array`."""
     view = array.view()
     view.setflags(write=False)  # half the time that `flags.writeable = False` takes
     return view
@@ -62,8 +62,8 @@ class TableWrite:
         table: where it goes.
         index: int64[n], flat places in the table; read-only, since they were checked.
         values: [n] of the table's dtype, read-only.
-        owners: the handles that it was made from. They are asked again before it is launched: by then a slot may have
-            become another request's. None for a write that was made from numbers.
+        owners: the handles that it was made from. They are checked again before it is launched, since a slot may belong
+            to another request by then. None for a write that was made from numbers.
     """
 
     table: "Table"
@@ -73,9 +73,6 @@ class TableWrite:
 
     def __repr__(self) -> str:
         return f"TableWrite({self.index.size} elements of {self.table!r})"
-
-
-__all__ = ["SlotSpace", "Table", "TableWrite"]
 
 
 @final
@@ -110,7 +107,8 @@ class Table:
         self.host = None if self._host is None else read_only(self._host)
 
     def __repr__(self) -> str:
-        return f"Table({self.name!r}, {self._dtype_name}{list(self._memory.shape)}, holds={self.holds})"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"Table({self.name!r}, {dtype}{list(self._memory.shape)}, holds={self.holds})"
 
     @property
     def device(self) -> torch.Tensor:
@@ -139,10 +137,6 @@ class Table:
     def slots(self) -> SlotSpace:
         """The pool whose slots index it."""
         return self._slots
-
-    @property
-    def _dtype_name(self) -> str:
-        return str(self._memory.dtype).removeprefix("torch.")
 
     # Writing
 
@@ -185,16 +179,16 @@ class Table:
         return TableWrite(self, index, array.reshape(-1), slots if isinstance(slots, Slots) else None)
 
     def planned(self, rows: Ints, positions: Ints, values: Ints, owners: Slots | None) -> TableWrite:
-        """An entry of a table with rows of one dimension from what a pool has made: live slots, places, fitting values.
+        """An entry of a table with rows of one dimension, from what a pool has checked: live slots, positions, values.
 
-        For the library: nothing is checked again. `rows`, `positions` and `values` are int64[n]; for `owners` see
+        For the library: nothing is checked here. `rows`, `positions` and `values` are int64[n]; for `owners` see
         `TableWrite`.
         """
         index = rows * self._row_width + positions
         return TableWrite(self, index, values.astype(self._dtype, copy=False), owners)
 
     def check_write(self, write: TableWrite, operation: str = "write") -> None:
-        """Refuses a write that is not of this table, or whose slots have become somebody else's since it was made.
+        """Refuses a write that is not of this table, or whose slots belong to other requests by now.
 
         Raises:
             ArgumentError: made by another table.
@@ -220,7 +214,7 @@ class Table:
             self.apply(write, packed.view(0), packed.view(1))
 
     def apply(self, write: TableWrite, index: torch.Tensor, values: torch.Tensor) -> None:
-        """Launches a write whose index and values crossed already, in a copy that carried more.
+        """Launches a write whose index and values were uploaded already, packed with more.
 
         Args:
             write: what `entry` returned.
@@ -273,7 +267,7 @@ class Table:
     def _zero_rows(self, index: torch.Tensor) -> None:
         self._flat.view(self.capacity, -1).index_fill_(0, index, 0)
 
-    # The door
+    # Validation
 
     def _rows(self, slots: object, operation: str) -> Ints:
         if isinstance(slots, MirroredTensor):
@@ -327,7 +321,7 @@ class Table:
     # Checks
 
     def check(self, operation: str = "check") -> None:
-        """Row 0 is zero, and the device holds what the host knows. Reads device memory; stands aside under capture.
+        """Checks that row 0 is zero and the device equals the host. Reads device memory; suspended under capture.
 
         Raises:
             Violation: TABLE_CAPACITY, SLOT_ZERO_DIRTY, MIRROR_EQUAL.

@@ -133,7 +133,7 @@ class PageReferences:
         """
         self.allocator.check_available(n)
         if self._readers:
-            self.ask_fences()  # after the allocator has asked: what it made free was read by none that is still open
+            self.query_fences()  # after the allocator has reaped: what it made free was read by none that is still open
             if n > self.allocator.free:  # a fence is code of the engine, and may have taken some
                 self.allocator.check_available(n)
             if levels.cheap and self._readers:
@@ -149,7 +149,7 @@ class PageReferences:
     def drop(self, pages: Ints, after: Fence | None, operation: str) -> None:
         """Takes one reference from each of `pages` (a page may be named several times); those without any go.
 
-        The caller has called `ask_fences` before it changed anything: nothing here asks one.
+        The caller has called `query_fences` before it changed anything: nothing here asks one.
 
         Raises:
             Violation: SLOT_DOUBLE_FREE, at `cheap`: a page is not live. Nothing was dropped.
@@ -204,7 +204,7 @@ class PageReferences:
             self._readers.append((self._tickets, fence))
         self._read_by[pages] = self._readers[-1][0]
 
-    def ask_fences(self) -> None:
+    def query_fences(self) -> None:
         """Forgets the forwards of former sharers that are complete. Fences may raise: to be called before a change."""
         if self._readers and not self.runtime.capturing:
             complete = {ticket for ticket, fence in tuple(self._readers) if fence.query()}

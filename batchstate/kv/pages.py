@@ -536,7 +536,7 @@ class PagePool:
         if after is not None:
             check_fence(after, self._release_lease)
         operation = "release a lease"
-        self._references.ask_fences()  # first: a fence is code of the engine, and may release this very lease
+        self._references.query_fences()  # first: a fence is code of the engine, and may release this very lease
         if self._leases.get(id(lease)) is not lease:
             named = pages if pages.size else np.zeros(1, dtype=np.int64)
             invariants.slot_double_free(named, np.zeros(named.size, dtype=np.bool_), **self._where(operation))
@@ -627,7 +627,7 @@ class PagePool:
         self._cut(rows, none, none, after, operation)
 
     def _cut(self, rows: Ints, totals: Ints, keep: Ints, after: Fence | None, operation: str) -> None:
-        self._references.ask_fences()
+        self._references.query_fences()
         pages = self._table.cut(rows, keep)
         self._table.committed[rows] = totals
         self._references.drop(pages, after, operation)

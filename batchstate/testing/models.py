@@ -1,4 +1,4 @@
-"""A mirrored value beside what its two sides have to hold."""
+"""Models as plain collections: the allocator of a pool, snapshots of pools and tables, the sides of a mirrored value."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, final
@@ -18,17 +18,14 @@ from batchstate.tables import Table
 from batchstate.testing.fences import ManualFence
 from batchstate.testing.machine import DisagreementError, agree, agree_on
 
-# What a pool of indices has to do, as two plain collections: who is live, and who waits for which fences.
-
-
 @final
 @attrs.define
 class AllocatorModel:
-    """Indices 1 to size + reserve.
+    """What a pool of the indices 1 to size + reserve has to do.
 
     Attributes:
         size, reserve: how many, ordinarily and beyond.
-        live: those that are somebody's.
+        live: those that have an owner.
         pending: index -> the fences that must be complete before it is free.
     """
 
@@ -44,7 +41,7 @@ class AllocatorModel:
 
     @property
     def free(self) -> int:
-        """How many are nobody's."""
+        """How many have no owner and are not pending."""
         return self.total - len(self.live) - len(self.pending)
 
     @property
@@ -104,11 +101,8 @@ class AllocatorModel:
         self.reap()
 
 
-# All that a caller can see of a pool or table, as plain values that compare with `==`.
-
-
 def snapshot_slots(pool: SlotPool) -> object:
-    """Numbers and live slots."""
+    """The numbers of a pool and its live slots, as plain values that compare with `==`."""
     return pool.stats, pool.live_slots().tolist()
 
 
