@@ -1,4 +1,4 @@
-"""Models as plain collections: the allocator of a pool, snapshots of pools and tables, the sides of a mirrored value."""
+"""Models as plain collections: allocators of pools, snapshots of pools and tables, the sides of mirrored values."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, final
@@ -17,6 +17,7 @@ from batchstate.runtime import Runtime
 from batchstate.tables import Table
 from batchstate.testing.fences import ManualFence
 from batchstate.testing.machine import DisagreementError, agree, agree_on
+
 
 @final
 @attrs.define

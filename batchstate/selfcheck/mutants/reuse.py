@@ -1,4 +1,4 @@
-"""A slot changes hands while somebody still uses it, or while an old handle still opens it."""
+"""A slot changes hands while a forward still uses it, or while an old handle is still good for it."""
 
 from batchstate._allocator import Ints
 from batchstate._rows import GENERATION_SUFFIX, HostRows
