@@ -252,12 +252,7 @@ class Engine(Scheduler[RunningBatch, Request]):
             max_tokens_per_request=max_tokens_per_request,
             req_to_token=self.req_to_token,
         )
-        super().__init__(
-            pages,
-            RunningBatch.empty(runtime),
-            max_running=settings.max_running,
-            max_tokens_per_step=settings.max_tokens_per_step,
-        )
+        super().__init__(pages, RunningBatch.empty(runtime), max_tokens_per_step=settings.max_tokens_per_step)
         self.finished = 0
         self.aborted = 0
         self._hung_up: set[Request] = set()

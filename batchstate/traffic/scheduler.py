@@ -153,8 +153,7 @@ class Scheduler(Generic[B, R]):
     Args:
         pages: the page pool, with the slot pool in `pages.slots`.
         batch: an empty batch.
-        max_running: requests in the batch at once.
-        max_tokens_per_step: tokens that one step computes, decode and prompt chunks together; at least `max_running`.
+        max_tokens_per_step: tokens that one step computes, decode and prompt chunks together; at least one per slot.
 
     Attributes:
         runtime: the device.
@@ -163,13 +162,12 @@ class Scheduler(Generic[B, R]):
         retractions: how often a request had to give its pages back.
     """
 
-    def __init__(self, pages: PagePool, batch: B, *, max_running: int, max_tokens_per_step: int) -> None:
+    def __init__(self, pages: PagePool, batch: B, *, max_tokens_per_step: int) -> None:
         self.runtime: Runtime = pages.runtime
         self.pages = pages
         self.batch = batch
         self.waiting: deque[R] = deque()
         self.retractions = 0
-        self._max_running = max_running
         self._max_tokens_per_step = max_tokens_per_step
 
     # For subclasses
@@ -190,6 +188,11 @@ class Scheduler(Generic[B, R]):
     def wait_for_step(self) -> bool:
         """Waits for the oldest step in flight; False when there is none."""
         raise NotImplementedError
+
+    @property
+    def slots_available(self) -> int:
+        """Slots without an owner, now or when the steps in flight are complete."""
+        return self.pages.slots.size - len(self.batch)
 
     def reclaim(self) -> bool:
         """Gives back pages that no running request needs, such as a prefix cache. Whether there were any."""
@@ -240,9 +243,12 @@ class Scheduler(Generic[B, R]):
         return requests
 
     def _admit(self, plan: StepPlan) -> bool:
-        """Lets waiting requests join while this step's tokens, rows and pages last. Whether any did."""
-        rows, tokens = len(self.batch), self._max_tokens_per_step - int(plan.remaining.sum())
-        if not self.waiting or tokens <= 0 or rows == self._max_running:
+        """Lets waiting requests join while this step's tokens, the slots and the pages last. Whether any did."""
+        tokens = self._max_tokens_per_step - int(plan.remaining.sum())
+        if not self.waiting or tokens <= 0:
+            return False
+        slots = self.slots_available
+        if not slots:
             return False
         # What the running rows take up to their next token is reserved. What their answers will take is not: that
         # would leave pages idle. Where it comes to that, `schedule` retracts.
@@ -250,18 +256,18 @@ class Scheduler(Generic[B, R]):
         reserved = int((pages_for(self.batch.seq_lens.np + plan.remaining, page_size) - plan.owned_pages).sum())
         pages = self._pages_available - reserved
         joining: list[R] = []
-        while self.waiting and tokens > 0 and rows < self._max_running:
+        while self.waiting and tokens > 0 and slots > 0:
             request = self.waiting[0]
             needed = -(-request.tokens_to_prefill // page_size)
             if needed > pages:
-                if rows or not self.reclaim():
+                if len(self.batch) or joining or not self.reclaim():
                     break
                 pages = self._pages_available
                 continue
             joining.append(self.waiting.popleft())
             tokens -= request.tokens_to_prefill
             pages -= needed
-            rows += 1
+            slots -= 1
         if joining:
             self.batch = self.batch.merge(self.join(joining))
         return bool(joining)

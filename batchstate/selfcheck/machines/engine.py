@@ -92,7 +92,7 @@ class SmallEngine(Scheduler[Running, Request]):
     """
 
     def __init__(self, pages: PagePool, listener: Listener) -> None:
-        super().__init__(pages, Running.empty(pages.runtime), max_running=pages.slots.size, max_tokens_per_step=BUDGET)
+        super().__init__(pages, Running.empty(pages.runtime), max_tokens_per_step=BUDGET)
         self.slots = pages.slots
         self.steps = ManualStream()
         self.cache: PageLease | None = None
@@ -106,6 +106,8 @@ class SmallEngine(Scheduler[Running, Request]):
         """Plans and launches one step; returns how many requests it runs."""
         self._next_step()
         plan = self.schedule()
+        for request in self.waiting:
+            request.state = "waiting"  # a retracted one, too
         if len(self.batch) and plan is not None:
             self._launch(plan)
         return len(self.batch)
@@ -116,6 +118,12 @@ class SmallEngine(Scheduler[Running, Request]):
         while len(self._real) >= self.runtime.steps_in_flight:
             self._real.popleft().wait()
         self.runtime.next_step()
+
+    @property
+    def slots_available(self) -> int:
+        """Slots without an owner, as the pool says: one that leaked is missing."""
+        stats = self.slots.stats
+        return stats.free - stats.free_reserved + stats.pending
 
     @property
     def last_step(self) -> Fence | None:
