@@ -1,7 +1,7 @@
 """ForwardInputs: what a forward gets is what its requests hold, whoever knew it: the host, the relay, or both."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -11,9 +11,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchstate import MirroredTensor, SlotPool, Slots, checks
-from batchstate.batch import Batch, Extras
-from batchstate.columns import mirrored, slot_column
+from batchstate import MirroredTensor, Slots, checks
+from batchstate.batch import Extras
 from batchstate.errors import (
     ArgumentError,
     CaptureError,
@@ -23,80 +22,17 @@ from batchstate.errors import (
     DtypeError,
     OwnerThreadError,
     ShapeError,
-    ValueOverflowError,
 )
 from batchstate.forward.inputs import ForwardInputs
 from batchstate.forward.plan import ForwardPlan
-from batchstate.future_map import FutureMap, relay_field
-from batchstate.kv.pages import PagePool
 from batchstate.runtime import Runtime
-from batchstate.tables import Table
 from batchstate.testing import LateRuntime, no_hidden_sync
 from batchstate.testing.devices import open_device
 from batchstate.violations import Code
 from tests.doubles import fake_accelerator, in_a_thread, refused
+from tests.forward_world import LONGEST, PAGE_SIZE, Running, World
 
-LONGEST = 24
-PAGE_SIZE = 4
 some = settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-
-
-class Running(Batch):
-    """The requests of a forward; the host may know bounds of their lengths alone."""
-
-    slots = slot_column()
-    seq_lens = mirrored(torch.int64, contract="upper_bound")
-
-
-@attrs.define(eq=False)
-class World:
-    """Requests with pages and a token table, and a relay with a token, two drafts and a length for each."""
-
-    rt: Runtime
-    slots: SlotPool
-    pages: PagePool
-    table: Table
-    relay: FutureMap
-
-    @classmethod
-    def of(cls, rt: Runtime, size: int = 8) -> "World":
-        """Room for `size` requests of `LONGEST` tokens."""
-        slots = SlotPool(rt, size)
-        table = slots.table("req_to_token", (LONGEST,), holds="location", host=True)
-        pages = PagePool(rt, slots, size * LONGEST, PAGE_SIZE, max_tokens_per_request=LONGEST, req_to_token=table)
-        relay = FutureMap(
-            slots,
-            {
-                "last_token": relay_field(torch.int64, non_negative=True),
-                "drafts": relay_field(torch.int64, (2,), non_negative=True),
-                "lens": relay_field(torch.int64, non_negative=True),
-                "narrow": relay_field(torch.int32),
-                "pairs": relay_field(torch.int64, (2, 2)),
-                "outputs": relay_field(torch.int64, read_by="host"),
-            },
-        )
-        return cls(rt, slots, pages, table, relay)
-
-    def take(self, seq_lens: Sequence[int]) -> Slots:
-        """Requests with pages for their tokens, whose places are in the table."""
-        slots = self.slots.take(len(seq_lens))
-        extension = self.pages.extend(slots, np.array(seq_lens, np.int64))
-        self.table.write(extension.slots, extension.positions, extension.locations)
-        return slots
-
-    def places(self, slot: int, positions: Sequence[int]) -> list[int]:
-        """Where the KV of some positions of a request lies."""
-        assert self.table.host is not None
-        return [int(self.table.host[slot, position]) for position in positions]
-
-    def seed(self, slots: Slots) -> None:
-        """A last token and drafts for each request: 10 * slot and the two numbers behind."""
-        last = 10 * slots.np
-        self.relay.publish(slots, last_token=last, drafts=np.stack([last + 1, last + 2], axis=1))
-
-    def states(self, slots: Slots, field: str) -> list[str]:
-        """The states of a field as words."""
-        return [str(state) for state in self.relay.states(slots, field)]
 
 
 @pytest.fixture
@@ -187,9 +123,7 @@ def test_ids_of_plain_decodes_are_the_entries(rt: Runtime, world: World) -> None
     for padding in (0, 2):
         world.relay.discard(slots)
         world.seed(slots)
-        batch = Running.build(rt, slots=slots, seq_lens=[5, 6, 7]).pad(3 + padding)
-        plan = ForwardPlan.of(batch.slots, batch.seq_lens, pad_tokens=3 + padding)
-        uploaded = batch.upload(extras=plan.extras)
+        plan, uploaded = world.planned(slots, [5, 6, 7], pad_tokens=3 + padding, rows=3 + padding)
         before = rt.counters.snapshot()
         inputs = world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token")
         spent = rt.counters - before
@@ -201,9 +135,8 @@ def test_who_puts_in_nothing_needs_no_ids(rt: Runtime, world: World) -> None:
     """A request that sits a step out is fed by nobody, named or not, and its entry stays published."""
     slots = world.take([5, 6, 7])
     world.seed(slots)
-    batch = Running.build(rt, slots=slots, seq_lens=[5, 6, 7])
-    plan = ForwardPlan.of(batch.slots, batch.seq_lens, [1, 0, 1], samples=[True, False, True])
-    inputs = world.relay.resolve_forward_inputs(plan, batch.upload(extras=plan.extras), ids="last_token")
+    plan, uploaded = world.planned(slots, [5, 6, 7], [1, 0, 1], samples=[True, False, True])
+    inputs = world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token")
     assert values(rt, inputs.input_ids) == (10 * slots.np[[0, 2]]).tolist()
     assert world.states(slots, "last_token") == ["consumed", "published", "consumed"]
 
@@ -213,25 +146,12 @@ def test_full_compares_the_column_with_the_relay(rt: Runtime, world: World) -> N
     """A bounded column whose device side holds other lengths than the last forward published is MIRROR_EQUAL."""
     slots = world.take([9, 9])
     world.relay.publish(slots, last_token=[1, 2], lens=[5, 6])
-    on_device = rt.upload([np.array([6, 8])]).view(0)  # with this step's token: the second should be 7
-    lens = MirroredTensor.from_pair(rt, [9, 9], on_device, contract="upper_bound")
-    batch = Running.build(rt, slots=slots, seq_lens=lens)
-    plan = ForwardPlan.of(batch.slots, batch.seq_lens)
-    uploaded = batch.upload(extras=plan.extras)
+    lens = world.bounds([9, 9], [6, 8])  # with this step's token: the second should be 7
+    plan, uploaded = world.planned(slots, lens)
     refused(
         Code.MIRROR_EQUAL,
         lambda: world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token", lengths="lens"),
     )
-
-
-def test_ids_with_drafts(rt: Runtime, world: World) -> None:
-    """The last token and the drafts of each request stand end to end."""
-    slots = world.take([5, 6])
-    world.seed(slots)
-    batch = Running.build(rt, slots=slots, seq_lens=[5, 6])
-    plan = ForwardPlan.of(batch.slots, batch.seq_lens, 3)
-    inputs = world.relay.resolve_forward_inputs(plan, batch.upload(extras=plan.extras), ids=["last_token", "drafts"])
-    assert values(rt, inputs.input_ids) == [10 * slot + i for slot in slots.np.tolist() for i in range(3)]
 
 
 @pytest.mark.parametrize("rows", [0, 1])
@@ -251,9 +171,7 @@ def test_no_stand_in_becomes_an_id(rt: Runtime, world: World) -> None:
     world.seed(slots.take([0]))
     for level in ("cheap", "full"):
         with checks(level):
-            batch = Running.build(rt, slots=slots, seq_lens=[5, 6])
-            plan = ForwardPlan.of(batch.slots, batch.seq_lens, prompt_ids=[None, None])
-            uploaded = batch.upload(extras=plan.extras)
+            plan, uploaded = world.planned(slots, [5, 6], prompt_ids=[None, None])
             violation = refused(
                 Code.FUTURE_UNWRITTEN,
                 functools.partial(world.relay.resolve_forward_inputs, plan, uploaded, ids="last_token"),
@@ -267,9 +185,7 @@ def test_negative_ids_are_found_on_the_device(rt: Runtime, world: World, full: N
     """At level `full` a stand-in that a forward has published is found before a model embeds it."""
     slots = world.take([5, 6])
     world.relay.publish(slots, last_token=rt.upload([np.array([5, -1])]).view(0))
-    batch = Running.build(rt, slots=slots, seq_lens=[5, 6])
-    plan = ForwardPlan.of(batch.slots, batch.seq_lens)
-    uploaded = batch.upload(extras=plan.extras)
+    plan, uploaded = world.planned(slots, [5, 6])
     violation = refused(
         Code.SENTINEL_ESCAPED, lambda: world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token")
     )
@@ -344,7 +260,7 @@ def follow_true_lengths(world: World, case: Bounded) -> None:
     assert (rt.counters - before).host_to_device_copies == any(chunk is not None for chunk in case.chunks)
     assert (rt.counters - before).forced_syncs == 0
     positions = [list(range(length - query, length)) for length, query in zip(after, queries, strict=True)]
-    places = [world.places(int(slot), run) for slot, run in zip(slots.np, positions, strict=True)]
+    places = [world.locations(int(slot), run) for slot, run in zip(slots.np, positions, strict=True)]
     tail, rows = [0] * case.padded_tokens, [0] * case.padded_rows
     starts = np.cumsum([0, *after, *rows]).tolist()
     assert values(rt, inputs.positions) == [p for run in positions for p in run] + tail
@@ -359,7 +275,7 @@ def follow_true_lengths(world: World, case: Bounded) -> None:
     table = rt.inspect(inputs.block_table)
     for row, (slot, length) in enumerate(zip(slots.np.tolist(), after, strict=True)):
         found = [int(table[row, p // PAGE_SIZE]) * PAGE_SIZE + p % PAGE_SIZE for p in range(length)]
-        assert found == world.places(slot, range(length))
+        assert found == world.locations(slot, range(length))
     assert batch.seq_lens.np.tolist() == bounds + rows
     assert values(rt, batch.seq_lens.device) == after + rows
     assert plan.seq_lens.tolist() == bounds
@@ -373,17 +289,16 @@ def test_a_prompt_beside_a_bound_stays_as_planned(rt: Runtime, world: World) -> 
     slots = world.take([8, 8])
     world.seed(slots)
     world.relay.publish(slots.take([0]), lens=rt.upload([np.array([4])]).view(0))
-    column = MirroredTensor.from_pair(rt, [8, 8], rt.upload([np.array([5, 6])]).view(0), contract="upper_bound")
-    batch = Running.build(rt, slots=slots, seq_lens=column)
-    plan = ForwardPlan.of(batch.slots, batch.seq_lens, [1, 2], prompt_ids=[None, [3, 4]], pages=world.pages)
+    column = world.bounds([8, 8], [5, 6])
+    plan, uploaded = world.planned(slots, column, [1, 2], prompt_ids=[None, [3, 4]], pages=world.pages)
     inputs = world.relay.resolve_forward_inputs(
-        plan, batch.upload(extras=plan.extras), ids="last_token", lengths="lens", req_to_token=world.table
+        plan, uploaded, ids="last_token", lengths="lens", req_to_token=world.table
     )
     assert values(rt, inputs.positions) == [4, 6, 7]
     assert values(rt, inputs.kv_lens) == [5, 8]
     assert values(rt, inputs.slot_mapping) == [
-        *world.places(int(slots.np[0]), [4]),
-        *world.places(int(slots.np[1]), [6, 7]),
+        *world.locations(int(slots.np[0]), [4]),
+        *world.locations(int(slots.np[1]), [6, 7]),
     ]
 
 
@@ -392,31 +307,12 @@ def test_narrow_lengths(rt: Runtime, world: World) -> None:
     slots = world.take([8, 8])
     world.seed(slots)
     world.relay.publish(slots, narrow=rt.upload([np.array([4, 5], np.int32)]).view(0))
-    column = MirroredTensor.from_pair(rt, [8, 8], rt.upload([np.array([5, 6])]).view(0), contract="upper_bound")
-    batch = Running.build(rt, slots=slots, seq_lens=column)
-    plan = ForwardPlan.of(batch.slots, batch.seq_lens)
-    inputs = world.relay.resolve_forward_inputs(
-        plan, batch.upload(extras=plan.extras), ids="last_token", lengths="narrow"
-    )
+    column = world.bounds([8, 8], [5, 6])
+    plan, uploaded = world.planned(slots, column)
+    inputs = world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token", lengths="narrow")
     assert (inputs.positions.dtype, inputs.kv_lens.dtype) == (torch.int64, torch.int32)
     assert values(rt, inputs.positions) == [4, 5]
     assert values(rt, inputs.kv_lens) == [5, 6]
-
-
-def test_a_bound_below_the_truth_is_found(rt: Runtime, world: World, full: None) -> None:
-    """Pages were allocated by the bound: at `full` a forward whose true length exceeds it is not let run."""
-    slots = world.take([8, 8])
-    world.seed(slots)
-    world.relay.publish(slots, lens=rt.upload([np.array([4, 8])]).view(0))
-    column = MirroredTensor.from_pair(rt, [8, 8], rt.upload([np.array([5, 8])]).view(0), contract="upper_bound")
-    batch = Running.build(rt, slots=slots, seq_lens=column)
-    plan = ForwardPlan.of(batch.slots, batch.seq_lens)
-    uploaded = batch.upload(extras=plan.extras)
-    violation = refused(
-        Code.MIRROR_BOUND,
-        lambda: world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token", lengths="lens"),
-    )
-    assert (violation.row, violation.column) == (1, "kv_lens")
 
 
 def test_lengths_that_the_host_knows_are_taken_unread(rt: Runtime, world: World) -> None:
@@ -426,9 +322,7 @@ def test_lengths_that_the_host_knows_are_taken_unread(rt: Runtime, world: World)
         world.relay.discard(slots)
         world.seed(slots)
         world.relay.publish(slots, lens=rt.upload([np.array(true)]).view(0))
-        batch = Running.build(rt, slots=slots, seq_lens=[5, 6])
-        plan = ForwardPlan.of(batch.slots, batch.seq_lens)
-        uploaded = batch.upload(extras=plan.extras)
+        plan, uploaded = world.planned(slots, [5, 6])
         before = rt.counters.snapshot()
 
         def resolve(plan: ForwardPlan = plan, uploaded: Extras = uploaded) -> ForwardInputs:
@@ -475,9 +369,7 @@ def test_nothing_is_taken_where_one_field_is_missing(rt: Runtime, world: World) 
     """If the second of two fields is unwritten, the first is not used up; the plan serves when the cause is mended."""
     slots = world.take([5, 6])
     world.relay.publish(slots, last_token=[50, 60])
-    batch = Running.build(rt, slots=slots, seq_lens=[5, 6])
-    plan = ForwardPlan.of(batch.slots, batch.seq_lens, 3)
-    uploaded = batch.upload(extras=plan.extras)
+    plan, uploaded = world.planned(slots, [5, 6], 3)
 
     def resolve() -> ForwardInputs:
         return world.relay.resolve_forward_inputs(plan, uploaded, ids=("last_token", "drafts"))
@@ -531,7 +423,7 @@ def test_wrong_arguments_change_nothing(rt: Runtime, world: World, name: str) ->
     )
     lens: Any = [8, 8]
     if planned.get("bounded"):
-        lens = MirroredTensor.from_pair(rt, [8, 8], rt.upload([np.array([8, 8])]).view(0), contract="upper_bound")
+        lens = world.bounds([8, 8], [8, 8])
     batch = Running.build(rt, slots=slots, seq_lens=lens)
     plan = ForwardPlan.of(
         batch.slots,
@@ -607,9 +499,7 @@ def test_requests_that_left_are_refused(rt: Runtime, world: World) -> None:
     for ids in (None, [[1], [2]]):
         slots = world.slots.take(2)
         world.seed(slots)
-        batch = Running.build(rt, slots=slots, seq_lens=[8, 8])
-        plan = ForwardPlan.of(batch.slots, batch.seq_lens, prompt_ids=ids)
-        uploaded = batch.upload(extras=plan.extras)
+        plan, uploaded = world.planned(slots, [8, 8], prompt_ids=ids)
         world.slots.free(slots)
         before = rt.counters.snapshot()
         for level in ("off", "cheap"):
@@ -628,9 +518,7 @@ def test_none_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World.of(rt)
     slots = world.take([8, 8])
     world.seed(slots)
-    batch = Running.build(rt, slots=slots, seq_lens=[8, 8])
-    plan = ForwardPlan.of(batch.slots, batch.seq_lens)
-    uploaded = batch.upload(extras=plan.extras)
+    plan, uploaded = world.planned(slots, [8, 8])
     module.capturing = True
     with pytest.raises(CaptureError, match="gather before the replay"):
         world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token")
@@ -723,9 +611,7 @@ def test_inputs_are_made_on_the_forwards_stream() -> None:
     forward = rt.stream("forward")
     with rt.use(forward):
         world.relay.publish(slots, last_token=rt.upload([np.array([50, 60])]).view(0))
-    batch = Running.build(rt, slots=slots, seq_lens=[5, 6])
-    plan = ForwardPlan.of(batch.slots, batch.seq_lens)
-    uploaded = batch.upload(extras=plan.extras)
+    plan, uploaded = world.planned(slots, [5, 6])
     with rt.use(forward):
         inputs = world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token")
         assert values(rt, inputs.input_ids) == [50, 60]
@@ -787,11 +673,8 @@ def test_a_table_that_is_none_of_tokens_is_refused(
     slots = world.take([9])
     world.seed(slots)
     table = world.slots.table("odd", shape, dtype, holds=holds)
-    on_device = rt.upload([np.array([6])]).view(0)
-    lens = MirroredTensor.from_pair(rt, [9], on_device, contract="upper_bound")
-    batch = Running.build(rt, slots=slots, seq_lens=lens)
-    plan = ForwardPlan.of(batch.slots, batch.seq_lens, pages=world.pages)
-    uploaded = batch.upload(extras=plan.extras)
+    lens = world.bounds([9], [6])
+    plan, uploaded = world.planned(slots, lens, pages=world.pages)
     with pytest.raises(ArgumentError, match="for requests of up to 9 tokens"):
         world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token", lengths="lens", req_to_token=table)
     assert world.states(slots, "last_token") == ["published"]
@@ -799,44 +682,28 @@ def test_a_table_that_is_none_of_tokens_is_refused(
 
 @pytest.mark.usefixtures("full")
 def test_a_false_bound_is_found_before_it_is_used_as_an_index(rt: Runtime, world: World) -> None:
-    """Where the device is beyond the host's bound, the law says so and no lookup fails."""
-    slots = world.take([9])
-    world.relay.publish(slots, last_token=[1], lens=[LONGEST + 10])
-    on_device = rt.upload([np.array([6])]).view(0)
-    lens = MirroredTensor.from_pair(rt, [9], on_device, contract="upper_bound")
-    batch = Running.build(rt, slots=slots, seq_lens=lens)
-    plan = ForwardPlan.of(batch.slots, batch.seq_lens, pages=world.pages)
-    uploaded = batch.upload(extras=plan.extras)
-    refused(
+    """A true length beyond the host's bound, by which pages were allocated, is reported, and no lookup fails."""
+    slots = world.take([8, 9])
+    world.relay.publish(slots, last_token=[1, 2], lens=[4, LONGEST + 10])
+    plan, uploaded = world.planned(slots, world.bounds([8, 9], [5, 6]), pages=world.pages)
+    violation = refused(
         Code.MIRROR_BOUND,
         lambda: world.relay.resolve_forward_inputs(
             plan, uploaded, ids="last_token", lengths="lens", req_to_token=world.table
         ),
     )
+    assert (violation.row, violation.column) == (1, "kv_lens")
 
 
 def test_pages_that_were_taken_back_are_noticed(rt: Runtime, world: World) -> None:
     """A plan whose requests lost pages since is refused, and nothing is taken."""
     slots = world.take([9])
     world.seed(slots)
-    batch = Running.build(rt, slots=slots, seq_lens=[9])
-    plan = ForwardPlan.of(batch.slots, batch.seq_lens, pages=world.pages)
-    uploaded = batch.upload(extras=plan.extras)
+    plan, uploaded = world.planned(slots, [9], pages=world.pages)
     world.pages.truncate(slots, 2)
     with pytest.raises(ArgumentError, match="has 9 tokens and pages for"):
         world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token")
     assert world.states(slots, "last_token") == ["published"]
-
-
-def test_odd_arguments_of_a_plan_are_typed_errors(rt: Runtime, world: World) -> None:
-    """Layouts that are no names, pages that are none, and sizes beyond what kernels count."""
-    slots = world.take([3])
-    with pytest.raises(DeclarationError):
-        ForwardPlan.of(slots, [3], layouts=5)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="pass a PagePool"):
-        ForwardPlan.of(slots, [3], pages=5)  # type: ignore[arg-type]
-    with pytest.raises(ValueOverflowError):
-        ForwardPlan.of(slots, [3], pad_tokens=2**31 + 10)
 
 
 @pytest.mark.parametrize(
@@ -851,8 +718,7 @@ def test_what_true_lengths_cost(
     world.seed(slots)
     world.relay.discard(slots, "lens")
     world.relay.publish(slots, lens=[4, 5, 9 - width])
-    true = rt.upload([np.array([4 + width, 5 + width, 9])]).view(0)
-    lens = MirroredTensor.from_pair(rt, [9, 9, 9], true, contract="upper_bound")
+    lens = world.bounds([9, 9, 9], [4 + width, 5 + width, 9])
     batch = Running.build(rt, slots=slots, seq_lens=lens).pad(3 + padding)
     ids = [None, None, list(range(width)) if prompt else None]
     plan = ForwardPlan.of(

@@ -11,46 +11,12 @@ from hypothesis import strategies as st
 from batchstate import Code, MirroredTensor, SlotPool, Slots, checks
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, DtypeError, ShapeError, ValueOverflowError
 from batchstate.forward.plan import ForwardPlan, flash_attention
-from batchstate.kv.pages import PagePool
 from batchstate.runtime import Runtime
-from batchstate.tables import Table
 from batchstate.testing.devices import open_device
 from tests.doubles import refused
+from tests.forward_world import LONGEST, World
 
-LONGEST = 24
 some = settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-
-
-@attrs.define(eq=False)
-class World:
-    """A pool whose requests have pages, and a table that knows the place of every token."""
-
-    rt: Runtime
-    slots: SlotPool
-    pages: PagePool
-    table: Table
-
-    @classmethod
-    def of(cls, rt: Runtime, page_size: int) -> "World":
-        """Room for 8 requests of `LONGEST` tokens."""
-        slots = SlotPool(rt, 8)
-        table = slots.table("req_to_token", (LONGEST,), holds="location", host=True)
-        pages = PagePool(rt, slots, 8 * LONGEST, page_size, max_tokens_per_request=LONGEST, req_to_token=table)
-        return cls(rt, slots, pages, table)
-
-    def take(self, seq_lens: list[int]) -> Slots:
-        """Requests of some lengths, their pages in no order."""
-        slots = self.slots.take(len(seq_lens))
-        for start in range(0, max(seq_lens, default=0), 3):  # in turns, so that no request's pages are neighbours
-            lengths = [min(length, start + 3) for length in seq_lens]
-            extension = self.pages.extend(slots, lengths)
-            self.table.write(extension.slots, extension.positions, extension.locations)
-        return slots
-
-    def tokens(self, slot: int, length: int) -> list[int]:
-        """Where the KV of a request lies."""
-        assert self.table.host is not None
-        return [int(token) for token in self.table.host[slot, :length]]
 
 
 @attrs.define(eq=False)
@@ -95,7 +61,7 @@ def plan_of(case: Case, world: World, slots: Slots, **others: Any) -> ForwardPla
 @given(cases())
 def test_arrays_of_tokens_and_requests(device: str, case: Case) -> None:
     """Ids, positions, starts, lengths, last tokens and places are those of a loop; padding is zero, starts go on."""
-    world = World.of(open_device(device), case.page_size)
+    world = World.of(open_device(device), page_size=case.page_size)
     slots = world.take(case.seq_lens)
     plan = plan_of(case, world, slots)
     ids, positions, places, starts, last = [], [], [], [0], []
@@ -103,7 +69,7 @@ def test_arrays_of_tokens_and_requests(device: str, case: Case) -> None:
         for position in range(length - query, length):
             ids.append(100 * row + position)
             positions.append(position)
-            places.append(world.tokens(int(slots.np[row]), length)[position])
+            places.append(world.locations(int(slots.np[row]), [position])[0])
         starts.append(len(ids))
         if case.samples[row]:
             last.append(len(ids) - 1)
@@ -140,7 +106,7 @@ def test_arrays_of_tokens_and_requests(device: str, case: Case) -> None:
 @given(cases())
 def test_layout_of_flash_attention(device: str, case: Case) -> None:
     """`cu_seqlens_k` and `block_table` name the place of every token of every request, in int32."""
-    world = World.of(open_device(device), case.page_size)
+    world = World.of(open_device(device), page_size=case.page_size)
     slots = world.take(case.seq_lens)
     extras = plan_of(case, world, slots, layouts="flash_attention").extras
     starts, table, size = extras["kv_start_loc"], extras["block_table"], case.page_size
@@ -152,7 +118,7 @@ def test_layout_of_flash_attention(device: str, case: Case) -> None:
         length = int(starts[row + 1] - starts[row])
         assert length == (case.seq_lens[row] if row < len(slots) else 0)
         found = [int(table[row, p // size]) * size + p % size for p in range(length)]
-        assert found == (world.tokens(int(slots.np[row]), length) if row < len(slots) else [])
+        assert found == (world.locations(int(slots.np[row]), range(length)) if row < len(slots) else [])
         assert not table[row, -(-length // size) :].any()
 
 
@@ -160,7 +126,7 @@ def test_layout_of_flash_attention(device: str, case: Case) -> None:
 @given(cases())
 def test_layout_of_flashinfer(device: str, case: Case) -> None:
     """`paged_kv_indptr`, `paged_kv_indices` and `paged_kv_last_page_len` name the place of every token, in int32."""
-    world = World.of(open_device(device), case.page_size)
+    world = World.of(open_device(device), page_size=case.page_size)
     slots = world.take(case.seq_lens)
     extras = plan_of(case, world, slots, layouts=["flashinfer"]).extras
     indptr, indices, last = (extras[f"kv_{name}"] for name in ("page_indptr", "page_indices", "last_page_len"))
@@ -173,12 +139,12 @@ def test_layout_of_flashinfer(device: str, case: Case) -> None:
         assert length == (case.seq_lens[row] if row < len(slots) else 0)
         assert 1 <= last[row] <= case.page_size if pages else last[row] == 0
         found = [pages[p // case.page_size] * case.page_size + p % case.page_size for p in range(length)]
-        assert found == (world.tokens(int(slots.np[row]), length) if row < len(slots) else [])
+        assert found == (world.locations(int(slots.np[row]), range(length)) if row < len(slots) else [])
 
 
 def test_both_layouts_at_once(rt: Runtime) -> None:
     """Layouts are named one by one or together; without any there are none, without pages no places either."""
-    world = World.of(rt, 4)
+    world = World.of(rt)
     slots = world.take([5, 6])
     both = ForwardPlan.of(slots, [5, 6], pages=world.pages, layouts=("flashinfer", "flash_attention")).extras
     assert {"kv_start_loc", "block_table", "kv_page_indptr", "kv_page_indices", "kv_last_page_len"} < set(both)
@@ -251,7 +217,7 @@ def test_bounds_are_bounds(rt: Runtime) -> None:
 @pytest.mark.parametrize("rows", [0, 2])
 def test_a_step_of_no_requests(rt: Runtime, rows: int) -> None:
     """An idle rank plans a step: of nothing, or of padded lanes."""
-    world = World.of(rt, 4)
+    world = World.of(rt)
     plan = ForwardPlan.of(
         world.slots.take(0).pad(rows),
         [],
@@ -305,6 +271,9 @@ WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     ),
     "a layout nobody knows": (DeclarationError, "use some of: flash_attention, flashinfer", {"layouts": "paged"}),
     "a layout that is no name": (DeclarationError, "layouts", {"layouts": [7]}),
+    "a number for layouts": (DeclarationError, "layouts 5", {"layouts": 5}),
+    "a number for pages": (ArgumentError, "pass a PagePool", {"pages": 5}),
+    "padded tokens beyond int32": (ValueOverflowError, "pad_tokens", {"pad_tokens": 2**31 + 10}),
     "a layout without pages": (ArgumentError, "without pages", {"layouts": "flashinfer"}),
 }
 
@@ -341,19 +310,19 @@ def test_refuses_negative_ids(rt: Runtime) -> None:
 
 def test_refuses_tokens_without_pages(rt: Runtime) -> None:
     """Tokens have their pages before they are planned: a place that nobody has is not made up."""
-    world = World.of(rt, 4)
+    world = World.of(rt)
     slots = world.take([5, 6])
     ForwardPlan.of(slots, [8, 8], pages=world.pages)
     with pytest.raises(ArgumentError, match="row 1 has 9 tokens and pages for 8"):
         ForwardPlan.of(slots, [8, 9], pages=world.pages)
-    others = World.of(rt, 4)
+    others = World.of(rt)
     with pytest.raises(ArgumentError, match="given to pool"):
         ForwardPlan.of(others.take([5]), [5], pages=world.pages)
 
 
 def test_refuses_bounds_for_flashinfer(rt: Runtime) -> None:
     """The layout of flashinfer counts pages on the host, which bounds do not tell."""
-    world = World.of(rt, 4)
+    world = World.of(rt)
     slots = world.take([5, 6])
     bounds = MirroredTensor.from_pair(rt, [5, 6], rt.upload([np.array([4, 5])]).view(0), contract="upper_bound")
     with pytest.raises(ContractError, match="flashinfer"):
