@@ -1,4 +1,4 @@
-"""`Batch` against a list of dictionaries, and the packed way against moving each column by itself."""
+"""`Batch` against a list of requests, each a dictionary of its columns; packed columns against columns on their own."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -29,8 +29,6 @@ from batchstate.static import StaticBuffers
 from batchstate.testing.machine import Machine, Misuse, agree, agree_on
 from batchstate.testing.strategies import amounts, fits, keep_lists, plus, split_sizes
 from batchstate.violations import Code
-
-# A batch as an engine's author would think of it: a list of requests, each a dictionary of its columns.
 
 Array = npt.NDArray[Any]
 
@@ -124,13 +122,13 @@ class Rows:
         return Contract.UPPER_BOUND if name in self.bounded else Contract.EXACT
 
     def check(self) -> None:
-        """Compares everything but the device sides, and asks every law of the batch.
+        """Compares everything but the device sides, and checks every invariant of the batch.
 
         Raises:
             DisagreementError, Violation: they differ.
         """
         batch = self.batch
-        batch.check("check")  # first: a law that was broken says more than a difference
+        batch.check("check")  # first: a broken invariant says more than a difference
         agree((len(self), len(self) + self.padding), (len(batch), batch.num_rows), f"requests and rows of {batch!r}")
         agree([row["requests"] for row in self.rows], list(batch.requests), f"requests of {batch!r}")
         generations = [row["generation"] for row in self.rows] + [0] * self.padding
@@ -141,7 +139,7 @@ class Rows:
                 agree_on(self.side(name, "host"), batch[name].np, f"host side of {name} of {batch!r}")
 
     def check_devices(self) -> None:
-        """Compares the device side of every column, which uploads the batch if nobody did.
+        """Compares the device side of every column, which uploads the batch if that has not happened yet.
 
         Raises:
             Violation: MIRROR_EQUAL; the model stands for the host side.
@@ -161,120 +159,6 @@ class Rows:
         """The model of `batch`, in which `change` made the cells of one column anew."""
         rows = [{**row, name: change(at, row[name])} for at, row in enumerate(self.rows)]
         return Rows(batch, rows, self.bounded)
-
-
-# Batches for a machine: builds them, keeps them, and judges the newest after every rule.
-
-BATCHES = Bundle("batches")
-
-GRAPH_ROWS = 8
-"""Rows of the buffers with fixed addresses: as many as there are slots."""
-_POOL = 7
-"""Identity of the pool that the slots of every batch pretend to come from."""
-_KEPT = 6
-"""Batches that are judged after every rule: the newest."""
-
-
-class BatchBuilder(Machine):
-    """Builds batches of requests with few slots, so that they collide; subclasses move them about."""
-
-    @initialize()
-    def begin(self) -> None:
-        """Opens the runtime, and a table for the writes that ride in an upload."""
-        self.open()
-        self.alive: list[Rows] = []
-        self.seen: list[Rows] = []
-        self.pool = SlotPool(self.rt, 8)
-        self.table = self.pool.table("table", (2,), host=True)
-        self.graph = StaticBuffers(self.rt, Decode, rows=GRAPH_ROWS, extras={"positions": np.zeros(3, np.int32)})
-        self.captured = dict(self.graph)  # what a graph would read from now on
-        self.requests = 0
-
-    def check(self) -> None:
-        """The newest batches are as they were, and those whose device sides were read have them still."""
-        for one in self.alive[-_KEPT:]:
-            one.check()
-        for one in self.seen[-2:]:
-            one.check_devices()
-        self.table.check()
-
-    def snapshot(self) -> object:
-        """Versions, host sides and what of the batches is uploaded."""
-        return [
-            (
-                one.batch.version,
-                [one.batch[name].np.tobytes() for name, c in COLUMNS.items() if isinstance(c, MirroredColumn)],
-                [one.batch[name].device_side.existing is None for name in COLUMNS],
-            )
-            for one in self.alive[-_KEPT:]
-        ]
-
-    def kept(self, one: Rows, *, look: bool = False) -> Rows:
-        """A batch that is judged from now on; `look` reads its device sides at once."""
-        self.alive.append(one)
-        if look:
-            self.look(one)
-        return one
-
-    def look(self, one: Rows, *, side: bool = False) -> None:
-        """Compares all device sides."""
-        with self.on(side):
-            one.check_devices()
-        self.seen.append(one)
-        self.reached("padded rows read on the device", one.padding > 0)
-        self.reached("a bounded column read on the device", bool(one.bounded) and len(one) > 0)
-
-    # Building
-
-    @rule(
-        target=BATCHES,
-        slots=st.lists(st.integers(1, 8), max_size=3, unique=True),
-        first=st.integers(0, 9),
-        bounds=st.booleans(),
-        look=st.booleans(),
-    )
-    def build(self, slots: list[int], first: int, bounds: bool, look: bool) -> Rows:
-        """A batch of new requests; their numbers follow from `first`, so that a program stays readable."""
-        return self.kept(self.built(slots, first, bounds=bounds), look=look)
-
-    def built(self, slots: list[int], first: int, *, bounds: bool) -> Rows:
-        """A batch of new requests in these slots."""
-        generations = np.arange(1, len(slots) + 1, dtype=np.int64)
-        handles = Slots.from_host(self.rt, slots, generations=generations, pool=_POOL)
-        requests = self._new_requests(len(slots))
-        values: dict[str, object] = {"slots": handles, "requests": requests}
-        cells = {"slots": [Cell(one, one) for one in np.array(slots, np.int64)]}
-        for name in COLUMNS:
-            if name != "slots":
-                values[name], cells[name] = self.column(name, len(slots), first, bounds)
-        rows: list[Row] = [
-            {name: cells[name][at] for name in COLUMNS} | {"requests": request, "generation": at + 1}
-            for at, request in enumerate(requests)
-        ]
-        bounded = frozenset(BOUNDED if bounds else ())
-        return Rows(Decode.build(self.rt, **values), rows, bounded)
-
-    def _new_requests(self, n: int) -> list[str]:
-        self.requests += n
-        return [f"request {self.requests - at}" for at in range(n)]
-
-    def column(self, name: str, n: int, first: int, bounds: bool) -> tuple[object, list[Cell]]:
-        """A value for a column, as a list, an array or a mirrored value, and what it makes of each request."""
-        column = COLUMNS[name]
-        device = numbers(name, n, first)
-        form = ("array", "list", "value")[(first + len(name)) % 3]
-        if not isinstance(column, MirroredColumn):
-            given: object = self.on_device(device) if form == "value" else device
-            return given, [Cell(None, one) for one in device]
-        if name in BOUNDED and bounds:
-            host = device + (np.arange(n) % 3).reshape(-1, *[1] * (device.ndim - 1)).astype(device.dtype)
-            value = MirroredTensor.from_pair(self.rt, host, self.on_device(device), contract="upper_bound")
-            return value, [Cell(above, one) for above, one in zip(host, device, strict=True)]
-        given = MirroredTensor.from_host(self.rt, device) if form == "value" else device
-        return device.tolist() if form == "list" and n else given, [Cell(one, one) for one in device]
-
-
-# Ways to misuse a `Batch`.
 
 
 class Another(Batch):
@@ -379,9 +263,18 @@ MISUSES: tuple[Misuse[Decode], ...] = (
     Misuse("objects of a tensor column", (DeclarationError,), lambda one: one.objects("seq_lens")),
 )
 
+BATCHES = Bundle("batches")
 
-class BatchMachine(BatchBuilder):
-    """Moves batches about, changes them and uploads them."""
+GRAPH_ROWS = 8
+"""Rows of the buffers with fixed addresses: as many as there are slots."""
+_POOL = 7
+"""Identity of the pool that the slots of every batch pretend to come from."""
+_KEPT = 6
+"""Batches that are checked after every rule: the newest."""
+
+
+class BatchMachine(Machine):
+    """Builds batches of requests with few slots, so that they collide; moves, changes and uploads them."""
 
     NAME = "batch"
     TARGETS = (
@@ -396,6 +289,101 @@ class BatchMachine(BatchBuilder):
         "fewer requests in a graph than before",
         "leave, join and advance at once",
     )
+
+    @initialize()
+    def begin(self) -> None:
+        """Opens the runtime, and a table for the writes that an upload packs."""
+        self.open()
+        self.alive: list[Rows] = []
+        self.seen: list[Rows] = []
+        self.pool = SlotPool(self.rt, 8)
+        self.table = self.pool.table("table", (2,), host=True)
+        self.graph = StaticBuffers(self.rt, Decode, rows=GRAPH_ROWS, extras={"positions": np.zeros(3, np.int32)})
+        self.captured = dict(self.graph)  # what a graph would read from now on
+        self.requests = 0
+
+    def check(self) -> None:
+        """The newest batches are as they were, and those whose device sides were read have them still."""
+        for one in self.alive[-_KEPT:]:
+            one.check()
+        for one in self.seen[-2:]:
+            one.check_devices()
+        self.table.check()
+
+    def snapshot(self) -> object:
+        """Versions, host sides and what of the batches is uploaded."""
+        return [
+            (
+                one.batch.version,
+                [one.batch[name].np.tobytes() for name, c in COLUMNS.items() if isinstance(c, MirroredColumn)],
+                [one.batch[name].device_side.existing is None for name in COLUMNS],
+            )
+            for one in self.alive[-_KEPT:]
+        ]
+
+    def kept(self, one: Rows, *, look: bool = False) -> Rows:
+        """A batch that is checked from now on; `look` reads its device sides at once."""
+        self.alive.append(one)
+        if look:
+            self.look(one)
+        return one
+
+    def look(self, one: Rows, *, side: bool = False) -> None:
+        """Compares all device sides."""
+        with self.on(side):
+            one.check_devices()
+        self.seen.append(one)
+        self.reached("padded rows read on the device", one.padding > 0)
+        self.reached("a bounded column read on the device", bool(one.bounded) and len(one) > 0)
+
+    # Building
+
+    @rule(
+        target=BATCHES,
+        slots=st.lists(st.integers(1, 8), max_size=3, unique=True),
+        first=st.integers(0, 9),
+        bounds=st.booleans(),
+        look=st.booleans(),
+    )
+    def build(self, slots: list[int], first: int, bounds: bool, look: bool) -> Rows:
+        """A batch of new requests; their numbers follow from `first`, so that a program stays readable."""
+        return self.kept(self.built(slots, first, bounds=bounds), look=look)
+
+    def built(self, slots: list[int], first: int, *, bounds: bool) -> Rows:
+        """A batch of new requests in these slots."""
+        generations = np.arange(1, len(slots) + 1, dtype=np.int64)
+        handles = Slots.from_host(self.rt, slots, generations=generations, pool=_POOL)
+        requests = self._new_requests(len(slots))
+        values: dict[str, object] = {"slots": handles, "requests": requests}
+        cells = {"slots": [Cell(one, one) for one in np.array(slots, np.int64)]}
+        for name in COLUMNS:
+            if name != "slots":
+                values[name], cells[name] = self.column(name, len(slots), first, bounds)
+        rows: list[Row] = [
+            {name: cells[name][at] for name in COLUMNS} | {"requests": request, "generation": at + 1}
+            for at, request in enumerate(requests)
+        ]
+        bounded = frozenset(BOUNDED if bounds else ())
+        return Rows(Decode.build(self.rt, **values), rows, bounded)
+
+    def _new_requests(self, n: int) -> list[str]:
+        self.requests += n
+        return [f"request {self.requests - at}" for at in range(n)]
+
+    def column(self, name: str, n: int, first: int, bounds: bool) -> tuple[object, list[Cell]]:
+        """A value for a column, as a list, an array or a mirrored value, and what it makes of each request."""
+        column = COLUMNS[name]
+        device = numbers(name, n, first)
+        form = ("array", "list", "value")[(first + len(name)) % 3]
+        if not isinstance(column, MirroredColumn):
+            given: object = self.on_device(device) if form == "value" else device
+            return given, [Cell(None, one) for one in device]
+        if name in BOUNDED and bounds:
+            host = device + (np.arange(n) % 3).reshape(-1, *[1] * (device.ndim - 1)).astype(device.dtype)
+            value = MirroredTensor.from_pair(self.rt, host, self.on_device(device), contract="upper_bound")
+            return value, [Cell(above, one) for above, one in zip(host, device, strict=True)]
+        given = MirroredTensor.from_host(self.rt, device) if form == "value" else device
+        return device.tolist() if form == "list" and n else given, [Cell(one, one) for one in device]
 
     # Moving rows
 
@@ -512,7 +500,7 @@ class BatchMachine(BatchBuilder):
         agree((1, 0), (cost.host_to_device_copies, cost.forced_syncs), "copies and forced syncs of an upload")
         if first:
             agree(int(bool(writes)), cost.device_operations, "device operations of an upload")
-        agree_on(new, self.rt.inspect(extras["positions"]), "an array that rode along")
+        agree_on(new, self.rt.inspect(extras["positions"]), "an extra array")
         self.reached("table writes of one table joined", len(writes) > 1)
         self.look(one, side=side)
 

@@ -43,86 +43,11 @@ from batchstate.testing.strategies import (
 from batchstate.testing.sync_guard import no_hidden_sync
 from batchstate.violations import Code, Violation
 
-# Mirrored values for a machine: makes them, keeps them, and judges all of them after every rule.
-
 Array = npt.NDArray[Any]
 
 VALUES = Bundle("values")
 
 _FEW_DTYPES = st.one_of(st.just(torch.int64), dtypes())
-
-
-class ValueMachine(Machine):
-    """Makes values of every kind; subclasses derive others from them."""
-
-    @initialize(dtype=_FEW_DTYPES, shape=row_shapes())
-    def begin(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """Opens the runtime. Most values of one example have one dtype and shape, so that they go together."""
-        self.alive: list[Modelled] = []
-        self.dtype, self.shape = dtype, shape
-        self.open()
-
-    def check(self) -> None:
-        """Every value ever made is as it was, since values are immutable."""
-        for one in self.alive:
-            one.check()
-
-    def snapshot(self) -> object:
-        """Host sides, device sides that are made, and what else a value is."""
-        return [
-            (
-                None if one.host is None else one.value.np.tobytes(),
-                None if one.value.device_side.existing is None else self.rt.inspect(one.value.device).tobytes(),
-                one.value.contract,
-                one.value.version,
-            )
-            for one in self.alive
-        ]
-
-    def kept(self, one: Modelled) -> Modelled:
-        """A result of an operation: judged from now on."""
-        self.reached("an empty value", not len(one))
-        self.alive.append(one)
-        return one
-
-    def derived(self, before: Modelled, one: Modelled) -> Modelled:
-        """A result that other rows or numbers came from."""
-        made = before.value.device_side.existing is not None
-        self.reached("moved after the device side was made" if made else "moved before the device side was made")
-        self.reached("handles moved with their generations", before.generations is not None and len(one) > 0)
-        return self.kept(one)
-
-    # Making
-
-    @rule(target=VALUES, data=st.data(), contract=contracts("exact", "upper_bound", "host_only", "device_only"))
-    def make(self, data: st.DataObject, contract: Contract) -> Modelled:
-        """A value like the others."""
-        alike = mirrored_tensors(
-            self.rt, dtypes=st.just(self.dtype), contracts=st.just(contract), shapes=st.just(self.shape)
-        )
-        return self.kept(data.draw(alike, label="value"))
-
-    @rule(target=VALUES, data=st.data(), kind=st.sampled_from([Slots, Pages, Locations, HostLocations, MirroredTensor]))
-    def make_another(self, data: st.DataObject, kind: type[MirroredTensor]) -> Modelled:
-        """Any other value: indices of an index space, or numbers unlike the others."""
-        if kind is MirroredTensor:
-            return self.kept(data.draw(mirrored_tensors(self.rt), label="value"))
-        array = data.draw(column_values(torch.int64, data.draw(st.integers(1, MOST_ROWS))), label="indices")
-        if kind is not Slots:
-            return self.kept(Modelled(kind.from_host(self.rt, array), array, array))
-        generations = np.arange(1, len(array) + 1, dtype=np.int64)
-        value = Slots.from_host(self.rt, array, generations=generations)
-        return self.kept(Modelled(value, array, array, generations))
-
-    @rule(one=VALUES, side=st.booleans())
-    def use_on_device(self, one: Modelled, side: bool) -> None:
-        """The device side is made at first use, on whichever stream uses it."""
-        with self.on(side):
-            one.check_device()
-        self.reached("read on a second stream", side)
-
-
-# Ways to misuse a `MirroredTensor`.
 
 
 def _has_rows(value: MirroredTensor) -> bool:
@@ -215,8 +140,8 @@ _FAR = 2**63 - 1
 """An amount that takes most numbers out of their dtype."""
 
 
-class MirroredTensorMachine(ValueMachine):
-    """Derives values from values, and tries what must be refused."""
+class MirroredTensorMachine(Machine):
+    """Makes values of every kind, derives others from them, and tries what must be refused."""
 
     NAME = "mirrored_tensor"
     TARGETS = (
@@ -234,6 +159,72 @@ class MirroredTensorMachine(ValueMachine):
         "read in a stale window refused",
         "write from outside found",
     )
+
+    @initialize(dtype=_FEW_DTYPES, shape=row_shapes())
+    def begin(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        """Opens the runtime. Most values of one example have one dtype and shape, so that they go together."""
+        self.alive: list[Modelled] = []
+        self.dtype, self.shape = dtype, shape
+        self.open()
+
+    def check(self) -> None:
+        """Every value ever made is as it was, since values are immutable."""
+        for one in self.alive:
+            one.check()
+
+    def snapshot(self) -> object:
+        """Host sides, device sides that are made, and what else a value is."""
+        return [
+            (
+                None if one.host is None else one.value.np.tobytes(),
+                None if one.value.device_side.existing is None else self.rt.inspect(one.value.device).tobytes(),
+                one.value.contract,
+                one.value.version,
+            )
+            for one in self.alive
+        ]
+
+    def kept(self, one: Modelled) -> Modelled:
+        """A result of an operation: checked from now on."""
+        self.reached("an empty value", not len(one))
+        self.alive.append(one)
+        return one
+
+    def derived(self, before: Modelled, one: Modelled) -> Modelled:
+        """A result that other rows or numbers came from."""
+        made = before.value.device_side.existing is not None
+        self.reached("moved after the device side was made" if made else "moved before the device side was made")
+        self.reached("handles moved with their generations", before.generations is not None and len(one) > 0)
+        return self.kept(one)
+
+    # Making
+
+    @rule(target=VALUES, data=st.data(), contract=contracts("exact", "upper_bound", "host_only", "device_only"))
+    def make(self, data: st.DataObject, contract: Contract) -> Modelled:
+        """A value like the others."""
+        alike = mirrored_tensors(
+            self.rt, dtypes=st.just(self.dtype), contracts=st.just(contract), shapes=st.just(self.shape)
+        )
+        return self.kept(data.draw(alike, label="value"))
+
+    @rule(target=VALUES, data=st.data(), kind=st.sampled_from([Slots, Pages, Locations, HostLocations, MirroredTensor]))
+    def make_another(self, data: st.DataObject, kind: type[MirroredTensor]) -> Modelled:
+        """Any other value: indices of an index space, or numbers unlike the others."""
+        if kind is MirroredTensor:
+            return self.kept(data.draw(mirrored_tensors(self.rt), label="value"))
+        array = data.draw(column_values(torch.int64, data.draw(st.integers(1, MOST_ROWS))), label="indices")
+        if kind is not Slots:
+            return self.kept(Modelled(kind.from_host(self.rt, array), array, array))
+        generations = np.arange(1, len(array) + 1, dtype=np.int64)
+        value = Slots.from_host(self.rt, array, generations=generations)
+        return self.kept(Modelled(value, array, array, generations))
+
+    @rule(one=VALUES, side=st.booleans())
+    def use_on_device(self, one: Modelled, side: bool) -> None:
+        """The device side is made at first use, on whichever stream uses it."""
+        with self.on(side):
+            one.check_device()
+        self.reached("read on a second stream", side)
 
     # Moving rows
 
@@ -308,7 +299,7 @@ class MirroredTensorMachine(ValueMachine):
 
     @rule(target=VALUES, one=VALUES, more=st.integers(0, 3), value=st.sampled_from([0, 0, 1]))
     def pad(self, one: Modelled, more: int, value: int) -> Modelled:
-        """`pad` appends rows of one value; padded slots are nobody's."""
+        """`pad` appends rows of one value; padded slots have no request."""
         if one.value.unit is not None:
             value = 0
         elif one.value.dtype is torch.bool:
@@ -465,7 +456,7 @@ class MirroredTensorMachine(ValueMachine):
                 raise
             self.reached("write from outside found")
         else:
-            raise DisagreementError(f"the {side} side of {victim!r} was written from outside, and nobody noticed")
+            raise DisagreementError(f"the {side} side of {victim!r} was written from outside, and no check noticed")
 
     @rule(one=VALUES, misuse=st.sampled_from(MISUSES))
     def misuse(self, one: Modelled, misuse: Misuse[MirroredTensor]) -> None:
