@@ -2,7 +2,7 @@
 
 Each derives from `BatchStateError` and from the nearest builtin, so that a caller who knows only Python catches the
 right thing. A message says what happened, shows the value that caused it, and says what to do; the same three are
-fields, for tools. A broken invariant is a `batchstate.invariants.Violation`, which derives from here too.
+fields, for tools. A broken invariant is a `batchstate.violations.Violation`, which derives from here too.
 
 An operation that raises one of these has changed nothing. That does not hold for an interrupt: a `KeyboardInterrupt` in
 the middle of an operation may leave a pool with half of it, so end the process, or make its pools anew.
@@ -94,7 +94,7 @@ class OwnerThreadError(BatchStateError, RuntimeError):
 
 
 class CaptureError(BatchStateError, RuntimeError):
-    """Something that CUDA-graph capture forbids was asked for while capturing."""
+    """Something that CUDA-graph capture forbids was called while capturing."""
 
 
 class HandshakeError(BatchStateError, ValueError):
@@ -117,13 +117,13 @@ class TransferError(BatchStateError, RuntimeError):
 
 
 class PoolExhaustedError(BatchStateError, RuntimeError):
-    """A pool has fewer free entries than were asked for. Nothing was taken.
+    """A pool has fewer free entries than a call needs. Nothing was taken.
 
     Attributes:
-        requested: entries asked for.
+        requested: entries that the call needs.
         free: entries free now.
         pending: entries that become free once their fences complete. When `free + pending >= requested`, waiting helps.
-        size: entries that such a request can ever have, or None where nobody said.
+        size: entries that such a request can ever have, or None where that is not known.
         free_reserved: entries free now that only a reserved take hands out.
     """
 

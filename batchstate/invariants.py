@@ -327,16 +327,16 @@ def slot_zero_allocated(slots: Ints, **where: Unpack[Where]) -> Breach | None:
     """
     if (row := first_row(slots == 0)) is None:
         return None
-    return Breach("index 0 is used as somebody's", expected="1 or more", actual=0, row=row, slot=0)
+    return Breach("index 0, which is padding, is used for a request", expected="1 or more", actual=0, row=row, slot=0)
 
 
 @invariant(
     "full",
-    "find the kernel whose padded lanes store into the table; padded lanes may read row 0, not change it",
+    "find the kernel whose padded rows store into the table; padded rows may read row 0, not change it",
     ("sglang #23635", "vllm #57156"),
 )
 def slot_zero_dirty(row_zero: Array, **where: Unpack[Where]) -> Breach | None:
-    """Row 0 of a slot-indexed table is all zeros, so that a padded lane reads something harmless.
+    """Row 0 of a slot-indexed table is all zeros, so that a padded row reads something harmless.
 
     Cost: reads one row back. Broken by a write to slot 0 of a table whose values are indices.
     """
@@ -399,7 +399,7 @@ def slot_stale_handle(slots: Ints, held: Ints, current: Ints, **where: Unpack[Wh
     if (row := first_row(held != current)) is None:
         return None
     owned = current[row] > 0
-    why = "is older than its present owner" if owned else "outlived its owner; the slot is nobody's"
+    why = "is older than its present owner" if owned else "outlived its owner; the slot has none now"
     return Breach(
         f"the handle of index {slots[row]} {why}",
         expected=f"generation {current[row]}" if owned else "a live slot",
@@ -423,7 +423,7 @@ def slot_shared(slots: Ints, **where: Unpack[Where]) -> Breach | None:
     if (row := first_duplicate(slots, ignore_zero=True)) is None:
         return None
     slot, rows = int(slots[row]), f"rows {int(np.flatnonzero(slots == slots[row])[0])} and {row}"
-    return Breach(f"slot {slot} belongs to two rows", expected="one row a slot", actual=rows, row=row, slot=slot)
+    return Breach(f"slot {slot} belongs to two rows", expected="one row per slot", actual=rows, row=row, slot=slot)
 
 
 _FEW, _DENSE = 1024, 32
@@ -433,8 +433,8 @@ _FEW, _DENSE = 1024, 32
 def live_slots_hold(slots: Ints) -> bool:
     """Whether the slots of live requests, int64[n], keep SENTINEL_ESCAPED, SLOT_ZERO_ALLOCATED and SLOT_SHARED.
 
-    One look at them instead of three, for batches, which ask it in each step. Counts all three if they hold; else it
-    counts none, and each is to be asked for its report.
+    One pass instead of three, for batches, which check them in each step. Counts all three if they hold; else it
+    counts none: check each for its report.
     """
     if slots.size:
         if slots.item(slots.argmax()) > _DENSE * slots.size + _FEW:
@@ -537,7 +537,7 @@ def table_capacity(rows: int, needed: int, **where: Unpack[Where]) -> Breach | N
 
 @invariant(
     "full",
-    "take, share and release pages through the pool only; whoever keeps a page holds a reference to it",
+    "take, share and release pages through the pool only; to keep a page, hold a reference to it",
     ("sglang #28754", "sglang #35501", "sglang #24527", "FreeToken#204", "sglang #36457"),
 )
 def page_owner(held: Ints, recorded: Ints, *, pages: Ints | None = None, **where: Unpack[Where]) -> Breach | None:
@@ -589,7 +589,7 @@ def length_order(
 ) -> Breach | None:
     """0 <= committed <= allocated <= row width, in tokens, for each request.
 
-    `explain` says what was asked for, from the three numbers: the problem and the remedy.
+    `explain` describes the request from the three numbers: the problem and the remedy.
     Cost: three comparisons per request. Broken by committing speculated tokens before they are allocated.
     """
     if (row := first_row((committed < 0) | (committed > allocated) | (allocated > width))) is None:
@@ -624,12 +624,12 @@ def future_unwritten(slots: Ints, written: Mask, reader: str, **where: Unpack[Wh
     if (row := first_row(~written)) is None:
         return None
     return Breach(
-        f"the entry of slot {slots[row]} was read before anybody published it",
+        f"the entry of slot {slots[row]} was read before it was published",
         expected="published",
         actual="unwritten",
         row=row,
         slot=int(slots[row]),
-        writer="nobody",
+        writer="none",
         reader=reader,
     )
 
@@ -674,7 +674,7 @@ def future_consumed(slots: Ints, taken: Mask, writer: Writer, reader: str, **whe
     if (row := first_row(taken)) is None:
         return None
     return Breach(
-        f"the entry of slot {slots[row]} was read before, and nobody has published it anew",
+        f"the entry of slot {slots[row]} was read before, and was not published anew",
         expected="published",
         actual="consumed",
         row=row,
@@ -687,7 +687,7 @@ def future_consumed(slots: Ints, taken: Mask, writer: Writer, reader: str, **whe
 @invariant(
     "cheap",
     "read every entry before the next publish (`prefetch` what the host needs right behind the forward), or "
-    "`discard` what nobody wants",
+    "`discard` what is not wanted",
     ("sglang-jax#1487", "sglang-jax#1504", "sglang #13713", "sglang #30435"),
 )
 def future_unread_overwritten(
@@ -706,7 +706,7 @@ def future_unread_overwritten(
         row=row,
         slot=int(slots[row]),
         writer=writer,
-        reader="nobody",
+        reader="none",
     )
 
 
@@ -781,7 +781,7 @@ def staging_reused(held: int, current: int, **where: Unpack[Where]) -> Breach | 
     return Breach(
         "the host memory of a copy from the device was given to another before its values were taken out",
         expected=f"lending {held}",
-        actual=f"lending {current}" if current else "lent to nobody",
+        actual=f"lending {current}" if current else "not lent",
     )
 
 
@@ -794,8 +794,9 @@ def race(ordered: bool, problem: str, missing: str, remedy: str | None = None, *
     """Two accesses to the same memory, one of them a write, are ordered by streams, fences and waits of the host.
 
     `problem` names both, `missing` the order that is not there. Freeing memory counts as a write of the stream that it
-    was allocated on. Cost: none at run time; the race detector asks. Broken by a missing wait, by a host that refills
-    or reads memory before its copy has run, by slots that change hands too early, by memory handed over unprotected.
+    was allocated on. Cost: none at run time; the race detector checks. Broken by a missing wait, by a host that refills
+    or reads memory before its copy has run, by slots that get a new owner too early, by memory that another stream
+    uses unprotected.
     """
     return None if ordered else Breach(problem, expected="an order", actual=missing, remedy=remedy)
 
@@ -817,7 +818,7 @@ def tier_state(
     missing: Ints | None = None,
     **where: Unpack[Where],
 ) -> Breach | None:
-    """What is asked of a request in the host tier goes with its state. `states` integer[n], of `slots` integer[n].
+    """An operation on a request in the host tier goes with its state. `states` integer[n], of `slots` integer[n].
 
     `allowed` are the states in which the operation is meant, `names` the name of each state by number; `missing`
     integer[n] says, where the operation needs all of the KV, of how many tokens it has not arrived.
@@ -876,7 +877,7 @@ def transfer_bounds(
     "keep the memory of a failed transfer until its writer has ended; never free it by time-out alone",
     ("sglang #24527", "sglang #35049", "sglang #27372", "sglang #38961", "vllm #32255"),
 )
-def transfer_late_write(tokens: Ints, changed: Mask, **where: Unpack[Where]) -> Breach | None:
+def transfer_late_write(locations: Ints, changed: Mask, **where: Unpack[Where]) -> Breach | None:
     """Memory without an owner does not change. `changed` bool[n] says so of host locations integer[n].
 
     Cost: reads the memory that is freed and handed out. Broken by reusing a run while a peer may still write into it.
@@ -884,9 +885,9 @@ def transfer_late_write(tokens: Ints, changed: Mask, **where: Unpack[Where]) -> 
     if (row := first_row(changed)) is None:
         return None
     return Breach(
-        f"host token {tokens[row]} was written while it was nobody's",
+        f"host location {locations[row]} was written while it had no owner",
         expected="the bytes it was left with",
         actual="other bytes",
         row=row,
-        slot=int(tokens[row]),
+        slot=int(locations[row]),
     )

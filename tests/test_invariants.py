@@ -1,4 +1,4 @@
-"""Every law by itself: what breaks it, what does not, and what its report says."""
+"""Every invariant by itself: what breaks it, what does not, and what its report says."""
 
 import pickle
 import re
@@ -21,9 +21,14 @@ def by_row(row: int) -> str:
     return f"publish of row {row}"
 
 
-def nobody_asks(row: int) -> str:
-    """Who wrote is put into words only for a report."""
-    raise AssertionError("a law that holds has asked for the writer")
+def not_called(row: int) -> str:
+    """The writer is put into words only for a report."""
+    raise AssertionError("an invariant that holds has called for the writer")
+
+
+def explained(shorter: int, longer: int, width: int) -> tuple[str, str]:
+    """The words of a place for a length."""
+    return f"{shorter} of {longer} in {width}", "do less"
 
 
 # code -> arguments that break it, arguments that nearly do, where the report points
@@ -67,22 +72,22 @@ CASES: dict[Code, tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = {
     Code.FUTURE_UNWRITTEN: (
         (ints([4, 5]), np.array([True, False]), "gather"),
         (ints([4, 5]), np.array([True, True]), "gather"),
-        {"row": 1, "slot": 5, "writer": "nobody", "reader": "gather", "actual": "unwritten"},
+        {"row": 1, "slot": 5, "writer": "none", "reader": "gather", "actual": "unwritten"},
     ),
     Code.FUTURE_GENERATION: (
         (ints([4, 5]), ints([3, 3]), ints([3, 4]), by_row, "gather"),
-        (ints([4, 5]), ints([3, 4]), ints([3, 4]), nobody_asks, "gather"),
+        (ints([4, 5]), ints([3, 4]), ints([3, 4]), not_called, "gather"),
         {"row": 1, "slot": 5, "generation": 4, "writer": "publish of row 1", "reader": "gather"},
     ),
     Code.FUTURE_CONSUMED: (
         (ints([4, 5]), np.array([False, True]), by_row, "gather"),
-        (ints([4, 5]), np.array([False, False]), nobody_asks, "gather"),
+        (ints([4, 5]), np.array([False, False]), not_called, "gather"),
         {"row": 1, "slot": 5, "writer": "publish of row 1", "reader": "gather", "actual": "consumed"},
     ),
     Code.FUTURE_UNREAD_OVERWRITTEN: (
         (ints([4, 5]), np.array([False, True]), by_row, "stash", "the host"),
-        (ints([4, 5]), np.array([False, False]), nobody_asks, "stash", "the host"),
-        {"row": 1, "slot": 5, "writer": "stash", "reader": "nobody", "expected": "read by the host"},
+        (ints([4, 5]), np.array([False, False]), not_called, "stash", "the host"),
+        {"row": 1, "slot": 5, "writer": "stash", "reader": "none", "expected": "read by the host"},
     ),
     Code.FUTURE_ORDER: (
         (False, "publish", "gather", "a wait for publish"),
@@ -110,7 +115,8 @@ CASES: dict[Code, tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = {
         {"expected": "an order", "actual": "a wait for the read"},
     ),
 }
-# further ways to break a law, beside the first
+STATES = ("OUTSIDE", "STAGED", "DIRECT", "READY")
+# further ways to break an invariant, beside the first
 MORE: list[tuple[Code, tuple[Any, ...]]] = [
     (Code.MIRROR_EQUAL, (ints([1]), np.array([1], dtype=np.int32))),
     (Code.MIRROR_EQUAL, (ints([1]), ints([1, 2]))),
@@ -136,26 +142,63 @@ MORE: list[tuple[Code, tuple[Any, ...]]] = [
 ]
 
 
-def test_every_code_has_a_law_and_a_case() -> None:
-    """No code without a law, no law without a case here, and each law says what it is and what to do."""
+# arguments in the words of a place, and what the report then says
+WORDS: list[tuple[Code, tuple[Any, ...], dict[str, Any], dict[str, Any]]] = [
+    (
+        Code.SLOT_CONSERVATION,
+        (3, 1, 1, 6),
+        {"leaked": ints([7, 8])},
+        {"problem": "2 leaked: 7, 8; without them 3 free + 1 pending + 1 live is 5", "slot": 7},
+    ),
+    (
+        Code.SLOT_CONSERVATION,
+        (3, 1, 1, 6),
+        {"leaked": ints(range(1, 10)), "problem": "a leak", "remedy": "free it"},
+        {"problem": "a leak", "remedy": "free it", "slot": 1},
+    ),
+    (
+        Code.LENGTH_ORDER,
+        (ints([3]), ints([2]), 8),
+        {"explain": explained},
+        {"problem": "3 of 2 in 8", "remedy": "do less", "expected": "0 <= 3 <= 2 <= 8", "actual": "not in this order"},
+    ),
+    (Code.PAGE_OWNER, (ints([1, 2]), ints([1, 1])), {"pages": ints([5, 9])}, {"slot": 9, "row": None}),
+    (Code.TIER_STATE, (ints([4]), ints([1]), (1,), STATES), {"missing": ints([3])}, {"actual": "3 tokens are missing"}),
+    (Code.TIER_STATE, (ints([4]), ints([1]), (1,), STATES), {"missing": ints([-3])}, {"actual": "3 tokens too many"}),
+    (
+        Code.TRANSFER_BOUNDS,
+        (ints([5]), ints([0]), 0, 128),
+        {"what": "tokens"},
+        {"problem": "row 0 of a transfer covers 0 tokens from 5 on"},
+    ),
+    (Code.RACE, (False, "a race", "a wait"), {"remedy": "wait"}, {"problem": "a race", "remedy": "wait"}),
+]
+
+
+def test_every_code_has_an_invariant_and_a_case() -> None:
+    """No code without an invariant, no invariant without a case here, and each says what it is and what to do."""
     assert set(INVARIANTS) == set(Code) == set(CASES)
-    for law in INVARIANTS.values():
-        assert law.level in ("always", "cheap", "full", "test")
-        assert len(law.statement) > 80
-        assert "Cost:" in law.statement or "Cost " in law.statement
-        assert "Broken" in law.statement
-        assert law.remedy
-        assert len(law.origins) >= 2 or law.code is Code.MIRROR_STALE_READ
-        assert not law.remedy.endswith(".")
+    for code, invariant in INVARIANTS.items():
+        assert getattr(invariants, code.lower()) is invariant
+        assert invariant.level in ("always", "cheap", "full", "test")
+        assert len(invariant.statement) > 80
+        assert "Cost:" in invariant.statement or "Cost " in invariant.statement
+        assert "Broken" in invariant.statement
+        assert invariant.remedy
+        assert len(invariant.origins) >= 2 or code is Code.MIRROR_STALE_READ
+        assert not invariant.remedy.endswith(".")
 
 
 @pytest.mark.parametrize("code", list(Code))
-def test_a_broken_law_is_reported(code: Code) -> None:
-    """Breaking a law raises a violation with its code, where, what was expected, what was found and what to do."""
-    broken, _, report = CASES[code]
+def test_a_broken_invariant_is_reported(code: Code) -> None:
+    """The violation has the code, where, what was expected, what was found and what to do; each check is counted."""
+    invariant, (broken, _, report) = INVARIANTS[code], CASES[code]
     before = times_checked[code]
     with pytest.raises(Violation) as caught:
-        INVARIANTS[code](*broken, object="thing", operation="deed", step=41)
+        invariant(*broken, object="thing", operation="deed", step=41)
+    assert not invariant.holds(*broken)
+    assert invariant.question(*broken) is not None
+    assert times_checked[code] == before + 2
     violation = caught.value
     assert violation.code is code
     assert (violation.object, violation.operation, violation.step) == ("thing", "deed", 41)
@@ -163,36 +206,43 @@ def test_a_broken_law_is_reported(code: Code) -> None:
         assert getattr(violation, field) == value, field
     text = str(violation)
     assert text.startswith(f"{code}: ")
-    for word in ("thing", "deed", "41", "expected", "actual", INVARIANTS[code].remedy):
+    for word in ("thing", "deed", "41", "expected", "actual", invariant.remedy):
         assert word in text
-    assert times_checked[code] == before + 1
 
 
 @pytest.mark.parametrize("code", list(Code))
-def test_a_law_that_holds_is_silent(code: Code) -> None:
-    """What nearly breaks a law does not, and the asking is counted."""
+def test_an_invariant_that_holds_is_silent(code: Code) -> None:
+    """What nearly breaks an invariant does not, nor do no rows at all; each check is counted."""
+    invariant, (broken, nearly, _) = INVARIANTS[code], CASES[code]
     before = times_checked[code]
-    INVARIANTS[code](*CASES[code][1])
-    assert times_checked[code] == before + 1
+    invariant(*nearly, object="thing")
+    assert invariant.holds(*nearly)
+    assert times_checked[code] == before + 2
+    if isinstance(broken[0], np.ndarray):
+        assert invariant.holds(*(value[:0] if isinstance(value, np.ndarray) else value for value in broken))
 
 
 @pytest.mark.parametrize(("code", "broken"), MORE)
-def test_further_ways_to_break_a_law(code: Code, broken: tuple[Any, ...]) -> None:
-    """Each clause of a law has a case that breaks it alone."""
+def test_further_ways_to_break_an_invariant(code: Code, broken: tuple[Any, ...]) -> None:
+    """Each clause of an invariant has a case that breaks it alone."""
     with pytest.raises(Violation) as caught:
         INVARIANTS[code](*broken)
     assert caught.value.code is code
 
 
-@pytest.mark.parametrize("code", [code for code, case in CASES.items() if isinstance(case[0][0], np.ndarray)])
-def test_laws_hold_of_nothing(code: Code) -> None:
-    """A law over no rows holds."""
-    empty = [value[:0] if isinstance(value, np.ndarray) else value for value in CASES[code][0]]
-    INVARIANTS[code](*empty)
+@pytest.mark.parametrize(("code", "broken", "options", "report"), WORDS)
+def test_a_place_may_choose_the_words(
+    code: Code, broken: tuple[Any, ...], options: dict[str, Any], report: dict[str, Any]
+) -> None:
+    """What a place knows better goes into the report, beside where it was."""
+    with pytest.raises(Violation) as caught:
+        INVARIANTS[code](*broken, **options, operation="deed", column="a")
+    assert {field: getattr(caught.value, field) for field in report} == report
+    assert (caught.value.operation, caught.value.column) == ("deed", "a")
 
 
 def test_reports_survive_pickling() -> None:
-    """A violation crosses a process boundary with its fields and its text."""
+    """A violation reaches another process with its fields and its text."""
     with pytest.raises(Violation) as caught:
         invariants.slot_shared(ints([1, 1]), object="pool", operation="take", step=2)
     copy = pickle.loads(pickle.dumps(caught.value))

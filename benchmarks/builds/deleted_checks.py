@@ -1,9 +1,9 @@
-"""Deletes the checks of a package from its sources, as if nobody had written them.
+"""Deletes the checks of a package from its sources, as if they had never been written.
 
 Three steps. `levels.cheap` and `levels.full` are False, so a branch on them goes, or stays for good. What follows a
 `return` goes. Then a function may be left with nothing to do; calls of it go as well, unless another function of that
-name still does something, and that may empty the function which made them. Checks at the door are none of these: they
-ask no level, and stay.
+name still does something, and that may empty the function which made them. The validation of arguments stays: it
+asks no level.
 """
 
 import ast
@@ -15,8 +15,8 @@ Sources = dict[Path, ast.Module]
 """Parsed modules, by file."""
 
 LEVELS = ("cheap", "full")
-TOOLS = "testing"
-"""The part of the package that no engine imports. It is left as it is, and what it calls does not count."""
+TOOLS = {"testing", "selfcheck"}
+"""The parts of the package that no engine imports. They are left as they are, and what they call does not count."""
 
 _HARMLESS_CALLS = ("len",)
 _ENDS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
@@ -24,7 +24,7 @@ _ENDS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 def without_checks(package: Path) -> Sources:
     """The modules of a package, without its checks."""
-    files = [file for file in sorted(package.rglob("*.py")) if TOOLS not in file.relative_to(package).parts]
+    files = [file for file in sorted(package.rglob("*.py")) if TOOLS.isdisjoint(file.relative_to(package).parts)]
     folder = _Folder()
     sources = {file: folder.visit(ast.parse(file.read_bytes(), str(file))) for file in files}
     functions = [node for tree in sources.values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
@@ -40,10 +40,10 @@ def without_checks(package: Path) -> Sources:
 
 
 def _all_such(
-    functions: Sequence[ast.FunctionDef], names: set[str], law: Callable[[ast.FunctionDef], bool]
+    functions: Sequence[ast.FunctionDef], names: set[str], holds: Callable[[ast.FunctionDef], bool]
 ) -> set[str]:
-    """Those of the names of which every function obeys the law."""
-    return {name for name in names if all(law(function) for function in functions if function.name == name)}
+    """Those of the names of which it holds for every function."""
+    return {name for name in names if all(holds(function) for function in functions if function.name == name)}
 
 
 def _statements(function: ast.FunctionDef) -> list[ast.stmt]:
