@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from batchstate.errors import ArgumentError, CaptureError, OwnerThreadError, PoolExhaustedError
+from batchstate.errors import CaptureError, OwnerThreadError, PoolExhaustedError
 from batchstate.hybrid import HybridSlotPool
-from batchstate.indices import Slots
+from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
 from batchstate.selfcheck.mutants.diffs import changed
 from batchstate.tables import Table
@@ -31,11 +31,13 @@ def test_each_slot_owns_its_states(rt: Runtime, pool: HybridSlotPool) -> None:
     pool.verify()
 
 
-def test_the_table_is_sized_by_slots(pool: HybridSlotPool) -> None:
-    """The mapping has a row for every slot, not for every state."""
+def test_is_a_slot_pool(rt: Runtime, pool: HybridSlotPool) -> None:
+    """A hybrid pool goes wherever a slot pool goes; its mapping has a row for every slot, not for every state."""
+    assert isinstance(pool, SlotPool)
+    assert (pool.size, pool.reserve, pool.capacity, pool.state_capacity) == (4, 2, 7, 9)
     assert tuple(pool.state_table.device.shape) == (7, 2)
-    assert pool.capacity == 7
     assert pool.state_table.holds == "state"
+    assert pool.table("more").slots is pool
 
 
 def test_freed_as_one(pool: HybridSlotPool) -> None:
@@ -63,27 +65,8 @@ def test_all_or_nothing(pool: HybridSlotPool) -> None:
     pool.verify()
 
 
-def test_refusals_leave_both_pools(pool: HybridSlotPool) -> None:
-    """A double free changes neither slots nor states."""
-    slots = pool.take(2)
-    pool.free(slots.take([0]))
-    refused(Code.SLOT_DOUBLE_FREE, lambda: pool.free(slots))
-    refused(Code.SLOT_STALE_HANDLE, lambda: pool.states_of(slots))
-    assert (pool.stats.live, pool.state_stats.live) == (1, 2)
-
-
-def test_reserve(pool: HybridSlotPool) -> None:
-    """Reserved slots have states too and give them back."""
-    arriving = pool.take(2, reserved=True)
-    assert sorted(arriving.np.tolist()) == [5, 6]
-    assert pool.states_of(arriving).min() >= 1
-    pool.free(arriving)
-    assert pool.stats.free_reserved == 2
-    pool.expect_idle()
-
-
 def test_costs_one_copy_and_one_kernel(rt: Runtime, pool: HybridSlotPool) -> None:
-    """Taking writes the mapping in one upload and one kernel; with write=False it rides in another copy."""
+    """Taking writes the mapping in one upload and one kernel; with write=False it is packed with another upload."""
     before = rt.counters.snapshot()
     pool.take(2)
     cost = rt.counters - before
@@ -122,48 +105,10 @@ def test_a_failed_write_gives_everything_back(pool: HybridSlotPool, monkeypatch:
     pool.verify()
 
 
-def test_refuses_sizes(rt: Runtime) -> None:
-    """There are enough states for one slot at least."""
-    with pytest.raises(ArgumentError):
-        HybridSlotPool(rt, 4, states=1, states_per_slot=2)
-    with pytest.raises(ArgumentError):
-        HybridSlotPool(rt, 4, states=4, states_per_slot=0)
-
-
 def test_repr_counts(pool: HybridSlotPool) -> None:
     """`repr` shows counts of both pools."""
     pool.take(1)
     assert "states=8, free=6, pending=0, live=2" in repr(pool)
-
-
-@pytest.mark.usefixtures("full")
-def test_random_use_keeps_every_law(rt: Runtime) -> None:
-    """Any order of taking and freeing keeps all laws of both pools, judged after each operation."""
-    rng = np.random.default_rng(2)
-    pool = HybridSlotPool(rt, 8, states=12, states_per_slot=2, reserve=2)
-    held: list[Slots] = []
-    gate = Gate()
-    shortages = 0
-    for _ in range(150):
-        if held and rng.random() < 0.5:
-            pool.free(held.pop(int(rng.integers(len(held)))), after=gate if rng.random() < 0.5 else None)
-        else:
-            try:
-                held.append(
-                    pool.take(
-                        int(rng.integers(0, 4)), reserved=bool(rng.random() < 0.3), write=bool(rng.random() < 0.5)
-                    )
-                )
-            except PoolExhaustedError:
-                shortages += 1
-        pool.verify()
-        if rng.random() < 0.3:
-            gate.done = True
-            gate = Gate()
-    for slots in held:
-        pool.free(slots)
-    pool.expect_idle()
-    assert shortages
 
 
 def test_finds_a_mapping_that_was_not_written(pool: HybridSlotPool) -> None:

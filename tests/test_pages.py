@@ -1,4 +1,4 @@
-"""Page pools: each token has one place, each page one owner or as many references as holders, and lengths in order."""
+"""Page pools: each token has one location, each page as many references as holders, and lengths are in order."""
 
 import copy
 import functools
@@ -13,6 +13,7 @@ from batchstate import levels
 from batchstate._allocator import Allocator
 from batchstate.errors import (
     ArgumentError,
+    BatchStateError,
     DeviceError,
     DtypeError,
     OwnerThreadError,
@@ -22,11 +23,14 @@ from batchstate.errors import (
 )
 from batchstate.hybrid import HybridSlotPool
 from batchstate.indices import Locations, Slots
-from batchstate.kv.pages import PageLease, PagePool
+from batchstate.kv.pages import PagePool
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
+from batchstate.selfcheck.machines.page_pool import PagePoolMachine
 from batchstate.selfcheck.mutants.diffs import changed
 from batchstate.testing.devices import open_device
+from batchstate.testing.machine import Misuse
+from batchstate.testing.models import snapshot_pages, snapshot_slots
 from batchstate.violations import Code, Violation
 from tests.doubles import Gate, in_a_thread, refused
 
@@ -133,15 +137,6 @@ def test_refuses_lengths_out_of_order(slots: SlotPool, pages: PagePool, lengths:
     pages.verify()
 
 
-@pytest.mark.parametrize(("lengths", "error"), [([1, 2, 3], ShapeError), (1.5, DtypeError), ([True, True], DtypeError)])
-def test_refuses_what_is_no_length(slots: SlotPool, pages: PagePool, lengths: object, error: type[Exception]) -> None:
-    """Lengths are integers, one for all or one a row."""
-    two = slots.take(2)
-    for action in (pages.extend, pages.advance, pages.truncate):
-        with pytest.raises(error):
-            action(two, lengths)
-
-
 def test_running_out_changes_nothing(rt: Runtime, slots: SlotPool, pages: PagePool) -> None:
     """All requests get their pages or none does; the error says what is asked, free and pending."""
     gone, two = slots.take(1), slots.take(4)
@@ -207,23 +202,6 @@ def test_shares_released_together(slots: SlotPool, pages: PagePool) -> None:
     pages.verify()
 
 
-def test_refuses_to_share_parts_of_pages(slots: SlotPool, pages: PagePool) -> None:
-    """Sharing ends at a page, within what is committed, into requests without pages, from one source."""
-    two, target = slots.take(2), slots.take(1)
-    pages.extend(two, 8)
-    one = two.take([0])
-    refused(Code.PAGE_ALIGNMENT, lambda: pages.share(one, target, 6))
-    refused(Code.LENGTH_ORDER, lambda: pages.share(one, target, 12))
-    with pytest.raises(ArgumentError):
-        pages.share(two, target, 8)
-    with pytest.raises(ArgumentError):
-        pages.share(one, two.take([1]), 4)
-    with pytest.raises(DtypeError):
-        pages.share(one, target, True)
-    assert pages.stats.shared == 0
-    assert pages.allocated(target).tolist() == [0]
-
-
 def test_refuses_to_write_into_a_shared_page(slots: SlotPool, pages: PagePool) -> None:
     """Who truncates into a shared page may not write on: others read it. When they are gone it may."""
     source, target = slots.take(1), slots.take(1)
@@ -278,7 +256,7 @@ def test_takes_pages_before_a_request(slots: SlotPool, pages: PagePool, level: s
         assert pages.stats.shared == 2
         lease.release()
         assert (pages.stats.live, pages.stats.leases, pages.stats.shared) == (2, 0, 0)
-        assert pages.advance(one).locations.np.tolist() == [12]  # nobody else holds the request's pages any more
+        assert pages.advance(one).locations.np.tolist() == [12]  # the request's pages have no other holder any more
         pages.release_requests(one)
         pages.expect_idle()
         pages.verify()
@@ -366,7 +344,7 @@ def test_a_turnover_asks_only_its_own_pages(
 
 
 def test_a_leaked_lease_is_found(slots: SlotPool, pages: PagePool) -> None:
-    """A lease that nobody released keeps the pool from being idle."""
+    """A lease that was not released keeps the pool from being idle."""
     source = slots.take(1)
     pages.extend(source, 4)
     pages.hold(source, 4)
@@ -427,21 +405,26 @@ def test_two_page_pools_leave_together(rt: Runtime, slots: SlotPool, pages: Page
         pool.expect_idle()
 
 
-def test_refuses_handles_that_are_no_good(rt: Runtime, slots: SlotPool, pages: PagePool, device: str) -> None:
-    """Stale handles, padding, rows named twice and double releases are refused and change nothing."""
+@pytest.mark.parametrize("misuse", PagePoolMachine.MISUSES, ids=lambda misuse: str(misuse.name))
+def test_misuse_is_refused(slots: SlotPool, pages: PagePool, misuse: Misuse[tuple[PagePool, Slots]]) -> None:
+    """What cannot be meant is refused as the table of the machine says, and changes nothing."""
+    one = slots.take(1)
+    pages.extend(one, 5)
+    before = snapshot_slots(slots), snapshot_pages(pages)
+    with pytest.raises(BatchStateError) as caught:
+        misuse.call((pages, one))
+    assert getattr(caught.value, "code", type(caught.value)) in misuse.expected
+    assert (snapshot_slots(slots), snapshot_pages(pages)) == before
+    assert pages.committed(one).tolist() == [5]
+
+
+def test_refuses_what_has_left_or_is_of_another_runtime(slots: SlotPool, pages: PagePool, device: str) -> None:
+    """A request leaves once, and a pool serves slots of its own runtime."""
     one = slots.take(1)
     pages.extend(one, 4)
-    refused(Code.SLOT_SHARED, lambda: pages.advance(one.merge(one)))
-    refused(Code.SLOT_ZERO_ALLOCATED, lambda: pages.advance(one.pad(2)))
-    refused(Code.SLOT_DOUBLE_FREE, lambda: pages.release_requests(one.merge(one)))
-    assert pages.committed(one).tolist() == [4]
     pages.release_requests(one)
     refused(Code.SLOT_DOUBLE_FREE, lambda: pages.release_requests(one))
     refused(Code.SLOT_STALE_HANDLE, lambda: pages.extend(one, 4))
-    with pytest.raises(ArgumentError):
-        pages.advance(SlotPool(rt, 2).take(1))
-    with pytest.raises(ArgumentError):
-        pages.release(slots.take(1), after="now")  # type: ignore[arg-type]
     with pytest.raises(DeviceError):
         PagePool(open_device(device), slots, 4, 4, max_tokens_per_request=4)
 
@@ -506,61 +489,6 @@ def test_works_with_hybrid_slots(rt: Runtime) -> None:
     pages.expect_idle()
 
 
-@pytest.mark.usefixtures("full")
-def test_random_use_keeps_every_law(rt: Runtime) -> None:
-    """Any order of operations keeps all laws, judged from scratch after each one, and leaves nothing behind."""
-    rng = np.random.default_rng(1)
-    slots = SlotPool(rt, 8)
-    pages = PagePool(rt, slots, 24, 4, max_tokens_per_request=20)
-    live: list[Slots] = []
-    leases: list[PageLease] = []
-    refusals: set[str] = set()
-    gate = Gate()
-    for _ in range(400):
-        choice = rng.random()
-        after = gate if rng.random() < 0.5 else None
-        try:
-            if choice < 0.25:
-                live.append(slots.take(1))
-            elif choice < 0.35 and leases:
-                leases.pop(int(rng.integers(len(leases)))).release(after=after)
-            elif not live:
-                continue
-            elif choice < 0.6:
-                pages.advance(Slots.cat(live), rng.integers(0, 4, len(live)))
-            elif choice < 0.7:
-                pages.advance(Slots.cat(live))
-            elif choice < 0.8:
-                one = live[int(rng.integers(len(live)))]
-                pages.truncate(one, rng.integers(0, pages.committed(one) + 1), after=after)
-            elif choice < 0.9:
-                one = live[int(rng.integers(len(live)))]
-                whole = int(pages.committed(one)[0]) // 4 * 4
-                if rng.random() < 0.5:
-                    leases.append(pages.hold(one, whole))
-                else:
-                    live.append(slots.take(1))
-                    pages.share(one, live[-1], whole)
-            else:
-                pages.release_requests(live.pop(int(rng.integers(len(live)))), after=after)
-        except PoolExhaustedError:
-            refusals.add("exhausted")
-        except Violation as violation:  # the random choices overfill rows and write into shared pages
-            refusals.add(violation.code)
-            pages.verify()
-        if rng.random() < 0.2:
-            gate.done = True
-            gate = Gate()
-    if live:
-        pages.release_requests(Slots.cat(live))
-    for lease in leases:
-        lease.release()
-    pages.expect_idle()
-    slots.expect_idle()
-    pages.verify()
-    assert refusals == {"exhausted", Code.LENGTH_ORDER, Code.PAGE_OWNER}
-
-
 @changed("kv._page_state:PageReferences._release_read", ">= self._readers[0][0]", "< 0")
 def test_finds_a_forgotten_reader(slots: SlotPool, pages: PagePool) -> None:
     """A page freed while a former sharer's forward still reads it is found then, and else when it is handed out."""
@@ -578,7 +506,7 @@ def test_finds_a_forgotten_reader(slots: SlotPool, pages: PagePool) -> None:
     refused(Code.SLOT_IN_FLIGHT, lambda: pages.extend(slots.take(1), 4))
 
 
-def test_the_pools_own_table_is_written_without_a_second_look(rt: Runtime) -> None:
+def test_an_entry_of_the_pools_own_table(rt: Runtime) -> None:
     """An entry for the pool's token table equals the one that is checked again; a table too narrow is refused."""
     slots = SlotPool(rt, 4)
     table = slots.table("req_to_token", (8,), torch.int32, holds="location")
@@ -671,7 +599,7 @@ def test_a_fence_that_fails_changes_nothing(slots: SlotPool, pages: PagePool, op
         pages.verify()
 
 
-def test_finds_a_live_page_that_is_nobodys(slots: SlotPool, pages: PagePool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finds_a_live_page_without_a_holder(slots: SlotPool, pages: PagePool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page without holder and without reference is found while it is still counted as live."""
     one = slots.take(1)
     pages.extend(one, 4)
@@ -692,7 +620,7 @@ def test_a_handle_is_named_once_at_every_level(slots: SlotPool, pages: PagePool,
     pages.verify()
 
 
-def test_an_extension_is_asked_again(slots: SlotPool, pages: PagePool) -> None:
+def test_the_owners_of_an_extension_are_checked_again(slots: SlotPool, pages: PagePool) -> None:
     """The tokens of a request that has left are not written into the row of its successor."""
     table = slots.table("tokens", (16,), holds="location")
     one = slots.take(1)
@@ -722,20 +650,6 @@ def test_tables_of_other_slots_take_no_tokens(rt: Runtime, slots: SlotPool, page
         PagePool(rt, slots, 12, 4, max_tokens_per_request=16, req_to_token=halves)
 
 
-def test_refuses_sizes_that_int64_cannot_count(rt: Runtime, slots: SlotPool, pages: PagePool) -> None:
-    """Token numbers never wrap: sizes of which the product would are refused, and so is what is no pool of slots."""
-    with pytest.raises(ArgumentError, match="page_size is"):
-        PagePool(rt, slots, 12, 2**62, max_tokens_per_request=16)
-    with pytest.raises(ArgumentError, match="max_tokens_per_request is"):
-        PagePool(rt, slots, 12, 4, max_tokens_per_request=2**63)
-    nobody: Any = None
-    with pytest.raises(ArgumentError, match="expected a pool of slots"):
-        PagePool(rt, nobody, 12, 4, max_tokens_per_request=16)
-    two = slots.take(2)
-    with pytest.raises(ArgumentError, match="tokens is"):
-        pages.share(two.take([0]), two.take([1]), 2**63)
-
-
 def test_refusals_say_what_was_asked_for(slots: SlotPool, pages: PagePool) -> None:
     """The report of a length names what the caller asked for, and the operation that does what is meant."""
     one, other = slots.take(1), slots.take(1)
@@ -757,16 +671,6 @@ def test_refusals_say_what_was_asked_for(slots: SlotPool, pages: PagePool) -> No
         pages.extend(SlotPool(slots.runtime, 2).take(1), 3)
 
 
-def test_a_refusal_costs_no_look_at_all_pages(slots: SlotPool, pages: PagePool) -> None:
-    """The report of a page that others use too names the page that the request would write."""
-    one = slots.take(1)
-    pages.extend(one, 4)
-    lease = pages.hold(one, 4)
-    pages.truncate(one, 2)
-    report = refused(Code.PAGE_OWNER, lambda: pages.advance(one))
-    assert report.slot == lease.pages[0]
-
-
 def test_the_last_slot_is_refused_like_any_other(rt: Runtime) -> None:
     """A request that is as long as one may be gets no further token, also in the last row of the table."""
     slots = SlotPool(rt, 2)
@@ -779,7 +683,7 @@ def test_the_last_slot_is_refused_like_any_other(rt: Runtime) -> None:
 
 
 def test_a_lease_may_be_longer_than_a_request(rt: Runtime) -> None:
-    """Pages for a cache are not of one request; what a request begins with is judged by its own length."""
+    """Pages for a cache are not of one request; what a request begins with has to fit its own length."""
     slots = SlotPool(rt, 2)
     pool = PagePool(rt, slots, 8, 2, max_tokens_per_request=4)
     lease, slot = pool.take(4), slots.take(1)
@@ -791,8 +695,8 @@ def test_a_lease_may_be_longer_than_a_request(rt: Runtime) -> None:
     pool.verify()
 
 
-def test_a_fence_that_takes_pages_itself_leaves_the_books_right(rt: Runtime) -> None:
-    """A fence is code of the engine's: what it takes while it is asked is not handed out a second time."""
+def test_a_fence_may_take_pages_itself(rt: Runtime) -> None:
+    """A fence is code of the engine: what it takes while it is asked is not handed out a second time."""
     slots = SlotPool(rt, 4)
     pool = PagePool(rt, slots, 5, 2, max_tokens_per_request=8)
     first, second = slots.take(1), slots.take(1)
@@ -809,7 +713,7 @@ def test_a_fence_that_takes_pages_itself_leaves_the_books_right(rt: Runtime) -> 
             return False
 
         def wait(self) -> None:
-            """Nobody does."""
+            """Not called."""
 
     pool.release(second, after=Taking())
     with pytest.raises(PoolExhaustedError):

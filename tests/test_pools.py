@@ -1,22 +1,22 @@
-"""Slot pools: nobody gets what is somebody else's, and everything that was taken can be accounted for."""
+"""Slot pools: no slot has two owners, and everything that was taken can be accounted for."""
 
 import functools
-import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from batchstate import invariants, levels
-from batchstate.errors import ArgumentError, DeviceError, DtypeError, OwnerThreadError, PoolExhaustedError
-from batchstate.indices import Locations, Slots
+from batchstate.errors import ArgumentError, BatchStateError, DeviceError, OwnerThreadError, PoolExhaustedError
+from batchstate.hybrid import HybridSlotPool
+from batchstate.indices import Slots
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
-from batchstate.selfcheck.mutants.diffs import changed
+from batchstate.selfcheck.machines.pools import SlotMachine
 from batchstate.testing.devices import open_device
+from batchstate.testing.machine import Misuse
+from batchstate.testing.models import snapshot_slots
 from batchstate.violations import Code
 from tests.doubles import Gate, in_a_thread, refused
 
@@ -47,82 +47,21 @@ def test_last_freed_is_first_taken(rt: Runtime) -> None:
     assert pool.take(2).np.tolist() == first.np[[1, 2]].tolist()
 
 
-def test_generations_only_rise(rt: Runtime) -> None:
-    """Each allocation of a slot raises its generation by one; freeing does not reset it."""
-    pool = SlotPool(rt, 1)
-    for generation in range(1, 5):
-        slots = pool.take(1)
-        assert slots.generations.tolist() == [generation]
-        pool.free(slots)
-
-
-def test_nothing_is_fine(rt: Runtime) -> None:
-    """Taking none and freeing none does nothing."""
-    pool = SlotPool(rt, 2)
-    before = pool.stats
-    none = pool.take(0)
-    assert len(none) == 0
-    pool.free(none)
-    pool.free(none, after=Gate())
-    assert pool.stats == before
-
-
-@pytest.mark.parametrize(
-    ("n", "error"), [(-1, ArgumentError), (True, DtypeError), (1.0, DtypeError), ("1", DtypeError)]
-)
-def test_refuses_what_is_no_count(rt: Runtime, n: object, error: type[Exception]) -> None:
-    """Counts are integers of at least 0; booleans are none."""
-    pool = SlotPool(rt, 2)
-    with pytest.raises(error):
-        pool.take(n)  # type: ignore[arg-type]
-    with pytest.raises(error):
-        SlotPool(rt, n)  # type: ignore[arg-type]
-    assert pool.stats.free == 2
-
-
-def test_running_out_changes_nothing(rt: Runtime) -> None:
-    """The error says what was asked, what is free and what is pending; the pool is as it was."""
-    pool = SlotPool(rt, 4)
-    gate = Gate()
-    pool.free(pool.take(2), after=gate)
-    before = pool.stats
-    with pytest.raises(PoolExhaustedError) as caught:
-        pool.take(3)
-    assert (caught.value.requested, caught.value.free, caught.value.pending) == (3, 2, 2)
-    assert pool.stats == before
-    gate.done = True
-    assert len(pool.take(3)) == 3
-
-
 def test_pending_until_the_fence(rt: Runtime) -> None:
-    """A slot freed behind a fence is neither free nor live until the fence is complete; nobody waits."""
-    pool = SlotPool(rt, 2)
-    gate = Gate()
-    slots = pool.take(2)
-    pool.free(slots, after=gate)
-    stats = pool.stats
-    assert (stats.free, stats.pending, stats.live) == (0, 2, 0)
-    assert not pool.is_live(slots.np).any()
-    with pytest.raises(PoolExhaustedError):
-        pool.take(1)
-    gate.done = True
-    assert pool.reap() == 2
-    assert pool.reap() == 0
-    assert pool.stats.free == 2
-
-
-def test_fences_complete_in_any_order(rt: Runtime) -> None:
-    """Groups become free as their own fences complete, also when an older one is still open."""
+    """A slot freed behind a fence is neither free nor live until that fence is complete, in whatever order they are."""
     pool = SlotPool(rt, 4)
     old, new = Gate(), Gate()
     first, second = pool.take(2), pool.take(2)
     pool.free(first, after=old)
     pool.free(second, after=new)
+    assert (pool.stats.free, pool.stats.pending, pool.stats.live) == (0, 4, 0)
+    assert not pool.is_live(first.np).any()
+    with pytest.raises(PoolExhaustedError):
+        pool.take(1)
     new.done = True
     assert sorted(pool.take(2).np.tolist()) == sorted(second.np.tolist())
-    assert pool.stats.pending == 2
     old.done = True
-    assert pool.stats.free == 2
+    assert (pool.reap(), pool.reap(), pool.stats.free) == (2, 0, 2)
 
 
 def test_one_query_for_one_step(rt: Runtime) -> None:
@@ -172,16 +111,6 @@ def test_reserve_is_for_reserved_takes(rt: Runtime) -> None:
     pool.expect_idle()
 
 
-def test_reserved_pending_does_not_help_ordinary_takes(rt: Runtime) -> None:
-    """The pending figure of an ordinary shortage counts only slots that would cure it."""
-    pool = SlotPool(rt, 1, reserve=2)
-    pool.take(1)
-    pool.free(pool.take(2, reserved=True), after=Gate())
-    with pytest.raises(PoolExhaustedError) as caught:
-        pool.take(1)
-    assert (caught.value.free, caught.value.pending) == (0, 0)
-
-
 def test_refuses_double_free(rt: Runtime) -> None:
     """A slot is freed once: not twice in turn, not while pending, not twice in one call. Nothing changes."""
     pool = SlotPool(rt, 4)
@@ -211,44 +140,29 @@ def test_refuses_stale_handles(rt: Runtime) -> None:
     assert pool.stats.live == 1
 
 
-def test_refuses_padding(rt: Runtime) -> None:
-    """Padded rows are slot 0 and cannot be freed."""
-    pool = SlotPool(rt, 4)
-    padded = pool.take(2).pad(4)
-    refused(Code.SLOT_ZERO_ALLOCATED, lambda: pool.free(padded))
-    refused(Code.SLOT_ZERO_ALLOCATED, lambda: pool.check_handles(padded, "test"))
-    assert pool.stats.live == 2
-
-
-@pytest.mark.parametrize("slot", [-1, 5, 2**62])
-def test_refuses_what_is_out_of_range(rt: Runtime, slot: int) -> None:
-    """Forged numbers outside the pool never index an array."""
-    pool = SlotPool(rt, 4)
-    pool.take(4)
-    forged = Slots.from_host(rt, [slot], generations=[1], pool=pool.identity)
-    refused(Code.SLOT_OUT_OF_RANGE, lambda: pool.free(forged))
-    refused(Code.SLOT_OUT_OF_RANGE, lambda: pool.check_handles(forged, "test"))
-    refused(Code.SLOT_OUT_OF_RANGE, lambda: pool.is_live(np.array([slot])))
-
-
-def test_refuses_other_pools_units_and_runtimes(rt: Runtime, device: str) -> None:
-    """Slots of another pool, other indices, bare numbers and other runtimes are typed errors."""
+def test_refuses_other_pools_and_runtimes(rt: Runtime, device: str) -> None:
+    """Slots of another pool and of another runtime are typed errors; the message names both pools."""
     pool, other = SlotPool(rt, 4, name="mine"), SlotPool(rt, 4, name="theirs")
-    foreign = other.take(1)
-    pool.take(1)
     with pytest.raises(ArgumentError, match=r"'theirs'.*'mine'"):
-        pool.free(foreign)
-    refused(Code.UNIT_MISMATCH, lambda: pool.free(Locations.from_host(rt, [1])))  # type: ignore[arg-type]
-    with pytest.raises(DtypeError):
-        pool.free(np.array([1]))  # type: ignore[arg-type]
-    elsewhere = SlotPool(open_device(device), 4).take(1)
+        pool.free(other.take(1))
     with pytest.raises(DeviceError):
-        pool.free(elsewhere)
-    with pytest.raises(ArgumentError):
-        pool.free(pool.take(1), after=3)  # type: ignore[arg-type]
+        pool.free(SlotPool(open_device(device), 4).take(1))
 
 
-def test_arguments_are_judged_at_level_off(rt: Runtime) -> None:
+@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize("misuse", SlotMachine.MISUSES, ids=lambda misuse: str(misuse.name))
+def test_misuse_is_refused(rt: Runtime, misuse: Misuse[SlotPool], hybrid: bool) -> None:
+    """What cannot be meant is refused as the table of the machine says, and changes nothing, by a hybrid pool too."""
+    pool = HybridSlotPool(rt, 4, states=8, reserve=2) if hybrid else SlotPool(rt, 4, reserve=2)
+    pool.take(2)
+    before = snapshot_slots(pool)
+    with pytest.raises(BatchStateError) as caught:
+        misuse.call(pool)
+    assert getattr(caught.value, "code", type(caught.value)) in misuse.expected
+    assert snapshot_slots(pool) == before
+
+
+def test_arguments_are_checked_at_level_off(rt: Runtime) -> None:
     """With checks off a double free, a stale handle and padding are refused all the same."""
     with levels.checks("off"):
         pool = SlotPool(rt, 2)
@@ -257,24 +171,6 @@ def test_arguments_are_judged_at_level_off(rt: Runtime) -> None:
         refused(Code.SLOT_DOUBLE_FREE, lambda: pool.free(slots))
         pool.take(1)
         refused(Code.SLOT_STALE_HANDLE, lambda: pool.free(slots))
-
-
-def test_belongs_to_one_thread(rt: Runtime) -> None:
-    """Use from a second thread is an error, not a race."""
-    pool = SlotPool(rt, 2)
-    caught: list[BaseException] = []
-
-    def use() -> None:
-        try:
-            pool.take(1)
-        except OwnerThreadError as error:
-            caught.append(error)
-
-    thread = threading.Thread(target=use)
-    thread.start()
-    thread.join()
-    assert len(caught) == 1
-    assert pool.stats.live == 0
 
 
 def test_statistics_add_up(rt: Runtime) -> None:
@@ -290,7 +186,7 @@ def test_statistics_add_up(rt: Runtime) -> None:
 
 
 def test_idle_names_the_leaked(rt: Runtime) -> None:
-    """A slot that nobody freed is named at shutdown, up to 8 of them; pending slots are no leak."""
+    """A slot that was not freed is named at shutdown, up to 8 of them; pending slots are no leak."""
     pool = SlotPool(rt, 20)
     slots = pool.take(12)
     report = refused(Code.SLOT_CONSERVATION, pool.expect_idle)
@@ -309,35 +205,6 @@ def test_owns_what_was_freed(rt: Runtime) -> None:
     gate.done = True
     assert sorted(pool.take(3).np.tolist()) == [1, 2, 3]
     pool.verify()
-
-
-@pytest.mark.usefixtures("full")
-def test_random_use_keeps_every_law(rt: Runtime) -> None:
-    """Any order of taking, freeing and completing keeps all laws, judged from scratch after each operation."""
-    rng = np.random.default_rng(0)
-    pool = SlotPool(rt, 24, reserve=8)
-    pool.table("kv", (2,), torch.int32, host=True)
-    held: list[Slots] = []
-    gates = [Gate()]
-    shortages = 0
-    for _ in range(300):
-        if held and rng.random() < 0.5:
-            slots = held.pop(int(rng.integers(len(held))))
-            pool.free(slots, after=gates[-1] if rng.random() < 0.6 else None)
-        else:
-            try:
-                held.append(pool.take(int(rng.integers(0, 6)), reserved=bool(rng.random() < 0.3)))
-            except PoolExhaustedError:
-                shortages += 1
-        if rng.random() < 0.3:
-            gates[int(rng.integers(len(gates)))].done = True
-            gates.append(Gate())
-        everything = [row for one in held for row in one.np.tolist()]
-        assert len(set(everything)) == len(everything) == pool.stats.live
-    for slots in held:
-        pool.free(slots)
-    pool.expect_idle()
-    assert shortages
 
 
 def test_costs_what_changes(rt: Runtime) -> None:
@@ -361,11 +228,8 @@ def test_repr_counts(rt: Runtime) -> None:
     assert repr(pool) == "SlotPool('rows', size=3, reserve=0, free=2, pending=0, live=1)"
 
 
-# Bugs switched on: each has to be found, by name.
-
-
 @pytest.mark.parametrize("operation", ["free", "rows_of"])
-def test_no_number_outside_is_taken_for_a_slot(rt: Runtime, operation: str) -> None:
+def test_refuses_what_is_out_of_range(rt: Runtime, operation: str) -> None:
     """A handle whose number lies outside is refused, however far, and whatever generation it says."""
     pool = SlotPool(rt, 3)
     pool.take(3)
@@ -375,27 +239,6 @@ def test_no_number_outside_is_taken_for_a_slot(rt: Runtime, operation: str) -> N
         forged = Slots.from_host(rt, [row], generations=[1], pool=pool.identity)
         refused(Code.SLOT_OUT_OF_RANGE, functools.partial(getattr(pool, operation), forged, **given))
     assert pool.stats.live == 3
-
-
-def test_finds_a_pending_slot_handed_out(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slot that stands in the free list while it is pending is found when it is taken."""
-    pool = SlotPool(rt, 3)
-    slots = pool.take(2)
-    pool.free(slots, after=Gate())
-    pool._allocator._ordinary.push(slots.np)
-    refused(Code.SLOT_IN_FLIGHT, lambda: pool.take(1))
-
-
-@changed("_allocator:PendingQueue.defer", "indices.copy()", "indices")
-def test_finds_a_queue_that_keeps_a_view(rt: Runtime) -> None:
-    """A queue that keeps the caller's memory is found when that memory has changed."""
-    pool = SlotPool(rt, 8)
-    gate = Gate()
-    slots = pool.take(2)
-    pool.free(slots, after=gate)
-    slots.host.fill_(7)
-    gate.done = True
-    refused(Code.SLOT_DOUBLE_FREE, pool.reap)
 
 
 def test_finds_a_generation_that_falls(rt: Runtime) -> None:
@@ -416,8 +259,8 @@ def test_finds_a_slot_twice_in_the_free_list(rt: Runtime) -> None:
     refused(Code.SLOT_SHARED, lambda: pool.take(1))
 
 
-def test_laws_are_asked(rt: Runtime) -> None:
-    """One take and one free ask the laws of conservation, flight and double free."""
+def test_invariants_are_checked(rt: Runtime) -> None:
+    """One take and one free check conservation, flight and double free."""
     pool = SlotPool(rt, 4)
     before = invariants.times_checked.copy()
     pool.free(pool.take(2), after=Gate())
@@ -492,53 +335,41 @@ def test_a_damaged_table_refuses_without_a_change(rt: Runtime, full: None) -> No
         assert pool.is_live(slots.np).all()
 
 
-def test_every_question_belongs_to_the_owning_thread(rt: Runtime) -> None:
-    """Looking handles up uses scratch memory of the pool, so that a second thread is refused there too."""
+def test_belongs_to_one_thread(rt: Runtime) -> None:
+    """A second thread is refused everywhere; looking handles up uses scratch memory of the pool."""
     pool = SlotPool(rt, 4)
     slots = pool.take(1)
-    for ask in (
+    for call in (
+        lambda: pool.take(1),
+        lambda: pool.free(slots),
         lambda: pool.rows_of(slots, "x", unique=True),
         lambda: pool.check_handles(slots, "x"),
         lambda: pool.check_release(slots, "free"),
         lambda: pool.release_rows(slots.np, None, "free"),
     ):
-        assert isinstance(in_a_thread(ask), OwnerThreadError)
-    assert pool.stats.live == 1
-
-
-def test_refuses_sizes_and_runtimes_that_cannot_be(rt: Runtime) -> None:
-    """What the arrays of the books cannot count, and what is no runtime, is refused with a typed error."""
-    nobody: Any = None
-    with pytest.raises(ArgumentError, match="expected a runtime"):
-        SlotPool(nobody, 3)
-    for size, reserve in ((2**63, 0), (1, 2**63), (2**31 - 2, 1)):
-        with pytest.raises(ArgumentError, match=r"or less"):
-            SlotPool(rt, size, reserve=reserve)
-
-
-def test_a_class_of_fences_is_no_fence(rt: Runtime) -> None:
-    """`after=Gate` for `after=Gate()` is refused at once and not when somebody takes."""
-    pool = SlotPool(rt, 2)
-    wrong: Any = Gate
-    with pytest.raises(ArgumentError, match="expected a fence"):
-        pool.free(pool.take(1), after=wrong)
+        assert isinstance(in_a_thread(call), OwnerThreadError)
     assert pool.stats.live == 1
 
 
 def test_running_out_says_whether_it_can_ever_succeed(rt: Runtime) -> None:
-    """The error of a request larger than the pool says so, and names what only a reserved take hands out."""
+    """The error says what is free, what waiting would give, what the reserve has, and whether the pool is too small."""
     pool = SlotPool(rt, 6, reserve=2)
     with pytest.raises(PoolExhaustedError, match="can never succeed: the pool has 6"):
         pool.take(100)
     with pytest.raises(PoolExhaustedError, match="can never succeed: the pool has 8"):
         pool.take(9, reserved=True)
-    pool.take(6)
+    slots = pool.take(6)
     with pytest.raises(PoolExhaustedError, match="2 more are free in the reserve") as caught:
         pool.take(1)
     assert (caught.value.size, caught.value.free_reserved) == (6, 2)
+    pool.free(slots.take([0, 1]), after=Gate())
+    pool.free(pool.take(2, reserved=True), after=Gate())  # those of the reserve do not help an ordinary take
+    with pytest.raises(PoolExhaustedError) as caught:
+        pool.take(3)
+    assert (caught.value.requested, caught.value.free, caught.value.pending) == (3, 0, 2)
 
 
-def test_a_handle_without_a_generation_is_nobodys(rt: Runtime) -> None:
+def test_a_handle_without_a_generation_has_no_owner(rt: Runtime) -> None:
     """Numbers wrapped by hand have generation 0, which no live slot has: refused also while the slot is free."""
     pool = SlotPool(rt, 4)
     table = pool.table("table", (2,))
@@ -548,10 +379,3 @@ def test_a_handle_without_a_generation_is_nobodys(rt: Runtime) -> None:
             refused(Code.SLOT_STALE_HANDLE, use)
         if free:
             pool.take(1)
-
-
-def test_reading_until_nothing_is_refused(rt: Runtime) -> None:
-    """None is no fence to wait for, and a table that was told so would fail in every later step."""
-    table = SlotPool(rt, 4).table("table", (2,))
-    with pytest.raises(ArgumentError, match="expected a fence"):
-        table.read_until(None)  # type: ignore[arg-type]

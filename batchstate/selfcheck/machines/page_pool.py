@@ -1,7 +1,7 @@
 """`PagePool` against a memory of stamps: growing, speculation, shared prefixes, fenced releases, exhaustion."""
 
 from collections.abc import Callable
-from typing import final
+from typing import Any, final
 
 import attrs
 import numpy as np
@@ -195,6 +195,19 @@ def _has_pages(it: It) -> bool:
     return bool(it[0].allocated(it[1])[0])
 
 
+def _none(it: It) -> Slots:
+    return it[0].slots.take(0)
+
+
+def _foreign(it: It) -> Slots:
+    return SlotPool(it[0].runtime, 2).take(1)
+
+
+def _made(it: It, **options: Any) -> PagePool:
+    arguments = {"slots": it[0].slots, "num_pages": 4, "page_size": 4, "max_tokens_per_request": 4}
+    return PagePool(it[0].runtime, **{**arguments, **options})
+
+
 _MISUSES: tuple[Misuse[It], ...] = (
     Misuse("grow to -1", (Code.LENGTH_ORDER,), lambda it: it[0].grow(it[1], -1)),
     Misuse("grow beyond a row", (Code.LENGTH_ORDER,), lambda it: it[0].grow(it[1], it[0].max_tokens_per_request + 1)),
@@ -212,6 +225,16 @@ _MISUSES: tuple[Misuse[It], ...] = (
         (Code.LENGTH_ORDER,),
         lambda it: it[0].hold(it[1], 8 * it[0].page_size),
     ),
+    Misuse("share half a page", (Code.PAGE_ALIGNMENT,), lambda it: it[0].share(it[1], _none(it), 1), _pages_of_two),
+    Misuse(
+        "share what is not committed",
+        (Code.LENGTH_ORDER,),
+        lambda it: it[0].share(it[1], _none(it), 8 * it[0].page_size),
+    ),
+    Misuse("share True tokens", (DtypeError,), lambda it: it[0].share(it[1], _none(it), True)),
+    Misuse("share beyond int64", (ArgumentError,), lambda it: it[0].share(it[1], _none(it), 2**63)),
+    Misuse("share from no request", (ArgumentError,), lambda it: it[0].share(_none(it), _none(it), 0)),
+    Misuse("grow requests of another pool", (ArgumentError,), lambda it: it[0].grow(_foreign(it), 1)),
     Misuse("hold two requests", (ArgumentError, Code.SLOT_SHARED), lambda it: it[0].hold(it[1].take([0, 0]), 0)),
     Misuse("share into a request with pages", (ArgumentError,), lambda it: it[0].share(it[1], it[1], 0), _has_pages),
     Misuse("one request twice", (Code.SLOT_SHARED,), lambda it: it[0].advance(it[1].take([0, 0]))),
@@ -229,11 +252,10 @@ _MISUSES: tuple[Misuse[It], ...] = (
         lambda it: it[0].release(Pages.from_host(it[0].runtime, [1])),  # type: ignore[arg-type]
     ),
     Misuse("a lease made by hand", (ArgumentError, DtypeError), lambda it: it[0].share(7, it[1], 0)),  # type: ignore[arg-type]
-    Misuse(
-        "pages of no tokens",
-        (ArgumentError,),
-        lambda it: PagePool(it[0].runtime, it[0].slots, 1, 0, max_tokens_per_request=1),
-    ),
+    Misuse("a page size beyond int64", (ArgumentError,), lambda it: _made(it, page_size=2**62)),
+    Misuse("requests beyond int64", (ArgumentError,), lambda it: _made(it, max_tokens_per_request=2**63)),
+    Misuse("pages of no slot pool", (ArgumentError,), lambda it: _made(it, slots=it[0])),
+    Misuse("pages of no tokens", (ArgumentError,), lambda it: _made(it, page_size=0)),
 )
 
 
