@@ -1,5 +1,6 @@
 """Corners of the detector: eager fences, kernels on pinned memory, operations that torch refuses, other tensors."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,16 @@ from torch.utils._pytree import tree_map
 from batchstate import SlotPool
 from batchstate.errors import ArgumentError, OwnerThreadError
 from batchstate.runtime import Stream
-from batchstate.testing import Race, RaceKind, RaceRuntime, SimRuntime, open_device, raw_kernel
+from batchstate.testing import Race, RaceKind, RaceRuntime, open_device, raw_kernel
 from batchstate.testing.devices import torch_device_of
 from tests.doubles import in_a_thread
+
+
+@pytest.fixture
+def rt() -> Iterator[RaceRuntime]:
+    """A detector in its window, which raises what it finds."""
+    with RaceRuntime() as rt:
+        yield rt
 
 
 def table(rt: RaceRuntime, rows: int = 4) -> torch.Tensor:
@@ -76,25 +84,17 @@ def test_names_of_tools_stand_on_devices_of_torch(name: str, torch_name: str) ->
     assert torch_device_of(name) == torch_name
 
 
-def test_both_tools_name_pinned_memory() -> None:
-    """A program with named buffers runs on either."""
-    for rt in (RaceRuntime(), SimRuntime()):
-        with rt:
-            assert rt.pinned((2,), torch.int64, name="ring 0").tolist() == [0, 0]
-
-
-def test_only_work_of_steps_counts_as_depth() -> None:
+def test_only_work_of_steps_counts_as_depth(rt: RaceRuntime) -> None:
     """Set-up before the first step, numbers of the host, fences and waits are no steps in flight."""
-    with RaceRuntime() as rt:
-        numbers = rt.device_zeros((4,), torch.int64)
+    numbers = rt.device_zeros((4,), torch.int64)
+    numbers.add_(1)
+    for _ in range(4):
+        rt.next_step()
         numbers.add_(1)
-        for _ in range(4):
-            rt.next_step()
-            numbers.add_(1)
-            rt.synchronize()
-            torch.tensor([1, 2]) + 1
-            rt.record()
-        assert rt.in_flight_depth_max == 1
+        rt.synchronize()
+        torch.tensor([1, 2]) + 1
+        rt.record()
+    assert rt.in_flight_depth_max == 1
 
 
 def test_waits_inside_torch_are_forced_syncs() -> None:
@@ -131,28 +131,26 @@ def copy(source: torch.Tensor, target: torch.Tensor) -> None:
     target.numpy()[:] = source.numpy()
 
 
-def test_kernels_use_pinned_memory_in_the_order_of_their_stream() -> None:
+def test_kernels_use_pinned_memory_in_the_order_of_their_stream(rt: RaceRuntime) -> None:
     """What landed there before is there, what a copy reads was read, and nobody is accused."""
-    with RaceRuntime() as rt:
-        numbers, pinned, out = table(rt), rt.pinned((4,), torch.int64, name="ring"), table(rt)
-        numbers.copy_(pinned, non_blocking=True)
-        rt.launch(fill, pinned, 9, writes=[pinned])
-        numbers.add_(5)
-        pinned.copy_(numbers, non_blocking=True)
-        rt.launch(copy, pinned, out, reads=[pinned], writes=[out])
-        rt.launch(fill, pinned, 7, writes=[pinned])
-        rt.record().wait()
-        assert rt.inspect(out).tolist() == [5] * 4
-        assert pinned.tolist() == [7] * 4
+    numbers, pinned, out = table(rt), rt.pinned((4,), torch.int64, name="ring"), table(rt)
+    numbers.copy_(pinned, non_blocking=True)
+    rt.launch(fill, pinned, 9, writes=[pinned])
+    numbers.add_(5)
+    pinned.copy_(numbers, non_blocking=True)
+    rt.launch(copy, pinned, out, reads=[pinned], writes=[out])
+    rt.launch(fill, pinned, 7, writes=[pinned])
+    rt.record().wait()
+    assert rt.inspect(out).tolist() == [5] * 4
+    assert pinned.tolist() == [7] * 4
 
 
-def test_kernels_declare_what_is_in_their_lists() -> None:
+def test_kernels_declare_what_is_in_their_lists(rt: RaceRuntime) -> None:
     """Memory in a list or a dict is given as well as memory by itself."""
-    with RaceRuntime() as rt:
-        numbers = table(rt)
-        for given in ([numbers], (numbers,), {"numbers": numbers}):
-            with pytest.raises(ArgumentError, match="declares nothing"):
-                rt.launch(fill, given, 1)
+    numbers = table(rt)
+    for given in ([numbers], (numbers,), {"numbers": numbers}):
+        with pytest.raises(ArgumentError, match="declares nothing"):
+            rt.launch(fill, given, 1)
 
 
 def test_advice_names_a_fence_that_is_too_early() -> None:
@@ -169,22 +167,21 @@ def test_advice_names_a_fence_that_is_too_early() -> None:
     assert report.suggestion.startswith("record the fence behind add_")
 
 
-def test_memory_freed_in_use_is_remembered_after_a_race() -> None:
+def test_memory_freed_in_use_is_remembered_after_a_race(rt: RaceRuntime) -> None:
     """A race that is caught does not make the detector forget what else was freed; it says where it was dropped."""
-    with RaceRuntime() as rt:
-        forward = other(rt)
-        held = [rt.device_zeros((4,), torch.int64) for _ in range(2)]
-        made = rt.record()
-        with rt.use(forward):
-            rt.wait(made)
-            sums = [one + 1 for one in held]
-        held.clear()
-        for _ in range(2):
-            with pytest.raises(Race) as caught:
-                rt.device_empty((1,), torch.int64)
-            assert caught.value.report.kind is RaceKind.FREED_IN_USE
-            assert "dropped at tests/test_race_edges.py" in caught.value.report.missing
-        assert len(sums) == 2
+    forward = other(rt)
+    held = [rt.device_zeros((4,), torch.int64) for _ in range(2)]
+    made = rt.record()
+    with rt.use(forward):
+        rt.wait(made)
+        sums = [one + 1 for one in held]
+    held.clear()
+    for _ in range(2):
+        with pytest.raises(Race) as caught:
+            rt.device_empty((1,), torch.int64)
+        assert caught.value.report.kind is RaceKind.FREED_IN_USE
+        assert "dropped at tests/test_race_edges.py" in caught.value.report.missing
+    assert len(sums) == 2
 
 
 def test_a_copy_from_pageable_memory_is_not_waited_for_to_its_end() -> None:
@@ -197,14 +194,13 @@ def test_a_copy_from_pageable_memory_is_not_waited_for_to_its_end() -> None:
     assert [one.kind for one in rt.races] == [RaceKind.READ_AFTER_WRITE]
 
 
-def test_pinned_memory_of_any_factory_is_pinned() -> None:
+def test_pinned_memory_of_any_factory_is_pinned(rt: RaceRuntime) -> None:
     """A CPU has none to pin, and `torch.tensor(..., pin_memory=True)` and `is_pinned` are as on a device."""
-    with RaceRuntime() as rt:
-        assert torch.tensor([1, 2], pin_memory=True).is_pinned()
-        assert torch.empty(2, pin_memory=True).is_pinned()
-        assert rt.pinned((2,), torch.int64).is_pinned()
-        assert not torch.empty(2).is_pinned()
-        assert not table(rt).is_pinned()
+    assert torch.tensor([1, 2], pin_memory=True).is_pinned()
+    assert torch.empty(2, pin_memory=True).is_pinned()
+    assert rt.pinned((2,), torch.int64).is_pinned()
+    assert not torch.empty(2).is_pinned()
+    assert not table(rt).is_pinned()
 
 
 def test_fences_belong_to_the_thread_of_their_runtime() -> None:
@@ -242,17 +238,16 @@ def test_wrapped_tensors_are_seen_through() -> None:
     assert [one.kind for one in rt.races] == [RaceKind.WRITE_AFTER_READ]
 
 
-def test_calls_that_torch_allows_do_not_fail() -> None:
+def test_calls_that_torch_allows_do_not_fail(rt: RaceRuntime) -> None:
     """Broadcast masks, indices of a number, batched functions, conjugate views: they run as without the detector."""
-    with RaceRuntime() as rt:
-        grid = rt.device_zeros((4, 1), torch.int64).expand(4, 3)
-        assert torch.masked_select(grid[:, :1], torch.ones(4, 3, dtype=torch.bool)).shape == (12,)
-        assert rt.device_zeros((), torch.int64).index_select(0, torch.tensor([0])).shape == ()
-        assert torch.vmap(lambda one: one.to(torch.float32) + 1)(grid).shape == (4, 3)
-        numbers = rt.device_zeros((2,), torch.complex64)
-        numbers.copy_(torch.ones(2, dtype=torch.complex64).pin_memory().conj(), non_blocking=True)
-        with pytest.raises(IndexError):
-            grid[torch.tensor([0, 1, 2]), torch.tensor([0, 1])]
+    grid = rt.device_zeros((4, 1), torch.int64).expand(4, 3)
+    assert torch.masked_select(grid[:, :1], torch.ones(4, 3, dtype=torch.bool)).shape == (12,)
+    assert rt.device_zeros((), torch.int64).index_select(0, torch.tensor([0])).shape == ()
+    assert torch.vmap(lambda one: one.to(torch.float32) + 1)(grid).shape == (4, 3)
+    numbers = rt.device_zeros((2,), torch.complex64)
+    numbers.copy_(torch.ones(2, dtype=torch.complex64).pin_memory().conj(), non_blocking=True)
+    with pytest.raises(IndexError):
+        grid[torch.tensor([0, 1, 2]), torch.tensor([0, 1])]
 
 
 def test_large_regions_are_kept_briefly() -> None:

@@ -1,6 +1,7 @@
 """Pinned memory between the host and copies in flight: poison, landings, checksums, and memory that is freed."""
 
 import gc
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -11,6 +12,13 @@ from batchstate.testing.race import Race, RaceKind, RaceRuntime
 from batchstate.testing.race.host_memory import POISON
 
 UNSEEN = "a write that torch did not see"
+
+
+@pytest.fixture
+def rt() -> Iterator[RaceRuntime]:
+    """A detector in its window, which raises what it finds."""
+    with RaceRuntime() as rt:
+        yield rt
 
 
 def vector(rt: RaceRuntime, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -27,45 +35,42 @@ def kinds(rt: RaceRuntime) -> list[tuple[RaceKind, str]]:
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool, torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("strided", [False, True])
-def test_what_has_not_landed_is_poison(dtype: torch.dtype, strided: bool) -> None:
+def test_what_has_not_landed_is_poison(rt: RaceRuntime, dtype: torch.dtype, strided: bool) -> None:
     """Every byte of it, whatever the dtype is and however it lies; the host that waited finds the numbers."""
-    with RaceRuntime() as rt:
-        numbers = vector(rt, dtype)
-        memory = rt.pinned((4, 2), dtype)
-        landing = memory[:, 0] if strided else memory.view(-1)[:4]
-        landing.copy_(numbers, non_blocking=True)
-        raw = memory.view(-1).view(torch.uint8).numpy().reshape(4, 2, -1)
-        poisoned = raw[:, 0] if strided else raw.reshape(-1)[: 4 * dtype.itemsize]
-        if dtype is not torch.bool:
-            assert (poisoned == POISON).all()
-        assert (raw.reshape(-1)[-dtype.itemsize :] == 0).all()
-        rt.record().wait()
-        assert landing.tolist() == numbers.tolist()
+    numbers = vector(rt, dtype)
+    memory = rt.pinned((4, 2), dtype)
+    landing = memory[:, 0] if strided else memory.view(-1)[:4]
+    landing.copy_(numbers, non_blocking=True)
+    raw = memory.view(-1).view(torch.uint8).numpy().reshape(4, 2, -1)
+    poisoned = raw[:, 0] if strided else raw.reshape(-1)[: 4 * dtype.itemsize]
+    if dtype is not torch.bool:
+        assert (poisoned == POISON).all()
+    assert (raw.reshape(-1)[-dtype.itemsize :] == 0).all()
+    rt.record().wait()
+    assert landing.tolist() == numbers.tolist()
 
 
-def test_nothing_lands_before_its_own_fence() -> None:
+def test_nothing_lands_before_its_own_fence(rt: RaceRuntime) -> None:
     """A fence from before the copy, or of another stream, brings nothing."""
-    with RaceRuntime() as rt:
-        numbers, landing = vector(rt), rt.pinned((4,), torch.int64)
-        array = landing.numpy()
-        early = rt.record()
-        landing.copy_(numbers, non_blocking=True)
-        other = rt.record(rt.stream("other"))
-        for fence in (early, other):
-            fence.wait()
-            assert array[0] != 5
-        rt.record().wait()
-        assert array.tolist() == [5] * 4
+    numbers, landing = vector(rt), rt.pinned((4,), torch.int64)
+    array = landing.numpy()
+    early = rt.record()
+    landing.copy_(numbers, non_blocking=True)
+    other = rt.record(rt.stream("other"))
+    for fence in (early, other):
+        fence.wait()
+        assert array[0] != 5
+    rt.record().wait()
+    assert array.tolist() == [5] * 4
 
 
-def test_numbers_land_as_they_were_when_the_copy_was_enqueued() -> None:
+def test_numbers_land_as_they_were_when_the_copy_was_enqueued(rt: RaceRuntime) -> None:
     """What its own stream writes later does not travel with it."""
-    with RaceRuntime() as rt:
-        numbers, landing = vector(rt), rt.pinned((4,), torch.int64)
-        landing.copy_(numbers, non_blocking=True)
-        numbers.fill_(6)
-        rt.synchronize()
-        assert landing.tolist() == [5] * 4
+    numbers, landing = vector(rt), rt.pinned((4,), torch.int64)
+    landing.copy_(numbers, non_blocking=True)
+    numbers.fill_(6)
+    rt.synchronize()
+    assert landing.tolist() == [5] * 4
 
 
 @pytest.mark.parametrize("waited", ["record", "synchronize", "item", "end"])
@@ -87,25 +92,23 @@ def test_a_refilled_source_is_found_whenever_the_host_waits(waited: str) -> None
     assert rt.races[0].second.site.startswith("a line between ")
 
 
-def test_a_source_that_was_refilled_in_time_is_not_reported() -> None:
+def test_a_source_that_was_refilled_in_time_is_not_reported(rt: RaceRuntime) -> None:
     """Over is over: the next numbers may go in, and travel with the next copy."""
-    with RaceRuntime() as rt:
-        numbers, staged = vector(rt), rt.pinned((4,), torch.int64)
-        for step in range(5):
-            staged.numpy()[...] = step
-            numbers.copy_(staged, non_blocking=True)
-            rt.record().wait()
-            assert numbers.tolist() == [step] * 4
+    numbers, staged = vector(rt), rt.pinned((4,), torch.int64)
+    for step in range(5):
+        staged.numpy()[...] = step
+        numbers.copy_(staged, non_blocking=True)
+        rt.record().wait()
+        assert numbers.tolist() == [step] * 4
 
 
-def test_only_the_part_that_is_copied_counts() -> None:
+def test_only_the_part_that_is_copied_counts(rt: RaceRuntime) -> None:
     """Another part of the same memory may be written meanwhile."""
-    with RaceRuntime() as rt:
-        numbers, staged = vector(rt), rt.pinned((8,), torch.int64)
-        numbers.copy_(staged[2:6], non_blocking=True)
-        staged.numpy()[:2] = 1
-        staged[6:].fill_(1)
-        rt.synchronize()
+    numbers, staged = vector(rt), rt.pinned((8,), torch.int64)
+    numbers.copy_(staged[2:6], non_blocking=True)
+    staged.numpy()[:2] = 1
+    staged[6:].fill_(1)
+    rt.synchronize()
 
 
 def test_a_write_that_torch_shows_is_reported_once() -> None:
@@ -122,17 +125,16 @@ def test_a_write_that_torch_shows_is_reported_once() -> None:
     assert kinds(rt)[1:] == [(RaceKind.STAGING_REFILLED, "zero_"), (RaceKind.STAGING_REFILLED, UNSEEN)]
 
 
-def test_memory_goes_both_ways_on_one_stream() -> None:
+def test_memory_goes_both_ways_on_one_stream(rt: RaceRuntime) -> None:
     """To the host and back without the host, and from the host and back: the stream orders all of it."""
-    with RaceRuntime() as rt:
-        numbers, target, between = vector(rt), vector(rt), rt.pinned((4,), torch.int64)
-        numbers.fill_(8)
-        between.copy_(numbers, non_blocking=True)
-        target.copy_(between, non_blocking=True)
-        between.copy_(target + 1, non_blocking=True)
-        rt.record().wait()
-        assert target.tolist() == [8] * 4
-        assert between.tolist() == [9] * 4
+    numbers, target, between = vector(rt), vector(rt), rt.pinned((4,), torch.int64)
+    numbers.fill_(8)
+    between.copy_(numbers, non_blocking=True)
+    target.copy_(between, non_blocking=True)
+    between.copy_(target + 1, non_blocking=True)
+    rt.record().wait()
+    assert target.tolist() == [8] * 4
+    assert between.tolist() == [9] * 4
 
 
 def test_what_the_host_writes_unseen_below_a_landing_is_found() -> None:
@@ -146,16 +148,15 @@ def test_what_the_host_writes_unseen_below_a_landing_is_found() -> None:
     assert kinds(rt) == [(RaceKind.HOST_MEMORY_REUSED, UNSEEN)]
 
 
-def test_two_landings_of_one_stream_are_in_order() -> None:
+def test_two_landings_of_one_stream_are_in_order(rt: RaceRuntime) -> None:
     """The second one is what remains, and nobody is accused of the first."""
-    with RaceRuntime() as rt:
-        numbers, landing = vector(rt), rt.pinned((4,), torch.int64)
-        landing.copy_(numbers, non_blocking=True)
-        first = rt.record()
-        landing.copy_(numbers * 2, non_blocking=True)
-        first.wait()
-        rt.record().wait()
-        assert landing.tolist() == [10] * 4
+    numbers, landing = vector(rt), rt.pinned((4,), torch.int64)
+    landing.copy_(numbers, non_blocking=True)
+    first = rt.record()
+    landing.copy_(numbers * 2, non_blocking=True)
+    first.wait()
+    rt.record().wait()
+    assert landing.tolist() == [10] * 4
 
 
 def test_pinned_memory_of_torch_is_pinned() -> None:
@@ -176,40 +177,37 @@ def test_pinned_memory_of_torch_is_pinned() -> None:
     ]
 
 
-def test_blocking_copies_need_no_fence() -> None:
+def test_blocking_copies_need_no_fence(rt: RaceRuntime) -> None:
     """In either direction, and with memory that is not pinned whatever they are asked."""
-    with RaceRuntime() as rt:
-        numbers, landing = vector(rt), rt.pinned((4,), torch.int64)
-        landing.copy_(numbers)
-        assert landing.tolist() == [5] * 4
-        numbers.copy_(landing)
-        landing.fill_(1)
-        pageable = torch.from_numpy(np.zeros(4, np.int64))
-        pageable.copy_(numbers, non_blocking=True)
-        assert pageable.tolist() == [5] * 4
-        assert numbers.cpu().tolist() == [5] * 4
+    numbers, landing = vector(rt), rt.pinned((4,), torch.int64)
+    landing.copy_(numbers)
+    assert landing.tolist() == [5] * 4
+    numbers.copy_(landing)
+    landing.fill_(1)
+    pageable = torch.from_numpy(np.zeros(4, np.int64))
+    pageable.copy_(numbers, non_blocking=True)
+    assert pageable.tolist() == [5] * 4
+    assert numbers.cpu().tolist() == [5] * 4
 
 
-def test_staging_of_the_library_is_never_accused() -> None:
+def test_staging_of_the_library_is_never_accused(rt: RaceRuntime) -> None:
     """Its blocks go round by their fences, whoever waits and whenever."""
-    with RaceRuntime() as rt:
-        left = rt.stream("left")
-        pending = []
-        for step in range(12):
-            with rt.use(left):
-                numbers = rt.upload([np.full(4, step)]).view(0)
-                pending.append(rt.download([numbers, numbers * 2]))
-            if step % 4 == 3:
-                assert [one.resolve()[1][0] for one in pending] == [2 * at for at in range(step - 3, step + 1)]
-                pending.clear()
+    left = rt.stream("left")
+    pending = []
+    for step in range(12):
+        with rt.use(left):
+            numbers = rt.upload([np.full(4, step)]).view(0)
+            pending.append(rt.download([numbers, numbers * 2]))
+        if step % 4 == 3:
+            assert [one.resolve()[1][0] for one in pending] == [2 * at for at in range(step - 3, step + 1)]
+            pending.clear()
 
 
-def test_a_download_that_is_taken_out_by_hand_is_found() -> None:
+def test_a_download_that_is_taken_out_by_hand_is_found(rt: RaceRuntime) -> None:
     """Its memory is read before its fence is complete."""
-    with RaceRuntime() as rt:
-        pending = rt.download([vector(rt)])
-        with pytest.raises(Race, match="the host may read before the copy has landed"):
-            rt.host_accesses(pending._block.tensor, 0, 32, "download: take out", writes=False)
+    pending = rt.download([vector(rt)])
+    with pytest.raises(Race, match="the host may read before the copy has landed"):
+        rt.host_accesses(pending._block.tensor, 0, 32, "download: take out", writes=False)
 
 
 # Memory that is freed
@@ -227,11 +225,10 @@ def read_and_dropped(rt: RaceRuntime) -> tuple[Stream, Stream]:
     return left, right
 
 
-def test_the_free_itself_is_no_race() -> None:
+def test_the_free_itself_is_no_race(rt: RaceRuntime) -> None:
     """Whatever runs then, and also if a collection of garbage frees: the next allocation decides."""
-    with RaceRuntime() as rt:
-        read_and_dropped(rt)
-        gc.collect()
+    read_and_dropped(rt)
+    gc.collect()
 
 
 def test_any_allocation_of_the_stream_may_get_the_memory() -> None:
@@ -249,12 +246,11 @@ def test_any_allocation_of_the_stream_may_get_the_memory() -> None:
         assert [one.kind for one in rt.races] == [RaceKind.FREED_IN_USE]
 
 
-def test_an_allocation_of_another_stream_gets_other_memory() -> None:
+def test_an_allocation_of_another_stream_gets_other_memory(rt: RaceRuntime) -> None:
     """Memory goes back to the stream that it came from."""
-    with RaceRuntime() as rt:
-        _, right = read_and_dropped(rt)
-        with rt.use(right):
-            rt.device_empty((4,), torch.int64).fill_(2)
+    _, right = read_and_dropped(rt)
+    with rt.use(right):
+        rt.device_empty((4,), torch.int64).fill_(2)
 
 
 def test_memory_that_only_its_own_stream_used_goes_round() -> None:
@@ -264,13 +260,12 @@ def test_memory_that_only_its_own_stream_used_goes_round() -> None:
             rt.device_empty((4,), torch.int64).fill_(1).clone()
 
 
-def test_a_use_that_the_freeing_stream_has_waited_for_is_over() -> None:
+def test_a_use_that_the_freeing_stream_has_waited_for_is_over(rt: RaceRuntime) -> None:
     """The wait may come behind the free, if it comes before the next allocation."""
-    with RaceRuntime() as rt:
-        left, right = read_and_dropped(rt)
-        rt.wait(rt.record(right), stream=left)
-        with rt.use(left):
-            rt.device_empty((4,), torch.int64).fill_(1)
+    left, right = read_and_dropped(rt)
+    rt.wait(rt.record(right), stream=left)
+    with rt.use(left):
+        rt.device_empty((4,), torch.int64).fill_(1)
 
 
 def test_a_cycle_of_references_frees_when_it_is_collected() -> None:

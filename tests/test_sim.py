@@ -1,19 +1,16 @@
 """The simulated device: what runs when, on which memory, and what of it the host may know."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 import torch
 
-from batchstate.errors import ArgumentError, DeviceError, OwnerThreadError
+from batchstate.errors import ArgumentError, DeviceError
 from batchstate.mirror import MirroredTensor
-from batchstate.runtime import CpuRuntime, DoneFence
-from batchstate.testing import LateRuntime
 from batchstate.testing.sim import DeviceFault, SimRuntime, raw_kernel
 from batchstate.testing.sim.device import LONGEST_QUEUE, PATIENCE
-from tests.doubles import in_a_thread
 
 POISON = -2914092361341531
 """What an int64 holds that nobody has filled."""
@@ -22,6 +19,13 @@ POISON = -2914092361341531
 def lazy() -> SimRuntime:
     """A device on which nothing runs before the host needs it."""
     return SimRuntime(scheduler="lazy")
+
+
+@pytest.fixture
+def rt() -> Iterator[SimRuntime]:
+    """A device on which nothing runs before the host needs it, in its window."""
+    with lazy() as rt:
+        yield rt
 
 
 def looked_at(tensor: torch.Tensor) -> list[int]:
@@ -40,124 +44,114 @@ def numbers(rt: SimRuntime, *values: int) -> torch.Tensor:
 # When operations run
 
 
-def test_an_operation_runs_when_the_host_needs_it() -> None:
+def test_an_operation_runs_when_the_host_needs_it(rt: SimRuntime) -> None:
     """Until then its result is poison, and so is what is computed from it."""
-    with lazy() as rt:
-        here = numbers(rt, 1, 2, 3)
-        more = here + 1
-        most = more * 2
-        assert (more.shape, more.dtype, more.stride()) == ((3,), torch.int64, (1,))
-        assert looked_at(more) == looked_at(most) == [POISON] * 3
-        assert rt.pending() == 2
-        assert rt.read_back(most).tolist() == [4, 6, 8]
-        assert rt.pending() == 0
-        assert looked_at(more) == [2, 3, 4]
+    here = numbers(rt, 1, 2, 3)
+    more = here + 1
+    most = more * 2
+    assert (more.shape, more.dtype, more.stride()) == ((3,), torch.int64, (1,))
+    assert looked_at(more) == looked_at(most) == [POISON] * 3
+    assert rt.pending() == 2
+    assert rt.read_back(most).tolist() == [4, 6, 8]
+    assert rt.pending() == 0
+    assert looked_at(more) == [2, 3, 4]
 
 
-def test_poison_is_no_plausible_number() -> None:
+def test_poison_is_no_plausible_number(rt: SimRuntime) -> None:
     """Integers are large and negative, also of 32 bits; floats are not numbers."""
-    with lazy() as rt:
-        made = {dtype: rt.device_empty((2,), dtype) for dtype in (torch.int64, torch.int32)}
-        floats = [rt.device_empty((2,), dtype) for dtype in (torch.float32, torch.float64)]
-        assert all(one < -600_000 for tensor in made.values() for one in looked_at(tensor))
-        assert all(np.isnan(one) for tensor in floats for one in looked_at(tensor))
+    made = {dtype: rt.device_empty((2,), dtype) for dtype in (torch.int64, torch.int32)}
+    floats = [rt.device_empty((2,), dtype) for dtype in (torch.float32, torch.float64)]
+    assert all(one < -600_000 for tensor in made.values() for one in looked_at(tensor))
+    assert all(np.isnan(one) for tensor in floats for one in looked_at(tensor))
 
 
-def test_operations_in_place_run_late_on_the_memory_itself() -> None:
+def test_operations_in_place_run_late_on_the_memory_itself(rt: SimRuntime) -> None:
     """Also through a view, and torch counts the write when it is called."""
-    with lazy() as rt:
-        here = numbers(rt, 1, 2, 3, 4)
-        version = here._version
-        part = here[1:3]
-        assert part.mul_(10) is part
-        assert here._version == version + 1
-        assert looked_at(here) == [1, 2, 3, 4]
-        assert rt.read_back(here).tolist() == [1, 20, 30, 4]
-        assert here._version == version + 1
+    here = numbers(rt, 1, 2, 3, 4)
+    version = here._version
+    part = here[1:3]
+    assert part.mul_(10) is part
+    assert here._version == version + 1
+    assert looked_at(here) == [1, 2, 3, 4]
+    assert rt.read_back(here).tolist() == [1, 20, 30, 4]
+    assert here._version == version + 1
 
 
-def test_views_are_made_at_once() -> None:
+def test_views_are_made_at_once(rt: SimRuntime) -> None:
     """They read nothing, so they take no place on a stream, and share the memory."""
-    with lazy() as rt:
-        here = numbers(rt, 1, 2, 3, 4)
-        more = here + 1
-        seen = more.view(2, 2).t()[0]
-        assert rt.pending() == 1
-        more.add_(1)
-        assert rt.read_back(seen).tolist() == [3, 5]
-        assert looked_at(seen) == [3, 5]
+    here = numbers(rt, 1, 2, 3, 4)
+    more = here + 1
+    seen = more.view(2, 2).t()[0]
+    assert rt.pending() == 1
+    more.add_(1)
+    assert rt.read_back(seen).tolist() == [3, 5]
+    assert looked_at(seen) == [3, 5]
 
 
-def test_operations_see_what_was_there_when_they_ran() -> None:
+def test_operations_see_what_was_there_when_they_ran(rt: SimRuntime) -> None:
     """A stream runs in order: a result is of its place on the stream, whatever is done afterwards."""
-    with lazy() as rt:
-        here = numbers(rt, 1, 2)
-        results = []
-        for _ in range(3):
-            here.add_(1)
-            results.append(here.clone())
-        assert [rt.read_back(one).tolist() for one in results] == [[2, 3], [3, 4], [4, 5]]
+    here = numbers(rt, 1, 2)
+    results = []
+    for _ in range(3):
+        here.add_(1)
+        results.append(here.clone())
+    assert [rt.read_back(one).tolist() for one in results] == [[2, 3], [3, 4], [4, 5]]
 
 
-def test_an_operation_may_have_several_results() -> None:
+def test_an_operation_may_have_several_results(rt: SimRuntime) -> None:
     """Each is there when it has run; lists of tensors go in, too."""
-    with lazy() as rt:
-        here = numbers(rt, 3, 1, 2)
-        values, places = here.sort()
-        joined = torch.cat([values, places])
-        out = numbers(rt, 0, 0, 0)
-        torch.add(here, 1, out=out)
-        torch._foreach_add_([here, values], 1)
-        assert rt.read_back(joined).tolist() == [1, 2, 3, 1, 2, 0]
-        assert [rt.read_back(one).tolist() for one in (out, here, values)] == [[4, 2, 3], [4, 2, 3], [2, 3, 4]]
+    here = numbers(rt, 3, 1, 2)
+    values, places = here.sort()
+    joined = torch.cat([values, places])
+    out = numbers(rt, 0, 0, 0)
+    torch.add(here, 1, out=out)
+    torch._foreach_add_([here, values], 1)
+    assert rt.read_back(joined).tolist() == [1, 2, 3, 1, 2, 0]
+    assert [rt.read_back(one).tolist() for one in (out, here, values)] == [[4, 2, 3], [4, 2, 3], [2, 3, 4]]
 
 
-def test_what_torch_refuses_is_refused_at_once() -> None:
+def test_what_torch_refuses_is_refused_at_once(rt: SimRuntime) -> None:
     """Shapes that do not go together are the caller's mistake, and no fault of the device."""
-    with lazy() as rt:
-        with pytest.raises(RuntimeError, match="must match"):
-            numbers(rt, 1, 2) + numbers(rt, 1, 2, 3)
-        assert rt.unmodelled == Counter()
+    with pytest.raises(RuntimeError, match="must match"):
+        numbers(rt, 1, 2) + numbers(rt, 1, 2, 3)
+    assert rt.unmodelled == Counter()
 
 
-def test_a_factory_is_of_the_host_until_it_meets_the_device() -> None:
+def test_a_factory_is_of_the_host_until_it_meets_the_device(rt: SimRuntime) -> None:
     """Its numbers are there for whoever asks; for the device they are put there by an operation of the stream."""
-    with lazy() as rt:
-        one, two = rt.stream("one"), rt.stream("two")
-        here = numbers(rt, 0, 0, 0)
-        with rt.use(one):
-            rows = torch.arange(3)
-            assert rows.tolist() == [0, 1, 2]
-            assert rt.pending() == 0
-        with rt.use(two):
-            early = here + rows
-            assert rt.pending(one) == 1
-            assert rt.read_back(early).tolist() == [POISON, POISON, POISON]
-            rt.wait(rt.record(one))
-            assert rt.read_back(here + rows).tolist() == [0, 1, 2]
+    one, two = rt.stream("one"), rt.stream("two")
+    here = numbers(rt, 0, 0, 0)
+    with rt.use(one):
+        rows = torch.arange(3)
+        assert rows.tolist() == [0, 1, 2]
+        assert rt.pending() == 0
+    with rt.use(two):
+        early = here + rows
+        assert rt.pending(one) == 1
+        assert rt.read_back(early).tolist() == [POISON, POISON, POISON]
+        rt.wait(rt.record(one))
+        assert rt.read_back(here + rows).tolist() == [0, 1, 2]
 
 
-def test_a_single_number_goes_along() -> None:
+def test_a_single_number_goes_along(rt: SimRuntime) -> None:
     """An operation takes a scalar of the host with it when it is enqueued."""
-    with lazy() as rt:
-        here, factor = numbers(rt, 1, 2), torch.tensor(3)
-        more = here * factor
-        factor.fill_(5)
-        assert float(factor) == 5
-        assert rt.read_back(more).tolist() == [3, 6]
-        assert rt.synchronised == Counter()
+    here, factor = numbers(rt, 1, 2), torch.tensor(3)
+    more = here * factor
+    factor.fill_(5)
+    assert float(factor) == 5
+    assert rt.read_back(more).tolist() == [3, 6]
+    assert rt.synchronised == Counter()
 
 
-def test_what_was_made_before_the_window_can_be_used() -> None:
+def test_what_was_made_before_the_window_can_be_used(rt: SimRuntime) -> None:
     """Weights, for example: what an operation of the device touches is the device's."""
     weights = torch.eye(2, dtype=torch.float64)
-    with lazy() as rt:
-        here = rt.upload([np.array([[1.0, 2.0]])]).view(0)
-        weights.mul_(3)
-        result = here @ weights
-        weights.fill_(0)
-        assert rt.pending() > 0
-        assert rt.read_back(result).tolist() == [[3.0, 6.0]]
+    here = rt.upload([np.array([[1.0, 2.0]])]).view(0)
+    weights.mul_(3)
+    result = here @ weights
+    weights.fill_(0)
+    assert rt.pending() > 0
+    assert rt.read_back(result).tolist() == [[3.0, 6.0]]
 
 
 def test_random_numbers_do_not_depend_on_the_order() -> None:
@@ -199,14 +193,15 @@ def test_random_numbers_do_not_depend_on_the_order() -> None:
         (lambda one: torch.equal(one, one), "equal", True),
     ],
 )
-def test_numbers_for_the_host_make_it_wait(call: Callable[[torch.Tensor], object], name: str, wanted: object) -> None:
+def test_numbers_for_the_host_make_it_wait(
+    rt: SimRuntime, call: Callable[[torch.Tensor], object], name: str, wanted: object
+) -> None:
     """They are right, and each wait has the name of what waited."""
-    with lazy() as rt:
-        here = numbers(rt, 3, -1, 5) + 1
-        assert call(here) == wanted
-        assert rt.synchronised == Counter({name: 1})
-        assert rt.unmodelled == Counter()
-        assert rt.counters.forced_syncs == 2, "that of `numbers`, and this one"
+    here = numbers(rt, 3, -1, 5) + 1
+    assert call(here) == wanted
+    assert rt.synchronised == Counter({name: 1})
+    assert rt.unmodelled == Counter()
+    assert rt.counters.forced_syncs == 2, "that of `numbers`, and this one"
 
 
 @pytest.mark.parametrize(
@@ -222,16 +217,15 @@ def test_numbers_for_the_host_make_it_wait(call: Callable[[torch.Tensor], object
     ],
 )
 def test_shapes_that_only_the_device_knows_make_the_host_wait(
-    call: Callable[[torch.Tensor], torch.Tensor], name: str, wanted: list[int]
+    rt: SimRuntime, call: Callable[[torch.Tensor], torch.Tensor], name: str, wanted: list[int]
 ) -> None:
     """So it is on an accelerator. What comes of them is device memory, on which the rest runs late."""
-    with lazy() as rt:
-        found = call(numbers(rt, 3, -1, 5) + 1)
-        assert rt.synchronised == Counter({name: 1})
-        assert looked_at(found) == wanted
-        more = found + 1
-        assert looked_at(more) == [POISON] * len(wanted)
-        assert rt.read_back(more).tolist() == [one + 1 for one in wanted]
+    found = call(numbers(rt, 3, -1, 5) + 1)
+    assert rt.synchronised == Counter({name: 1})
+    assert looked_at(found) == wanted
+    more = found + 1
+    assert looked_at(more) == [POISON] * len(wanted)
+    assert rt.read_back(more).tolist() == [one + 1 for one in wanted]
 
 
 @pytest.mark.parametrize(
@@ -247,28 +241,13 @@ def test_shapes_that_only_the_device_knows_make_the_host_wait(
     ],
 )
 def test_other_operations_do_not_make_the_host_wait(
-    call: Callable[[torch.Tensor], torch.Tensor], wanted: list[int]
+    rt: SimRuntime, call: Callable[[torch.Tensor], torch.Tensor], wanted: list[int]
 ) -> None:
     """A mask that fills, an index, a repetition of a known length."""
-    with lazy() as rt:
-        found = call(numbers(rt, 3, -1, 5) + 1)
-        assert rt.synchronised == rt.unmodelled == Counter()
-        assert rt.pending() > 1
-        assert rt.read_back(found).tolist() == wanted
-
-
-def test_host_and_device_memory_do_not_mix() -> None:
-    """On a CPU they look alike; an accelerator would refuse, and so does this."""
-    with lazy() as rt:
-        here = numbers(rt, 1, 2)
-        with pytest.raises(DeviceError, match="bring it to the device first"):
-            here.add_(torch.from_numpy(np.ones(2, np.int64)))
-        with pytest.raises(DeviceError, match=r"use `Runtime.download` or `.cpu\(\)`"):
-            here.numpy()
-        with pytest.raises(DeviceError):
-            np.asarray(here)
-        with pytest.raises(ArgumentError, match="only host memory can be pinned"):
-            here.pin_memory()
+    found = call(numbers(rt, 3, -1, 5) + 1)
+    assert rt.synchronised == rt.unmodelled == Counter()
+    assert rt.pending() > 1
+    assert rt.read_back(found).tolist() == wanted
 
 
 def test_an_operation_that_torch_cannot_foresee_waits_and_is_named() -> None:
@@ -286,317 +265,285 @@ def test_an_operation_that_torch_cannot_foresee_waits_and_is_named() -> None:
 # Copies
 
 
-def test_a_copy_to_the_device_reads_pinned_memory_when_it_runs() -> None:
+def test_a_copy_to_the_device_reads_pinned_memory_when_it_runs(rt: SimRuntime) -> None:
     """Whoever refills it early changes what arrives."""
-    with lazy() as rt:
-        source = rt.pinned((2,), torch.int64)
-        first, second = (rt.device_empty((2,), torch.int64) for _ in range(2))
-        source.numpy()[:] = 1
-        first.copy_(source, non_blocking=True)
-        source.numpy()[:] = 2
-        second.copy_(source, non_blocking=True)
-        copied = rt.record()
-        source.numpy()[:] = 3
-        copied.wait()
-        source.numpy()[:] = 4
-        assert rt.read_back(first).tolist() == rt.read_back(second).tolist() == [3, 3]
-        assert rt.synchronised == Counter()
+    source = rt.pinned((2,), torch.int64)
+    first, second = (rt.device_empty((2,), torch.int64) for _ in range(2))
+    source.numpy()[:] = 1
+    first.copy_(source, non_blocking=True)
+    source.numpy()[:] = 2
+    second.copy_(source, non_blocking=True)
+    copied = rt.record()
+    source.numpy()[:] = 3
+    copied.wait()
+    source.numpy()[:] = 4
+    assert rt.read_back(first).tolist() == rt.read_back(second).tolist() == [3, 3]
+    assert rt.synchronised == Counter()
 
 
 @pytest.mark.parametrize("way", ["to", "copy_"])
-def test_a_copy_to_the_host_lands_when_it_runs(way: str) -> None:
+def test_a_copy_to_the_host_lands_when_it_runs(rt: SimRuntime, way: str) -> None:
     """Before, the host finds poison."""
-    with lazy() as rt:
-        here = numbers(rt, 1, 2) + 1
-        if way == "to":
-            there = here.to("cpu", non_blocking=True)
-        else:
-            there = rt.pinned((2,), torch.int64).copy_(here, non_blocking=True)
-        landed = rt.record()
-        assert there.tolist() == [POISON, POISON]
-        landed.wait()
-        assert there.tolist() == [2, 3]
-        assert rt.synchronised == Counter()
+    here = numbers(rt, 1, 2) + 1
+    if way == "to":
+        there = here.to("cpu", non_blocking=True)
+    else:
+        there = rt.pinned((2,), torch.int64).copy_(here, non_blocking=True)
+    landed = rt.record()
+    assert there.tolist() == [POISON, POISON]
+    landed.wait()
+    assert there.tolist() == [2, 3]
+    assert rt.synchronised == Counter()
 
 
-def test_what_a_copy_still_has_to_read_is_not_poisoned() -> None:
+def test_what_a_copy_still_has_to_read_is_not_poisoned(rt: SimRuntime) -> None:
     """One piece of pinned memory goes to the device and back, in order: nobody reads too early."""
-    with lazy() as rt:
-        staged, here = rt.pinned((2,), torch.int64), numbers(rt, 7, 8)
-        staged.fill_(3)
-        there = rt.device_empty((2,), torch.int64).copy_(staged, non_blocking=True)
-        staged.copy_(here, non_blocking=True)
-        rt.record().wait()
-        assert (staged.tolist(), rt.read_back(there).tolist()) == ([7, 8], [3, 3])
+    staged, here = rt.pinned((2,), torch.int64), numbers(rt, 7, 8)
+    staged.fill_(3)
+    there = rt.device_empty((2,), torch.int64).copy_(staged, non_blocking=True)
+    staged.copy_(here, non_blocking=True)
+    rt.record().wait()
+    assert (staged.tolist(), rt.read_back(there).tolist()) == ([7, 8], [3, 3])
 
 
 @pytest.mark.parametrize("non_blocking", [False, True])
-def test_pageable_memory_makes_the_host_wait(non_blocking: bool) -> None:
+def test_pageable_memory_makes_the_host_wait(rt: SimRuntime, non_blocking: bool) -> None:
     """In both directions, whatever it is asked to do; so does pinned memory that is asked to block."""
-    with lazy() as rt:
-        here, pageable = numbers(rt, 1, 2) + 1, torch.from_numpy(np.array([5, 6]))
-        pageable.copy_(here, non_blocking=non_blocking)
-        assert pageable.tolist() == [2, 3]
-        there = rt.device_empty((2,), torch.int64).copy_(pageable, non_blocking=non_blocking)
-        pageable.fill_(0)
-        rt.pinned((2,), torch.int64).copy_(there)
-        assert rt.synchronised == Counter({"copy_": 3})
-        assert rt.read_back(there).tolist() == [2, 3]
+    here, pageable = numbers(rt, 1, 2) + 1, torch.from_numpy(np.array([5, 6]))
+    pageable.copy_(here, non_blocking=non_blocking)
+    assert pageable.tolist() == [2, 3]
+    there = rt.device_empty((2,), torch.int64).copy_(pageable, non_blocking=non_blocking)
+    pageable.fill_(0)
+    rt.pinned((2,), torch.int64).copy_(there)
+    assert rt.synchronised == Counter({"copy_": 3})
+    assert rt.read_back(there).tolist() == [2, 3]
 
 
-def test_a_host_tensor_can_be_sent() -> None:
+def test_a_host_tensor_can_be_sent(rt: SimRuntime) -> None:
     """By `.to` the runtime's device, with the dtype that is asked for; pinned, the host does not wait."""
-    with lazy() as rt:
-        pinned = torch.from_numpy(np.array([1, 2])).pin_memory()
-        sent = pinned.to(rt.device, torch.float32, non_blocking=True)
-        assert (sent.dtype, rt.synchronised) == (torch.float32, Counter())
-        made = torch.empty(2, dtype=torch.int64, pin_memory=True).copy_(sent, non_blocking=True)
-        rt.record().wait()
-        assert made.tolist() == [1, 2]
+    pinned = torch.from_numpy(np.array([1, 2])).pin_memory()
+    sent = pinned.to(rt.device, torch.float32, non_blocking=True)
+    assert (sent.dtype, rt.synchronised) == (torch.float32, Counter())
+    made = torch.empty(2, dtype=torch.int64, pin_memory=True).copy_(sent, non_blocking=True)
+    rt.record().wait()
+    assert made.tolist() == [1, 2]
 
 
-def test_uploads_and_downloads_are_late_copies() -> None:
+def test_uploads_and_downloads_are_late_copies(rt: SimRuntime) -> None:
     """The library's own transfers run on their streams, from and to staging memory."""
-    with lazy() as rt:
-        packed = rt.upload([np.arange(3), np.array([0.5])])
-        assert not packed.ready.query()
-        came = rt.download([packed.view(0) * 2, packed.view(1)])
-        assert not came.ready()
-        assert [one.tolist() for one in came.resolve()] == [[0, 2, 4], [0.5]]
-        assert packed.ready.query()
-        assert came.ready()
-        assert (rt.counters.host_to_device_copies, rt.counters.device_to_host_copies) == (1, 1)
+    packed = rt.upload([np.arange(3), np.array([0.5])])
+    assert not packed.ready.query()
+    came = rt.download([packed.view(0) * 2, packed.view(1)])
+    assert not came.ready()
+    assert [one.tolist() for one in came.resolve()] == [[0, 2, 4], [0.5]]
+    assert packed.ready.query()
+    assert came.ready()
+    assert (rt.counters.host_to_device_copies, rt.counters.device_to_host_copies) == (1, 1)
 
 
 # Memory
 
 
-def test_memory_that_is_freed_goes_to_the_next_of_its_stream() -> None:
+def test_memory_that_is_freed_goes_to_the_next_of_its_stream(rt: SimRuntime) -> None:
     """At once, in program order; its stream runs in order, so nobody is harmed."""
-    with lazy() as rt:
-        here = numbers(rt, 1, 2)
-        first = here + 1
-        address = first.data_ptr()
-        second = first + 1
-        del first
-        third = here + 2
-        assert third.data_ptr() == address
-        assert rt.reused >= 1
-        assert (rt.read_back(second).tolist(), rt.read_back(third).tolist()) == ([3, 4], [3, 4])
+    here = numbers(rt, 1, 2)
+    first = here + 1
+    address = first.data_ptr()
+    second = first + 1
+    del first
+    third = here + 2
+    assert third.data_ptr() == address
+    assert rt.reused >= 1
+    assert (rt.read_back(second).tolist(), rt.read_back(third).tolist()) == ([3, 4], [3, 4])
 
 
-def test_what_is_enqueued_keeps_no_memory() -> None:
+def test_what_is_enqueued_keeps_no_memory(rt: SimRuntime) -> None:
     """An operation that has not run must not hide that what it reads was given back."""
-    with lazy() as rt:
-        one, two = rt.stream("one"), rt.stream("two")
-        here = numbers(rt, 1, 2)
-        with rt.use(two):
-            late = here + 1
-        del here
-        rt.device_empty((2,), torch.int64)
-        with rt.use(two):
-            assert rt.read_back(late).tolist() == [POISON + 1] * 2
-        with rt.use(one):
-            assert rt.pending(one) == 0
+    one, two = rt.stream("one"), rt.stream("two")
+    here = numbers(rt, 1, 2)
+    with rt.use(two):
+        late = here + 1
+    del here
+    rt.device_empty((2,), torch.int64)
+    with rt.use(two):
+        assert rt.read_back(late).tolist() == [POISON + 1] * 2
+    with rt.use(one):
+        assert rt.pending(one) == 0
 
 
-def test_memory_is_wiped_when_its_stream_allocates() -> None:
+def test_memory_is_wiped_when_its_stream_allocates(rt: SimRuntime) -> None:
     """Not before: what is freed and waited for is nobody else's yet."""
-    with lazy() as rt:
-        two = rt.stream("two")
-        here = numbers(rt, 1, 2)
-        with rt.use(two):
-            late = here + 1
-            read = rt.record()
-        del here
-        rt.wait(read)
-        rt.device_empty((2,), torch.int64).fill_(9)
-        assert rt.read_back(late).tolist() == [2, 3]
+    two = rt.stream("two")
+    here = numbers(rt, 1, 2)
+    with rt.use(two):
+        late = here + 1
+        read = rt.record()
+    del here
+    rt.wait(read)
+    rt.device_empty((2,), torch.int64).fill_(9)
+    assert rt.read_back(late).tolist() == [2, 3]
 
 
-def test_recorded_memory_waits_aside() -> None:
+def test_recorded_memory_waits_aside(rt: SimRuntime) -> None:
     """Until the other stream has run what it had at the free. The streams are not ordered by it."""
-    with lazy() as rt:
-        one, two = rt.stream("one"), rt.stream("two")
-        with rt.use(one):
-            here = numbers(rt, 1, 2)
-        address = here.data_ptr()
-        with rt.use(two):
-            late = here + 1
-            rt._keep_alive(here, two)
-        del here
-        with rt.use(one):
-            others = [rt.device_empty((2,), torch.int64) for _ in range(3)]
-            others[0].fill_(9)
-            assert address not in [other.data_ptr() for other in others]
-            assert rt.read_back(others[0]).tolist() == [9, 9]
-        assert rt.pending(two) == 1, "the allocating stream waits for nobody"
-        with rt.use(two):
-            assert rt.read_back(late).tolist() == [2, 3]
-        with rt.use(one):
-            assert rt.device_empty((2,), torch.int64).data_ptr() == address
-
-
-def test_a_stream_that_has_run_all_keeps_nothing() -> None:
-    """Recorded memory goes back at the next allocation if the stream that it was kept for has nothing to do."""
-    with lazy() as rt:
-        two = rt.stream("two")
-        here = numbers(rt, 1)
-        address = here.data_ptr()
+    one, two = rt.stream("one"), rt.stream("two")
+    with rt.use(one):
+        here = numbers(rt, 1, 2)
+    address = here.data_ptr()
+    with rt.use(two):
+        late = here + 1
         rt._keep_alive(here, two)
-        del here
-        assert rt.device_empty((1,), torch.int64).data_ptr() == address
+    del here
+    with rt.use(one):
+        others = [rt.device_empty((2,), torch.int64) for _ in range(3)]
+        others[0].fill_(9)
+        assert address not in [other.data_ptr() for other in others]
+        assert rt.read_back(others[0]).tolist() == [9, 9]
+    assert rt.pending(two) == 1, "the allocating stream waits for nobody"
+    with rt.use(two):
+        assert rt.read_back(late).tolist() == [2, 3]
+    with rt.use(one):
+        assert rt.device_empty((2,), torch.int64).data_ptr() == address
 
 
-def test_sizes_are_rounded_so_that_memory_meets_again() -> None:
+def test_a_stream_that_has_run_all_keeps_nothing(rt: SimRuntime) -> None:
+    """Recorded memory goes back at the next allocation if the stream that it was kept for has nothing to do."""
+    two = rt.stream("two")
+    here = numbers(rt, 1)
+    address = here.data_ptr()
+    rt._keep_alive(here, two)
+    del here
+    assert rt.device_empty((1,), torch.int64).data_ptr() == address
+
+
+def test_sizes_are_rounded_so_that_memory_meets_again(rt: SimRuntime) -> None:
     """A small result may get the memory of another small one, of whatever shape; a large one does not."""
-    with lazy() as rt:
-        address = rt.device_empty((3,), torch.int64).data_ptr()
-        large = rt.device_empty((1000,), torch.int64)
-        assert large.data_ptr() != address
-        assert rt.device_empty((5, 5), torch.float32).data_ptr() == address
+    address = rt.device_empty((3,), torch.int64).data_ptr()
+    large = rt.device_empty((1000,), torch.int64)
+    assert large.data_ptr() != address
+    assert rt.device_empty((5, 5), torch.float32).data_ptr() == address
 
 
-def test_empty_tensors_are_device_memory_too() -> None:
+def test_empty_tensors_are_device_memory_too(rt: SimRuntime) -> None:
     """They have no memory that anybody could get."""
-    with lazy() as rt:
-        none = rt.device_empty((0, 3), torch.int64)
-        more = torch.cat([none, none + 1])
-        assert more.shape == (0, 3)
-        assert rt.read_back(more).tolist() == []
-        assert rt.upload([]).buffer.numel() == 0
+    none = rt.device_empty((0, 3), torch.int64)
+    more = torch.cat([none, none + 1])
+    assert more.shape == (0, 3)
+    assert rt.read_back(more).tolist() == []
+    assert rt.upload([]).buffer.numel() == 0
 
 
 # Order
 
 
-def test_streams_are_ordered_by_waits_alone() -> None:
+def test_streams_are_ordered_by_waits_alone(rt: SimRuntime) -> None:
     """What waits runs behind what it waits for; what does not may run first."""
-    with lazy() as rt:
-        one, two = rt.stream("one"), rt.stream("two")
-        here = numbers(rt, 0)
-        with rt.use(one):
-            here.add_(1)
-            ready = rt.record()
-        with rt.use(two):
-            early = here + 0
-            rt.wait(ready)
-            late = here + 0
-            assert rt.read_back(late).tolist() == [1]
-            assert rt.read_back(early).tolist() == [0]
-        assert ready.query()
+    one, two = rt.stream("one"), rt.stream("two")
+    here = numbers(rt, 0)
+    with rt.use(one):
+        here.add_(1)
+        ready = rt.record()
+    with rt.use(two):
+        early = here + 0
+        rt.wait(ready)
+        late = here + 0
+        assert rt.read_back(late).tolist() == [1]
+        assert rt.read_back(early).tolist() == [0]
+    assert ready.query()
 
 
-def test_waits_are_transitive() -> None:
+def test_waits_are_transitive(rt: SimRuntime) -> None:
     """A host that waits for one stream has waited for those that it waits for."""
-    with lazy() as rt:
-        streams = [rt.stream(name) for name in ("one", "two", "three")]
-        here, last = numbers(rt, 0), None
-        for stream in streams:
-            with rt.use(stream):
-                if last is not None:
-                    rt.wait(last)
-                here.mul_(2).add_(1)
-                last = rt.record()
-        assert last is not None
-        last.wait()
-        assert looked_at(here) == [7]
-        assert rt.pending() == 0
-        assert rt.counters.fence_waits == 1
+    streams = [rt.stream(name) for name in ("one", "two", "three")]
+    here, last = numbers(rt, 0), None
+    for stream in streams:
+        with rt.use(stream):
+            if last is not None:
+                rt.wait(last)
+            here.mul_(2).add_(1)
+            last = rt.record()
+    assert last is not None
+    last.wait()
+    assert looked_at(here) == [7]
+    assert rt.pending() == 0
+    assert rt.counters.fence_waits == 1
 
 
-def test_a_fence_is_complete_when_all_before_it_has_run() -> None:
+def test_a_fence_is_complete_when_all_before_it_has_run(rt: SimRuntime) -> None:
     """Not when the host asks, and not when something behind it has not run."""
-    with lazy() as rt:
-        here = numbers(rt, 0)
-        assert rt.record().query(), "there is nothing before it"
-        here.add_(1)
-        first = rt.record()
-        here.add_(1)
-        second = rt.record()
-        assert not first.query()
-        first.wait()
-        assert first.query()
-        assert not second.query()
-        assert looked_at(here) == [1]
+    here = numbers(rt, 0)
+    assert rt.record().query(), "there is nothing before it"
+    here.add_(1)
+    first = rt.record()
+    here.add_(1)
+    second = rt.record()
+    assert not first.query()
+    first.wait()
+    assert first.query()
+    assert not second.query()
+    assert looked_at(here) == [1]
 
 
-def test_a_host_that_polls_gets_on() -> None:
+def test_a_host_that_polls_gets_on(rt: SimRuntime) -> None:
     """Even on a device that is as late as it can be, and behind other streams."""
-    with lazy() as rt:
-        one, two = rt.stream("one"), rt.stream("two")
-        here = numbers(rt, 0)
-        with rt.use(one):
-            here.add_(1)
-            ready = rt.record()
-        with rt.use(two):
-            rt.wait(ready)
-            here.add_(1)
-            done = rt.record()
-        asked = 1
-        while not done.query():
-            asked += 1
-        assert PATIENCE < asked < PATIENCE + 10
+    one, two = rt.stream("one"), rt.stream("two")
+    here = numbers(rt, 0)
+    with rt.use(one):
+        here.add_(1)
+        ready = rt.record()
+    with rt.use(two):
+        rt.wait(ready)
+        here.add_(1)
+        done = rt.record()
+    asked = 1
+    while not done.query():
+        asked += 1
+    assert PATIENCE < asked < PATIENCE + 10
 
 
-def test_an_event_can_be_recorded_again() -> None:
+def test_an_event_can_be_recorded_again(rt: SimRuntime) -> None:
     """A stream that waits does so for the last recording before its wait."""
-    with lazy() as rt:
-        one, two = rt.stream("one"), rt.stream("two")
-        here, event = numbers(rt, 0), rt.event("written")
-        with rt.use(one):
-            here.add_(1)
-            event.record()
-        with rt.use(two):
-            event.wait()
-            seen = here + 0
-        with rt.use(one):
-            here.add_(1)
-            event.record()
-        with rt.use(two):
-            assert rt.read_back(seen).tolist() == [1]
-        assert not event.query()
-        event.synchronize()
-        assert event.query()
-        assert looked_at(here) == [2]
+    one, two = rt.stream("one"), rt.stream("two")
+    here, event = numbers(rt, 0), rt.event("written")
+    with rt.use(one):
+        here.add_(1)
+        event.record()
+    with rt.use(two):
+        event.wait()
+        seen = here + 0
+    with rt.use(one):
+        here.add_(1)
+        event.record()
+    with rt.use(two):
+        assert rt.read_back(seen).tolist() == [1]
+    assert not event.query()
+    event.synchronize()
+    assert event.query()
+    assert looked_at(here) == [2]
 
 
-def test_fences_of_others_are_refused() -> None:
-    """They order nothing here; one that is complete is taken from anybody."""
-    with lazy() as rt:
-        rt.wait(DoneFence())
-        rt.wait(CpuRuntime().record())
-        for foreign in (SimRuntime().record(), LateRuntime().record()):
-            with pytest.raises(ArgumentError, match="was not recorded by this runtime"):
-                rt.wait(foreign)
-        with pytest.raises(ArgumentError, match="is not a stream of this runtime"), rt.use(CpuRuntime().stream("one")):
-            pass
-
-
-def test_a_queue_that_is_full_makes_the_host_wait() -> None:
+def test_a_queue_that_is_full_makes_the_host_wait(rt: SimRuntime) -> None:
     """As on a device: a host cannot be ahead for ever."""
-    with lazy() as rt:
-        here = numbers(rt, 0)
-        for _ in range(LONGEST_QUEUE + 50):
-            here.add_(1)
-        assert rt.pending() == LONGEST_QUEUE
-        assert looked_at(here) == [50]
+    here = numbers(rt, 0)
+    for _ in range(LONGEST_QUEUE + 50):
+        here.add_(1)
+    assert rt.pending() == LONGEST_QUEUE
+    assert looked_at(here) == [50]
 
 
-def test_steps_in_flight_are_counted() -> None:
+def test_steps_in_flight_are_counted(rt: SimRuntime) -> None:
     """A step is in flight from its first operation until its last has run."""
-    with lazy() as rt:
-        here = numbers(rt, 0)
-        assert (rt.in_flight_depth, rt.in_flight_depth_max) == (0, 0)  # what comes before the first step is none
-        fences = []
-        for _ in range(3):
-            rt.next_step()
-            here.add_(1)
-            here.add_(1)
-            fences.append(rt.record())
-        assert (rt.in_flight_depth, rt.pending()) == (3, 6)
-        fences[1].wait()
-        assert (rt.in_flight_depth, rt.pending(), rt.in_flight_depth_max) == (1, 2, 3)
+    here = numbers(rt, 0)
+    assert (rt.in_flight_depth, rt.in_flight_depth_max) == (0, 0)  # what comes before the first step is none
+    fences = []
+    for _ in range(3):
+        rt.next_step()
+        here.add_(1)
+        here.add_(1)
+        fences.append(rt.record())
+    assert (rt.in_flight_depth, rt.pending()) == (3, 6)
+    fences[1].wait()
+    assert (rt.in_flight_depth, rt.pending(), rt.in_flight_depth_max) == (1, 2, 3)
 
 
 def test_a_trace_says_what_ran_in_which_order() -> None:
@@ -631,29 +578,28 @@ def test_time_can_be_held() -> None:
 # Checks
 
 
-def test_a_check_sees_what_the_stream_would_see() -> None:
+def test_a_check_sees_what_the_stream_would_see(rt: SimRuntime) -> None:
     """If it ran to here; and it has run no further than before."""
-    with lazy() as rt:
-        one, two = rt.stream("one"), rt.stream("two")
-        here, landing = numbers(rt, 1), rt.pinned((1,), torch.int64)
-        with rt.use(one):
-            here.add_(1)
-            ready = rt.record()
-        with rt.use(two):
-            rt.wait(ready)
-            here.mul_(10)
-            landing.copy_(here, non_blocking=True)
-            seen = here + 5
-            assert rt.inspect(here).tolist() == [20]
-            assert rt.inspect(seen).tolist() == [25]
-        assert (rt.pending(), looked_at(here), looked_at(seen), landing.tolist()) == (4, [1], [POISON], [POISON])
-        assert not ready.query()
-        assert (rt.counters.check_reads, rt.counters.forced_syncs, rt.synchronised) == (2, 1, Counter())
-        rt.synchronize()
-        assert (looked_at(here), landing.tolist()) == ([20], [20])
+    one, two = rt.stream("one"), rt.stream("two")
+    here, landing = numbers(rt, 1), rt.pinned((1,), torch.int64)
+    with rt.use(one):
+        here.add_(1)
+        ready = rt.record()
+    with rt.use(two):
+        rt.wait(ready)
+        here.mul_(10)
+        landing.copy_(here, non_blocking=True)
+        seen = here + 5
+        assert rt.inspect(here).tolist() == [20]
+        assert rt.inspect(seen).tolist() == [25]
+    assert (rt.pending(), looked_at(here), looked_at(seen), landing.tolist()) == (4, [1], [POISON], [POISON])
+    assert not ready.query()
+    assert (rt.counters.check_reads, rt.counters.forced_syncs, rt.synchronised) == (2, 1, Counter())
+    rt.synchronize()
+    assert (looked_at(here), landing.tolist()) == ([20], [20])
 
 
-def test_many_checks_of_a_device_that_lags_run_it_once() -> None:
+def test_many_checks_of_a_device_that_lags_run_it_once(rt: SimRuntime) -> None:
     """What was run for one look is kept for the next, until the device gets on."""
     runs = []
 
@@ -662,29 +608,27 @@ def test_many_checks_of_a_device_that_lags_run_it_once() -> None:
         runs.append(tensor.numpy().copy())
         tensor.numpy()[...] += 1
 
-    with lazy() as rt:
-        here = numbers(rt, 0)
-        for step in range(1, 4):
-            rt.launch(raise_all, here, writes=[here])
-            assert [rt.inspect(here).tolist() for _ in range(3)] == [[step]] * 3
-        assert len(runs) == 3
-        fence = rt.record()
+    here = numbers(rt, 0)
+    for step in range(1, 4):
         rt.launch(raise_all, here, writes=[here])
-        fence.wait()
-        assert len(runs) == 6
-        assert looked_at(here) == [3]
-        assert rt.inspect(here).tolist() == [4]
-        assert len(runs) == 7
+        assert [rt.inspect(here).tolist() for _ in range(3)] == [[step]] * 3
+    assert len(runs) == 3
+    fence = rt.record()
+    rt.launch(raise_all, here, writes=[here])
+    fence.wait()
+    assert len(runs) == 6
+    assert looked_at(here) == [3]
+    assert rt.inspect(here).tolist() == [4]
+    assert len(runs) == 7
 
 
-def test_values_of_the_library_can_be_checked() -> None:
+def test_values_of_the_library_can_be_checked(rt: SimRuntime) -> None:
     """Both sides are compared while nothing has run."""
-    with lazy() as rt:
-        lens = MirroredTensor.from_host(rt, [3, 1, 2]) + 1
-        assert lens.device.shape == (3,)
-        lens.check("test")
-        assert rt.inspect(lens.device).tolist() == [4, 2, 3]
-        assert rt.pending() > 0
+    lens = MirroredTensor.from_host(rt, [3, 1, 2]) + 1
+    assert lens.device.shape == (3,)
+    lens.check("test")
+    assert rt.inspect(lens.device).tolist() == [4, 2, 3]
+    assert rt.pending() > 0
 
 
 # Faults
@@ -709,17 +653,16 @@ def test_what_fails_when_it_runs_is_a_fault_with_a_name() -> None:
     assert "enqueued in step 1 at" in str(fault)
 
 
-def test_after_a_fault_the_device_is_of_no_use() -> None:
+def test_after_a_fault_the_device_is_of_no_use(rt: SimRuntime) -> None:
     """Whatever is asked next says which operation it was, and the window closes."""
-    with lazy() as rt:
-        table = numbers(rt, 1, 2, 3)
-        found = table.index_select(0, table)
-        with pytest.raises(DeviceFault, match="index_select failed"):
-            rt.read_back(found)
-        with pytest.raises(DeviceFault, match=r"index_select failed.*before this"):
-            table.add_(1)
-        with pytest.raises(DeviceFault, match="before this"):
-            rt.synchronize()
+    table = numbers(rt, 1, 2, 3)
+    found = table.index_select(0, table)
+    with pytest.raises(DeviceFault, match="index_select failed"):
+        rt.read_back(found)
+    with pytest.raises(DeviceFault, match=r"index_select failed.*before this"):
+        table.add_(1)
+    with pytest.raises(DeviceFault, match="before this"):
+        rt.synchronize()
 
 
 def test_a_fault_may_come_when_the_window_closes() -> None:
@@ -741,18 +684,17 @@ def test_a_fault_may_come_when_the_window_closes() -> None:
 # Launches
 
 
-def test_a_launch_is_enqueued_one_operation_after_the_other() -> None:
+def test_a_launch_is_enqueued_one_operation_after_the_other(rt: SimRuntime) -> None:
     """What torch sees of it runs late; it counts as what it says it is."""
-    with lazy() as rt:
-        here = numbers(rt, 1, 2)
-        before = rt.counters.device_operations
-        more = rt.launch(lambda one: (one + 1) * 2, here, reads=[here], operations=2)
-        assert rt.pending() == 2
-        assert rt.counters.device_operations == before + 2
-        assert rt.read_back(more).tolist() == [4, 6]
+    here = numbers(rt, 1, 2)
+    before = rt.counters.device_operations
+    more = rt.launch(lambda one: (one + 1) * 2, here, reads=[here], operations=2)
+    assert rt.pending() == 2
+    assert rt.counters.device_operations == before + 2
+    assert rt.read_back(more).tolist() == [4, 6]
 
 
-def test_a_raw_kernel_is_enqueued_as_a_whole() -> None:
+def test_a_raw_kernel_is_enqueued_as_a_whole(rt: SimRuntime) -> None:
     """When it runs, its arguments are plain tensors over the memory, also in lists; numpy may have them."""
 
     @raw_kernel
@@ -760,48 +702,44 @@ def test_a_raw_kernel_is_enqueued_as_a_whole() -> None:
         for part in parts:
             target.numpy()[...] += part.numpy() * times
 
-    with lazy() as rt:
-        here, more = numbers(rt, 1, 2), numbers(rt, 10, 20)
-        target = rt.device_zeros((2,), torch.int64)
-        rt.launch(add_up, target, [here, more], times=2, reads=[here, more], writes=[target], name="sum")
-        assert rt.pending() == 2
-        assert rt.read_back(target).tolist() == [22, 44]
-        assert rt.trace()[-1].endswith("default: sum, step 0")
+    here, more = numbers(rt, 1, 2), numbers(rt, 10, 20)
+    target = rt.device_zeros((2,), torch.int64)
+    rt.launch(add_up, target, [here, more], times=2, reads=[here, more], writes=[target], name="sum")
+    assert rt.pending() == 2
+    assert rt.read_back(target).tolist() == [22, 44]
+    assert rt.trace()[-1].endswith("default: sum, step 0")
 
 
-def test_a_raw_kernel_says_what_it_touches() -> None:
+def test_a_raw_kernel_says_what_it_touches(rt: SimRuntime) -> None:
     """Of its arguments, and something at all; pageable memory of the host it cannot have."""
 
     @raw_kernel
     def touch(*tensors: torch.Tensor) -> None:
         """Never runs."""
 
-    with lazy() as rt:
-        here, other = numbers(rt, 1), numbers(rt, 2)
-        with pytest.raises(ArgumentError, match="'touch' declares nothing"):
-            rt.launch(touch, here)
-        with pytest.raises(ArgumentError, match="'touch' declares memory that it is not given"):
-            rt.launch(touch, here, writes=[other])
-        with pytest.raises(DeviceError, match="touch of a host tensor"):
-            rt.launch(touch, here, torch.from_numpy(np.ones(3)), writes=[here])
+    here, other = numbers(rt, 1), numbers(rt, 2)
+    with pytest.raises(ArgumentError, match="'touch' declares nothing"):
+        rt.launch(touch, here)
+    with pytest.raises(ArgumentError, match="'touch' declares memory that it is not given"):
+        rt.launch(touch, here, writes=[other])
+    with pytest.raises(DeviceError, match="touch of a host tensor"):
+        rt.launch(touch, here, torch.from_numpy(np.ones(3)), writes=[here])
 
 
-def test_a_kernel_that_is_not_marked_is_refused() -> None:
+def test_a_kernel_that_is_not_marked_is_refused(rt: SimRuntime) -> None:
     """It has run at once, on memory that nobody had filled."""
-    with lazy() as rt:
-        here = numbers(rt, 1)
-        with pytest.raises(ArgumentError, match="mark the function with `raw_kernel`"):
-            rt.launch(lambda one: None, here, writes=[here])
-        rt.launch(lambda: None)
+    here = numbers(rt, 1)
+    with pytest.raises(ArgumentError, match="mark the function with `raw_kernel`"):
+        rt.launch(lambda one: None, here, writes=[here])
+    rt.launch(lambda: None)
 
 
-def test_memory_that_a_launch_declares_is_the_device_s() -> None:
+def test_memory_that_a_launch_declares_is_the_device_s(rt: SimRuntime) -> None:
     """Even if nothing else says so."""
-    with lazy() as rt:
-        rows = torch.arange(3)
-        doubled = rt.launch(lambda one: one * 2, rows, reads=[rows])
-        assert rt.pending() == 2
-        assert rt.read_back(doubled).tolist() == [0, 2, 4]
+    rows = torch.arange(3)
+    doubled = rt.launch(lambda one: one * 2, rows, reads=[rows])
+    assert rt.pending() == 2
+    assert rt.read_back(doubled).tolist() == [0, 2, 4]
 
 
 # The window
@@ -819,29 +757,3 @@ def test_outside_of_its_window_everything_runs_at_once() -> None:
     assert rt.pending() == 0
     assert rt.download([more]).ready()
     assert rt.record().query()
-
-
-def test_a_runtime_is_entered_once() -> None:
-    """Neither inside of its window nor after it: what was freed in between would be unknown."""
-    with lazy() as rt, pytest.raises(ArgumentError, match="entered twice"):
-        rt.__enter__()
-    with pytest.raises(ArgumentError, match="entered twice"):
-        rt.__enter__()
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda rt: rt.record(),
-        lambda rt: rt.wait(DoneFence()),
-        lambda rt: rt.__enter__(),
-        lambda rt: rt.launch(lambda: None),
-        lambda rt: rt.upload([np.arange(2)]),
-        lambda rt: rt.synchronize(),
-        lambda rt: rt.use(rt.current_stream).__enter__(),
-    ],
-)
-def test_a_second_thread_is_refused(call: Callable[[SimRuntime], object]) -> None:
-    """What it does would be in no order."""
-    rt = SimRuntime()
-    assert isinstance(in_a_thread(lambda: call(rt)), OwnerThreadError)

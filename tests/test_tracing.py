@@ -12,12 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchstate.errors import ArgumentError, DeviceError, OwnerThreadError
 from batchstate.mirror import MirroredTensor
+from batchstate.runtime import CpuRuntime, DoneFence
+from batchstate.testing import LateRuntime, RaceRuntime, SimRuntime
 from batchstate.testing.tracing.dispatch import tracing
 from batchstate.testing.tracing.memory import Allocation, Allocations, MemoryKind, Name
 from batchstate.testing.tracing.operations import MemoryAccess, Operation
 from batchstate.testing.tracing.regions import Region, of_elements, of_index, of_rows, of_tensor, union, union_of
 from batchstate.testing.tracing.source_lines import source_line
+from tests.doubles import in_a_thread
 
 BYTES = 96
 
@@ -499,3 +503,113 @@ def test_a_name_outlives_its_tensor() -> None:
     name = Name(7, torch.zeros(3, 2, dtype=torch.int32))
     assert str(name) == "tensor 7 int32[3, 2]"
     assert math.prod(name.shape) * name.itemsize == 24
+
+
+# What both runtimes refuse
+
+Tool = type[RaceRuntime] | type[SimRuntime]
+tools = pytest.mark.parametrize("tool", [RaceRuntime, SimRuntime])
+
+
+@tools
+def test_a_runtime_is_entered_once(tool: Tool) -> None:
+    """Neither inside of its window nor after it: what was freed in between would be unknown."""
+    with tool() as rt, pytest.raises(ArgumentError, match="entered twice"):
+        rt.__enter__()
+    with pytest.raises(ArgumentError, match="entered twice"):
+        rt.__enter__()
+
+
+@tools
+@pytest.mark.parametrize("call", ["wait", "query", "synchronize"])
+def test_an_event_is_recorded_before_it_is_waited_for(tool: Tool, call: str) -> None:
+    """A device would not wait at all, and nothing would show it."""
+    with tool() as rt, pytest.raises(ArgumentError, match="before it was recorded"):
+        getattr(rt.event("relay"), call)()
+
+
+@tools
+def test_fences_of_other_runtimes_are_refused(tool: Tool) -> None:
+    """They order nothing here; one that is complete for good is accepted."""
+    with tool() as rt:
+        rt.wait(DoneFence())
+        rt.wait(CpuRuntime().record())
+        for foreign in (RaceRuntime().record(), LateRuntime().record(), tool().record()):
+            with pytest.raises(ArgumentError, match="was not recorded by this runtime"):
+                rt.wait(foreign)
+
+
+def test_streams_of_other_runtimes_are_refused_by_the_simulated_device() -> None:
+    """Nothing would ever run there. The race detector learns of streams when they are first used: torch has its own."""
+    with (
+        SimRuntime() as rt,
+        pytest.raises(ArgumentError, match="is not a stream of this runtime"),
+        rt.use(CpuRuntime().stream("one")),
+    ):
+        pass
+
+
+@tools
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda rt: rt.record(),
+        lambda rt: rt.wait(DoneFence()),
+        lambda rt: rt.event().record(),
+        lambda rt: rt.__enter__(),
+        lambda rt: rt.launch(lambda: None),
+        lambda rt: rt.upload([np.arange(2)]),
+        lambda rt: rt.synchronize(),
+        lambda rt: rt.next_step(),
+        lambda rt: rt.use(rt.current_stream).__enter__(),
+    ],
+)
+def test_a_second_thread_is_refused(tool: Tool, call: Callable[[Any], object]) -> None:
+    """A tool follows one thread; it would not see what another does."""
+    rt = tool()
+    assert isinstance(in_a_thread(lambda: call(rt)), OwnerThreadError)
+
+
+@tools
+def test_host_and_device_memory_do_not_mix(tool: Tool) -> None:
+    """On a CPU they look alike; an accelerator would refuse, and so do the tools, also what is put at an index."""
+    with tool() as rt:
+        here, host = rt.device_zeros((2,), torch.int64), torch.from_numpy(np.ones(2, np.int64))
+        with pytest.raises(DeviceError, match="bring it to the device first"):
+            here.add_(host)
+        with pytest.raises(DeviceError, match="bring it to the device first"):
+            here[here] = host
+        with pytest.raises(DeviceError, match=r"use `Runtime.download` or `.cpu\(\)`"):
+            here.numpy()
+        with pytest.raises(DeviceError):
+            np.asarray(here)
+        with pytest.raises(ArgumentError, match="only host memory can be pinned"):
+            here.pin_memory()
+
+
+@tools
+def test_pinned_memory_may_be_named(tool: Tool) -> None:
+    """A program with named buffers runs on either."""
+    with tool() as rt:
+        assert rt.pinned((2,), torch.int64, name="ring 0").tolist() == [0, 0]
+
+
+@tools
+@pytest.mark.parametrize(
+    ("call", "waits"),
+    [
+        (lambda t: t.index_put_((t > 0,), torch.tensor(7)), []),
+        (lambda t: t.index_put_((t > 0,), t.clone()[:2]), ["index_put_"]),
+        (lambda t: t.index_put((t > 0,), t.clone()[:2]), ["index_put"]),
+        (lambda t: torch.repeat_interleave(t, output_size=3), []),
+        (lambda t: torch.repeat_interleave(t), ["repeat_interleave"]),
+        (lambda t: t[torch.from_numpy(np.array([1]))], ["index"]),
+    ],
+)
+def test_both_tools_know_what_makes_the_host_wait(
+    tool: Tool, call: Callable[[torch.Tensor], object], waits: list[str]
+) -> None:
+    """Where the shape of the result, or what is written, has to be known; one number put by a mask is a plain fill."""
+    with tool() as rt:
+        call(rt.upload([np.array([1, 0, 2])]).view(0))
+        assert list(rt.synchronised) == waits

@@ -193,13 +193,14 @@ class RaceTracer(Tracer[RaceAllocation]):
         accesses = operation.accesses(args, kwargs, self._read_index)
         if not self.on_cpu:
             accesses = [one for one in accesses if one.tensor.device.type != "cpu" or self.allocations.of(one.tensor)]
+        waits = operation.waits(args, kwargs, self.kind_of)  # before undecided operands become the device's
         entry, checked = self.begin(EventKind.OPERATION, operation.name, accesses)
         result = func(*args, **kwargs)
         self.end(entry, checked)
         for one in tensors_in(result):
             if self.allocations.of(one) is None and (self.on_cpu or one.device.type != "cpu"):
                 self.allocate_on_device(one, entry)
-        if operation.waits(args, kwargs, self.kind_of):
+        if waits:
             self._synchronise(operation.name, entry.stream.seen)
         elif operation.name == "_to_copy" and not self.on_cpu:
             self._converted(entry, args[0], result, bool(kwargs.get("non_blocking", False)))
