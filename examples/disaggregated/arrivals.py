@@ -1,13 +1,13 @@
-"""Requests on their way into the decode worker: leases, host tokens, grants, and what to do when a writer is lost.
+"""Requests on their way into the decode worker: leases, host locations, grants, and what to do when a writer is lost.
 
 One request, in order::
 
     lease      who will write, before any memory is taken
-    reserve    a slot and a host token for each token it will ever have, behind `lease.ended`
+    reserve    a slot and a host location for each token it will ever have, behind `lease.ended`
     grant      the writers may write; the prompt goes to each of them
     complete   DELIVERED, and the first token is known: the decode worker takes it over
 
-An attempt that fails gives its slot up at once. Its host tokens stay pending until no writer can write them any more,
+An attempt that fails gives its slot up at once. Its host locations stay pending until no writer can write them any more,
 and the next attempt gets others.
 """
 
@@ -112,7 +112,7 @@ class Arrivals:
 
     @property
     def quarantined(self) -> int:
-        """Host tokens of failed attempts that somebody may still write."""
+        """Host locations of failed attempts that somebody may still write."""
         self._failed = [lease for lease in self._failed if not lease.ended.query()]
         return sum(lease.tokens for lease in self._failed)
 
@@ -231,7 +231,7 @@ class Arrivals:
         return True
 
     def room_for(self, request: Request, *, besides: int = 0) -> bool:
-        """Whether there is a slot, besides some for others, and host tokens, for one more."""
+        """Whether there is a slot, besides some for others, and host locations, for one more."""
         size = self._tier.host.page_size
         return self._slots.stats.free > besides and self._tier.host.stats.free >= -(-request.kv_limit // size) * size
 

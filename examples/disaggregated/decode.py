@@ -49,7 +49,7 @@ class DecodeWorker:
         mixed_steps: of these, steps in which direct and staged requests ran together.
         staged: requests prefilled here.
         in_flight_depth_max: the most turns of which results were unread at once.
-        quarantined_max: the most host tokens of failed attempts that could not be handed out again.
+        quarantined_max: the most host locations of failed attempts that could not be handed out again.
         result_copies: copies to the host that carried results.
     """
 
@@ -119,13 +119,13 @@ class DecodeWorker:
 
     @property
     def leaks(self) -> int:
-        """Slots, pages and host tokens that are not free."""
+        """Slots, pages and host locations that are not free."""
         slots, pages, host = self.slots.stats, self.pages.stats, self.host.stats
         return self.slots.size - slots.free + pages.num_pages - pages.free + host.size - host.free
 
     @property
     def quarantined(self) -> int:
-        """Host tokens that are nobody's, and may still be written by a writer, or be copied by the device."""
+        """Host locations that are nobody's, and may still be written by a writer, or be copied by the device."""
         return self.host.stats.pending
 
     def turn(self) -> bool:

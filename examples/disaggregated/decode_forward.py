@@ -62,7 +62,7 @@ class TierForward:
         pages: hot buffers, and prompts that are prefilled here.
         kv: both tiers.
         hot_table: [slot, hot row] -> device token.
-        host_table: [slot, position] -> host token.
+        host_table: [slot, position] -> host location.
 
     Attributes:
         stream: where everything runs.

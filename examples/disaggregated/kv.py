@@ -71,7 +71,7 @@ class TieredRun(PagedRun):
     """A run of requests of the host tier."""
 
     on_device: torch.Tensor  # bool[num_reqs, max_kv_len, 1, 1]: whether a position is read from the hot buffer
-    host_rows: torch.Tensor  # int64[num_reqs, max_kv_len] -> host token; 0 where it is read from the device
+    host_rows: torch.Tensor  # int64[num_reqs, max_kv_len] -> host location; 0 where it is read from the device
 
 
 @attrs.frozen(eq=False)
@@ -80,7 +80,7 @@ class TieredView(PagedView):
 
     Attributes:
         on_device: bool[num_reqs, max_kv_len].
-        host_tokens: int64[num_reqs, max_kv_len] -> host token of each position; anything where it is on the device.
+        host_tokens: int64[num_reqs, max_kv_len] -> host location of each position; anything where it is on the device.
     """
 
     on_device: torch.Tensor

@@ -22,13 +22,13 @@ class Report:
         requests, tokens: served, and generated.
         mismatches: requests whose tokens differ from those of `model.generate`; 0 where a violation ended the run.
         violations: 0 or 1, since a run ends at the first; `broken` is its report.
-        leaks: slots, pages and host tokens missing at the end, in all workers.
+        leaks: slots, pages and host locations missing at the end, in all workers.
         page_size, hot_tokens, prefill_degree, device, checks, kill_prefill_after: of the options.
         not_longer_than_hot, longer_than_hot: requests by their prompts: those that fit into the hot buffer, and others.
         direct, staged: requests by how they came into the host tier: attempts delivered, and prefilled by decode.
         retried: attempts that failed and were made again.
         killed: prefill workers that the supervisor has killed, as `kill_prefill_after` asks for.
-        quarantined_max: the most host tokens of failed attempts that were kept from reuse.
+        quarantined_max: the most host locations of failed attempts that were kept from reuse.
         quarantined: of these, at the end.
         transferred_bytes: KV that was delivered.
         seconds: of the serving.
@@ -155,7 +155,7 @@ def show_report(report: Report) -> None:
                     Row("bytes", f"{report.transferred_bytes:,}", f"{rate:,.1f} MiB/s of serving, not of the wire"),
                     Row("retried", f"{report.retried:,}", "attempts that failed and were made again"),
                     Row("killed", f"{report.killed:,}", _asked_to_kill(report), report.unkilled is not None),
-                    Row("quarantined", f"{report.quarantined_max:,}", "host tokens of failed attempts, at most"),
+                    Row("quarantined", f"{report.quarantined_max:,}", "host locations of failed attempts, at most"),
                     Row("in quarantine still", f"{report.quarantined:,}", "", report.quarantined > 0),
                 ],
             ),
@@ -178,7 +178,7 @@ def show_report(report: Report) -> None:
                 "Checks",
                 [
                     Row("violations", f"{report.violations:,}", f"at {report.checks}", report.violations > 0),
-                    Row("leaks", f"{report.leaks:,}", "slots, pages, host tokens at the end", report.leaks > 0),
+                    Row("leaks", f"{report.leaks:,}", "slots, pages, host locations at the end", report.leaks > 0),
                 ],
             ),
         ],
