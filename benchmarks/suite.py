@@ -11,21 +11,22 @@ from typing import Any, final
 import attrs
 
 from batchstate.runtime import Runtime
-from batchstate.traffic import Workload
+from batchstate.traffic import Workload, fitted_workload, run_traffic
 from benchmarks import curves, transfers, whole_steps
 from benchmarks.builds.priced_checks import NOTHING_LEFT, against_deleted, decode_step, of_cheap, of_full, whole_step
-from benchmarks.comparisons import Absent, Asked, Comparison, Row, run
+from benchmarks.comparisons import Absent, Asked, Comparison, MismatchError, Row, run
 from benchmarks.counts import COLUMNS, Count, counted_steps
-from benchmarks.decode_steps import against_checks, against_twins
+from benchmarks.decode_steps import against_checks, against_floors, against_stable_rows, against_twins
 from benchmarks.growth import growth_with_rows, pages_flat, slots_flat
-from benchmarks.peers.catalog import against_peers
+from benchmarks.peers.sglang import against_schedule_batch, slots_against_request_pool, slots_against_token_allocator
+from benchmarks.peers.transformers_steps import against_continuous_batching
+from benchmarks.peers.vllm import against_cpu_gpu_buffers, pages_against_block_pool
 from benchmarks.pools import (
     pages_against_lists,
     pages_of_random_sizes,
     slots_against_lists,
     slots_of_random_sizes,
 )
-from benchmarks.real_hour import served
 from benchmarks.timing import PRECISE, QUICK, THOROUGH, Effort
 
 Make = Callable[[], Comparison | Absent]
@@ -144,3 +145,51 @@ def _count(runtime: Runtime, num_columns: int, results: Results) -> None:
 
 def _sweep(runtime: Runtime, curve: curves.Curve, effort: Effort, results: Results) -> None:
     results.scaling.append(curve.measured(runtime, effort))
+
+
+SECONDS_ASKED = 40.0
+
+
+def served(runtime: Runtime, hour: Workload | None = None) -> Row:
+    """The wall time of one run at `cheap`: of the hour that is given, or else of one drawn like the real one.
+
+    Raises:
+        MismatchError: a token was lost or generated twice, something leaked, or an invariant was broken.
+    """
+    report = run_traffic(fitted_workload() if hour is None else hour, device=str(runtime.device), checks="cheap")
+    if not report.clean:
+        raise MismatchError(f"the hour of traffic: {report.violations} violations, {report.leaks} leaks")
+    took, asked = report.seconds * 1e6, SECONDS_ASKED * 1e6
+    drawn = "" if hour else "; drawn like the real hour, which --trace takes"
+    return Row(
+        task="the real hour of traffic",
+        way="checks cheap",
+        ours_us=took,
+        baseline=f"{SECONDS_ASKED:g} s asked",
+        baseline_us=asked,
+        ratio=asked / took,
+        spread={"ours_us": (took, took), "baseline_us": (asked, asked), "ratio": (asked / took, asked / took)},
+        ours_host_us=took,
+        baseline_host_us=asked,
+        target=1.0,
+        note=f"{report.requests:,} requests, {report.tokens:,} tokens, {report.steps:,} steps; run once{drawn}",
+    )
+
+
+def against_peers(runtime: Runtime, *, quick: bool) -> Mapping[str, Make]:
+    """Makers by name; `quick` leaves large pools and large batches out."""
+    slots, pages = (10_000, 4_096) if quick else (1_000_000, 65_536)
+    makers: dict[str, Make] = {}
+    for n in (12, 40):
+        makers[f"decode step, {n} columns, stable rows"] = partial(against_stable_rows, runtime, num_columns=n)
+        makers[f"decode step, {n} columns, CpuGpuBuffer"] = partial(against_cpu_gpu_buffers, runtime, num_columns=n)
+        makers[f"decode step, {n} columns, floors"] = partial(against_floors, runtime, num_columns=n)
+    for rows in (64,) if quick else (64, 256, 1_024):
+        makers[f"ScheduleBatch, {rows:,} rows"] = partial(against_schedule_batch, runtime, rows=rows)
+    for n in (64,) if quick else (64, 256):
+        makers[f"continuous batching, {n} requests"] = partial(against_continuous_batching, runtime, num_requests=n)
+    makers["token allocator"] = partial(slots_against_token_allocator, runtime, size=slots)
+    makers["ReqToTokenPool"] = partial(slots_against_request_pool, runtime, size=slots)
+    for n in (16, 128, 2_048):
+        makers[f"BlockPool, {n:,} blocks"] = partial(pages_against_block_pool, runtime, size=pages, n=n)
+    return makers

@@ -12,20 +12,17 @@ import pytest
 import torch
 
 from batchstate.runtime import Runtime
-from benchmarks.baselines.floors import against_floors, bytes_of_a_step
 from benchmarks.baselines.free_lists import PopList
 from benchmarks.baselines.persistent_buffers import PersistentBuffers, PinnedPair
 from benchmarks.baselines.staged_slots import StagedSlots
 from benchmarks.comparisons import Absent, Comparison, MismatchError
-from benchmarks.decode_steps import Scene, against_stable_rows, against_twins
+from benchmarks.decode_steps import Scene, against_floors, against_stable_rows, against_twins, bytes_of_a_step
 from benchmarks.peers import installed
-from benchmarks.peers.catalog import against_peers
 from benchmarks.peers.installed import PeerError, or_absent, peer, theirs
-from benchmarks.peers.sglang_batches import against_schedule_batch
-from benchmarks.peers.sglang_pools import slots_against_request_pool, slots_against_token_allocator
+from benchmarks.peers.sglang import against_schedule_batch, slots_against_request_pool, slots_against_token_allocator
 from benchmarks.peers.transformers_steps import against_continuous_batching
-from benchmarks.peers.vllm_buffers import against_cpu_gpu_buffers
-from benchmarks.peers.vllm_pools import pages_against_block_pool
+from benchmarks.peers.vllm import against_cpu_gpu_buffers, pages_against_block_pool
+from benchmarks.suite import against_peers
 
 REAL: dict[str, Callable[[Runtime], Comparison | Absent]] = {
     "sglang: ScheduleBatch": lambda rt: against_schedule_batch(rt, rows=16, churn=3),

@@ -14,14 +14,14 @@ from batchstate.levels import Level, checks, current_checks
 from batchstate.runtime import Runtime
 from batchstate.traffic import fitted_workload, run_traffic
 from batchstate.transport.engines.base import Engine
-from benchmarks import real_hour, suite, transfers, watched
+from benchmarks import suite, transfers, watched
 from benchmarks.__main__ import main
 from benchmarks.baselines.free_lists import LinkedBlocks, PopList, SliceList, TensorList, shuffled
 from benchmarks.baselines.twin_columns import ARRAYS, TENSORS, HostKind
 from benchmarks.comparisons import Absent, Comparison, MismatchError, Row, require_equal, run
 from benchmarks.decode_steps import Scene
 from benchmarks.pools import all_numbers
-from benchmarks.real_hour import served
+from benchmarks.suite import served
 from benchmarks.timing import FEWEST, Contender, Effort, measure, median, quartiles
 from benchmarks.transfer_peers import ENGINES
 
@@ -115,9 +115,7 @@ def test_a_run_of_traffic_is_one_row(rt: Runtime, monkeypatch: pytest.MonkeyPatc
     assert (row.baseline_us, row.target, row.met) == (40e6, 1.0, True)
     assert 0 < row.ours_us < 40e6
     assert row.note.startswith("20 requests, ")
-    monkeypatch.setattr(
-        real_hour, "run_traffic", lambda *given, **how: attrs.evolve(run_traffic(*given, **how), leaks=1)
-    )
+    monkeypatch.setattr(suite, "run_traffic", lambda *given, **how: attrs.evolve(run_traffic(*given, **how), leaks=1))
     with pytest.raises(MismatchError, match="1 leaks"):
         served(rt, fitted_workload(20, 3))
 

@@ -28,11 +28,10 @@ pytest.importorskip("transformers")
 from examples.disaggregated.__main__ import main
 from examples.disaggregated.channel import Channel, ChannelClosedError, Door, Kind, call
 from examples.disaggregated.decode import DecodeWorker
-from examples.disaggregated.introductions import agreed, shared_of
 from examples.disaggregated.options import AUTHKEY, Options
 from examples.disaggregated.prefill import PrefillWorker
 from examples.disaggregated.report import Report
-from examples.disaggregated.worker import Parts, requests_of
+from examples.disaggregated.worker import Parts, agreed, requests_of, shared_of
 from examples.engine.model import Model
 from examples.engine.reference import generate
 from tests.engine_cases import one_thread

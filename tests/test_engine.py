@@ -16,8 +16,7 @@ pytest.importorskip("transformers")
 
 from examples.engine.batch import RunningBatch, Step
 from examples.engine.engine import Engine
-from examples.engine.model import Family, Model
-from examples.engine.prebuilt import prefill
+from examples.engine.model import Family, Model, prefill
 from examples.engine.request import Request
 from tests.engine_cases import (
     SMALL,

@@ -26,8 +26,7 @@ pytest.importorskip("transformers")
 
 from examples.engine.batch import RunningBatch, Step
 from examples.engine.engine import Engine
-from examples.engine.model import Family, Model
-from examples.engine.prebuilt import prefill
+from examples.engine.model import Family, Model, prefill
 from examples.engine.reference import generate
 from examples.engine.request import Request
 from examples.engine.settings import EngineSettings

@@ -11,8 +11,7 @@ from batchstate.runtime import Runtime
 pytest.importorskip("transformers")
 
 from examples.engine.engine import Engine
-from examples.engine.model import Model
-from examples.engine.prebuilt import prefill
+from examples.engine.model import Model, prefill
 from examples.engine.reference import generate
 from examples.engine.request import Request
 from examples.engine.settings import EngineSettings

@@ -22,10 +22,8 @@ from batchstate.testing import Race
 from batchstate.testing.devices import open_device, window_of
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import child, runner
-from benchmarks.gpu.outcome import Notes, Outcome, Setting
-from benchmarks.gpu.page import page
-from benchmarks.gpu.registry import STAGES
-from benchmarks.gpu.report import remark
+from benchmarks.gpu.outcome import STAGES, Notes, Outcome, Setting
+from benchmarks.gpu.report import page, remark
 from benchmarks.gpu.stages import capture, machine, profiler, race, rates, suite, sync
 from benchmarks.gpu.steps import Serving
 from examples.engine import serving

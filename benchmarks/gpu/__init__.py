@@ -3,11 +3,9 @@
 It needs torch, numpy, attrs, hypothesis and pytest, and nothing else. Every stage runs in a process of its own, so that
 one that fails, hangs or breaks the device leaves the others their say; what was found is written after each.
 
-    outcome     ok, failed or not run, and the figures
-    registry    which stages there are, and how long each may take
+    outcome     which stages there are, how long each may take, and what came of it
     child       one stage in this process: `python -m benchmarks.gpu.child NAME`
     runner      all of them, each in a child
-    report      the table that the command prints
-    page        a page for `docs/measurements/` out of the file
+    report      the table that the command prints, and a page for `docs/measurements/` out of the file
     stages/     one file a stage
 """

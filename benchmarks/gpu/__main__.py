@@ -13,10 +13,8 @@ from typing import Any
 import attrs
 
 from batchstate.cli._output import add_json, write_json
-from benchmarks.gpu.outcome import Outcome
-from benchmarks.gpu.page import page
-from benchmarks.gpu.registry import STAGES
-from benchmarks.gpu.report import print_table, remark
+from benchmarks.gpu.outcome import STAGES, Outcome
+from benchmarks.gpu.report import page, print_table, remark
 from benchmarks.gpu.runner import ROOT, run_all
 
 BUDGET = 460.0

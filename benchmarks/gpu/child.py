@@ -14,8 +14,7 @@ from typing import NoReturn
 
 import attrs
 
-from benchmarks.gpu.outcome import Notes, Outcome, Setting
-from benchmarks.gpu.registry import STAGES
+from benchmarks.gpu.outcome import STAGES, Notes, Outcome, Setting
 
 
 class TimeIsUp(BaseException):

@@ -1,11 +1,10 @@
-"""The table that the command prints, and the line of figures that each stage has in it."""
+"""What a run found: the table that the command prints, and a page for `docs/measurements/` out of its file."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from batchstate.cli._output import Row, Section, show
-from benchmarks.gpu.outcome import Outcome
-from benchmarks.gpu.registry import STAGES
+from benchmarks.gpu.outcome import STAGES, Outcome
 
 LONGEST = 160
 """Characters of a remark."""
@@ -64,3 +63,90 @@ def _figures(name: str, figures: Mapping[str, Any]) -> str:
                 f"{figures['passed']:,} passed, {figures['skipped']} skipped; {len(figures['left out'])} files left out"
             )
     return ""
+
+
+RUN = ("requests", "tokens", "mismatches", "steps", "forced_syncs", "in_flight_depth_max", "host_us_per_step")
+"""Figures of a run of the engine."""
+ASKED = {"target": "at least", "limit": "at most"}
+"""What a row of the benchmarks may be asked for."""
+
+
+def page(report: Mapping[str, Any]) -> str:
+    """The page, in Markdown.
+
+    Args:
+        report: what the command wrote to its file.
+    """
+    return "\n".join(_lines(report)) + "\n"
+
+
+def _lines(report: Mapping[str, Any]) -> Iterator[str]:
+    outcomes = {name: Outcome.from_dict(one) for name, one in report["stages"].items()}
+    machine = outcomes["machine"].figures if "machine" in outcomes else {}
+    yield from ("---", "orphan: true", "---", "")
+    yield from (f"# {machine.get('device_name', report['device'])}, {report['date'][:10]}", "")
+    yield "Written by `python -m benchmarks.gpu --page` out of the file of the same name, which has every figure."
+    yield ""
+    if report.get("quick") or report["device"] == "cpu":
+        yield from ("**A rehearsal**, which shows that the command works and nothing more.", "")
+    facts = {**_flat(machine), "device": report["device"], "commit": report["commit"]}
+    yield from _table(("machine", ""), [(name, str(value)) for name, value in facts.items()])
+    yield from ("", "## Stages", "")
+    stages = [
+        (name, STAGES[name].title if name in STAGES else "", one.state, f"{one.seconds:.0f}", remark(name, one))
+        for name, one in outcomes.items()
+    ]
+    yield from _table(("stage", "shows", "state", "s", "in short"), stages)
+    for name, outcome in outcomes.items():
+        lines = list(_details(name, outcome))
+        if lines:
+            yield from ("", f"## {name}", "", *lines)
+
+
+def _details(name: str, outcome: Outcome) -> Iterator[str]:
+    figures = outcome.figures
+    if outcome.state != "ok":
+        yield from ("```text", outcome.why, "```")
+    elif name == "profiler":
+        yield from _table(("a step of", "operations dispatched", "kernels", "copies"), _profiled(figures))
+    elif name == "engine":
+        runs = [(what, one) for what, one in figures.items() if isinstance(one, dict)]
+        yield from _table(("run", *RUN), [(what, *(f"{one[key]:,.0f}" for key in RUN)) for what, one in runs])
+    elif name == "rates":
+        yield from _table(("work", "ours, us", "baseline", "us", "ratio", "asked", ""), map(_rated, figures["rows"]))
+        yield from ("", "Not measured here: " + ", ".join(figures["left out"]) + ".")
+    elif name == "suite":
+        counts = ("passed", "failures", "errors", "skipped", "processes")
+        yield from _table(("tests", ""), [(key, f"{figures[key]:,}") for key in counts])
+        yield from ("", "Left out: " + ", ".join(f"`{file}`" for file in figures["left out"]) + ".")
+
+
+def _profiled(figures: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    for what, step in figures.items():
+        if isinstance(step, dict):
+            copies = ", ".join(f"{count:g} {kind}" for kind, count in step.get("copies", {}).items())
+            yield what, f"{step['dispatched']:g}", f"{step.get('kernels', '')}", copies
+
+
+def _rated(row: Mapping[str, Any]) -> tuple[str, ...]:
+    asked = next((f"{word} {row[key]:g}" for key, word in ASKED.items() if row.get(key) is not None), "")
+    ours, other, ratio = row["ours_us"], row["baseline_us"], row["ratio"]
+    if ratio is None:
+        return str(row["work"]), "", str(row["baseline"]), "", str(row.get("note") or "not measured"), asked, ""
+    verdict = "" if row.get("met") is None else "met" if row["met"] else "missed"
+    return str(row["work"]), f"{ours:,.1f}", str(row["baseline"]), f"{other:,.1f}", f"{ratio:.2f}", asked, verdict
+
+
+def _flat(machine: Mapping[str, Any]) -> dict[str, Any]:
+    flat = {name: value for name, value in machine.items() if not isinstance(value, dict | list)}
+    return flat | {name: version for name, version in machine.get("packages", {}).items() if version is not None}
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+    yield line(head)
+    yield "|" + " --- |" * len(head)
+    for row in rows:
+        yield line(row)

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import attrs
 
-from benchmarks.gpu.outcome import Outcome, Setting
-from benchmarks.gpu.registry import STAGES
+from benchmarks.gpu.outcome import STAGES, Outcome, Setting
 
 ROOT = Path(__file__).parents[2]
 LAST_WORDS = 3_000

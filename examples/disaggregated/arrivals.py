@@ -7,8 +7,8 @@ One request, in order::
     grant      the writers may write; the prompt goes to each of them
     complete   DELIVERED, and the first token is known: the decode worker takes it over
 
-An attempt that fails gives its slot up at once. Its host locations stay pending until no writer can write them any more,
-and the next attempt gets others.
+An attempt that fails gives its slot up at once. Its host locations stay pending until no writer can write them any
+more, and the next attempt gets others.
 """
 
 import time

@@ -16,22 +16,82 @@ import contextlib
 from collections import deque
 from typing import Any, final
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchstate import ForwardPlan, FutureMap, PagePool, SlotPool, relay_field
+from batchstate import (
+    Batch,
+    ForwardPlan,
+    FutureMap,
+    PagePool,
+    SlotPool,
+    Slots,
+    host_list,
+    mirrored,
+    relay_field,
+    slot_column,
+)
 from batchstate.errors import ArgumentError, TransferError
+from batchstate.future_map import Prefetched
+from batchstate.runtime import Fence
 from batchstate.transport.engines.base import Status
 from batchstate.transport.plan import expand_pages
 from batchstate.transport.sender import Sender, Transfer, TransferState
 from examples.disaggregated.kv import ShardedKV, buffers_of
 from examples.disaggregated.options import Options, writer_name
-from examples.disaggregated.prompts import Job, Key, PromptBatch, Step
 from examples.disaggregated.worker import Parts, described, layout_of, registered
 from examples.engine.attention import PagedView
 
 Ints = npt.NDArray[np.int64]
+Key = tuple[str, int]
+"""Name of a request, and number of the attempt."""
+
+
+@attrs.define(eq=False)
+class Job:
+    """One attempt to prefill a prompt.
+
+    Attributes:
+        key: request and attempt.
+        prompt: its ids.
+        slot: whose pages hold the KV, once admitted.
+        sources: int64[tokens], where the KV of each token is.
+        computed: tokens whose KV is in memory.
+        transfer: what the decode worker has granted, once it has.
+        first_token: of the answer.
+        last_step: behind the last forward that works on it.
+    """
+
+    key: Key
+    prompt: Ints
+    slot: Slots | None = None
+    sources: Ints | None = None
+    computed: int = 0
+    transfer: Transfer | None = None
+    first_token: int | None = None
+    last_step: Fence | None = None
+
+
+class PromptBatch(Batch):
+    """Prompts under way."""
+
+    slots = slot_column()
+    seq_lens = mirrored(torch.int64)  # tokens for which a forward was launched
+    jobs = host_list(Job)
+
+
+@attrs.define(eq=False)
+class Step:
+    """A forward under way: what each prompt has when it has run, and the first tokens of those that it finishes."""
+
+    done: Fence
+    computed: list[tuple[Job, int]]
+    sampling: list[Job]
+    results: Prefetched | None
+
+
 CHUNK_TOKENS = 64
 """Tokens of one forward, at least; a page if that is more."""
 

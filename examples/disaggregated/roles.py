@@ -12,10 +12,9 @@ from batchstate import Violation
 from examples.disaggregated.arrivals import Arrivals, WriterFailedError
 from examples.disaggregated.channel import Channel, ChannelClosedError, Door, Kind, call
 from examples.disaggregated.decode import DecodeWorker
-from examples.disaggregated.introductions import STARTS_IN, agreed, introduced, shared_of
 from examples.disaggregated.options import Options, writer_name
 from examples.disaggregated.prefill import PrefillWorker
-from examples.disaggregated.worker import Parts
+from examples.disaggregated.worker import STARTS_IN, Parts, agreed, introduced, shared_of
 from examples.engine.model import Model
 from examples.engine.request import Request
 

@@ -1,22 +1,28 @@
-"""What both workers are made of: the model, an engine of transfers, and how they introduce themselves."""
+"""What both workers have: the model, the requests, an engine of transfers, and the checks of what has to be alike.
+
+Either side sends all it has to say before it may refuse the other, so both can say why.
+"""
 
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import attrs
+import numpy as np
 import torch
 
 from batchstate import checks
+from batchstate.errors import HandshakeError
 from batchstate.runtime import Runtime
 from batchstate.testing.devices import open_device
 from batchstate.transport.engines.base import Engine
 from batchstate.transport.handshake import Description
 from batchstate.transport.layout import KVLayout, held_by
 from batchstate.transport.regions import Region
+from examples.disaggregated.channel import Channel, ChannelClosedError, Kind
 from examples.disaggregated.kv import layer_names
 from examples.disaggregated.options import Options
-from examples.disaggregated.workload import mixed_requests
 from examples.engine.model import Model
 from examples.engine.request import Request
 
@@ -112,3 +118,96 @@ def requests_of(options: Options, model: Model) -> list[Request]:
         vocab_size=model.vocab_size,
         seed=options.seed,
     )
+
+
+MOST_NEW_TOKENS = 24
+
+
+def mixed_requests(
+    total: int, *, page_size: int, hot_tokens: int, max_prompt: int, vocab_size: int, seed: int
+) -> list[Request]:
+    """Requests whose prompts are shorter and longer than hot buffer and page, the edges among them.
+
+    Args:
+        total: how many.
+        page_size: of the host tier.
+        hot_tokens: of the hot buffers.
+        max_prompt: longest prompt.
+        vocab_size: of the model.
+        seed: of lengths and ids.
+
+    Returns:
+        requests numbered from 0; prompts of 1 to 8 times `hot_tokens` ids, and answers of 1 to 24 tokens.
+    """
+    rng = np.random.default_rng(seed)
+    longest = min(8 * hot_tokens, max_prompt)
+    edges = [2 * hot_tokens + 1, hot_tokens - 1, hot_tokens, hot_tokens + 1, page_size, page_size + 1, 3 * page_size, 1]
+    lengths = np.exp(rng.uniform(0, np.log(longest), total)).astype(np.int64)
+    lengths[: len(edges)] = edges[:total]
+    answers = rng.integers(1, MOST_NEW_TOKENS + 1, total)
+    answers[: len(edges)] = MOST_NEW_TOKENS
+    return [
+        Request(number, rng.integers(0, vocab_size, int(length)).tolist(), int(answer))
+        for number, (length, answer) in enumerate(zip(np.clip(lengths, 1, longest), answers, strict=True))
+    ]
+
+
+STARTS_IN = 60.0
+"""Seconds that a worker may take to be there."""
+
+
+def shared_of(options: Options, model: Model, rank: int) -> dict[str, Any]:
+    """What a prefill worker of this rank and its decode worker have alike, by the name of the option.
+
+    Workers that differ here would serve without an error, and wrong tokens. The page size is not among them: layouts
+    are compared by the library.
+    """
+    config = model.lm.config
+    return {
+        "--transport": options.transport,
+        "--prefill-degree": options.prefill_degree,
+        "--rank": rank,
+        "--seed": options.seed,
+        "--family": options.family,
+        "--max-prompt": options.max_prompt,
+        "the model's dtype": str(model.dtype),
+        "the model's layers": int(config.num_hidden_layers),
+        "the model's heads": int(config.num_attention_heads),
+        "the model's KV heads": int(config.num_key_value_heads),
+        "the model's head size": int(config.head_dim),
+        "the model's vocabulary": model.vocab_size,
+    }
+
+
+def agreed(channel: Channel, mine: dict[str, Any], seconds: float = STARTS_IN) -> None:
+    """Exchanges what has to be alike.
+
+    Raises:
+        HandshakeError: it is not; the message names each option and both values.
+        ChannelClosedError: the other side is gone.
+    """
+    channel.say(shared=mine)
+    kind, payload = channel.await_one(seconds)
+    theirs = channel.words(payload).get("shared") if kind is Kind.WORDS else None
+    if not isinstance(theirs, dict):
+        raise ChannelClosedError(f"{channel.name} did not say how it was started")
+    differ = [name for name in mine if theirs.get(name) != mine[name]]
+    if differ:
+        raise HandshakeError(
+            "; ".join(f"{name} is {mine[name]} here, {str(theirs.get(name))[:60]} there" for name in differ),
+            value=differ,
+            remedy="start both workers with the same options, and --connect to the ranks in their order",
+        )
+
+
+def introduced(channel: Channel, mine: bytes, seconds: float = STARTS_IN) -> bytes:
+    """Exchanges introductions: both sides have the other's before either may refuse it.
+
+    Raises:
+        ChannelClosedError: the other side is gone, or says something else.
+    """
+    channel.send(Kind.INTRODUCTION, mine)
+    kind, theirs = channel.await_one(seconds)
+    if kind is not Kind.INTRODUCTION:
+        raise ChannelClosedError(f"{channel.name} did not introduce itself")
+    return theirs

@@ -4,7 +4,7 @@ It serves a causal language model of transformers over paged KV memory, overlapp
 speculation by prompt lookup, retraction, aborts and requests that arrive prebuilt, and its greedy tokens are those of
 `model.generate`. Without transformers it serves a plain model of torch's. Read it in this order:
 
-    request     what a client asked for; admission: what is asked of it at the door
+    request     what a client asked for, and the check of it
     batch       the columns of the running requests, and a step on its way
     scheduler   the host's part: who runs, and how many tokens each puts in
     forward     the device's part: inputs, model, publish, prefetch

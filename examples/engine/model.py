@@ -4,13 +4,16 @@ Guarantees: `forward` never waits for the device, reads and writes no KV but the
 ordinary tensors behind (no inference tensors: what is kept of them has a version). Weights never change.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal, final
 
 import attrs
+import numpy as np
 import torch
 
 from examples.engine.attention import IMPLEMENTATION, KVMemory, PagedKV, PagedView, paged_attention
 from examples.engine.plain import PlainConfig, PlainLM
+from examples.engine.request import Prebuilt
 
 Family = Literal["llama", "qwen3", "plain"]
 """Kinds of random models: two of transformers, and `plain`, which needs torch alone."""
@@ -151,3 +154,15 @@ def _draw_weights(lm: torch.nn.Module, generator: torch.Generator) -> None:
         for weight in lm.parameters():
             if weight.ndim == 2:  # the others scale norms, and stay at one
                 weight.copy_(torch.randn(weight.shape, generator=generator).mul_(weight.shape[1] ** -0.5))
+
+
+def prefill(model: Model, prompt: Sequence[int]) -> Prebuilt:
+    """KV and first token of one prompt. Waits for the device, as another process would not."""
+    num_tokens = len(prompt)
+    kv = model.new_kv(num_tokens)
+    places = torch.arange(num_tokens, device=model.device)
+    starts = torch.tensor([0, num_tokens], dtype=torch.int32, device=model.device)
+    view = PagedView(places, places, starts, np.array([num_tokens]), starts[1:], places[None])
+    ids = torch.tensor(prompt, device=model.device)
+    logits = model.forward(ids, view, kv, places[-1:])
+    return Prebuilt(int(logits.argmax()), kv.keys, kv.values)

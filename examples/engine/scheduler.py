@@ -23,11 +23,10 @@ import torch
 from batchstate import PagePool, PoolExhaustedError, SlotPool, Slots
 from batchstate.runtime import Fence, Runtime
 from batchstate.tables import TableWrite
-from examples.engine.admission import check_request
 from examples.engine.batch import RunningBatch
 from examples.engine.forward import Forward
 from examples.engine.model import Model
-from examples.engine.request import Request
+from examples.engine.request import Request, check_request
 from examples.engine.settings import EngineSettings
 
 T = TypeVar("T")

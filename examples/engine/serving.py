@@ -13,8 +13,7 @@ from batchstate.runtime import Runtime
 from batchstate.testing.devices import window_of
 from batchstate.traffic import Workload
 from examples.engine.engine import Engine
-from examples.engine.model import Model
-from examples.engine.prebuilt import prefill
+from examples.engine.model import Model, prefill
 from examples.engine.reference import generate
 from examples.engine.request import Request
 from examples.engine.settings import EngineSettings
