@@ -116,6 +116,7 @@ def test_nothing_happens_under_capture(
 
     moved = Sampled.build(runtime, last_token=[1, 2, 3]).filter([2, 0])
     moved.upload()
+    download = runtime.download([value.device])
     module.capturing = True
     before = runtime.counters.snapshot()
     with checks("full"):
@@ -126,6 +127,9 @@ def test_nothing_happens_under_capture(
         for forbidden in (
             lambda: fresh.device,
             lambda: runtime.upload([np.arange(3)]),
+            lambda: runtime.download([value.device]),
+            lambda: runtime.mapped_zeros((2,), torch.int64),
+            download.resolve,
             lambda: runtime.synchronize(),
             lambda: runtime.record(),
             lambda: runtime.inspect(value.device),
@@ -140,6 +144,7 @@ def test_nothing_happens_under_capture(
     assert runtime.counters == before
     assert [record.message.endswith("while a graph is captured") for record in caplog.records] == [True]
     module.capturing = False
+    assert download.resolve()[0].tolist() == [1, 2, 3]
     assert moved.last_token.device.tolist() == [3, 1]
 
 

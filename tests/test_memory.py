@@ -1,4 +1,4 @@
-"""Downloads: device values reach the host in one copy, through memory that is lent and given back."""
+"""The memory that crosses between host and device: staging, downloads, and host memory that kernels address."""
 
 import gc
 import weakref
@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from batchstate.errors import CaptureError, DtypeError, OwnerThreadError
+from batchstate.errors import DeviceError, DtypeError
 from batchstate.runtime import CpuRuntime, Runtime
-from batchstate.runtime.memory import Download
+from batchstate.runtime.memory import Download, Staging, bytes_of, device_view
 from batchstate.testing import LateRuntime
 from batchstate.violations import Code
-from tests.doubles import fake_accelerator, in_a_thread, refused
+from tests.doubles import Gate, fake_accelerator, refused
 
 ARRAYS: list[np.ndarray] = [
     np.array([1, 2, 3], np.uint8),
@@ -26,6 +26,59 @@ ARRAYS: list[np.ndarray] = [
     np.array([7, 8, 9], np.uint16),
     np.array([[1.5], [2.5]], np.float16),
 ]
+
+
+def test_a_block_in_flight_is_never_refilled() -> None:
+    """While a copy has not run, no later upload gets its staging memory, however many there are."""
+    staging = Staging(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), depth=2)
+    gates = [Gate() for _ in range(10)]
+    blocks = []
+    for step, gate in enumerate(gates):
+        block = staging.take(100)
+        staging.release(block, gate, step)
+        blocks.append(block)
+    assert len({id(block) for block in blocks}) == 10
+    gates[0].done = True
+    assert staging.take(100) is blocks[0]
+    gates[2].done = True  # behind one that has not run: it waits its turn
+    assert staging.take(100) not in blocks
+    assert staging.oldest_step() == 1
+
+
+def test_a_busy_stream_keeps_no_block_of_another() -> None:
+    """Blocks whose copies have run come back, whatever other streams are still to copy."""
+    staging = Staging(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), depth=1)
+    busy, idle = Gate(), Gate()
+    first = staging.take(100)
+    staging.release(first, busy, 0, "forward")
+    second = staging.take(100)
+    staging.release(second, idle, 1, "schedule")
+    idle.done = True
+    assert staging.take(100) is second
+    assert staging.oldest_step() == 0
+
+
+def test_large_uploads_get_larger_blocks() -> None:
+    """A block is at least as large as what it is asked for."""
+    staging = Staging(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), depth=1)
+    for nbytes in (0, 1, 1 << 14, (1 << 14) + 1, 1_000_000):
+        assert len(staging.take(nbytes).bytes) >= nbytes
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_steady_state_allocates_no_staging(rt: Runtime, taken: bool) -> None:
+    """One upload and one download per step reuse the blocks made in advance, whether a download is read or dropped."""
+    tensor = torch.zeros(3, dtype=torch.int64, device=rt.device)
+    last: Download | None = None
+    for _ in range(50):
+        rt.next_step()
+        rt.upload([np.arange(100)])
+        download = rt.download([tensor])
+        if last is not None and taken:
+            last.resolve()
+        last = download
+        rt.record().wait()
+    assert rt.counters.staging_allocations == 2 * (rt.steps_in_flight + 1)
 
 
 def on_device(rt: Runtime, *arrays: Any) -> list[torch.Tensor]:
@@ -160,22 +213,6 @@ def test_memory_of_a_dropped_cycle_comes_back(rt: Runtime) -> None:
     assert (rt.counters - before).staging_allocations == rt.steps_in_flight + 1
 
 
-@pytest.mark.parametrize("taken", [True, False])
-def test_steady_state_allocates_no_staging(rt: Runtime, taken: bool) -> None:
-    """One download a step reuses the blocks made in advance, whether it is read a step later or not at all."""
-    (tensor,) = on_device(rt, [1, 2, 3])
-    before = rt.counters.snapshot()
-    last: Download | None = None
-    for _ in range(50):
-        rt.next_step()
-        asked = rt.download([tensor])
-        if last is not None and taken:
-            last.resolve()
-        last = asked
-        rt.record().wait()
-    assert (rt.counters - before).staging_allocations == rt.steps_in_flight + 1
-
-
 def test_large_downloads(rt: Runtime) -> None:
     """A download has memory of its own size."""
     large = np.arange(100_000)
@@ -222,26 +259,76 @@ def test_a_download_that_fails_keeps_its_memory(rt: Runtime, monkeypatch: pytest
     assert (rt.counters - before).staging_allocations == 0
 
 
-def test_belongs_to_its_thread(rt: Runtime) -> None:
-    """A second thread starts no download."""
-    (tensor,) = on_device(rt, [1, 2, 3])
-    assert isinstance(in_a_thread(lambda: rt.download([tensor])), OwnerThreadError)
-    assert rt.counters.device_to_host_copies == 0
-
-
-def test_none_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph would land in the same memory at every replay."""
-    rt, module = fake_accelerator(monkeypatch)
-    (tensor,) = on_device(rt, [1, 2, 3])
-    module.capturing = True
-    with pytest.raises(CaptureError, match="a download is not possible"):
-        rt.download([tensor])
-    module.capturing = False
-    assert rt.download([tensor]).resolve()[0].tolist() == [1, 2, 3]
-
-
 def test_the_process_may_end_with_a_copy_out() -> None:
     """A download that is still out when the process ends is left alone."""
     rt = CpuRuntime()
     download = rt.download(on_device(rt, [1]))
     assert not download._abandoned.atexit
+
+
+def test_what_a_kernel_writes_the_host_reads(rt: Runtime) -> None:
+    """A scatter into the device's view lands in the host's bytes, and the memory begins as zeros."""
+    mapped = rt.mapped_zeros((4, 2), torch.int16, name="tier")
+    assert not mapped.bytes.any()
+    rows = torch.tensor([1, 3], device=rt.device)
+    values = torch.tensor([[1, 2], [3, 4]], dtype=torch.int16, device=rt.device)
+    rt.launch(mapped.device.index_copy_, 0, rows, values, reads=(rows, values), writes=(mapped.device,))
+    rt.synchronize()
+    assert mapped.bytes.view(np.int16).reshape(4, 2).tolist() == [[0, 0], [1, 2], [0, 0], [3, 4]]
+    assert mapped.host.device.type == "cpu"
+    assert mapped.device.device == rt.device
+
+
+def test_what_the_host_writes_a_kernel_reads(rt: Runtime) -> None:
+    """Bytes written by the host, as a transport writes them, are what a gather finds."""
+    mapped = rt.mapped_zeros((3,), torch.bfloat16)
+    mapped.bytes[2:4] = (0x80, 0x3F)  # 1.0, little-endian
+    assert rt.read_back(mapped.device[1:2].float()).tolist() == [1.0]
+
+
+def test_memory_of_no_bytes_is_fine() -> None:
+    """An empty tensor has no bytes to show."""
+    assert bytes_of(torch.empty(0)).size == 0
+
+
+def test_a_device_that_does_not_address_host_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch would copy silently, and the copy be another memory."""
+    pinned = torch.zeros(4)
+    monkeypatch.setattr(torch, "as_tensor", lambda memory, device: torch.zeros(16, dtype=torch.uint8))
+    with pytest.raises(DeviceError, match="copy"):
+        device_view(pinned, torch.device("cpu"))
+
+
+def test_the_view_describes_the_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Address, length and dtype are handed to torch as the array interface says; dtype and shape come back."""
+    pinned = torch.arange(6, dtype=torch.float64).reshape(2, 3)
+    asked = []
+
+    def as_tensor(memory: Any, device: torch.device) -> torch.Tensor:
+        asked.append(memory.__cuda_array_interface__)
+        return pinned.view(-1).view(torch.uint8)
+
+    monkeypatch.setattr(torch, "as_tensor", as_tensor)
+    view = device_view(pinned, torch.device("cpu"))
+    assert torch.equal(view, pinned)
+    assert view.data_ptr() == pinned.data_ptr()
+    assert asked[0]["data"] == (pinned.data_ptr(), False)
+    assert asked[0]["shape"] == (48,)
+    assert asked[0]["typestr"] == "|u1"
+
+
+def test_an_accelerator_pins_what_it_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's side is asked for as pinned memory, and the device's is a view of it."""
+    runtime, _ = fake_accelerator(monkeypatch)
+    monkeypatch.setattr("batchstate.runtime.devices.device_view", lambda pinned, device: pinned)
+    pinned = []
+    empty: Any = torch.empty
+
+    def remember(*shape: Any, pin_memory: bool = False, **rest: Any) -> Any:
+        pinned.append(pin_memory)
+        return empty(*shape, **rest)
+
+    monkeypatch.setattr(torch, "empty", remember)
+    mapped = runtime.mapped_zeros((2, 2), torch.float32)
+    assert True in pinned
+    assert mapped.device.data_ptr() == mapped.host.data_ptr()
