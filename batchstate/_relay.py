@@ -75,7 +75,7 @@ class Entries:
     """The entries of one field, one for each slot: no publish ever wraps around.
 
     Attributes:
-        readers: who takes each entry once, as bits.
+        readers: bits of those that take each entry once.
         must_read: whether an entry that a reader has not taken must not be overwritten.
         generation: int64[capacity], of the owner that an entry was published for; 0 where it is unwritten.
         number: int64[capacity], of the publish; 0 where it is unwritten.
@@ -95,7 +95,7 @@ class Entries:
         self.taken = np.zeros(capacity, dtype=np.uint8)
 
     def clear(self, rows: Ints) -> None:
-        """Makes the entries of `rows` unwritten. Who wrote and read their memory is not forgotten."""
+        """Makes the entries of `rows` unwritten. The last writers and readers of their memory stay known."""
         self.generation[rows] = 0
         self.number[rows] = 0
         self.taken[rows] = 0
@@ -295,7 +295,7 @@ class RelayEntries(SlotListener):
     # Reports
 
     def by(self, operation: str) -> str:
-        """Who reads or writes now."""
+        """The reader or writer of now: operation, step and stream."""
         return f"{operation} in step {self._runtime.step} on stream {self._runtime.current_stream.name!r}"
 
     def where(self, operation: str, field: str | None = None) -> Where:
@@ -337,7 +337,7 @@ class RelayEntries(SlotListener):
         return others
 
     def _writer(self, entries: Entries, rows: Ints) -> Callable[[int], str]:
-        """Says of a row which publish wrote its entry."""
+        """Names the publish that wrote the entry in a row."""
 
         def writer(row: int) -> str:
             publication = self.publications.get(int(entries.number[rows[row]]))

@@ -57,7 +57,7 @@ class RelayField:
     Attributes:
         dtype: of the elements.
         shape: of one entry.
-        readers: who takes each publish once: `DEVICE`, `HOST`, or both bits.
+        readers: bits of those that take each publish once: `DEVICE`, `HOST`.
         non_negative: whether a negative value is a stand-in that escaped.
         must_read: whether an entry that a reader has not taken must not be overwritten.
     """
@@ -88,8 +88,8 @@ def relay_field(
         dtype: any that torch moves by index (no float8, nothing quantised); one that numpy shares if the host reads it,
             or if `non_negative`.
         shape: of one entry.
-        read_by: who takes each published entry, once: `device` (the next forward, by `gather`), `host` (by `prefetch`
-            or `resolve`) or `both`. An entry that one of them has not taken must not be overwritten.
+        read_by: the reader that takes each published entry, once: `device` (the next forward, by `gather`), `host` (by
+            `prefetch` or `resolve`) or `both`. An entry that one of them has not taken must not be overwritten.
         non_negative: the values are ids, lengths or indices. A negative one is then SENTINEL_ESCAPED wherever the host
             sees it, and at `full` on the device too.
         must_read: whether overwriting what was not read is a violation. Not for what is wanted now and then, such as
@@ -98,7 +98,7 @@ def relay_field(
     Raises:
         DeclarationError: another reader.
         DtypeError: no torch dtype, one that cannot be moved, or one that the host cannot read.
-        ShapeError: `shape` is no sequence.
+        ShapeError: `shape` is not a sequence.
         ArgumentError, DtypeError: it holds something else than counts.
     """
     value: Any = read_by
@@ -198,8 +198,8 @@ class Prefetched(Mapping[str, MirroredTensor]):
 
     def _check_order(self) -> None:
         """What was read had been published by then, as its own fence says, and has landed."""
-        for made in self._publications:
-            invariants.future_order(made.fence.query(), made.by, "the host", f"a wait for {made.by}", **self._where)
+        for one in self._publications:
+            invariants.future_order(one.fence.query(), one.by, "the host", f"a wait for {one.by}", **self._where)
         landed = self._download.done.query()
         invariants.future_order(landed, "the copy from the device", "the host", "a wait for the copy", **self._where)
 
@@ -233,8 +233,8 @@ class FutureMap:
         slots: the pool.
 
     Raises:
-        ArgumentError: `slots` is no pool.
-        DeclarationError: no fields, or something that is none.
+        ArgumentError: `slots` is not a SlotPool.
+        DeclarationError: no fields, or a value that `relay_field` did not make.
     """
 
     def __init__(self, slots: SlotPool, fields: Mapping[str, RelayField], *, name: str = "relay") -> None:
@@ -289,7 +289,7 @@ class FutureMap:
 
         Publish what is certain early, such as lengths right after verification, in a call of its own: readers on other
         streams wait for this publish, and for nothing that the forward does behind it. Values that the host has, for
-        requests that arrive prebuilt or come back, cross in one upload; they count as read by the host.
+        requests that arrive prebuilt or come back, are uploaded in one copy; they count as read by the host.
 
         Args:
             slots: the requests; live handles, each once. Padded rows at the end are left out.
@@ -297,7 +297,7 @@ class FutureMap:
                 device side is published; or host values, as a list or an array `[n, *shape]`.
 
         Raises:
-            DeclarationError: no such field, or none given.
+            DeclarationError: no such field, or none at all.
             ShapeError, DtypeError, DeviceError, ValueOverflowError: values that do not go into the field.
             CaptureError: the stream is being captured; a replay would publish without the relay's knowledge.
             Violation: SLOT_STALE_HANDLE and the other codes of handles; SLOT_SHARED; SENTINEL_ESCAPED: a negative host
@@ -401,7 +401,7 @@ class FutureMap:
         return rows
 
     def prefetch(self, slots: Slots, *fields: str) -> Prefetched:
-        """Starts to bring entries to the host, over the relay's private stream, in one copy. Nobody waits.
+        """Starts to bring entries to the host, over the relay's private stream, in one copy. Does not wait.
 
         Call it right behind the publish: what is asked for is what the entries hold now, whatever comes later.
 
@@ -470,14 +470,14 @@ class FutureMap:
             req_to_token: [slot, position] -> token; needed where the plan has bounds and a slot mapping.
 
         Raises:
-            DeclarationError: no such field, one named twice, or one whose entries are no ids or no lengths.
+            DeclarationError: no such field, one named twice, or one whose entries cannot be ids or lengths.
             DtypeError: ids that are not int64, or lengths that are neither that nor int32.
             ShapeError: a request puts in another number of tokens than its entries have.
             ContractError: bounds, and no field with the true lengths.
             ArgumentError: no plan; an upload without its extras; no token table for a slot mapping, or none of this
                 pool's slots.
             Violation: FUTURE_CONSUMED: the plan was used before. Else as `gather`, for all requests of the plan. What
-                the device holds (MIRROR_BOUND, MIRROR_EQUAL, SENTINEL_ESCAPED at `full`) is judged when it was taken.
+                the device holds (MIRROR_BOUND, MIRROR_EQUAL, SENTINEL_ESCAPED at `full`) is checked after it was taken.
         """
         for value, kind in ((plan, ForwardPlan), (uploaded, Extras)):
             if not isinstance(value, kind):
@@ -504,7 +504,7 @@ class FutureMap:
             raise ArgumentError(
                 f"{self.name}: expected a table of slots of {self.slots.name!r}, got {req_to_token!r}",
                 value=req_to_token,
-                remedy="pass the token table that was made over the relay's pool",
+                remedy="pass the token table over the relay's pool",
             )
         self._live(plan.slots, operation)
         sources = Sources(self.runtime, self.gather, names, width, lengths, req_to_token)
@@ -594,7 +594,7 @@ class FutureMap:
         return index if len(live) == len(slots) else index[: len(live)]
 
     def _memory_of(self, field: str) -> torch.Tensor:
-        """The entries of a field, for the current stream: they were made zero before it got there."""
+        """The entries of a field, safe on the current stream: it comes behind the kernel that zeroed them."""
         return self.runtime.use_on_current_stream(
             self._memory[field], self._zeroed_on, self._zeroed, synchronised=self._synchronised[field]
         )

@@ -83,7 +83,7 @@ class World:
         assert self.table.host is not None
         return [int(self.table.host[slot, position]) for position in positions]
 
-    def seed(self, slots: Slots) -> None:
+    def publish(self, slots: Slots) -> None:
         """A last token and drafts for each request: 10 * slot and the two numbers behind."""
         last = 10 * slots.np
         self.relay.publish(slots, last_token=last, drafts=np.stack([last + 1, last + 2], axis=1))

@@ -1,26 +1,17 @@
-"""One engine with any settings, through anything that clients and devices do: no law broken, and every token right."""
+"""One engine with any settings, whatever clients and devices do: every invariant holds, and every token is right."""
 
-import contextlib
 import sys
-from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import initialize, precondition, rule
 
-from batchstate import checks
 from batchstate.errors import ArgumentError
-from batchstate.runtime import Fence, Runtime, open_runtime
+from batchstate.runtime import Fence, Runtime
 from batchstate.testing import LateRuntime
+from batchstate.testing.machine import Machine
+from batchstate.testing.runner import run_machine
 
 pytest.importorskip("transformers")
 
@@ -35,25 +26,6 @@ from tests.engine_cases import model_of, nothing_left, one_thread, whole
 Arrivals = list[tuple[list[int], int, bool]]
 
 LONGEST_PROMPT, MOST_NEW, MOST_HERE = 14, 12, 6
-STATES = (
-    "retraction",
-    "right guess",
-    "abort while waiting",
-    "abort with a step in flight",
-    "prebuilt request retracted",
-    "retracted while a step is in flight",
-    "answer ended by EOS",
-    "waited for a step that held what was needed",
-    "idle step between others",
-    "a device that lags",
-)
-"""What has to happen, or else finding nothing proves nothing."""
-
-EXAMPLES = 80
-
-REACHED: Counter[str] = Counter()
-"""Times that each state was reached, over all examples."""
-
 KNOWN: dict[Model, dict[tuple[int, ...], list[int]]] = {}
 """Model -> prompt -> the right answer, as long as any here."""
 
@@ -87,17 +59,28 @@ def engine_settings(draw: st.DrawFn) -> EngineSettings:
     )
 
 
-class EngineMachine(RuleBasedStateMachine):
+class EngineMachine(Machine):
     """Clients of one engine, and what they were told."""
 
-    def __init__(self, device: str) -> None:
+    NAME = "example engine"
+    TARGETS = (
+        "retraction",
+        "right guess",
+        "abort while waiting",
+        "abort with a step in flight",
+        "prebuilt request retracted",
+        "retracted while a step is in flight",
+        "answer ended by EOS",
+        "waited for a step that held what was needed",
+        "idle step between others",
+        "a device that lags",
+    )
+
+    def __init__(self) -> None:
         super().__init__()
-        self.device = device
-        self.windows = contextlib.ExitStack()
         self.requests: list[Request] = []
         self.prebuilt: set[Request] = set()
         self.told: dict[Request, list[int]] = {}
-        self.states: Counter[str] = Counter()
         self.since_drain = 0
 
     @initialize(
@@ -108,26 +91,28 @@ class EngineMachine(RuleBasedStateMachine):
         first=arrivals,
     )
     def start(self, family: Family, sizes: EngineSettings, lags: bool, eos: tuple[int, ...], first: Arrivals) -> None:
-        """An engine of any kind, with somebody to serve."""
-        self.windows.enter_context(checks("full"))
-        self.runtime: Runtime = LateRuntime() if lags else open_runtime(self.device)
-        self.model = model_of(family, str(self.runtime.device))
+        """An engine of any kind, with a request to serve."""
+        self.lags = lags
+        self.open()
+        self.model = model_of(family, str(self.rt.device))
         self.eos = eos
-        self.engine = Engine(self.runtime, self.model, sizes, eos_token_ids=eos)
-        self.reach("a device that lags", lags)
+        self.engine = Engine(self.rt, self.model, sizes, eos_token_ids=eos)
+        self.reached("a device that lags", lags)
         self.pending: Fence | None = None
         run = self.engine.scheduler.forward.run
 
         def look(step: Step) -> RunningBatch:
-            self.reach("waited for a step that held what was needed", self.pending is not None and self.pending.query())
+            self.reached(
+                "waited for a step that held what was needed", self.pending is not None and self.pending.query()
+            )
             return run(step)
 
         self.engine.scheduler.forward.run = look  # type: ignore[method-assign]
         self.arrive(first)
 
-    def reach(self, state: str, when: object = True) -> None:
-        assert state in STATES
-        self.states[state] += bool(when)
+    def open_runtime(self) -> Runtime:
+        """The device of the run, or one that lags."""
+        return LateRuntime() if self.lags else super().open_runtime()
 
     # What happens
 
@@ -149,8 +134,8 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(times=st.sampled_from([1, 2, 3, 4, 9]), fences=st.integers(0, 20))
     def step(self, times: int, fences: int) -> None:
         """The device gets on, as the host will notice, and the engine steps."""
-        if isinstance(self.runtime, LateRuntime):
-            self.runtime.complete(fences)
+        if isinstance(self.rt, LateRuntime):
+            self.rt.complete(fences)
         for _ in range(times):
             self.one_step()
 
@@ -162,7 +147,7 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(times):
             self.engine.idle()
         assert self.engine.scheduler.batch.slots.np.tolist() == slots
-        self.reach("idle step between others", slots)
+        self.reached("idle step between others", bool(slots))
 
     @precondition(lambda self: self.crowd > 2)
     @rule(data=st.data(), running=st.booleans())
@@ -173,8 +158,8 @@ class EngineMachine(RuleBasedStateMachine):
         here = self.of("running" if running else "waiting")
         if here:
             request = data.draw(st.sampled_from(here))
-            self.reach("abort with a step in flight", request.in_flight)
-            self.reach("abort while waiting", not running)
+            self.reached("abort with a step in flight", bool(request.in_flight))
+            self.reached("abort while waiting", not running)
             self.engine.abort(request.number)
         before = self.snapshot()
         for gone in (Request(-1, [1], 1), *self.of("aborted"), *self.of("finished")):
@@ -200,13 +185,12 @@ class EngineMachine(RuleBasedStateMachine):
 
     # What must be so
 
-    @invariant()
-    def nothing_is_broken(self) -> None:
-        """Every law, and no answer that was told a client is taken back."""
+    def check(self) -> None:
+        """Every invariant holds, and no token that a client was told is taken back."""
         engine = self.engine
-        with self.runtime.use(engine._stream):
+        with self.rt.use(engine._stream):
             whole(engine)
-        assert self.runtime.counters.forced_syncs == 0
+        assert self.rt.counters.forced_syncs == 0
         assert engine.in_flight_depth_max <= 1 + engine.settings.overlap
         for request, told in self.told.items():
             assert request.output[: len(told)] == told
@@ -217,11 +201,8 @@ class EngineMachine(RuleBasedStateMachine):
         try:
             if sys.exc_info()[0] is None and hasattr(self, "engine"):
                 self.drain()
-                for state in +self.states:
-                    event(state)
-                REACHED.update(self.states)
         finally:
-            self.windows.close()
+            super().teardown()
 
     # Helpers
 
@@ -243,10 +224,10 @@ class EngineMachine(RuleBasedStateMachine):
         engine.step()
         self.pending = None
         back = [one for one in running if one in scheduler.waiting]
-        self.reach("right guess", engine.accepted_drafts > guesses)
-        self.reach("retraction", scheduler.retractions > retractions)
-        self.reach("prebuilt request retracted", self.prebuilt.intersection(back))
-        self.reach("retracted while a step is in flight", waits.intersection(back))
+        self.reached("right guess", engine.accepted_drafts > guesses)
+        self.reached("retraction", scheduler.retractions > retractions)
+        self.reached("prebuilt request retracted", bool(self.prebuilt.intersection(back)))
+        self.reached("retracted while a step is in flight", bool(waits.intersection(back)))
 
     def snapshot(self) -> tuple[object, ...]:
         scheduler = self.engine.scheduler
@@ -266,9 +247,9 @@ class EngineMachine(RuleBasedStateMachine):
         answers.update(zip(new, generate(self.model, new, [MOST_NEW] * len(new), eos_token_ids=()), strict=True))
         for request in self.requests:
             answer = answers[tuple(request.prompt)][: request.max_new_tokens]
-            ends = [place + 1 for place, token in enumerate(answer) if token in self.eos]
+            ends = [at + 1 for at, token in enumerate(answer) if token in self.eos]
             answer = answer[: min(ends, default=None)]
-            self.reach("answer ended by EOS", ends and request.state == "finished")
+            self.reached("answer ended by EOS", bool(ends) and request.state == "finished")
             if request.state == "finished":
                 assert request.output == answer
             else:
@@ -284,18 +265,8 @@ def threads() -> Iterator[None]:
 
 
 def test_engine_serves_whatever_happens(device: str) -> None:
-    """Whatever the settings, the clients and the device do, every law holds, and every token is the right one."""
-    REACHED.clear()
-    run_state_machine_as_test(
-        lambda: EngineMachine(device),  # type: ignore[arg-type]  # anything that makes a machine does
-        settings=settings(
-            max_examples=EXAMPLES,
-            stateful_step_count=30,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-    missed = [state for state in STATES if not REACHED[state]]
+    """Whatever the settings, the clients and the device do, every invariant holds, and every token is the right one."""
+    result = run_machine(EngineMachine, device=device, examples=80, steps=30, derandomize=True)
+    assert result.failure is None, result.failure
+    missed = [target for target, times in result.reached.items() if not times]
     assert not missed, f"never reached: {missed}"

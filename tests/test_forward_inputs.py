@@ -1,4 +1,4 @@
-"""ForwardInputs: what a forward gets is what its requests hold, whoever knew it: the host, the relay, or both."""
+"""ForwardInputs: what a forward gets is what its requests hold, known to the host, the relay, or both."""
 
 import functools
 from collections.abc import Callable
@@ -75,11 +75,11 @@ def cases(draw: st.DrawFn) -> Case:
 @some
 @given(cases())
 def test_ids_of_any_batch(device: str, case: Case) -> None:
-    """Prompts' ids come from the host and all others from the relay, each at its place, and padding is 0."""
+    """Prompts' ids come from the host and all others from the relay, each at its token, and padding is 0."""
     world = World.of(open_device(device))
     rt, relay = world.rt, world.relay
     slots = world.take(case.seq_lens)
-    world.seed(slots)
+    world.publish(slots)
     ids: list[list[int] | None] = []
     expected: list[int] = []
     for row, (length, chunk) in enumerate(zip(case.seq_lens, case.chunks, strict=True)):
@@ -122,7 +122,7 @@ def test_ids_of_plain_decodes_are_the_entries(rt: Runtime, world: World) -> None
     slots = world.take([5, 6, 7])
     for padding in (0, 2):
         world.relay.discard(slots)
-        world.seed(slots)
+        world.publish(slots)
         plan, uploaded = world.planned(slots, [5, 6, 7], pad_tokens=3 + padding, rows=3 + padding)
         before = rt.counters.snapshot()
         inputs = world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token")
@@ -131,10 +131,10 @@ def test_ids_of_plain_decodes_are_the_entries(rt: Runtime, world: World) -> None
         assert values(rt, inputs.input_ids) == (10 * slots.np).tolist() + [0] * padding
 
 
-def test_who_puts_in_nothing_needs_no_ids(rt: Runtime, world: World) -> None:
-    """A request that sits a step out is fed by nobody, named or not, and its entry stays published."""
+def test_a_request_that_puts_in_nothing_needs_no_ids(rt: Runtime, world: World) -> None:
+    """A request that sits a step out takes no ids, named or not, and its entry stays published."""
     slots = world.take([5, 6, 7])
-    world.seed(slots)
+    world.publish(slots)
     plan, uploaded = world.planned(slots, [5, 6, 7], [1, 0, 1], samples=[True, False, True])
     inputs = world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token")
     assert values(rt, inputs.input_ids) == (10 * slots.np[[0, 2]]).tolist()
@@ -168,7 +168,7 @@ def test_an_idle_step(rt: Runtime, world: World, full: None, rows: int) -> None:
 def test_no_stand_in_becomes_an_id(rt: Runtime, world: World) -> None:
     """A request that the relay is to feed, and has nothing for, is an error: no zero and no -1 goes to the model."""
     slots = world.take([5, 6])
-    world.seed(slots.take([0]))
+    world.publish(slots.take([0]))
     for level in ("cheap", "full"):
         with checks(level):
             plan, uploaded = world.planned(slots, [5, 6], prompt_ids=[None, None])
@@ -221,7 +221,7 @@ def bounded_cases(draw: st.DrawFn) -> Bounded:
 @some
 @given(bounded_cases())
 def test_lengths_that_only_the_device_knows(device: str, case: Bounded) -> None:
-    """Positions, KV lengths, starts and places follow the true lengths; prompts, and the batch, stay as they are."""
+    """Positions, KV lengths, starts and locations follow the true lengths; prompts, and the batch, stay as they are."""
     with checks("full"):
         follow_true_lengths(World.of(open_device(device)), case)
 
@@ -233,7 +233,7 @@ def follow_true_lengths(world: World, case: Bounded) -> None:
     after = [true + query for true, query in zip(case.true_lens, queries, strict=True)]
     bounds = [true + slack for true, slack in zip(after, case.slack, strict=True)]
     slots = world.take(bounds)
-    world.seed(slots)
+    world.publish(slots)
     world.relay.publish(slots, lens=rt.upload([np.array(case.true_lens)]).view(0))
     column = MirroredTensor.from_pair(rt, bounds, rt.upload([np.array(after)]).view(0), contract="upper_bound")
     batch = Running.build(rt, slots=slots, seq_lens=column).pad(len(slots) + case.padded_rows)
@@ -260,11 +260,11 @@ def follow_true_lengths(world: World, case: Bounded) -> None:
     assert (rt.counters - before).host_to_device_copies == any(chunk is not None for chunk in case.chunks)
     assert (rt.counters - before).forced_syncs == 0
     positions = [list(range(length - query, length)) for length, query in zip(after, queries, strict=True)]
-    places = [world.locations(int(slot), run) for slot, run in zip(slots.np, positions, strict=True)]
+    locations = [world.locations(int(slot), run) for slot, run in zip(slots.np, positions, strict=True)]
     tail, rows = [0] * case.padded_tokens, [0] * case.padded_rows
     starts = np.cumsum([0, *after, *rows]).tolist()
     assert values(rt, inputs.positions) == [p for run in positions for p in run] + tail
-    assert values(rt, inputs.slot_mapping) == [place for run in places for place in run] + tail
+    assert values(rt, inputs.slot_mapping) == [one for run in locations for one in run] + tail
     assert values(rt, inputs.kv_lens) == after + rows
     assert values(rt, inputs.kv_start_loc) == starts
     assert inputs.kv_lens.dtype == torch.int32
@@ -287,7 +287,7 @@ def follow_true_lengths(world: World, case: Bounded) -> None:
 def test_a_prompt_beside_a_bound_stays_as_planned(rt: Runtime, world: World) -> None:
     """Of a request whose ids the host gives nothing is looked up: its length is what the host says, bound or not."""
     slots = world.take([8, 8])
-    world.seed(slots)
+    world.publish(slots)
     world.relay.publish(slots.take([0]), lens=rt.upload([np.array([4])]).view(0))
     column = world.bounds([8, 8], [5, 6])
     plan, uploaded = world.planned(slots, column, [1, 2], prompt_ids=[None, [3, 4]], pages=world.pages)
@@ -305,7 +305,7 @@ def test_a_prompt_beside_a_bound_stays_as_planned(rt: Runtime, world: World) -> 
 def test_narrow_lengths(rt: Runtime, world: World) -> None:
     """Lengths may be int32 in the relay; positions are int64 all the same."""
     slots = world.take([8, 8])
-    world.seed(slots)
+    world.publish(slots)
     world.relay.publish(slots, narrow=rt.upload([np.array([4, 5], np.int32)]).view(0))
     column = world.bounds([8, 8], [5, 6])
     plan, uploaded = world.planned(slots, column)
@@ -320,7 +320,7 @@ def test_lengths_that_the_host_knows_are_taken_unread(rt: Runtime, world: World)
     slots = world.take([8, 8])
     for level, true in (("cheap", [4, 5]), ("full", [4, 5]), ("full", [4, 6])):
         world.relay.discard(slots)
-        world.seed(slots)
+        world.publish(slots)
         world.relay.publish(slots, lens=rt.upload([np.array(true)]).view(0))
         plan, uploaded = world.planned(slots, [5, 6])
         before = rt.counters.snapshot()
@@ -345,14 +345,14 @@ def test_lengths_that_the_host_knows_are_taken_unread(rt: Runtime, world: World)
 def test_a_plan_is_used_once(rt: Runtime, world: World) -> None:
     """A second forward from one plan would repeat the step: it is refused, and takes nothing."""
     slots = world.take([5, 6])
-    world.seed(slots)
+    world.publish(slots)
     batch = Running.build(rt, slots=slots, seq_lens=[5, 6])
     for ids in (None, [[1], [2]], [None, [2]]):
         plan = ForwardPlan.of(batch.slots, batch.seq_lens, prompt_ids=ids)
         uploaded = batch.upload(extras=plan.extras)
         world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token")
         world.relay.discard(slots)
-        world.seed(slots)
+        world.publish(slots)
         rt.next_step()
         before = rt.counters.snapshot()
         violation = refused(
@@ -386,14 +386,14 @@ def test_nothing_is_taken_where_one_field_is_missing(rt: Runtime, world: World) 
 Wrong = tuple[type[Exception], str, dict[str, Any], dict[str, Any]]
 # of the plan beside lengths [8, 8], and of the resolution beside ids="last_token"
 WRONG: dict[str, Wrong] = {
-    "a field nobody declared": (DeclarationError, "'token', which is not declared", {}, {"ids": "token"}),
+    "an undeclared field": (DeclarationError, "'token', which is not declared", {}, {"ids": "token"}),
     "no field": (DeclarationError, r"inputs from fields \(\)", {}, {"ids": ()}),
     "a field twice": (DeclarationError, "name each field once", {"queries": 2}, {"ids": ("last_token", "last_token")}),
     "ids for lengths": (DeclarationError, "name each field once", {}, {"lengths": "last_token"}),
     "a field of the host": (DeclarationError, "read by the host", {}, {"ids": "outputs"}),
     "ids in two dimensions": (DeclarationError, r"'pairs' of \[2, 2\]", {"queries": 4}, {"ids": "pairs"}),
     "narrow ids": (DtypeError, "ids from field 'narrow' of torch.int32", {}, {"ids": "narrow"}),
-    "lengths nobody declared": (DeclarationError, "'length', which is not declared", {}, {"lengths": "length"}),
+    "undeclared lengths": (DeclarationError, "'length', which is not declared", {}, {"lengths": "length"}),
     "lengths that are rows": (DeclarationError, r"lengths from field 'drafts' of \[2\]", {}, {"lengths": "drafts"}),
     "more tokens than entries": (ShapeError, "puts in 3 tokens, and the relay has 1", {"queries": 3}, {}),
     "fewer tokens than entries": (ShapeError, "puts in 1 tokens, and the relay has 2", {}, {"ids": "drafts"}),
@@ -413,7 +413,7 @@ def test_wrong_arguments_change_nothing(rt: Runtime, world: World, name: str) ->
     """What the relay cannot serve is a typed error before anything is taken; the plan can still be used."""
     error, match, planned, asked = WRONG[name]
     slots = world.take([8, 8])
-    world.seed(slots)
+    world.publish(slots)
     world.relay.publish(
         slots,
         lens=rt.upload([np.array([7, 7])]).view(0),
@@ -445,7 +445,7 @@ def test_wrong_arguments_change_nothing(rt: Runtime, world: World, name: str) ->
 def test_wrong_objects_change_nothing(rt: Runtime, device: str, world: World) -> None:
     """Something else than a plan, than its upload, than a table of the pool, or of another pool or runtime."""
     slots = world.take([8, 8])
-    world.seed(slots)
+    world.publish(slots)
     batch = Running.build(rt, slots=slots, seq_lens=[8, 8])
     plan = ForwardPlan.of(batch.slots, batch.seq_lens)
     uploaded, bare = batch.upload(extras=plan.extras), batch.upload()
@@ -495,10 +495,10 @@ def test_wrong_objects_change_nothing(rt: Runtime, device: str, world: World) ->
 
 
 def test_requests_that_left_are_refused(rt: Runtime, world: World) -> None:
-    """A plan of requests that are gone is refused, by whomever their ids come."""
+    """A plan of requests that are gone is refused, wherever their ids come from."""
     for ids in (None, [[1], [2]]):
         slots = world.slots.take(2)
-        world.seed(slots)
+        world.publish(slots)
         plan, uploaded = world.planned(slots, [8, 8], prompt_ids=ids)
         world.slots.free(slots)
         before = rt.counters.snapshot()
@@ -517,7 +517,7 @@ def test_none_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     rt, module = fake_accelerator(monkeypatch)
     world = World.of(rt)
     slots = world.take([8, 8])
-    world.seed(slots)
+    world.publish(slots)
     plan, uploaded = world.planned(slots, [8, 8])
     module.capturing = True
     with pytest.raises(CaptureError, match="gather before the replay"):
@@ -550,7 +550,7 @@ def run_steps(world: World, speculating: bool) -> None:
 
     def arrive(n: int) -> Running:
         slots = world.take([5] * n)
-        world.seed(slots)
+        world.publish(slots)
         relay.publish(slots, lens=[4 if speculating else 5] * n)
         batch = Running.build(rt, slots=slots, seq_lens=lens_of(slots, [5] * n))
         assert len(batch.seq_lens.device) == len(batch.slots.device) == n
@@ -627,7 +627,7 @@ def test_what_inputs_cost(rt: Runtime, world: World) -> None:
     prompts: list[list[list[int] | None]] = [[None, None], [[7], [8]], [None, [8]]]
     for ids in prompts:
         world.relay.discard(slots)
-        world.seed(slots)
+        world.publish(slots)
         plan = ForwardPlan.of(batch.slots, batch.seq_lens, prompt_ids=ids)
         uploaded = batch.upload(extras=plan.extras)
         before = rt.counters.snapshot()
@@ -640,7 +640,7 @@ def test_what_inputs_cost(rt: Runtime, world: World) -> None:
 def test_extras_of_another_plan_are_refused(rt: Runtime, world: World) -> None:
     """The upload of a plan of the same requests and sizes is another upload; the plan can be used with its own."""
     slots = world.take([5, 6])
-    world.seed(slots)
+    world.publish(slots)
     batch = Running.build(rt, slots=slots, seq_lens=[5, 6])
     plan, other = ForwardPlan.of(batch.slots, batch.seq_lens), ForwardPlan.of(batch.slots, batch.seq_lens)
     theirs, mine = batch.upload(extras=other.extras), batch.upload(extras={**plan.extras, "temperature": [0.5, 1.0]})
@@ -650,8 +650,8 @@ def test_extras_of_another_plan_are_refused(rt: Runtime, world: World) -> None:
     assert values(rt, inputs.input_ids) == (10 * slots.np).tolist()
 
 
-def test_padded_rows_may_have_a_place_everywhere(rt: Runtime, world: World) -> None:
-    """Lengths, ids and the mask of who samples may have one place a padded row, which is not looked at."""
+def test_padded_rows_may_have_an_entry_everywhere(rt: Runtime, world: World) -> None:
+    """Lengths, ids and the mask of samples may have one entry per padded row, which is ignored."""
     slots = world.take([5, 6])
     batch = Running.build(rt, slots=slots, seq_lens=[5, 6]).pad(4)
     plan = ForwardPlan.of(
@@ -671,7 +671,7 @@ def test_a_table_that_is_none_of_tokens_is_refused(
 ) -> None:
     """Too narrow, of more dimensions or of floats: refused before anything is taken."""
     slots = world.take([9])
-    world.seed(slots)
+    world.publish(slots)
     table = world.slots.table("odd", shape, dtype, holds=holds)
     lens = world.bounds([9], [6])
     plan, uploaded = world.planned(slots, lens, pages=world.pages)
@@ -698,7 +698,7 @@ def test_a_false_bound_is_found_before_it_is_used_as_an_index(rt: Runtime, world
 def test_pages_that_were_taken_back_are_noticed(rt: Runtime, world: World) -> None:
     """A plan whose requests lost pages since is refused, and nothing is taken."""
     slots = world.take([9])
-    world.seed(slots)
+    world.publish(slots)
     plan, uploaded = world.planned(slots, [9], pages=world.pages)
     world.pages.truncate(slots, 2)
     with pytest.raises(ArgumentError, match="has 9 tokens and pages for"):
@@ -713,9 +713,9 @@ def test_pages_that_were_taken_back_are_noticed(rt: Runtime, world: World) -> No
 def test_what_true_lengths_cost(
     rt: Runtime, world: World, width: int, padding: int, prompt: bool, copies: int, launches: int
 ) -> None:
-    """True lengths from the relay, with the places of the tokens: decodes and verifies, padded or with prompts."""
+    """True lengths from the relay, with the locations of the tokens: decodes and verifies, padded or with prompts."""
     slots = world.take([9, 9, 9])
-    world.seed(slots)
+    world.publish(slots)
     world.relay.discard(slots, "lens")
     world.relay.publish(slots, lens=[4, 5, 9 - width])
     lens = world.bounds([9, 9, 9], [4 + width, 5 + width, 9])
@@ -735,7 +735,7 @@ def test_what_true_lengths_cost(
 
 
 @pytest.mark.usefixtures("full")
-def test_places_that_never_crossed_are_found(rt: Runtime, world: World) -> None:
+def test_locations_that_were_not_uploaded_are_found(rt: Runtime, world: World) -> None:
     """A forgotten `extension.entry()` is MIRROR_EQUAL at full, naming the table; with it the plan is served."""
     slots = world.take([5])
     batch = Running.build(rt, slots=slots, seq_lens=[7])

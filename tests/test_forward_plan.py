@@ -43,8 +43,8 @@ def cases(draw: st.DrawFn) -> Case:
 
 def plan_of(case: Case, world: World, slots: Slots, **others: Any) -> ForwardPlan:
     """The plan of a case, all ids by the host: token p of request i has id 100 * i + p."""
-    runs = zip(case.seq_lens, case.query_lens, strict=True)
-    ids = [[100 * row + p for p in range(length - query, length)] for row, (length, query) in enumerate(runs)]
+    lengths = zip(case.seq_lens, case.query_lens, strict=True)
+    ids = [[100 * row + p for p in range(length - query, length)] for row, (length, query) in enumerate(lengths)]
     return ForwardPlan.of(
         slots.pad(len(slots) + case.padded_rows),
         case.seq_lens,
@@ -60,16 +60,16 @@ def plan_of(case: Case, world: World, slots: Slots, **others: Any) -> ForwardPla
 @some
 @given(cases())
 def test_arrays_of_tokens_and_requests(device: str, case: Case) -> None:
-    """Ids, positions, starts, lengths, last tokens and places are those of a loop; padding is zero, starts go on."""
+    """Ids, positions, starts, lengths, last tokens and locations are those of a loop; padding is zero, starts go on."""
     world = World.of(open_device(device), page_size=case.page_size)
     slots = world.take(case.seq_lens)
     plan = plan_of(case, world, slots)
-    ids, positions, places, starts, last = [], [], [], [0], []
+    ids, positions, locations, starts, last = [], [], [], [0], []
     for row, (length, query) in enumerate(zip(case.seq_lens, case.query_lens, strict=True)):
         for position in range(length - query, length):
             ids.append(100 * row + position)
             positions.append(position)
-            places.append(world.locations(int(slots.np[row]), [position])[0])
+            locations.append(world.locations(int(slots.np[row]), [position])[0])
         starts.append(len(ids))
         if case.samples[row]:
             last.append(len(ids) - 1)
@@ -81,7 +81,7 @@ def test_arrays_of_tokens_and_requests(device: str, case: Case) -> None:
         "query_start_loc": (starts + [starts[-1]] * case.padded_rows, np.int32),
         "kv_lens": (case.seq_lens + [0] * case.padded_rows, np.int32),
         "last_token_indices": (last + [0] * case.padded_rows if everybody else last, np.int64),
-        "slot_mapping": (places + behind, np.int64),
+        "slot_mapping": (locations + behind, np.int64),
     }
     for name, (values, dtype) in expected.items():
         assert plan.extras[name].tolist() == values, name
@@ -105,7 +105,7 @@ def test_arrays_of_tokens_and_requests(device: str, case: Case) -> None:
 @some
 @given(cases())
 def test_layout_of_flash_attention(device: str, case: Case) -> None:
-    """`cu_seqlens_k` and `block_table` name the place of every token of every request, in int32."""
+    """`cu_seqlens_k` and `block_table` name the location of every token of every request, in int32."""
     world = World.of(open_device(device), page_size=case.page_size)
     slots = world.take(case.seq_lens)
     extras = plan_of(case, world, slots, layouts="flash_attention").extras
@@ -125,7 +125,7 @@ def test_layout_of_flash_attention(device: str, case: Case) -> None:
 @some
 @given(cases())
 def test_layout_of_flashinfer(device: str, case: Case) -> None:
-    """`paged_kv_indptr`, `paged_kv_indices` and `paged_kv_last_page_len` name the place of every token, in int32."""
+    """`paged_kv_indptr`, `paged_kv_indices` and `paged_kv_last_page_len` name the location of every token, in int32."""
     world = World.of(open_device(device), page_size=case.page_size)
     slots = world.take(case.seq_lens)
     extras = plan_of(case, world, slots, layouts=["flashinfer"]).extras
@@ -143,7 +143,7 @@ def test_layout_of_flashinfer(device: str, case: Case) -> None:
 
 
 def test_both_layouts_at_once(rt: Runtime) -> None:
-    """Layouts are named one by one or together; without any there are none, without pages no places either."""
+    """Layouts are named one by one or together; without any there are none, without pages no locations either."""
     world = World.of(rt)
     slots = world.take([5, 6])
     both = ForwardPlan.of(slots, [5, 6], pages=world.pages, layouts=("flashinfer", "flash_attention")).extras
@@ -169,7 +169,7 @@ def test_numbers_as_an_engine_has_them(rt: Runtime, padded_rows: int) -> None:
 
 
 def test_requests_of_the_relay(rt: Runtime) -> None:
-    """None among the ids is a request that the relay feeds: its places are planned, and no id stands in for it."""
+    """None among the ids is a request that the relay feeds: its tokens are planned, and no id stands in for it."""
     slots = SlotPool(rt, 8).take(4)
     plan = ForwardPlan.of(slots, [5, 6, 7, 3], [2, 1, 1, 3], prompt_ids=[[1, 2], None, None, [7, 8, 9]], pad_tokens=9)
     assert plan.relay_rows.tolist() == [1, 2]
@@ -269,8 +269,8 @@ WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
         "row 0 samples and puts in no token",
         {"query_lens": [0, 1, 1], "prompt_ids": [[], None, None]},
     ),
-    "a layout nobody knows": (DeclarationError, "use some of: flash_attention, flashinfer", {"layouts": "paged"}),
-    "a layout that is no name": (DeclarationError, "layouts", {"layouts": [7]}),
+    "an unknown layout": (DeclarationError, "use some of: flash_attention, flashinfer", {"layouts": "paged"}),
+    "a layout without a name": (DeclarationError, "layouts", {"layouts": [7]}),
     "a number for layouts": (DeclarationError, "layouts 5", {"layouts": 5}),
     "a number for pages": (ArgumentError, "pass a PagePool", {"pages": 5}),
     "padded tokens beyond int32": (ValueOverflowError, "pad_tokens", {"pad_tokens": 2**31 + 10}),
@@ -289,7 +289,7 @@ def test_refuses_arguments(rt: Runtime, name: str) -> None:
     assert rt.counters == before
 
 
-def test_refuses_what_is_no_slot(rt: Runtime) -> None:
+def test_refuses_numbers_for_slots(rt: Runtime) -> None:
     """Requests are named by handles, and padding is at the end."""
     wrong: Any = [1, 2]
     with pytest.raises(DtypeError, match=r"pass `batch\.slots`"):
@@ -309,7 +309,7 @@ def test_refuses_negative_ids(rt: Runtime) -> None:
 
 
 def test_refuses_tokens_without_pages(rt: Runtime) -> None:
-    """Tokens have their pages before they are planned: a place that nobody has is not made up."""
+    """Tokens have their pages before they are planned: no location is made up."""
     world = World.of(rt)
     slots = world.take([5, 6])
     ForwardPlan.of(slots, [8, 8], pages=world.pages)

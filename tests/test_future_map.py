@@ -78,14 +78,14 @@ def states(relay: FutureMap, slots: Slots, *fields: str) -> list[list[str]]:
 
 
 def whole(relay: FutureMap) -> tuple[Any, ...]:
-    """Everything that an operation could change: books, device memory and counters."""
-    books = {
+    """Everything that an operation could change: entries, device memory and counters."""
+    entries = {
         name: [getattr(one, part).tolist() for part in ("generation", "number", "last_writer", "taken")]
         for name, one in relay._entries.fields.items()
     }
     memory = {name: relay.runtime.inspect(one.view(torch.uint8)).tolist() for name, one in relay._memory.items()}
-    made = {number: dict(one.reads) for number, one in relay._entries.publications.items()}
-    return books, memory, made, attrs.evolve(relay.runtime.counters, check_reads=0)
+    reads = {number: dict(one.reads) for number, one in relay._entries.publications.items()}
+    return entries, memory, reads, attrs.evolve(relay.runtime.counters, check_reads=0)
 
 
 def untouched(relay: FutureMap, error: type[Exception], match: str, action: Callable[[], object]) -> None:
@@ -97,7 +97,7 @@ def untouched(relay: FutureMap, error: type[Exception], match: str, action: Call
 
 
 def broken(relay: FutureMap, code: Code, action: Callable[[], object]) -> Violation:
-    """Runs `action`, which has to break a law and to change nothing."""
+    """Runs `action`, which has to break an invariant and to change nothing."""
     before = whole(relay)
     violation = refused(code, action)
     assert whole(relay) == before
@@ -162,7 +162,7 @@ def test_any_shared_dtype_reaches_the_host(
     assert np.array_equal(value.np, values)
     assert rt.inspect(value.device).tolist() == values.tolist()
     relay.publish(slots, field=values[::-1])
-    assert states(relay, slots) == [["consumed"] * 3]  # by the host, who seeded it
+    assert states(relay, slots) == [["consumed"] * 3]  # by the host, which published it
     assert rt.inspect(relay._memory["field"])[slots.np].tolist() == values[::-1].tolist()
 
 
@@ -186,7 +186,7 @@ def test_mirrored_values_are_published(rt: Runtime, pool: SlotPool, relay: Futur
 def test_both_sides_of_a_resolved_value_come_from_one_read(
     rt: Runtime, pool: SlotPool, relay: FutureMap, full: None
 ) -> None:
-    """A resolved value stays right when its slot is overwritten, freed, and somebody else's."""
+    """A resolved value stays right when its slot is overwritten, freed, and another request's."""
     slots = pool.take(2)
     relay.publish(slots, tokens=on_device(rt, [5, 6]), outputs=on_device(rt, [[1, 2, 3], [4, 5, 6]]))
     early = relay.prefetch(slots, "tokens", "outputs")
@@ -317,7 +317,7 @@ def test_books_stay_small(rt: Runtime, pool: SlotPool) -> None:
     assert rt.counters.staging_allocations == staging
 
 
-# States and the laws of entries
+# States and invariants of entries
 
 
 @pytest.mark.parametrize("field", ["tokens", "lens", "outputs"])
@@ -344,8 +344,8 @@ def test_states_of_an_entry(rt: Runtime, pool: SlotPool, relay: FutureMap, field
     assert states(relay, again, field) == [["unwritten"] * 2]
 
 
-def test_a_seed_has_no_news_for_the_host(pool: SlotPool, relay: FutureMap) -> None:
-    """What the host seeds it knows: only the next forward has yet to read it."""
+def test_the_host_has_read_what_it_publishes(pool: SlotPool, relay: FutureMap) -> None:
+    """What the host publishes it knows: only the next forward has yet to read it."""
     slots = pool.take(1)
     relay.publish(slots, tokens=[5], lens=[6], outputs=[[7] * 3])
     assert states(relay, slots, "tokens", "lens", "outputs") == [["published"], ["published"], ["consumed"]]
@@ -354,8 +354,8 @@ def test_a_seed_has_no_news_for_the_host(pool: SlotPool, relay: FutureMap) -> No
     assert states(relay, slots, "tokens") == [["consumed"]]
 
 
-def test_reading_what_nobody_wrote(rt: Runtime, pool: SlotPool, relay: FutureMap) -> None:
-    """Each reader is told which slot, which field, which step, and that nobody wrote."""
+def test_reading_what_was_not_published(rt: Runtime, pool: SlotPool, relay: FutureMap) -> None:
+    """Each reader is told which slot, which field, which step, and that there was no writer."""
     slots = pool.take(3)
     relay.publish(slots.take([0, 2]), tokens=on_device(rt, [5, 6]))
     rt.next_step()
@@ -393,7 +393,7 @@ def test_an_entry_is_taken_once_by_each_reader(rt: Runtime, pool: SlotPool, rela
 
 
 def test_an_unread_entry_is_not_overwritten(rt: Runtime, pool: SlotPool, relay: FutureMap) -> None:
-    """Whoever publishes over an entry that a reader still wants is told so; `discard` says that nobody does."""
+    """A publish over an entry that a reader still wants is reported; `discard` says that none does."""
     slots = pool.take(2)
     relay.publish(slots, tokens=on_device(rt, [5, 6]))
     relay.gather(slots, "tokens")
@@ -434,7 +434,7 @@ def test_an_entry_belongs_to_its_owner(rt: Runtime, pool: SlotPool, relay: Futur
 
 
 def test_a_written_row_zero_is_found(rt: Runtime, pool: SlotPool, relay: FutureMap, full: None) -> None:
-    """What padded rows read is zero: `check` and level `full` find who wrote there."""
+    """What padded rows read is zero: `check` and level `full` find a write there."""
     slots = pool.take(1)
     relay._memory["outputs"][0, 1] = 7
     violation = refused(Code.SLOT_ZERO_DIRTY, relay.check)
@@ -576,7 +576,7 @@ def test_dead_and_foreign_slots_change_nothing(rt: Runtime, device: str, pool: S
 
 
 def test_a_second_publish_in_a_step_changes_nothing(rt: Runtime, pool: SlotPool, relay: FutureMap) -> None:
-    """Publishing twice in a step overwrites what nobody has read; fields beside it are not written either."""
+    """Publishing twice in a step overwrites what is unread; fields beside it are not written either."""
     slots = pool.take(2)
     relay.publish(slots, lens=on_device(rt, [5, 6], torch.int32))
     lens, tokens = on_device(rt, [7, 8], torch.int32), on_device(rt, [1, 2])
@@ -617,7 +617,7 @@ def test_belongs_to_its_thread(rt: Runtime, pool: SlotPool, relay: FutureMap) ->
 
 
 def test_no_publish_and_no_read_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replayed graph would pass the books by: while one is captured the relay refuses, and changes nothing."""
+    """A replayed graph would bypass the bookkeeping: while one is captured the relay refuses, and changes nothing."""
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     rt, module = fake_accelerator(monkeypatch)
     pool = SlotPool(rt, 4)
@@ -702,7 +702,7 @@ def test_slots_behind_a_fence_have_no_entries(rt: Runtime, pool: SlotPool, relay
 
 @attrs.define(eq=False)
 class Lanes:
-    """A relay on a stand-in of an accelerator: who waits for which event, and which memory is kept for which stream."""
+    """A relay on a stand-in of an accelerator: which stream waits for which event, and which memory is kept for it."""
 
     rt: AcceleratorRuntime
     module: FakeModule
@@ -749,7 +749,7 @@ def lanes(monkeypatch: pytest.MonkeyPatch) -> Lanes:
 
 
 def device_of(slots: Slots) -> torch.Tensor:
-    """The device side, handed to the current stream."""
+    """The device side, safe on the current stream."""
     return slots.device
 
 
@@ -835,7 +835,7 @@ def test_a_publish_comes_behind_the_reads_before_it(lanes: Lanes, between: str) 
 
 
 def test_a_prefetch_keeps_memory_for_its_stream(lanes: Lanes) -> None:
-    """Entries, and handles that name them, are kept until the private stream is done; its rows for who reads them."""
+    """Entries, and handles that name them, are kept until the private stream is done; its rows for their readers."""
     (forward,) = lanes.settled("forward")
     relay, slots = lanes.relay, lanes.pool.take(4)
     lanes.on(forward, lambda: slots.device)
@@ -985,7 +985,7 @@ def test_a_dropped_relay_leaves_its_pool(rt: Runtime) -> None:
 
 
 def test_padded_rows_cost_no_copy(rt: Runtime) -> None:
-    """Publishing and prefetching for a padded batch uses the slots that crossed with it."""
+    """Publishing and prefetching for a padded batch uses the slots that were uploaded with it."""
 
     class Running(Batch):
         slots = slot_column()
@@ -1019,6 +1019,6 @@ def test_comparing_prefetches_does_not_wait() -> None:
 
 
 def test_there_are_no_bounds_of_indices(rt: Runtime) -> None:
-    """Slots are exact or nothing: a bound of an index would name somebody else's row."""
+    """Slots are exact or nothing: a bound of an index would name another request's row."""
     with pytest.raises(ContractError, match="no bound"):
         SlotPool(rt, 4).take(1).weaken("upper_bound")

@@ -157,11 +157,11 @@ class ForwardPlan:
         Args:
             slots: the requests of the batch, padded rows at the end: `batch.slots`, or `batch.pad(n).slots`.
             seq_lens: tokens that each has after this forward, int[n]: a mirrored column, exact or bounded, or an array.
-                Values of padded rows are not looked at.
+                Values of padded rows are ignored.
             query_lens: tokens that each puts in, one number or int[n].
             prompt_ids: for each request the ids that it puts in, int[query_len], or None where the relay has them. None
                 for all: all ids come from the relay. A request that puts in none has none anywhere. Padded
-                rows may have a place, which is not looked at.
+                rows may have an entry, which is ignored.
             samples: mask bool[n] of the requests that sample; all by default. A chunk of a prompt that is not its last
                 samples nothing.
             pages: where the KV goes; without it there is no `slot_mapping`.
@@ -244,10 +244,10 @@ class ForwardPlan:
         )
 
     def use(self) -> None:
-        """Notes that the forward's inputs are made now.
+        """Notes that the forward's inputs are resolved now.
 
         Raises:
-            Violation: FUTURE_CONSUMED, at `cheap`: they were made before.
+            Violation: FUTURE_CONSUMED, at `cheap`: they were resolved before.
         """
         if levels.cheap and self.num_reqs:
             invariants.future_consumed(

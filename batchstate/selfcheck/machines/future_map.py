@@ -414,7 +414,7 @@ class FutureMapMachine(Machine):
     )
 
     def open_runtime(self) -> Runtime:
-        """A plain CPU runtime has fences that are always complete: one that lags takes its place."""
+        """A plain CPU runtime has fences that are always complete: one that lags replaces it."""
         opened = super().open_runtime()
         return LateRuntime(steps_in_flight=opened.steps_in_flight) if type(opened) is CpuRuntime else opened
 
