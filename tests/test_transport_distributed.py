@@ -1,3 +1,5 @@
+"""What is the paired engine's own: pieces, receivers that end or stand still, and clients that ask for nothing good."""
+
 import base64
 import contextlib
 import gc
@@ -16,17 +18,14 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from batchstate.errors import ArgumentError, HandshakeError, OwnerThreadError, TransferError
+from batchstate.errors import ArgumentError, TransferError
 from batchstate.transport.engines import _packing as packing
-from batchstate.transport.engines import _pairs as reception
-from batchstate.transport.engines import _pairs as sending
-from batchstate.transport.engines import _pairs as wire
+from batchstate.transport.engines import _pairs as pairs
 from batchstate.transport.engines import distributed
 from batchstate.transport.engines._pairs import WRITER, EndWatch, Header, Pair, ask, client, private
-from batchstate.transport.engines.base import Delivery, Status
+from batchstate.transport.engines.base import Status
 from batchstate.transport.engines.distributed import DistributedEngine
 from batchstate.transport.regions import Copies
-from batchstate.violations import Violation
 from tests.transport_peers import EngineSide, PeerProcess, expected, scattered, spawn_peer, until
 
 SENTINEL = 0xEE
@@ -48,20 +47,6 @@ def here() -> Iterator[EngineSide]:
     assert not ours, "close leaves no thread"
 
 
-class Side(EngineSide):
-    """One that takes a new engine for each test, since a process takes seconds to start."""
-
-    def renew(self) -> None:
-        """Closes the engine and forgets all."""
-        self.engine.close()
-        super().__init__(make)
-
-    def idle(self) -> None:
-        """Looks for arrivals, while the engine is open."""
-        if not self.engine._closed:
-            super().idle()
-
-
 @pytest.fixture(scope="module")
 def processes() -> Iterator[Callable[[], PeerProcess]]:
     """Gives a second process with a new engine: the last one, if it lives."""
@@ -70,7 +55,7 @@ def processes() -> Iterator[Callable[[], PeerProcess]]:
 
         def get() -> PeerProcess:
             if not last or not last[-1].process.is_alive():
-                last.append(stack.enter_context(spawn_peer(Side, make)))
+                last.append(stack.enter_context(spawn_peer(EngineSide, make)))
             last[-1].call("renew")
             return last[-1]
 
@@ -90,17 +75,6 @@ def there(here: EngineSide, processes: Callable[[], PeerProcess]) -> PeerProcess
 def peer_of(side: EngineSide) -> str:
     """The name of the last peer."""
     return list(side.peers)[-1]
-
-
-def ragged(rows: int, seed: int, most: int = 9000) -> Copies:
-    """Rows of any length at any offset of 8 MiB, which do not overlap at the target."""
-    random = np.random.default_rng(seed)
-    lengths = random.integers(1, most, rows)
-    gaps = random.integers(0, 50, rows)
-    places = np.cumsum(lengths + gaps) - lengths
-    order = random.permutation(rows)
-    zeros = np.zeros(rows, dtype=np.int64)
-    return Copies(zeros, random.integers(0, 8 * MIB - most, rows), zeros, places[order], lengths[order])
 
 
 def sentinel(nbytes: int = 8 * MIB) -> npt.NDArray[np.uint8]:
@@ -134,65 +108,6 @@ def close_within(side: EngineSide, seconds: float) -> None:
 # Bytes
 
 
-@pytest.mark.parametrize("row_bytes", [4096, 1152, 100])
-def test_scattered_rows(here: EngineSide, there: PeerProcess, row_bytes: int) -> None:
-    """Scattered rows arrive byte for byte, and no other byte of the memory changes."""
-    copies = scattered(1000, row_bytes, 8 * MIB, 8 * MIB, seed=row_bytes)
-    here.write(peer_of(here), copies, b"rows")
-    assert here.ended(b"rows") is Status.DONE
-    assert here.drain(b"rows")
-    there.call("received", b"rows")
-    assert np.array_equal(there.call("read"), expected(copies, here.memory[0], sentinel()))
-
-
-def test_rows_of_any_length(here: EngineSide, there: PeerProcess) -> None:
-    """Rows of odd lengths at odd offsets arrive byte for byte, between sentinels."""
-    copies = ragged(1500, seed=1)
-    here.write(peer_of(here), copies, b"ragged")
-    assert here.ended(b"ragged") is Status.DONE
-    assert np.array_equal(there.call("read"), expected(copies, here.memory[0], sentinel()))
-
-
-def test_several_regions(here: EngineSide, there: PeerProcess) -> None:
-    """Rows of several regions go into the regions they name, in whatever order the rows are given."""
-    here.register(MIB, seed=1)
-    there.call("register", MIB, SENTINEL)
-    there.call("register", MIB, SENTINEL)
-    here.disconnect(peer_of(here))
-    name = here.connect(there.call("endpoint"))
-    random = np.random.default_rng(3)
-    rows, size = 600, 512
-    targets = random.integers(0, 3, rows)
-    copies = Copies(
-        random.integers(0, 2, rows),
-        random.permutation(MIB // size)[:rows] * size,
-        targets,
-        random.permutation(MIB // size)[:rows] * size,
-        np.full(rows, size),
-    )
-    here.write(name, copies, b"regions")
-    assert here.ended(b"regions") is Status.DONE
-    after = [sentinel(), sentinel(MIB), sentinel(MIB)]
-    for source, start, target, place, length in np.stack(copies.arrays(), axis=1).tolist():
-        after[target][place : place + length] = here.memory[source][start : start + length]
-    for index, memory in enumerate(after):
-        assert np.array_equal(there.call("read", index), memory)
-
-
-def test_tensors_of_any_dtype(here: EngineSide, there: PeerProcess) -> None:
-    """Memory may be a tensor of any dtype and shape: rows are bytes."""
-    tensor = torch.randn(64, 128, dtype=torch.bfloat16)
-    region = here.engine.register(tensor, "bf16")
-    copies = Copies([region.index] * 2, [256, 1024], [0, 0], [0, 512], [256, 512])
-    here.write(peer_of(here), copies, b"bf16")
-    assert here.ended(b"bf16") is Status.DONE
-    flat = tensor.view(torch.uint8).reshape(-1).numpy()
-    found = there.call("read")
-    assert np.array_equal(found[:256], flat[256:512])
-    assert np.array_equal(found[512:1024], flat[1024:1536])
-    assert (found[256:512] == SENTINEL).all()
-
-
 def test_rows_longer_than_a_piece(here: EngineSide, processes: Callable[[], PeerProcess]) -> None:
     """A row longer than a message is cut, and one write of many messages arrives whole."""
     nbytes = 5 * packing.PIECE + 12_345
@@ -205,55 +120,6 @@ def test_rows_longer_than_a_piece(here: EngineSide, processes: Callable[[], Peer
     here.write(name, copies, b"long")
     assert here.ended(b"long") is Status.DONE
     assert np.array_equal(peer.call("read"), expected(copies, here.memory[0], sentinel(nbytes)))
-
-
-def test_no_rows_deliver_the_tag(here: EngineSide, there: PeerProcess) -> None:
-    """A write of no rows ends as DONE, delivers its tag once, with the writer's instance, and changes nothing."""
-    here.write(peer_of(here), Copies.empty(), b"nothing")
-    assert here.ended(b"nothing") is Status.DONE
-    there.call("received", b"nothing")
-    assert there.call("completions") == [Delivery(b"nothing", here.engine.instance)]
-    assert np.array_equal(there.call("read"), sentinel())
-
-
-def test_both_directions_at_once(here: EngineSide, there: PeerProcess) -> None:
-    """Many writes in both directions at the same time all arrive, each tag once."""
-    half, count, rows = 4 * MIB, 40, 16
-    back = there.call("connect", here.endpoint())
-    zeros = np.zeros(rows, dtype=np.int64)
-    before = here.memory[0].copy()
-    sent = []
-    for number in range(count):
-        places = (np.arange(rows) + number * rows) * 4096
-        there.send("write", back, Copies(zeros, places, zeros, places + half, np.full(rows, 4096)), b"back %d" % number)
-        sent.append(Copies(zeros, places, zeros, places, np.full(rows, 4096)))
-        here.write(peer_of(here), sent[-1], b"out %d" % number)
-    for number in range(count):
-        there.answer()
-        assert here.ended(b"out %d" % number) is Status.DONE
-    for number in range(count):
-        assert there.call("ended", b"back %d" % number) is Status.DONE
-    done = count * rows * 4096
-    assert np.array_equal(there.call("read", 0, 0, done), before[:done])
-    found = here.memory[0][half : half + done]
-    # What comes back was the sentinel, or what had been written there a moment before.
-    assert all(
-        (row == SENTINEL).all() or (row == own).all()
-        for row, own in zip(found.reshape(-1, 4096), before[:done].reshape(-1, 4096), strict=True)
-    )
-    assert sorted(one.tag for one in here.completions()) == sorted(b"back %d" % number for number in range(count))
-    assert sorted(one.tag for one in there.call("completions")) == sorted(b"out %d" % n for n in range(count))
-
-
-def test_the_tag_comes_behind_the_data(here: EngineSide, there: PeerProcess) -> None:
-    """When a tag is there, so are all rows of its write, each of fifty times."""
-    name = peer_of(here)
-    for number in range(50):
-        here.memory[0][:] = number + 1
-        here.write(name, scattered(500, 4096, 8 * MIB, 8 * MIB, seed=number), b"tag %d" % number)
-        there.call("received", b"tag %d" % number)
-        assert int((there.call("read") == number + 1).sum()) == 500 * 4096
-        assert here.ended(b"tag %d" % number) is Status.DONE
 
 
 def test_two_engines_of_one_thread() -> None:
@@ -305,50 +171,6 @@ def test_receiver_killed_in_the_middle(here: EngineSide, there: PeerProcess) -> 
     here.engine.unregister(here.regions[-1])
 
 
-def test_receiver_killed_while_idle_and_started_again(
-    here: EngineSide, there: PeerProcess, processes: Callable[[], PeerProcess]
-) -> None:
-    """A receiver killed while nothing is written is noticed without a write; its next instance is served."""
-    here.write(peer_of(here), Copies.empty(), b"before")
-    assert here.ended(b"before") is Status.DONE
-    name, old = peer_of(here), there.call("endpoint")
-    there.kill()
-    until(lambda: here.lost() == [name], "the loss")
-    here.disconnect(name)
-    with pytest.raises(TransferError, match="cannot be reached"):
-        here.connect(old)
-    again = processes()
-    again.call("register", 8 * MIB, SENTINEL)
-    here.connect(again.call("endpoint"))
-    copies = scattered(200, 4096, 8 * MIB, 8 * MIB)
-    here.write(peer_of(here), copies, b"after")
-    assert here.ended(b"after") is Status.DONE
-    assert np.array_equal(again.call("read"), expected(copies, here.memory[0], sentinel()))
-
-
-def test_writer_killed(here: EngineSide, there: PeerProcess, processes: Callable[[], PeerProcess]) -> None:
-    """A writer killed in the middle of a write: its tag never arrives, and the receiver serves the next writer."""
-    back = there.call("connect", here.endpoint())
-    nbytes = 256 * MIB
-    index = here.register(nbytes, SENTINEL)
-    there.call("register", nbytes)
-    there.call("disconnect", back)
-    back = there.call("connect", here.endpoint())
-    rows = nbytes // 65536
-    zeros, places = np.zeros(rows, dtype=np.int64), np.arange(rows) * 65536
-    there.call("write", back, Copies(zeros + 1, places, zeros + index, places, np.full(rows, 65536)), b"cut off")
-    until(lambda: bool((here.memory[index][:4096] != SENTINEL).any()), "the first row")
-    there.kill()
-    until(lambda: bool(here.lost()), "the loss")
-    assert here.completions() == []
-    again = processes()
-    again.call("register", 4096)
-    again.call("write", again.call("connect", here.endpoint()), Copies([0], [0], [0], [0], [4096]), b"next")
-    here.received(b"next")
-    assert [one.tag for one in here.completions()] == [b"next"]
-    assert np.array_equal(again.call("read"), here.read(0, 0, 4096))
-
-
 def test_a_receiver_that_closes_drains(here: EngineSide, there: PeerProcess) -> None:
     """A receiver that closes its engine in the middle, its process alive: UNKNOWN, and drained once it is closed."""
     big_write(here, there, b"big")
@@ -387,27 +209,6 @@ def test_a_lost_peer_that_lives_can_be_reached_again(here: EngineSide, there: Pe
     assert here.connect(there.call("endpoint")) == name
     here.write(name, Copies([0], [0], [0], [0], [64]), b"again")
     assert here.ended(b"again") is Status.DONE
-
-
-def test_close_while_idle(here: EngineSide, there: PeerProcess) -> None:
-    """Closing ends every thread and the other side learns of it; twice is fine; what follows is refused."""
-    back = there.call("connect", here.endpoint())
-    close_within(here, 3.0)
-    close_within(here, 0.1)
-    until(lambda: there.call("lost") == [back], "the loss")
-    with pytest.raises(TransferError, match="closed"):
-        here.endpoint()
-
-
-def test_close_while_busy(here: EngineSide, there: PeerProcess) -> None:
-    """Closing in the middle of a write takes a bounded time, and the receiver gets no tag and serves on."""
-    big_write(here, there, b"big")
-    close_within(here, 5.0)
-    assert there.call("completions") == []
-    with contextlib.closing(EngineSide(make)) as other:
-        other.register(4096)
-        other.write(other.connect(there.call("endpoint")), Copies([0], [0], [0], [0], [4096]), b"other")
-        assert other.ended(b"other") is Status.DONE
 
 
 def test_disconnect_lets_open_writes_end(here: EngineSide, there: PeerProcess) -> None:
@@ -465,7 +266,7 @@ def test_close_while_a_writer_stands_still(here: EngineSide, there: PeerProcess)
 # Refusals
 
 
-def test_the_receiver_judges_for_itself(here: EngineSide, there: PeerProcess) -> None:
+def test_the_receiver_checks_for_itself(here: EngineSide, there: PeerProcess) -> None:
     """Rows for memory that the receiver lacks are refused there: FAILED, nothing written, and the pair serves on."""
     name = peer_of(here)
     peer = here.peers[name]
@@ -497,7 +298,7 @@ def test_a_header_without_sense(here: EngineSide, there: PeerProcess, monkeypatc
         return Header(kind, rows - 5, tag)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sending, "Header", nonsense)
+        patch.setattr(pairs, "Header", nonsense)
         here.write(name, Copies.empty(), b"nonsense")
         assert here.ended(b"nonsense") is Status.FAILED
     assert "makes no sense" in here.handles[b"nonsense"].reason
@@ -505,44 +306,6 @@ def test_a_header_without_sense(here: EngineSide, there: PeerProcess, monkeypatc
     here.disconnect(name)
     here.write(here.connect(there.call("endpoint")), Copies.empty(), b"fine")
     assert here.ended(b"fine") is Status.DONE
-
-
-def test_writes_are_checked_before_they_are_sent(here: EngineSide, there: PeerProcess) -> None:
-    """Rows outside the memory, regions that are not registered, too many rows and used tags are refused at once."""
-    name = peer_of(here)
-    with pytest.raises(Violation, match="TRANSFER_BOUNDS"):
-        here.write(name, Copies([0], [0], [0], [8 * MIB - 1], [2]), b"out")
-    with pytest.raises(ArgumentError, match="target region 3"):
-        here.write(name, Copies([0], [0], [3], [0], [2]), b"region")
-    rows = np.zeros(here.engine.capabilities.max_rows + 1, dtype=np.int64)
-    with pytest.raises(ArgumentError, match="rows in one write"):
-        here.write(name, Copies(rows, rows, rows, rows, rows), b"rows")
-    here.write(name, Copies.empty(), b"tag")
-    with pytest.raises(ArgumentError, match="used before"):
-        here.write(name, Copies.empty(), b"tag")
-    assert here.ended(b"tag") is Status.DONE
-    assert np.array_equal(there.call("read"), sentinel())
-
-
-def test_endpoints_that_are_not_ours(here: EngineSide, there: PeerProcess) -> None:
-    """Garbage, another engine's, the own, a connected and a damaged endpoint, and another backend's, are refused."""
-    endpoint = there.call("endpoint")
-    fields = json.loads(endpoint)
-    for bad in (
-        b"",
-        b"garbage",
-        b"[]",
-        json.dumps(fields | {"engine": "nixl"}).encode(),
-        here.endpoint(),
-        endpoint,
-        json.dumps(fields | {"instance": "0" * 16, "native": "AAAA"}).encode(),
-        json.dumps(fields | {"instance": "0" * 16, "native": "W10="}).encode(),
-        json.dumps(fields | {"instance": "0" * 16}).encode(),  # another instance at that address
-        json.dumps(fields | {"instance": "0" * 16, "native": native(["nccl", "127.0.0.1", 1])}).encode(),
-    ):
-        with pytest.raises(HandshakeError):
-            here.connect(bad)
-    assert len(here.engine._peers) == 1
 
 
 def test_an_endpoint_that_is_dead() -> None:
@@ -610,7 +373,7 @@ def test_slow_callers_hold_nobody_up(here: EngineSide) -> None:
     """While callers are silent or drip others are answered at once; each has one second, and the oldest give way."""
     address, instance = ours(here)._accept_loop.address, here.engine.instance
     with contextlib.ExitStack() as stack:
-        slow = [stack.enter_context(socket.create_connection(address, 2.0)) for _ in range(reception.MOST_CLIENTS + 6)]
+        slow = [stack.enter_context(socket.create_connection(address, 2.0)) for _ in range(pairs.MOST_CLIENTS + 6)]
         start = time.monotonic()
         ask(address, instance, 5.0, {"ask": "ended", "pair": "0" * 16})
         assert time.monotonic() - start < 0.5
@@ -670,7 +433,7 @@ def test_a_million_pieces_cost_little(here: EngineSide) -> None:
     """Rows of 16 TiB, announced by a stranger, are judged and dropped in little memory; more rows are nonsense."""
     address, instance = ours(here)._accept_loop.address, here.engine.instance
     here.register(4096)
-    name, rows = "0" * 16, wire.MOST_ROWS
+    name, rows = "0" * 16, pairs.MOST_ROWS
     store = int(ask(address, instance, 5.0, meet(name))["store"])
     pair = Pair.join(private(client((address[0], store), 5.0), name), WRITER, address[0], torch.device("cpu"), 5.0, 5.0)
     table = torch.zeros((3, rows), dtype=torch.int64)
@@ -681,8 +444,8 @@ def test_a_million_pieces_cost_little(here: EngineSide) -> None:
         return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
     before = resident()
-    sent = [pair.begin(Header(wire.WRITE, rows, b"much").packed()), pair.send_rows(table), pair.send_rows(piece)]
-    assert wire.Answer.read(pair.receive(wire.answer_room())).verdict == wire.GOT
+    sent = [pair.begin(Header(pairs.WRITE, rows, b"much").packed()), pair.send_rows(table), pair.send_rows(piece)]
+    assert pairs.Answer.read(pair.receive(pairs.answer_room())).verdict == pairs.GOT
     assert resident() - before < 200 * MIB
     for ended in sent:
         ended()
@@ -691,8 +454,8 @@ def test_a_million_pieces_cost_little(here: EngineSide) -> None:
     name = "1" * 16
     ask(address, instance, 5.0, meet(name))
     pair = Pair.join(private(client((address[0], store), 5.0), name), WRITER, address[0], torch.device("cpu"), 5.0, 5.0)
-    pair.send(Header(wire.WRITE, rows + 1, b"more").packed())
-    assert "makes no sense" in wire.Answer.read(pair.receive(wire.answer_room())).reason
+    pair.send(Header(pairs.WRITE, rows + 1, b"more").packed())
+    assert "makes no sense" in pairs.Answer.read(pair.receive(pairs.answer_room())).reason
     pair.part()
     assert here.completions() == []
 
@@ -706,50 +469,9 @@ def test_read_only_memory(here: EngineSide) -> None:
     assert json.loads(here.endpoint())["regions"] == []
 
 
-def test_memory_with_open_writes_stays(here: EngineSide, there: PeerProcess) -> None:
-    """Memory is not unregistered while a write is open, and is once it has ended."""
-    here.write(peer_of(here), scattered(1000, 4096, 8 * MIB, 8 * MIB), b"open")
-    with pytest.raises(TransferError, match="writes are open"):
-        here.engine.unregister(here.regions[0])
-    assert here.ended(b"open") is Status.DONE
-    here.engine.unregister(here.regions[0])
-
-
-def test_one_thread(here: EngineSide) -> None:
-    """An engine is used from the thread that made it alone."""
-    errors: list[Exception] = []
-
-    def elsewhere() -> None:
-        try:
-            here.endpoint()
-        except OwnerThreadError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
-    assert len(errors) == 1
-
-
 def test_arguments() -> None:
     """Another backend, and an address of another machine, are refused."""
     with pytest.raises(ArgumentError, match="backend"):
         DistributedEngine(backend="mpi")
     with pytest.raises(TransferError, match="cannot be listened on"):
         DistributedEngine(host="192.0.2.1")
-
-
-def test_only_loopback_listens(here: EngineSide, there: PeerProcess) -> None:
-    """By default nothing of the engine listens on an address other than loopback."""
-
-    def listening(path: str) -> set[str]:
-        rows = [line.split() for line in pathlib.Path(path).read_text().splitlines()[1:]]
-        ours = {
-            os.readlink(f"/proc/self/fd/{fd}")
-            for fd in os.listdir("/proc/self/fd")
-            if os.path.lexists(f"/proc/self/fd/{fd}")
-        }
-        return {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in ours}
-
-    assert listening("/proc/net/tcp") == {"0100007F"}
-    assert listening("/proc/net/tcp6") == set()

@@ -1,6 +1,5 @@
 """The handshake: what does not fit is refused on both sides, in words, before a byte moves; hostile bytes too."""
 
-import base64
 import contextlib
 import json
 from typing import Any
@@ -291,10 +290,7 @@ def test_an_endpoint_has_many_regions() -> None:
     assert len(parsed_endpoint(endpoint("b", regions=ROWS[:-1]))[2]) == MOST_REGIONS
 
 
-def test_engines_refuse_addresses_that_lead_nowhere() -> None:
-    """An instance that cannot be a nonce, and an address that is not text, lead nowhere."""
-    engine = InProcessEngine(Network())
-    native = base64.b64encode(b"\xff").decode()
-    for bad in (endpoint("zz", engine="in-process"), endpoint("ab" * 8, engine="in-process", native=native)):
-        with pytest.raises(HandshakeError, match="instance is"):
-            engine.connect(bad)
+def test_engines_refuse_an_instance_that_cannot_be() -> None:
+    """An instance that cannot be a nonce leads nowhere."""
+    with pytest.raises(HandshakeError, match="instance is 'zz'"):
+        InProcessEngine(Network()).connect(endpoint("zz", engine="in-process"))

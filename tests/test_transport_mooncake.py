@@ -5,12 +5,10 @@ Skipped where Mooncake cannot be loaded, unless `BATCHSTATE_MOONCAKE=required` s
 
 import base64
 import contextlib
-import functools
 import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from batchstate.errors import ArgumentError, HandshakeError, TransferError
+from batchstate.errors import HandshakeError, TransferError
 from batchstate.transport.engines import mooncake
 from batchstate.transport.engines.base import Status
 from batchstate.transport.engines.mooncake import Client, MooncakeEngine
@@ -52,12 +50,7 @@ def native(side: EngineSide) -> MooncakeEngine:
 
 
 class Side(EngineSide):
-    """An engine that can be made anew, so that tests can share a process; and memory that two processes see."""
-
-    def renew(self) -> None:
-        """Closes the engine, and begins with another."""
-        self.engine.close()
-        self.__init__(MooncakeEngine)  # type: ignore[misc]
+    """An engine, and memory that two processes see."""
 
     def share(self, name: str) -> None:
         """Registers shared memory."""
@@ -103,47 +96,6 @@ def joined(here: EngineSide, there: PeerProcess, nbytes: int = 8 << 20) -> str:
     return here.connect(there.call("endpoint"))
 
 
-def test_rows_land_where_they_belong(here: EngineSide, there: PeerProcess) -> None:
-    """Scattered rows of several sizes arrive byte for byte, and no other byte changes."""
-    name = joined(here, there)
-    target = np.full(8 << 20, SENTINEL, dtype=np.uint8)
-    for seed, (rows, row_bytes) in enumerate([(1, 1), (100, 7), (500, ROW), (16, 65_536), (3, 1 << 20)]):
-        copies = scattered(rows, row_bytes, 8 << 20, 8 << 20, seed)
-        target = expected(copies, here.memory[0], target)
-        here.write(name, copies, b"%d" % seed)
-        assert here.ended(b"%d" % seed) is Status.DONE
-        assert here.drain(b"%d" % seed)
-        there.call("received", b"%d" % seed)
-        assert np.array_equal(there.call("read"), target)
-
-
-def test_no_rows_deliver_their_tag(here: EngineSide, there: PeerProcess) -> None:
-    """A write of zero rows is done, and its tag, of up to 128 bytes, names its writer."""
-    name = joined(here, there)
-    for tag in (b"\0", b"\xff" * 128):
-        here.write(name, Copies.empty(), tag)
-        assert here.ended(tag) is Status.DONE
-        there.call("received", tag)
-    arrived = there.call("completions")
-    assert [(one.tag, one.instance) for one in arrived] == [
-        (b"\0", here.engine.instance),
-        (b"\xff" * 128, here.engine.instance),
-    ]
-
-
-def test_rows_are_limited(here: EngineSide, there: PeerProcess) -> None:
-    """1024 rows go in one write; of 1025 none is sent, and the tag may be used again."""
-    name = joined(here, there)
-    with pytest.raises(ArgumentError, match="1025 rows"):
-        here.write(name, scattered(1025, ROW, 8 << 20, 8 << 20), b"tag")
-    time.sleep(0.1)
-    assert (there.call("read") == SENTINEL).all()
-    copies = scattered(1024, ROW, 8 << 20, 8 << 20)
-    here.write(name, copies, b"tag")
-    assert here.ended(b"tag") is Status.DONE
-    assert np.array_equal(there.call("read"), expected(copies, here.memory[0], np.full(8 << 20, SENTINEL, np.uint8)))
-
-
 def test_many_writes_at_once(here: EngineSide, there: PeerProcess) -> None:
     """Eight writes of 1024 rows, begun together, all land: rows beyond Mooncake's queue wait here."""
     name = joined(here, there, 32 << 20)
@@ -180,23 +132,6 @@ def test_done_is_after_the_data(here: EngineSide, there: PeerProcess) -> None:
         shared.unlink()
 
 
-def test_tag_is_behind_the_data(here: EngineSide, there: PeerProcess) -> None:
-    """At the moment a tag arrives all bytes of its write are in the receiver's memory."""
-    there.call("register", 1 << 22, 0)
-    here.register(1 << 22, 0)
-    name = there.call("connect", here.endpoint())
-    zeros = np.zeros(16, dtype=np.int64)
-    places = np.arange(16) * (1 << 18)
-    for number in range(1, 101):
-        there.call("fill", number)
-        tag = b"round %d" % number
-        there.call("write", name, Copies(zeros, places, zeros, places, np.full(16, 1 << 18)), tag)
-        there.send("ended", tag)
-        here.received(tag)
-        assert (here.memory[0] == number).all()
-        assert there.answer() is Status.DONE
-
-
 def test_several_writers(here: EngineSide, there: PeerProcess, mortal: PeerProcess) -> None:
     """Two processes write into one memory at once; each tag names its writer."""
     here.register(2 << 20, SENTINEL)
@@ -218,51 +153,6 @@ def test_several_writers(here: EngineSide, there: PeerProcess, mortal: PeerProce
     until(lambda: len(here.completions()) == 2, "two tags")
     assert {one.instance for one in here.arrived} == instances
     assert np.array_equal(here.memory[0], np.repeat(np.arange(2, dtype=np.uint8), 1 << 20))
-
-
-def test_killed_receiver(here: EngineSide, mortal: PeerProcess, there: PeerProcess) -> None:
-    """Its writes end as unknown or failed and are drained within seconds; the next instance is served."""
-    name = joined(here, mortal, 64 << 20)
-    tags = [b"cut %d" % number for number in range(4)]
-    rows = scattered(4 * 1024, 16_384, 64 << 20, 64 << 20)
-    for number, tag in enumerate(tags):
-        here.write(name, rows.rows(slice(number * 1024, (number + 1) * 1024)), tag)
-    mortal.kill()
-    ends = [here.ended(tag, 10) for tag in tags]
-    assert set(ends) <= {Status.UNKNOWN, Status.FAILED}
-    assert Status.UNKNOWN in ends
-    for tag in tags:
-        until(functools.partial(here.drain, tag), f"the drain of {tag!r}", 10)
-    assert here.lost() == [name]
-    with pytest.raises(TransferError, match="is gone"):
-        here.write(name, Copies.empty(), b"late")
-    here.disconnect(name)
-    there.call("register", 1 << 20, SENTINEL)
-    name = here.connect(there.call("endpoint"))
-    copies = scattered(64, ROW, 1 << 20, 1 << 20)
-    here.write(name, copies, b"next")
-    assert here.ended(b"next") is Status.DONE
-    there.call("received", b"next")
-    assert np.array_equal(there.call("read"), expected(copies, here.memory[0], np.full(1 << 20, SENTINEL, np.uint8)))
-
-
-def test_killed_writer(here: EngineSide, mortal: PeerProcess, there: PeerProcess) -> None:
-    """The receiver, connected back, learns of it, delivers no tag of the cut write, and serves another writer."""
-    here.register(64 << 20, SENTINEL)
-    mortal.call("register", 64 << 20, 1)
-    name = mortal.call("connect", here.endpoint())
-    back = here.connect(mortal.call("endpoint"))
-    assert here.lost() == []
-    mortal.call("write", name, scattered(1024, 65_536, 64 << 20, 64 << 20), b"cut")
-    mortal.kill()
-    until(lambda: here.lost() == [back], "the loss", 2)
-    until(lambda: here.completions() == [] and not native(here)._clients, "the writer's connection to end")
-    assert here.completions() == []
-    there.call("register", 1 << 20, 2)
-    name = there.call("connect", here.endpoint())
-    there.call("write", name, scattered(16, ROW, 1 << 20, 1 << 20), b"whole")
-    assert there.call("ended", b"whole") is Status.DONE
-    here.received(b"whole")
 
 
 def test_peer_that_stands_still(here: EngineSide, there: PeerProcess) -> None:
@@ -413,28 +303,6 @@ def test_a_refused_connection_is_no_end(here: EngineSide, there: PeerProcess) ->
     assert not line.ended
 
 
-@pytest.mark.parametrize("how", ["close", "leave"])
-def test_interpreter_ends_with_rows_under_way(here: EngineSide, how: str) -> None:
-    """A process that ends with a write open, closed or not, ends without a crash, in time, and silently."""
-    here.register(16 << 20, SENTINEL)
-    program = f"""
-import sys, numpy as np
-from batchstate.transport.engines.mooncake import MooncakeEngine
-from tests.transport_peers import scattered
-engine = MooncakeEngine()
-engine.register(np.zeros(16 << 20, dtype=np.uint8))
-peer = engine.connect(sys.stdin.buffer.read())
-for number in range(4):
-    engine.write(peer, scattered(1024, 16384, 16 << 20, 16 << 20), b"%d" % number)
-if {how == "close"}:
-    engine.close()
-print("ended")
-"""
-    ran = subprocess.run([sys.executable, "-c", program], input=here.endpoint(), capture_output=True, timeout=30)
-    assert (ran.returncode, ran.stdout.decode().strip()) == (0, "ended"), ran.stderr.decode()
-    assert [line for line in ran.stderr.decode().splitlines() if not any(word in line for word in START)] == []
-
-
 def test_settings_that_make_done_unsafe_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without acknowledged rows a completed row need not have landed: the engine does not start."""
     monkeypatch.setenv("MC_TCP_PROTO", "1")
@@ -447,14 +315,3 @@ def test_missing_library_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake.engine", None)
     with pytest.raises(TransferError, match=r"pip install 'batchstate\[mooncake\]'.*libibverbs1"):
         MooncakeEngine()
-
-
-def test_closed_engine(here: EngineSide, there: PeerProcess) -> None:
-    """A closed engine refuses everything, and its peers notice."""
-    name = joined(here, there)
-    there.call("close")
-    until(lambda: here.lost() == [name], "the loss", 5)
-    here.close()
-    here.close()
-    with pytest.raises(TransferError, match="closed"):
-        here.endpoint()

@@ -132,6 +132,7 @@ class EngineSide:
 
     def __init__(self, make: Callable[..., Engine], *args: object) -> None:
         self.engine = make(*args)
+        self._made = (make, *args)
         self.memory: list[npt.NDArray[np.uint8]] = []
         self.regions: list[Region] = []
         self.peers: dict[str, Peer] = {}
@@ -188,9 +189,15 @@ class EngineSide:
         """Waits for a tag."""
         until(lambda: any(one.tag == tag for one in self.completions()), f"the arrival of {tag!r}", seconds)
 
+    def renew(self) -> None:
+        """Takes a new engine and forgets all: tests share a process, which takes seconds to start."""
+        self.engine.close()
+        self.__init__(*self._made)  # type: ignore[misc]
+
     def idle(self) -> None:
-        """Turns the engine."""
-        self.completions()
+        """Turns the engine, while it is open."""
+        if not self.engine._closed:
+            self.completions()
 
     def read(self, index: int = 0, start: int = 0, stop: int | None = None) -> npt.NDArray[np.uint8]:
         """A copy of bytes of the memory registered as the `index`-th."""

@@ -99,6 +99,22 @@ def row(*columns: Check) -> Check:
     return check
 
 
+def table(columns: int, least: int) -> Check:
+    """A list of rows of so many integers of at least `least`: int64[n, columns]."""
+
+    def fits(one: Any) -> bool:
+        return type(one) is int and least <= one <= _LARGEST
+
+    def check(value: Any) -> Ints:
+        if isinstance(value, list) and all(
+            isinstance(line, list) and len(line) == columns and all(map(fits, line)) for line in value
+        ):
+            return np.array(value, dtype=np.int64).reshape(-1, columns)
+        raise unexpected(value, f"rows of {columns} integers of {least} to {_LARGEST}")
+
+    return check
+
+
 def record(magic: str | None = None, **fields: Check) -> Check:
     """An object of exactly these fields; and one more, `is`, where a `magic` says what it is."""
 
@@ -322,14 +338,11 @@ class Grant:
     def targets(self) -> Ints:
         """int64[num_tokens], the host location of each token of the request."""
         ends = np.minimum(self.runs[:, 1].cumsum(), self.num_tokens)
-        return arange_per_row(self.runs[:, 0], np.diff(ends, prepend=0))
+        lengths = ends.copy()
+        lengths[1:] -= ends[:-1]
+        return arange_per_row(self.runs[:, 0], lengths)
 
 
-def _runs(value: Any) -> Ints:
-    return np.array(_PAIRS(value), dtype=np.int64).reshape(-1, 2)
-
-
-_PAIRS = array(row(number(1), number(1)))
 _NOTICE = record(MAGIC, kind=Kind, sender=text(), to=text(), serial=number(), reason=text())
 _GRANT = record(
     MAGIC,
@@ -341,7 +354,7 @@ _GRANT = record(
     request=text(),
     writer=number(0, 2**16 - 1),
     num_tokens=number(0, MOST_TOKENS),
-    runs=_runs,
+    runs=table(2, 1),
 )
 
 

@@ -18,7 +18,6 @@ import attrs
 from batchstate.errors import TransferError
 from batchstate.transport.engines.base import Capabilities, Delivery, Engine, Handle, Peer, Status
 from batchstate.transport.regions import Copies, Ints, Region
-from batchstate.transport.wire import check_instance
 
 
 @final
@@ -293,13 +292,14 @@ class InProcessEngine(Engine):
         pass
 
     def _endpoint(self) -> bytes:
-        return self.instance.encode()
+        return b""
 
     def _connect(self, peer: Peer, endpoint: bytes) -> None:
-        check_instance(endpoint.decode("ascii", "replace"))
-        reached = self.network.engines.get(endpoint.decode())
+        reached = self.network.engines.get(peer.instance)
         if reached is None or reached.killed:
-            raise TransferError(f"no engine {endpoint!r} here", value=endpoint, remedy="use one network for both sides")
+            raise TransferError(
+                f"no engine {peer.instance} here", value=peer.instance, remedy="use one network for both sides"
+            )
         peer.native = reached
 
     def _write(self, handle: Handle, copies: Copies, sources: Ints, targets: Ints) -> None:
