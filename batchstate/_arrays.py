@@ -78,7 +78,7 @@ def as_array(values: object, what: str) -> Array:
             raise ShapeError(f"{what}: rows of unequal lengths", value=values, remedy="pass equal rows") from None
     if array.dtype.kind not in "biuf":
         raise DtypeError(
-            f"{what}: values of dtype {array.dtype} are no numbers",
+            f"{what}: expected numbers, got values of dtype {array.dtype}",
             value=array.dtype,
             remedy="pass numbers or booleans",
         )
@@ -162,7 +162,7 @@ def count(value: SupportsIndex, what: str, *, least: int = 0) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise DtypeError(f"{what} is {value!r}, no integer", value=value, remedy="pass an integer") from None
+        raise DtypeError(f"{what} is {value!r}, expected an integer", value=value, remedy="pass an integer") from None
     if number < least:
         raise ArgumentError(f"{what} is {number}", value=number, remedy=f"pass {least} or more")
     return number
@@ -294,7 +294,7 @@ def amounts(n: object, num_rows: int, what: str) -> Amounts:
         return np.array(n, dtype=np.int64)
     array = as_array(n, what)
     if array.dtype.kind not in "iu" and array.size:
-        raise DtypeError(f"{what}: {array.dtype} is no integer dtype", value=array.dtype, remedy="pass integers")
+        raise DtypeError(f"{what}: expected integers, got {array.dtype}", value=array.dtype, remedy="pass integers")
     if array.ndim and array.shape != (num_rows,):
         raise ShapeError(
             f"{what}: {list(array.shape)} amounts for {num_rows} rows",

@@ -6,7 +6,7 @@ own, [n, ...]. So moving rows is one numpy call per group, and costs the same fo
 contiguous row of its group, viewed with the column's own dtype.
 
 Columns without an exact host side stay the tensors that they came from, and an index into their rows: moving rows
-changes the index on the host, launches nothing, and the rows are gathered when somebody reads them. The index, padded
+changes the index on the host, launches nothing, and the rows are gathered when they are read. The index, padded
 rows and added amounts cross in the batch's packed copy.
 """
 
@@ -471,9 +471,9 @@ def _not_counted(column: Column | None, name: str, columns: Mapping[str, Column]
         return DtypeError(
             f"{label} holds {column.unit or column.np_dtype}",
             value=column.dtype,
-            remedy="only integers that are no indices are computed; set others with `update` or `replace`",
+            remedy="only integers that are not indices are computed; set others with `update` or `replace`",
         )
-    return DeclarationError(f"{label} is no tensor column", value=name, remedy=f"use one of: {', '.join(columns)}")
+    return DeclarationError(f"{label} is not a tensor column", value=name, remedy=f"use one of: {', '.join(columns)}")
 
 
 def amounts_by_column(columns: Iterable[str] | Mapping[str, object], n: object, what: str) -> Mapping[str, object]:
@@ -488,12 +488,16 @@ def amounts_by_column(columns: Iterable[str] | Mapping[str, object], n: object, 
     untyped: object = columns
     if not isinstance(untyped, list | tuple):
         if not isinstance(untyped, Iterable):
-            raise DeclarationError(f"{what}: {columns!r} names no column", value=columns, remedy="pass column names")
+            raise DeclarationError(
+                f"{what}: expected column names, got {columns!r}", value=columns, remedy="pass column names"
+            )
         if isinstance(columns, Mapping):
             return columns
     names = tuple(columns)
     if not all(isinstance(name, str) for name in names):
-        raise DeclarationError(f"{what}: {columns!r} are no names", value=columns, remedy="pass column names")
+        raise DeclarationError(
+            f"{what}: expected column names, got {columns!r}", value=columns, remedy="pass column names"
+        )
     added = dict.fromkeys(names, n)
     if len(added) < len(names):
         raise ArgumentError(
@@ -558,7 +562,7 @@ class ColumnInputs:
             of_slots = issubclass(column.value_type, Slots)
             if of_slots and num_rows:
                 raise DtypeError(
-                    f"{label}: numbers are no slots",
+                    f"{label}: expected slots, got numbers",
                     value=value,
                     remedy="pass what `pool.take` returned; wrap numbers of your own allocator in `Slots.from_host`",
                 )
@@ -624,7 +628,9 @@ def _device_rows(column: DeviceColumn, value: object, num_rows: int, runtime: Ru
 def _object_rows(value: Any, num_rows: int, label: str) -> Objects:
     if not isinstance(value, Sized) or isinstance(value, str | bytes):
         raise DtypeError(
-            f"{label}: {type(value).__name__} is no sequence", value=value, remedy="pass one object per request"
+            f"{label}: expected a sequence, got {type(value).__name__}",
+            value=value,
+            remedy="pass one object per request",
         )
     if len(value) != num_rows:
         raise ShapeError(f"{label}: {len(value)} rows of {num_rows}", value=len(value), remedy="pass one per request")

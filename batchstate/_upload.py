@@ -128,7 +128,7 @@ class BatchDevice:
 
     def column(self, name: str) -> ReadyTensor:
         """The device side of a column; uploads the whole batch if that has not happened yet."""
-        packed = self._packed_now()
+        packed = self._packed or self._packed_now()
         rows = self.state.device.get(name)
         if rows is not None:
             return self._gathered(name, rows)
@@ -136,7 +136,7 @@ class BatchDevice:
         if view is None:
             # `.data` counts writes in place of its own: a write then names its column.
             view = self._expose(name, self._shared(name, packed).data)
-        return ReadyTensor.uploaded(view, packed)
+        return ReadyTensor(view, packed.stream, packed.ready, packed.synchronised)
 
     def columns(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """The device sides of several columns, safe on the current stream. What `column` does, for all at once."""

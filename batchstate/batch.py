@@ -123,8 +123,9 @@ class Batch(metaclass=BatchType):
 
         Args:
             runtime: the device.
-            **columns: lists, arrays, CPU tensors or mirrored values for mirrored columns (slots: what the pool handed
-                out); device tensors for device-only columns; any sequence for host columns. All with one row a request.
+            **columns: lists, arrays, CPU tensors or mirrored values for mirrored columns (slots: what `pool.take`
+                returned); device tensors for device-only columns; any sequence for host columns. All with one row per
+                request.
 
         Raises:
             DeclarationError: a column is missing or not declared.
@@ -254,7 +255,7 @@ class Batch(metaclass=BatchType):
         return device
 
     def objects(self, column: str) -> tuple[Any, ...]:
-        """The Python objects of a host column, one a request.
+        """The Python objects of a host column, one per request.
 
         Raises:
             DeclarationError: no such column.
@@ -418,7 +419,7 @@ class Batch(metaclass=BatchType):
 
         Raises:
             DeclarationError: no such column.
-            DtypeError: a column of floats, booleans or indices, or `n` no integer.
+            DtypeError: a column of floats, booleans or indices, or `n` is not an integer.
             ValueOverflowError: a value would leave the column's dtype.
             ArgumentError: a padded batch, or a column named twice.
         """
@@ -467,7 +468,9 @@ class Batch(metaclass=BatchType):
         self._begin("tighten")
         what = f"{type(self).__name__}.tighten: column {column!r}"
         if not isinstance(column, str):
-            raise DeclarationError(f"{what} names no column", value=column, remedy="pass one column name")
+            raise DeclarationError(
+                f"{what}: expected a column name, got {column!r}", value=column, remedy="pass one column name"
+            )
         self._tensor_column(column, what)
         lower = self[column].tighten(bound).np.copy()
         state = self._state.replaced(ColumnInputs(host={column: lower}))
@@ -509,7 +512,7 @@ class Batch(metaclass=BatchType):
         for name in columns:
             if not isinstance(name, str):
                 raise DeclarationError(
-                    f"{type(self).__name__}.on_device: {name!r} names no column",
+                    f"{type(self).__name__}.on_device: expected column names, got {name!r}",
                     value=name,
                     remedy="pass names one by one: batch.on_device('slots', 'seq_lens')",
                 )
@@ -717,7 +720,7 @@ class Batch(metaclass=BatchType):
         column = self._columns.get(name)
         if not isinstance(column, TensorColumn):
             raise DeclarationError(
-                f"{what} is no tensor column", value=name, remedy=f"use one of: {', '.join(self._columns)}"
+                f"{what} is not a tensor column", value=name, remedy=f"use one of: {', '.join(self._columns)}"
             )
         return column
 

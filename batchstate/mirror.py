@@ -135,7 +135,7 @@ class DeviceSide:
 
     def __init__(self, source: ReadyTensor | Callable[[], ReadyTensor]) -> None:
         self._source = source
-        self.write_count = write_count(source.tensor) if isinstance(source, ReadyTensor) else None
+        self.write_count = write_count(source.tensor) if type(source) is ReadyTensor else None
 
     @property
     def existing(self) -> torch.Tensor | None:
@@ -145,7 +145,10 @@ class DeviceSide:
 
     def tensor(self, runtime: Runtime) -> torch.Tensor:
         """The tensor, safe on the current stream; it is made now if it does not exist."""
-        return self.ready().on_current_stream(runtime)
+        source = self._source
+        ready = source if type(source) is ReadyTensor else self.ready()
+        # Not by `on_current_stream`: forwards read columns here, one by one.
+        return runtime.use_on_current_stream(ready.tensor, ready.stream, ready.ready, synchronised=ready.synchronised)
 
     def ready(self) -> ReadyTensor:
         """The tensor and what made it; it is made now if it does not exist."""
@@ -353,7 +356,7 @@ class MirroredTensor:
         what = name or cls.__name__
         if wanted not in (Contract.EXACT, Contract.UPPER_BOUND):
             raise ContractError(
-                f"{what}: a {wanted.value} value is no pair",
+                f"{what}: expected exact or upper_bound for a pair, got {wanted.value}",
                 value=wanted.value,
                 remedy="use `from_host` or `from_device`",
             )
@@ -748,7 +751,7 @@ class MirroredTensor:
             raise DtypeError(
                 f"{self._what('update')}: {self.unit}s are replaced by {self.unit}s of a pool, not by numbers",
                 value=values,
-                remedy="pass what the pool handed out",
+                remedy="pass what `pool.take` returned",
             )
         generations = self._generations.copy()
         generations[rows] = values._generations
@@ -804,7 +807,7 @@ class MirroredTensor:
         wanted = parse_contract(contract)
         if wanted is Contract.UPPER_BOUND and self.unit is not None:
             raise ContractError(
-                f"{self!r} holds {self.unit}s, of which there is no bound",
+                f"{self!r} holds {self.unit}s, which have no bound",
                 value=wanted.value,
                 remedy="bounds are for lengths and counts",
             )
@@ -825,7 +828,7 @@ class MirroredTensor:
             bound: numbers of the value's shape, none above the present bounds: what results of earlier steps prove.
 
         Raises:
-            ContractError: a value that is no bound.
+            ContractError: the value is not a bound.
             ShapeError, DtypeError, ValueOverflowError: `bound` does not go with the value.
             ArgumentError: a bound that rises; `+ n` moves both sides.
             Violation: MIRROR_BOUND, at `full`, if the device side is there already: it holds more.
@@ -972,7 +975,7 @@ class MirroredTensor:
         what = self._what(operation)
         if not isinstance(other, MirroredTensor):
             raise DeclarationError(
-                f"{what}: {type(other).__name__} is no MirroredTensor", value=other, remedy="wrap it"
+                f"{what}: expected a MirroredTensor, got {type(other).__name__}", value=other, remedy="wrap it"
             )
         if self.unit != other.unit:
             invariants.unit_mismatch(str(self.unit), str(other.unit), **self._where(operation))
@@ -992,7 +995,9 @@ class MirroredTensor:
 
 def _check_on_device(runtime: Runtime, tensor: torch.Tensor, what: str) -> None:
     if not isinstance(tensor, torch.Tensor):
-        raise DtypeError(f"{what}: {type(tensor).__name__} is no tensor", value=tensor, remedy="pass a device tensor")
+        raise DtypeError(
+            f"{what}: expected a tensor, got {type(tensor).__name__}", value=tensor, remedy="pass a device tensor"
+        )
     if tensor.device != runtime.device:
         raise DeviceError(
             f"{what}: a tensor on {tensor.device}, runtime on {runtime.device}",

@@ -465,7 +465,7 @@ def test_negative_stand_ins_are_found(rt: Runtime, pool: SlotPool, relay: Future
 TEXTS = {
     "publish an undeclared field": "publish of 'tokens', which is not declared",
     "publish nothing": "publish of no field",
-    "publish None": "publish of 'token'.* no numbers",
+    "publish None": "publish of 'token'.* expected numbers",
     "publish int32": "int32 for torch.int64",
     "publish a mirrored int32": "int32 for torch.int64",
     "publish a row too many": r"relay: publish of 'token': \[3\] for 2 rows of \[\]",
@@ -480,7 +480,7 @@ TEXTS = {
     "publish a list of a row too few": r"publish of 'token': \[1\] for 2 rows",
     "publish a host number": r"\[\] for 2 rows",
     "publish half a token": "float64 do not go into int64",
-    "publish None in a list": "no numbers",
+    "publish None in a list": "expected numbers",
     "publish more than int64": "does not fit",
     "publish a device field and a bad host field": r"publish of 'lengths': \[3\] for 2 rows",
     "gather what only the host reads": "gather of 'accepted', which is read by the host",

@@ -274,7 +274,7 @@ def test_a_write_into_the_buffers_is_found_by_the_next_step(rt: Runtime) -> None
         ({"rows": 2.5}, DtypeError, "2.5"),
         ({"num_writes": -1}, ArgumentError, "num_writes is -1"),
         ({"extras": {"seq_lens": [1]}}, ArgumentError, "named as columns"),
-        ({"extras": {"text": ["a"]}}, DtypeError, "no numbers"),
+        ({"extras": {"text": ["a"]}}, DtypeError, "expected numbers"),
     ],
 )
 def test_refuses_bad_declarations(rt: Runtime, arguments: dict[str, Any], error: type[Exception], message: str) -> None:

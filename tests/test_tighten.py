@@ -99,7 +99,7 @@ def test_nobody_waits() -> None:
         ([[5], [6], [7]], ShapeError, r"\[3, 1\] for \[3\]"),
         (5, ShapeError, r"\[\] for \[3\]"),
         ([5.0, 6.0, 7.0], DtypeError, "float64"),
-        ([5, None, 7], DtypeError, "no numbers"),
+        ([5, None, 7], DtypeError, "expected numbers"),
         ([5, 6, 2**63], ValueOverflowError, "does not fit int64"),
     ],
 )
