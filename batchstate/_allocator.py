@@ -543,7 +543,7 @@ class Allocator:
 ONE = np.array(1)  # numpy takes as long to convert one number as to add 100 of them
 DOUBLE_FREE, STALE_HANDLE = Code.SLOT_DOUBLE_FREE, Code.SLOT_STALE_HANDLE
 
-_identities = itertools.count(1)
+_pool_ids = itertools.count(1)
 _pools: "weakref.WeakValueDictionary[int, Generations]" = weakref.WeakValueDictionary()
 
 
@@ -555,21 +555,21 @@ class Generations:
     are reused does not matter: the last one freed may be the next one taken, and a handle kept too long is still found.
 
     Attributes:
-        identity: id of the pool, which its handles carry.
+        pool_id: id of the pool, which its handles carry.
         name: of the pool.
     """
 
     def __init__(self, runtime: Runtime, allocator: Allocator, *, name: str) -> None:
-        self.identity = next(_identities)
+        self.pool_id = next(_pool_ids)
         self.name = name
         self._runtime = runtime
         self._allocator = allocator
         self._generations = np.zeros(allocator.capacity, dtype=np.int64)
         self._seen = self._generations.copy()  # at the last `verify`
-        _pools[self.identity] = self
+        _pools[self.pool_id] = self
 
     def __repr__(self) -> str:
-        return f"Generations({self.name!r}, pool {self.identity})"
+        return f"Generations({self.name!r}, pool {self.pool_id})"
 
     def new_handles(self, rows: Ints) -> Slots:
         """New handles for slots that were just taken: takes over `rows`, int64[n].
@@ -583,7 +583,7 @@ class Generations:
         if levels.cheap and (generations > before).tobytes() != b"\1" * rows.size:
             # A generation that stands still would make the handles of the former owner valid again.
             invariants.slot_stale_handle(rows, before + 1, generations, **self._where("take"))
-        return Slots.of_pool(self._runtime, rows, generations, pool=self.identity, name=self.name)
+        return Slots.of_pool(self._runtime, rows, generations, pool_id=self.pool_id, name=self.name)
 
     def rows_of(self, slots: Slots, operation: str, *, unique: bool = False) -> Ints:
         """The numbers of handles of this pool that are all good, int64[n], read-only; see `SlotPool.rows_of`."""
@@ -635,8 +635,8 @@ class Generations:
         rows: Ints = slots.np
         if slots.runtime is not self._runtime:
             raise DeviceError(f"{self.name}: {slots!r} has another runtime", value=slots, remedy="use one runtime")
-        if slots.pool != self.identity and rows.size:
-            other = _pools.get(slots.pool)
+        if slots.pool_id != self.pool_id and rows.size:
+            other = _pools.get(slots.pool_id)
             raise ArgumentError(
                 f"{operation}: slots of {'no pool' if other is None else f'pool {other.name!r}'} "
                 f"given to pool {self.name!r}",

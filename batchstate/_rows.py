@@ -588,7 +588,7 @@ class ColumnInputs:
             self.exact.append(name)
         if isinstance(value, Slots):
             self.host[name + GENERATION_SUFFIX] = value.generations
-            self.pool_id = value.pool
+            self.pool_id = value.pool_id
 
 
 def num_rows_of(values: Mapping[str, object], what: str) -> int:

@@ -38,10 +38,10 @@ class Slots(MirroredTensor):
         slots: npt.NDArray[np.int64],
         generations: npt.NDArray[np.int64],
         *,
-        pool: int,
+        pool_id: int,
         name: str = "",
     ) -> Self:
-        """For pools: takes over both arrays, int64[n]. `pool` identifies the pool to itself."""
+        """For pools: takes over both arrays, int64[n]. `pool_id` is that of the pool."""
         return cls(
             runtime,
             slots,
@@ -51,7 +51,7 @@ class Slots(MirroredTensor):
             contract=Contract.EXACT,
             name=name,
             generations=generations,
-            pool_id=pool,
+            pool_id=pool_id,
         )
 
     @classmethod
@@ -64,7 +64,7 @@ class Slots(MirroredTensor):
         contract: str | Contract = Contract.EXACT,
         name: str = "",
         generations: object = None,
-        pool: int = 0,
+        pool_id: int = 0,
     ) -> Self:
         """Handles from numbers, for tools that rebuild state. `generations` int64[n] defaults to 0: no live slot's.
 
@@ -80,7 +80,7 @@ class Slots(MirroredTensor):
             raise ShapeError(
                 f"{list(own.shape)} generations for {list(slots.shape)} slots", value=own.shape, remedy="one per slot"
             )
-        return cls.of_pool(runtime, slots, own, pool=pool, name=name)
+        return cls.of_pool(runtime, slots, own, pool_id=pool_id, name=name)
 
     @property
     def generations(self) -> npt.NDArray[np.int64]:
@@ -90,8 +90,8 @@ class Slots(MirroredTensor):
         return view
 
     @property
-    def pool(self) -> int:
-        """Identity of the pool that handed the slots out; 0 when none did."""
+    def pool_id(self) -> int:
+        """Id of the pool that returned the slots; 0 when none did."""
         return self._pool_id
 
 

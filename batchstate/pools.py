@@ -131,9 +131,9 @@ class SlotPool:
         )
 
     @property
-    def identity(self) -> int:
+    def pool_id(self) -> int:
         """Id of the pool, which its handles carry."""
-        return self._generations.identity
+        return self._generations.pool_id
 
     @property
     def size(self) -> int:

@@ -120,12 +120,12 @@ def test_every_column_takes_part_in_every_operation(rt: Runtime, pool: SlotPool,
 
 
 def test_handles_move_with_their_slots(rt: Runtime, pool: SlotPool, full: None) -> None:
-    """Generations and pool identity stay with the slots through every operation, so that the pool takes them back."""
+    """Generations and pool id stay with the slots through every operation, so that the pool takes them back."""
     pool.free(pool.take(5))
     batch = Decode.build(rt, **rows(pool, "abcd")).filter([3, 0, 1])
     batch = batch.merge(Decode.build(rt, **rows(pool, "ef"))).split([1, 4])[1]
     assert batch.slots.generations.min() >= 1
-    assert batch.slots.pool == pool.identity
+    assert batch.slots.pool_id == pool.pool_id
     pool.check_handles(batch.slots, "test")
     pool.free(batch.slots)
     with pytest.raises(Violation):
@@ -235,7 +235,7 @@ def test_empty_batches(rt: Runtime, abcd: Decode, full: None) -> None:
     assert_holds(none, "")
     assert_holds(none.filter([]).advance("seq_lens", 1).merge(abcd), "abcd")
     assert_holds(abcd.merge(none), "abcd")
-    assert abcd.merge(none).slots.pool == none.merge(abcd).slots.pool == abcd.slots.pool
+    assert abcd.merge(none).slots.pool_id == none.merge(abcd).slots.pool_id == abcd.slots.pool_id
     assert none.pad(3).slots.np.tolist() == [0, 0, 0]
     assert none.split([]) == []
     assert len(none.upload()) == 0

@@ -518,13 +518,13 @@ def test_integers_are_exact_to_the_last_bit(rt: Runtime) -> None:
 
 def test_slots_of_two_pools_never_mix(rt: Runtime) -> None:
     """Rows of one pool's slots cannot be replaced by another pool's: the handle would name a slot of the wrong one."""
-    mine = Slots.from_host(rt, [1, 2], generations=[1, 1], pool=1)
-    theirs = Slots.from_host(rt, [1], generations=[1], pool=2)
+    mine = Slots.from_host(rt, [1, 2], generations=[1, 1], pool_id=1)
+    theirs = Slots.from_host(rt, [1], generations=[1], pool_id=2)
     with pytest.raises(ArgumentError, match="pool 2"):
         mine.update([0], theirs)
     with pytest.raises(ArgumentError, match="pools"):
         mine.merge(theirs)
-    assert mine.update([0], Slots.from_host(rt, [3], generations=[4], pool=1)).generations.tolist() == [4, 1]
+    assert mine.update([0], Slots.from_host(rt, [3], generations=[4], pool_id=1)).generations.tolist() == [4, 1]
     paired = Slots.from_pair(rt, [1], torch.tensor([1]).to(rt.device))
     assert paired.generations.tolist() == [0]
 

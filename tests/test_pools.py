@@ -30,13 +30,13 @@ def test_hands_out_one_to_size(rt: Runtime) -> None:
 
 
 def test_handles_are_mirrored(rt: Runtime) -> None:
-    """What is handed out has both sides, generations and the identity of its pool."""
+    """What is handed out has both sides, generations and the id of its pool."""
     pool = SlotPool(rt, 4)
     slots = pool.take(3)
     assert isinstance(slots, Slots)
     assert rt.read_back(slots.device).tolist() == slots.np.tolist() == [1, 2, 3]
     assert slots.generations.tolist() == [1, 1, 1]
-    assert slots.pool == pool.identity != 0
+    assert slots.pool_id == pool.pool_id != 0
 
 
 def test_last_freed_is_first_taken(rt: Runtime) -> None:
@@ -236,7 +236,7 @@ def test_refuses_what_is_out_of_range(rt: Runtime, operation: str) -> None:
     given = {"operation": "x"} if operation == "rows_of" else {}
     far = 4 * pool.capacity
     for row in (*range(-far, 0), *range(pool.capacity, far), 2**62, -(2**62)):
-        forged = Slots.from_host(rt, [row], generations=[1], pool=pool.identity)
+        forged = Slots.from_host(rt, [row], generations=[1], pool_id=pool.pool_id)
         refused(Code.SLOT_OUT_OF_RANGE, functools.partial(getattr(pool, operation), forged, **given))
     assert pool.stats.live == 3
 
@@ -374,7 +374,7 @@ def test_a_handle_without_a_generation_has_no_owner(rt: Runtime) -> None:
     pool = SlotPool(rt, 4)
     table = pool.table("table", (2,))
     for free in (True, False):
-        wrapped = Slots.from_host(rt, [1], pool=pool.identity)
+        wrapped = Slots.from_host(rt, [1], pool_id=pool.pool_id)
         for use in (lambda w=wrapped: pool.check_handles(w, "use"), lambda w=wrapped: table.entry(w, [0], [5])):
             refused(Code.SLOT_STALE_HANDLE, use)
         if free:

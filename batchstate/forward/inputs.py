@@ -239,7 +239,7 @@ def _with_device(handles: Slots, side: DeviceSide) -> Slots:
         contract=handles.contract,
         name=handles.name,
         generations=handles.generations,
-        pool_id=handles.pool,
+        pool_id=handles.pool_id,
     )
 
 

@@ -361,7 +361,7 @@ def _handles(slots: Slots, rows: Ints) -> Slots:
     """The handles in some rows, without a device side of their own."""
     if len(rows) == len(slots):
         return slots
-    return Slots.of_pool(slots.runtime, slots.np[rows], slots.generations[rows], pool=slots.pool, name=slots.name)
+    return Slots.of_pool(slots.runtime, slots.np[rows], slots.generations[rows], pool_id=slots.pool_id, name=slots.name)
 
 
 def _lengths(seq_lens: object, num_reqs: int, num_rows: int) -> tuple[Ints, MirroredTensor | None]:

@@ -28,7 +28,7 @@ __all__ = ["HostBuffer", "HostKVPool", "HostRanges", "HostStats"]
 
 Ints = npt.NDArray[np.int64]
 
-_identities = itertools.count(1)
+_pool_ids = itertools.count(1)
 _POISON = 0xC3
 """Each byte of free memory, at `full`."""
 
@@ -39,14 +39,14 @@ class HostRanges:
     """The host locations of one request, for its positions 0, 1, ...: few ranges. Returned by `HostKVPool.take`.
 
     Attributes:
-        pool: identity of the pool.
+        pool_id: id of the pool.
         owner: what they were taken for: a slot, or any number the caller chose.
         generation: differs for each that the pool ever returned.
         starts: int64[r], first host location of each range, read-only.
         lengths: int64[r], locations of each range, whole pages, read-only.
     """
 
-    pool: int
+    pool_id: int
     owner: int
     generation: int
     starts: Ints = attrs.field(converter=read_only)
@@ -158,7 +158,7 @@ class HostKVPool:
         check_runtime(runtime, name)
         self.runtime = runtime
         self.name = name
-        self.identity = next(_identities)
+        self.pool_id = next(_pool_ids)
         self.num_pages = size_of(num_pages, f"{name}: num_pages", least=1)
         self.page_size = size_of(page_size, f"{name}: page_size", least=1, most=MOST_TOKENS // (self.num_pages + 1))
         if not isinstance(dtype, torch.dtype):
@@ -295,7 +295,7 @@ class HostKVPool:
         for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
             for buffer in self.buffers:
                 self.runtime.host_accesses(buffer, start, start + length, "host tier: rows change hands", writes=True)
-        return HostRanges(self.identity, owner, generation, starts, lengths)
+        return HostRanges(self.pool_id, owner, generation, starts, lengths)
 
     def keep(self, ranges: HostRanges, keeper: object) -> None:
         """For the library: from here on only `keeper` may free these ranges."""
@@ -371,7 +371,7 @@ class HostKVPool:
         return np.atleast_1d(amounts(array, array.shape[0], f"{self.name}: {operation}"))
 
     def _pages(self, ranges: object, operation: str) -> Ints:
-        if not isinstance(ranges, HostRanges) or ranges.pool != self.identity:
+        if not isinstance(ranges, HostRanges) or ranges.pool_id != self.pool_id:
             raise ArgumentError(
                 f"{self.name}: {operation} of {ranges!r}, which this pool did not return",
                 value=ranges,

@@ -172,7 +172,7 @@ def _bound(batch: Decode) -> MirroredTensor:
 
 
 def _slots(batch: Decode, numbers: list[int], pool: int = 7) -> Slots:
-    return Slots.from_host(batch.runtime, numbers, pool=pool)
+    return Slots.from_host(batch.runtime, numbers, pool_id=pool)
 
 
 def _every_slot(number: int) -> Callable[[Decode], Decode]:
@@ -352,7 +352,7 @@ class BatchMachine(Machine):
     def built(self, slots: list[int], first: int, *, bounds: bool) -> Rows:
         """A batch of new requests in these slots."""
         generations = np.arange(1, len(slots) + 1, dtype=np.int64)
-        handles = Slots.from_host(self.rt, slots, generations=generations, pool=_POOL)
+        handles = Slots.from_host(self.rt, slots, generations=generations, pool_id=_POOL)
         requests = self._new_requests(len(slots))
         values: dict[str, object] = {"slots": handles, "requests": requests}
         cells = {"slots": [Cell(one, one) for one in np.array(slots, np.int64)]}

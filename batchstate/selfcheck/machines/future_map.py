@@ -263,7 +263,7 @@ def _publish(**makes: Callable[[RelayCase], Any]) -> Callable[[RelayCase], objec
 
 
 def _behind_padding(case: RelayCase) -> Slots:
-    zero = Slots.from_host(case.relay.runtime, [0], generations=[0], pool=case.relay.slots.identity)
+    zero = Slots.from_host(case.relay.runtime, [0], generations=[0], pool_id=case.relay.slots.pool_id)
     return Slots.cat([zero, case.slots])
 
 

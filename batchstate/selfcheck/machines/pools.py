@@ -90,7 +90,7 @@ class Part:
 
 
 def _forged(pool: SlotPool, slot: int) -> Slots:
-    return Slots.from_host(pool.runtime, [slot], generations=[1], pool=pool.identity)
+    return Slots.from_host(pool.runtime, [slot], generations=[1], pool_id=pool.pool_id)
 
 
 class SlotMachine(PoolMachine):
@@ -191,7 +191,7 @@ class SlotMachine(PoolMachine):
     def live(self, n: int) -> Slots:
         """Handles of the first live slots."""
         numbers = np.array(sorted(self.model.live)[:n], dtype=np.int64)
-        return Slots.from_host(self.rt, numbers, generations=self.generations[numbers], pool=self.pool.identity)
+        return Slots.from_host(self.rt, numbers, generations=self.generations[numbers], pool_id=self.pool.pool_id)
 
     def good(self, slots: Slots) -> bool:
         """Whether all are live and of their present owner."""
