@@ -52,7 +52,7 @@ def open_device(device: str = "cpu", *, steps_in_flight: int = 2, seed: int = 0)
         seed: of the scheduler.
 
     Returns:
-        a fresh runtime. The tools watch inside a `with` window of it; see `window_of`.
+        a fresh runtime. The tools trace inside a `with` window of it; see `window_of`.
 
     Raises:
         ArgumentError: no such device, or none here; no such scheduler.
@@ -83,7 +83,7 @@ def open_device(device: str = "cpu", *, steps_in_flight: int = 2, seed: int = 0)
 
 @contextlib.contextmanager
 def window_of(runtime: Runtime) -> Iterator[Runtime]:
-    """The window in which a tool watches; one that does nothing for a runtime that is no tool."""
+    """The window in which a tool traces; one that does nothing for any other runtime."""
     if isinstance(runtime, contextlib.AbstractContextManager):
         with runtime:
             yield runtime

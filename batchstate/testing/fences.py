@@ -131,7 +131,7 @@ class _LateStream:
     Attributes:
         clock: what it knows to lie before its next fence.
         pending: its fences that are not complete, oldest first.
-        foreign: fences of others that it was made to wait for since it recorded the last of them.
+        foreign: fences of others that it has to wait for since it recorded the last of them.
     """
 
     clock: StreamClock
@@ -168,7 +168,7 @@ class LateRuntime(CpuRuntime):
     def complete(self, n: int = 1, stream: Stream | None = None) -> int:
         """Completes the `n` oldest fences of a stream or of all, or as many as there are; says how many.
 
-        With them goes whatever their streams had been made to wait for.
+        With them completes whatever their streams had to wait for.
         """
         done = 0
         while done < n and (oldest := self._oldest(stream)) is not None:
@@ -209,7 +209,7 @@ class LateRuntime(CpuRuntime):
         return sorted(found, key=lambda fence: fence.number)
 
     def _complete_before(self, seen: list[int]) -> None:
-        """Completes the fences before a point, each behind those of others that its stream was made to wait for."""
+        """Completes the fences before a point, each behind those of others that its stream had to wait for."""
         for fence in self._before(seen):
             for foreign in fence._foreign:
                 if not foreign.query():

@@ -1,8 +1,8 @@
 """A window in which nothing may wait for the device but calls named for it.
 
 On accelerators torch's own sync-debug mode raises, and most calls are already named by what is below. On a CPU device
-nothing ever waits, so calls that would wait elsewhere are recognised by what they are and by the memory they touch:
-device memory is what the runtime made, and what was computed from it.
+nothing ever waits, so calls that would wait elsewhere are recognised by what they are and by the memory they use:
+device memory is what the runtime allocated, and what was computed from it.
 """
 
 import contextlib
@@ -87,20 +87,20 @@ class _Guard(TorchFunctionMode):
         named = kwargs or {}
         if func.__name__ in _NEUTRAL:
             return func(*args, **named)
-        touches = any(self._on_device(one) for one in _tensors((args, named)))
-        call = _waits(func, args, named, self._on_device) if touches else None
+        uses_device = any(self._on_device(one) for one in _tensors((args, named)))
+        call = _waits(func, args, named, self._on_device) if uses_device else None
         if call is not None:
             invariants.hidden_sync(call, False, object=repr(self._runtime), step=self._runtime.step)
         result = func(*args, **named)
-        if touches and self._seen is not None and func.__name__ != "copy_":
+        if uses_device and self._seen is not None and func.__name__ != "copy_":
             self._seen.extend(_tensors(result))  # computed from device memory, so device memory; kept alive with it
         return result
 
     def _on_device(self, tensor: torch.Tensor) -> bool:
         if self._seen is None:
             return tensor.device == self._runtime.device
-        for made in self._seen[self._known :]:
-            self._storages.add(made.untyped_storage().data_ptr())
+        for seen in self._seen[self._known :]:
+            self._storages.add(seen.untyped_storage().data_ptr())
         self._known = len(self._seen)
         # Empty tensors have no address to tell them by, and nothing to read.
         return tensor.device.type == "cpu" and tensor.numel() > 0 and _address(tensor) in self._storages
@@ -116,7 +116,7 @@ def _waits(
     kwargs: dict[str, Any],
     on_device: Callable[[torch.Tensor], bool],
 ) -> str | None:
-    """What a call that touches a device tensor does that makes the host wait, or None."""
+    """What a call with a device tensor does that makes the host wait, or None."""
     name = getattr(func, "__name__", "")
     if name in _READS:
         return _READS[name]

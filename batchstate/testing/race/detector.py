@@ -60,8 +60,8 @@ class Log:
 
     An access that the host knows to be over can conflict with nothing any more, because every later operation lies
     behind the host. It is dropped, so that a run of any length keeps what is in flight. Where that is a lot, because
-    nobody ever waits, it lies in blocks of doubling size, and an access is held against as many as their number has
-    digits.
+    the host never waits, it lies in blocks of doubling size, and an access is compared with as many as their number
+    has digits.
     """
 
     __slots__ = ("_blocks", "events", "regions")
@@ -102,7 +102,7 @@ class Log:
         if events:
             last = regions[-1]
             if region.starts is None and region.lo <= last.lo and last.hi <= region.hi:
-                events[-1], regions[-1] = event, region  # whoever meets the older one meets this one
+                events[-1], regions[-1] = event, region  # what conflicts with the older one conflicts with this one
                 return
         events.append(event)
         regions.append(region)
@@ -249,8 +249,8 @@ class Detector:
 
     # Accesses
 
-    def check(self, entry: Entry, touched: Sequence[tuple[RaceAllocation, Region, bool]]) -> None:
-        """Holds the accesses of an event against all others; `note` them once it has happened.
+    def check(self, entry: Entry, accesses: Sequence[tuple[RaceAllocation, Region, bool]]) -> None:
+        """Compares the accesses of an event with all others; `note` them once it has happened.
 
         Raises:
             Race: one is not ordered behind an earlier one, and races are raised.
@@ -258,7 +258,7 @@ class Detector:
         __tracebackhide__ = True
         stream, seen = entry.stream, entry.stream.seen
         own, known = stream.number, len(entry.stream.seen)
-        for allocation, region, writes in touched:
+        for allocation, region, writes in accesses:
             self.accesses += 1
             for other, log in allocation.writes.items():
                 if other != own:
@@ -274,11 +274,11 @@ class Detector:
                         if log.events[-1] > at and (found := log.conflict(region, at)) is not None:
                             self._found(allocation, other, found, entry, region, first_writes=False, second_writes=True)
 
-    def note(self, entry: Entry, touched: Sequence[tuple[RaceAllocation, Region, bool]]) -> None:
-        """Notes the accesses of an event: later ones are held against them."""
+    def note(self, entry: Entry, accesses: Sequence[tuple[RaceAllocation, Region, bool]]) -> None:
+        """Notes the accesses of an event: later ones are compared with them."""
         own, over = entry.stream.number, self.clocks.streams[0].seen
         done = over[own] if own < len(over) else 0
-        for allocation, region, writes in touched:
+        for allocation, region, writes in accesses:
             logs = allocation.writes if writes else allocation.reads
             mine = logs.get(own)
             if mine is None:
@@ -407,7 +407,7 @@ _PROBLEMS = {
     RaceKind.STAGING_REFILLED: "the source of a copy may be refilled before the copy has run",
     RaceKind.HOST_READS_EARLY: "the host may read before the copy has landed",
     RaceKind.HOST_MEMORY_REUSED: "two copies may land in the same host memory, or one where another is still read",
-    RaceKind.FREED_IN_USE: "memory may be given to somebody else while it is in use",
+    RaceKind.FREED_IN_USE: "memory may be given to another tensor while it is in use",
 }
 
 

@@ -136,15 +136,15 @@ def rows_of(name: Name, region: Region) -> str:
     whole = len(intervals) == 1 and region.lo == 0 and region.hi == row * name.shape[0]
     if whole:
         return f"all {name.shape[0]} {word}s" if name.shape[0] > 1 else f"its only {word}"
-    touched: list[tuple[int, int]] = []
+    found: list[tuple[int, int]] = []
     for lo, hi in intervals:
         first, last = lo // row, -(-hi // row)
-        if touched and first <= touched[-1][1]:
-            touched[-1] = (touched[-1][0], max(last, touched[-1][1]))
+        if found and first <= found[-1][1]:
+            found[-1] = (found[-1][0], max(last, found[-1][1]))
         else:
-            touched.append((first, last))
+            found.append((first, last))
     partly = any(lo % row or hi % row for lo, hi in intervals)
-    return f"{'parts of ' if partly else ''}{_listed(word, touched, region.more)}"
+    return f"{'parts of ' if partly else ''}{_listed(word, found, region.more)}"
 
 
 def _listed(word: str, intervals: Sequence[tuple[int, int]], left_out: int) -> str:

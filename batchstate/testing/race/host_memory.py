@@ -2,7 +2,7 @@
 
 What a copy to the device reads is remembered as a checksum until the copy is known to be over: a source that has
 changed by then was refilled too early, even where nothing of torch's did it. What a copy to the host brings is held
-back, and the memory poisoned, until the host has waited for the copy: whoever reads before finds no plausible number.
+back, and the memory poisoned, until the host has waited for the copy: a read before that finds no plausible number.
 """
 
 import zlib
@@ -63,7 +63,7 @@ class HostMemory:
         self._sources.append(_Source(entry, allocation, region, tensor, _checksum(tensor)))
 
     def ordered(self, stream: StreamClock, allocation: RaceAllocation, region: Region) -> None:
-        """A stream is about to touch host memory: what lands there before it, and is ordered so, is there by then."""
+        """A stream is about to access host memory: what lands there before it, and is ordered so, is there by then."""
         for landing in [one for one in self._landings if one.allocation is allocation and one.region.overlaps(region)]:
             if stream.knows(landing.entry.stream.number, landing.entry.number):
                 self._landings.remove(landing)

@@ -31,7 +31,7 @@ class RaceKind(StrEnum):
     HOST_MEMORY_REUSED = "host memory reused"
     """A copy from the device writes pinned memory that another copy still uses."""
     FREED_IN_USE = "freed in use"
-    """Memory that a stream may still use is given to somebody else."""
+    """Memory that a stream may still use is given to another tensor."""
 
 
 class EventKind(StrEnum):

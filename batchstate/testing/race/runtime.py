@@ -230,7 +230,7 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         A slice of a tensor declares its rows. What a `raw_kernel` declares is checked before it runs.
 
         Raises:
-            ArgumentError: it declares nothing and touches memory that is traced, or was given some and showed nothing;
+            ArgumentError: it declares nothing and accesses memory that is traced, or was given some and showed nothing;
                 or it writes what it does not declare.
             Race: a declared access is not ordered.
         """
@@ -296,7 +296,7 @@ class RaceRuntime(TracedRuntime[StreamClock]):
     def _mapped(self, shape: tuple[int, ...], dtype: torch.dtype) -> MappedMemory:
         with untraced():
             mapped = self._inner._mapped(shape, dtype)
-        self._tracer.keep(mapped.device, MemoryKind.DEVICE)  # no stream has made it, and none has to be waited for
+        self._tracer.keep(mapped.device, MemoryKind.DEVICE)  # no stream allocated it, and none has to be waited for
         return mapped
 
     def _copied_to_device(self, block: StagingBlock, nbytes: int, into: torch.Tensor | None) -> torch.Tensor:

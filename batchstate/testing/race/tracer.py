@@ -405,7 +405,7 @@ class RaceTracer(Tracer[RaceAllocation]):
         """Holds what a launch declares against what torch has shown of older memory.
 
         Raises:
-            ArgumentError: it declares nothing, and touches memory that is traced or was given some; or it writes what
+            ArgumentError: it declares nothing, and accesses memory that is traced or was given some; or it writes what
                 it does not declare.
         """
         if not reads and not writes and (seen or any(self._is_traced(one) for one in given)):

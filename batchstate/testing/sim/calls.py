@@ -17,8 +17,6 @@ import torch
 
 from batchstate.testing.sim.device import Block, Device, DeviceStream, Entry, Marker, Memory, Task, execute
 
-# An operation that runs later: its arguments as they will be, without keeping what the program holds.
-
 Pack = Callable[[torch.Tensor], Any]
 """What stands for a tensor until the operation runs: a `View`, or a tensor of host memory."""
 
@@ -153,7 +151,7 @@ class _Seen:
 
 @final
 class SpeculativeRead:
-    """Looks ahead of a device. `shared` says of a block of memory whether the host writes it too."""
+    """Reads what a device will hold. `shared` says of a block of memory whether the host writes it too."""
 
     def __init__(self, device: Device, shared: Callable[[npt.NDArray[np.uint8]], bool]) -> None:
         self._device = device

@@ -24,9 +24,8 @@ from batchstate.runtime.base import Counters
 from batchstate.testing.tracing.clocks import unused_name
 from batchstate.testing.tracing.source_lines import SourceLine
 
-# What memory holds that nobody has filled: numbers that no program can take for its own.
-
 _WORD = np.uint32(0xFFF5A5A5)
+"""What memory holds that was never filled: numbers that no program can take for its own."""
 
 
 def poison(memory: npt.NDArray[np.uint8]) -> None:
@@ -44,15 +43,12 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return tensor
 
 
-# What an operation of the device could not do when it ran.
-
-
 @final
 class DeviceFault(BatchStateError, RuntimeError):
     """An operation failed when it ran, long after it was enqueued: an illegal access, mostly.
 
     On an accelerator this is the error that surfaces anywhere, names nothing, and leaves the device useless. The usual
-    reason is an index that was read before it was there, or after its memory had become somebody else's.
+    reason is an index that was read before it was there, or after its memory had been given away.
 
     Attributes:
         operation: its name.
@@ -72,8 +68,6 @@ class DeviceFault(BatchStateError, RuntimeError):
         self.step = step
         self.site = site
 
-
-# What a stream of the simulated device has not run, and who says that it may.
 
 Memory = npt.NDArray[np.uint8] | torch.Tensor
 """A block as bytes, other memory as a tensor."""
@@ -112,10 +106,10 @@ class Await:
 @final
 @attrs.define(eq=False)
 class Wipe:
-    """Memory that was freed may be somebody else's from here on: it is poisoned as soon as everything before has run.
+    """Memory that was freed may be another tensor's from here on: it is poisoned as soon as everything before has run.
 
-    That takes nobody's turn. When memory is freed may be up to Python's garbage collection, and who gets on must not
-    depend on it.
+    It takes no turn of a scheduler. When memory is freed may be up to Python's garbage collection, and which stream
+    runs next must not depend on it.
     """
 
     memory: npt.NDArray[np.uint8] = attrs.field(repr=False)
@@ -154,7 +148,7 @@ class DeviceStream:
     """A stream of the device.
 
     Attributes:
-        number: in the order in which they were made, from 0.
+        number: in the order in which they were created, from 0.
         name: for reports; no other has it.
         queue: what it has not run.
     """
@@ -169,10 +163,10 @@ class DeviceStream:
 
 
 class Scheduler(Protocol):
-    """Who gets on."""
+    """Says which stream runs next."""
 
     def choose(self, moment: Moment, ready: Sequence[DeviceStream], needed: DeviceStream | None) -> DeviceStream | None:
-        """The stream that runs its next operation now, or None: nobody, and the host gets on.
+        """The stream that runs its next operation now, or None: none does, and the host gets on.
 
         Asked again after each operation. A host that waits gets on when what it waits for has run.
 
@@ -184,11 +178,6 @@ class Scheduler(Protocol):
         ...
 
 
-# The simulated device itself: a queue for each stream, and who of them gets on.
-#
-# A stream runs in order and stops at a wait until the mark it waits for was reached. Marks are older than the waits for
-# them, so somebody can always get on. Who does is the scheduler's choice, and so is how far the host gets before.
-
 LONGEST_QUEUE = 1024
 """What a stream may have before it; then the host waits, as where CUDA's launch queue is full."""
 
@@ -198,15 +187,19 @@ TRACED = 1 << 18
 
 @final
 class Device:
-    """Streams, and what they have not run.
+    """Streams, what they have not run, and which of them runs next.
+
+    A stream runs in order and stops at a wait until the mark it waits for was reached. Marks are older than the waits
+    for them, so one stream can always run. Which one does is the scheduler's choice, and so is how far the host gets
+    before.
 
     Args:
-        scheduler: says who gets on.
+        scheduler: says which stream runs next.
         step: the present step.
 
     Attributes:
         streams: its streams.
-        at_once: everything runs when it is enqueued: nobody would see what comes late.
+        at_once: everything runs when it is enqueued: outside of a window nothing would see what comes late.
         depth_max: the most steps of which something had not run.
         fault: of the first operation that failed.
         runs: times that anything left a queue, or ran at once.
@@ -261,7 +254,7 @@ class Device:
         self.depth_max = max(self.depth_max, self.depth)
 
     def wipe(self, stream: DeviceStream, memory: npt.NDArray[np.uint8]) -> None:
-        """A stream may write this memory from here on, whoever had it."""
+        """A stream may write this memory from here on, whichever tensor had it."""
         stream.queue.append(Wipe(memory))
 
     def mark(self, stream: DeviceStream) -> Marker:
@@ -408,7 +401,7 @@ class Device:
 
 
 def _nothing(memory: npt.NDArray[np.uint8]) -> None:
-    """Nobody wants to know."""
+    """Does nothing."""
 
 
 def execute(task: Task, stream: DeviceStream) -> None:
@@ -427,8 +420,6 @@ def execute(task: Task, stream: DeviceStream) -> None:
         reason = f"{type(error).__name__}: {error}"
         raise DeviceFault(task.name, stream.name, task.step, line, reason) from error
 
-
-# Fences of the simulated device.
 
 PATIENCE = 1_000
 """Times that a fence is asked before each further time lets something run: a host that polls gets on."""
@@ -518,7 +509,7 @@ class Allocator:
         device: its streams write what they get.
 
     Attributes:
-        reused: times that memory was handed out that somebody had before.
+        reused: times that memory was handed out that was used before.
     """
 
     def __init__(self, device: Device) -> None:
@@ -543,7 +534,7 @@ class Allocator:
         return free.pop()
 
     def fresh(self, stream: DeviceStream, nbytes: int) -> Block:
-        """A block that nobody had before."""
+        """A block that was never used before."""
         memory = np.empty(_rounded(nbytes), np.uint8)
         poison(memory)
         return Block(memory, stream)

@@ -1,7 +1,7 @@
-"""Who gets on: the orders that a device may have, each deterministic for a seed.
+"""Which stream runs next: the orders that a device may have, each deterministic for a seed.
 
 None of them finds everything. What the host must not do early shows where the device lags; what a stream must not do
-early shows where another one lags; and random choices meet what nobody thought of.
+early shows where another one lags; and random choices meet what no test was written for.
 """
 
 import random
@@ -70,7 +70,7 @@ class AtRandom:
         self._left = 0
 
     def choose(self, moment: Moment, ready: Sequence[DeviceStream], needed: DeviceStream | None) -> DeviceStream | None:
-        """Any, or nobody."""
+        """Any, or none."""
         draw = self._draw
         if not self._left:
             # Even odds at every operation would never let anything lag for long.
@@ -86,7 +86,7 @@ class AtRandom:
 class Priorities:
     """Streams and the host have priorities, drawn when they are first met; the highest that can gets on.
 
-    With changes: now and then whoever gets on falls below everybody else. That is probabilistic concurrency testing
+    With changes: now and then the one that runs falls below all others. That is probabilistic concurrency testing
     (Burckhardt, Kothari, Musuvathi, Nagarakatte: A Randomized Scheduler with Probabilistic Guarantees of Finding Bugs,
     ASPLOS 2010), over a run of unknown length.
 

@@ -1,1 +1,1 @@
-"""What the race detector and the simulated device share: which memory is whose, and what an operation touches."""
+"""What the race detector and the simulated device share: whose memory is whose, and what an operation does with it."""

@@ -1,4 +1,4 @@
-"""Which bytes of a piece of memory an operation touches: disjoint intervals, exact for rows, columns and elements."""
+"""Which bytes of a piece of memory an operation accesses: disjoint intervals, exact for rows, columns and elements."""
 
 import math
 from collections.abc import Iterable, Sequence
