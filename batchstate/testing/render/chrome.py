@@ -36,7 +36,7 @@ def race_trace(report: RaceReport) -> dict[str, Any]:
     start = {event.number: index * _STEP for index, event in enumerate(report.events)}
     events = _names(report, threads)
     for event in report.events:
-        events.append(_complete(report, event, start[event.number], threads[event.lane], frozenset(known)))
+        events.append(_complete(report, event, start[event.number], threads[event.lane]))
     flows = [("race", "missing edge", report.first.event, report.second.event)]
     for event in report.events:
         fence = None if event.waits_for is None else known.get(event.waits_for)
@@ -74,7 +74,7 @@ def _names(report: RaceReport, threads: dict[str, int]) -> list[dict[str, Any]]:
     return events
 
 
-def _complete(report: RaceReport, event: Event, start: int, thread: int, known: frozenset[int]) -> dict[str, Any]:
+def _complete(report: RaceReport, event: Event, start: int, thread: int) -> dict[str, Any]:
     access = access_of(report, event)
     args: dict[str, Any] = {"event": event.number, "step": event.step, "source": event.site}
     if access is not None:
@@ -84,7 +84,7 @@ def _complete(report: RaceReport, event: Event, start: int, thread: int, known: 
         ("called from", event.caller),
         ("reads", list(event.reads)),
         ("writes", list(event.writes)),
-        ("waits for", awaited(event, known)),
+        ("waits for", awaited(report, event)),
     ):
         if value:
             args[name] = value

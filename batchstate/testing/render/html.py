@@ -1,4 +1,9 @@
-"""Text of user code on its way into a page."""
+"""The page of a race, for a browser: one file that needs nothing else, and runs nothing.
+
+All of it is HTML and style, without a script: bars are buttons that open a sheet of details, which the browser does by
+itself, and arrows are borders of elements that span the grid of lanes and rows. So it follows the width of the page and
+the size of letters, and a screen reader meets a list of events.
+"""
 
 import math
 import re
@@ -66,12 +71,6 @@ def terms(pairs: list[tuple[str, str]]) -> str:
     return "".join(f"<dt>{text(term)}</dt><dd>{value}</dd>" for term, value in pairs if value)
 
 
-# The picture on the page of a race: a grid of lanes and rows, and the arrows between them.
-#
-# All of it is HTML and style, without a script: bars are buttons that open a sheet of details, which the browser does
-# by itself, and arrows are borders of elements that span the grid. So it follows the width of the page and the size
-# of letters, and a screen reader meets a list of events.
-
 _MARKS = {EventKind.FENCE: "fence", EventKind.WAIT: "wait"}
 _LEAST_LANE, _WIDE_LANE = 5.5, 8.5
 """Widths of a lane in rem: the least at all, and the least for a name on one line."""
@@ -101,7 +100,6 @@ class HtmlPicture:
     def __init__(self, report: RaceReport) -> None:
         self._report = report
         self._layout = laid_out(report)
-        self._known = frozenset(event.number for event in report.events)
         self._grid_row: list[int] = []
         """Row of the layout -> row of the grid."""
         gutters = [_gutter(tracks) for tracks in self._layout.tracks]
@@ -234,7 +232,7 @@ class HtmlPicture:
             ("called from", site(event.caller) if event.caller else ""),
             ("reads", "<br>".join(map(text, event.reads))),
             ("writes", "<br>".join(map(text, event.writes))),
-            ("waits for", text(awaited(event, self._known))),
+            ("waits for", text(awaited(self._report, event))),
         ]
         number = event.number
         return (
@@ -279,8 +277,6 @@ def _gap(gap: Gap, row: int) -> str:
     events = "1 event is" if gap.count == 1 else f"{gap.count} events are"
     return f'<li class="gap" style="grid-row:{row}"><span>{events} left out here</span></li>\n'
 
-
-# The page of a race, for a browser: one file that needs nothing else, and runs nothing.
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 """No script, no picture, no font and no connection, whatever a name in the report says."""
@@ -402,8 +398,7 @@ def _figure(report: RaceReport, picture: HtmlPicture) -> str:
 
 
 def _table(report: RaceReport) -> str:
-    known = frozenset(event.number for event in report.events)
-    rows = "".join(_row(report, event, known) for event in report.events)
+    rows = "".join(_row(report, event) for event in report.events)
     count = len(report.events)
     return f"""<section class="all" aria-labelledby="all">
 <h2 id="all">All events</h2>
@@ -420,11 +415,11 @@ def _table(report: RaceReport) -> str:
 """
 
 
-def _row(report: RaceReport, event: Event, known: frozenset[int]) -> str:
+def _row(report: RaceReport, event: Event) -> str:
     access = access_of(report, event)
     tag = f' <span class="tag">{access[0]}</span>' if access else ""
     style = ' class="race"' if access else ""
-    waits = awaited(event, known)
+    waits = awaited(report, event)
     memory = [
         *(f"reads {text(one)}" for one in event.reads),
         *(f"writes {text(one)}" for one in event.writes),

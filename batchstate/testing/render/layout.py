@@ -1,4 +1,8 @@
-"""A sheet of characters on which lanes and arrows are drawn, and the characters for them."""
+"""What all pictures of a race share: which events they show, in which row, how arrows run, and the words for them.
+
+Every event has a row of its own, so that an arrow can leave its fence along that row, turn down in the gutter beside
+the lane it goes to, and never cross a bar. A lane is the column of a stream, or of the host.
+"""
 
 import re
 from typing import final
@@ -8,11 +12,6 @@ import attrs
 from batchstate.errors import ArgumentError
 from batchstate.testing.race.report import Access, Event, EventKind, RaceReport
 from batchstate.testing.tracing.clocks import HOST
-
-# Which events a picture shows, in which row, and how its arrows run.
-#
-# Every event has a row of its own, so that an arrow can leave its fence along that row, turn down in the gutter beside
-# the lane it goes to, and never cross a bar.
 
 LIMIT = 40
 """Events in a picture; more are hard to take in, and all of them are in the table."""
@@ -162,11 +161,10 @@ def _routed(
     return tuple(routes), tuple(tracks)
 
 
-# Whether a report hangs together, asked before it is drawn: its file may have been edited or cut.
-
-
 def drawable(report: RaceReport) -> RaceReport:
     """The report, with both accesses among its events: the first may have been too old to be kept.
+
+    Asked before a report is drawn: its file may have been edited or cut.
 
     Raises:
         ArgumentError: a value has another type, an event is on no lane, or an access is not among the events.
@@ -215,8 +213,6 @@ def _damaged(problem: str) -> ArgumentError:
         f"a damaged race report: {problem}", value=problem, remedy="save it again with `RaceReport.save`"
     )
 
-
-# What all pictures of a race say in the same words.
 
 _SITE = re.compile(r"(?:.*[/\\])?(?P<file>[^/\\]+)(?P<line>:\d+)(?: in .*)?")
 _LAUNCHED = re.compile(r"(?P<operation>.+?) (?P<launch>\(.+\))")
@@ -287,102 +283,10 @@ def nothing_on(lanes: tuple[str, ...]) -> str:
     return f"no events here on: {', '.join(map(plain, lanes))}" if lanes else ""
 
 
-def awaited(event: Event, known: frozenset[int]) -> str:
-    """What a wait waits for, or nothing for other kinds.
-
-    Args:
-        event: that may be a wait.
-        known: numbers of the events in the report.
-    """
+def awaited(report: RaceReport, event: Event) -> str:
+    """What a wait waits for, or nothing for other kinds."""
     if event.kind is not EventKind.WAIT:
         return ""
-    if event.waits_for is None or event.waits_for not in known:
+    if event.waits_for not in [one.number for one in report.events]:
         return "a fence older than this report"
     return f"#{event.waits_for}"
-
-
-@final
-@attrs.frozen
-class Pens:
-    """Characters to draw with.
-
-    Attributes:
-        life: a lane where nothing happens.
-        across, down, dashed_across, dashed_down: pieces of an arrow that is there, and of one that is missing.
-        crossing: of two arrows, or of an arrow and a lane.
-        fork: where one arrow turns down and another goes on.
-        right_then_down, left_then_down, down_then_right, down_then_left: corners.
-        to_right, to_left: tips.
-        work, fence, wait, missing: marks before a name.
-        becomes: from one memory to another.
-        cut: ends a text that was too long.
-    """
-
-    life: str
-    across: str
-    down: str
-    dashed_across: str
-    dashed_down: str
-    crossing: str
-    fork: str
-    right_then_down: str
-    left_then_down: str
-    down_then_right: str
-    down_then_left: str
-    to_right: str
-    to_left: str
-    work: str
-    fence: str
-    wait: str
-    missing: str
-    becomes: str
-    cut: str
-
-
-LINES = Pens(*"│─│╌╎┼┬┐┌└┘▶◀■◆◇✗→…")
-ASCII = Pens(*"|-|.:++..``><=*ox>~")
-
-
-class Canvas:
-    """Rows of characters, all of one length.
-
-    Args:
-        rows: how many there are.
-        width: characters in each.
-        pens: to draw with.
-    """
-
-    def __init__(self, rows: int, width: int, pens: Pens) -> None:
-        self._cells = [[" "] * width for _ in range(rows)]
-        self._pens = pens
-
-    def write(self, row: int, column: int, text: str) -> None:
-        """Puts a text over what is there."""
-        self._cells[row][column : column + len(text)] = text
-
-    def across(self, row: int, columns: range, pen: str) -> None:
-        """Draws to the right, through whatever comes down."""
-        pens = self._pens
-        for column in columns:
-            found = self._cells[row][column]
-            if found in (pens.right_then_down, pens.left_then_down, pens.fork):
-                self._cells[row][column] = pens.fork
-            else:
-                upright = found in (pens.life, pens.down, pens.dashed_down)
-                self._cells[row][column] = pens.crossing if upright else pen
-
-    def turn_down(self, row: int, column: int, pen: str) -> None:
-        """Draws a corner at the top of an arrow."""
-        pens = self._pens
-        flat = self._cells[row][column] in (pens.across, pens.dashed_across, pens.fork)
-        self._cells[row][column] = pens.fork if flat else pen
-
-    def down(self, rows: range, column: int, pen: str) -> None:
-        """Draws downwards, through whatever goes across."""
-        flat = (self._pens.across, self._pens.dashed_across)
-        for row in rows:
-            self._cells[row][column] = self._pens.crossing if self._cells[row][column] in flat else pen
-
-    def lines(self) -> list[str]:
-        """The rows, without blanks at their ends."""
-        return ["".join(row).rstrip() for row in self._cells]
