@@ -463,7 +463,8 @@ class Allocator:
             Violation: SLOT_CONSERVATION.
         """
         free, pending, live = self._ordinary.count + self._reserved.count, self._queue.count, self.live
-        if free + pending + live == self._total and free >= 0 and live >= 0:  # a tenth of the cost of a take and a free
+        # `slot_conservation.holds` takes 0.7 us more, of the 9 us that a take and a free take.
+        if free + pending + live == self._total and free >= 0 and live >= 0:
             times_checked[CONSERVATION] += 1
             return
         invariants.slot_conservation(free, pending, live, self._total, **self._where(operation))
@@ -480,7 +481,7 @@ class Allocator:
                 self.free,
                 self.pending,
                 0,
-                self.size + self.reserve,
+                self._total,
                 leaked=self.live_indices(),
                 **self._where(operation),
             )
@@ -494,23 +495,23 @@ class Allocator:
         where = self._where(operation)
         self.check_conservation(operation)
         live = self.live_indices()
-        ordinary, reserved, waiting = self._ordinary.entries(), self._reserved.entries(), self._queue.indices()
-        for indices, end in ((ordinary, self.size + 1), (reserved, self.capacity), (waiting, self.capacity)):
+        ordinary, reserved, pending = self._ordinary.entries(), self._reserved.entries(), self._queue.indices()
+        for indices, end in ((ordinary, self.size + 1), (reserved, self.capacity), (pending, self.capacity)):
             invariants.slot_out_of_range(indices, end, **where)
             invariants.slot_zero_allocated(indices, **where)
         free = np.concatenate([ordinary, reserved])
         states = self._states[free]
         invariants.slot_in_flight(free, states == PENDING, **where)
-        everything = np.concatenate([live, free, waiting])
+        everything = np.concatenate([live, free, pending])
         if self.repeated(everything):
             invariants.slot_shared(everything, **where)
-        self._check_reaped(waiting, where)
+        self._check_reaped(pending, where)
         for part, end, size in ((ordinary, self.size + 1, self.size), (reserved, self.capacity, self.reserve)):
             states = self._states[end - size : end]
             held = [int(np.count_nonzero(states == state)) for state in (PENDING, LIVE)]
             invariants.slot_conservation(part.size, held[0], held[1], size, **where)
-        invariants.slot_conservation(free.size, waiting.size, live.size, self._total, **where)
-        invariants.slot_conservation(free.size, waiting.size, self.live, self._total, **where)
+        invariants.slot_conservation(free.size, pending.size, live.size, self._total, **where)
+        invariants.slot_conservation(free.size, pending.size, self.live, self._total, **where)
 
     def _check_fresh(self, indices: Ints, reserved: bool, operation: str) -> None:
         """Checks that what is about to be taken is free."""

@@ -88,17 +88,6 @@ def test_advancing_is_extending(rt: Runtime, page_size: int, as_array: bool) -> 
     pages.verify()
 
 
-def test_advances_by_different_numbers(slots: SlotPool, pages: PagePool) -> None:
-    """`advance` takes one number a request, 0 among them."""
-    three = slots.take(3)
-    tokens = pages.advance(three, [5, 0, 1])
-    assert tokens.counts.tolist() == [5, 0, 1]
-    assert pages.committed(three).tolist() == [5, 0, 1]
-    assert pages.allocated(three).tolist() == [8, 0, 4]
-    with pytest.raises(ArgumentError):
-        pages.advance(three, [1, -1, 1])
-
-
 def test_no_token_of_page_zero(rt: Runtime, slots: SlotPool) -> None:
     """The tokens of page 0 are padding: they are never handed out, and every other one is, once."""
     pages = PagePool(rt, slots, 4, 4, max_tokens_per_request=16)
@@ -189,16 +178,6 @@ def test_shares_whole_pages(slots: SlotPool, pages: PagePool) -> None:
     assert (pages.stats.live, pages.stats.shared) == (3, 0)
     pages.release_requests(targets.take([1]))
     pages.expect_idle()
-    pages.verify()
-
-
-def test_shares_released_together(slots: SlotPool, pages: PagePool) -> None:
-    """Holders of one page that leave in one call free it once."""
-    source, targets = slots.take(1), slots.take(3)
-    pages.extend(source, 8)
-    pages.share(source, targets, 8)
-    pages.release_requests(source.merge(targets))
-    assert (pages.stats.free, pages.stats.shared) == (12, 0)
     pages.verify()
 
 
@@ -568,7 +547,7 @@ class Failing:
 @pytest.mark.parametrize("level", ["off", "cheap", "full"])
 @pytest.mark.parametrize("operation", ["release", "release_requests", "truncate", "extend", "lease"])
 def test_a_fence_that_fails_changes_nothing(slots: SlotPool, pages: PagePool, operation: str, level: str) -> None:
-    """Fences are asked before rows, references and slots change: an error of one leaves the pool as it was."""
+    """Fences are queried before rows, references and slots change: an error of one leaves the pool as it was."""
     with levels.checks(level):
         first, second = slots.take(1), slots.take(1)
         pages.extend(first, 8)
@@ -696,7 +675,7 @@ def test_a_lease_may_be_longer_than_a_request(rt: Runtime) -> None:
 
 
 def test_a_fence_may_take_pages_itself(rt: Runtime) -> None:
-    """A fence is code of the engine: what it takes while it is asked is not handed out a second time."""
+    """A fence is code of the engine: what it takes while it is queried is not handed out a second time."""
     slots = SlotPool(rt, 4)
     pool = PagePool(rt, slots, 5, 2, max_tokens_per_request=8)
     first, second = slots.take(1), slots.take(1)

@@ -264,8 +264,8 @@ def test_invariants_are_checked(rt: Runtime) -> None:
     pool = SlotPool(rt, 4)
     before = invariants.times_checked.copy()
     pool.free(pool.take(2), after=Gate())
-    asked = [code for code, times in invariants.times_checked.items() if times > before[code]]
-    assert {Code.SLOT_CONSERVATION, Code.SLOT_IN_FLIGHT, Code.SLOT_DOUBLE_FREE} <= set(asked)
+    checked = [code for code, times in invariants.times_checked.items() if times > before[code]]
+    assert {Code.SLOT_CONSERVATION, Code.SLOT_IN_FLIGHT, Code.SLOT_DOUBLE_FREE} <= set(checked)
 
 
 class Shaky:
@@ -314,7 +314,7 @@ def test_a_fence_that_fails_loses_nothing(rt: Runtime) -> None:
 
 
 def test_a_fence_may_call_its_pool(rt: Runtime) -> None:
-    """A fence that reaps the pool which asks it frees nothing twice."""
+    """A fence that reaps the pool which queries it frees nothing twice."""
     pool = SlotPool(rt, 4)
     pool.free(pool.take(4), after=Shaky(True, first=pool.reap))
     assert pool.reap() == 4
