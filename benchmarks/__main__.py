@@ -18,7 +18,7 @@ from benchmarks.timing import no_collector, one_thread
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures what was chosen. A ratio that is not as asked is said, and is no failure: machines are noisy.
+    """Measures what was chosen. A ratio that misses its target is reported, but is not a failure: machines are noisy.
 
     Args:
         argv: arguments after the program's name; by default those of the process.

@@ -73,7 +73,7 @@ class Comparison:
 @final
 @attrs.frozen
 class Absent:
-    """Somebody else's way that cannot be measured here.
+    """A way of other code that cannot be measured here.
 
     Attributes:
         task: what would be done.

@@ -42,7 +42,7 @@ class Count:
 
     @property
     def met(self) -> bool | None:
-        """Whether there are no more than asked, or None where nothing is asked."""
+        """Whether there are at most as many as the limit, or None without one."""
         return None if self.limit is None else self.count <= self.limit
 
     def as_json(self) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def _label(figure: "Figure", axes: "Axes", drawn: Sequence[tuple[Series, str]]) 
     """Names each line at its end; names that would touch move apart, in the order of the lines."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    FigureCanvasAgg(figure).draw()  # type: ignore[no-untyped-call]  # limits are settled now
+    FigureCanvasAgg(figure).draw()  # type: ignore[no-untyped-call]  # limits are final now
     points_a_pixel = 72 / figure.dpi
     ends = sorted(drawn, key=lambda one: one[0].points[-1].us)
     wanted = [float(axes.transData.transform((1, one.points[-1].us))[1]) * points_a_pixel for one, _ in ends]

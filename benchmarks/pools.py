@@ -177,10 +177,10 @@ def _of_random_sizes(
     lists = [(one.name, Mixed(one.take, one.free, one.numbers)) for one in _lists(kinds, runtime, size)]
 
     def verify() -> None:
-        everybody = [*(mixed for _, _, mixed in ours), *(mixed for _, mixed in lists)]
-        for mixed in everybody:
+        everyone = [*(mixed for _, _, mixed in ours), *(mixed for _, mixed in lists)]
+        for mixed in everyone:
             mixed.run()
-            require_equal("how many are held", everybody[0].counts(), mixed.counts())
+            require_equal("how many are held", everyone[0].counts(), mixed.counts())
         check()
 
     return Comparison(

@@ -42,9 +42,9 @@ def show_counts(counts: Sequence[Count]) -> None:
             print(f"  {count.counted.replace('_', ' ').ljust(width)}  {count.count:3d}{asked}")
 
 
-def summary(judged: Sequence[Row | Absent | Count], *, quick: bool = False) -> str:
+def summary(rows: Sequence[Row | Absent | Count], *, quick: bool = False) -> str:
     """How many are as asked, and which are not."""
-    asked = [one for one in judged if not isinstance(one, Absent) and one.met is not None]
+    asked = [one for one in rows if not isinstance(one, Absent) and one.met is not None]
     missed = [one for one in asked if not one.met]
     lines = [
         f"{sum(bool(one.met) for one in some)} of {len(some)} {what} as asked"
@@ -60,7 +60,7 @@ def summary(judged: Sequence[Row | Absent | Count], *, quick: bool = False) -> s
             lines.append(f"  {one.work}, against {one.baseline}: {_ratio(one)}, asked {_asked(one)}")
         else:
             lines.append(f"  {one.work}: {one.counted} {one.count}, asked <= {one.limit}")
-    absent = [one for one in judged if isinstance(one, Absent)]
+    absent = [one for one in rows if isinstance(one, Absent)]
     lines += [f"not measured: {one.task}, against {one.baseline}: not installed, {one.why}" for one in absent]
     return "\n".join(lines)
 

@@ -56,7 +56,7 @@ class Effort:
         return self.rounds if in_time >= self.rounds else min(self.rounds, max(FEWEST, int(in_time)))
 
 
-# Samples are many and far shorter than the milliseconds for which a scheduler gives a core to somebody else: on a busy
+# Samples are many and far shorter than the milliseconds for which a scheduler gives a core away: on a busy
 # machine few are interrupted, and the median is not among them.
 THOROUGH = Effort(rounds=501, sample_us=250, most_seconds=6)
 QUICK = Effort(rounds=15, sample_us=100, most_seconds=0.5)
@@ -97,8 +97,8 @@ def one_thread() -> Iterator[None]:
 def no_collector() -> Iterator[None]:
     """A window without Python's garbage collector, which has run before.
 
-    As `timeit` has it: a collection would hit whoever runs, not whoever left the garbage. And while a million objects
-    are made, to be measured later, it would look at all of them again and again.
+    As `timeit` has it: a collection would hit the contender that runs, not the one that left the garbage. And
+    while a million objects are created, to be measured later, it would look at all of them again and again.
     """
     if not gc.isenabled():
         yield
@@ -166,7 +166,7 @@ class _Sampler:
     """Times one contender with `torch.utils.benchmark.Timer`, a sample at a time.
 
     The timer lets the work run twice before each sample, untimed. So no sample pays for the caches that the contender
-    before it has filled: whoever had its turn behind a large one would look slow.
+    before it has filled: a contender whose turn came behind a large one would look slow.
 
     Attributes:
         us: what one sample takes.

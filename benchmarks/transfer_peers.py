@@ -76,7 +76,7 @@ def _serve(pipe: Connection, transport: str, nbytes: int) -> None:
         pipe.send(str(error))
         return
     pipe.send(None)
-    with contextlib.suppress(EOFError, ConnectionError):  # whoever asks has ended
+    with contextlib.suppress(EOFError, ConnectionError):  # the asking process has ended
         while True:
             while not pipe.poll(0.001):
                 receiver.idle()

@@ -1,7 +1,7 @@
 """`python -m benchmarks.transfers`: rows moved into the memory of a second process, against the bare engine.
 
 Ours is the whole way: lists of tokens are expanded, checked against the lease, turned into rows, coalesced, cut into
-writes, judged by the engine, sent and polled. A bare engine gets its addresses ready made and checks nothing.
+writes, checked by the engine, sent and polled. A bare engine gets its addresses precomputed and checks nothing.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """A batch class with twins kept by hand, as engines write them today, and how to fuzz it.
 
-Every field stands in three methods, and half of them twice. `ForgetfulBatch` is the same class after somebody added
+Every field stands in three methods, and half of them twice. `ForgetfulBatch` is the same class after a change added
 `temperatures` and did not add it to `filter_batch`: the bug that `batchstate.testing` finds in a second.
 
     python examples/handwritten_batch.py
@@ -65,7 +65,7 @@ class ForgetfulBatch(HandwrittenBatch):
     """The same, with a field forgotten in one of its operations."""
 
     def _filter_sampling(self, rows: torch.Tensor) -> None:
-        """Nobody thought of the temperatures."""
+        """The temperatures were forgotten."""
 
 
 def spec_of(batch: type[HandwrittenBatch]) -> TwinSpec[HandwrittenBatch, int]:

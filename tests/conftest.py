@@ -1,12 +1,15 @@
 """Fixtures: one runtime a test, on the device that `--device` names."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from batchstate import levels
 from batchstate.runtime import Runtime
 from batchstate.testing.devices import open_device, window_of
+from batchstate.testing.fences import LateRuntime
+from benchmarks.timing import one_thread
 
 
 @pytest.fixture
@@ -27,3 +30,32 @@ def full() -> Iterator[None]:
     """Checks at level `full` for the length of a test."""
     with levels.checks("full"):
         yield
+
+
+@pytest.fixture
+def single_thread() -> Iterator[None]:
+    """One CPU thread for torch: the matrices of the example engine are too small for more."""
+    with one_thread():
+        yield
+
+
+@pytest.fixture
+def model(device: str) -> Any:
+    """The random llama of the example engine."""
+    from tests.engine_cases import model_of
+
+    return model_of("llama", device)
+
+
+@pytest.fixture
+def late() -> LateRuntime:
+    """A device of which the host knows nothing before it waits."""
+    return LateRuntime()
+
+
+@pytest.fixture
+def lagging_model() -> Any:
+    """The random llama on the CPU, for `late`."""
+    from tests.engine_cases import model_of
+
+    return model_of("llama", "cpu")

@@ -1,9 +1,8 @@
 """What the tests of the engine example share: models, requests, right answers, and an eye on the host."""
 
-import contextlib
 import functools
 import random
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, final
 
 import attrs
@@ -29,17 +28,6 @@ SMALL = EngineSettings(
 
 overlapped_or_not = pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlapped"])
 plain_or_speculative = pytest.mark.parametrize("num_drafts", [0, 3], ids=["plain", "speculative"])
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """A window in which torch computes with one thread: these matrices are too small for more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What is asked of ratios is judged, missing peers are named, and the plots of equal figures are equal."""
+"""Targets of ratios are checked, missing peers are named, and the plots of equal figures are equal."""
 
 import sys
 from collections.abc import Sequence

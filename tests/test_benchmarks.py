@@ -110,7 +110,7 @@ def test_a_trace_that_cannot_be_read_ends_a_run_at_once(capsys: pytest.CaptureFi
 
 
 def test_a_run_of_traffic_is_one_row(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its wall time against the seconds asked; a run that lost a token is no measurement."""
+    """Its wall time against the seconds asked; a run that lost a token is not a measurement."""
     row = served(rt, fitted_workload(20, 3))
     assert (row.baseline_us, row.target, row.met) == (40e6, 1.0, True)
     assert 0 < row.ours_us < 40e6
@@ -283,7 +283,7 @@ def test_watched_runs_report_ratios(
 
 
 def test_an_unclean_watched_run_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """A run with a wrong token is no measurement."""
+    """A run with a wrong token is not a measurement."""
 
     def unclean(way: str, n: int) -> watched.Run:
         raise subprocess.CalledProcessError(1, ["engine", way], stderr="RACE")

@@ -25,6 +25,7 @@ from batchstate.transport.engines.in_process import Faults, InProcessEngine, Net
 
 pytest.importorskip("transformers")
 
+from benchmarks.timing import one_thread
 from examples.disaggregated.__main__ import main
 from examples.disaggregated.channel import Channel, ChannelClosedError, Door, Kind, call
 from examples.disaggregated.decode import DecodeWorker
@@ -34,7 +35,6 @@ from examples.disaggregated.report import Report
 from examples.disaggregated.worker import Parts, agreed, requests_of, shared_of
 from examples.engine.model import Model
 from examples.engine.reference import generate
-from tests.engine_cases import one_thread
 
 ROOT = Path(__file__).parent.parent
 FIGURES = {
@@ -136,7 +136,7 @@ class Both:
 
 
 def never_by_itself(device: str) -> bool:
-    """Whether fences of a device are complete only once somebody has waited; nobody waits for what is staged."""
+    """Whether fences of a device are complete only after a wait; nothing waits for what is staged."""
     return is_tool(device) and device.startswith("race") and "prompt" not in device
 
 
@@ -161,7 +161,7 @@ def test_tokens_are_those_of_transformers(device: str, page_size: int, degree: i
 
 
 def test_planning_copies_nothing_from_the_device(device: str) -> None:
-    """Each step of the host tier brings its results to the host in one copy; no other is made, and nobody waits."""
+    """Each step of the host tier brings its results to the host in one copy; there is no other copy and no wait."""
     if is_tool(device):
         pytest.skip("the workers share the runtime of a tool, and what it counts")
     both = Both(device, Options(requests=12, page_size=16), Faults(), seed=0)
@@ -303,16 +303,18 @@ def test_strangers_do_not_come_in(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_who_is_not_there_is_waited_for_aloud(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nobody listens yet: stderr says at once who is waited for and where; in the end the error says what to do."""
+    """Nothing listens yet: stderr says at once what is waited for and where; in the end the error says what to do."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
-    with pytest.raises(ChannelClosedError, match=r"nobody listens for prefill-0 at 127.0.0.1:.*; start it, or correct"):
+    with pytest.raises(
+        ChannelClosedError, match=r"nothing listens for prefill-0 at 127.0.0.1:.*; start it, or correct"
+    ):
         call(address, b"secret", "prefill-0", 0.2)
     assert capsys.readouterr().err == f"waiting for prefill-0 at 127.0.0.1:{address[1]}\n"
 
 
 def test_who_hangs_up_is_named() -> None:
-    """Somebody else listens there and hangs up: no reason is left empty."""
+    """Another program listens there and hangs up: no reason is left empty."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=lambda: server.accept()[0].close())
         thread.start()
@@ -343,12 +345,12 @@ def report_with(killed: int, kill_prefill_after: int | None) -> Report:
 
 
 def test_a_kill_that_never_came_is_told() -> None:
-    """Who asks for a killed worker, and too few requests are delivered, has not seen recovery: that is no clean run."""
+    """A run that is to kill a worker, and delivers too few requests, has not shown recovery: it is not clean."""
     assert report_with(0, None).clean
     assert report_with(1, 3).clean
     missed = report_with(0, 3)
     assert not missed.clean
-    assert "nobody was killed, since only 0 requests were delivered" in str(missed.unkilled)
+    assert "no worker was killed, since only 0 requests were delivered" in str(missed.unkilled)
 
 
 def test_malformed_messages_are_refused() -> None:
@@ -385,7 +387,7 @@ def test_bad_arguments_are_refused(capsys: pytest.CaptureFixture[str], arguments
 
 
 def test_roles_need_a_secret(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without one nobody listens."""
+    """Without one no worker listens."""
     monkeypatch.delenv(AUTHKEY)
     with pytest.raises(SystemExit):
         main(["--role", "prefill", "--listen", "127.0.0.1:0"])
@@ -420,7 +422,7 @@ def test_what_cannot_work_is_told_before_anything_is_started(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="children are looked up in /proc")
 def test_ctrl_c_ends_in_one_line(device: str) -> None:
-    """A terminal sends it to every process: one line, exit code 130, nobody left behind."""
+    """A terminal sends it to every process: one line, exit code 130, no process left behind."""
     options = ["--transport", "distributed", "--requests", "5000"]
     process = subprocess.Popen(
         [sys.executable, "-m", "examples.disaggregated", *options, "--device", torch_device_of(device)],

@@ -1,6 +1,6 @@
 """The engine example: its tokens in every combination of modes, and who may come and go when."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 
 import attrs
@@ -23,7 +23,6 @@ from tests.engine_cases import (
     busy,
     model_of,
     nothing_left,
-    one_thread,
     outputs,
     overlapped_or_not,
     plain_or_speculative,
@@ -33,6 +32,8 @@ from tests.engine_cases import (
     some_requests,
     until,
 )
+
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 LLAMA: list[Family] = ["llama"]
 QWEN3: list[Family] = ["qwen3"]
@@ -48,31 +49,6 @@ def kv_at(engine: Engine, rows: torch.Tensor) -> list[torch.Tensor]:
     """Keys and values at rows of KV memory, in memory of their own."""
     kv = engine.scheduler.forward.kv
     return [one.index_select(0, rows) for one in (*kv.keys, *kv.values)]
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """One thread for torch."""
-    with one_thread():
-        yield
-
-
-@pytest.fixture
-def model(device: str) -> Model:
-    """The random llama."""
-    return model_of("llama", device)
-
-
-@pytest.fixture
-def late() -> LateRuntime:
-    """A device of which the host knows nothing before it waits."""
-    return LateRuntime()
-
-
-@pytest.fixture
-def lagging_model() -> Model:
-    """The model on that device."""
-    return model_of("llama", "cpu")
 
 
 # Locations
@@ -389,7 +365,7 @@ def test_refusals_change_nothing(rt: Runtime, model: Model, overlap: bool) -> No
 
 
 def test_failed_steps_are_the_last(rt: Runtime, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a step that raised, the engine says so instead of going on from a state that nobody knows."""
+    """After a step that raised, the engine says so instead of going on from an unknown state."""
     request = some_requests(model, 1)[0]
     engine = Engine(rt, model, SMALL)
     engine.add(request)

@@ -11,13 +11,13 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from benchmarks.timing import one_thread
 from examples.engine import serving
 from examples.engine.__main__ import main
 from examples.engine.batch import RunningBatch, Step
 from examples.engine.forward import Forward
 from examples.engine.model import Model
 from examples.engine.reference import generate
-from tests.engine_cases import one_thread
 
 FIGURES = {
     "mode",
@@ -126,7 +126,7 @@ def test_checkpoint_is_loaded(tmp_path: Path, device: str) -> None:
         (["--mode", "sideways"], "choose from"),
         (["--drafts", "-1"], "'-1' is no whole number from 0 on"),
         (["--prebuilt", "2"], "'2' is no share from 0 to 1"),
-        (["--model", "nowhere"], "'nowhere' is no folder with a checkpoint"),
+        (["--model", "nowhere"], "'nowhere' is not a folder with a checkpoint"),
         (["--json", "nowhere/figures.json"], "cannot be written"),
         (["--dtype", "int8"], "choose from"),
     ],

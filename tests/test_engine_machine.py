@@ -21,7 +21,9 @@ from examples.engine.model import Family, Model, prefill
 from examples.engine.reference import generate
 from examples.engine.request import Request
 from examples.engine.settings import EngineSettings
-from tests.engine_cases import model_of, nothing_left, one_thread, whole
+from tests.engine_cases import model_of, nothing_left, whole
+
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 Arrivals = list[tuple[list[int], int, bool]]
 
@@ -255,13 +257,6 @@ class EngineMachine(Machine):
             else:
                 assert request.state == "aborted"
                 assert request.output == answer[: len(request.output)]
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """One thread for torch."""
-    with one_thread():
-        yield
 
 
 def test_engine_serves_whatever_happens(device: str) -> None:

@@ -1,7 +1,5 @@
 """What an engine does with requests that cannot be, settings at their ends, and a forward that fails."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -15,14 +13,8 @@ from examples.engine.model import Model, prefill
 from examples.engine.reference import generate
 from examples.engine.request import Request
 from examples.engine.settings import EngineSettings
-from tests.engine_cases import one_thread
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Small matrices, on a machine that may be busy."""
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,18 +15,12 @@ from batchstate.testing import no_hidden_sync
 from examples.engine.attention import IMPLEMENTATION, PagedView
 from examples.engine.model import Family, Model
 from examples.engine.reference import generate
-from tests.engine_cases import one_thread
+
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 FAMILIES: list[Family] = ["llama", "qwen3", "plain"]
 CAPACITY = 1024
 PADDING = 16  # rows of page 0
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Small matrices, on a machine that may be busy."""
-    with one_thread():
-        yield
 
 
 @pytest.fixture(params=FAMILIES)

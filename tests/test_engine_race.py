@@ -1,6 +1,6 @@
 """The engine example under the race detector: nothing is unordered, and what an engine may forget is found."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -24,7 +24,6 @@ from tests.engine_cases import (
     busy,
     model_of,
     nothing_left,
-    one_thread,
     outputs,
     overlapped_or_not,
     plain_or_speculative,
@@ -32,14 +31,9 @@ from tests.engine_cases import (
     some_requests,
 )
 
+pytestmark = pytest.mark.usefixtures("single_thread")
+
 TIGHT = attrs.evolve(SMALL, num_pages=40)
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """One thread for torch."""
-    with one_thread():
-        yield
 
 
 @pytest.fixture
@@ -120,7 +114,7 @@ def _after(patch: pytest.MonkeyPatch) -> None:
 
 
 def _hand_over(patch: pytest.MonkeyPatch) -> None:
-    """Prebuilt KV is used on the forward's stream and dropped, and nobody tells the allocator."""
+    """Prebuilt KV is used on the forward's stream and dropped, and the allocator is not told."""
 
     def use_on_current_stream(
         self: Runtime, tensor: torch.Tensor, made_on: Any, ready: Any = None, *, synchronised: Any = None

@@ -1,7 +1,7 @@
 """Steps of the engine example: one ahead or not, what each costs, and what is known and free when."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import attrs
 import numpy as np
@@ -24,9 +24,7 @@ from tests.engine_cases import (
     Watch,
     assert_runs_ahead,
     busy,
-    model_of,
     nothing_left,
-    one_thread,
     outputs,
     overlapped_or_not,
     plain_or_speculative,
@@ -39,30 +37,7 @@ from tests.engine_cases import (
     whole,
 )
 
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """One thread for torch."""
-    with one_thread():
-        yield
-
-
-@pytest.fixture
-def model(device: str) -> Model:
-    """The random llama."""
-    return model_of("llama", device)
-
-
-@pytest.fixture
-def late() -> LateRuntime:
-    """A device of which the host knows nothing before it waits."""
-    return LateRuntime()
-
-
-@pytest.fixture
-def lagging_model() -> Model:
-    """The model on that device."""
-    return model_of("llama", "cpu")
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 # One step ahead
@@ -351,7 +326,7 @@ def test_table_is_free_behind_read_done(
 
 
 def test_slots_change_hands_behind_forward_done(late: LateRuntime, lagging_model: Model) -> None:
-    """What a request leaves is nobody's until the last forward that was launched with it has ended."""
+    """What a request leaves is pending until the last forward that was launched with it has ended."""
     short, long, next_one = some_requests(lagging_model, 3, seed=18, longest=8)
     short.max_new_tokens, long.max_new_tokens = 3, 20
     engine = Engine(late, lagging_model, attrs.evolve(SMALL, max_running=3))

@@ -479,7 +479,7 @@ def test_a_page_of_something_else_is_refused(tmp_path: Path, capsys: pytest.Capt
     file = tmp_path / "other.json"
     file.write_text("{}")
     assert command.main(["--page", str(file)]) == 2
-    assert "is no file of this command" in capsys.readouterr().err
+    assert "is not a file of this command" in capsys.readouterr().err
 
 
 def test_figures_of_every_stage_have_a_line_and_a_page() -> None:

@@ -22,12 +22,6 @@ from batchstate.violations import Code
 from tests.doubles import Gate, refused
 
 
-@pytest.fixture
-def late() -> LateRuntime:
-    """A device that lags."""
-    return LateRuntime()
-
-
 class Running(Batch):
     slots = slot_column()
     seq_lens = mirrored(torch.int64)

@@ -1,6 +1,6 @@
 """The engine example on the simulated device: right tokens in any order, and wrong ones where an order is missing."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import attrs
 import pytest
@@ -15,6 +15,7 @@ from batchstate.testing.sim import PORTFOLIO, SimRuntime
 
 pytest.importorskip("transformers")
 
+from benchmarks.timing import one_thread
 from examples.engine.engine import Engine
 from examples.engine.model import Family
 from examples.engine.request import Request
@@ -24,7 +25,6 @@ from tests.engine_cases import (
     busy,
     model_of,
     nothing_left,
-    one_thread,
     outputs,
     plain_or_speculative,
     right_answers,
@@ -32,14 +32,9 @@ from tests.engine_cases import (
     some_requests,
 )
 
+pytestmark = pytest.mark.usefixtures("single_thread")
+
 TIGHT = attrs.evolve(SMALL, num_pages=40)
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """One thread for torch."""
-    with one_thread():
-        yield
 
 
 def serve(

@@ -60,7 +60,7 @@ def _print_page(path: Path) -> int:
         report = json.loads(path.read_text(encoding="utf-8"))
         text = page(report)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        print(f"benchmarks.gpu: {path} is no file of this command: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"benchmarks.gpu: {path} is not a file of this command: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
     print(text, end="")
     return 0
@@ -88,7 +88,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
     return seconds
 
 

@@ -16,7 +16,7 @@ class Setting:
     Attributes:
         device: name of the device, as `open_runtime` takes it.
         quick: small sizes, few repetitions: a trial run.
-        seconds: how long it may take; who starts processes of its own gives them less.
+        seconds: how long it may take; a stage that starts processes gives them less.
     """
 
     device: str
@@ -57,7 +57,7 @@ class Outcome:
 class Notes:
     """What a stage gathers on its way: what it has found when it fails or its time is up is not lost.
 
-    Nothing required is no proof: a stage without a demand fails.
+    A stage without a demand proves nothing, and fails.
 
     Attributes:
         figures: see `Outcome`.

@@ -34,7 +34,7 @@ def run_all(names: Sequence[str], device: str, *, quick: bool, budget: float, do
         names: of stages.
         device: see `Setting`.
         quick: see `Setting`.
-        budget: seconds for all of them. A stage for which none are left has failed: nobody knows what it would say.
+        budget: seconds for all of them. A stage for which none are left has failed: its outcome is unknown.
         done: called with each outcome, when it is there.
     """
     end = time.monotonic() + budget

@@ -112,7 +112,7 @@ class Arrivals:
 
     @property
     def quarantined(self) -> int:
-        """Host locations of failed attempts that somebody may still write."""
+        """Host locations of failed attempts that a writer may still write."""
         self._failed = [lease for lease in self._failed if not lease.ended.query()]
         return sum(lease.tokens for lease in self._failed)
 

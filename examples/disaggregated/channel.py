@@ -24,7 +24,7 @@ from examples.disaggregated.options import AUTHKEY
 
 MOST_BYTES = 32 * 2**20
 ANSWERS_IN = 10.0
-"""Seconds that whoever listens may take to ask for the secret."""
+"""Seconds that the listening side may take to ask for the secret."""
 TRIES_FOR = 2.0
 """Seconds of one attempt to connect to a machine that does not answer."""
 
@@ -47,7 +47,7 @@ class Channel:
 
     Args:
         connection: of multiprocessing.
-        name: of whoever is at the other end, for reports.
+        name: of the other end, for reports.
     """
 
     def __init__(self, connection: Connection, name: str) -> None:
@@ -81,7 +81,7 @@ class Channel:
         """Words that were sent with `say`.
 
         Raises:
-            ChannelClosedError: these are none: whoever sent them is nobody to go on with.
+            ChannelClosedError: these are none, so the other end cannot be trusted.
         """
         try:
             words = json.loads(payload)
@@ -136,7 +136,7 @@ class Door:
         authkey: the secret.
 
     Raises:
-        TransferError: that is no address of this machine, or the port is taken.
+        TransferError: that is not an address of this machine, or the port is taken.
     """
 
     def __init__(self, address: tuple[str, int], authkey: bytes) -> None:
@@ -170,7 +170,7 @@ def listening(address: tuple[str, int], authkey: bytes | None = None) -> Listene
     """Listens.
 
     Raises:
-        TransferError: that is no address of this machine, or the port is taken.
+        TransferError: that is not an address of this machine, or the port is taken.
     """
     try:
         return Listener(address, authkey=authkey)
@@ -186,7 +186,7 @@ def call(address: tuple[str, int], authkey: bytes, name: str, seconds: float) ->
     """Connects to a door, which may open within so many seconds. Says on stderr that it waits, once it has to.
 
     Raises:
-        ChannelClosedError: nobody listens there, or they know another secret, or are somebody else.
+        ChannelClosedError: no worker listens there, or it knows another secret, or is another program.
     """
     where = f"{name} at {address[0]}:{address[1]}"
     connection = Connection(_reached(address, where, seconds).detach())
@@ -212,7 +212,7 @@ def _reached(address: tuple[str, int], where: str, seconds: float) -> socket.soc
             reached = socket.create_connection(address, timeout=min(TRIES_FOR, seconds))
         except (ConnectionRefusedError, TimeoutError) as error:
             if time.monotonic() > end:
-                raise ChannelClosedError(f"nobody listens for {where}; start it, or correct --connect") from error
+                raise ChannelClosedError(f"nothing listens for {where}; start it, or correct --connect") from error
         except OSError as error:
             reason = error.strerror or str(error)
             raise ChannelClosedError(f"cannot reach {where}: {reason}; correct --connect") from error

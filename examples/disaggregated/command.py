@@ -21,7 +21,7 @@ def run(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if args.role == "prefill" and (args.listen is None or args.connect):
-        parser.error("--role prefill needs --listen HOST:PORT, and connects to nobody")
+        parser.error("--role prefill needs --listen HOST:PORT, and takes no --connect")
     if args.role == "decode" and len(args.connect) != args.prefill_degree:
         parser.error(f"--role decode needs --connect HOST:PORT for each of {args.prefill_degree} prefill workers")
     if args.role is None and (args.listen or args.connect or args.rank):
@@ -29,7 +29,7 @@ def run(arguments: list[str] | None = None) -> int:
     if not 0 <= args.rank < args.prefill_degree:
         parser.error(f"--rank {args.rank} of {args.prefill_degree}: ranks count from 0")
     if args.kill_prefill_after is not None and args.role is not None:
-        parser.error("--kill-prefill-after needs the supervisor, who starts both processes: leave --role out")
+        parser.error("--kill-prefill-after needs the supervisor, which starts both processes: leave --role out")
     authkey = os.environ.get(AUTHKEY, "").encode()
     if args.role is not None and not authkey:
         parser.error(f"set {AUTHKEY} to a secret, the same for both workers")
@@ -96,7 +96,7 @@ def _decode(options: "Options", addresses: list[Address], authkey: bytes) -> dic
 def _address(text: str) -> Address:
     host, _, port = text.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no HOST:PORT")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a HOST:PORT")
     return host, int(port)
 
 

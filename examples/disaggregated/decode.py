@@ -125,7 +125,7 @@ class DecodeWorker:
 
     @property
     def quarantined(self) -> int:
-        """Host locations that are nobody's, and may still be written by a writer, or be copied by the device."""
+        """Host locations that are freed, and may still be written by a writer, or be copied by the device."""
         return self.host.stats.pending
 
     def turn(self) -> bool:

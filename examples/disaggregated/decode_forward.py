@@ -101,7 +101,7 @@ class TierForward:
                 kv_lens=inputs.kv_lens,
                 kv_tokens=hot[:, hot_rows(positions, tier.hot_tokens)].long(),
                 on_device=positions >= uploaded["hot_from"][:, None],
-                host_tokens=host[:, : plan.max_kv_len].long(),
+                host_locations=host[:, : plan.max_kv_len].long(),
             )
             read = runtime.record()
             self._hot_table.read_until(read)

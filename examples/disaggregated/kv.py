@@ -80,15 +80,16 @@ class TieredView(PagedView):
 
     Attributes:
         on_device: bool[num_reqs, max_kv_len].
-        host_tokens: int64[num_reqs, max_kv_len] -> host location of each position; anything where it is on the device.
+        host_locations: int64[num_reqs, max_kv_len] -> host location of each position; any number where it is on
+            the device.
     """
 
     on_device: torch.Tensor
-    host_tokens: torch.Tensor
+    host_locations: torch.Tensor
 
     def runs(self) -> Sequence[TieredRun]:
         """As `PagedView.runs`, with the rows of both tiers."""
-        host_rows = torch.where(self.on_device, 0, self.host_tokens)
+        host_rows = torch.where(self.on_device, 0, self.host_locations)
         return [
             TieredRun(
                 run.requests,

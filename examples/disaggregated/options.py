@@ -4,7 +4,7 @@ import attrs
 from attrs.validators import ge, in_
 
 AUTHKEY = "BATCHSTATE_AUTHKEY"
-"""Environment variable with the secret that both workers know; whoever has it may talk to them."""
+"""Environment variable with the secret that both workers know; any process that has it may talk to them."""
 
 TRANSPORTS = ("nixl", "distributed", "mooncake")
 

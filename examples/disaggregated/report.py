@@ -73,11 +73,11 @@ class Report:
 
     @property
     def unkilled(self) -> str | None:
-        """Why the run does not show what it was asked to show: nobody was killed. None if it does."""
+        """Why the run does not show what it was asked to show: no worker was killed. None if it does."""
         if self.kill_prefill_after is None or self.killed:
             return None
         return (
-            f"--kill-prefill-after {self.kill_prefill_after}: nobody was killed, since only {self.direct} requests "
+            f"--kill-prefill-after {self.kill_prefill_after}: no worker was killed, since only {self.direct} requests "
             "were delivered; kill after fewer, or serve more --requests, or a smaller share of them --staged"
         )
 

@@ -140,7 +140,7 @@ def serve_decode(
         supervisor: who starts prefill workers, and sees them end.
 
     Raises:
-        HandshakeError: a prefill worker does not fit. ChannelClosedError: one is gone and nobody starts another, or the
+        HandshakeError: a prefill worker does not fit. ChannelClosedError: one is gone and is not started again, or the
             supervisor is.
     """
     worker = DecodeWorker(parts, options, requests)

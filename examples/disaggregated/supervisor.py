@@ -1,7 +1,7 @@
 """Both workers on this machine: starts them, sees them end, and tells the decode worker what it has seen.
 
 A supervisor is the one who knows that a process has ended. Memory that a killed prefill worker was writing is free
-again only because somebody says so who has seen it exit.
+again only because the supervisor has seen it exit and says so.
 """
 
 import contextlib

@@ -120,7 +120,7 @@ def _failed(message: str) -> int:
 def _checkpoint(text: str) -> Path:
     path = Path(text)
     if not (path / "config.json").is_file():
-        raise argparse.ArgumentTypeError(f"{text!r} is no folder with a checkpoint: there is no config.json in it")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a folder with a checkpoint: there is no config.json in it")
     return path
 
 

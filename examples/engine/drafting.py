@@ -1,7 +1,7 @@
 """Speculation without a second model: guess what followed the last two tokens when they were seen before.
 
 The known tokens of each request lie on the device, by slot, because the newest of them are known there first. Guesses
-are made and judged there as well, and the host learns a step later how many were right.
+are made and verified there as well, and the host learns a step later how many were right.
 """
 
 from typing import final

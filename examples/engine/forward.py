@@ -5,7 +5,7 @@ One forward, in the order in which it happens::
     inputs      ids from the host or from the relay, positions and lengths, in the forward's own view
     read-done   the token table is not read any more: the next step may rewrite it
     model       KV of the new tokens is written, logits come out
-    publish     true lengths, as soon as the guesses are judged (speculation only)
+    publish     true lengths, as soon as the guesses are verified (speculation only)
     publish     the last token, for the next forward; new tokens, for the host
     prefetch    the host's part sets out, over a stream of its own
     forward-done  slots and pages of requests that leave may change hands
@@ -82,9 +82,9 @@ class Forward:
             self.relay.publish(slots, last_token=last)
 
     def load(self, tokens: Locations, slots: Slots, prompt: list[int], prebuilt: Prebuilt) -> None:
-        """Copies KV that somebody else has computed into a request's pages.
+        """Copies KV that was computed elsewhere into a request's pages.
 
-        It came on the stream on which the engine was made, and stays until it is copied, though nobody else keeps it.
+        It came on the stream on which the engine was made, and is kept until it is copied.
         """
         runtime, arrivals = self._runtime, self._arrivals
         with runtime.use(self.stream):

@@ -92,7 +92,7 @@ class Model:
         return dtype
 
     def new_kv(self, location_capacity: int) -> PagedKV:
-        """KV memory for so many tokens, padding's page included. It belongs to whoever asks for it."""
+        """KV memory for so many tokens, padding's page included. It belongs to the caller."""
         return PagedKV.zeros(self.lm.config, location_capacity, device=self.device, dtype=self.dtype)
 
     @torch.no_grad()

@@ -34,7 +34,7 @@ class Request:
         number: names it.
         prompt: token ids, at least one.
         max_new_tokens: length of the answer, unless it ends before.
-        prebuilt: KV and first token, if somebody else has prefilled it, until the engine has taken them over.
+        prebuilt: KV and first token, if it was prefilled elsewhere, until the engine has taken them over.
         output: the answer as far as the host knows it.
         in_flight: launched steps that sample for it and whose results have not been read.
         state: waiting, running, finished or aborted.
@@ -72,7 +72,7 @@ class Request:
 
 
 def check_request(request: Request, settings: EngineSettings, vocab_size: int, kv: PagedKV) -> None:
-    """Refuses what could never run.
+    """Refuses requests that could never run.
 
     Raises:
         ArgumentError: ids that the model does not know; too long for a request, or for the pages; KV of another model

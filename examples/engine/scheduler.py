@@ -44,7 +44,7 @@ class Scheduler:
         slots, pages: the pools. `slots` is made over [slot, position] -> token, `req_to_token`.
         forward: takes what joins with tokens of its own.
         retractions: how often a request had to give its pages back.
-        writes: table writes that ride in the next upload.
+        writes: table writes that are packed into the next upload.
         in_flight: the forward-done fences of launched steps, oldest first.
     """
 

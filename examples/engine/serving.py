@@ -41,7 +41,7 @@ class ServingReport:
         forced_syncs: times the host waited for the whole device.
         in_flight_depth_max: the most steps launched and unread at once.
         mirror_checks: comparisons of host and device sides, and of who wrote them.
-        checks_made: laws asked, of all kinds.
+        checks_made: invariants checked, of all kinds.
         copies_per_step: host-to-device copies, those of checks included.
         host_us_per_step: microseconds of planning, uploading and reading, without the forward.
         seconds: of the serving, forwards included.
@@ -116,9 +116,12 @@ def serve(
         name: of the model, for the report.
         progress: called with tokens generated so far, and a remark.
     """
-    before, laws = runtime.counters.snapshot(), times_checked.copy()
+    before, checked = runtime.counters.snapshot(), times_checked.copy()
     broken, leaks, prebuilt = None, 0, sum(request.prebuilt is not None for request in requests)
-    with window_of(runtime), checks(level):  # under a test tool, the engine is watched from its first allocation on
+    with (
+        window_of(runtime),
+        checks(level),
+    ):  # a test tool sees the engine from its first allocation on
         engine = Engine(runtime, model, settings)
         start = time.perf_counter()
         try:
@@ -133,7 +136,7 @@ def serve(
         except Violation as violation:
             broken = str(violation)
         seconds = time.perf_counter() - start
-    asked = {code: asked - laws[code] for code, asked in times_checked.items()}
+    asked = {code: asked - checked[code] for code, asked in times_checked.items()}
     cost = runtime.counters - before
     mismatches = 0 if broken else _mismatches(engine, model, requests)
     steps = max(engine.steps, 1)
@@ -169,7 +172,7 @@ def _mode(settings: EngineSettings) -> str:
 
 
 def _leaks(engine: Engine) -> int:
-    """Slots and pages that are missing when everybody has gone and every step has ended."""
+    """Slots and pages that are missing when all requests have gone and every step has ended."""
     scheduler = engine.scheduler
     if scheduler.last_step is not None:
         scheduler.last_step.wait()

@@ -49,7 +49,7 @@ def _replayed(runtime: Runtime, notes: Notes, level: str, *, own_stream: bool, r
     table = pool.table("values", (), torch.int64)
     slots = pool.take(rows)
     tokens = torch.arange(rows, device=runtime.device) + 100
-    everybody = Decode.build(runtime, slots=slots, seq_lens=np.arange(rows) + 10, last_token=tokens)
+    everyone = Decode.build(runtime, slots=slots, seq_lens=np.arange(rows) + 10, last_token=tokens)
     buffers = StaticBuffers(runtime, Decode, rows=rows, extras={"step": np.zeros(1, dtype=np.int64)})
     out = runtime.device_zeros((rows,), torch.int64)
     forward, planning = runtime.stream("forward"), runtime.stream("planning")
@@ -63,7 +63,7 @@ def _replayed(runtime: Runtime, notes: Notes, level: str, *, own_stream: bool, r
     with runtime.use(forward):
         body()  # loads the kernels, before the capture
     runtime.synchronize()
-    replay, refused = _captured(runtime, body, lambda: everybody.to_static(buffers, extras={"step": np.zeros(1, int)}))
+    replay, refused = _captured(runtime, body, lambda: everyone.to_static(buffers, extras={"step": np.zeros(1, int)}))
     notes.require(refused, f"{name}: a copy into the buffers was not refused during the capture")
     addresses = [tensor.data_ptr() for tensor in buffers.values()]
     dice = np.random.default_rng(0)
@@ -72,7 +72,7 @@ def _replayed(runtime: Runtime, notes: Notes, level: str, *, own_stream: bool, r
     for step in range(steps):
         runtime.next_step()
         keep = np.sort(dice.choice(rows, dice.integers(1, rows + 1), replace=False))
-        batch = everybody.filter(keep).advance("seq_lens", 1)
+        batch = everyone.filter(keep).advance("seq_lens", 1)
         writes = [table.entry(batch.slots, None, batch.slots.np + step)]
         with runtime.use(forward if own_stream else planning):
             batch.to_static(buffers, writes=writes, extras={"step": np.array([step])})

@@ -16,7 +16,7 @@ MACHINES = ("batch", "mirrored_tensor", "slot_pool", "page_pool", "future_map", 
 
 
 def run(setting: Setting, notes: Notes) -> None:
-    """Judges all cases by the detector, fuzzes under it, and then asks the sanitizer, which may take long."""
+    """Runs all cases under the detector, fuzzes under it, and then asks the sanitizer, which may take long."""
     open_runtime(setting.device)
     detector = "detector on CUDA" if setting.on_cuda else "detector"
     notes.figures["cases"] = len(CASES)
