@@ -1,7 +1,6 @@
 """One engine with any settings, whatever clients and devices do: every invariant holds, and every token is right."""
 
 import sys
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import strategies as st
