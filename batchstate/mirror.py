@@ -850,19 +850,9 @@ class MirroredTensor:
                 value=int(higher[0][0]),
                 remedy="pass bounds that are at most the present ones",
             )
-        value = type(self)(
-            self.runtime,
-            host,
-            self._device,
-            dtype=self.dtype,
-            shape=self.shape,
-            contract=self.contract,
-            name=self.name,
-            windows=self._windows,
-            generations=self._generations,
-            pool_id=self._pool_id,
-        )
-        value.check("tighten")
+        value = self._derived(host, self._device, self.shape, "tighten")
+        if not levels.full:
+            value.check("tighten")
         return value
 
     def resolve(self) -> Self:
@@ -940,7 +930,7 @@ class MirroredTensor:
     def _derived(
         self,
         host: Array | None,
-        device: torch.Tensor | None,
+        device: torch.Tensor | DeviceSide | None,
         shape: tuple[int, ...],
         operation: str,
         *,
@@ -949,10 +939,12 @@ class MirroredTensor:
         generations: Array | None = None,
         pool_id: int | None = None,
     ) -> Self:
+        if isinstance(device, torch.Tensor):
+            device = DeviceSide(ReadyTensor.made_now(device, self.runtime))
         value = type(self)(
             self.runtime,
             host,
-            None if device is None else DeviceSide(ReadyTensor.made_now(device, self.runtime)),
+            device,
             dtype=self.dtype,
             shape=shape,
             contract=self.contract if contract is None else contract,

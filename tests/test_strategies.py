@@ -31,23 +31,11 @@ quick = settings(max_examples=40, deadline=None, suppress_health_check=list(Heal
 
 @quick
 @given(st.data(), st.integers(0, 6))
-def test_keep_lists_are_what_filter_takes(data: st.DataObject, n: int) -> None:
-    """Every keep list names each row at most once."""
+def test_rows_are_what_the_operations_take(data: st.DataObject, n: int) -> None:
+    """A keep list names each row once, a row list rows that are there; sizes are counts that sum to the rows."""
     rows = kept_rows(data.draw(keep_lists(n)), n, "filter")
     assert len(set(rows.tolist())) == len(rows) <= n
-
-
-@quick
-@given(st.data(), st.integers(0, 6))
-def test_row_lists_are_what_take_takes(data: st.DataObject, n: int) -> None:
-    """Every row list names rows that are there."""
     row_indices(data.draw(row_lists(n)), n, "take")
-
-
-@quick
-@given(st.data(), st.integers(0, 6))
-def test_split_sizes_cover_every_row(data: st.DataObject, n: int) -> None:
-    """Sizes are counts that sum to the rows."""
     sizes = data.draw(split_sizes(n))
     assert sum(sizes) == n
     assert min(sizes) >= 0
@@ -66,8 +54,8 @@ def test_column_values_have_dtype_and_shape(
 
 @quick
 @given(st.data(), st.integers(0, 4))
-def test_amounts_are_one_or_one_a_row(data: st.DataObject, n: int) -> None:
-    """An amount is a number within the limits, or one a row."""
+def test_amounts_are_one_or_one_per_row(data: st.DataObject, n: int) -> None:
+    """An amount is a number within the limits, or one per row."""
     amount = np.asarray(data.draw(amounts(n, -1, 2)))
     assert amount.shape in ((), (n,))
     assert ((amount >= -1) & (amount <= 2)).all()
@@ -106,7 +94,7 @@ def test_kinds_and_names_are_kept(dtype: torch.dtype, contract: Contract) -> Non
     ],
 )
 def test_bad_arguments_are_refused_when_a_strategy_is_made(make: Callable[[], object]) -> None:
-    """A strategy that cannot draw anything is refused before anybody draws."""
+    """A strategy that cannot draw anything is refused before a value is drawn."""
     with pytest.raises(BatchStateError):
         make()
 
@@ -126,6 +114,6 @@ def test_manual_fences_complete_in_order() -> None:
 
 
 def test_undeclared_states_are_refused() -> None:
-    """A state that nobody declared would never be missed, so it cannot be counted."""
+    """A state that is not declared would never be missed, so it cannot be counted."""
     with pytest.raises(ArgumentError, match="declare it in `TARGETS`"):
         SlotPoolMachine().reached("something nice")
