@@ -1,7 +1,7 @@
 """Every invariant once, by code: what the library, its state machines and its unit tests all check.
 
 An invariant is a question about plain arrays. It knows nothing of pools or batches, changes nothing, and answers with
-a `Breach`, or with None where it holds. Three ways lead to it:
+a `Breach`, or with None where it holds. Three ways lead to it::
 
     invariants.slot_shared(slots, **where)       raises `Violation` where it is broken
     invariants.slot_shared.holds(slots)          True or False; for a place that may never build a report

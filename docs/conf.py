@@ -21,8 +21,8 @@ author = "The batchstate authors"
 copyright = author
 release = importlib.metadata.version("batchstate")
 
-sys.path.append(str(Path(__file__).parent / "_ext"))
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "from_code"]
+sys.path += [str(Path(__file__).parent / "_ext"), str(Path(__file__).parent.parent)]  # directives, and `tests`
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "from_code", "layout"]
 exclude_patterns = ["_build"]
 
 myst_enable_extensions = ["colon_fence", "deflist", "fieldlist"]
@@ -50,24 +50,29 @@ nitpick_ignore_regex = [
 html_theme = "furo"
 html_title = f"batchstate {release}"
 
-NOT_API = {"__main__", "cli"}  # documented as commands
-PUBLIC_FOLDERS = {"runtime", "testing", "transport"}  # documented with what they export; from others nobody imports
-
-WITH_INNER_BASES = {"batchstate.batch", "batchstate.mirror"}  # a reader finds there what the classes have from within
+NOT_API = {"__main__", "cli", "selfcheck", "traffic"}  # documented as commands
+EXPORTING = {"runtime", "testing", "transport"}  # folders that are documented with what they export
 
 
 def _api_modules() -> list[str]:
-    """The modules that users import from: those at the top of the package, and the public folders."""
+    """The modules that users import from: all without an underscore, and of some folders the folder itself."""
     spec = importlib.util.find_spec("batchstate")
     if spec is None or spec.submodule_search_locations is None:
         raise RuntimeError("batchstate is not installed: run `make setup`")
-    return [
-        f"batchstate.{module.name}"
-        for module in pkgutil.iter_modules(spec.submodule_search_locations)
-        if module.name not in NOT_API
-        and not module.name.startswith("_")
-        and (not module.ispkg or module.name in PUBLIC_FOLDERS)
-    ]
+    modules: list[str] = []
+    for module in pkgutil.iter_modules(spec.submodule_search_locations):
+        if module.name in NOT_API or module.name.startswith("_"):
+            continue
+        if not module.ispkg or module.name in EXPORTING:
+            modules.append(f"batchstate.{module.name}")
+            continue
+        folders = [f"{folder}/{module.name}" for folder in spec.submodule_search_locations]
+        modules += [
+            f"batchstate.{module.name}.{inner.name}"
+            for inner in pkgutil.iter_modules(folders)
+            if not inner.name.startswith("_")
+        ]
+    return modules
 
 
 def _write_api_pages() -> list[str]:
@@ -76,8 +81,7 @@ def _write_api_pages() -> list[str]:
     folder.mkdir(exist_ok=True)
     modules = _api_modules()
     for module in modules:
-        inherited = "   :inherited-members:\n" if module in WITH_INNER_BASES else ""
-        text = f"# {module}\n\n```{{eval-rst}}\n.. automodule:: {module}\n{inherited}```\n"
+        text = f"# {module}\n\n```{{eval-rst}}\n.. automodule:: {module}\n```\n"
         page = folder / f"{module}.md"
         if not page.exists() or page.read_text() != text:
             page.write_text(text)
@@ -101,7 +105,7 @@ def _is_of_another_page(
     return True if home is not None and not home.startswith("batchstate") else None
 
 
-def _resolve_at_its_door(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: Any) -> Any:
+def _resolve_where_exported(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: Any) -> Any:
     """Link a type, which knows the inner module it stands in, to the public module that exports it."""
     if node.get("refdomain") != "py":
         return None
@@ -111,6 +115,8 @@ def _resolve_at_its_door(app: Sphinx, env: BuildEnvironment, node: pending_xref,
         found = domain.objects.get(f"{module}.{name}")
         if found is not None and getattr(getattr(importlib.import_module(module), name), "__module__", None) == home:
             return make_refnode(app.builder, node["refdoc"], found.docname, found.node_id, contnode, name)
+    if home in app.config.api_modules and name not in getattr(importlib.import_module(home), "__all__", [name]):
+        return contnode  # a class that users meet in signatures only
     return None
 
 
@@ -131,4 +137,4 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", _keep_colons, priority=400)  # before Napoleon
     app.connect("autodoc-process-bases", _hide_inner_bases)
     app.connect("autodoc-skip-member", _is_of_another_page)
-    app.connect("missing-reference", _resolve_at_its_door)
+    app.connect("missing-reference", _resolve_where_exported)

@@ -6,25 +6,28 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 import batchstate
+from tests.journeys import JOURNEYS, Journey, files_of
 
 PACKAGE = Path(batchstate.__file__).parent
 
-LAYERS = (
-    ("batchstate", "_lazy", "_version", "errors", "levels", "violations", "invariants"),
-    ("runtime",),
-    ("_arrays", "mirror", "indices"),
-    ("tables", "_allocator", "pools", "hybrid"),
-    ("columns", "_rows", "_upload", "batch", "static"),
-    ("kv",),
-    ("forward",),
-    ("_relay", "future_map"),
-    ("transport",),
-    ("traffic",),
-    ("testing",),
-    ("selfcheck",),
-    ("cli", "__main__"),
-)
+LAYERS: dict[str, tuple[str, ...]] = {
+    "invariants": ("batchstate", "_lazy", "_version", "errors", "levels", "violations", "invariants"),
+    "runtime": ("runtime",),
+    "mirrored values": ("_arrays", "mirror", "indices"),
+    "pools": ("tables", "_allocator", "pools", "hybrid"),
+    "batches": ("columns", "_rows", "_upload", "batch", "static"),
+    "KV memory": ("kv",),
+    "forward inputs": ("forward",),
+    "relay": ("_relay", "future_map"),
+    "transport": ("transport",),
+    "traffic": ("traffic",),
+    "testing": ("testing",),
+    "self-check": ("selfcheck",),
+    "commands": ("cli", "__main__"),
+}
 """From the lowest to the highest: modules of the package, and folders with all that is in them."""
 
 CORE = range(1, 8)
@@ -41,7 +44,7 @@ def part_of(module: str) -> str:
 
 def layer_of(module: str) -> int:
     """The number of its layer."""
-    return next(number for number, parts in enumerate(LAYERS) if part_of(module) in parts)
+    return next(number for number, parts in enumerate(LAYERS.values()) if part_of(module) in parts)
 
 
 @cache
@@ -83,7 +86,7 @@ def imports(module: str, *, inside: bool = False) -> frozenset[str]:
 
 def test_every_module_has_a_layer() -> None:
     """No module is in none or in two, and none of the table is gone."""
-    parts = [part for layer in LAYERS for part in layer]
+    parts = [part for layer in LAYERS.values() for part in layer]
     assert sorted(parts) == sorted({part_of(module) for module in modules()})
 
 
@@ -122,3 +125,9 @@ def test_floors() -> None:
         floors[module] = 1 + max((floors[name] for name in imports(module) if name != "batchstate"), default=0)
     core = {module: number for module, number in floors.items() if layer_of(module) <= layer_of("batchstate.transport")}
     assert max(core.values()) <= MOST_FLOORS
+
+
+@pytest.mark.parametrize("journey", JOURNEYS, ids=lambda journey: journey.__name__)
+def test_journeys_are_short(journey: Journey) -> None:
+    """A value crosses no more files than are listed for its journey."""
+    assert len(files_of(journey)) <= JOURNEYS[journey]
