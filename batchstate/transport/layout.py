@@ -47,7 +47,7 @@ def held_by(rank: int, degree: int, heads: int) -> Held:
     """Which heads rank `rank` of `degree` holds: consecutive ones, and one when there are more ranks than heads.
 
     Raises:
-        ArgumentError: the heads cannot be shared evenly by so many ranks, or there is no such rank.
+        ArgumentError: the heads cannot be shared evenly by so many ranks, or the rank is outside.
     """
     if heads % degree and degree % heads:
         raise ArgumentError(
@@ -70,7 +70,7 @@ def _dtype(value: object) -> str:
 
 def _layers(value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not value or not all(isinstance(one, str) and one for one in value):
-        raise ArgumentError(f"layers are {value!r}", value=value, remedy="pass a tuple of names, one a buffer")
+        raise ArgumentError(f"layers are {value!r}", value=value, remedy="pass a tuple of names, one per buffer")
     name, times = Counter(value).most_common(1)[0]
     if times > 1:
         raise ArgumentError(f"layer {name!r} is named {times} times", value=name, remedy="name each buffer once")
@@ -86,7 +86,7 @@ class KVLayout:
     begins at byte `t * item_bytes` of its region.
 
     Attributes:
-        page_size: tokens a page.
+        page_size: tokens per page.
         dtype: torch's name of the elements' type, as "float64".
         layers: names of the buffers, in the order of the registered regions.
         item_bytes: bytes that one token has in one buffer on this rank.
@@ -98,7 +98,7 @@ class KVLayout:
         token_major: whether the tokens of a page lie one after the other. Otherwise a page cannot be split into tokens.
 
     Raises:
-        ArgumentError: a number that cannot be meant, heads that cannot be shared by `degree` ranks, or bytes that
+        ArgumentError: a number out of its range, heads that cannot be shared by `degree` ranks, or bytes that
             cannot be shared by the heads.
         DtypeError: a value of another type than stated.
     """
@@ -118,7 +118,7 @@ class KVLayout:
             number = count(getattr(self, name), name, least=0 if name == "rank" else 1)
             if number > _MOST[name]:
                 raise ArgumentError(f"{name} is above {_MOST[name]}", value=name, remedy="pass what it really is")
-            object.__setattr__(self, name, number)  # numpy integers are no JSON
+            object.__setattr__(self, name, number)  # JSON takes no numpy integers
         for name in ("replicated", "token_major"):
             if type(getattr(self, name)) is not bool:
                 value = getattr(self, name)
@@ -137,13 +137,13 @@ class KVLayout:
 
         Args:
             page_bytes: bytes that one page has in one buffer on this rank.
-            page_size: tokens a page.
+            page_size: tokens per page.
             dtype: see the class.
             layers: see the class.
             rest: the other attributes.
 
         Raises:
-            ArgumentError: `page_bytes` is no multiple of `page_size`. Else as the class.
+            ArgumentError: `page_bytes` is not a multiple of `page_size`. Else as the class.
         """
         size, nbytes = count(page_size, "page_size", least=1), count(page_bytes, "page_bytes", least=1)
         if nbytes % size:

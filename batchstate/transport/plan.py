@@ -25,7 +25,7 @@ def expand_pages(pages: npt.ArrayLike, page_size: int, num_tokens: int) -> Ints:
 
     Args:
         pages: integer[p], in the order of the request; 1 or more each.
-        page_size: tokens a page.
+        page_size: tokens per page.
         num_tokens: how many tokens; only the last page may be used in part.
 
     Returns:
@@ -59,7 +59,7 @@ def check_chunk(first: int, num_tokens: int, total: int, page_size: int, last: b
         first: position of the chunk's first token.
         num_tokens: tokens of the chunk; 0 is fine.
         total: tokens of the prompt.
-        page_size: tokens a page.
+        page_size: tokens per page.
         last: whether it is the last chunk: it ends where the prompt ends.
 
     Raises:

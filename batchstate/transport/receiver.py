@@ -171,9 +171,9 @@ class Ignored:
 
     Attributes:
         duplicate: tags that had arrived before.
-        late: tags of leases that are no more.
+        late: tags of leases that have ended.
         foreign: tags of another instance, writer or library, and chunks that a writer cannot have.
-        notices: messages about leases that are no more.
+        notices: messages about leases that have ended.
     """
 
     duplicate: int = 0

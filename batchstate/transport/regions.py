@@ -115,7 +115,9 @@ def _described(index: int, memory: Memory, name: str) -> Region:
         contiguous, address, nbytes = memory.flags.c_contiguous, memory.ctypes.data, memory.nbytes
         device = "cpu"
     else:
-        raise ArgumentError(f"{name}: {type(memory).__name__} is no memory", value=memory, remedy="pass a tensor")
+        raise ArgumentError(
+            f"{name}: expected a tensor or an array, got {type(memory).__name__}", value=memory, remedy="pass a tensor"
+        )
     if not contiguous or not nbytes:
         raise ArgumentError(
             f"region {name!r}: {nbytes} bytes, {'' if contiguous else 'not '}contiguous",

@@ -145,7 +145,7 @@ def parsed(data: object, schema: Check, what: str, error: type[ArgumentError | H
         data: what came from another process.
         schema: what it has to be.
         what: what it is called, for the error.
-        error: raised where the data is no bytes, too long, truncated, no JSON, or does not have the schema. Errors of
+        error: raised where the data is not bytes, too long, not JSON, or does not have the schema. Errors of
             this library that the schema raises go through.
         remedy: of that error.
     """

@@ -1,6 +1,6 @@
 """The workers on the other side: which instance of each is the current one, and which are known to have ended.
 
-A worker that is *lost* is only suspected: it may still write. It is *ended* when somebody who can know it says so (a
+A worker that is *lost* is only suspected: it may still write. It is *ended* when a caller that can know it says so (a
 supervisor that saw its process exit), or when another instance introduces itself under its name, since a supervisor
 starts the next only after the last has ended. Nothing here is concluded from time alone.
 """
@@ -261,7 +261,7 @@ class Session(abc.ABC):
         self._ending = [worker for worker in self._ending if not worker.quiet]
 
     def _author(self, message: Grant | Notice, name: str) -> Worker | None:
-        """Who sent a message, or None where it is for or from an instance that is no more.
+        """Who sent a message, or None where it is for or from an instance that has ended.
 
         Raises:
             HandshakeError: it is from an instance that has not been accepted.

@@ -1,7 +1,7 @@
-"""Transfers into host tokens over an engine that injects faults: what is delivered is right, what is freed is quiet.
+"""Transfers into host memory over an engine that injects faults: what is delivered is right, what is freed is quiet.
 
 One prefill worker, which ends and starts again, and one decode worker. Messages arrive in any order, twice, or late;
-writes split, fail, end unknown and go on landing. Memory is freed behind `Lease.ended`, as everybody has to.
+writes split, fail, end unknown and go on landing. Memory is freed behind `Lease.ended`, as every engine has to.
 """
 
 import random
@@ -41,7 +41,7 @@ class Attempt:
     Attributes:
         lease: of the receiver.
         kv: what is to arrive, uint8[tokens, ITEM_BYTES] for each layer.
-        runs: the host tokens; None where it needs none.
+        runs: the host locations; None where it needs none.
         told: the final state, as `poll` has said it.
     """
 
@@ -52,7 +52,7 @@ class Attempt:
 
     @property
     def tokens(self) -> npt.NDArray[np.int64]:
-        """Its host tokens, int64[n]."""
+        """Its host locations, int64[n]."""
         return np.empty(0, np.int64) if self.runs is None else self.runs.locations(0, self.lease.num_tokens)
 
 
@@ -76,7 +76,7 @@ class Writer:
 
 
 class TransfersMachine(Machine):
-    """A prefill worker that writes into a decode worker's host tokens."""
+    """A prefill worker that writes into a decode worker's host memory."""
 
     NAME = "transfers"
     TARGETS = (
@@ -141,7 +141,7 @@ class TransfersMachine(Machine):
     # Checks
 
     def check(self) -> None:
-        """Memory of nobody is as it was left, and what was delivered stays what was sent."""
+        """Memory that is free is as it was left, and what was delivered stays what was sent."""
         self.host.verify()
         for attempt in self.attempts:
             if attempt.told is LeaseState.DELIVERED:
@@ -158,7 +158,7 @@ class TransfersMachine(Machine):
 
     @rule(tokens=st.integers(0, 9))
     def request(self, tokens: int) -> None:
-        """A request is admitted: a lease, host tokens, a grant."""
+        """A request is admitted: a lease, host memory, a grant."""
         self._request(tokens)
 
     def _request(self, tokens: int, again: Lease | None = None) -> None:

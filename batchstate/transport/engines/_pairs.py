@@ -1,4 +1,6 @@
-"""The writing side of a pair: one thread packs and sends, one listens for the answers.
+"""Two processes joined for one direction: how they meet, what they say to each other, and the two sides of a pair.
+
+On the writing side one thread packs and sends, and one listens for the answers; the reading side is one thread.
 
 Guarantees: each job ends exactly once, unless the engine is closed first. DONE follows the receiver's word alone, that
 the rows are in memory; FAILED that it was never sent, or refused; all that was begun when the pair broke is UNKNOWN.
@@ -298,7 +300,7 @@ class EndWatch:
     Either the other engine says so, or a connection is refused, or another engine listens there: it stops listening
     after its receiving threads have ended, and the system does so after the last thread of a process that died. A peer
     that does not answer at all may still run, and has not ended. Where addresses move between machines, a refused
-    connection is no such proof.
+    connection proves nothing.
     """
 
     address: Address
@@ -367,21 +369,13 @@ def private(store: Store, name: str) -> Store:
 @final
 @attrs.frozen(eq=False)
 class Pair:
-    """A group of two processes. Made by `join`.
+    """A group of two processes. Made by `join`."""
 
-    Attributes:
-        control: for headers and answers, so small that they arrive whole or not at all.
-        data: for rows.
-        device: on which rows are staged.
-        other: the rank of the other side.
-        stall: how long a message that was begun may take to arrive.
-    """
-
-    control: Any
-    data: Any
-    device: torch.device
-    other: int
-    stall: timedelta
+    control: Any  # for headers and answers, so small that they arrive whole or not at all
+    data: Any  # for rows
+    device: torch.device  # on which rows are staged
+    other: int  # the rank of the other side
+    stall: timedelta  # how long a message that was begun may take to arrive
 
     @classmethod
     def join(cls, store: Store, rank: int, host: str, device: torch.device, timeout: float, stall: float) -> Self:
@@ -506,25 +500,15 @@ class Inbox:
 @final
 @attrs.frozen
 class Meeting:
-    """What a receiving thread needs to meet a writer.
+    """What a receiving thread needs to meet a writer."""
 
-    Attributes:
-        live: names of the pairs that have such a thread: this one leaves it at its end, as `EndWatch` relies on.
-        address: of the engine's store.
-        name: of the pair.
-        writer: the other engine's instance.
-        device: for staging.
-        timeout: for the meeting, in seconds.
-        stall: for a message that was begun, in seconds.
-    """
-
-    live: set[str]
-    address: Address
-    name: str
-    writer: str
-    device: torch.device
-    timeout: float
-    stall: float
+    live: set[str]  # names of the pairs that have such a thread: this one leaves it at its end, as `EndWatch` relies on
+    address: Address  # of the engine's store
+    name: str  # of the pair
+    writer: str  # the other engine's instance
+    device: torch.device  # for staging
+    timeout: float  # for the meeting, in seconds
+    stall: float  # for a message that was begun, in seconds
 
 
 @final
@@ -636,23 +620,14 @@ LOOKS_EVERY = 0.05
 @final
 @attrs.define(eq=False)
 class Job:
-    """One write on its way.
+    """One write on its way."""
 
-    Attributes:
-        tag: its tag.
-        copies: its rows, as `packing.in_order` gives them.
-        memories: the source regions by index, uint8.
-        outgoing: whose it is.
-        reason: why it failed; set before the status.
-        status: set by a thread of `outgoing`, once.
-    """
-
-    tag: bytes
-    copies: Copies
-    memories: Mapping[int, torch.Tensor]
-    outgoing: "Outgoing"
-    reason: str = ""
-    status: Status = Status.PENDING
+    tag: bytes  # its tag
+    copies: Copies  # its rows, as `packing.in_order` gives them
+    memories: Mapping[int, torch.Tensor]  # the source regions by index, uint8
+    outgoing: "Outgoing"  # whose it is
+    reason: str = ""  # why it failed; set before the status
+    status: Status = Status.PENDING  # set by a thread of `outgoing`, once
 
     def end(self, status: Status, reason: str = "") -> None:
         """Sets the two."""

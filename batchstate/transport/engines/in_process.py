@@ -51,25 +51,15 @@ class Faults:
 @final
 @attrs.frozen
 class Fate:
-    """What becomes of one write.
+    """What becomes of one write."""
 
-    Attributes:
-        delay: steps before its first byte.
-        split: whether its pieces land one by one.
-        ends: what its writer is told.
-        share: the part of its pieces that lands, 0 to 1.
-        stuck: whether it never drains while both ends live.
-        tags: how often its tag arrives, once all of it has landed.
-        again: whether some bytes are written a second time.
-    """
-
-    delay: int
-    split: bool
-    ends: Status
-    share: float
-    stuck: bool
-    tags: int
-    again: bool
+    delay: int  # steps before its first byte
+    split: bool  # whether its pieces land one by one
+    ends: Status  # what its writer is told
+    share: float  # the part of its pieces that lands, 0 to 1
+    stuck: bool  # whether it never drains while both ends live
+    tags: int  # how often its tag arrives, once all of it has landed
+    again: bool  # whether some bytes are written a second time
 
 
 def chosen(faults: Faults, dice: random.Random) -> Fate:
@@ -113,25 +103,18 @@ class Flight:
 
     Attributes:
         writer, reader: the two engines.
-        fate: what becomes of it.
-        left: pieces that have not landed, the next one last.
-        delay: steps until it begins.
-        told: what its writer hears.
-        over: whether nothing of it can still land.
-        ends_at: the step at which what a dead writer left behind is gone.
-        kept: bytes by piece, of a dead writer.
     """
 
     writer: "InProcessEngine"
     reader: "InProcessEngine"
     handle: Handle
-    fate: Fate
-    left: list[Piece]
-    delay: int
-    told: Status = Status.PENDING
-    over: bool = False
-    ends_at: int | None = None
-    kept: dict[Piece, bytes] = attrs.field(factory=dict, repr=False)
+    fate: Fate  # what becomes of it
+    left: list[Piece]  # pieces that have not landed, the next one last
+    delay: int  # steps until it begins
+    told: Status = Status.PENDING  # what its writer hears
+    over: bool = False  # whether nothing of it can still land
+    ends_at: int | None = None  # the step at which what a dead writer left behind is gone
+    kept: dict[Piece, bytes] = attrs.field(factory=dict, repr=False)  # bytes by piece, of a dead writer
 
 
 @final

@@ -49,21 +49,15 @@ class Progress:
     """How far one write is.
 
     Attributes:
-        rows: address here, address there, bytes.
-        tag: its tag.
-        sent: rows that Mooncake has taken.
-        ended: of these, rows that it has given an end to.
-        refused: it did not take a row.
-        doubtful: a row failed: bytes of it may still land.
         behind: the place in the peer's stream of tags behind which this tag is, once it is written there.
     """
 
-    rows: list[tuple[int, int, int]]
-    tag: bytes
-    sent: int = 0
-    ended: int = 0
-    refused: bool = False
-    doubtful: bool = False
+    rows: list[tuple[int, int, int]]  # address here, address there, bytes
+    tag: bytes  # its tag
+    sent: int = 0  # rows that Mooncake has taken
+    ended: int = 0  # of these, rows that it has given an end to
+    refused: bool = False  # it did not take a row
+    doubtful: bool = False  # a row failed: bytes of it may still land
     behind: int | None = None
 
 
@@ -76,30 +70,21 @@ class Connection:
     has ended.
 
     Attributes:
-        peer: to which it leads.
-        engine: Mooncake's, which opened the peer; None once closed.
-        target: Mooncake's name of the peer.
         wire: connection for tags; its end is the peer's, unless the peer writes to it: it then only refuses it.
-        outbox: of tags, what the connection has not taken.
-        passed: how many bytes of tags it has taken.
         flying: batch ids that Mooncake has not been seen to end, with their writes.
-        waiting: writes of which rows are not handed over.
-        lost: why the peer is gone, or None.
-        ended: whether its engine has ended for sure, and with it everything that could still land.
-        left: whether the peer was let go.
     """
 
-    peer: Peer
-    engine: Any
-    target: str
+    peer: Peer  # to which it leads
+    engine: Any  # Mooncake's, which opened the peer; None once closed
+    target: str  # Mooncake's name of the peer
     wire: socket.socket
-    outbox: bytearray = attrs.field(factory=bytearray)
-    passed: int = 0
+    outbox: bytearray = attrs.field(factory=bytearray)  # of tags, what the connection has not taken
+    passed: int = 0  # how many bytes of tags it has taken
     flying: deque[tuple[int, Progress]] = attrs.field(factory=deque)
-    waiting: deque[Progress] = attrs.field(factory=deque)
-    lost: str | None = None
-    ended: bool = False
-    left: bool = False
+    waiting: deque[Progress] = attrs.field(factory=deque)  # writes of which rows are not handed over
+    lost: str | None = None  # why the peer is gone, or None
+    ended: bool = False  # whether its engine has ended for sure, and with it everything that could still land
+    left: bool = False  # whether the peer was let go
 
     def add(self, write: Progress) -> None:
         """Takes on a write."""
@@ -195,19 +180,12 @@ class Connection:
 @final
 @attrs.define(eq=False)
 class Client:
-    """A connection by which a writer's tags arrive.
+    """A connection by which a writer's tags arrive."""
 
-    Attributes:
-        wire: the connection.
-        since: when it came, on the monotonic clock.
-        writer: the writer's instance, once it has told.
-        unread: bytes of a record that is not complete.
-    """
-
-    wire: socket.socket
-    since: float = attrs.field(factory=time.monotonic)
-    writer: str | None = None
-    unread: bytearray = attrs.field(factory=bytearray)
+    wire: socket.socket  # the connection
+    since: float = attrs.field(factory=time.monotonic)  # when it came, on the monotonic clock
+    writer: str | None = None  # the writer's instance, once it has told
+    unread: bytearray = attrs.field(factory=bytearray)  # bytes of a record that is not complete
 
     def tags(self, instance: str) -> tuple[list[Delivery], bool]:
         """The tags in the next `MOST_AT_ONCE` bytes, and whether more can come. `instance` is what it has to name."""

@@ -9,7 +9,7 @@ Guarantees, each tested between two processes:
   them, and after a lost connection a live peer still applies what its sockets hold. Such a write is drained only
   when the peer's process is known to have ended. On the same machine (and in the same PID namespace) the engine sees
   that for itself. Of a peer elsewhere it never knows: keep the memory, or end both engines.
-* Other threads: NIXL's own moves bytes in and out while nobody calls. It looks each `progress_us`; NIXL's default, 0,
+* Other threads: NIXL's own moves bytes in and out between calls. It looks each `progress_us`; NIXL's default, 0,
   keeps one core busy for each engine, idle or not.
 
 `write` copies on the calling thread what the transport takes at once: all of it between processes of one machine
