@@ -196,7 +196,9 @@ class KVLayout:
         names = {one.name for one in attrs.fields(cls)}
         if not isinstance(fields, Mapping) or set(fields) != names:
             found = sorted(map(str, fields)) if isinstance(fields, Mapping) else type(fields).__name__
-            raise ArgumentError(f"expected a layout, got {found}", value=found, remedy=f"pass {', '.join(sorted(names))}")
+            raise ArgumentError(
+                f"expected a layout, got {found}", value=found, remedy=f"pass {', '.join(sorted(names))}"
+            )
         return cls(**fields)
 
 
