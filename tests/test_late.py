@@ -1,4 +1,4 @@
-"""`LateRuntime`: fences that complete when somebody waits for them, or when the test says so, and in no other order."""
+"""`LateRuntime`: fences that complete when the host waits for them, or when the test says so, and in no other order."""
 
 import gc
 import subprocess
@@ -152,7 +152,7 @@ def test_read_back_completes_the_current_stream(late: LateRuntime) -> None:
 
 
 def test_checks_complete_nothing(late: LateRuntime) -> None:
-    """What a check reads makes nobody wait: a check must not hide what it looks for."""
+    """What a check reads makes no stream wait: a check must not hide what it looks for."""
     fence = late.record()
     assert late.inspect(torch.ones(1)).tolist() == [1.0]
     assert not fence.query()
@@ -160,7 +160,7 @@ def test_checks_complete_nothing(late: LateRuntime) -> None:
 
 
 def test_fences_of_others_are_waited_for(late: LateRuntime) -> None:
-    """A stream may wait for a fence of somebody else, who then decides."""
+    """A stream may wait for a fence of another kind, which then decides."""
     gate, stream = Gate(), late.stream("waits")
     late.wait(gate, stream=stream)
     fence = late.record(stream)
@@ -197,7 +197,7 @@ def test_order_is_known_without_waiting(late: LateRuntime) -> None:
 
 @pytest.mark.parametrize("freed", [True, False])
 def test_writers_wait_for_reads_of_former_owners(freed: bool, late: LateRuntime) -> None:
-    """Whoever writes into a slot's entry comes behind those who read it, though it was freed or discarded since."""
+    """A writer of a slot's entry comes behind those who read it, though it was freed or discarded since."""
     pool, seeding = SlotPool(late, 1), late.stream("seeding")
     relay = FutureMap(pool, {"tokens": relay_field(torch.int64, read_by="host")})
     slots = pool.take(1)

@@ -92,7 +92,7 @@ def test_a_program_computes_the_same_each_time(case: Case) -> None:
 
 @pytest.mark.parametrize("scheduler", ["lazy", "newest", "oldest"])
 def test_the_simulated_device_computes_what_is_right(scheduler: str) -> None:
-    """Of safe programs, whoever lags behind."""
+    """Of safe programs, whichever stream lags."""
     wrong = {case.name for case in SAFE if by_simulator(case, (scheduler,), 1).says is Says.RACE}
     assert wrong == set()
 

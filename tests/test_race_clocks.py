@@ -123,7 +123,7 @@ def test_what_the_host_knows_to_be_over_is_dropped() -> None:
 
 
 def test_what_a_later_access_covers_is_dropped() -> None:
-    """Also where nobody ever waits: there are no more accesses than places."""
+    """Also where the host never waits: there are no more accesses than places."""
     log = Log()
     for number in range(1, 5_000):
         place = number * 7 % 50
@@ -134,7 +134,7 @@ def test_what_a_later_access_covers_is_dropped() -> None:
 
 
 def test_places_that_are_never_touched_again_are_kept() -> None:
-    """However many there are: somebody may come across any of them."""
+    """However many there are: a later access may conflict with any of them."""
     log = Log()
     for number in range(1, 3_001):
         log.add(number, Region(number * 8, number * 8 + 8), 0)
@@ -213,7 +213,7 @@ def unordered(rounds: int) -> None:
 
 
 def test_streams_that_are_never_ordered_cost_little_more_in_a_long_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every access stays one that somebody may come across, and yet they are not all gone through each time."""
+    """Every access stays one that a later one may conflict with, and yet they are not all gone through each time."""
     counted = Counted(monkeypatch)
     unordered(250)
     short, counted.count = counted.count, 0

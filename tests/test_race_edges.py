@@ -24,7 +24,7 @@ def rt() -> Iterator[RaceRuntime]:
 
 
 def table(rt: RaceRuntime, rows: int = 4) -> torch.Tensor:
-    """Device memory that is zero for everybody."""
+    """Device memory that is zero for every stream."""
     made = rt.device_zeros((rows,), torch.int64)
     rt.synchronize()
     return made
@@ -80,7 +80,7 @@ def test_devices_name_the_kind_of_fences() -> None:
     ],
 )
 def test_names_of_tools_stand_on_devices_of_torch(name: str, torch_name: str) -> None:
-    """Whoever asks whether a device is there asks for that one."""
+    """A test that needs a device asks for that one."""
     assert torch_device_of(name) == torch_name
 
 
@@ -109,7 +109,7 @@ def test_waits_inside_torch_are_forced_syncs() -> None:
 
 
 def test_what_torch_refuses_has_not_happened() -> None:
-    """An operation with wrong shapes is no access, and whoever comes next is not accused."""
+    """An operation with wrong shapes is no access, and the next access is not accused."""
     with RaceRuntime() as rt:
         numbers = table(rt)
         with rt.use(other(rt)), pytest.raises(RuntimeError):
@@ -132,7 +132,7 @@ def copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def test_kernels_use_pinned_memory_in_the_order_of_their_stream(rt: RaceRuntime) -> None:
-    """What landed there before is there, what a copy reads was read, and nobody is accused."""
+    """What landed there before is there, what a copy reads was read, and nothing is reported."""
     numbers, pinned, out = table(rt), rt.pinned((4,), torch.int64, name="ring"), table(rt)
     numbers.copy_(pinned, non_blocking=True)
     rt.launch(fill, pinned, 9, writes=[pinned])
@@ -153,7 +153,7 @@ def test_kernels_declare_what_is_in_their_lists(rt: RaceRuntime) -> None:
             rt.launch(fill, given, 1)
 
 
-def test_advice_names_a_fence_that_is_too_early() -> None:
+def test_the_hint_names_a_fence_that_is_too_early() -> None:
     """Who waits for a fence recorded before the write is told that, and not to wait for another."""
     with pytest.raises(Race) as caught, RaceRuntime() as rt:  # noqa: PT012 - the race is in its window
         numbers, forward = table(rt), other(rt)
@@ -185,7 +185,7 @@ def test_memory_freed_in_use_is_remembered_after_a_race(rt: RaceRuntime) -> None
 
 
 def test_a_copy_from_pageable_memory_is_not_waited_for_to_its_end() -> None:
-    """The host waits until its numbers were taken; whoever reads them on the device waits for the copy."""
+    """The host waits until its numbers were taken; a reader on the device waits for the copy."""
     with RaceRuntime(on_race="collect") as rt:
         numbers = table(rt)
         with rt.use(other(rt)):

@@ -112,7 +112,7 @@ def test_only_the_part_that_is_copied_counts(rt: RaceRuntime) -> None:
 
 
 def test_a_write_that_torch_shows_is_reported_once() -> None:
-    """Not a second time as one that nobody saw; what was written unseen before it is reported besides."""
+    """Not a second time as one that torch did not see; what was written unseen before it is reported besides."""
     with RaceRuntime(on_race="collect") as rt:
         numbers, staged = vector(rt), rt.pinned((4,), torch.int64)
         numbers.copy_(staged, non_blocking=True)
@@ -149,7 +149,7 @@ def test_what_the_host_writes_unseen_below_a_landing_is_found() -> None:
 
 
 def test_two_landings_of_one_stream_are_in_order(rt: RaceRuntime) -> None:
-    """The second one is what remains, and nobody is accused of the first."""
+    """The second one is what remains, and nothing is reported of the first."""
     numbers, landing = vector(rt), rt.pinned((4,), torch.int64)
     landing.copy_(numbers, non_blocking=True)
     first = rt.record()
@@ -191,7 +191,7 @@ def test_blocking_copies_need_no_fence(rt: RaceRuntime) -> None:
 
 
 def test_staging_of_the_library_is_never_accused(rt: RaceRuntime) -> None:
-    """Its blocks go round by their fences, whoever waits and whenever."""
+    """Its blocks go round by their fences, whatever waits and whenever."""
     left = rt.stream("left")
     pending = []
     for step in range(12):

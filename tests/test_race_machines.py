@@ -13,7 +13,7 @@ OVERLAPPED = {"engine", "future_map", "overlap", "host_tier"}
 @pytest.mark.parametrize("fences", ["race", "race:prompt"])
 @pytest.mark.parametrize("name", list(MACHINES))
 def test_machines_have_no_race(name: str, fences: str, device: str) -> None:
-    """No access is unordered, whether fences are late or prompt; late, machines with forwards have two in flight."""
+    """No access is unordered, whether fences are lazy or eager; lazy, machines with forwards have two in flight."""
     opened: list[RaceRuntime] = []
 
     def open_one() -> RaceRuntime:

@@ -90,7 +90,7 @@ def two(rt: RaceRuntime) -> tuple[Stream, Stream]:
 
 
 def overlapped(*, recorded: bool) -> RaceReport:
-    """A table is written by one stream and read by another; with a fence behind the write that nobody waits for."""
+    """A table is written by one stream and read by another; with a fence behind the write that no stream waits for."""
     with RaceRuntime(on_race="collect") as rt:
         left, right = two(rt)
         numbers = rt.device_zeros((8, 4), torch.int64)

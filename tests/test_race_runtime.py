@@ -80,7 +80,7 @@ def hidden(numbers: torch.Tensor) -> None:
 
 
 def test_a_launch_says_what_it_touches(rt: RaceRuntime) -> None:
-    """One that says nothing and is given watched memory is refused, and so is one that writes something else."""
+    """One that says nothing and is given traced memory is refused, and so is one that writes something else."""
     numbers, other = table(rt), table(rt)
     with pytest.raises(ArgumentError, match=r"'hidden' declares nothing.*\n.*`reads=` and `writes=`"):
         rt.launch(hidden, numbers)
@@ -94,7 +94,7 @@ def test_a_launch_says_what_it_touches(rt: RaceRuntime) -> None:
 
 
 def test_a_launch_may_write_what_it_makes_itself(rt: RaceRuntime) -> None:
-    """Memory that nobody had before is nobody else's affair."""
+    """New memory is the launch's own affair."""
     numbers = table(rt)
     made = rt.launch(lambda: (numbers + 1).mul_(2), reads=[numbers])
     assert made.sum().item() == 64
@@ -222,8 +222,8 @@ def test_an_error_in_the_window_is_not_covered_up() -> None:
         ending()
 
 
-def test_nothing_is_watched_outside_of_the_window() -> None:
-    """Operations of torch are nobody's then; the runtime works as the one it runs on."""
+def test_nothing_is_traced_outside_of_the_window() -> None:
+    """Operations of torch are not traced then; the runtime works as the one it runs on."""
     rt = RaceRuntime()
     numbers = rt.device_zeros((4,), torch.int64)
     race(rt, numbers)
@@ -237,7 +237,7 @@ def test_nothing_is_watched_outside_of_the_window() -> None:
 # Waiting and asking
 
 
-def test_whoever_asks_often_enough_is_told_yes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_asks_often_enough_is_told_yes(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that polls gets on, as on a device; one that asks now and then finds the copy under way."""
     monkeypatch.setattr(race_fences, "PATIENCE", 50)
     with RaceRuntime() as rt:
@@ -319,7 +319,7 @@ def test_checks_of_the_library_are_no_accesses(rt: RaceRuntime) -> None:
         numbers.clone()
 
 
-def test_a_thread_beside_is_not_watched(rt: RaceRuntime) -> None:
+def test_a_thread_beside_is_not_traced(rt: RaceRuntime) -> None:
     """Its operations are its own: the modes of torch belong to one thread."""
     numbers = table(rt)
     with rt.use(rt.stream("left")):
@@ -361,7 +361,7 @@ def test_what_a_factory_made_is_the_devices_once_that_shows() -> None:
 
 
 def test_a_copy_that_does_not_block_goes_to_the_device() -> None:
-    """Nobody asks that of a copy within host memory, so what a factory made is known by it."""
+    """It makes no sense for a copy within host memory, so what a factory made is known by it."""
     with RaceRuntime(on_race="collect") as rt:
         left, right = two(rt)
         staged = rt.pinned((4,), torch.int64)
@@ -374,7 +374,7 @@ def test_a_copy_that_does_not_block_goes_to_the_device() -> None:
     assert (report.kind, report.first.operation) == (RaceKind.READ_AFTER_WRITE, "copy to device")
 
 
-def test_a_number_written_into_a_row_makes_nobody_wait() -> None:
+def test_a_number_written_into_a_row_makes_no_one_wait() -> None:
     """`t[0] = 5` is a kernel on a device: it orders nothing, though on a CPU it looks like a copy from the host."""
     with RaceRuntime(on_race="collect") as rt:
         numbers, (left, right) = rt.device_zeros((4,), torch.int64), two(rt)

@@ -13,7 +13,7 @@ from batchstate.testing.sim import DeviceFault, SimRuntime, raw_kernel
 from batchstate.testing.sim.device import LONGEST_QUEUE, PATIENCE
 
 POISON = -2914092361341531
-"""What an int64 holds that nobody has filled."""
+"""What an int64 holds that was never filled."""
 
 
 def lazy() -> SimRuntime:
@@ -118,7 +118,7 @@ def test_what_torch_refuses_is_refused_at_once(rt: SimRuntime) -> None:
 
 
 def test_a_factory_is_of_the_host_until_it_meets_the_device(rt: SimRuntime) -> None:
-    """Its numbers are there for whoever asks; for the device they are put there by an operation of the stream."""
+    """Its numbers are there for the host; for the device they are put there by an operation of the stream."""
     one, two = rt.stream("one"), rt.stream("two")
     here = numbers(rt, 0, 0, 0)
     with rt.use(one):
@@ -155,7 +155,7 @@ def test_what_was_made_before_the_window_can_be_used(rt: SimRuntime) -> None:
 
 
 def test_random_numbers_do_not_depend_on_the_order() -> None:
-    """They are drawn by the place in the program, whoever runs first."""
+    """They are drawn by the place in the program, whichever stream runs first."""
 
     def drawn(scheduler: str, seed: int) -> list[list[int]]:
         torch.manual_seed(7)
@@ -266,7 +266,7 @@ def test_an_operation_that_torch_cannot_foresee_waits_and_is_named() -> None:
 
 
 def test_a_copy_to_the_device_reads_pinned_memory_when_it_runs(rt: SimRuntime) -> None:
-    """Whoever refills it early changes what arrives."""
+    """A refill that comes early changes what arrives."""
     source = rt.pinned((2,), torch.int64)
     first, second = (rt.device_empty((2,), torch.int64) for _ in range(2))
     source.numpy()[:] = 1
@@ -297,7 +297,7 @@ def test_a_copy_to_the_host_lands_when_it_runs(rt: SimRuntime, way: str) -> None
 
 
 def test_what_a_copy_still_has_to_read_is_not_poisoned(rt: SimRuntime) -> None:
-    """One piece of pinned memory goes to the device and back, in order: nobody reads too early."""
+    """One piece of pinned memory goes to the device and back, in order: nothing reads too early."""
     staged, here = rt.pinned((2,), torch.int64), numbers(rt, 7, 8)
     staged.fill_(3)
     there = rt.device_empty((2,), torch.int64).copy_(staged, non_blocking=True)
@@ -345,7 +345,7 @@ def test_uploads_and_downloads_are_late_copies(rt: SimRuntime) -> None:
 
 
 def test_memory_that_is_freed_goes_to_the_next_of_its_stream(rt: SimRuntime) -> None:
-    """At once, in program order; its stream runs in order, so nobody is harmed."""
+    """At once, in program order; its stream runs in order, so nothing is harmed."""
     here = numbers(rt, 1, 2)
     first = here + 1
     address = first.data_ptr()
@@ -372,7 +372,7 @@ def test_what_is_enqueued_keeps_no_memory(rt: SimRuntime) -> None:
 
 
 def test_memory_is_wiped_when_its_stream_allocates(rt: SimRuntime) -> None:
-    """Not before: what is freed and waited for is nobody else's yet."""
+    """Not before: what is freed and waited for is not given away yet."""
     two = rt.stream("two")
     here = numbers(rt, 1, 2)
     with rt.use(two):
@@ -399,7 +399,7 @@ def test_recorded_memory_waits_aside(rt: SimRuntime) -> None:
         others[0].fill_(9)
         assert address not in [other.data_ptr() for other in others]
         assert rt.read_back(others[0]).tolist() == [9, 9]
-    assert rt.pending(two) == 1, "the allocating stream waits for nobody"
+    assert rt.pending(two) == 1, "the allocating stream does not wait"
     with rt.use(two):
         assert rt.read_back(late).tolist() == [2, 3]
     with rt.use(one):
@@ -425,7 +425,7 @@ def test_sizes_are_rounded_so_that_memory_meets_again(rt: SimRuntime) -> None:
 
 
 def test_empty_tensors_are_device_memory_too(rt: SimRuntime) -> None:
-    """They have no memory that anybody could get."""
+    """They have no memory to give away."""
     none = rt.device_empty((0, 3), torch.int64)
     more = torch.cat([none, none + 1])
     assert more.shape == (0, 3)
@@ -666,7 +666,7 @@ def test_after_a_fault_the_device_is_of_no_use(rt: SimRuntime) -> None:
 
 
 def test_a_fault_may_come_when_the_window_closes() -> None:
-    """What nobody waited for has run by then; but an error that is on its way comes first."""
+    """What the host did not wait for has run by then; but an error that is on its way comes first."""
 
     def misread(error: Exception | None) -> None:
         with lazy() as rt:
@@ -727,7 +727,7 @@ def test_a_raw_kernel_says_what_it_touches(rt: SimRuntime) -> None:
 
 
 def test_a_kernel_that_is_not_marked_is_refused(rt: SimRuntime) -> None:
-    """It has run at once, on memory that nobody had filled."""
+    """It has run at once, on memory that was never filled."""
     here = numbers(rt, 1)
     with pytest.raises(ArgumentError, match="mark the function with `raw_kernel`"):
         rt.launch(lambda one: None, here, writes=[here])

@@ -109,7 +109,7 @@ def _waits(patch: pytest.MonkeyPatch) -> None:
 
 
 def _hand_over(patch: pytest.MonkeyPatch) -> None:
-    """Prebuilt KV is used on the forward's stream and dropped, and nobody tells the allocator."""
+    """Prebuilt KV is used on the forward's stream and dropped, and the allocator is not told."""
     patch.setattr(SimRuntime, "_keep_alive", lambda self, tensor, stream: None)
 
 
@@ -142,7 +142,7 @@ def right() -> list[list[int]]:
 def test_what_an_engine_forgets_makes_wrong_tokens(
     forget: Callable[[pytest.MonkeyPatch], None], right: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or it fails, under one order or another; where everything runs at once nobody would notice."""
+    """Or it fails, under one order or another; where everything runs at once nothing would show it."""
     forget(monkeypatch)
     wrong = []
     for scheduler in ("eager", "lazy", "oldest"):

@@ -50,7 +50,7 @@ def goes_wrong(name: str, scheduler: str, seed: int) -> bool:
 @pytest.mark.parametrize("scheduler", PORTFOLIO)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_right_programs_are_right_in_any_order(name: str, scheduler: str) -> None:
-    """Whoever gets on; nothing waits but what says so, and nothing is left."""
+    """Whichever stream runs; nothing waits but what says so, and nothing is left."""
     for seed in range(6 if scheduler in SEEDED else 1):
         seen, rt = run(name, scheduler, seed, False)
         assert seen == PROGRAMS[name].wanted, f"seed {seed}"
@@ -140,7 +140,7 @@ def test_priorities_are_kept() -> None:
 
 
 def test_priorities_change_now_and_then() -> None:
-    """Whoever gets on falls behind the others, the host as well."""
+    """Whichever runs falls behind the others, the host as well."""
     for seed in range(5):
         pct = PORTFOLIO["pct"](seed)
         chosen = [choices(pct, Moment.ENQUEUED, [0, 1, 2]) for _ in range(2_000)]
@@ -206,7 +206,7 @@ def test_a_seed_gives_the_same_run_in_another_process() -> None:
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_machines_find_nothing(name: str) -> None:
-    """The library's own machines, under each scheduler: whoever lags, what the host reads is right."""
+    """The library's own machines, under each scheduler: whichever stream lags, what the host reads is right."""
     for number, scheduler in enumerate(PORTFOLIO):
         made: list[SimRuntime] = []
 

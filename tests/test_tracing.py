@@ -303,7 +303,7 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("name", READS)
 def test_what_an_operation_reads_is_what_its_result_depends_on(name: str, inference: bool) -> None:
-    """Whoever is changed and changes the result was read, also in inference mode, and nobody else."""
+    """What is changed and changes the result was read, also in inference mode, and nothing else."""
     with torch.inference_mode(inference):
         tensor = table()
         call = READS[name]
@@ -430,7 +430,7 @@ def test_some_operations_make_the_host_wait(call: Callable[[torch.Tensor], Any],
 
 
 def test_the_source_line_is_the_line_of_the_call() -> None:
-    """Relative to where the process runs, with the function's name; nobody outside led there."""
+    """Relative to where the process runs, with the function's name; no line outside led there."""
     line, caller = source_line(1)
     assert str(line).endswith("in test_the_source_line_is_the_line_of_the_call")
     assert str(line).startswith("tests/test_tracing.py:")

@@ -13,21 +13,21 @@ from tests.race_cases.surface import CaseRuntime
 
 @raw_kernel
 def raise_all(numbers: torch.Tensor) -> None:
-    """A kernel of somebody else's: no tool sees what it does to its argument."""
+    """A foreign kernel: no tool sees what it does to its argument."""
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
         numbers.add_(100)
 
 
 @raw_kernel
 def double_all(numbers: torch.Tensor) -> None:
-    """Another kernel of somebody else's."""
+    """Another foreign kernel."""
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
         numbers.mul_(2)
 
 
 @raw_kernel
 def copy_all(source: torch.Tensor, target: torch.Tensor) -> None:
-    """A kernel of somebody else's that copies."""
+    """A foreign kernel that copies."""
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
         target.copy_(source)
 
@@ -130,7 +130,7 @@ def part_of_an_upload(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) 
 
 @pair(RaceKind.FREED_IN_USE, "right: add", "left: upload", "bytes 0-63")
 def uploads_step_after_step(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
-    """A stream uploads the inputs of each step, another uses them, and nobody holds them.
+    """A stream uploads the inputs of each step, another uses them, and no reference holds them.
 
     Racy: the stream waited by hand, and the next upload may get the memory.
     Safe: acquired, the memory is kept.

@@ -143,7 +143,7 @@ def kept_by_a_view(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> 
 
 @pair(RaceKind.FREED_IN_USE, "right: clone", "left: empty", "all 8 rows")
 def freed_memory_is_of_one_stream(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
-    """A tensor is dropped while another stream reads it, and somebody allocates.
+    """A tensor is dropped while another stream reads it, and memory is allocated.
 
     Racy: the next allocation is of the stream that gets the memory back.
     Safe: the next allocation is of another stream, which has memory of its own.

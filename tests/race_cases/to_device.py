@@ -104,7 +104,7 @@ def ring_of_pinned_buffers(rt: CaseRuntime, racy: bool, left: Stream, right: Str
 
 @pair(RaceKind.STAGING_REFILLED, "left: copy to device", "host: fill_", "all 8 elements")
 def only_a_stream_waits_for_the_copy(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
-    """Somebody waits for a copy before its source is filled again.
+    """A stream or the host waits for a copy before its source is filled again.
 
     Racy: a stream waits for the copy: that keeps the host from nothing.
     Safe: the host itself waits.
@@ -191,7 +191,7 @@ def copy_into_a_slice(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) 
 
 @pair(RaceKind.STAGING_REFILLED, "left: copy to device", "host: a write that torch did not see", "all 8 elements")
 def staged_by_the_library(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
-    """The same array is filled and brought to the device in three steps, and nobody waits.
+    """The same array is filled and brought to the device in three steps, and the host does not wait.
 
     Racy: staged by hand, in one pinned buffer.
     Safe: staged by `upload`, which takes memory that no copy reads.

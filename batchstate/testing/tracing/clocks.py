@@ -18,7 +18,7 @@ HOST = "host"
 
 @final
 class StreamClock:
-    """A stream, or the host.
+    """What a stream, or the host, knows to have happened.
 
     Attributes:
         number: place in all clocks; the host's is 0.
@@ -58,7 +58,7 @@ class StreamClock:
 
 @final
 class Clocks:
-    """All streams of a run.
+    """The clocks of all streams of a run.
 
     Attributes:
         streams: the host first.
@@ -72,17 +72,17 @@ class Clocks:
 
     @property
     def host(self) -> StreamClock:
-        """The stream of the host."""
+        """The clock of the host."""
         return self.streams[0]
 
     def add(self, name: str) -> StreamClock:
-        """A stream for a new stream. It knows what the host knows when something is launched on it."""
+        """The clock of a new stream. It knows what the host knows when something is launched on it."""
         stream = StreamClock(len(self.streams), unused_name(name, [stream.name for stream in self.streams]))
         self.streams.append(stream)
         return stream
 
     def happens(self, stream: StreamClock) -> int:
-        """Something happens on a stream; returns its number. On a stream it lies behind all that the host knows."""
+        """Something happens on a stream or the host; returns its number. A stream then knows all that the host does."""
         host = self.streams[0]
         if stream is not host and stream._host_at != self._joins:
             stream.join(host.seen)
