@@ -236,10 +236,10 @@ def test_a_step_of_no_requests(rt: Runtime, rows: int) -> None:
 WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "lengths for others": (ShapeError, r"seq_lens: \[2\] amounts for 3 rows", {"seq_lens": [5, 6]}),
     "lengths in two dimensions": (ShapeError, r"seq_lens: \[3, 1\]", {"seq_lens": [[5], [6], [7]]}),
-    "fractions": (DtypeError, "seq_lens: float64", {"seq_lens": [5.0, 6.0, 7.0]}),
+    "fractions": (DtypeError, "seq_lens: expected integers, got float64", {"seq_lens": [5.0, 6.0, 7.0]}),
     "no lengths": (DtypeError, "seq_lens", {"seq_lens": None}),
     "chunks for others": (ShapeError, r"query_lens: \[4\] amounts for 3 rows", {"query_lens": [1, 1, 1, 1]}),
-    "booleans for chunks": (DtypeError, "query_lens: bool", {"query_lens": [True, True, True]}),
+    "booleans for chunks": (DtypeError, "query_lens: expected integers, got bool", {"query_lens": [True, True, True]}),
     "more in than there is": (ArgumentError, "row 1 puts in 7 tokens of 6", {"query_lens": [1, 7, 1]}),
     "less than nothing in": (ArgumentError, "row 2 puts in -1 tokens of 7", {"query_lens": [1, 1, -1]}),
     "a negative length": (ArgumentError, "row 0 puts in 0 tokens of -5", {"seq_lens": [-5, 6, 7], "query_lens": 0}),
