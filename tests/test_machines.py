@@ -1,71 +1,26 @@
-"""The state machines find nothing, and get into every state that makes finding nothing mean something."""
+"""The state machines fail nowhere, and reach every state that gives this meaning."""
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from batchstate.errors import ArgumentError
 from batchstate.levels import Level, current_checks
-from batchstate.runtime import CpuRuntime, Runtime, open_runtime
+from batchstate.runtime import CpuRuntime, Runtime
 from batchstate.selfcheck.machines import MACHINES
 from batchstate.selfcheck.machines.future_map import FutureMapMachine
 from batchstate.selfcheck.machines.pools import SlotPoolMachine
-from batchstate.testing import LateRuntime, run_machine, session
+from batchstate.testing import LateRuntime, MachineResult, run_machine
 from batchstate.testing.devices import open_device
-
-EXAMPLES = {
-    "mirrored_tensor": 100,
-    "batch": 80,
-    "slot_pool": 60,
-    "page_pool": 80,
-    "hybrid": 60,
-    "engine": 30,
-    "future_map": 120,
-    "overlap": 35,
-    "host_tier": 60,
-    "transfers": 40,
-}
-"""The ordinary number of examples: enough for every interesting state, and for a suite that is run often."""
-
-ORDINARY = settings(
-    max_examples=10, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck), database=None
-)
-
-
-@pytest.fixture(autouse=True)
-def runtimes(device: str) -> Iterator[None]:
-    """Every machine of this module runs on the device under test."""
-    with session(partial(open_runtime, device)):
-        yield
-
-
-def case_of(name: str) -> type:
-    """The machine as a test case, as an engine would collect it."""
-    case = MACHINES[name].TestCase
-    case.settings = ORDINARY
-    return case
-
-
-TestMirroredTensor = case_of("mirrored_tensor")
-TestBatch = case_of("batch")
-TestSlotPool = case_of("slot_pool")
-TestPagePool = case_of("page_pool")
-TestHybrid = case_of("hybrid")
-TestEngine = case_of("engine")
-TestFutureMap = case_of("future_map")
-TestOverlap = case_of("overlap")
-TestHostTier = case_of("host_tier")
-TestTransfers = case_of("transfers")
+from tests.conftest import MACHINE_EXAMPLES
 
 
 @pytest.mark.parametrize("name", list(MACHINES))
-def test_interesting_states_are_reached(name: str, device: str) -> None:
-    """Within the ordinary number of examples a machine finds nothing and reaches each of its interesting states."""
-    result = run_machine(MACHINES[name], device=device, examples=EXAMPLES[name], seed=1)
+def test_coverage_targets_are_reached(name: str, machine_run: Callable[[str], MachineResult]) -> None:
+    """Within the ordinary number of examples a machine fails nowhere and reaches each of its coverage targets."""
+    result = machine_run(name)
     assert result.failure is None, result.failure
-    assert result.examples == EXAMPLES[name]
+    assert result.examples == MACHINE_EXAMPLES[name]
     missed = [target for target, times in result.reached.items() if not times]
     assert not missed, f"{name} never reached: {missed}"
 
@@ -76,7 +31,7 @@ def test_every_machine_has_targets() -> None:
 
 
 def test_machines_check_at_full_and_restore_the_level() -> None:
-    """A machine judges at level full, or at that of its run, and leaves the level of the process as it found it."""
+    """A machine checks at level full, or at that of its run, and leaves the level of the process as it found it."""
     seen: list[Level] = []
 
     class Watching(SlotPoolMachine):
