@@ -793,8 +793,8 @@ class MirroredTensor:
         return self._derived(host, device, self.shape, operation)
 
     def _amounts_on_device(self, amount: Rows) -> torch.Tensor:
-        lanes = across(amount, len(self.shape)).astype(numpy_dtype(signed_twin(self.dtype)))
-        return self.runtime.upload([lanes]).view(0)
+        array = across(amount, len(self.shape)).astype(numpy_dtype(signed_twin(self.dtype)))
+        return self.runtime.upload([array]).view(0)
 
     # Contracts
 
