@@ -323,8 +323,8 @@ def test_an_endpoint_that_is_dead() -> None:
         assert time.monotonic() - start < 10.0
 
 
-def test_a_caller_that_never_comes(here: EngineSide) -> None:
-    """Who calls and does not come, or calls with garbage, holds nobody up; closing waits for it for its time only."""
+def test_a_client_that_never_comes(here: EngineSide) -> None:
+    """A client that asks and does not come, or sends garbage, holds up no other; closing waits for its time only."""
     address = here.engine._accept_loop.address  # type: ignore[attr-defined]
     with socket.create_connection(address) as caller:
         caller.sendall(b"garbage\n")
@@ -353,8 +353,8 @@ def test_a_caller_that_never_comes(here: EngineSide) -> None:
     ],
     ids=range(9),
 )
-def test_strangers_end_nothing(here: EngineSide, line: bytes) -> None:
-    """Whatever a stranger says closes its own connection alone; the next caller is served, and closing closes."""
+def test_foreign_clients_end_nothing(here: EngineSide, line: bytes) -> None:
+    """Whatever a foreign client says closes its own connection alone; the next client is served, and closing closes."""
     engine = ours(here)
     address = engine._accept_loop.address
     line = line.replace(b'"meet"', b'"meet", "instance": "%s"' % engine.instance.encode())
@@ -369,8 +369,8 @@ def test_strangers_end_nothing(here: EngineSide, line: bytes) -> None:
         socket.create_connection(address, 1.0)
 
 
-def test_slow_callers_hold_nobody_up(here: EngineSide) -> None:
-    """While callers are silent or drip others are answered at once; each has one second, and the oldest give way."""
+def test_slow_clients_hold_up_no_other(here: EngineSide) -> None:
+    """While clients are silent or drip others are answered at once; each has one second, and the oldest give way."""
     address, instance = ours(here)._accept_loop.address, here.engine.instance
     with contextlib.ExitStack() as stack:
         slow = [stack.enter_context(socket.create_connection(address, 2.0)) for _ in range(pairs.MOST_CLIENTS + 6)]
@@ -386,7 +386,7 @@ def test_slow_callers_hold_nobody_up(here: EngineSide) -> None:
 
 
 def test_answers_that_never_end() -> None:
-    """Who asks waits for its time alone, and takes brackets without end for no answer, also to look for an end."""
+    """A client waits for its time alone, and takes brackets without end for no answer, also to look for an end."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -409,7 +409,7 @@ def test_answers_that_never_end() -> None:
         thread.join()
 
 
-def test_callers_that_never_come_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_that_never_come_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of writers that call and do not come only so many are waited for; others are told, and served later."""
     monkeypatch.setattr(distributed, "MOST_WAITING", 3)
     with contextlib.closing(EngineSide(make, 0.5)) as here, contextlib.closing(EngineSide(make)) as other:
@@ -430,7 +430,7 @@ def test_callers_that_never_come_are_limited(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_million_pieces_cost_little(here: EngineSide) -> None:
-    """Rows of 16 TiB, announced by a stranger, are judged and dropped in little memory; more rows are nonsense."""
+    """Rows of 16 TiB that a foreign process announces are dropped in little memory; more rows are nonsense."""
     address, instance = ours(here)._accept_loop.address, here.engine.instance
     here.register(4096)
     name, rows = "0" * 16, pairs.MOST_ROWS

@@ -198,7 +198,7 @@ def changed(endpoint: bytes, **native: object) -> bytes:
 
 
 def test_bad_endpoints(here: EngineSide, there: PeerProcess) -> None:
-    """What is no endpoint, or leads to nobody or to another instance, is refused, and the true one is served then."""
+    """Other bytes, and endpoints that lead nowhere or elsewhere, are refused, and the true one is served then."""
     here.register(1 << 20, 1)
     there.call("register", 1 << 20, SENTINEL)
     good = there.call("endpoint")
@@ -242,7 +242,7 @@ def test_port_taken_by_the_next_instance(here: EngineSide, there: PeerProcess) -
 
 
 def test_foreign_connections_are_dropped(here: EngineSide) -> None:
-    """Whoever connects to the tag port without this instance's name, or sends a broken record, delivers no tag."""
+    """A client of the tag port that does not name this instance, or sends a broken record, delivers no tag."""
     inner = json.loads(base64.b64decode(json.loads(here.endpoint())["native"]))
     greeting = b"0" * 16 + here.engine.instance.encode()
     for sent in (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n      ", b"0" * 32 + b"\x03tag", greeting + b"\0" + b"x" * 300):
@@ -257,7 +257,7 @@ def test_foreign_connections_are_dropped(here: EngineSide) -> None:
 
 
 def test_silent_connections_are_dropped(here: EngineSide, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who connects to the tag port and says nothing is kept for its time alone, and only so many are; others stay."""
+    """A silent client of the tag port is kept for its time alone, and only so many; others stay."""
     inner = json.loads(base64.b64decode(json.loads(here.endpoint())["native"]))
     monkeypatch.setattr(mooncake, "MOST_SILENT", 4)
 

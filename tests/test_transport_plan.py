@@ -115,7 +115,7 @@ def test_layout_refuses(fields: dict[str, Any], kind: type[BatchStateError], wor
 
 
 def test_layout_from_dict_refuses() -> None:
-    """A dict with a field too few or too many, or no dict, is no layout."""
+    """A dict with a field too few or too many, or another type, is refused."""
     fields = layout().as_dict()
     complains(ArgumentError, lambda: KVLayout.from_dict(fields | {"colour": 1}), "colour")
     complains(ArgumentError, lambda: KVLayout.from_dict({"dtype": "float64"}), "dtype")
@@ -215,7 +215,7 @@ def test_expanding_never_clips(page_size: int) -> None:
 
 
 def test_expanding_refuses_bad_pages() -> None:
-    """Padding, negative pages, pages beyond int64, and what is no list of pages are refused."""
+    """Padding, negative pages, pages beyond int64, and other types are refused."""
     assert refused(Code.SLOT_ZERO_ALLOCATED, lambda: expand_pages([3, 0], 4, 8)).row == 1
     assert refused(Code.SLOT_OUT_OF_RANGE, lambda: expand_pages([3, -1], 4, 8)).slot == -1
     refused(Code.SLOT_OUT_OF_RANGE, lambda: expand_pages([2**61], 4, 4))
@@ -375,7 +375,7 @@ def test_rows_are_never_clipped() -> None:
 
 
 def test_rows_refuse_what_does_not_fit() -> None:
-    """Layouts that differ, pages that are not token-major, regions and tokens that cannot be meant."""
+    """Layouts that differ, pages that are not token-major, regions and locations out of range."""
     three = [0, 1, 2]
     complains(
         HandshakeError, lambda: location_rows([1], [1], layout(), layout(page_size=8), three, three), "page_size is 4"
@@ -497,8 +497,8 @@ def test_a_long_prompt_is_planned_without_a_loop() -> None:
     assert len(chunked(plan, 1024)) == -(-len(plan) // 1024)
 
 
-def test_the_law_of_bounds_was_asked() -> None:
-    """Ownership is judged by the law that engines are judged by."""
+def test_the_invariant_of_bounds_was_asked() -> None:
+    """Ownership is checked by the invariant that engines use."""
     before = invariants.times_checked[Code.TRANSFER_BOUNDS]
     owned_by([1], [[1, 1]])
     assert invariants.times_checked[Code.TRANSFER_BOUNDS] == before + 1

@@ -202,7 +202,7 @@ def test_writers_have_to_hold_all_of_it_once() -> None:
 
 
 @pytest.mark.parametrize("runs", [((8, 4),), ((0, 12),), ((8, 8), (15, 4)), ((8, 0), (20, 12))])
-def test_a_grant_of_runs_that_cannot_be_meant_changes_nothing(runs: object) -> None:
+def test_a_grant_of_runs_out_of_range_changes_nothing(runs: object) -> None:
     """Too little, token 0, overlapping and empty runs are refused, and the lease can be granted right afterwards."""
     pair = Pair()
     lease = pair.receiver.lease("r", 10, ["prefill-0"])
@@ -254,9 +254,7 @@ WRONG_SENDS: list[tuple[Callable[[Sender, Transfer], None], type[Exception]]] = 
 
 
 @pytest.mark.parametrize(("wrong", "error"), WRONG_SENDS)
-def test_tokens_that_cannot_be_meant_send_nothing(
-    wrong: Callable[[Sender, Transfer], None], error: type[Exception]
-) -> None:
+def test_refused_locations_send_nothing(wrong: Callable[[Sender, Transfer], None], error: type[Exception]) -> None:
     """Parts of pages, gaps, too many tokens and padding are refused before a write, and the transfer goes on."""
     pair = Pair()
     lease, [transfer] = pair.granted()
@@ -270,7 +268,7 @@ def test_tokens_that_cannot_be_meant_send_nothing(
     assert lease.state is LeaseState.DELIVERED
 
 
-def test_sources_outside_the_memory_leave_the_sending_open() -> None:
+def test_sources_outside_the_memory_leave_the_transfer_open() -> None:
     """What the engine refuses in the first write has sent nothing: the caller passes the right tokens, and goes on."""
     pair = Pair()
     lease, [transfer] = pair.granted(1, ((8, 1),))
@@ -357,7 +355,7 @@ def test_an_abort_before_the_grant_is_remembered() -> None:
 
 
 def test_an_abort_before_any_grant_ends_the_lease_at_once() -> None:
-    """What was never granted, nobody writes: no message is needed."""
+    """What was never granted is not written: no message is needed."""
     pair = Pair()
     lease = pair.receiver.lease("r", 10, ["prefill-0"])
     assert not lease.ended.query()
@@ -428,8 +426,8 @@ def test_a_suspected_writer_keeps_the_memory() -> None:
     assert lease.ended.query()
 
 
-def test_a_receiver_that_stood_still_lets_nothing_settle() -> None:
-    """Time in which nobody polls is a quarter of the settling at most: what lay in sockets still lies there."""
+def test_a_receiver_that_stood_still_counts_little_grace() -> None:
+    """Time without a poll is a quarter of the grace period at most: what lay in sockets still lies there."""
     pair = Pair()
     lease, _ = pair.granted()
     pair.network.kill(pair.prefills[0].engine)
@@ -453,7 +451,7 @@ def test_a_suspicion_that_was_wrong_ends_with_an_introduction() -> None:
 
 
 def test_the_next_instance_of_a_writer_ends_the_last() -> None:
-    """A restarted writer gets new leases; the old ones fail, and end when what was under way has settled."""
+    """A restarted writer gets new leases; the old ones fail, and end after their grace period."""
     pair = Pair()
     lease, _ = pair.granted()
     before = pair.prefills[0]
@@ -474,7 +472,7 @@ def test_the_next_instance_of_a_writer_ends_the_last() -> None:
 
 
 def test_the_word_of_the_next_instance_does_not_count_for_the_last() -> None:
-    """An abort that reaches the next instance is answered by nobody, and its answer would count for nothing."""
+    """An abort that reaches the next instance is not answered, and its answer would not count."""
     pair = Pair()
     lease, _ = pair.granted()
     pair.receiver.abort(lease)
@@ -489,7 +487,7 @@ def test_the_word_of_the_next_instance_does_not_count_for_the_last() -> None:
 
 
 def test_a_receiver_that_ended_frees_the_sources() -> None:
-    """Nobody reads on for a receiver that has ended, whatever the engine knows of the writes."""
+    """Nothing is read for a receiver that has ended, whatever the engine knows of the writes."""
     pair = Pair(faults=Faults(unknown=1.0, stuck=1.0))
     _, [transfer] = pair.granted()
     pair.sender.send(transfer, SOURCES, 0, last=True)
@@ -649,7 +647,7 @@ def test_a_write_that_was_refused_may_be_tried_with_its_tag(monkeypatch: pytest.
 
 
 def test_an_introduction_from_another_worker_is_refused() -> None:
-    """Where the channel knows who speaks, no other name is believed, and nobody's leases end."""
+    """Where the channel knows the sender, no other name is believed, and no lease ends."""
     pair = Pair()
     lease, _ = pair.granted()
     other = made(Sender, pair.network, "prefill-0", layout())
@@ -693,7 +691,7 @@ def test_only_the_chunks_that_there_are_complete_a_lease(
         pair.receiver.poll()
     assert lease.state is state
     assert lease.ended.query() == (state is LeaseState.DELIVERED)
-    # What arrives behind the end is late: its lease is no more.
+    # What arrives behind the end is late: its lease has ended.
     assert pair.receiver.ignored.foreign + pair.receiver.ignored.late == foreign
 
 
@@ -708,7 +706,7 @@ def test_a_writer_that_is_complete_stays_so() -> None:
     assert writer.complete
 
 
-def test_leases_and_sendings_of_others_are_refused() -> None:
+def test_leases_and_transfers_of_others_are_refused() -> None:
     """What another receiver or sender made changes nothing here nor there; a lease is retried once."""
     pair = Pair()
     lease, [transfer] = pair.granted()
@@ -774,10 +772,8 @@ BAD_ARGUMENTS: list[tuple[Callable[[Pair], object], type[Exception]]] = [
 
 
 @pytest.mark.parametrize(("call", "error"), BAD_ARGUMENTS)
-def test_arguments_that_cannot_be_meant_have_typed_errors(
-    call: Callable[[Pair], object], error: type[Exception]
-) -> None:
-    """Whatever a caller passes, the error is one of the library's."""
+def test_refused_arguments_have_typed_errors(call: Callable[[Pair], object], error: type[Exception]) -> None:
+    """Whatever the caller passes, the error is one of the library's."""
     with pytest.raises(error):
         call(Pair())
 

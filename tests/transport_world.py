@@ -214,7 +214,7 @@ class World:
             if fence.query():
                 self._check_nothing_read(writer, pages)
                 writer.free += pages
-                for page in pages:  # somebody else's KV
+                for page in pages:  # KV of another request
                     for memory in writer.memories:
                         memory[page * self.page_size : (page + 1) * self.page_size] = self.dice.randint(0, 255)
             else:
@@ -284,7 +284,7 @@ class World:
     # Ends of processes
 
     def kill_writer(self, writer: Writer) -> None:
-        """A prefill process ends; some of what it had to say is lost. Nobody knows yet."""
+        """A prefill process ends; some of what it had to say is lost. It is not known yet."""
         self.network.kill(writer.engine)
         self.carry(0.0)
         self.channel = [one for one in self.channel if one[0] != writer.name or self.dice.random() < 0.5]
@@ -338,7 +338,7 @@ class World:
     # The oracle
 
     def receive(self) -> None:
-        """Polls the receiver, and judges what it says."""
+        """Polls the receiver, and checks what it says."""
         known = {request.lease: request for request in self.requests}
         for lease in self.decode.receiver.poll():
             request = known[lease]
@@ -354,7 +354,7 @@ class World:
         self.look()
 
     def settle(self) -> None:
-        """Frees the memory of requests that are over: behind `ended`, as everybody has to."""
+        """Frees the memory of requests that are over: behind `ended`, as every engine has to."""
         for request in self.requests:
             if request.told is None or request.freed or self.dice.random() < 0.5:
                 continue
@@ -384,11 +384,11 @@ class World:
                 quiet[request.tokens] = False
         for memory, shadow in zip(decode.memories, decode.shadow, strict=True):
             changed = np.flatnonzero((memory != shadow).any(axis=1) & quiet)
-            assert not changed.size, f"host tokens {changed[:8]} were written while they were nobody's to write"
+            assert not changed.size, f"host tokens {changed[:8]} were written while no lease had them"
 
     @contextlib.contextmanager
     def _pool_at_work(self) -> Iterator[None]:
-        """Takes note of what the pool itself writes into memory that is nobody's, and of nothing else."""
+        """Takes note of what the pool itself writes into memory that is free, and of nothing else."""
         self.look()
         before = [memory.copy() for memory in self.decode.memories] if levels.full else []
         try:
@@ -457,7 +457,7 @@ class World:
         self._tell(self.decode.receiver.peer_lost, suspect.name)
 
     def end(self) -> None:
-        """Everything is given up, everyone ends; then all memory is everybody's again."""
+        """All requests are given up and all processes end; then all memory is free again."""
         for request in self.requests:
             self.decode.receiver.abort(request.lease)
         for left in range(12 if self.faults.stuck else 200):
