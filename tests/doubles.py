@@ -29,7 +29,7 @@ class Gate:
 
 
 def refused(code: Code, action: Callable[[], object]) -> Violation:
-    """Runs `action`, which has to break the law of `code`."""
+    """Runs `action`, which has to break the invariant of `code`."""
     with pytest.raises(Violation) as caught:
         action()
     assert caught.value.code == code, caught.value

@@ -201,7 +201,7 @@ def test_a_reader_of_a_table_waits_for_its_last_write_alone(monkeypatch: pytest.
 
 
 def test_who_reads_a_column_as_it_is_does_not_become_its_maker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor that another stream has read is still its maker's, who waits for nobody to read it."""
+    """A tensor that another stream has read is still its maker's, which waits for no reader."""
 
     class Bare(Batch):
         lens = device_only(torch.int64)

@@ -23,7 +23,7 @@ def started_with(value: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_cheap_is_the_default() -> None:
-    """Without a word from anybody, checks are on."""
+    """Where no level was set, checks are on."""
     assert current_checks() is Level.CHEAP
 
 
@@ -66,7 +66,7 @@ def test_windows_and_switches() -> None:
 
 
 def test_off_asks_nothing_and_cheap_reads_nothing(rt: Runtime) -> None:
-    """At `off` no law is asked; at `cheap` laws are asked and the device is not read; at `full` it is."""
+    """At `off` no invariant is checked; at `cheap` some are and the device is not read; at `full` it is."""
     asked = {}
     for level in ("off", "cheap", "full"):
         with checks(level):

@@ -184,7 +184,7 @@ def test_memory_is_lent_until_values_are_taken_out() -> None:
     assert rt.counters.staging_allocations - before <= 20  # of uploads, none of which has run
 
 
-def test_a_download_nobody_takes_gives_its_memory_back() -> None:
+def test_a_dropped_download_gives_its_memory_back() -> None:
     """Dropped, it goes at once; its memory comes back when its copy has run, and not before."""
     rt = LateRuntime()
     (tensor,) = on_device(rt, [1, 2, 3])
@@ -223,7 +223,7 @@ def test_large_downloads(rt: Runtime) -> None:
 
 
 def test_memory_that_was_given_away_is_reported(rt: Runtime) -> None:
-    """Values whose memory another copy has got are not handed out; that one keeps its memory, and its values."""
+    """Values whose memory another copy has got are not returned; that one keeps its memory, and its values."""
     one, two = on_device(rt, [1, 2, 3], [4, 5, 6])
     early = rt.download([one])
     rt._landing.give_up(early._block)
@@ -300,7 +300,7 @@ def test_a_device_that_does_not_address_host_memory_is_refused(monkeypatch: pyte
 
 
 def test_the_view_describes_the_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Address, length and dtype are handed to torch as the array interface says; dtype and shape come back."""
+    """Address, length and dtype reach torch as the array interface says; dtype and shape come back."""
     pinned = torch.arange(6, dtype=torch.float64).reshape(2, 3)
     asked = []
 

@@ -64,19 +64,19 @@ def test_calls_of_functions_that_only_checked_go_too(tmp_path: Path) -> None:
         tmp_path,
         """
         class A:
-            def law(self):
+            def check(self):
                 if levels.cheap:
                     ask()
-            def laws(self, what):
+            def checks(self, what):
                 '''Asks all.'''
-                self.law()
+                self.check()
             def checked(self):
                 if levels.full:
-                    self.laws('x')
+                    self.checks('x')
                 return self
             def work(self):
-                self.laws(f'{self}')
-                self.laws(do())
+                self.checks(f'{self}')
+                self.checks(do())
                 self.hook()
                 return A().checked()
             def hook(self):
@@ -85,7 +85,7 @@ def test_calls_of_functions_that_only_checked_go_too(tmp_path: Path) -> None:
     )
     work = found[found.index("def work") : found.index("def hook")]
     assert [line.strip() for line in work.splitlines()[1:] if line.strip()] == [
-        "self.laws(do())",
+        "self.checks(do())",
         "self.hook()",
         "return A()",
     ]
@@ -195,7 +195,7 @@ def test_what_a_check_finds_the_build_does_not(unchecked: Build, violate: Any, l
 
 
 def test_misuse_is_an_error_without_checks_too(unchecked: Build) -> None:
-    """What is judged at the door has no level, and stays: a slot freed twice."""
+    """The validation of arguments has no level, and stays: a slot freed twice."""
     package = unchecked.module("batchstate")
     pool = package.SlotPool(package.open_runtime("cpu"), 4)
     slots = pool.take(2)
@@ -205,7 +205,7 @@ def test_misuse_is_an_error_without_checks_too(unchecked: Build) -> None:
 
 
 def test_nothing_but_checks_differs(unchecked: Build) -> None:
-    """The same traffic through both builds: each figure is the same but times and laws asked."""
+    """The same traffic through both builds: each figure is the same but times and invariants checked."""
     reports = {}
     for name, package in (("checked", traffic), ("unchecked", unchecked.module("batchstate.traffic"))):
         report = package.run_traffic(package.fitted_workload(60, 1), device="cpu", checks="full", aborts=0.1)
