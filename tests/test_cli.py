@@ -173,7 +173,7 @@ def test_list_of_mutants(capsys: pytest.CaptureFixture[str]) -> None:
 def test_named_mutant_is_quick(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whoever names a mutant gets a few clean examples, not those of the whole hunt."""
+    """A named mutant gets a few clean examples, not those of a whole run."""
     path = tmp_path / "figures.json"
     assert main(["mutants", "--name", "filter_forgets_device", "--device", device, "--json", str(path)]) == 0
     assert json.loads(path.read_text())["clean_examples"] == 20

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 NAME = "mutants"
 CLEAN = 2000
 CLEAN_NAMED = 20
-"""Fewer, because whoever names a mutant asks about that one."""
+"""Fewer: a named mutant is what the user asks about."""
 SUMMARY = "switch real bugs on in the library, one at a time, and show which invariant finds each"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     parser.add_argument(
-        "--name", metavar="NAME", action="append", help="hunt only this mutant; may be repeated (default: all)"
+        "--name", metavar="NAME", action="append", help="run only this mutant; may be repeated (default: all)"
     )
     parser.add_argument(
         "--examples",
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Hunts the mutants, prints the table, and returns 0 if all were killed and nothing else was reported."""
+    """Runs the mutants, prints the table, and returns 0 if all were killed and nothing else was reported."""
     from batchstate.selfcheck import mutants
 
     if args.list:

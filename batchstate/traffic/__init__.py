@@ -1,8 +1,7 @@
 """A continuous-batching engine without a model, driven by the arrivals and lengths of real traffic.
 
-The smallest complete user of the library, and the place to read how an engine uses it: `columns` declares the batch,
-`engine` runs a step, `planning` decides. `workload`, `fitted` and `requests` are what comes in, `run` is the clock,
-`report` the outcome.
+The smallest complete user of the library, and the place to read how an engine uses it: `engine` declares the batch and
+runs a step, `scheduler` decides who is in it. `workload` is what comes in, `run` the clock and the report.
 """
 
 from batchstate.traffic.engine import (

@@ -1,6 +1,6 @@
 """Named mutants: real bugs of inference engines, each switched on in our own code, each found by a named invariant.
 
-They show how strong the checks are. `run` hunts them and also shows that the library as it is gets no report.
+They show how strong the checks are. `run` runs them, and the library as it is, which gets no report.
 A mutant belongs to a group, which is a kind of bug. `<group>.mutants` holds those that change a few lines (see
 `diffs`), `<group>.py` those that need state.
 """
