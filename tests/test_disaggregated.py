@@ -372,7 +372,7 @@ def test_malformed_messages_are_refused() -> None:
         (["--transport", "pigeons"], "choose from"),
         (["--role", "prefill"], "needs --listen"),
         (["--role", "decode", "--prefill-degree", "2", "--connect", "localhost:1"], "for each of 2 prefill workers"),
-        (["--connect", "localhost"], "no HOST:PORT"),
+        (["--connect", "localhost"], "not a HOST:PORT"),
         (["--rank", "1"], "go with --role"),
         (["--role", "prefill", "--listen", "localhost:0", "--rank", "1"], "ranks count from 0"),
         (["--role", "prefill", "--listen", "localhost:0", "--kill-prefill-after", "1"], "needs the supervisor"),
