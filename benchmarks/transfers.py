@@ -88,7 +88,7 @@ class Link:
         bare.connect(theirs)
         self._tags = itertools.count()
 
-    def mover(self, work: Work, pages: tuple[Ints, Ints], runs: Ints, *, coalesce: bool) -> Move:
+    def mover(self, work: Work, pages: tuple[Ints, Ints], ranges: Ints, *, coalesce: bool) -> Move:
         """Our way."""
         layout = KVLayout(1, "uint8", ("rows",), work.nbytes)
         here, there = [self._region.index], [next(iter(self._peer.regions))]
@@ -96,7 +96,7 @@ class Link:
 
         def move() -> None:
             sources, targets = (expand_pages(some, 1, work.num_rows) for some in pages)
-            owned_by(targets, runs)
+            owned_by(targets, ranges)
             rows = location_rows(sources, targets, layout, layout, here, there)
             self.write(chunked(coalesced(rows) if coalesce else rows, most))
 
@@ -119,7 +119,7 @@ class Link:
 
 
 def tokens_of(work: Work) -> tuple[Ints, Ints, Ints]:
-    """Source tokens and target tokens int64[n], and the runs int64[r, 2] of the lease that has the targets."""
+    """Source tokens and target tokens int64[n], and the ranges int64[r, 2] of the lease that has the targets."""
     if work.adjacent:
         tokens = np.arange(1, work.num_rows + 1)
         return tokens, tokens, np.array([[1, work.num_rows]])
@@ -131,12 +131,12 @@ def tokens_of(work: Work) -> tuple[Ints, Ints, Ints]:
 def comparison(link: Link, work: Work) -> Comparison:
     """Our way against the bare engine's; for adjacent rows, also against ours with each row for itself."""
     target = SCATTERED if not work.adjacent else ADJACENT if link.engine.capabilities.one_sided else None
-    sources, targets, runs = tokens_of(work)
+    sources, targets, ranges = tokens_of(work)
     name = link.engine.name
-    ours = {f"{name}, planned": link.mover(work, (sources, targets), runs, coalesce=True)}
+    ours = {f"{name}, planned": link.mover(work, (sources, targets), ranges, coalesce=True)}
     others = link.bare.movers(sources * work.nbytes, targets * work.nbytes, work.nbytes)
     if work.adjacent:
-        others = {f"{name}, not coalesced": link.mover(work, (sources, targets), runs, coalesce=False)} | others
+        others = {f"{name}, not coalesced": link.mover(work, (sources, targets), ranges, coalesce=False)} | others
 
     def verify() -> None:
         wanted = np.full(work.memory, 0xEE, dtype=np.uint8).reshape(-1, work.nbytes)

@@ -264,11 +264,11 @@ def test_chunk_errors_say_where() -> None:
     st.lists(st.integers(0, 60), max_size=8),
     st.sampled_from([0, HUGE]),
 )
-def test_only_owned_tokens_are_written(runs: list[Place], tokens: list[int], shift: int) -> None:
-    """Tokens are taken exactly if each lies in a run, in whatever order and overlap, and none comes twice."""
-    owned = {token + shift for start, length in runs for token in range(start, start + length)}
+def test_only_owned_tokens_are_written(ranges: list[Place], tokens: list[int], shift: int) -> None:
+    """Tokens are taken exactly if each lies in a range, in whatever order and overlap, and none comes twice."""
+    owned = {token + shift for start, length in ranges for token in range(start, start + length)}
     targets = [token + shift for token in tokens]
-    shifted = [(start + shift, length) for start, length in runs]
+    shifted = [(start + shift, length) for start, length in ranges]
     outside = [row for row, token in enumerate(targets) if token not in owned]
     if outside:
         assert refused(Code.TRANSFER_BOUNDS, lambda: owned_by(targets, shifted)).row == outside[0]
@@ -279,15 +279,15 @@ def test_only_owned_tokens_are_written(runs: list[Place], tokens: list[int], shi
 
 
 def test_runs_own_their_first_and_last_token() -> None:
-    """The first and last token of each run are owned, also where a run lies inside another; the next one is not."""
-    runs = [[30, 1], [9, 10], [10, 2], [1, 2]]
-    owned_by([9, 1, 18, 2, 14, 30], runs)
+    """The first and last token of each range are owned, also where a range lies inside another; the next one is not."""
+    ranges = [[30, 1], [9, 10], [10, 2], [1, 2]]
+    owned_by([9, 1, 18, 2, 14, 30], ranges)
     for token in (0, 3, 8, 19, 29, 31):
-        refused(Code.TRANSFER_BOUNDS, functools.partial(owned_by, [9, token], runs))
+        refused(Code.TRANSFER_BOUNDS, functools.partial(owned_by, [9, token], ranges))
 
 
-def test_ownership_refuses_bad_runs() -> None:
-    """Runs that are empty, hold the padding, overflow, or have another shape are refused; no tokens need no runs."""
+def test_ownership_refuses_bad_ranges() -> None:
+    """Ranges that are empty, hold the padding, overflow, or have another shape are refused; no tokens need none."""
     owned_by([], [])
     owned_by([], np.empty((0, 2), dtype=np.int64))
     refused(Code.TRANSFER_BOUNDS, lambda: owned_by([1], []))

@@ -95,13 +95,13 @@ class Pair:
             for to, data in outbox * repeat:
                 sides[to].session.on_message(data, source.name)
 
-    def lease(self, tokens: int = 10, runs: object = ((8, 8), (20, 4))) -> Lease:
+    def lease(self, tokens: int = 10, ranges: object = ((8, 8), (20, 4))) -> Lease:
         lease = self.receiver.lease("r", tokens, [side.name for side in self.prefills])
-        self.receiver.grant(lease, np.array(runs, dtype=np.int64).reshape(-1, 2))
+        self.receiver.grant(lease, np.array(ranges, dtype=np.int64).reshape(-1, 2))
         return lease
 
-    def granted(self, tokens: int = 10, runs: object = ((8, 8), (20, 4))) -> tuple[Lease, list[Transfer]]:
-        lease = self.lease(tokens, runs)
+    def granted(self, tokens: int = 10, ranges: object = ((8, 8), (20, 4))) -> tuple[Lease, list[Transfer]]:
+        lease = self.lease(tokens, ranges)
         self.carry()
         return lease, [side.session.poll()[0] for side in self.prefills]
 
@@ -201,13 +201,13 @@ def test_writers_have_to_hold_all_of_it_once() -> None:
     pair.receiver.lease("r", 4, ["prefill-1", "prefill-0"])
 
 
-@pytest.mark.parametrize("runs", [((8, 4),), ((0, 12),), ((8, 8), (15, 4)), ((8, 0), (20, 12))])
-def test_a_grant_of_runs_out_of_range_changes_nothing(runs: object) -> None:
-    """Too little, token 0, overlapping and empty runs are refused, and the lease can be granted right afterwards."""
+@pytest.mark.parametrize("ranges", [((8, 4),), ((0, 12),), ((8, 8), (15, 4)), ((8, 0), (20, 12))])
+def test_a_grant_of_bad_ranges_changes_nothing(ranges: object) -> None:
+    """Too little, token 0, overlapping and empty ranges are refused, and the lease can be granted right afterwards."""
     pair = Pair()
     lease = pair.receiver.lease("r", 10, ["prefill-0"])
-    with pytest.raises(ArgumentError, match="runs"):
-        pair.receiver.grant(lease, np.array(runs, dtype=np.int64))
+    with pytest.raises(ArgumentError, match="ranges"):
+        pair.receiver.grant(lease, np.array(ranges, dtype=np.int64))
     assert not pair.receiver.outbox
     pair.receiver.grant(lease, [[8, 10]])
     with pytest.raises(ArgumentError, match="granted"):
@@ -218,14 +218,14 @@ def test_a_grant_outside_the_own_memory_is_refused_at_once() -> None:
     """A receiver grants no host token that its own regions do not have."""
     pair = Pair()
     lease = pair.receiver.lease("r", 10, ["prefill-0"])
-    with pytest.raises(ArgumentError, match="runs end at host location 72, the regions have 64"):
+    with pytest.raises(ArgumentError, match="ranges end at host location 72, the regions have 64"):
         pair.receiver.grant(lease, [[TOKENS - 4, 12]])
     assert not pair.receiver.outbox
     pair.receiver.grant(lease, [[TOKENS - 12, 12]])
 
 
 def test_a_grant_outside_the_memory_is_refused_by_the_writer() -> None:
-    """A writer believes no run that the receiver's regions do not have, and says so: the lease fails, and ends."""
+    """A writer believes no range that the receiver's regions do not have, and says so: the lease fails, and ends."""
     pair = Pair()
     lease = pair.lease()
     [(to, message)] = pair.receiver.outbox
@@ -462,7 +462,7 @@ def test_the_next_instance_of_a_writer_ends_the_last() -> None:
     pair.receiver.peer_ended("prefill-0", before.engine.instance)
     with pytest.raises(ArgumentError, match="another lease may still write"):
         pair.granted()
-    other, [transfer] = pair.granted(runs=((32, 12),))
+    other, [transfer] = pair.granted(ranges=((32, 12),))
     pair.sender.send(transfer, SOURCES, 0, last=True)
     assert pair.run() == [other]
     assert lease.ended.query()
@@ -725,7 +725,7 @@ def test_leases_and_transfers_of_others_are_refused() -> None:
     for call in wrong:
         with pytest.raises(ArgumentError, match=r"expected a (lease|transfer) of"):
             call()
-    assert (lease.state, waiting.runs, transfer.state) == (LeaseState.WAITING, None, TransferState.OPEN)
+    assert (lease.state, waiting.ranges, transfer.state) == (LeaseState.WAITING, None, TransferState.OPEN)
     assert not strange.outbox
     assert not foreign.outbox
     pair.receiver.abort(lease)
@@ -735,12 +735,12 @@ def test_leases_and_transfers_of_others_are_refused() -> None:
     assert again in pair.receiver.leases()
 
 
-def test_a_grant_of_a_huge_run_costs_what_the_request_needs() -> None:
-    """Of a run only as many tokens are listed as the request has, and a request has no more than a worker can list."""
+def test_a_grant_of_a_huge_range_costs_what_the_request_needs() -> None:
+    """Of a range only as many tokens are listed as the request has: no more than a worker can list."""
     fields: dict[str, Any] = {"sender": "a", "to": "b", "serial": 1, "attempt": 1, "request": "r", "writer": 0}
-    grant = Grant(**fields, num_tokens=3, runs=np.array([[8, 2], [2**20, 2**60]]))
+    grant = Grant(**fields, num_tokens=3, ranges=np.array([[8, 2], [2**20, 2**60]]))
     assert grant.targets.tolist() == [8, 9, 2**20]
-    assert Grant(**fields, num_tokens=0, runs=np.array([[8, 2]])).targets.size == 0
+    assert Grant(**fields, num_tokens=0, ranges=np.array([[8, 2]])).targets.size == 0
     with pytest.raises(ArgumentError, match="num_tokens"):
         unpacked(packed(attrs.evolve(grant, num_tokens=MOST_TOKENS + 1)))
     pair = Pair()

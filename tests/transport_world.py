@@ -72,7 +72,7 @@ class Request:
 
     lease: Lease
     num_tokens: int
-    runs: HostRanges | None = None
+    ranges: HostRanges | None = None
     kv: list[Bytes] = attrs.field(factory=list)
     tokens: Any = None
     freed: bool = False
@@ -185,17 +185,17 @@ class World:
             return
         try:
             with self._pool_at_work():
-                request.runs = self.decode.pool.take(num_tokens, 1)[0] if num_tokens else None
+                request.ranges = self.decode.pool.take(num_tokens, 1)[0] if num_tokens else None
         except PoolExhaustedError:
             receiver.abort(made)
             return
         if self.dice.random() < 0.05:
             receiver.abort(made)
             return
-        runs = np.empty((0, 2), dtype=np.int64) if request.runs is None else request.runs.table
-        request.tokens = runs_of(runs)[:num_tokens]
+        ranges = np.empty((0, 2), dtype=np.int64) if request.ranges is None else request.ranges.table
+        request.tokens = locations_of(ranges)[:num_tokens]
         request.kv = [self.values.integers(0, 256, (num_tokens, HEADS * HEAD_BYTES), dtype=np.uint8) for _ in LAYERS]
-        receiver.grant(made, runs)
+        receiver.grant(made, ranges)
         self.transfers += 1
 
     def request_of(self, transfer: Transfer) -> Request | None:
@@ -358,9 +358,9 @@ class World:
         for request in self.requests:
             if request.told is None or request.freed or self.dice.random() < 0.5:
                 continue
-            if request.runs is not None:
+            if request.ranges is not None:
                 with self._pool_at_work():
-                    self.decode.pool.free(request.runs, after=request.lease.ended)
+                    self.decode.pool.free(request.ranges, after=request.lease.ended)
             request.freed = True
             if request.told is not LeaseState.DELIVERED and self.dice.random() < 0.5:
                 self.begin(request.lease)
@@ -474,8 +474,8 @@ class World:
             self._round()
         with self._pool_at_work():
             for request in self.requests:
-                if not request.freed and request.runs is not None:
-                    self.decode.pool.free(request.runs, after=request.lease.ended)
+                if not request.freed and request.ranges is not None:
+                    self.decode.pool.free(request.ranges, after=request.lease.ended)
         self.decode.pool.verify()
         stats = self.decode.pool.stats
         assert stats.free == stats.size, f"memory was lost: {stats}"
@@ -496,9 +496,9 @@ def tokens_on(pages: list[int], page_size: int) -> npt.NDArray[np.int64]:
     return (np.array(pages, dtype=np.int64)[:, None] * page_size + np.arange(page_size, dtype=np.int64)).reshape(-1)
 
 
-def runs_of(runs: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Every token of these runs, in order."""
-    return np.concatenate([np.arange(a, a + n, dtype=np.int64) for a, n in runs.tolist()] or [runs.reshape(-1)])
+def locations_of(ranges: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Every token of these ranges, in order."""
+    return np.concatenate([np.arange(a, a + n, dtype=np.int64) for a, n in ranges.tolist()] or [ranges.reshape(-1)])
 
 
 def history(seed: int, steps: int = 160) -> World:

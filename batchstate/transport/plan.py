@@ -88,41 +88,49 @@ def check_chunk(first: int, num_tokens: int, total: int, page_size: int, last: b
         )
 
 
-def owned_by(locs: npt.ArrayLike, runs: npt.ArrayLike) -> None:
+def owned_by(locs: npt.ArrayLike, ranges: npt.ArrayLike) -> None:
     """Refuses target locations that a lease does not own, or that are named twice.
 
     Args:
         locs: integer[n], where rows are to be written.
-        runs: integer[r, 2], what the lease owns: start and length of each run.
+        ranges: integer[r, 2], what the lease owns: start and length of each range.
 
     Raises:
-        Violation: TRANSFER_BOUNDS: a location outside all runs.
-        ArgumentError: a location twice, or a run that is empty or holds location 0.
+        Violation: TRANSFER_BOUNDS: a location outside all ranges.
+        ArgumentError: a location twice, or a range that is empty or holds location 0.
         ShapeError, DtypeError: arrays of another shape or dtype.
     """
-    wanted, owned = indices_of(locs, "locations"), converted(runs, np.dtype(np.int64), "runs")
+    wanted, owned = indices_of(locs, "locations"), converted(ranges, np.dtype(np.int64), "ranges")
     if owned.shape != (0,) and owned.shape[1:] != (2,):
-        raise ShapeError(f"runs of shape {owned.shape}", value=owned.shape, remedy="pass start and length of each run")
+        raise ShapeError(
+            f"ranges of shape {owned.shape}", value=owned.shape, remedy="pass start and length of each range"
+        )
     starts, lengths = owned.reshape(-1, 2).T.copy()  # a column in one piece: much faster below
     wrong = (starts < 1) | (lengths < 1) | (lengths > _LARGEST - starts)
     if wrong.any():
         start, length = owned[int(wrong.argmax())].tolist()
         raise ArgumentError(
-            f"a run of {length} locations from {start} on",
+            f"a range of {length} locations from {start} on",
             value=(start, length),
-            remedy="pass runs of at least one location; location 0 is padding",
+            remedy="pass ranges of at least one location; location 0 is padding",
         )
     in_order = np.argsort(starts)
     starts, ends = starts[in_order], (starts + lengths)[in_order]
-    ends = np.maximum.accumulate(ends)  # those so far: runs may lie inside others
+    ends = np.maximum.accumulate(ends)  # those so far: ranges may lie inside others
     if not starts.size:
         starts = ends = np.zeros(1, dtype=np.int64)
     order = np.argsort(wanted)
     ascending = wanted[order]  # looked up several times as fast as numbers in no order
-    run = np.empty_like(order)
-    run[order] = np.maximum(np.searchsorted(starts, ascending, side="right") - 1, 0)
+    which = np.empty_like(order)
+    which[order] = np.maximum(np.searchsorted(starts, ascending, side="right") - 1, 0)
     invariants.transfer_bounds(
-        wanted, np.ones_like(wanted), starts[run], ends[run], what="locations", operation="owned_by", object="the lease"
+        wanted,
+        np.ones_like(wanted),
+        starts[which],
+        ends[which],
+        what="locations",
+        operation="owned_by",
+        object="the lease",
     )
     copy = invariants.first_duplicate(wanted) if (ascending[1:] == ascending[:-1]).any() else None
     if copy is not None:

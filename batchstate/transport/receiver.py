@@ -1,8 +1,8 @@
 """The side whose memory is written: makes leases, grants host memory to writers, and says what has arrived.
 
     lease = receiver.lease("request 7", num_tokens, ["prefill-0", "prefill-1"])
-    runs = ...                                  # take host memory; whenever it is freed: behind lease.ended
-    receiver.grant(lease, runs)
+    ranges = ...                                  # take host memory; whenever it is freed: behind lease.ended
+    receiver.grant(lease, ranges)
     ...
     for lease in receiver.poll(): ...           # DELIVERED, FAILED or ABORTED, each once
 
@@ -27,7 +27,17 @@ from batchstate.transport.engines.base import Delivery, Engine
 from batchstate.transport.handshake import Description
 from batchstate.transport.layout import KVLayout, sources_of
 from batchstate.transport.regions import Ints, Region
-from batchstate.transport.wire import MOST_ATTEMPTS, MOST_TOKENS, Grant, Kind, Notice, Tag, check_runs, packed, unpacked
+from batchstate.transport.wire import (
+    MOST_ATTEMPTS,
+    MOST_TOKENS,
+    Grant,
+    Kind,
+    Notice,
+    Tag,
+    check_ranges,
+    packed,
+    unpacked,
+)
 from batchstate.transport.workers import Clock, Session, Worker
 
 
@@ -93,7 +103,7 @@ class Lease:
         writers: progress of each of its writers.
         state: final once it is not WAITING.
         reason: why it failed or was aborted.
-        runs: int64[r, 2], the host locations granted, or None before the grant.
+        ranges: int64[r, 2], the host locations granted, or None before the grant.
         retried: whether there was another attempt after it.
         ended: a fence: true when no writer can write the memory any more. Never before the state is final.
     """
@@ -106,7 +116,7 @@ class Lease:
     writers: tuple[WriterProgress, ...] = attrs.field(repr=False)
     state: LeaseState = LeaseState.WAITING
     reason: str = ""
-    runs: Ints | None = attrs.field(default=None, repr=False)
+    ranges: Ints | None = attrs.field(default=None, repr=False)
     retried: bool = False
     ended: "Ended" = attrs.field(init=False, repr=False)
 
@@ -128,7 +138,7 @@ class Lease:
     @property
     def tokens(self) -> int:
         """How many host locations were granted."""
-        return 0 if self.runs is None else int(np.sum(self.runs[:, 1]))
+        return 0 if self.ranges is None else int(np.sum(self.ranges[:, 1]))
 
 
 @final
@@ -142,7 +152,7 @@ class Ended:
         """Whether every writer has delivered all, drained, or ended a grace period ago; or none was ever granted."""
         if self.lease.state is LeaseState.WAITING:
             return False
-        return self.lease.runs is None or all(writer.ended for writer in self.lease.writers)
+        return self.lease.ranges is None or all(writer.ended for writer in self.lease.writers)
 
     def arrived(self) -> int:
         """How many tokens a request may count on: all of the lease's once it is DELIVERED, and none before or else."""
@@ -282,35 +292,35 @@ class Receiver(Session):
         lease.retried = True
         return following
 
-    def grant(self, lease: Lease, runs: HostRanges | npt.ArrayLike) -> None:
+    def grant(self, lease: Lease, ranges: HostRanges | npt.ArrayLike) -> None:
         """Lets the writers of a lease write host memory: one message for each of them goes to the outbox.
 
         Args:
             lease: waiting, not granted before.
-            runs: what `HiSparse.reserve` or `HostKVPool.take` returned, or int64[r, 2], start and length of host
+            ranges: what `HiSparse.reserve` or `HostKVPool.take` returned, or int64[r, 2], start and length of host
                 locations, in the order of the request's tokens. Reserved or freed behind `lease.ended`.
 
         Raises:
-            ArgumentError: granted before, a lease of another receiver, runs that do not hold the request, lie outside
+            ArgumentError: granted before, a lease of another receiver, ranges that do not hold the request, lie outside
                 the regions, or that another lease may still write.
             DtypeError: not integers.
             TransferError: the lease is not waiting any more: a writer was lost, or it was aborted.
         """
         self._engine.check_owner("grant")
         self._check_mine(lease)
-        table = runs.table if isinstance(runs, HostRanges) else runs
-        if as_array(table, "runs").dtype.kind == "b":
-            raise DtypeError("runs: booleans", value="bool", remedy="pass start and length of each run")
-        memory = converted(table, np.dtype(np.int64), "runs")
+        table = ranges.table if isinstance(ranges, HostRanges) else ranges
+        if as_array(table, "ranges").dtype.kind == "b":
+            raise DtypeError("ranges: booleans", value="bool", remedy="pass start and length of each range")
+        memory = converted(table, np.dtype(np.int64), "ranges")
         memory = memory.reshape(0, 2) if not memory.size else memory
         if lease.state is not LeaseState.WAITING:
             raise TransferError(f"{lease!r}: {lease.reason}", value=lease.serial, remedy="free the memory, and retry")
-        if lease.runs is not None or self._leases.get(lease.serial) is not lease:
+        if lease.ranges is not None or self._leases.get(lease.serial) is not lease:
             raise ArgumentError(f"{lease!r} is granted", value=lease.serial, remedy="grant each lease once")
-        check_runs(memory, lease.num_tokens)
+        check_ranges(memory, lease.num_tokens)
         if memory.size and int(memory.sum(axis=1).max()) > self._capacity:
             raise ArgumentError(
-                f"runs end at host location {memory.sum(axis=1).max()}, the regions have {self._capacity}",
+                f"ranges end at host location {memory.sum(axis=1).max()}, the regions have {self._capacity}",
                 value=int(memory.sum(axis=1).max()),
                 remedy="grant host memory whose regions the receiver was made with",
             )
@@ -320,7 +330,7 @@ class Receiver(Session):
             to, epoch, tokens = writer.worker, self._engine.instance, lease.num_tokens
             grant = Grant(epoch, to.instance, lease.serial, lease.attempt, lease.request, index, tokens, memory)
             messages.append((to.name, packed(grant)))
-        lease.runs = memory.copy()
+        lease.ranges = memory.copy()
         self.outbox += messages
 
     def abort(self, lease: Lease, reason: str = "aborted") -> None:
@@ -403,7 +413,7 @@ class Receiver(Session):
         if not lease.become(state, reason):
             return
         self._changed.append(lease)
-        if lease.runs is None:
+        if lease.ranges is None:
             return
         for writer in lease.writers:
             if not writer.ended and not writer.worker.ended:
@@ -425,14 +435,14 @@ def _writer_of(lease: Lease, instance: str) -> WriterProgress | None:
 
 def _check_unleased(lease: Lease, memory: Ints, leases: Iterable[Lease]) -> None:
     """Refuses host locations int64[r, 2] that another of `leases` may still write."""
-    others = [one.runs for one in leases if one.runs is not None and not one.ended.query()]
+    others = [one.ranges for one in leases if one.ranges is not None and not one.ended.query()]
     if not others or not memory.size:
         return
-    runs = np.concatenate(others)
-    starts, ends = runs[:, 0, None], runs.sum(axis=1)[:, None]
+    ranges = np.concatenate(others)
+    starts, ends = ranges[:, 0, None], ranges.sum(axis=1)[:, None]
     shared = ((memory[:, 0] < ends) & (starts < memory.sum(axis=1))).any(axis=1)
     if shared.any():
-        start, length = runs[int(np.flatnonzero(shared)[0])].tolist()
+        start, length = ranges[int(np.flatnonzero(shared)[0])].tolist()
         raise ArgumentError(
             f"{lease!r} is to have host locations that another lease may still write: {length} from {start} on",
             value=memory.tolist(),

@@ -301,7 +301,7 @@ class Sender(Session):
                 remedy="send the tokens of a request once, in order",
             )
         targets = transfer.targets[begin : begin + sources.size]
-        owned_by(targets, transfer.grant.runs)
+        owned_by(targets, transfer.grant.ranges)
         there = [region.index for region in transfer.worker.regions]
         rows = location_rows(sources, targets, layout, theirs, self._regions, there)
         return chunked(coalesced(rows), self._engine.capabilities.max_rows, self._max_bytes)
@@ -387,6 +387,6 @@ class Sender(Session):
 def _refusal(worker: Worker, grant: Grant) -> str:
     """Why a grant is refused: host locations outside the receiver's memory. Else nothing."""
     capacity = min(region.nbytes for region in worker.regions) // worker.description.layout.item_bytes
-    if grant.runs.size and int(grant.runs.sum(axis=1).max()) > capacity:
-        return f"the grant ends at host location {grant.runs.sum(axis=1).max()}, {worker.name} has {capacity}"
+    if grant.ranges.size and int(grant.ranges.sum(axis=1).max()) > capacity:
+        return f"the grant ends at host location {grant.ranges.sum(axis=1).max()}, {worker.name} has {capacity}"
     return ""

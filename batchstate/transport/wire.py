@@ -322,7 +322,7 @@ class Grant:
         request: name of the request.
         writer: index of the writer among those of the lease.
         num_tokens: tokens of the request.
-        runs: int64[r, 2], start and length of the host locations that it takes, in order; the last may be longer.
+        ranges: int64[r, 2], start and length of the host locations that it takes, in order; the last may be longer.
     """
 
     sender: str
@@ -332,15 +332,15 @@ class Grant:
     request: str
     writer: int
     num_tokens: int
-    runs: Ints = attrs.field(repr=False)
+    ranges: Ints = attrs.field(repr=False)
 
     @property
     def targets(self) -> Ints:
         """int64[num_tokens], the host location of each token of the request."""
-        ends = np.minimum(self.runs[:, 1].cumsum(), self.num_tokens)
+        ends = np.minimum(self.ranges[:, 1].cumsum(), self.num_tokens)
         lengths = ends.copy()
         lengths[1:] -= ends[:-1]
-        return arange_per_row(self.runs[:, 0], lengths)
+        return arange_per_row(self.ranges[:, 0], lengths)
 
 
 _NOTICE = record(MAGIC, kind=Kind, sender=text(), to=text(), serial=number(), reason=text())
@@ -363,8 +363,8 @@ def _message(value: Any) -> Grant | Notice:
         return Notice(**_NOTICE(value))
     fields = _GRANT(value)
     del fields["kind"]
-    grant = Grant(**fields)
-    check_runs(grant.runs, grant.num_tokens)
+    grant = Grant(ranges=fields.pop("runs"), **fields)
+    check_ranges(grant.ranges, grant.num_tokens)
     return grant
 
 
@@ -372,13 +372,15 @@ def packed(message: Grant | Notice) -> bytes:
     """As it travels.
 
     Raises:
-        ArgumentError: too long; more runs than a message holds.
+        ArgumentError: too long; more ranges than a message holds.
     """
     fields: dict[str, Any] = {"is": MAGIC, "kind": Kind.GRANT} | attrs.asdict(message, recurse=False)
+    if isinstance(message, Grant):
+        fields["runs"] = fields.pop("ranges")
     data = json.dumps(fields, default=np.ndarray.tolist).encode()
     if len(data) > MOST_BYTES:
         raise ArgumentError(
-            f"a message of {len(data)} bytes", value=len(data), remedy="grant memory in fewer and longer runs"
+            f"a message of {len(data)} bytes", value=len(data), remedy="grant memory in fewer and longer ranges"
         )
     return data
 
@@ -395,21 +397,23 @@ def unpacked(data: object) -> Grant | Notice:
     return found
 
 
-def check_runs(runs: Ints, num_tokens: int) -> None:
-    """Refuses runs that do not hold a request: int64[r, 2], each of at least one token, none shared, enough in all.
+def check_ranges(ranges: Ints, num_tokens: int) -> None:
+    """Refuses ranges that do not hold a request: int64[r, 2], each of at least one token, none shared, enough in all.
 
     Raises:
         ArgumentError: they do not.
     """
-    if runs.ndim != 2 or runs.shape[1] != 2:
-        raise ArgumentError(f"runs of shape {runs.shape}", value=runs.shape, remedy="pass start and length of each run")
-    pairs = runs.tolist()
+    if ranges.ndim != 2 or ranges.shape[1] != 2:
+        raise ArgumentError(
+            f"ranges of shape {ranges.shape}", value=ranges.shape, remedy="pass start and length of each range"
+        )
+    pairs = ranges.tolist()
     wrong = [pair for pair in pairs if pair[0] < 1 or pair[1] < 1 or pair[0] > _LARGEST - pair[1]]
     pairs.sort()
     shared = [pair for before, pair in itertools.pairwise(pairs) if before[0] + before[1] > pair[0]]
     if wrong or shared or sum(length for _, length in pairs) < num_tokens:
         raise ArgumentError(
-            f"runs {(wrong or shared or pairs)[:4]} for {num_tokens} tokens",
+            f"ranges {(wrong or shared or pairs)[:4]} for {num_tokens} tokens",
             value=num_tokens,
-            remedy="pass start and length of runs that do not overlap and hold the request; location 0 is padding",
+            remedy="pass start and length of ranges that do not overlap and hold the request; location 0 is padding",
         )

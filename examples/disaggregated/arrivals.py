@@ -222,8 +222,8 @@ class Arrivals:
             return False
         self.waiting.popleft()
         slot = self._slots.take(1)
-        (runs,) = self._tier.reserve(slot, len(request.prompt), request.kv_limit, writer=lease.ended)
-        self.receiver.grant(lease, runs)
+        (ranges,) = self._tier.reserve(slot, len(request.prompt), request.kv_limit, writer=lease.ended)
+        self.receiver.grant(lease, ranges)
         arrival = Arrival(request, slot, lease, self._clock())
         self._open[lease.serial] = self._by_name[lease.request, lease.attempt] = arrival
         for writer in self._writers:

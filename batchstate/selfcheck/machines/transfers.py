@@ -41,19 +41,19 @@ class Attempt:
     Attributes:
         lease: of the receiver.
         kv: what is to arrive, uint8[tokens, ITEM_BYTES] for each layer.
-        runs: the host locations; None where it needs none.
+        ranges: the host locations; None where it needs none.
         told: the final state, as `poll` has said it.
     """
 
     lease: Lease
     kv: tuple[Bytes, ...]
-    runs: HostRanges | None
+    ranges: HostRanges | None
     told: LeaseState | None = None
 
     @property
     def tokens(self) -> npt.NDArray[np.int64]:
         """Its host locations, int64[n]."""
-        return np.empty(0, np.int64) if self.runs is None else self.runs.locations(0, self.lease.num_tokens)
+        return np.empty(0, np.int64) if self.ranges is None else self.ranges.locations(0, self.lease.num_tokens)
 
 
 @attrs.define(eq=False)
@@ -171,14 +171,14 @@ class TransfersMachine(Machine):
         except TransferError:
             return  # the writer is gone
         try:
-            runs = self.host.take(tokens, [self.named])[0] if tokens else None
+            ranges = self.host.take(tokens, [self.named])[0] if tokens else None
         except PoolExhaustedError:
             self.receiver.abort(lease)
             self.reached("host tokens exhausted")
             return
         kv = tuple(np.frombuffer(self.dice.randbytes(tokens * ITEM_BYTES), np.uint8).reshape(-1, 4) for _ in LAYERS)
-        self.attempts.append(Attempt(lease, kv, runs))
-        self.receiver.grant(lease, np.empty((0, 2), np.int64) if runs is None else runs.table)
+        self.attempts.append(Attempt(lease, kv, ranges))
+        self.receiver.grant(lease, np.empty((0, 2), np.int64) if ranges is None else ranges.table)
 
     @rule(free=st.booleans(), retry=st.booleans())
     def collect(self, free: bool, retry: bool) -> None:
@@ -210,8 +210,8 @@ class TransfersMachine(Machine):
 
     def _free(self, attempt: Attempt) -> None:
         self.attempts.remove(attempt)
-        if attempt.runs is not None:
-            self.host.free(attempt.runs, after=attempt.lease.ended)
+        if attempt.ranges is not None:
+            self.host.free(attempt.ranges, after=attempt.lease.ended)
 
     @precondition(lambda self: any(one.told is LeaseState.DELIVERED for one in self.attempts))
     @rule()
