@@ -245,7 +245,7 @@ class Allocator:
         self._reserved = free_list(size + 1, size + reserve)
         self._queue = PendingQueue()
         self._reaping = False  # a fence that calls its own pool must not start a second round of queries
-        # Twice as many states as indices, so that those behind the last, and negative ones, which count from the end,
+        # Twice as many states as indices, so that those after the last, and negative ones, which count from the end,
         # fall on padding (memory that is not touched costs nothing). See `all_are` and `_states_of`.
         self._states = np.zeros(2 * self.capacity + 1, dtype=np.uint8)
         self._states[1 : self.capacity] = FREE
@@ -409,7 +409,7 @@ class Allocator:
     def all_are(self, indices: Ints, state: bytes) -> bool:
         """Whether each of `indices` is in this state, one of the `_BYTE`s. O(n), the fastest way to ask.
 
-        Those behind the last are in none. Negative ones are in none down to -capacity, where placeholders are; still
+        Those after the last are in none. Negative ones are in none down to -capacity, where placeholders are; still
         lower ones, which no free list can hold, are found at `full`.
         """
         try:  # bytes are compared in a fraction of the time in which numpy compares two arrays and counts

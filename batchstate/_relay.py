@@ -290,7 +290,7 @@ class RelayEntries(SlotListener):
             published = entries.generation[rows]
             held = np.where(self._is_live(rows), published, 0)
             writer = self._writer(entries, rows)
-            invariants.future_generation(rows, published, held, writer, "none", **self.where("verify", name))
+            invariants.future_generation(rows, published, held, writer, "not read yet", **self.where("verify", name))
 
     # Reports
 
@@ -341,7 +341,7 @@ class RelayEntries(SlotListener):
 
         def writer(row: int) -> str:
             publication = self.publications.get(int(entries.number[rows[row]]))
-            return "none" if publication is None else publication.by
+            return "an older publish" if publication is None else publication.by
 
         return writer
 

@@ -355,7 +355,7 @@ class RowState:
 
     Attributes:
         host: rows of the mirrored columns.
-        device: columns of which the host side is no copy. A batch that has gathered a column replaces its rows here.
+        device: columns whose host side is not a copy. A batch that has gathered a column replaces its rows here.
         objects: Python objects by column, object[num_reqs].
     """
 
@@ -512,7 +512,7 @@ class ColumnInputs:
 
     Attributes:
         host: host rows of mirrored columns (and generations of slots).
-        device: rows of columns of which the host side is no copy.
+        device: rows of columns whose host side is not a copy.
         objects: Python objects, object[n].
         exact: mirrored columns with exact values, so that older device rows of theirs no longer count.
         pool_id: the pool of the slots; None without slots.

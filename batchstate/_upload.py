@@ -194,7 +194,7 @@ class BatchDevice:
         kind = place.array, place.dtype
         group = self._groups.get(kind)
         if group is None:
-            num_rows = host.groups[place.array].shape[1]  # behind the rows lies alignment
+            num_rows = host.groups[place.array].shape[1]  # alignment follows the rows
             group = self._groups[kind] = packed.group(place.array, place.dtype, num_rows)
         column = group[place.member]
         return column.view(-1, *place.shape) if place.shape else column
@@ -217,8 +217,8 @@ class BatchDevice:
         """The column, and batches derived from here on, start from what was gathered, not from where it came from.
 
         Args:
-            name: of a column of which the host side is no copy.
-            gathered: its rows, with padded ones behind them or not.
+            name: of a column whose host side is not a copy.
+            gathered: its rows, with or without padded ones after them.
         """
         num_rows = len(self.state.device[name])
         if gathered.tensor.shape[0] != num_rows:

@@ -1,4 +1,4 @@
-"""The version of the package, as it is installed."""
+"""The version of the package, as it is installed. Apart, so that importing the package reads no metadata."""
 
 from importlib import metadata
 

@@ -705,7 +705,7 @@ class Batch(metaclass=BatchType):
         return batch
 
     def _begin(self, operation: str) -> int:
-        """Checks before an operation: nothing that is exposed was written, and there is no padding."""
+        """Checks before an operation: nothing that is exposed was written, and the batch has no padding."""
         if levels.cheap and (self._exposed or (self._device is not None and self._device.uploaded)):
             self._check_read_columns(operation)
         if self.num_rows != self.num_reqs:

@@ -629,7 +629,7 @@ def future_unwritten(slots: Ints, written: Mask, reader: str, **where: Unpack[Wh
         actual="unwritten",
         row=row,
         slot=int(slots[row]),
-        writer="none",
+        writer="not written",
         reader=reader,
     )
 
@@ -686,7 +686,7 @@ def future_consumed(slots: Ints, taken: Mask, writer: Writer, reader: str, **whe
 
 @invariant(
     "cheap",
-    "read every entry before the next publish (`prefetch` what the host needs right behind the forward), or "
+    "read every entry before the next publish (`prefetch` what the host needs right after the forward), or "
     "`discard` what is not wanted",
     ("sglang-jax#1487", "sglang-jax#1504", "sglang #13713", "sglang #30435"),
 )
@@ -706,7 +706,7 @@ def future_unread_overwritten(
         row=row,
         slot=int(slots[row]),
         writer=writer,
-        reader="none",
+        reader="not read yet",
     )
 
 
@@ -716,7 +716,7 @@ def future_unread_overwritten(
     ("sglang #30435", "sglang #30471", "vllm #51571", "vllm #36013", "sglang #26376"),
 )
 def future_order(ordered: bool, writer: str, reader: str, missing: str, **where: Unpack[Where]) -> Breach | None:
-    """A use of an entry comes behind the publish that wrote it, and behind those that read it, by their fences.
+    """A use of an entry is ordered after the publish that wrote it, and after those that read it, by their fences.
 
     `missing` names the order that must hold. Cost: a set lookup or the query of a fence for each publish, not for each
     row. Broken by one event for two publishers, and by a host that reads before its copy has run.

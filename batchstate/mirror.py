@@ -62,7 +62,7 @@ class Contract(enum.Enum):
     UPPER_BOUND = "upper_bound"
     """host >= device: the host knows a bound until the exact value is resolved."""
     DEVICE_ONLY = "device_only"
-    """There is no host side; reading it raises."""
+    """Without a host side; reading it raises."""
     HOST_ONLY = "host_only"
     """Not uploaded yet; uploaded once, on the stream that first uses it."""
 
@@ -74,7 +74,7 @@ def parse_contract(contract: str | Contract) -> Contract:
     """The contract of that name.
 
     Raises:
-        ArgumentError: there is none of that name.
+        ArgumentError: unknown name.
     """
     if isinstance(contract, Contract):
         return contract

@@ -1,8 +1,8 @@
 """`StaticBuffers`: the device side of a batch at addresses that stay, which is what a captured graph reads.
 
-Columns and extras lie one behind the other, in the order in which a step packs them, so that `Batch.to_static` is one
+Columns and extras lie one after the other, in the order in which a step packs them, so that `Batch.to_static` is one
 copy straight to where the graph reads. Rows beyond those of the batch are padding: slot 0, and each column's pad value.
-A column of which the host side is no copy is gathered, and copied to its place on the device.
+A column whose host side is not a copy is gathered, and copied to its place on the device.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +46,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
             rows of device-only columns that are still on the host than the buffers have rows, take a second copy.
 
     Attributes:
-        num_reqs: requests of the batch that is in it; behind them are padded rows.
+        num_reqs: requests of the batch that is in it; padded rows follow them.
 
     Raises:
         ArgumentError, DtypeError: not a runtime, a batch class or counts; an extra with the name of a column.

@@ -268,7 +268,7 @@ def test_violation_is_printed_and_1(
     assert "remedy" in output.err
 
 
-def test_progress_is_silent_where_nobody_watches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     """Where stderr is no terminal, short work prints nothing and long work a line now and then."""
     with progress("work", 10) as update:
         update(5, "halfway")

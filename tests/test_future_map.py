@@ -362,7 +362,7 @@ def test_reading_what_was_not_published(rt: Runtime, pool: SlotPool, relay: Futu
     violation = broken(relay, Code.FUTURE_UNWRITTEN, lambda: relay.gather(slots, "tokens"))
     assert (violation.row, violation.slot, violation.step) == (1, int(slots.np[1]), 1)
     assert (violation.object, violation.column, violation.operation) == (repr(relay), "tokens", "gather")
-    assert violation.writer == "none"
+    assert violation.writer == "not written"
     assert violation.reader is not None
     assert violation.reader.startswith("gather in step 1 on stream ")
     broken(relay, Code.FUTURE_UNWRITTEN, lambda: relay.prefetch(slots, "tokens"))
@@ -405,7 +405,7 @@ def test_an_unread_entry_is_not_overwritten(rt: Runtime, pool: SlotPool, relay: 
     assert "by publish in step 0 on stream " in violation.problem
     assert violation.writer is not None
     assert violation.writer.startswith("publish in step 1 on stream ")
-    assert (violation.reader, violation.expected) == ("none", "read by the next forward and the host")
+    assert (violation.reader, violation.expected) == ("not read yet", "read by the next forward and the host")
     broken(relay, Code.FUTURE_UNREAD_OVERWRITTEN, lambda: relay.publish(slots, tokens=[7, 8]))
     relay.discard(slots.take([1]), "tokens")
     assert states(relay, slots, "tokens") == [["consumed", "unwritten"]]

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from batchstate import checks
-from batchstate.kv._ranges import FreeRanges
 from batchstate.kv.hisparse import HiSparse
-from batchstate.kv.host_pool import HostKVPool, HostRanges
+from batchstate.kv.host_pool import FreeRanges, HostKVPool, HostRanges
 from batchstate.kv.pages import PagePool
 from batchstate.pools import SlotPool
 from batchstate.runtime import open_runtime

@@ -72,7 +72,7 @@ CASES: dict[Code, tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = {
     Code.FUTURE_UNWRITTEN: (
         (ints([4, 5]), np.array([True, False]), "gather"),
         (ints([4, 5]), np.array([True, True]), "gather"),
-        {"row": 1, "slot": 5, "writer": "none", "reader": "gather", "actual": "unwritten"},
+        {"row": 1, "slot": 5, "writer": "not written", "reader": "gather", "actual": "unwritten"},
     ),
     Code.FUTURE_GENERATION: (
         (ints([4, 5]), ints([3, 3]), ints([3, 4]), by_row, "gather"),
@@ -87,7 +87,7 @@ CASES: dict[Code, tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = {
     Code.FUTURE_UNREAD_OVERWRITTEN: (
         (ints([4, 5]), np.array([False, True]), by_row, "stash", "the host"),
         (ints([4, 5]), np.array([False, False]), not_called, "stash", "the host"),
-        {"row": 1, "slot": 5, "writer": "stash", "reader": "none", "expected": "read by the host"},
+        {"row": 1, "slot": 5, "writer": "stash", "reader": "not read yet", "expected": "read by the host"},
     ),
     Code.FUTURE_ORDER: (
         (False, "publish", "gather", "a wait for publish"),

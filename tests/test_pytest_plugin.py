@@ -477,7 +477,7 @@ def test_a_race_that_somebody_catches_fails_the_test(run: Run, pytester: pytest.
             "--batchstate-device=race",
         )
         result.assert_outcomes(failed=1)
-        assert "somebody caught this race" in section(result)
+        assert "this race was caught" in section(result)
         assert ("something caught a race" in str(result.stdout)) is (ends == "pass")
 
 

@@ -39,7 +39,7 @@ def add_seed(parser: argparse.ArgumentParser, *, default: int | None = 0) -> Non
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """`--json FILE`; see `write_json`."""
-    parser.add_argument("--json", metavar="FILE", type=_new_file, help="also write the figures to FILE, for machines")
+    parser.add_argument("--json", metavar="FILE", type=new_file, help="also write the figures to FILE, for machines")
 
 
 def chosen_device(name: str | None) -> str:
@@ -62,7 +62,7 @@ def whole(least: int) -> Callable[[str], int]:
 
     def parse(text: str) -> int:
         if not (text.isascii() and text.isdigit()) or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} on")
         return int(text)
 
     return parse
@@ -75,19 +75,19 @@ def share(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share from 0 to 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to 1")
     return value
 
 
-def _new_file(text: str) -> Path:
-    # Asked now, because a run of a minute should not end in an error that was there from the start.
+def new_file(text: str) -> Path:
+    """The type of options that name a file to write. Checked at the start: a long run should not end in this error."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written: no such folder, or a folder itself")
     return path
 
 
-# How far a command is: a bar on a terminal, and otherwise a line now and then. Both go to stderr.
+# Progress of a command: a bar on a terminal, and otherwise a line now and then. Both go to stderr.
 
 SECONDS_BETWEEN_LINES = 5.0
 """Where stderr is no terminal: a log should tell a long run from one that hangs, and stay short."""
@@ -112,7 +112,7 @@ def progress(what: str, total: int) -> Iterator[Update]:
 
 
 def on_terminal(stream: TextIO | None) -> bool:
-    """Whether somebody watches; a stream that was closed before the start is None."""
+    """Whether the stream is a terminal; a stream that was closed before the start is None."""
     return stream is not None and stream.isatty()
 
 

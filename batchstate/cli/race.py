@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from batchstate.cli._output import new_file
+
 if TYPE_CHECKING:
     from batchstate.testing.race.report import RaceReport
 
@@ -15,7 +17,7 @@ NAME = "race"
 SUMMARY = "draw a race report: in the terminal, as a page for a browser, or as a trace for a trace viewer"
 
 _WIDTH, _MOST = 100, 140
-"""Characters in a line where the output is no terminal and `COLUMNS` is not set, and at most."""
+"""Characters in a line where the output is not a terminal and `COLUMNS` is not set, and at most."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,6 +81,4 @@ def _picture(text: str) -> Path:
     path = Path(text)
     if path.suffix.lower() not in _DRAWN:
         raise argparse.ArgumentTypeError(f"{text!r} has none of the suffixes {', '.join(_DRAWN)}")
-    if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: no such folder, or a folder itself")
-    return path
+    return new_file(text)

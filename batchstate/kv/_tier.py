@@ -192,10 +192,10 @@ class TierRequests(SlotListener):
         self.fences: dict[int, Fence] = {}
         self.planned: Ints = np.empty(0, dtype=np.int64)
         self._release_allowed = False
-        self._ends = np.full((capacity, 1), _BEYOND, dtype=np.int64)  # position behind each range
+        self._ends = np.full((capacity, 1), _BEYOND, dtype=np.int64)  # position after each range
         self._shift = np.zeros((capacity, 1), dtype=np.int64)  # host location - position, in each range
         self._first = np.zeros((capacity, 1), dtype=np.int64)  # host location of each range
-        self._stop = np.zeros((capacity, 1), dtype=np.int64)  # host location behind each range
+        self._stop = np.zeros((capacity, 1), dtype=np.int64)  # host location after each range
 
     # Entering, leaving, locations
 

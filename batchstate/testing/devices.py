@@ -23,8 +23,8 @@ def torch_device_of(device: str) -> str:
         return "cpu"
     if tool != RACE:
         return device
-    first, _, behind = rest.partition(":")
-    return (behind if first == PROMPT else rest) or "cpu"
+    first, _, place = rest.partition(":")
+    return (place if first == PROMPT else rest) or "cpu"
 
 
 def devices_of(device: str, examples: int) -> dict[str, int]:

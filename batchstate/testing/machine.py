@@ -219,7 +219,7 @@ class Machine(RuleBasedStateMachine):
         Raises:
             DisagreementError: the call was accepted, or the refused call left something changed.
         """
-        # On the simulated device time stands still meanwhile: what completes by itself is no change that the call made.
+        # On the simulated device time stands still meanwhile: what completes by itself was not changed by the call.
         with getattr(self.rt, "held", contextlib.nullcontext)():
             before = self.snapshot()
             refusal = Refusal()

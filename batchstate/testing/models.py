@@ -93,7 +93,7 @@ class AllocatorModel:
             self.live.add(index)
 
     def release(self, indices: Iterable[int], *fences: ManualFence | None) -> None:
-        """These were freed, behind the fences that are not None."""
+        """These were freed; they are free again once the fences that are not None are complete."""
         wanted = tuple(fence for fence in fences if fence is not None)
         for index in indices:
             self.live.remove(index)
@@ -169,7 +169,7 @@ class Modelled:
             DisagreementError, Violation: they differ.
         """
         value = self.value
-        value.check("check")  # first: a law that was broken says more than a difference
+        value.check("check")  # first: a broken invariant says more than a difference
         agree(self.device.shape, value.shape, f"shape of {value!r}")
         if self.host is not None:
             agree_on(self.host, value.np, f"host side of {value!r}")

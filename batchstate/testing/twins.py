@@ -1,7 +1,8 @@
 """Fuzzing of an engine's own batch class, whose twins are kept by hand.
 
-The engine says in a `TwinSpec` how to build, filter, merge and advance its batch, and which attributes are twins. It
-gets a state machine that judges with the laws of `batchstate.invariants`, and shrinks what it finds::
+The engine says in a `TwinSpec` how to build, filter, merge and advance its batch, and which attributes are paired. It
+gets a state machine that checks the invariants of `batchstate.invariants` after each operation, and shrinks what it
+finds::
 
     spec = TwinSpec(
         name="MyBatch",
@@ -41,7 +42,7 @@ from batchstate.testing.runner import STEPS, MachineResult, error_of, run_machin
 from batchstate.testing.strategies import keep_lists
 from batchstate.violations import Where
 
-# How the twin fuzzer reads attributes of a batch class that it knows nothing of.
+__all__ = ["Twin", "TwinSpec", "fuzz_twins", "twin_machine"]
 
 Array = npt.NDArray[Any]
 
@@ -55,23 +56,31 @@ _ONLY_TORCH = frozenset(
 
 @final
 @attrs.frozen(eq=False)
-class Seen:
-    """An attribute as it was at one moment, on the host.
+class _Snapshot:
+    """An attribute as it was at one moment, on the host: its dtype and its entries, rows first.
 
-    Attributes:
-        dtype: of the attribute; `object` for Python objects. It tells bfloat16 from the float32 that it is read as.
-        values: the entries, rows first.
+    The dtype tells bfloat16 from the float32 that it is read as; Python objects have `object`.
     """
 
     dtype: str
     values: Array
 
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        """The attribute as it is; the memory may still be the batch's."""
+        if isinstance(value, torch.Tensor):
+            readable = value.detach().float() if value.dtype in _ONLY_TORCH else value.detach()
+            return cls(str(value.dtype).removeprefix("torch."), readable.cpu().numpy())
+        if isinstance(value, np.ndarray):
+            return cls(str(value.dtype), value)
+        objects = np.empty(len(value), dtype=object)
+        objects[:] = list(value)
+        return cls("object", objects)
+
     def copied(self) -> Self:
-        """The same in memory of its own."""
         return attrs.evolve(self, values=self.values.copy())
 
     def rows(self, keep: list[int]) -> Self:
-        """The entries of these rows."""
         return attrs.evolve(self, values=self.values[keep])
 
     def merged(self, other: Self) -> Self:
@@ -92,24 +101,7 @@ class Seen:
         return np.ascontiguousarray(self.values).tobytes() == np.ascontiguousarray(other.values).tobytes()
 
 
-def attribute(batch: object, name: str) -> Any:
-    """The attribute of that name; dots reach into parts."""
-    return attrgetter(name)(batch)
-
-
-def seen(value: Any) -> Seen:
-    """An attribute as it is; the memory may still be the batch's."""
-    if isinstance(value, torch.Tensor):
-        readable = value.detach().float() if value.dtype in _ONLY_TORCH else value.detach()
-        return Seen(str(value.dtype).removeprefix("torch."), readable.cpu().numpy())
-    if isinstance(value, np.ndarray):
-        return Seen(str(value.dtype), value)
-    objects = np.empty(len(value), dtype=object)
-    objects[:] = list(value)
-    return Seen("object", objects)
-
-
-def memory(value: Any) -> tuple[int, int] | None:
+def _address_range(value: Any) -> tuple[int, int] | None:
     """First address and the one after the last, of what lies in host memory; None for other things."""
     if isinstance(value, torch.Tensor) and value.device.type == "cpu":
         return value.data_ptr(), value.data_ptr() + value.nbytes
@@ -119,8 +111,6 @@ def memory(value: Any) -> tuple[int, int] | None:
     return None
 
 
-# What an engine says of its batch class to have it fuzzed.
-
 B = TypeVar("B")
 R = TypeVar("R")
 
@@ -128,7 +118,7 @@ R = TypeVar("R")
 @final
 @attrs.frozen
 class Twin:
-    """Two attributes that hold one value.
+    """Two paired attributes: one value, on the host and on the device.
 
     Attributes:
         host: name of the attribute on the host; dots reach into parts (`sampling.temperatures`).
@@ -162,10 +152,10 @@ class TwinSpec(Generic[B, R]):
         row: what describes one request; `build` gets a list of them.
         build: makes a batch.
         filter: keeps the rows at the given indices, in their order.
-        merge: puts the rows of the second batch behind those of the first.
-        advance: a decode step, or whatever else changes the batch and keeps its rows; None if there is nothing such.
-        twins: attributes that hold one value on two sides.
-        rows: further attributes with one entry a request, on either side.
+        merge: puts the rows of the second batch after those of the first.
+        advance: a decode step, or any other change that keeps the rows; None if the class has none.
+        twins: the paired attributes.
+        rows: further attributes with one entry per request, on either side.
         num_rows: how many requests the batch has.
         least_rows: 0, or 1 for a class that is never empty.
         most_rows: of a batch that is built.
@@ -184,7 +174,7 @@ class TwinSpec(Generic[B, R]):
     most_rows: int = 4
 
     def __attrs_post_init__(self) -> None:
-        names = [name for twin in self.twins for name in (twin.host, twin.device)] + list(self.rows)
+        names = self.attribute_names
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ArgumentError(
@@ -199,24 +189,50 @@ class TwinSpec(Generic[B, R]):
                 remedy="use 0 <= least_rows <= most_rows, most_rows at least 1",
             )
 
+    @property
+    def attribute_names(self) -> list[str]:
+        """Both names of each twin, then `rows`."""
+        return [name for twin in self.twins for name in (twin.host, twin.device)] + list(self.rows)
 
-# The machine behind `batchstate.testing.twins`: any batch class with twins kept by hand.
+
+def twin_machine(spec: TwinSpec[Any, Any]) -> type[Machine]:
+    """A state machine for the class; collect its `TestCase`, or run it with `fuzz_twins`.
+
+    Args:
+        spec: what the class is.
+    """
+    return type(f"{spec.name}Machine", (_TwinMachine,), {"spec": spec, "__doc__": f"Fuzzes {spec.name}."})
+
+
+def fuzz_twins(
+    spec: TwinSpec[Any, Any], *, examples: int = 100, seed: int = 0, steps: int = STEPS, shrink: bool = True
+) -> MachineResult:
+    """Fuzzes the class; arguments and errors as for `run_machine`.
+
+    Raises:
+        ArgumentError: a batch just built lacks an attribute that the spec names, or the attribute has no rows. Checked
+            before the fuzzing begins, so that a typo is not taken for a bug of the class.
+    """
+    _check_spec(spec)
+    result = run_machine(twin_machine(spec), examples=examples, seed=seed, steps=steps, shrink=shrink)
+    replay = f"fuzz_twins(spec, examples={examples}, seed={seed}, steps={steps})  # the TwinSpec of {spec.name}"
+    return with_replay(attrs.evolve(result, name=spec.name), replay)
 
 
 @final
 @attrs.define(eq=False)
-class Held:
-    """A batch and its attributes as they have to be; `name` is how a report calls it."""
+class _Tracked:
+    """A batch, its name in reports, and its attributes as they have to stay."""
 
     batch: Any
     name: str
-    columns: dict[str, Seen] = attrs.field(factory=dict)
+    columns: dict[str, _Snapshot] = attrs.field(factory=dict)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(f"<{self.name}>")
 
 
-class TwinMachine(Machine):
+class _TwinMachine(Machine):
     """Builds, filters, merges and advances; subclasses name the class in `spec`."""
 
     NAME = "twins"
@@ -236,50 +252,50 @@ class TwinMachine(Machine):
     def begin(self) -> None:
         """No batch yet."""
         self.open()
-        self.alive: list[Held] = []
+        self.alive: list[_Tracked] = []
 
     def check(self) -> None:
         """The twins of every batch agree, and no operation on one batch changed another."""
-        for held in self.alive:
-            self._laws(held, "check")
-            self._unchanged(held, held.columns, "an operation on another batch changed it")
+        for tracked in self.alive:
+            self._check_pairs(tracked, "check")
+            self._unchanged(tracked, tracked.columns, "an operation on another batch changed it")
 
     # Rules
 
     @rule(target=batches, data=st.data())
-    def build(self, data: st.DataObject) -> Held:
+    def build(self, data: st.DataObject) -> _Tracked:
         """Requests arrive."""
         spec = self.spec
         rows = data.draw(st.lists(spec.row, min_size=spec.least_rows, max_size=spec.most_rows), label="rows")
-        return self._made(spec.build(rows), len(rows), "build")
+        return self._track(spec.build(rows), len(rows), "build")
 
-    @rule(target=batches, held=consumes(batches), data=st.data())
-    def filter(self, held: Held, data: st.DataObject) -> Held:
+    @rule(target=batches, tracked=consumes(batches), data=st.data())
+    def filter(self, tracked: _Tracked, data: st.DataObject) -> _Tracked:
         """Some requests stay, perhaps in another order."""
-        n = self.spec.num_rows(held.batch)
+        n = self.spec.num_rows(tracked.batch)
         keep = data.draw(
             keep_lists(n).map(_as_rows).filter(lambda rows: len(rows) >= self.spec.least_rows), label="keep"
         )
         self.reached("rows left", len(keep) < n)
         self.reached("rows in another order", sorted(keep) != keep)
-        self.alive.remove(held)
-        return self._made(
-            _result(self.spec.filter(held.batch, keep), held),
+        self.alive.remove(tracked)
+        return self._track(
+            _result(self.spec.filter(tracked.batch, keep), tracked),
             len(keep),
             "filter",
-            {name: column.rows(keep) for name, column in held.columns.items()},
+            {name: column.rows(keep) for name, column in tracked.columns.items()},
         )
 
     @rule(target=batches, first=consumes(batches), second=consumes(batches))
-    def merge(self, first: Held, second: Held) -> Held:
+    def merge(self, first: _Tracked, second: _Tracked) -> _Tracked:
         """Two batches become one."""
         if first is second:
             return first
         n = self.spec.num_rows(first.batch) + self.spec.num_rows(second.batch)
         self.alive.remove(first)
         self.alive.remove(second)
-        self.reached("batches merged", len(self._names) > 0 and n > 0)
-        return self._made(
+        self.reached("batches merged", len(self.spec.attribute_names) > 0 and n > 0)
+        return self._track(
             _result(self.spec.merge(first.batch, second.batch), first),
             n,
             "merge",
@@ -287,78 +303,71 @@ class TwinMachine(Machine):
         )
 
     @precondition(lambda self: self.spec.advance is not None)
-    @rule(target=batches, held=consumes(batches))
-    def advance(self, held: Held) -> Held:
+    @rule(target=batches, tracked=consumes(batches))
+    def advance(self, tracked: _Tracked) -> _Tracked:
         """A step changes values and keeps rows."""
         if self.spec.advance is None:
-            return held
-        n = self.spec.num_rows(held.batch)
-        self.alive.remove(held)
+            return tracked
+        n = self.spec.num_rows(tracked.batch)
+        self.alive.remove(tracked)
         self.reached("a batch advanced", n > 0)
-        return self._made(_result(self.spec.advance(held.batch), held), n, "advance")
+        return self._track(_result(self.spec.advance(tracked.batch), tracked), n, "advance")
 
-    # Judging
+    # Checks
 
-    @property
-    def _names(self) -> list[str]:
-        return [name for twin in self.spec.twins for name in (twin.host, twin.device)] + list(self.spec.rows)
-
-    def _made(self, batch: Any, n: int, operation: str, expected: dict[str, Seen] | None = None) -> Held:
-        held = Held(batch, f"{self.spec.name} after {operation}")
-        invariants.row_count(n, {"num_rows": self.spec.num_rows(batch)}, object=held.name, operation=operation)
-        self._laws(held, operation)
-        held.columns = {name: seen(attribute(batch, name)).copied() for name in self._names}
+    def _track(self, batch: Any, n: int, operation: str, expected: dict[str, _Snapshot] | None = None) -> _Tracked:
+        tracked = _Tracked(batch, f"{self.spec.name} after {operation}")
+        invariants.row_count(n, {"num_rows": self.spec.num_rows(batch)}, object=tracked.name, operation=operation)
+        self._check_pairs(tracked, operation)
+        tracked.columns = {name: _Snapshot.of(attrgetter(name)(batch)).copied() for name in self.spec.attribute_names}
         if expected is not None:
-            self._unchanged(held, expected, f"{operation} moved other rows than it was told to")
+            self._unchanged(tracked, expected, f"{operation} moved other rows than it was told to")
         self.reached("an empty batch", n == 0)
-        self.alive.append(held)
-        return held
+        self.alive.append(tracked)
+        return tracked
 
-    def _laws(self, held: Held, operation: str) -> None:
-        n = self.spec.num_rows(held.batch)
-        values = {name: attribute(held.batch, name) for name in self._names}
+    def _check_pairs(self, tracked: _Tracked, operation: str) -> None:
+        n = self.spec.num_rows(tracked.batch)
+        values = {name: attrgetter(name)(tracked.batch) for name in self.spec.attribute_names}
         lengths = {name: len(value) for name, value in values.items()}
-        invariants.row_count(n, lengths, object=held.name, operation=operation)
+        invariants.row_count(n, lengths, object=tracked.name, operation=operation)
         for twin in self.spec.twins:
-            self._twins(twin, values[twin.host], values[twin.device], held.name, operation)
+            self._check_pair(twin, values[twin.host], values[twin.device], tracked.name, operation)
 
-    def _twins(self, twin: Twin, host: Any, device: Any, name: str, operation: str) -> None:
-        where: Where = {
-            "object": name,
-            "operation": operation,
-            "column": f"{twin.host} / {twin.device}",
-        }
-        ranges = (memory(host), memory(device))
+    def _check_pair(self, twin: Twin, host: Any, device: Any, name: str, operation: str) -> None:
+        where: Where = {"object": name, "operation": operation, "column": f"{twin.host} / {twin.device}"}
+        ranges = (_address_range(host), _address_range(device))
         if ranges[0] is not None and ranges[1] is not None:
             invariants.mirror_aliased(ranges[0], ranges[1], **where)
-        of_device = seen(device)
+        of_device = _Snapshot.of(device)
         if hasattr(host, "dtype"):
-            of_host = seen(host)
+            of_host = _Snapshot.of(host)
         else:  # a list has no dtype of its own
-            of_host = Seen(of_device.dtype, np.array(host, dtype=of_device.values.dtype))
-        if of_host.dtype != of_device.dtype and of_host.values.dtype == of_device.values.dtype:  # else the law says it
+            of_host = _Snapshot(of_device.dtype, np.array(host, dtype=of_device.values.dtype))
+        # Where the arrays differ in dtype, the invariant below reports it.
+        if of_host.dtype != of_device.dtype and of_host.values.dtype == of_device.values.dtype:
             raise DisagreementError(
                 f"{name}: the twins differ in dtype: {twin.host!r} is {of_host.dtype}, "
                 f"{twin.device!r} is {of_device.dtype}"
             )
-        law = invariants.mirror_bound if twin.contract is Contract.UPPER_BOUND else invariants.mirror_equal
-        law(of_host.values, of_device.values, **where)
+        invariant = invariants.mirror_bound if twin.contract is Contract.UPPER_BOUND else invariants.mirror_equal
+        invariant(of_host.values, of_device.values, **where)
 
-    def _unchanged(self, held: Held, expected: dict[str, Seen], problem: str) -> None:
+    def _unchanged(self, tracked: _Tracked, expected: dict[str, _Snapshot], problem: str) -> None:
         for name, column in expected.items():
-            found = seen(attribute(held.batch, name))
+            found = _Snapshot.of(attrgetter(name)(tracked.batch))
             if found.dtype != column.dtype and len(column.values):
                 raise DisagreementError(
-                    f"{held.name}: the dtype of {name!r} changed from {column.dtype} to {found.dtype}"
+                    f"{tracked.name}: the dtype of {name!r} changed from {column.dtype} to {found.dtype}"
                 )
             if not column.same(found):
                 raise DisagreementError(
-                    f"{held.name}: {problem}: {name!r}\n"
+                    f"{tracked.name}: {problem}: {name!r}\n"
                     f"  expected {column.values.tolist()}\n  found    {found.values.tolist()}"
                 )
 
 
-def _result(returned: Any, before: Held) -> Any:
+def _result(returned: Any, before: _Tracked) -> Any:
     """What came out: a batch, or the one that was changed in place. An empty batch may be false."""
     return before.batch if returned is None else returned
 
@@ -369,34 +378,7 @@ def _as_rows(keep: Any) -> list[int]:
     return rows
 
 
-__all__ = ["Twin", "TwinSpec", "fuzz_twins", "twin_machine"]
-
-
-def twin_machine(spec: TwinSpec[Any, Any]) -> type[Machine]:
-    """A state machine for the class; collect its `TestCase`, or run it with `fuzz_twins`.
-
-    Args:
-        spec: what the class is.
-    """
-    return type(f"{spec.name}Machine", (TwinMachine,), {"spec": spec, "__doc__": f"Fuzzes {spec.name}."})
-
-
-def fuzz_twins(
-    spec: TwinSpec[Any, Any], *, examples: int = 100, seed: int = 0, steps: int = STEPS, shrink: bool = True
-) -> MachineResult:
-    """Fuzzes the class; arguments and errors as for `run_machine`.
-
-    Raises:
-        ArgumentError: an attribute that the spec names is not there on a batch just built, or is no vector. Asked
-            before the fuzzing begins, so that a typo is not taken for a bug of the class.
-    """
-    check_spec(spec)
-    result = run_machine(twin_machine(spec), examples=examples, seed=seed, steps=steps, shrink=shrink)
-    replay = f"fuzz_twins(spec, examples={examples}, seed={seed}, steps={steps})  # the TwinSpec of {spec.name}"
-    return with_replay(attrs.evolve(result, name=spec.name), replay)
-
-
-def check_spec(spec: TwinSpec[Any, Any]) -> None:
+def _check_spec(spec: TwinSpec[Any, Any]) -> None:
     """Builds one batch and looks for everything that the spec names. A `build` that fails is left to the fuzzer.
 
     Raises:
@@ -420,12 +402,12 @@ def check_spec(spec: TwinSpec[Any, Any]) -> None:
         return
     batch = batches[0]
     _found(spec, "num_rows", lambda: spec.num_rows(batch))
-    for name in [name for twin in spec.twins for name in (twin.host, twin.device)] + list(spec.rows):
+    for name in spec.attribute_names:
         _found(spec, f"attribute {name!r}", partial(_length, batch, name))
 
 
 def _length(batch: object, name: str) -> int:
-    return len(seen(attribute(batch, name)).values)
+    return len(_Snapshot.of(attrgetter(name)(batch)).values)
 
 
 def _found(spec: TwinSpec[Any, Any], what: str, look: Callable[[], object]) -> None:
@@ -434,5 +416,5 @@ def _found(spec: TwinSpec[Any, Any], what: str, look: Callable[[], object]) -> N
         raise ArgumentError(
             f"{spec.name}: {what} of a batch just built: {type(error).__name__}: {error}",
             value=what,
-            remedy="correct the spec: each attribute named has one entry a request (a list, an array or a tensor)",
+            remedy="correct the spec: each attribute named has one entry per request (a list, an array or a tensor)",
         ) from error

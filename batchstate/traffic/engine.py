@@ -135,7 +135,7 @@ def draw_requests(workload: Workload, *, seed: int = 0, aborts: float = 0.0) -> 
 class RunningBatch(ScheduledBatch):
     """The batch of this engine: row i of every column belongs to one request.
 
-    A column that is added here takes part in every operation; there is no other place to add it to.
+    A column that is added here takes part in every operation, and need not be added anywhere else.
     """
 
     max_new_tokens = mirrored(torch.int64)

@@ -169,7 +169,7 @@ class TrafficRun:
         aborts: share of clients that hang up, see `draw_requests`.
 
     Attributes:
-        engine: the engine, for whoever looks on.
+        engine: the engine, for callers that want to look at its state.
         clock: simulated seconds.
         requests: the requests, in order of arrival.
     """

@@ -100,14 +100,16 @@ def read_trace(path: str | Path) -> Workload:
     Timestamps are ISO 8601 (`2023-11-16 18:15:46.6805900`), without a zone taken as UTC; rows may come in any order.
 
     Raises:
-        TraceError: a column is missing, a value is none, or there is no row; names the line and the value.
+        TraceError: a column is missing, a value is malformed, or the file has no rows; names the line and the value.
         OSError: the file cannot be read.
     """
     path = Path(path)
     try:
         rows = sorted(_trace_rows(path))
     except csv.Error as error:
-        raise TraceError(f"{path} is no CSV: {error}", remedy="give a text file with commas between columns") from None
+        raise TraceError(
+            f"{path} is not a CSV file: {error}", remedy="give a text file with commas between columns"
+        ) from None
     if not rows:
         raise TraceError(f"{path} has no requests", remedy="give a trace with at least one row after the header")
     arrival = np.array([(row[0] - rows[0][0]).total_seconds() for row in rows])

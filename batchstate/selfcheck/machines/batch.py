@@ -91,7 +91,7 @@ class Rows:
         batch: the batch.
         rows: its requests.
         bounded: columns whose host side may be a bound.
-        padding: padded rows behind the requests.
+        padding: padded rows after the requests.
     """
 
     batch: Decode
@@ -454,7 +454,7 @@ class BatchMachine(Machine):
 
     @rule(target=BATCHES, one=BATCHES, data=st.data(), look=st.booleans())
     def update(self, one: Rows, data: st.DataObject, look: bool) -> Any:
-        """`update` changes some requests; a bounded column is refused, since its host side is no copy."""
+        """`update` changes some requests; a bounded column is refused, since its host side is not a copy."""
         name = data.draw(st.sampled_from(["seq_lens", "temperature", "bias", "accepted"]), label="column")
         rows = list(_rows(data.draw(keep_lists(len(one)), label="rows")))
         new = numbers(name, len(rows), 100)
@@ -506,7 +506,7 @@ class BatchMachine(Machine):
 
     @rule(one=BATCHES, slots=st.lists(st.integers(1, 8), max_size=3, unique=True), side=st.booleans())
     def to_static(self, one: Rows, slots: list[int], side: bool) -> None:
-        """A graph reads the batch where it read the one before, and padding behind it."""
+        """A graph reads the batch where it read the one before, and padding after it."""
         self.reached("fewer requests in a graph than before", len(one) < self.graph.num_reqs)
         new = np.arange(3, dtype=np.int32) + self.requests
         writes = [self.table.entry(np.array(slots), [0] * len(slots), new[: len(slots)])] if slots else []

@@ -402,7 +402,7 @@ class EngineMachine(Machine):
 
     @rule(ended=st.booleans())
     def crowd(self, ended: bool) -> None:
-        """More than fits arrives, grows until somebody has to give pages back, and a step ends meanwhile, or not."""
+        """More than fits arrives, grows until a request has to give pages back; a step ends meanwhile, or not."""
         self.arrive(3, 2, 4, False)
         for _ in range(4):
             self._step()

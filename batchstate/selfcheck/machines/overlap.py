@@ -254,7 +254,7 @@ class Choices:
     Attributes:
         first: which of `READINGS` the forward begins with: no earlier wait covers the first one.
         nudged: another stream publishes numbers for this forward.
-        tries: each request writes KV behind its last token, and the locations beyond are given back at once.
+        tries: each request writes KV after its last token, and the locations beyond are given back at once.
         by_hand: a forward of decodes gathers its inputs itself and looks locations up in the token table.
         own_handles: results are prefetched by handles that hold no memory of the step.
         unread: results are left unread for a while.
@@ -543,7 +543,7 @@ class Engine:
             self.unread.remove(step)
             for one in step.requests:
                 one.in_flight -= 1
-            self._reached("results that nobody reads", step.results is not None)
+            self._reached("results dropped unread", step.results is not None)
 
     # Leaving
 
@@ -789,7 +789,7 @@ class Engine:
             one.in_flight += 1
 
     def _next_locs(self, batch: Running, lens: Ints) -> Ints:
-        """Where the token behind the last one of each request lies, int64[n]."""
+        """Where the token after the last one of each request lies, int64[n]."""
         size = self.pages.page_size
         row: Ints = self.pages.page_table[batch.slots.np, lens // size].astype(np.int64)
         return row * size + lens % size
@@ -964,7 +964,7 @@ class OverlapMachine(Machine):
         "a forward of prompts and decodes",
         "looked at while a step is in flight",
         "results read out of order",
-        "results that nobody reads",
+        "results dropped unread",
     )
 
     _opened = False

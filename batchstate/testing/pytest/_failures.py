@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from batchstate.testing.race import RaceReport
 
 FOLDER = "race-reports"
-"""Where reports of races go if nobody says otherwise, in the root folder of the tests."""
+"""Default folder for reports of races, in the root folder of the tests."""
 
 _TITLE = "batchstate"
 _WIDTH, _LEAST_WIDTH, _MOST_WIDTH = 80, 60, 140
-"""Characters in a line where there is no terminal, and at least and at most where there is one."""
+"""Characters in a line without a terminal, and at least and at most where there is one."""
 
 _LONGEST_NAME = 80
 
@@ -42,7 +42,7 @@ def sections(
         shown: races of the same test that are in a section already; those that are added here come to them.
 
     Returns:
-        one for each violation behind the error and each race that somebody caught; one for a simulated device, which is
+        one for each violation behind the error and each race that was caught; one for a simulated device, which is
         worth repeating; none for all else.
     """
     texts = []
@@ -50,7 +50,7 @@ def sections(
         race = _race_of(violation)
         texts.append(_fields(violation) if race is None else _picture(item, race, shown))
     caught = [race for one in opened for race in one.races if all(race is not other for other in shown)]
-    texts += [f"somebody caught this race:\n\n{_picture(item, race, shown)}" for race in caught]
+    texts += [f"this race was caught, and the test went on:\n\n{_picture(item, race, shown)}" for race in caught]
     if not texts and any(one.scheduler for one in opened):
         texts.append("")
     ends = _lines(_how_it_ran(item, opened))

@@ -124,7 +124,7 @@ def is_there(device: str) -> bool:
     return wanted.type == "cpu" or (bool(module.is_available()) and (wanted.index or 0) < module.device_count())
 
 
-def judge_passed(settings: Settings, opened: list[Opened]) -> None:
+def check_passed(settings: Settings, opened: list[Opened]) -> None:
     """Fails a test that has come to its end, where that proves less than it seems to.
 
     Raises:
@@ -150,7 +150,7 @@ def judge_passed(settings: Settings, opened: list[Opened]) -> None:
     if settings.min_depth is not None and depths and max(depths) < settings.min_depth:
         pytest.fail(
             f"no more than {max(depths)} steps were in flight at once, and the mark demands {settings.min_depth}\n"
-            "  Something waits for the device in each step, or `next_step` is not called once a step. Behind a host\n"
+            "  Something waits for the device in each step, or `next_step` is not called once per step. Behind a host\n"
             "  that waits, everything is in order, and no race can be found.\n"
             "  remedy: run ahead as in production; `no_hidden_sync` finds what waits",
             pytrace=False,

@@ -65,7 +65,7 @@ def chosen_device(config: pytest.Config) -> str | None:
 
 
 def chosen_level(config: pytest.Config) -> Level | None:
-    """The level that the command line asks for, or else the ini file; None where the environment or nobody does.
+    """The level that the command line asks for, or else the ini file; None where the environment does, or neither.
 
     Raises:
         ArgumentError: the ini file names none.

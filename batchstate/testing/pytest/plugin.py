@@ -55,7 +55,7 @@ class _UnderWay:
 
 
 class _EndedEarlyError(Exception):
-    """The test has failed, so its runtime is closed without being judged."""
+    """The test has failed, so its runtime is closed without further checks."""
 
 
 _under_way = pytest.StashKey[_UnderWay]()
@@ -205,10 +205,10 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     yield
     openings = item.config.stash[_under_way].openings
     if item.get_closest_marker(MARK) is not None or (openings is not None and openings.of_test):
-        from batchstate.testing.pytest._runtimes import judge_passed
+        from batchstate.testing.pytest._runtimes import check_passed
         from batchstate.testing.pytest._settings import settings_of
 
-        judge_passed(settings_of(item), [] if openings is None else openings.of_test)
+        check_passed(settings_of(item), [] if openings is None else openings.of_test)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
