@@ -1,7 +1,7 @@
 """The device side of a batch: every column, the step's table writes and its extra arrays in one packed copy."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import final
+from typing import Any, Protocol, final
 
 import attrs
 import numpy as np
@@ -53,6 +53,14 @@ class Extras(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._places)
+
+
+class StaticAddresses(Protocol):
+    """Memory that stays, as `Batch.to_static` knows it: `batchstate.static.StaticBuffers`."""
+
+    def receive(self, batch: Any, writes: Sequence[TableWrite], extras: Mapping[str, object]) -> Extras:
+        """Copies a step to the fixed addresses."""
+        ...
 
 
 @final

@@ -14,7 +14,7 @@ the step's table writes and extra arrays.
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, SupportsIndex
+from typing import Any, ClassVar, NoReturn, Self, SupportsIndex
 
 import numpy as np
 import torch
@@ -30,16 +30,13 @@ from batchstate._rows import (
     amounts_by_column,
     num_rows_of,
 )
-from batchstate._upload import BatchDevice, Extras, named_arrays
+from batchstate._upload import BatchDevice, Extras, StaticAddresses, named_arrays
 from batchstate.columns import Column, MirroredColumn, SlotColumn, TensorColumn, declared_columns
 from batchstate.errors import ArgumentError, DeclarationError, DeviceError, ShapeError
 from batchstate.mirror import Contract, DeviceSide, MirroredTensor, StaleWindow, stale_reasons
 from batchstate.runtime import Runtime
 from batchstate.tables import TableWrite
 from batchstate.violations import Code, Where
-
-if TYPE_CHECKING:
-    from batchstate.static import StaticBuffers
 
 __all__ = ["Batch", "Extras"]
 
@@ -555,7 +552,7 @@ class Batch(metaclass=BatchType):
 
     def to_static(
         self,
-        buffers: "StaticBuffers",
+        buffers: StaticAddresses,
         *,
         writes: Sequence[TableWrite] = (),
         extras: Mapping[str, object] | None = None,

@@ -35,7 +35,7 @@ from batchstate.indices import Slots
 from batchstate.mirror import Contract, DeviceSide, MirroredTensor, ReadyTensor
 from batchstate.pools import SlotPool
 from batchstate.runtime import NUMPY_DTYPES, Fence, Runtime, Stream, numpy_dtype
-from batchstate.runtime.memory import Download
+from batchstate.runtime.base import Download
 from batchstate.tables import Table
 from batchstate.violations import Where
 

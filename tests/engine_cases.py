@@ -12,7 +12,7 @@ import torch
 
 from batchstate import checks
 from batchstate.runtime import Fence, Runtime
-from batchstate.runtime.memory import Download
+from batchstate.runtime.base import Download
 from batchstate.testing.fences import LateFence
 from examples.engine.batch import RunningBatch, Step
 from examples.engine.engine import Engine

@@ -901,7 +901,7 @@ def test_a_host_that_reads_too_early_is_reported(monkeypatch: pytest.MonkeyPatch
     assert violation.writer == "publish in step 0 on stream 'forward'"
     assert (violation.reader, violation.slot) == ("the host", None)
     asked = relay.prefetch(slots, "outputs")
-    with changed("runtime.memory:Download.resolve", "self.done.wait()", "pass"):
+    with changed("runtime.base:Download.resolve", "self.done.wait()", "pass"):
         assert refused(Code.FUTURE_ORDER, asked.resolve).reader == "the host"
 
 

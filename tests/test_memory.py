@@ -10,7 +10,8 @@ import torch
 
 from batchstate.errors import DeviceError, DtypeError
 from batchstate.runtime import CpuRuntime, Runtime
-from batchstate.runtime.memory import Download, Staging, bytes_of, device_view
+from batchstate.runtime.base import Download
+from batchstate.runtime.memory import Staging, bytes_of, device_view
 from batchstate.testing import LateRuntime
 from batchstate.violations import Code
 from tests.doubles import Gate, fake_accelerator, refused

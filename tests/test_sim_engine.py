@@ -115,7 +115,7 @@ def _hand_over(patch: pytest.MonkeyPatch) -> None:
 
 def _landing(patch: pytest.MonkeyPatch) -> None:
     """Results are read before they are there."""
-    change = Change("runtime.memory:Download.resolve", (("self.done.wait()", "pass"),))
+    change = Change("runtime.base:Download.resolve", (("self.done.wait()", "pass"),))
     patch.setattr(change.function(), "__code__", change.code())
 
 

@@ -5,10 +5,10 @@ plain CPU and on test devices. `open_runtime` opens the runtime of a device.
 """
 
 from batchstate.runtime._dtypes import NUMPY_DTYPES, numpy_dtype, torch_dtype
-from batchstate.runtime.base import Counters, Runtime, check_runtime
+from batchstate.runtime.base import Counters, FixedMemory, Runtime, check_runtime
 from batchstate.runtime.devices import AcceleratorRuntime, CpuRuntime, open_runtime
 from batchstate.runtime.fences import DoneFence, Fence, Stream, check_fence
-from batchstate.runtime.memory import FixedMemory, MappedMemory, PackedUpload, Staging
+from batchstate.runtime.memory import MappedMemory, PackedUpload, Staging
 
 __all__ = [
     "NUMPY_DTYPES",

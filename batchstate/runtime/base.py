@@ -1,15 +1,21 @@
-"""The protocol that a device has to speak, and everything that does not depend on the device."""
+"""The protocol that a device has to speak, and everything that does not depend on the device.
+
+A copy to the host is a `Download`, whose pinned memory comes back when its values were taken out. Device memory whose
+address stays is `FixedMemory`: the device orders its reads and writes.
+"""
 
 import abc
 import contextlib
 import logging
+import math
 import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, SupportsIndex, TypeVar
+from typing import Any, SupportsIndex, TypeVar, final
 
 import attrs
+import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -17,7 +23,7 @@ from batchstate import invariants, levels
 from batchstate.errors import ArgumentError, CaptureError, DtypeError, OwnerThreadError, ShapeError
 from batchstate.runtime._dtypes import numpy_dtype
 from batchstate.runtime.fences import Fence, Stream
-from batchstate.runtime.memory import Download, MappedMemory, PackedUpload, Staging, StagingBlock, packed_places
+from batchstate.runtime.memory import MappedMemory, PackedUpload, Staging, StagingBlock, packed_places
 
 
 @attrs.define
@@ -65,6 +71,75 @@ class Counters:
 T = TypeVar("T")
 _log = logging.getLogger("batchstate")
 Array = npt.NDArray[Any]
+
+
+@final
+class Download:
+    """Several device tensors on their way to the host in one copy. Made by `Runtime.download`.
+
+    The copy lands in pinned memory that is lent to it until its values are taken out. A download that is dropped gives
+    the memory back when its copy has run.
+
+    Attributes:
+        done: the fence behind the copy.
+        name: for reports.
+    """
+
+    def __init__(
+        self,
+        runtime: "Runtime",
+        landing: Staging,
+        block: StagingBlock,
+        done: Fence,
+        stream: Stream,
+        kinds: Sequence[tuple[np.dtype[Any], tuple[int, ...]]],
+        name: str,
+    ) -> None:
+        self.done = done
+        self.name = name
+        self._runtime = runtime
+        self._landing = landing
+        self._block = block
+        self._lending = block.lending
+        self._step = runtime.step
+        self._kinds = kinds
+        self._arrays: list[Array] | None = None
+        self._abandoned = weakref.finalize(self, landing.release, block, done, self._step, stream.key)
+        self._abandoned.atexit = False  # at the end of the process the memory goes anyway
+
+    def __repr__(self) -> str:
+        return f"Download({self.name!r}, {len(self._kinds)} arrays)"
+
+    def ready(self) -> bool:
+        """Whether `resolve` would return at once. Never waits; not to be asked while a stream is captured."""
+        return self._arrays is not None or self.done.query()
+
+    def resolve(self) -> list[Array]:
+        """The values, in memory of their own. Waits for this copy and for nothing behind it.
+
+        Raises:
+            CaptureError: the current stream is being captured; what is waited for may then not be asked.
+            Violation: STAGING_REUSED, at `cheap`: the memory was given to another copy meanwhile.
+        """
+        if self._arrays is None:
+            self._runtime.refuse_capture(f"{self.name}: resolve")
+            if not self.done.query():
+                self.done.wait()
+            self._abandoned.detach()  # from here on the block is given back below, or is already another's
+            if levels.cheap:
+                invariants.staging_reused(
+                    self._lending, self._block.lending, object=self, operation="resolve", step=self._step
+                )
+            sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in self._kinds]
+            self._runtime.host_accesses(self._block.tensor, 0, sum(sizes), "download: take out", writes=False)
+            arrays, start = [], 0
+            for (dtype, shape), nbytes in zip(self._kinds, sizes, strict=True):
+                # Copied as bytes: in the block a number may stand where it is not aligned.
+                arrays.append(self._block.bytes[start : start + nbytes].copy().view(dtype).reshape(shape))
+                start += nbytes
+            self._arrays = arrays
+            self._landing.give_up(self._block)
+        return self._arrays
 
 
 class Runtime(abc.ABC):
@@ -506,3 +581,60 @@ def _declared_depth(steps_in_flight: SupportsIndex) -> int:
     if depth < 1:
         raise ArgumentError(problem, value=depth, remedy=remedy)
     return depth
+
+
+@final
+class FixedMemory:
+    """Device memory whose address stays, written in place again and again while forwards read it.
+
+    Tables, and the buffers that a captured graph reads. A write comes behind every forward that still reads, and behind
+    what other streams wrote; a read comes behind the last write. The order is the device's: the host never waits.
+
+    Attributes:
+        runtime: the device.
+        memory: itself, in no order with any other use. `ordered` gives it for the current stream.
+    """
+
+    def __init__(self, runtime: "Runtime", memory: torch.Tensor) -> None:
+        self.runtime = runtime
+        self.memory = memory
+        self._last_writer: Stream = runtime.current_stream
+        self._written: Fence | None = None  # behind the last write; without it, all that its stream holds is waited for
+        self._synchronised: set[object] = set()
+        self._readers: list[tuple[Fence, set[Stream]]] = []
+
+    def __repr__(self) -> str:
+        return f"FixedMemory({self.memory.dtype}{list(self.memory.shape)}, {len(self._readers)} readers)"
+
+    def ordered(self) -> torch.Tensor:
+        """The memory, for the current stream, which waits for what another stream wrote last."""
+        return self.runtime.use_on_current_stream(
+            self.memory, self._last_writer, self._written, synchronised=self._synchronised
+        )
+
+    def read_until(self, fence: Fence) -> None:
+        """A launched forward reads until `fence`: each stream that writes next waits for it."""
+        self._forget_finished_readers()
+        self._readers.append((fence, set()))
+
+    def await_readers(self) -> None:
+        """Orders what the current stream does next behind forwards that read, and behind writes from other streams."""
+        if self.runtime.capturing:
+            return  # a captured stream may not wait for what lies outside its graph: its replay is ordered instead
+        self._forget_finished_readers()
+        current = self.runtime.current_stream
+        for fence, waited in self._readers:
+            if current not in waited:
+                self.runtime.wait(fence, stream=current)
+                waited.add(current)
+        self.ordered()
+        self._last_writer = current
+
+    def note_write(self) -> None:
+        """The next reader on another stream waits for this write, and for nothing behind it."""
+        self._written = None if self.runtime.capturing else self.runtime.record()
+        self._synchronised = set()
+
+    def _forget_finished_readers(self) -> None:
+        if self._readers and not self.runtime.capturing:
+            self._readers = [reader for reader in self._readers if not reader[0].query()]

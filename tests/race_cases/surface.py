@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate.runtime import Fence, PackedUpload, Stream
-from batchstate.runtime.memory import Download
+from batchstate.runtime.base import Download
 
 T = TypeVar("T")
 

@@ -25,7 +25,8 @@ from batchstate.kv.pages import PagePool
 from batchstate.mirror import MirroredTensor
 from batchstate.pools import SlotPool
 from batchstate.runtime import CpuRuntime, Fence, Runtime
-from batchstate.runtime.memory import Download, bytes_of
+from batchstate.runtime.base import Download
+from batchstate.runtime.memory import bytes_of
 from batchstate.testing.fences import LateRuntime, ManualStream
 from batchstate.testing.machine import DisagreementError, Machine, Misuse, agree, agree_on
 from batchstate.violations import Code

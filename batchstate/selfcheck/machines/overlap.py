@@ -34,7 +34,7 @@ from batchstate.kv.pages import PagePool
 from batchstate.mirror import MirroredTensor
 from batchstate.pools import SlotPool
 from batchstate.runtime import CpuRuntime, Fence, PackedUpload, Runtime, Stream
-from batchstate.runtime.memory import Download
+from batchstate.runtime.base import Download
 from batchstate.tables import TableWrite
 from batchstate.testing.fences import LateRuntime
 from batchstate.testing.machine import DisagreementError, Machine, agree, agree_on
