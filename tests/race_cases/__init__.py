@@ -18,7 +18,7 @@ from tests.race_cases import (  # noqa: F401 - each registers its programs
     to_host,
     views,
 )
+from tests.race_cases.plain import CaseRuntime
 from tests.race_cases.registry import CASES, GROUPS, Case, Side, Values
-from tests.race_cases.surface import CaseRuntime, Event
 
-__all__ = ["CASES", "GROUPS", "Case", "CaseRuntime", "Event", "Side", "Values"]
+__all__ = ["CASES", "GROUPS", "Case", "CaseRuntime", "Side", "Values"]

@@ -4,9 +4,9 @@ import torch
 
 from batchstate.runtime import Stream
 from batchstate.testing.race.report import RaceKind
+from tests.race_cases.plain import CaseRuntime
 from tests.race_cases.registry import Values, pair
-from tests.race_cases.scenes import vector
-from tests.race_cases.surface import CaseRuntime
+from tests.race_cases.scenes import fence_behind, use, vector
 
 
 @pair(RaceKind.HOST_MEMORY_REUSED, "left: copy to host", "right: copy to host", "all 8 elements")
@@ -17,12 +17,8 @@ def landing_used_by_two_streams(rt: CaseRuntime, racy: bool, left: Stream, right
     Safe: the second stream waits for the first copy.
     """
     numbers, others, landing = vector(rt), vector(rt), rt.pinned((8,), torch.int64)
-    with rt.use(left):
-        landing.copy_(numbers, non_blocking=True)
-        landed = rt.record()
-    with rt.use(right):
-        if not racy:
-            rt.wait(landed)
+    landed = fence_behind(rt, left, lambda: landing.copy_(numbers, non_blocking=True))
+    with use(rt, right, behind=None if racy else landed):
         landing.copy_(others * 2, non_blocking=True)
         landed = rt.record()
     rt.synchronize()
@@ -37,12 +33,8 @@ def source_overwritten_before_its_copy(rt: CaseRuntime, racy: bool, left: Stream
     Safe: the writer waits for the copy.
     """
     numbers, landing = vector(rt), rt.pinned((8,), torch.int64)
-    with rt.use(left):
-        landing.copy_(numbers, non_blocking=True)
-        landed = rt.record()
-    with rt.use(right):
-        if not racy:
-            rt.wait(landed)
+    landed = fence_behind(rt, left, lambda: landing.copy_(numbers, non_blocking=True))
+    with use(rt, right, behind=None if racy else landed):
         numbers.add_(100)
     landed.wait()
     return [landing.clone()]
@@ -56,12 +48,8 @@ def copied_on_another_stream(rt: CaseRuntime, racy: bool, left: Stream, right: S
     Safe: the copying stream waits for the writer.
     """
     numbers, landing = vector(rt), rt.pinned((8,), torch.int64)
-    with rt.use(left):
-        numbers.add_(100)
-        raised = rt.record()
-    with rt.use(right):
-        if not racy:
-            rt.wait(raised)
+    raised = fence_behind(rt, left, lambda: numbers.add_(100))
+    with use(rt, right, behind=None if racy else raised):
         landing.copy_(numbers, non_blocking=True)
         landed = rt.record()
     landed.wait()
@@ -76,12 +64,8 @@ def relay_through_host_memory(rt: CaseRuntime, racy: bool, left: Stream, right: 
     Safe: the second stream waits for the first.
     """
     numbers, target, between = vector(rt), vector(rt), rt.pinned((8,), torch.int64)
-    with rt.use(left):
-        between.copy_(numbers * 2, non_blocking=True)
-        landed = rt.record()
-    with rt.use(right):
-        if not racy:
-            rt.wait(landed)
+    landed = fence_behind(rt, left, lambda: between.copy_(numbers * 2, non_blocking=True))
+    with use(rt, right, behind=None if racy else landed):
         target.copy_(between, non_blocking=True)
     return [target]
 
@@ -95,12 +79,8 @@ def one_buffer_both_ways(rt: CaseRuntime, racy: bool, left: Stream, right: Strea
     """
     numbers, target, between = vector(rt), vector(rt), rt.pinned((8,), torch.int64)
     between.fill_(7)
-    with rt.use(left):
-        target.copy_(between, non_blocking=True)
-        copied = rt.record()
-    with rt.use(right):
-        if not racy:
-            rt.wait(copied)
+    copied = fence_behind(rt, left, lambda: target.copy_(between, non_blocking=True))
+    with use(rt, right, behind=None if racy else copied):
         between.copy_(numbers, non_blocking=True)
     rt.synchronize()
     return [target, between.clone()]

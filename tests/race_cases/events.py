@@ -2,9 +2,9 @@
 
 from batchstate.runtime import Stream
 from batchstate.testing.race.report import RaceKind
+from tests.race_cases.plain import CaseRuntime
 from tests.race_cases.registry import Values, pair
-from tests.race_cases.scenes import given, index, table
-from tests.race_cases.surface import CaseRuntime
+from tests.race_cases.scenes import fence_behind, given, index, result_and_fence, table, use
 
 
 @pair(RaceKind.READ_AFTER_WRITE, "left: add_", "right: clone", "all 8 rows")
@@ -75,9 +75,7 @@ def fence_waited_on_the_wrong_stream(rt: CaseRuntime, racy: bool, left: Stream, 
     """
     middle = rt.stream("middle")
     numbers = table(rt)
-    with rt.use(left):
-        numbers.fill_(7)
-        written = rt.record()
+    written = fence_behind(rt, left, lambda: numbers.fill_(7))
     rt.wait(written, stream=middle if racy else right)
     with rt.use(right):
         return [numbers.clone()]
@@ -91,12 +89,8 @@ def wait_behind_the_launch(rt: CaseRuntime, racy: bool, left: Stream, right: Str
     Safe: the wait stands before the launch.
     """
     numbers = table(rt)
-    with rt.use(left):
-        copy = numbers.clone()
-        read = rt.record()
-    with rt.use(right):
-        if not racy:
-            rt.wait(read)
+    copy, read = result_and_fence(rt, left, lambda: numbers.clone())
+    with use(rt, right, behind=None if racy else read):
         numbers.fill_(7)
         if racy:
             rt.wait(read)
@@ -134,9 +128,7 @@ def the_host_waits(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> 
     Safe: the host waits for the fence, and launches then.
     """
     numbers = table(rt)
-    with rt.use(left):
-        numbers.fill_(7)
-        written = rt.record()
+    written = fence_behind(rt, left, lambda: numbers.fill_(7))
     if not racy:
         written.wait()
     with rt.use(right):

@@ -6,9 +6,9 @@ import torch.nn.functional as F  # noqa: N812 - as all of torch's own code calls
 
 from batchstate.runtime import Stream
 from batchstate.testing.race.report import RaceKind
+from tests.race_cases.plain import CaseRuntime
 from tests.race_cases.registry import Values, pair
-from tests.race_cases.scenes import given, index, table, vector
-from tests.race_cases.surface import CaseRuntime
+from tests.race_cases.scenes import given, index, result_and_fence, table, use, vector
 
 
 @pair(RaceKind.READ_AFTER_WRITE, "left: masked_fill_", "right: index_select", "row 5")
@@ -169,12 +169,8 @@ def index_of_another_stream(rt: CaseRuntime, racy: bool, left: Stream, right: St
     numbers = table(rt)
     with rt.use(right):
         packed = rt.upload([np.array([2, 5])])
-    with rt.use(left):
-        taken = numbers[rt.use_part_on_current_stream(packed, 0)]
-        read = rt.record()
-    with rt.use(right):
-        if not racy:
-            rt.wait(read)
+    taken, read = result_and_fence(rt, left, lambda: numbers[rt.use_part_on_current_stream(packed, 0)])
+    with use(rt, right, behind=None if racy else read):
         numbers[1:3].fill_(9)
     return [taken]
 

@@ -6,9 +6,9 @@ import torch
 from batchstate.runtime import Stream
 from batchstate.testing.race.report import RaceKind
 from batchstate.testing.tracing.dispatch import raw_kernel
+from tests.race_cases.plain import CaseRuntime
 from tests.race_cases.registry import Values, pair
-from tests.race_cases.scenes import index, table, vector
-from tests.race_cases.surface import CaseRuntime
+from tests.race_cases.scenes import fence_behind, index, table, use, vector
 
 
 @raw_kernel
@@ -40,12 +40,8 @@ def raw_kernel_writes(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) 
     Safe: the reader waits for it.
     """
     numbers = table(rt)
-    with rt.use(left):
-        rt.launch(raise_all, numbers, writes=[numbers])
-        raised = rt.record()
-    with rt.use(right):
-        if not racy:
-            rt.wait(raised)
+    raised = fence_behind(rt, left, lambda: rt.launch(raise_all, numbers, writes=[numbers]))
+    with use(rt, right, behind=None if racy else raised):
         return [numbers.clone()]
 
 
@@ -57,12 +53,8 @@ def raw_kernel_reads(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -
     Safe: the writer waits for it.
     """
     numbers, target = table(rt), table(rt)
-    with rt.use(left):
-        rt.launch(copy_all, numbers, target, reads=[numbers], writes=[target])
-        read = rt.record()
-    with rt.use(right):
-        if not racy:
-            rt.wait(read)
+    read = fence_behind(rt, left, lambda: rt.launch(copy_all, numbers, target, reads=[numbers], writes=[target]))
+    with use(rt, right, behind=None if racy else read):
         numbers.fill_(-1)
     return [target]
 

@@ -2,16 +2,23 @@
 
 import torch
 
-from batchstate.runtime import Stream
+from batchstate.runtime import Fence, Stream
 from batchstate.testing.race.report import RaceKind
+from tests.race_cases.plain import CaseRuntime
 from tests.race_cases.registry import Values, pair
 from tests.race_cases.scenes import index, record_stream, table
-from tests.race_cases.surface import CaseRuntime
 
 
-def _next_owner(rt: CaseRuntime) -> torch.Tensor:
+def _made_on(rt: CaseRuntime, stream: Stream) -> tuple[torch.Tensor, Fence]:
+    """Memory int64[8, 4] that a stream allocates and fills, and a fence behind that."""
+    with rt.use(stream):
+        return rt.device_empty((8, 4), torch.int64).fill_(7), rt.record()
+
+
+def _next_owner(rt: CaseRuntime, stream: Stream) -> torch.Tensor:
     """Memory of the same size, which a caching allocator takes from what was freed on this stream, and writes."""
-    return rt.device_empty((8, 4), torch.int64).fill_(-1)
+    with rt.use(stream):
+        return rt.device_empty((8, 4), torch.int64).fill_(-1)
 
 
 @pair(RaceKind.FREED_IN_USE, "right: clone", "left: empty", "rows 2-3")
@@ -21,17 +28,14 @@ def freed_while_a_view_is_read(rt: CaseRuntime, racy: bool, left: Stream, right:
     Racy: an order of execution is all there is, and it does not keep memory.
     Safe: the tensor is acquired, which keeps it for the stream that reads.
     """
-    with rt.use(left):
-        numbers = rt.device_empty((8, 4), torch.int64).fill_(7)
-        made = rt.record()
+    numbers, made = _made_on(rt, left)
     with rt.use(right):
         rt.wait(made)
         if not racy:
             rt.use_on_current_stream(numbers, left, made)
         copy = numbers[2:4].clone()
     del numbers
-    with rt.use(left):
-        other = _next_owner(rt)
+    other = _next_owner(rt, left)
     return [copy, other]
 
 
@@ -43,16 +47,13 @@ def kept_for_a_stream(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) 
     Safe: the allocator was told of the stream that reads.
     """
     middle = rt.stream("middle")
-    with rt.use(left):
-        numbers = rt.device_empty((8, 4), torch.int64).fill_(7)
-        made = rt.record()
+    numbers, made = _made_on(rt, left)
     with rt.use(right):
         rt.wait(made)
         record_stream(rt, numbers, middle if racy else right)
         copy = numbers.clone()
     del numbers
-    with rt.use(left):
-        other = _next_owner(rt)
+    other = _next_owner(rt, left)
     return [copy, other]
 
 
@@ -63,9 +64,7 @@ def keeping_is_not_waiting(rt: CaseRuntime, racy: bool, left: Stream, right: Str
     Racy: memory is kept, and nothing is ordered.
     Safe: acquired: it is kept, and the stream waits.
     """
-    with rt.use(left):
-        numbers = rt.device_empty((8, 4), torch.int64).fill_(7)
-        made = rt.record()
+    numbers, made = _made_on(rt, left)
     with rt.use(right):
         if racy:
             record_stream(rt, numbers, right)
@@ -81,18 +80,15 @@ def freed_and_waited_for(rt: CaseRuntime, racy: bool, left: Stream, right: Strea
     Racy: the stream that owns the memory does not wait for the one that reads.
     Safe: it waits for the reader before it allocates.
     """
-    with rt.use(left):
-        numbers = rt.device_empty((8, 4), torch.int64).fill_(7)
-        made = rt.record()
+    numbers, made = _made_on(rt, left)
     with rt.use(right):
         rt.wait(made)
         copy = numbers.clone()
         read = rt.record()
     del numbers
-    with rt.use(left):
-        if not racy:
-            rt.wait(read)
-        other = _next_owner(rt)
+    if not racy:
+        rt.wait(read, stream=left)
+    other = _next_owner(rt, left)
     return [copy, other]
 
 
@@ -103,9 +99,7 @@ def freed_behind_a_wait_of_the_host(rt: CaseRuntime, racy: bool, left: Stream, r
     Racy: the host waits for a fence from before the read.
     Safe: the host waits for a fence behind it.
     """
-    with rt.use(left):
-        numbers = rt.device_empty((8, 4), torch.int64).fill_(7)
-        made = rt.record()
+    numbers, made = _made_on(rt, left)
     with rt.use(right):
         rt.wait(made)
         fence = rt.record()
@@ -114,8 +108,7 @@ def freed_behind_a_wait_of_the_host(rt: CaseRuntime, racy: bool, left: Stream, r
             fence = rt.record()
     fence.wait()
     del numbers
-    with rt.use(left):
-        other = _next_owner(rt)
+    other = _next_owner(rt, left)
     return [copy, other]
 
 
@@ -126,9 +119,7 @@ def kept_by_a_view(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> 
     Racy: the last view goes too.
     Safe: a view of another row keeps all of it.
     """
-    with rt.use(left):
-        numbers = rt.device_empty((8, 4), torch.int64).fill_(7)
-        made = rt.record()
+    numbers, made = _made_on(rt, left)
     view = numbers[5]
     with rt.use(right):
         rt.wait(made)
@@ -136,8 +127,7 @@ def kept_by_a_view(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> 
     del numbers
     kept = [] if racy else [view]
     del view
-    with rt.use(left):
-        other = _next_owner(rt)
+    other = _next_owner(rt, left)
     return [copy, other, *kept]
 
 
@@ -149,15 +139,12 @@ def freed_memory_is_of_one_stream(rt: CaseRuntime, racy: bool, left: Stream, rig
     Safe: the next allocation is of another stream, which has memory of its own.
     """
     middle = rt.stream("middle")
-    with rt.use(left):
-        numbers = rt.device_empty((8, 4), torch.int64).fill_(7)
-        made = rt.record()
+    numbers, made = _made_on(rt, left)
     with rt.use(right):
         rt.wait(made)
         copy = numbers.clone()
     del numbers
-    with rt.use(left if racy else middle):
-        other = _next_owner(rt)
+    other = _next_owner(rt, left if racy else middle)
     return [copy, other]
 
 
@@ -169,9 +156,7 @@ def source_freed_before_its_copy(rt: CaseRuntime, racy: bool, left: Stream, righ
     Safe: the source is held until the host has waited for the copy.
     """
     landing = rt.pinned((8, 4), torch.int64)
-    with rt.use(left):
-        numbers = rt.device_empty((8, 4), torch.int64).fill_(7)
-        made = rt.record()
+    numbers, made = _made_on(rt, left)
     with rt.use(right):
         rt.wait(made)
         landing.copy_(numbers, non_blocking=True)
@@ -179,8 +164,7 @@ def source_freed_before_its_copy(rt: CaseRuntime, racy: bool, left: Stream, righ
     if not racy:
         landed.wait()
     del numbers
-    with rt.use(left):
-        other = _next_owner(rt)
+    other = _next_owner(rt, left)
     landed.wait()
     return [landing.clone(), other]
 

@@ -4,9 +4,9 @@ import torch
 
 from batchstate.runtime import Stream
 from batchstate.testing.race.report import RaceKind
+from tests.race_cases.plain import CaseRuntime
 from tests.race_cases.registry import Values, pair
-from tests.race_cases.scenes import given, table, vector
-from tests.race_cases.surface import CaseRuntime
+from tests.race_cases.scenes import fence_behind, given, result_and_fence, table, use, vector
 
 
 @pair(RaceKind.READ_AFTER_WRITE, "left: max", "right: clone", "all 8 elements")
@@ -17,12 +17,8 @@ def several_outputs(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) ->
     Safe: the reader waits for the operation.
     """
     numbers = table(rt)
-    with rt.use(left):
-        places = numbers.max(1).indices
-        made = rt.record()
-    with rt.use(right):
-        if not racy:
-            rt.wait(made)
+    places, made = result_and_fence(rt, left, lambda: numbers.max(1).indices)
+    with use(rt, right, behind=None if racy else made):
         return [places.clone(), places]
 
 
@@ -79,12 +75,8 @@ def many_results_at_once(rt: CaseRuntime, racy: bool, left: Stream, right: Strea
     Safe: the reader waits.
     """
     columns = [vector(rt) for _ in range(3)]
-    with rt.use(left):
-        raised = torch._foreach_add(columns, 1)
-        made = rt.record()
-    with rt.use(right):
-        if not racy:
-            rt.wait(made)
+    raised, made = result_and_fence(rt, left, lambda: torch._foreach_add(columns, 1))
+    with use(rt, right, behind=None if racy else made):
         return [raised[1].clone(), *raised]
 
 
@@ -111,12 +103,8 @@ def made_by_a_factory(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) 
     Safe: the reader waits.
     """
     numbers = table(rt)
-    with rt.use(left):
-        zeros = torch.zeros((8, 4), dtype=torch.int64, device=rt.device)
-        made = rt.record()
-    with rt.use(right):
-        if not racy:
-            rt.wait(made)
+    zeros, made = result_and_fence(rt, left, lambda: torch.zeros((8, 4), dtype=torch.int64, device=rt.device))
+    with use(rt, right, behind=None if racy else made):
         return [numbers + zeros, zeros]
 
 
@@ -128,12 +116,8 @@ def result_of_an_operation(rt: CaseRuntime, racy: bool, left: Stream, right: Str
     Safe: the reader waits.
     """
     numbers = table(rt)
-    with rt.use(left):
-        raised = numbers + 1
-        made = rt.record()
-    with rt.use(right):
-        if not racy:
-            rt.wait(made)
+    raised, made = result_and_fence(rt, left, lambda: numbers + 1)
+    with use(rt, right, behind=None if racy else made):
         return [raised * 2, raised]
 
 
@@ -145,12 +129,8 @@ def matrix_product(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> 
     Safe: the product waits.
     """
     weights = table(rt, 4, 4, torch.float32)
-    with rt.use(left):
-        weights.zero_()
-        cleared = rt.record()
-    with rt.use(right):
-        if not racy:
-            rt.wait(cleared)
+    cleared = fence_behind(rt, left, lambda: weights.zero_())
+    with use(rt, right, behind=None if racy else cleared):
         return [weights @ weights]
 
 

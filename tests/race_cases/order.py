@@ -4,9 +4,9 @@ import torch
 
 from batchstate.runtime import Fence, Stream
 from batchstate.testing.race.report import RaceKind
+from tests.race_cases.plain import CaseRuntime
 from tests.race_cases.registry import Values, pair
-from tests.race_cases.scenes import given, index, table, vector
-from tests.race_cases.surface import CaseRuntime
+from tests.race_cases.scenes import fence_behind, given, index, result_and_fence, table, use, vector
 
 
 @pair(RaceKind.READ_AFTER_WRITE, "left: fill_", "right: clone", "all 8 rows")
@@ -17,12 +17,8 @@ def read_after_write(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -
     Safe: the reader's stream waits for a fence behind the write.
     """
     numbers = table(rt)
-    with rt.use(left):
-        numbers.fill_(7)
-        written = rt.record()
-    with rt.use(right):
-        if not racy:
-            rt.wait(written)
+    written = fence_behind(rt, left, lambda: numbers.fill_(7))
+    with use(rt, right, behind=None if racy else written):
         return [numbers.clone()]
 
 
@@ -34,12 +30,8 @@ def write_after_read(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -
     Safe: the writer's stream waits for a fence behind the read.
     """
     numbers = table(rt)
-    with rt.use(left):
-        copy = numbers.clone()
-        read = rt.record()
-    with rt.use(right):
-        if not racy:
-            rt.wait(read)
+    copy, read = result_and_fence(rt, left, lambda: numbers.clone())
+    with use(rt, right, behind=None if racy else read):
         numbers.fill_(7)
     return [copy, numbers]
 
@@ -52,12 +44,8 @@ def write_after_write(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) 
     Safe: the second waits for the first.
     """
     numbers = table(rt)
-    with rt.use(left):
-        numbers.fill_(7)
-        written = rt.record()
-    with rt.use(right):
-        if not racy:
-            rt.wait(written)
+    written = fence_behind(rt, left, lambda: numbers.fill_(7))
+    with use(rt, right, behind=None if racy else written):
         numbers.fill_(8)
     return [numbers]
 
@@ -70,12 +58,8 @@ def same_value_rewritten(rt: CaseRuntime, racy: bool, left: Stream, right: Strea
     Safe: the second waits for the first.
     """
     numbers = table(rt)
-    with rt.use(left):
-        numbers.fill_(0)
-        written = rt.record()
-    with rt.use(right):
-        if not racy:
-            rt.wait(written)
+    written = fence_behind(rt, left, lambda: numbers.fill_(0))
+    with use(rt, right, behind=None if racy else written):
         numbers.fill_(0)
     return None
 
@@ -91,9 +75,7 @@ def in_place_add_under_a_reader(rt: CaseRuntime, racy: bool, left: Stream, right
     lengths = vector(rt)
     seen = []
     for step in range(2):
-        with rt.use(forward):
-            seen.append(lengths.clone())
-            read = rt.record()
+        read = fence_behind(rt, forward, lambda: seen.append(lengths.clone()))
         with rt.use(schedule):
             if not racy or step:
                 rt.wait(read)
@@ -112,9 +94,7 @@ def a_chain_of_waits(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -
     """
     middle = rt.stream("middle")
     numbers = table(rt)
-    with rt.use(left):
-        numbers.fill_(7)
-        written = rt.record()
+    written = fence_behind(rt, left, lambda: numbers.fill_(7))
     with rt.use(middle):
         passed_on = rt.record()
         rt.wait(written)
@@ -157,12 +137,8 @@ def to_and_fro(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Valu
     with rt.use(left):
         buffer.fill_(7)
         rt.wait(rt.record(), stream=right)
-    with rt.use(right):
-        copy = buffer.clone()
-        read = rt.record()
-    with rt.use(left):
-        if not racy:
-            rt.wait(read)
+    copy, read = result_and_fence(rt, right, lambda: buffer.clone())
+    with use(rt, left, behind=None if racy else read):
         buffer.fill_(8)
     return [copy, buffer]
 
@@ -198,11 +174,7 @@ def a_row_given_to_the_next_request(rt: CaseRuntime, racy: bool, left: Stream, r
     Safe: the row is written behind the forward that read it.
     """
     numbers = table(rt)
-    with rt.use(left):
-        pages = numbers.index_select(0, index(rt, 1, 3))
-        read = rt.record()
-    with rt.use(right):
-        if not racy:
-            rt.wait(read)
+    pages, read = result_and_fence(rt, left, lambda: numbers.index_select(0, index(rt, 1, 3)))
+    with use(rt, right, behind=None if racy else read):
         numbers.index_copy_(0, index(rt, 3), given(rt, [[9, 9, 9, 9]]))
     return [pages]

@@ -1,10 +1,12 @@
 """Runtimes without a tool that run the micro-cases: a CPU, where everything comes at once, and an accelerator."""
 
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 
 from batchstate.runtime import AcceleratorRuntime, CpuRuntime, Stream
+from batchstate.testing.race import RaceRuntime
+from batchstate.testing.sim import SimRuntime
 from batchstate.testing.tracing.runtime import DeviceEvent
 
 
@@ -62,3 +64,7 @@ class NativeEvent:
     def synchronize(self) -> None:
         """The host waits for the last recording."""
         self._native.synchronize()
+
+
+CaseRuntime: TypeAlias = RaceRuntime | SimRuntime | PlainCpu | PlainAccelerator
+"""A runtime with events and pinned memory, which runs a micro-case."""

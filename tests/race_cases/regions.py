@@ -4,9 +4,9 @@ import torch
 
 from batchstate.runtime import Stream
 from batchstate.testing.race.report import RaceKind
+from tests.race_cases.plain import CaseRuntime
 from tests.race_cases.registry import Values, pair
 from tests.race_cases.scenes import given, index, read_and_written, table, vector
-from tests.race_cases.surface import CaseRuntime
 
 
 @pair(RaceKind.WRITE_AFTER_READ, "left: index_select", "right: index_put_", "row 3")

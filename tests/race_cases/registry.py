@@ -10,7 +10,7 @@ import torch
 
 from batchstate.runtime import Stream
 from batchstate.testing.race.report import RaceKind
-from tests.race_cases.surface import CaseRuntime
+from tests.race_cases.plain import CaseRuntime
 
 Values: TypeAlias = Sequence[torch.Tensor | npt.NDArray[Any]] | None
 """What a program computed: read once everything has run. None where no number tells right from wrong."""

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
+from tests.race_cases.plain import CaseRuntime
 from tests.race_cases.registry import CASES, Case
-from tests.race_cases.surface import CaseRuntime
 from tests.race_cases.tools import Says, Verdict
 
 SWITCH = "TORCH_CUDA_SANITIZER"

@@ -1,13 +1,17 @@
 """What the programs of the micro-cases begin with: tensors that every stream may use, and indices of rows."""
 
+import contextlib
 import weakref
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from batchstate.runtime import Stream, numpy_dtype
-from tests.race_cases.surface import CaseRuntime
+from batchstate.runtime import Fence, Stream, numpy_dtype
+from tests.race_cases.plain import CaseRuntime
+
+T = TypeVar("T")
 
 _held: weakref.WeakKeyDictionary[CaseRuntime, list[torch.Tensor]] = weakref.WeakKeyDictionary()
 """Tables outlive their program, as an engine's do: else each would end by freeing what streams may still use."""
@@ -40,6 +44,26 @@ def index(rt: CaseRuntime, *places: int) -> torch.Tensor:
 def given(rt: CaseRuntime, values: Any) -> torch.Tensor:
     """Values of an array, brought to the device by the current stream."""
     return rt.upload([np.asarray(values)]).view(0)
+
+
+@contextlib.contextmanager
+def use(rt: CaseRuntime, stream: Stream, *, behind: Fence | None) -> Iterator[None]:
+    """Work on a stream, which first waits for a fence where there is one."""
+    with rt.use(stream):
+        if behind is not None:
+            rt.wait(behind)
+        yield
+
+
+def result_and_fence(rt: CaseRuntime, stream: Stream, operation: Callable[[], T]) -> tuple[T, Fence]:
+    """Enqueues an operation on a stream; returns its result and a fence behind it."""
+    with rt.use(stream):
+        return operation(), rt.record()
+
+
+def fence_behind(rt: CaseRuntime, stream: Stream, operation: Callable[[], object]) -> Fence:
+    """Enqueues an operation on a stream; returns a fence behind it."""
+    return result_and_fence(rt, stream, operation)[1]
 
 
 def record_stream(rt: CaseRuntime, tensor: torch.Tensor, stream: Stream) -> None:

@@ -5,9 +5,9 @@ import torch
 
 from batchstate.runtime import Stream
 from batchstate.testing.race.report import RaceKind
+from tests.race_cases.plain import CaseRuntime
 from tests.race_cases.registry import Values, pair
-from tests.race_cases.scenes import vector
-from tests.race_cases.surface import CaseRuntime
+from tests.race_cases.scenes import fence_behind, use, vector
 
 
 @pair(RaceKind.STAGING_REFILLED, "left: copy to device", "host: a write that torch did not see", "all 8 elements")
@@ -20,9 +20,7 @@ def pinned_memory_refilled_through_numpy(rt: CaseRuntime, racy: bool, left: Stre
     staged, numbers = rt.pinned((8,), torch.int64), vector(rt)
     array = staged.numpy()
     array[:] = 7
-    with rt.use(left):
-        numbers.copy_(staged, non_blocking=True)
-        copied = rt.record()
+    copied = fence_behind(rt, left, lambda: numbers.copy_(staged, non_blocking=True))
     if not racy:
         copied.wait()
     array[:] = 8
@@ -38,9 +36,7 @@ def pinned_memory_refilled_through_torch(rt: CaseRuntime, racy: bool, left: Stre
     """
     staged, numbers = rt.pinned((8,), torch.int64), vector(rt)
     staged.fill_(7)
-    with rt.use(left):
-        numbers.copy_(staged, non_blocking=True)
-        copied = rt.record()
+    copied = fence_behind(rt, left, lambda: numbers.copy_(staged, non_blocking=True))
     if not racy:
         copied.wait()
     staged.fill_(8)
@@ -163,12 +159,8 @@ def what_a_copy_brings(rt: CaseRuntime, racy: bool, left: Stream, right: Stream)
     """
     staged, numbers = rt.pinned((8,), torch.int64), vector(rt)
     staged.fill_(7)
-    with rt.use(left):
-        numbers.copy_(staged, non_blocking=True)
-        copied = rt.record()
-    with rt.use(right):
-        if not racy:
-            rt.wait(copied)
+    copied = fence_behind(rt, left, lambda: numbers.copy_(staged, non_blocking=True))
+    with use(rt, right, behind=None if racy else copied):
         return [numbers.clone()]
 
 

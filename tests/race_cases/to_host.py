@@ -4,9 +4,9 @@ import torch
 
 from batchstate.runtime import Stream
 from batchstate.testing.race.report import RaceKind
+from tests.race_cases.plain import CaseRuntime
 from tests.race_cases.registry import Values, pair
-from tests.race_cases.scenes import vector
-from tests.race_cases.surface import CaseRuntime
+from tests.race_cases.scenes import fence_behind, result_and_fence, vector
 
 
 @pair(RaceKind.HOST_READS_EARLY, "left: copy to host", "host: clone", "all 8 elements")
@@ -17,9 +17,7 @@ def result_read_early(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) 
     Safe: the host waits for a fence behind the copy.
     """
     numbers, landing = vector(rt), rt.pinned((8,), torch.int64)
-    with rt.use(left):
-        landing.copy_(numbers, non_blocking=True)
-        landed = rt.record()
+    landed = fence_behind(rt, left, lambda: landing.copy_(numbers, non_blocking=True))
     if not racy:
         landed.wait()
     return [landing.clone()]
@@ -33,9 +31,7 @@ def to_cpu_without_blocking(rt: CaseRuntime, racy: bool, left: Stream, right: St
     Safe: the host waits for the copy.
     """
     numbers = vector(rt)
-    with rt.use(left):
-        landing = numbers.to("cpu", non_blocking=True)
-        landed = rt.record()
+    landing, landed = result_and_fence(rt, left, lambda: numbers.to("cpu", non_blocking=True))
     if not racy:
         landed.wait()
     return [landing.clone()]
@@ -102,9 +98,7 @@ def landing_used_again(rt: CaseRuntime, racy: bool, left: Stream, right: Stream)
     Safe: the host reads before the second copy starts.
     """
     numbers, landing = vector(rt), rt.pinned((8,), torch.int64)
-    with rt.use(left):
-        landing.copy_(numbers, non_blocking=True)
-        landed = rt.record()
+    landed = fence_behind(rt, left, lambda: landing.copy_(numbers, non_blocking=True))
     read = []
     if not racy:
         landed.wait()
@@ -126,9 +120,7 @@ def landing_cleared_by_the_host(rt: CaseRuntime, racy: bool, left: Stream, right
     Safe: the host waits for the copy.
     """
     numbers, landing = vector(rt), rt.pinned((8,), torch.int64)
-    with rt.use(left):
-        landing.copy_(numbers, non_blocking=True)
-        landed = rt.record()
+    landed = fence_behind(rt, left, lambda: landing.copy_(numbers, non_blocking=True))
     if not racy:
         landed.wait()
     landing.zero_()
@@ -144,9 +136,7 @@ def landing_written_through_numpy(rt: CaseRuntime, racy: bool, left: Stream, rig
     """
     numbers, landing = vector(rt), rt.pinned((8,), torch.int64)
     array = landing.numpy()
-    with rt.use(left):
-        landing.copy_(numbers, non_blocking=True)
-        landed = rt.record()
+    landed = fence_behind(rt, left, lambda: landing.copy_(numbers, non_blocking=True))
     if not racy:
         landed.wait()
     array[3:5] = -1

@@ -12,9 +12,8 @@ from batchstate.errors import BatchStateError
 from batchstate.runtime import Runtime
 from batchstate.testing.race import RaceReport, RaceRuntime
 from batchstate.testing.sim import SimRuntime
-from tests.race_cases.plain import PlainCpu
+from tests.race_cases.plain import CaseRuntime, PlainCpu
 from tests.race_cases.registry import Case, Values
-from tests.race_cases.surface import CaseRuntime
 
 Arrays = list[npt.NDArray[Any]] | None
 

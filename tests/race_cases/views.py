@@ -4,9 +4,9 @@ import torch
 
 from batchstate.runtime import Stream
 from batchstate.testing.race.report import RaceKind
+from tests.race_cases.plain import CaseRuntime
 from tests.race_cases.registry import Values, pair
-from tests.race_cases.scenes import read_and_written, table, vector
-from tests.race_cases.surface import CaseRuntime
+from tests.race_cases.scenes import read_and_written, result_and_fence, table, use, vector
 
 
 @pair(RaceKind.WRITE_AFTER_READ, "left: clone", "right: fill_", "parts of element 2")
@@ -73,9 +73,7 @@ def reshape_views_or_copies(rt: CaseRuntime, racy: bool, left: Stream, right: St
     Safe: `reshape` of the turned table has to copy it, in time.
     """
     numbers = table(rt)
-    with rt.use(left):
-        flat = (numbers if racy else numbers.t()).reshape(-1)
-        made = rt.record()
+    flat, made = result_and_fence(rt, left, lambda: (numbers if racy else numbers.t()).reshape(-1))
     with rt.use(right):
         rt.wait(made)
         copy = flat.clone()
@@ -117,12 +115,8 @@ def inference_mode(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> 
     """
     with torch.inference_mode():
         numbers = table(rt)
-        with rt.use(left):
-            copy = numbers.t().reshape(-1)
-            read = rt.record()
-        with rt.use(right):
-            if not racy:
-                rt.wait(read)
+        copy, read = result_and_fence(rt, left, lambda: numbers.t().reshape(-1))
+        with use(rt, right, behind=None if racy else read):
             numbers.view(4, 8).fill_(7)
     return [copy]
 
@@ -136,11 +130,7 @@ def no_grad(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
     """
     weights = table(rt, dtype=torch.float32).requires_grad_()
     with torch.no_grad():
-        with rt.use(left):
-            copy = weights.clone()
-            read = rt.record()
-        with rt.use(right):
-            if not racy:
-                rt.wait(read)
+        copy, read = result_and_fence(rt, left, lambda: weights.clone())
+        with use(rt, right, behind=None if racy else read):
             weights.fill_(7)
     return [copy]
