@@ -14,7 +14,7 @@ import batchstate
 from batchstate.cli import main, traffic
 from batchstate.cli._output import Row, Section, progress, show
 from batchstate.selfcheck.mutants import MUTANTS
-from batchstate.traffic import Engine, EngineSettings
+from batchstate.traffic import EngineSettings, TrafficEngine
 
 FIGURES = {
     "requests",
@@ -251,15 +251,15 @@ def test_violation_is_printed_and_1(
     tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A broken invariant ends the run with its report on stderr, is in the figures, and gives 1."""
-    release = Engine.give_back
+    release = TrafficEngine.give_back
 
-    def twice(engine: Engine, leaves: Any) -> Any:
+    def twice(engine: TrafficEngine, leaves: Any) -> Any:
         leaving = engine.batch.filter(leaves)
         requests = release(engine, leaves)
         engine.pages.release_requests(leaving.slots)
         return requests
 
-    monkeypatch.setattr(Engine, "give_back", twice)
+    monkeypatch.setattr(TrafficEngine, "give_back", twice)
     path = tmp_path / "traffic.json"
     assert main(["traffic", "--requests", "3", "--device", device, "--json", str(path)]) == 1
     output = capsys.readouterr()

@@ -13,7 +13,7 @@ from batchstate.testing.race import RaceRuntime
 from batchstate.testing.race.detector import Log
 from batchstate.testing.race.history import KEPT
 from batchstate.testing.tracing.clocks import Clocks, StreamClock
-from batchstate.testing.tracing.regions import Region, union
+from batchstate.testing.tracing.regions import ByteRegion, union
 
 STREAMS = 3
 steps = st.lists(
@@ -97,10 +97,12 @@ small = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 6)), min_size=1, m
     st.lists(st.tuples(small, small, st.integers(0, 12), st.booleans()), min_size=1, max_size=150), st.integers(0, 3)
 )
 @settings(max_examples=60, deadline=None)
-def test_a_log_answers_as_if_it_kept_everything(program: list[tuple[Region, Region, int, bool]], hurry: int) -> None:
+def test_a_log_answers_as_if_it_kept_everything(
+    program: list[tuple[ByteRegion, ByteRegion, int, bool]], hurry: int
+) -> None:
     """The newest access beyond what is known that shares a byte; the host may know that older ones are over."""
     log = Log()
-    every: list[tuple[int, Region]] = []
+    every: list[tuple[int, ByteRegion]] = []
     over = 0
     for number, (region, asked, lag, waits) in enumerate(program * 3, start=1):
         log.add(number, region, over)
@@ -118,7 +120,7 @@ def test_what_the_host_knows_to_be_over_is_dropped() -> None:
     """A run of any length keeps what is in flight."""
     log = Log()
     for number in range(1, 5_000):
-        log.add(number, Region(number * 8, number * 8 + 8), number - 10)
+        log.add(number, ByteRegion(number * 8, number * 8 + 8), number - 10)
         assert len(log) < 200
 
 
@@ -127,19 +129,19 @@ def test_what_a_later_access_covers_is_dropped() -> None:
     log = Log()
     for number in range(1, 5_000):
         place = number * 7 % 50
-        log.add(number, Region(place * 8, place * 8 + 8), 0)
+        log.add(number, ByteRegion(place * 8, place * 8 + 8), 0)
     assert len(log) < 200
-    assert log.conflict(Region(0, 8), 4_990) is None
-    assert log.conflict(Region(0, 8), 4_900) is not None
+    assert log.conflict(ByteRegion(0, 8), 4_990) is None
+    assert log.conflict(ByteRegion(0, 8), 4_900) is not None
 
 
 def test_places_that_are_never_touched_again_are_kept() -> None:
     """However many there are: a later access may conflict with any of them."""
     log = Log()
     for number in range(1, 3_001):
-        log.add(number, Region(number * 8, number * 8 + 8), 0)
+        log.add(number, ByteRegion(number * 8, number * 8 + 8), 0)
     assert len(log) == 3_000
-    found = log.conflict(Region(17 * 8, 17 * 8 + 4), 0)
+    found = log.conflict(ByteRegion(17 * 8, 17 * 8 + 4), 0)
     assert found is not None
     assert found[0] == 17
 
@@ -152,18 +154,18 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        overlaps, covers = Region.overlaps, Region.covers
+        overlaps, covers = ByteRegion.overlaps, ByteRegion.covers
 
-        def counted_overlaps(region: Region, other: Region) -> bool:
+        def counted_overlaps(region: ByteRegion, other: ByteRegion) -> bool:
             self.count += 1
             return overlaps(region, other)
 
-        def counted_covers(region: Region, other: Region) -> bool:
+        def counted_covers(region: ByteRegion, other: ByteRegion) -> bool:
             self.count += 1
             return covers(region, other)
 
-        monkeypatch.setattr(Region, "overlaps", counted_overlaps)
-        monkeypatch.setattr(Region, "covers", counted_covers)
+        monkeypatch.setattr(ByteRegion, "overlaps", counted_overlaps)
+        monkeypatch.setattr(ByteRegion, "covers", counted_covers)
 
 
 def relayed(rounds: int, *, waits: bool) -> tuple[float, int]:

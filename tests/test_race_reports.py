@@ -11,7 +11,7 @@ from batchstate.runtime import Stream
 from batchstate.testing.race import EventKind, RaceKind, RaceReport, RaceRuntime
 from batchstate.testing.race.history import KEPT, SHOWN, described, rows_of
 from batchstate.testing.tracing.memory import Name
-from batchstate.testing.tracing.regions import Region, of_tensor, union
+from batchstate.testing.tracing.regions import ByteRegion, of_tensor, union
 
 
 def words(tensor: torch.Tensor, part: torch.Tensor) -> str:
@@ -63,8 +63,8 @@ def test_other_memory_is_told_in_bytes() -> None:
     """A buffer of bytes, a single number, and what lies beyond the tensor that the memory was first seen as."""
     assert words(torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)[16:32]) == "bytes 16-31"
     assert words(torch.tensor(3), torch.tensor(3)) == "bytes 0-7"
-    assert rows_of(Name(1, torch.zeros(2, 2)), Region(8, 40)) == "bytes 8-39"
-    assert rows_of(Name(1, torch.zeros(0, 4)), Region(0, 4)) == "bytes 0-3"
+    assert rows_of(Name(1, torch.zeros(2, 2)), ByteRegion(8, 40)) == "bytes 8-39"
+    assert rows_of(Name(1, torch.zeros(0, 4)), ByteRegion(0, 4)) == "bytes 0-3"
 
 
 def test_a_long_list_of_rows_is_cut() -> None:
@@ -72,7 +72,7 @@ def test_a_long_list_of_rows_is_cut() -> None:
     name = Name(9, torch.zeros(40, 2))
     region = union((16 * row, 16 * row + 8) for row in range(20))
     assert rows_of(name, region) == "rows 0, 2, 4, 6, 8, 10, 12, 14 and 12 more"
-    assert described(name, Region(8, 16)) == "tensor 9 float32[40, 2] row 1"
+    assert described(name, ByteRegion(8, 16)) == "tensor 9 float32[40, 2] row 1"
 
 
 # Reports

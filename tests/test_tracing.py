@@ -19,14 +19,14 @@ from batchstate.testing import LateRuntime, RaceRuntime, SimRuntime
 from batchstate.testing.tracing.dispatch import tracing
 from batchstate.testing.tracing.memory import Allocation, Allocations, MemoryKind, Name
 from batchstate.testing.tracing.operations import MemoryAccess, Operation
-from batchstate.testing.tracing.regions import Region, of_elements, of_index, of_rows, of_tensor, union, union_of
+from batchstate.testing.tracing.regions import ByteRegion, of_elements, of_index, of_rows, of_tensor, union, union_of
 from batchstate.testing.tracing.source_lines import source_line
 from tests.doubles import in_a_thread
 
 BYTES = 96
 
 
-def bytes_of(region: Region | None) -> set[int]:
+def bytes_of(region: ByteRegion | None) -> set[int]:
     """The bytes of a region, one by one."""
     return set() if region is None else {byte for lo, hi in region.intervals() for byte in range(lo, hi)}
 

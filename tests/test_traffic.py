@@ -10,10 +10,10 @@ from batchstate import levels
 from batchstate.errors import ArgumentError
 from batchstate.runtime import CpuRuntime, Fence, Runtime, Stream, open_runtime
 from batchstate.traffic import (
-    Engine,
     EngineSettings,
-    Progress,
     RunningBatch,
+    TrafficEngine,
+    TrafficProgress,
     TrafficReport,
     TrafficRun,
     Workload,
@@ -234,7 +234,7 @@ def test_impossible_settings_are_refused(wrong: dict) -> None:
 
 def test_progress_is_reported(rt: Runtime) -> None:
     """`progress` hears where the run is, the end included."""
-    heard: list[Progress] = []
+    heard: list[TrafficProgress] = []
     run_traffic(many(40), device=rt, settings=TINY, progress=heard.append)
     assert [at.done for at in heard] == sorted(at.done for at in heard)
     assert heard[-1].done == heard[-1].requests == 40
@@ -243,7 +243,7 @@ def test_progress_is_reported(rt: Runtime) -> None:
 def test_hang_up_of_a_finished_request_is_no_news(rt: Runtime) -> None:
     """An abort that comes too late changes nothing."""
     run = TrafficRun(workload((0, 3, 1)), rt, settings=TINY)
-    engine: Engine = run.engine
+    engine: TrafficEngine = run.engine
     while run.step():
         pass
     engine.abort(run.requests[0])

@@ -9,7 +9,7 @@ from batchstate.cli import _output as options
 from batchstate.cli._output import Row, Section, progress, show
 
 if TYPE_CHECKING:
-    from batchstate.traffic import Progress, TrafficReport
+    from batchstate.traffic import TrafficProgress, TrafficReport
 
 NAME = "traffic"
 NUM_PAGES = 10_240
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.clean else 1
 
 
-def _remark(at: "Progress") -> str:
+def _remark(at: "TrafficProgress") -> str:
     minutes, seconds = divmod(int(at.simulated_seconds), 60)
     return f"{minutes:02d}:{seconds:02d} simulated, {at.running} running, {at.waiting} waiting, {at.tokens:,} tokens"
 

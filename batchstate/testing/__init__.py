@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from batchstate.testing.fences import ManualStream as ManualStream
     from batchstate.testing.machine import DisagreementError as DisagreementError
     from batchstate.testing.machine import Machine as Machine
+    from batchstate.testing.machine import MachineSession as MachineSession
     from batchstate.testing.machine import Misuse as Misuse
     from batchstate.testing.machine import OpenRuntime as OpenRuntime
-    from batchstate.testing.machine import Session as Session
     from batchstate.testing.machine import session as session
     from batchstate.testing.models import AllocatorModel as AllocatorModel
     from batchstate.testing.models import Modelled as Modelled
@@ -55,7 +55,7 @@ else:
         {
             "devices": "open_device window_of",
             "fences": "LateRuntime ManualFence ManualStream",
-            "machine": "DisagreementError Machine Misuse OpenRuntime Session session",
+            "machine": "DisagreementError Machine Misuse OpenRuntime MachineSession session",
             "models": "AllocatorModel Modelled",
             "race": "Race RaceFence RaceKind RaceReport RaceRuntime",
             "runner": "MachineResult run_machine",

@@ -27,7 +27,7 @@ OpenRuntime = Callable[[], Runtime]
 
 @final
 @attrs.define(eq=False)
-class Session:
+class MachineSession:
     """One run of machines.
 
     Attributes:
@@ -60,13 +60,13 @@ class Session:
                 self.on_example(self.examples)
 
 
-_current: ContextVar[Session] = ContextVar("batchstate_session")
+_current: ContextVar[MachineSession] = ContextVar("batchstate_session")
 
 
-def current_session() -> Session:
+def current_session() -> MachineSession:
     """The session of the innermost `session` window; outside of one, a session of its own on the CPU."""
     found = _current.get(None)
-    return Session(open_runtime) if found is None else found
+    return MachineSession(open_runtime) if found is None else found
 
 
 @contextlib.contextmanager
@@ -75,13 +75,13 @@ def session(
     *,
     level: str | Level = Level.FULL,
     on_example: Callable[[int], None] | None = None,
-) -> Iterator[Session]:
+) -> Iterator[MachineSession]:
     """A window in which every machine takes its runtimes from `runtimes` and counts into the session yielded.
 
     Raises:
         ArgumentError: unknown `level`.
     """
-    token = _current.set(Session(runtimes, parse_level(level), on_example=on_example))
+    token = _current.set(MachineSession(runtimes, parse_level(level), on_example=on_example))
     try:
         yield _current.get()
     finally:

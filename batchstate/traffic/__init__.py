@@ -5,27 +5,27 @@ runs a step, `scheduler` decides who is in it. `workload` is what comes in, `run
 """
 
 from batchstate.traffic.engine import (
-    Engine,
     EngineSettings,
     Request,
     RunningBatch,
     SamplingParams,
     StepResult,
+    TrafficEngine,
     draw_requests,
 )
-from batchstate.traffic.run import HostTime, Progress, TrafficReport, TrafficRun, run_traffic
+from batchstate.traffic.run import HostTime, TrafficProgress, TrafficReport, TrafficRun, run_traffic
 from batchstate.traffic.workload import TraceError, Workload, fitted_workload, read_trace
 
 __all__ = [
-    "Engine",
     "EngineSettings",
     "HostTime",
-    "Progress",
     "Request",
     "RunningBatch",
     "SamplingParams",
     "StepResult",
     "TraceError",
+    "TrafficEngine",
+    "TrafficProgress",
     "TrafficReport",
     "TrafficRun",
     "Workload",

@@ -27,7 +27,7 @@ from batchstate.errors import ArgumentError
 from batchstate.kv.pages import PagePool
 from batchstate.pools import SlotPool
 from batchstate.runtime import Fence, Runtime
-from batchstate.traffic.scheduler import ScheduledBatch, Scheduler, StepPlan
+from batchstate.traffic.scheduler import BatchScheduler, ScheduledBatch, StepPlan
 from batchstate.traffic.workload import Workload
 
 END_OF_TEXT = 2
@@ -225,7 +225,7 @@ class StepResult:
 
 
 @final
-class Engine(Scheduler[RunningBatch, Request]):
+class TrafficEngine(BatchScheduler[RunningBatch, Request]):
     """Runs requests through a batch, a slot pool and a page pool. Belongs to the runtime's thread.
 
     Args:

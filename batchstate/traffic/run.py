@@ -10,7 +10,7 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate.runtime import Counters, Runtime, open_runtime
-from batchstate.traffic.engine import Engine, EngineSettings, Request, RunningBatch, StepResult, draw_requests
+from batchstate.traffic.engine import EngineSettings, Request, RunningBatch, StepResult, TrafficEngine, draw_requests
 from batchstate.traffic.workload import Workload
 from batchstate.violations import Violation
 
@@ -112,7 +112,7 @@ STEPS_BETWEEN_PROGRESS = 64
 
 @final
 @attrs.frozen
-class Progress:
+class TrafficProgress:
     """Where a run is.
 
     Attributes:
@@ -188,17 +188,17 @@ class TrafficRun:
         self.settings = settings or EngineSettings()
         self.settings.check_fits(workload)
         self.requests = draw_requests(workload, seed=seed, aborts=aborts)
-        self.engine = Engine(runtime, self.settings, max_tokens_per_request=workload.longest)
+        self.engine = TrafficEngine(runtime, self.settings, max_tokens_per_request=workload.longest)
         self.clock = 0.0
         self._arrived = 0
         self._hang_ups = sorted((one for one in self.requests if one.hangs_up < np.inf), key=_hangs_up, reverse=True)
         self._measured = _Measured()
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> TrafficProgress:
         """Where the run is."""
         engine, measured = self.engine, self._measured
-        return Progress(
+        return TrafficProgress(
             done=engine.finished + engine.aborted,
             requests=len(self.requests),
             running=len(engine.batch),
@@ -286,7 +286,7 @@ def run_traffic(
     seed: int = 0,
     aborts: float = 0.0,
     checks: str | levels.Level = levels.Level.CHEAP,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[TrafficProgress], None] | None = None,
 ) -> TrafficReport:
     """Serves every request of a workload and reports what it cost.
 
@@ -330,7 +330,7 @@ def run_traffic(
         )
 
 
-def _audit(engine: Engine) -> list[Violation]:
+def _audit(engine: TrafficEngine) -> list[Violation]:
     """Recounts both pools, which should be idle."""
     found = []
     for check in (engine.slots.verify, engine.pages.verify, engine.slots.expect_idle, engine.pages.expect_idle):

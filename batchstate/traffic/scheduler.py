@@ -1,8 +1,8 @@
 """Decides which requests run in the next step: rows are retracted when pages run out, and waiting requests join.
 
 Rows stand in order of admission, so the last row is the youngest request. The decisions are arithmetic on the batch's
-host arrays, `plan_step` and below; `Scheduler` applies them to a batch and a page pool. The traffic engine is one, and
-so is the engine that the library fuzzes itself with.
+host arrays, `plan_step` and below; `BatchScheduler` applies them to a batch and a page pool. The traffic engine is one,
+and so is the engine that the library fuzzes itself with.
 """
 
 from collections import deque
@@ -145,7 +145,7 @@ B = TypeVar("B", bound=ScheduledBatch)
 R = TypeVar("R", bound=Schedulable)
 
 
-class Scheduler(Generic[B, R]):
+class BatchScheduler(Generic[B, R]):
     """The running batch and the requests that wait. Subclasses say how rows leave and join, and what a step launches.
 
     Slots and pages of rows that leave are freed behind the fence of the last launched step, which may still read them.

@@ -21,7 +21,7 @@ from batchstate.tables import TableWrite
 from batchstate.testing.fences import ManualFence, ManualStream
 from batchstate.testing.machine import Machine, agree, agree_on
 from batchstate.testing.sync_guard import no_hidden_sync
-from batchstate.traffic.scheduler import ScheduledBatch, Scheduler, StepPlan
+from batchstate.traffic.scheduler import BatchScheduler, ScheduledBatch, StepPlan
 
 BUDGET = 6
 """Tokens per step."""
@@ -30,7 +30,7 @@ DEPTH = 3
 """Steps in flight, at most."""
 
 
-class Running(ScheduledBatch):
+class EngineBatch(ScheduledBatch):
     """The running requests."""
 
     num_generated = mirrored(torch.int32)
@@ -41,7 +41,7 @@ class Running(ScheduledBatch):
 
 @final
 @attrs.define(eq=False)
-class Request:
+class EngineRequest:
     """One request.
 
     Attributes:
@@ -72,15 +72,15 @@ class Request:
 class Listener(Protocol):
     """Is told of every location before the upload that publishes it."""
 
-    def on_join(self, request: Request, shared: Extension | None) -> None:
+    def on_join(self, request: EngineRequest, shared: Extension | None) -> None:
         """A request joins, with a shared prefix or without."""
 
-    def on_extend(self, batch: Running, extension: Extension) -> None:
+    def on_extend(self, batch: EngineBatch, extension: Extension) -> None:
         """Tokens are about to be written."""
 
 
 @final
-class SmallEngine(Scheduler[Running, Request]):
+class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
     """A scheduler with a prefix cache, whose forward only counts.
 
     Attributes:
@@ -92,11 +92,11 @@ class SmallEngine(Scheduler[Running, Request]):
     """
 
     def __init__(self, pages: PagePool, listener: Listener) -> None:
-        super().__init__(pages, Running.empty(pages.runtime), max_tokens_per_step=BUDGET)
+        super().__init__(pages, EngineBatch.empty(pages.runtime), max_tokens_per_step=BUDGET)
         self.slots = pages.slots
         self.steps = ManualStream()
         self.cache: PageLease | None = None
-        self.launched: Running | None = None
+        self.launched: EngineBatch | None = None
         self.waited = 0
         self._listener = listener
         self._writes: list[TableWrite] = []
@@ -148,7 +148,7 @@ class SmallEngine(Scheduler[Running, Request]):
                 if request.state == "running":
                     request.state = "finished"
 
-    def _keep_prefix(self, done: Running) -> None:
+    def _keep_prefix(self, done: EngineBatch) -> None:
         if len(done):
             size = self.pages.page_size
             self.reclaim()
@@ -163,7 +163,7 @@ class SmallEngine(Scheduler[Running, Request]):
         self.cache = None
         return True
 
-    def join(self, requests: Sequence[Request]) -> Running:
+    def join(self, requests: Sequence[EngineRequest]) -> EngineBatch:
         """Takes slots and builds the rows of requests that join, some on a shared prefix."""
         hybrid = self.slots if isinstance(self.slots, HybridSlotPool) else None
         n = len(requests)
@@ -180,7 +180,7 @@ class SmallEngine(Scheduler[Running, Request]):
             request.state = "running"
             request.last = 1000 * request.number + request.num_generated
             request.bound = request.most = start
-        return Running.build(
+        return EngineBatch.build(
             self.runtime,
             slots=slots,
             seq_lens=[request.bound for request in requests],
@@ -209,7 +209,7 @@ class SmallEngine(Scheduler[Running, Request]):
             self.pages.req_to_token.read_until(self.runtime.record())
         self.steps.record()
 
-    def _forward(self, batch: Running) -> None:
+    def _forward(self, batch: EngineBatch) -> None:
         """One token per row comes out, and one of the two drafts is accepted."""
         launch, tokens, lens = self.runtime.launch, batch.last_token.device, batch.bound_lens.device
         sampled = launch(torch.add, tokens, 1, reads=(tokens,), name="forward")
@@ -273,16 +273,16 @@ class EngineMachine(Machine):
         self.stamps: dict[int, list[int]] = {}  # request -> stamps of its tokens
         self.written = 0
         self.reading: list[tuple[ManualFence, set[int]]] = []  # locations that each step in flight reads
-        self.requests: list[Request] = []
+        self.requests: list[EngineRequest] = []
 
     # What the engine tells
 
-    def on_join(self, request: Request, shared: Extension | None) -> None:
+    def on_join(self, request: EngineRequest, shared: Extension | None) -> None:
         """The request finds what the shared prefix holds."""
         self.stamps[request.number] = [] if shared is None else [self.memory[token] for token in shared.locations.np]
         self.reached("a shared prefix", shared is not None and len(shared) > 0)
 
-    def on_extend(self, batch: Running, extension: Extension) -> None:
+    def on_extend(self, batch: EngineBatch, extension: Extension) -> None:
         """No token is written that a step in flight still reads."""
         self.reading = [(fence, tokens) for fence, tokens in self.reading if not fence.query()]
         owners = dict(zip(batch.slots.np.tolist(), batch.requests, strict=True))
@@ -314,7 +314,7 @@ class EngineMachine(Machine):
         self.reached("a page held by two", self.pages.stats.shared > 0)
         self.reached("slots free behind step N while N+1 is in flight", stats.pending > 0 and self.steps.depth >= 2)
 
-    def _check_tables(self, batch: Running) -> None:
+    def _check_tables(self, batch: EngineBatch) -> None:
         """What the device finds in each row is where the page table says, and what this request wrote there."""
         table, size = self.rt.inspect(self.table.device), self.pages.page_size
         lengths = batch.seq_lens.np.tolist()
@@ -325,7 +325,7 @@ class EngineMachine(Machine):
             found = [self.memory[token] for token in tokens]
             agree(self.stamps[request.number], found, f"tokens of request {request.number}")
 
-    def _check_sides(self, batch: Running) -> None:
+    def _check_sides(self, batch: EngineBatch) -> None:
         """The two sides of what was launched, and what the forward left on the device, request by request."""
         agree([r.most for r in batch.requests], batch.bound_lens.np.tolist(), "host bounds of lengths")
         launched = self.engine.launched
@@ -345,7 +345,7 @@ class EngineMachine(Machine):
     def arrive(self, n: int, prompt: int, answer: int, shares: bool) -> None:
         """Requests come."""
         for _ in range(n):
-            request = Request(len(self.requests) + 1, prompt, answer, shares)
+            request = EngineRequest(len(self.requests) + 1, prompt, answer, shares)
             self.requests.append(request)
             self.engine.waiting.append(request)
 
@@ -366,7 +366,7 @@ class EngineMachine(Machine):
             if batch is not None:
                 self._note_reads(batch)
 
-    def _note_reads(self, batch: Running) -> None:
+    def _note_reads(self, batch: EngineBatch) -> None:
         fence, size = self.steps.last, self.pages.page_size
         if fence is not None:
             tokens = set()
@@ -433,5 +433,5 @@ class EngineMachine(Machine):
         agree((self.slots.size, stats.num_pages), (self.slots.stats.free, stats.free), "free slots and pages when idle")
 
 
-def _number(request: Request) -> int:
+def _number(request: EngineRequest) -> int:
     return request.number

@@ -51,7 +51,7 @@ def declared(hidden: torch.dtype) -> dict[str, RelayField]:
     }
 
 
-class Running(Batch):
+class RelayBatch(Batch):
     """The requests of one forward, lengths with its tokens; `bound_lens` is what the host knows of them."""
 
     slots = slot_column()
@@ -61,7 +61,7 @@ class Running(Batch):
 
 @final
 @attrs.define(eq=False, repr=False)
-class Request:
+class RelayRequest:
     """One request.
 
     Attributes:
@@ -97,7 +97,7 @@ class RelayModel:
         self._entries: dict[tuple[str, int], tuple[Array, int]] = {}
 
     def publish(
-        self, requests: Iterable[Request], values: Mapping[str, Array], *, from_host: Iterable[str] = ()
+        self, requests: Iterable[RelayRequest], values: Mapping[str, Array], *, from_host: Iterable[str] = ()
     ) -> None:
         """Each request gets its row of each field; the host knows the values of the fields `from_host`."""
         known = set(from_host)
@@ -105,18 +105,18 @@ class RelayModel:
             for name, array in values.items():
                 self._entries[name, one.slot] = (array[row].copy(), HOST if name in known else 0)
 
-    def state(self, one: Request, field: str) -> EntryState:
+    def state(self, one: RelayRequest, field: str) -> EntryState:
         """What has become of an entry."""
         if (field, one.slot) not in self._entries:
             return EntryState.UNWRITTEN
         readers = self.fields[field].readers
         return EntryState.CONSUMED if self._entries[field, one.slot][1] & readers == readers else EntryState.PUBLISHED
 
-    def unread(self, one: Request, field: str) -> bool:
+    def unread(self, one: RelayRequest, field: str) -> bool:
         """Whether a reader has not taken the entry."""
         return self.state(one, field) is EntryState.PUBLISHED
 
-    def refusal(self, requests: Iterable[Request], fields: Iterable[str], reader: int) -> Code | None:
+    def refusal(self, requests: Iterable[RelayRequest], fields: Iterable[str], reader: int) -> Code | None:
         """Why a read is refused, or None."""
         for name in fields:
             entries = [self._entries.get((name, one.slot)) for one in requests]
@@ -126,15 +126,15 @@ class RelayModel:
                 return Code.FUTURE_CONSUMED
         return None
 
-    def readable(self, one: Request, fields: Iterable[str]) -> bool:
+    def readable(self, one: RelayRequest, fields: Iterable[str]) -> bool:
         """Whether the next forward may take these entries."""
         return self.refusal([one], fields, DEVICE) is None
 
-    def peek(self, one: Request, field: str) -> Array | None:
+    def peek(self, one: RelayRequest, field: str) -> Array | None:
         """What the entry holds, taken or not; None where nothing was published."""
         return self._entries.get((field, one.slot), (None, 0))[0]
 
-    def take(self, requests: Sequence[Request], field: str, reader: int, num_rows: int) -> Array:
+    def take(self, requests: Sequence[RelayRequest], field: str, reader: int, num_rows: int) -> Array:
         """The values that `reader` takes, [num_rows, *shape]; zeros for padded rows."""
         declared = self.fields[field]
         dtype = np.int64 if declared.dtype is torch.int64 else np.float32
@@ -144,7 +144,7 @@ class RelayModel:
             self._entries[field, one.slot] = (found[row].copy(), taken | reader)
         return found
 
-    def clear(self, requests: Iterable[Request], fields: Iterable[str]) -> None:
+    def clear(self, requests: Iterable[RelayRequest], fields: Iterable[str]) -> None:
         """The entries are unwritten."""
         names = list(fields)
         for one in requests:
@@ -158,13 +158,13 @@ class Asked:
     """What was asked for with `prefetch`: whose entries, and their values at that time."""
 
     prefetched: Prefetched
-    requests: Sequence[Request]
+    requests: Sequence[RelayRequest]
     values: Mapping[str, Array]
 
 
 @final
 @attrs.frozen(eq=False)
-class Part:
+class ForwardPart:
     """What one request puts into a forward.
 
     Attributes:
@@ -174,7 +174,7 @@ class Part:
         samples: whether this is all of its prompt, or a decode.
     """
 
-    request: Request
+    request: RelayRequest
     prompt: tuple[int, ...] | None
     query: int
     samples: bool
@@ -220,7 +220,7 @@ class Shape:
 class Launched:
     """A forward whose inputs are made, from the parts of its requests."""
 
-    parts: Sequence[Part]
+    parts: Sequence[ForwardPart]
     shape: Shape
     plan: ForwardPlan
     uploaded: Extras
@@ -438,8 +438,8 @@ class FutureMapMachine(Machine):
         self.relay = FutureMap(self.pool, fields)
         self.model = RelayModel(fields)
         self.foreign = SlotPool(self.rt, 1, name="other").take(1)
-        self.requests: list[Request] = []
-        self.gone: deque[Request] = deque(maxlen=4)
+        self.requests: list[RelayRequest] = []
+        self.gone: deque[RelayRequest] = deque(maxlen=4)
         self.asked: list[Asked] = []
         self.steps: deque[list[Fence]] = deque()
         self.published_on: dict[tuple[str, int], Stream] = {}
@@ -509,7 +509,7 @@ class FutureMapMachine(Machine):
     def arrive(self, n: int, prebuilt: bool) -> None:
         """Requests take slots; for those that arrive prebuilt, the host publishes what a decode takes."""
         slots = self.pool.take(min(n, self.pool.stats.free))
-        came = [Request(one, bool(one.generations[0] > 1)) for one in slots.split([1] * len(slots))]
+        came = [RelayRequest(one, bool(one.generations[0] > 1)) for one in slots.split([1] * len(slots))]
         self.requests += came
         self.reached("a slot used by another request", any(one.reused for one in came))
         if prebuilt:
@@ -521,7 +521,7 @@ class FutureMapMachine(Machine):
         """A request leaves: its entries end, whatever has become of them; its slot is free now or behind a fence."""
         self._leave(self.requests[at % len(self.requests)], behind)
 
-    def _leave(self, one: Request, behind: str | None) -> None:
+    def _leave(self, one: RelayRequest, behind: str | None) -> None:
         self.reached("left with an entry unread", self.model.unread(one, "token"))
         self.pages.release_requests(one.handle, after=None if behind is None else self.rt.record(self.streams[behind]))
         self.model.clear([one], self.model.fields)
@@ -530,26 +530,26 @@ class FutureMapMachine(Machine):
 
     # What a step does with entries
 
-    def _chosen(self, data: st.DataObject) -> list[Request]:
+    def _chosen(self, data: st.DataObject) -> list[RelayRequest]:
         order = data.draw(st.permutations(self.requests), label="requests")
         return order[: data.draw(st.integers(1, len(order)), label="how many")]
 
-    def _readers(self, data: st.DataObject, names: Sequence[str], reader: int) -> list[Request]:
+    def _readers(self, data: st.DataObject, names: Sequence[str], reader: int) -> list[RelayRequest]:
         """Requests, mostly such that have what is read."""
         chosen = self._chosen(data)
         able = [one for one in chosen if self.model.refusal([one], names, reader) is None]
         sound: Any = data.draw(_OFTEN, label="there")
         return able if able and sound else chosen
 
-    def _handles(self, requests: Sequence[Request]) -> Slots:
+    def _handles(self, requests: Sequence[RelayRequest]) -> Slots:
         return Slots.cat([one.handle for one in requests]) if requests else Slots.from_host(self.rt, [])
 
-    def _padded(self, requests: Sequence[Request], pads: int) -> Slots:
+    def _padded(self, requests: Sequence[RelayRequest], pads: int) -> Slots:
         handles = self._handles(requests)
         self.reached("padded rows", pads > 0)
         return handles.pad(len(handles) + pads) if pads else handles
 
-    def _values(self, requests: Sequence[Request], names: Sequence[str]) -> dict[str, Array]:
+    def _values(self, requests: Sequence[RelayRequest], names: Sequence[str]) -> dict[str, Array]:
         """New numbers; the lengths are what they are."""
         values: dict[str, Array] = {}
         for name in names:
@@ -573,7 +573,12 @@ class FutureMapMachine(Machine):
         return made
 
     def _published(
-        self, requests: Sequence[Request], values: Mapping[str, Array], stream: str, *, from_host: Iterable[str] = ()
+        self,
+        requests: Sequence[RelayRequest],
+        values: Mapping[str, Array],
+        stream: str,
+        *,
+        from_host: Iterable[str] = (),
     ) -> None:
         self.model.publish(requests, values, from_host=from_host)
         self.published_on |= {(name, one.slot): self.streams[stream] for one in requests for name in values}
@@ -594,7 +599,7 @@ class FutureMapMachine(Machine):
                         operation="check",
                     )
 
-    def _clear_way(self, requests: Sequence[Request], names: Sequence[str]) -> None:
+    def _clear_way(self, requests: Sequence[RelayRequest], names: Sequence[str]) -> None:
         """Discards what no reader will take any more."""
         for name in names:
             unread = [one for one in requests if self.model.unread(one, name)]
@@ -602,7 +607,7 @@ class FutureMapMachine(Machine):
                 self.relay.discard(self._handles(unread), name)
                 self.model.clear(unread, [name])
 
-    def _make_decodable(self, requests: Sequence[Request], stream: str) -> None:
+    def _make_decodable(self, requests: Sequence[RelayRequest], stream: str) -> None:
         """Publishes from the host what a decode takes, for requests that come back or arrive prebuilt."""
         names = ("token", "drafts", "lengths")
         lacking = [one for one in requests if not self.model.readable(one, names)]
@@ -684,7 +689,7 @@ class FutureMapMachine(Machine):
             )
             self._agree_device(self.model.take(requests, name, DEVICE, len(slots)), rows, f"gather of {name}")
 
-    def _refused_read(self, requests: Sequence[Request], names: Sequence[str], reader: int, read: Any) -> bool:
+    def _refused_read(self, requests: Sequence[RelayRequest], names: Sequence[str], reader: int, read: Any) -> bool:
         code = self.model.refusal(requests, names, reader)
         if code is None:
             return False
@@ -710,7 +715,7 @@ class FutureMapMachine(Machine):
         with self.rt.use(self.streams[stream]):
             self._prefetch(requests, names, self._padded(requests, pads))
 
-    def _prefetch(self, requests: Sequence[Request], names: Sequence[str], slots: Slots) -> None:
+    def _prefetch(self, requests: Sequence[RelayRequest], names: Sequence[str], slots: Slots) -> None:
         if self._refused_read(requests, names, HOST, lambda: self.relay.prefetch(slots, *names)):
             return
         syncs = self.rt.counters.forced_syncs, self.rt.counters.fence_waits
@@ -793,7 +798,7 @@ class FutureMapMachine(Machine):
             if asked:
                 self._fetch(self.asked.pop(asked - 1), "default")
 
-    def _launch(self, parts: Sequence[Part], shape: Shape, twice: bool) -> Launched:
+    def _launch(self, parts: Sequence[ForwardPart], shape: Shape, twice: bool) -> Launched:
         """Plans, uploads, and makes the inputs at forward entry."""
         self._next_step()
         requests = [part.request for part in parts]
@@ -805,7 +810,7 @@ class FutureMapMachine(Machine):
         extension = self.pages.extend(handles, bounds)
         true = self.rt.upload([exact]).view(0)
         bound_lens = MirroredTensor.from_pair(self.rt, bounds, true, contract="upper_bound")
-        batch = Running.build(self.rt, slots=handles, seq_lens=exact, bound_lens=bound_lens)
+        batch = RelayBatch.build(self.rt, slots=handles, seq_lens=exact, bound_lens=bound_lens)
         if shape.pad_rows:
             batch = batch.pad(len(parts) + shape.pad_rows)
         plan = ForwardPlan.of(
@@ -843,7 +848,7 @@ class FutureMapMachine(Machine):
             req_to_token=self.table,
         )
 
-    def _make_exact(self, requests: Sequence[Request]) -> None:
+    def _make_exact(self, requests: Sequence[RelayRequest]) -> None:
         """The host has learned the lengths: pages beyond go back."""
         loose = [one for one in requests if one.bound > one.length]
         if loose:
@@ -852,7 +857,7 @@ class FutureMapMachine(Machine):
             for one in loose:
                 one.bound = one.length
 
-    def _ids(self, part: Part, shape: Shape) -> list[int]:
+    def _ids(self, part: ForwardPart, shape: Shape) -> list[int]:
         """The ids that a request puts in; the model takes those of a decode, as the forward did."""
         if part.prompt is not None:
             return list(part.prompt)
@@ -892,7 +897,7 @@ class FutureMapMachine(Machine):
         sampled = [part.request.slot for part in parts if part.samples]
         agree(sampled, [slot for slot in inputs.sampled_slots.np.tolist() if slot], "sampled slots")
 
-    def _part(self, data: st.DataObject, one: Request, who: str, shape: Shape) -> Part | None:
+    def _part(self, data: st.DataObject, one: RelayRequest, who: str, shape: Shape) -> ForwardPart | None:
         """What a request puts in, or None if it has to sit this one out."""
         known = self.model.peek(one, "lengths")
         decodes = who != "prompts" and self.model.readable(one, shape.takes)
@@ -904,9 +909,9 @@ class FutureMapMachine(Machine):
         if one.bound + query > _MOST_TOKENS:
             return None
         if decodes:
-            return Part(one, None, query, True)
+            return ForwardPart(one, None, query, True)
         self.numbers += 1
-        return Part(
+        return ForwardPart(
             one, tuple(range(self.numbers, self.numbers + query)), query, data.draw(st.booleans(), label="last")
         )
 

@@ -4,8 +4,8 @@ The engine launches a step before it reads the results of the one before. Nothin
 the results of older steps, and every number that the device holds ends up in a token. So a wait that the library
 forgets is a conflict of two operations, which the race detector sees, or a wrong token on the simulated device.
 
-Order of this file: requests and the model of a forward (plain Python), `Choices` (how one step is run), `Engine` (host
-and device part), `OverlapMachine` (the rules).
+Order of this file: requests and the model of a forward (plain Python), `Choices` (how one step is run), `OverlapEngine`
+(host and device part), `OverlapMachine` (the rules).
 """
 
 import functools
@@ -66,7 +66,7 @@ class Arrival(Enum):
     """Prebuilt: its KV arrives on one stream and is passed to the forward's stream, which writes it."""
 
 
-class Running(Batch):
+class OverlapBatch(Batch):
     """The running requests, with the lengths that they have after the step."""
 
     slots = slot_column()
@@ -102,7 +102,7 @@ class DeviceState:
 
 @final
 @attrs.define(eq=False, repr=False)
-class Request:
+class OverlapRequest:
     """One request.
 
     Attributes:
@@ -163,7 +163,7 @@ class Request:
         return self.fill[self.length : self.length + query] if self.length < len(self.fill) else None
 
 
-def handles_of(requests: Sequence[Request]) -> Slots:
+def handles_of(requests: Sequence[OverlapRequest]) -> Slots:
     """The handles of running requests, in order, as a value whose device side does not exist yet."""
     return Slots.cat([one.handle for one in requests if one.handle is not None])
 
@@ -195,7 +195,7 @@ def kv_row(token: int, position: int) -> tuple[int, int]:
     return (token * 31 + position * 17 + 5) % PRIME, (token * 7 + position * 3 + 1) % PRIME
 
 
-def forward(request: Request, query: int, salt: int, nudge: int) -> Outcome:
+def forward(request: OverlapRequest, query: int, salt: int, nudge: int) -> Outcome:
     """Runs one request: changes what the device holds for it, and returns what the forward produces."""
     held = request.held
     ids = request.ids(query) or (held.token,)
@@ -221,7 +221,7 @@ def forward(request: Request, query: int, salt: int, nudge: int) -> Outcome:
     return Outcome(mix, (held.state, attended))
 
 
-def column(requests: Sequence[Request], name: str) -> Array:
+def column(requests: Sequence[OverlapRequest], name: str) -> Array:
     """One number of what the device holds for each request, int64[n]."""
     return np.array([getattr(one.held, name) for one in requests], np.int64)
 
@@ -338,7 +338,7 @@ class Step:
     """
 
     number: int
-    requests: Sequence[Request]
+    requests: Sequence[OverlapRequest]
     places: Sequence[int]
     outcomes: Sequence[Outcome]
     results: Prefetched | None
@@ -370,7 +370,7 @@ def _present(value: T | None, what: str) -> T:
 
 
 @final
-class Engine:
+class OverlapEngine:
     """Serves requests, one step ahead of the device.
 
     One step: rows leave and join, all grow, one upload, one forward, and the results of an older step are read. What
@@ -432,13 +432,13 @@ class Engine:
             self._kv = runtime.device_zeros((self.pages.location_capacity, 2), torch.int64)
             self._kv_ready = runtime.record()
         self._kv_synchronised: set[object] = set()
-        self.batch = Running.empty(runtime)
+        self.batch = OverlapBatch.empty(runtime)
         self.ages = MirroredTensor.from_host(runtime, np.zeros(0, np.int64), name="ages")
-        self.waiting: deque[Request] = deque()
-        self._marks_due: dict[Request, tuple[int, ...]] = {}  # written with the next upload
+        self.waiting: deque[OverlapRequest] = deque()
+        self._marks_due: dict[OverlapRequest, tuple[int, ...]] = {}  # written with the next upload
         self._writes: list[TableWrite] = []  # the same, of prebuilt requests
         self._arrived: list[Fence] = []  # what the next forward waits for
-        self._retracted: list[Request] = []
+        self._retracted: list[OverlapRequest] = []
         self._pages_used: set[int] = set()
         self._drawn = 0
         self.unread: list[Step] = []
@@ -553,7 +553,7 @@ class Engine:
             self._reached("left while a step uses the row", self.depth > 0)
             self._give_back(leaves, choices)
 
-    def _give_back(self, leaves: npt.NDArray[np.bool_], choices: Choices) -> Sequence[Request]:
+    def _give_back(self, leaves: npt.NDArray[np.bool_], choices: Choices) -> Sequence[OverlapRequest]:
         """Takes rows out of the batch; their slots and pages are free behind the last launched forward."""
         leaving = self.batch.filter(leaves)
         marked = [row for row, one in enumerate(leaving.requests) if any(one.held.marks)]
@@ -610,10 +610,10 @@ class Engine:
                 self.waiting.remove(one)
             self._join(joining)
 
-    def _fit(self, choices: Choices) -> list[Request]:
+    def _fit(self, choices: Choices) -> list[OverlapRequest]:
         """The first waiting requests that fit now; one with results in flight waits for these."""
         slots, pages = self.slots.stats.free, self.pages.stats.free - self._lacking(choices)
-        size, fit = self.pages.page_size, list[Request]()
+        size, fit = self.pages.page_size, list[OverlapRequest]()
         for one in self.waiting:
             if one.in_flight:
                 continue
@@ -625,7 +625,7 @@ class Engine:
             slots, pages = slots - 1, pages - needed
         return fit
 
-    def _join(self, joining: Sequence[Request]) -> None:
+    def _join(self, joining: Sequence[OverlapRequest]) -> None:
         in_flight = self.depth > 0
         taken = self.slots.take(len(joining))
         for one, slot in zip(joining, taken.split([1] * len(joining)), strict=True):
@@ -651,13 +651,13 @@ class Engine:
     # because a slot changes hands only when the last forward of its owner is done. Nothing else orders the two: a slot
     # or a page that is taken too early is written here while a forward still uses it.
 
-    def _begin_prompts(self, requests: Sequence[Request]) -> Running:
+    def _begin_prompts(self, requests: Sequence[OverlapRequest]) -> OverlapBatch:
         for one in requests:
             one.held = DeviceState(_first_state(one))
             one.fill = one.known
         return self._begun(requests)[0]
 
-    def _begin_prebuilt(self, request: Request) -> Running:
+    def _begin_prebuilt(self, request: OverlapRequest) -> OverlapBatch:
         slot, token = handles_of([request]), (request.number * 7919 + 11) % PRIME
         held = request.held = DeviceState(_first_state(request), token=token, last=token, marks=request.marks)
         held.kv = [kv_row(one, at) for at, one in enumerate(request.prompt)]
@@ -683,12 +683,12 @@ class Engine:
         request.arrival = Arrival.PROMPT  # when it comes back after a retraction, its KV is gone
         return batch
 
-    def _begun(self, requests: Sequence[Request], *more: Array) -> tuple[Running, PackedUpload]:
+    def _begun(self, requests: Sequence[OverlapRequest], *more: Array) -> tuple[OverlapBatch, PackedUpload]:
         """The rows of a batch, made on the current stream, which sets the states; and `more` in the same copy."""
         handles, states = handles_of(requests), self.states.device
         uploaded = self._rt.upload([handles.np, column(requests, "state"), column(requests, "last"), *more])
         states.index_copy_(0, uploaded.view(0), uploaded.view(1))
-        batch = Running.build(
+        batch = OverlapBatch.build(
             self._rt,
             slots=handles,
             seq_lens=[one.length for one in requests],
@@ -699,13 +699,13 @@ class Engine:
         )
         return batch, uploaded
 
-    def _pages_of(self, requests: Sequence[Request]) -> list[int]:
+    def _pages_of(self, requests: Sequence[OverlapRequest]) -> list[int]:
         if not requests:
             return []
         pages: list[int] = self.pages.page_table[handles_of(requests).np].reshape(-1).tolist()
         return [page for page in pages if page]
 
-    def mark(self, one: Request, marks: tuple[int, ...], stream: Stream | None) -> None:
+    def mark(self, one: OverlapRequest, marks: tuple[int, ...], stream: Stream | None) -> None:
         """Sets another row of marks for a running request, at once on `stream`, or with the next upload if None."""
         one.marks = marks
         if stream is None:
@@ -776,7 +776,7 @@ class Engine:
         self._reached("nudged from another stream", choices.nudged)
 
     def _launched(
-        self, sampled: Sequence[Request], outcomes: Sequence[Outcome], results: Prefetched | None, done: Fence
+        self, sampled: Sequence[OverlapRequest], outcomes: Sequence[Outcome], results: Prefetched | None, done: Fence
     ) -> None:
         self.launched += 1
         step = Step(self.launched, sampled, [one.sampled for one in sampled], outcomes, results, done)
@@ -788,7 +788,7 @@ class Engine:
             one.sampled += 1
             one.in_flight += 1
 
-    def _next_locs(self, batch: Running, lens: Ints) -> Ints:
+    def _next_locs(self, batch: OverlapBatch, lens: Ints) -> Ints:
         """Where the token after the last one of each request lies, int64[n]."""
         size = self.pages.page_size
         row: Ints = self.pages.page_table[batch.slots.np, lens // size].astype(np.int64)
@@ -802,8 +802,8 @@ class Engine:
     # The forward: plain torch operations and launched kernels on the forward's stream; nothing waits on the host.
 
     def _forward(
-        self, choices: Choices, batch: Running, uploaded: Extras, plan: ForwardPlan | None, sampling: Sequence[int]
-    ) -> tuple[Running, Prefetched | None, Fence]:
+        self, choices: Choices, batch: OverlapBatch, uploaded: Extras, plan: ForwardPlan | None, sampling: Sequence[int]
+    ) -> tuple[OverlapBatch, Prefetched | None, Fence]:
         """One forward. Reads what the schedule made first, and what is the forward's own last.
 
         Returns:
@@ -851,7 +851,7 @@ class Engine:
             batch = batch.replace(last=MirroredTensor.from_device(rt, mix), odd=true_odd)
             return batch, results, rt.record()
 
-    def _read(self, name: str, batch: Running, uploaded: Extras) -> torch.Tensor:
+    def _read(self, name: str, batch: OverlapBatch, uploaded: Extras) -> torch.Tensor:
         """One of `READINGS`: int64[n], to be summed up; of "tokens" the rows [n, MAX_TOKENS] of the token table."""
         if name == "salts":
             return uploaded["salts"] * SALT
@@ -871,7 +871,7 @@ class Engine:
     def _publish(
         self,
         choices: Choices,
-        batch: Running,
+        batch: OverlapBatch,
         uploaded: Extras,
         sampling: Sequence[int],
         sampled: Slots,
@@ -931,7 +931,7 @@ class Engine:
         self.looks.append(Look(self._rt.download(found, name=name), expected))
 
 
-def _first_state(request: Request) -> int:
+def _first_state(request: OverlapRequest) -> int:
     return (request.number * 104_729 + request.sampled) % PRIME
 
 
@@ -979,7 +979,7 @@ class OverlapMachine(Machine):
         """Opens an engine so small that slots and pages are used again and again."""
         self.open()
         num_pages = -(-MAX_TOKENS // page_size) + spare
-        self.engine = Engine(self.rt, size, num_pages, page_size, chunk=chunk, reached=self.reached)
+        self.engine = OverlapEngine(self.rt, size, num_pages, page_size, chunk=chunk, reached=self.reached)
         self.numbers = 0
         self._opened = True
 
@@ -1045,7 +1045,7 @@ class OverlapMachine(Machine):
     def _arrive(self, prompt: int, answer: int, arrival: Arrival, marked: bool, *, first: bool = False) -> None:
         self.numbers += 1
         ids = [self.numbers * 101 + at * 13 for at in range(prompt)]
-        request = Request(self.numbers, ids, answer + (arrival is not Arrival.PROMPT), arrival)
+        request = OverlapRequest(self.numbers, ids, answer + (arrival is not Arrival.PROMPT), arrival)
         if marked:
             request.marks = self._marks()
         if first:
@@ -1092,8 +1092,8 @@ class OverlapMachine(Machine):
         self._arrive(3, 2, arrival, True, first=True)
         self.run([*steps])
 
-    def _running(self, at: int) -> Request:
-        found: Request = self.engine.batch.requests[at % len(self.engine.batch)]
+    def _running(self, at: int) -> OverlapRequest:
+        found: OverlapRequest = self.engine.batch.requests[at % len(self.engine.batch)]
         return found
 
     @precondition(lambda self: len(self.engine.batch) > 0)

@@ -57,7 +57,7 @@ class Attempt:
 
 
 @attrs.define(eq=False)
-class Writer:
+class PrefillInstance:
     """One instance of the prefill worker.
 
     Attributes:
@@ -127,7 +127,7 @@ class TransfersMachine(Machine):
         """The clock of both sides: steps of the network."""
         return float(self.network.now)
 
-    def _start_writer(self) -> Writer:
+    def _start_writer(self) -> PrefillInstance:
         engine = InProcessEngine(self.network, self.faults, max_rows=self.max_rows)
         tokens = (SOURCE_PAGES + 1) * self.layout.page_size
         memories: list[Bytes] = [np.zeros((tokens, ITEM_BYTES), dtype=np.uint8) for _ in LAYERS]
@@ -136,7 +136,7 @@ class TransfersMachine(Machine):
         sender = Sender(engine, description, regions, clock=self.now)
         self.receiver.accept(sender.introduce())
         sender.accept(self.receiver.introduce())
-        return Writer(engine, sender, memories, list(range(1, SOURCE_PAGES + 1)))
+        return PrefillInstance(engine, sender, memories, list(range(1, SOURCE_PAGES + 1)))
 
     # Checks
 

@@ -15,7 +15,7 @@ from batchstate.testing.race.history import Entry, History, Used, hint_for, rows
 from batchstate.testing.race.report import Access, EventKind, RaceKind, RaceReport
 from batchstate.testing.tracing.clocks import HOST, Clocks, StreamClock
 from batchstate.testing.tracing.memory import HOST_KINDS, Allocation, MemoryKind, Name
-from batchstate.testing.tracing.regions import Region, union_of
+from batchstate.testing.tracing.regions import ByteRegion, union_of
 from batchstate.testing.tracing.source_lines import SourceLine, source_line
 from batchstate.violations import Breach, Violation
 
@@ -31,12 +31,12 @@ class _Block:
 
     __slots__ = ("events", "regions", "union")
 
-    def __init__(self, events: list[int], regions: list[Region]) -> None:
+    def __init__(self, events: list[int], regions: list[ByteRegion]) -> None:
         self.events = events
         self.regions = regions
         self.union = union_of(regions)
 
-    def conflict(self, region: Region, known: int) -> tuple[int, Region] | None:
+    def conflict(self, region: ByteRegion, known: int) -> tuple[int, ByteRegion] | None:
         """See `Log.conflict`."""
         if not self.union.overlaps(region):
             return None
@@ -68,7 +68,7 @@ class Log:
 
     def __init__(self) -> None:
         self.events: list[int] = []
-        self.regions: list[Region] = []
+        self.regions: list[ByteRegion] = []
         self._blocks: list[_Block] = []
 
     def __len__(self) -> int:
@@ -78,7 +78,7 @@ class Log:
         """The newest event."""
         return self.events[-1]
 
-    def conflict(self, region: Region, known: int) -> tuple[int, Region] | None:
+    def conflict(self, region: ByteRegion, known: int) -> tuple[int, ByteRegion] | None:
         """The newest access beyond event `known` that shares a byte with `region`, or None."""
         events, regions = self.events, self.regions
         at = len(events) - 1
@@ -96,7 +96,7 @@ class Log:
                 return found
         return None
 
-    def add(self, event: int, region: Region, over: int) -> None:
+    def add(self, event: int, region: ByteRegion, over: int) -> None:
         """Notes an access. The host knows everything up to event `over` of this stream to be over."""
         events, regions = self.events, self.regions
         if events:
@@ -249,7 +249,7 @@ class Detector:
 
     # Accesses
 
-    def check(self, entry: Entry, accesses: Sequence[tuple[RaceAllocation, Region, bool]]) -> None:
+    def check(self, entry: Entry, accesses: Sequence[tuple[RaceAllocation, ByteRegion, bool]]) -> None:
         """Compares the accesses of an event with all others; `note` them once it has happened.
 
         Raises:
@@ -274,7 +274,7 @@ class Detector:
                         if log.events[-1] > at and (found := log.conflict(region, at)) is not None:
                             self._found(allocation, other, found, entry, region, first_writes=False, second_writes=True)
 
-    def note(self, entry: Entry, accesses: Sequence[tuple[RaceAllocation, Region, bool]]) -> None:
+    def note(self, entry: Entry, accesses: Sequence[tuple[RaceAllocation, ByteRegion, bool]]) -> None:
         """Notes the accesses of an event: later ones are compared with them."""
         own, over = entry.stream.number, self.clocks.streams[0].seen
         done = over[own] if own < len(over) else 0
@@ -285,7 +285,7 @@ class Detector:
                 mine = logs[own] = Log()
             mine.add(entry.number, region, done)
 
-    def unordered(self, allocation: RaceAllocation, stream: StreamClock) -> tuple[int, tuple[int, Region]] | None:
+    def unordered(self, allocation: RaceAllocation, stream: StreamClock) -> tuple[int, tuple[int, ByteRegion]] | None:
         """A stream that uses the memory unknown to `stream`, with its newest such use; None if there is none.
 
         Streams that the memory was allocation alive for do not count.
@@ -304,9 +304,9 @@ class Detector:
         self,
         allocation: RaceAllocation,
         other: int,
-        found: tuple[int, Region],
+        found: tuple[int, ByteRegion],
         entry: Entry,
-        region: Region,
+        region: ByteRegion,
         *,
         first_writes: bool,
         second_writes: bool,
@@ -323,7 +323,7 @@ class Detector:
             self.access(entry.number, entry.stream.number, "writes" if second_writes else "reads", allocation, region),
         )
 
-    def access(self, event: int, stream: int, does: str, allocation: RaceAllocation, region: Region) -> Access:
+    def access(self, event: int, stream: int, does: str, allocation: RaceAllocation, region: ByteRegion) -> Access:
         """One side of a report."""
         entry = self.history.find(event)
         name = self.clocks.streams[stream].name

@@ -7,10 +7,10 @@ from typing import NamedTuple, final
 from batchstate.testing.race.report import Access, Event, EventKind, RaceKind
 from batchstate.testing.tracing.clocks import HOST, StreamClock
 from batchstate.testing.tracing.memory import Name
-from batchstate.testing.tracing.regions import Region
+from batchstate.testing.tracing.regions import ByteRegion
 from batchstate.testing.tracing.source_lines import SourceLine
 
-Used = Sequence[tuple[Name, Region]]
+Used = Sequence[tuple[Name, ByteRegion]]
 
 KEPT = 4096
 """Events whose lines are known: several steps of an engine. An older access is reported without its line."""
@@ -119,12 +119,12 @@ class History:
         return [one.shown(oldest) for one in allocation]
 
 
-def described(name: Name, region: Region) -> str:
+def described(name: Name, region: ByteRegion) -> str:
     """The memory and which rows of it, for people."""
     return f"{name} {rows_of(name, region)}"
 
 
-def rows_of(name: Name, region: Region) -> str:
+def rows_of(name: Name, region: ByteRegion) -> str:
     """Which rows, elements or bytes a region is, seen as the tensor that the memory was first seen as."""
     row = name.itemsize
     for length in name.shape[1:]:

@@ -16,7 +16,7 @@ from batchstate.testing.race.detector import Detector, RaceAllocation
 from batchstate.testing.race.history import Entry, rows_of
 from batchstate.testing.race.report import EventKind, RaceKind
 from batchstate.testing.tracing.clocks import StreamClock
-from batchstate.testing.tracing.regions import Region
+from batchstate.testing.tracing.regions import ByteRegion
 
 POISON = 0xA5
 """Each byte of host memory that a copy has not reached yet."""
@@ -27,7 +27,7 @@ POISON = 0xA5
 class _Source:
     entry: Entry
     allocation: RaceAllocation
-    region: Region
+    region: ByteRegion
     tensor: torch.Tensor
     checksum: int
 
@@ -37,7 +37,7 @@ class _Source:
 class _Landing:
     entry: Entry
     allocation: RaceAllocation
-    region: Region
+    region: ByteRegion
     tensor: torch.Tensor
     values: torch.Tensor
     checksum: int
@@ -57,12 +57,12 @@ class HostMemory:
         self._sources: deque[_Source] = deque()
         self._landings: deque[_Landing] = deque()
 
-    def reads(self, entry: Entry, allocation: RaceAllocation, region: Region, tensor: torch.Tensor) -> None:
+    def reads(self, entry: Entry, allocation: RaceAllocation, region: ByteRegion, tensor: torch.Tensor) -> None:
         """A copy to the device reads `tensor` when it runs: what lands there before it is there by then."""
         self.ordered(entry.stream, allocation, region)
         self._sources.append(_Source(entry, allocation, region, tensor, _checksum(tensor)))
 
-    def ordered(self, stream: StreamClock, allocation: RaceAllocation, region: Region) -> None:
+    def ordered(self, stream: StreamClock, allocation: RaceAllocation, region: ByteRegion) -> None:
         """A stream is about to access host memory: what lands there before it, and is ordered so, is there by then."""
         for landing in [one for one in self._landings if one.allocation is allocation and one.region.overlaps(region)]:
             if stream.knows(landing.entry.stream.number, landing.entry.number):
@@ -70,14 +70,14 @@ class HostMemory:
                 self._land(landing)
 
     def lands(
-        self, entry: Entry, allocation: RaceAllocation, region: Region, tensor: torch.Tensor, values: torch.Tensor
+        self, entry: Entry, allocation: RaceAllocation, region: ByteRegion, tensor: torch.Tensor, values: torch.Tensor
     ) -> None:
         """A copy to the host brings `values` into `tensor` when it runs."""
         self.overwritten(allocation, region)
         _poison(tensor)
         self._landings.append(_Landing(entry, allocation, region, tensor, values, _checksum(tensor)))
 
-    def overwritten(self, allocation: RaceAllocation, region: Region) -> None:
+    def overwritten(self, allocation: RaceAllocation, region: ByteRegion) -> None:
         """A write that the detector sees: what came unseen before is checked now, and this write is not blamed for it.
 
         Raises:

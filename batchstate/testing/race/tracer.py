@@ -15,10 +15,10 @@ from batchstate.testing.tracing.clocks import StreamClock
 from batchstate.testing.tracing.dispatch import Tracer, untraced
 from batchstate.testing.tracing.memory import HOST_KINDS, MemoryKind, Name
 from batchstate.testing.tracing.operations import MemoryAccess, Operation, tensors_in
-from batchstate.testing.tracing.regions import Region, of_tensor
+from batchstate.testing.tracing.regions import ByteRegion, of_tensor
 from batchstate.testing.tracing.source_lines import source_line
 
-Checked = list[tuple[RaceAllocation, Region, bool]]
+Checked = list[tuple[RaceAllocation, ByteRegion, bool]]
 """Memory, the bytes of it, and whether they are written."""
 
 _REMEDY = "say `reads=` and `writes=`: what a kernel or the replay of a graph touches, nothing else can know"
@@ -215,7 +215,7 @@ class RaceTracer(Tracer[RaceAllocation]):
 
     # Accesses of the host
 
-    def host_accesses(self, tensor: torch.Tensor, name: str, *, writes: bool, region: Region | None = None) -> None:
+    def host_accesses(self, tensor: torch.Tensor, name: str, *, writes: bool, region: ByteRegion | None = None) -> None:
         """The host accesses pinned memory: all of a tensor, or some bytes.
 
         Raises:

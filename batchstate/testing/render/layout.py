@@ -55,7 +55,7 @@ class Route:
 
 @final
 @attrs.frozen
-class Layout:
+class DiagramLayout:
     """A picture, before it is drawn.
 
     Attributes:
@@ -79,7 +79,7 @@ class Layout:
         return self.lanes.index(event.lane)
 
 
-def laid_out(report: RaceReport, limit: int = LIMIT) -> Layout:
+def laid_out(report: RaceReport, limit: int = LIMIT) -> DiagramLayout:
     """The layout of a report's picture.
 
     Args:
@@ -99,7 +99,7 @@ def laid_out(report: RaceReport, limit: int = LIMIT) -> Layout:
     lanes = tuple(lane for lane in report.lanes if lane in used)
     idle = tuple(lane for lane in report.lanes if lane not in used)
     routes, tracks = _routed(report, rows, lanes)
-    return Layout(lanes, idle, tuple(rows), routes, tracks, len(report.events) - len(chosen))
+    return DiagramLayout(lanes, idle, tuple(rows), routes, tracks, len(report.events) - len(chosen))
 
 
 def access_of(report: RaceReport, event: Event) -> tuple[str, Access] | None:

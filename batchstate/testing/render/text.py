@@ -11,8 +11,8 @@ from batchstate.errors import ArgumentError
 from batchstate.testing.race.report import Access, Event, EventKind, RaceReport
 from batchstate.testing.render.layout import (
     TAGS,
+    DiagramLayout,
     Gap,
-    Layout,
     Route,
     access_of,
     dispensable,
@@ -166,7 +166,7 @@ _LEAST_LANE, _MOST = 10, 30
 """Characters of a lane."""
 
 
-def drawn_lanes(report: RaceReport, layout: Layout, width: int, pens: Pens) -> list[str]:
+def drawn_lanes(report: RaceReport, layout: DiagramLayout, width: int, pens: Pens) -> list[str]:
     """The picture, or nothing where the lanes do not fit into the width."""
     lanes = _Lanes(report, layout, width, pens)
     return lanes.draw() if lanes.lane >= _LEAST_LANE else []
@@ -198,7 +198,7 @@ def shown_name(report: RaceReport, event: Event, pens: Pens, width: int = sys.ma
 class _Lanes:
     """One picture: where its columns are, and what is drawn there."""
 
-    def __init__(self, report: RaceReport, layout: Layout, width: int, pens: Pens) -> None:
+    def __init__(self, report: RaceReport, layout: DiagramLayout, width: int, pens: Pens) -> None:
         self._report = report
         self._layout = layout
         self._pens = pens
@@ -347,7 +347,7 @@ def _access(access: Access) -> list[str]:
     return [what, f"at {access.site}", *([f"called from {access.caller}"] if access.caller else [])]
 
 
-def _listed(report: RaceReport, layout: Layout, width: int, pens: Pens) -> list[str]:
+def _listed(report: RaceReport, layout: DiagramLayout, width: int, pens: Pens) -> list[str]:
     # A line an event: lanes of a few characters each would hide more than they show.
     lines: list[str] = []
     for shown in layout.rows:

@@ -502,7 +502,7 @@ def bytes_of(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]
 
 
 @final
-class Allocator:
+class BlockAllocator:
     """Hands out blocks and takes them back.
 
     Args:

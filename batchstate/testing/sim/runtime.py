@@ -21,7 +21,7 @@ from batchstate.runtime.base import Array
 from batchstate.runtime.fences import foreign_fence
 from batchstate.runtime.memory import StagingBlock
 from batchstate.testing.sim.calls import SpeculativeRead
-from batchstate.testing.sim.device import Allocator, Device, DeviceStream, SimFence, poisoned
+from batchstate.testing.sim.device import BlockAllocator, Device, DeviceStream, SimFence, poisoned
 from batchstate.testing.sim.schedulers import scheduler_of
 from batchstate.testing.sim.shapes import NewTensor
 from batchstate.testing.sim.tracer import SimTracer
@@ -55,7 +55,7 @@ class SimRuntime(TracedRuntime[DeviceStream]):
         self.scheduler = scheduler
         self.seed = seed
         self._device = Device(scheduler_of(scheduler, seed), lambda: self.step)
-        self._allocator = Allocator(self._device)
+        self._allocator = BlockAllocator(self._device)
         self._fences = itertools.count(1)
         self._mapped_at: set[int] = set()
         self._speculative = SpeculativeRead(self._device, lambda memory: memory.ctypes.data in self._mapped_at)

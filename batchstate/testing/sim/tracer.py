@@ -11,7 +11,7 @@ import torch
 
 from batchstate.errors import ArgumentError, DeviceError
 from batchstate.testing.sim.calls import Call, View, packed, written
-from batchstate.testing.sim.device import Allocator, Block, Device, DeviceStream, Task, bytes_of, poison, poisoned
+from batchstate.testing.sim.device import Block, BlockAllocator, Device, DeviceStream, Task, bytes_of, poison, poisoned
 from batchstate.testing.sim.shapes import NewTensor, UnknownError, results_of
 from batchstate.testing.tracing.dispatch import Tracer
 from batchstate.testing.tracing.memory import HOST_KINDS, Allocation, MemoryKind
@@ -95,7 +95,7 @@ class SimTracer(Tracer[SimAllocation]):
     def __init__(
         self,
         device: Device,
-        allocator: Allocator,
+        allocator: BlockAllocator,
         current: Callable[[], DeviceStream],
         step: Callable[[], int],
         record_stream: Callable[[torch.Tensor, Any], None],

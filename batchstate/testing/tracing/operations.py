@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate.testing.tracing.memory import HOST_KINDS, MemoryKind
-from batchstate.testing.tracing.regions import Region, of_elements, of_index, of_rows, of_tensor
+from batchstate.testing.tracing.regions import ByteRegion, of_elements, of_index, of_rows, of_tensor
 
 Ints = npt.NDArray[np.int64]
 
@@ -17,14 +17,14 @@ class MemoryAccess(NamedTuple):
     """A tensor, the bytes of its memory that are read or written, and which of the two."""
 
     tensor: torch.Tensor
-    region: Region
+    region: ByteRegion
     writes: bool
 
 
 ReadIndex = Callable[[torch.Tensor], Ints]
 """Brings an index to the host, whatever it takes; masks as bool."""
 
-Precise = Callable[[Sequence[Any], ReadIndex], Region | None]
+Precise = Callable[[Sequence[Any], ReadIndex], ByteRegion | None]
 
 WAITS = frozenset(
     (
@@ -162,7 +162,7 @@ class Operation:
         given = args[self._dropout] if self._dropout < len(args) else None
         return bool(kwargs.get("dropout_p", given))
 
-    def _named(self, args: Sequence[Any], read_index: ReadIndex) -> Region | None:
+    def _named(self, args: Sequence[Any], read_index: ReadIndex) -> ByteRegion | None:
         """The bytes that an index names; the whole tensor where it names none, so that torch may say what is wrong."""
         try:
             return None if self._precise is None else self._precise(args, read_index)
@@ -181,15 +181,15 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
                 yield one
 
 
-def _along(args: Sequence[Any], read: ReadIndex) -> Region | None:
+def _along(args: Sequence[Any], read: ReadIndex) -> ByteRegion | None:
     return of_rows(args[0], args[1], read(args[2]))
 
 
-def _elements(args: Sequence[Any], read: ReadIndex) -> Region | None:
+def _elements(args: Sequence[Any], read: ReadIndex) -> ByteRegion | None:
     return of_elements(args[0], args[1], read(args[2]))
 
 
-def _indexed(args: Sequence[Any], read: ReadIndex) -> Region | None:
+def _indexed(args: Sequence[Any], read: ReadIndex) -> ByteRegion | None:
     indices: dict[int, Ints] = {}
     dim = 0
     for one in args[1]:
@@ -207,14 +207,14 @@ def _indexed(args: Sequence[Any], read: ReadIndex) -> Region | None:
     return of_index(args[0], indices) if indices else of_tensor(args[0])
 
 
-def _flat(args: Sequence[Any], read: ReadIndex) -> Region | None:
+def _flat(args: Sequence[Any], read: ReadIndex) -> ByteRegion | None:
     tensor, index = args[0], read(args[1])
     if not tensor.is_contiguous():
         return of_tensor(tensor)
     return of_index(tensor.view(-1), {0: index.reshape(-1)})
 
 
-def _masked(args: Sequence[Any], read: ReadIndex) -> Region | None:
+def _masked(args: Sequence[Any], read: ReadIndex) -> ByteRegion | None:
     tensor = args[0]
     mask = np.broadcast_to(read(args[1]).astype(np.bool_), tuple(tensor.shape))
     if not mask.any():
@@ -222,7 +222,7 @@ def _masked(args: Sequence[Any], read: ReadIndex) -> Region | None:
     return of_index(tensor, dict(enumerate(mask.nonzero()))) if tensor.ndim else of_tensor(tensor)
 
 
-def _looked_up(args: Sequence[Any], read: ReadIndex) -> Region | None:
+def _looked_up(args: Sequence[Any], read: ReadIndex) -> ByteRegion | None:
     return of_rows(args[0], 0, read(args[1]))
 
 

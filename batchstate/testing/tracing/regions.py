@@ -18,7 +18,7 @@ MOST_INTERVALS = 1 << 20
 
 
 @final
-class Region:
+class ByteRegion:
     """Bytes of one piece of memory, `[start, end)`, as sorted intervals with gaps between them.
 
     Attributes:
@@ -37,7 +37,7 @@ class Region:
         self.more = 0
 
     def __repr__(self) -> str:
-        return f"Region({self.intervals()})"
+        return f"ByteRegion({self.intervals()})"
 
     def intervals(self) -> list[tuple[int, int]]:
         """All of them."""
@@ -45,11 +45,11 @@ class Region:
             return [(self.lo, self.hi)]
         return list(zip(self.starts.tolist(), self.ends.tolist(), strict=True))
 
-    def brief(self) -> "Region":
+    def brief(self) -> "ByteRegion":
         """What a report says of it: the first few intervals, and how many more there are."""
         if self.starts is None or self.ends is None or len(self.starts) <= BRIEF:
             return self
-        short = Region(self.lo, self.hi, self.starts[:BRIEF].copy(), self.ends[:BRIEF].copy())
+        short = ByteRegion(self.lo, self.hi, self.starts[:BRIEF].copy(), self.ends[:BRIEF].copy())
         short.more = self.more + len(self.starts) - BRIEF
         return short
 
@@ -59,7 +59,7 @@ class Region:
             return np.array([self.lo], np.int64), np.array([self.hi], np.int64)
         return self.starts, self.ends
 
-    def overlaps(self, other: "Region") -> bool:
+    def overlaps(self, other: "ByteRegion") -> bool:
         """Whether any byte is in both."""
         if self.hi <= other.lo or other.hi <= self.lo:
             return False
@@ -75,7 +75,7 @@ class Region:
         inside = places < len(starts)
         return bool((starts[places[inside]] < last[inside]).any())
 
-    def common(self, other: "Region") -> "Region | None":
+    def common(self, other: "ByteRegion") -> "ByteRegion | None":
         """The bytes in both, or None."""
         found = []
         starts, ends = other.bounds()
@@ -86,7 +86,7 @@ class Region:
                 at += 1
         return union(found) if found else None
 
-    def covers(self, other: "Region") -> bool:
+    def covers(self, other: "ByteRegion") -> bool:
         """Whether all of `other` is in it."""
         if other.lo < self.lo or self.hi < other.hi:
             return False
@@ -104,12 +104,12 @@ class Region:
         return 1 if self.starts is None else len(self.starts)
 
 
-def union(intervals: Iterable[tuple[int, int]]) -> Region:
+def union(intervals: Iterable[tuple[int, int]]) -> ByteRegion:
     """The region of some intervals, at least one, in any order."""
-    return union_of([Region(lo, hi) for lo, hi in intervals])
+    return union_of([ByteRegion(lo, hi) for lo, hi in intervals])
 
 
-def union_of(regions: Sequence[Region]) -> Region:
+def union_of(regions: Sequence[ByteRegion]) -> ByteRegion:
     """The bytes of some regions, at least one."""
     bounds = [region.bounds() for region in regions]
     starts = np.concatenate([one[0] for one in bounds])
@@ -120,29 +120,29 @@ def union_of(regions: Sequence[Region]) -> Region:
     last = np.concatenate((first[1:], [True]))
     starts, ends = starts[first], ends[last]
     lo, hi = int(starts[0]), int(ends[-1])
-    return Region(lo, hi) if len(starts) == 1 else Region(lo, hi, starts, ends)
+    return ByteRegion(lo, hi) if len(starts) == 1 else ByteRegion(lo, hi, starts, ends)
 
 
-def of_places(places: Ints, length: int) -> Region | None:
+def of_places(places: Ints, length: int) -> ByteRegion | None:
     """The region of pieces of `length` bytes that begin at `places` int64[n], in any order, repeats allowed."""
     if not places.size:
         return None
     if places.size == 1:
         start = int(places.reshape(-1)[0])
-        return Region(start, start + length)
+        return ByteRegion(start, start + length)
     starts = np.unique(places)
     ends = starts + length
     if len(starts) > MOST_INTERVALS:
-        return Region(int(starts[0]), int(ends[-1]))
+        return ByteRegion(int(starts[0]), int(ends[-1]))
     apart = np.flatnonzero(starts[1:] > ends[:-1])
     if not apart.size:
-        return Region(int(starts[0]), int(ends[-1]))
+        return ByteRegion(int(starts[0]), int(ends[-1]))
     first = np.concatenate(([0], apart + 1))
     last = np.concatenate((apart, [len(starts) - 1]))
-    return Region(int(starts[0]), int(ends[-1]), starts[first], ends[last])
+    return ByteRegion(int(starts[0]), int(ends[-1]), starts[first], ends[last])
 
 
-def of_tensor(tensor: torch.Tensor) -> Region | None:
+def of_tensor(tensor: torch.Tensor) -> ByteRegion | None:
     """Every element of a tensor; None where it has none."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return None  # several pieces of memory, of which each is a tensor of its own
@@ -152,17 +152,17 @@ def of_tensor(tensor: torch.Tensor) -> Region | None:
         return None
     start = int(tensor.storage_offset()) * size
     if tensor.is_contiguous():
-        return Region(start, start + count * size)
+        return ByteRegion(start, start + count * size)
     places, run = _spread(tuple(tensor.shape), tensor.stride())
     return of_places(start + places * size, run * size)
 
 
-def of_rows(tensor: torch.Tensor, dim: int, index: Ints) -> Region | None:
+def of_rows(tensor: torch.Tensor, dim: int, index: Ints) -> ByteRegion | None:
     """The rows `index` along one dimension."""
     return of_index(tensor, {dim % max(tensor.ndim, 1): index.reshape(-1)})
 
 
-def of_index(tensor: torch.Tensor, indices: dict[int, Ints]) -> Region | None:
+def of_index(tensor: torch.Tensor, indices: dict[int, Ints]) -> ByteRegion | None:
     """The elements that an index of arrays names: dimension -> positions, which go together like torch's indices.
 
     Negative positions count from the end. Positions that are too large make it the whole tensor: torch will refuse.
@@ -185,7 +185,7 @@ def of_index(tensor: torch.Tensor, indices: dict[int, Ints]) -> Region | None:
     return of_places((tensor.storage_offset() + every) * size, run * size)
 
 
-def of_elements(tensor: torch.Tensor, dim: int, index: Ints) -> Region | None:
+def of_elements(tensor: torch.Tensor, dim: int, index: Ints) -> ByteRegion | None:
     """The elements that `gather` and `scatter` name: `index` has the dimensions of the tensor."""
     if not tensor.ndim:
         return of_tensor(tensor)
