@@ -80,58 +80,35 @@ class OverlapBatch(Batch):
 @final
 @attrs.define(eq=False)
 class DeviceState:
-    """What the device holds for a request once everything launched has run.
+    """What the device holds for a request once everything launched has run."""
 
-    Attributes:
-        state: its row of the table of states.
-        kv: the KV row of each token.
-        marks: its row of the table of marks.
-        last, odd, age, temperature: its columns.
-        token: its relay entry.
-    """
-
-    state: int
-    kv: list[tuple[int, int]] = attrs.field(factory=list)
-    marks: tuple[int, ...] = (0,) * MARKS
-    last: int = 0
+    state: int  # its row of the table of states
+    kv: list[tuple[int, int]] = attrs.field(factory=list)  # the KV row of each token
+    marks: tuple[int, ...] = (0,) * MARKS  # its row of the table of marks
+    last: int = 0  # this and the next three are its columns
     odd: int = 0
     age: int = 0
     temperature: int = 1
-    token: int = 0
+    token: int = 0  # its relay entry
 
 
 @final
 @attrs.define(eq=False, repr=False)
 class OverlapRequest:
-    """One request.
-
-    Attributes:
-        number: its name.
-        prompt: ids.
-        answer: tokens to sample.
-        arrival: how it arrives the first time.
-        marks: the row of marks that it is to have; zeros are not written.
-        handle: its slot, while it runs.
-        fill: ids that are prefilled, or were when it arrived, before it decodes.
-        sampled: tokens sampled, those in flight included.
-        in_flight: steps that sampled for it and are unread.
-        output: place in the answer -> token that the host has read.
-        aborted: whether its client hung up.
-        held: what the device holds for it, while it runs.
-    """
+    """One request, of prompt ids `prompt` and `answer` tokens to sample."""
 
     number: int
     prompt: Sequence[int]
     answer: int
-    arrival: Arrival = Arrival.PROMPT
-    marks: tuple[int, ...] = (0,) * MARKS
-    handle: Slots | None = None
-    fill: Sequence[int] = ()
-    sampled: int = 0
-    in_flight: int = 0
-    output: dict[int, int] = attrs.field(factory=dict)
+    arrival: Arrival = Arrival.PROMPT  # the first time
+    marks: tuple[int, ...] = (0,) * MARKS  # the row of marks that it is to have; zeros are not written
+    handle: Slots | None = None  # its slot, while it runs
+    fill: Sequence[int] = ()  # ids that are prefilled, or were when it arrived, before it decodes
+    sampled: int = 0  # tokens, those in flight included
+    in_flight: int = 0  # steps that sampled for it and are unread
+    output: dict[int, int] = attrs.field(factory=dict)  # place in the answer -> token that the host has read
     aborted: bool = False
-    held: DeviceState = attrs.field(factory=lambda: DeviceState(0))
+    held: DeviceState = attrs.field(factory=lambda: DeviceState(0))  # while it runs
 
     def __repr__(self) -> str:
         return f"<request {self.number}: {len(self.prompt)} ids, {self.sampled} of {self.answer} tokens>"
@@ -249,27 +226,16 @@ READINGS = ("salts", "columns", "ages", "tokens", "marks")
 @final
 @attrs.frozen(repr=False)
 class Choices:
-    """How a step is run.
+    """How a step is run."""
 
-    Attributes:
-        first: which of `READINGS` the forward begins with: no earlier wait covers the first one.
-        nudged: another stream publishes numbers for this forward.
-        tries: each request writes KV after its last token, and the locations beyond are given back at once.
-        by_hand: a forward of decodes gathers its inputs itself and looks locations up in the token table.
-        own_handles: results are prefetched by handles that hold no memory of the step.
-        unread: results are left unread for a while.
-        watched: another stream looks at the extra arrays that were uploaded with the step.
-        clears_aside: rows of requests that leave are cleared on another stream.
-    """
-
-    first: int = 0
-    nudged: bool = False
-    tries: bool = False
-    by_hand: bool = False
-    own_handles: bool = False
-    unread: bool = False
-    watched: bool = False
-    clears_aside: bool = False
+    first: int = 0  # which of `READINGS` the forward begins with: no earlier wait covers the first one
+    nudged: bool = False  # another stream publishes numbers for this forward
+    tries: bool = False  # each request writes KV after its last token; the locations beyond are given back at once
+    by_hand: bool = False  # a forward of decodes gathers its inputs itself and looks locations up in the token table
+    own_handles: bool = False  # results are prefetched by handles that hold no memory of the step
+    unread: bool = False  # results are left unread for a while
+    watched: bool = False  # another stream looks at the extra arrays that were uploaded with the step
+    clears_aside: bool = False  # rows of requests that leave are cleared on another stream
 
     def __repr__(self) -> str:
         changed = [one.name for one in attrs.fields(Choices) if getattr(self, one.name) != one.default]
@@ -326,23 +292,14 @@ class Streams(NamedTuple):
 @final
 @attrs.frozen(eq=False)
 class Step:
-    """A launched step.
+    """A launched step."""
 
-    Attributes:
-        number: from 1.
-        requests: those that sampled.
-        places: place in the answer of each.
-        outcomes: what the model says of each.
-        results: what the device says; None where no request samples.
-        done: forward-done.
-    """
-
-    number: int
-    requests: Sequence[OverlapRequest]
-    places: Sequence[int]
-    outcomes: Sequence[Outcome]
-    results: Prefetched | None
-    done: Fence
+    number: int  # from 1
+    requests: Sequence[OverlapRequest]  # those that sampled
+    places: Sequence[int]  # in the answer of each
+    outcomes: Sequence[Outcome]  # what the model says of each
+    results: Prefetched | None  # what the device says; None where no request samples
+    done: Fence  # after the forward
 
 
 @final
@@ -374,30 +331,8 @@ class OverlapEngine:
     """Serves requests, one step ahead of the device.
 
     One step: rows leave and join, all grow, one upload, one forward, and the results of an older step are read. What
-    leaves is freed behind the last launched forward. The host waits for a running step only where it needs what that
-    step holds. Each piece of memory is made on another stream than those that use it.
-
-    Args:
-        runtime: the device.
-        size: slots.
-        num_pages: pages.
-        page_size: tokens per page.
-        chunk: ids of a prompt that one step takes.
-        reached: counts coverage targets.
-
-    Attributes:
-        streams: the streams of the engine.
-        slots, pages: who owns what.
-        tokens: [slot, position] -> location; the library orders its readers and writers.
-        marks: [slot, MARKS], like `tokens`, but whole rows are rewritten and cleared.
-        states: [slot], the engine's own. Only the fence of the free orders a slot's next owner behind its last.
-        relay: tokens and logs of forwards, and nudges for them.
-        batch: the running requests, as they are after the last launched step.
-        ages: steps of each; a vector of its own beside the batch, moved as the batch is.
-        waiting: requests without a slot, first come first served.
-        unread: launched steps whose results the host has not read, oldest first.
-        launched: number of steps launched so far.
-        looks: what the audit stream found and the host has not read, oldest first.
+    leaves is freed with the fence of the last launched forward. The host waits for a running step only where it needs
+    what that step holds. Each piece of memory is made on another stream than those that use it.
     """
 
     def __init__(
@@ -412,7 +347,7 @@ class OverlapEngine:
             "log": relay_field(torch.int64, (2,), read_by="host"),
             "nudge": relay_field(torch.int64),
         }
-        self.relay = FutureMap(self.slots, fields)
+        self.relay = FutureMap(self.slots, fields)  # tokens and logs of forwards, and nudges for them
         self.streams = Streams(
             runtime.stream("schedule"),
             runtime.stream("forward"),
@@ -421,9 +356,12 @@ class OverlapEngine:
             origin=runtime.current_stream,
         )
         with runtime.use(self.streams.schedule):
+            # [slot, position] -> location, and [slot, MARKS], of which whole rows are rewritten and cleared: the
+            # library orders their readers and writers.
             self.tokens = self.slots.table("req_to_token", (MAX_TOKENS,), holds="location", host=True)
             self.marks = self.slots.table("marks", (MARKS,), torch.int64, host=True)
         with runtime.use(self.streams.arrivals):
+            # The engine's own. Only the fence of the free orders a slot's next owner after its last.
             self.states = self.slots.table("states", (), torch.int64)
         self.pages = PagePool(
             runtime, self.slots, num_pages, page_size, max_tokens_per_request=MAX_TOKENS, req_to_token=self.tokens
@@ -432,21 +370,23 @@ class OverlapEngine:
             self._kv = runtime.device_zeros((self.pages.location_capacity, 2), torch.int64)
             self._kv_ready = runtime.record()
         self._kv_synchronised: set[object] = set()
-        self.batch = OverlapBatch.empty(runtime)
-        self.ages = MirroredTensor.from_host(runtime, np.zeros(0, np.int64), name="ages")
-        self.waiting: deque[OverlapRequest] = deque()
+        self.batch = OverlapBatch.empty(runtime)  # the running requests, as they are after the last launched step
+        self.ages = MirroredTensor.from_host(
+            runtime, np.zeros(0, np.int64), name="ages"
+        )  # in steps, moved as the batch
+        self.waiting: deque[OverlapRequest] = deque()  # first come first served
         self._marks_due: dict[OverlapRequest, tuple[int, ...]] = {}  # written with the next upload
         self._writes: list[TableWrite] = []  # the same, of prebuilt requests
         self._arrived: list[Fence] = []  # what the next forward waits for
         self._retracted: list[OverlapRequest] = []
         self._pages_used: set[int] = set()
         self._drawn = 0
-        self.unread: list[Step] = []
-        self.launched = 0
+        self.unread: list[Step] = []  # launched, and the host has not read the results; oldest first
+        self.launched = 0  # steps so far
         self._running: deque[Step] = deque()  # that may not be over
         self._ahead: list[Step] = []  # that the host has not waited for
         self._closed: deque[tuple[Sequence[Fence], int]] = deque()  # fences of each stream, and steps launched by then
-        self.looks: list[Look] = []
+        self.looks: list[Look] = []  # what the audit stream found and the host has not read, oldest first
 
     @property
     def kv(self) -> torch.Tensor:
@@ -554,7 +494,7 @@ class OverlapEngine:
             self._give_back(leaves, choices)
 
     def _give_back(self, leaves: npt.NDArray[np.bool_], choices: Choices) -> Sequence[OverlapRequest]:
-        """Takes rows out of the batch; their slots and pages are free behind the last launched forward."""
+        """Takes rows out of the batch; their slots and pages are free after the last launched forward."""
         leaving = self.batch.filter(leaves)
         marked = [row for row, one in enumerate(leaving.requests) if any(one.held.marks)]
         if marked:

@@ -12,9 +12,9 @@ from batchstate.testing.race.history import Entry
 from batchstate.testing.race.host_memory import HostMemory
 from batchstate.testing.race.report import EventKind
 from batchstate.testing.tracing.clocks import StreamClock
-from batchstate.testing.tracing.dispatch import Tracer, untraced
+from batchstate.testing.tracing.dispatch import TracedCall, Tracer, untraced
 from batchstate.testing.tracing.memory import HOST_KINDS, MemoryKind, Name
-from batchstate.testing.tracing.operations import MemoryAccess, Operation, tensors_in
+from batchstate.testing.tracing.operations import MemoryAccess, tensors_in
 from batchstate.testing.tracing.regions import ByteRegion, of_tensor
 from batchstate.testing.tracing.source_lines import source_line
 
@@ -181,15 +181,9 @@ class RaceTracer(Tracer[RaceAllocation]):
             finally:
                 self.seen = seen
 
-    def _on_device(
-        self,
-        operation: Operation,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        tensors: list[torch.Tensor],
-    ) -> Any:
+    def _on_device(self, call: TracedCall) -> Any:
         __tracebackhide__ = True
+        operation, func, args, kwargs, _ = call
         accesses = operation.accesses(args, kwargs, self._read_index)
         if not self.on_cpu:
             accesses = [one for one in accesses if one.tensor.device.type != "cpu" or self.allocations.of(one.tensor)]
@@ -258,14 +252,8 @@ class RaceTracer(Tracer[RaceAllocation]):
     def _read_by_host(self, tensor: torch.Tensor, name: str) -> None:
         self.host_accesses(tensor, name, writes=False)
 
-    def _on_host(
-        self,
-        operation: Operation,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        tensors: list[torch.Tensor],
-    ) -> Any:
+    def _on_host(self, call: TracedCall) -> Any:
+        operation, func, args, kwargs, tensors = call
         kinds = [self.kind_of(one) for one in tensors]
         if MemoryKind.PINNED in kinds:
             for tensor, region, writes in operation.accesses(args, kwargs, self._read_index):

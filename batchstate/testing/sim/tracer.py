@@ -13,9 +13,8 @@ from batchstate.errors import ArgumentError, DeviceError
 from batchstate.testing.sim.calls import Call, View, packed, written
 from batchstate.testing.sim.device import Block, BlockAllocator, Device, DeviceStream, Task, bytes_of, poison, poisoned
 from batchstate.testing.sim.shapes import NewTensor, UnknownError, results_of
-from batchstate.testing.tracing.dispatch import Tracer
+from batchstate.testing.tracing.dispatch import TracedCall, Tracer
 from batchstate.testing.tracing.memory import HOST_KINDS, Allocation, MemoryKind
-from batchstate.testing.tracing.operations import Operation
 from batchstate.testing.tracing.source_lines import source_line
 
 
@@ -193,24 +192,18 @@ class SimTracer(Tracer[SimAllocation]):
         self._device.enqueue(self._current(), task)
         return task
 
-    def _on_device(
-        self,
-        operation: Operation,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        tensors: list[torch.Tensor],
-    ) -> Any:
+    def _on_device(self, call: TracedCall) -> Any:
+        operation, func, args, kwargs, _ = call
         name = operation.name
         self.operations += 1
         if operation.waits(args, kwargs, self.kind_of):
             self._synchronise(name)
-            return self._now(name, func, args, kwargs, tensors)
+            return self._now(call)
         try:
             new = results_of(func, args, kwargs)
         except UnknownError:
             self._device.drain(self._current())
-            result = self._now(name, func, args, kwargs, tensors)
+            result = self._now(call)
             self.unmodelled[name] += 1  # only now: what torch refuses is no gap of this model
             return result
         changed = [packed(one, self._pack_written) for one in operation.writes(args, kwargs)]
@@ -232,15 +225,13 @@ class SimTracer(Tracer[SimAllocation]):
             return self.new(new)
         return [self._allocated(one) for one in new] if isinstance(new, list) else new
 
-    def _now(
-        self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: list[torch.Tensor]
-    ) -> Any:
+    def _now(self, call: TracedCall) -> Any:
         """Runs an operation at once: its stream has nothing before it."""
-        for one in tensors:
+        for one in call.tensors:
             if self.kind_of(one) not in HOST_KINDS:
                 self.use_on_device(one)
-        result = func(*args, **kwargs)
-        self._device.note(self._current(), name, self._step())
+        result = call.func(*call.args, **call.kwargs)
+        self._device.note(self._current(), call.operation.name, self._step())
 
         def keep(one: torch.Tensor) -> torch.Tensor:
             known = self.kind_of(one) is not None or not _is_plain(one)
@@ -248,14 +239,8 @@ class SimTracer(Tracer[SimAllocation]):
 
         return _replaced(result, keep)
 
-    def _on_host(
-        self,
-        operation: Operation,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        tensors: list[torch.Tensor],
-    ) -> Any:
+    def _on_host(self, call: TracedCall) -> Any:
+        operation, func, args, kwargs, tensors = call
         result = func(*args, **kwargs)
         host = any(self.kind_of(one) in HOST_KINDS for one in tensors)
         given = [one.untyped_storage()._cdata for one in tensors if _is_plain(one)]

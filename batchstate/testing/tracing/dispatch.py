@@ -7,7 +7,7 @@ anything (`.cpu()`, `.tolist()`, `.numpy()`), of which the other is told.
 import abc
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Generic, NamedTuple, TypeVar, final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -25,6 +25,16 @@ FACTORIES = frozenset(("__setitem__", "as_tensor", "asarray", "tensor"))
 """Calls that lift numbers to a tensor wherever `device=` says, or where the tensor is that they are written into.
 
 What is lifted outside of them comes from numpy."""
+
+
+class TracedCall(NamedTuple):
+    """A call of one operation, and all tensors among its arguments."""
+
+    operation: Operation
+    func: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    tensors: list[torch.Tensor]
 
 
 class Tracer(abc.ABC, Generic[A]):
@@ -69,12 +79,12 @@ class Tracer(abc.ABC, Generic[A]):
         if self.on_cpu and kwargs.get("pin_memory"):
             return self.keep(func(*args, **{**kwargs, "pin_memory": False}), MemoryKind.PINNED)
         if not any(self.kind_of(one) is MemoryKind.DEVICE for one in tensors):
-            return self._on_host(operation, func, args, kwargs, tensors)
+            return self._on_host(TracedCall(operation, func, args, kwargs, tensors))
         if copies and (self.kind_of(args[0]) in HOST_KINDS or self.kind_of(args[1]) in HOST_KINDS):
             return self._copy(args[0], args[1], non_blocking)
         if self.on_cpu:
             self._refuse_host_operands(operation, args, tensors)
-        return self._on_device(operation, func, args, kwargs, tensors)
+        return self._on_device(TracedCall(operation, func, args, kwargs, tensors))
 
     def host_call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
         """A call of `HOST_CALLS`. Returns whether the tool has made it, and then its result.
@@ -196,25 +206,11 @@ class Tracer(abc.ABC, Generic[A]):
         """Numbers have become a tensor: by a factory, or from numpy."""
 
     @abc.abstractmethod
-    def _on_device(
-        self,
-        operation: Operation,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        tensors: list[torch.Tensor],
-    ) -> Any:
+    def _on_device(self, call: TracedCall) -> Any:
         """Runs or enqueues an operation of the device; returns its result."""
 
     @abc.abstractmethod
-    def _on_host(
-        self,
-        operation: Operation,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        tensors: list[torch.Tensor],
-    ) -> Any:
+    def _on_host(self, call: TracedCall) -> Any:
         """Runs an operation of the host, or of undecided memory; returns its result."""
 
     @abc.abstractmethod
