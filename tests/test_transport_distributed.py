@@ -22,7 +22,8 @@ from batchstate.errors import ArgumentError, TransferError
 from batchstate.transport.engines import _packing as packing
 from batchstate.transport.engines import _pairs as pairs
 from batchstate.transport.engines import distributed
-from batchstate.transport.engines._pairs import WRITER, EndWatch, Header, Pair, ask, client, private
+from batchstate.transport.engines._pairs import WRITER, Header, Pair
+from batchstate.transport.engines._rendezvous import MOST_CLIENTS, EndWatch, ask
 from batchstate.transport.engines.base import Status
 from batchstate.transport.engines.distributed import DistributedEngine
 from batchstate.transport.regions import Copies
@@ -373,7 +374,7 @@ def test_slow_clients_hold_up_no_other(here: EngineSide) -> None:
     """While clients are silent or drip others are answered at once; each has one second, and the oldest give way."""
     address, instance = ours(here)._accept_loop.address, here.engine.instance
     with contextlib.ExitStack() as stack:
-        slow = [stack.enter_context(socket.create_connection(address, 2.0)) for _ in range(pairs.MOST_CLIENTS + 6)]
+        slow = [stack.enter_context(socket.create_connection(address, 2.0)) for _ in range(MOST_CLIENTS + 6)]
         start = time.monotonic()
         ask(address, instance, 5.0, {"ask": "ended", "pair": "0" * 16})
         assert time.monotonic() - start < 0.5
@@ -435,7 +436,7 @@ def test_a_million_pieces_cost_little(here: EngineSide) -> None:
     here.register(4096)
     name, rows = "0" * 16, pairs.MOST_ROWS
     store = int(ask(address, instance, 5.0, meet(name))["store"])
-    pair = Pair.join(private(client((address[0], store), 5.0), name), WRITER, address[0], torch.device("cpu"), 5.0, 5.0)
+    pair = Pair.join((address[0], store), name, WRITER, address[0], torch.device("cpu"), 5.0, 5.0)
     table = torch.zeros((3, rows), dtype=torch.int64)
     table[2] = packing.PIECE
     piece = torch.zeros(packing.PIECE, dtype=torch.uint8)
@@ -444,8 +445,8 @@ def test_a_million_pieces_cost_little(here: EngineSide) -> None:
         return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
     before = resident()
-    sent = [pair.begin(Header(pairs.WRITE, rows, b"much").packed()), pair.send_rows(table), pair.send_rows(piece)]
-    assert pairs.Answer.read(pair.receive(pairs.answer_room())).verdict == pairs.GOT
+    sent = [pair.begin(Header(pairs.WRITE, rows, b"much")), pair.send_rows(table), pair.send_rows(piece)]
+    assert pair.receive(pairs.Answer).verdict == pairs.GOT
     assert resident() - before < 200 * MIB
     for ended in sent:
         ended()
@@ -453,9 +454,9 @@ def test_a_million_pieces_cost_little(here: EngineSide) -> None:
 
     name = "1" * 16
     ask(address, instance, 5.0, meet(name))
-    pair = Pair.join(private(client((address[0], store), 5.0), name), WRITER, address[0], torch.device("cpu"), 5.0, 5.0)
-    pair.send(Header(pairs.WRITE, rows + 1, b"more").packed())
-    assert "makes no sense" in pairs.Answer.read(pair.receive(pairs.answer_room())).reason
+    pair = Pair.join((address[0], store), name, WRITER, address[0], torch.device("cpu"), 5.0, 5.0)
+    pair.send(Header(pairs.WRITE, rows + 1, b"more"))
+    assert "makes no sense" in pair.receive(pairs.Answer).reason
     pair.part()
     assert here.completions() == []
 

@@ -14,11 +14,6 @@ import torch
 from batchstate._arrays import count
 from batchstate.errors import ArgumentError, DtypeError, HandshakeError
 
-# What a token's KV is made of on one rank: bytes, buffers, heads. A layout that exists is one that holds together.
-#
-# Two workers transfer between each other only if their layouts fit (`check_fit`): then a token has the same heads, of
-# the same bytes, in the same buffers on both sides, and only how the ranks share the heads may differ.
-
 MOST_RANKS = 65_536
 """Most ranks of a group, as a message numbers them."""
 _MOST = {"rank": MOST_RANKS - 1, "degree": MOST_RANKS, "page_size": 2**31, "item_bytes": 2**31, "heads": 2**31}
@@ -268,10 +263,10 @@ def slice_between(source: KVLayout, target: KVLayout) -> Slice | None:
     The layouts fit (`layout.check_fit`).
     """
     ours, theirs = source.held, target.held
-    if not _writes(ours, theirs):
-        return None
     first = max(ours.first, theirs.first)
     heads = min(ours.first + ours.heads, theirs.first + theirs.heads) - first
+    if heads < 1 or ours.replica != theirs.replica * ours.replicas // theirs.replicas:
+        return None
     size = target.head_bytes
     return Slice((first - ours.first) * size, (first - theirs.first) * size, heads * size)
 
@@ -288,8 +283,3 @@ def sources_of(target: KVLayout, source_degree: int) -> tuple[int, ...]:
     first, end = held.first // source.heads, -(-(held.first + held.heads) // source.heads)
     replica = held.replica * source.replicas // held.replicas
     return tuple(group * source.replicas + replica for group in range(first, end))
-
-
-def _writes(source: Held, target: Held) -> bool:
-    meets = source.first < target.first + target.heads and target.first < source.first + source.heads
-    return meets and source.replica == target.replica * source.replicas // target.replicas

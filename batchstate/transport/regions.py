@@ -1,5 +1,6 @@
 """Which bytes go where: rows of registered memory on this side, and their places on the other."""
 
+from collections.abc import Iterable
 from typing import Self, final
 
 import attrs
@@ -46,68 +47,12 @@ class RemoteRegion:
     nbytes: int
 
 
-@final
-class Regions:
-    """The registered memory of one engine. An index is never given twice."""
+def described(index: int, memory: Memory, name: str, others: Iterable[Region]) -> Region:
+    """The region of a piece of memory, which none of `others` overlaps.
 
-    def __init__(self) -> None:
-        self._regions: dict[int, Region] = {}
-        self._next = 0
-
-    def __len__(self) -> int:
-        return len(self._regions)
-
-    def plan(self, memory: Memory, name: str) -> Region:
-        """What `add` would add, checked.
-
-        Raises:
-            ArgumentError: no memory, not contiguous, empty, or it overlaps a registered region.
-        """
-        region = _described(self._next, memory, name)
-        for other in self._regions.values():
-            if region.address < other.address + other.nbytes and other.address < region.address + region.nbytes:
-                raise ArgumentError(
-                    f"region {name!r} overlaps region {other.name!r}, which is registered",
-                    value=name,
-                    remedy="register each piece of memory once",
-                )
-        return region
-
-    def add(self, region: Region) -> None:
-        """Lists a planned region."""
-        self._regions[region.index] = region
-        self._next = region.index + 1
-
-    def remove(self, region: Region) -> None:
-        """Forgets a region.
-
-        Raises:
-            ArgumentError: it is not registered here.
-        """
-        self.check_listed(region)
-        del self._regions[region.index]
-
-    def check_listed(self, region: Region) -> None:
-        """Refuses a region that is not registered here.
-
-        Raises:
-            ArgumentError: it is not.
-        """
-        if self._regions.get(getattr(region, "index", -1)) is not region:
-            raise ArgumentError(
-                f"{region!r} is not registered here", value=region, remedy="pass what `register` returned, once"
-            )
-
-    def all(self) -> tuple[Region, ...]:
-        """By index."""
-        return tuple(self._regions.values())
-
-    def by_index(self) -> dict[int, Region]:
-        """A new dict, index -> region."""
-        return dict(self._regions)
-
-
-def _described(index: int, memory: Memory, name: str) -> Region:
+    Raises:
+        ArgumentError: no memory, not contiguous, empty, or it overlaps a registered region.
+    """
     if isinstance(memory, torch.Tensor):
         contiguous, address, nbytes = memory.is_contiguous(), memory.data_ptr(), memory.numel() * memory.element_size()
         device = memory.device.type
@@ -124,6 +69,13 @@ def _described(index: int, memory: Memory, name: str) -> Region:
             value=name,
             remedy="register contiguous memory of at least one byte",
         )
+    for other in others:
+        if address < other.address + other.nbytes and other.address < address + nbytes:
+            raise ArgumentError(
+                f"region {name!r} overlaps region {other.name!r}, which is registered",
+                value=name,
+                remedy="register each piece of memory once",
+            )
     return Region(index, str(name), address, nbytes, memory, device)
 
 

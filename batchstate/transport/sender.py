@@ -291,16 +291,15 @@ class Sender(Session):
             raise DtypeError(f"last is {last!r}", value=last, remedy="pass True or False")
         sources = indices_of(source_locs, "source locations")
         layout, theirs = self._description.layout, transfer.worker.description.layout
-        begin = count(first, "first")
-        check_chunk(begin, sources.size, transfer.grant.num_tokens, layout.page_size, last)
-        if transfer.complete or begin != transfer.sent:
+        check_chunk(first, sources.size, transfer.grant.num_tokens, layout.page_size, last)
+        if transfer.complete or first != transfer.sent:
             sent = f"{transfer.sent} are sent" + (", all" if transfer.complete else "")
             raise ArgumentError(
-                f"{transfer!r}: tokens from {begin} on, {sent}",
-                value=begin,
+                f"{transfer!r}: tokens from {first} on, {sent}",
+                value=first,
                 remedy="send the tokens of a request once, in order",
             )
-        targets = transfer.targets[begin : begin + sources.size]
+        targets = transfer.targets[first : first + sources.size]
         owned_by(targets, transfer.grant.ranges)
         there = [region.index for region in transfer.worker.regions]
         rows = location_rows(sources, targets, layout, theirs, self._regions, there)
@@ -333,9 +332,8 @@ class Sender(Session):
                 self._changed.append(transfer)
                 self._close(transfer)
             return
-        under_way = [
-            handle for handle in transfer.handles if not self._drain(handle)
-        ]  # each is asked: engines find out
+        # Each is asked: engines find out.
+        under_way = [handle for handle in transfer.handles if not self._drain(handle)]
         if not under_way:
             self._say(transfer.worker, Kind.DRAINED, transfer.grant.serial)
             self._close(transfer)

@@ -23,7 +23,7 @@ import numpy as np
 
 from batchstate import invariants
 from batchstate.errors import ArgumentError, HandshakeError, OwnerThreadError, TransferError
-from batchstate.transport.regions import Copies, Ints, Memory, Region, Regions, RemoteRegion
+from batchstate.transport.regions import Copies, Ints, Memory, Region, RemoteRegion, described
 from batchstate.transport.wire import check_instance, packed_endpoint, parsed_endpoint
 from batchstate.violations import Violation, Where
 
@@ -133,7 +133,8 @@ class Engine(abc.ABC):
     def __init__(self) -> None:
         self.instance = secrets.token_hex(8)
         self._thread = threading.get_ident()
-        self._regions = Regions()
+        self._regions: dict[int, Region] = {}
+        self._next_region = 0  # an index is never given twice
         self._peers: dict[str, Peer] = {}
         self._open: dict[bytes, Handle] = {}
         self._recent: deque[bytes] = deque()
@@ -208,9 +209,11 @@ class Engine(abc.ABC):
             ArgumentError: not memory, not contiguous, empty, or it overlaps a registered region.
         """
         self.check_owner("register")
-        region = self._regions.plan(memory, name or f"region {len(self._regions)}")
+        name = name or f"region {len(self._regions)}"
+        region = described(self._next_region, memory, name, self._regions.values())
         self._register(region)
-        self._regions.add(region)
+        self._regions[region.index] = region
+        self._next_region += 1
         return region
 
     def unregister(self, region: Region) -> None:
@@ -221,7 +224,10 @@ class Engine(abc.ABC):
             TransferError: a write of this engine that has not ended may read it.
         """
         self.check_owner("unregister")
-        self._regions.check_listed(region)
+        if self._regions.get(getattr(region, "index", -1)) is not region:
+            raise ArgumentError(
+                f"{region!r} is not registered here", value=region, remedy="pass what `register` returned, once"
+            )
         if self._open:
             raise TransferError(
                 f"{region.name} is unregistered while {len(self._open)} writes are open",
@@ -230,14 +236,14 @@ class Engine(abc.ABC):
                 in_flight=True,
             )
         self._unregister(region)
-        self._regions.remove(region)
+        del self._regions[region.index]
 
     # Peers
 
     def endpoint(self) -> bytes:
         """What a peer passes to `connect`: opaque, and to be made anew when memory was registered since."""
         self.check_owner("endpoint")
-        return packed_endpoint(self.name, self.instance, self._regions.all(), self._endpoint())
+        return packed_endpoint(self.name, self.instance, self._regions.values(), self._endpoint())
 
     def connect(self, endpoint: bytes) -> Peer:
         """Reaches another engine of the same kind.
@@ -306,7 +312,7 @@ class Engine(abc.ABC):
             )
         self._check_tag(tag)
         sources, targets = _addresses(
-            self._regions.by_index(),
+            self._regions,
             peer.regions,
             copies,
             name=self.name,

@@ -8,6 +8,7 @@ listens on `host` alone. A peer that dies is noticed at once, also while nothing
 pair broke is UNKNOWN, and drained once the peer's receiving thread is known to have ended, or its process to be gone.
 """
 
+import functools
 import json
 import queue
 import secrets
@@ -19,22 +20,18 @@ from batchstate.errors import ArgumentError, HandshakeError, TransferError
 from batchstate.transport.engines._packing import as_bytes, in_order
 from batchstate.transport.engines._pairs import (
     MOST_ROWS,
+    READER,
     WRITER,
-    AcceptLoop,
-    EndWatch,
     Inbox,
     Incoming,
     Job,
-    Meeting,
     Outgoing,
     Pair,
     Store,
-    ask,
-    client,
     host_store,
-    private,
     said,
 )
+from batchstate.transport.engines._rendezvous import AcceptLoop, Address, EndWatch, ask
 from batchstate.transport.engines.base import Capabilities, Delivery, Engine, Handle, Peer, Status
 from batchstate.transport.regions import Copies, Ints, Region
 from batchstate.transport.wire import number, parsed_native, row, text
@@ -131,8 +128,7 @@ class DistributedEngine(Engine):
             answer = ask(address, peer.instance, self._timeout, question)
             if not answer["met"]:
                 raise ConnectionAbortedError("it is being closed, or too many wait for it")
-            meet = private(client((address[0], answer["store"]), self._timeout), name)
-            pair = Pair.join(meet, WRITER, self._accept_loop.address[0], self._device, self._timeout, self._stall)
+            pair = self._join((address[0], answer["store"]), name, WRITER)
         except HandshakeError:
             raise
         except (OSError, RuntimeError, ValueError, OverflowError) as error:
@@ -157,10 +153,14 @@ class DistributedEngine(Engine):
         self._incoming = [one for one in self._incoming if one.alive]
         if sum(one.waiting for one in self._incoming) >= MOST_WAITING:
             return False
-        address = (self._accept_loop.address[0], self._store.port)
-        meeting = Meeting(self._accept_loop.live, address, name, writer, self._device, self._timeout, self._stall)
-        self._incoming.append(Incoming(meeting, self._inbox))
+        own = (self._accept_loop.address[0], self._store.port)
+        join = functools.partial(self._join, own, name, READER)
+        self._incoming.append(Incoming(self._inbox, join, name, writer, self._accept_loop.live))
         return True
+
+    def _join(self, store: Address, name: str, rank: int) -> Pair:
+        host = self._accept_loop.address[0]
+        return Pair.join(store, name, rank, host, self._device, self._timeout, self._stall)
 
     # Transfers
 

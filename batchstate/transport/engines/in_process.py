@@ -262,7 +262,7 @@ class InProcessEngine(Engine):
         """Whether the bytes that a piece lands on are registered here."""
         return any(
             region.address <= piece.target and piece.target + piece.nbytes <= region.address + region.nbytes
-            for region in self._regions.all()
+            for region in self._regions.values()
         )
 
     def _register(self, region: Region) -> None:
