@@ -11,6 +11,7 @@ import contextlib
 import multiprocessing
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, final
@@ -202,6 +203,10 @@ class EngineSide:
     def read(self, index: int = 0, start: int = 0, stop: int | None = None) -> npt.NDArray[np.uint8]:
         """A copy of bytes of the memory registered as the `index`-th."""
         return self.memory[index][start:stop].copy()
+
+    def checksum(self, index: int) -> int:
+        """Of the memory registered as the `index`-th."""
+        return zlib.crc32(self.memory[index].data)
 
     def fill(self, value: int, index: int = 0) -> None:
         """Sets all bytes of the memory registered as the `index`-th."""
