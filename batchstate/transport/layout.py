@@ -66,8 +66,8 @@ def _dtype(value: object) -> str:
 def _layers(value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not value or not all(isinstance(one, str) and one for one in value):
         raise ArgumentError(f"layers are {value!r}", value=value, remedy="pass a tuple of names, one per buffer")
-    name, times = Counter(value).most_common(1)[0]
-    if times > 1:
+    if len(set(value)) < len(value):
+        name, times = Counter(value).most_common(1)[0]
         raise ArgumentError(f"layer {name!r} is named {times} times", value=name, remedy="name each buffer once")
     return tuple(value)
 
