@@ -134,10 +134,12 @@ class QueriedFence:
 
     Attributes:
         fence: the fence.
+        step: of the runtime, when the first indices were freed behind it.
         complete: whether it has answered that it is.
     """
 
     fence: Fence
+    step: int
     complete: bool = attrs.field(default=False, init=False)
 
     def query(self) -> bool:
@@ -166,13 +168,13 @@ class PendingQueue:
     def __repr__(self) -> str:
         return f"PendingQueue({self.count} behind {len(self._groups)} fences)"
 
-    def defer(self, fence: Fence, indices: Ints) -> None:
-        """Keeps a copy of `indices` until `fence` is complete."""
+    def defer(self, fence: Fence, indices: Ints, step: int) -> None:
+        """Keeps a copy of `indices`, freed in `step`, until `fence` is complete."""
         copy = indices.copy()
         if self._groups and self._groups[-1][0].fence is fence:  # one query for all that one step frees
             self._groups[-1][1].append(copy)
         else:
-            self._groups.append((QueriedFence(fence), [copy]))
+            self._groups.append((QueriedFence(fence, step), [copy]))
         self.count += copy.size
 
     def completed(self) -> list[tuple[QueriedFence, Ints]]:
@@ -189,6 +191,10 @@ class PendingQueue:
         self._groups = [group for group in self._groups if id(group) not in gone]
         self.count -= sum(indices.size for _, indices in done)
         return done
+
+    def groups(self) -> list[tuple[QueriedFence, Ints]]:
+        """The fences and what is behind each, oldest first. Queries nothing."""
+        return [(fence, np.concatenate(parts)) for fence, parts in self._groups]
 
     def indices(self) -> Ints:
         """Everything in the queue, int64[count]."""
@@ -275,6 +281,10 @@ class Allocator:
         """How many are behind a fence."""
         return self._queue.count
 
+    def pending_groups(self) -> list[tuple[QueriedFence, Ints]]:
+        """The fences that something is behind, and what that is, oldest first."""
+        return self._queue.groups()
+
     # Taking
 
     def check_available(self, n: int, *, reserved: bool = False) -> None:
@@ -347,7 +357,7 @@ class Allocator:
             self._push_free(indices)
         else:
             self._states[indices] = PENDING_MARK
-            self._queue.defer(after, indices)
+            self._queue.defer(after, indices, self.runtime.step)
         self.live -= n
         self.freed_total += n
         if levels.cheap:

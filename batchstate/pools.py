@@ -21,7 +21,7 @@ from batchstate.indices import Slots
 from batchstate.runtime import Fence, Runtime, check_fence, check_runtime
 from batchstate.tables import Table
 
-__all__ = ["SlotListener", "SlotPool", "SlotStats"]
+__all__ = ["PendingSlots", "SlotListener", "SlotPool", "SlotStats"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -66,6 +66,22 @@ class SlotStats:
             freed_total=allocator.freed_total,
             peak_live=allocator.peak_live,
         )
+
+
+@final
+@attrs.frozen(eq=False)
+class PendingSlots:
+    """Slots that wait for one fence.
+
+    Attributes:
+        slots: their numbers, int64[n].
+        fence: what they were freed behind, as it was passed to `free`.
+        step: of the runtime, when the first of them were freed.
+    """
+
+    slots: Ints
+    fence: Fence
+    step: int
 
 
 class SlotListener:
@@ -319,6 +335,15 @@ class SlotPool:
         rows = array.astype(np.int64, copy=False)
         invariants.slot_out_of_range(rows, self.capacity, object=self._allocator.label, operation="is_live")
         return self._allocator.live_among(rows)
+
+    def pending(self) -> list[PendingSlots]:
+        """The slots that are pending and what each waits for, oldest first. Queries no fence. Costs O(pending).
+
+        A slot becomes free in the first `reap` after its fence is complete; `take` and `stats` reap too. A fence that
+        stays here for more steps than are in flight never completes, or was recorded behind the wrong work.
+        """
+        self.runtime.check_owner(f"{self.name}: pending")
+        return [PendingSlots(slots, queried.fence, queried.step) for queried, slots in self._allocator.pending_groups()]
 
     def live_slots(self) -> Ints:
         """All live slots in ascending order, int64[live]. Costs O(capacity): for checks and shutdown."""

@@ -64,6 +64,27 @@ def test_pending_until_the_fence(rt: Runtime) -> None:
     assert (pool.reap(), pool.reap(), pool.stats.free) == (2, 0, 2)
 
 
+def test_pending_says_which_fence_and_since_when(rt: Runtime) -> None:
+    """A slot that does not come back can be traced to its fence, and to the step in which it was freed."""
+    pool = SlotPool(rt, 8)
+    stuck, other = Gate(), Gate()
+    first, second, third = pool.take(2), pool.take(1), pool.take(3)
+    rt.next_step()
+    pool.free(first, after=stuck)
+    pool.free(second, after=stuck)
+    rt.next_step()
+    pool.free(third, after=other)
+    assert [(one.slots.tolist(), one.step) for one in pool.pending()] == [
+        ([*first.np, *second.np], rt.step - 1),
+        (third.np.tolist(), rt.step),
+    ]
+    assert [one.fence for one in pool.pending()] == [stuck, other]
+    assert (stuck.asked, other.asked) == (0, 0)
+    other.done = True
+    pool.reap()
+    assert [one.fence for one in pool.pending()] == [stuck]
+
+
 def test_one_query_for_one_step(rt: Runtime) -> None:
     """Requests freed behind one fence cost one query of it."""
     pool = SlotPool(rt, 64)

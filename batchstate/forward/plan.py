@@ -157,7 +157,7 @@ class ForwardPlan:
         Args:
             slots: the requests of the batch, padded rows at the end: `batch.slots`, or `batch.pad(n).slots`.
             seq_lens: tokens that each has after this forward, int[n]: a mirrored column, exact or bounded, or an array.
-                Values of padded rows are ignored.
+                At least 0, and 0 only where the request puts in none. Values of padded rows are ignored.
             query_lens: tokens that each puts in, one number or int[n].
             prompt_ids: for each request the ids that it puts in, int[query_len], or None where the relay has them. None
                 for all: all ids come from the relay. A request that puts in none has none anywhere. Padded
