@@ -13,56 +13,42 @@ from batchstate.testing.race.history import KEPT, SHOWN, described, rows_of
 from batchstate.testing.tracing.memory import Name
 from batchstate.testing.tracing.regions import ByteRegion, of_tensor, union
 
+TABLE, VECTOR = torch.zeros(8, 4, dtype=torch.int64), torch.zeros(8, dtype=torch.int32)
+BYTES, NUMBER = torch.zeros(64, dtype=torch.uint8), torch.tensor(3)
 
-def words(tensor: torch.Tensor, part: torch.Tensor) -> str:
-    """A part of a tensor in words."""
+
+@pytest.mark.parametrize(
+    ("tensor", "part", "said"),
+    [
+        (TABLE, TABLE, "all 8 rows"),
+        (TABLE, TABLE[3], "row 3"),
+        (TABLE, TABLE[7:], "row 7"),
+        (TABLE, TABLE[2:5], "rows 2-4"),
+        (TABLE, TABLE[::2], "rows 0, 2, 4, 6"),
+        (TABLE, TABLE[1::5], "rows 1, 6"),
+        (TABLE, TABLE[:, 1], "parts of rows 0-7"),
+        (TABLE, TABLE[2:4, :3], "parts of rows 2-3"),
+        (TABLE, TABLE[5, 1:3], "parts of row 5"),
+        (TABLE, TABLE.view(torch.int32)[5, 1], "parts of row 5"),
+        (TABLE, TABLE[3:4].expand(2, 4), "row 3"),
+        (VECTOR, VECTOR, "all 8 elements"),
+        (VECTOR, VECTOR[3], "element 3"),
+        (VECTOR, VECTOR[2:8], "elements 2-7"),
+        (VECTOR, VECTOR[1::3], "elements 1, 4, 7"),
+        (VECTOR, VECTOR.view(torch.int16)[5], "parts of element 2"),
+        (BYTES, BYTES[16:32], "bytes 16-31"),
+        (NUMBER, NUMBER, "bytes 0-7"),
+    ],
+)
+def test_a_part_of_a_tensor_in_words(tensor: torch.Tensor, part: torch.Tensor, said: str) -> None:
+    """Whole rows or elements by their numbers, smaller places as parts of them, and a buffer or a number in bytes."""
     region = of_tensor(part)
     assert region is not None
-    return rows_of(Name(1, tensor), region)
-
-
-@pytest.mark.parametrize(
-    ("part", "said"),
-    [
-        (lambda t: t, "all 8 rows"),
-        (lambda t: t[3], "row 3"),
-        (lambda t: t[7:], "row 7"),
-        (lambda t: t[2:5], "rows 2-4"),
-        (lambda t: t[::2], "rows 0, 2, 4, 6"),
-        (lambda t: t[1::5], "rows 1, 6"),
-        (lambda t: t[:, 1], "parts of rows 0-7"),
-        (lambda t: t[2:4, :3], "parts of rows 2-3"),
-        (lambda t: t[5, 1:3], "parts of row 5"),
-        (lambda t: t.view(torch.int32)[5, 1], "parts of row 5"),
-        (lambda t: t[3:4].expand(2, 4), "row 3"),
-    ],
-)
-def test_rows_of_a_table_in_words(part: object, said: str) -> None:
-    """Whole rows by their numbers; columns and single places as parts of them."""
-    tensor = torch.zeros(8, 4, dtype=torch.int64)
-    assert words(tensor, part(tensor)) == said  # type: ignore[operator]
-
-
-@pytest.mark.parametrize(
-    ("part", "said"),
-    [
-        (lambda t: t, "all 8 elements"),
-        (lambda t: t[3], "element 3"),
-        (lambda t: t[2:8], "elements 2-7"),
-        (lambda t: t[1::3], "elements 1, 4, 7"),
-        (lambda t: t.view(torch.int16)[5], "parts of element 2"),
-    ],
-)
-def test_elements_of_a_vector_in_words(part: object, said: str) -> None:
-    """A vector has elements, and no rows."""
-    tensor = torch.zeros(8, dtype=torch.int32)
-    assert words(tensor, part(tensor)) == said  # type: ignore[operator]
+    assert rows_of(Name(1, tensor), region) == said
 
 
 def test_other_memory_is_told_in_bytes() -> None:
-    """A buffer of bytes, a single number, and what lies beyond the tensor that the memory was first seen as."""
-    assert words(torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)[16:32]) == "bytes 16-31"
-    assert words(torch.tensor(3), torch.tensor(3)) == "bytes 0-7"
+    """What lies beyond the tensor that the memory was first seen as."""
     assert rows_of(Name(1, torch.zeros(2, 2)), ByteRegion(8, 40)) == "bytes 8-39"
     assert rows_of(Name(1, torch.zeros(0, 4)), ByteRegion(0, 4)) == "bytes 0-3"
 
