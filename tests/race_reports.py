@@ -268,3 +268,16 @@ def hostile() -> RaceReport:
         lanes=(HOST, HOSTILE, "b" * 90),
         events=events,
     )
+
+
+EVERY = {
+    "overlapped engine": overlapped_engine(),
+    **{kind.value: of_kind(kind) for kind in RaceKind},
+    "long run": long_run(),
+    "eight streams": many_lanes(8),
+    "hostile": hostile(),
+    "launched": launched(),
+    "six streams": many_steps(6),
+    "side by side": of_kind(RaceKind.FREED_IN_USE, between=0, before=0, after=0),
+}
+"""Name -> a report."""

@@ -85,7 +85,7 @@ def test_cost_does_not_grow_with_the_run(device: str) -> None:
         serve(race, attrs.evolve(SMALL, max_running=4), count)
     held = [race.comparisons / race.accesses for race in (short, long)]
     assert held[1] < 1.2 * held[0] < 1.2
-    assert long.accesses > 30_000
+    assert long.accesses > 25_000  # of kernels and copies: metadata operations are none
 
 
 # What an engine may forget

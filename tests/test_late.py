@@ -18,8 +18,7 @@ from batchstate.runtime import Fence
 from batchstate.runtime.fences import DoneFence
 from batchstate.testing import LateRuntime
 from batchstate.testing.fences import LateFence, is_behind
-from batchstate.violations import Code
-from tests.doubles import Gate, refused
+from tests.doubles import Gate
 
 
 class Running(Batch):
@@ -237,35 +236,6 @@ def test_forgotten_publishes_are_over(late: LateRuntime) -> None:
     assert len(relay._entries.publications) <= 16
 
 
-def test_staging_is_not_reused_before_its_fence(late: LateRuntime) -> None:
-    """Staging goes by the fences: blocks in flight are not reused, and afterwards no new ones are made."""
-    for _ in range(8):
-        late.upload([np.arange(4)])
-    assert late.counters.staging_allocations >= 8
-    late.synchronize()
-    made = late.counters.staging_allocations
-    for _ in range(50):
-        late.upload([np.arange(4)]).ready.wait()
-    assert late.counters.staging_allocations == made
-
-
-def test_runs_deeper_than_declared_are_reported(late: LateRuntime) -> None:
-    """A step loop that waits for nothing runs deeper than it declared, which no runtime without delay can show."""
-    late.upload([np.arange(4)])
-    late.next_step()
-    refused(Code.STAGING_OVERRUN, lambda: [late.next_step() for _ in range(3)])
-
-
-def test_slots_come_back_behind_their_fence(late: LateRuntime) -> None:
-    """A slot freed behind a fence is free when that is complete."""
-    pool = SlotPool(late, 2)
-    fence = late.record()
-    pool.free(pool.take(2), after=fence)
-    assert pool.stats.free == 0
-    fence.wait()
-    assert pool.stats.free == 2
-
-
 def test_complete_fences_let_go() -> None:
     """A complete fence keeps none before it alive, so that ten thousand steps cost what ten do."""
     late = LateRuntime()
@@ -302,29 +272,6 @@ def test_long_chains_complete() -> None:
             last = late.record(waiting)
     last.wait()
     assert late.pending() == 0
-
-
-def test_step_loop_runs(late: LateRuntime, full: None) -> None:
-    """An engine that runs one step ahead, with a relay to the host, needs nothing else than its own waits."""
-    pool = SlotPool(late, 4)
-    relay = FutureMap(pool, {"tokens": relay_field(torch.int64, read_by="both", non_negative=True)})
-    batch = Running.build(late, slots=pool.take(3), seq_lens=[5, 6, 7])
-    relay.publish(batch.slots, tokens=torch.tensor([10, 20, 30]))
-    asked = relay.prefetch(batch.slots, "tokens")
-    forward = late.stream("forward")
-    for step in range(300):
-        late.next_step()
-        batch = batch.advance("seq_lens", 1)
-        batch.upload()
-        with late.use(forward):
-            tokens = late.launch(torch.add, relay.gather(batch.slots, "tokens"), batch.seq_lens.device)
-            relay.publish(batch.slots, tokens=tokens)
-            following = relay.prefetch(batch.slots, "tokens")
-        assert not following.ready()
-        assert asked["tokens"].np[0] == 10 + sum(range(6, 6 + step))
-        asked = following
-    assert late.pending() < 40
-    assert late.counters.forced_syncs == 0
 
 
 def test_needs_no_hypothesis() -> None:

@@ -19,9 +19,9 @@ from batchstate.testing.render.style import DARK, LIGHT
 from batchstate.testing.render.text import short_label
 from batchstate.testing.tracing.clocks import HOST
 from tests.race_reports import (
+    EVERY,
     Events,
     access,
-    hostile,
     launched,
     long_run,
     many_lanes,
@@ -30,18 +30,6 @@ from tests.race_reports import (
     overlapped_engine,
     report,
 )
-
-EVERY = {
-    **{kind.value: of_kind(kind) for kind in RaceKind},
-    "overlapped engine": overlapped_engine(),
-    "long run": long_run(),
-    "eight streams": many_lanes(8),
-    "hostile": hostile(),
-    "launched": launched(),
-    "six streams": many_steps(6),
-    "side by side": of_kind(RaceKind.FREED_IN_USE, between=0, before=0, after=0),
-}
-"""Name -> a report."""
 
 every = pytest.mark.parametrize("drawn", EVERY.values(), ids=EVERY)
 VOID = {"meta", "br", "wbr"}
@@ -225,25 +213,18 @@ def test_sheet_has_the_colours_of_both_schemes() -> None:
 
 
 @every
-@pytest.mark.parametrize("width", [40, 44, 60, 80, 100, 160])
 @pytest.mark.parametrize("ascii", [False, True])
-def test_text_keeps_its_width(drawn: RaceReport, width: int, ascii: bool) -> None:
+def test_text_keeps_its_width(drawn: RaceReport, ascii: bool) -> None:
     """No line is longer than the width; with `ascii` nothing else is in it; both accesses and the gap between are."""
-    text = race_text(drawn, width, ascii=ascii)
-    assert max(map(len, text.splitlines())) <= width
-    assert text.replace("\n", "").isprintable()
-    assert text.isascii() or not ascii
-    for wanted in (
-        "[1]",
-        "[2]",
-        "x missing" if ascii else "✗ missing",
-        "[1] first",
-        "[2] second",
-        "missing  ",
-        "remedy  ",
-    ):
-        assert wanted in text
-    text.encode("utf-8")
+    for width in (40, 44, 60, 80, 100, 160):
+        text = race_text(drawn, width, ascii=ascii)
+        assert max(map(len, text.splitlines())) <= width
+        assert text.replace("\n", "").isprintable()
+        assert text.isascii() or not ascii
+        missing = "x missing" if ascii else "✗ missing"
+        for wanted in ("[1]", "[2]", missing, "[1] first", "[2] second", "missing  ", "remedy  "):
+            assert wanted in text, width
+        text.encode("utf-8")
 
 
 def test_text_of_a_small_race() -> None:
@@ -286,17 +267,16 @@ def test_text_names_what_launched_an_operation() -> None:
     ]
 
 
-@pytest.mark.parametrize("width", [*range(40, 101), 140])
 @pytest.mark.parametrize("streams", [2, 3, 4, 5, 6])
-def test_text_never_cuts_the_number_of_a_fence(streams: int, width: int) -> None:
+def test_text_never_cuts_the_number_of_a_fence(streams: int) -> None:
     """However narrow the lanes, every fence and every wait has its whole number."""
     drawn = many_steps(streams)
-    text = race_text(drawn, width).split("kind ")[0]
-    for event in drawn.events:
-        if event.kind in (EventKind.FENCE, EventKind.WAIT):
-            number = event.name.split()[-1]
-            mark = "◆" if event.kind is EventKind.FENCE else "◇"
-            assert re.search(rf"{mark} (wait for fence |wait |fence )?{number}\b", text), (event, text)
+    marks = {EventKind.FENCE: "◆", EventKind.WAIT: "◇"}
+    numbers = [(marks[event.kind], event.name.split()[-1]) for event in drawn.events if event.kind in marks]
+    for width in (*range(40, 101), 140):
+        text = race_text(drawn, width).split("kind ")[0]
+        for mark, number in numbers:
+            assert re.search(rf"{mark} (wait for fence |wait |fence )?{number}\b", text), (number, text)
 
 
 @pytest.mark.parametrize(

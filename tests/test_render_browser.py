@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from batchstate.testing.race.report import EventKind, RaceKind, RaceReport
+from batchstate.testing.race.report import EventKind, RaceReport
 from batchstate.testing.render import race_html
 from batchstate.testing.render.style import DARK, LIGHT
-from tests.race_reports import hostile, launched, long_run, many_lanes, many_steps, of_kind, overlapped_engine
+from tests.race_reports import EVERY, many_steps, overlapped_engine
 
 PHONE, DESK = (390, 844), (1280, 900)
 BETWEEN = [(800, 900), (1000, 900), (1200, 900)]
@@ -35,20 +35,10 @@ FLAGS = [
     "--hide-scrollbars",
 ]
 SCHEMES = ["light", "dark"]
-REPORTS = {
-    "overlapped engine": overlapped_engine(),
-    **{kind.value: of_kind(kind) for kind in RaceKind},
-    "long run": long_run(),
-    "eight streams": many_lanes(8),
-    "hostile": hostile(),
-    "launched": launched(),
-    "six streams": many_steps(6),
-    "side by side": of_kind(RaceKind.FREED_IN_USE, between=0, before=0, after=0),
-}
 IN_THE_DARK = ["overlapped engine", "freed in use", "eight streams", "hostile"]
 """Reports that are also opened in the dark scheme, which changes colours alone."""
 
-OPENED = [(name, "light") for name in REPORTS] + [(name, "dark") for name in IN_THE_DARK]
+OPENED = [(name, "light") for name in EVERY] + [(name, "dark") for name in IN_THE_DARK]
 WITH_LINES = (EventKind.OPERATION, EventKind.COPY_TO_DEVICE)
 """Kinds of events in `many_steps` whose bars have a source line."""
 
@@ -157,7 +147,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
         keys += [(name, size, scheme) for name in BARS for size in BETWEEN if scheme == "light"]
         frames = "".join(
             f'<iframe name="f{index}" width="{size[0]}" height="{size[1]}" style="border:0" '
-            f'srcdoc="{html.escape(measuring(REPORTS[name]))}"></iframe>\n'
+            f'srcdoc="{html.escape(measuring(EVERY[name]))}"></iframe>\n'
             for index, (name, size, _) in enumerate(keys)
         )
         page = f'<!DOCTYPE html><html style="color-scheme:light dark"><body>{frames}</body></html>'
@@ -238,7 +228,7 @@ on_each = pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
 @on_each
 def test_race_is_seen_at_once(measured: Measured, size: tuple[int, int], scheme: str) -> None:
     """The two accesses are red bars, and a dashed red arrow leads from the first to the second."""
-    drawn = REPORTS["overlapped engine"]
+    drawn = EVERY["overlapped engine"]
     page = measured["overlapped engine", size, scheme]
     colours = LIGHT if scheme == "light" else DARK
     assert page["page"] == rgb(colours["page"])
@@ -294,7 +284,7 @@ def test_six_lanes_fit_on_a_page_of_1200_pixels(measured: Measured) -> None:
 
 
 @on_each
-@pytest.mark.parametrize("name", REPORTS)
+@pytest.mark.parametrize("name", EVERY)
 def test_page_fetches_and_runs_nothing(measured: Measured, name: str, size: tuple[int, int]) -> None:
     """Whatever names a report has, its page holds no script but the one that measures, and fetches nothing."""
     page = measured[name, size, "light"]
@@ -303,7 +293,7 @@ def test_page_fetches_and_runs_nothing(measured: Measured, name: str, size: tupl
 
 
 @on_each
-@pytest.mark.parametrize("name", REPORTS)
+@pytest.mark.parametrize("name", EVERY)
 def test_bar_opens_its_details(measured: Measured, name: str, size: tuple[int, int]) -> None:
     """A chosen bar opens a sheet with its details, which lies within the screen."""
     sheet = measured[name, size, "light"]["sheet"]

@@ -265,22 +265,6 @@ def test_an_operation_that_torch_cannot_foresee_waits_and_is_named() -> None:
 # Copies
 
 
-def test_a_copy_to_the_device_reads_pinned_memory_when_it_runs(rt: SimRuntime) -> None:
-    """A refill that comes early changes what arrives."""
-    source = rt.pinned((2,), torch.int64)
-    first, second = (rt.device_empty((2,), torch.int64) for _ in range(2))
-    source.numpy()[:] = 1
-    first.copy_(source, non_blocking=True)
-    source.numpy()[:] = 2
-    second.copy_(source, non_blocking=True)
-    copied = rt.record()
-    source.numpy()[:] = 3
-    copied.wait()
-    source.numpy()[:] = 4
-    assert rt.read_back(first).tolist() == rt.read_back(second).tolist() == [3, 3]
-    assert rt.synchronised == Counter()
-
-
 @pytest.mark.parametrize("way", ["to", "copy_"])
 def test_a_copy_to_the_host_lands_when_it_runs(rt: SimRuntime, way: str) -> None:
     """Before, the host finds poison."""
@@ -406,16 +390,6 @@ def test_recorded_memory_waits_aside(rt: SimRuntime) -> None:
         assert rt.device_empty((2,), torch.int64).data_ptr() == address
 
 
-def test_a_stream_that_has_run_all_keeps_nothing(rt: SimRuntime) -> None:
-    """Recorded memory goes back at the next allocation if the stream that it was kept for has nothing to do."""
-    two = rt.stream("two")
-    here = numbers(rt, 1)
-    address = here.data_ptr()
-    rt._keep_alive(here, two)
-    del here
-    assert rt.device_empty((1,), torch.int64).data_ptr() == address
-
-
 def test_sizes_are_rounded_so_that_memory_meets_again(rt: SimRuntime) -> None:
     """A small result may get the memory of another small one, of whatever shape; a large one does not."""
     address = rt.device_empty((3,), torch.int64).data_ptr()
@@ -434,22 +408,6 @@ def test_empty_tensors_are_device_memory_too(rt: SimRuntime) -> None:
 
 
 # Order
-
-
-def test_streams_are_ordered_by_waits_alone(rt: SimRuntime) -> None:
-    """What waits runs behind what it waits for; what does not may run first."""
-    one, two = rt.stream("one"), rt.stream("two")
-    here = numbers(rt, 0)
-    with rt.use(one):
-        here.add_(1)
-        ready = rt.record()
-    with rt.use(two):
-        early = here + 0
-        rt.wait(ready)
-        late = here + 0
-        assert rt.read_back(late).tolist() == [1]
-        assert rt.read_back(early).tolist() == [0]
-    assert ready.query()
 
 
 def test_waits_are_transitive(rt: SimRuntime) -> None:

@@ -27,6 +27,12 @@ FOUND_BY = {
 }
 """What a twin does wrong -> the schedulers without a seed under which it goes wrong."""
 
+REUSING = {"missing wait", "freed and reused", "written after a read"}
+"""Programs whose memory goes to others, without which nothing would show what a free breaks."""
+
+OVERLAPPING = {*REUSING, "added to under a reader"}
+"""Programs with steps in flight, without which nothing would show a missing wait."""
+
 STREAMS = [DeviceStream(number, name) for number, name in enumerate(("default", "one", "two"))]
 
 
@@ -50,13 +56,15 @@ def goes_wrong(name: str, scheduler: str, seed: int) -> bool:
 @pytest.mark.parametrize("scheduler", PORTFOLIO)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_right_programs_are_right_in_any_order(name: str, scheduler: str) -> None:
-    """Whichever stream runs; nothing waits but what says so, and nothing is left."""
+    """Whichever stream runs; nothing waits but what says so, nothing is left, and memory is used again."""
     for seed in range(6 if scheduler in SEEDED else 1):
         seen, rt = run(name, scheduler, seed, False)
         assert seen == PROGRAMS[name].wanted, f"seed {seed}"
         assert not rt.synchronised
         assert not rt.unmodelled
         assert rt.pending() == 0
+        assert rt.reused > 4 or name not in REUSING
+        assert rt.in_flight_depth_max >= 3 or scheduler != "lazy" or name not in OVERLAPPING
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -73,18 +81,6 @@ def test_seeded_orders_find_each_race(name: str, scheduler: str) -> None:
     assert sum(goes_wrong(name, scheduler, seed) for seed in range(20)) >= 3
 
 
-def test_programs_overlap() -> None:
-    """A program that never has two steps in flight would show nothing."""
-    for name in ("missing wait", "freed and reused", "added to under a reader", "written after a read"):
-        assert max(run(name, scheduler, 0, False)[1].in_flight_depth_max for scheduler in PORTFOLIO) >= 3
-
-
-def test_memory_is_used_again() -> None:
-    """A program whose memory is never given to another could hide what a free breaks."""
-    for name in ("missing wait", "freed and reused", "written after a read"):
-        assert all(run(name, scheduler, 0, False)[1].reused > 4 for scheduler in PORTFOLIO)
-
-
 # Schedulers
 
 
@@ -98,34 +94,34 @@ def test_an_unknown_scheduler_is_refused() -> None:
     assert SimRuntime().scheduler == "random"
 
 
-def test_eager_runs_everything() -> None:
-    """The oldest first."""
-    assert choices(PORTFOLIO["eager"](0), Moment.ENQUEUED, [1, 2]) == 1
+CHOICES: dict[str, list[tuple[Moment, list[int], int | None, int | None]]] = {
+    "eager": [(Moment.ENQUEUED, [1, 2], None, 1)],
+    "lazy": [
+        (Moment.ENQUEUED, [1, 2], None, None),
+        (Moment.ASKED, [1, 2], None, None),
+        (Moment.WAITS, [1, 2], 2, 2),
+    ],
+    "newest": [
+        (Moment.ENQUEUED, [0], None, 0),
+        (Moment.ENQUEUED, [0, 2], None, 2),
+        (Moment.ENQUEUED, [0, 1], None, None),  # also while the newest has nothing to do
+        (Moment.WAITS, [0, 1], 0, 0),
+    ],
+    "oldest": [
+        (Moment.ENQUEUED, [1, 2], None, 1),
+        (Moment.ENQUEUED, [2], None, None),
+        (Moment.WAITS, [2], 2, 2),
+    ],
+}
+"""Scheduler -> what happens one after the other: the moment, ready streams, the needed one, and the one it chooses."""
 
 
-def test_lazy_runs_what_is_needed() -> None:
-    """And nothing for a host that does not wait."""
-    lazy = PORTFOLIO["lazy"](0)
-    assert choices(lazy, Moment.ENQUEUED, [1, 2]) is None
-    assert choices(lazy, Moment.ASKED, [1, 2]) is None
-    assert choices(lazy, Moment.WAITS, [1, 2], 2) == 2
-
-
-def test_newest_runs_the_newest() -> None:
-    """The others for the host alone, also while the newest has nothing to do."""
-    newest = PORTFOLIO["newest"](0)
-    assert choices(newest, Moment.ENQUEUED, [0]) == 0
-    assert choices(newest, Moment.ENQUEUED, [0, 2]) == 2
-    assert choices(newest, Moment.ENQUEUED, [0, 1]) is None
-    assert choices(newest, Moment.WAITS, [0, 1], 0) == 0
-
-
-def test_oldest_lets_the_newest_lag() -> None:
-    """The others run at once."""
-    oldest = PORTFOLIO["oldest"](0)
-    assert choices(oldest, Moment.ENQUEUED, [1, 2]) == 1
-    assert choices(oldest, Moment.ENQUEUED, [2]) is None
-    assert choices(oldest, Moment.WAITS, [2], 2) == 2
+@pytest.mark.parametrize("name", CHOICES)
+def test_schedulers_without_a_seed_have_one_choice(name: str) -> None:
+    """Eager runs the oldest, lazy what the host waits for; newest and oldest let the others, or the newest, lag."""
+    scheduler = PORTFOLIO[name](0)
+    chosen = [choices(scheduler, moment, ready, needed) for moment, ready, needed, _ in CHOICES[name]]
+    assert chosen == [one for *_, one in CHOICES[name]]
 
 
 def test_priorities_are_kept() -> None:
@@ -185,20 +181,17 @@ def test_a_seed_gives_the_same_run_in_another_process() -> None:
         "from tests.test_sim_schedulers import SEEDED, history\n"
         "print('\\n'.join(line for name in SEEDED for line in history(name, 5)))"
     )
-    told = []
-    for hash_seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            cwd=Path(__file__).parents[1],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        told.append(done.stdout.splitlines())
-    assert told[0] == told[1] == [line for name in SEEDED for line in history(name, 5)]
-    assert len(told[0]) > 500
+    another = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "PYTHONHASHSEED": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    told = another.stdout.splitlines()
+    assert told == [line for name in SEEDED for line in history(name, 5)]
+    assert len(told) > 500
 
 
 # The library
