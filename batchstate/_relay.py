@@ -328,7 +328,7 @@ class RelayEntries(SlotListener):
         return publication
 
     def _wait_for_reads(self, publication: Publication, stream: Stream) -> list[Stream]:
-        """The other streams whose reads `stream` is now ordered behind."""
+        """The other streams whose reads `stream` is now ordered after."""
         others = [reader for reader in publication.reads if reader != stream]
         for reader in others:
             if (reader, stream.key) not in publication.ordered_reads:

@@ -40,7 +40,7 @@ class Extras(Mapping[str, torch.Tensor]):
         return self._runtime.use_part_on_current_stream(self._upload, place)
 
     def side(self, name: str) -> DeviceSide:
-        """The same as the device side of a value, with the fence that is behind the copy. For the library."""
+        """The same as the device side of a value, with the fence recorded after the copy. For the library."""
         if self._upload is None:
             raise KeyError(name)
         return DeviceSide(ReadyTensor.uploaded(self._upload.view(self._places[name]), self._upload))

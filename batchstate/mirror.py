@@ -99,7 +99,7 @@ class ReadyTensor(NamedTuple):
     Attributes:
         tensor: on the device.
         stream: the stream that made it.
-        ready: a fence behind the work that made it; None stands for all work of `stream`.
+        ready: a fence recorded after the work that made it; None stands for all work of `stream`.
         synchronised: keys of other streams that are synchronised with it; see `Runtime.use_on_current_stream`.
     """
 
@@ -595,9 +595,9 @@ class MirroredTensor:
     @classmethod
     def cat(cls, values: Sequence[Self]) -> Self:
         """The rows of all values in order; the weakest of their contracts. Raises what `merge` raises."""
-        given: object = values
-        if not isinstance(given, list | tuple) or not given or not isinstance(given[0], MirroredTensor):
-            raise ArgumentError("cat of no values", value=given, remedy="pass a list of at least one value")
+        untyped: object = values
+        if not isinstance(untyped, list | tuple) or not untyped or not isinstance(untyped[0], MirroredTensor):
+            raise ArgumentError("cat of no values", value=untyped, remedy="pass a list of at least one value")
         first = values[0]
         for other in values[1:]:
             first._check_alike(other)
@@ -653,11 +653,11 @@ class MirroredTensor:
                 remedy="cover every row",
             )
         pieces, start = [], 0
-        made = self._device_if_needed()
+        whole = self._device_if_needed()
         for size in lengths:
             rows = slice(start, start + size)
             host = None if self._host is None else self._host[rows]
-            device = None if made is None else made[rows]
+            device = None if whole is None else whole[rows]
             generations = None if self._generations is None else self._generations[rows]
             pieces.append(self._derived(host, device, (size, *self.shape[1:]), "split", generations=generations))
             start += size
@@ -833,7 +833,7 @@ class MirroredTensor:
             ArgumentError: a bound that rises; `+ n` moves both sides.
             Violation: MIRROR_BOUND, at `full`, if the device side is there already: it holds more.
         """
-        what = f"{self.name or type(self).__name__}: tighten"
+        what = self._what("tighten")
         if self.contract is not Contract.UPPER_BOUND:
             raise ContractError(
                 f"{what}: {self!r} is {self.contract.value}",

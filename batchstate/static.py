@@ -111,7 +111,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         return len(self._views)
 
     def before_replay(self) -> None:
-        """Orders what the current stream does next behind the step that was written last. The host does not wait.
+        """Orders what the current stream does next after the step that was written last. The host does not wait.
 
         Reading a tensor of the buffers does the same, and a replay reads none: call it where another stream replays
         than the one that `to_static` runs on.
@@ -159,7 +159,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
             for i, write in enumerate(joined):
                 at = skipped + first_write + 2 * i
                 write.table.apply(write, packed.view(at), packed.view(at + 1))
-        finally:  # behind the scatters too, which read the copy; and also where one of them failed
+        finally:  # after the scatters too, which read the copy; and also where one of them failed
             self._fixed.note_write()
             self._write_count = write_count(self._fixed.memory)
         if levels.full and not self.runtime.checks_suspended():

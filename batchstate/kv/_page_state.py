@@ -82,7 +82,7 @@ class PageTable:
         """Takes all but the first `keep` pages from each row, and returns them, int64[k]."""
         index = self._index(rows, keep, self.num_pages[rows] - keep)
         pages: Ints = self._flat[index].astype(np.int64)
-        self._flat[index] = 0  # an entry left behind would name a page that another slot owns by then
+        self._flat[index] = 0  # a stale entry would name a page that another slot owns by then
         self.num_pages[rows] = keep
         return pages
 

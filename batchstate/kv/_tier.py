@@ -73,7 +73,7 @@ class KVCopier:
         self._runtime = host.runtime
         self._host = host
         self.kv = tuple(kv)
-        self._last: dict[object, Fence] = {}  # stream -> behind its last launch
+        self._last: dict[object, Fence] = {}  # stream -> fence after its last launch
         wanted = (pages.location_capacity, *host.item_shape)
         if len(self.kv) != len(host.layers):
             raise ShapeError(
@@ -97,7 +97,7 @@ class KVCopier:
 
     @property
     def fences(self) -> tuple[Fence, ...]:
-        """Fences behind all copies: one for each stream that copied."""
+        """Fences after all copies: one for each stream that copied."""
         return tuple(self._last.values())
 
     def upload(self, sources: Ints, targets: Ints) -> PackedUpload:
@@ -109,11 +109,11 @@ class KVCopier:
         return self._runtime.use_part_on_current_stream(upload, 0), self._runtime.use_part_on_current_stream(upload, 1)
 
     def to_host(self, source: torch.Tensor, target: torch.Tensor, name: str) -> Fence:
-        """Copies device locations int64[n] to host locations int64[n], all layers; returns the fence behind it."""
+        """Copies device locations int64[n] to host locations int64[n], all layers; returns the fence after it."""
         return self._copy(self.kv, source, self._host.buffers, target, name)
 
     def to_device(self, source: torch.Tensor, target: torch.Tensor, name: str) -> Fence:
-        """Copies host locations int64[n] to device locations int64[n], all layers; returns the fence behind it."""
+        """Copies host locations int64[n] to device locations int64[n], all layers; returns the fence after it."""
         return self._copy(self._host.buffers, source, self.kv, target, name)
 
     def _copy(

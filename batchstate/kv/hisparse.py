@@ -241,7 +241,7 @@ class HiSparse:
         Args:
             slots: requests with committed pages, each once; as many tokens as are committed.
             max_tokens: tokens that the request will have at the most, growth included.
-            after: the fence behind the forward that wrote the KV; by default all of the current stream.
+            after: the fence of the forward that wrote the KV; by default all of the current stream.
 
         Raises:
             PoolExhaustedError: too few host locations. Nothing was staged.

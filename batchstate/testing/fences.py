@@ -1,7 +1,7 @@
 """Fences that complete when a test says so: of a `ManualStream`, or of a whole device that lags, `LateRuntime`.
 
 Operations run at once, as on every CPU runtime; what comes late is that the host may know of it. A fence is complete
-when the host has waited for it, or for something behind it, or when the test says so. So a library that reads too early
+when the host has waited for it, or for something after it, or when the test says so. So a library that reads too early
 finds the fence incomplete on any machine, and not one time in a thousand on a busy one.
 """
 
@@ -76,7 +76,7 @@ class ManualStream:
         return tuple(self._pending)
 
     def record(self) -> ManualFence:
-        """A new fence behind all earlier ones."""
+        """A new fence after all earlier ones."""
         self.recorded += 1
         fence = ManualFence(self.recorded, self)
         self._pending.append(fence)
@@ -98,7 +98,7 @@ class ManualStream:
 @final
 @attrs.define(eq=False)
 class LateFence:
-    """A point in a stream of a `LateRuntime`. Complete when it, or something behind it, was waited for or completed.
+    """A point in a stream of a `LateRuntime`. Complete when it, or something after it, was waited for or completed.
 
     Attributes:
         number: in the order in which the fences of a runtime were recorded, from 1.
@@ -209,7 +209,7 @@ class LateRuntime(CpuRuntime):
         return sorted(found, key=lambda fence: fence.number)
 
     def _complete_before(self, seen: list[int]) -> None:
-        """Completes the fences before a point, each behind those of others that its stream had to wait for."""
+        """Completes the fences before a point, each after those of others that its stream had to wait for."""
         for fence in self._before(seen):
             for foreign in fence._foreign:
                 if not foreign.query():
@@ -228,7 +228,7 @@ class LateRuntime(CpuRuntime):
     # What a device implements
 
     def record(self, stream: Stream | None = None) -> Fence:
-        """A fence that is not complete, behind all that `stream` has recorded and waited for."""
+        """A fence that is not complete, after all that `stream` has recorded and waited for."""
         return self._record(stream or self.current_stream)
 
     def _stream_wait(self, stream: Stream, fence: Fence) -> None:

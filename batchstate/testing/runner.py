@@ -107,16 +107,14 @@ def run_machine(
     """
     if level is None:
         level = Level.CHEAP if is_tool(device) else Level.FULL
-    level = parse_level(
-        level
-    )  # before anything runs: an unknown one is the caller's mistake, not a failure of the machine
+    level = parse_level(level)  # before anything runs: an unknown level is not a failure of the machine
     for name, value in (("examples", examples), ("steps", steps)):
         if value < 1:
             raise ArgumentError(f"run_machine: {name} is {value}", value=value, remedy="pass 1 or more")
     if seed < 0:
         raise ArgumentError(f"run_machine: seed is {seed}", value=seed, remedy="pass 0 or more")
     if runtimes is None:
-        open_device(device)  # an unknown device is the caller's mistake, not a failure of the machine
+        open_device(device)  # an unknown device is not a failure of the machine either
         runtimes = partial(open_device, device, seed=seed)
     phases = [Phase.reuse, Phase.generate, *([Phase.shrink] if shrink else [])]
     profile = settings(

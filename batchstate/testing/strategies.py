@@ -19,7 +19,18 @@ from batchstate.mirror import Contract, parse_contract
 from batchstate.runtime import NUMPY_DTYPES, Runtime, numpy_dtype
 from batchstate.testing.models import Modelled, value_of
 
-# Integer arithmetic as it should be: with Python's integers, which do not wrap.
+__all__ = [
+    "MOST_ROWS",
+    "amounts",
+    "column_values",
+    "contracts",
+    "dtypes",
+    "keep_lists",
+    "mirrored_tensors",
+    "row_lists",
+    "row_shapes",
+    "split_sizes",
+]
 
 Array = npt.NDArray[Any]
 
@@ -42,20 +53,6 @@ def _exact(values: Array, n: Any) -> Array:
     if amount.ndim:
         amount = amount.reshape(-1, *[1] * (values.ndim - 1))
     return np.asarray(np.asarray(values).astype(object) + amount, dtype=object)
-
-
-__all__ = [
-    "MOST_ROWS",
-    "amounts",
-    "column_values",
-    "contracts",
-    "dtypes",
-    "keep_lists",
-    "mirrored_tensors",
-    "row_lists",
-    "row_shapes",
-    "split_sizes",
-]
 
 
 MOST_ROWS = 6

@@ -8,7 +8,7 @@ One step, in the order in which it happens::
     admit     waiting requests join while slots, pages and this step's tokens last
     extend    each row gets page space for the tokens it computes now: one to decode, a chunk to prefill
     upload    every column, the table writes and the step's own inputs cross in one copy
-    forward   (the model would run here) and a fence is recorded behind it
+    forward   (the model would run here) and a fence is recorded after it
 
 Leave, retract and admit are ordinary operations of an immutable batch, on the host (`scheduler`). The one upload tells
 the device of all of them at once, and only of the result.

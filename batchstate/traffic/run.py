@@ -14,8 +14,6 @@ from batchstate.traffic.engine import EngineSettings, Request, RunningBatch, Ste
 from batchstate.traffic.workload import Workload
 from batchstate.violations import Violation
 
-# What a run of traffic did and what it cost.
-
 
 @final
 @attrs.frozen

@@ -12,8 +12,6 @@ import numpy.typing as npt
 
 from batchstate.errors import ArgumentError
 
-# What the traffic is made of: when each request arrives, how long its prompt is and how long its answer gets.
-
 TRACE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 """The columns of a trace file; others are ignored."""
 

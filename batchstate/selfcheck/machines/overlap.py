@@ -39,6 +39,8 @@ from batchstate.tables import TableWrite
 from batchstate.testing.fences import LateRuntime
 from batchstate.testing.machine import DisagreementError, Machine, agree, agree_on
 
+__all__ = ["OverlapMachine"]
+
 T = TypeVar("T")
 Array = npt.NDArray[Any]
 Ints = npt.NDArray[np.int64]
@@ -1133,6 +1135,3 @@ class OverlapMachine(Machine):
     def wait(self) -> None:
         """The host waits for the oldest forward that runs."""
         self.engine.wait()
-
-
-__all__ = ["OverlapMachine"]

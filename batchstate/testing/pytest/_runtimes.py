@@ -20,21 +20,12 @@ _LATEST = "lazy"
 @final
 @attrs.define(eq=False)
 class Opened:
-    """A runtime that a test was given.
+    """A runtime that a test was given."""
 
-    Attributes:
-        device: its name, as `open_device` takes it.
-        seed: of the scheduler.
-        scheduler: of a simulated device; None for all others.
-        races: reports of the races that it has found since the test began, raised or not.
-        depth: the most steps that were in flight at once; None for devices that do not count them.
-        runtime: it, or None once it is closed.
-    """
-
-    device: str
-    seed: int
-    runtime: "Runtime | None"
-    scheduler: str | None = None
+    device: str  # as `open_device` takes it
+    seed: int  # of the scheduler
+    runtime: "Runtime | None"  # None once it is closed
+    scheduler: str | None = None  # of a simulated device; None for all others
     _races: "tuple[RaceReport, ...]" = ()
     _before: int = 0
     _depth: int | None = None
