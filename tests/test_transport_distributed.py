@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
@@ -27,9 +26,18 @@ from batchstate.transport.engines._rendezvous import EndWatch, ask
 from batchstate.transport.engines.base import Status
 from batchstate.transport.engines.distributed import DistributedEngine
 from batchstate.transport.regions import Copies
-from tests.transport_peers import EngineSide, PeerProcess, expected, scattered, spawn_peer, until
+from tests.transport_peers import (
+    SENTINEL,
+    EngineSide,
+    PeerProcess,
+    expected,
+    joined,
+    scattered,
+    sentinels,
+    spawn_peer,
+    until,
+)
 
-SENTINEL = 0xEE
 MIB = 1 << 20
 
 
@@ -67,20 +75,13 @@ def processes() -> Iterator[Callable[[], PeerProcess]]:
 def there(here: EngineSide, processes: Callable[[], PeerProcess]) -> PeerProcess:
     """A second process with 8 MiB of sentinel, connected to by `here`, which has 8 MiB of random bytes."""
     peer = processes()
-    here.register(8 * MIB)
-    peer.call("register", 8 * MIB, SENTINEL)
-    here.connect(peer.call("endpoint"))
+    joined(here, peer)
     return peer
 
 
 def peer_of(side: EngineSide) -> str:
     """The name of the last peer."""
     return list(side.peers)[-1]
-
-
-def sentinel(nbytes: int = 8 * MIB) -> npt.NDArray[np.uint8]:
-    """Untouched memory."""
-    return np.full(nbytes, SENTINEL, dtype=np.uint8)
 
 
 def native(address: list[object]) -> str:
@@ -113,14 +114,12 @@ def test_rows_longer_than_a_piece(here: EngineSide, processes: Callable[[], Peer
     """A row longer than a message is cut, and one write of many messages arrives whole."""
     nbytes = 3 * packing.PIECE + 12_345
     peer = processes()
-    here.register(nbytes)
-    peer.call("register", nbytes, SENTINEL)
-    name = here.connect(peer.call("endpoint"))
+    name = joined(here, peer, nbytes)
     long = 2 * packing.PIECE + 7
     copies = Copies([0, 0], [nbytes - 100, 1], [0, 0], [0, 111], [100, long])
     here.write(name, copies, b"long")
     assert here.ended(b"long") is Status.DONE
-    assert np.array_equal(peer.call("read"), expected(copies, here.memory[0], sentinel(nbytes)))
+    assert np.array_equal(peer.call("read"), expected(copies, here.memory[0], sentinels(nbytes)))
 
 
 def test_two_engines_of_one_thread() -> None:
@@ -284,7 +283,7 @@ def test_the_receiver_checks_for_itself(here: EngineSide, there: PeerProcess) ->
     assert "row 50" in here.handles[b"outside"].reason
     assert here.drain(b"outside")
     assert here.ended(b"fine") is Status.DONE
-    after = sentinel()
+    after = sentinels()
     after[4096:8192] = here.memory[0][:4096]
     assert np.array_equal(there.call("read"), after)
     there.call("received", b"fine")

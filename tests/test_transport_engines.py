@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
@@ -27,11 +26,19 @@ from batchstate.transport.engines.base import Delivery, Engine, Status, open_eng
 from batchstate.transport.engines.in_process import InProcessEngine, Network
 from batchstate.transport.regions import Copies
 from batchstate.violations import Violation
-from tests.transport_peers import EngineSide, PeerProcess, expected, scattered, spawn_peer, until
+from tests.transport_peers import (
+    SENTINEL,
+    EngineSide,
+    PeerProcess,
+    expected,
+    joined,
+    scattered,
+    sentinels,
+    spawn_peer,
+    until,
+)
 
-Bytes = npt.NDArray[np.uint8]
 MIB = 1 << 20
-SENTINEL = 0xEE
 OPTIONS: dict[str, dict[str, Any]] = {
     "in-process": {},
     "nixl": {"tls": "cma,posix,tcp"},
@@ -146,18 +153,6 @@ def there(process: There) -> There:
 def name(here: EngineSide, there: There) -> str:
     """8 MiB of random bytes here, of sentinels there, and a connection from here to there."""
     return joined(here, there)
-
-
-def joined(here: EngineSide, there: There, nbytes: int = 8 * MIB) -> str:
-    """Random bytes here, sentinels there, and a connection."""
-    here.register(nbytes, seed=1)
-    there.call("register", nbytes, SENTINEL)
-    return here.connect(there.call("endpoint"))
-
-
-def sentinels(nbytes: int = 8 * MIB) -> Bytes:
-    """Untouched memory."""
-    return np.full(nbytes, SENTINEL, dtype=np.uint8)
 
 
 def one_row(source: int = 0, target: int = 0, length: int = 64, region: int = 0) -> Copies:

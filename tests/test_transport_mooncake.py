@@ -23,7 +23,17 @@ from batchstate.transport.engines import mooncake
 from batchstate.transport.engines.base import Status
 from batchstate.transport.engines.mooncake import Client, MooncakeEngine
 from batchstate.transport.regions import Copies
-from tests.transport_peers import EngineSide, PeerProcess, expected, scattered, spawn_peer, until
+from tests.transport_peers import (
+    SENTINEL,
+    EngineSide,
+    PeerProcess,
+    expected,
+    joined,
+    scattered,
+    sentinels,
+    spawn_peer,
+    until,
+)
 
 try:
     MooncakeEngine().close()
@@ -33,7 +43,6 @@ except TransferError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 ROW = 4096
-SENTINEL = 0xEE
 START = ("InitGoogleLogging", "Local segment descriptor not found")
 """What Mooncake says at each start."""
 
@@ -89,13 +98,6 @@ def mortal() -> Iterator[PeerProcess]:
         yield peer
 
 
-def joined(here: EngineSide, there: PeerProcess, nbytes: int = 8 << 20) -> str:
-    """Random bytes here, sentinels there, and a connection from here to there."""
-    here.register(nbytes, seed=1)
-    there.call("register", nbytes, SENTINEL)
-    return here.connect(there.call("endpoint"))
-
-
 def test_many_writes_at_once(here: EngineSide, there: PeerProcess) -> None:
     """Eight writes of 1024 rows, begun together, all land: rows beyond Mooncake's queue wait here."""
     name = joined(here, there, 32 << 20)
@@ -107,7 +109,7 @@ def test_many_writes_at_once(here: EngineSide, there: PeerProcess) -> None:
     assert {here.ended(tag) for tag in tags} == {Status.DONE}
     for tag in tags:
         there.call("received", tag)
-    assert np.array_equal(there.call("read"), expected(rows, here.memory[0], np.full(32 << 20, SENTINEL, np.uint8)))
+    assert np.array_equal(there.call("read"), expected(rows, here.memory[0], sentinels(32 << 20)))
 
 
 def test_done_is_after_the_data(here: EngineSide, there: PeerProcess) -> None:

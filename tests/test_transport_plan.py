@@ -278,7 +278,7 @@ def test_only_owned_tokens_are_written(ranges: list[Place], tokens: list[int], s
         owned_by(targets, shifted)
 
 
-def test_runs_own_their_first_and_last_token() -> None:
+def test_ranges_own_their_first_and_last_token() -> None:
     """The first and last token of each range are owned, also where a range lies inside another; the next one is not."""
     ranges = [[30, 1], [9, 10], [10, 2], [1, 2]]
     owned_by([9, 1, 18, 2, 14, 30], ranges)

@@ -24,6 +24,7 @@ from batchstate.transport.regions import Copies, Region
 
 STARTS_IN = 60.0
 ANSWERS_IN = 30.0
+SENTINEL = 0xEE
 
 _context = multiprocessing.get_context("forkserver")  # clean as a spawned process, but torch is imported only once
 _context.set_forkserver_preload([__name__])
@@ -219,6 +220,18 @@ class EngineSide:
     def close(self) -> None:
         """The engine's."""
         self.engine.close()
+
+
+def joined(here: EngineSide, there: Any, nbytes: int = 8 << 20) -> str:
+    """Random bytes here, sentinels in a peer, and a connection to it, whose name is returned."""
+    here.register(nbytes, seed=1)
+    there.call("register", nbytes, SENTINEL)
+    return here.connect(there.call("endpoint"))
+
+
+def sentinels(nbytes: int = 8 << 20) -> npt.NDArray[np.uint8]:
+    """Untouched memory."""
+    return np.full(nbytes, SENTINEL, dtype=np.uint8)
 
 
 def scattered(rows: int, row_bytes: int, source_bytes: int, target_bytes: int, seed: int = 0) -> Copies:
