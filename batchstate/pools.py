@@ -430,7 +430,7 @@ class SlotPool:
             table.check(operation)
 
     def expect_idle(self) -> None:
-        """No slot is live; pending ones are no leak.
+        """No slot is live; pending ones are not a leak.
 
         Raises:
             Violation: SLOT_CONSERVATION, naming up to 8 of the leaked slots.

@@ -90,7 +90,7 @@ def new_file(text: str) -> Path:
 # Progress of a command: a bar on a terminal, and otherwise a line now and then. Both go to stderr.
 
 SECONDS_BETWEEN_LINES = 5.0
-"""Where stderr is no terminal: a log should tell a long run from one that hangs, and stay short."""
+"""Where stderr is not a terminal: a log should tell a long run from one that hangs, and stay short."""
 
 Update = Callable[[int, str], None]
 """Called with what is done so far and a remark."""

@@ -36,7 +36,7 @@ Array = npt.NDArray[Any]
 
 
 def fits(values: Array, n: Any) -> bool:
-    """Whether `values + n` stays within the dtype; `n` is one number, or one a row."""
+    """Whether `values + n` stays within the dtype; `n` is one number, or one per row."""
     limits = np.iinfo(values.dtype)
     return all(int(limits.min) <= int(one) <= int(limits.max) for one in _exact(values, n).reshape(-1))
 

@@ -216,7 +216,7 @@ class StepResult:
     Attributes:
         running: requests in the batch.
         computed: tokens whose KV was computed.
-        generated: tokens that came out, one a row at most.
+        generated: tokens that came out, at most one per row.
     """
 
     running: int

@@ -29,7 +29,7 @@ from batchstate.testing.tracing.runtime import TracedRuntime
 
 @final
 class InFlight:
-    """Counts steps with work that the host does not know to be over. Fences and waits are no work, set-up no step.
+    """Counts steps with work that the host does not know to be over. Fences, waits and set-up do not count.
 
     Args:
         clocks: of the run.
@@ -47,7 +47,7 @@ class InFlight:
 
     @property
     def now(self) -> int:
-        """Steps under way, the present one included. What comes before the first `next_step` is no step."""
+        """Steps under way, the present one included. What comes before the first `next_step` is not a step."""
         host, streams = self._clocks.host, self._clocks.streams[1:]
         while self._ends and all(host.knows(at, event) for at, event in enumerate(self._ends[0], start=1)):
             self._ends.popleft()

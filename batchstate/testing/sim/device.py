@@ -311,7 +311,7 @@ class Device:
 
     @property
     def depth(self) -> int:
-        """Steps of which something has not run. What comes before the first `next_step` is no step."""
+        """Steps of which something has not run. What comes before the first `next_step` is not a step."""
         return len(self._pending) - (0 in self._pending)
 
     def reads_host(self, known: object) -> bool:

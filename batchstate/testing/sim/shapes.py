@@ -79,7 +79,7 @@ def _new(value: Any) -> Any:
         return NewTensor.like(value)
     if isinstance(value, list | tuple):
         return [_new(one) for one in value]
-    raise UnknownError("a result that is no plain tensor")
+    raise UnknownError("a result that is not a plain tensor")
 
 
 def _meta(value: Any) -> Any:

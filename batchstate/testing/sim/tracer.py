@@ -204,7 +204,7 @@ class SimTracer(Tracer[SimAllocation]):
         except UnknownError:
             self._device.drain(self._current())
             result = self._now(call)
-            self.unmodelled[name] += 1  # only now: what torch refuses is no gap of this model
+            self.unmodelled[name] += 1  # only now: what torch refuses is not a gap of this model
             return result
         changed = [packed(one, self._pack_written) for one in operation.writes(args, kwargs)]
         call_args = [packed(one, self.pack) for one in args]
@@ -276,7 +276,7 @@ class SimTracer(Tracer[SimAllocation]):
     def copy_to_host(self, source: torch.Tensor, target: torch.Tensor, name: str = "copy to host") -> None:
         """Enqueues a copy to pinned memory, which holds poison until it has run.
 
-        Not where an earlier copy still has to read it: that is no early reader, and must not be misled.
+        Not where an earlier copy still has to read it: that reader is not early, and must not be misled.
         """
         if not self._device.reads_host(self.allocations.of(target)):
             target.copy_(poisoned(tuple(target.shape), target.dtype))

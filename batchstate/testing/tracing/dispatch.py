@@ -262,7 +262,7 @@ class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
             return NotImplemented  # it takes itself apart, and what is inside comes here
         with torch._C.DisableTorchFunction():
             if torch.is_inference_mode_enabled() and func._can_decompose():
-                with self:  # torch takes it apart before, in any other mode: a `reshape` that copies is no view
+                with self:  # torch takes it apart before, in any other mode: a `reshape` that copies is not a view
                     return func.decompose(*args, **(kwargs or {}))
             return self._tracer.operation(func, args, kwargs or {}, self._called.in_factory)
 

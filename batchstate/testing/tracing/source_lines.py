@@ -28,7 +28,7 @@ class Line(NamedTuple):
 
 @final
 class SourceLine(NamedTuple):
-    """The innermost line that is no machinery, and the first line outside the library where that is another."""
+    """The innermost line that is not machinery, and the first line outside the library where that is another."""
 
     line: Line | None
     caller: Line | None
