@@ -27,6 +27,10 @@ SMALL = EngineSettings(
 
 
 overlapped_or_not = pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlapped"])
+two_of_the_modes = pytest.mark.parametrize(
+    ("overlap", "num_drafts"), [(False, 0), (True, 3)], ids=["synchronous, plain", "overlapped, speculative"]
+)
+"""Where one combination shows what the others would: tokens of all four are compared elsewhere."""
 plain_or_speculative = pytest.mark.parametrize("num_drafts", [0, 3], ids=["plain", "speculative"])
 
 

@@ -140,8 +140,7 @@ def never_by_itself(device: str) -> bool:
     return is_tool(device) and device.startswith("race") and "prompt" not in device
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize(("page_size", "degree"), [(1, 2), (16, 1), (64, 2)])
 def test_tokens_are_those_of_transformers(device: str, page_size: int, degree: int) -> None:
     """Whatever the page and the prefill's degree: requests on both sides of the hot buffer, direct and staged."""
     staged = 0.0 if never_by_itself(device) else 0.3

@@ -18,6 +18,7 @@ from examples.engine.batch import RunningBatch, Step
 from examples.engine.engine import Engine
 from examples.engine.model import Family, Model, prefill
 from examples.engine.request import Request
+from examples.engine.settings import EngineSettings
 from tests.engine_cases import (
     SMALL,
     busy,
@@ -30,6 +31,7 @@ from tests.engine_cases import (
     run_all,
     served,
     some_requests,
+    two_of_the_modes,
     until,
 )
 
@@ -38,9 +40,9 @@ pytestmark = pytest.mark.usefixtures("single_thread")
 LLAMA: list[Family] = ["llama"]
 QWEN3: list[Family] = ["qwen3"]
 COMBINATIONS = [
-    *product(LLAMA, [False, True], [False, True], [0, 1, 4], [False, True]),
-    *product(QWEN3, [False, True], [True], [0, 4], [True]),
-    *product(QWEN3, [True], [False], [1], [False]),
+    *product(LLAMA, [False, True], [True], [0, 4], [True]),
+    *product(LLAMA, [False, True], [False], [0, 1], [False]),
+    *product(QWEN3, [True], [False, True], [4], [True]),
 ]
 """Model, overlapped, mixed, drafts, tight pages."""
 
@@ -73,8 +75,7 @@ def test_tokens_are_those_of_transformers(
     assert (engine.accepted_drafts > 5) == (num_drafts > 0)
 
 
-@overlapped_or_not
-@plain_or_speculative
+@two_of_the_modes
 def test_answers_end_with_eos(rt: Runtime, model: Model, overlap: bool, num_drafts: int) -> None:
     """Tokens that end an answer end it there, also where they come among right guesses or in a step that runs ahead."""
     requests = some_requests(model, 16)
@@ -108,8 +109,7 @@ def test_end_is_known_one_step_late(rt: Runtime, model: Model, overlap: bool) ->
     nothing_left(engine)
 
 
-@overlapped_or_not
-@plain_or_speculative
+@two_of_the_modes
 def test_prebuilt_requests_go_on(rt: Runtime, model: Model, overlap: bool, num_drafts: int) -> None:
     """Requests that come with their KV get the same tokens, beside others and where they are retracted again."""
     requests = some_requests(model, 9, seed=1, prebuilt_every=2)
@@ -144,37 +144,6 @@ def test_prebuilt_answer_may_be_complete(rt: Runtime, model: Model) -> None:
     assert not engine.busy
     assert not engine.step()
     assert outputs([short, ended]) == right_answers(model, [short, ended], {ended.prebuilt.first_token})
-
-
-@pytest.mark.parametrize("num_drafts", [0, 2])
-@pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_any_page_size_does(rt: Runtime, model: Model, page_size: int, num_drafts: int) -> None:
-    """Pages of one token, of a few and of many hold the same answers, where they suffice and where they do not."""
-    requests = some_requests(model, 10, seed=2)
-    settings = attrs.evolve(SMALL, page_size=page_size, num_drafts=num_drafts, num_pages=96 // page_size)
-    engine = served(rt, model, requests, settings)
-    assert engine.scheduler.retractions > 0
-    assert outputs(requests) == right_answers(model, requests)
-
-
-@pytest.mark.parametrize("num_drafts", [0, 2])
-@pytest.mark.parametrize("tokens", [1, 7, 64])
-def test_any_budget_does(rt: Runtime, model: Model, tokens: int, num_drafts: int) -> None:
-    """Prompts one token a step, in chunks or several at once give the same answers."""
-    requests = some_requests(model, 6, seed=4, longest=24, most_new=12)
-    engine = served(rt, model, requests, attrs.evolve(SMALL, max_tokens_per_step=tokens, num_drafts=num_drafts))
-    assert outputs(requests) == right_answers(model, requests)
-    if tokens == 1:
-        assert engine.steps > sum(len(request.prompt) for request in requests)
-
-
-@overlapped_or_not
-@plain_or_speculative
-def test_one_at_a_time(rt: Runtime, model: Model, overlap: bool, num_drafts: int) -> None:
-    """With room for one request they run one after the other, on the same slot."""
-    requests = some_requests(model, 5, seed=5)
-    served(rt, model, requests, attrs.evolve(SMALL, max_running=1, overlap=overlap, num_drafts=num_drafts))
-    assert outputs(requests) == right_answers(model, requests)
 
 
 def test_guesses_are_the_same_in_both_modes(rt: Runtime, model: Model) -> None:
@@ -224,8 +193,7 @@ def state_of(engine: Engine, requests: Sequence[Request]) -> tuple[object, ...]:
     )
 
 
-@overlapped_or_not
-@plain_or_speculative
+@two_of_the_modes
 def test_waiting_and_running_requests_are_aborted(rt: Runtime, model: Model, overlap: bool, num_drafts: int) -> None:
     """A client may hang up while its request waits, runs or is in flight: others go on, and nothing stays behind."""
     requests = some_requests(model, 6, seed=10)
@@ -265,8 +233,7 @@ def test_waiting_and_running_requests_are_aborted(rt: Runtime, model: Model, ove
             assert request.output == answer
 
 
-@overlapped_or_not
-@plain_or_speculative
+@two_of_the_modes
 def test_retracted_requests_are_aborted(rt: Runtime, model: Model, overlap: bool, num_drafts: int) -> None:
     """A retracted request may be aborted too, with all tokens that came before and after it was retracted."""
     requests = some_requests(model, 8, seed=11)
@@ -349,6 +316,11 @@ def test_refusals_change_nothing(rt: Runtime, model: Model, overlap: bool) -> No
         (lambda: engine.add(Request(94, [1, 256], 1)), "request 94: a prompt of 2 ids"),
         (lambda: engine.add(Request(95, [1, -1], 1)), "request 95: a prompt of 2 ids"),
         (lambda: engine.add(Request(96, [1] * 4, 4, known)), "KV that is not of this model and prompt"),
+        (lambda: engine.add(Request(97, [1, 2], 4, known)), "KV that is not of this model and prompt"),
+        (lambda: engine.add(Request(98, [1, 10**6], 4)), "request 98: a prompt of 2 ids"),
+        (lambda: engine.add(Request(99, [1.5], 4)), "request 99"),  # type: ignore[list-item]
+        (lambda: engine.add(Request(89, "abc", 4)), "request 89"),  # type: ignore[arg-type]
+        (lambda: engine.add(Request(88, [1], 2.5)), "request 88"),  # type: ignore[arg-type]
         (lambda: engine.add(Request(92, [1], 0)), "1 tokens and 0 new ones"),
         (lambda: engine.add(Request(93, [1] * 3, 62, known)), "3 tokens and 62 new ones"),
     ]
@@ -364,26 +336,7 @@ def test_refusals_change_nothing(rt: Runtime, model: Model, overlap: bool) -> No
     assert outputs(going) == right_answers(model, going)
 
 
-def test_failed_steps_are_the_last(rt: Runtime, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a step that raised, the engine says so instead of going on from an unknown state."""
-    request = some_requests(model, 1)[0]
-    engine = Engine(rt, model, SMALL)
-    engine.add(request)
-    engine.step()
-
-    def fails(step: Step) -> RunningBatch:
-        raise MemoryError
-
-    monkeypatch.setattr(engine.scheduler.forward, "run", fails)
-    with pytest.raises(MemoryError):
-        engine.step()
-    for again in (engine.step, engine.idle):
-        with pytest.raises(RuntimeError, match="make a new engine"):
-            again()
-
-
-@overlapped_or_not
-@plain_or_speculative
+@two_of_the_modes
 def test_idle_steps_change_nothing(rt: Runtime, model: Model, overlap: bool, num_drafts: int) -> None:
     """Steps of no requests between the others change no token, no slot and no KV, on a batch or on none."""
     requests = some_requests(model, 8, seed=14, prebuilt_every=4)
@@ -427,8 +380,7 @@ def test_idle_steps_run_no_further_ahead(late: LateRuntime, lagging_model: Model
     nothing_left(engine)
 
 
-@overlapped_or_not
-@plain_or_speculative
+@two_of_the_modes
 def test_prompts_are_resumed_mid_chunk(rt: Runtime, model: Model, overlap: bool, num_drafts: int) -> None:
     """A request that is retracted between two chunks of its prompt comes back, and starts again from the beginning."""
     long, other = Request(1, [7, 8, 9, 10] * 9, 4), Request(0, [1, 2, 3, 4], 24)
@@ -473,3 +425,49 @@ def test_requests_come_while_others_run(rt: Runtime, model: Model) -> None:
         engine.run()
         nothing_left(engine)
     assert outputs([*first, *second]) == right_answers(model, [*first, *second])
+
+
+@pytest.mark.parametrize("drafts", [4, 8])
+def test_more_guesses_than_known_tokens(rt: Runtime, model: Model, drafts: int) -> None:
+    """Prompts shorter than what is guessed are served like all others."""
+    requests = [Request(number, list(range(5, 6 + number)), 5) for number in range(7)]
+    served(rt, model, requests, EngineSettings(num_drafts=drafts))
+    assert outputs(requests) == right_answers(model, requests)
+
+
+@pytest.mark.parametrize("action", ["step", "idle", "run"])
+def test_a_failed_forward_ends_the_engine(
+    rt: Runtime, model: Model, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    """An error in a step comes out once; then the engine says so instead of going on from an unknown state."""
+    engine = Engine(rt, model, SMALL)
+    engine.add(Request(0, [1, 2, 3], 5))
+    engine.step()
+
+    def failing(*args: object) -> torch.Tensor:
+        raise MemoryError("out of memory for activations")
+
+    monkeypatch.setattr(Model, "forward", failing)
+    with pytest.raises(MemoryError):
+        engine.step()
+    with pytest.raises(RuntimeError, match="make a new engine"):
+        getattr(engine, action)()
+
+
+def test_two_engines_share_a_model(rt: Runtime, model: Model) -> None:
+    """Engines of one runtime and one model have KV memory of their own, and leave each other alone."""
+    engines = [Engine(rt, model, EngineSettings(overlap=overlap)) for overlap in (True, False)]
+    requests = [Request(0, [1, 2, 3, 4], 6), Request(0, [9, 8, 7], 6)]
+    for engine, request in zip(engines, requests, strict=True):
+        engine.add(request)
+    while any(engine.busy for engine in engines):
+        for engine in engines:
+            engine.step()
+    assert outputs(requests) == right_answers(model, requests)
+
+
+@pytest.mark.parametrize("size", ["max_running", "num_pages", "page_size", "max_tokens_per_step"])
+def test_sizes_of_nothing_are_refused(size: str) -> None:
+    """An engine without any capacity would never end."""
+    with pytest.raises(ValueError, match=size):
+        EngineSettings(**{size: 0})  # type: ignore[arg-type]

@@ -25,8 +25,6 @@ from tests.engine_cases import (
     model_of,
     nothing_left,
     outputs,
-    overlapped_or_not,
-    plain_or_speculative,
     right_answers,
     some_requests,
 )
@@ -58,12 +56,12 @@ def serve(race: RaceRuntime, settings: EngineSettings, count: int, *, level: str
     return outputs(requests)
 
 
-@overlapped_or_not
-@plain_or_speculative
-@pytest.mark.parametrize("settings", [SMALL, TIGHT], ids=["roomy", "tight"])
-def test_engine_has_no_race(race: RaceRuntime, settings: EngineSettings, overlap: bool, num_drafts: int) -> None:
-    """Every access of every operation is ordered, with checks off; overlapped, at least two steps are in flight."""
-    serve(race, attrs.evolve(settings, overlap=overlap, num_drafts=num_drafts), 10)
+@pytest.mark.parametrize(
+    ("overlap", "num_drafts", "level"), [(False, 0, "off"), (False, 3, "cheap"), (True, 0, "full"), (True, 3, "off")]
+)
+def test_engine_has_no_race(race: RaceRuntime, overlap: bool, num_drafts: int, level: str) -> None:
+    """Every access is ordered, with checks off, and what checks read is never taken for a race; two steps overlap."""
+    serve(race, attrs.evolve(TIGHT, overlap=overlap, num_drafts=num_drafts), 10, level=level)
     assert race.races == ()
     assert race.counters.forced_syncs == 0
     assert race.accesses > 5_000
@@ -71,21 +69,14 @@ def test_engine_has_no_race(race: RaceRuntime, settings: EngineSettings, overlap
         assert race.in_flight_depth_max >= 2
 
 
-@pytest.mark.parametrize("level", ["cheap", "full"])
-def test_checks_are_no_race(race: RaceRuntime, level: str) -> None:
-    """Checks read device memory that others write, and are never taken for a race."""
-    serve(race, TIGHT, 8, level=level)
-    assert race.races == ()
-
-
 def test_cost_does_not_grow_with_the_run(device: str) -> None:
     """In a run of three times the length an access is held against as few others: kept is what is in flight."""
     short, long = RaceRuntime(open_runtime(device)), RaceRuntime(open_runtime(device))
-    for race, count in ((short, 8), (long, 24)):
+    for race, count in ((short, 6), (long, 18)):
         serve(race, attrs.evolve(SMALL, max_running=4), count)
     held = [race.comparisons / race.accesses for race in (short, long)]
     assert held[1] < 1.2 * held[0] < 1.2
-    assert long.accesses > 25_000  # of kernels and copies: metadata operations are none
+    assert long.accesses > 20_000  # of kernels and copies: metadata operations are none
 
 
 # What an engine may forget

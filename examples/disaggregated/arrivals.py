@@ -101,6 +101,12 @@ class Arrivals:
         return bool(self.waiting or self._open or self._complete)
 
     @property
+    def written(self) -> bool:
+        """Whether requests are being written, and none of those asked for only lacks its first token."""
+        states = [arrival.lease.state for arrival in self._open.values()]
+        return bool(states) and LeaseState.DELIVERED not in states
+
+    @property
     def connected(self) -> bool:
         """Whether every writer is here."""
         return not self.missing

@@ -210,7 +210,10 @@ class Joining:
             words = Channel.words(payload)
             if "ended" in words:
                 self.ended += 1
-                self._worker.arrivals.ended(writer_name(words["ended"]))
+                name = writer_name(words["ended"])
+                self._worker.arrivals.lost(name, "its process has ended")
+                self._worker.turn()  # what it was writing is quarantined before its end is known
+                self._worker.arrivals.ended(name)
             if "address" in words:
                 host, port = words["address"]
                 self.join(int(words["rank"]), (str(host), int(port)))
@@ -219,19 +222,29 @@ class Joining:
 def _serve_requests(worker: DecodeWorker, options: Options, joining: Joining, supervisor: Channel | None) -> None:
     patience = Patience(options.patience, "decode")
     arrivals = worker.arrivals
-    told = 0
+    told = False
     while worker.busy or worker.quarantined or _kill_pends(options, joining, arrivals):
         if supervisor is not None:
             joining.heed(supervisor)
-            if arrivals.delivered != told:
-                told = arrivals.delivered
-                supervisor.say(delivered=told)
+            if not told and _kill_is_due(options, arrivals):
+                told, ended = True, joining.ended
+                supervisor.say(delivered=arrivals.delivered)
+                while joining.ended == ended:  # what is on its way must not arrive before the kill
+                    joining.heed(supervisor)
+                    time.sleep(NAP)
         elif not arrivals.connected and arrivals.busy:
             raise ChannelClosedError(
                 f"gone: {', '.join(arrivals.missing)}, and requests still need them; start it again, and the decode "
                 "role too (to go on without that takes the supervisor, who sees processes end: leave --role out)"
             )
         patience.after(moved=worker.turn())
+
+
+def _kill_is_due(options: Options, arrivals: Arrivals) -> bool:
+    """Whether enough is delivered for prefill 0 to be killed, and a request is on its way, if any is left."""
+    if options.kill_prefill_after is None or arrivals.delivered < options.kill_prefill_after:
+        return False
+    return arrivals.written or not arrivals.busy
 
 
 def _kill_pends(options: Options, joining: Joining, arrivals: Arrivals) -> bool:

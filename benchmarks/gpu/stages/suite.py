@@ -29,7 +29,6 @@ FILES = (
     "engine_model",
     "mirror",
     "twins",
-    "engine_misuse",
     "tables",
     "forward_plan",
     "hybrid",
