@@ -53,6 +53,12 @@ class Invariant(Generic[P]):
         self.remedy = remedy
         self.origins = origins
 
+    def __repr__(self) -> str:
+        return f"<invariant {self.code}>"
+
+    def __reduce__(self) -> str:
+        return self.question.__name__  # by reference, as a function
+
     @property
     def statement(self) -> str:
         """The invariant in words: the docstring of its question."""

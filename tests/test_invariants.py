@@ -1,5 +1,6 @@
 """Every invariant by itself: what breaks it, what does not, and what its report says."""
 
+import copy
 import pickle
 import re
 from typing import Any
@@ -281,3 +282,11 @@ def test_reports_name_no_tensor() -> None:
 def test_first_duplicate(values: list[int], row: int | None) -> None:
     """The first row whose value stands in an earlier one is found."""
     assert invariants.first_duplicate(np.array(values, dtype=np.int64)) == row
+
+
+def test_an_invariant_is_copied_and_pickled_as_a_function() -> None:
+    """By reference: there is one of each."""
+    slot_shared = invariants.slot_shared
+    assert pickle.loads(pickle.dumps(slot_shared)) is slot_shared
+    assert copy.deepcopy(slot_shared) is slot_shared
+    assert repr(slot_shared) == "<invariant SLOT_SHARED>"
