@@ -118,8 +118,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["fuzz", "--examples", "1", "--machine", "slot_pool"],
-        ["mutants", "--name", "filter_forgets_device", "--clean-examples", "1"],
+        ["fuzz", "--examples", "1", "slot_pool"],
+        ["mutants", "filter_forgets_device", "--clean-examples", "1"],
         ["traffic", "--requests", "3"],
     ],
     ids=lambda arguments: arguments[0],

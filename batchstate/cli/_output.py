@@ -14,6 +14,16 @@ import attrs
 # Options that several commands have, and the types of their values.
 
 
+def add_names(parser: argparse.ArgumentParser, kind: str, option: str) -> None:
+    """Names of what to run, as arguments or each behind `option`: a list in `args.names`, empty for all."""
+    parser.add_argument(
+        "names", metavar="NAME", nargs="*", action="extend", help=f"run only this {kind} (default: all)"
+    )
+    parser.add_argument(
+        option, metavar="NAME", nargs=1, action="extend", dest="names", help="the same; may be repeated"
+    )
+
+
 def add_device(parser: argparse.ArgumentParser) -> None:
     """`--device D`; see `chosen_device`."""
     parser.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")

@@ -18,9 +18,7 @@ SUMMARY = "look for a history of calls that breaks an invariant, and print the s
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
-    parser.add_argument(
-        "--machine", metavar="NAME", action="append", help="run only this machine; may be repeated (default: all)"
-    )
+    options.add_names(parser, "machine", "--machine")
     parser.add_argument(
         "--examples",
         metavar="N",
@@ -40,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
     device = options.chosen_device(args.device)
     seed = secrets.randbits(32) if args.seed is None else args.seed
-    machines = list(MACHINES) if args.machine is None else args.machine
+    machines = args.names or list(MACHINES)
     total = args.examples * len(machines)
     with progress("fuzz", total) as update:
         report = fuzz(device, args.examples, seed, machines, progress=lambda done, name: update(min(done, total), name))

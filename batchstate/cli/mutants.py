@@ -19,9 +19,7 @@ SUMMARY = "switch real bugs on in the library, one at a time, and show which inv
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
-    parser.add_argument(
-        "--name", metavar="NAME", action="append", help="run only this mutant; may be repeated (default: all)"
-    )
+    options.add_names(parser, "mutant", "--name")
     parser.add_argument(
         "--examples",
         metavar="N",
@@ -33,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--clean-examples",
         metavar="N",
         type=options.whole(0),
-        help=f"examples without a mutant; none may be reported (default: {CLEAN:,}; {CLEAN_NAMED} with --name)",
+        help=f"examples without a mutant; none may be reported (default: {CLEAN:,}; {CLEAN_NAMED} with names)",
     )
     parser.add_argument("--list", action="store_true", help="only show all mutants: name, what finds it, what it does")
     options.add_device(parser)
@@ -49,11 +47,11 @@ def run(args: argparse.Namespace) -> int:
         return 0
     clean_examples = args.clean_examples
     if clean_examples is None:
-        clean_examples = CLEAN if args.name is None else CLEAN_NAMED
+        clean_examples = CLEAN_NAMED if args.names else CLEAN
     parts = 1000
     with progress("mutants", parts) as update:
         report = mutants.run(
-            args.name,
+            args.names or None,
             device=options.chosen_device(args.device),
             examples=args.examples,
             clean_examples=clean_examples,
