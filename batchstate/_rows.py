@@ -471,7 +471,7 @@ def _not_counted(column: Column | None, name: str, columns: Mapping[str, Column]
         return DtypeError(
             f"{label} holds {column.unit or column.np_dtype}",
             value=column.dtype,
-            remedy="only integers that are not indices are computed; set others with `update` or `replace`",
+            remedy="only integers without an index space are computed; set others with `update` or `replace`",
         )
     return DeclarationError(f"{label} is not a tensor column", value=name, remedy=f"use one of: {', '.join(columns)}")
 

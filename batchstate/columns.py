@@ -68,8 +68,8 @@ class TensorColumn(Column):
         shape: of one row.
         pad: value of padded rows, as an array of `shape`.
         contract: the weakest contract that the column takes.
-        unit: index space of the values.
-        counted: whether it holds integers that can be added to: no indices.
+        unit: index space of the values, or None for plain numbers.
+        counted: whether the values can be computed: integers that have no index space.
     """
 
     value_type: type[MirroredTensor] = MirroredTensor
@@ -86,7 +86,7 @@ class TensorColumn(Column):
 
     @property
     def unit(self) -> str | None:
-        """Index space of the values, or None."""
+        """Index space of the values, or None for plain numbers."""
         return self.value_type.unit
 
     @overload

@@ -146,7 +146,7 @@ class Table:
         Args:
             slots: rows int[n], repeats allowed; the handles of `Slots` are checked.
             positions: int[n], elements of the row (flat, where a row has several dimensions). None writes whole rows.
-            values: [n] with positions, `[n, *row_shape]` without. A mirrored value must have the unit of the table.
+            values: [n] with positions, `[n, *row_shape]` without. A mirrored value must be of the table's index space.
 
         Raises:
             ShapeError: arrays that do not go together.
