@@ -106,6 +106,29 @@ def test_a_write_that_torch_shows_is_reported_once() -> None:
     assert kinds(rt)[1:] == [(RaceKind.STAGING_REFILLED, "zero_"), (RaceKind.STAGING_REFILLED, UNSEEN)]
 
 
+def test_a_write_beside_a_source_says_nothing_of_it() -> None:
+    """Only a write to the bytes that a copy reads settles whether they were refilled unseen before."""
+    with RaceRuntime(on_race="collect") as rt:
+        numbers, staged = vector(rt), rt.pinned((8,), torch.int64)
+        numbers.copy_(staged[:4], non_blocking=True)
+        staged[4:].fill_(1)
+        staged.numpy()[0] = 9
+        rt.synchronize()
+    assert kinds(rt) == [(RaceKind.STAGING_REFILLED, UNSEEN)]
+
+
+def test_a_stream_that_waits_for_no_landing_takes_poison() -> None:
+    """What lands on one stream is there for another only where something orders the two."""
+    with RaceRuntime(on_race="collect") as rt:
+        numbers, target, between = vector(rt), vector(rt), rt.pinned((4,), torch.int64)
+        between.copy_(numbers, non_blocking=True)
+        with rt.use(rt.stream("other")):
+            target.copy_(between, non_blocking=True)
+        rt.synchronize()
+        assert target.tolist() == [int.from_bytes(bytes([POISON] * 8), "little", signed=True)] * 4
+    assert rt.races
+
+
 def test_memory_goes_both_ways_on_one_stream(rt: RaceRuntime) -> None:
     """To the host and back without the host, and a second landing on the first: the stream orders all of it."""
     numbers, target, between = vector(rt), vector(rt), rt.pinned((4,), torch.int64)

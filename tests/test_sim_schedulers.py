@@ -154,6 +154,14 @@ def test_random_lags_for_a_while_and_hurries_for_a_while() -> None:
     assert max(parts) == 20
 
 
+def test_random_runs_what_the_host_waits_for() -> None:
+    """Or any other: never nothing, and what is needed more often than by chance."""
+    pace = PORTFOLIO["random"](0)
+    chosen = [choices(pace, Moment.WAITS, [0, 1], 1) for _ in range(3_000)]
+    assert set(chosen) == {0, 1}
+    assert chosen.count(1) > 2_000
+
+
 # The same seed, the same run
 
 

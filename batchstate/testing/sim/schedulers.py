@@ -70,16 +70,14 @@ class AtRandom:
         self._left = 0
 
     def choose(self, moment: Moment, ready: Sequence[DeviceStream], needed: DeviceStream | None) -> DeviceStream | None:
-        """Any, or none."""
+        """Any, or only the one that is needed."""
         draw = self._draw
         if not self._left:
             # Even odds at every operation would never let anything lag for long.
             self._pace = draw.choice(_PACES)
             self._left = draw.randint(1, _LONGEST)
         self._left -= 1
-        if needed is not None:
-            return draw.choice(ready) if draw.random() < self._pace else needed
-        return draw.choice(ready) if draw.random() < self._pace else None
+        return draw.choice(ready) if draw.random() < self._pace else needed
 
 
 @final
