@@ -1,0 +1,140 @@
+"""A whole decode step, from the host's plan to the results, against engines that keep an object per request.
+
+Every request advances by a token. In a steady step none leaves or joins; in one with churn an eighth do, at least one.
+"""
+
+from collections.abc import Callable
+from typing import final
+
+import numpy as np
+import torch
+
+from batchstate.columns import TensorColumn
+from batchstate.forward.plan import ForwardPlan
+from batchstate.future_map import FutureMap, Prefetched, relay_field
+from batchstate.kv.pages import PagePool
+from batchstate.levels import Level
+from batchstate.pools import SlotPool
+from batchstate.runtime import Runtime
+from benchmarks.baselines.request_loops import (
+    LONGEST,
+    PAGE_SIZE,
+    PAGES,
+    START,
+    Floor,
+    Inputs,
+    ListsAndTensors,
+    TensorPerRequest,
+)
+from benchmarks.comparisons import Asked, Comparison, require_equal
+from benchmarks.decode_steps import Decode, declared
+from benchmarks.timing import Contender
+
+REQUESTS = (1, 16, 64, 256)
+COLUMNS = 12
+
+TARGETS: dict[str, tuple[float, ...]] = {
+    TensorPerRequest.name: (1, 2.5, 8, 20),
+    ListsAndTensors.name: (0.25, 0.6, 1.4, 3.6),
+}
+"""The least ratio asked for, at each number of requests, of a steady step."""
+
+
+@final
+class Steady:
+    """Requests of this library that decode: batch, slots, pages, token table and relay."""
+
+    def __init__(self, runtime: Runtime, n: int, churn: int) -> None:
+        self._runtime, self._churn = runtime, churn
+        self._kind = declared(COLUMNS)
+        self._slots = SlotPool(runtime, 4 * n)
+        table = self._slots.table("req_to_token", (LONGEST + 1,), torch.int32, holds="location")
+        self._pages = PagePool(
+            runtime, self._slots, 4 * n * PAGES, PAGE_SIZE, max_tokens_per_request=LONGEST, req_to_token=table
+        )
+        self._relay = FutureMap(self._slots, {"last": relay_field(torch.int64, read_by="both")})
+        self._batch = self._arrived(n)
+        self._keep = np.arange(n) >= churn  # those that came first leave first
+        self._results: Prefetched | None = None
+
+    def _arrived(self, n: int) -> Decode:
+        """`n` requests with a prompt whose KV is there."""
+        slots, lengths = self._slots.take(n), np.full(n, START)
+        self._pages.extend(slots, lengths)
+        self._relay.publish(slots, last=np.ones(n, dtype=np.int64))
+        values = {
+            name: np.zeros(n, column.np_dtype)
+            for name, column in self._kind.columns().items()
+            if isinstance(column, TensorColumn) and name not in ("slots", "seq_lens")
+        }
+        return self._kind.build(self._runtime, slots=slots, seq_lens=lengths, **values)
+
+    def _next_batch(self) -> Decode:
+        if self._churn:
+            self._leave(self._batch.filter(~self._keep))
+            return self._batch.next_batch(keep=self._keep, joining=self._arrived(self._churn), advance="seq_lens")
+        if self._batch.seq_lens.np[0] == LONGEST - 1:
+            self._leave(self._batch)
+            self._batch = self._arrived(len(self._batch))
+        return self._batch.next_batch(advance="seq_lens")
+
+    def _leave(self, leaving: Decode) -> None:
+        self._pages.release_requests(leaving.slots, after=self._runtime.record())
+
+    def step(self) -> Inputs:
+        """The step. The tokens of the one before come to the host in it."""
+        self._runtime.next_step()
+        batch = self._next_batch()
+        extension = self._pages.advance(batch.slots, 1)
+        plan = ForwardPlan.of(batch.slots, batch.seq_lens, pages=self._pages)
+        uploaded = batch.upload(writes=[extension.entry()], extras=plan.extras)
+        inputs = self._relay.resolve_forward_inputs(plan, uploaded, ids="last")
+        sampled = inputs.input_ids + 1
+        self._relay.publish(plan.sampled_slots, last=sampled)
+        before, self._results = self._results, self._relay.prefetch(plan.sampled_slots, "last")
+        if before is not None:
+            before.resolve()
+        self._batch = batch
+        return Inputs(inputs.input_ids, inputs.positions, inputs.kv_lens, uploaded["slot_mapping"])
+
+
+def against_request_loops(runtime: Runtime, *, num_requests: int, churn: bool = False) -> Comparison:
+    """The step at `cheap` and `off` against both loops, and against the floor."""
+    leaving = max(1, num_requests // 8) if churn else 0
+    others = [make(num_requests, leaving, runtime.device) for make in (TensorPerRequest, ListsAndTensors)]
+    floors = [] if churn else [Floor(num_requests, 0, runtime.device)]
+    ours = {level: Steady(runtime, num_requests, leaving) for level in (Level.CHEAP, Level.OFF)}
+
+    def verify() -> None:
+        for _ in range(2 * PAGE_SIZE):
+            _require_equal([one.step for one in (*ours.values(), *others, *floors)])
+
+    index = REQUESTS.index(num_requests) if num_requests in REQUESTS else None
+    asks = {}
+    if index is not None and not churn:
+        asks = {(_ours(Level.CHEAP), name): Asked(target=ratios[index]) for name, ratios in TARGETS.items()}
+    what = "decode step with churn" if churn else "decode step"
+    return Comparison(
+        task=f"{what}, {num_requests:,} requests",
+        ours=[Contender(_ours(level), one.step, level) for level, one in ours.items()],
+        baselines=[Contender(one.name, one.step) for one in (*others, *floors)],
+        verify=verify,
+        asks=asks,
+    )
+
+
+def _ours(level: Level) -> str:
+    return f"checks {level.value}"
+
+
+def _require_equal(steps: list[Callable[[], Inputs]]) -> None:
+    """One step of each: the same ids, positions and lengths, and a place for each token where its position says."""
+    wanted, *others = [step() for step in steps]
+    places = [one.places.cpu().numpy().astype(np.int64) for one in (wanted, *others)]
+    for other in others:
+        for name in ("ids", "positions", "kv_lens"):
+            mine, theirs = getattr(wanted, name), getattr(other, name)
+            require_equal(name, mine.cpu().to(torch.int64), theirs.cpu().to(torch.int64))
+    for found in places:
+        require_equal("place in its page", found % PAGE_SIZE, places[0] % PAGE_SIZE)
+        require_equal("places of their own", np.unique(found).size, found.size)
