@@ -440,7 +440,7 @@ class MirroredTensor:
         return self.exact_host(what)
 
     def exact_host(self, what: str) -> Array:
-        """The host side if it is exact, whatever its index space. Raises what `exact_numbers` raises, but UNIT_MISMATCH."""
+        """The host side if it is exact, of any index space. Raises what `exact_numbers` raises, but UNIT_MISMATCH."""
         if self.contract not in (Contract.EXACT, Contract.HOST_ONLY):
             raise ContractError(
                 f"{what}: {self!r} has no exact host side", value=self.contract.value, remedy="resolve it first"
