@@ -10,6 +10,7 @@ import torch
 from batchstate import MirroredTensor, SlotPool, Slots
 from batchstate.batch import Batch, Extras
 from batchstate.columns import mirrored, slot_column
+from batchstate.forward.inputs import ForwardInputs
 from batchstate.forward.plan import ForwardPlan
 from batchstate.future_map import FutureMap, relay_field
 from batchstate.kv.pages import PagePool
@@ -77,6 +78,10 @@ class World:
         batch = batch.pad(rows) if rows else batch
         plan = ForwardPlan.of(batch.slots, batch.seq_lens, *arguments, **named)
         return plan, batch.upload(extras=plan.extras)
+
+    def resolve(self, plan: ForwardPlan, uploaded: Extras, **named: Any) -> ForwardInputs:
+        """The inputs of a plan, ids from `last_token`."""
+        return self.relay.resolve_forward_inputs(plan, uploaded, **{"ids": "last_token", **named})
 
     def locations(self, slot: int, positions: Sequence[int]) -> list[int]:
         """Where the KV of some positions of a request lies."""

@@ -117,26 +117,12 @@ def test_ids_of_any_batch(device: str, case: Case) -> None:
         assert world.states(slots, field) == wanted
 
 
-def test_ids_of_plain_decodes_are_the_entries(rt: Runtime, world: World) -> None:
-    """A decode step costs one gather and nothing else, with rows padded or not; padded rows have id 0."""
-    slots = world.take([5, 6, 7])
-    for padding in (0, 2):
-        world.relay.discard(slots)
-        world.publish(slots)
-        plan, uploaded = world.planned(slots, [5, 6, 7], pad_tokens=3 + padding, rows=3 + padding)
-        before = rt.counters.snapshot()
-        inputs = world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token")
-        spent = rt.counters - before
-        assert (spent.device_operations, spent.host_to_device_copies) == (1, 0)
-        assert values(rt, inputs.input_ids) == (10 * slots.np).tolist() + [0] * padding
-
-
 def test_a_request_that_puts_in_nothing_needs_no_ids(rt: Runtime, world: World) -> None:
     """A request that sits a step out takes no ids, named or not, and its entry stays published."""
     slots = world.take([5, 6, 7])
     world.publish(slots)
     plan, uploaded = world.planned(slots, [5, 6, 7], [1, 0, 1], samples=[True, False, True])
-    inputs = world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token")
+    inputs = world.resolve(plan, uploaded)
     assert values(rt, inputs.input_ids) == (10 * slots.np[[0, 2]]).tolist()
     assert world.states(slots, "last_token") == ["consumed", "published", "consumed"]
 
@@ -148,10 +134,7 @@ def test_full_compares_the_column_with_the_relay(rt: Runtime, world: World) -> N
     world.relay.publish(slots, last_token=[1, 2], lens=[5, 6])
     lens = world.bounds([9, 9], [6, 8])  # with this step's token: the second should be 7
     plan, uploaded = world.planned(slots, lens)
-    refused(
-        Code.MIRROR_EQUAL,
-        lambda: world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token", lengths="lens"),
-    )
+    refused(Code.MIRROR_EQUAL, lambda: world.resolve(plan, uploaded, lengths="lens"))
 
 
 @pytest.mark.parametrize("rows", [0, 1])
@@ -159,7 +142,7 @@ def test_an_idle_step(rt: Runtime, world: World, full: None, rows: int) -> None:
     """A step of no requests has inputs too: none, or padded lanes."""
     batch = Running.empty(rt).pad(rows)
     plan = ForwardPlan.of(batch.slots, batch.seq_lens, pages=world.pages, pad_tokens=rows)
-    inputs = world.relay.resolve_forward_inputs(plan, batch.upload(extras=plan.extras), ids="last_token")
+    inputs = world.resolve(plan, batch.upload(extras=plan.extras))
     assert values(rt, inputs.input_ids) == values(rt, inputs.slot_mapping) == [0] * rows
     assert values(rt, inputs.last_token_indices) == [0] * rows
     assert repr(inputs) == "ForwardInputs(ForwardPlan(0 requests, 0 tokens, 0 by the relay))"
@@ -172,13 +155,9 @@ def test_no_stand_in_becomes_an_id(rt: Runtime, world: World) -> None:
     for level in ("cheap", "full"):
         with checks(level):
             plan, uploaded = world.planned(slots, [5, 6], prompt_ids=[None, None])
-            violation = refused(
-                Code.FUTURE_UNWRITTEN,
-                functools.partial(world.relay.resolve_forward_inputs, plan, uploaded, ids="last_token"),
-            )
+            violation = refused(Code.FUTURE_UNWRITTEN, functools.partial(world.resolve, plan, uploaded))
             assert (violation.row, violation.slot) == (1, int(slots.np[1]))
-            assert violation.reader is not None
-            assert violation.reader.startswith("resolve_forward_inputs in step 0")
+            assert str(violation.reader).startswith("resolve_forward_inputs in step 0")
 
 
 def test_negative_ids_are_found_on_the_device(rt: Runtime, world: World, full: None) -> None:
@@ -186,9 +165,7 @@ def test_negative_ids_are_found_on_the_device(rt: Runtime, world: World, full: N
     slots = world.take([5, 6])
     world.relay.publish(slots, last_token=rt.upload([np.array([5, -1])]).view(0))
     plan, uploaded = world.planned(slots, [5, 6])
-    violation = refused(
-        Code.SENTINEL_ESCAPED, lambda: world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token")
-    )
+    violation = refused(Code.SENTINEL_ESCAPED, lambda: world.resolve(plan, uploaded))
     assert violation.row == 1
 
 
@@ -291,9 +268,7 @@ def test_a_prompt_beside_a_bound_stays_as_planned(rt: Runtime, world: World) -> 
     world.relay.publish(slots.take([0]), lens=rt.upload([np.array([4])]).view(0))
     column = world.bounds([8, 8], [5, 6])
     plan, uploaded = world.planned(slots, column, [1, 2], prompt_ids=[None, [3, 4]], pages=world.pages)
-    inputs = world.relay.resolve_forward_inputs(
-        plan, uploaded, ids="last_token", lengths="lens", req_to_token=world.table
-    )
+    inputs = world.resolve(plan, uploaded, lengths="lens", req_to_token=world.table)
     assert values(rt, inputs.positions) == [4, 6, 7]
     assert values(rt, inputs.kv_lens) == [5, 8]
     assert values(rt, inputs.slot_mapping) == [
@@ -309,7 +284,7 @@ def test_narrow_lengths(rt: Runtime, world: World) -> None:
     world.relay.publish(slots, narrow=rt.upload([np.array([4, 5], np.int32)]).view(0))
     column = world.bounds([8, 8], [5, 6])
     plan, uploaded = world.planned(slots, column)
-    inputs = world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token", lengths="narrow")
+    inputs = world.resolve(plan, uploaded, lengths="narrow")
     assert (inputs.positions.dtype, inputs.kv_lens.dtype) == (torch.int64, torch.int32)
     assert values(rt, inputs.positions) == [4, 5]
     assert values(rt, inputs.kv_lens) == [5, 6]
@@ -326,7 +301,7 @@ def test_lengths_that_the_host_knows_are_taken_unread(rt: Runtime, world: World)
         before = rt.counters.snapshot()
 
         def resolve(plan: ForwardPlan = plan, uploaded: Extras = uploaded) -> ForwardInputs:
-            return world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token", lengths="lens")
+            return world.resolve(plan, uploaded, lengths="lens")
 
         with checks(level):
             if true == [4, 6]:
@@ -346,19 +321,14 @@ def test_a_plan_is_used_once(rt: Runtime, world: World) -> None:
     """A second forward from one plan would repeat the step: it is refused, and takes nothing."""
     slots = world.take([5, 6])
     world.publish(slots)
-    batch = Running.build(rt, slots=slots, seq_lens=[5, 6])
     for ids in (None, [[1], [2]], [None, [2]]):
-        plan = ForwardPlan.of(batch.slots, batch.seq_lens, prompt_ids=ids)
-        uploaded = batch.upload(extras=plan.extras)
-        world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token")
+        plan, uploaded = world.planned(slots, [5, 6], prompt_ids=ids)
+        world.resolve(plan, uploaded)
         world.relay.discard(slots)
         world.publish(slots)
         rt.next_step()
         before = rt.counters.snapshot()
-        violation = refused(
-            Code.FUTURE_CONSUMED,
-            functools.partial(world.relay.resolve_forward_inputs, plan, uploaded, ids="last_token"),
-        )
+        violation = refused(Code.FUTURE_CONSUMED, functools.partial(world.resolve, plan, uploaded))
         assert violation.writer == f"the plan of step {plan.step}"
         assert violation.reader == f"resolve_forward_inputs in step {rt.step}"
         assert world.states(slots, "last_token") == ["published"] * 2
@@ -421,77 +391,47 @@ def test_wrong_arguments_change_nothing(rt: Runtime, world: World, name: str) ->
         pairs=rt.upload([np.zeros((2, 2, 2), np.int64)]).view(0),
         outputs=rt.upload([np.array([1, 2])]).view(0),
     )
-    lens: Any = [8, 8]
-    if planned.get("bounded"):
-        lens = world.bounds([8, 8], [8, 8])
-    batch = Running.build(rt, slots=slots, seq_lens=lens)
-    plan = ForwardPlan.of(
-        batch.slots,
-        batch.seq_lens,
-        planned.get("queries", 1),
-        pages=world.pages if planned.get("with_pages") else None,
-    )
-    uploaded = batch.upload(extras=plan.extras)
+    lens: Any = world.bounds([8, 8], [8, 8]) if planned.get("bounded") else [8, 8]
+    pages = world.pages if planned.get("with_pages") else None
+    plan, uploaded = world.planned(slots, lens, planned.get("queries", 1), pages=pages)
     before = rt.counters.snapshot()
     with pytest.raises(error, match=match):
-        world.relay.resolve_forward_inputs(plan, uploaded, **{"ids": "last_token", **asked})
+        world.resolve(plan, uploaded, **asked)
     assert rt.counters == before
     for field in world.relay.fields:
         assert world.states(slots, field) == ["published"] * 2
     if not planned:
-        assert len(world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token").input_ids) == 2
+        assert len(world.resolve(plan, uploaded).input_ids) == 2
 
 
 def test_wrong_objects_change_nothing(rt: Runtime, device: str, world: World) -> None:
-    """Something else than a plan, than its upload, than a table of the pool, or of another pool or runtime."""
+    """Something else than a plan, than its own upload, than a table of the pool, or of another pool or runtime."""
     slots = world.take([8, 8])
     world.publish(slots)
     batch = Running.build(rt, slots=slots, seq_lens=[8, 8])
-    plan = ForwardPlan.of(batch.slots, batch.seq_lens)
-    uploaded, bare = batch.upload(extras=plan.extras), batch.upload()
+    plan, other = ForwardPlan.of(batch.slots, batch.seq_lens), ForwardPlan.of(batch.slots, batch.seq_lens)
+    uploaded = batch.upload(extras={**plan.extras, "temperature": [0.5, 1.0]})
+    theirs, bare = batch.upload(extras=other.extras), batch.upload()
     others, far = World.of(rt), World.of(open_device(device))
+    resolve: Any = world.resolve
+    not_uploaded = "kv_lens, last_token_indices, positions, query_start_loc of ForwardPlan.* were not uploaded"
     acts: list[tuple[type[Exception], str, Callable[[], object]]] = [
-        (
-            ArgumentError,
-            "expected ForwardPlan, got list",
-            lambda: world.relay.resolve_forward_inputs([], uploaded, ids="last_token"),  # type: ignore[arg-type]
-        ),
-        (
-            ArgumentError,
-            "expected Extras, got dict",
-            lambda: world.relay.resolve_forward_inputs(plan, {}, ids="last_token"),  # type: ignore[arg-type]
-        ),
-        (
-            ArgumentError,
-            "kv_lens, last_token_indices, positions, query_start_loc of ForwardPlan.* were not uploaded",
-            lambda: world.relay.resolve_forward_inputs(plan, bare, ids="last_token"),
-        ),
-        (
-            ArgumentError,
-            "expected a table of slots of",
-            lambda: world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token", req_to_token=others.table),
-        ),
-        (
-            ArgumentError,
-            "given to pool",
-            lambda: others.relay.resolve_forward_inputs(plan, uploaded, ids="last_token"),
-        ),
-        (
-            DeviceError,
-            "another runtime",
-            lambda: far.relay.resolve_forward_inputs(plan, uploaded, ids="last_token"),
-        ),
+        (ArgumentError, "expected ForwardPlan, got list", lambda: resolve([], uploaded)),
+        (ArgumentError, "expected Extras, got dict", lambda: resolve(plan, {})),
+        (ArgumentError, not_uploaded, lambda: resolve(plan, bare)),
+        (ArgumentError, "were not uploaded with this batch", lambda: resolve(plan, theirs)),
+        (ArgumentError, "a table of slots of", lambda: resolve(plan, uploaded, req_to_token=others.table)),
+        (ArgumentError, "given to pool", lambda: others.resolve(plan, uploaded)),
+        (DeviceError, "another runtime", lambda: far.resolve(plan, uploaded)),
     ]
     before = rt.counters.snapshot()
     for error, match, act in acts:
         with pytest.raises(error, match=match):
             act()
-    assert isinstance(
-        in_a_thread(lambda: world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token")), OwnerThreadError
-    )
+    assert isinstance(in_a_thread(lambda: resolve(plan, uploaded)), OwnerThreadError)
     assert rt.counters == before
     assert world.states(slots, "last_token") == ["published"] * 2
-    world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token")
+    assert values(rt, world.resolve(plan, uploaded).input_ids) == (10 * slots.np).tolist()
 
 
 def test_requests_that_left_are_refused(rt: Runtime, world: World) -> None:
@@ -504,10 +444,7 @@ def test_requests_that_left_are_refused(rt: Runtime, world: World) -> None:
         before = rt.counters.snapshot()
         for level in ("off", "cheap"):
             with checks(level):
-                refused(
-                    Code.SLOT_STALE_HANDLE,
-                    functools.partial(world.relay.resolve_forward_inputs, plan, uploaded, ids="last_token"),
-                )
+                refused(Code.SLOT_STALE_HANDLE, functools.partial(world.resolve, plan, uploaded))
         assert rt.counters == before
 
 
@@ -521,9 +458,9 @@ def test_none_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, uploaded = world.planned(slots, [8, 8])
     module.capturing = True
     with pytest.raises(CaptureError, match="gather before the replay"):
-        world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token")
+        world.resolve(plan, uploaded)
     module.capturing = False
-    world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token")
+    world.resolve(plan, uploaded)
 
 
 # What a step costs
@@ -575,12 +512,7 @@ def run_steps(world: World, speculating: bool) -> None:
         batch = batch.advance("seq_lens", queries)
         extension = world.pages.advance(batch.slots, queries)
         plan = ForwardPlan.of(
-            batch.slots,
-            batch.seq_lens,
-            queries,
-            prompt_ids=prompts,
-            pages=world.pages,
-            layouts="flash_attention",
+            batch.slots, batch.seq_lens, queries, prompt_ids=prompts, pages=world.pages, layouts="flash_attention"
         )
         uploaded = batch.upload(writes=[extension.entry()], extras=plan.extras)
         with rt.use(forward):
@@ -613,51 +545,42 @@ def test_inputs_are_made_on_the_forwards_stream() -> None:
         world.relay.publish(slots, last_token=rt.upload([np.array([50, 60])]).view(0))
     plan, uploaded = world.planned(slots, [5, 6])
     with rt.use(forward):
-        inputs = world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token")
+        inputs = world.resolve(plan, uploaded)
         assert values(rt, inputs.input_ids) == [50, 60]
     assert (rt.counters.fence_waits, rt.counters.forced_syncs) == (0, 0)
     assert rt.pending() > 0
 
 
 def test_what_inputs_cost(rt: Runtime, world: World) -> None:
-    """Decodes: one launch. Prompts: one copy. Both: one copy and two launches."""
+    """Decodes, padded or not: one launch. Prompts: one copy. Both: one copy and two launches."""
     slots = world.take([5, 6])
-    batch = Running.build(rt, slots=slots, seq_lens=[5, 6])
-    costs = []
-    prompts: list[list[list[int] | None]] = [[None, None], [[7], [8]], [None, [8]]]
-    for ids in prompts:
+    last = (10 * slots.np).tolist()
+    cases: list[tuple[list[list[int] | None] | None, int, tuple[int, int], list[int]]] = [
+        (None, 0, (0, 1), last),
+        (None, 2, (0, 1), [*last, 0, 0]),
+        ([[7], [8]], 0, (1, 0), [7, 8]),
+        ([None, [8]], 0, (1, 2), [last[0], 8]),
+    ]
+    for prompts, padding, cost, ids in cases:
         world.relay.discard(slots)
         world.publish(slots)
-        plan = ForwardPlan.of(batch.slots, batch.seq_lens, prompt_ids=ids)
-        uploaded = batch.upload(extras=plan.extras)
+        plan, uploaded = world.planned(
+            slots, [5, 6], prompt_ids=prompts, rows=2 + padding, pad_tokens=2 + padding if padding else None
+        )
         before = rt.counters.snapshot()
-        world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token")
+        inputs = world.resolve(plan, uploaded)
         spent = rt.counters - before
-        costs.append((spent.host_to_device_copies, spent.device_operations))
-    assert costs == [(0, 1), (1, 0), (1, 2)]
-
-
-def test_extras_of_another_plan_are_refused(rt: Runtime, world: World) -> None:
-    """The upload of a plan of the same requests and sizes is another upload; the plan can be used with its own."""
-    slots = world.take([5, 6])
-    world.publish(slots)
-    batch = Running.build(rt, slots=slots, seq_lens=[5, 6])
-    plan, other = ForwardPlan.of(batch.slots, batch.seq_lens), ForwardPlan.of(batch.slots, batch.seq_lens)
-    theirs, mine = batch.upload(extras=other.extras), batch.upload(extras={**plan.extras, "temperature": [0.5, 1.0]})
-    with pytest.raises(ArgumentError, match="were not uploaded with this batch"):
-        world.relay.resolve_forward_inputs(plan, theirs, ids="last_token")
-    inputs = world.relay.resolve_forward_inputs(plan, mine, ids="last_token")
-    assert values(rt, inputs.input_ids) == (10 * slots.np).tolist()
+        assert (spent.host_to_device_copies, spent.device_operations) == cost
+        assert values(rt, inputs.input_ids) == ids
 
 
 def test_padded_rows_may_have_an_entry_everywhere(rt: Runtime, world: World) -> None:
     """Lengths, ids and the mask of samples may have one entry per padded row, which is ignored."""
     slots = world.take([5, 6])
-    batch = Running.build(rt, slots=slots, seq_lens=[5, 6]).pad(4)
-    plan = ForwardPlan.of(
-        batch.slots, batch.seq_lens, [1, 2, 0, 0], prompt_ids=[[7], [8, 9], None, None], samples=np.ones(4, np.bool_)
+    plan, uploaded = world.planned(
+        slots, [5, 6], [1, 2, 0, 0], prompt_ids=[[7], [8, 9], None, None], samples=np.ones(4, np.bool_), rows=4
     )
-    inputs = world.relay.resolve_forward_inputs(plan, batch.upload(extras=plan.extras), ids="last_token")
+    inputs = world.resolve(plan, uploaded)
     assert values(rt, inputs.input_ids) == [7, 8, 9]
     assert plan.sample_rows.tolist() == [0, 1]
 
@@ -676,7 +599,7 @@ def test_a_table_that_is_none_of_tokens_is_refused(
     lens = world.bounds([9], [6])
     plan, uploaded = world.planned(slots, lens, pages=world.pages)
     with pytest.raises(ArgumentError, match="for requests of up to 9 tokens"):
-        world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token", lengths="lens", req_to_token=table)
+        world.resolve(plan, uploaded, lengths="lens", req_to_token=table)
     assert world.states(slots, "last_token") == ["published"]
 
 
@@ -687,10 +610,7 @@ def test_a_false_bound_is_found_before_it_is_used_as_an_index(rt: Runtime, world
     world.relay.publish(slots, last_token=[1, 2], lens=[4, LONGEST + 10])
     plan, uploaded = world.planned(slots, world.bounds([8, 9], [5, 6]), pages=world.pages)
     violation = refused(
-        Code.MIRROR_BOUND,
-        lambda: world.relay.resolve_forward_inputs(
-            plan, uploaded, ids="last_token", lengths="lens", req_to_token=world.table
-        ),
+        Code.MIRROR_BOUND, lambda: world.resolve(plan, uploaded, lengths="lens", req_to_token=world.table)
     )
     assert (violation.row, violation.column) == (1, "kv_lens")
 
@@ -702,7 +622,7 @@ def test_pages_that_were_taken_back_are_noticed(rt: Runtime, world: World) -> No
     plan, uploaded = world.planned(slots, [9], pages=world.pages)
     world.pages.truncate(slots, 2)
     with pytest.raises(ArgumentError, match="has 9 tokens and pages for"):
-        world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token")
+        world.resolve(plan, uploaded)
     assert world.states(slots, "last_token") == ["published"]
 
 
@@ -719,12 +639,11 @@ def test_what_true_lengths_cost(
     world.relay.discard(slots, "lens")
     world.relay.publish(slots, lens=[4, 5, 9 - width])
     lens = world.bounds([9, 9, 9], [4 + width, 5 + width, 9])
-    batch = Running.build(rt, slots=slots, seq_lens=lens).pad(3 + padding)
     ids = [None, None, list(range(width)) if prompt else None]
-    plan = ForwardPlan.of(
-        batch.slots, batch.seq_lens, width, prompt_ids=ids, pages=world.pages, pad_tokens=(3 + padding) * width
+    tokens = (3 + padding) * width
+    plan, uploaded = world.planned(
+        slots, lens, width, prompt_ids=ids, pages=world.pages, pad_tokens=tokens, rows=3 + padding
     )
-    uploaded = batch.upload(extras=plan.extras)
     fields = ("last_token", "drafts")[: 1 if width == 1 else 2]
     before = rt.counters.snapshot()
     inputs = world.relay.resolve_forward_inputs(plan, uploaded, ids=fields, lengths="lens", req_to_token=world.table)
@@ -742,8 +661,8 @@ def test_locations_that_were_not_uploaded_are_found(rt: Runtime, world: World) -
     extension = world.pages.advance(slots, 2)
     plan = ForwardPlan.of(batch.slots, batch.seq_lens, 2, prompt_ids=[[8, 9]], pages=world.pages)
     uploaded = batch.upload(extras=plan.extras)
-    violation = refused(Code.MIRROR_EQUAL, lambda: world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token"))
+    violation = refused(Code.MIRROR_EQUAL, lambda: world.resolve(plan, uploaded))
     assert "req_to_token" in str(violation.object)
     plan = ForwardPlan.of(batch.slots, batch.seq_lens, 2, prompt_ids=[[8, 9]], pages=world.pages)
     uploaded = batch.upload(writes=[extension.entry()], extras=plan.extras)
-    world.relay.resolve_forward_inputs(plan, uploaded, ids="last_token")
+    world.resolve(plan, uploaded)
