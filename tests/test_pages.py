@@ -1,7 +1,6 @@
 """Page pools: each token has one location, each page as many references as holders, and lengths are in order."""
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,7 @@ from batchstate.errors import (
     ValueOverflowError,
 )
 from batchstate.hybrid import HybridSlotPool
-from batchstate.indices import Locations, Slots
+from batchstate.indices import Slots
 from batchstate.kv.pages import PagePool
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
@@ -47,179 +46,8 @@ def pages(rt: Runtime, slots: SlotPool) -> PagePool:
     return PagePool(rt, slots, 12, 4, max_tokens_per_request=16)
 
 
-def test_extends_by_tokens(rt: Runtime, slots: SlotPool, pages: PagePool) -> None:
-    """`extend` allocates whole pages and returns the place of each new token, request by request."""
-    two = slots.take(2)
-    first = pages.extend(two, [5, 2])
-    assert pages.committed(two).tolist() == [5, 2]
-    assert pages.allocated(two).tolist() == [8, 4]
-    assert first.slots.tolist() == [1] * 5 + [2] * 2
-    assert first.positions.tolist() == [0, 1, 2, 3, 4, 0, 1]
-    assert first.counts.tolist() == [5, 2]
-    table = pages.page_table
-    expected = [int(table[s, p // 4]) * 4 + p % 4 for s, p in zip(first.slots, first.positions, strict=True)]
-    assert isinstance(first.locations, Locations)
-    assert first.locations.np.tolist() == expected
-    second = pages.extend(two, [6, 2])
-    assert second.positions.tolist() == [5]
-    assert second.counts.tolist() == [1, 0]
-    assert len(second) == 1
-
-
-@pytest.mark.parametrize("page_size", [1, 3, 4])
-@pytest.mark.parametrize("as_array", [False, True])
-def test_advancing_is_extending(rt: Runtime, page_size: int, as_array: bool) -> None:
-    """`advance` by one, as number or array, gives the tokens that a model in plain Python gives."""
-    slots = SlotPool(rt, 4)
-    pages = PagePool(rt, slots, 40, page_size, max_tokens_per_request=30)
-    three = slots.take(3)
-    pages.extend(three, [1, 4, 3])
-    seen = set()
-    for step in range(9):
-        step_tokens = pages.advance(three, np.ones(3, np.int64) if as_array else 1)
-        lengths = [1 + step, 4 + step, 3 + step]
-        assert step_tokens.positions.tolist() == lengths
-        assert step_tokens.slots.tolist() == three.np.tolist()
-        for slot, position, token in zip(three.np, lengths, step_tokens.locations.np, strict=True):
-            assert token == int(pages.page_table[slot, position // page_size]) * page_size + position % page_size
-            assert token not in seen
-            seen.add(int(token))
-    assert pages.committed(three).tolist() == [10, 13, 12]
-    pages.verify()
-
-
-def test_no_token_of_page_zero(rt: Runtime, slots: SlotPool) -> None:
-    """The tokens of page 0 are padding: they are never handed out, and every other one is, once."""
-    pages = PagePool(rt, slots, 4, 4, max_tokens_per_request=16)
-    tokens = pages.extend(slots.take(1), 16).locations.np
-    assert sorted(tokens.tolist()) == list(range(4, 20))
-
-
-def test_grows_without_committing(slots: SlotPool, pages: PagePool) -> None:
-    """`grow` allocates ahead; `commit` moves the committed length up to what is allocated and no further."""
-    two = slots.take(2)
-    pages.grow(two, [6, 1])
-    assert pages.committed(two).tolist() == [0, 0]
-    assert pages.allocated(two).tolist() == [8, 4]
-    pages.grow(two, 2)
-    assert pages.allocated(two).tolist() == [8, 4]
-    pages.commit(two, [8, 4])
-    refused(Code.LENGTH_ORDER, lambda: pages.commit(two, [9, 4]))
-    refused(Code.LENGTH_ORDER, lambda: pages.commit(two, [7, 4]))
-    assert pages.committed(two).tolist() == [8, 4]
-    assert pages.stats.live == 3
-
-
-@pytest.mark.parametrize("lengths", [17, -1, [16, 2**62]])
-def test_refuses_lengths_out_of_order(slots: SlotPool, pages: PagePool, lengths: object) -> None:
-    """No request gets longer than its row, or shorter than nothing; nothing changes."""
-    two = slots.take(2)
-    before = pages.stats
-    for action in (pages.extend, pages.grow, pages.commit, pages.truncate):
-        refused(Code.LENGTH_ORDER, functools.partial(action, two, lengths))
-    assert pages.stats == before
-    pages.extend(two, 16)
-    refused(Code.LENGTH_ORDER, lambda: pages.advance(two))
-    refused(Code.LENGTH_ORDER, lambda: pages.advance(two, [0, 1]))
-    refused(Code.LENGTH_ORDER, lambda: pages.advance(two, [2**63 - 1, 0]))
-    refused(Code.LENGTH_ORDER, lambda: pages.extend(two, 15))
-    pages.verify()
-
-
-def test_running_out_changes_nothing(rt: Runtime, slots: SlotPool, pages: PagePool) -> None:
-    """All requests get their pages or none does; the error says what is asked, free and pending."""
-    gone, two = slots.take(1), slots.take(4)
-    pages.extend(gone, 8)
-    pages.release_requests(gone, after=Gate())
-    pages.extend(two, 8)
-    table, before = pages.page_table.copy(), pages.stats
-    for action in (lambda: pages.extend(two, 12), lambda: pages.advance(two), lambda: pages.grow(two, 16)):
-        with pytest.raises(PoolExhaustedError) as caught:
-            action()
-        assert (caught.value.free, caught.value.pending) == (2, 2)
-        assert pages.stats == before
-        assert np.array_equal(pages.page_table, table)
-        assert pages.committed(two).tolist() == [8] * 4
-    pages.verify()
-
-
-def test_truncates(slots: SlotPool, pages: PagePool) -> None:
-    """`truncate` takes rejected tokens back: whole pages beyond the new length go, the begun one stays."""
-    two = slots.take(2)
-    pages.extend(two, [10, 4])
-    pages.grow(two, [16, 4])
-    pages.truncate(two, [5, 0])
-    assert pages.committed(two).tolist() == [5, 0]
-    assert pages.allocated(two).tolist() == [8, 0]
-    assert pages.stats.live == 2
-    refused(Code.LENGTH_ORDER, lambda: pages.truncate(two, [6, 0]))
-    assert not pages.page_table[two.np[1]].any()
-    gate = Gate()
-    pages.truncate(two, 0, after=gate)
-    assert pages.stats.pending == 2
-    gate.done = True
-    assert pages.stats.free == 12
-
-
-def test_shares_whole_pages(slots: SlotPool, pages: PagePool) -> None:
-    """Requests that share a prefix have the same pages; a page is free when its last holder is gone."""
-    source, targets = slots.take(1), slots.take(2)
-    pages.extend(source, 11)
-    shared = pages.share(source, targets, 8)
-    assert shared.positions.tolist() == [*range(8), *range(8)]
-    assert pages.committed(targets).tolist() == [8, 8]
-    assert pages.page_table[targets.np, :2].tolist() == [pages.page_table[1, :2].tolist()] * 2
-    assert (pages.stats.live, pages.stats.shared) == (3, 2)
-    own = pages.advance(targets)
-    assert len(set(own.locations.np.tolist())) == 2
-    pages.release_requests(source)
-    assert (pages.stats.live, pages.stats.shared) == (4, 2)
-    pages.release_requests(targets.take([0]))
-    assert (pages.stats.live, pages.stats.shared) == (3, 0)
-    pages.release_requests(targets.take([1]))
-    pages.expect_idle()
-    pages.verify()
-
-
-def test_refuses_to_write_into_a_shared_page(slots: SlotPool, pages: PagePool) -> None:
-    """Who truncates into a shared page may not write on: others read it. When they are gone it may."""
-    source, target = slots.take(1), slots.take(1)
-    pages.extend(source, 8)
-    pages.share(source, target, 8)
-    pages.truncate(source, 6)
-    shared_page = int(pages.page_table[source.np[0], 1])
-    for action in (
-        lambda: pages.advance(source),
-        lambda: pages.advance(source, [3]),
-        lambda: pages.extend(source, 9),
-        lambda: pages.commit(source, 7),
-    ):
-        assert refused(Code.PAGE_OWNER, action).slot == shared_page
-    assert pages.committed(source).tolist() == [6]
-    pages.release_requests(target)
-    pages.advance(source)
-
-
-def test_leases_outlive_their_request(slots: SlotPool, pages: PagePool) -> None:
-    """A lease keeps a prefix after its request, others begin with it, and it is released once."""
-    source = slots.take(1)
-    pages.extend(source, 9)
-    lease = pages.hold(source, 8)
-    assert pages.stats.leases == 1
-    pages.release_requests(source)
-    assert pages.stats.live == 2
-    target = slots.take(1)
-    pages.share(lease, target, 4)
-    assert pages.page_table[target.np[0], 0] == lease.pages[0]
-    refused(Code.LENGTH_ORDER, lambda: pages.share(lease, slots.take(1), 12))
-    lease.release()
-    assert (pages.stats.live, pages.stats.leases, lease.released) == (1, 0, True)
-    refused(Code.SLOT_DOUBLE_FREE, lease.release)
-    with pytest.raises(ArgumentError):
-        pages.share(lease, slots.take(1), 4)
-    with pytest.raises(ValueError, match="read-only"):
-        lease.pages[0] = 1
-    pages.verify()
+# Who has which page and which lengths, when pages are free, and that refusals change nothing: the model of the
+# state machine `page_pool` compares all of it after every call.
 
 
 @pytest.mark.parametrize("level", ["off", "cheap", "full"])
@@ -239,18 +67,6 @@ def test_takes_pages_before_a_request(slots: SlotPool, pages: PagePool, level: s
         pages.release_requests(one)
         pages.expect_idle()
         pages.verify()
-
-
-def test_pages_come_back_behind_a_fence(pages: PagePool) -> None:
-    """Taken pages that are given back behind a fence are free when it is complete, and not before."""
-    lease, gate = pages.take(12), Gate()
-    lease.release(after=gate)
-    assert (pages.stats.pending, pages.stats.free, lease.released) == (12, 0, True)
-    with pytest.raises(PoolExhaustedError, match="pending"):
-        pages.take(1)
-    gate.done = True
-    assert sorted(pages.take(12).pages.tolist()) == list(range(1, 13))
-    pages.verify()
 
 
 def test_too_few_pages_take_none(slots: SlotPool, pages: PagePool) -> None:
@@ -322,54 +138,6 @@ def test_a_turnover_asks_only_its_own_pages(
     assert looked == [7, 7]
 
 
-def test_a_leaked_lease_is_found(slots: SlotPool, pages: PagePool) -> None:
-    """A lease that was not released keeps the pool from being idle."""
-    source = slots.take(1)
-    pages.extend(source, 4)
-    pages.hold(source, 4)
-    pages.release_requests(source)
-    slots.expect_idle()
-    assert "1 leaked" in str(refused(Code.SLOT_CONSERVATION, pages.expect_idle))
-
-
-def test_pages_wait_for_every_reader(slots: SlotPool, pages: PagePool) -> None:
-    """A page is free only when the forwards of ALL its former holders are complete, not only the last one's."""
-    source, target = slots.take(1), slots.take(1)
-    pages.extend(source, 4)
-    pages.share(source, target, 4)
-    early, late = Gate(), Gate()
-    pages.release_requests(source, after=early)
-    pages.release_requests(target)
-    assert (pages.stats.free, pages.stats.pending) == (11, 1)
-    early.done = True
-    assert pages.stats.free == 12
-
-    source, target = slots.take(1), slots.take(1)
-    pages.extend(source, 4)
-    pages.share(source, target, 4)
-    early.done = False
-    pages.release_requests(source, after=early)
-    pages.release_requests(target, after=late)
-    late.done = True
-    assert pages.stats.pending == 1
-    early.done = True
-    assert pages.stats.pending == 0
-    pages.verify()
-
-
-def test_slots_with_pages_are_not_freed(slots: SlotPool, pages: PagePool) -> None:
-    """A slot leaves with its pages or not at all."""
-    two = slots.take(2)
-    pages.extend(two, [4, 0])
-    report = refused(Code.SLOT_CONSERVATION, lambda: slots.free(two))
-    assert report.slot == two.np[0]
-    assert slots.stats.live == 2
-    pages.release(two)
-    assert slots.stats.live == 2
-    slots.free(two)
-    slots.expect_idle()
-
-
 def test_two_page_pools_leave_together(rt: Runtime, slots: SlotPool, pages: PagePool) -> None:
     """With pages in two pools `release_requests` of one refuses and changes nothing until the other is empty."""
     window = PagePool(rt, slots, 4, 4, max_tokens_per_request=8, name="window")
@@ -397,17 +165,6 @@ def test_misuse_is_refused(slots: SlotPool, pages: PagePool, misuse: Misuse[tupl
     assert pages.committed(one).tolist() == [5]
 
 
-def test_refuses_what_has_left_or_is_of_another_runtime(slots: SlotPool, pages: PagePool, device: str) -> None:
-    """A request leaves once, and a pool serves slots of its own runtime."""
-    one = slots.take(1)
-    pages.extend(one, 4)
-    pages.release_requests(one)
-    refused(Code.SLOT_DOUBLE_FREE, lambda: pages.release_requests(one))
-    refused(Code.SLOT_STALE_HANDLE, lambda: pages.extend(one, 4))
-    with pytest.raises(DeviceError):
-        PagePool(open_device(device), slots, 4, 4, max_tokens_per_request=4)
-
-
 def test_no_rows_is_fine(slots: SlotPool, pages: PagePool) -> None:
     """Operations on no requests do nothing."""
     none = slots.take(0)
@@ -423,24 +180,47 @@ def test_no_rows_is_fine(slots: SlotPool, pages: PagePool) -> None:
 
 
 def test_extension_writes_the_token_table(rt: Runtime, slots: SlotPool) -> None:
-    """An extension becomes one table write [slot, position] -> token, into the pool's table or another."""
+    """An extension becomes one table write [slot, position] -> location, equal to one that is checked again."""
     table = slots.table("req_to_token", (16,), torch.int32, holds="location", host=True)
     pages = PagePool(rt, slots, 12, 4, max_tokens_per_request=16, req_to_token=table)
-    two = slots.take(2)
-    extension = pages.extend(two, [5, 2])
-    entry = extension.entry()
-    packed = rt.upload([entry.index, entry.values])
-    table.apply(entry, packed.view(0), packed.view(1))
+    assert pages.req_to_token is table
+    extension = pages.extend(slots.take(2), [5, 2])
+    quick, careful = extension.entry(), table.entry(extension.slots, extension.positions, extension.locations)
+    assert quick.index.tolist() == careful.index.tolist()
+    assert quick.values.tolist() == careful.values.tolist()
+    assert quick.values.dtype == careful.values.dtype
+    packed = rt.upload([quick.index, quick.values])
+    table.apply(quick, packed.view(0), packed.view(1))
     on_device = rt.read_back(table.device)
     assert on_device[extension.slots, extension.positions].tolist() == extension.locations.np.tolist()
     assert np.count_nonzero(on_device) == 7
-    other = slots.table("other", (16,), holds="page")
-    refused(Code.UNIT_MISMATCH, lambda: extension.entry(other))
-    with pytest.raises(ArgumentError):
-        PagePool(rt, slots, 2, 4, max_tokens_per_request=4).advance(slots.take(0)).entry()
-    with pytest.raises(ShapeError):
-        PagePool(rt, slots, 2, 4, max_tokens_per_request=17, req_to_token=table)
-    refused(Code.UNIT_MISMATCH, lambda: PagePool(rt, slots, 2, 4, max_tokens_per_request=4, req_to_token=other))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "holds", "num_pages", "expected", "match"),
+    [
+        (16, torch.int32, "page", 12, Code.UNIT_MISMATCH, "page"),
+        (15, torch.int32, "location", 12, ShapeError, r"rows of \[15\] for 16 tokens"),
+        (16, torch.int8, "location", 200, ValueOverflowError, "req_to_token"),
+        (16, torch.bool, "location", 12, DtypeError, "req_to_token"),
+        (16, torch.float16, None, 12, DtypeError, "tokens are integers"),
+    ],
+)
+def test_a_token_table_holds_locations(
+    rt: Runtime,
+    slots: SlotPool,
+    tokens: int,
+    dtype: torch.dtype,
+    holds: str | None,
+    num_pages: int,
+    expected: type[Exception] | Code,
+    match: str,
+) -> None:
+    """Integers that can name every location, one for each token of a request: no other table becomes one."""
+    table = slots.table("odd", (tokens,), dtype, holds=holds)
+    with pytest.raises(BatchStateError, match=match) as caught:
+        PagePool(rt, slots, num_pages, 4, max_tokens_per_request=16, req_to_token=table)
+    assert getattr(caught.value, "code", type(caught.value)) == expected
 
 
 def test_nothing_touches_the_device(rt: Runtime, slots: SlotPool, pages: PagePool) -> None:
@@ -483,31 +263,6 @@ def test_finds_a_forgotten_reader(slots: SlotPool, pages: PagePool) -> None:
     with levels.checks("off"):
         pages.release_requests(target)
     refused(Code.SLOT_IN_FLIGHT, lambda: pages.extend(slots.take(1), 4))
-
-
-def test_an_entry_of_the_pools_own_table(rt: Runtime) -> None:
-    """An entry for the pool's token table equals the one that is checked again; a table too narrow is refused."""
-    slots = SlotPool(rt, 4)
-    table = slots.table("req_to_token", (8,), torch.int32, holds="location")
-    pages = PagePool(rt, slots, 8, 2, max_tokens_per_request=8, req_to_token=table)
-    assert pages.req_to_token is table
-    extension = pages.extend(slots.take(2), [3, 5])
-    quick, careful = extension.entry(), table.entry(extension.slots, extension.positions, extension.locations)
-    assert quick.index.tolist() == careful.index.tolist()
-    assert quick.values.tolist() == careful.values.tolist()
-    assert quick.values.dtype == careful.values.dtype
-    narrow = slots.table("narrow", (8,), torch.int8, holds="location")
-    with pytest.raises(ValueOverflowError, match="req_to_token"):
-        PagePool(rt, slots, 200, 2, max_tokens_per_request=8, req_to_token=narrow)
-    with pytest.raises(DtypeError, match="req_to_token"):
-        PagePool(
-            rt,
-            slots,
-            8,
-            2,
-            max_tokens_per_request=8,
-            req_to_token=slots.table("mask", (8,), torch.bool, holds="location"),
-        )
 
 
 @pytest.mark.parametrize("made_by", ["take", "extend", "share"])
@@ -610,42 +365,54 @@ def test_the_owners_of_an_extension_are_checked_again(slots: SlotPool, pages: Pa
 
 
 def test_an_extension_cannot_be_changed(slots: SlotPool, pages: PagePool) -> None:
-    """Slots, positions and counts of new tokens are read-only: they were checked as they are."""
+    """Slots, positions and counts of new tokens, and pages of a lease, are read-only: they were checked as they are."""
     added = pages.extend(slots.take(2), 4)
-    for array in (added.slots, added.positions, added.counts):
+    for array in (added.slots, added.positions, added.counts, pages.take(1).pages):
         with pytest.raises(ValueError, match="read-only"):
             array[:] = 0
 
 
-def test_tables_of_other_slots_take_no_tokens(rt: Runtime, slots: SlotPool, pages: PagePool) -> None:
-    """A token table is indexed by the slots of the pool, and holds integers."""
+def test_tables_of_other_slots_take_no_tokens(rt: Runtime, device: str, slots: SlotPool, pages: PagePool) -> None:
+    """A token table is indexed by the slots of the pool, and a pool of pages serves slots of its own runtime."""
     other = SlotPool(rt, 8).table("tokens", (16,), holds="location")
+    added = pages.extend(slots.take(1), 4)
     with pytest.raises(ArgumentError, match="another pool"):
         PagePool(rt, slots, 12, 4, max_tokens_per_request=16, req_to_token=other)
     with pytest.raises(ArgumentError, match="made by the pool of these slots"):
-        pages.extend(slots.take(1), 4).entry(other)
-    halves = slots.table("tokens", (16,), torch.float16)
-    with pytest.raises(DtypeError, match="tokens are integers"):
-        PagePool(rt, slots, 12, 4, max_tokens_per_request=16, req_to_token=halves)
+        added.entry(other)
+    with pytest.raises(ArgumentError):
+        added.entry()  # these pages have no table
+    refused(Code.UNIT_MISMATCH, lambda: added.entry(slots.table("other", (16,), holds="page")))
+    with pytest.raises(DeviceError):
+        PagePool(open_device(device), slots, 4, 4, max_tokens_per_request=4)
 
 
 def test_refusals_say_what_was_asked_for(slots: SlotPool, pages: PagePool) -> None:
     """The report of a length names what the caller asked for, and the operation that does what is meant."""
     one, other = slots.take(1), slots.take(1)
     pages.extend(one, 5)
+    lease = pages.hold(one, 4)
     told = {
         "17 tokens asked for, a request may have 16": lambda: pages.extend(one, 17),
+        f"{2**62} tokens asked for, a request may have 16": lambda: pages.extend(slots.take(2), [16, 2**62]),
         "`truncate` takes tokens back, `advance` adds": lambda: pages.extend(one, 3),
         "105 tokens asked for, a request may have 16": lambda: pages.advance(one, 100),
         "9 tokens are to be committed, 8 are allocated": lambda: pages.commit(one, 9),
         "truncation to 9 tokens, of 5": lambda: pages.truncate(one, 9),
         "a prefix of 8 tokens asked for, 5 are committed": lambda: pages.share(one, other, 8),
+        "a prefix of 8 tokens asked for, 4 are": lambda: pages.share(lease, other, 8),
     }
     for words, action in told.items():
         assert words in str(refused(Code.LENGTH_ORDER, action))
-    report = str(refused(Code.SLOT_CONSERVATION, lambda: slots.free(one)))
-    assert "these slots still own 2 pages: 1" in report
-    assert "pages.release_requests(slots, after=...)" in report
+    report = refused(Code.SLOT_CONSERVATION, lambda: slots.free(one))
+    assert report.slot == one.np[0]
+    assert "these slots still own 2 pages: 1" in str(report)
+    assert "pages.release_requests(slots, after=...)" in str(report)
+    pages.truncate(one, 3)
+    for write in (pages.advance, lambda one: pages.extend(one, 5), lambda one: pages.commit(one, 4)):
+        assert refused(Code.PAGE_OWNER, functools.partial(write, one)).slot == lease.pages[0]
+    pages.release_requests(one)
+    assert "1 leaked" in str(refused(Code.SLOT_CONSERVATION, pages.expect_idle))
     with pytest.raises(ArgumentError, match="use slots with the pool that handed them out"):
         pages.extend(SlotPool(slots.runtime, 2).take(1), 3)
 
