@@ -468,7 +468,7 @@ def test_belongs_to_its_thread(rt: Runtime, pool: SlotPool, relay: FutureMap) ->
     slots = pool.take(2)
     relay.publish(slots, tokens=on_device(rt, [5, 6]))
     asked = relay.prefetch(slots, "tokens")
-    acts = [*operations(relay, slots).values(), relay.check, asked.resolve, functools.partial(FutureMap, pool, FIELDS)]
+    acts = [*operations(relay, slots).values(), relay.check, asked.resolve, lambda: FutureMap(pool, FIELDS)]
     before = whole(relay)
     for act in acts:
         assert isinstance(in_a_thread(act), OwnerThreadError)
@@ -486,9 +486,10 @@ def test_no_publish_and_no_read_under_capture(monkeypatch: pytest.MonkeyPatch) -
     relay.publish(slots, tokens=on_device(rt, [5, 6]))
     asked = relay.prefetch(slots, "tokens")
     acts = [act for name, act in operations(relay, slots).items() if name not in ("states", "discard")]
+    acts += [asked.resolve, lambda: FutureMap(pool, FIELDS)]
     before = whole(relay)
     module.capturing = True
-    for act in (*acts, asked.resolve, functools.partial(FutureMap, pool, FIELDS)):
+    for act in acts:
         with pytest.raises(CaptureError, match="captured"):
             act()
     relay.check()

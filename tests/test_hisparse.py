@@ -15,7 +15,6 @@ from batchstate.errors import (
     DeviceError,
     DtypeError,
     OwnerThreadError,
-    PoolExhaustedError,
     ShapeError,
 )
 from batchstate.indices import HostLocations, Locations, Slots
@@ -357,26 +356,6 @@ def test_shared_pages_are_never_ring_rows(rt: Runtime, world: World) -> None:
 # Late fences
 
 
-def test_staged_abort_while_the_copy_is_under_way() -> None:
-    """Pages and host locations of an aborted staged request stay pending until the copy is over, and no longer."""
-    rt = LateRuntime()
-    world = World(rt)
-    rt.complete(rt.pending())
-    slots = world.prefill([7, 3])
-    world.tier.admit_staged(slots, 20)
-    assert world.tier.poll_staged() == 0
-    refused(Code.TIER_STATE, lambda: world.pages.release_requests(slots))
-    world.tier.abort(slots.take([0]))
-    assert world.numbers() == ((6, 1, 1), (57, 2, 1), (160, 20, 20))
-    again = world.slots.take(1)
-    world.tier.verify()
-    rt.synchronize()
-    assert world.tier.poll_staged() == 1
-    assert world.numbers() == ((6, 0, 2), (59, 0, 1), (180, 0, 20))
-    assert world.tier.states(Slots.cat([slots.take([1]), again])) == [TierState.READY, TierState.OUTSIDE]
-    assert world.tier.poll_staged() == 0
-
-
 def test_slot_used_again_is_not_settled_by_an_old_copy() -> None:
     """The copy of a request that left does not make the next request on its slot ready."""
     rt = LateRuntime()
@@ -393,25 +372,6 @@ def test_slot_used_again_is_not_settled_by_an_old_copy() -> None:
     rt.synchronize()
     assert world.tier.poll_staged() == 1
     world.tier.verify()
-
-
-def test_writer_outlives_its_request(rt: Runtime, full: None) -> None:
-    """Host locations of an aborted request are quarantined until its writer ends, even if the slot is used again."""
-    world, writer = World(rt, host_pages=20), ManualStream("writer")
-    slots = world.reserve([4], 20, writer=writer.record())
-    world.tier.abort(slots)
-    assert world.host.stats.pending == 20
-    assert world.slots.stats.free == 8
-    with pytest.raises(PoolExhaustedError, match="pending entries suffice"):
-        world.reserve([1], 1)
-    memory = bytes_of(world.host.contiguous_buffers()[0].memory)
-    memory[16:] = 7  # it still writes, which is allowed
-    world.tier.verify()
-    writer.complete()
-    assert world.host.stats.free == 20
-    world.tier.verify()
-    memory[17] = 8
-    refused(Code.TRANSFER_LATE_WRITE, world.tier.verify)
 
 
 def test_writer_that_has_not_ended_when_its_request_finishes(rt: Runtime) -> None:
@@ -548,38 +508,3 @@ def test_steady_decode_costs_one_upload(rt: Runtime, level: str) -> None:
             assert spent.check_reads == spent.staging_allocations == 0
             assert spent.device_operations == (2 * LAYERS if step else 0)
             assert uploaded["hot_locations"].tolist() == plan.locations.np.tolist()
-
-
-@pytest.mark.parametrize("device_name", ["race", "sim"])
-def test_steps_in_flight(device: str, device_name: str) -> None:
-    """Steps follow each other without a wait: two are in flight, nothing races, and every byte is right in the end."""
-    if device != "cpu":
-        pytest.skip("the tools stand on a CPU here")
-    from batchstate.testing import open_device, window_of
-
-    rt: Any = open_device(device_name)
-    with window_of(rt):
-        world = World(rt)
-        slots = world.direct([2, 6, 15])
-        staged = world.prefill([9])
-        world.tier.admit_staged(staged, 30)
-        rt.synchronize()
-        assert world.tier.poll_staged() == 1
-        everyone = Slots.cat([slots, staged])
-        ends: list[Fence] = []
-        before = rt.counters.snapshot()
-        for step in range(14):
-            if step > 1:
-                ends[step - 2].wait()
-            rt.next_step()
-            world.step(everyone, packed=True)
-            ends.append(rt.record())
-        spent = rt.counters - before
-        assert spent.device_to_host_copies == spent.forced_syncs == 0
-        rt.synchronize()
-        world.check(everyone)
-        world.tier.finish(everyone, after=ends[-1])
-        rt.synchronize()
-        world.expect_idle()
-    assert rt.in_flight_depth_max >= 2
-    assert not getattr(rt, "races", ())

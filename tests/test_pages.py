@@ -1,6 +1,7 @@
 """Page pools: each token has one location, each page as many references as holders, and lengths are in order."""
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
