@@ -12,15 +12,32 @@ from typing import Any
 import attrs
 import pytest
 
+from batchstate.batch import Batch
 from batchstate.cli import main
 from batchstate.errors import ArgumentError, DeclarationError
+from batchstate.future_map import FutureMap
+from batchstate.hybrid import HybridSlotPool
+from batchstate.invariants import Invariant
+from batchstate.kv.hisparse import HiSparse
+from batchstate.kv.host_pool import HostKVPool
+from batchstate.kv.pages import PagePool
 from batchstate.levels import Level
 from batchstate.mirror import MirroredTensor
+from batchstate.pools import SlotPool
 from batchstate.selfcheck.machines import MACHINES
 from batchstate.selfcheck.mutants import GROUPS, MUTANTS, Mutant, MutantResult, mutants_table, run, run_mutant
 from batchstate.selfcheck.mutants.diffs import Diff
 from batchstate.selfcheck.mutants.registry import mutant
+from batchstate.tables import Table
+from batchstate.testing import run_machine
 from batchstate.violations import Code
+
+ASKED = (
+    *((owner, "verify") for owner in (SlotPool, HybridSlotPool, PagePool, HostKVPool, HiSparse)),
+    *((owner, "check") for owner in (MirroredTensor, Batch, FutureMap, Table)),
+    (Invariant, "__call__"),
+)
+"""What a machine may ask for, and an engine does not."""
 
 
 @functools.cache
@@ -64,6 +81,43 @@ def test_relay_mutants_are_found_at_cheap() -> None:
     assert {one.level for one in MUTANTS.values() if one.group in races} == {Level.OFF}
     assert {one.level for one in MUTANTS.values() if one.group not in ("relay", *races)} == {Level.FULL}
     assert len([one for one in MUTANTS.values() if one.group == "relay"]) >= 12
+
+
+UNSEEN = [name for name, one in MUTANTS.items() if one.unseen is not None]
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_unseen_is_unseen(name: str, device: str) -> None:
+    """A mutant that says that nothing finds it by itself is not found so; all others are: `test_killed`."""
+    one = MUTANTS[name]
+    if not one.exists_on(device):
+        pytest.skip(f"only on {one.only_on}")
+    assert not run_mutant(attrs.evolve(one, unseen=None), device=device, examples=40).killed
+    assert len(UNSEEN) <= 4
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+def test_automatic_run_asks_nothing(automatic: bool, device: str) -> None:
+    """In an automatic run no machine calls `verify`, `check` or an invariant itself; otherwise each machine does."""
+    for name, machine in MACHINES.items():
+        asked = set[str]()
+
+        def watched(question: Any, name: str, asked: set[str] = asked) -> Any:
+            @functools.wraps(question)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                caller = sys._getframe(1).f_globals["__name__"]
+                if caller.startswith(("batchstate.selfcheck.", "batchstate.testing.")):
+                    asked.add(name)
+                return question(*args, **kwargs)
+
+            return call
+
+        with pytest.MonkeyPatch.context() as patch:
+            for owner, method in ASKED:
+                patch.setattr(owner, method, watched(getattr(owner, method), f"{owner.__name__}.{method}"))
+            result = run_machine(machine, device=device, examples=5, steps=20, derandomize=True, automatic=automatic)
+        assert result.failure is None, name
+        assert bool(asked) is not automatic, (name, asked)
 
 
 def test_races_are_found_soon(device: str) -> None:

@@ -5,12 +5,13 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, ClassVar, Generic, TypeVar, final
+from typing import Any, ClassVar, Generic, NoReturn, TypeVar, final
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 import torch
+from hypothesis import reject
 from hypothesis.errors import HypothesisException
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
@@ -39,6 +40,7 @@ class MachineSession:
         first_failure: number of the example that failed first, from 1, or None.
         reached: (machine, coverage target) -> times reached.
         on_example: called after each example with the number run so far.
+        automatic: whether only what the library checks by itself counts; see `run_machine`.
     """
 
     open_runtime: OpenRuntime
@@ -48,6 +50,7 @@ class MachineSession:
     first_failure: int | None = None
     reached: Counter[tuple[str, str]] = attrs.field(factory=Counter)
     on_example: Callable[[int], None] | None = None
+    automatic: bool = False
 
     def end_example(self, steps: int, *, failed: bool) -> None:
         """Counts an example of `steps` rules."""
@@ -75,13 +78,14 @@ def session(
     *,
     level: str | Level = Level.FULL,
     on_example: Callable[[int], None] | None = None,
+    automatic: bool = False,
 ) -> Iterator[MachineSession]:
     """A window in which every machine takes its runtimes from `runtimes` and counts into the session yielded.
 
     Raises:
         ArgumentError: unknown `level`.
     """
-    token = _current.set(MachineSession(runtimes, parse_level(level), on_example=on_example))
+    token = _current.set(MachineSession(runtimes, parse_level(level), on_example=on_example, automatic=automatic))
     try:
         yield _current.get()
     finally:
@@ -103,13 +107,30 @@ class DisagreementError(AssertionError):
     """The library and its model disagree, and no invariant of the library noticed."""
 
 
+def ask(question: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+    """Asks what only a machine asks: `verify`, `check`, an invariant about its model. Not in an automatic run."""
+    if not current_session().automatic:
+        question(*args, **kwargs)
+
+
+def disagree(message: str) -> NoReturn:
+    """Reports that the library and the model disagree. An automatic run gives the example up instead.
+
+    Raises:
+        DisagreementError: unless the run is automatic.
+    """
+    if current_session().automatic:
+        reject()
+    raise DisagreementError(message)
+
+
 def agree(expected: object, actual: object, what: str) -> None:
     """Compares what the model says with what the library says.
 
     Raises:
         DisagreementError: they differ; the message shows both.
     """
-    if expected != actual:
+    if expected != actual and not current_session().automatic:
         raise DisagreementError(f"{what}\n  model    {expected!r}\n  library  {actual!r}")
 
 
@@ -124,7 +145,7 @@ def agree_on(expected: npt.NDArray[Any], actual: npt.NDArray[Any], what: str) ->
         and expected.shape == actual.shape
         and np.ascontiguousarray(expected).tobytes() == np.ascontiguousarray(actual).tobytes()
     )
-    if not same:
+    if not same and not current_session().automatic:
         raise DisagreementError(
             f"{what}\n  model    {expected.dtype} {expected.tolist()}\n  library  {actual.dtype} {actual.tolist()}"
         )
@@ -173,7 +194,8 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def agrees_with_the_model(self) -> None:
         """Runs `check`."""
-        self.check()
+        if not self.session.automatic:
+            self.check()
         self._steps += 1
 
     def teardown(self) -> None:
@@ -230,9 +252,9 @@ class Machine(RuleBasedStateMachine):
                     raise
                 refusal.error = error
                 if not error.problem or not error.remedy:
-                    raise DisagreementError(f"an error without a problem or a remedy: {error!r}") from error
+                    disagree(f"an error without a problem or a remedy: {error!r}")
             else:
-                raise DisagreementError(f"accepted what should be refused with one of {_names(expected)}")
+                disagree(f"accepted what should be refused with one of {_names(expected)}")
             agree(before, self.snapshot(), "a refused call changed something")
 
 

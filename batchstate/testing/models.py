@@ -16,7 +16,7 @@ from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
 from batchstate.tables import Table
 from batchstate.testing.fences import ManualFence
-from batchstate.testing.machine import DisagreementError, agree, agree_on
+from batchstate.testing.machine import agree, agree_on, ask, disagree
 
 
 @final
@@ -86,10 +86,10 @@ class AllocatorModel:
         last = self.total if reserved else self.size
         for index in indices:
             if not 1 <= index <= last:
-                raise DisagreementError(f"index {index} was handed out of 1 to {last}")
+                disagree(f"index {index} was handed out of 1 to {last}")
             if index in self.live or index in self.pending:
                 state = "live" if index in self.live else f"pending behind {self.pending[index]}"
-                raise DisagreementError(f"index {index} was handed out although it is {state}")
+                disagree(f"index {index} was handed out although it is {state}")
             self.live.add(index)
 
     def release(self, indices: Iterable[int], *fences: ManualFence | None) -> None:
@@ -185,7 +185,7 @@ class Modelled:
             Violation: MIRROR_EQUAL; the model stands for the host side.
         """
         device = self.value.runtime.inspect(self.value.device)
-        invariants.mirror_equal(self.device, device, object=f"model of {self.value!r}", operation="check")
+        ask(invariants.mirror_equal, self.device, device, object=f"model of {self.value!r}", operation="check")
 
 
 def value_of(runtime: Runtime, host: Array, device: Array, contract: Contract, *, touch: bool = False) -> Modelled:

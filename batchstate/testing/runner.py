@@ -85,6 +85,7 @@ def run_machine(
     runtimes: OpenRuntime | None = None,
     level: str | Level | None = None,
     on_example: Callable[[int], None] | None = None,
+    automatic: bool = False,
 ) -> MachineResult:
     """Runs one machine.
 
@@ -101,6 +102,8 @@ def run_machine(
         level: of the checks; by default `full`, and `cheap` on the tools, since checks that read device memory
             synchronise streams. Below `full` a machine compares only what its rules read.
         on_example: called after each example with the number run so far.
+        automatic: count only what the library checks by itself: the machine compares nothing with its model and calls
+            neither `verify` nor `check`. An example that its rules cannot go on with is given up.
 
     Raises:
         ArgumentError: `examples` or `steps` below 1, a negative seed, or an unknown device or level.
@@ -130,7 +133,7 @@ def run_machine(
         verbosity=Verbosity.normal,
     )
     start = time.perf_counter()
-    with session(runtimes, level=level, on_example=on_example) as found:
+    with session(runtimes, level=level, on_example=on_example, automatic=automatic) as found:
         error = error_of(lambda: run_state_machine_as_test(_named(machine, seed, derandomize), settings=profile))
     seconds = time.perf_counter() - start
     return MachineResult(

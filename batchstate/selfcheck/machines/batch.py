@@ -26,7 +26,7 @@ from batchstate.indices import Pages, Slots
 from batchstate.mirror import Contract, MirroredTensor
 from batchstate.pools import SlotPool
 from batchstate.static import StaticBuffers
-from batchstate.testing.machine import Machine, Misuse, agree, agree_on
+from batchstate.testing.machine import Machine, Misuse, agree, agree_on, ask
 from batchstate.testing.strategies import amounts, fits, keep_lists, plus, split_sizes
 from batchstate.violations import Code
 
@@ -145,11 +145,13 @@ class Rows:
             Violation: MIRROR_EQUAL; the model stands for the host side.
         """
         devices = {name: self.batch[name].device for name in COLUMNS}
-        self.batch.check("check")
+        ask(self.batch.check, "check")
         for name in COLUMNS:
             device = self.batch.runtime.inspect(devices[name])
             where = f"model of {self.batch!r}"
-            invariants.mirror_equal(self.side(name, "device"), device, object=where, column=name, operation="check")
+            ask(
+                invariants.mirror_equal, self.side(name, "device"), device, object=where, column=name, operation="check"
+            )
 
     def moved(self, batch: Decode, rows: Sequence[Row], *, padding: int = 0) -> "Rows":
         """The model of `batch`, which has `rows` of this one."""
@@ -422,7 +424,7 @@ class BatchMachine(Machine):
     def pad(self, one: Rows, more: int, side: bool) -> None:
         """`pad` appends rows of slot 0 and the declared pad values; a padded batch does not move rows."""
         padded = one.moved(one.batch.pad(len(one) + more), one.rows, padding=more)
-        padded.check()
+        ask(padded.check)
         if more:
             for call in (lambda: padded.batch.filter([]), lambda: padded.batch.pad(9), lambda: padded.batch.split([])):
                 with self.refused(ArgumentError):
@@ -520,7 +522,14 @@ class BatchMachine(Machine):
         for name in COLUMNS:
             where = f"graph input of {one.batch!r}"
             device = self.rt.inspect(captured[name])
-            invariants.mirror_equal(padded.side(name, "device"), device, object=where, column=name, operation="replay")
+            ask(
+                invariants.mirror_equal,
+                padded.side(name, "device"),
+                device,
+                object=where,
+                column=name,
+                operation="replay",
+            )
         agree_on(new, self.rt.inspect(captured["positions"]), "an extra of the graph")
         on_host = max(sum(length for _, length in rows.sources) for rows in one.batch.device_side.state.device.values())
         fits_in_one = on_host <= GRAPH_ROWS
@@ -602,12 +611,12 @@ class BatchMachine(Machine):
     def _same(self, alone: MirroredTensor, packed: MirroredTensor) -> None:
         for one in (alone, packed):
             _ = one.device
-            one.check("both ways")
+            ask(one.check, "both ways")
         agree(alone.contract, packed.contract, f"contract of {packed!r}")
         if alone.contract is not Contract.DEVICE_ONLY:
             agree_on(alone.np, packed.np, f"host side of {packed!r}")
         both = self.rt.inspect(alone.device), self.rt.inspect(packed.device)
-        invariants.mirror_equal(*both, object=packed, column=packed.name, operation="both ways")
+        ask(invariants.mirror_equal, *both, object=packed, column=packed.name, operation="both ways")
         if isinstance(alone, Slots) and isinstance(packed, Slots):
             agree_on(alone.generations, packed.generations, f"generations of {packed!r}")
 

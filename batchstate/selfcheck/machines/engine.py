@@ -19,7 +19,7 @@ from batchstate.pools import SlotPool
 from batchstate.runtime import Fence
 from batchstate.tables import TableWrite
 from batchstate.testing.fences import ManualFence, ManualStream
-from batchstate.testing.machine import Machine, agree, agree_on
+from batchstate.testing.machine import Machine, agree, agree_on, ask
 from batchstate.testing.sync_guard import no_hidden_sync
 from batchstate.traffic.scheduler import BatchScheduler, ScheduledBatch, StepPlan
 
@@ -288,7 +288,7 @@ class EngineMachine(Machine):
         owners = dict(zip(batch.slots.np.tolist(), batch.requests, strict=True))
         written = extension.locations.np
         read = np.isin(written, [token for _, tokens in self.reading for token in tokens])
-        invariants.slot_in_flight(written, read, object="tokens of steps in flight", operation="extend")
+        ask(invariants.slot_in_flight, written, read, object="tokens of steps in flight", operation="extend")
         for slot, token in zip(extension.slots.tolist(), written.tolist(), strict=True):
             self.written += 1
             self.memory[token] = self.written

@@ -26,7 +26,7 @@ from batchstate.mirror import MirroredTensor
 from batchstate.pools import SlotPool
 from batchstate.runtime import CpuRuntime, Fence, Runtime, Stream, open_runtime
 from batchstate.testing.fences import LateRuntime, is_behind
-from batchstate.testing.machine import Machine, Misuse, agree, agree_on
+from batchstate.testing.machine import Machine, Misuse, agree, agree_on, ask
 from batchstate.testing.models import snapshot_pages, snapshot_slots
 from batchstate.violations import Code
 
@@ -590,7 +590,8 @@ class FutureMapMachine(Machine):
         for asked in self.asked:
             for name in asked.values:
                 if name in names and not slots.isdisjoint(one.slot for one in asked.requests):
-                    invariants.future_order(
+                    ask(
+                        invariants.future_order,
                         is_behind(written, asked.prefetched._read[1]),
                         f"the read of {name!r} of slots {sorted(slots)} for the host",
                         "a write into the same memory",

@@ -28,7 +28,7 @@ from batchstate.runtime import CpuRuntime, Fence, Runtime
 from batchstate.runtime.base import Download
 from batchstate.runtime.memory import bytes_of
 from batchstate.testing.fences import LateRuntime, ManualStream
-from batchstate.testing.machine import DisagreementError, Machine, Misuse, agree, agree_on
+from batchstate.testing.machine import Machine, Misuse, agree, agree_on, ask, disagree
 from batchstate.violations import Code
 
 Ints = npt.NDArray[np.int64]
@@ -476,7 +476,7 @@ class HostTierMachine(Machine):
             call()
         except PoolExhaustedError as error:
             if error.requested <= error.free:
-                raise DisagreementError(f"{what} refused although enough are free: {error}") from error
+                disagree(f"{what} refused although enough are free: {error}")
             agree(before, self.snapshot(), "a refused call changed something")
             self.reached(f"{what} exhausted")
             return False
@@ -713,7 +713,7 @@ class HostTierMachine(Machine):
         copied = self.tier.poll_staged()
         ready = [one for one in self.of(STAGED) if self.tier.ready(one.slot)[0]]
         with self.on(self.apart):
-            self.tier.verify()
+            ask(self.tier.verify)
         agree(len(ready), copied, "requests that became ready")
         for request in ready:
             request.state = READY
@@ -797,7 +797,7 @@ class HostTierMachine(Machine):
         self._forward(requests, added, plan.locations.np, plan, packed)
         if levels.full:  # before what the forward read is compared
             with self.on(self.apart):
-                self.tier.verify()
+                ask(self.tier.verify)
         agree([one.length - 1 for one in requests], plan.positions.tolist(), "positions of the new tokens")
         agree([one.hot_from for one in requests], plan.hot_from.tolist(), "first positions on the device")
         owed = sum(one.steps > 0 for one in requests)
@@ -882,7 +882,7 @@ class HostTierMachine(Machine):
         self.host.expect_idle()
         for _ in range(4):
             self._write_late()
-            self.host.verify()
+            ask(self.host.verify)
         stats, late = self.host.stats, sum(len(writer.ranges) for writer in self.late_writers)
         agree((late, stats.size - late), (stats.pending, stats.free), "host locations pending and free, all gone")
         agree(self.pages.num_pages, self.pages.stats.free, "device pages free, all gone")

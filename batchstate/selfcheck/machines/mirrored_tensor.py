@@ -24,7 +24,7 @@ from batchstate.errors import (
 from batchstate.indices import HostLocations, Locations, Pages, Slots
 from batchstate.mirror import Contract, MirroredTensor, weaker_contract
 from batchstate.runtime import numpy_dtype
-from batchstate.testing.machine import DisagreementError, Machine, Misuse, agree
+from batchstate.testing.machine import Machine, Misuse, agree, ask, disagree
 from batchstate.testing.models import Modelled, value_of
 from batchstate.testing.strategies import (
     MOST_ROWS,
@@ -426,7 +426,7 @@ class MirroredTensorMachine(Machine):
             for value in (one.value, late):
                 self._refused_as_stale(value, side)
         self.reached("read in a stale window refused")
-        one.check()
+        ask(one.check)
         return self.derived(one, one.moved(late, lambda array: array))
 
     def _refused_as_stale(self, value: MirroredTensor, side: str) -> None:
@@ -436,13 +436,13 @@ class MirroredTensorMachine(Machine):
             if error.code is not Code.MIRROR_STALE_READ:
                 raise
         else:
-            raise DisagreementError(f"{value!r} was read in a stale window of its {side} side")
+            disagree(f"{value!r} was read in a stale window of its {side} side")
 
     # Misuse
 
     @rule(one=VALUES, side=st.sampled_from(["host", "device"]))
     def write_from_outside(self, one: Modelled, side: str) -> None:
-        """A write in place through what a value hands out is found at the next check."""
+        """A write in place through what a value hands out is found by the next operation."""
         victim = one.value.take(range(len(one)))  # in memory of its own
         if not one.device.size or (side == "host" and one.host is None):
             return
@@ -450,13 +450,13 @@ class MirroredTensorMachine(Machine):
         memory = victim.host if side == "host" else victim.device
         memory.view(torch.uint8 if memory.dtype is torch.bool else memory.dtype).zero_()
         try:
-            victim.check()
+            victim.pad(len(victim))
         except Violation as error:
             if error.code is not Code.MIRROR_FOREIGN_WRITE:
                 raise
             self.reached("write from outside found")
         else:
-            raise DisagreementError(f"the {side} side of {victim!r} was written from outside, and no check noticed")
+            disagree(f"the {side} side of {victim!r} was written from outside, and no check noticed")
 
     @rule(one=VALUES, misuse=st.sampled_from(MISUSES))
     def misuse(self, one: Modelled, misuse: Misuse[MirroredTensor]) -> None:

@@ -37,7 +37,7 @@ from batchstate.runtime import CpuRuntime, Fence, PackedUpload, Runtime, Stream
 from batchstate.runtime.base import Download
 from batchstate.tables import TableWrite
 from batchstate.testing.fences import LateRuntime
-from batchstate.testing.machine import DisagreementError, Machine, agree, agree_on
+from batchstate.testing.machine import Machine, agree, agree_on, disagree
 
 __all__ = ["OverlapMachine"]
 
@@ -324,7 +324,7 @@ class Look:
 
 def _present(value: T | None, what: str) -> T:
     if value is None:
-        raise DisagreementError(f"expected {what}, got None")
+        disagree(f"expected {what}, got None")
     return value
 
 

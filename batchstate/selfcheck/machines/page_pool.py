@@ -14,7 +14,7 @@ from batchstate.kv.pages import Extension, PageLease, PagePool
 from batchstate.pools import SlotPool
 from batchstate.selfcheck.machines.pools import PoolMachine
 from batchstate.testing.fences import ManualFence
-from batchstate.testing.machine import DisagreementError, Misuse, agree, agree_on
+from batchstate.testing.machine import Misuse, agree, agree_on, disagree
 from batchstate.testing.models import AllocatorModel, snapshot_pages, snapshot_slots
 from batchstate.violations import Code
 
@@ -163,7 +163,7 @@ class PageModel:
         agree(sum(self.holders(page) > 1 for page in sorted(pages)), stats.shared, "shared pages")
         agree(len(self.leases), stats.leases, "leases")
         if stats.pending < len(self.allocator.pending):
-            raise DisagreementError(f"{stats.pending} pages are pending, {len(self.allocator.pending)} have to be")
+            disagree(f"{stats.pending} pages are pending, {len(self.allocator.pending)} have to be")
         for slot, holding in sorted(self.requests.items()):
             row = np.zeros(pool.page_table.shape[1], np.int32)
             row[: len(holding.pages)] = holding.pages

@@ -17,7 +17,7 @@ from batchstate import invariants
 from batchstate.errors import PoolExhaustedError, TransferError
 from batchstate.kv.host_pool import HostKVPool, HostRanges
 from batchstate.runtime.memory import bytes_of
-from batchstate.testing.machine import Machine, agree
+from batchstate.testing.machine import Machine, agree, ask
 from batchstate.transport.engines.in_process import GRACE_STEPS, Faults, InProcessEngine, Network
 from batchstate.transport.handshake import Description
 from batchstate.transport.layout import KVLayout
@@ -152,7 +152,7 @@ class TransfersMachine(Machine):
 
     def _compare(self, attempt: Attempt) -> None:
         for memory, kv in zip(self.memories, attempt.kv, strict=True):
-            invariants.mirror_equal(kv, memory[attempt.tokens], object=attempt.lease, operation="delivered")
+            ask(invariants.mirror_equal, kv, memory[attempt.tokens], object=attempt.lease, operation="delivered")
 
     # The decode worker
 
@@ -216,8 +216,13 @@ class TransfersMachine(Machine):
     @precondition(lambda self: any(one.told is LeaseState.DELIVERED for one in self.attempts))
     @rule()
     def finish(self) -> None:
-        """The oldest request that was delivered leaves."""
-        self._free(next(one for one in self.attempts if one.told is LeaseState.DELIVERED))
+        """All requests that were delivered leave, and another takes their memory."""
+        self._finish()
+        self._request(1)
+
+    def _finish(self) -> None:
+        for attempt in [one for one in self.attempts if one.told is LeaseState.DELIVERED]:
+            self._free(attempt)
 
     @precondition(lambda self: self.attempts)
     @rule(data=st.data())
@@ -243,7 +248,7 @@ class TransfersMachine(Machine):
 
     @rule(tokens=st.integers(1, 6), times=st.integers(2, 12), whole=st.booleans(), end=st.integers(0, 2))
     def exchange(self, tokens: int, times: int, whole: bool, end: int) -> None:
-        """Two requests are admitted and served for a while; they may be aborted, and what has failed tried again."""
+        """Two requests are served for a while; they may be aborted, retried, and leave once they have arrived."""
         self._request(tokens)
         self._request(tokens)
         self._serve(times, whole)
@@ -254,6 +259,8 @@ class TransfersMachine(Machine):
         for _ in range(4):
             self._serve(times // 2, whole)
             self._collect()
+            if end:
+                self._finish()
 
     @rule(times=st.integers(1, 8), whole=st.booleans())
     def serve(self, times: int, whole: bool) -> None:
@@ -274,7 +281,7 @@ class TransfersMachine(Machine):
     def _pass(self, steps: int) -> None:
         for _ in range(steps):
             self.network.step()
-            self.host.verify()
+            ask(self.host.verify)
 
     def _carry(self, share: float) -> None:
         self.channel += [(False, message) for _, message in self.receiver.outbox]

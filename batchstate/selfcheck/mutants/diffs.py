@@ -4,14 +4,16 @@ A `.mutants` file begins with a comment that says what its mutants have in commo
 
     [name] CODE CODE | machine | origin | level=cheap tool=race
     What goes wrong, in a sentence.
+    ? Why no check that runs by itself can find it.
     @ kv.pages:PagePool.grow
     - the text that is there
     + the text of the mutant
 
-The last part of the first line is optional. Several `-` lines in a row are one piece of source of several lines, as are
-several `+` lines; indentation is relative to the first line of the piece. A mutant may have several `@` blocks, one per
-function, and a block several pairs of `-` and `+`. A piece must be in the function exactly once. A function may be a
-property's getter, a class method, a method of a class with slots, or a closure; its signature cannot change.
+The last part of the first line is optional, and so is the line with `?`: see `Mutant.unseen`. Several `-` lines in a
+row are one piece of source of several lines, as are several `+` lines; indentation is relative to the first line of the
+piece. A mutant may have several `@` blocks, one per function, and a block several pairs of `-` and `+`. A piece must be
+in the function exactly once. A function may be a property's getter, a class method, a method of a class with slots, or
+a closure; its signature cannot change.
 
 While a mutant is switched on, the function has another code object. So every module that imported the function has the
 bug, the library needs no seam for it, and a mutant whose line was moved or rewritten fails with its file and function.
@@ -189,6 +191,7 @@ def _register(lines: list[str], group: str) -> None:
     head = _HEAD.fullmatch(lines[0])
     if head is None or len(lines) < 4:
         raise _refused(f"{group}.mutants: malformed: {lines[0]!r}", lines[0])
+    unseen = lines.pop(2).removeprefix("? ") if lines[2].startswith("? ") else None
     more = dict(part.split("=", 1) for part in (head["more"] or "").split())
     mutant = Mutant(
         name=head["name"],
@@ -201,6 +204,7 @@ def _register(lines: list[str], group: str) -> None:
         only_on=more.pop("only_on", None),
         tool=more.pop("tool", None),
         seeded=more.pop("seeded", None),
+        unseen=unseen,
         switch=Diff(tuple(_changes(lines[2:], group))),
     )
     if more:

@@ -65,6 +65,8 @@ class Mutant:
         only_on: the type of device that can have the bug; None for all.
         tool: what its machine runs on to find it: `race`, `race:prompt`, or None for the device itself.
         seeded: letter of the bug in the list of races that a race detector has to find, or None.
+        unseen: why no check that runs by itself can find it, so that its machine calls `verify` and compares with its
+            model; None for all others, which are found without.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Mutant:
     only_on: str | None
     tool: str | None
     seeded: str | None
+    unseen: str | None
     _switch: Switch = attrs.field(repr=False)
 
     @contextlib.contextmanager
@@ -109,6 +112,7 @@ def mutant(
     only_on: str | None = None,
     tool: str | None = None,
     seeded: str | None = None,
+    unseen: str | None = None,
 ) -> Callable[[Switch], Mutant]:
     """Registers the function below as a mutant: its name is the mutant's, its docstring the mechanism.
 
@@ -120,6 +124,7 @@ def mutant(
         only_on: see `Mutant`.
         tool: see `Mutant`.
         seeded: see `Mutant`.
+        unseen: see `Mutant`.
     """
 
     def found(switch: Switch) -> Mutant:
@@ -135,6 +140,7 @@ def mutant(
                 only_on=only_on,
                 tool=tool,
                 seeded=seeded,
+                unseen=unseen,
                 switch=switch,
             )
         )

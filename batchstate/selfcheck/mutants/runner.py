@@ -178,7 +178,10 @@ def run(
 
 
 def run_mutant(mutant: Mutant, *, device: str = "cpu", examples: int = EXAMPLES) -> MutantResult:
-    """Switches one mutant on and runs its machine, at the mutant's level, until the first failure."""
+    """Switches one mutant on and runs its machine, at the mutant's level, until the first failure.
+
+    Only what the library checks by itself counts, unless the mutant says why that cannot find it.
+    """
     with mutant.switched_on():
         result = run_machine(
             MACHINES[mutant.machine],
@@ -187,6 +190,7 @@ def run_mutant(mutant: Mutant, *, device: str = "cpu", examples: int = EXAMPLES)
             derandomize=True,
             shrink=False,
             level=mutant.level,
+            automatic=mutant.unseen is None,
         )
         simulated = None if mutant.seeded is None else _simulated(mutant)
     tried = result.examples if result.first_failure is None else result.first_failure
@@ -214,6 +218,7 @@ def mutants_table() -> str:
     lines = ["| mutant | what goes wrong | seen in | found by |", "| --- | --- | --- | --- |"]
     for mutant in MUTANTS.values():
         codes = ", ".join(f"`{code.value}`" for code in mutant.killed_by)
+        codes += "" if mutant.unseen is None else f", when asked: {mutant.unseen}"
         lines.append(f"| `{mutant.name}` | {mutant.mechanism} | {mutant.origin} | {codes} |")
     return "\n".join(lines) + "\n"
 
