@@ -6,6 +6,7 @@ are compared with their output. What must not run says so, in a comment that rea
     <!-- skip: next "needs an engine" -->
 """
 
+import gc
 from collections.abc import Generator
 from pathlib import Path
 
@@ -28,6 +29,13 @@ else:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--device`: where the tests put the device side."""
     parser.addoption("--device", default="cpu", help="device under test: cpu (default), cuda, cuda:1, race, sim")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Leave torch, transformers and the collected tests to no collection of garbage: each would go through them all."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -16,15 +16,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import final
+from typing import Any, final
 
 import batchstate
-from benchmarks.builds.deleted_checks import Sources, without_checks
+from benchmarks.builds.deleted_checks import without_checks
 
 PACKAGES = {"batchstate": Path(batchstate.__file__).parent, "benchmarks": Path(__file__).parents[1]}
 """Packages that a copy has: ours, and what measures it."""
 
 _MODULE = re.compile(rf"({'|'.join(PACKAGES)})((?:\.\w+)*)")
+_COPY = "_<copy>"
+"""Stands in compiled modules where a copy has its suffix: a file is compiled once for all copies."""
 
 
 @final
@@ -33,12 +35,12 @@ class Build:
 
     Args:
         suffix: of the names of its packages: `batchstate` becomes `batchstate_<suffix>`.
-        sources: its modules, by file; those of other files are read as they are.
+        checked: whether it has the checks.
     """
 
-    def __init__(self, suffix: str, sources: Sources) -> None:
+    def __init__(self, suffix: str, *, checked: bool) -> None:
         self.suffix = suffix
-        self._sources = sources
+        self._checked = checked
         sys.meta_path.insert(0, _Finder(self))  # before the finder that would find the files as they are
 
     def module(self, name: str) -> ModuleType:
@@ -47,7 +49,7 @@ class Build:
 
     def renamed(self, name: str) -> str:
         """The name of a module in this copy, if it is one of `PACKAGES`; otherwise the name as it is."""
-        return _MODULE.sub(rf"\1_{self.suffix}\2", name) if _MODULE.fullmatch(name) else name
+        return _renamed(name).replace(_COPY, f"_{self.suffix}")
 
     def original(self, name: str) -> str | None:
         """The name of a module of this copy in the package itself, or None for modules of others."""
@@ -57,9 +59,41 @@ class Build:
 
     def code(self, file: Path) -> CodeType:
         """What the file says in this copy."""
-        tree = self._sources.get(file) or ast.parse(file.read_bytes(), str(file))
-        renamed = _Renamer(self).visit(tree)
-        return compile(ast.fix_missing_locations(renamed), str(file), "exec", dont_inherit=True)
+        code = None if self._checked else _deleted().get(file)
+        copied: CodeType = self._named(code or _as_it_is(file))
+        return copied
+
+    def _named(self, constant: Any) -> Any:
+        """A constant of compiled code, with the suffix of this copy."""
+        match constant:
+            case str():
+                return constant.replace(_COPY, f"_{self.suffix}")
+            case tuple() | frozenset():
+                return type(constant)(map(self._named, constant))
+            case CodeType():
+                names, constants = self._named(constant.co_names), self._named(constant.co_consts)
+                return constant.replace(co_names=names, co_consts=constants)
+        return constant
+
+
+def _renamed(name: str) -> str:
+    """The name of a module in any copy."""
+    return _MODULE.sub(rf"\1{_COPY}\2", name) if _MODULE.fullmatch(name) else name
+
+
+def _compiled(file: Path, tree: ast.Module) -> CodeType:
+    renamed = _Renamer().visit(tree)
+    return compile(ast.fix_missing_locations(renamed), str(file), "exec", dont_inherit=True)
+
+
+@functools.cache
+def _as_it_is(file: Path) -> CodeType:
+    return _compiled(file, ast.parse(file.read_bytes(), str(file)))
+
+
+@functools.cache
+def _deleted() -> dict[Path, CodeType]:
+    return {file: _compiled(file, tree) for file, tree in without_checks(PACKAGES["batchstate"]).items()}
 
 
 @functools.cache
@@ -69,13 +103,13 @@ def unchecked_build(number: int = 0) -> Build:
     Args:
         number: another import for each. Where in memory its code and its dicts lie moves a step by some per cent.
     """
-    return Build(f"unchecked{number or ''}", without_checks(PACKAGES["batchstate"]))
+    return Build(f"unchecked{number or ''}", checked=False)
 
 
 @functools.cache
 def second_build(number: int = 0) -> Build:
     """The package as it is, imported once more; see `unchecked_build`."""
-    return Build(f"second{number or ''}", {})
+    return Build(f"second{number or ''}", checked=True)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -110,12 +144,9 @@ class _Loader(importlib.machinery.SourceFileLoader):
 class _Renamer(ast.NodeTransformer):
     """Lets each import of the packages, and each name of a module in a string, mean the copy."""
 
-    def __init__(self, build: Build) -> None:
-        self._build = build
-
     def visit_Import(self, node: ast.Import) -> ast.Import:
         for alias in node.names:
-            renamed = self._build.renamed(alias.name)
+            renamed = _renamed(alias.name)
             if renamed != alias.name and alias.asname is None:
                 if "." in alias.name:
                     raise ImportError(f"line {node.lineno}: write 'from ... import', or 'import {alias.name} as ...'")
@@ -125,10 +156,10 @@ class _Renamer(ast.NodeTransformer):
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.ImportFrom:
         if node.module is not None and not node.level:
-            node.module = self._build.renamed(node.module)
+            node.module = _renamed(node.module)
         return node
 
     def visit_Constant(self, node: ast.Constant) -> ast.Constant:
         if isinstance(node.value, str) and "." in node.value:
-            node.value = self._build.renamed(node.value)
+            node.value = _renamed(node.value)
         return node
