@@ -127,6 +127,12 @@ class AllFences:
             fence.wait()
 
 
+def joined(*fences: Fence | None) -> Fence | None:
+    """One fence for those that are not None, each once; None without any."""
+    behind = tuple({id(fence): fence for fence in fences if fence is not None}.values())
+    return AllFences(behind) if len(behind) > 1 else (behind[0] if behind else None)
+
+
 @final
 @attrs.define(eq=False)
 class QueriedFence:

@@ -13,7 +13,19 @@ import numpy as np
 import torch
 
 import batchstate
-from batchstate import Batch, FutureMap, MirroredTensor, PagePool, SlotPool, checks, mirrored, relay_field, slot_column
+from batchstate import (
+    Batch,
+    FutureMap,
+    Locations,
+    MirroredTensor,
+    PagePool,
+    SlotPool,
+    checks,
+    mirrored,
+    relay_field,
+    slot_column,
+)
+from batchstate.kv.host_pool import HostRanges
 from batchstate.runtime import open_runtime
 from batchstate.testing import ManualStream
 from batchstate.transport.engines.in_process import InProcessEngine, Network
@@ -107,13 +119,16 @@ def kv_row_between_workers() -> Steps:
     receiver, sender = sides
     receiver.accept(sender.introduce())
     sender.accept(receiver.introduce())
-    yield
+    runtime = open_runtime("cpu")
+    sources, written = Locations.from_host(runtime, np.arange(1, 9)), runtime.record()
     lease = receiver.lease("request", 8, ["prefill-0"])
-    receiver.grant(lease, np.array([[4, 8]]))
+    ranges = HostRanges(1, 1, 1, np.array([4]), np.array([8]), lease.ended)
+    yield
+    receiver.grant(lease, ranges)
     for _, message in receiver.outbox:
         sender.on_message(message, "decode")
     (transfer,) = sender.poll()
-    sender.send(transfer, np.arange(1, 9), 0, last=True)
+    sender.send(transfer, sources, 0, last=True, after=written)
     while not receiver.poll():
         network.step()
         sender.poll()
@@ -125,7 +140,7 @@ JOURNEYS: dict[Journey, int] = {
     token_to_the_host: 13,
     page_to_the_device: 16,
     mirror_equal_to_the_report: 7,
-    kv_row_between_workers: 11,
+    kv_row_between_workers: 14,
 }
 """Journey -> the most files that it may cross."""
 

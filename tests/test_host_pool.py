@@ -310,3 +310,22 @@ def test_ranges_expand_and_join_again(pieces: list[tuple[int, int]]) -> None:
     assert arange_per_row(*again).tolist() == everything
     assert (again[1] > 0).all()
     assert (again[0][1:] != again[0][:-1] + again[1][:-1]).all(), "neighbours in order are one range"
+
+
+def test_memory_of_a_writer_waits_for_its_end(make: Make) -> None:
+    """Ranges taken with `writer=` are free only when its fence is complete too, whatever they are freed behind."""
+    pool, writer, reader = make(8), ManualStream(), ManualStream()
+    written, plain = pool.take(2, 1, writer=writer.record()), pool.take(1, 2)
+    assert written[0].writer is writer.last
+    assert plain[0].writer is None
+    pool.free([*written, *plain], after=reader.record())
+    reader.complete()
+    assert counts(pool) == (6, 2, 0)
+    writer.complete()
+    assert counts(pool) == (8, 0, 0)
+    pool.free(pool.take(2, 1, writer=writer.record()))
+    assert counts(pool) == (6, 2, 0)
+    writer.complete()
+    assert counts(pool) == (8, 0, 0)
+    with pytest.raises(ArgumentError, match="fence"):
+        pool.take(1, 1, writer=3)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from batchstate.errors import (
     ValueOverflowError,
 )
 from batchstate.hybrid import HybridSlotPool
-from batchstate.indices import Slots
+from batchstate.indices import Locations, Slots
 from batchstate.kv.pages import PagePool
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
@@ -49,6 +49,21 @@ def pages(rt: Runtime, slots: SlotPool) -> PagePool:
 
 # Who has which page and which lengths, when pages are free, and that refusals change nothing: the model of the
 # state machine `page_pool` compares all of it after every call.
+
+
+def test_locations_of_positions(slots: SlotPool, pages: PagePool) -> None:
+    """`locations` says where committed tokens of one request lie, as a typed value; others are refused."""
+    one, two = slots.take(1), slots.take(1)
+    places = [pages.extend(one, total).locations.np for total in (3, 7, 9) if pages.extend(two, total)]
+    found = pages.locations(one, 0, 9)
+    assert isinstance(found, Locations)
+    assert found.np.tolist() == np.concatenate(places).tolist()
+    assert pages.locations(one, 4, 6).np.tolist() == found.np[4:6].tolist()
+    assert pages.locations(one, 9, 9).np.size == 0
+    refused(Code.LENGTH_ORDER, lambda: pages.locations(one, 0, 10))
+    for source, first in ((one, 2), (slots.take(0), 0)):
+        with pytest.raises(ArgumentError):
+            pages.locations(source, first, first // 2)
 
 
 @pytest.mark.parametrize("level", ["off", "cheap", "full"])

@@ -15,7 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from batchstate import HostLocations, Locations, Pages, open_runtime
 from batchstate.errors import ArgumentError, DtypeError, HandshakeError, OwnerThreadError, ShapeError, TransferError
+from batchstate.kv.host_pool import HostRanges
+from batchstate.runtime import Fence
+from batchstate.testing import ManualStream
 from batchstate.transport import sender as sender_module
 from batchstate.transport.engines.base import Delivery, Handle, Status
 from batchstate.transport.engines.in_process import GRACE_STEPS, Faults, InProcessEngine, Network
@@ -67,6 +71,26 @@ def made(kind: type, network: Network, name: str, kv: KVLayout, faults: Faults |
     return Side(name, engine, memories, kind(engine, description, regions, clock=lambda: float(network.now), **rest))
 
 
+RUNTIME = open_runtime("cpu")
+WRITTEN = RUNTIME.record()
+
+
+def at(places: object) -> Locations:
+    """Places in KV memory."""
+    return Locations.from_host(RUNTIME, np.asarray(places))
+
+
+def send(sender: Any, transfer: Any, places: object, first: Any, last: Any) -> None:
+    """Sends tokens whose forward is over."""
+    sender.send(transfer, at(places), first, last, after=WRITTEN)
+
+
+def grant(receiver: Receiver, lease: Lease, ranges: Any) -> None:
+    """Grants starts and lengths of host memory that is kept until the lease ends; none where there are none."""
+    starts, lengths = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
+    receiver.grant(lease, HostRanges(1, 1, 1, starts, lengths, lease.ended) if starts.size else None)
+
+
 class Pair:
     """One decode worker, and prefill ranks that know it."""
 
@@ -106,7 +130,7 @@ class Pair:
 
     def lease(self, tokens: int = 10, ranges: object = ((8, 8), (20, 4))) -> Lease:
         lease = self.new(tokens)
-        self.receiver.grant(lease, np.array(ranges, dtype=np.int64).reshape(-1, 2))
+        grant(self.receiver, lease, ranges)
         return lease
 
     def granted(self, tokens: int = 10, ranges: object = ((8, 8), (20, 4))) -> tuple[Lease, list[Transfer]]:
@@ -135,8 +159,8 @@ def test_a_request_arrives_where_it_was_granted(degree: int) -> None:
     pair = Pair(degree)
     lease, transfers = pair.granted()
     for side, transfer in zip(pair.prefills, transfers, strict=True):
-        side.session.send(transfer, SOURCES[:8], 0, last=False)
-        side.session.send(transfer, SOURCES[8:], 8, last=True)
+        send(side.session, transfer, SOURCES[:8], 0, last=False)
+        send(side.session, transfer, SOURCES[8:], 8, last=True)
     assert pair.run() == [lease]
     assert lease.state is LeaseState.DELIVERED
     assert lease.ended.query()
@@ -196,32 +220,39 @@ def test_a_grant_outside_the_memory_is_refused_by_the_writer() -> None:
 
 
 WRONG_SENDS: list[tuple[Callable[[Sender, Transfer], None], type[Exception]]] = [
-    (lambda sender, one: sender.send(one, SOURCES[:3], 0, last=False), ArgumentError),
-    (lambda sender, one: sender.send(one, SOURCES[:4], 0, last=True), ArgumentError),
-    (lambda sender, one: sender.send(one, SOURCES[:4], 4, last=False), ArgumentError),
-    (lambda sender, one: sender.send(one, np.arange(1, 13), 0, last=False), ArgumentError),
-    (lambda sender, one: sender.send(one, SOURCES.reshape(2, 5), 0, last=True), ShapeError),
-    (lambda sender, one: sender.send(one, np.ones(10, dtype=np.bool_), 0, last=True), DtypeError),
-    (lambda sender, one: sender.send(one, [True] * 10, 0, last=True), DtypeError),
-    (lambda sender, one: sender.send(one, SOURCES.astype(np.float64), 0, last=True), DtypeError),
-    (lambda sender, one: sender.send(one, SOURCES, 0, "no"), DtypeError),  # type: ignore[arg-type]
-    (lambda sender, one: sender.send(one, SOURCES, 0, 1), DtypeError),  # type: ignore[arg-type]
-    (lambda sender, one: sender.send(one, [*range(1, 10), 0], 0, last=True), Violation),
-    (lambda sender, one: sender.send(one, [*range(1, 10), -5], 0, last=True), Violation),
+    (lambda sender, one: send(sender, one, SOURCES[:3], 0, last=False), ArgumentError),
+    (lambda sender, one: send(sender, one, SOURCES[:4], 0, last=True), ArgumentError),
+    (lambda sender, one: send(sender, one, SOURCES[:4], 4, last=False), ArgumentError),
+    (lambda sender, one: send(sender, one, np.arange(1, 13), 0, last=False), ArgumentError),
+    (lambda sender, one: send(sender, one, SOURCES.reshape(2, 5), 0, last=True), ShapeError),
+    (lambda sender, one: send(sender, one, np.ones(10, dtype=np.bool_), 0, last=True), DtypeError),
+    (lambda sender, one: send(sender, one, SOURCES.astype(np.float64), 0, last=True), DtypeError),
+    (lambda sender, one: sender.send(one, SOURCES, 0, True, after=WRITTEN), DtypeError),  # type: ignore[arg-type]
+    (lambda sender, one: sender.send(one, Pages.from_host(RUNTIME, [30] * 10), 0, True, after=WRITTEN), Violation),  # type: ignore[arg-type]
+    (
+        lambda sender, one: sender.send(one, HostLocations.from_host(RUNTIME, SOURCES), 0, True, after=WRITTEN),
+        Violation,
+    ),
+    (lambda sender, one: sender.send(one, at(SOURCES), 0, True, after=None), ArgumentError),  # type: ignore[arg-type]
+    (lambda sender, one: sender.send(one, at(SOURCES), 0, last=True, after=ManualStream().record()), ArgumentError),
+    (lambda sender, one: send(sender, one, SOURCES, 0, "no"), DtypeError),
+    (lambda sender, one: send(sender, one, SOURCES, 0, 1), DtypeError),
+    (lambda sender, one: send(sender, one, [*range(1, 10), 0], 0, last=True), Violation),
+    (lambda sender, one: send(sender, one, [*range(1, 10), -5], 0, last=True), Violation),
 ]
 
 
 @pytest.mark.parametrize(("wrong", "error"), WRONG_SENDS)
 def test_refused_locations_send_nothing(wrong: Callable[[Sender, Transfer], None], error: type[Exception]) -> None:
-    """Parts of pages, gaps, too many tokens and padding are refused before a write, and the transfer goes on."""
+    """Parts of pages, gaps, padding, numbers, other units and KV not written yet send nothing; the transfer goes on."""
     pair = Pair()
     lease, [transfer] = pair.granted()
     with pytest.raises(error):
         wrong(pair.sender, transfer)
     assert pair.network.writes == 0
-    pair.sender.send(transfer, SOURCES, 0, last=True)
+    send(pair.sender, transfer, SOURCES, 0, last=True)
     with pytest.raises(ArgumentError, match="all"):
-        pair.sender.send(transfer, SOURCES, 0, last=True)
+        send(pair.sender, transfer, SOURCES, 0, last=True)
     assert pair.run() == [lease]
     assert lease.state is LeaseState.DELIVERED
 
@@ -231,9 +262,9 @@ def test_sources_outside_the_memory_leave_the_transfer_open() -> None:
     pair = Pair()
     lease, [transfer] = pair.granted(1, ((8, 1),))
     with pytest.raises(Violation):
-        pair.sender.send(transfer, [TOKENS], 0, last=True)
+        send(pair.sender, transfer, [TOKENS], 0, last=True)
     assert (transfer.state, transfer.handles, pair.network.writes) == (TransferState.OPEN, [], 0)
-    pair.sender.send(transfer, [30], 0, last=True)
+    send(pair.sender, transfer, [30], 0, last=True)
     assert pair.run() == [lease]
     assert lease.state is LeaseState.DELIVERED
 
@@ -243,7 +274,7 @@ def test_sources_outside_the_memory_make_a_later_write_fail() -> None:
     pair = Pair()
     lease, [transfer] = pair.granted()
     with pytest.raises(Violation):
-        pair.sender.send(transfer, [*range(30, 48, 2), TOKENS], 0, last=True)
+        send(pair.sender, transfer, [*range(30, 48, 2), TOKENS], 0, last=True)
     assert transfer.state is TransferState.FAILED
     assert transfer.handles
     assert pair.run() == [lease]
@@ -265,13 +296,13 @@ def test_an_error_in_the_third_write_leaves_nothing_half_known(monkeypatch: pyte
     monkeypatch.setattr(pair.prefills[0].engine, "write", refuses)
     scattered = np.array([9, 30, 2, 40, 5, 50, 7, 33, 44, 22])
     with pytest.raises(TransferError, match="no more"):
-        pair.sender.send(transfer, scattered, 0, last=True)
+        send(pair.sender, transfer, scattered, 0, last=True)
     assert transfer.state is TransferState.FAILED
     assert not transfer.sources_free.query()
     with pytest.raises(TransferError, match="may still read"):
         transfer.sources_free.wait()
     with pytest.raises(TransferError, match="refused"):
-        pair.sender.send(transfer, scattered, 0, last=True)
+        send(pair.sender, transfer, scattered, 0, last=True)
     pair.carry()
     assert pair.receiver.poll() == [lease]
     assert not lease.ended.query()
@@ -303,7 +334,7 @@ def test_a_receiver_that_ended_frees_the_sources() -> None:
     """Nothing is read for a receiver that has ended, whatever the engine knows of the writes."""
     pair = Pair(faults=Faults(unknown=1.0, stuck=1.0))
     _, [transfer] = pair.granted()
-    pair.sender.send(transfer, SOURCES, 0, last=True)
+    send(pair.sender, transfer, SOURCES, 0, last=True)
     pair.network.kill(pair.decode.engine)
     pair.sender.peer_lost("decode")
     assert transfer.state is TransferState.FAILED
@@ -417,7 +448,7 @@ def test_an_interrupt_in_a_write_is_not_taken_for_nothing(where: str, monkeypatc
 
     monkeypatch.setattr(owner, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        pair.sender.send(transfer, SOURCES, 0, last=True)
+        send(pair.sender, transfer, SOURCES, 0, last=True)
     assert (transfer.state, len(transfer.handles)) == (TransferState.FAILED, int(where != "before it"))
     for _ in range(20):
         pair.sender.poll()
@@ -554,6 +585,11 @@ def _stranger(kind: type, pair: Pair) -> Any:
     return made(kind, pair.network, "another", layout()).session
 
 
+def _kept_behind(fence: Fence | None) -> HostRanges:
+    """Host memory that is free once `fence` is complete."""
+    return HostRanges(1, 1, 1, np.array([8]), np.array([12]), fence)
+
+
 def _transfer(pair: Pair) -> Transfer:
     return pair.granted()[1][0]
 
@@ -574,24 +610,30 @@ REFUSED: list[tuple[Callable[[Pair], object], type[Exception], str]] = [
     (lambda pair: pair.receiver.retry(pair.lease()), ArgumentError, "has not failed"),
     (lambda pair: pair.receiver.retry(_after_retry(pair)), ArgumentError, "was tried again"),
     # Grants: enough locations, no padding, nothing empty, shared, outside the regions, or of a lease that has not ended
-    (lambda pair: pair.receiver.grant(pair.new(), 5), ArgumentError, "ranges"),
-    (lambda pair: pair.receiver.grant(pair.new(), [5]), ArgumentError, "ranges"),
-    (lambda pair: pair.receiver.grant(pair.new(), [[True, True]]), DtypeError, "ranges"),
-    (lambda pair: pair.receiver.grant(pair.new(), [[8, 4]]), ArgumentError, "ranges"),
-    (lambda pair: pair.receiver.grant(pair.new(), [[0, 12]]), ArgumentError, "ranges"),
-    (lambda pair: pair.receiver.grant(pair.new(), [[8, 8], [15, 4]]), ArgumentError, "ranges"),
-    (lambda pair: pair.receiver.grant(pair.new(), [[8, 0], [20, 12]]), ArgumentError, "ranges"),
-    (lambda pair: pair.receiver.grant(pair.new(), [[60, 12]]), ArgumentError, "location 72, the regions have 64"),
-    (lambda pair: pair.receiver.grant(pair.lease(), [[40, 12]]), ArgumentError, "is granted"),
-    (lambda pair: pair.receiver.grant(_aborted(pair), [[8, 12]]), TransferError, "aborted"),
-    (lambda pair: _without_a_writer(pair).grant(pair.new(), [[8, 12]]), ArgumentError, "another lease may still write"),
+    (lambda pair: pair.receiver.grant(pair.new(), 5), ArgumentError, "not known to be kept"),  # type: ignore[arg-type]
+    (lambda pair: pair.receiver.grant(pair.new(), [[8, 12]]), ArgumentError, "not known to be kept"),  # type: ignore[arg-type]
+    (lambda pair: pair.receiver.grant(pair.new(), _kept_behind(None)), ArgumentError, "kept behind None"),
+    (lambda pair: pair.receiver.grant(pair.new(), _kept_behind(WRITTEN)), ArgumentError, "kept behind DoneFence"),
+    (lambda pair: pair.receiver.grant(pair.new(), _kept_behind(pair.new().ended)), ArgumentError, "kept behind Ended"),
+    (lambda pair: grant(pair.receiver, pair.new(), [[8, 4]]), ArgumentError, "ranges"),
+    (lambda pair: grant(pair.receiver, pair.new(), [[0, 12]]), ArgumentError, "ranges"),
+    (lambda pair: grant(pair.receiver, pair.new(), [[8, 8], [15, 4]]), ArgumentError, "ranges"),
+    (lambda pair: grant(pair.receiver, pair.new(), [[8, 0], [20, 12]]), ArgumentError, "ranges"),
+    (lambda pair: grant(pair.receiver, pair.new(), [[60, 12]]), ArgumentError, "location 72, the regions have 64"),
+    (lambda pair: grant(pair.receiver, pair.lease(), [[40, 12]]), ArgumentError, "is granted"),
+    (lambda pair: grant(pair.receiver, _aborted(pair), [[8, 12]]), TransferError, "aborted"),
+    (
+        lambda pair: grant(_without_a_writer(pair), pair.new(), [[8, 12]]),
+        ArgumentError,
+        "another lease may still write",
+    ),
     # Leases and transfers of others
     (lambda pair: _stranger(Receiver, pair).abort(pair.new()), ArgumentError, "expected a lease of"),
     (lambda pair: _stranger(Receiver, pair).retry(pair.new()), ArgumentError, "expected a lease of"),
-    (lambda pair: _stranger(Receiver, pair).grant(pair.new(), [[8, 12]]), ArgumentError, "expected a lease of"),
+    (lambda pair: grant(_stranger(Receiver, pair), pair.new(), [[8, 12]]), ArgumentError, "expected a lease of"),
     (lambda pair: pair.receiver.abort("lease"), ArgumentError, "expected a lease of"),  # type: ignore[arg-type]
     (
-        lambda pair: _stranger(Sender, pair).send(_transfer(pair), SOURCES, 0, True),
+        lambda pair: send(_stranger(Sender, pair), _transfer(pair), SOURCES, 0, last=True),
         ArgumentError,
         "expected a transfer",
     ),
@@ -621,7 +663,7 @@ def test_what_is_refused_changes_nothing(call: Callable[[Pair], object], error: 
         pair.carry()
         pair.sender.poll()
         lease, [transfer] = pair.granted(10, ((52, 12),))
-        pair.sender.send(transfer, SOURCES, 0, last=True)
+        send(pair.sender, transfer, SOURCES, 0, last=True)
         assert pair.run() == [lease]
         assert lease.state is LeaseState.DELIVERED
 
@@ -641,7 +683,7 @@ def _calls(pair: Pair) -> dict[str, Callable[[], object]]:
         "receiver.peer_ended": lambda: receiver.peer_ended("prefill-0"),
         "receiver.lease": lambda: receiver.lease("u", 1, ["prefill-0"]),
         "receiver.retry": lambda: receiver.retry(lease),
-        "receiver.grant": lambda: receiver.grant(waiting, [[40, 4]]),
+        "receiver.grant": lambda: grant(receiver, waiting, [[40, 4]]),
         "receiver.abort": lambda: receiver.abort(waiting),
         "receiver.poll": receiver.poll,
         "receiver.leases": receiver.leases,
@@ -651,7 +693,7 @@ def _calls(pair: Pair) -> dict[str, Callable[[], object]]:
         "sender.peer_lost": lambda: sender.peer_lost("decode"),
         "sender.peer_ended": lambda: sender.peer_ended("decode"),
         "sender.on_message": lambda: sender.on_message(aborted, "decode"),
-        "sender.send": lambda: sender.send(transfer, SOURCES, 0, last=True),
+        "sender.send": lambda: send(sender, transfer, SOURCES, 0, last=True),
         "sender.poll": sender.poll,
         "sender.transfers": sender.transfers,
         "sender.fail": lambda: sender.fail(transfer, "no"),
@@ -694,8 +736,8 @@ def test_a_write_that_cannot_be_asked_about_holds_up_no_other(monkeypatch: pytes
     pair = Pair()
     broken, [first] = pair.granted()
     lease, [second] = pair.granted(10, ((32, 12),))
-    pair.sender.send(first, SOURCES, 0, last=True)
-    pair.sender.send(second, SOURCES[:8], 0, last=False)
+    send(pair.sender, first, SOURCES, 0, last=True)
+    send(pair.sender, second, SOURCES[:8], 0, last=False)
     engine = pair.prefills[0].engine
     poll, asked = engine.poll, []
 
@@ -707,7 +749,7 @@ def test_a_write_that_cannot_be_asked_about_holds_up_no_other(monkeypatch: pytes
 
     monkeypatch.setattr(engine, "poll", some)
     assert broken in pair.run()
-    pair.sender.send(second, SOURCES[8:], 8, last=True)
+    send(pair.sender, second, SOURCES[8:], 8, last=True)
     assert lease in pair.run()
     assert lease.state is LeaseState.DELIVERED
     assert first.state is TransferState.FAILED

@@ -16,6 +16,7 @@ import torch
 
 from batchstate import levels, open_runtime
 from batchstate.errors import HandshakeError, PoolExhaustedError, TransferError
+from batchstate.indices import Locations
 from batchstate.kv.host_pool import HostKVPool, HostRanges
 from batchstate.transport.engines.in_process import GRACE_STEPS, Faults, InProcessEngine, Network
 from batchstate.transport.handshake import Description
@@ -185,7 +186,8 @@ class World:
             return
         try:
             with self._pool_at_work():
-                request.ranges = self.decode.pool.take(num_tokens, 1)[0] if num_tokens else None
+                if num_tokens:
+                    (request.ranges,) = self.decode.pool.take(num_tokens, 1, writer=made.ended)
         except PoolExhaustedError:
             receiver.abort(made)
             return
@@ -195,7 +197,7 @@ class World:
         ranges = np.empty((0, 2), dtype=np.int64) if request.ranges is None else request.ranges.table
         request.tokens = locations_of(ranges)[:num_tokens]
         request.kv = [self.values.integers(0, 256, (num_tokens, HEADS * HEAD_BYTES), dtype=np.uint8) for _ in LAYERS]
-        receiver.grant(made, ranges)
+        receiver.grant(made, request.ranges)
         self.transfers += 1
 
     def request_of(self, transfer: Transfer) -> Request | None:
@@ -240,7 +242,9 @@ class World:
         end = total if last else transfer.sent + self.dice.randint(0, (total - transfer.sent) // size) * size
         rows = tokens_on(writer.pages[transfer], size)[transfer.sent : end]
         try:
-            writer.sender.send(transfer, rows, transfer.sent, last)
+            writer.sender.send(
+                transfer, Locations.from_host(_runtime, rows), transfer.sent, last, after=_runtime.record()
+            )
         except TransferError:
             assert transfer.state is TransferState.FAILED
 
@@ -354,13 +358,13 @@ class World:
         self.look()
 
     def settle(self) -> None:
-        """Frees the memory of requests that are over: behind `ended`, as every engine has to."""
+        """Frees the memory of requests that are over: the pool keeps it until `ended`."""
         for request in self.requests:
             if request.told is None or request.freed or self.dice.random() < 0.5:
                 continue
             if request.ranges is not None:
                 with self._pool_at_work():
-                    self.decode.pool.free(request.ranges, after=request.lease.ended)
+                    self.decode.pool.free(request.ranges)
             request.freed = True
             if request.told is not LeaseState.DELIVERED and self.dice.random() < 0.5:
                 self.begin(request.lease)
@@ -475,7 +479,7 @@ class World:
         with self._pool_at_work():
             for request in self.requests:
                 if not request.freed and request.ranges is not None:
-                    self.decode.pool.free(request.ranges, after=request.lease.ended)
+                    self.decode.pool.free(request.ranges)
         self.decode.pool.verify()
         stats = self.decode.pool.stats
         assert stats.free == stats.size, f"memory was lost: {stats}"

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants
-from batchstate._allocator import AllFences
+from batchstate._allocator import joined
 from batchstate.errors import ArgumentError, CaptureError, DtypeError, ShapeError
 from batchstate.kv.host_pool import HostKVPool, HostRanges
 from batchstate.kv.pages import PagePool
@@ -173,7 +173,7 @@ class TierRequests(SlotListener):
         hot_from: int64[capacity], first position whose KV the device may have.
         max_tokens: int64[capacity], host locations of the request.
         ranges: the host ranges of each slot in the tier.
-        fences: for each slot, the copy that stages it or the writer that may still write into its host locations.
+        fences: for each slot that is STAGED, the copy that stages it.
         planned: slots of the plan whose backup is not launched yet, int64[n].
     """
 
@@ -310,10 +310,7 @@ class TierRequests(SlotListener):
     def fence_of(self, slots: list[int], after: Fence | None) -> Fence | None:
         """What has to complete before memory of these slots is used again; None where nothing is under way."""
         own = (*self._copier.fences, *(self.fences[slot] for slot in slots if slot in self.fences))
-        still = tuple(fence for fence in dict.fromkeys(own) if not self._complete(fence))
-        if after is not None:
-            still = (after, *still)
-        return AllFences(still) if len(still) > 1 else (still[0] if still else None)
+        return joined(after, *(fence for fence in own if not self._complete(fence)))
 
     def _complete(self, fence: Fence) -> bool:
         """Whether it is known to be complete; under capture no fence may be asked."""
@@ -343,7 +340,8 @@ class TierRequests(SlotListener):
         invariants.tier_state(rows, self.states[rows], allowed, _NAMES, missing=missing, **self._where(operation))
 
     def _missing(self, row: int, length: int) -> int:
-        writer = self.fences.get(row)
+        ranges = self.ranges.get(row)
+        writer = None if ranges is None else ranges.writer
         if writer is None:
             return 0
         if isinstance(writer, Writer):

@@ -181,7 +181,7 @@ class HiSparse:
             lengths: tokens that the writer brings, one number or int[n], at least 1.
             max_tokens: tokens that the request will have at the most, growth included; rounded up to whole pages.
             writer: complete when the writer writes no more: a lease's `ended`, which also knows what has arrived.
-                WITHOUT IT THE MEMORY IS FREE AT ONCE when the slots are: leave it out only where no writer exists.
+                Leave it out only where no writer in another process exists; the memory cannot be granted to one then.
 
         Returns:
             the ranges of each.
@@ -341,7 +341,7 @@ class HiSparse:
     def _enter(
         self, rows: Ints, length: Ints, most: Ints, state: TierState, writer: Fence | None, operation: str
     ) -> list[HostRanges]:
-        ranges = self.host.take(most, rows)
+        ranges = self.host.take(most, rows, writer=writer)
         held = np.array([len(one) for one in ranges], dtype=np.int64)
         try:
             invariants.length_order(length, held, self.host.num_tokens, **self._where(operation))
@@ -350,8 +350,6 @@ class HiSparse:
             raise
         for row, one, n in zip(rows.tolist(), ranges, length.tolist(), strict=True):
             self._requests.enter(row, one, state, n)
-            if writer is not None:
-                self._requests.fences[row] = writer
         return ranges
 
     # Decoding

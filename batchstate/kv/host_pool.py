@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._allocator import FREE, MOST_TOKENS, Allocator, size_of
+from batchstate._allocator import FREE, MOST_TOKENS, Allocator, joined, size_of
 from batchstate._arrays import amounts, arange_per_row, as_array
 from batchstate.errors import ArgumentError, DtypeError, ShapeError
 from batchstate.runtime import Fence, MappedMemory, Runtime, check_fence, check_runtime
@@ -123,6 +123,8 @@ class HostRanges:
         generation: differs for each that the pool ever returned.
         starts: int64[r], first host location of each range, read-only.
         lengths: int64[r], locations of each range, whole pages, read-only.
+        writer: the end of the writer in another process that may write them, as `Lease.ended`; None without one.
+            Whatever they are freed behind, they are free again only after it.
     """
 
     pool_id: int
@@ -130,6 +132,7 @@ class HostRanges:
     generation: int
     starts: Ints = attrs.field(converter=read_only)
     lengths: Ints = attrs.field(converter=read_only)
+    writer: Fence | None = None
 
     def __repr__(self) -> str:
         return (
@@ -142,7 +145,7 @@ class HostRanges:
 
     @property
     def table(self) -> Ints:
-        """int64[r, 2]: start and length of each range, as `KVReceiver.grant` sends it to a writer."""
+        """int64[r, 2]: start and length of each range, as `Receiver.grant` sends it to a writer."""
         return np.stack([self.starts, self.lengths], axis=1)
 
     def locations(self, first: int = 0, count: int | None = None) -> Ints:
@@ -324,22 +327,25 @@ class HostKVPool:
 
     # Taking and freeing
 
-    def take(self, tokens: object, owners: object) -> list[HostRanges]:
+    def take(self, tokens: object, owners: object, *, writer: Fence | None = None) -> list[HostRanges]:
         """Takes host locations for `tokens` tokens per owner, in as few ranges as the free memory allows: whole pages.
 
         Args:
             tokens: int[n], at least 1 each.
             owners: int[n], for reports and for `owner_of`: usually slots.
+            writer: the end of the writer in another process that they are granted to, `Lease.ended`. `free` keeps them
+                pending until it is complete, whatever else it is told.
 
         Returns:
             one per owner.
 
         Raises:
             PoolExhaustedError: too few pages are free. Nothing was taken.
-            ArgumentError: less than one token, or not one owner each.
+            ArgumentError: less than one token, not one owner each, or `writer` is not a fence.
             Violation: TRANSFER_LATE_WRITE, at `full`: free memory was written.
         """
         self.runtime.check_owner(f"{self.name}: take")
+        check_fence(writer, f"{self.name}: take")
         whose = self._integers(owners, "take: owners")
         wanted = np.broadcast_to(amounts(tokens, whose.size, f"{self.name}: take"), whose.shape)
         if wanted.size and (int(wanted.min()) < 1 or int(wanted.max()) > MOST_TOKENS):
@@ -351,7 +357,7 @@ class HostKVPool:
         newest = self._newest
         try:
             self._check_poison(np.concatenate([np.empty(0, dtype=np.int64), *taken]), "take")
-            return [self._granted(pages, owner) for pages, owner in zip(taken, whose.tolist(), strict=True)]
+            return [self._granted(pages, owner, writer) for pages, owner in zip(taken, whose.tolist(), strict=True)]
         except BaseException:
             self._sizes = {one: size for one, size in self._sizes.items() if one <= newest}
             for pages in taken:
@@ -359,7 +365,7 @@ class HostKVPool:
                 self._allocator.release(pages, None, "take")
             raise
 
-    def _granted(self, pages: Ints, owner: int) -> HostRanges:
+    def _granted(self, pages: Ints, owner: int, writer: Fence | None) -> HostRanges:
         generation = self._newest + 1
         if levels.cheap:
             newer = np.full(pages.size, self._newest + 1, dtype=np.int64)
@@ -374,7 +380,7 @@ class HostKVPool:
         for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
             for buffer in self.buffers:
                 self.runtime.host_accesses(buffer, start, start + length, "host tier: rows change hands", writes=True)
-        return HostRanges(self.pool_id, owner, generation, starts, lengths)
+        return HostRanges(self.pool_id, owner, generation, starts, lengths, writer)
 
     def keep(self, ranges: HostRanges, keeper: object) -> None:
         """For the library: from here on only `keeper` may free these ranges."""
@@ -383,7 +389,9 @@ class HostKVPool:
     def free(
         self, ranges: HostRanges | Iterable[HostRanges], *, after: Fence | None = None, keeper: object = None
     ) -> None:
-        """Frees ranges, at once or when `after` is complete, behind the copy or writer that may still write them.
+        """Frees ranges, at once or when `after` is complete: behind the copy that may still read or write them.
+
+        Ranges that were taken with `writer=` wait for its end too.
 
         Raises:
             Violation: SLOT_DOUBLE_FREE, SLOT_STALE_HANDLE; SLOT_CONSERVATION: only a part of what `take` returned.
@@ -406,10 +414,10 @@ class HostKVPool:
         if self._allocator.repeated(pages):
             invariants.slot_double_free(pages, np.ones(pages.size, dtype=np.bool_), **self._where(operation))
         self._forget(pages)
-        for one in freed:
+        for one, part in zip(freed, parts, strict=True):
             self._sizes.pop(one.generation, None)
             self._kept.pop(one.generation, None)
-        self._allocator.release(pages, after, operation)
+            self._allocator.release(part, joined(after, one.writer), operation)
         self._poison_free()
 
     def _forget(self, pages: Ints) -> None:

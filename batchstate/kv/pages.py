@@ -303,6 +303,27 @@ class PagePool:
         """Allocated tokens of each slot, int64[n]: its pages times the page size."""
         return self._table.num_pages[self.slots.rows_of(slots, "allocated")] * self.page_size
 
+    def locations(self, slots: Slots, first: SupportsIndex, stop: SupportsIndex) -> Locations:
+        """Where the tokens at positions first to stop - 1 of one slot lie, `host_only` int64[stop - first].
+
+        Raises:
+            Violation: LENGTH_ORDER: they are not committed.
+            ArgumentError: not one slot, or `stop` before `first`.
+        """
+        operation = "locations"
+        begin, end = (count(one, f"{self.name}: {operation}") for one in (first, stop))
+        rows = self.slots.rows_of(slots, operation)
+        if rows.size != 1 or end < begin:
+            raise ArgumentError(
+                f"{self.name}: {operation} {begin} to {end} of {rows.size} slots",
+                value=(begin, end),
+                remedy="name one slot, and positions in ascending order",
+            )
+        lengths = np.array([end], dtype=np.int64)
+        self._check_lengths(lengths, self._table.committed[rows], operation, _short_prefix)
+        positions = np.arange(begin, end, dtype=np.int64)
+        return self._locations(self._table.locations_at(rows.repeat(positions.size), positions))
+
     def reap(self) -> int:
         """Makes free the pending pages whose fences are complete; says how many. Never waits."""
         self.runtime.check_owner(f"{self.name}: reap")
@@ -446,16 +467,19 @@ class PagePool:
 
     def _extension(self, owners: Slots, slots: Ints, positions: Ints, locations: Ints, counts: Ints) -> Extension:
         self._check_after()
-        places = Locations(
+        return Extension(slots, positions, self._locations(locations), counts, owners, self)
+
+    def _locations(self, numbers: Ints) -> Locations:
+        """Locations int64[n] that only the host has."""
+        return Locations(
             self.runtime,
-            locations,
+            numbers,
             None,
             dtype=torch.int64,
-            shape=locations.shape,
+            shape=numbers.shape,
             contract=Contract.HOST_ONLY,
             name=self.name,
         )
-        return Extension(slots, positions, places, counts, owners, self)
 
     # Sharing
 

@@ -1,14 +1,14 @@
 """The side whose memory is written: makes leases, grants host memory to writers, and says what has arrived.
 
     lease = receiver.lease("request 7", num_tokens, ["prefill-0", "prefill-1"])
-    ranges = ...                                  # take host memory; whenever it is freed: behind lease.ended
+    (ranges,) = host.take(num_tokens, slot, writer=lease.ended)  # or `HiSparse.reserve`
     receiver.grant(lease, ranges)
     ...
     for lease in receiver.poll(): ...           # DELIVERED, FAILED or ABORTED, each once
 
 A lease ends twice. Its *state* says what the request may count on, and is final once it is not WAITING. `ended` says
-when the memory is free of writers: free it behind that fence, whatever the state. Messages to other workers collect in
-`outbox`; the caller carries them, in any order, repeated if it must.
+when the memory is free of writers. Only memory that is kept until then, whatever the state, can be granted. Messages to
+other workers collect in `outbox`; the caller carries them, in any order, repeated if it must.
 """
 
 import enum
@@ -18,10 +18,9 @@ from typing import final
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 
-from batchstate._arrays import as_array, converted, count
-from batchstate.errors import ArgumentError, DtypeError, TransferError
+from batchstate._arrays import count
+from batchstate.errors import ArgumentError, TransferError
 from batchstate.kv.host_pool import HostRanges
 from batchstate.transport.engines.base import Delivery, Engine
 from batchstate.transport.handshake import Description
@@ -292,27 +291,22 @@ class Receiver(Session):
         lease.retried = True
         return following
 
-    def grant(self, lease: Lease, ranges: HostRanges | npt.ArrayLike) -> None:
+    def grant(self, lease: Lease, ranges: HostRanges | None) -> None:
         """Lets the writers of a lease write host memory: one message for each of them goes to the outbox.
 
         Args:
             lease: waiting, not granted before.
-            ranges: what `HiSparse.reserve` or `HostKVPool.take` returned, or int64[r, 2], start and length of host
-                locations, in the order of the request's tokens. Reserved or freed behind `lease.ended`.
+            ranges: what `HiSparse.reserve` or `HostKVPool.take` returned with `writer=lease.ended`, so that they are
+                not free before the writers have stopped. None for a request without tokens.
 
         Raises:
-            ArgumentError: granted before, a lease of another receiver, ranges that do not hold the request, lie outside
-                the regions, or that another lease may still write.
-            DtypeError: not integers.
+            ArgumentError: granted before, a lease of another receiver, ranges that are not kept behind `lease.ended`,
+                do not hold the request, lie outside the regions, or that another lease may still write.
             TransferError: the lease is not waiting any more: a writer was lost, or it was aborted.
         """
         self._engine.check_owner("grant")
         self._check_mine(lease)
-        table = ranges.table if isinstance(ranges, HostRanges) else ranges
-        if as_array(table, "ranges").dtype.kind == "b":
-            raise DtypeError("ranges: booleans", value="bool", remedy="pass start and length of each range")
-        memory = converted(table, np.dtype(np.int64), "ranges")
-        memory = memory.reshape(0, 2) if not memory.size else memory
+        memory = _kept_behind(lease, ranges)
         if lease.state is not LeaseState.WAITING:
             raise TransferError(f"{lease!r}: {lease.reason}", value=lease.serial, remedy="free the memory, and retry")
         if lease.ranges is not None or self._leases.get(lease.serial) is not lease:
@@ -431,6 +425,21 @@ class Receiver(Session):
 
 def _writer_of(lease: Lease, instance: str) -> WriterProgress | None:
     return next((writer for writer in lease.writers if writer.worker.instance == instance), None)
+
+
+def _kept_behind(lease: Lease, ranges: object) -> Ints:
+    """Start and length int64[r, 2] of host ranges that are kept until no writer of the lease can write them."""
+    if ranges is None:
+        return np.empty((0, 2), dtype=np.int64)
+    if not isinstance(ranges, HostRanges) or ranges.writer is not lease.ended:
+        kept = f"kept behind {ranges.writer!r}" if isinstance(ranges, HostRanges) else "not known to be kept"
+        raise ArgumentError(
+            f"{lease!r}: grant of {ranges!r}, {kept}",
+            value=ranges,
+            remedy="take the memory with `writer=lease.ended` (`HostKVPool.take`, `HiSparse.reserve`): freed before "
+            "its end, it would be another request's while a writer still writes it",
+        )
+    return ranges.table
 
 
 def _check_unleased(lease: Lease, memory: Ints, leases: Iterable[Lease]) -> None:

@@ -1,8 +1,8 @@
 """The side that writes: takes grants, writes the rows of a request chunk by chunk, and says when it has stopped.
 
     for transfer in sender.poll(): ...          # new ones are OPEN; later DONE, FAILED or ABORTED, each once
-    sender.send(transfer, source_locs, first, last)
-    pages.free(..., after=transfer.sources_free)
+    sender.send(transfer, sources, first, last, after=forward_done)
+    pages.release_requests(slots, after=transfer.sources_free)
 
 A transfer that fails or is aborted starts no further write. The receiver hears FAILED at once, and DRAINED when no
 write of it can land any more. Messages collect in `outbox`; the caller carries them.
@@ -16,10 +16,13 @@ from typing import final
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 
+from batchstate import invariants
 from batchstate._arrays import count
 from batchstate.errors import ArgumentError, BatchStateError, DtypeError, TransferError
+from batchstate.indices import HostLocations, Locations
+from batchstate.mirror import MirroredTensor
+from batchstate.runtime import Fence, check_fence
 from batchstate.transport.engines.base import Engine, Handle, Status
 from batchstate.transport.handshake import Description
 from batchstate.transport.plan import check_chunk, chunked, coalesced, indices_of, location_rows, owned_by
@@ -152,8 +155,12 @@ class Sender(Session):
         engine: its regions registered.
         description: of this worker.
         regions: one for each layer, in the layout's order, named as the layers are.
+        holds: index space of their rows: `location` for KV on the device, `host_location` for that of a host pool.
         max_bytes: most bytes of one write, or None.
         clock: seconds, never going back.
+
+    Raises:
+        ArgumentError: another index space.
     """
 
     def __init__(
@@ -162,10 +169,16 @@ class Sender(Session):
         description: Description,
         regions: Sequence[Region],
         *,
+        holds: str = "location",
         max_bytes: int | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(engine, description, regions, clock=clock, grace_seconds=0.0, connects=True)
+        if holds not in (Locations.unit, HostLocations.unit):
+            raise ArgumentError(
+                f"a sender of {holds!r}", value=holds, remedy=f"use {Locations.unit!r} or {HostLocations.unit!r}"
+            )
+        self._holds = holds
         self._max_bytes = None if max_bytes is None else count(max_bytes, "max_bytes", least=1)
         self._live: dict[Key, Transfer] = {}
         self._closed: dict[str, Closed] = {}
@@ -177,24 +190,36 @@ class Sender(Session):
 
     # Transfers
 
-    def send(self, transfer: Transfer, source_locs: npt.ArrayLike, first: int, last: bool) -> None:
+    def send(
+        self, transfer: Transfer, sources: Locations | HostLocations, first: int, last: bool, *, after: Fence
+    ) -> None:
         """Starts to write the next tokens of a request. Returns at once; see `poll`.
 
         Args:
             transfer: OPEN, from `poll`.
-            source_locs: int64[k], where the tokens at positions first, first + 1, ... lie here. They stay as they are
-                until `transfer.sources_free`.
+            sources: int64[k], where the tokens at positions first, first + 1, ... lie here: `PagePool.locations`. They
+                stay as they are until `transfer.sources_free`.
             first: position of the first; what has been sent so far ends there.
             last: whether the request ends with these.
+            after: the fence of the forward that wrote them. It is complete: an engine reads memory in the order of no
+                stream.
 
         Raises:
             TransferError: it has failed or was aborted, or the engine cannot write: then it has failed now.
-            ArgumentError, ShapeError, DtypeError, Violation: these locations are refused. Nothing was sent, and it is
-                as OPEN as before; where an engine refuses a later write of several, it has failed.
+            ArgumentError, ShapeError, DtypeError, Violation: these locations are refused, or are not written yet.
+                Nothing was sent, and it is as OPEN as before; where an engine refuses a later write of several, it has
+                failed.
         """
         self._engine.check_owner("send")
         self._check_mine(transfer)
-        writes = self._planned(transfer, source_locs, first, last)
+        check_fence(after, "send", needed=True)
+        writes = self._planned(transfer, sources, first, last)
+        if not after.query():
+            raise ArgumentError(
+                f"{transfer!r}: send of {len(sources)} tokens that may not be written yet",
+                value=after,
+                remedy="send when the fence of the forward that writes them is complete; ask it in each step",
+            )
         before = len(transfer.handles)
         try:
             for copies in writes:
@@ -204,7 +229,7 @@ class Sender(Session):
             if len(transfer.handles) > before or not isinstance(error, ArgumentError | Violation):
                 self._fail(transfer, f"a write was refused: {getattr(error, 'problem', error)}")
             raise
-        transfer.sent += np.size(source_locs)
+        transfer.sent += len(sources)
         transfer.complete = bool(last)
 
     def poll(self) -> list[Transfer]:
@@ -283,13 +308,13 @@ class Sender(Session):
 
     # Writes
 
-    def _planned(self, transfer: Transfer, source_locs: npt.ArrayLike, first: int, last: bool) -> list[Copies]:
+    def _planned(self, transfer: Transfer, locations: object, first: int, last: bool) -> list[Copies]:
         """The writes, once everything that can be checked has been."""
         if transfer.state is not TransferState.OPEN:
             raise TransferError(f"{transfer!r}: {transfer.reason}", value=transfer.state, remedy="send what is OPEN")
         if not isinstance(last, bool | np.bool_):
             raise DtypeError(f"last is {last!r}", value=last, remedy="pass True or False")
-        sources = indices_of(source_locs, "source locations")
+        sources = self._sources(locations)
         layout, theirs = self._description.layout, transfer.worker.description.layout
         check_chunk(first, sources.size, transfer.grant.num_tokens, layout.page_size, last)
         if transfer.complete or first != transfer.sent:
@@ -304,6 +329,17 @@ class Sender(Session):
         there = [region.index for region in transfer.worker.regions]
         rows = location_rows(sources, targets, layout, theirs, self._regions, there)
         return chunked(coalesced(rows), self._engine.capabilities.max_rows, self._max_bytes)
+
+    def _sources(self, locations: object) -> Ints:
+        """Where the tokens lie, int64[k], in the index space of the regions."""
+        if not isinstance(locations, MirroredTensor):
+            raise DtypeError(
+                f"send: source locations are {type(locations).__name__}",
+                value=locations,
+                remedy="pass `pages.locations(...)`, or `Locations.from_host` of numbers of your own allocator",
+            )
+        invariants.unit_mismatch(self._holds, str(locations.unit), object=self, operation="send")
+        return indices_of(locations.exact_host("send: source locations"), "source locations")
 
     def _write(self, transfer: Transfer, copies: Copies, last: bool) -> None:
         peer = transfer.worker.peer

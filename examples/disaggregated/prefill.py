@@ -37,7 +37,6 @@ from batchstate.errors import ArgumentError, TransferError
 from batchstate.future_map import Prefetched
 from batchstate.runtime import Fence
 from batchstate.transport.engines.base import Status
-from batchstate.transport.plan import expand_pages
 from batchstate.transport.sender import Sender, Transfer, TransferState
 from examples.disaggregated.kv import ShardedKV, buffers_of
 from examples.disaggregated.options import Options, writer_name
@@ -57,8 +56,8 @@ class Job:
         key: request and attempt.
         prompt: its ids.
         slot: whose pages hold the KV, once admitted.
-        sources: int64[tokens], where the KV of each token is.
         computed: tokens whose KV is in memory.
+        written: the fence behind the forward that computed the last of them.
         transfer: what the decode worker has granted, once it has.
         first_token: of the answer.
         last_step: behind the last forward that works on it.
@@ -67,8 +66,8 @@ class Job:
     key: Key
     prompt: Ints
     slot: Slots | None = None
-    sources: Ints | None = None
     computed: int = 0
+    written: Fence | None = None
     transfer: Transfer | None = None
     first_token: int | None = None
     last_step: Fence | None = None
@@ -223,8 +222,6 @@ class PrefillWorker:
             self._waiting.popleft()
             job.slot = self.slots.take(1)
             self.pages.grow(job.slot, job.prompt.size)
-            pages = self.pages.page_table[job.slot.np[0], :needed]
-            job.sources = expand_pages(pages, self.pages.page_size, job.prompt.size)
             joining = PromptBatch.build(self.runtime, slots=job.slot, seq_lens=[0], jobs=[job])
             self._batch = self._batch.merge(joining)
 
@@ -283,7 +280,7 @@ class PrefillWorker:
             step = self._in_flight.popleft()
             step.done.wait()
             for job, computed in step.computed:
-                job.computed = computed
+                job.computed, job.written = computed, step.done
             if step.results is None:
                 continue
             for job, token in zip(step.sampling, step.results["first_token"].np.tolist(), strict=True):
@@ -297,10 +294,12 @@ class PrefillWorker:
             transfer = job.transfer
             if transfer is None or transfer.state is not TransferState.OPEN or transfer.sent >= job.computed:
                 continue
-            assert job.sources is not None
+            assert job.slot is not None
+            assert job.written is not None
             first, stop = transfer.sent, job.computed
+            sources = self.pages.locations(job.slot, first, stop)
             with contextlib.suppress(TransferError):  # refused: it has failed now, as the next poll says
-                self.sender.send(transfer, job.sources[first:stop], first, stop == job.prompt.size)
+                self.sender.send(transfer, sources, first, stop == job.prompt.size, after=job.written)
 
     def _leave(self) -> None:
         for job in list(self._jobs.values()):

@@ -1,7 +1,8 @@
 """Transfers into host memory over an engine that injects faults: what is delivered is right, what is freed is quiet.
 
 One prefill worker, which ends and starts again, and one decode worker. Messages arrive in any order, twice, or late;
-writes split, fail, end unknown and go on landing. Memory is freed behind `Lease.ended`, as every engine has to.
+writes split, fail, end unknown and go on landing. Memory is freed at any time, and the pool keeps it until
+`Lease.ended`. KV is sent in the same turn as the forward that computes it, or later.
 """
 
 import random
@@ -14,9 +15,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from batchstate import invariants
-from batchstate.errors import PoolExhaustedError, TransferError
+from batchstate.errors import ArgumentError, PoolExhaustedError, TransferError
+from batchstate.indices import Locations
 from batchstate.kv.host_pool import HostKVPool, HostRanges
 from batchstate.runtime.memory import bytes_of
+from batchstate.testing.fences import ManualFence, ManualStream
 from batchstate.testing.machine import Machine, agree, ask
 from batchstate.transport.engines.in_process import GRACE_STEPS, Faults, InProcessEngine, Network
 from batchstate.transport.handshake import Description
@@ -25,6 +28,7 @@ from batchstate.transport.receiver import Lease, LeaseState, Receiver
 from batchstate.transport.sender import Sender, Transfer, TransferState
 
 Bytes = npt.NDArray[np.uint8]
+Ints = npt.NDArray[np.int64]
 
 LAYERS = ("keys", "values")
 ITEM_BYTES = 4
@@ -51,7 +55,7 @@ class Attempt:
     told: LeaseState | None = None
 
     @property
-    def tokens(self) -> npt.NDArray[np.int64]:
+    def tokens(self) -> Ints:
         """Its host locations, int64[n]."""
         return np.empty(0, np.int64) if self.ranges is None else self.ranges.locations(0, self.lease.num_tokens)
 
@@ -66,6 +70,8 @@ class PrefillInstance:
         memories: uint8[tokens, ITEM_BYTES] for each layer.
         free: source pages that are not used.
         pages: of each transfer.
+        forwards: of each transfer, the fence of the forward that computes its KV, and what it writes: rows and values.
+        stream: the forwards, which run late.
     """
 
     engine: InProcessEngine
@@ -73,6 +79,15 @@ class PrefillInstance:
     memories: list[Bytes]
     free: list[int]
     pages: dict[Transfer, list[int]] = attrs.field(factory=dict)
+    forwards: dict[Transfer, tuple[ManualFence, Ints, tuple[Bytes, ...]]] = attrs.field(factory=dict)
+    stream: ManualStream = attrs.field(factory=ManualStream)
+
+    def run_forwards(self) -> None:
+        """All forwards run."""
+        for _, rows, kv in self.forwards.values():
+            for memory, values in zip(self.memories, kv, strict=True):
+                memory[rows] = values
+        self.stream.complete(self.stream.depth)
 
 
 class TransfersMachine(Machine):
@@ -87,6 +102,8 @@ class TransfersMachine(Machine):
         "a tag twice",
         "a late tag",
         "a write refused",
+        "a send before the KV is written refused",
+        "a grant of memory that is not kept refused",
         "freed before it has ended",
         "freed while its writer may still write",
         "the writer died while it wrote",
@@ -119,6 +136,7 @@ class TransfersMachine(Machine):
         self.attempts: list[Attempt] = []
         self.channel: list[tuple[bool, bytes]] = []  # to the decode worker or to the writer
         self.named = 0
+        self.unkept = 0  # grants of memory that is free too early, which the library refuses
         self.writer = self._start_writer()
         for _ in range(2):
             self._request(2 * page_size)
@@ -170,15 +188,25 @@ class TransfersMachine(Machine):
                 lease = self.receiver.retry(again)
         except TransferError:
             return  # the writer is gone
+        kept = self.dice.random() < 0.9
         try:
-            ranges = self.host.take(tokens, [self.named])[0] if tokens else None
+            ranges = self.host.take(tokens, [self.named], writer=lease.ended if kept else None)[0] if tokens else None
         except PoolExhaustedError:
             self.receiver.abort(lease)
             self.reached("host tokens exhausted")
             return
         kv = tuple(np.frombuffer(self.dice.randbytes(tokens * ITEM_BYTES), np.uint8).reshape(-1, 4) for _ in LAYERS)
+        try:
+            self.receiver.grant(lease, ranges)
+        except ArgumentError:
+            if kept and not self.unkept:
+                raise
+            self.reached("a grant of memory that is not kept refused", not kept)
+            self.receiver.abort(lease)
+            self.host.free([ranges] if ranges is not None else [])
+            return
+        self.unkept += not kept and ranges is not None
         self.attempts.append(Attempt(lease, kv, ranges))
-        self.receiver.grant(lease, np.empty((0, 2), np.int64) if ranges is None else ranges.table)
 
     @rule(free=st.booleans(), retry=st.booleans())
     def collect(self, free: bool, retry: bool) -> None:
@@ -211,7 +239,7 @@ class TransfersMachine(Machine):
     def _free(self, attempt: Attempt) -> None:
         self.attempts.remove(attempt)
         if attempt.ranges is not None:
-            self.host.free(attempt.ranges, after=attempt.lease.ended)
+            self.host.free(attempt.ranges)
 
     @precondition(lambda self: any(one.told is LeaseState.DELIVERED for one in self.attempts))
     @rule()
@@ -305,6 +333,9 @@ class TransfersMachine(Machine):
         writer.sender.poll()
         for transfer in [one for one in writer.pages if one.sources_free.query()]:
             writer.free += writer.pages.pop(transfer)
+            del writer.forwards[transfer]
+        if self.dice.random() < 0.7:
+            writer.run_forwards()
         for transfer in writer.sender.transfers():
             if transfer.state is TransferState.OPEN and not transfer.complete:
                 self._send(transfer, whole)
@@ -319,18 +350,22 @@ class TransfersMachine(Machine):
             self.dice.shuffle(writer.free)  # so that rows are many
             pages = [writer.free.pop() for _ in range(-(-total // size))]
             writer.pages[transfer] = pages
-            rows = self._rows(pages)[:total]
-            for memory, kv in zip(writer.memories, found[0].kv, strict=True):
-                memory[rows] = kv
+            writer.forwards[transfer] = writer.stream.record(), self._rows(pages)[:total], found[0].kv
         left = total - transfer.sent
         tokens = left if whole or left <= size else size
         rows = self._rows(writer.pages[transfer])[transfer.sent : transfer.sent + tokens]
+        sources, last = Locations.from_host(self.rt, rows), transfer.sent + tokens == total
+        computed = writer.forwards[transfer][0]
         try:
-            writer.sender.send(transfer, rows, transfer.sent, transfer.sent + tokens == total)
+            writer.sender.send(transfer, sources, transfer.sent, last, after=computed)
         except TransferError:
             self.reached("a write refused")
+        except ArgumentError:
+            if computed.query():
+                raise
+            self.reached("a send before the KV is written refused")
 
-    def _rows(self, pages: list[int]) -> npt.NDArray[np.int64]:
+    def _rows(self, pages: list[int]) -> Ints:
         size = self.layout.page_size
         return (np.array(pages, dtype=np.int64)[:, None] * size + np.arange(size, dtype=np.int64)).reshape(-1)
 
