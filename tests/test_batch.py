@@ -79,17 +79,17 @@ def abcd(rt: Runtime, pool: SlotPool) -> Decode:
     return Decode.build(rt, **rows(pool, "abcd"))
 
 
-def assert_holds(batch: Decode, names: str, *, seq_lens: int = 10, kv_lens: int = 20) -> None:
+def assert_holds(batch: Decode, names: str) -> None:
     """Every column of every side holds what belongs to these requests, in this order."""
     keys = [ord(name) - ord("a") for name in names]
     expected = {
-        "seq_lens": [key + seq_lens for key in keys],
+        "seq_lens": [key + 10 for key in keys],
         "top_k": keys,
         "temperature": [key / 8 for key in keys],
         "greedy": [key % 2 == 0 for key in keys],
         "adapter": keys,
         "bias": [[key + 0.25, key + 0.5, key + 0.75] for key in keys],
-        "kv_lens": [key + kv_lens for key in keys],
+        "kv_lens": [key + 20 for key in keys],
     }
     for column, values in expected.items():
         assert batch[column].np.tolist() == values, column
@@ -101,74 +101,16 @@ def assert_holds(batch: Decode, names: str, *, seq_lens: int = 10, kv_lens: int 
     batch.check()
 
 
-def test_every_column_takes_part_in_every_operation(rt: Runtime, pool: SlotPool, abcd: Decode, full: None) -> None:
-    """Filter, merge, split and advance move all columns alike, on both sides."""
-    assert_holds(abcd, "abcd")
-    assert_holds(abcd.filter([3, 1]), "db")
-    assert_holds(abcd.filter([True, False, False, True]), "ad")
-    ef = Decode.build(rt, **rows(pool, "ef"))
-    assert_holds(abcd.filter([2, 0]).merge(ef), "caef")
-    first, none, rest = abcd.merge(ef).split([1, 0, 5])
-    assert_holds(first, "a")
-    assert_holds(none, "")
-    assert_holds(rest, "bcdef")
-    mixed = abcd.advance({"seq_lens": [1, 2, 3, 4], "top_k": -1})
-    assert mixed.seq_lens.np.tolist() == [11, 13, 15, 17]
-    assert rt.inspect(mixed.top_k.device).tolist() == [-1, 0, 1, 2]
-    assert_holds(abcd.advance(("seq_lens", "kv_lens"), 5).filter([0, 3]), "ad", seq_lens=15, kv_lens=25)
-    assert_holds(abcd, "abcd")
+# What each operation makes of each column on each side is compared with a list of dictionaries by the machine `batch`.
 
 
-def test_handles_move_with_their_slots(rt: Runtime, pool: SlotPool, full: None) -> None:
-    """Generations and pool id stay with the slots through every operation, so that the pool takes them back."""
-    pool.free(pool.take(5))
-    batch = Decode.build(rt, **rows(pool, "abcd")).filter([3, 0, 1])
-    batch = batch.merge(Decode.build(rt, **rows(pool, "ef"))).split([1, 4])[1]
-    assert batch.slots.generations.min() >= 1
-    assert batch.slots.pool_id == pool.pool_id
-    pool.check_handles(batch.slots, "test")
-    pool.free(batch.slots)
-    with pytest.raises(Violation):
-        pool.free(batch.slots)
-
-
-def test_padding_points_at_slot_zero(rt: Runtime, abcd: Decode, full: None) -> None:
-    """Padded rows hold slot 0 and each column's pad value, on both sides, and the count of requests stays."""
-    padded = abcd.pad(6)
-    assert (padded.num_reqs, padded.num_rows, len(padded)) == (4, 6, 4)
-    tails = {
-        "slots": [0, 0],
-        "seq_lens": [0, 0],
-        "top_k": [-1, -1],
-        "temperature": [1.0, 1.0],
-        "greedy": [False, False],
-        "bias": [[0.0] * 3] * 2,
-        "last_token": [0, 0],
-    }
-    for column, tail in tails.items():
-        assert rt.inspect(padded[column].device)[4:].tolist() == tail, column
-        if column != "last_token":
-            assert padded[column].np[4:].tolist() == tail, column
-    assert padded.requests == ("a", "b", "c", "d")
-    assert abcd.pad(4).num_rows == 4
-
-
-def test_a_bound_travels_through_a_batch(rt: Runtime, pool: SlotPool, abcd: Decode, full: None) -> None:
-    """A column that becomes a bound keeps its two sides apart until it is given exactly again."""
-    device = torch.tensor([11, 12, 13, 14]).to(rt.device)
-    bounded = abcd.replace(kv_lens=MirroredTensor.from_pair(rt, [20, 20, 20, 20], device, contract="upper_bound"))
-    assert bounded.kv_lens.contract is Contract.UPPER_BOUND
-    moved = bounded.filter([3, 0]).advance("kv_lens", [1, 2]).merge(Decode.build(rt, **rows(pool, "e")))
-    assert moved.kv_lens.contract is Contract.UPPER_BOUND
-    assert moved.kv_lens.np.tolist() == [21, 22, 24]
-    assert rt.inspect(moved.kv_lens.device).tolist() == [15, 13, 24]
-    padded = moved.pad(4)
-    assert rt.inspect(padded.kv_lens.device).tolist() == [15, 13, 24, 0]
-    exact = moved.replace(kv_lens=moved.kv_lens.resolve())
-    assert exact.kv_lens.contract is Contract.EXACT
-    assert exact.kv_lens.np.tolist() == [15, 13, 24]
-    with pytest.raises(ContractError, match="takes exact"):
-        abcd.replace(seq_lens=bounded.kv_lens)
+def test_slots_are_replaced_by_handles(rt: Runtime, pool: SlotPool, abcd: Decode) -> None:
+    """`replace` takes slots of a pool or of none, and is what `copy.replace` calls."""
+    assert abcd.__replace__(top_k=[9, 9, 9, 9]).top_k.np.tolist() == [9, 9, 9, 9]
+    assert abcd.replace(slots=Slots.from_host(rt, [11, 12, 13, 14])).slots.np.tolist() == [11, 12, 13, 14]
+    fresh = abcd.replace(slots=pool.take(4))
+    pool.free(fresh.slots)
+    pool.free(abcd.slots)
 
 
 def test_device_columns_are_gathered_only_when_read(rt: Runtime, pool: SlotPool, abcd: Decode) -> None:
@@ -199,36 +141,6 @@ def test_device_columns_do_not_pile_up(rt: Runtime, pool: SlotPool) -> None:
     assert rt.inspect(batch.last_token.device).tolist() == [100]
 
 
-def test_update_and_replace(rt: Runtime, pool: SlotPool, abcd: Decode, full: None) -> None:
-    """Single rows or whole columns get other values, and all other columns are untouched."""
-    changed = abcd.update("seq_lens", [2, 0], [7, 8]).update("bias", [False, True, False, False], [1, 2, 3])
-    assert changed.seq_lens.np.tolist() == [8, 11, 7, 13]
-    assert rt.inspect(changed.bias.device)[1].tolist() == [1, 2, 3]
-    replaced = changed.replace(
-        seq_lens=[1, 2, 3, 4], requests="wxyz"[:0] or ["w", "x", "y", "z"], last_token=[9, 8, 7, 6]
-    )
-    assert replaced.seq_lens.np.tolist() == [1, 2, 3, 4]
-    assert replaced.requests == ("w", "x", "y", "z")
-    assert rt.inspect(replaced.last_token.device).tolist() == [9, 8, 7, 6]
-    assert replaced.top_k.np.tolist() == [0, 1, 2, 3]
-    assert changed.__replace__(top_k=[9, 9, 9, 9]).top_k.np.tolist() == [9, 9, 9, 9]  # `copy.replace` calls it
-    assert abcd.replace(slots=Slots.from_host(rt, [11, 12, 13, 14])).slots.np.tolist() == [11, 12, 13, 14]
-    fresh = abcd.replace(slots=pool.take(4))
-    pool.free(fresh.slots)
-    pool.free(abcd.slots)
-
-
-def test_operations_leave_the_batch_as_it_was(rt: Runtime, pool: SlotPool, abcd: Decode, full: None) -> None:
-    """A batch is immutable: whatever was derived from it, it still holds what it held."""
-    ef = Decode.build(rt, **rows(pool, "ef"))
-    assert len(abcd.seq_lens.device) == 4
-    abcd.filter([0]).advance("seq_lens", 3)
-    abcd.merge(ef).advance(["seq_lens", "top_k"], -1)
-    abcd.update("seq_lens", [0], 99)
-    abcd.replace(seq_lens=[0, 0, 0, 0])
-    assert_holds(abcd, "abcd")
-
-
 def test_empty_batches(rt: Runtime, abcd: Decode, full: None) -> None:
     """A batch of no requests goes through every operation, and merging it changes nothing."""
     none = Decode.empty(rt)
@@ -255,24 +167,6 @@ def test_upload_carries_extras(rt: Runtime, abcd: Decode) -> None:
     abcd.upload()
     assert abcd.seq_lens.device.shape == (4,)
     assert (rt.counters - before).host_to_device_copies == 1
-
-
-def test_upload_carries_table_writes(rt: Runtime, pool: SlotPool, abcd: Decode) -> None:
-    """Writes to one table ride in the copy and are one scatter together."""
-    table = pool.table("req_to_token", (8,), torch.int32)
-    before = rt.counters.snapshot()
-    writes = [
-        table.entry(abcd.slots, np.array([0, 1, 2, 3]), np.array([10, 11, 12, 13])),
-        table.entry(abcd.slots, np.array([4, 5, 6, 7]), np.array([20, 21, 22, 23])),
-    ]
-    abcd.upload(writes=writes)
-    spent = rt.counters - before
-    assert (spent.host_to_device_copies, spent.device_operations) == (1, 1)
-    held = rt.inspect(table.device)[abcd.slots.np]
-    assert [held[i, i] for i in range(4)] == [10, 11, 12, 13]
-    assert [held[i, i + 4] for i in range(4)] == [20, 21, 22, 23]
-    abcd.upload(writes=[table.entry(abcd.slots, np.array([0, 0, 0, 0]), np.array([1, 2, 3, 4]))])
-    assert rt.inspect(table.device)[abcd.slots.np, 0].tolist() == [1, 2, 3, 4]
 
 
 # What is refused
