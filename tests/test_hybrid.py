@@ -19,18 +19,6 @@ def pool(rt: Runtime) -> HybridSlotPool:
     return HybridSlotPool(rt, 4, states=8, states_per_slot=2, reserve=2)
 
 
-def test_each_slot_owns_its_states(rt: Runtime, pool: HybridSlotPool) -> None:
-    """Live slots have states 1 and up, each state one slot, and the device table says the same."""
-    slots = pool.take(3)
-    states = pool.states_of(slots)
-    assert states.shape == (3, 2)
-    assert len(set(states.reshape(-1).tolist())) == 6
-    assert states.min() >= 1
-    assert np.array_equal(rt.read_back(pool.state_table.device)[slots.np], states)
-    assert pool.state_stats.live == 6
-    pool.verify()
-
-
 def test_is_a_slot_pool(rt: Runtime, pool: HybridSlotPool) -> None:
     """A hybrid pool goes wherever a slot pool goes; its mapping has a row for every slot, not for every state."""
     assert isinstance(pool, SlotPool)
@@ -38,20 +26,6 @@ def test_is_a_slot_pool(rt: Runtime, pool: HybridSlotPool) -> None:
     assert tuple(pool.state_table.device.shape) == (7, 2)
     assert pool.state_table.holds == "state"
     assert pool.table("more").slots is pool
-
-
-def test_freed_as_one(pool: HybridSlotPool) -> None:
-    """Freeing slots frees their states, behind the same fence."""
-    gate = Gate()
-    slots = pool.take(3)
-    pool.free(slots.take([0]))
-    assert (pool.stats.live, pool.state_stats.live) == (2, 4)
-    pool.free(slots.take([1, 2]), after=gate)
-    assert (pool.stats.pending, pool.state_stats.pending) == (2, 4)
-    gate.done = True
-    assert (pool.stats.free, pool.state_stats.free) == (6, 8)
-    pool.expect_idle()
-    pool.verify()
 
 
 def test_all_or_nothing(pool: HybridSlotPool) -> None:

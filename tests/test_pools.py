@@ -4,7 +4,6 @@ import functools
 import time
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 
 from batchstate import invariants, levels
@@ -20,23 +19,8 @@ from batchstate.testing.models import snapshot_slots
 from batchstate.violations import Code
 from tests.doubles import Gate, in_a_thread, refused
 
-
-def test_hands_out_one_to_size(rt: Runtime) -> None:
-    """A pool of n hands out 1..n, each once, and never 0."""
-    pool = SlotPool(rt, 5)
-    taken = np.concatenate([pool.take(2).np, pool.take(3).np])
-    assert sorted(taken.tolist()) == [1, 2, 3, 4, 5]
-    assert pool.capacity == 6
-
-
-def test_handles_are_mirrored(rt: Runtime) -> None:
-    """What is handed out has both sides, generations and the id of its pool."""
-    pool = SlotPool(rt, 4)
-    slots = pool.take(3)
-    assert isinstance(slots, Slots)
-    assert rt.read_back(slots.device).tolist() == slots.np.tolist() == [1, 2, 3]
-    assert slots.generations.tolist() == [1, 1, 1]
-    assert slots.pool_id == pool.pool_id != 0
+# Who owns which slot, what is free, pending and in reserve, and which handles are refused: the model of the machine
+# `slot_pool` compares all of it after every call.
 
 
 def test_last_freed_is_first_taken(rt: Runtime) -> None:
@@ -113,52 +97,17 @@ def test_capture_asks_no_fence(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> 
     assert pool.reap() == 2
 
 
-def test_reserve_is_for_reserved_takes(rt: Runtime) -> None:
-    """Ordinary takes leave the reserve alone; reserved takes use it first, then ordinary slots; all of it returns."""
-    pool = SlotPool(rt, 2, reserve=2)
-    ordinary = pool.take(2)
-    with pytest.raises(PoolExhaustedError):
-        pool.take(1)
-    arriving = pool.take(2, reserved=True)
-    assert sorted(arriving.np.tolist()) == [3, 4]
-    with pytest.raises(PoolExhaustedError):
-        pool.take(1, reserved=True)
-    pool.free(ordinary)
-    mixed = pool.take(1, reserved=True)
-    pool.free(mixed.merge(arriving))
-    stats = pool.stats
-    assert (stats.free, stats.free_reserved, stats.live) == (4, 2, 0)
-    pool.verify()
-    pool.expect_idle()
-
-
-def test_refuses_double_free(rt: Runtime) -> None:
-    """A slot is freed once: not twice in turn, not while pending, not twice in one call. Nothing changes."""
-    pool = SlotPool(rt, 4)
-    slots = pool.take(3)
-    refused(Code.SLOT_DOUBLE_FREE, lambda: pool.free(slots.take([0, 1, 0])))
-    assert pool.stats.live == 3
-    pool.free(slots.take([0]))
-    refused(Code.SLOT_DOUBLE_FREE, lambda: pool.free(slots))
-    assert pool.stats.live == 2
-    pool.free(slots.take([1]), after=Gate())
-    report = refused(Code.SLOT_DOUBLE_FREE, lambda: pool.free(slots.take([2, 1])))
-    assert (report.row, report.slot) == (1, 2)
-    assert pool.stats.live == 1
-
-
-def test_refuses_stale_handles(rt: Runtime) -> None:
-    """A handle kept past its slot's free neither frees nor passes for the next owner's."""
-    pool = SlotPool(rt, 1)
-    old = pool.take(1)
-    pool.free(old)
-    refused(Code.SLOT_STALE_HANDLE, lambda: pool.check_handles(old, "test"))
+def test_reports_name_row_slot_and_generation(rt: Runtime) -> None:
+    """Of the first handle that is dead, pending or another owner's."""
+    pool = SlotPool(rt, 2)
+    old, other = pool.take(1), pool.take(1)
+    pool.free(old, after=Gate(done=True))
+    report = refused(Code.SLOT_DOUBLE_FREE, lambda: pool.free(other.merge(old)))
+    assert (report.row, report.slot) == (1, 1)
     pool.take(1)
     report = refused(Code.SLOT_STALE_HANDLE, lambda: pool.free(old))
     assert (report.slot, report.generation) == (1, 1)
     assert "generation 2" in str(report)
-    refused(Code.SLOT_STALE_HANDLE, lambda: pool.check_handles(old, "test"))
-    assert pool.stats.live == 1
 
 
 def test_refuses_other_pools_and_runtimes(rt: Runtime, device: str) -> None:
