@@ -602,9 +602,25 @@ class Generations:
             invariants.slot_stale_handle(rows, before + 1, generations, **self._where("take"))
         return Slots.of_pool(self._runtime, rows, generations, pool_id=self.pool_id, name=self.name)
 
-    def rows_of(self, slots: Slots, operation: str, *, unique: bool = False) -> Ints:
+    @staticmethod
+    def of_pool(pool_id: int) -> "Generations | None":
+        """Those of the pool with this id; None for 0 and for a pool that is gone."""
+        return _pools.get(pool_id)
+
+    def rows_of(self, slots: Slots, operation: str, *, unique: bool = False, padded: bool = False) -> Ints:
         """The numbers of handles of this pool that are all good, int64[n], read-only; see `SlotPool.rows_of`."""
-        rows, held = self._checked(slots, operation)
+        rows, held = self._checked(slots, operation, padded=padded)
+        if padded and rows.size and not rows[-1]:
+            owned = np.count_nonzero(rows)
+            self.check_held(rows[:owned], held[:owned], operation)
+        else:
+            self.check_held(rows, held, operation)
+        if unique and self._allocator.repeated(rows):
+            invariants.slot_shared(rows, **self._where(operation))
+        return rows
+
+    def check_held(self, rows: Ints, held: Ints, operation: str) -> None:
+        """Refuses rows int64[n] of which one is not live, or not of the generation `held`."""
         times_checked[STALE_HANDLE] += 1
         if not self._all_held(rows, held):
             where = self._where(operation)
@@ -612,9 +628,6 @@ class Generations:
             invariants.slot_zero_allocated(rows, **where)
             current = np.where(self._allocator.live_among(rows), self._generations[rows], -1)
             invariants.slot_stale_handle(rows, held, current, **where)
-        if unique and self._allocator.repeated(rows):
-            invariants.slot_shared(rows, **self._where(operation))
-        return rows
 
     def rows_to_free(self, slots: Slots, operation: str) -> Ints:
         """The same for handles that are about to be freed: dead and repeated ones are SLOT_DOUBLE_FREE."""
@@ -628,6 +641,10 @@ class Generations:
             invariants.slot_stale_handle(rows, held, self._generations[rows], **where)
         return rows
 
+    def handles(self, rows: Ints) -> Slots:
+        """Handles of the present owners of `rows`, int64[n], which are live: for checks."""
+        return Slots.of_pool(self._runtime, rows, self._generations[rows], pool_id=self.pool_id, name=self.name)
+
     def verify(self) -> None:
         """Checks that no generation fell since the last time.
 
@@ -639,8 +656,8 @@ class Generations:
         invariants.slot_stale_handle(everyone, least, self._generations, **self._where("verify"))
         self._seen = self._generations.copy()
 
-    def _checked(self, slots: object, operation: str) -> tuple[Ints, Ints]:
-        """Numbers and generations of slots that are of this pool; both int64[n]."""
+    def _checked(self, slots: object, operation: str, *, padded: bool = False) -> tuple[Ints, Ints]:
+        """Numbers and generations of slots that are of this pool, or with `padded` all padding; both int64[n]."""
         if not isinstance(slots, Slots):
             if isinstance(slots, MirroredTensor):
                 invariants.unit_mismatch("slot", str(slots.unit), **self._where(operation))
@@ -652,7 +669,7 @@ class Generations:
         rows: Ints = slots.np
         if slots.runtime is not self._runtime:
             raise DeviceError(f"{self.name}: {slots!r} has another runtime", value=slots, remedy="use one runtime")
-        if slots.pool_id != self.pool_id and rows.size:
+        if slots.pool_id != self.pool_id and (np.count_nonzero(rows) if padded else rows.size):
             other = _pools.get(slots.pool_id)
             raise ArgumentError(
                 f"{operation}: slots of {'no pool' if other is None else f'pool {other.name!r}'} "

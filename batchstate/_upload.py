@@ -280,7 +280,8 @@ def joined_writes(runtime: Runtime, writes: Sequence[TableWrite]) -> list[TableW
 
 def _joined(writes: Sequence[TableWrite]) -> TableWrite:
     index = np.concatenate([one.index for one in writes])
-    return TableWrite(writes[0].table, index, np.concatenate([one.values for one in writes]))
+    values = np.concatenate([one.values for one in writes])
+    return TableWrite(writes[0].table, index, values, tuple(owners for one in writes for owners in one.owners))
 
 
 def named_arrays(extras: object, what: str) -> Mapping[str, object]:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from batchstate import invariants, levels
+from batchstate._allocator import Generations
 from batchstate._arrays import Array, converted, count, counts, kept_rows
 from batchstate._rows import (
     GENERATION_SUFFIX,
@@ -536,11 +537,13 @@ class Batch(metaclass=BatchType):
         Raises:
             CaptureError: the stream is being captured.
             DtypeError: an extra that torch and numpy do not share.
-            Violation: MIRROR_FOREIGN_WRITE, MIRROR_STALE_READ of a host side, and at `full` those of `check`.
+            Violation: MIRROR_FOREIGN_WRITE, MIRROR_STALE_READ of a host side, and at `full` those of `check`;
+                SLOT_STALE_HANDLE, at `cheap`: a request has left.
         """
         self._check_writes(writes, "upload")
         if levels.cheap:
             self._check_read_columns("upload")
+            self._check_live("upload")
         device = self.device_side
         first = not device.uploaded
         if first:
@@ -576,7 +579,8 @@ class Batch(metaclass=BatchType):
             ShapeError, DtypeError: an extra of another shape or dtype.
             DeclarationError, DeviceError: buffers of another batch class, or of another runtime.
             CaptureError: the stream is being captured: fill the buffers before, or between replays.
-            Violation: MIRROR_FOREIGN_WRITE, MIRROR_STALE_READ; at `full` MIRROR_EQUAL, MIRROR_BOUND, TAIL_STALE.
+            Violation: MIRROR_FOREIGN_WRITE, MIRROR_STALE_READ, SLOT_STALE_HANDLE; at `full` MIRROR_EQUAL, MIRROR_BOUND,
+                TAIL_STALE.
         """
         receive = getattr(buffers, "receive", None)
         if receive is None:
@@ -588,6 +592,7 @@ class Batch(metaclass=BatchType):
         self._check_writes(writes, "to_static")
         if levels.cheap:
             self._check_read_columns("to_static")
+            self._check_live("to_static")
         self._check_host_is_fresh("to_static")
         return buffers.receive(self, writes, self._checked_extras(extras, "to_static"))
 
@@ -664,6 +669,14 @@ class Batch(metaclass=BatchType):
             invariants.sentinel_escaped(slots, **where)
             invariants.slot_zero_allocated(slots, **where)
             invariants.slot_shared(slots, **where)
+
+    def _check_live(self, operation: str) -> None:
+        """Each request still has its slot. Slots that no pool handed out have no owner to ask."""
+        pool = Generations.of_pool(self._pool_id)
+        if pool is not None and self._slot_column is not None:
+            host, live = self._state.host, slice(self.num_reqs)
+            slots, held = host.column(self._slot_column), host.column(self._slot_column + GENERATION_SUFFIX)
+            pool.check_held(slots[live], held[live], operation)
 
     def _check_tail(self, operation: str) -> None:
         if self.num_rows == self.num_reqs:

@@ -500,7 +500,7 @@ class FutureMap:
         width = sum(_id_width(name, self._fields[name], self.name) for name in names)
         if lengths is not None:
             _check_lengths(lengths, self._fields[lengths], self.name)
-        if req_to_token is not None and getattr(req_to_token, "slots", None) is not self.slots:
+        if req_to_token is not None and getattr(req_to_token, "space", None) is not self.slots:
             raise ArgumentError(
                 f"{self.name}: expected a table of slots of {self.slots.name!r}, got {req_to_token!r}",
                 value=req_to_token,

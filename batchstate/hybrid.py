@@ -134,7 +134,6 @@ class HybridSlotPool(SlotPool):
         super().__init__(runtime, size, reserve=reserve, name=name)
         self._states = StateOwner(self, num_states, per_slot, label=f"states of HybridSlotPool {name!r}")
         self.add_listener(self._states)
-        self._unwritten = np.zeros(self.capacity, dtype=np.bool_)  # taken with write=False; entry not seen yet
         self.state_table = self.table(f"{name} states", (per_slot,), torch.int32, holds="state", host=True)
 
     def __repr__(self) -> str:
@@ -174,7 +173,6 @@ class HybridSlotPool(SlotPool):
                 remedy="take with write=False, and pack `state_entry` with an upload after the capture",
             )
         slots = super().take(n, reserved=reserved)
-        self._unwritten[slots.np] = not write
         if write:
             try:
                 self.state_table.write(slots, None, self.states_of(slots))
@@ -205,17 +203,11 @@ class HybridSlotPool(SlotPool):
                 code of the states.
         """
         super().verify()
-        written = self.state_table.host
-        if written is None:
-            return
-        live = self.live_slots()
-        owned, mapped = self._states.mapping[live].astype(written.dtype), written[live]
-        # A row that waits for the upload of a step is not compared until it has been uploaded once.
-        waits = self._unwritten[live] & (owned != mapped).any(axis=1)
-        self._unwritten[live] = waits
-        invariants.mirror_equal(
-            owned[~waits], mapped[~waits], object=repr(self), operation="verify", step=self.runtime.step
-        )
+        live = self._generations.handles(self.live_slots())
+        live = live.filter(self.state_table.written(live))  # others wait for the upload of a step
+        owned = self._states.mapping[live.np].astype(np.int32)
+        mapped = self.state_table.host_for(live)
+        invariants.mirror_equal(owned, mapped, object=repr(self), operation="verify", step=self.runtime.step)
 
     def expect_idle(self) -> None:
         """Checks that no slot and no state is live.

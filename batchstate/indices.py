@@ -16,17 +16,16 @@ from batchstate.mirror import Contract, DeviceSide, MirroredTensor
 from batchstate.runtime import Runtime
 
 
-class Slots(MirroredTensor):
-    """Rows of requests in every slot-indexed table, with the generation of each: handles.
+class Handles(MirroredTensor):
+    """Numbers of an index space with the generation of each: they say whose they are, and go stale with their owner.
 
-    Made by `SlotPool.take`. The generations go wherever the rows go; padded rows are slot 0, generation 0.
+    Pools make them. The generations go wherever the rows go; padded rows are index 0, generation 0.
     """
 
-    unit: ClassVar[str | None] = "slot"
     __slots__ = ()
 
     def __init__(self, runtime: Runtime, host: Array | None, device: DeviceSide | None, **rest: Any) -> None:
-        """For the library. Without generations, slots have generation 0, which no live slot has."""
+        """For the library. Without generations they have generation 0, which nothing live has."""
         if rest.get("generations") is None:
             rest["generations"] = np.zeros(rest["shape"][0], dtype=np.int64)
         super().__init__(runtime, host, device, **rest)
@@ -35,20 +34,21 @@ class Slots(MirroredTensor):
     def of_pool(
         cls,
         runtime: Runtime,
-        slots: npt.NDArray[np.int64],
+        numbers: npt.NDArray[np.int64],
         generations: npt.NDArray[np.int64],
         *,
         pool_id: int,
+        contract: Contract = Contract.EXACT,
         name: str = "",
     ) -> Self:
         """For pools: takes over both arrays, int64[n]. `pool_id` is that of the pool."""
         return cls(
             runtime,
-            slots,
+            numbers,
             None,
             dtype=torch.int64,
-            shape=slots.shape,
-            contract=Contract.EXACT,
+            shape=numbers.shape,
+            contract=contract,
             name=name,
             generations=generations,
             pool_id=pool_id,
@@ -66,21 +66,21 @@ class Slots(MirroredTensor):
         generations: object = None,
         pool_id: int = 0,
     ) -> Self:
-        """Handles from numbers, for tools that rebuild state. `generations` int64[n] defaults to 0: no live slot's.
+        """Handles from numbers, for tools that rebuild state. `generations` int64[n] defaults to 0: nothing live's.
 
         Raises:
-            ShapeError: not one generation per slot. Else as `MirroredTensor.from_host`.
+            ShapeError: not one generation per number. Else as `MirroredTensor.from_host`.
         """
-        if isinstance(values, Slots):
-            values = values.exact_host(name or cls.__name__)
-        plain = Pages.from_host(runtime, values, dtype=dtype, contract=contract, name=name or cls.__name__)
-        slots = plain.np.copy()
-        own = np.zeros_like(slots) if generations is None else converted(generations, np.dtype(np.int64), "generations")
-        if own.shape != slots.shape or slots.ndim != 1:
+        plain = super().from_host(runtime, values, dtype=dtype, contract=contract, name=name or cls.__name__)
+        numbers = plain.np.copy()
+        own = converted(plain.generations if generations is None else generations, np.dtype(np.int64), "generations")
+        if own.shape != numbers.shape or numbers.ndim != 1:
             raise ShapeError(
-                f"{list(own.shape)} generations for {list(slots.shape)} slots", value=own.shape, remedy="one per slot"
+                f"{list(own.shape)} generations for {list(numbers.shape)} {cls.unit}s",
+                value=own.shape,
+                remedy=f"one per {cls.unit}",
             )
-        return cls.of_pool(runtime, slots, own, pool_id=pool_id, name=name)
+        return cls.of_pool(runtime, numbers, own, pool_id=pool_id, contract=plain.contract, name=name)
 
     @property
     def generations(self) -> npt.NDArray[np.int64]:
@@ -91,19 +91,26 @@ class Slots(MirroredTensor):
 
     @property
     def pool_id(self) -> int:
-        """Id of the pool that returned the slots; 0 when none did."""
+        """Id of the pool that made the handles; 0 when none did."""
         return self._pool_id
 
 
-class Pages(MirroredTensor):
-    """KV pages. Page 0 is padding."""
+class Slots(Handles):
+    """Rows of requests in every slot-indexed table. Made by `SlotPool.take`; padded rows are slot 0."""
+
+    unit: ClassVar[str | None] = "slot"
+    __slots__ = ()
+
+
+class Pages(Handles):
+    """KV pages. Made by `PagePool.pages_of` and by leases. Page 0 is padding."""
 
     unit: ClassVar[str | None] = "page"
     __slots__ = ()
 
 
-class Locations(MirroredTensor):
-    """Places of tokens in device KV memory. Those of page 0 are padding."""
+class Locations(Handles):
+    """Places of tokens in device KV memory, each with the generation of its page. Those of page 0 are padding."""
 
     unit: ClassVar[str | None] = "location"
     __slots__ = ()

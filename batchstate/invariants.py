@@ -538,6 +538,31 @@ def table_capacity(rows: int, needed: int, **where: Unpack[Where]) -> Breach | N
     return Breach(problem, expected=f"at least {needed} rows", actual=rows)
 
 
+@invariant(
+    "cheap",
+    "write the row when its owner begins, a default too: with `Table.write`, or with the upload of the step",
+    ("sglang #25805", "sglang #25385", "sglang #37837", "vllm #47724"),
+)
+def row_unwritten(rows: Ints, written: Ints, current: Ints, **where: Unpack[Where]) -> Breach | None:
+    """A row of a table is read only after its present owner has written it. All integer[n], row by row.
+
+    `written` is the generation that each of `rows` was last written for, `current` that of its owner.
+    Cost: one comparison per row. Broken by a request that leaves out a row because its value is the default: it runs
+    with the adapter, the mapping or the state of the request before.
+    """
+    if (row := first_row(written != current)) is None:
+        return None
+    last = f"generation {written[row]}, which has left" if written[row] else "no request"
+    return Breach(
+        f"row {rows[row]} is read, and its owner has not written it",
+        expected=f"written for generation {current[row]}",
+        actual=f"written for {last}",
+        row=row,
+        slot=int(rows[row]),
+        generation=int(current[row]),
+    )
+
+
 # Pages and token lengths.
 
 

@@ -16,7 +16,7 @@ import torch
 from batchstate import invariants, levels
 from batchstate._allocator import Allocator, Generations, size_of
 from batchstate._arrays import as_array, count
-from batchstate.errors import ArgumentError, DeviceError, DtypeError, ShapeError
+from batchstate.errors import DtypeError
 from batchstate.indices import Slots
 from batchstate.runtime import Fence, Runtime, check_fence, check_runtime
 from batchstate.tables import Table
@@ -279,21 +279,18 @@ class SlotPool:
             ArgumentError, DtypeError: it contains something other than counts; a dtype that numpy lacks.
         """
         self.runtime.check_owner(f"{self.name}: table")
-        if not isinstance(shape, tuple | list):
-            raise ShapeError(f"{name}: shape is {shape!r}", value=shape, remedy="pass a tuple, as `(8,)`")
-        sizes = tuple(count(size, f"{name}: shape") for size in shape)
-        table = Table(
-            self,
-            self.runtime.device_zeros((self.capacity, *sizes), dtype, name=str(name)),
-            name=name,
-            holds=holds,
-            host=host,
-        )
+        table = Table.new(self, name, shape, dtype, holds=holds, host=host)
         self._tables.append(table)
         return table
 
-    def adopt(self, tensor: torch.Tensor, name: str, *, holds: str | None = None) -> Table:
-        """A table over an engine's own tensor. Its row 0 must be zero.
+    def adopt(self, tensor: torch.Tensor, name: str, *, holds: str | None = None, host: bool = False) -> Table:
+        """A table over an engine's own tensor. Its row 0 must be zero; what other rows hold counts as unwritten.
+
+        Args:
+            tensor: on the device, contiguous, one row per slot, padding included.
+            name: for reports.
+            holds: index space of the values, if they are indices.
+            host: keep the same values on the host too: the tensor is read back once, which waits for the device.
 
         Raises:
             Violation: TABLE_CAPACITY: fewer rows than the pool has slots, padding included.
@@ -301,23 +298,7 @@ class SlotPool:
             ArgumentError: not a tensor.
         """
         self.runtime.check_owner(f"{self.name}: adopt")
-        if not isinstance(tensor, torch.Tensor):
-            raise ArgumentError(
-                f"{name}: adopt of {type(tensor).__name__}", value=tensor, remedy="pass a tensor of the device"
-            )
-        if tensor.device != self.runtime.device:
-            raise DeviceError(
-                f"{name}: a tensor on {tensor.device}, pool on {self.runtime.device}",
-                value=str(tensor.device),
-                remedy="adopt a tensor of the pool's device",
-            )
-        if tensor.ndim == 0 or not tensor.is_contiguous():
-            raise ShapeError(
-                f"{name}: {list(tensor.shape)} with strides {list(tensor.stride())}",
-                value=tuple(tensor.shape),
-                remedy="adopt a contiguous tensor with one row per slot",
-            )
-        table = Table(self, tensor, name=name, holds=holds)
+        table = Table.adopted(self, tensor, name, holds=holds, host=host)
         self._tables.append(table)
         return table
 
@@ -358,19 +339,20 @@ class SlotPool:
         """
         self.rows_of(slots, operation)
 
-    def rows_of(self, slots: Slots, operation: str, *, unique: bool = False) -> Ints:
+    def rows_of(self, slots: Slots, operation: str, *, unique: bool = False, padded: bool = False) -> Ints:
         """The numbers of live handles, int64[n] and read-only, checked as by `check_handles`.
 
         Args:
             slots: the handles.
             operation: for reports.
             unique: also refuse a slot named twice (SLOT_SHARED).
+            padded: allow padded rows at the end.
 
         Raises:
             OwnerThreadError: called from a second thread. Else as `check_handles`.
         """
         self.runtime.check_owner(f"{self.name}: {operation}")
-        return self._generations.rows_of(slots, operation, unique=unique)
+        return self._generations.rows_of(slots, operation, unique=unique, padded=padded)
 
     def check_release(self, slots: Slots, operation: str, *, besides: SlotListener | None = None) -> Ints:
         """What `free` checks before it changes anything; returns the numbers, int64[n].

@@ -1,12 +1,16 @@
-"""Device tables with one row per slot, and writes to them that are checked on the host before anything is launched.
+"""Device tables with one row per slot, page or location, whose rows belong to their owners.
 
-A table is made by the pool whose slots index it and has `capacity` rows, one for every index that can reach it. It
-starts zero, and row 0, which padded rows read, stays zero. Writes are planned on the owning thread; the scatter runs
-on the stream that is current then, after every forward that still reads the table (`read_until`) and after earlier
-writes from other streams. The host never waits.
+A table is made by the pool whose indices name its rows, and has `capacity` rows, one for every index that can reach it.
+It starts zero, and row 0, which padded rows read, stays zero. Rows are named by handles, never by numbers. A row is
+unwritten for each new generation of its index, whatever the last owner left in it, until its owner has written it; a
+forward that asks for the memory names the rows that it reads, and is refused if one is unwritten.
+
+Writes are planned on the owning thread; the scatter runs on the stream that is current then, after every forward that
+still reads the table (`read_until`) and after earlier writes from other streams. The host never waits.
 """
 
-from typing import Any, Protocol, final
+from collections.abc import Sequence
+from typing import Any, Protocol, Self, final
 
 import attrs
 import numpy as np
@@ -14,22 +18,27 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import Array, as_array, converted, signed_twin
+from batchstate._arrays import Array, as_array, converted, count, signed_twin
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, RowIndexError, ShapeError
-from batchstate.indices import Slots
+from batchstate.indices import Handles
 from batchstate.mirror import MirroredTensor
 from batchstate.runtime import Fence, FixedMemory, Runtime, check_fence, numpy_dtype
-from batchstate.violations import Where
+from batchstate.violations import Code, Where
 
-__all__ = ["SlotSpace", "Table", "TableWrite"]
+__all__ = ["IndexSpace", "Table", "TableWrite"]
 
 Ints = npt.NDArray[np.int64]
 
+ROW_UNWRITTEN = Code.ROW_UNWRITTEN
 
-class SlotSpace(Protocol):
-    """What a table needs of the pool whose slots index it."""
 
-    name: str
+class IndexSpace(Protocol):
+    """What a table needs of the pool whose indices name its rows."""
+
+    @property
+    def name(self) -> str:
+        """Of the pool, for reports."""
+        ...
 
     @property
     def runtime(self) -> Runtime:
@@ -38,11 +47,17 @@ class SlotSpace(Protocol):
 
     @property
     def capacity(self) -> int:
-        """Rows that a table needs: the largest slot + 1."""
+        """Rows that a table needs: the largest index + 1."""
         ...
 
-    def check_handles(self, slots: Slots, operation: str) -> None:
-        """Refuses handles that are not live or not of this pool."""
+    def rows_of(self, handles: Any, operation: str, *, padded: bool = False) -> Ints:
+        """The numbers of handles of this pool that are all live, int64[n]; with `padded` the last ones may be padding.
+
+        Raises:
+            DtypeError: numbers, which do not say whose they are.
+            ArgumentError: handles of another pool.
+            Violation: SLOT_ZERO_ALLOCATED, SLOT_OUT_OF_RANGE, SLOT_STALE_HANDLE, UNIT_MISMATCH.
+        """
         ...
 
 
@@ -62,14 +77,14 @@ class TableWrite:
         table: where it goes.
         index: int64[n], flat places in the table; read-only, since they were checked.
         values: [n] of the table's dtype, read-only.
-        owners: the handles that it was made from. They are checked again before it is launched, since a slot may belong
-            to another request by then. None for a write that was made from numbers.
+        owners: the handles of its rows. They are checked again before it is launched, since a row may belong to another
+            request by then; once it is launched, the rows are written for them.
     """
 
     table: "Table"
     index: Ints = attrs.field(converter=read_only)
     values: npt.NDArray[Any] = attrs.field(converter=read_only)
-    owners: Slots | None = None
+    owners: tuple[Handles, ...]
 
     def __repr__(self) -> str:
         return f"TableWrite({self.index.size} elements of {self.table!r})"
@@ -77,46 +92,129 @@ class TableWrite:
 
 @final
 class Table:
-    """Device memory `[capacity, *row_shape]` indexed by the slots of one pool.
+    """Device memory `[capacity, *row_shape]` indexed by the slots, pages or locations of one pool.
 
-    Made by `SlotPool.table` and `SlotPool.adopt`.
+    Made by `table` and `adopt` of `SlotPool` and `PagePool`.
 
     Attributes:
         name: for reports.
         runtime: the device.
+        space: the pool whose indices name its rows.
         holds: index space of its values (`slot`, `page`, `location`, ...), or None for plain numbers.
-        host: the same values on the host, read-only, kept by every write, if the table was made with `host=True`; else
-            None.
     """
 
     def __init__(
-        self, slots: SlotSpace, device: torch.Tensor, *, name: str, holds: str | None = None, host: bool = False
+        self, space: IndexSpace, device: torch.Tensor, *, name: str, holds: str | None = None, host: Array | None = None
     ) -> None:
-        self._slots = slots
+        self.space = space
         self.name = name
-        self.runtime = slots.runtime
+        self.runtime = space.runtime
         self.holds = holds
         self._memory = device
-        invariants.table_capacity(self.capacity, slots.capacity, **self._where("table"))
+        invariants.table_capacity(self.capacity, space.capacity, **self._where("table"))
         self._dtype = numpy_dtype(device.dtype)
         self._row_width = int(np.prod(device.shape[1:], dtype=np.int64))
         with torch.inference_mode(False):  # a view made in inference mode can be written there alone
             self._flat = device.view(signed_twin(device.dtype)).view(-1)
         self._fixed = FixedMemory(self.runtime, device)
-        self._host = np.zeros(tuple(device.shape), dtype=self._dtype) if host else None
-        self.host = None if self._host is None else read_only(self._host)
+        self._host = host
+        self._written = np.zeros(self.capacity, dtype=np.int64)  # the generation that each row was last written for
+
+    @classmethod
+    def new(
+        cls, space: IndexSpace, name: str, shape: Sequence[int], dtype: torch.dtype, *, holds: str | None, host: bool
+    ) -> Self:
+        """For pools, which document it: a table of zeros."""
+        if not isinstance(shape, tuple | list):
+            raise ShapeError(f"{name}: shape is {shape!r}", value=shape, remedy="pass a tuple, as `(8,)`")
+        sizes = (space.capacity, *(count(size, f"{name}: shape") for size in shape))
+        memory = space.runtime.device_zeros(sizes, dtype, name=str(name))
+        return cls(space, memory, name=name, holds=holds, host=np.zeros(sizes, numpy_dtype(dtype)) if host else None)
+
+    @classmethod
+    def adopted(cls, space: IndexSpace, tensor: torch.Tensor, name: str, *, holds: str | None, host: bool) -> Self:
+        """For pools, which document it: a table over an engine's own tensor."""
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentError(
+                f"{name}: adopt of {type(tensor).__name__}", value=tensor, remedy="pass a tensor of the device"
+            )
+        if tensor.device != space.runtime.device:
+            raise DeviceError(
+                f"{name}: a tensor on {tensor.device}, pool on {space.runtime.device}",
+                value=str(tensor.device),
+                remedy="adopt a tensor of the pool's device",
+            )
+        if tensor.ndim == 0 or not tensor.is_contiguous():
+            raise ShapeError(
+                f"{name}: {list(tensor.shape)} with strides {list(tensor.stride())}",
+                value=tuple(tensor.shape),
+                remedy="adopt a contiguous tensor with one row per index",
+            )
+        table = cls(space, tensor, name=name, holds=holds)
+        if host:
+            table._host = space.runtime.read_back(tensor).copy()
+        return table
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"Table({self.name!r}, {dtype}{list(self._memory.shape)}, holds={self.holds})"
 
-    @property
-    def device(self) -> torch.Tensor:
-        """The memory itself, for kernels; its address never changes. Safe to read on the current stream.
+    # Reading
+
+    def device_for(self, handles: Handles) -> torch.Tensor:
+        """The memory, for kernels that read the rows of `handles` and no others. Safe to read on the current stream.
 
         On a stream other than the one that wrote last, that stream's writes are waited for, on the device.
+
+        Args:
+            handles: live ones; padded rows at the end read row 0. Checked at `cheap`.
+
+        Raises:
+            Violation: ROW_UNWRITTEN: a row holds what its last owner left. Handles as for `write`.
+        """
+        if levels.cheap:
+            self._check_written(handles, "device_for")
+        return self._fixed.ordered()
+
+    def host_for(self, handles: Handles) -> Array:
+        """The rows of `handles` on the host, `[n, *row_shape]`, of a table that was made with `host=True`.
+
+        Raises:
+            ArgumentError: the table has no host side. Else as `device_for`.
+        """
+        if self._host is None:
+            raise ArgumentError(
+                f"{self.name}: host_for of a table without a host side", value=self, remedy="make it with host=True"
+            )
+        rows: Array = self._host[self._check_written(handles, "host_for")]
+        return rows
+
+    def written(self, handles: Handles) -> npt.NDArray[np.bool_]:
+        """Which rows their owners have written, bool[n]. Raises what `write` raises for handles."""
+        rows = self.space.rows_of(handles, f"{self.name}: written")
+        written: npt.NDArray[np.bool_] = self._written[rows] == handles.generations
+        return written
+
+    def _check_written(self, handles: Handles, operation: str) -> Ints:
+        rows = self.space.rows_of(handles, f"{self.name}: {operation}", padded=True)
+        written, generations = self._written[rows], handles.generations
+        invariants.times_checked[ROW_UNWRITTEN] += 1
+        if written.tobytes() != generations.tobytes():
+            invariants.row_unwritten(rows, written, generations, **self._where(operation))
+        return rows
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """All rows, whoever owns them: for checks, and for the address, which never changes. `device_for` is to read.
+
+        Safe to read on the current stream, as `device_for`.
         """
         return self._fixed.ordered()
+
+    @property
+    def host_memory(self) -> Array | None:
+        """All rows on the host, read-only, for checks; None unless made with `host=True`. `host_for` is to read."""
+        return None if self._host is None else read_only(self._host)
 
     @property
     def capacity(self) -> int:
@@ -133,30 +231,32 @@ class Table:
         """Of the elements."""
         return self._memory.dtype
 
-    @property
-    def slots(self) -> SlotSpace:
-        """The pool whose slots index it."""
-        return self._slots
-
     # Writing
 
-    def entry(self, slots: object, positions: object, values: object) -> TableWrite:
-        """A write of `values[i]` to element `positions[i]` of row `slots[i]`, checked; nothing is launched.
+    def entry(self, handles: Handles, positions: object, values: object) -> TableWrite:
+        """A write of `values[i]` to element `positions[i]` of row `handles[i]`, checked; nothing is launched.
+
+        A row counts as written once any of it is: kernels read no further than its owner has written.
 
         Args:
-            slots: rows int[n], repeats allowed; the handles of `Slots` are checked.
+            handles: of the rows, n live ones; repeats allowed.
             positions: int[n], elements of the row (flat, where a row has several dimensions). None writes whole rows.
-            values: [n] with positions, `[n, *row_shape]` without. A mirrored value must be of the table's index space.
+            values: [n] with positions, `[n, *row_shape]` without. A mirrored value must have the unit of the table.
 
         Raises:
             ShapeError: arrays that do not go together.
-            DtypeError, ValueOverflowError: values that do not go into the table's dtype.
+            DtypeError, ValueOverflowError: values that do not go into the table's dtype; numbers instead of handles.
             RowIndexError: a position at or beyond the row's width.
-            ArgumentError: an element named twice, at level `full`: which value stays is not defined on a device.
+            ArgumentError: handles of another pool; an element named twice, at level `full`: which value stays is not
+                defined on a device.
             Violation: UNIT_MISMATCH, SLOT_ZERO_ALLOCATED, SLOT_OUT_OF_RANGE, SLOT_STALE_HANDLE, SENTINEL_ESCAPED.
         """
+        rows = self.space.rows_of(handles, f"{self.name}: write")
+        return self.entry_of(rows, positions, values, handles)
+
+    def entry_of(self, rows: Ints, positions: object, values: object, owners: Handles) -> TableWrite:
+        """For the library: what `entry` does, for rows int64[n] of `owners`, who were checked."""
         what = f"{self.name}: write"
-        rows = self._rows(slots, "write")
         array = self._values(values, what)
         if positions is None:
             shape = (rows.size, *self._memory.shape[1:])
@@ -176,19 +276,18 @@ class Table:
                     value=int(index[copy]),
                     remedy="write each element once; a device does not order the writes of one scatter",
                 )
-        return TableWrite(self, index, array.reshape(-1), slots if isinstance(slots, Slots) else None)
+        return TableWrite(self, index, array.reshape(-1), (owners,))
 
-    def planned(self, rows: Ints, positions: Ints, values: Ints, owners: Slots | None) -> TableWrite:
-        """An entry of a table with rows of one dimension, from what a pool has checked: live slots, positions, values.
+    def planned(self, rows: Ints, positions: Ints, values: Ints, owners: Handles) -> TableWrite:
+        """For the library: an entry of a table with rows of one dimension, from what a pool has checked already.
 
-        For the library: nothing is checked here. `rows`, `positions` and `values` are int64[n]; for `owners` see
-        `TableWrite`.
+        `rows`, `positions` and `values` are int64[n]; `owners` are the handles of the rows.
         """
         index = rows * self._row_width + positions
-        return TableWrite(self, index, values.astype(self._dtype, copy=False), owners)
+        return TableWrite(self, index, values.astype(self._dtype, copy=False), (owners,))
 
     def check_write(self, write: TableWrite, operation: str = "write") -> None:
-        """Refuses a write that is not of this table, or whose slots belong to other requests by now.
+        """Refuses a write that is not of this table, or whose rows belong to other requests by now.
 
         Raises:
             ArgumentError: made by another table.
@@ -198,17 +297,17 @@ class Table:
             raise ArgumentError(
                 f"{self.name}: {operation} of {write!r}", value=write, remedy="give a write to the table that made it"
             )
-        if write.owners is not None:
-            self._slots.check_handles(write.owners, f"{self.name}: {operation}")
+        for owners in write.owners:
+            self.space.rows_of(owners, f"{self.name}: {operation}")
 
-    def write(self, slots: object, positions: object, values: object) -> None:
+    def write(self, handles: Handles, positions: object, values: object) -> None:
         """Writes on the current stream at once: one upload, one scatter. Arguments and errors as for `entry`.
 
         Raises:
             CaptureError: the current stream is being captured.
         """
         self.runtime.check_owner(f"{self.name}: write")
-        write = self.entry(slots, positions, values)
+        write = self.entry(handles, positions, values)
         if write.index.size:
             packed = self.runtime.upload([write.index, write.values])
             self.apply(write, packed.view(0), packed.view(1))
@@ -234,15 +333,17 @@ class Table:
         self._fixed.note_write()
         if self._host is not None:
             self._host.reshape(-1)[write.index] = write.values
+        for owners in write.owners:
+            self._note(owners)
 
-    def clear(self, slots: object) -> None:
-        """Sets whole rows to zero on the current stream: one upload, one kernel.
+    def clear(self, handles: Handles) -> None:
+        """Sets whole rows to zero on the current stream, which writes them: one upload, one kernel.
 
         Raises:
-            Violation: SLOT_ZERO_ALLOCATED, SLOT_OUT_OF_RANGE, SLOT_STALE_HANDLE.
+            As `write` for handles.
         """
         self.runtime.check_owner(f"{self.name}: clear")
-        rows = self._rows(slots, "clear")
+        rows = self.space.rows_of(handles, f"{self.name}: clear")
         if not rows.size:
             return
         index = self.runtime.upload([rows]).view(0)
@@ -251,6 +352,30 @@ class Table:
         self._fixed.note_write()
         if self._host is not None:
             self._host[rows] = 0
+        self._note(handles)
+
+    def note_write(self, handles: Handles) -> None:
+        """Declares that kernels of the engine, launched on the current stream, have written the rows of `handles`.
+
+        Streams that read next wait for what is on the current stream now, on the device.
+
+        Raises:
+            ArgumentError: a table with a host side, which would differ from now on. Handles as for `write`.
+        """
+        self.runtime.check_owner(f"{self.name}: note_write")
+        if self._host is not None:
+            raise ArgumentError(
+                f"{self.name}: note_write of a table with a host side",
+                value=self,
+                remedy="write both sides with `write`, or make the table with host=False",
+            )
+        self.space.rows_of(handles, f"{self.name}: note_write")
+        self._fixed.note_foreign_write()
+        self._note(handles)
+
+    def _note(self, owners: Handles) -> None:
+        """The rows are written for their owners from now on."""
+        self._written[owners.np] = owners.generations
 
     def read_until(self, fence: Fence) -> None:
         """Declares that a launched forward reads the table until `fence` (its read-done).
@@ -269,23 +394,10 @@ class Table:
 
     # Validation
 
-    def _rows(self, slots: object, operation: str) -> Ints:
-        if isinstance(slots, MirroredTensor):
-            if slots.unit != "slot":
-                invariants.unit_mismatch("slot", str(slots.unit), **self._where(operation))
-            if isinstance(slots, Slots):
-                self._slots.check_handles(slots, operation)
-            rows: Ints = slots.np
-        else:
-            rows = self._integers(slots, f"{self.name}: {operation}: slots")
-            invariants.slot_out_of_range(rows, self._slots.capacity, **self._where(operation))
-            invariants.slot_zero_allocated(rows, **self._where(operation))
-        return rows
-
     def _positions(self, positions: object, n: int, what: str) -> Ints:
         array = self._integers(positions, f"{what}: positions")
         if array.size != n:
-            raise ShapeError(f"{what}: {array.size} positions for {n} slots", value=array.size, remedy="one each")
+            raise ShapeError(f"{what}: {array.size} positions for {n} rows", value=array.size, remedy="one each")
         if array.size:
             invariants.sentinel_escaped(array, **self._where("write"))
             most = int(array.max())
@@ -329,11 +441,11 @@ class Table:
         if self.runtime.capturing:
             return
         where = self._where(operation)
-        invariants.table_capacity(self.capacity, self._slots.capacity, **where)
+        invariants.table_capacity(self.capacity, self.space.capacity, **where)
         device = self._fixed.ordered()
         invariants.slot_zero_dirty(self.runtime.inspect(device[0]), **where)
-        if self.host is not None:
-            invariants.mirror_equal(self.host, self.runtime.inspect(device), **where)
+        if self._host is not None:
+            invariants.mirror_equal(self._host, self.runtime.inspect(device), **where)
 
     def _where(self, operation: str) -> Where:
         return {"object": repr(self), "operation": operation, "step": self.runtime.step}

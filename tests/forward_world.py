@@ -62,7 +62,8 @@ class World:
         slots = self.slots.take(len(seq_lens))
         for start in range(0, max(seq_lens, default=0), 3):  # in turns, so that no request's pages are neighbours
             extension = self.pages.extend(slots, [min(length, start + 3) for length in seq_lens])
-            self.table.write(extension.slots, extension.positions, extension.locations)
+            owners = slots.take(np.arange(len(slots)).repeat(extension.counts))
+            self.table.write(owners, extension.positions, extension.locations)
         return slots
 
     def bounds(self, bounds: list[int], true: list[int]) -> MirroredTensor:
@@ -85,8 +86,8 @@ class World:
 
     def locations(self, slot: int, positions: Sequence[int]) -> list[int]:
         """Where the KV of some positions of a request lies."""
-        assert self.table.host is not None
-        return [int(self.table.host[slot, position]) for position in positions]
+        assert self.table.host_memory is not None
+        return [int(self.table.host_memory[slot, position]) for position in positions]
 
     def publish(self, slots: Slots) -> None:
         """A last token and drafts for each request: 10 * slot and the two numbers behind."""

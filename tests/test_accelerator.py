@@ -154,10 +154,11 @@ def test_a_table_is_read_after_it_was_written(runtime: AcceleratorRuntime, monke
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: kept.append(stream.stream_id))
     pool = SlotPool(runtime, 4)
     table = pool.table("lens", (), torch.int64)
-    table.write(pool.take(2), None, np.array([5, 6]))
+    slots = pool.take(2)
+    table.write(slots, None, np.array([5, 6]))
     forward = runtime.stream("forward")
     with runtime.use(forward):
-        assert sorted(table.device.tolist()) == [0, 0, 0, 5, 6]
+        assert sorted(table.device_for(slots).tolist()) == [0, 0, 0, 5, 6]
     assert len(forward.native.waited) == 1
     assert kept == [forward.native.stream_id]
 
@@ -195,7 +196,7 @@ def test_a_reader_of_a_table_waits_for_its_last_write_alone(monkeypatch: pytest.
         rt.record()
         before = len(reader.native.waited)
         with rt.use(reader):
-            assert table.device is table.device
+            assert table.device_for(slots) is table.device_for(slots)
         assert isinstance(behind_the_write, EventFence)
         assert reader.native.waited[before:] == [behind_the_write.event]
 

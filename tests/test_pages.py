@@ -201,13 +201,14 @@ def test_extension_writes_the_token_table(rt: Runtime, slots: SlotPool) -> None:
     pages = PagePool(rt, slots, 12, 4, max_tokens_per_request=16, req_to_token=table)
     assert pages.req_to_token is table
     extension = pages.extend(slots.take(2), [5, 2])
-    quick, careful = extension.entry(), table.entry(extension.slots, extension.positions, extension.locations)
+    each = extension.owners.take([0, 0, 0, 0, 0, 1, 1])
+    quick, careful = extension.entry(), table.entry(each, extension.positions, extension.locations)
     assert quick.index.tolist() == careful.index.tolist()
     assert quick.values.tolist() == careful.values.tolist()
     assert quick.values.dtype == careful.values.dtype
     packed = rt.upload([quick.index, quick.values])
     table.apply(quick, packed.view(0), packed.view(1))
-    on_device = rt.read_back(table.device)
+    on_device = rt.read_back(table.memory)
     assert on_device[extension.slots, extension.positions].tolist() == extension.locations.np.tolist()
     assert np.count_nonzero(on_device) == 7
 

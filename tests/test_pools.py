@@ -297,7 +297,7 @@ def test_a_damaged_table_refuses_without_a_change(rt: Runtime, full: None) -> No
     pool = SlotPool(rt, 4)
     table = pool.table("a")
     slots = pool.take(1)
-    table.device[0] = 7
+    table.memory[0] = 7
     refused(Code.SLOT_ZERO_DIRTY, lambda: pool.take(1))
     refused(Code.SLOT_ZERO_DIRTY, lambda: pool.free(slots))
     with levels.checks("off"):

@@ -139,11 +139,12 @@ def test_the_caller_is_named_where_the_library_made_the_access() -> None:
     """The line of the library, and the line that led there."""
     with RaceRuntime(on_race="collect") as rt:
         left, right = two(rt)
-        lengths = SlotPool(rt, 4).table("lengths")
-        tensor = lengths.device
+        pool = SlotPool(rt, 4)
+        lengths, slots = pool.table("lengths"), pool.take(3)
+        tensor = lengths.memory
         rt.synchronize()
         with rt.use(left):
-            lengths.write(np.array([1, 3]), None, np.array([7, 8]))
+            lengths.write(slots.take([0, 2]), None, np.array([7, 8]))
         with rt.use(right):
             tensor[2:].clone()
     first, second = collected(rt).first, collected(rt).second

@@ -67,7 +67,7 @@ def test_one_copy_and_one_operation_a_step(rt: Runtime, num_columns: int, level:
             assert spent.forced_syncs == spent.fence_waits == spent.device_to_host_copies == 0
             assert spent.staging_allocations == 0
             assert spent.device_allocations == 1
-            held = rt.inspect(table.device)[extension.slots, extension.positions]
+            held = rt.inspect(table.memory)[extension.slots, extension.positions]
             assert held.tolist() == extension.locations.np.tolist()
 
 

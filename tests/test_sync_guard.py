@@ -63,7 +63,7 @@ def test_tables_from_before_the_window_are_known(rt: Runtime) -> None:
     """A table that was made before the window is device memory in it."""
     table = SlotPool(rt, 3).table("table")
     with pytest.raises(Violation, match="HIDDEN_SYNC"), no_hidden_sync(rt):
-        table.device.sum().item()
+        table.memory.sum().item()
 
 
 def test_host_tensors_are_left_alone(rt: Runtime) -> None:

@@ -2,6 +2,8 @@
 
 import functools
 import gc
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +13,11 @@ from batchstate import levels
 from batchstate.batch import Batch
 from batchstate.columns import slot_column
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, RowIndexError, ShapeError, ValueOverflowError
-from batchstate.indices import HostLocations, Locations
+from batchstate.indices import HostLocations, Locations, Slots
 from batchstate.mirror import MirroredTensor
 from batchstate.pools import SlotPool
 from batchstate.runtime import DoneFence, Runtime
+from batchstate.static import StaticBuffers
 from batchstate.testing.devices import open_device
 from batchstate.violations import Code
 from tests.doubles import Gate, refused
@@ -26,24 +29,31 @@ def pool(rt: Runtime) -> SlotPool:
     return SlotPool(rt, 4, reserve=2)
 
 
+def named(pool: SlotPool, numbers: Sequence[int]) -> Slots:
+    """Handles of slots by number, all of which are taken."""
+    if pool.stats.free:
+        pool.take(pool.stats.free, reserved=True)
+    return Slots.from_host(pool.runtime, numbers, generations=[1] * len(numbers), pool_id=pool.pool_id)
+
+
 def test_has_a_row_for_every_slot_and_for_padding(pool: SlotPool) -> None:
     """A table has size + reserve + 1 rows of zeros."""
     table = pool.table("kv", (3,), torch.int64)
-    assert tuple(table.device.shape) == (7, 3)
+    assert tuple(table.memory.shape) == (7, 3)
     assert table.capacity == pool.capacity == 7
-    assert not table.device.any()
+    assert not table.memory.any()
 
 
 def test_writes_elements(rt: Runtime, pool: SlotPool) -> None:
     """Element positions[i] of row slots[i] becomes values[i], and nothing else changes; rows may repeat."""
     table = pool.table("kv", (3,), torch.int32, host=True)
-    table.write(np.array([2, 5, 2]), np.array([0, 2, 1]), np.array([7, 8, 9]))
+    table.write(named(pool, [2, 5, 2]), np.array([0, 2, 1]), np.array([7, 8, 9]))
     expected = np.zeros((7, 3), np.int32)
     expected[2] = [7, 9, 0]
     expected[5, 2] = 8
-    assert np.array_equal(rt.read_back(table.device), expected)
-    assert table.host is not None
-    assert np.array_equal(table.host, expected)
+    assert np.array_equal(rt.read_back(table.memory), expected)
+    assert table.host_memory is not None
+    assert np.array_equal(table.host_memory, expected)
 
 
 @pytest.mark.parametrize("shape", [(), (2,), (2, 3)])
@@ -51,27 +61,27 @@ def test_writes_whole_rows(rt: Runtime, pool: SlotPool, shape: tuple[int, ...]) 
     """Without positions whole rows are written, whatever their shape."""
     table = pool.table("state", shape, torch.float32)
     values = np.arange(1, 1 + 2 * int(np.prod(shape)), dtype=np.float32).reshape(2, *shape)
-    table.write(np.array([3, 1]), None, values)
-    assert np.array_equal(rt.read_back(table.device)[[3, 1]], values)
-    assert not rt.read_back(table.device)[[0, 2, 4, 5, 6]].any()
+    table.write(named(pool, [3, 1]), None, values)
+    assert np.array_equal(rt.read_back(table.memory)[[3, 1]], values)
+    assert not rt.read_back(table.memory)[[0, 2, 4, 5, 6]].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint16, torch.uint32, torch.float16, torch.int8])
 def test_any_shared_dtype(rt: Runtime, pool: SlotPool, dtype: torch.dtype) -> None:
     """Tables of every dtype that numpy shares can be written and cleared."""
     table = pool.table("any", (2,), dtype, host=True)
-    table.write(np.array([1, 2]), np.array([1, 0]), np.array([True, True]))
+    table.write(named(pool, [1, 2]), np.array([1, 0]), np.array([True, True]))
     table.check()
-    table.clear(np.array([1, 2]))
-    assert not rt.read_back(table.device).any()
+    table.clear(named(pool, [1, 2]))
+    assert not rt.read_back(table.memory).any()
     table.check()
 
 
 def test_costs_one_copy_and_one_kernel(rt: Runtime, pool: SlotPool) -> None:
     """A write of its own is one upload and one device operation, and waits for nothing."""
-    table = pool.table("kv", (8,))
+    table, slots = pool.table("kv", (8,)), pool.take(4)
     before = rt.counters.snapshot()
-    table.write(np.arange(1, 5), np.arange(4), np.arange(4))
+    table.write(slots, np.arange(4), np.arange(4))
     cost = rt.counters - before
     assert (cost.host_to_device_copies, cost.device_operations, cost.forced_syncs) == (1, 1, 0)
 
@@ -80,12 +90,12 @@ def test_entry_launches_nothing(rt: Runtime, pool: SlotPool) -> None:
     """`entry` checks on the host; its arrays can be packed with another upload."""
     table = pool.table("kv", (8,))
     before = rt.counters.snapshot()
-    entry = table.entry(np.array([1, 2]), np.array([3, 4]), np.array([5, 6]))
+    entry = table.entry(named(pool, [1, 2]), np.array([3, 4]), np.array([5, 6]))
     assert rt.counters == before
     packed = rt.upload([entry.index, entry.values])
     table.apply(entry, packed.view(0), packed.view(1))
-    assert rt.read_back(table.device)[1, 3] == 5
-    assert rt.read_back(table.device)[2, 4] == 6
+    assert rt.read_back(table.memory)[1, 3] == 5
+    assert rt.read_back(table.memory)[2, 4] == 6
 
 
 @pytest.mark.parametrize(
@@ -94,21 +104,20 @@ def test_entry_launches_nothing(rt: Runtime, pool: SlotPool) -> None:
         ([1], [8], [0], RowIndexError),
         ([1, 2], [0], [0, 0], ShapeError),
         ([1, 2], [0, 1], [0], ShapeError),
-        ([1.0], [0], [0], DtypeError),
         ([1], [0.0], [0], DtypeError),
         ([1], [0], [0.5], DtypeError),
         ([1], [0], [2**31], ValueOverflowError),
-        ([[1]], [0], [0], ShapeError),
+        ([1], [[0]], [0], ShapeError),
     ],
 )
 def test_refuses_arguments(
-    rt: Runtime, pool: SlotPool, slots: object, positions: object, values: object, error: type[Exception]
+    rt: Runtime, pool: SlotPool, slots: list[int], positions: object, values: object, error: type[Exception]
 ) -> None:
     """Arguments that do not go together are typed errors, and nothing is launched."""
-    table = pool.table("kv", (8,), torch.int32)
+    table, handles = pool.table("kv", (8,), torch.int32), named(pool, slots)
     before = rt.counters.snapshot()
     with pytest.raises(error):
-        table.write(np.array(slots), np.array(positions), np.array(values))
+        table.write(handles, np.array(positions), np.array(values))
     assert rt.counters == before
 
 
@@ -126,27 +135,27 @@ def test_refuses_what_would_corrupt(
     rt: Runtime, pool: SlotPool, slots: list[int], positions: list[int], values: list[int], code: Code
 ) -> None:
     """Padding, foreign rows and placeholders never reach the device."""
-    table = pool.table("kv", (8,), holds="location")
+    table, handles = pool.table("kv", (8,), holds="location"), named(pool, slots)
     before = rt.counters.snapshot()
-    refused(code, lambda: table.write(np.array(slots), np.array(positions), np.array(values)))
+    refused(code, lambda: table.write(handles, np.array(positions), np.array(values)))
     assert rt.counters == before
 
 
 def test_refuses_another_unit(rt: Runtime, pool: SlotPool) -> None:
     """Host locations do not go into a table of locations, plain numbers do; locations do not name rows."""
     table = pool.table("kv", (8,), holds="location")
-    refused(Code.UNIT_MISMATCH, lambda: table.write(np.array([1]), np.array([0]), HostLocations.from_host(rt, [5])))
-    refused(Code.UNIT_MISMATCH, lambda: table.write(Locations.from_host(rt, [1]), np.array([0]), np.array([5])))
-    table.write(np.array([1]), np.array([0]), Locations.from_host(rt, [5]))
-    table.write(np.array([1]), np.array([1]), MirroredTensor.from_host(rt, [6]))
-    assert rt.read_back(table.device)[1, :2].tolist() == [5, 6]
+    refused(Code.UNIT_MISMATCH, lambda: table.write(named(pool, [1]), np.array([0]), HostLocations.from_host(rt, [5])))
+    refused(Code.UNIT_MISMATCH, lambda: table.write(Locations.from_host(rt, [1]), [0], [5]))
+    table.write(named(pool, [1]), np.array([0]), Locations.from_host(rt, [5]))
+    table.write(named(pool, [1]), np.array([1]), MirroredTensor.from_host(rt, [6]))
+    assert rt.read_back(table.memory)[1, :2].tolist() == [5, 6]
 
 
 @pytest.mark.usefixtures("full")
 def test_refuses_an_element_twice(pool: SlotPool) -> None:
     """At level full one scatter may not write one element twice: the device does not say which value stays."""
     with pytest.raises(ArgumentError):
-        pool.table("kv", (8,)).entry(np.array([1, 1]), np.array([2, 2]), np.array([3, 4]))
+        pool.table("kv", (8,)).entry(named(pool, [1, 1]), np.array([2, 2]), np.array([3, 4]))
 
 
 def test_writers_wait_for_readers_on_the_device(rt: Runtime, pool: SlotPool) -> None:
@@ -154,7 +163,7 @@ def test_writers_wait_for_readers_on_the_device(rt: Runtime, pool: SlotPool) -> 
     table = pool.table("kv", (8,))
     table.read_until(DoneFence())
     before = rt.counters.snapshot()
-    table.write(np.array([1]), np.array([0]), np.array([1]))
+    table.write(named(pool, [1]), np.array([0]), np.array([1]))
     assert (rt.counters - before).stream_waits == 0
 
     waited = []
@@ -162,8 +171,8 @@ def test_writers_wait_for_readers_on_the_device(rt: Runtime, pool: SlotPool) -> 
     rt._stream_wait = lambda stream, fence: waited.append(fence)  # type: ignore[method-assign]
     gate = Gate()
     table.read_until(gate)
-    table.write(np.array([1]), np.array([0]), np.array([1]))
-    table.write(np.array([1]), np.array([0]), np.array([2]))
+    table.write(named(pool, [1]), np.array([0]), np.array([1]))
+    table.write(named(pool, [1]), np.array([0]), np.array([2]))
     assert waited == [gate]
     gate.done = True
     rt._stream_wait = stream_wait  # type: ignore[method-assign]
@@ -172,12 +181,12 @@ def test_writers_wait_for_readers_on_the_device(rt: Runtime, pool: SlotPool) -> 
 def test_writers_on_other_streams_wait_too(rt: Runtime, pool: SlotPool) -> None:
     """Every stream that writes waits for the readers, and for the writer before it."""
     table = pool.table("kv", (8,))
-    table.write(np.array([1]), np.array([0]), np.array([1]))
+    table.write(named(pool, [1]), np.array([0]), np.array([1]))
     before = rt.counters.snapshot()
     with rt.use(rt.stream("other")):
-        table.write(np.array([1]), np.array([0]), np.array([2]))
+        table.write(named(pool, [1]), np.array([0]), np.array([2]))
         table.check()
-        assert rt.read_back(table.device)[1, 0] == 2
+        assert rt.read_back(table.memory)[1, 0] == 2
     assert (rt.counters - before).stream_waits >= 1
 
 
@@ -185,12 +194,12 @@ def test_finds_what_a_kernel_wrote(pool: SlotPool) -> None:
     """A store into row 0 is found, and a device side that differs from the host side."""
     table = pool.table("kv", (8,))
     table.check()
-    table.device[0, 3] = 1
+    table.memory[0, 3] = 1
     refused(Code.SLOT_ZERO_DIRTY, table.check)
     table = pool.table("kv", (8,), host=True)
-    table.write(np.array([1]), np.array([0]), np.array([1]))
+    table.write(named(pool, [1]), np.array([0]), np.array([1]))
     table.check()
-    table.device[1, 0] = 2
+    table.memory[1, 0] = 2
     refused(Code.MIRROR_EQUAL, table.check)
 
 
@@ -198,8 +207,8 @@ def test_adopts_an_engines_tensor(rt: Runtime, pool: SlotPool) -> None:
     """An engine's own tensor becomes a table if it has a row for every slot; nothing is copied."""
     tensor = rt.device_zeros((9, 4), torch.int32)
     table = pool.adopt(tensor, "theirs")
-    assert table.device is tensor
-    table.write(np.array([6]), np.array([1]), np.array([3]))
+    assert table.memory is tensor
+    table.write(named(pool, [6]), np.array([1]), np.array([3]))
     assert rt.read_back(tensor)[6, 1] == 3
     refused(Code.TABLE_CAPACITY, lambda: pool.adopt(rt.device_zeros((pool.size, 4), torch.int32), "short"))
     with pytest.raises(ShapeError):
@@ -211,7 +220,7 @@ def test_repr_reads_no_tensor(rt: Runtime, pool: SlotPool) -> None:
     table = pool.table("kv", (8,), holds="location")
     before = rt.counters.snapshot()
     assert repr(table) == "Table('kv', int32[7, 8], holds=location)"
-    assert repr(table.entry(np.array([1]), np.array([0]), np.array([1]))).startswith("TableWrite(1 elements")
+    assert repr(table.entry(named(pool, [1]), np.array([0]), np.array([1]))).startswith("TableWrite(1 elements")
     assert rt.counters == before
 
 
@@ -219,14 +228,14 @@ def test_capacity_counts_at_every_level(pool: SlotPool) -> None:
     """Arguments are checked at level off too."""
     table = pool.table("kv", (8,))
     with levels.checks("off"):
-        refused(Code.SLOT_ZERO_ALLOCATED, lambda: table.write(np.array([0]), np.array([0]), np.array([1])))
+        refused(Code.SLOT_ZERO_ALLOCATED, lambda: table.write(named(pool, [0]), np.array([0]), np.array([1])))
     with levels.checks("off"), pytest.raises(RowIndexError):
-        table.write(np.array([1]), np.array([8]), np.array([1]))
-    tokens = pool.table("tokens", (8,), holds="location")
+        table.write(named(pool, [1]), np.array([8]), np.array([1]))
+    tokens, one = pool.table("tokens", (8,), holds="location"), named(pool, [1])
     for level in ("off", "cheap", "full"):
         with levels.checks(level):
-            refused(Code.SENTINEL_ESCAPED, functools.partial(table.write, np.array([1]), np.array([-1]), np.array([1])))
-            refused(Code.SENTINEL_ESCAPED, functools.partial(tokens.write, np.array([1]), np.array([0]), [-1]))
+            refused(Code.SENTINEL_ESCAPED, functools.partial(table.write, one, np.array([-1]), np.array([1])))
+            refused(Code.SENTINEL_ESCAPED, functools.partial(tokens.write, one, np.array([0]), [-1]))
 
 
 def test_tables_made_in_inference_mode_are_written_outside(rt: Runtime) -> None:
@@ -251,8 +260,8 @@ def test_a_write_is_checked_again_when_it_is_launched(rt: Runtime, pool: SlotPoo
     assert pool.take(1).np.tolist() == slots.np.tolist()
     packed = rt.upload([entry.index, entry.values])
     refused(Code.SLOT_STALE_HANDLE, lambda: table.apply(entry, packed.view(0), packed.view(1)))
-    assert table.host is not None
-    assert not table.host.any()
+    assert table.host_memory is not None
+    assert not table.host_memory.any()
     table.check()
 
 
@@ -268,8 +277,8 @@ def test_what_was_checked_cannot_be_changed(pool: SlotPool) -> None:
     """The arrays of a write, and the host side of a table, are read-only."""
     table = pool.table("a", (2,), host=True)
     entry = table.entry(pool.take(1), None, [[7, 8]])
-    assert table.host is not None
-    for array in (entry.index, entry.values, table.host):
+    assert table.host_memory is not None
+    for array in (entry.index, entry.values, table.host_memory):
         with pytest.raises(ValueError, match="read-only"):
             array[...] = 0
 
@@ -287,10 +296,10 @@ def test_one_upload_writes_an_element_once(rt: Runtime, pool: SlotPool, full: No
     batch = Rows.build(rt, slots=slots)
     with pytest.raises(ArgumentError, match="written twice"):
         batch.upload(writes=[table.entry(slots, [0], [1]), table.entry(slots, [0], [3])])
-    assert table.host is not None
-    assert not table.host.any()
+    assert table.host_memory is not None
+    assert not table.host_memory.any()
     batch.upload(writes=[table.entry(slots, [0], [1]), table.entry(slots, [1], [3])])
-    assert table.host[slots.np].tolist() == [[1, 3]]
+    assert table.host_memory[slots.np].tolist() == [[1, 3]]
     table.check()
 
 
@@ -320,3 +329,117 @@ def test_reading_until_nothing_is_refused(pool: SlotPool) -> None:
     """None is not a fence to wait for: a table that accepted it would fail in every later step."""
     with pytest.raises(ArgumentError, match="fence"):
         pool.table("table", (2,)).read_until(None)  # type: ignore[arg-type]
+
+
+def test_the_adapter_of_the_last_request_is_not_read(rt: Runtime, pool: SlotPool) -> None:
+    """A request that leaves out its row, since its value is the default, is refused where the row is read."""
+    adapters = pool.adopt(rt.device_zeros((pool.capacity,), torch.int32), "adapter_ids")
+    with_adapter = pool.take(1)
+    adapters.write(with_adapter, None, [3])
+    assert adapters.device_for(with_adapter)[with_adapter.np[0]] == 3
+    pool.free(with_adapter)
+    without = pool.take(1)
+    assert without.np.tolist() == with_adapter.np.tolist()
+    violation = refused(Code.ROW_UNWRITTEN, lambda: adapters.device_for(without))
+    assert (violation.slot, violation.generation) == (int(without.np[0]), 2)
+    assert "generation 1, which has left" in str(violation)
+    batch = Rows.build(rt, slots=without)
+    batch.upload(writes=[adapters.entry(without, None, [0])])
+    for padded in (batch.pad(4), Rows.empty(rt).pad(4)):
+        assert adapters.device_for(padded.slots).tolist() == [0] * pool.capacity
+
+
+def test_rows_belong_to_their_owners_on_the_host_too(rt: Runtime, pool: SlotPool) -> None:
+    """The host side of a table is read by handles; a table without one says so."""
+    table = pool.table("a", (2,), host=True)
+    slots = pool.take(2)
+    refused(Code.ROW_UNWRITTEN, lambda: table.host_for(slots))
+    table.write(slots, None, [[1, 2], [3, 4]])
+    assert table.host_for(slots.take([1])).tolist() == [[3, 4]]
+    pool.free(slots.take([1]))
+    refused(Code.SLOT_STALE_HANDLE, lambda: table.host_for(slots))
+    assert table.written(slots.take([0])).tolist() == [True]
+    with pytest.raises(ArgumentError, match="host=True"):
+        pool.table("b").host_for(slots.take([0]))
+
+
+def test_numbers_name_no_rows(rt: Runtime, pool: SlotPool) -> None:
+    """A number does not say whose row it is: not to write, not to read, not to clear; nor does a freed handle."""
+    table = pool.adopt(rt.device_zeros((pool.capacity, 2), torch.int32), "theirs")
+    slots = pool.take(1)
+    uses: tuple[Callable[[Any], object], ...] = (
+        lambda rows: table.write(rows, [0], [7]),
+        lambda rows: table.entry(rows, [0], [7]),
+        table.clear,
+        table.note_write,
+        table.device_for,
+    )
+    for use in uses:
+        for numbers in (slots.np, slots.np.tolist(), 1):
+            with pytest.raises(DtypeError, match="does not say whose slot it is"):
+                use(numbers)
+    pool.free(slots, after=Gate())
+    for use in uses:
+        refused(Code.SLOT_STALE_HANDLE, functools.partial(use, slots))
+    assert not table.memory.any()
+
+
+def test_an_adopted_table_has_a_host_side(rt: Runtime, pool: SlotPool) -> None:
+    """The host side of an adopted tensor is a copy of it, and every write keeps it."""
+    tensor = rt.device_zeros((pool.capacity, 2), torch.int32)
+    tensor[3] = 9
+    table = pool.adopt(tensor, "theirs", host=True)
+    slots = pool.take(2)
+    table.write(slots, [0, 1], [5, 6])
+    table.check()
+    assert table.host_memory is not None
+    assert table.host_memory[3].tolist() == [9, 9]
+    tensor[4] = 1
+    refused(Code.MIRROR_EQUAL, table.check)
+
+
+def test_rows_that_kernels_write_are_declared(rt: Runtime, pool: SlotPool) -> None:
+    """A kernel of the engine writes rows, says whose, and another stream reads behind it."""
+    table, slots = pool.table("states", (), torch.int64), pool.take(2)
+    forward = rt.stream("forward")
+    with rt.use(forward):
+        table.memory[slots.device] = 7
+        table.note_write(slots)
+    before = rt.counters.snapshot()
+    assert rt.inspect(table.device_for(slots))[slots.np].tolist() == [7, 7]
+    assert (rt.counters - before).stream_waits == 1
+    with pytest.raises(ArgumentError, match="host side"):
+        pool.table("both", host=True).note_write(slots)
+
+
+def test_a_write_that_was_not_taken_along_leaves_the_row_unwritten(rt: Runtime, pool: SlotPool) -> None:
+    """An entry writes its rows when it is uploaded, not when it is made; checks that are off ask nothing."""
+    table, slots = pool.table("a"), pool.take(2)
+    entry = table.entry(slots, None, [7, 8])
+    batch = Rows.build(rt, slots=slots)
+    batch.upload()
+    refused(Code.ROW_UNWRITTEN, lambda: table.device_for(slots))
+    with levels.checks("off"):
+        table.device_for(slots)
+    batch.upload(writes=[entry])
+    table.device_for(slots)
+    table.clear(pool.take(1))
+
+
+def test_a_batch_of_a_request_that_left_is_not_uploaded(rt: Runtime, pool: SlotPool) -> None:
+    """An upload asks each slot whether it is still the request's: before and after it has another owner."""
+    slots = pool.take(3)
+    batch = Rows.build(rt, slots=slots)
+    buffers = StaticBuffers(rt, Rows, rows=4)
+    batch.pad(4).upload()
+    pool.free(slots.take([1]))
+    before = rt.counters.snapshot()
+    for again in (False, True):
+        if again:
+            pool.take(1)
+        violation = refused(Code.SLOT_STALE_HANDLE, batch.upload)
+        assert (violation.row, violation.operation) == (1, "upload")
+        refused(Code.SLOT_STALE_HANDLE, batch.pad(4).upload)
+        refused(Code.SLOT_STALE_HANDLE, lambda: batch.to_static(buffers))
+    assert rt.counters == before
+    batch.filter([0, 2]).upload()

@@ -125,7 +125,7 @@ def test_device_has_what_the_host_planned(rt: Runtime) -> None:
     engine = run.engine
     while run.step():
         batch = engine.batch
-        table = rt.inspect(engine.req_to_token.device)
+        table = rt.inspect(engine.req_to_token.memory)
         seen: set[int] = set()
         for slot, length in zip(batch.slots.np.tolist(), batch.seq_lens.np.tolist(), strict=True):
             tokens = table[slot, :length]

@@ -165,7 +165,7 @@ class ForwardInputs:
             positions = launch(_positions, lengths, width, reads=(lengths,), name="true positions", operations=2)
         mapping = None
         if self.slot_mapping is not None and sources.req_to_token is not None:
-            table = sources.req_to_token.device
+            table = sources.req_to_token.device_for(self.plan.relayed)
             reads = (table, positions, slots)
             name = "true slot mapping"
             mapping = launch(_looked_up, table, slots, positions, width, reads=reads, name=name, operations=2)
@@ -190,7 +190,7 @@ class ForwardInputs:
         if pages is None or pages.req_to_token is None or not self.plan.num_reqs:
             return
         table, expected = pages.req_to_token, self.plan.locations()
-        rows = table.device.index_select(0, self.slots[: self.plan.num_reqs])
+        rows = table.device_for(self.plan.slots).index_select(0, self.slots[: self.plan.num_reqs])
         found = runtime.inspect(rows)[:, : expected.shape[1]].astype(expected.dtype)
         invariants.mirror_equal(
             expected,

@@ -136,17 +136,16 @@ class Extension:
             raise ArgumentError(
                 "entry without a table", value=None, remedy="pass a table, or give the PagePool a req_to_token"
             )
-        if target.slots is not slots:
+        if target.space is not slots:
             raise ArgumentError(
-                f"entry of slots of {slots.name!r} in {target!r} of {target.slots.name!r}",
+                f"entry of slots of {slots.name!r} in {target!r} of {target.space.name!r}",
                 value=target,
                 remedy="pass a table that was made by the pool of these slots",
             )
         slots.check_handles(self.owners, "entry")
         if target is own and not levels.full:  # the pool made and checked all three
             return target.planned(self.slots, self.positions, self.locations.np, self.owners)
-        checked = target.entry(self.slots, self.positions, self.locations)
-        return attrs.evolve(checked, owners=self.owners)
+        return target.entry_of(self.slots, self.positions, self.locations, self.owners)
 
 
 # The problem and the remedy where token lengths are out of order, in the words of the operation. Each takes the two
@@ -714,13 +713,13 @@ class PagePool:
 
     def _check_req_to_token(self, table: Table) -> None:
         """Refuses a table of other slots, with rows too short for a request, or with values that are not locations."""
-        if table.slots is not self.slots:
+        if table.space is not self.slots:
             raise ArgumentError(
-                f"{self.name}: req_to_token {table!r} is indexed by slots of another pool, {table.slots.name!r}",
+                f"{self.name}: req_to_token {table!r} is indexed by another pool, {table.space.name!r}",
                 value=table,
                 remedy=f"make it with `table(...)` of {self.slots!r}",
             )
-        shape, dtype = tuple(table.device.shape), numpy_dtype(table.device.dtype)
+        shape, dtype = table.shape, numpy_dtype(table.dtype)
         if dtype.kind not in "iu":
             raise DtypeError(
                 f"{self.name}: req_to_token of {dtype}", value=dtype, remedy="tokens are integers: use int32 or int64"

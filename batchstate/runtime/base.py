@@ -635,6 +635,11 @@ class FixedMemory:
         self._written = None if self.runtime.capturing else self.runtime.record()
         self._synchronised = set()
 
+    def note_foreign_write(self) -> None:
+        """The same for a write that was launched by others on the current stream, in an order of their own."""
+        self._last_writer = self.runtime.current_stream
+        self.note_write()
+
     def _forget_finished_readers(self) -> None:
         if self._readers and not self.runtime.capturing:
             self._readers = [reader for reader in self._readers if not reader[0].query()]

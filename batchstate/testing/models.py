@@ -109,8 +109,8 @@ def snapshot_slots(pool: SlotPool) -> object:
 
 def snapshot_table(table: Table) -> object:
     """Both sides of a table."""
-    host = None if table.host is None else table.host.tobytes()
-    return host, table.runtime.inspect(table.device).tobytes()
+    host = None if table.host_memory is None else table.host_memory.tobytes()
+    return host, table.runtime.inspect(table.memory).tobytes()
 
 
 def snapshot_pages(pool: PagePool) -> object:

@@ -88,7 +88,7 @@ class Serving:
         uploaded = batch.upload(writes=[joined, added.entry()], extras={"positions": added.positions})
         with self.runtime.use(forward):
             last = self._relay.gather(batch.slots, "last_token")
-            places = self._table.device.index_select(0, batch.slots.device)
+            places = self._table.device_for(batch.slots).index_select(0, batch.slots.device)
             self._table.read_until(self.runtime.record())
             # Stands for a model: it reads the table, the lengths and the positions, and adds nothing but one.
             read = places.sum(1) + batch.seq_lens.device + uploaded["positions"]

@@ -206,7 +206,7 @@ class DecodeWorker:
         if request.state == "finished" or room == len(request.prompt):
             self.tier.finish(slot, after=self._last_step)
             return False
-        rows = np.full(room, slot.np[0])
+        rows = slot.take(np.zeros(room, dtype=np.int64))
         self._writes.append(self._host_table.entry(rows, np.arange(room), self.tier.host_locations(slot, room)))
         return True
 

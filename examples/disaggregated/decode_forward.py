@@ -91,8 +91,8 @@ class TierForward:
             tier.back_up(location, uploaded)
             inputs = self.relay.resolve_forward_inputs(plan, uploaded, ids="last_token")
             positions = torch.arange(plan.max_kv_len, device=runtime.device)
-            hot = self._hot_table.device.index_select(0, inputs.slots)
-            host = self._host_table.device.index_select(0, inputs.slots)
+            hot = self._hot_table.device_for(plan.slots).index_select(0, inputs.slots)
+            host = self._host_table.device_for(plan.slots).index_select(0, inputs.slots)
             view = TieredView(
                 positions=inputs.positions,
                 slot_mapping=uploaded["hot_locations"],
@@ -114,7 +114,7 @@ class TierForward:
         runtime = self._runtime
         with runtime.use(self.stream):
             inputs = self.relay.resolve_forward_inputs(plan, uploaded, ids="last_token", req_to_token=self._hot_table)
-            rows = self._hot_table.device.index_select(0, inputs.slots)[:, : plan.max_kv_len].long()
+            rows = self._hot_table.device_for(plan.slots).index_select(0, inputs.slots)[:, : plan.max_kv_len].long()
             self._hot_table.read_until(runtime.record())
             assert inputs.slot_mapping is not None
             view = PagedView(

@@ -248,7 +248,7 @@ class PrefillWorker:
         results = None
         with self.runtime.use(self._stream):
             inputs = self._relay.resolve_forward_inputs(plan, uploaded, ids="first_token", req_to_token=self._table)
-            rows = self._table.device.index_select(0, inputs.slots)[:, : plan.max_kv_len].long()
+            rows = self._table.device_for(plan.slots).index_select(0, inputs.slots)[:, : plan.max_kv_len].long()
             self._table.read_until(self.runtime.record())
             assert inputs.slot_mapping is not None
             view = PagedView(

@@ -110,7 +110,8 @@ class Forward:
                 lengths="seq_lens" if self._drafts else None,
                 req_to_token=self._req_to_token,
             )
-            kv_tokens = self._req_to_token.device.index_select(0, inputs.slots)[:, : plan.max_kv_len].long()
+            table = self._req_to_token.device_for(plan.slots)
+            kv_tokens = table.index_select(0, inputs.slots)[:, : plan.max_kv_len].long()
             self._req_to_token.read_until(runtime.record())  # read-done
             assert inputs.slot_mapping is not None  # the plan has pages
             view = PagedView(

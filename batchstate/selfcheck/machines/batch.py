@@ -300,6 +300,7 @@ class BatchMachine(Machine):
         self.seen: list[Rows] = []
         self.pool = SlotPool(self.rt, 8)
         self.table = self.pool.table("table", (2,), host=True)
+        self.owners = self.pool.take(8)
         self.graph = StaticBuffers(self.rt, Decode, rows=GRAPH_ROWS, extras={"positions": np.zeros(3, np.int32)})
         self.captured = dict(self.graph)  # what a graph would read from now on
         self.requests = 0
@@ -494,7 +495,8 @@ class BatchMachine(Machine):
         slots = data.draw(st.lists(st.integers(1, 8), max_size=3, unique=True), label="written slots")
         new = np.arange(len(slots), dtype=np.int32) + self.requests
         halves = np.array_split(np.arange(len(slots)), 2)
-        writes = [self.table.entry(np.array(slots)[half], half % 2, new[half]) for half in halves if half.size]
+        rows = self.owners.take(np.array(slots, np.int64) - 1)
+        writes = [self.table.entry(rows.take(half), half % 2, new[half]) for half in halves if half.size]
         before = self.rt.counters.snapshot()
         with self.on(side):
             extras = one.batch.upload(writes=writes, extras={"positions": new})
@@ -511,7 +513,8 @@ class BatchMachine(Machine):
         """A graph reads the batch where it read the one before, and padding after it."""
         self.reached("fewer requests in a graph than before", len(one) < self.graph.num_reqs)
         new = np.arange(3, dtype=np.int32) + self.requests
-        writes = [self.table.entry(np.array(slots), [0] * len(slots), new[: len(slots)])] if slots else []
+        rows = self.owners.take(np.array(slots, np.int64) - 1)
+        writes = [self.table.entry(rows, [0] * len(slots), new[: len(slots)])] if slots else []
         before = self.rt.counters.snapshot()
         with self.on(side):
             one.batch.to_static(self.graph, writes=writes, extras={"positions": new})

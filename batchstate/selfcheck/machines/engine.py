@@ -64,6 +64,11 @@ class EngineRequest:
     most: int = 0
 
     @property
+    def adapter(self) -> int:
+        """The adapter that it runs with; 0 is none."""
+        return self.number % 3
+
+    @property
     def tokens_to_prefill(self) -> int:
         """Tokens whose KV is computed before the next one is generated."""
         return self.prompt + self.num_generated
@@ -98,6 +103,9 @@ class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
         self.cache: PageLease | None = None
         self.launched: EngineBatch | None = None
         self.waited = 0
+        self.adapters = pages.slots.adopt(
+            pages.runtime.device_zeros((pages.slots.capacity,), torch.int32), "adapter_ids", host=True
+        )
         self._listener = listener
         self._writes: list[TableWrite] = []
         self._real: deque[Fence] = deque()  # of the device itself, which may be slower than `steps`
@@ -170,6 +178,7 @@ class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
         slots = self.when_free(lambda: self.slots.take(n) if hybrid is None else hybrid.take(n, write=False))
         if hybrid is not None:
             self._writes.append(hybrid.state_entry(slots))
+        self._writes.append(self.adapters.entry(slots, None, [request.adapter for request in requests]))
         for request, slot in zip(requests, slots.split([1] * n), strict=True):
             start, extension = 0, None
             if request.shares and self.cache is not None and self.cache.tokens < request.tokens_to_prefill:
@@ -205,12 +214,17 @@ class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
         self._writes.clear()
         self.launched = batch
         self._forward(batch)
-        if self.pages.req_to_token is not None:
-            self.pages.req_to_token.read_until(self.runtime.record())
         self.steps.record()
 
     def _forward(self, batch: EngineBatch) -> None:
         """One token per row comes out, and one of the two drafts is accepted."""
+        read = [self.adapters, self.pages.req_to_token]
+        if isinstance(self.slots, HybridSlotPool):
+            read.append(self.slots.state_table)
+        for table in read:
+            if table is not None:
+                table.device_for(batch.slots)
+                table.read_until(self.runtime.record())
         launch, tokens, lens = self.runtime.launch, batch.last_token.device, batch.bound_lens.device
         sampled = launch(torch.add, tokens, 1, reads=(tokens,), name="forward")
         accepted = launch(torch.sub, lens, 1, reads=(lens,), name="verify drafts")
@@ -243,6 +257,7 @@ class EngineMachine(Machine):
         "abort with a step in flight",
         "a shared prefix",
         "a page held by two",
+        "no adapter in a slot that had one",
     )
 
     @initialize(
@@ -274,6 +289,7 @@ class EngineMachine(Machine):
         self.written = 0
         self.reading: list[tuple[ManualFence, set[int]]] = []  # locations that each step in flight reads
         self.requests: list[EngineRequest] = []
+        self.adapted: set[int] = set()  # slots that have had an adapter
 
     # What the engine tells
 
@@ -316,12 +332,16 @@ class EngineMachine(Machine):
 
     def _check_tables(self, batch: EngineBatch) -> None:
         """What the device finds in each row is where the page table says, and what this request wrote there."""
-        table, size = self.rt.inspect(self.table.device), self.pages.page_size
+        table, size = self.rt.inspect(self.table.memory), self.pages.page_size
+        adapters = self.rt.inspect(self.engine.adapters.memory)
         lengths = batch.seq_lens.np.tolist()
         for slot, length, request in zip(batch.slots.np.tolist(), lengths, batch.requests, strict=True):
             positions = np.arange(length)
             tokens = (self.pages.page_table[slot][positions // size] * size + positions % size).tolist()
             agree(tokens, table[slot, :length].tolist(), f"req_to_token of slot {slot}")
+            agree(request.adapter, adapters[slot].item(), f"adapter of request {request.number}")
+            self.reached("no adapter in a slot that had one", not request.adapter and slot in self.adapted)
+            self.adapted |= {slot} if request.adapter else set()
             found = [self.memory[token] for token in tokens]
             agree(self.stamps[request.number], found, f"tokens of request {request.number}")
 

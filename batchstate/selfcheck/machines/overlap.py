@@ -103,7 +103,7 @@ class OverlapRequest:
     prompt: Sequence[int]
     answer: int
     arrival: Arrival = Arrival.PROMPT  # the first time
-    marks: tuple[int, ...] = (0,) * MARKS  # the row of marks that it is to have; zeros are not written
+    marks: tuple[int, ...] = (0,) * MARKS  # the row of marks that it is to have
     handle: Slots | None = None  # its slot, while it runs
     fill: Sequence[int] = ()  # ids that are prefilled, or were when it arrived, before it decodes
     sampled: int = 0  # tokens, those in flight included
@@ -581,7 +581,7 @@ class OverlapEngine:
         self._reached("a retracted request came back", any(one in self._retracted for one in joining))
         joined = [self._begin_prompts(prompts)] if prompts else []
         joined += [self._begin_prebuilt(one) for one in prebuilt]
-        self._marks_due.update({one: one.marks for one in prompts if any(one.marks)})
+        self._marks_due.update({one: one.marks for one in prompts})
         self._reached("joined while a step is in flight", in_flight and len(self.batch) > 0)
         for batch in joined:
             self.batch = self.batch.merge(batch)
@@ -612,11 +612,11 @@ class OverlapEngine:
             arrived = self._rt.record()
             self._arrived.append(arrived)
             if request.number % 2:
-                self.tokens.write(extension.slots, extension.positions, extension.locations)
+                each = slot.take(np.zeros(len(extension), np.int64))
+                self.tokens.write(each, extension.positions, extension.locations)
             else:
                 self._writes.append(extension.entry())
-            if any(request.marks):
-                self.marks.write(slot, None, [request.marks])
+            self.marks.write(slot, None, [request.marks])
             self.relay.publish(slot, token=[token])
         if request.arrival is Arrival.HANDED:
             with self._rt.use(self.streams.forward):
@@ -627,7 +627,7 @@ class OverlapEngine:
 
     def _begun(self, requests: Sequence[OverlapRequest], *more: Array) -> tuple[OverlapBatch, PackedUpload]:
         """The rows of a batch, made on the current stream, which sets the states; and `more` in the same copy."""
-        handles, states = handles_of(requests), self.states.device
+        handles, states = handles_of(requests), self.states.memory
         uploaded = self._rt.upload([handles.np, column(requests, "state"), column(requests, "last"), *more])
         states.index_copy_(0, uploaded.view(0), uploaded.view(1))
         batch = OverlapBatch.build(
@@ -782,7 +782,7 @@ class OverlapEngine:
             weights = uploaded["weights"]
             attended = rt.launch(_attend, kv, known, weights, reads=(kv, known, weights), name="attend", operations=3)
             slots = batch.slots.device
-            states = self.states.device
+            states = self.states.memory
             state = states.index_select(0, slots)
             mix = (total + attended + state * STATE) % PRIME
             state = rt.launch(_next_state, state, mix, reads=(state, mix), name="next state")
@@ -804,7 +804,7 @@ class OverlapEngine:
             return self.ages.device * AGE
         slots = batch.slots.device
         table = self.marks if name == "marks" else self.tokens
-        rows = table.device.index_select(0, slots)
+        rows = table.device_for(batch.slots).index_select(0, slots)
         if name == "marks":
             rows = rows.sum(1) * MARK
         table.read_until(self._rt.record())  # read-done: the next plan may write it
@@ -846,13 +846,12 @@ class OverlapEngine:
         batch = self.batch
         with self._rt.use(self.streams.audit):
             slots = batch.slots.device
-            rows = [table.device.index_select(0, slots) for table in (self.marks, self.tokens)]
+            rows = [table.device_for(batch.slots).index_select(0, slots) for table in (self.marks, self.tokens)]
             read_done = self._rt.record()
             for table in (self.marks, self.tokens):
                 table.read_until(read_done)
-            tokens = _present(self.tokens.host, "a table with a host side")
             marks = np.array([one.held.marks for one in batch.requests], np.int64)
-            self._look("tables", rows, [marks, tokens[batch.slots.np]])
+            self._look("tables", rows, [marks, self.tokens.host_for(batch.slots)])
 
     def look_at_results(self, step: Step) -> None:
         """The device side of results that the host has read, from the relay's own stream."""
@@ -865,8 +864,8 @@ class OverlapEngine:
     def look_at_leftovers(self) -> None:
         """When all requests have left: marks are cleared, and slot, page and location 0 were never written."""
         with self._rt.use(self.streams.audit):
-            padding = torch.stack((self.kv[0].sum(), self.states.device[0]))
-            marks = self.marks.device.sum(0)
+            padding = torch.stack((self.kv[0].sum(), self.states.memory[0]))
+            marks = self.marks.memory.sum(0)
             self._look("what is left", [padding, marks], [np.zeros(2, np.int64), np.zeros(MARKS, np.int64)])
 
     def _look(self, name: str, found: Sequence[torch.Tensor], expected: Sequence[Array]) -> None:

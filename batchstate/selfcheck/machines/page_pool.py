@@ -377,7 +377,8 @@ class PagePoolMachine(PoolMachine):
         self.model.extended(slots, lengths, extension)
         if len(extension):
             write = extension.entry(self.table)
-            self.table.write(extension.slots, extension.positions, extension.locations)
+            owners = extension.owners.take(np.arange(len(slots)).repeat(extension.counts))
+            self.table.write(owners, extension.positions, extension.locations)
             agree_on(write.values, extension.locations.np.astype(np.int32), "values of the table write")
         return True
 

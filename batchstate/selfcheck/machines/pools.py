@@ -10,10 +10,13 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, initialize, rule
 
+from batchstate.batch import Batch
+from batchstate.columns import slot_column
 from batchstate.errors import ArgumentError, DtypeError, PoolExhaustedError, RowIndexError, ShapeError
 from batchstate.hybrid import HybridSlotPool
 from batchstate.indices import Pages, Slots
 from batchstate.pools import SlotPool, SlotStats
+from batchstate.tables import Table, TableWrite
 from batchstate.testing.fences import ManualFence, ManualStream
 from batchstate.testing.machine import Machine, Misuse, agree, agree_on
 from batchstate.testing.models import AllocatorModel, snapshot_slots, snapshot_table
@@ -305,11 +308,48 @@ class SlotMachine(PoolMachine):
             self.pool.free(self.foreign)
 
 
+class Rows(Batch):
+    """Requests that are uploaded."""
+
+    slots = slot_column()
+
+
+@attrs.define
+class TableModel:
+    """What a table holds, and for which generation each row was written.
+
+    Attributes:
+        table: the real one.
+        rows: int32[capacity, width].
+        written: int64[capacity].
+    """
+
+    table: Table
+    rows: npt.NDArray[np.int32]
+    written: Ints
+
+    def write(self, slots: Slots, positions: Ints | None, values: Any) -> None:
+        """Rows, or elements of rows, are written by their owners."""
+        self.rows[(slots.np,) if positions is None else (slots.np, positions)] = values
+        self.written[slots.np] = slots.generations
+
+    def readable(self, slots: Slots) -> bool:
+        """Whether the owners have written all of these rows."""
+        return bool((self.written[slots.np] == slots.generations).all())
+
+
 class SlotPoolMachine(SlotMachine):
-    """A pool of slots, and a table over it."""
+    """A pool of slots, a table of its own, and one over a tensor of the engine. Not every request writes its rows."""
 
     NAME = "slot_pool"
-    TARGETS = (*SlotMachine.TARGETS, "write through a stale handle refused")
+    TARGETS = (
+        *SlotMachine.TARGETS,
+        "write through a stale handle refused",
+        "a row of the last owner refused",
+        "rows read beside padding",
+        "a write that was left behind",
+        "a batch of a request that left refused",
+    )
 
     @initialize(size=st.integers(1, 5), reserve=st.integers(0, 2))
     def begin(self, size: int, reserve: int) -> None:
@@ -317,53 +357,118 @@ class SlotPoolMachine(SlotMachine):
         self.open()
         self.pool = SlotPool(self.rt, size, reserve=reserve)
         self.start()
-        self.table = self.pool.table("table", (_WIDTH,), torch.int32, host=True)
-        self.rows = np.zeros((self.pool.capacity, _WIDTH), np.int32)
+        tensor = self.rt.device_zeros((self.pool.capacity, _WIDTH), torch.int32)
+        self.tables = [
+            TableModel(table, np.zeros((self.pool.capacity, _WIDTH), np.int32), np.zeros(self.pool.capacity, np.int64))
+            for table in (
+                self.pool.table("table", (_WIDTH,), torch.int32, host=True),
+                self.pool.adopt(tensor, "adopted", host=False),
+            )
+        ]
+        self.entries: list[tuple[TableModel, Slots, TableWrite]] = []  # that no upload has taken along yet
+        self.joins = 0
 
     def taken(self, slots: Slots) -> None:
-        """A request that joins writes its row."""
-        new = np.arange(slots.np.size * _WIDTH, dtype=np.int32).reshape(-1, _WIDTH)
-        self.table.write(slots, None, new)
-        self.rows[slots.np] = new
+        """Every second time the requests that join write their rows, of one table or both."""
+        self.joins += 1
+        for one in self.tables[: self.joins % 4]:
+            if self.joins % 2:
+                new = np.arange(slots.np.size * _WIDTH, dtype=np.int32).reshape(-1, _WIDTH)
+                one.table.write(slots, None, new)
+                one.write(slots, None, new)
 
     def check(self) -> None:
-        """The table too."""
+        """The tables too, and who has written."""
         super().check()
-        agree_on(self.rows, self.rt.inspect(self.table.device), "the table")
+        live = self.live(len(self.model.live))
+        for one in self.tables:
+            agree_on(one.rows, self.rt.inspect(one.table.memory), "a table")
+            agree_on(one.written[live.np] == live.generations, one.table.written(live), "rows that are written")
 
     def snapshot(self) -> object:
-        """The table too."""
-        return super().snapshot(), snapshot_table(self.table)
+        """The tables too."""
+        return super().snapshot(), [snapshot_table(one.table) for one in self.tables]
+
+    def _one(self, data: st.DataObject) -> TableModel:
+        return self.tables[data.draw(st.integers(0, 1), label="table")]
 
     @rule(slots=SlotMachine.handles, data=st.data(), whole=st.booleans())
     def write(self, slots: Slots, data: st.DataObject, whole: bool) -> None:
-        """A write through live handles reaches the table; one through others, or beyond the row, is refused."""
-        n = len(slots)
+        """Writes through live handles reach the table, now or later; one through others, or beyond it, is refused."""
+        n, one = len(slots), self._one(data)
         drawn = data.draw(st.lists(st.integers(0, _WIDTH - 1), min_size=n, max_size=n), label="positions")
         places: Ints | None = None if whole else np.array(drawn, dtype=np.int64)
         size = (n, _WIDTH) if whole else (n,)
         new = np.arange(1, int(np.prod(size)) + 1, dtype=np.int32).reshape(size)
         if n:
             with self.refused(RowIndexError, Code.SLOT_STALE_HANDLE):
-                self.table.write(slots, np.full(n, _WIDTH), np.zeros(n, np.int32))
+                one.table.write(slots, np.full(n, _WIDTH), np.zeros(n, np.int32))
         with self.refused(ArgumentError):
-            self.table.write(self.foreign, [0], [1])
+            one.table.write(self.foreign, [0], [1])
         with self.refused(ArgumentError):
-            self.table.clear(self.foreign)
+            one.table.clear(self.foreign)
+        with self.refused(DtypeError):
+            one.table.write(slots.np, places, new)  # type: ignore[arg-type]
         if not self.good(slots):
             self.reached("write through a stale handle refused")
             with self.refused(Code.SLOT_STALE_HANDLE):
-                self.table.write(slots, places, new)
-            return
-        self.table.write(slots, places, new)
-        self.rows[(slots.np,) if places is None else (slots.np, places)] = new
+                one.table.write(slots, places, new)
+        elif whole and data.draw(st.booleans(), label="later"):
+            self.entries.append((one, slots, one.table.entry(slots, None, new)))
+        else:
+            one.table.write(slots, places, new)
+            one.write(slots, places, new)
 
-    @rule(slots=SlotMachine.handles)
-    def clear(self, slots: Slots) -> None:
-        """Rows of live slots become zero."""
+    @rule(slots=SlotMachine.handles, data=st.data())
+    def clear(self, slots: Slots, data: st.DataObject) -> None:
+        """Rows of live slots become zero, or what a kernel of the engine writes."""
         if self.good(slots):
-            self.table.clear(slots)
-            self.rows[slots.np] = 0
+            one = self._one(data)
+            if one.table.host_memory is None and data.draw(st.booleans(), label="by a kernel"):
+                one.table.memory[slots.device] = 7
+                one.table.note_write(slots)
+                one.write(slots, None, 7)
+            else:
+                one.table.clear(slots)
+                one.write(slots, None, 0)
+
+    @rule(slots=SlotMachine.handles, data=st.data())
+    def read(self, slots: Slots, data: st.DataObject) -> None:
+        """A forward reads rows that their owners have written; others are refused, whatever they hold."""
+        one, padding = self._one(data), data.draw(st.integers(0, 2), label="padded rows")
+        padded = slots.pad(len(slots) + padding)
+        if not self.good(slots):
+            with self.refused(Code.SLOT_STALE_HANDLE):
+                one.table.device_for(padded)
+        elif not one.readable(slots):
+            self.reached("a row of the last owner refused", bool(one.rows[slots.np].any()))
+            with self.refused(Code.ROW_UNWRITTEN):
+                one.table.device_for(padded)
+        else:
+            self.reached("rows read beside padding", padding > 0 and len(slots) > 0)
+            found = self.rt.inspect(one.table.device_for(padded).index_select(0, padded.device))
+            agree_on(one.rows[padded.np], found, "rows that were read")
+            if one.table.host_memory is not None:
+                agree_on(one.rows[slots.np], one.table.host_for(slots), "rows on the host")
+
+    @rule(slots=SlotMachine.handles, along=st.booleans())
+    def upload(self, slots: Slots, along: bool) -> None:
+        """A batch of live requests is uploaded, with the writes that were made meanwhile or without."""
+        slots = slots.filter(np.sort(np.unique(slots.np, return_index=True)[1]))
+        batch = Rows.build(self.rt, slots=slots)
+        if not self.good(slots):
+            self.reached("a batch of a request that left refused")
+            with self.refused(Code.SLOT_STALE_HANDLE):
+                batch.upload()
+            return
+        due = [entry for entry in self.entries if self.good(entry[1])]
+        self.entries.clear()
+        self.reached("a write that was left behind", bool(due) and not along)
+        last = {(id(one), slot): at for at, (one, slots, _) in enumerate(due) for slot in slots.np.tolist()}
+        due = [one for at, one in enumerate(due) if all(last[id(one[0]), slot] == at for slot in one[1].np.tolist())]
+        batch.upload(writes=[write for _, _, write in due] if along else [])
+        for one, owners, write in due if along else []:
+            one.write(owners, None, write.values.reshape(-1, _WIDTH))
 
 
 class HybridMachine(SlotMachine):
@@ -394,7 +499,7 @@ class HybridMachine(SlotMachine):
         super().check()
         live = self.live(len(self.model.live))
         agree_on(self.states[live.np], self.pool.states_of(live), "states of the live slots")
-        table = self.rt.inspect(self.pool.state_table.device)
+        table = self.rt.inspect(self.pool.state_table.memory)
         agree_on(self.states.astype(np.int32), table, "the table of states")
 
     def snapshot(self) -> object:

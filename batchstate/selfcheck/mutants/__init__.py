@@ -24,6 +24,7 @@ _ORDER = (
     "sides",
     "reuse",
     "ownership",
+    "rows",
     "leaks",
     "slot_zero",
     "pages",

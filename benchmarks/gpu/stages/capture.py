@@ -53,7 +53,7 @@ def _replayed(runtime: Runtime, notes: Notes, level: str, *, own_stream: bool, r
     buffers = StaticBuffers(runtime, Decode, rows=rows, extras={"step": np.zeros(1, dtype=np.int64)})
     out = runtime.device_zeros((rows,), torch.int64)
     forward, planning = runtime.stream("forward"), runtime.stream("planning")
-    read = table.device, [buffers[column] for column in ("slots", "seq_lens", "last_token", "step")]
+    read = table.memory, [buffers[column] for column in ("slots", "seq_lens", "last_token", "step")]
 
     def body() -> None:
         values, (rows_of, lengths, last, step) = read
@@ -77,7 +77,8 @@ def _replayed(runtime: Runtime, notes: Notes, level: str, *, own_stream: bool, r
         with runtime.use(forward if own_stream else planning):
             batch.to_static(buffers, writes=writes, extras={"step": np.array([step])})
         with runtime.use(forward):
-            reads = [table.device, *buffers.values()]  # asked for here: the stream waits for what was written elsewhere
+            # Asked for here: the stream waits for what was written elsewhere.
+            reads = [table.device_for(batch.slots), *buffers.values()]
             runtime.launch(replay, reads=reads, writes=(out,), name="replay")
             done = runtime.record()
             for one in (table, buffers):
