@@ -24,6 +24,9 @@ PARALLEL = $(if $(DEVICE),,$(shell $(PY) -c 'import os, xdist; print("-n", min(4
 ON_DEVICE := $(if $(DEVICE),--device $(DEVICE))
 PIP := $(VENVPY) -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
 
+# The tests start a hundred processes, and pytest rewrites every test: without byte code both compile it all each time.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup demo disaggregated traffic test lint format types docs pytest fuzz bench gpu wheel pins clean

@@ -184,7 +184,9 @@ def test_faults_cost_retries_and_no_tokens(device: str, seed: int) -> None:
     assert [prefill.leaks for prefill, _ in both.prefills] == [0, 0]
 
 
-# Processes
+# Processes. But for the first test they have the plain model: four of them import transformers longer than they serve.
+
+WITHOUT_NIXL = ["--transport", "distributed", "--family", "plain"]
 
 
 def figures_of(path: Path, *arguments: str, code: int = 0) -> dict[str, Any]:
@@ -209,7 +211,7 @@ def test_nixl_between_processes(tmp_path: Path, device: str, capsys: pytest.Capt
 
 def test_a_killed_prefill_worker_is_followed_by_another(tmp_path: Path, device: str) -> None:
     """SIGKILL to one of two ranks: what it was writing is quarantined, comes again, and no token differs."""
-    common = ["--transport", "distributed", "--page-size", "64", "--prefill-degree", "2", "--requests", "24"]
+    common = [*WITHOUT_NIXL, "--page-size", "64", "--prefill-degree", "2", "--requests", "24"]
     arguments = [*common, "--kill-prefill-after", "2"]
     figures = figures_of(tmp_path, "--device", torch_device_of(device), *arguments)
     assert [figures[name] for name in NOTHING_WRONG] == [0] * len(NOTHING_WRONG)
@@ -252,7 +254,7 @@ class PrefillRole:
 
 def test_two_roles_serve_over_gloo(tmp_path: Path, device: str) -> None:
     """A prefill worker that listens and a decode worker that connects, as on two machines; single-token pages."""
-    common = ["--transport", "distributed", "--page-size", "1", "--hot-tokens", "20"]
+    common = [*WITHOUT_NIXL, "--page-size", "1", "--hot-tokens", "20"]
     role = PrefillRole.started(device, *common)
     decode = ["--role", "decode", "--connect", role.address, "--requests", "12", "--device", torch_device_of(device)]
     try:
@@ -266,10 +268,10 @@ def test_two_roles_serve_over_gloo(tmp_path: Path, device: str) -> None:
 
 def test_roles_that_do_not_fit_refuse_each_other(device: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Two page sizes: both workers say which, and how to set it right, and return 2. Nothing was written."""
-    role = PrefillRole.started(device, "--transport", "distributed", "--page-size", "64")
+    role = PrefillRole.started(device, *WITHOUT_NIXL, "--page-size", "64")
     decode = ["--role", "decode", "--connect", role.address, "--device", torch_device_of(device)]
     try:
-        assert main([*decode, "--transport", "distributed", "--page-size", "16"]) == 2
+        assert main([*decode, *WITHOUT_NIXL, "--page-size", "16"]) == 2
     finally:
         code, out, err = role.ended()
     assert code == 2
@@ -422,7 +424,7 @@ def test_what_cannot_work_is_told_before_anything_is_started(
 @pytest.mark.skipif(sys.platform != "linux", reason="children are looked up in /proc")
 def test_ctrl_c_ends_in_one_line(device: str) -> None:
     """A terminal sends it to every process: one line, exit code 130, no process left behind."""
-    options = ["--transport", "distributed", "--requests", "5000"]
+    options = [*WITHOUT_NIXL, "--requests", "5000"]
     process = subprocess.Popen(
         [sys.executable, "-m", "examples.disaggregated", *options, "--device", torch_device_of(device)],
         cwd=ROOT,

@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--staged", metavar="SHARE", type=common.share, default=0.1, help="share prefilled by decode (default: 0.1)")
     add("--kill-prefill-after", metavar="N", type=common.whole(1), help="kill and restart it after N deliveries")
     add("--max-prompt", metavar="N", type=common.whole(1), default=512, help="longest prompt (default: %(default)s)")
-    add("--family", choices=("llama", "qwen3"), default="llama", help="of the random model")
+    add("--family", choices=("llama", "qwen3", "plain"), default="llama", help="of the random model (default: llama)")
     add("--checks", choices=[level.value for level in Level], default="cheap", help="default: %(default)s")
     roles = parser.add_argument_group(
         "two machines", f"one role each; {AUTHKEY} holds the secret; the other options are the same on both"

@@ -1,7 +1,12 @@
 """What a run is told before it starts, the same for both workers."""
 
+from typing import TYPE_CHECKING
+
 import attrs
 from attrs.validators import ge, in_
+
+if TYPE_CHECKING:
+    from examples.engine.model import Family
 
 AUTHKEY = "BATCHSTATE_AUTHKEY"
 """Environment variable with the secret that both workers know; any process that has it may talk to them."""
@@ -23,7 +28,7 @@ class Options:
         seed: of the model and the requests.
         device: torch's name.
         checks: level of the checks.
-        family: of the random model.
+        family: of the random model; `plain` needs no transformers.
         host: address of this machine at which the other worker's engine reaches it.
         interface: network interface of NIXL.
         max_running: requests that the decode worker has at once, those on their way included.
@@ -42,7 +47,7 @@ class Options:
     seed: int = 0
     device: str = "cpu"
     checks: str = "cheap"
-    family: str = "llama"
+    family: "Family" = "llama"
     host: str = "127.0.0.1"
     interface: str = "lo"
     max_running: int = attrs.field(default=32, validator=ge(2))

@@ -74,7 +74,7 @@ def random_model(options: Options, device: torch.device) -> Model:
     """The model of a run, the same in each process: its weights depend on the seed alone."""
     if device.type == "cpu":
         torch.set_num_threads(1)  # small matrices, and two workers on one machine: more threads wait for each other
-    return Model.random("qwen3" if options.family == "qwen3" else "llama", device=device, seed=options.seed)
+    return Model.random(options.family, device=device, seed=options.seed)
 
 
 def layout_of(model: Model, page_size: int, rank: int = 0, degree: int = 1) -> KVLayout:
