@@ -9,6 +9,7 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._arrays import Array, as_array
+from batchstate._origin import RowSet
 from batchstate._rows import MOST_SOURCES, DeviceRows, RowState
 from batchstate.columns import TensorColumn
 from batchstate.errors import ArgumentError, DeviceError
@@ -25,6 +26,7 @@ class Extras(Mapping[str, torch.Tensor]):
     Attributes:
         arrays: name -> the array that was passed for it, by which its owner recognises it.
         slots: the slots that crossed with them to fixed addresses, int64[rows], and their device side; else None.
+        row_set: to which requests the rows of the batch belong.
     """
 
     _runtime: Runtime
@@ -32,6 +34,7 @@ class Extras(Mapping[str, torch.Tensor]):
     _places: Mapping[str, int]
     arrays: Mapping[str, object] = attrs.field(factory=dict)
     slots: tuple[Array, DeviceSide] | None = None
+    row_set: RowSet | None = None
 
     def __getitem__(self, name: str) -> torch.Tensor:
         place = self._places[name]

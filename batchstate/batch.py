@@ -22,6 +22,7 @@ import torch
 from batchstate import invariants, levels
 from batchstate._allocator import Generations
 from batchstate._arrays import Array, converted, count, counts, kept_rows
+from batchstate._origin import DerivedArrays, RowSet
 from batchstate._rows import (
     GENERATION_SUFFIX,
     ColumnInputs,
@@ -34,7 +35,8 @@ from batchstate._rows import (
 from batchstate._upload import BatchDevice, Extras, StaticAddresses, named_arrays
 from batchstate.columns import Column, MirroredColumn, SlotColumn, TensorColumn, declared_columns
 from batchstate.errors import ArgumentError, DeclarationError, DeviceError, ShapeError
-from batchstate.mirror import Contract, DeviceSide, MirroredTensor, StaleWindow, stale_reasons
+from batchstate.indices import Slots
+from batchstate.mirror import Contract, DeviceSide, MirroredTensor, StaleWindow, numbers_of, stale_reasons
 from batchstate.runtime import Runtime
 from batchstate.tables import TableWrite
 from batchstate.violations import Code, Where
@@ -72,6 +74,8 @@ class Batch(metaclass=BatchType):
         "_device",
         "_exposed",
         "_pool_id",
+        "_row_number",
+        "_row_set",
         "_state",
         "_values",
         "_windows",
@@ -102,12 +106,15 @@ class Batch(metaclass=BatchType):
         num_rows: int,
         pool_id: int,
         windows: Windows = NO_WINDOWS,
+        row_number: int = 0,
     ) -> None:
-        """For the library; use `build` or `empty`."""
+        """For the library; use `build` or `empty`. `row_number` is that of another batch of the same rows, if any."""
         self.runtime = runtime
         self.num_reqs = num_reqs
         self.num_rows = num_rows
         self.version = runtime.new_version()
+        self._row_number = row_number or self.version
+        self._row_set: RowSet | None = None
         self._state = state
         self._device: BatchDevice | None = None
         self._pool_id = pool_id
@@ -231,8 +238,18 @@ class Batch(metaclass=BatchType):
             windows=self._windows.get(name, ()),
             generations=generations,
             pool_id=0 if generations is None else self._pool_id,
+            row_set=self.row_set,
             exposed=self._exposed,
         )
+
+    @property
+    def row_set(self) -> RowSet:
+        """To which requests the rows belong; the same for all batches made of this one while no row moves."""
+        if self._row_set is None:
+            column, slots = self._state.host.column, self._slot_column
+            handles = None if slots is None else lambda: (column(slots), column(slots + GENERATION_SUFFIX))
+            self._row_set = RowSet(self._row_number, handles, self._pool_id)
+        return self._row_set
 
     def _open_windows(self) -> Windows:
         """Column -> its stale windows that are open: batches derived now inherit them."""
@@ -333,7 +350,7 @@ class Batch(metaclass=BatchType):
         if added or state is self._state:
             state = state.shifted(added, num_reqs, what, in_place=state is not self._state)
         return (
-            self._derived("next_batch", state, num_reqs)
+            self._derived("next_batch", state, num_reqs, moved=keep is not None)
             if joining is None
             else self._joined("next_batch", state, kept, joining)
         )
@@ -401,7 +418,8 @@ class Batch(metaclass=BatchType):
         what = f"{type(self).__name__}.pad"
         num_reqs = self._begin("pad")
         extra = count(to, f"{what}: rows", least=num_reqs) - num_reqs
-        batch = self._derived("pad", self._state.padded(extra), num_reqs, num_rows=num_reqs + extra)
+        padded = self._state.padded(extra)
+        batch = self._derived("pad", padded, num_reqs, num_rows=num_reqs + extra, same_rows=True)
         if levels.cheap:
             batch._check_tail("pad")
         return batch
@@ -453,15 +471,18 @@ class Batch(metaclass=BatchType):
         state = self._state.replaced(ColumnInputs(host={column: values_now}))
         return self._derived("update", state, self.num_reqs, moved=False)
 
-    def tighten(self, column: str, bound: object) -> Self:
+    def tighten(self, column: str, bound: object, *, slots: Slots | None = None) -> Self:
         """The same batch with lower bounds on the host for one bounded column; nothing happens on the device.
 
         Args:
             column: a mirrored column that holds bounds.
-            bound: numbers `[num_reqs, *shape]`, none above the present bounds: what results of earlier steps prove.
+            bound: numbers `[n, *shape]`, none above the present bounds: what results of earlier steps prove. Those of
+                other requests are left out.
+            slots: whose rows `bound` has, int[n]. A result of a relay and a column know that; an array does not.
 
         Raises:
-            DeclarationError: no such column. Else as `MirroredTensor.tighten`.
+            DeclarationError: no such column.
+            ArgumentError: it is not known whose rows `bound` has. Else as `MirroredTensor.tighten`.
         """
         self._begin("tighten")
         what = f"{type(self).__name__}.tighten: column {column!r}"
@@ -470,21 +491,39 @@ class Batch(metaclass=BatchType):
                 f"{what}: expected a column name, got {column!r}", value=column, remedy="pass one column name"
             )
         self._tensor_column(column, what)
-        lower = self[column].tighten(bound).np.copy()
+        value = self[column]
+        if slots is not None:
+            bound = numbers_of(bound, slots, self.row_set, what)
+        elif self._slot_column is not None and getattr(bound, "row_set", None) is None:
+            raise ArgumentError(
+                f"{what}: {type(bound).__name__} does not say to which requests its rows belong",
+                value=bound,
+                remedy="pass a result of the relay, or slots= with the slots of the rows: slots=batch.slots",
+            )
+        lower = value.tighten(bound).np.copy()
         state = self._state.replaced(ColumnInputs(host={column: lower}))
         return self._derived("tighten", state, self.num_reqs, moved=False)
 
     def replace(self, /, **columns: object) -> Self:
-        """The same requests with other values for some columns, given as to `build`. Raises what `build` raises."""
+        """The same requests with other values for some columns, given as to `build`.
+
+        Raises:
+            As `build`.
+            Violation: DERIVED_STALE, at `cheap`: a mirrored value whose rows are of other requests.
+        """
         what = f"{type(self).__name__}.replace"
         num_reqs = self._begin("replace")
         inputs = ColumnInputs.read(self._columns, columns, num_reqs, self.runtime, what)
+        if inputs.pool_id is None:
+            for name, value in columns.items():
+                self._check_same_rows(value, "replace", name)
         batch = self._derived(
             "replace",
             self._state.replaced(inputs),
             num_reqs,
             pool_id=inputs.pool_id,
             windows={name: one for name, one in self._open_windows().items() if name not in columns},
+            same_rows=inputs.pool_id is None,
         )
         if inputs.pool_id is not None:
             batch._check_slots("replace")
@@ -537,10 +576,12 @@ class Batch(metaclass=BatchType):
         Raises:
             CaptureError: the stream is being captured.
             DtypeError: an extra that torch and numpy do not share.
-            Violation: MIRROR_FOREIGN_WRITE, MIRROR_STALE_READ of a host side, and at `full` those of `check`;
-                SLOT_STALE_HANDLE, at `cheap`: a request has left.
+            Violation: MIRROR_FOREIGN_WRITE, MIRROR_STALE_READ of a host side, and at `full` those of `check`.
+                At `cheap` SLOT_STALE_HANDLE: a request has left; DERIVED_STALE: the extras of a plan of other rows, or
+                of pages that have changed since, or a table write of such pages.
         """
         self._check_writes(writes, "upload")
+        arrays = self._checked_extras(extras, "upload")
         if levels.cheap:
             self._check_read_columns("upload")
             self._check_live("upload")
@@ -548,7 +589,8 @@ class Batch(metaclass=BatchType):
         first = not device.uploaded
         if first:
             self._check_host_is_fresh("upload")
-        uploaded = device.upload(writes, self._checked_extras(extras, "upload"))
+        uploaded = device.upload(writes, arrays)
+        uploaded.row_set = self.row_set
         if first and levels.full:
             self.check("upload")
         return uploaded
@@ -579,8 +621,8 @@ class Batch(metaclass=BatchType):
             ShapeError, DtypeError: an extra of another shape or dtype.
             DeclarationError, DeviceError: buffers of another batch class, or of another runtime.
             CaptureError: the stream is being captured: fill the buffers before, or between replays.
-            Violation: MIRROR_FOREIGN_WRITE, MIRROR_STALE_READ, SLOT_STALE_HANDLE; at `full` MIRROR_EQUAL, MIRROR_BOUND,
-                TAIL_STALE.
+            Violation: MIRROR_FOREIGN_WRITE, MIRROR_STALE_READ, SLOT_STALE_HANDLE, DERIVED_STALE; at `full`
+                MIRROR_EQUAL, MIRROR_BOUND, TAIL_STALE.
         """
         receive = getattr(buffers, "receive", None)
         if receive is None:
@@ -594,7 +636,9 @@ class Batch(metaclass=BatchType):
             self._check_read_columns("to_static")
             self._check_live("to_static")
         self._check_host_is_fresh("to_static")
-        return buffers.receive(self, writes, self._checked_extras(extras, "to_static"))
+        uploaded = buffers.receive(self, writes, self._checked_extras(extras, "to_static"))
+        uploaded.row_set = self.row_set
+        return uploaded
 
     def _check_host_is_fresh(self, operation: str) -> None:
         """What is sent is read from the host: not inside a window in which that side is knowingly old."""
@@ -613,7 +657,14 @@ class Batch(metaclass=BatchType):
             )
 
     def _checked_extras(self, extras: Mapping[str, object] | None, operation: str) -> Mapping[str, object]:
-        return {} if extras is None else named_arrays(extras, f"{type(self).__name__}.{operation}")
+        if extras is None:
+            return {}
+        arrays = named_arrays(extras, f"{type(self).__name__}.{operation}")
+        if isinstance(extras, DerivedArrays) and levels.cheap:
+            where = self._where(operation)
+            extras.origin.check_rows(self.row_set, **where)
+            extras.origin.check(**where)
+        return arrays
 
     # Checks
 
@@ -698,8 +749,13 @@ class Batch(metaclass=BatchType):
         pool_id: int | None = None,
         windows: Windows | None = None,
         moved: bool = True,
+        same_rows: bool = False,
     ) -> Self:
-        """The result of an operation, checked. `moved` is False if no row moved, so that there are none to count."""
+        """The result of an operation, checked.
+
+        `moved` is False if no row moved, so that there are none to count; `same_rows` says that those that did belong
+        to the same requests as before.
+        """
         batch = type(self)(
             self.runtime,
             state,
@@ -707,6 +763,7 @@ class Batch(metaclass=BatchType):
             num_reqs if num_rows is None else num_rows,
             self._pool_id if pool_id is None else pool_id,
             self._open_windows() if windows is None else windows,
+            self._row_number if same_rows or not moved else 0,
         )
         if levels.full:
             batch.check(operation)
@@ -725,6 +782,12 @@ class Batch(metaclass=BatchType):
                 remedy="keep the batch from before `pad`; a padded one is for one launch",
             )
         return self.num_reqs
+
+    def _check_same_rows(self, value: object, operation: str, column: str | None = None) -> None:
+        """Refuses a value whose rows are of other requests; one that does not say is taken as it is."""
+        rows = value.row_set if isinstance(value, MirroredTensor) else None
+        if rows is not None and levels.cheap:
+            self.row_set.check_same(rows, repr(value), **self._where(operation, column))
 
     def _tensor_column(self, name: str, what: str) -> TensorColumn:
         column = self._columns.get(name)

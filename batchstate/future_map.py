@@ -128,7 +128,8 @@ class Prefetched(Mapping[str, MirroredTensor]):
     """Fields of some requests, asked for with `FutureMap.prefetch`; row i is that of `slots[i]`.
 
     Reading a field waits for the copy, if it has not run yet: `prefetched["tokens"]`, or `resolve()` for all. What
-    becomes of the slots meanwhile does not matter: the rows were taken out when they were asked for.
+    becomes of the slots meanwhile does not matter: the rows were taken out when they were asked for, and stay those of
+    the requests that had the slots then. `prefetched["tokens"].aligned(batch.slots)` has the rows of a batch.
 
     Attributes:
         slots: the requests.
@@ -191,6 +192,7 @@ class Prefetched(Mapping[str, MirroredTensor]):
                     shape=array.shape,
                     contract=Contract.EXACT,
                     name=name,
+                    row_set=self.slots.row_set,
                 )
                 values[name].check("resolve")
             self._values = values
@@ -476,8 +478,10 @@ class FutureMap:
             ContractError: bounds, and no field with the true lengths.
             ArgumentError: no plan; an upload without its extras; no token table for a slot mapping, or none of this
                 pool's slots.
-            Violation: FUTURE_CONSUMED: the plan was used before. Else as `gather`, for all requests of the plan. What
-                the device holds (MIRROR_BOUND, MIRROR_EQUAL, SENTINEL_ESCAPED at `full`) is checked after it was taken.
+            Violation: DERIVED_STALE, at `cheap`: a plan of other rows than those of the upload, or of pages that have
+                changed since; PAGE_OWNER: a page that it writes has got further holders; FUTURE_CONSUMED: the plan was
+                used before. Else as `gather`, for all requests of the plan. What the device holds (MIRROR_BOUND,
+                MIRROR_EQUAL, SENTINEL_ESCAPED at `full`) is checked after it was taken.
         """
         for value, kind in ((plan, ForwardPlan), (uploaded, Extras)):
             if not isinstance(value, kind):

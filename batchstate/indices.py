@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate._arrays import Array, converted
+from batchstate._origin import RowSet
 from batchstate.errors import ShapeError
 from batchstate.mirror import Contract, DeviceSide, MirroredTensor
 from batchstate.runtime import Runtime
@@ -100,6 +101,11 @@ class Slots(Handles):
 
     unit: ClassVar[str | None] = "slot"
     __slots__ = ()
+
+    @property
+    def row_set(self) -> RowSet:
+        """The requests of the rows, which slots say themselves. For the library."""
+        return self._row_set or RowSet(0, (self._host_side(), self.generations), self._pool_id)
 
 
 class Pages(Handles):

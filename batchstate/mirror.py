@@ -12,7 +12,7 @@ import enum
 import functools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple, NoReturn, Self, SupportsIndex, final
+from typing import Any, ClassVar, NamedTuple, NoReturn, Self, SupportsIndex, cast, final
 
 import attrs
 import numpy as np
@@ -25,6 +25,7 @@ from batchstate._arrays import (
     across,
     add,
     amounts,
+    as_array,
     check_bound_can_move,
     concatenate,
     converted,
@@ -39,6 +40,7 @@ from batchstate._arrays import (
     shifted,
     signed_twin,
 )
+from batchstate._origin import RowSet, joined
 from batchstate.errors import (
     ArgumentError,
     ContractError,
@@ -217,6 +219,7 @@ class MirroredTensor:
         "_host",
         "_host_tensor",
         "_pool_id",
+        "_row_set",
         "_windows",
         "contract",
         "dtype",
@@ -239,11 +242,13 @@ class MirroredTensor:
         windows: tuple[StaleWindow, ...] = (),
         generations: Array | None = None,
         pool_id: int = 0,
+        row_set: RowSet | None = None,
         exposed: "list[MirroredTensor] | None" = None,
     ) -> None:
         """For the library. `host` becomes the property of the value; without `device` it is uploaded at first use.
 
         `generations` int64[n] of slots move with the rows of the value; `pool_id` names the pool that made its indices.
+        `row_set` says to which requests the rows belong, where that is known.
         The value adds itself to `exposed` once its host side can be written from outside, or may be stale.
         """
         self.runtime = runtime
@@ -258,6 +263,7 @@ class MirroredTensor:
         self._windows = windows
         self._generations = generations
         self._pool_id = pool_id
+        self._row_set = row_set
         self._exposed = exposed
         self._checksum = _checksum(host) if levels.full and host is not None else None
 
@@ -428,6 +434,32 @@ class MirroredTensor:
         self._check_fresh("device")
         return self._device
 
+    @property
+    def row_set(self) -> RowSet | None:
+        """The requests that the rows belong to, where that is known. For the library."""
+        return self._row_set
+
+    def aligned(self, slots: "MirroredTensor") -> Array:
+        """The host side with one row for each of `slots`, in their order: rows go by handle. Others are left out.
+
+        Args:
+            slots: handles, as `batch.slots`.
+
+        Raises:
+            ArgumentError: `slots` are no handles, or it is not known to which requests the rows belong.
+            Violation: DERIVED_STALE: a request has no row here.
+        """
+        what, handles, own = self._what("aligned"), cast(object, slots), self.row_set
+        wanted = handles.row_set if isinstance(handles, MirroredTensor) and handles.unit == "slot" else None
+        if wanted is None or own is None:
+            raise ArgumentError(
+                f"{what}: expected rows of requests and handles, got {self!r} and {slots!r}",
+                value=slots,
+                remedy="pass the slots of a batch; columns and results of a relay know whose their rows are",
+            )
+        values, rows = self.np, own.rows_of(wanted, repr(self), **self._where("aligned"))
+        return values if rows is None else values[rows]
+
     def exact_numbers(self, what: str) -> Array:
         """The host side as plain exact numbers: amounts, rows to keep, values of another column.
 
@@ -581,7 +613,12 @@ class MirroredTensor:
             index = self.runtime.upload([rows]).view(0)
             device = self.runtime.launch(select_rows, device, index, reads=(device, index), name=operation)
         generations = None if self._generations is None else self._generations[rows]
-        return self._derived(host, device, (len(rows), *self.shape[1:]), operation, generations=generations)
+        shape, row_set = (len(rows), *self.shape[1:]), self._rows_taken(rows)
+        return self._derived(host, device, shape, operation, generations=generations, row_set=row_set)
+
+    def _rows_taken(self, rows: Rows | slice) -> RowSet | None:
+        """The requests of some rows; slots say themselves whose they are."""
+        return None if self._row_set is None or self._generations is not None else self._row_set.taken(rows)
 
     def merge(self, other: Self) -> Self:
         """The rows of this value, then those of `other`; the weaker contract of the two.
@@ -635,6 +672,7 @@ class MirroredTensor:
             windows=windows,
             generations=np.concatenate(generations) if generations else None,
             pool_id=max(pools, default=0),
+            row_set=None if generations else joined([value._row_set for value in values]),
         )
 
     def split(self, sizes: Sequence[int]) -> list[Self]:
@@ -659,7 +697,8 @@ class MirroredTensor:
             host = None if self._host is None else self._host[rows]
             device = None if whole is None else whole[rows]
             generations = None if self._generations is None else self._generations[rows]
-            pieces.append(self._derived(host, device, (size, *self.shape[1:]), "split", generations=generations))
+            shape, row_set = (size, *self.shape[1:]), self._rows_taken(rows)
+            pieces.append(self._derived(host, device, shape, "split", generations=generations, row_set=row_set))
             start += size
         return pieces
 
@@ -685,7 +724,8 @@ class MirroredTensor:
         generations = None
         if self._generations is not None:
             generations = np.concatenate([self._generations, np.zeros(rows - len(self), np.int64)])
-        result = self._derived(host, device, (rows, *self.shape[1:]), "pad", generations=generations)
+        shape = (rows, *self.shape[1:])
+        result = self._derived(host, device, shape, "pad", generations=generations, row_set=self._row_set)
         if levels.cheap and host is not None:
             invariants.tail_stale(host[len(self) :], fill, len(self), **self._where("pad"))
         return result
@@ -742,7 +782,9 @@ class MirroredTensor:
             device = self.runtime.launch(
                 replace_rows, device, places, updates, reads=(device, places, updates), name="update", operations=2
             )
-        return self._derived(host, device, self.shape, "update", generations=self._updated_generations(index, values))
+        generations = self._updated_generations(index, values)
+        row_set = None if generations is not None else self._row_set
+        return self._derived(host, device, self.shape, "update", generations=generations, row_set=row_set)
 
     def _updated_generations(self, rows: Rows, values: object) -> Array | None:
         if self._generations is None:
@@ -790,7 +832,7 @@ class MirroredTensor:
             self.runtime.refuse_capture(f"`{operation}`")  # its kernel would not run now, and its result would be kept
             delta: torch.Tensor | int = int(amount) if amount.ndim == 0 else self._amounts_on_device(amount)
             device = self.runtime.launch(add, device, delta, reads=(device,), name=operation)
-        return self._derived(host, device, self.shape, operation)
+        return self._derived(host, device, self.shape, operation, row_set=self._row_set)
 
     def _amounts_on_device(self, amount: Rows) -> torch.Tensor:
         array = across(amount, len(self.shape)).astype(numpy_dtype(signed_twin(self.dtype)))
@@ -819,19 +861,21 @@ class MirroredTensor:
             )
         host = None if wanted is Contract.DEVICE_ONLY else self._host
         device = self._device.tensor(self.runtime) if wanted is not Contract.EXACT else self._device_if_needed()
-        return self._derived(host, device, self.shape, "weaken", contract=wanted)
+        return self._derived(host, device, self.shape, "weaken", contract=wanted, row_set=self._row_set)
 
     def tighten(self, bound: object) -> Self:
         """The same bounded value with lower bounds on the host. Its device side is not touched.
 
         Args:
             bound: numbers of the value's shape, none above the present bounds: what results of earlier steps prove.
+                Those of a mirrored value go by handle, where both know to which requests their rows belong.
 
         Raises:
             ContractError: the value is not a bound.
             ShapeError, DtypeError, ValueOverflowError: `bound` does not go with the value.
             ArgumentError: a bound that rises; `+ n` moves both sides.
-            Violation: MIRROR_BOUND, at `full`, if the device side is there already: it holds more.
+            Violation: DERIVED_STALE: `bound` has no row for a request; MIRROR_BOUND, at `full`, if the device side is
+                there already: it holds more.
         """
         what = self._what("tighten")
         if self.contract is not Contract.UPPER_BOUND:
@@ -840,7 +884,7 @@ class MirroredTensor:
                 value=self.contract.value,
                 remedy="only a bound can be tightened; `update` changes exact values on both sides",
             )
-        host = converted(bound, numpy_dtype(self.dtype), what)
+        host = converted(lined_up(bound, self.row_set, what), numpy_dtype(self.dtype), what)
         if host.shape != self.shape:
             raise ShapeError(f"{what}: {list(host.shape)} for {list(self.shape)}", value=host.shape, remedy="one each")
         higher = np.argwhere(~(host <= self.np))  # of any trailing shape, and of no rows too
@@ -850,7 +894,7 @@ class MirroredTensor:
                 value=int(higher[0][0]),
                 remedy="pass bounds that are at most the present ones",
             )
-        value = self._derived(host, self._device, self.shape, "tighten")
+        value = self._derived(host, self._device, self.shape, "tighten", row_set=self._row_set)
         if not levels.full:
             value.check("tighten")
         return value
@@ -865,7 +909,8 @@ class MirroredTensor:
             raise DtypeError(
                 f"{self!r}: numpy has no {self.dtype}", value=self.dtype, remedy="convert it on the device"
             )
-        return self._derived(self.runtime.read_back(device), device, self.shape, "resolve", contract=Contract.EXACT)
+        host, row_set = self.runtime.read_back(device), self._row_set
+        return self._derived(host, device, self.shape, "resolve", contract=Contract.EXACT, row_set=row_set)
 
     def __copy__(self) -> Self:
         return self  # immutable
@@ -934,6 +979,7 @@ class MirroredTensor:
         shape: tuple[int, ...],
         operation: str,
         *,
+        row_set: RowSet | None,
         contract: Contract | None = None,
         windows: tuple[StaleWindow, ...] | None = None,
         generations: Array | None = None,
@@ -952,6 +998,7 @@ class MirroredTensor:
             windows=self._windows if windows is None else windows,
             generations=self._generations if generations is None else generations,
             pool_id=self._pool_id if pool_id is None else pool_id,
+            row_set=row_set,
         )
         if levels.full:
             value.check(operation)
@@ -983,6 +1030,39 @@ class MirroredTensor:
                 value=other.shape,
                 remedy="rows must have one shape",
             )
+
+
+def lined_up(values: object, wanted: RowSet | None, what: str) -> object:
+    """Exact numbers in the order of the requests `wanted`; `values` as they are where it is not known whose they are.
+
+    Raises:
+        Violation: DERIVED_STALE: a request has no row among the values.
+    """
+    if not isinstance(values, MirroredTensor) or wanted is None or values.row_set is None:
+        return values
+    numbers = values.exact_numbers(what)
+    rows = values.row_set.rows_of(wanted, repr(values), operation=what, step=values.runtime.step)
+    return numbers if rows is None else numbers[rows]
+
+
+def numbers_of(values: object, slots: MirroredTensor, wanted: RowSet, what: str) -> Array:
+    """Exact numbers of the requests `slots`, row by row, in the order of the requests `wanted`.
+
+    Raises:
+        ShapeError: not one row for each of `slots`.
+        ArgumentError: `slots` are no handles.
+        Violation: DERIVED_STALE: a request of `wanted` is not among `slots`.
+    """
+    handles = slots.row_set if isinstance(cast(object, slots), MirroredTensor) and slots.unit == "slot" else None
+    if handles is None:
+        raise ArgumentError(f"{what}: slots are {slots!r}", value=slots, remedy="pass handles, as `batch.slots`")
+    numbers = as_array(lined_up(values, handles, what), what)
+    if numbers.shape[:1] != (len(slots),):
+        raise ShapeError(
+            f"{what}: {list(numbers.shape)} for {len(slots)} slots", value=numbers.shape, remedy="one row each"
+        )
+    rows = handles.rows_of(wanted, what, operation=what, step=slots.runtime.step)
+    return numbers if rows is None else numbers[rows]
 
 
 def _check_on_device(runtime: Runtime, tensor: torch.Tensor, what: str) -> None:

@@ -19,6 +19,7 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._arrays import Array, as_array, converted, count, signed_twin
+from batchstate._origin import Origin
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, RowIndexError, ShapeError
 from batchstate.indices import Handles
 from batchstate.mirror import MirroredTensor
@@ -79,12 +80,14 @@ class TableWrite:
         values: [n] of the table's dtype, read-only.
         owners: the handles of its rows. They are checked again before it is launched, since a row may belong to another
             request by then; once it is launched, the rows are written for them.
+        origin: what else its values depend on, which is checked then too: the pages of locations. Or None.
     """
 
     table: "Table"
     index: Ints = attrs.field(converter=read_only)
     values: npt.NDArray[Any] = attrs.field(converter=read_only)
     owners: tuple[Handles, ...]
+    origin: Origin | None = None
 
     def __repr__(self) -> str:
         return f"TableWrite({self.index.size} elements of {self.table!r})"
@@ -254,7 +257,9 @@ class Table:
         rows = self.space.rows_of(handles, f"{self.name}: write")
         return self.entry_of(rows, positions, values, handles)
 
-    def entry_of(self, rows: Ints, positions: object, values: object, owners: Handles) -> TableWrite:
+    def entry_of(
+        self, rows: Ints, positions: object, values: object, owners: Handles, origin: Origin | None = None
+    ) -> TableWrite:
         """For the library: what `entry` does, for rows int64[n] of `owners`, who were checked."""
         what = f"{self.name}: write"
         array = self._values(values, what)
@@ -276,22 +281,24 @@ class Table:
                     value=int(index[copy]),
                     remedy="write each element once; a device does not order the writes of one scatter",
                 )
-        return TableWrite(self, index, array.reshape(-1), (owners,))
+        return TableWrite(self, index, array.reshape(-1), (owners,), origin)
 
-    def planned(self, rows: Ints, positions: Ints, values: Ints, owners: Handles) -> TableWrite:
+    def planned(
+        self, rows: Ints, positions: Ints, values: Ints, owners: Handles, origin: Origin | None = None
+    ) -> TableWrite:
         """For the library: an entry of a table with rows of one dimension, from what a pool has checked already.
 
-        `rows`, `positions` and `values` are int64[n]; `owners` are the handles of the rows.
+        `rows`, `positions` and `values` are int64[n]; `owners` are the handles of the rows, `origin` that of `values`.
         """
         index = rows * self._row_width + positions
-        return TableWrite(self, index, values.astype(self._dtype, copy=False), (owners,))
+        return TableWrite(self, index, values.astype(self._dtype, copy=False), (owners,), origin)
 
     def check_write(self, write: TableWrite, operation: str = "write") -> None:
         """Refuses a write that is not of this table, or whose rows belong to other requests by now.
 
         Raises:
             ArgumentError: made by another table.
-            Violation: SLOT_STALE_HANDLE.
+            Violation: SLOT_STALE_HANDLE; DERIVED_STALE: locations on pages that changed since.
         """
         if write.table is not self:
             raise ArgumentError(
@@ -299,6 +306,8 @@ class Table:
             )
         for owners in write.owners:
             self.space.rows_of(owners, f"{self.name}: {operation}")
+        if write.origin is not None:
+            write.origin.check(object=self, operation=operation, step=self.runtime.step)
 
     def write(self, handles: Handles, positions: object, values: object) -> None:
         """Writes on the current stream at once: one upload, one scatter. Arguments and errors as for `entry`.

@@ -312,7 +312,7 @@ def test_refuses_tokens_without_pages(rt: Runtime) -> None:
     """Tokens have their pages before they are planned: no location is made up."""
     world = World.of(rt)
     slots = world.take([5, 6])
-    ForwardPlan.of(slots, [8, 8], pages=world.pages)
+    world.pages.grow(slots, 8)
     with pytest.raises(ArgumentError, match="row 1 has 9 tokens and pages for 8"):
         ForwardPlan.of(slots, [8, 9], pages=world.pages)
     others = World.of(rt)

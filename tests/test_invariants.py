@@ -72,6 +72,11 @@ CASES: dict[Code, tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = {
     Code.TAIL_STALE: ((ints([0, 7]), 0, 4), (ints([0, 0]), 0, 4), {"row": 5, "actual": 7}),
     Code.SENTINEL_ESCAPED: ((ints([3, -1]),), (ints([3, 0]),), {"row": 1, "actual": -1}),
     Code.UNIT_MISMATCH: (("slot", "page"), ("slot", "slot"), {"expected": "slot", "actual": "page"}),
+    Code.DERIVED_STALE: (
+        (np.array([False, True]), lambda row: (f"row {row}", "then", "now")),
+        (np.array([False, False]), not_called),
+        {"row": 1, "expected": "then", "actual": "now"},
+    ),
     Code.HIDDEN_SYNC: (("item", False), ("item", True), {"actual": "item"}),
     Code.STAGING_OVERRUN: ((3, 5, 2), (4, 5, 2), {"actual": 3}),
     Code.STAGING_REUSED: ((7, 9), (7, 7), {"expected": "lending 7", "actual": "lending 9"}),

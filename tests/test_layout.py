@@ -16,7 +16,7 @@ PACKAGE = Path(batchstate.__file__).parent
 LAYERS: dict[str, tuple[str, ...]] = {
     "invariants": ("batchstate", "_lazy", "_version", "errors", "levels", "violations", "invariants"),
     "runtime": ("runtime",),
-    "mirrored values": ("_arrays", "mirror", "indices"),
+    "mirrored values": ("_arrays", "_origin", "mirror", "indices"),
     "pools": ("tables", "_allocator", "pools", "hybrid"),
     "batches": ("columns", "_rows", "_upload", "batch", "static"),
     "KV memory": ("kv",),

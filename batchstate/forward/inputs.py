@@ -46,6 +46,7 @@ class Sources:
 
     def check(self, plan: ForwardPlan, uploaded: Extras, what: str) -> None:
         """Refuses a plan that these cannot serve; see `FutureMap.resolve_forward_inputs`."""
+        plan.check(uploaded.row_set, "resolve_forward_inputs")
         missing = sorted(name for name, array in plan.extras.items() if uploaded.arrays.get(name) is not array)
         if missing:
             raise ArgumentError(
@@ -66,7 +67,6 @@ class Sources:
                 value="upper_bound",
                 remedy="name the field that was published with the true ones: lengths=...",
             )
-        plan.check_pages()
         table, width = self.req_to_token, plan.max_kv_len
         if table is not None and (
             table.dtype.is_floating_point

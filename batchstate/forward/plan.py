@@ -10,7 +10,7 @@ has a location: an offset into a page of its request. `slot_mapping` is vLLM's n
 writes (SGLang: `out_cache_loc`); everywhere else a slot is the row of a request.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, SupportsIndex, final
 
 import attrs
@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from batchstate import invariants, levels
 from batchstate._arrays import amounts, as_array, check_range, converted, count
+from batchstate._origin import DerivedArrays, Origin, RowSet
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, DtypeError, ShapeError
 from batchstate.indices import Slots
 from batchstate.kv.pages import PagePool
@@ -100,7 +101,7 @@ class ForwardPlan:
         sampled_slots: their handles.
         prompt_ids: int64[num_padded_tokens], ids that the host knows and 0 elsewhere; None if it knows none.
         extras: name -> array, for `batch.upload(extras=...)`.
-        step: of the runtime, when it was planned.
+        origin: the rows and pages that it was made of; it is refused once they have changed.
         pages: the pool that the KV of the requests lies in, or None.
     """
 
@@ -116,13 +117,19 @@ class ForwardPlan:
     sample_rows: Ints
     sampled_slots: Slots
     prompt_ids: Ints | None
-    extras: Mapping[str, npt.NDArray[Any]]
-    step: int
+    extras: dict[str, npt.NDArray[Any]]
+    origin: Origin
     pages: PagePool | None = None
+    _shares: int = 0
     _used: bool = False
 
     def __repr__(self) -> str:
         return f"ForwardPlan({self.num_reqs} requests, {self.num_tokens} tokens, {len(self.relay_rows)} by the relay)"
+
+    @property
+    def step(self) -> int:
+        """Of the runtime, when it was planned."""
+        return self.origin.step
 
     @property
     def num_rows(self) -> int:
@@ -176,7 +183,9 @@ class ForwardPlan:
             ValueOverflowError: lengths or tokens beyond int32, which kernels take.
             ContractError: `flashinfer` with bounds, whose page counts the host would have to know.
             DeclarationError: an unknown layout.
-            Violation: SENTINEL_ESCAPED: a negative id; SLOT_ZERO_ALLOCATED: a padded row before a request.
+            Violation: DERIVED_STALE, at `cheap`: slots and lengths of two sets of rows, or exact lengths that are not
+                those that the pages were given; SENTINEL_ESCAPED: a negative id; SLOT_ZERO_ALLOCATED: a padded row
+                before a request.
         """
         if not isinstance(slots, Slots):
             raise DtypeError(f"{_WHAT}: slots are {type(slots).__name__}", value=slots, remedy="pass `batch.slots`")
@@ -191,6 +200,10 @@ class ForwardPlan:
         num_reqs = int(used[-1]) + 1 if used.size else 0  # behind them lie padded rows
         where: Where = {"object": _WHAT, "operation": "plan", "step": slots.runtime.step}
         invariants.slot_zero_allocated(slots.np[:num_reqs], **where)
+        row_set = slots.row_set
+        for numbers in (seq_lens, query_lens):
+            if isinstance(numbers, MirroredTensor) and numbers.row_set is not None:
+                row_set.check_same(numbers.row_set, repr(numbers), **where)
         lens, bounds = _lengths(seq_lens, num_reqs, num_rows)
         queries = _per_request(query_lens, num_reqs, num_rows, f"{_WHAT}: query_lens")
         _check_queries(queries, lens)
@@ -206,6 +219,7 @@ class ForwardPlan:
             fed &= np.fromiter((ids is None for ids in known), np.bool_, num_reqs)
         relay_rows = np.flatnonzero(fed)
         sample_rows = _sample_rows(samples, queries, num_rows)
+        epochs = None if pages is None else pages.epochs
         plan = cls(
             slots=slots,
             num_reqs=num_reqs,
@@ -220,12 +234,15 @@ class ForwardPlan:
             sampled_slots=slots if len(sample_rows) == num_reqs else _handles(slots, sample_rows),
             prompt_ids=None,
             extras={},
-            step=slots.runtime.step,
+            origin=Origin("plan", slots.runtime.step, row_set, epochs, 0 if epochs is None else epochs.last),
             pages=pages,
+            shares=0 if pages is None else pages.shares.last,
         )
+        if pages is not None:
+            plan._check_lengths(pages, exact=bounds is None)
         if any(ids is not None and len(ids) for ids in known):
             plan.prompt_ids = plan._laid_out(known, starts, where)
-        plan.extras = plan._arrays(rows, starts, positions, names)
+        plan.extras = DerivedArrays(plan._arrays(rows, starts, positions, names), plan.origin)
         return plan
 
     @property
@@ -261,14 +278,21 @@ class ForwardPlan:
             )
         self._used = True
 
-    def check_pages(self) -> None:
-        """Asks again, at `cheap`, whether the requests still have the pages that they were planned with.
+    def check(self, row_set: RowSet | None, operation: str) -> None:
+        """Refuses the plan, at `cheap`, for other rows than its own, and once their pages have changed. O(rows).
 
         Raises:
-            ArgumentError: some were taken back since.
+            Violation: DERIVED_STALE; PAGE_OWNER: a page that it writes has got further holders since.
         """
-        if levels.cheap and self.pages is not None:
-            self._check_allocated(self.pages)
+        where: Where = {"object": self, "operation": operation, "step": self.slots.runtime.step}
+        if row_set is not None:
+            self.origin.check_rows(row_set, **where)
+        self.origin.check(**where)
+        pages = self.pages
+        if levels.cheap and pages is not None and pages.shares.last != self._shares:
+            shared = np.repeat(pages.shares.since(self.slots.np[: self.num_reqs], self._shares), self.query_lens)
+            written = self.extras["slot_mapping"][: self.num_tokens][shared] // pages.page_size
+            pages.check_unshared(written, operation)
 
     def locations(self) -> Ints:
         """Where the KV of each token lies, int64[num_reqs, max_kv_len]; 0 behind its request. For checks."""
@@ -338,10 +362,10 @@ class ForwardPlan:
 
     def _page_table(self, pages: PagePool) -> npt.NDArray[np.int32]:
         """The pages of each request, int32[num_reqs, most pages of a request]."""
-        self._check_allocated(pages)
         return pages.page_table[self.slots.np[: self.num_reqs]]
 
-    def _check_allocated(self, pages: PagePool) -> None:
+    def _check_lengths(self, pages: PagePool, *, exact: bool) -> None:
+        """Each request has pages for its tokens; where its length is exact, it is the one that the pages were given."""
         live = self.slots if self.num_rows == self.num_reqs else _handles(self.slots, np.arange(self.num_reqs))
         allocated = pages.allocated(live)
         short = np.flatnonzero(allocated < self.seq_lens)
@@ -351,6 +375,15 @@ class ForwardPlan:
                 f"{_WHAT}: request in row {row} has {self.seq_lens[row]} tokens and pages for {allocated[row]}",
                 value=int(self.seq_lens[row]),
                 remedy="grow the pages first (`pages.extend` or `pages.advance`)",
+            )
+        if exact and levels.cheap:
+            committed, lens = pages.committed(live), self.seq_lens
+            where: Where = {"object": _WHAT, "operation": "plan", "column": "seq_lens", "step": self.step}
+            invariants.derived_stale(
+                committed != lens,
+                lambda row: ("the lengths are not those of the pages", committed[row], lens[row]),
+                slots=live.np,
+                **where,
             )
 
 

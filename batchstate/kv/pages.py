@@ -17,11 +17,12 @@ import torch
 from batchstate import invariants, levels
 from batchstate._allocator import MOST_TOKENS, size_of
 from batchstate._arrays import amounts, arange_per_row, converted, count
+from batchstate._origin import Changes, Origin
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from batchstate.indices import Locations, Slots
 from batchstate.invariants import times_checked
 from batchstate.kv._page_state import ONE, PageReferences, PageTable
-from batchstate.mirror import Contract
+from batchstate.mirror import Contract, MirroredTensor, lined_up
 from batchstate.pools import SlotListener, SlotPool
 from batchstate.runtime import Fence, Runtime, check_fence, check_runtime, numpy_dtype
 from batchstate.tables import Table, TableWrite, read_only
@@ -96,25 +97,38 @@ class PageLease:
 class Extension:
     """t tokens that an operation added to n requests, those of one request together, in order.
 
-    The arrays are read-only: they were checked as they are.
+    The arrays are read-only: they were checked as they are. Once one of the requests has given back tokens or pages,
+    the locations may be those of another: `locations` and `entry` then refuse.
 
     Attributes:
         slots: int64[t], the slot of each token.
         positions: int64[t], its position in the request.
-        locations: `host_only` int64[t], its place in KV memory.
         counts: int64[n], tokens per request.
         owners: the handles of the n requests, which `entry` checks again: a slot may have another owner by then.
+
+    Raises:
+        Violation: DERIVED_STALE, at `cheap`, by `locations`: some of the tokens were taken back since.
     """
 
     slots: Ints = attrs.field(converter=read_only)
     positions: Ints = attrs.field(converter=read_only)
-    locations: Locations
+    _locations: Locations
     counts: Ints = attrs.field(converter=read_only)
     owners: Slots
     _pool: "PagePool"
+    _origin: Origin
 
     def __len__(self) -> int:
-        return len(self.locations)
+        return len(self._locations)
+
+    @property
+    def locations(self) -> Locations:
+        """The place of each token in KV memory, `host_only` int64[t]."""
+        self._check("locations")
+        return self._locations
+
+    def _check(self, operation: str) -> None:
+        self._origin.check(object=self, operation=operation, step=self.owners.runtime.step)
 
     def __repr__(self) -> str:
         return f"Extension({len(self)} tokens of {self.counts.size} requests)"
@@ -127,7 +141,8 @@ class Extension:
 
         Raises:
             ArgumentError: no table passed, and the pool has none; or a table of other slots.
-            Violation: SLOT_STALE_HANDLE: a request has left since. Else see `Table.entry`.
+            Violation: SLOT_STALE_HANDLE: a request has left since. DERIVED_STALE, at `cheap`: tokens were taken back
+                since. Else see `Table.entry`.
             RowIndexError: see `Table.entry`.
         """
         slots, own = self._pool.slots, self._pool.req_to_token
@@ -143,9 +158,10 @@ class Extension:
                 remedy="pass a table that was made by the pool of these slots",
             )
         slots.check_handles(self.owners, "entry")
+        self._check("entry")
         if target is own and not levels.full:  # the pool made and checked all three
-            return target.planned(self.slots, self.positions, self.locations.np, self.owners)
-        return target.entry_of(self.slots, self.positions, self.locations, self.owners)
+            return target.planned(self.slots, self.positions, self._locations.np, self.owners, self._origin)
+        return target.entry_of(self.slots, self.positions, self._locations, self.owners, self._origin)
 
 
 # The problem and the remedy where token lengths are out of order, in the words of the operation. Each takes the two
@@ -203,6 +219,11 @@ class PagePool:
         name: for reports.
         req_to_token: default table of `Extension.entry`, [slot, position] -> location.
 
+    Attributes:
+        epochs: when each slot last gave back tokens or pages. What was derived from them before, such as a plan or an
+            extension, names places that may be another request's by now, and is refused. Growing raises nothing.
+        shares: when pages of each slot last got further holders: they are no longer its own to write.
+
     Raises:
         ArgumentError, DtypeError: sizes that are not positive integers, or whose product goes beyond int64; not a
             runtime or not a slot pool; `req_to_token` is indexed by another pool's slots, or does not hold integers.
@@ -243,6 +264,8 @@ class PagePool:
         self._table = PageTable(slots.capacity, self.page_size, self.max_tokens_per_request)
         self._references = PageReferences(runtime, self.num_pages, label=f"PagePool {name!r}")
         self._leases: dict[int, PageLease] = {}  # by id, those that are not released
+        self.epochs = Changes(slots.capacity, "pages")
+        self.shares = Changes(slots.capacity, "holders of the pages")
         self._req_to_token = req_to_token
         if req_to_token is not None:
             self._check_req_to_token(req_to_token)
@@ -351,7 +374,7 @@ class PagePool:
             ShapeError, DtypeError: `total_lens` does not go with `slots`.
         """
         rows = self._begin(slots, "grow")
-        totals = self._per_row(total_lens, rows, "grow")
+        totals = self._per_row(total_lens, slots, rows, "grow")
         self._check_lengths(totals, totals, "grow")
         self._allocate(rows, totals, "grow")
         self._check_after()
@@ -365,7 +388,7 @@ class PagePool:
             Violation: LENGTH_ORDER; PAGE_OWNER: the tokens lie on a page that others use too.
         """
         rows = self._begin(slots, "commit")
-        totals = self._per_row(total_lens, rows, "commit")
+        totals = self._per_row(total_lens, slots, rows, "commit")
         table = self._table
         start = table.committed[rows]
         self._check_lengths(start, totals, "commit")
@@ -385,7 +408,7 @@ class PagePool:
             As `grow` and `commit`. Nothing was changed.
         """
         rows = self._begin(slots, "extend")
-        totals = self._per_row(total_lens, rows, "extend")
+        totals = self._per_row(total_lens, slots, rows, "extend")
         return self._extend(slots, rows, self._table.committed[rows], totals, "extend", _totals)
 
     def advance(self, slots: Slots, num_new_tokens: object = 1) -> Extension:
@@ -404,7 +427,7 @@ class PagePool:
         rows = self._begin(slots, "advance")
         if type(num_new_tokens) is int and num_new_tokens == 1:
             return self._advance_by_one(slots, rows)
-        counts = self._per_row(num_new_tokens, rows, "advance")
+        counts = self._per_row(num_new_tokens, slots, rows, "advance")
         if np.count_nonzero(counts < 0):
             raise ArgumentError(
                 f"{self.name}: advance by {counts.min()}",
@@ -466,7 +489,8 @@ class PagePool:
 
     def _extension(self, owners: Slots, slots: Ints, positions: Ints, locations: Ints, counts: Ints) -> Extension:
         self._check_after()
-        return Extension(slots, positions, self._locations(locations), counts, owners, self)
+        origin = Origin("extension", self.runtime.step, owners.row_set, self.epochs, self.epochs.last)
+        return Extension(slots, positions, self._locations(locations), counts, owners, self, origin)
 
     def _locations(self, numbers: Ints) -> Locations:
         """Locations int64[n] that only the host has."""
@@ -534,6 +558,7 @@ class PagePool:
         self._references.add(pages, rows.size)
         self._table.append(rows, np.full(rows.size, pages.size, dtype=np.int64), np.tile(pages, rows.size))
         self._table.committed[rows] = lengths
+        self._note_share(source, operation)
         return self._ragged(target, rows, np.zeros(rows.size, dtype=np.int64), lengths, operation)
 
     def hold(self, slots: Slots, num_tokens: SupportsIndex) -> PageLease:
@@ -546,7 +571,13 @@ class PagePool:
         self.runtime.check_owner(f"{self.name}: hold")
         pages = self._prefix(slots, num_tokens, "hold")
         self._references.add(pages, 1)
+        self._note_share(slots, "hold")
         return self._lease(pages)
+
+    def _note_share(self, source: Slots | PageLease, operation: str) -> None:
+        """Pages of the source have further holders from now on, and are no longer its own to write."""
+        if isinstance(source, Slots):
+            self.shares.note(source.np, operation, self.runtime.step)
 
     def _lease(self, pages: Ints) -> PageLease:
         lease = PageLease(pages, pages.size * self.page_size, self._end_lease)
@@ -600,18 +631,21 @@ class PagePool:
 
         Args:
             slots: live handles, each once.
-            total_lens: tokens that stay, one number or int[n]; at most what is committed.
+            total_lens: tokens that stay, one number or int[n]; at most what is committed. Results of a relay go by
+                handle: those of requests that left are dropped.
             after: the forward-done fence of the last forward that uses the pages.
 
         Raises:
-            Violation: LENGTH_ORDER.
+            Violation: LENGTH_ORDER; DERIVED_STALE: a mirrored value that has no row for a slot.
         """
         rows = self._begin(slots, "truncate")
         check_fence(after, f"{self.name}: truncate")
         self._check_release(rows, "truncate")
-        totals = self._per_row(total_lens, rows, "truncate")
+        totals = self._per_row(total_lens, slots, rows, "truncate")
         self._check_lengths(totals, self._table.committed[rows], "truncate", _truncated)
-        self._cut(rows, totals, self._table.pages_needed(totals), after, "truncate")
+        keep = self._table.pages_needed(totals)
+        loses = (totals < self._table.committed[rows]) | (keep < self._table.num_pages[rows])
+        self._cut(rows, totals, keep, after, "truncate", rows[loses])
         self._check_after()
 
     def release(self, slots: Slots, *, after: Fence | None = None) -> None:
@@ -647,12 +681,15 @@ class PagePool:
 
     def _cut_all(self, rows: Ints, after: Fence | None, operation: str) -> None:
         none = np.zeros(rows.size, dtype=np.int64)
-        self._cut(rows, none, none, after, operation)
+        self._cut(rows, none, none, after, operation, rows)
 
-    def _cut(self, rows: Ints, totals: Ints, keep: Ints, after: Fence | None, operation: str) -> None:
+    def _cut(self, rows: Ints, totals: Ints, keep: Ints, after: Fence | None, operation: str, losing: Ints) -> None:
+        """Leaves each row `totals` tokens and `keep` pages; `losing` are the rows that then have less than before."""
         self._references.query_fences()
         pages = self._table.cut(rows, keep)
         self._table.committed[rows] = totals
+        if losing.size:
+            self.epochs.note(losing, operation, self.runtime.step)
         self._references.drop(pages, after, operation)
 
     # Checks
@@ -684,9 +721,12 @@ class PagePool:
         self.runtime.check_owner(f"{self.name}: {operation}")
         return self.slots.rows_of(slots, operation, unique=True)
 
-    def _per_row(self, numbers: object, rows: Ints, operation: str) -> Ints:
-        """One number per row, int64[n]."""
-        given = amounts(numbers, rows.size, f"{self.name}: {operation}")
+    def _per_row(self, numbers: object, slots: Slots, rows: Ints, operation: str) -> Ints:
+        """One number per row, int64[n]; those of a mirrored value go by handle."""
+        what = f"{self.name}: {operation}"
+        if isinstance(numbers, MirroredTensor):
+            numbers = lined_up(numbers, slots.row_set, what)
+        given = amounts(numbers, rows.size, what)
         if given.ndim:
             return given
         each = np.empty(rows.size, dtype=np.int64)
@@ -748,6 +788,8 @@ class _PageOwners(SlotListener):
     def __init__(self, pool: PagePool) -> None:
         self._table, self._references, self._leases = pool._table, pool._references, pool._leases
         self._slots = pool.slots
+        self._epochs, self._shares = pool.epochs, pool.shares
+        self._seen: _Seen | None = None  # at the last `verify`
 
     def check_free(self, rows: Ints, operation: str) -> None:
         """Refuses to free slots that have pages, which would never be released.
@@ -804,3 +846,43 @@ class _PageOwners(SlotListener):
         orphans = owners[~self._slots.is_live(owners)]
         if orphans.size:
             self._refuse(orphans, int(table.num_pages[orphans].sum()), "verify")
+        self._check_changes(where)
+
+    def _check_changes(self, where: Where) -> None:
+        """A slot that has lost tokens, pages or the sole use of one since the last time has a change noted for that."""
+        table, held_alone = self._table, self._references.further[self._table.pages] == 0
+        now = _Seen(
+            table.pages.copy(), table.committed.copy(), held_alone, self._epochs.rows.copy(), self._shares.rows.copy()
+        )
+        before, self._seen = self._seen, now
+        if before is None:
+            return
+        there = before.pages != 0
+        lost = (now.committed < before.committed) | (there & (now.pages != before.pages)).any(axis=1)
+        shared = (there & (now.pages == before.pages) & before.held_alone & ~held_alone).any(axis=1)
+        for changes, changed, noted in (
+            (self._epochs, lost, now.epochs != before.epochs),
+            (self._shares, shared & ~lost, now.shares != before.shares),
+        ):
+            invariants.derived_stale(
+                changed & ~noted,
+                lambda slot, what=changes.what: (  # type: ignore[misc]
+                    f"the {what} of slot {slot} have changed, and what was derived from them is not refused",
+                    "a change noted for the slot",
+                    "none",
+                ),
+                slots=np.arange(changed.size),
+                **where,
+            )
+
+
+@final
+@attrs.frozen(eq=False)
+class _Seen:
+    """The pages of all slots, as `verify` saw them."""
+
+    pages: npt.NDArray[np.int32]
+    committed: Ints
+    held_alone: npt.NDArray[np.bool_]
+    epochs: Ints
+    shares: Ints

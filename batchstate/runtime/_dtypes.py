@@ -22,7 +22,7 @@ NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
     torch.float32: np.dtype(np.float32),
     torch.float64: np.dtype(np.float64),
 }
-_TORCH_DTYPES = {dtype: torch_one for torch_one, dtype in NUMPY_DTYPES.items()}
+TORCH_DTYPES = {dtype: torch_one for torch_one, dtype in NUMPY_DTYPES.items()}
 
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
@@ -44,7 +44,7 @@ def torch_dtype(dtype: npt.DTypeLike) -> torch.dtype:
         DtypeError: torch has none (strings and objects, for example).
     """
     try:
-        return _TORCH_DTYPES[np.dtype(dtype)]
+        return TORCH_DTYPES[np.dtype(dtype)]
     except (KeyError, TypeError):
         raise _unshared(dtype) from None
 

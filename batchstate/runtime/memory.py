@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate.errors import DeviceError
-from batchstate.runtime._dtypes import torch_dtype
+from batchstate.runtime._dtypes import TORCH_DTYPES, torch_dtype
 from batchstate.runtime.fences import Fence, Stream
 
 Array = npt.NDArray[Any]
@@ -212,7 +212,7 @@ class PackedUpload:
     def _typed_as(self, dtype: np.dtype[Any]) -> torch.Tensor:
         typed = self._typed.get(dtype)
         if typed is None:
-            typed = self._typed[dtype] = self.buffer.view(torch_dtype(dtype))
+            typed = self._typed[dtype] = self.buffer.view(TORCH_DTYPES[dtype])
         return typed
 
 

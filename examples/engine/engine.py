@@ -242,4 +242,4 @@ class Engine:
             # Nothing is in flight: the lengths are exact, on both sides.
             scheduler.batch = batch.replace(seq_lens=step.results["seq_lens"])
         else:
-            scheduler.batch = batch.tighten("seq_lens", bounds)
+            scheduler.batch = batch.tighten("seq_lens", bounds, slots=batch.slots)

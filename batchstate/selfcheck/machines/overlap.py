@@ -680,11 +680,12 @@ class OverlapEngine:
         batch = self.batch.advance({"seq_lens": queries, "odd": 1})
         self.ages = self.ages + 1
         lens = np.array(batch.seq_lens.np)
-        extension = pages.extend(batch.slots, lens + int(choices.tries))
-        self._pages_used.update(self._pages_of(requests))
+        extension = pages.extend(batch.slots, lens)
         plan = None
         if not choices.by_hand or any(one is not None for one in ids):
             plan = ForwardPlan.of(batch.slots, batch.seq_lens, queries, prompt_ids=ids, samples=ends, pages=pages)
+        tried = pages.extend(batch.slots, lens + int(choices.tries))
+        self._pages_used.update(self._pages_of(requests))
         salts, nudges = self._draw(len(batch)), self._draw(len(batch)) if choices.nudged else [0] * len(batch)
         extras: dict[str, object] = {
             "salts": np.array(salts),
@@ -692,9 +693,9 @@ class OverlapEngine:
             "chosen": np.array(sampling, np.int64),
             "columns": np.arange(MAX_TOKENS),
             "weights": WEIGHTS,
-            "tried": self._next_locs(batch, lens) if choices.tries else np.zeros(0, np.int64),
+            "tried": tried.locations.np,
         }
-        writes = [extension.entry(), *self._table_writes()]
+        writes = [extension.entry(), tried.entry(), *self._table_writes()]
         uploaded = batch.upload(writes=writes, extras=extras | dict({} if plan is None else plan.extras))
         if choices.nudged:
             with self._rt.use(self.streams.arrivals):
@@ -729,12 +730,6 @@ class OverlapEngine:
             one.held.token = outcome.token
             one.sampled += 1
             one.in_flight += 1
-
-    def _next_locs(self, batch: OverlapBatch, lens: Ints) -> Ints:
-        """Where the token after the last one of each request lies, int64[n]."""
-        size = self.pages.page_size
-        row: Ints = self.pages.page_table[batch.slots.np, lens // size].astype(np.int64)
-        return row * size + lens % size
 
     def _draw(self, n: int) -> list[int]:
         """Numbers that differ from step to step and from row to row: a constant would hide that it is read late."""

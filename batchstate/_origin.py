@@ -1,0 +1,244 @@
+"""What a derived value was derived from, so that using it late is noticed before anything is launched.
+
+A plan, an extension, a table write, filled buffers and results on their way to the host are made of rows of requests,
+and some of them of pages or table rows that change. Each carries an `Origin`, or a `RowSet` where nothing but the rows
+counts. Rows are matched by handle, never by position.
+"""
+
+from collections.abc import Callable
+from typing import Any, Unpack, final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from batchstate import invariants, levels
+from batchstate.invariants import times_checked
+from batchstate.violations import Code, Where
+
+Ints = npt.NDArray[np.int64]
+Handles = tuple[Ints, Ints]
+
+_DERIVED_STALE = Code.DERIVED_STALE
+
+
+@final
+class Changes:
+    """When rows of something that slots index changed so that what was derived from them no longer holds.
+
+    Changes are numbered from 1, and what is derived notes the last one: while nothing changes, a check compares two
+    numbers.
+
+    Attributes:
+        what: whose rows, for reports.
+        last: number of the last change.
+        rows: int64[capacity], number of the last change of each row; 0 before the first.
+    """
+
+    __slots__ = ("_by", "last", "rows", "what")
+
+    def __init__(self, capacity: int, what: str) -> None:
+        self.what = what
+        self.last = 0
+        self.rows = np.zeros(capacity, dtype=np.int64)
+        self._by: npt.NDArray[np.object_] = np.full(capacity, None, dtype=np.object_)
+
+    def note(self, rows: Ints, operation: str, step: int) -> None:
+        """Rows int64[n] have changed."""
+        self.last += 1
+        self.rows[rows] = self.last
+        self._by[rows] = f"{operation} in step {step}"
+
+    def since(self, rows: Ints, then: int) -> npt.NDArray[np.bool_]:
+        """Whether each row has changed since change number `then` was the last, bool[n]."""
+        changed: npt.NDArray[np.bool_] = self.rows[rows] > then
+        return changed
+
+    def by(self, row: int) -> str:
+        """The operation that last changed a row, and its step."""
+        return str(self._by[row])
+
+
+@final
+@attrs.define(eq=False, repr=False)
+class RowSet:
+    """The requests that the rows of a value belong to, in order. Padded rows at the end belong to none.
+
+    Attributes:
+        number: of the rows of a batch, the version of the first batch that had them; 0 for rows of no batch.
+        pool_id: id of the pool of the slots.
+    """
+
+    number: int
+    _handles: Handles | Callable[[], Handles] | None
+    pool_id: int
+
+    def __repr__(self) -> str:
+        return f"rows of batch version {self.number}" if self.number else "rows of no batch"
+
+    @property
+    def handles(self) -> Handles | None:
+        """Slots and generations, int64[n] each, or None."""
+        if callable(self._handles):
+            self._handles = self._handles()
+        return self._handles
+
+    def taken(self, rows: Ints | slice) -> "RowSet | None":
+        """The requests of some rows."""
+        handles = self.handles
+        return None if handles is None else RowSet(0, (handles[0][rows], handles[1][rows]), self.pool_id)
+
+    def check_same(self, other: "RowSet", what: str, **where: Unpack[Where]) -> None:
+        """Refuses `other`, the rows of `what`, unless row i of both belongs to one request.
+
+        Raises:
+            Violation: DERIVED_STALE, at `cheap`.
+        """
+        if not levels.cheap:
+            return
+        if self.number and self.number == other.number:
+            times_checked[_DERIVED_STALE] += 1
+            return
+        differ = self._differ(other)
+
+        def explain(row: int) -> tuple[str, object, object]:
+            problem = f"{what} was derived from {other!r}, and is used for {self!r}"
+            return problem, self._named(row), other._named(row)
+
+        invariants.derived_stale(differ, explain, **where)
+
+    def _differ(self, other: "RowSet") -> npt.NDArray[np.bool_]:
+        """Whether a row is of another request in `other`, bool; rows without handles are told apart by number alone."""
+        mine, theirs = self.handles, other.handles
+        if mine is None or theirs is None:
+            return np.array([self.number != 0 and other.number != 0])
+        size = max(mine[0].size, theirs[0].size)
+        if self.pool_id != other.pool_id:
+            return np.ones(size, dtype=np.bool_)
+        differ = np.zeros(size, dtype=np.bool_)
+        for one, another in zip(mine, theirs, strict=True):
+            short, long = sorted((one, another), key=len)
+            differ[: short.size] |= short != long[: short.size]
+            differ[short.size :] |= long[short.size :] != 0
+        return differ
+
+    def _named(self, row: int) -> str:
+        handles = self.handles
+        if handles is None or row >= handles[0].size:
+            return repr(self) if handles is None else "no request"
+        return f"slot {handles[0][row]}, generation {handles[1][row]}"
+
+    def rows_of(self, wanted: "RowSet", what: str, **where: Unpack[Where]) -> Ints | None:
+        """The row here of each request of `wanted`, int64[n]; None where the rows are the same. Others are left out.
+
+        Raises:
+            Violation: DERIVED_STALE, at every level: a request has no row here.
+        """
+        mine, theirs = self.handles, wanted.handles
+        if (self.number and self.number == wanted.number) or mine is None or theirs is None:
+            return None
+        of_one_pool = self.pool_id == wanted.pool_id
+        if of_one_pool and mine[0].tobytes() == theirs[0].tobytes() and mine[1].tobytes() == theirs[1].tobytes():
+            return None
+        step = int(max(mine[0].max(initial=0), theirs[0].max(initial=0))) + 1
+        keys, asked = (one[1] * step + one[0] for one in (mine, theirs))
+        order = keys.argsort(kind="stable")
+        at = np.searchsorted(keys, asked, sorter=order)
+        at[at == keys.size] = 0
+        rows: Ints = order[at] if keys.size else np.zeros(asked.size, dtype=np.int64)
+        missing = keys[rows] != asked if keys.size else np.ones(asked.size, dtype=np.bool_)
+        if not of_one_pool:
+            missing[:] = True
+
+        def explain(row: int) -> tuple[str, object, object]:
+            return f"{what} has no row for a request", wanted._named(row), "a row of another request, or none"
+
+        if np.count_nonzero(missing):
+            invariants.derived_stale(missing, explain, slots=theirs[0], **where)
+        return rows
+
+
+def joined(parts: "list[RowSet | None]") -> RowSet | None:
+    """The requests of all parts in order; None if one of them is not known."""
+    handles = [None if part is None else part.handles for part in parts]
+    known = [one for one in handles if one is not None]
+    pools = {part.pool_id for part in parts if part is not None}
+    if len(known) < len(parts) or len(pools) != 1:
+        return None
+    return RowSet(0, (np.concatenate([one[0] for one in known]), np.concatenate([one[1] for one in known])), *pools)
+
+
+@final
+@attrs.frozen(eq=False, repr=False)
+class Origin:
+    """The rows that something was derived from, and what else its values depend on.
+
+    Attributes:
+        kind: what was derived, in a word.
+        step: of the runtime, when it was derived.
+        rows: whose they are.
+        read: what its values depend on besides, or None.
+        then: the number of the last change of that when it was derived.
+    """
+
+    kind: str
+    step: int
+    rows: RowSet
+    read: Changes | None = None
+    then: int = 0
+
+    def __repr__(self) -> str:
+        return f"the {self.kind} of step {self.step}"
+
+    def check(self, **where: Unpack[Where]) -> None:
+        """Refuses it if what it read has changed since: two numbers are compared while nothing has, else O(rows).
+
+        Raises:
+            Violation: DERIVED_STALE, at `cheap`.
+        """
+        changes, then = self.read, self.then
+        if changes is None or not levels.cheap:
+            return
+        if changes.last == then:
+            times_checked[_DERIVED_STALE] += 1
+            return
+        handles = self.rows.handles
+        if handles is None:
+            return
+        slots = handles[0]
+
+        def explain(row: int) -> tuple[str, object, object]:
+            slot = int(slots[row])
+            problem = f"{self!r} was derived from the {changes.what} of slot {slot}, which have changed since"
+            return problem, f"change {then} or before", f"change {changes.rows[slot]}: {changes.by(slot)}"
+
+        invariants.derived_stale(changes.since(slots, then), explain, slots=slots, **where)
+
+    def check_rows(self, rows: RowSet, **where: Unpack[Where]) -> None:
+        """Refuses to be used for other rows.
+
+        Raises:
+            Violation: DERIVED_STALE, at `cheap`.
+        """
+        rows.check_same(self.rows, repr(self), **where)
+
+
+@final
+class DerivedArrays(dict[str, npt.NDArray[Any]]):
+    """Arrays by name that know what they were derived from; so do a union with others, and what is added to them.
+
+    Attributes:
+        origin: of the arrays.
+    """
+
+    __slots__ = ("origin",)
+
+    def __init__(self, arrays: Any, origin: Origin) -> None:
+        super().__init__(arrays)
+        self.origin = origin
+
+    def __or__(self, other: Any) -> Any:
+        return DerivedArrays({**self, **other}, self.origin)
+
+    def __ror__(self, other: Any) -> Any:
+        return DerivedArrays({**other, **self}, self.origin)
