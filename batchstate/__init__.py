@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from batchstate.runtime import Runtime as Runtime
     from batchstate.runtime import open_runtime as open_runtime
     from batchstate.static import StaticBuffers as StaticBuffers
+    from batchstate.step import StepPlanner as StepPlanner
     from batchstate.tables import Table as Table
     from batchstate.violations import Code as Code
     from batchstate.violations import Violation as Violation
@@ -61,6 +62,7 @@ else:
             "pools": "SlotPool",
             "runtime": "Runtime open_runtime",
             "static": "StaticBuffers",
+            "step": "StepPlanner",
             "tables": "Table",
             "violations": "Code Violation",
         },

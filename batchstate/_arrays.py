@@ -401,7 +401,9 @@ def _movable(tensor: torch.Tensor) -> torch.Tensor:
 
 def select_rows(source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """`source[rows]`; rows int64[k]. One kernel."""
-    return torch.index_select(_movable(source), 0, rows).view(source.dtype)
+    if source.dtype in _SIGNED:
+        return torch.index_select(_movable(source), 0, rows).view(source.dtype)
+    return torch.index_select(source, 0, rows)
 
 
 def concatenate(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -416,7 +418,9 @@ def replace_rows(source: torch.Tensor, rows: torch.Tensor, values: torch.Tensor)
 
 def put_rows(target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
     """`values` into `target` at `rows` int64[k], in place. One kernel."""
-    _movable(target).index_copy_(0, rows, _movable(values))
+    if target.dtype in _SIGNED:
+        target, values = _movable(target), _movable(values)
+    target.index_copy_(0, rows, values)
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -89,6 +89,13 @@ class BatchDevice:
         self._exposed: dict[str, torch.Tensor] = {}
         self._write_counts: list[tuple[str, torch.Tensor, int]] = []
 
+    @classmethod
+    def of_upload(cls, runtime: Runtime, state: RowState, upload: PackedUpload) -> "BatchDevice":
+        """Of rows that have crossed in `upload`, without columns whose host side is not a copy."""
+        device = cls(runtime, state)
+        device._packed, device._write_count = upload, write_count(upload.buffer)
+        return device
+
     @property
     def uploaded(self) -> bool:
         """Whether the columns have crossed."""

@@ -26,18 +26,19 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._arrays import converted, count, put_rows, select_rows
-from batchstate._relay import DEVICE, HOST, READERS, Entries, EntryState, Publication, RelayEntries
+from batchstate._relay import DEVICE, HOST, READERS, Entries, EntryState, Publication, PublishedRows, RelayEntries
 from batchstate._upload import Extras
 from batchstate.errors import ArgumentError, CaptureError, DeclarationError, DeviceError, DtypeError, ShapeError
 from batchstate.forward.inputs import ForwardInputs, Sources
 from batchstate.forward.plan import ForwardPlan
 from batchstate.indices import Slots
+from batchstate.invariants import times_checked
 from batchstate.mirror import Contract, DeviceSide, MirroredTensor, ReadyTensor
 from batchstate.pools import SlotPool
 from batchstate.runtime import NUMPY_DTYPES, Fence, Runtime, Stream, numpy_dtype
 from batchstate.runtime.base import Download
 from batchstate.tables import Table
-from batchstate.violations import Where
+from batchstate.violations import Code, Where
 
 __all__ = ["EntryState", "FutureMap", "Prefetched", "RelayField", "relay_field"]
 
@@ -45,6 +46,8 @@ Array = npt.NDArray[Any]
 
 _MOVABLE = {*NUMPY_DTYPES, torch.bfloat16, torch.complex64, torch.complex128}
 """Dtypes that torch moves by index on every device."""
+
+_READ_CODES = (Code.FUTURE_UNWRITTEN, Code.FUTURE_GENERATION, Code.FUTURE_CONSUMED)
 
 _READ_BY = {"device": DEVICE, "host": HOST, "both": DEVICE | HOST}
 
@@ -139,7 +142,7 @@ class Prefetched(Mapping[str, MirroredTensor]):
         self,
         slots: Slots,
         fields: Mapping[str, RelayField],
-        rows: Sequence[torch.Tensor],
+        rows: Sequence[torch.Tensor | None],
         read: tuple[Stream, Fence],
         download: Download,
         publications: Sequence[Publication],
@@ -147,7 +150,7 @@ class Prefetched(Mapping[str, MirroredTensor]):
     ) -> None:
         self.slots = slots
         self._fields = fields
-        self._rows = rows
+        self._rows = rows  # None where the device side is made from the host's when it is asked for
         self._read = read  # the stream that selected the rows, and a fence behind that
         self._download = download
         self._publications = publications
@@ -187,23 +190,26 @@ class Prefetched(Mapping[str, MirroredTensor]):
                 values[name] = MirroredTensor(
                     runtime,
                     array,
-                    DeviceSide(ReadyTensor(device, *self._read, set())),
+                    None if device is None else DeviceSide(ReadyTensor(device, *self._read, set())),
                     dtype=field.dtype,
                     shape=array.shape,
                     contract=Contract.EXACT,
                     name=name,
                     row_set=self.slots.row_set,
                 )
-                values[name].check("resolve")
+                if device is not None:
+                    values[name].check("resolve")
             self._values = values
         return self._values
 
     def _check_order(self) -> None:
         """What was read had been published by then, as its own fence says, and has landed."""
+        times_checked[Code.FUTURE_ORDER] += 1 + len(self._publications)
         for one in self._publications:
-            invariants.future_order(one.fence.query(), one.by, "the host", f"a wait for {one.by}", **self._where)
-        landed = self._download.done.query()
-        invariants.future_order(landed, "the copy from the device", "the host", "a wait for the copy", **self._where)
+            if not one.fence.query():
+                invariants.future_order(False, one.by, "the host", f"a wait for {one.by}", **self._where)
+        if not self._download.done.query():
+            invariants.future_order(False, "the copy from the device", "the host", "a wait for the copy", **self._where)
 
     def __getitem__(self, field: str) -> MirroredTensor:
         if field not in self._fields:
@@ -261,6 +267,8 @@ class FutureMap:
             slots.is_live,
             label=repr(self),
         )
+        self._gather_names = {field: f"{name}: gather {field}" for field in self._fields}
+        self._publish_names = {field: f"{name}: {field}" for field in self._fields}
         self._private = self.runtime.stream(f"{name}: to the host")
         slots.add_listener(self._entries)
         weakref.finalize(self, slots.remove_listener, self._entries).atexit = False
@@ -348,15 +356,14 @@ class FutureMap:
         try:
             for name, tensor in values.items():
                 memory, reads = self._memory_of(name), (index, tensor)
-                self.runtime.launch(
-                    put_rows, memory, index, tensor, reads=reads, writes=(memory,), name=f"{self.name}: {name}"
-                )
+                label = self._publish_names[name]
+                self.runtime.launch(put_rows, memory, index, tensor, reads=reads, writes=(memory,), name=label)
                 launched.append(name)
         except BaseException:  # torch could not launch one, and a device takes none back
             if launched:
                 self._entries.mark_failed(live, launched, by, self.runtime.record())
             raise
-        self._entries.publish(live, values, by, self.runtime.record())
+        self._entries.publish(live.np, live.generations, values, by, self.runtime.record())
         if levels.full:
             self.check("publish")
 
@@ -392,15 +399,91 @@ class FutureMap:
         self._check_fields((field,), "gather", DEVICE)
         live, by = self._live(slots, "gather"), self._entries.by("gather")
         publications = self._entries.check_read(live, (field,), DEVICE, by, "gather")
-        index = slots.device
+        rows = self._gathered(publications, field, slots.device, by)
+        self._entries.take(live, (field,), DEVICE)
+        return rows
+
+    def _gathered(self, publications: Sequence[Publication], field: str, index: torch.Tensor, by: str) -> torch.Tensor:
+        """Launches and notes a gather of checked entries; `index` is safe on this stream."""
         self._entries.wait_to_read(publications, by, "gather")
         rows = self._select(field, index)
         if publications:
             self._entries.note_read(publications, self.runtime.record())
+        self._check_gathered(field, rows)
+        return rows
+
+    def _check_gathered(self, field: str, rows: torch.Tensor) -> None:
         if levels.full and self._fields[field].non_negative and not self.runtime.checks_suspended():
             invariants.sentinel_escaped(self.runtime.inspect(rows).reshape(-1), **self._entries.where("gather", field))
-        self._entries.take(live, (field,), DEVICE)
-        return rows
+
+    # The same requests in step after step: `StepPlanner` calls these, which check the entries of all by one comparison.
+
+    def published_rows(self, live: Slots, rows: Array, field: str) -> PublishedRows:
+        """What `gather_again` and `publish_again` remember of these requests; `rows` are the slots of `live`."""
+        return PublishedRows(self._entries.fields[field], live, rows)
+
+    def gather_again(self, known: PublishedRows, field: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """`gather` of the same requests as before: the entries, and the slots on the device. Raises as `gather`."""
+        entries, publication = self._entries, known.publication
+        if publication is not None and not known.readers & DEVICE and known.unchanged():
+            by, publications = publication.by, [publication]
+            for code in _READ_CODES if levels.cheap else ():
+                times_checked[code] += 1
+        else:
+            by, known.publication = entries.by("gather"), None
+            publications = entries.check_read(known.live, (field,), DEVICE, by, "gather")
+        entries.wait_to_read(publications, by, "gather")
+        memory, index = self._memory_of(field), known.live.device
+        known.read_on = self.runtime.current_stream, memory, index
+        gathered = self.runtime.launch(
+            select_rows, memory, index, reads=(memory, index), name=self._gather_names[field]
+        )
+        entries.note_read(publications, self.runtime.record())
+        self._check_gathered(field, gathered)
+        known.readers |= DEVICE
+        if known.publication is None:
+            entries.take(known.live, (field,), DEVICE)
+        else:
+            entries.fields[field].taken[known.rows] = known.readers
+        return gathered, index
+
+    def publish_again(
+        self, known: PublishedRows, field: str, values: torch.Tensor, *, to_host: bool
+    ) -> Prefetched | None:
+        """`publish` of checked values int64[n], and with `to_host` one copy of them to the host."""
+        entries, declared, names = self._entries, self._fields[field], (field,)
+        before, by, stream = known.publication, entries.by("publish"), self.runtime.current_stream
+        if before is not None and not declared.readers & ~known.readers and known.unchanged():
+            if levels.cheap:
+                times_checked[Code.FUTURE_UNREAD_OVERWRITTEN] += 1
+        else:
+            entries.check_overwrite(known.live, names, by)
+            before = None
+        if known.read_on is not None and known.read_on[0] is stream:
+            _, memory, index = known.read_on
+        else:
+            before, memory, index = None, self._memory_of(field), known.live.device
+        if before is None or len(before.reads) > 1:  # else this stream alone has read, after it was put in order
+            entries.wait_to_overwrite(known.live, names, by)
+        name = self._publish_names[field]
+        try:
+            self.runtime.launch(put_rows, memory, index, values, reads=(index, values), writes=(memory,), name=name)
+        except BaseException:
+            known.publication = None
+            raise
+        readers = HOST if to_host else 0
+        publication = entries.publish(known.rows, known.generations, names, by, self.runtime.record(), readers)
+        known.published(publication, readers)
+        if levels.full:
+            self.check("publish")
+        if not to_host:
+            return None
+        # On this stream: what is published may be written over by whatever comes next on it.
+        download = self.runtime.download((values,), name=self.name)
+        here = stream, download.done
+        return Prefetched(
+            known.live, {field: declared}, (None,), here, download, (publication,), entries.where("resolve")
+        )
 
     def prefetch(self, slots: Slots, *fields: str) -> Prefetched:
         """Starts to bring entries to the host, over the relay's private stream, in one copy. Does not wait.
@@ -605,9 +688,7 @@ class FutureMap:
 
     def _select(self, name: str, index: torch.Tensor) -> torch.Tensor:
         memory = self._memory_of(name)
-        return self.runtime.launch(
-            select_rows, memory, index, reads=(memory, index), name=f"{self.name}: gather {name}"
-        )
+        return self.runtime.launch(select_rows, memory, index, reads=(memory, index), name=self._gather_names[name])
 
 
 def _checked_fields(fields: Mapping[str, RelayField], what: str) -> dict[str, RelayField]:

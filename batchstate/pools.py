@@ -354,6 +354,10 @@ class SlotPool:
         self.runtime.check_owner(f"{self.name}: {operation}")
         return self._generations.rows_of(slots, operation, unique=unique, padded=padded)
 
+    def check_rows(self, rows: Ints, generations: Ints, operation: str) -> None:
+        """`check_handles`, of the numbers and generations int64[n] of handles of this pool. For the library."""
+        self._generations.check_held(rows, generations, operation)
+
     def check_release(self, slots: Slots, operation: str, *, besides: SlotListener | None = None) -> Ints:
         """What `free` checks before it changes anything; returns the numbers, int64[n].
 

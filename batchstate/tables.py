@@ -111,6 +111,7 @@ class Table:
     ) -> None:
         self.space = space
         self.name = name
+        self._write_name = f"{name}: write"
         self.runtime = space.runtime
         self.holds = holds
         self._memory = device
@@ -333,17 +334,31 @@ class Table:
             As `check_write`. Nothing was launched.
         """
         self.check_write(write)
-        if not write.index.size:
-            return
+        if write.index.size:
+            self.scatter(index, values, write.index, write.values)
+            for owners in write.owners:
+                self._note(owners)
+
+    def scatter(self, index: torch.Tensor, values: torch.Tensor, at: Ints, written: Array) -> None:
+        """Launches a checked write. For the library, which also notes for whom the rows are written.
+
+        Args:
+            index: of flat elements int64[n] on the device, safe to use on the current stream.
+            values: [n] likewise.
+            at: the index on the host.
+            written: the values on the host.
+        """
         self._fixed.await_readers()
         self.runtime.launch(
-            self._scatter, index, values, reads=(index, values), writes=(self._memory,), name=f"{self.name}: write"
+            self._scatter, index, values, reads=(index, values), writes=(self._memory,), name=self._write_name
         )
         self._fixed.note_write()
         if self._host is not None:
-            self._host.reshape(-1)[write.index] = write.values
-        for owners in write.owners:
-            self._note(owners)
+            self._host.reshape(-1)[at] = written
+
+    def note_rows(self, rows: Ints, generations: Ints) -> None:
+        """The rows int64[n] are written for owners of these generations from now on. For the library."""
+        self._written[rows] = generations
 
     def clear(self, handles: Handles) -> None:
         """Sets whole rows to zero on the current stream, which writes them: one upload, one kernel.
@@ -383,8 +398,7 @@ class Table:
         self._note(handles)
 
     def _note(self, owners: Handles) -> None:
-        """The rows are written for their owners from now on."""
-        self._written[owners.np] = owners.generations
+        self.note_rows(owners.np, owners.generations)
 
     def read_until(self, fence: Fence) -> None:
         """Declares that a launched forward reads the table until `fence` (its read-done).
@@ -396,7 +410,9 @@ class Table:
         self._fixed.read_until(fence)
 
     def _scatter(self, index: torch.Tensor, values: torch.Tensor) -> None:
-        self._flat.scatter_(0, index, values.view(self._flat.dtype))
+        if values.dtype is not self._flat.dtype:
+            values = values.view(self._flat.dtype)
+        self._flat.scatter_(0, index, values)
 
     def _zero_rows(self, index: torch.Tensor) -> None:
         self._flat.view(self.capacity, -1).index_fill_(0, index, 0)

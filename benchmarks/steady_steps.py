@@ -4,18 +4,18 @@ Every request advances by a token. In a steady step none leaves or joins; in one
 """
 
 from collections.abc import Callable
-from typing import final
+from typing import cast, final
 
 import numpy as np
 import torch
 
 from batchstate.columns import TensorColumn
-from batchstate.forward.plan import ForwardPlan
-from batchstate.future_map import FutureMap, Prefetched, relay_field
+from batchstate.future_map import FutureMap, relay_field
 from batchstate.kv.pages import PagePool
 from batchstate.levels import Level
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
+from batchstate.step import PlannedStep, StepPlanner
 from benchmarks.baselines.request_loops import (
     LONGEST,
     PAGE_SIZE,
@@ -55,7 +55,8 @@ class Steady:
         self._relay = FutureMap(self._slots, {"last": relay_field(torch.int64, read_by="both")})
         self._batch = self._arrived(n)
         self._keep = np.arange(n) >= churn  # those that came first leave first
-        self._results: Prefetched | None = None
+        self._planner = StepPlanner(self._kind, pages=self._pages, relay=self._relay, ids="last", results=("last",))
+        self._before: PlannedStep | None = None
 
     def _arrived(self, n: int) -> Decode:
         """`n` requests with a prompt whose KV is there."""
@@ -69,14 +70,14 @@ class Steady:
         }
         return self._kind.build(self._runtime, slots=slots, seq_lens=lengths, **values)
 
-    def _next_batch(self) -> Decode:
+    def _running(self) -> Decode:
         if self._churn:
             self._leave(self._batch.filter(~self._keep))
-            return self._batch.next_batch(keep=self._keep, joining=self._arrived(self._churn), advance="seq_lens")
+            return self._batch.next_batch(keep=self._keep, joining=self._arrived(self._churn))
         if self._batch.seq_lens.np[0] == LONGEST - 1:
             self._leave(self._batch)
-            self._batch = self._arrived(len(self._batch))
-        return self._batch.next_batch(advance="seq_lens")
+            return self._arrived(len(self._batch))
+        return self._batch
 
     def _leave(self, leaving: Decode) -> None:
         self._pages.release_requests(leaving.slots, after=self._runtime.record())
@@ -84,18 +85,13 @@ class Steady:
     def step(self) -> Inputs:
         """The step. The tokens of the one before come to the host in it."""
         self._runtime.next_step()
-        batch = self._next_batch()
-        extension = self._pages.advance(batch.slots, 1)
-        plan = ForwardPlan.of(batch.slots, batch.seq_lens, pages=self._pages)
-        uploaded = batch.upload(writes=[extension.entry()], extras=plan.extras)
-        inputs = self._relay.resolve_forward_inputs(plan, uploaded, ids="last")
-        sampled = inputs.input_ids + 1
-        self._relay.publish(plan.sampled_slots, last=sampled)
-        before, self._results = self._results, self._relay.prefetch(plan.sampled_slots, "last")
-        if before is not None:
-            before.resolve()
-        self._batch = batch
-        return Inputs(inputs.input_ids, inputs.positions, inputs.kv_lens, uploaded["slot_mapping"])
+        step = self._planner.plan(self._running())
+        inputs = step.inputs()
+        step.publish(last=inputs.input_ids + 1)
+        if self._before is not None:
+            self._before.results.resolve()
+        self._batch, self._before = cast(Decode, step.batch), step
+        return Inputs(inputs.input_ids, inputs.positions, inputs.kv_lens, cast(torch.Tensor, inputs.slot_mapping))
 
 
 def against_request_loops(runtime: Runtime, *, num_requests: int, churn: bool = False) -> Comparison:

@@ -700,7 +700,7 @@ def test_a_missing_wait_is_reported(lanes: Lanes) -> None:
     assert states(relay, slots, "tokens") == [["consumed"] * 2]
     with lanes.rt.use(forward):
         relay.publish(slots, tokens=torch.tensor([7, 8]))
-    no_wait = changed("_relay:RelayEntries.wait_to_read", "if stream.key not in publication.ordered:", "if False:")
+    no_wait = changed("_relay:RelayEntries.wait_to_read", "if key not in publication.ordered:", "if False:")
     with no_wait, lanes.rt.use(other):
         violation = refused(Code.FUTURE_ORDER, lambda: relay.gather(slots, "tokens"))
     assert str(violation.writer).startswith("publish in step 0 ")

@@ -22,6 +22,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "KV memory": ("kv",),
     "forward inputs": ("forward",),
     "relay": ("_relay", "future_map"),
+    "steps": ("step",),
     "transport": ("transport",),
     "traffic": ("traffic",),
     "testing": ("testing",),
@@ -30,7 +31,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
 }
 """From the lowest to the highest: modules of the package, and folders with all that is in them."""
 
-CORE = range(1, 8)
+CORE = range(1, 9)
 OUTSIDE = {"_arrays": ("transport", "testing"), "_lazy": ("batchstate", "testing")}
 """Private modules of the package that more than the core may import, and who may."""
 

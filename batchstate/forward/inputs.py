@@ -141,16 +141,22 @@ class ForwardInputs:
         )
         if plan.bounded and sources.lengths is not None:
             inputs._correct_lengths(uploaded, sources.gather(relayed, sources.lengths), relayed.device, sources)
-        if levels.full and not runtime.checks_suspended():
-            inputs._check_locations(runtime)
-            invariants.sentinel_escaped(
-                runtime.inspect(inputs.input_ids),
-                object=plan,
-                operation="resolve_forward_inputs",
-                column="input_ids",
-                step=runtime.step,
-            )
+        if levels.full:
+            inputs.check(runtime)
         return inputs
+
+    def check(self, runtime: Runtime) -> None:
+        """For the library: the token table agrees with the pages, and no id is a stand-in. Reads device memory."""
+        if runtime.checks_suspended():
+            return
+        self._check_locations(runtime)
+        invariants.sentinel_escaped(
+            runtime.inspect(self.input_ids),
+            object=self.plan,
+            operation="resolve_forward_inputs",
+            column="input_ids",
+            step=runtime.step,
+        )
 
     def _correct_lengths(self, uploaded: Extras, lengths: torch.Tensor, slots: torch.Tensor, sources: Sources) -> None:
         """Sets positions, KV lengths and slot mapping of requests of which the host knows a bound.

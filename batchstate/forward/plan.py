@@ -22,9 +22,10 @@ from batchstate._arrays import amounts, as_array, check_range, converted, count
 from batchstate._origin import DerivedArrays, Origin, RowSet
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, DtypeError, ShapeError
 from batchstate.indices import Slots
+from batchstate.invariants import times_checked
 from batchstate.kv.pages import PagePool
 from batchstate.mirror import Contract, MirroredTensor
-from batchstate.violations import Where
+from batchstate.violations import Code, Where
 
 Ints = npt.NDArray[np.int64]
 Arrays = dict[str, npt.NDArray[np.int32]]
@@ -267,15 +268,18 @@ class ForwardPlan:
             Violation: FUTURE_CONSUMED, at `cheap`: they were resolved before.
         """
         if levels.cheap and self.num_reqs:
-            invariants.future_consumed(
-                self.slots.np[: self.num_reqs],
-                np.full(self.num_reqs, self._used),
-                lambda row: f"the plan of step {self.step}",
-                f"resolve_forward_inputs in step {self.slots.runtime.step}",
-                object=self,
-                operation="resolve_forward_inputs",
-                step=self.slots.runtime.step,
-            )
+            if not self._used:
+                times_checked[Code.FUTURE_CONSUMED] += 1
+            else:
+                invariants.future_consumed(
+                    self.slots.np[: self.num_reqs],
+                    np.ones(self.num_reqs, dtype=np.bool_),
+                    lambda row: f"the plan of step {self.step}",
+                    f"resolve_forward_inputs in step {self.slots.runtime.step}",
+                    object=self,
+                    operation="resolve_forward_inputs",
+                    step=self.slots.runtime.step,
+                )
         self._used = True
 
     def check(self, row_set: RowSet | None, operation: str) -> None:
@@ -377,14 +381,7 @@ class ForwardPlan:
                 remedy="grow the pages first (`pages.extend` or `pages.advance`)",
             )
         if exact and levels.cheap:
-            committed, lens = pages.committed(live), self.seq_lens
-            where: Where = {"object": _WHAT, "operation": "plan", "column": "seq_lens", "step": self.step}
-            invariants.derived_stale(
-                committed != lens,
-                lambda row: ("the lengths are not those of the pages", committed[row], lens[row]),
-                slots=live.np,
-                **where,
-            )
+            pages.check_committed(live.np, self.seq_lens, "plan")
 
 
 # Arguments

@@ -32,7 +32,7 @@ __all__ = ["Extension", "PageLease", "PagePool", "PageStats"]
 
 Ints = npt.NDArray[np.int64]
 
-LENGTH_ORDER = Code.LENGTH_ORDER
+LENGTH_ORDER, DERIVED_STALE = Code.LENGTH_ORDER, Code.DERIVED_STALE
 ZERO = np.array(0)  # numpy takes as long to convert one number as to compare 100 of them
 
 
@@ -442,24 +442,64 @@ class PagePool:
 
     def _advance_by_one(self, slots: Slots, rows: Ints) -> Extension:
         """The hot path of decoding: nothing is ragged."""
-        table, references = self._table, self._references
-        start = table.committed[rows]
+        start = self._table.committed[rows]
         totals = start + ONE
-        self._check_lengths(totals, totals, "advance", _further)
-        columns, index, pages = table.next_pages(rows, start)
-        if references.shared:
-            references.check_exclusive(pages, "advance")
-        if np.count_nonzero(pages) != pages.size:
-            new = (pages == ZERO).nonzero()[0]
-            pages[new] = taken = references.take(new.size, "advance")
-            table.append_at(index[new], rows[new], taken)
-        table.committed[rows] = totals
-        if levels.cheap and np.count_nonzero(pages) != pages.size:
-            invariants.slot_zero_allocated(pages, **self._where("advance"))
+        locations = self.next_locations(rows, start, totals, "advance")
+        self.commit_rows(rows, totals)
         if rows.size > self._ones.size:
             self._ones = np.ones(2 * rows.size, dtype=np.int64)
-        locations = table.locations_on(pages, columns, start)
         return self._extension(slots, rows, start, locations, self._ones[: rows.size])
+
+    def next_locations(self, rows: Ints, start: Ints, totals: Ints, operation: str) -> Ints:
+        """Where the KV of each request's next token goes, int64[n]; takes a page where one begins. For the library.
+
+        Nothing is committed.
+
+        Args:
+            rows: live slots int64[n], each once.
+            start: their committed tokens.
+            totals: `start` + 1.
+            operation: for reports.
+
+        Raises:
+            As `grow`, and PAGE_OWNER as `commit`.
+        """
+        table, references = self._table, self._references
+        self._check_lengths(totals, totals, operation, _further)
+        columns, index, pages = table.next_pages(rows, start)
+        if references.shared:
+            references.check_exclusive(pages, operation)
+        new = (pages == ZERO).nonzero()[0]
+        if new.size:
+            pages[new] = taken = references.take(new.size, operation)
+            table.append_at(index[new], rows[new], taken)
+            if levels.cheap and np.count_nonzero(pages) != pages.size:
+                invariants.slot_zero_allocated(pages, **self._where(operation))
+        return table.locations_on(pages, columns, start)
+
+    def check_committed(self, rows: Ints, lens: Ints, operation: str) -> None:
+        """Refuses, at `cheap`, lengths int64[n] of live slots that are not what is committed. For the library.
+
+        Raises:
+            Violation: DERIVED_STALE.
+        """
+        if not levels.cheap:
+            return
+        committed = self._table.committed[rows]
+        if committed.tobytes() == lens.tobytes():
+            times_checked[DERIVED_STALE] += 1
+            return
+        where: Where = {**self._where(operation), "column": "seq_lens"}
+        invariants.derived_stale(
+            committed != lens,
+            lambda row: ("the lengths are not those of the pages", committed[row], lens[row]),
+            slots=rows,
+            **where,
+        )
+
+    def commit_rows(self, rows: Ints, totals: Ints) -> None:
+        """Notes that `totals` tokens of each row are committed. For the library: both are checked."""
+        self._table.committed[rows] = totals
 
     def _extend(
         self, slots: Slots, rows: Ints, start: Ints, totals: Ints, operation: str, explain: Explain

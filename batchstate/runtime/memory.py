@@ -83,7 +83,7 @@ class Staging:
     def take(self, nbytes: int) -> StagingBlock:
         """A block of at least `nbytes` that no copy still reads. Never waits; makes a new one if all are in flight."""
         self.reap()
-        size = SMALLEST_BLOCK if nbytes <= SMALLEST_BLOCK else 1 << (nbytes - 1).bit_length()
+        size = 1 << ((nbytes and nbytes - 1) | (SMALLEST_BLOCK - 1)).bit_length()  # a power of two
         free = self._free.get(size)
         if free is None:
             free = self._free[size] = [self._make(size) for _ in range(self.depth)]
@@ -115,7 +115,11 @@ class Staging:
     def oldest_step(self) -> int | None:
         """Step of the oldest upload that has not run, or None."""
         self.reap()
-        return min((in_flight[0][1] for in_flight in list(self._in_flight.values()) if in_flight), default=None)
+        oldest: int | None = None
+        for in_flight in tuple(self._in_flight.values()):
+            if in_flight and (oldest is None or in_flight[0][1] < oldest):
+                oldest = in_flight[0][1]
+        return oldest
 
     def _make(self, size: int) -> StagingBlock:
         tensor = self.allocate(size)

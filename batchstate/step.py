@@ -1,0 +1,556 @@
+"""`StepPlanner`: the steps of an engine, declared once: what follows from the declaration is not computed in each step.
+
+    planner = StepPlanner(Running, pages=pages, relay=relay, ids="last_token", results=("last_token",))
+
+    step = planner.plan(batch)                 # each request puts in one token; one copy, one scatter
+    inputs = step.inputs()                     # at forward entry, on its stream
+    step.publish(last_token=sampled)           # to the next step, and on the way to the host
+    batch = step.batch
+    ...
+    step.results["last_token"].np              # a step later
+
+A step is `Batch.advance`, `PagePool.advance`, `ForwardPlan.of`, `Batch.upload`, `FutureMap.resolve_forward_inputs`,
+`publish` and `prefetch`, one after the other: so run prefills, mixed steps and speculation. A decode step, in which the
+relay has the one token of each request, runs as one piece. Each invariant is then checked once for all parts, and
+numbers go to staging memory through views that were made when these requests first came.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchstate import invariants, levels
+from batchstate._origin import DerivedArrays, Origin, RowSet
+from batchstate._relay import PublishedRows
+from batchstate._rows import HostRows, RowState
+from batchstate._upload import BatchDevice, Extras
+from batchstate.batch import Batch
+from batchstate.columns import MirroredColumn
+from batchstate.errors import ArgumentError, DeclarationError
+from batchstate.forward.inputs import ForwardInputs
+from batchstate.forward.plan import ForwardPlan
+from batchstate.future_map import FutureMap, Prefetched
+from batchstate.indices import Slots
+from batchstate.kv.pages import PagePool
+from batchstate.mirror import Contract
+from batchstate.runtime import PackedUpload
+from batchstate.runtime.memory import ALIGNMENT, Place, StagingBlock
+from batchstate.tables import TableWrite
+from batchstate.violations import Where
+
+Ints = npt.NDArray[np.int64]
+Array = npt.NDArray[Any]
+Tensors = tuple[torch.Tensor, ...]
+
+_INT64, _INT32 = np.dtype(np.int64), np.dtype(np.int32)
+_ONE = np.array(1)  # numpy takes as long to convert one number as to add 100 of them
+
+_WIDE, _NARROW = 3, 2
+"""Rows beside the columns in a decode step's copy: positions, slot mapping and indices of the table write, int64; and
+KV lengths and values of the table write, int32."""
+
+
+@final
+class _Requests:
+    """The requests of consecutive decode steps, and what stays the same until one joins or leaves.
+
+    Attributes:
+        row_set: that of the batch.
+        slots: handles; their device side is that of the first of these steps.
+        rows, generations: theirs, int64[n].
+        known: their ids in the relay.
+        query_start_loc, last_token_indices: on the device.
+        first_element: int64[n], where the row of each begins in the flat `req_to_token`.
+        ones, everyone: 1 for each, and 0 to n - 1.
+        nbytes: of a step's copy.
+        places: of the columns in the copy, one for each array of the batch's `Layout`.
+    """
+
+    __slots__ = (
+        "_beside",
+        "_num_groups",
+        "_starts",
+        "_views",
+        "everyone",
+        "first_element",
+        "generations",
+        "known",
+        "last_token_indices",
+        "nbytes",
+        "ones",
+        "places",
+        "query_start_loc",
+        "row_set",
+        "rows",
+        "slots",
+    )
+
+    known: PublishedRows
+    query_start_loc: torch.Tensor
+    last_token_indices: torch.Tensor
+
+    def __init__(self, row_set: RowSet, slots: Slots, rows: Ints, host: HostRows, row_width: int) -> None:
+        self.row_set, self.slots, self.rows, self.generations = row_set, slots, rows, slots.generations
+        n = rows.size
+        self.first_element = rows * row_width
+        self.ones, self.everyone = np.ones(n, dtype=np.int64), np.arange(n)
+        self.places: list[Place] = []
+        size = 0
+        for group in host.groups:
+            pitch = _pitch(n, group.dtype)
+            self.places.append((size, group.dtype, (len(group), pitch)))
+            size += len(group) * pitch * group.itemsize
+        for wide in host.wide:
+            self.places.append((size, wide.dtype, wide.shape))
+            size += -(-wide.nbytes // ALIGNMENT) * ALIGNMENT
+        self._num_groups = len(host.groups)
+        self._starts = size, size + _WIDE * _pitch(n, _INT64) * _INT64.itemsize
+        self.nbytes = self._starts[1] + _NARROW * _pitch(n, _INT32) * _INT32.itemsize
+        self._views: dict[StagingBlock, list[Array]] = {}
+        self._beside = [
+            (dtype, (count, n), (_pitch(n, place), 1), at // place.itemsize)
+            for at, dtype, place, count in (
+                (self._starts[0], torch.int64, _INT64, _WIDE),
+                (self._starts[1], torch.int32, _INT32, _NARROW),
+            )
+        ]
+
+    def fill(self, block: StagingBlock, host: HostRows, beside: Sequence[Array]) -> None:
+        """Writes the columns, and the rows int64[n] beside them, to where they go in `block`."""
+        views = self._views.get(block)
+        if views is None:
+            n, memory = self.rows.size, block.bytes
+            views = [_rows_at(memory, at, dtype, shape[0], n) for at, dtype, shape in self.places[: self._num_groups]]
+            views.extend(_rows_at(memory, self._starts[0], _INT64, _WIDE, n))
+            views.extend(_rows_at(memory, self._starts[1], _INT32, _NARROW, n))
+            self._views[block] = views
+        for view, values in zip(views, (*host.groups, *beside), strict=True):
+            view[...] = values
+        for wide, place in zip(host.wide, self.places[self._num_groups :], strict=True):
+            block.write(wide, place[0])
+
+    def beside(self, upload: PackedUpload) -> list[torch.Tensor]:
+        """The rows beside the columns, on the device: [n] each. A write in place into one is none into a column."""
+        memory = upload.buffer.data  # which begins where its storage does
+        rows: list[torch.Tensor] = []
+        for dtype, shape, strides, first in self._beside:
+            rows += memory.view(dtype).as_strided(shape, strides, first).unbind(0)
+        return rows
+
+
+def _pitch(n: int, dtype: "np.dtype[Any]") -> int:
+    """Elements from one row to the next: each begins at a multiple of `ALIGNMENT`."""
+    return n + -n * dtype.itemsize % ALIGNMENT // dtype.itemsize
+
+
+def _rows_at(memory: Array, start: int, dtype: "np.dtype[Any]", count: int, n: int) -> Array:
+    """`count` rows of `n` numbers, from byte `start` on."""
+    pitch = _pitch(n, dtype)
+    rows: Array = memory[start : start + count * pitch * dtype.itemsize].view(dtype).reshape(count, pitch)[:, :n]
+    return rows
+
+
+@final
+class PlannedStep:
+    """A step that was planned and uploaded. Made by `StepPlanner.plan`.
+
+    Attributes:
+        batch: of this step: the lengths count the tokens that each request puts in.
+        plan: what the host knows of the forward.
+        extras: what was uploaded beside the columns, by name; without entries for a decode step.
+    """
+
+    __slots__ = ("_beside", "_planner", "_requests", "_results", "_upload", "batch", "extras", "plan")
+
+    def __init__(
+        self,
+        planner: "StepPlanner",
+        batch: Batch,
+        plan: ForwardPlan,
+        extras: Extras,
+        requests: _Requests | None = None,
+        upload: PackedUpload | None = None,
+        beside: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """For the library."""
+        self.batch, self.plan, self.extras = batch, plan, extras
+        self._planner = planner
+        self._requests, self._upload, self._beside = requests, upload, beside
+        self._results: Prefetched | None = None
+
+    def __repr__(self) -> str:
+        return f"PlannedStep({self.plan!r})"
+
+    def inputs(self) -> ForwardInputs:
+        """The inputs of the forward, at its entry, on its stream; see `FutureMap.resolve_forward_inputs`.
+
+        In a decode step `query_start_loc` and `last_token_indices` are memory that later steps read too.
+
+        Raises:
+            As `FutureMap.resolve_forward_inputs`.
+        """
+        return self._planner._inputs(self)
+
+    def publish(self, **values: object) -> None:
+        """Makes what the forward has found known to the next step, and sends the results to the host.
+
+        Args:
+            **values: field -> value, one entry for each request that samples; see `FutureMap.publish`.
+
+        Raises:
+            As `FutureMap.publish` and `prefetch`.
+        """
+        self._results = self._planner._publish(self, values)
+
+    @property
+    def results(self) -> Prefetched:
+        """The fields that the planner was declared with, on their way to the host; reading one waits for the copy.
+
+        Raises:
+            ArgumentError: nothing was published yet, or no results were declared.
+        """
+        if self._results is None:
+            raise ArgumentError(
+                f"{self!r} has no results",
+                value=self,
+                remedy="publish first, and name the fields that the host reads: StepPlanner(..., results=...)",
+            )
+        return self._results
+
+
+@final
+class StepPlanner:
+    """Plans the steps of one batch class. Belongs to the runtime's thread.
+
+    Args:
+        batch: the batch class.
+        pages: where the KV goes.
+        relay: with the ids of the requests that decode.
+        seq_lens: the column with the tokens of each request.
+        ids: relay field, or fields, whose entries end to end are the tokens that a request puts in.
+        lengths: relay field with the true lengths, where the host knows bounds.
+        results: relay fields that go to the host as soon as they are published.
+        layouts: as for `ForwardPlan.of`.
+
+    Raises:
+        ArgumentError: not a batch class, page pool or relay, or not of the same slots.
+        DeclarationError: no such column or field.
+    """
+
+    def __init__(
+        self,
+        batch: type[Batch],
+        *,
+        pages: PagePool,
+        relay: FutureMap,
+        seq_lens: str = "seq_lens",
+        ids: str | Sequence[str],
+        lengths: str | None = None,
+        results: Sequence[str] = (),
+        layouts: str | Sequence[str] = (),
+    ) -> None:
+        self._check_parts(batch, pages, relay)
+        column = batch.columns().get(seq_lens)
+        if not isinstance(column, MirroredColumn) or column.shape or batch._slot_column is None:
+            raise DeclarationError(
+                f"StepPlanner of {batch.__name__}: no slots, or no column {seq_lens!r} of one number per request",
+                value=seq_lens,
+                remedy="declare slot_column() and mirrored(torch.int64), and name the second: seq_lens=...",
+            )
+        self._runtime, self._pages, self._relay, self._slots = pages.runtime, pages, relay, pages.slots
+        self._slot_column, self._seq_lens = batch._slot_column, seq_lens
+        self._ids: tuple[str, ...] = (ids,) if isinstance(ids, str) else tuple(ids)
+        self._lengths, self._results, self._layouts = lengths, tuple(results), layouts
+        fields = relay.fields
+        for name in (*self._ids, *self._results, *(() if lengths is None else (lengths,))):
+            if name not in fields:
+                raise DeclarationError(
+                    f"StepPlanner: field {name!r} is not declared",
+                    value=name,
+                    remedy=f"use one of: {', '.join(fields)}",
+                )
+        field = fields[self._ids[0]]
+        self._in_one_piece = (
+            len(self._ids) == 1
+            and field.dtype == torch.int64
+            and not field.shape
+            and lengths is None
+            and not layouts
+            and column.dtype == torch.int64
+            and pages.req_to_token is not None
+            and pages.req_to_token.dtype == torch.int32
+            and set(self._results) <= set(self._ids)
+        )
+        self._place, self._table = batch._layout.places[seq_lens], pages.req_to_token
+        self._requests: _Requests | None = None  # of the last decode step
+        self._most = min(self._slots.size, _MOST_IN_ONE_PIECE)
+        self._make_constants()
+
+    def __repr__(self) -> str:
+        return f"StepPlanner({self._pages!r}, {self._relay!r})"
+
+    def plan(
+        self,
+        batch: Batch,
+        query_lens: object = 1,
+        *,
+        prompt_ids: Sequence[object] | None = None,
+        samples: object = None,
+        pad_tokens: int | None = None,
+        writes: Sequence[TableWrite] = (),
+        extras: Mapping[str, object] | None = None,
+    ) -> PlannedStep:
+        """Plans a step, and sends it to the device on the current stream: one copy, and a scatter for each table.
+
+        Each request gets pages for the tokens that it puts in, and they count as committed.
+
+        Args:
+            batch: the requests, with their lengths before the step.
+            query_lens: tokens that each puts in, as for `ForwardPlan.of`.
+            prompt_ids: as for `ForwardPlan.of`.
+            samples: as for `ForwardPlan.of`.
+            pad_tokens: as for `ForwardPlan.of`.
+            writes: further table writes of the step, as for `Batch.upload`.
+            extras: further arrays of the step, as for `Batch.upload`.
+
+        Raises:
+            As `PagePool.advance`, `Batch.advance`, `ForwardPlan.of` and `Batch.upload`. No token was committed.
+        """
+        if (
+            self._in_one_piece
+            and type(query_lens) is int
+            and query_lens == 1
+            and prompt_ids is None
+            and samples is None
+            and pad_tokens is None
+            and not writes
+            and not extras
+        ):
+            planned = self._decode(batch)
+            if planned is not None:
+                return planned
+        return self._composed(batch, query_lens, prompt_ids, samples, pad_tokens, writes, extras)
+
+    def _composed(
+        self,
+        batch: Batch,
+        query_lens: object,
+        prompt_ids: Sequence[object] | None,
+        samples: object,
+        pad_tokens: int | None,
+        writes: Sequence[TableWrite],
+        extras: Mapping[str, object] | None,
+    ) -> PlannedStep:
+        """Any step, from the parts."""
+        pages = self._pages
+        advanced = batch.advance(self._seq_lens, query_lens)
+        slots, lens = self._handles(advanced), advanced[self._seq_lens]
+        before = pages.committed(slots)
+        if lens.contract is Contract.EXACT:
+            pages.check_committed(slots.np, batch[self._seq_lens].np, _OPERATION)
+        extension = pages.extend(slots, lens.np)
+        try:
+            plan = ForwardPlan.of(
+                slots,
+                lens,
+                query_lens,
+                prompt_ids=prompt_ids,
+                samples=samples,
+                pages=pages,
+                pad_tokens=pad_tokens,
+                layouts=self._layouts,
+            )
+            if pages.req_to_token is not None:
+                writes = (extension.entry(), *writes)
+            uploaded = advanced.upload(writes=writes, extras=plan.extras | dict(extras or {}))
+        except BaseException:
+            pages.truncate(slots, before)
+            raise
+        return PlannedStep(self, advanced, plan, uploaded)
+
+    def _make_constants(self) -> None:
+        """Uploads what is the same in every decode step: where the tokens of each request begin, one each, and end."""
+        everyone = np.arange(self._most + 1)
+        self._constants = self._runtime.upload([everyone.astype(np.int32), everyone[:-1]])
+        self._written = self._constants.buffer._version
+
+    def _handles(self, batch: Batch) -> Slots:
+        return cast(Slots, batch[self._slot_column])
+
+    # A decode step in one piece
+
+    def _decode(self, batch: Batch) -> PlannedStep | None:
+        """A step in which each request puts in one token that the relay has; None if that is not one."""
+        runtime, pages = self._runtime, self._pages
+        runtime.check_owner(_OPERATION)
+        num_reqs = batch._begin(_OPERATION)
+        state = batch._state
+        if (
+            state.device
+            or (batch._exposed and batch._open_windows())
+            or batch._windows
+            or not 0 < num_reqs <= self._most
+        ):
+            return None
+        requests = self._requests
+        if requests is None or requests.row_set.number != batch._row_number:
+            requests = self._requests = self._requests_of(batch)
+        else:
+            self._slots.check_rows(requests.rows, requests.generations, _OPERATION)
+        host, place, rows = state.host, self._place, requests.rows
+        groups = list(host.groups)
+        group = groups[place.array] = groups[place.array].copy()
+        lens = group[place.member]
+        start = lens.copy()
+        pages.check_committed(rows, start, _OPERATION)
+        lens += _ONE
+        locations = pages.next_locations(rows, start, lens, _OPERATION)
+        moved = HostRows(host.layout, groups, host.wide)
+        upload, beside = self._sent(requests, moved, start, lens, locations)
+        pages.commit_rows(rows, lens)
+        moved_state = RowState(moved, state.device, state.objects)
+        advanced = batch._derived(_OPERATION, moved_state, num_reqs, windows={}, moved=False)
+        advanced._device = BatchDevice.of_upload(runtime, advanced._state, upload)
+        if levels.full:
+            advanced.check(_OPERATION)
+            pages.verify()
+        origin = Origin(_OPERATION, runtime.step, requests.row_set, pages.epochs, pages.epochs.last)
+        plan = ForwardPlan(
+            slots=requests.slots,
+            num_reqs=num_reqs,
+            num_tokens=num_reqs,
+            num_padded_tokens=num_reqs,
+            query_lens=requests.ones,
+            seq_lens=lens,
+            bounds=None,
+            relay_rows=requests.everyone,
+            relayed=requests.slots,
+            sample_rows=requests.everyone,
+            sampled_slots=requests.slots,
+            prompt_ids=None,
+            extras=DerivedArrays({"slot_mapping": locations}, origin),
+            origin=origin,
+            shares=pages.shares.last,
+            pages=pages,
+        )
+        return PlannedStep(self, advanced, plan, Extras(runtime, None, {}), requests, upload, beside)
+
+    def _sent(
+        self, requests: _Requests, host: HostRows, start: Ints, lens: Ints, locations: Ints
+    ) -> tuple[PackedUpload, list[torch.Tensor]]:
+        """Copies the columns and what the forward takes besides, and writes the locations into `req_to_token`."""
+        runtime, table = self._runtime, self._table
+        at = requests.first_element + start
+        block = runtime.staging_block(requests.nbytes)
+        requests.fill(block, host, (start, locations, at, lens, locations))
+        upload = runtime.send(block, requests.nbytes, requests.places)
+        beside = requests.beside(upload)
+        if table is not None:
+            table.scatter(beside[2], beside[4], at, locations)
+            table.note_rows(requests.rows, requests.generations)
+        return upload, beside
+
+    def _requests_of(self, batch: Batch) -> _Requests:
+        """What stays the same from now on, of requests that were not those of the step before."""
+        handles = self._handles(batch)
+        rows = self._slots.rows_of(handles, _OPERATION, unique=True).copy()
+        width = 0 if self._table is None else self._table.shape[1]
+        requests = _Requests(batch.row_set, handles, rows, batch._state.host, width)
+        requests.known = self._relay.published_rows(handles, rows, self._ids[0])
+        requests.query_start_loc = self._constants.shared(0)[: rows.size + 1]
+        requests.last_token_indices = self._constants.shared(1)[: rows.size]
+        return requests
+
+    # What a step asks of its planner
+
+    def _inputs(self, step: PlannedStep) -> ForwardInputs:
+        requests, upload = step._requests, step._upload
+        if requests is None or upload is None:
+            return self._relay.resolve_forward_inputs(
+                step.plan,
+                step.extras,
+                ids=self._ids,
+                lengths=self._lengths,
+                req_to_token=self._pages.req_to_token,
+            )
+        runtime, plan = self._runtime, step.plan
+        plan.check(None, "inputs")
+        plan.use()
+        runtime.use_on_current_stream(upload.buffer, upload.stream, upload.ready, synchronised=upload.synchronised)
+        same = self._constants
+        runtime.use_on_current_stream(same.buffer, same.stream, same.ready, synchronised=same.synchronised)
+        if levels.cheap and same.buffer._version != self._written:
+            self._report_constants()
+        ids, slots = self._relay.gather_again(requests.known, self._ids[0])
+        positions, mapping, _, kv_lens, _ = step._beside
+        inputs = ForwardInputs(
+            plan=plan,
+            slots=slots,
+            sampled_slots=requests.slots,
+            input_ids=ids,
+            positions=positions,
+            query_start_loc=requests.query_start_loc,
+            kv_lens=kv_lens,
+            last_token_indices=requests.last_token_indices,
+            slot_mapping=mapping,
+        )
+        if levels.full:
+            inputs.check(runtime)
+        return inputs
+
+    def _report_constants(self) -> None:
+        """Reports once that a forward wrote into what all steps read, and makes it anew."""
+        before, now = self._written, self._constants.buffer._version
+        self._make_constants()
+        self._requests = None
+        where: Where = {
+            "object": self,
+            "operation": "inputs",
+            "column": "query_start_loc, last_token_indices",
+            "step": self._runtime.step,
+        }
+        invariants.mirror_foreign_write("device", before, now, **where)
+
+    def _publish(self, step: PlannedStep, values: Mapping[str, object]) -> Prefetched | None:
+        requests, relay = step._requests, self._relay
+        name = self._ids[0]
+        if requests is not None and len(values) == 1 and name in values:
+            value = values[name]
+            if (
+                type(value) is torch.Tensor
+                and value.dtype is torch.int64
+                and value.shape == requests.rows.shape
+                and value.device == self._runtime.device
+                and value.layout is torch.strided
+                and not value.requires_grad
+            ):
+                return relay.publish_again(requests.known, name, value, to_host=bool(self._results))
+        slots = step.plan.sampled_slots
+        relay.publish(slots, **values)
+        return relay.prefetch(slots, *self._results) if self._results else None
+
+    @staticmethod
+    def _check_parts(batch: object, pages: object, relay: object) -> None:
+        if not isinstance(batch, type) or not issubclass(batch, Batch):
+            raise ArgumentError(f"StepPlanner of {batch!r}", value=batch, remedy="pass a class that declares columns")
+        for value, kind in ((pages, PagePool), (relay, FutureMap)):
+            if not isinstance(value, kind):
+                raise ArgumentError(
+                    f"StepPlanner: expected a {kind.__name__}, got {type(value).__name__}",
+                    value=value,
+                    remedy="pass pages and relay of the pool that the requests take their slots from",
+                )
+        if isinstance(pages, PagePool) and isinstance(relay, FutureMap) and pages.slots is not relay.slots:
+            raise ArgumentError(
+                f"StepPlanner: {pages!r} and {relay!r} are of two slot pools",
+                value=relay.slots,
+                remedy="make both over the pool that the requests take their slots from",
+            )
+
+
+_OPERATION = "plan"
+_MOST_IN_ONE_PIECE = 8192
+"""Requests of a decode step that is planned in one piece; one of more is composed of the parts."""

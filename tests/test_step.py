@@ -1,0 +1,407 @@
+"""`StepPlanner`: a step planned in one piece is what the parts, called one after the other, make of it."""
+
+import sys
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchstate import (
+    Batch,
+    Code,
+    FutureMap,
+    PagePool,
+    PoolExhaustedError,
+    Runtime,
+    SlotPool,
+    StepPlanner,
+    Violation,
+    checks,
+    mirrored,
+    open_runtime,
+    relay_field,
+    slot_column,
+)
+from batchstate.errors import ArgumentError, BatchStateError, DeclarationError
+from batchstate.step import PlannedStep
+from batchstate.testing.fences import LateRuntime
+from benchmarks.timing import no_collector
+
+LONGEST, PAGE_SIZE = 24, 4
+
+
+class Running(Batch):
+    """Columns of each width, packed and not."""
+
+    slots = slot_column()
+    seq_lens = mirrored(torch.int64)
+    temperature = mirrored(torch.float32)
+    seed = mirrored(torch.int32)
+    greedy = mirrored(torch.bool)
+    pair = mirrored(torch.int16, shape=(2,))
+
+
+@attrs.define(eq=False)
+class World:
+    """An engine's state. Its steps come from a planner, or from the parts alone."""
+
+    rt: Runtime
+    slots: SlotPool
+    pages: PagePool
+    relay: FutureMap
+    planner: StepPlanner
+    batch: Running
+    in_one_piece: bool
+
+    @classmethod
+    def of(cls, rt: Runtime, size: int = 8, *, pages: int = 64, in_one_piece: bool = True, **options: Any) -> "World":
+        """No requests yet."""
+        slots = SlotPool(rt, size)
+        table = slots.table("req_to_token", (LONGEST,), torch.int32, holds="location", host=True)
+        pool = PagePool(rt, slots, pages, PAGE_SIZE, max_tokens_per_request=LONGEST, req_to_token=table)
+        fields = {"last": relay_field(torch.int64, read_by="both"), "logit": relay_field(torch.float32, read_by="host")}
+        relay = FutureMap(slots, fields)
+        options = {"ids": "last", "results": ("last",), **options}
+        planner = StepPlanner(Running, pages=pool, relay=relay, **options)
+        planner._in_one_piece &= in_one_piece
+        return cls(rt, slots, pool, relay, planner, Running.empty(rt), in_one_piece)
+
+    def join(self, lens: list[int]) -> None:
+        """Requests whose prompt is there, and the first token after it, 10 * slot."""
+        slots = self.slots.take(len(lens))
+        extension = self.pages.extend(slots, lens)
+        self.relay.publish(slots, last=10 * slots.np)
+        n = len(lens)
+        joining = Running.build(
+            self.rt,
+            slots=slots,
+            seq_lens=lens,
+            temperature=slots.np / np.float32(7),
+            seed=slots.np,
+            greedy=slots.np % 2 == 0,
+            pair=np.arange(2 * n, dtype=np.int16).reshape(n, 2),
+        )
+        joining.upload(writes=[extension.entry()])
+        self.batch = self.batch.merge(joining) if len(self.batch) else joining
+
+    def leave(self, rows: list[int]) -> None:
+        """Some requests leave, with all that they have."""
+        keep = np.ones(len(self.batch), dtype=np.bool_)
+        keep[rows] = False
+        self.pages.release_requests(self.batch.filter(~keep).slots, after=self.rt.record())
+        self.batch = self.batch.filter(keep)
+
+    def step(self) -> tuple[PlannedStep, dict[str, Any]]:
+        """A decode step: what it gave to the forward, and what both sides of the engine's state are after it."""
+        self.rt.next_step()
+        step = self.planner.plan(self.batch)
+        inputs = step.inputs()
+        step.publish(last=inputs.input_ids + 1)
+        self.batch = step.batch  # type: ignore[assignment]
+        read = self.rt.inspect
+        seen: dict[str, Any] = {
+            name: read(getattr(inputs, name)).tolist()
+            for name in ("slots", "input_ids", "positions", "query_start_loc", "kv_lens", "last_token_indices")
+        }
+        assert inputs.slot_mapping is not None
+        assert self.pages.req_to_token is not None
+        seen["slot_mapping"] = read(inputs.slot_mapping).tolist()
+        seen["table"] = read(self.pages.req_to_token.memory).tolist()
+        seen["table on the host"] = np.asarray(self.pages.req_to_token.host_memory).tolist()
+        for name in Running.columns():
+            seen[f"{name}, host"], seen[f"{name}, device"] = (
+                self.batch[name].np.tolist(),
+                read(self.batch[name].device).tolist(),
+            )
+        seen["relay"] = [str(state) for state in self.relay.states(self.batch.slots, "last")]
+        seen["committed"] = self.pages.committed(self.batch.slots).tolist()
+        seen["plan"] = {
+            name: np.asarray(getattr(step.plan, name)).tolist()
+            for name in ("query_lens", "seq_lens", "relay_rows", "sample_rows", "num_tokens", "max_kv_len")
+        }
+        return step, seen
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("join"), st.lists(st.integers(1, 9), min_size=1, max_size=3)),
+        st.tuples(st.just("leave"), st.lists(st.integers(0, 7), min_size=1, max_size=2, unique=True)),
+        st.tuples(st.just("reorder"), st.integers(0, 99)),
+        st.tuples(st.just("replace"), st.floats(0, 1, width=32)),
+        st.tuples(st.just("step"), st.just(None)),
+        st.tuples(st.just("step"), st.just(None)),
+    ),
+    max_size=14,
+)
+
+
+@pytest.mark.parametrize("level", ["off", "cheap", "full"])
+@given(events=EVENTS)
+@settings(max_examples=60, deadline=None)
+def test_in_one_piece_as_by_the_parts(level: str, events: list[tuple[str, Any]]) -> None:
+    """After any history, a decode step in one piece leaves what the parts leave, and hands the same to the forward."""
+    with checks(level):
+        worlds = [World.of(open_runtime("cpu"), in_one_piece=one) for one in (True, False)]
+        results: list[list[Any]] = [[], []]
+        for event, value in events:
+            seen = []
+            for world, found in zip(worlds, results, strict=True):
+                n = len(world.batch)
+                if event == "join" and n + len(value) <= world.slots.size:
+                    world.join(value)
+                elif event == "leave":
+                    world.leave([row for row in value if row < n])
+                elif event == "reorder":
+                    world.batch = world.batch.filter(np.random.default_rng(value).permutation(n))
+                elif event == "replace" and n:
+                    world.batch = world.batch.replace(temperature=np.full(n, value, np.float32))
+                elif event == "step" and n and int(world.batch.seq_lens.max()) < LONGEST:
+                    step, one = world.step()
+                    assert (step._requests is not None) == world.in_one_piece
+                    found.append(step.results["last"].np.tolist())
+                    seen.append(one)
+            if seen:
+                assert seen[0] == seen[1]
+        assert results[0] == results[1]
+        for world in worlds:
+            world.pages.verify()
+            world.slots.verify()
+            world.relay.check()
+
+
+def test_on_a_device_that_lags(device: str) -> None:
+    """Two steps ahead of the device and over two streams, each token is right, and the results are waited for once."""
+    if device != "cpu":
+        pytest.skip("the lagging device is a stand-in for one with streams")
+    rt = LateRuntime(steps_in_flight=2)
+    world = World.of(rt)
+    world.join([3, 4, 5])
+    rt.synchronize()
+    schedule, forward = rt.stream("schedule"), rt.stream("forward")
+    tokens, steps = [], []
+    with rt.use(schedule):
+        for _ in range(6):
+            rt.next_step()
+            step = world.planner.plan(world.batch)
+            with rt.use(forward):
+                inputs = step.inputs()
+                step.publish(last=rt.launch(torch.add, inputs.input_ids, 1, reads=(inputs.input_ids,)))
+            world.batch = step.batch  # type: ignore[assignment]
+            steps.append(step)
+            if len(steps) > 1:
+                tokens.append(steps[-2].results["last"].np.tolist())
+    assert tokens == [[10 * slot + k for slot in (1, 2, 3)] for k in range(1, 6)]
+
+
+@pytest.mark.parametrize("level", ["off", "cheap"])
+def test_a_step_is_one_copy_one_scatter_one_gather_and_one_scatter_of_ids(rt: Runtime, level: str) -> None:
+    """One copy to the device and one back, three operations, no wait; staging does not grow."""
+    with checks(level):
+        world = World.of(rt)
+        world.join([3] * 8)
+        for n in range(8):
+            before = rt.counters.snapshot()
+            rt.next_step()
+            step = world.planner.plan(world.batch)
+            inputs = step.inputs()
+            step.publish(last=inputs.input_ids)
+            spent = rt.counters - before
+            world.batch = step.batch  # type: ignore[assignment]
+            assert (spent.host_to_device_copies, spent.device_to_host_copies, spent.device_operations) == (1, 1, 3)
+            assert spent.forced_syncs == spent.fence_waits == 0
+            assert spent.device_allocations == 1
+            if n > 1 and rt.device.type == "cpu":
+                assert spent.staging_allocations == 0
+            step.results.resolve()
+
+
+MOST_CALLS = 240
+
+
+@pytest.mark.parametrize("level", ["off", "cheap"])
+def test_python_calls_of_a_steady_step(level: str) -> None:
+    """As many for one request as for 256, and not more than are declared here."""
+    with checks(level):
+        counts = [_calls_of_a_step(n) for n in (1, 256)]
+    assert counts[0] == counts[1]
+    assert counts[0] <= MOST_CALLS
+
+
+def _calls_of_a_step(n: int) -> int:
+    rt = open_runtime("cpu")
+    world = World.of(rt, n, pages=8 * n)
+    world.join([5] * n)  # in three steps no page begins
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    before = None
+    with no_collector():
+        for _ in range(3):
+            calls = 0
+            sys.setprofile(count)
+            try:
+                rt.next_step()
+                step = world.planner.plan(world.batch)
+                inputs = step.inputs()
+                step.publish(last=inputs.input_ids)
+                if before is not None:
+                    before.results.resolve()
+            finally:
+                sys.setprofile(None)
+            world.batch = step.batch  # type: ignore[assignment]
+            before = step
+    return calls
+
+
+def test_what_is_broken_is_reported_as_by_the_parts(rt: Runtime) -> None:
+    """Stale handles, a plan used twice, ids that are missing or unread: the same codes."""
+    for in_one_piece in (True, False):
+        world = World.of(rt, in_one_piece=in_one_piece)
+        world.join([3, 4])
+        world.step()
+        gone = world.batch
+        world.leave([0])
+        with pytest.raises(Violation) as caught:
+            world.planner.plan(gone)
+        assert caught.value.code is Code.SLOT_STALE_HANDLE
+        world.step()
+
+        step = world.planner.plan(world.batch)
+        step.inputs()
+        with pytest.raises(Violation) as caught:
+            step.inputs()
+        assert caught.value.code is Code.FUTURE_CONSUMED
+        later = world.planner.plan(step.batch)
+        with pytest.raises(Violation) as caught:  # nothing was published for it
+            later.inputs()
+        assert caught.value.code is Code.FUTURE_CONSUMED
+        step.publish(last=torch.zeros(1, dtype=torch.int64, device=rt.device))
+        with pytest.raises(Violation) as caught:
+            step.publish(last=torch.zeros(1, dtype=torch.int64, device=rt.device))
+        assert caught.value.code is Code.FUTURE_UNREAD_OVERWRITTEN
+
+
+def test_a_plan_is_refused_once_its_pages_have_changed(rt: Runtime) -> None:
+    """Tokens taken back behind a planned step, and lengths that are not those of the pages, are DERIVED_STALE."""
+    for in_one_piece in (True, False):
+        world = World.of(rt, in_one_piece=in_one_piece)
+        world.join([3, 4])
+        step = world.planner.plan(world.batch)
+        world.pages.truncate(world.batch.slots, [3, 4])
+        with pytest.raises(Violation) as caught:
+            step.inputs()
+        assert caught.value.code is Code.DERIVED_STALE
+        world.batch = world.batch.replace(seq_lens=[3, 3])
+        with pytest.raises(Violation) as caught:
+            world.planner.plan(world.batch)
+        assert caught.value.code is Code.DERIVED_STALE
+        assert world.pages.committed(world.batch.slots).tolist() == [3, 4]
+
+
+def test_pages_run_out(rt: Runtime) -> None:
+    """A step that needs a page more than there are commits nothing, and succeeds once there is one."""
+    world = World.of(rt, pages=2)
+    world.join([PAGE_SIZE, PAGE_SIZE])
+    with pytest.raises(PoolExhaustedError):
+        world.planner.plan(world.batch)
+    assert world.pages.committed(world.batch.slots).tolist() == [PAGE_SIZE, PAGE_SIZE]
+    world.leave([0])
+    world.step()
+    assert world.batch.seq_lens.np.tolist() == [PAGE_SIZE + 1]
+
+
+def test_the_longest_request(rt: Runtime) -> None:
+    """A token more than a request may have is refused before anything changes."""
+    world = World.of(rt)
+    world.join([LONGEST])
+    with pytest.raises(Violation) as caught:
+        world.planner.plan(world.batch)
+    assert caught.value.code is Code.LENGTH_ORDER
+    assert world.pages.committed(world.batch.slots).tolist() == [LONGEST]
+
+
+def test_prefills_and_mixed_steps(rt: Runtime) -> None:
+    """What is not a decode of all requests is composed of the parts, and the next decode goes on from there."""
+    world = World.of(rt)
+    world.join([3])
+    slots = world.slots.take(1)
+    new = Running.build(
+        rt, slots=slots, seq_lens=[0], temperature=[0.0], seed=[0], greedy=[True], pair=np.zeros((1, 2), np.int16)
+    )
+    step = world.planner.plan(world.batch.merge(new), [1, 3], prompt_ids=[None, [7, 8, 9]])
+    inputs = step.inputs()
+    assert rt.inspect(inputs.input_ids).tolist() == [10, 7, 8, 9]
+    assert rt.inspect(inputs.positions).tolist() == [3, 0, 1, 2]
+    step.publish(last=torch.tensor([11, 20], device=rt.device))
+    assert step.results["last"].np.tolist() == [11, 20]
+    world.batch = step.batch  # type: ignore[assignment]
+    _, seen = world.step()
+    assert (seen["input_ids"], seen["positions"]) == ([11, 20], [4, 3])
+
+
+def test_several_fields_are_published_together(rt: Runtime) -> None:
+    """A field that only the host reads goes there beside the ids."""
+    world = World.of(rt, results=("last", "logit"))
+    world.join([3, 4])
+    for k in range(3):
+        step = world.planner.plan(world.batch)
+        inputs = step.inputs()
+        step.publish(last=inputs.input_ids + 1, logit=torch.full((2,), float(k), device=rt.device))
+        world.batch = step.batch  # type: ignore[assignment]
+        assert step.results["last"].np.tolist() == [11 + k, 21 + k]
+        assert step.results["logit"].np.tolist() == [k, k]
+
+
+def test_columns_written_from_outside_are_noticed(rt: Runtime) -> None:
+    """A write into a column's device side is reported by the next step; one into an input of the forward is its own."""
+    world = World.of(rt)
+    world.join([3, 4])
+    step = world.planner.plan(world.batch)
+    inputs = step.inputs()
+    inputs.positions.add_(1)
+    inputs.kv_lens.add_(1)
+    step.publish(last=inputs.input_ids)
+    world.planner.plan(step.batch).inputs()
+    step.batch["temperature"].device.add_(1)
+    with pytest.raises(Violation) as caught:
+        world.planner.plan(step.batch)
+    assert caught.value.code is Code.MIRROR_FOREIGN_WRITE
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], type[BatchStateError]]] = {
+    "no such column": ({"seq_lens": "lens"}, DeclarationError),
+    "a column of pairs": ({"seq_lens": "pair"}, DeclarationError),
+    "no such field": ({"ids": "tokens"}, DeclarationError),
+    "no such result": ({"results": ("tokens",)}, DeclarationError),
+    "no such lengths": ({"lengths": "tokens"}, DeclarationError),
+    "no pages": ({"pages": None}, ArgumentError),
+    "no relay": ({"relay": 3}, ArgumentError),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_in_a_declaration(rt: Runtime, mistake: str) -> None:
+    """Each is refused by a typed error when the planner is made."""
+    changed, error = MISTAKES[mistake]
+    world = World.of(rt)
+    with pytest.raises(error):
+        StepPlanner(Running, **{"pages": world.pages, "relay": world.relay, "ids": "last", **changed})
+
+
+def test_parts_of_two_pools(rt: Runtime) -> None:
+    """Pages and relay of two slot pools, and a class that is no batch, are refused; results need a publish."""
+    world, other = World.of(rt), World.of(rt)
+    with pytest.raises(ArgumentError):
+        StepPlanner(Running, pages=world.pages, relay=other.relay, ids="last")
+    with pytest.raises(ArgumentError):
+        StepPlanner(int, pages=world.pages, relay=world.relay, ids="last")  # type: ignore[arg-type]
+    world.join([3])
+    with pytest.raises(ArgumentError):
+        _ = world.planner.plan(world.batch).results
