@@ -20,7 +20,7 @@ import numpy.typing as npt
 from batchstate import invariants, levels
 from batchstate._arrays import count
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, PoolExhaustedError
-from batchstate.indices import Slots
+from batchstate.indices import Handles, Slots
 from batchstate.invariants import times_checked
 from batchstate.mirror import MirroredTensor
 from batchstate.runtime import Fence, Runtime
@@ -566,7 +566,7 @@ _pools: "weakref.WeakValueDictionary[int, Generations]" = weakref.WeakValueDicti
 
 @final
 class Generations:
-    """The generations of one pool's slots. The generation of a slot rises when it is taken and never falls.
+    """The generations of one pool's slots or pages. The generation of one rises when it is taken and never falls.
 
     A handle is good while its slot is live and has the generation that the handle holds. So the order in which slots
     are reused does not matter: the last one freed may be the next one taken, and a handle kept too long is still found.
@@ -594,13 +594,21 @@ class Generations:
         Raises:
             Violation: SLOT_STALE_HANDLE, at `cheap`: a generation did not rise.
         """
+        return Slots.of_pool(self._runtime, rows, self.rise(rows), pool_id=self.pool_id, name=self.name)
+
+    def rise(self, rows: Ints) -> Ints:
+        """Raises the generations of `rows`, which were just taken, and returns them, int64[n]. See `new_handles`."""
         before = self._generations[rows]
         generations: Ints = before + ONE
         self._generations[rows] = generations
         if levels.cheap and (generations > before).tobytes() != b"\1" * rows.size:
             # A generation that stands still would make the handles of the former owner valid again.
             invariants.slot_stale_handle(rows, before + 1, generations, **self._where("take"))
-        return Slots.of_pool(self._runtime, rows, generations, pool_id=self.pool_id, name=self.name)
+        return generations
+
+    def of(self, rows: Ints) -> Ints:
+        """The present generations of `rows`, int64[n]."""
+        return self._generations[rows]
 
     @staticmethod
     def of_pool(pool_id: int) -> "Generations | None":
@@ -609,7 +617,7 @@ class Generations:
 
     def rows_of(self, slots: Slots, operation: str, *, unique: bool = False, padded: bool = False) -> Ints:
         """The numbers of handles of this pool that are all good, int64[n], read-only; see `SlotPool.rows_of`."""
-        rows, held = self._checked(slots, operation, padded=padded)
+        rows, held = self.numbers_of(slots, Slots, operation, padded=padded)
         if padded and rows.size and not rows[-1]:
             owned = np.count_nonzero(rows)
             self.check_held(rows[:owned], held[:owned], operation)
@@ -631,7 +639,7 @@ class Generations:
 
     def rows_to_free(self, slots: Slots, operation: str) -> Ints:
         """The same for handles that are about to be freed: dead and repeated ones are SLOT_DOUBLE_FREE."""
-        rows, held = self._checked(slots, operation)
+        rows, held = self.numbers_of(slots, Slots, operation)
         times_checked[DOUBLE_FREE] += 1
         if not self._all_held(rows, held) or self._allocator.repeated(rows):
             where = self._where(operation)
@@ -656,15 +664,17 @@ class Generations:
         invariants.slot_stale_handle(everyone, least, self._generations, **self._where("verify"))
         self._seen = self._generations.copy()
 
-    def _checked(self, slots: object, operation: str, *, padded: bool = False) -> tuple[Ints, Ints]:
-        """Numbers and generations of slots that are of this pool, or with `padded` all padding; both int64[n]."""
-        if not isinstance(slots, Slots):
+    def numbers_of(
+        self, slots: object, kind: type[Handles], operation: str, *, padded: bool = False
+    ) -> tuple[Ints, Ints]:
+        """Numbers and generations of handles that are of this pool, or with `padded` all padding; both int64[n]."""
+        if not isinstance(slots, kind):
             if isinstance(slots, MirroredTensor):
-                invariants.unit_mismatch("slot", str(slots.unit), **self._where(operation))
+                invariants.unit_mismatch(str(kind.unit), str(slots.unit), **self._where(operation))
             raise DtypeError(
                 f"{self.name}: {operation} of {type(slots).__name__}",
                 value=slots,
-                remedy="pass the handles that `take` returned; a number does not say whose slot it is",
+                remedy=f"pass handles, as the pool returns them; a number does not say whose {kind.unit} it is",
             )
         rows: Ints = slots.np
         if slots.runtime is not self._runtime:
@@ -672,10 +682,10 @@ class Generations:
         if slots.pool_id != self.pool_id and (np.count_nonzero(rows) if padded else rows.size):
             other = _pools.get(slots.pool_id)
             raise ArgumentError(
-                f"{operation}: slots of {'no pool' if other is None else f'pool {other.name!r}'} "
+                f"{operation}: {kind.unit}s of {'no pool' if other is None else f'pool {other.name!r}'} "
                 f"given to pool {self.name!r}",
                 value=slots,
-                remedy="use slots with the pool that handed them out, and with the pages and tables made over it",
+                remedy=f"use {kind.unit}s with the pool that handed them out, and with what was made over it",
             )
         return rows, slots.generations
 

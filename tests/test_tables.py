@@ -14,10 +14,12 @@ from batchstate.batch import Batch
 from batchstate.columns import slot_column
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, RowIndexError, ShapeError, ValueOverflowError
 from batchstate.indices import HostLocations, Locations, Slots
+from batchstate.kv.pages import PagePool
 from batchstate.mirror import MirroredTensor
 from batchstate.pools import SlotPool
 from batchstate.runtime import DoneFence, Runtime
 from batchstate.static import StaticBuffers
+from batchstate.tables import Table
 from batchstate.testing.devices import open_device
 from batchstate.violations import Code
 from tests.doubles import Gate, refused
@@ -443,3 +445,85 @@ def test_a_batch_of_a_request_that_left_is_not_uploaded(rt: Runtime, pool: SlotP
         refused(Code.SLOT_STALE_HANDLE, lambda: batch.to_static(buffers))
     assert rt.counters == before
     batch.filter([0, 2]).upload()
+
+
+# Tables by page and by location
+
+
+@pytest.fixture
+def pages(rt: Runtime, pool: SlotPool) -> PagePool:
+    """3 pages of 4 tokens."""
+    return PagePool(rt, pool, 3, 4, max_tokens_per_request=8)
+
+
+def test_a_stale_map_to_the_window_is_not_read(rt: Runtime, pool: SlotPool, pages: PagePool) -> None:
+    """A page that is allocated anew maps to where its last owner had its window; each new token has to be mapped."""
+    full_to_window = pages.adopt(rt.device_zeros((pages.location_capacity,), torch.int32), "full_to_window")
+    gone = pool.take(1)
+    prompt = pages.extend(gone, 6).locations
+    full_to_window.write(prompt, None, prompt.np + 100)
+    assert full_to_window.device_for(prompt)[4:10].tolist() == [104, 105, 106, 107, 108, 109]
+    pages.release_requests(gone)
+    refused(Code.SLOT_STALE_HANDLE, lambda: full_to_window.device_for(prompt))
+    refused(Code.SLOT_STALE_HANDLE, lambda: full_to_window.write(prompt, None, [0] * 6))
+    here = pool.take(1)
+    again = pages.extend(here, 6)
+    assert sorted(again.locations.np // 4) == sorted(prompt.np // 4)
+    violation = refused(Code.ROW_UNWRITTEN, lambda: full_to_window.device_for(again.locations))
+    assert violation.slot == again.locations.np[0]
+    batch = Rows.build(rt, slots=here)
+    batch.upload(writes=[full_to_window.entry(again.locations, None, again.locations.np + 200)])
+    full_to_window.device_for(again.locations)
+    refused(Code.ROW_UNWRITTEN, lambda: full_to_window.device_for(pages.advance(here).locations))
+
+
+def test_a_shared_prefix_is_mapped_once(pool: SlotPool, pages: PagePool) -> None:
+    """Rows of shared pages are written by who allocated them, and hold for every sharer until the last has left."""
+    table = pages.table("scales", (2,), torch.float32, by="page", host=True)
+    one, two = pool.take(1), pool.take(1)
+    pages.extend(one, 4)
+    table.write(pages.pages_of(one), None, [[1.0, 2.0]])
+    lease = pages.hold(one, 4)
+    pages.release_requests(one)
+    pages.share(lease, two, 4)
+    table.device_for(pages.pages_of(two))
+    assert table.host_for(pages.pages_of(lease)).tolist() == [[1.0, 2.0]]
+    named = pages.pages_of(two)
+    lease.release()
+    with pytest.raises(ArgumentError, match="does not hold"):
+        pages.pages_of(lease)
+    pages.release_requests(two)
+    refused(Code.SLOT_STALE_HANDLE, lambda: table.device_for(named))
+    refused(Code.ROW_UNWRITTEN, lambda: table.device_for(pages.pages_of(pages.take(3))))
+
+
+def test_a_table_is_named_by_its_own_handles(rt: Runtime, pool: SlotPool, pages: PagePool) -> None:
+    """Slots, pages and locations do not name each other's rows, nor those of another pool; numbers name none."""
+    slots = pool.take(1)
+    locations = pages.extend(slots, 2).locations
+    by_location, by_page = pages.table("places"), pages.table("scales", by="page")
+    assert (by_location.capacity, by_page.capacity) == (pages.location_capacity, pages.num_pages + 1) == (16, 4)
+    by_location.write(locations.take([1]), None, [5])
+    assert rt.read_back(by_location.memory).tolist() == [0] * 5 + [5] + [0] * 10
+    wrong: tuple[tuple[Table, Any], ...] = ((by_location, slots), (by_page, locations), (pool.table("lens"), locations))
+    for table, handles in wrong:
+        refused(Code.UNIT_MISMATCH, functools.partial(table.write, handles, None, [1] * len(handles)))
+    others = PagePool(rt, pool, 3, 4, max_tokens_per_request=8, name="others")
+    with pytest.raises(ArgumentError, match="locations of pool 'pages' given to pool 'others'"):
+        others.table("theirs").write(locations, None, [1, 2])
+    with pytest.raises(DtypeError, match="does not say whose location it is"):
+        by_location.write(locations.np, None, [1, 2])  # type: ignore[arg-type]
+    refused(Code.SLOT_STALE_HANDLE, lambda: by_location.write(_forged(locations, 4), None, [1]))
+    refused(Code.SLOT_OUT_OF_RANGE, lambda: by_location.write(_forged(locations, 16), None, [1]))
+    refused(Code.SLOT_ZERO_ALLOCATED, lambda: by_location.write(_forged(locations, 3), None, [1]))
+    refused(Code.TABLE_CAPACITY, lambda: pages.adopt(rt.device_zeros((12,), torch.int32), "without page 0"))
+    with pytest.raises(ArgumentError, match="a table by 'slot'"):
+        pages.table("wrong", by="slot")  # type: ignore[arg-type]
+    by_page.memory[0] = 1
+    refused(Code.SLOT_ZERO_DIRTY, pages.verify)
+    with levels.checks("full"):
+        refused(Code.SLOT_ZERO_DIRTY, lambda: pages.advance(slots))
+
+
+def _forged(locations: Locations, number: int) -> Locations:
+    return Locations.from_host(locations.runtime, [number], generations=[7], pool_id=locations.pool_id)

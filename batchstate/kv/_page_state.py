@@ -9,8 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from batchstate import invariants, levels
-from batchstate._allocator import LIVE_BYTE, AllFences, Allocator
+from batchstate._allocator import LIVE_BYTE, AllFences, Allocator, Generations
 from batchstate._arrays import arange_per_row
+from batchstate.indices import Handles
+from batchstate.mirror import Contract
 from batchstate.runtime import Fence, Runtime
 from batchstate.violations import Where
 
@@ -111,13 +113,15 @@ class PageReferences:
 
     Attributes:
         allocator: which pages are free, pending or live.
+        generations: of the pages.
         further: int64[num_pages + 1], references beyond the first, which being live stands for; 0 for other pages.
         shared: pages with further references. While there are none, nothing looks at single pages.
     """
 
-    def __init__(self, runtime: Runtime, num_pages: int, *, label: str) -> None:
+    def __init__(self, runtime: Runtime, num_pages: int, *, label: str, name: str) -> None:
         self.runtime = runtime
         self.allocator = Allocator(runtime, num_pages, label=label)
+        self.generations = Generations(runtime, self.allocator, name=name)
         self.further = np.zeros(num_pages + 1, dtype=np.int64)
         self.shared = 0
         self._tickets = 0
@@ -138,7 +142,13 @@ class PageReferences:
                 self.allocator.check_available(n)
             if levels.cheap and self._readers:
                 self._check_unread(self.allocator.next_free(n), operation)
-        return self.allocator.take(n, operation)
+        pages = self.allocator.take(n, operation)
+        try:
+            self.generations.rise(pages)
+        except BaseException:
+            self.allocator.release(pages, None, operation)
+            raise
+        return pages
 
     def add(self, pages: Ints, times: int) -> None:
         """Adds `times` references to each of `pages`, which are live and named once each."""
@@ -238,6 +248,7 @@ class PageReferences:
             Violation: PAGE_OWNER, and see `Allocator.verify`.
         """
         self.allocator.verify()
+        self.generations.verify()
         every = np.arange(holders.size, dtype=np.int64)
         unowned = np.bincount(self.allocator.unowned(), minlength=holders.size)
         where, live = self._where("verify"), self.allocator.live_among(every)
@@ -256,3 +267,48 @@ class PageReferences:
 
     def _where(self, operation: str) -> Where:
         return {"object": self.allocator.label, "operation": operation, "step": self.runtime.step}
+
+
+@final
+class PageSpace:
+    """The pages of a pool, or the locations on them, as what indexes tables.
+
+    Attributes:
+        kind: of the handles: `Pages` or `Locations`.
+        per_page: rows that a page has in a table.
+        capacity: rows of a table, those of page 0 included.
+    """
+
+    def __init__(self, references: PageReferences, kind: type[Handles], per_page: int) -> None:
+        self.runtime = references.runtime
+        self.kind = kind
+        self.per_page = per_page
+        self._per_page = np.array(per_page)  # numpy takes as long to convert one number as to divide 100 by it
+        self.capacity = references.allocator.capacity * per_page
+        self._generations = references.generations
+
+    def __repr__(self) -> str:
+        return f"PageSpace({self.name!r}, {self.kind.unit}s, {self.per_page} per page)"
+
+    @property
+    def name(self) -> str:
+        """Of the pool."""
+        return self._generations.name
+
+    def handles(self, numbers: Ints) -> Handles:
+        """The handles of `numbers` int64[n], which are live."""
+        generations, pool_id = self._generations.of(self._pages(numbers)), self._generations.pool_id
+        return self.kind.of_pool(
+            self.runtime, numbers, generations, pool_id=pool_id, contract=Contract.HOST_ONLY, name=self.name
+        )
+
+    def rows_of(self, handles: Handles, operation: str, *, padded: bool = False) -> Ints:
+        """See `IndexSpace.rows_of`."""
+        self.runtime.check_owner(f"{self.name}: {operation}")
+        rows, held = self._generations.numbers_of(handles, self.kind, operation, padded=padded)
+        owned = np.count_nonzero(rows) if padded else rows.size
+        self._generations.check_held(self._pages(rows[:owned]), held[:owned], operation)
+        return rows
+
+    def _pages(self, numbers: Ints) -> Ints:
+        return numbers if self.per_page == 1 else numbers // self._per_page

@@ -6,8 +6,8 @@ two references is not written. Pages may also be taken before there is a request
 is numpy on the host, O(what changes), on the owning thread; nothing here touches the device.
 """
 
-from collections.abc import Callable
-from typing import SupportsIndex, final
+from collections.abc import Callable, Sequence
+from typing import Literal, SupportsIndex, cast, final
 
 import attrs
 import numpy as np
@@ -19,10 +19,10 @@ from batchstate._allocator import MOST_TOKENS, size_of
 from batchstate._arrays import amounts, arange_per_row, converted, count
 from batchstate._origin import Changes, Origin
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, ShapeError
-from batchstate.indices import Locations, Slots
+from batchstate.indices import Locations, Pages, Slots
 from batchstate.invariants import times_checked
-from batchstate.kv._page_state import ONE, PageReferences, PageTable
-from batchstate.mirror import Contract, MirroredTensor, lined_up
+from batchstate.kv._page_state import ONE, PageReferences, PageSpace, PageTable
+from batchstate.mirror import MirroredTensor, lined_up
 from batchstate.pools import SlotListener, SlotPool
 from batchstate.runtime import Fence, Runtime, check_fence, check_runtime, numpy_dtype
 from batchstate.tables import Table, TableWrite, read_only
@@ -262,7 +262,10 @@ class PagePool:
         if slots.runtime is not runtime:
             raise DeviceError(f"{name}: {slots!r} has another runtime", value=slots, remedy="use one runtime")
         self._table = PageTable(slots.capacity, self.page_size, self.max_tokens_per_request)
-        self._references = PageReferences(runtime, self.num_pages, label=f"PagePool {name!r}")
+        self._references = PageReferences(runtime, self.num_pages, label=f"PagePool {name!r}", name=name)
+        self._space_of_locations = PageSpace(self._references, Locations, self.page_size)
+        self._space_of_pages = PageSpace(self._references, Pages, 1)
+        self._tables: list[Table] = []
         self._leases: dict[int, PageLease] = {}  # by id, those that are not released
         self.epochs = Changes(slots.capacity, "pages")
         self.shares = Changes(slots.capacity, "holders of the pages")
@@ -345,6 +348,75 @@ class PagePool:
         self._check_lengths(lengths, self._table.committed[rows], operation, _short_prefix)
         positions = np.arange(begin, end, dtype=np.int64)
         return self._locations(self._table.locations_at(rows.repeat(positions.size), positions))
+
+    def pages_of(self, owner: Slots | PageLease) -> Pages:
+        """The pages of requests, one after the other, or of a lease, in the order of their tokens. O(pages).
+
+        Raises:
+            ArgumentError: a lease that this pool does not hold. Handles as for `SlotPool.check_handles`.
+        """
+        if isinstance(owner, PageLease):
+            pages = self._held(owner, "pages_of").pages
+        else:
+            rows = self.slots.rows_of(owner, "pages_of")
+            there = np.arange(self._table.width) < self._table.num_pages[rows, None]
+            pages = self._table.pages[rows][there].astype(np.int64)
+        return cast(Pages, self._space_of_pages.handles(pages))
+
+    # Tables
+
+    def table(
+        self,
+        name: str,
+        shape: Sequence[int] = (),
+        dtype: torch.dtype = torch.int32,
+        *,
+        by: Literal["location", "page"] = "location",
+        holds: str | None = None,
+        host: bool = False,
+    ) -> Table:
+        """A new zeroed table with one row of `shape` per location or per page, those of page 0 included.
+
+        Its rows are named by `Locations` and `Pages` of this pool. A page that is allocated anew has unwritten rows.
+
+        Args:
+            name: for reports.
+            shape: of one row.
+            dtype: one that numpy has too.
+            by: what names its rows.
+            holds: index space of the values, if they are indices.
+            host: keep the same values on the host too.
+
+        Raises:
+            As `SlotPool.table`. ArgumentError: another `by`.
+        """
+        self.runtime.check_owner(f"{self.name}: table")
+        table = Table.new(self._space(by), name, shape, dtype, holds=holds, host=host)
+        self._tables.append(table)
+        return table
+
+    def adopt(
+        self,
+        tensor: torch.Tensor,
+        name: str,
+        *,
+        by: Literal["location", "page"] = "location",
+        holds: str | None = None,
+        host: bool = False,
+    ) -> Table:
+        """A table by location or page over an engine's own tensor. Arguments and errors as for `SlotPool.adopt`."""
+        self.runtime.check_owner(f"{self.name}: adopt")
+        table = Table.adopted(self._space(by), tensor, name, holds=holds, host=host)
+        self._tables.append(table)
+        return table
+
+    def _space(self, by: str) -> PageSpace:
+        for space in (self._space_of_locations, self._space_of_pages):
+            if space.kind.unit == by:
+                return space
+        raise ArgumentError(
+            f"{self.name}: a table by {by!r}", value=by, remedy='pass by="location" or by="page"; slots have their own'
+        )
 
     def reap(self) -> int:
         """Makes free the pending pages whose fences are complete; says how many. Never waits."""
@@ -533,16 +605,8 @@ class PagePool:
         return Extension(slots, positions, self._locations(locations), counts, owners, self, origin)
 
     def _locations(self, numbers: Ints) -> Locations:
-        """Locations int64[n] that only the host has."""
-        return Locations(
-            self.runtime,
-            numbers,
-            None,
-            dtype=torch.int64,
-            shape=numbers.shape,
-            contract=Contract.HOST_ONLY,
-            name=self.name,
-        )
+        space = self._space_of_locations
+        return cast(Locations, space.handles(numbers))
 
     # Sharing
 
@@ -643,13 +707,7 @@ class PagePool:
         """The pages of the first `num_tokens` tokens of a slot or lease, checked; a new array."""
         tokens = size_of(num_tokens, f"{self.name}: {operation}: num_tokens", most=MOST_TOKENS)
         if isinstance(source, PageLease):
-            if self._leases.get(id(source)) is not source:
-                raise ArgumentError(
-                    f"{self.name}: {operation} from {source!r}, which this pool does not hold",
-                    value=source,
-                    remedy="share from a lease before it is released, in the pool that made it",
-                )
-            available, pages = source.tokens, source.pages
+            available, pages = source.tokens, self._held(source, operation).pages
         else:
             rows = self.slots.rows_of(source, operation)
             if rows.size != 1:
@@ -663,6 +721,15 @@ class PagePool:
         most = max(available, self.max_tokens_per_request)  # a lease may hold more than a request may have
         invariants.length_order(length, there, most, explain=_short_prefix, **self._where(operation))
         return pages[: tokens // self.page_size].astype(np.int64)
+
+    def _held(self, lease: PageLease, operation: str) -> PageLease:
+        if self._leases.get(id(lease)) is not lease:
+            raise ArgumentError(
+                f"{self.name}: {operation} from {lease!r}, which this pool does not hold",
+                value=lease,
+                remedy="use a lease before it is released, in the pool that made it",
+            )
+        return lease
 
     # Releasing
 
@@ -735,13 +802,20 @@ class PagePool:
     # Checks
 
     def verify(self) -> None:
-        """Checks every invariant of the pool from scratch, on the host. Costs O(pages + slots x width).
+        """Checks every invariant of the pool from scratch, with its tables. Costs O(pages + slots x width).
+
+        Reads device memory where it has tables, but not under capture.
 
         Raises:
-            Violation: PAGE_OWNER, LENGTH_ORDER, SLOT_CONSERVATION, and see `Allocator.verify`.
+            Violation: PAGE_OWNER, LENGTH_ORDER, SLOT_CONSERVATION; see `Allocator.verify` and `Table.check`.
         """
         self.runtime.check_owner(f"{self.name}: verify")
         self._listener.verify()
+        self._verify_tables("verify")
+
+    def _verify_tables(self, operation: str) -> None:
+        for table in self._tables:
+            table.check(operation)
 
     def expect_idle(self) -> None:
         """Checks that no slot and no lease holds a page; pending pages are not a leak.
@@ -757,8 +831,10 @@ class PagePool:
             self._listener.verify()
 
     def _begin(self, slots: Slots, operation: str) -> Ints:
-        """Checks the caller's thread and the handles; int64[n]."""
+        """Checks the caller's thread, the handles, and at `full` what kernels can damage; int64[n]."""
         self.runtime.check_owner(f"{self.name}: {operation}")
+        if levels.full:
+            self._verify_tables(operation)
         return self.slots.rows_of(slots, operation, unique=True)
 
     def _per_row(self, numbers: object, slots: Slots, rows: Ints, operation: str) -> Ints:

@@ -1,5 +1,6 @@
 """Models as plain collections: allocators of pools, snapshots of pools and tables, the sides of mirrored values."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, final
 
@@ -28,12 +29,14 @@ class AllocatorModel:
         size, reserve: how many, ordinarily and beyond.
         live: those that have an owner.
         pending: index -> the fences that must be complete before it is free.
+        generations: index -> how often it was handed out.
     """
 
     size: int
     reserve: int = 0
     live: set[int] = attrs.field(factory=set)
     pending: dict[int, tuple[ManualFence, ...]] = attrs.field(factory=dict)
+    generations: Counter[int] = attrs.field(factory=Counter)
 
     @property
     def total(self) -> int:
@@ -91,6 +94,7 @@ class AllocatorModel:
                 state = "live" if index in self.live else f"pending behind {self.pending[index]}"
                 disagree(f"index {index} was handed out although it is {state}")
             self.live.add(index)
+            self.generations[index] += 1
 
     def release(self, indices: Iterable[int], *fences: ManualFence | None) -> None:
         """These were freed; they are free again once the fences that are not None are complete."""

@@ -6,6 +6,7 @@ from typing import Protocol, final
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
@@ -13,6 +14,7 @@ from hypothesis.stateful import initialize, precondition, rule
 from batchstate import invariants
 from batchstate.columns import device_only, mirrored
 from batchstate.hybrid import HybridSlotPool
+from batchstate.indices import Locations
 from batchstate.kv.pages import Extension, PageLease, PagePool
 from batchstate.mirror import Contract, MirroredTensor
 from batchstate.pools import SlotPool
@@ -28,6 +30,9 @@ BUDGET = 6
 
 DEPTH = 3
 """Steps in flight, at most."""
+
+WINDOW = 4
+"""Tokens of a request whose KV the layers with a window keep."""
 
 
 class EngineBatch(ScheduledBatch):
@@ -106,8 +111,11 @@ class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
         self.adapters = pages.slots.adopt(
             pages.runtime.device_zeros((pages.slots.capacity,), torch.int32), "adapter_ids", host=True
         )
+        memory = pages.runtime.device_zeros((pages.location_capacity,), torch.int32)
+        self.window = pages.adopt(memory, "full_to_window", by="location", host=True)  # that of the last tokens is kept
         self._listener = listener
         self._writes: list[TableWrite] = []
+        self._reads: list[Locations] = []  # of the next forward
         self._real: deque[Fence] = deque()  # of the device itself, which may be slower than `steps`
 
     def step(self) -> int:
@@ -185,6 +193,7 @@ class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
                 start = self.cache.tokens
                 extension = self.pages.share(self.cache, slot, start)
                 self._writes.append(extension.entry())
+                self._reads.append(extension.locations)
             self._listener.on_join(request, extension)
             request.state = "running"
             request.last = 1000 * request.number + request.num_generated
@@ -207,6 +216,8 @@ class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
         batch = self.batch.advance({"seq_lens": plan.chunks, "num_generated": plan.generates, "bound_lens": 2})
         extension = self.when_free(lambda: self.pages.advance(batch.slots, plan.chunks))
         self._listener.on_extend(batch, extension)
+        self._writes.append(self.window.entry(extension.locations, None, in_window(extension)))
+        self._reads.append(extension.locations)
         batch.upload(
             writes=[*self._writes, extension.entry()],
             extras={"positions": extension.positions, "out_cache_loc": extension.locations.np},
@@ -225,6 +236,10 @@ class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
             if table is not None:
                 table.device_for(batch.slots)
                 table.read_until(self.runtime.record())
+        for locations in self._reads:
+            self.window.device_for(locations)
+        self._reads.clear()
+        self.window.read_until(self.runtime.record())
         launch, tokens, lens = self.runtime.launch, batch.last_token.device, batch.bound_lens.device
         sampled = launch(torch.add, tokens, 1, reads=(tokens,), name="forward")
         accepted = launch(torch.sub, lens, 1, reads=(lens,), name="verify drafts")
@@ -240,6 +255,12 @@ class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
         self.batch = self.batch.replace(bound_lens=self.batch.bound_lens.resolve())
         for request in self.batch.requests:
             request.most = request.bound
+
+
+def in_window(extension: Extension) -> npt.NDArray[np.int64]:
+    """Where tokens lie in the window's memory, which goes round: int64[t]."""
+    where: npt.NDArray[np.int64] = extension.slots * 100 + extension.positions % WINDOW
+    return where
 
 
 _MAX_TOKENS = 12

@@ -5,14 +5,16 @@ from typing import Any, final
 
 import attrs
 import numpy as np
+import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from batchstate.errors import ArgumentError, DtypeError, PoolExhaustedError, ShapeError
-from batchstate.indices import Pages, Slots
+from batchstate.indices import Handles, Pages, Slots
 from batchstate.kv.pages import Extension, PageLease, PagePool
 from batchstate.pools import SlotPool
 from batchstate.selfcheck.machines.pools import PoolMachine
+from batchstate.tables import Table
 from batchstate.testing.fences import ManualFence
 from batchstate.testing.machine import Misuse, agree, agree_on, disagree
 from batchstate.testing.models import AllocatorModel, snapshot_pages, snapshot_slots
@@ -259,6 +261,10 @@ _MISUSES: tuple[Misuse[It], ...] = (
 )
 
 
+_NAMED = 12
+"""Rows that are remembered, of pages that were given out lately."""
+
+
 class PagePoolMachine(PoolMachine):
     """Requests that grow, commit, speculate, share and leave, in a pool too small for all of them."""
 
@@ -276,6 +282,9 @@ class PagePoolMachine(PoolMachine):
         "exhausted for good",
         "released behind step N while N+1 is in flight",
         "retraction",
+        "a row of a recycled page refused",
+        "rows of pages read",
+        "handles of pages that were given back refused",
     )
     MISUSES = _MISUSES
 
@@ -287,6 +296,11 @@ class PagePoolMachine(PoolMachine):
         self.most = 4 * page_size - (page_size > 1)
         self.pages = PagePool(self.rt, self.slots, num_pages, page_size, max_tokens_per_request=self.most)
         self.table = self.slots.table("req_to_token", (self.most,), holds="location", host=True)
+        tensor = self.rt.device_zeros((self.pages.location_capacity,), torch.int64)
+        self.by_location = self.pages.adopt(tensor, "by location", by="location")
+        self.by_page = self.pages.table("by page", (), torch.int64, by="page", host=True)
+        self.rows: dict[tuple[Table, int], tuple[int, int]] = {}  # (table, row) -> generation of the writer, value
+        self.named: list[tuple[Table, Handles]] = []  # rows that were given to a request
         self.model = PageModel(self.pages, AllocatorModel(num_pages))
         self.held: dict[int, Slots] = {}
         self.gone: list[Slots] = []
@@ -380,7 +394,51 @@ class PagePoolMachine(PoolMachine):
             owners = extension.owners.take(np.arange(len(slots)).repeat(extension.counts))
             self.table.write(owners, extension.positions, extension.locations)
             agree_on(write.values, extension.locations.np.astype(np.int32), "values of the table write")
+            self._name_rows(extension)
         return True
+
+    def _name_rows(self, extension: Extension) -> None:
+        """Rows of new tokens are read too early, then written, or by their next owner; some older ones are read too."""
+        new: list[tuple[Table, Handles]] = [
+            (self.by_location, extension.locations),
+            (self.by_page, self.pages.pages_of(extension.owners.take([0]))),
+        ]
+        for table, handles in new:
+            self._use_rows(table, handles, writes=False)
+            if self.model.written % 3:
+                self._use_rows(table, handles, writes=True)
+        if self.named:
+            self._use_rows(*self.named[self.model.written % len(self.named)], writes=False)
+        self.named = [*self.named[-_NAMED:], *new]
+
+    def _use_rows(self, table: Table, handles: Handles, *, writes: bool) -> None:
+        """Rows by page and by location belong to whom the page was given; the next owner finds them unwritten."""
+        per_page, allocator = self.pages.page_size if table is self.by_location else 1, self.model.allocator
+        numbers, generations = handles.np.tolist(), handles.generations.tolist()
+        owned = [
+            number // per_page in allocator.live and allocator.generations[number // per_page] == generation
+            for number, generation in zip(numbers, generations, strict=True)
+        ]
+        rows = [self.rows.get((table, number), (0, 0)) for number in numbers]
+        if not all(owned):
+            self.reached("handles of pages that were given back refused")
+            for use in (table.device_for, table.clear):
+                with self.refused(Code.SLOT_STALE_HANDLE):
+                    use(handles)
+        elif writes:
+            self.model.written += 1
+            values = [self.model.written * 100 + at for at in range(len(numbers))]
+            table.write(handles, None, values)
+            for number, generation, value in zip(numbers, generations, values, strict=True):
+                self.rows[table, number] = generation, value
+        elif [generation for generation, _ in rows] != generations:
+            self.reached("a row of a recycled page refused", any(value for _, value in rows))
+            with self.refused(Code.ROW_UNWRITTEN):
+                table.device_for(handles)
+        else:
+            self.reached("rows of pages read")
+            found = self.rt.inspect(table.device_for(handles).index_select(0, handles.device))
+            agree([value for _, value in rows], found.tolist(), "rows of pages")
 
     def _allowed(self, slots: list[int], lengths: list[int], call: Callable[[], object], *, writes: bool) -> bool:
         """Whether a call that grows requests is to be refused; if so, it is tried."""
