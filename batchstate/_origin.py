@@ -111,7 +111,7 @@ class RowSet:
         """Whether a row is of another request in `other`, bool; rows without handles are told apart by number alone."""
         mine, theirs = self.handles, other.handles
         if mine is None or theirs is None:
-            return np.array([self.number != 0 and other.number != 0])
+            return np.array(self.number != 0 and other.number != 0)
         size = max(mine[0].size, theirs[0].size)
         if self.pool_id != other.pool_id:
             return np.ones(size, dtype=np.bool_)
@@ -209,7 +209,7 @@ class Origin:
 
         def explain(row: int) -> tuple[str, object, object]:
             slot = int(slots[row])
-            problem = f"{self!r} was derived from the {changes.what} of slot {slot}, which have changed since"
+            problem = f"{self!r} was derived from the {changes.what} of index {slot}, which have changed since"
             return problem, f"change {then} or before", f"change {changes.rows[slot]}: {changes.by(slot)}"
 
         invariants.derived_stale(changes.since(slots, then), explain, slots=slots, **where)

@@ -293,8 +293,9 @@ class Batch(metaclass=BatchType):
             DtypeError: neither booleans nor integers.
             RowIndexError: an index outside [0, num_reqs).
             ArgumentError: an index twice, or a padded batch.
+            Violation: DERIVED_STALE, at `cheap`: a mask of other requests.
         """
-        index = kept_rows(keep, self._begin("filter"), f"{type(self).__name__}.filter")
+        index = self._kept(keep, self._begin("filter"), "filter")
         return self._derived("filter", self._state.taken(index), index.size)
 
     def merge(self, other: Self) -> Self:
@@ -336,7 +337,7 @@ class Batch(metaclass=BatchType):
         num_reqs = self._begin("next_batch")
         state = self._state
         if keep is not None:
-            index = kept_rows(keep, num_reqs, what)
+            index = self._kept(keep, num_reqs, "next_batch")
             state, num_reqs = state.taken(index), index.size
         kept = num_reqs
         if joining is not None:
@@ -438,11 +439,15 @@ class Batch(metaclass=BatchType):
             DtypeError: a column of floats, booleans or indices, or `n` is not an integer.
             ValueOverflowError: a value would leave the column's dtype.
             ArgumentError: a padded batch, or a column named twice.
+            Violation: DERIVED_STALE, at `cheap`: a mirrored value of other requests is added.
         """
         what = f"{type(self).__name__}.advance"
         added = amounts_by_column(columns, n, what)
         num_reqs = self._begin("advance")
-        return self._derived("advance", self._state.shifted(added, num_reqs, what), num_reqs, moved=False)
+        state = self._state.shifted(added, num_reqs, what)
+        for name, amount in added.items():
+            self._check_same_rows(amount, "advance", name)
+        return self._derived("advance", state, num_reqs, moved=False)
 
     def update(self, column: str, rows: object, values: object) -> Self:
         """The same batch with other values in some rows of one mirrored column, on both sides.
@@ -584,7 +589,7 @@ class Batch(metaclass=BatchType):
         arrays = self._checked_extras(extras, "upload")
         if levels.cheap:
             self._check_read_columns("upload")
-            self._check_live("upload")
+            self.check_live("upload")
         device = self.device_side
         first = not device.uploaded
         if first:
@@ -634,7 +639,7 @@ class Batch(metaclass=BatchType):
         self._check_writes(writes, "to_static")
         if levels.cheap:
             self._check_read_columns("to_static")
-            self._check_live("to_static")
+            self.check_live("to_static")
         self._check_host_is_fresh("to_static")
         uploaded = buffers.receive(self, writes, self._checked_extras(extras, "to_static"))
         uploaded.row_set = self.row_set
@@ -688,6 +693,18 @@ class Batch(metaclass=BatchType):
                 value._device.tensor(self.runtime)
             value.check(operation)
 
+    def check_live(self, operation: str = "check_live") -> None:
+        """Checks that each request still has its slot. Slots that no pool handed out have no owner to ask.
+
+        Raises:
+            Violation: SLOT_STALE_HANDLE.
+        """
+        pool = Generations.of_pool(self._pool_id)
+        if pool is not None and self._slot_column is not None:
+            host, live = self._state.host, slice(self.num_reqs)
+            slots, held = host.column(self._slot_column), host.column(self._slot_column + GENERATION_SUFFIX)
+            pool.check_held(slots[live], held[live], operation)
+
     def _check_read_columns(self, operation: str) -> None:
         """Only what is exposed can have been written: device sides, and host sides as tensors."""
         for value in self._exposed:
@@ -720,14 +737,6 @@ class Batch(metaclass=BatchType):
             invariants.sentinel_escaped(slots, **where)
             invariants.slot_zero_allocated(slots, **where)
             invariants.slot_shared(slots, **where)
-
-    def _check_live(self, operation: str) -> None:
-        """Each request still has its slot. Slots that no pool handed out have no owner to ask."""
-        pool = Generations.of_pool(self._pool_id)
-        if pool is not None and self._slot_column is not None:
-            host, live = self._state.host, slice(self.num_reqs)
-            slots, held = host.column(self._slot_column), host.column(self._slot_column + GENERATION_SUFFIX)
-            pool.check_held(slots[live], held[live], operation)
 
     def _check_tail(self, operation: str) -> None:
         if self.num_rows == self.num_reqs:
@@ -783,11 +792,17 @@ class Batch(metaclass=BatchType):
             )
         return self.num_reqs
 
+    def _kept(self, keep: object, num_reqs: int, operation: str) -> Array:
+        """The rows that `keep` names, int64[k]; a mask is of these requests."""
+        index = kept_rows(keep, num_reqs, f"{type(self).__name__}.{operation}")
+        if isinstance(keep, MirroredTensor) and keep.dtype is torch.bool:
+            self._check_same_rows(keep, operation)
+        return index
+
     def _check_same_rows(self, value: object, operation: str, column: str | None = None) -> None:
         """Refuses a value whose rows are of other requests; one that does not say is taken as it is."""
-        rows = value.row_set if isinstance(value, MirroredTensor) else None
-        if rows is not None and levels.cheap:
-            self.row_set.check_same(rows, repr(value), **self._where(operation, column))
+        if isinstance(value, MirroredTensor) and value.row_set is not None and levels.cheap:
+            self.row_set.check_same(value.row_set, repr(value), **self._where(operation, column))
 
     def _tensor_column(self, name: str, what: str) -> TensorColumn:
         column = self._columns.get(name)

@@ -311,7 +311,8 @@ class FutureMap:
             ShapeError, DtypeError, DeviceError, ValueOverflowError: values that do not go into the field.
             CaptureError: the stream is being captured; a replay would publish without the relay's knowledge.
             Violation: SLOT_STALE_HANDLE and the other codes of handles; SLOT_SHARED; SENTINEL_ESCAPED: a negative host
-                value in a field that has none; FUTURE_UNREAD_OVERWRITTEN and FUTURE_ORDER at `cheap`. Nothing was
+                value in a field that has none; DERIVED_STALE, at `cheap`: a mirrored value whose rows are of other
+                requests; FUTURE_UNREAD_OVERWRITTEN and FUTURE_ORDER at `cheap`. Nothing was
                 published.
         """
         self._check_call("publish")
@@ -327,6 +328,9 @@ class FutureMap:
         for name, value in values.items():
             field, what = self._fields[name], f"{self.name}: publish of {name!r}"
             if isinstance(value, (torch.Tensor, MirroredTensor)):
+                rows = value.row_set if isinstance(value, MirroredTensor) else None
+                if rows is not None:
+                    slots.row_set.check_same(rows, repr(value), **self._entries.where("publish", name))
                 _check_device_values(value, field, num_rows, self.runtime, what)
                 device[name] = value
             else:

@@ -332,16 +332,16 @@ def derived_stale(
 ) -> Breach | None:
     """What is derived is used for the rows it was derived from, and while what it was derived from is as it was.
 
-    `stale` bool[n] says of which rows that does not hold, `explain` of one of them the problem, what was expected and
-    what is there; `slots` integer[n] are those of the rows.
+    `stale`, bool[n] or one for all, says of which rows that does not hold, and `explain` of one of them the problem,
+    what was expected and what is there; `slots` integer[n] are those of the rows.
     Cost: two numbers are compared while nothing has changed, else a few comparisons per row. Broken by a plan of the
     step before, by a table write that is uploaded after its pages were released, by matching results by position.
     """
-    if (row := first_row(stale)) is None:
+    if (row := first_row(np.atleast_1d(stale))) is None:
         return None
     problem, expected, actual = explain(row)
     slot = None if slots is None or row >= slots.size else int(slots[row])
-    return Breach(problem, expected=expected, actual=actual, row=row, slot=slot)
+    return Breach(problem, expected=expected, actual=actual, row=row if stale.ndim else None, slot=slot)
 
 
 # Slots: who owns which row, since when, and until when.

@@ -5,14 +5,16 @@ copy straight to where the graph reads. Rows beyond those of the batch are paddi
 A column whose host side is not a copy is gathered, and copied to its place on the device.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import SupportsIndex, final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import SupportsIndex, TypeVar, final
 
+import numpy as np
 import torch
 
 from batchstate import invariants, levels
 from batchstate._allocator import size_of
 from batchstate._arrays import Array, as_array, copy_into
+from batchstate._origin import DerivedArrays, Origin
 from batchstate._rows import HostRows, Layout, RowState
 from batchstate._upload import Extras, append_needs, joined_writes, named_arrays
 from batchstate.batch import Batch
@@ -25,6 +27,8 @@ from batchstate.tables import TableWrite
 from batchstate.violations import Where
 
 __all__ = ["StaticBuffers"]
+
+T = TypeVar("T")
 
 _BYTES_PER_WRITE = 16
 """Bytes of one element of a table write: its index, and a value of the widest dtype."""
@@ -70,6 +74,8 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         self.rows = size_of(rows, "StaticBuffers: rows", least=1)
         self.num_reqs = 0
         self._write_count: int | None = None
+        self._version = 0
+        self._origin: Origin | None = None
         self._batch = batch
         self._columns = batch.columns()
         declared = {} if extras is None else named_arrays(extras, "StaticBuffers")
@@ -110,14 +116,42 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._views)
 
-    def before_replay(self) -> None:
-        """Orders what the current stream does next after the step that was written last. The host does not wait.
+    def bind(self, replay: Callable[[], T]) -> Callable[[Batch], T]:
+        """The replay of a graph that was captured over these buffers, as a function of the batch that it is to run.
 
-        Reading a tensor of the buffers does the same, and a replay reads none: call it where another stream replays
-        than the one that `to_static` runs on.
+        The function refuses a batch that is not the one in the buffers. What runs on the current stream waits for the
+        copy, and the next copy for the replay; the host does not wait.
+
+        Args:
+            replay: launches the graph on the current stream, such as `torch.cuda.CUDAGraph.replay`.
+
+        Returns:
+            a function of a batch. It raises DERIVED_STALE, at `cheap`: the buffers hold another batch, or arrays of a
+            plan whose pages have changed since; SLOT_STALE_HANDLE: a request of the batch has left.
         """
-        self.runtime.check_owner("StaticBuffers.before_replay")
-        self._fixed.ordered()
+
+        def run(batch: Batch) -> T:
+            self.runtime.check_owner("StaticBuffers: replay")
+            if levels.cheap:
+                self._check_holds(batch)
+            self._fixed.ordered()
+            returned = replay()
+            self._fixed.read_until(self.runtime.record())
+            return returned
+
+        return run
+
+    def _check_holds(self, batch: Batch) -> None:
+        """The buffers were filled with this very batch, and what it and its extras were derived from is as it was."""
+        where: Where = {"object": self, "operation": "replay", "step": self.runtime.step}
+        invariants.derived_stale(
+            np.array(batch.version != self._version),
+            lambda _: ("the graph would run another batch", f"batch version {batch.version}", self._version or "none"),
+            **where,
+        )
+        batch.check_live("replay")
+        if self._origin is not None:
+            self._origin.check(**where)
 
     def read_until(self, fence: Fence) -> None:
         """Declares that a launched graph reads until `fence`. A step that is written on another stream waits for it."""
@@ -144,6 +178,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         for name, rows in state.device.items():
             rows.check_sources(self.runtime, name)  # before anything is written
         self._fixed.await_readers()
+        self._version = 0  # if what follows fails, what the buffers hold is no batch
         try:
             copied, packed, skipped = self._copied(fixed, others)
             self.num_reqs = batch.num_reqs
@@ -164,6 +199,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
             self._write_count = write_count(self._fixed.memory)
         if levels.full and not self.runtime.checks_suspended():
             self._check(state, arrays)
+        self._version, self._origin = batch.version, extras.origin if isinstance(extras, DerivedArrays) else None
         places = {name: first_extra + i for i, name in enumerate(arrays)}
         return Extras(self.runtime, copied, places, dict(extras), self._slots_of(state.host, copied))
 

@@ -18,15 +18,15 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import Array, as_array, converted, count, signed_twin
-from batchstate._origin import Origin
+from batchstate._arrays import Array, as_array, converted, count, select_rows, signed_twin
+from batchstate._origin import Changes, Origin, RowSet
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, RowIndexError, ShapeError
 from batchstate.indices import Handles
-from batchstate.mirror import MirroredTensor
+from batchstate.mirror import MirroredTensor, ReadyTensor
 from batchstate.runtime import Fence, FixedMemory, Runtime, check_fence, numpy_dtype
 from batchstate.violations import Code, Where
 
-__all__ = ["IndexSpace", "Table", "TableWrite"]
+__all__ = ["IndexSpace", "Table", "TableRows", "TableWrite"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -94,6 +94,38 @@ class TableWrite:
 
 
 @final
+@attrs.frozen(eq=False, repr=False)
+class TableRows:
+    """Rows of a table as they were when `Table.gather` took them.
+
+    Attributes:
+        table: where they are from.
+        handles: whose they are.
+    """
+
+    table: "Table"
+    handles: Handles
+    _gathered: ReadyTensor
+    _origin: Origin
+
+    def __repr__(self) -> str:
+        return f"TableRows({len(self.handles)} rows of {self.table!r})"
+
+    @property
+    def device(self) -> torch.Tensor:
+        """The rows `[n, *row_shape]`, to be read only, safe to use on the current stream.
+
+        Raises:
+            Violation: DERIVED_STALE, at `cheap`: a row was written or cleared since. SLOT_STALE_HANDLE: it has another
+                owner.
+        """
+        if levels.cheap:
+            self.table.space.rows_of(self.handles, f"{self.table.name}: gathered rows", padded=True)
+            self._origin.check(object=self, operation="device", step=self.table.runtime.step)
+        return self._gathered.on_current_stream(self.table.runtime)
+
+
+@final
 class Table:
     """Device memory `[capacity, *row_shape]` indexed by the slots, pages or locations of one pool.
 
@@ -122,6 +154,7 @@ class Table:
             self._flat = device.view(signed_twin(device.dtype)).view(-1)
         self._fixed = FixedMemory(self.runtime, device)
         self._host = host
+        self._changes: Changes | None = None
         self._written = np.zeros(self.capacity, dtype=np.int64)  # the generation that each row was last written for
 
     @classmethod
@@ -192,6 +225,32 @@ class Table:
             )
         rows: Array = self._host[self._check_written(handles, "host_for")]
         return rows
+
+    def gather(self, handles: Handles) -> TableRows:
+        """The rows of `handles` in memory of their own, for kernels of several steps: one launch, no copy, no wait.
+
+        They are refused once one of them was written or cleared: gather again then.
+
+        Args:
+            handles: as for `device_for`.
+
+        Raises:
+            CaptureError: the stream is being captured; its kernel would not run now. Else as `device_for`.
+        """
+        self.runtime.refuse_capture(f"{self.name}: gather")
+        memory, index = self.device_for(handles), handles.device
+        rows = self.runtime.launch(select_rows, memory, index, reads=(memory, index), name=f"{self.name}: gather")
+        self._fixed.read_until(self.runtime.record())
+        changes, row_set = self.version, RowSet(0, (handles.np, handles.generations), 0)
+        origin = Origin("gather", self.runtime.step, row_set, changes, changes.last)
+        return TableRows(self, handles, ReadyTensor.made_now(rows, self.runtime), origin)
+
+    @property
+    def version(self) -> Changes:
+        """When each row was last written or cleared; noted from the first time on that this is asked for."""
+        if self._changes is None:
+            self._changes = Changes(self.capacity, f"rows of table {self.name!r}")
+        return self._changes
 
     def written(self, handles: Handles) -> npt.NDArray[np.bool_]:
         """Which rows their owners have written, bool[n]. Raises what `write` raises for handles."""
@@ -359,6 +418,8 @@ class Table:
     def note_rows(self, rows: Ints, generations: Ints) -> None:
         """The rows int64[n] are written for owners of these generations from now on. For the library."""
         self._written[rows] = generations
+        if self._changes is not None:
+            self._changes.note(rows, "a write", self.runtime.step)
 
     def clear(self, handles: Handles) -> None:
         """Sets whole rows to zero on the current stream, which writes them: one upload, one kernel.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchstate import Runtime, Slots, Violation, checks
+from batchstate import MirroredTensor, Runtime, Slots, StaticBuffers, Violation, checks
 from batchstate.errors import ArgumentError
 from batchstate.forward.plan import ForwardPlan
 from batchstate.future_map import FutureMap, Prefetched, relay_field
@@ -197,3 +197,79 @@ def test_slots_of_another_pool_have_no_results(rt: Runtime, results: tuple[Runni
     _, found = results
     other: Slots = World.of(rt).take([9, 9, 9])
     refused(Code.DERIVED_STALE, lambda: found["lens"].aligned(other))
+
+
+# Graphs and tables
+
+
+def test_a_graph_of_another_batch(rt: Runtime, world: World) -> None:
+    """A bound replay runs the batch that is in its buffers: not another, not the one that fills another graph's."""
+    batch = Running.build(rt, slots=world.take([3, 5]), seq_lens=[3, 5])
+    buffers = {rows: StaticBuffers(rt, Running, rows=rows) for rows in (4, 8)}
+    ran: list[int] = []
+    replay = {rows: one.bind(functools.partial(ran.append, rows)) for rows, one in buffers.items()}
+    nothing_moves(rt, lambda: replay[4](batch))
+    batch.to_static(buffers[4])
+    replay[4](batch)
+    violation = nothing_moves(rt, lambda: replay[8](batch))
+    assert (violation.row, violation.operation) == (None, "replay")
+    batch.to_static(buffers[8])
+    later = batch.advance("seq_lens", 1)
+    nothing_moves(rt, lambda: replay[8](later))
+    later.to_static(buffers[4])
+    replay[8](batch)
+    nothing_moves(rt, lambda: replay[4](batch))
+    assert ran == [4, 8]
+
+
+def test_a_graph_whose_pages_or_requests_went(rt: Runtime, world: World) -> None:
+    """Buffers that hold a plan are not replayed once its pages were given back, nor when a request has left."""
+    slots = world.take([3, 5])
+    batch = Running.build(rt, slots=slots, seq_lens=[3, 5])
+    plan = ForwardPlan.of(batch.slots, batch.seq_lens, pages=world.pages)
+    buffers = StaticBuffers(rt, Running, rows=2, extras=plan.extras)
+    replay = buffers.bind(lambda: None)
+    batch.to_static(buffers, extras=plan.extras)
+    replay(batch)
+    world.pages.truncate(slots, [3, 4])
+    assert nothing_moves(rt, lambda: replay(batch)).row == 1
+    world.pages.release_requests(slots)
+    nothing_moves(rt, lambda: replay(batch), Code.SLOT_STALE_HANDLE)
+
+
+@pytest.mark.parametrize("level", ["cheap", "full"])
+def test_rows_gathered_from_a_table_that_was_written(rt: Runtime, world: World, level: str) -> None:
+    """Gathered rows serve until one of them is written or cleared; what happens to other rows does not matter."""
+    with checks(level):
+        values = world.slots.table("values", (2,), torch.int64, host=True)
+        slots, other = world.slots.take(3).split([2, 1])
+        values.write(slots, None, [[1, 2], [3, 4]])
+        gathered = values.gather(slots)
+        values.write(other, None, [[5, 6]])
+        assert rt.inspect(gathered.device).tolist() == [[1, 2], [3, 4]]
+        values.write(slots.filter([1]), [0], [7])
+        violation = nothing_moves(rt, lambda: gathered.device)
+        assert (violation.row, violation.slot) == (1, int(slots.np[1]))
+        again = values.gather(slots.pad(3))
+        assert rt.inspect(again.device).tolist() == [[1, 2], [7, 4], [0, 0]]
+        values.clear(slots.filter([0]))
+        nothing_moves(rt, lambda: again.device)
+        third = values.gather(slots)
+        world.slots.free(slots)
+        nothing_moves(rt, lambda: third.device, Code.SLOT_STALE_HANDLE)
+
+
+def test_values_given_to_a_batch_are_of_its_requests(rt: Runtime, world: World) -> None:
+    """Masks, amounts and values of another order are refused by every operation that would take them by position."""
+    batch = Running.build(rt, slots=world.take([3, 5]), seq_lens=[3, 5])
+    turned = batch.filter([1, 0])
+    relay = FutureMap(world.slots, {"lens": relay_field(torch.int64)})
+    done = MirroredTensor.from_host(rt, [True, False])
+    for call in (
+        lambda: batch.advance("seq_lens", turned.seq_lens),
+        lambda: batch.replace(seq_lens=turned.seq_lens),
+        lambda: relay.publish(batch.slots, lens=turned.seq_lens),
+    ):
+        nothing_moves(rt, call)
+    assert batch.filter(done).seq_lens.np.tolist() == [3]
+    assert batch.advance("seq_lens", batch.seq_lens).seq_lens.np.tolist() == [6, 10]

@@ -1,5 +1,6 @@
 """StaticBuffers: a step written straight to addresses that stay."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -201,19 +202,24 @@ def test_the_batch_keeps_its_own_device_side(pool: SlotPool) -> None:
     [(True, True, set()), (False, True, {"read after write"}), (True, False, {"write after read"})],
 )
 def test_a_replay_on_another_stream_is_ordered(behind: bool, declared: bool, found: set[str]) -> None:
-    """It runs behind the copy that it reads, and before the next one; each half that is left out is a race."""
+    """A bound one runs behind the copy that it reads, and before the next; each half that is left out is a race."""
     with RaceRuntime(on_race="collect") as rt:
         batch = Plain.build(rt, slots=SlotPool(rt, 4).take(1), seq_lens=[3], temperature=[0.5])
         buffers = StaticBuffers(rt, Plain, rows=1)
         captured = buffers["seq_lens"]
         replaying = rt.stream("replay")
+        launch = functools.partial(rt.launch, torch.neg, captured, reads=(captured,), name="replay")
+        replay = buffers.bind(launch)
         for _ in range(2):
             batch = batch.advance("seq_lens", 1)
             batch.to_static(buffers)
             with rt.use(replaying):
+                if behind and declared:
+                    replay(batch)
+                    continue
                 if behind:
-                    buffers.before_replay()
-                rt.launch(torch.neg, captured, reads=(captured,), name="replay")
+                    _ = buffers["seq_lens"]
+                launch()
                 if declared:
                     buffers.read_until(rt.record())
         assert {race.kind.value for race in rt.races} == found

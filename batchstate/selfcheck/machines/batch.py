@@ -303,6 +303,7 @@ class BatchMachine(Machine):
         self.owners = self.pool.take(8)
         self.graph = StaticBuffers(self.rt, Decode, rows=GRAPH_ROWS, extras={"positions": np.zeros(3, np.int32)})
         self.captured = dict(self.graph)  # what a graph would read from now on
+        self.replay = self.graph.bind(lambda: self.captured)
         self.requests = 0
 
     def check(self) -> None:
@@ -518,8 +519,7 @@ class BatchMachine(Machine):
         before = self.rt.counters.snapshot()
         with self.on(side):
             one.batch.to_static(self.graph, writes=writes, extras={"positions": new})
-        self.graph.before_replay()
-        captured = self.captured
+        captured = self.replay(one.batch)
         cost = self.rt.counters - before
         padded = Rows(one.batch, one.rows, one.bounded, GRAPH_ROWS - len(one))
         for name in COLUMNS:
