@@ -23,10 +23,11 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
+from batchstate._arrays import as_array
 from batchstate._origin import DerivedArrays, Origin, RowSet
 from batchstate._relay import PublishedRows
 from batchstate._rows import HostRows, RowState
-from batchstate._upload import BatchDevice, Extras
+from batchstate._upload import BatchDevice, Extras, joined_writes
 from batchstate.batch import Batch
 from batchstate.columns import MirroredColumn
 from batchstate.errors import ArgumentError, DeclarationError
@@ -37,7 +38,7 @@ from batchstate.indices import Slots
 from batchstate.kv.pages import PagePool
 from batchstate.mirror import Contract
 from batchstate.runtime import PackedUpload
-from batchstate.runtime.memory import ALIGNMENT, Place, StagingBlock
+from batchstate.runtime.memory import ALIGNMENT, Place, StagingBlock, packed_places
 from batchstate.tables import TableWrite
 from batchstate.violations import Where
 
@@ -261,7 +262,7 @@ class StepPlanner:
                 remedy="declare slot_column() and mirrored(torch.int64), and name the second: seq_lens=...",
             )
         self._runtime, self._pages, self._relay, self._slots = pages.runtime, pages, relay, pages.slots
-        self._slot_column, self._seq_lens = batch._slot_column, seq_lens
+        self._kind, self._slot_column, self._seq_lens = batch, batch._slot_column, seq_lens
         self._ids: tuple[str, ...] = (ids,) if isinstance(ids, str) else tuple(ids)
         self._lengths, self._results, self._layouts = lengths, tuple(results), layouts
         fields = relay.fields
@@ -319,6 +320,15 @@ class StepPlanner:
         Raises:
             As `PagePool.advance`, `Batch.advance`, `ForwardPlan.of` and `Batch.upload`. No token was committed.
         """
+        self._runtime.check_owner(_OPERATION)
+        if type(batch) is not self._kind:
+            raise ArgumentError(
+                f"StepPlanner: plan of {type(batch).__name__}, declared for {self._kind.__name__}",
+                value=batch,
+                remedy="make a planner for each batch class",
+            )
+        if writes:
+            batch._check_writes(writes, _OPERATION)
         if (
             self._in_one_piece
             and type(query_lens) is int
@@ -326,12 +336,9 @@ class StepPlanner:
             and prompt_ids is None
             and samples is None
             and pad_tokens is None
-            and not writes
-            and not extras
+            and self._decodes(batch, writes)
         ):
-            planned = self._decode(batch)
-            if planned is not None:
-                return planned
+            return self._decode(batch, writes, extras)
         return self._composed(batch, query_lens, prompt_ids, samples, pad_tokens, writes, extras)
 
     def _composed(
@@ -382,19 +389,24 @@ class StepPlanner:
 
     # A decode step in one piece
 
-    def _decode(self, batch: Batch) -> PlannedStep | None:
-        """A step in which each request puts in one token that the relay has; None if that is not one."""
+    def _decodes(self, batch: Batch, writes: Sequence[TableWrite]) -> bool:
+        """Whether a step that puts in one token of each request can be planned in one piece."""
+        device = batch._state.device
+        if device and (self._seq_lens in device or any(rows.as_it_is() is None for rows in device.values())):
+            return False
+        return (
+            0 < batch.num_reqs == batch.num_rows <= self._most
+            and not (batch._windows or (batch._exposed and batch._open_windows()))
+            and not (writes and any(write.table is self._table for write in writes))
+        )
+
+    def _decode(self, batch: Batch, writes: Sequence[TableWrite], extras: Mapping[str, object] | None) -> PlannedStep:
+        """A step in which each request puts in one token that the relay has."""
         runtime, pages = self._runtime, self._pages
-        runtime.check_owner(_OPERATION)
         num_reqs = batch._begin(_OPERATION)
+        joined = joined_writes(runtime, writes) if writes else ()
+        arrays = batch._checked_extras(extras, _OPERATION) if extras else {}
         state = batch._state
-        if (
-            state.device
-            or (batch._exposed and batch._open_windows())
-            or batch._windows
-            or not 0 < num_reqs <= self._most
-        ):
-            return None
         requests = self._requests
         if requests is None or requests.row_set.number != batch._row_number:
             requests = self._requests = self._requests_of(batch)
@@ -409,7 +421,7 @@ class StepPlanner:
         lens += _ONE
         locations = pages.next_locations(rows, start, lens, _OPERATION)
         moved = HostRows(host.layout, groups, host.wide)
-        upload, beside = self._sent(requests, moved, start, lens, locations)
+        upload, beside, uploaded = self._sent(requests, moved, (start, locations, lens), joined, arrays)
         pages.commit_rows(rows, lens)
         moved_state = RowState(moved, state.device, state.objects)
         advanced = batch._derived(_OPERATION, moved_state, num_reqs, windows={}, moved=False)
@@ -436,22 +448,47 @@ class StepPlanner:
             shares=pages.shares.last,
             pages=pages,
         )
-        return PlannedStep(self, advanced, plan, Extras(runtime, None, {}), requests, upload, beside)
+        return PlannedStep(self, advanced, plan, uploaded, requests, upload, beside)
 
     def _sent(
-        self, requests: _Requests, host: HostRows, start: Ints, lens: Ints, locations: Ints
-    ) -> tuple[PackedUpload, list[torch.Tensor]]:
-        """Copies the columns and what the forward takes besides, and writes the locations into `req_to_token`."""
+        self,
+        requests: _Requests,
+        host: HostRows,
+        tokens: tuple[Ints, Ints, Ints],
+        writes: Sequence[TableWrite],
+        extras: Mapping[str, object],
+    ) -> tuple[PackedUpload, list[torch.Tensor], Extras]:
+        """One copy of the columns, of what the forward takes besides, and of what the engine adds; then the scatters.
+
+        `tokens` are the positions of the tokens, their locations, and the lengths with them.
+        """
         runtime, table = self._runtime, self._table
+        start, locations, lens = tokens
         at = requests.first_element + start
-        block = runtime.staging_block(requests.nbytes)
+        places, nbytes, named = requests.places, requests.nbytes, {}
+        further: list[Array] = []
+        if writes or extras:
+            for write in writes:
+                further += (write.index, write.values)
+            for name, values in extras.items():
+                named[name] = len(places) + len(further)
+                further.append(as_array(values, f"extra {name!r}"))
+            added, size = packed_places(further)
+            places = [*places, *((nbytes + first, dtype, shape) for first, dtype, shape in added)]
+            nbytes += size
+        block = runtime.staging_block(nbytes)
         requests.fill(block, host, (start, locations, at, lens, locations))
-        upload = runtime.send(block, requests.nbytes, requests.places)
+        for array, place in zip(further, places[len(requests.places) :], strict=True):
+            block.write(array, place[0])
+        upload = runtime.send(block, nbytes, places)
         beside = requests.beside(upload)
         if table is not None:
             table.scatter(beside[2], beside[4], at, locations)
             table.note_rows(requests.rows, requests.generations)
-        return upload, beside
+        for i, write in enumerate(writes):
+            first = len(requests.places) + 2 * i
+            write.table.apply(write, upload.view(first), upload.view(first + 1))
+        return upload, beside, Extras(runtime, upload, named, dict(extras), row_set=requests.row_set)
 
     def _requests_of(self, batch: Batch) -> _Requests:
         """What stays the same from now on, of requests that were not those of the step before."""

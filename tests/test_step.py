@@ -21,6 +21,7 @@ from batchstate import (
     StepPlanner,
     Violation,
     checks,
+    device_only,
     mirrored,
     open_runtime,
     relay_field,
@@ -43,6 +44,12 @@ class Running(Batch):
     seed = mirrored(torch.int32)
     greedy = mirrored(torch.bool)
     pair = mirrored(torch.int16, shape=(2,))
+
+
+class RunningToo(Running):
+    """Another declaration."""
+
+    more = mirrored(torch.int64)
 
 
 @attrs.define(eq=False)
@@ -359,6 +366,44 @@ def test_several_fields_are_published_together(rt: Runtime) -> None:
         assert step.results["logit"].np.tolist() == [k, k]
 
 
+def test_device_columns_extras_and_table_writes(rt: Runtime) -> None:
+    """Columns on the device alone, arrays and writes of the engine go with a decode step in one piece, in one copy."""
+
+    class Hidden(Batch):
+        slots = slot_column()
+        seq_lens = mirrored(torch.int64)
+        state = device_only(torch.float32, shape=(2,))
+
+    slots = SlotPool(rt, 4)
+    table = slots.table("req_to_token", (LONGEST,), torch.int32, holds="location")
+    marks = slots.table("marks", (), torch.int64)
+    pages = PagePool(rt, slots, 16, PAGE_SIZE, max_tokens_per_request=LONGEST, req_to_token=table)
+    relay = FutureMap(slots, {"last": relay_field(torch.int64, read_by="both")})
+    planner = StepPlanner(Hidden, pages=pages, relay=relay, ids="last", results=("last",))
+    taken = slots.take(2)
+    state = rt.upload([np.arange(4, dtype=np.float32).reshape(2, 2)]).view(0)
+    extension = pages.extend(taken, [3, 3])
+    batch = Hidden.build(rt, slots=taken, seq_lens=[3, 3], state=state)
+    batch.upload(writes=[extension.entry()])
+    relay.publish(taken, last=[5, 6])
+    for k in range(1, 4):
+        before = rt.counters.snapshot()
+        write = marks.entry(batch.slots, None, [k, 10 * k])
+        step = planner.plan(batch, writes=[write], extras={"salt": np.array([k])})
+        assert step._requests is not None
+        inputs = step.inputs()
+        spent = rt.counters - before
+        assert (spent.host_to_device_copies, spent.device_operations) == (1, 3)  # two scatters and a gather
+        assert rt.inspect(step.extras["salt"]).tolist() == [k]
+        assert rt.inspect(marks.memory)[[1, 2]].tolist() == [k, 10 * k]
+        state = step.batch["state"].device + 1
+        step.publish(last=inputs.input_ids + 1)
+        batch = step.batch.replace(state=state)  # type: ignore[assignment]
+    assert rt.inspect(batch["state"].device).tolist() == [[3, 4], [5, 6]]
+    again = planner.plan(batch, writes=[table.entry(batch.slots, [LONGEST - 1] * 2, [1, 1])])
+    assert again._requests is None, "a further write to the token table is joined with the step's own"
+
+
 def test_columns_written_from_outside_are_noticed(rt: Runtime) -> None:
     """A write into a column's device side is reported by the next step; one into an input of the forward is its own."""
     world = World.of(rt)
@@ -405,3 +450,10 @@ def test_parts_of_two_pools(rt: Runtime) -> None:
     world.join([3])
     with pytest.raises(ArgumentError):
         _ = world.planner.plan(world.batch).results
+    for wrong in (None, RunningToo.empty(rt)):
+        with pytest.raises(ArgumentError):
+            world.planner.plan(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError):
+        world.planner.plan(world.batch, writes=[None])  # type: ignore[list-item]
+    with pytest.raises(ArgumentError):
+        world.planner.plan(world.batch, extras=3)  # type: ignore[arg-type]
