@@ -9,6 +9,7 @@ Order of this file: requests and the model of a forward (plain Python), `Choices
 """
 
 import functools
+import itertools
 import math
 import sys
 from collections import deque
@@ -25,8 +26,7 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from batchstate import levels
 from batchstate._upload import Extras
-from batchstate.batch import Batch
-from batchstate.columns import device_only, host_list, mirrored, slot_column
+from batchstate.columns import device_only, mirrored
 from batchstate.forward.plan import ForwardPlan
 from batchstate.future_map import FutureMap, Prefetched, relay_field
 from batchstate.indices import Slots
@@ -38,6 +38,7 @@ from batchstate.runtime.base import Download
 from batchstate.tables import TableWrite
 from batchstate.testing.fences import LateRuntime
 from batchstate.testing.machine import Machine, agree, agree_on, disagree
+from batchstate.traffic.scheduler import BatchScheduler, ScheduledBatch, StepPlan, pages_for
 
 __all__ = ["OverlapMachine"]
 
@@ -68,15 +69,12 @@ class Arrival(Enum):
     """Prebuilt: its KV arrives on one stream and is passed to the forward's stream, which writes it."""
 
 
-class OverlapBatch(Batch):
-    """The running requests, with the lengths that they have after the step."""
+class OverlapBatch(ScheduledBatch):
+    """The running requests."""
 
-    slots = slot_column()
-    seq_lens = mirrored(torch.int64)
     temperature = mirrored(torch.float32, pad=1.0)
     odd = mirrored(torch.int64, contract="upper_bound")  # steps with an odd mix, of which the host counts all
     last = device_only(torch.int64)  # the mix of the last step
-    requests = host_list()
 
 
 @final
@@ -106,14 +104,14 @@ class OverlapRequest:
     marks: tuple[int, ...] = (0,) * MARKS  # the row of marks that it is to have
     handle: Slots | None = None  # its slot, while it runs
     fill: Sequence[int] = ()  # ids that are prefilled, or were when it arrived, before it decodes
-    sampled: int = 0  # tokens, those in flight included
+    num_generated: int = 0  # tokens sampled, those in flight included
     in_flight: int = 0  # steps that sampled for it and are unread
     output: dict[int, int] = attrs.field(factory=dict)  # place in the answer -> token that the host has read
     aborted: bool = False
     held: DeviceState = attrs.field(factory=lambda: DeviceState(0))  # while it runs
 
     def __repr__(self) -> str:
-        return f"<request {self.number}: {len(self.prompt)} ids, {self.sampled} of {self.answer} tokens>"
+        return f"<request {self.number}: {len(self.prompt)} ids, {self.num_generated} of {self.answer} tokens>"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(repr(self))  # Hypothesis would list the fields
@@ -126,16 +124,17 @@ class OverlapRequest:
     @property
     def over(self) -> bool:
         """Whether it leaves before the next step."""
-        return self.aborted or self.sampled >= self.answer
+        return self.aborted or self.num_generated >= self.answer
 
     @property
     def known(self) -> Sequence[int]:
         """All ids that the host knows: what is prefilled when the request has no KV."""
-        return [*self.prompt, *(self.output[place] for place in range(self.sampled))]
+        return [*self.prompt, *(self.output[place] for place in range(self.num_generated))]
 
-    def query(self, chunk: int) -> int:
-        """Number of ids of its next forward, at most `chunk` of its prompt."""
-        return min(chunk, len(self.fill) - self.length) if self.length < len(self.fill) else 1
+    @property
+    def tokens_to_prefill(self) -> int:
+        """The number of `known` ids; for a prebuilt request one more, since it decodes at once."""
+        return len(self.prompt) + self.num_generated + (self.arrival is not Arrival.PROMPT)
 
     def ids(self, query: int) -> Sequence[int] | None:
         """The next ids as the host knows them, or None where the relay has the one id."""
@@ -329,7 +328,7 @@ def _present(value: T | None, what: str) -> T:
 
 
 @final
-class OverlapEngine:
+class OverlapEngine(BatchScheduler[OverlapBatch, OverlapRequest]):
     """Serves requests, one step ahead of the device.
 
     One step: rows leave and join, all grow, one upload, one forward, and the results of an older step are read. What
@@ -340,9 +339,8 @@ class OverlapEngine:
     def __init__(
         self, runtime: Runtime, size: int, num_pages: int, page_size: int, *, chunk: int, reached: Reached
     ) -> None:
-        self._rt = runtime
-        self._chunk = chunk
         self._reached = reached
+        self._clears_aside = False  # in this step, see `Choices`
         self.slots = SlotPool(runtime, size)
         fields = {
             "token": relay_field(torch.int64, read_by="both", non_negative=True),
@@ -365,22 +363,20 @@ class OverlapEngine:
         with runtime.use(self.streams.arrivals):
             # The engine's own. Only the fence of the free orders a slot's next owner after its last.
             self.states = self.slots.table("states", (), torch.int64)
-        self.pages = PagePool(
+        pages = PagePool(
             runtime, self.slots, num_pages, page_size, max_tokens_per_request=MAX_TOKENS, req_to_token=self.tokens
         )
+        super().__init__(pages, OverlapBatch.empty(runtime), max_tokens_per_step=size - 1 + chunk)
         with runtime.use(self.streams.forward):
             self._kv = runtime.device_zeros((self.pages.location_capacity, 2), torch.int64)
             self._kv_ready = runtime.record()
         self._kv_synchronised: set[object] = set()
-        self.batch = OverlapBatch.empty(runtime)  # the running requests, as they are after the last launched step
         self.ages = MirroredTensor.from_host(
             runtime, np.zeros(0, np.int64), name="ages"
         )  # in steps, moved as the batch
-        self.waiting: deque[OverlapRequest] = deque()  # first come first served
         self._marks_due: dict[OverlapRequest, tuple[int, ...]] = {}  # written with the next upload
         self._writes: list[TableWrite] = []  # the same, of prebuilt requests
         self._arrived: list[Fence] = []  # what the next forward waits for
-        self._retracted: list[OverlapRequest] = []
         self._pages_used: set[int] = set()
         self._drawn = 0
         self.unread: list[Step] = []  # launched, and the host has not read the results; oldest first
@@ -393,22 +389,21 @@ class OverlapEngine:
     @property
     def kv(self) -> torch.Tensor:
         """int64[location, 2], synchronised with the current stream."""
-        return self._rt.use_on_current_stream(
+        return self.runtime.use_on_current_stream(
             self._kv, self.streams.forward, self._kv_ready, synchronised=self._kv_synchronised
         )
 
     def step(self, choices: Choices) -> bool:
         """Plans and launches a step, then reads older ones. Returns whether any request runs."""
         self._begin_step()
-        with self._rt.use(self.streams.schedule):
-            self._leave(choices)
-            if not self._make_room(choices):
-                self._admit(choices)
+        self._clears_aside = choices.clears_aside
+        with self.runtime.use(self.streams.schedule):
+            plan = self.schedule()
             runs = len(self.batch) > 0
-            if runs:
-                self._launch(choices)
+            if plan is not None and runs:
+                self._launch(choices, plan)
         if not choices.unread:
-            self.read_all_but(self._rt.steps_in_flight - 1 if runs else 0)
+            self.read_all_but(self.runtime.steps_in_flight - 1 if runs else 0)
         self.read_all_but(MAX_UNREAD)
         while len(self.looks) > MAX_UNREAD:
             self.looks.pop(0).check()
@@ -423,7 +418,7 @@ class OverlapEngine:
         A device that is asked may be quick, which says nothing, and a host that asked knows more than it should: so
         fences are asked only on a device whose lag is decided by the machine.
         """
-        asks = isinstance(self._rt, LateRuntime)
+        asks = isinstance(self.runtime, LateRuntime)
         return sum(not (asks and one.done.query()) for one in self._ahead)
 
     @property
@@ -434,8 +429,8 @@ class OverlapEngine:
     def _begin_step(self) -> None:
         """Begins the runtime's next step, after those that would make it deeper than the runtime declares."""
         if self.launched:
-            self._closed.append(([self._rt.record(one) for one in self.streams], self.launched))
-        while len(self._closed) >= self._rt.steps_in_flight:
+            self._closed.append(([self.runtime.record(one) for one in self.streams], self.launched))
+        while len(self._closed) >= self.runtime.steps_in_flight:
             fences, launched = self._closed.popleft()
             for fence in fences:
                 if not fence.query():
@@ -443,10 +438,15 @@ class OverlapEngine:
             self._over(launched)
             while self._running and self._running[0].number <= launched:
                 self._running.popleft()
-        self._rt.next_step()
+        self.runtime.next_step()
 
     def _over(self, number: int) -> None:
         self._ahead = [one for one in self._ahead if one.number > number]
+
+    @property
+    def last_step(self) -> Fence | None:
+        """The fence of the last launched forward; None when it is over."""
+        return self._running[-1].done if self._running else None
 
     def wait(self) -> None:
         """Waits for the oldest forward that may run."""
@@ -454,6 +454,14 @@ class OverlapEngine:
         if not step.done.query():
             step.done.wait()
         self._over(step.number)
+
+    def wait_for_step(self) -> bool:
+        """Waits for the oldest forward that may run; False when there is none."""
+        if not self._running:
+            return False
+        self._reached("waited for a step that held what was needed", True)
+        self.wait()
+        return True
 
     def read_all_but(self, newest: int) -> None:
         """Reads the results of all but the newest steps, oldest first."""
@@ -489,105 +497,63 @@ class OverlapEngine:
 
     # Leaving
 
-    def _leave(self, choices: Choices) -> None:
+    def leave(self) -> None:
+        """Requests leave that are over."""
         leaves = np.array([one.over for one in self.batch.requests], np.bool_)
         if leaves.any():
             self._reached("left while a step uses the row", self.depth > 0)
-            self._give_back(leaves, choices)
+            self.give_back(leaves)
 
-    def _give_back(self, leaves: npt.NDArray[np.bool_], choices: Choices) -> Sequence[OverlapRequest]:
-        """Takes rows out of the batch; their slots and pages are free after the last launched forward."""
+    def give_back(self, leaves: npt.NDArray[np.bool_]) -> Sequence[OverlapRequest]:
+        """Their marks are cleared, too."""
         leaving = self.batch.filter(leaves)
         marked = [row for row, one in enumerate(leaving.requests) if any(one.held.marks)]
         if marked:
-            with self._rt.use(self.streams.arrivals if choices.clears_aside else self.streams.schedule):
+            with self.runtime.use(self.streams.arrivals if self._clears_aside else self.streams.schedule):
                 self.marks.clear(leaving.slots.filter(marked))
-            self._reached("a row cleared on another stream", choices.clears_aside)
-        self.pages.release_requests(leaving.slots, after=self._running[-1].done if self._running else None)
-        self.batch, self.ages = self.batch.filter(~leaves), self.ages.filter(~leaves)
-        for one in leaving.requests:
+            self._reached("a row cleared on another stream", self._clears_aside)
+        self.ages = self.ages.filter(~leaves)
+        requests = super().give_back(leaves)
+        for one in requests:
             self._marks_due.pop(one, None)
             one.handle = None
-        return leaving.requests
+        return requests
 
     def reorder(self) -> None:
         """Reverses the rows; columns that only the device has are gathered at their first read."""
         backwards = np.arange(len(self.batch))[::-1]
         self.batch, self.ages = self.batch.filter(backwards), self.ages.filter(backwards)
 
-    def _make_room(self, choices: Choices) -> int:
-        """Retracts the youngest requests until the others can grow; returns how many."""
-        retracted = 0
-        while (lacking := self._lacking(choices) - self.pages.stats.free) > 0:
-            if self._running and (len(self.batch) == 1 or self.pages.stats.pending >= lacking):
-                self._reached("waited for a step that held what was needed", True)
-                self.wait()
-                continue
-            youngest = self._give_back(np.arange(len(self.batch)) == len(self.batch) - 1, choices)
-            self.waiting.extendleft(youngest)
-            self._retracted += youngest
-            retracted += 1
-        return retracted
-
-    def _lacking(self, choices: Choices) -> int:
-        """Pages that the running requests need for the next step."""
-        if not len(self.batch):
-            return 0
-        size = self.pages.page_size
-        wanted = -(-(self.batch.seq_lens.np + self._queries() + int(choices.tries)) // size)
-        return int(np.maximum(wanted - self.pages.allocated(self.batch.slots) // size, 0).sum())
-
-    def _queries(self) -> Ints:
-        return np.array([one.query(self._chunk) for one in self.batch.requests], np.int64)
-
     # Joining
 
-    def _admit(self, choices: Choices) -> None:
-        if not len(self.batch) and self.waiting:
-            while self._running and not self._fit(choices):
-                self.wait()
-        joining = self._fit(choices)
-        if joining:
-            for one in joining:
-                self.waiting.remove(one)
-            self._join(joining)
+    @property
+    def slots_available(self) -> int:
+        """Free slots, for the first waiting requests all results of which are read; a retracted one waits for them."""
+        known = itertools.takewhile(lambda one: not one.in_flight, self.waiting)
+        return min(self.slots.stats.free, sum(1 for _ in known))
 
-    def _fit(self, choices: Choices) -> list[OverlapRequest]:
-        """The first waiting requests that fit now; one with results in flight waits for these."""
-        slots, pages = self.slots.stats.free, self.pages.stats.free - self._lacking(choices)
-        size, fit = self.pages.page_size, list[OverlapRequest]()
-        for one in self.waiting:
-            if one.in_flight:
-                continue
-            tokens = len(one.known) + (one.arrival is not Arrival.PROMPT) + int(choices.tries)
-            needed = -(-tokens // size)
-            if slots < 1 or needed > pages:
-                break
-            fit.append(one)
-            slots, pages = slots - 1, pages - needed
-        return fit
-
-    def _join(self, joining: Sequence[OverlapRequest]) -> None:
+    def join(self, requests: Sequence[OverlapRequest]) -> OverlapBatch:
+        """Begins requests in slots of their own, prebuilt ones with their KV."""
         in_flight = self.depth > 0
-        taken = self.slots.take(len(joining))
-        for one, slot in zip(joining, taken.split([1] * len(joining)), strict=True):
+        self._reached("joined while a step is in flight", in_flight and len(self.batch) > 0)
+        self._reached("a retracted request came back", any(one.num_generated for one in requests))
+        taken = self.slots.take(len(requests))
+        for one, slot in zip(requests, taken.split([1] * len(requests)), strict=True):
             one.handle = slot
-        used = [one for one in joining if in_flight and one.handle is not None and one.handle.generations[0] > 1]
-        prebuilt = [one for one in joining if one.arrival is not Arrival.PROMPT]
-        prompts = [one for one in joining if one.arrival is Arrival.PROMPT]
+        used = [one for one in requests if in_flight and one.handle is not None and one.handle.generations[0] > 1]
+        prebuilt = [one for one in requests if one.arrival is not Arrival.PROMPT]
+        prompts = [one for one in requests if one.arrival is Arrival.PROMPT]
         self._reached("a slot used again while a step is in flight", bool(used))
         self._reached("a prebuilt request in a used slot", any(one in prebuilt for one in used))
-        self._reached("prebuilt KV handed to the forward", any(one.arrival is Arrival.HANDED for one in joining))
-        self._reached("a retracted request came back", any(one in self._retracted for one in joining))
-        joined = [self._begin_prompts(prompts)] if prompts else []
-        joined += [self._begin_prebuilt(one) for one in prebuilt]
+        self._reached("prebuilt KV handed to the forward", any(one.arrival is Arrival.HANDED for one in requests))
+        joined = self._begin_prompts(prompts)
+        for one in prebuilt:
+            joined = joined.merge(self._begin_prebuilt(one))
         self._marks_due.update({one: one.marks for one in prompts})
-        self._reached("joined while a step is in flight", in_flight and len(self.batch) > 0)
-        for batch in joined:
-            self.batch = self.batch.merge(batch)
-        self.ages = self.ages.merge(MirroredTensor.from_host(self._rt, np.zeros(len(joining), np.int64)))
+        self.ages = self.ages.merge(MirroredTensor.from_host(self.runtime, np.zeros(len(requests), np.int64)))
         written = self._pages_of(prebuilt)
         self._reached("a prebuilt request on used pages", in_flight and not self._pages_used.isdisjoint(written))
+        return joined
 
     # A request begins on the stream that brings it, which sets its slot's state and waits for no forward. That is safe
     # because a slot changes hands only when the last forward of its owner is done. Nothing else orders the two: a slot
@@ -597,19 +563,19 @@ class OverlapEngine:
         for one in requests:
             one.held = DeviceState(_first_state(one))
             one.fill = one.known
-        return self._begun(requests)[0]
+        return self._begun(requests)[0] if requests else OverlapBatch.empty(self.runtime)
 
     def _begin_prebuilt(self, request: OverlapRequest) -> OverlapBatch:
         slot, token = handles_of([request]), (request.number * 7919 + 11) % PRIME
         held = request.held = DeviceState(_first_state(request), token=token, last=token, marks=request.marks)
         held.kv = [kv_row(one, at) for at, one in enumerate(request.prompt)]
-        request.output[0], request.sampled, request.fill = token, 1, request.prompt
-        with self._rt.use(self.streams.arrivals):
+        request.output[0], request.num_generated, request.fill = token, 1, request.prompt
+        with self.runtime.use(self.streams.arrivals):
             batch, uploaded = self._begun([request], np.array(held.kv, np.int64))
-            extension = self.pages.extend(slot, len(request.prompt))
+            extension = self.when_free(lambda: self.pages.extend(slot, len(request.prompt)))
             if request.arrival is Arrival.WRITTEN:
                 self.kv.index_copy_(0, extension.locations.device, uploaded.view(3))
-            arrived = self._rt.record()
+            arrived = self.runtime.record()
             self._arrived.append(arrived)
             if request.number % 2:
                 each = slot.take(np.zeros(len(extension), np.int64))
@@ -619,8 +585,8 @@ class OverlapEngine:
             self.marks.write(slot, None, [request.marks])
             self.relay.publish(slot, token=[token])
         if request.arrival is Arrival.HANDED:
-            with self._rt.use(self.streams.forward):
-                rows = self._rt.use_on_current_stream(uploaded.view(3), self.streams.arrivals, arrived)
+            with self.runtime.use(self.streams.forward):
+                rows = self.runtime.use_on_current_stream(uploaded.view(3), self.streams.arrivals, arrived)
                 self.kv.index_copy_(0, extension.locations.device, rows)
         request.arrival = Arrival.PROMPT  # when it comes back after a retraction, its KV is gone
         return batch
@@ -628,12 +594,14 @@ class OverlapEngine:
     def _begun(self, requests: Sequence[OverlapRequest], *more: Array) -> tuple[OverlapBatch, PackedUpload]:
         """The rows of a batch, made on the current stream, which sets the states; and `more` in the same copy."""
         handles, states = handles_of(requests), self.states.memory
-        uploaded = self._rt.upload([handles.np, column(requests, "state"), column(requests, "last"), *more])
+        uploaded = self.runtime.upload([handles.np, column(requests, "state"), column(requests, "last"), *more])
         states.index_copy_(0, uploaded.view(0), uploaded.view(1))
         batch = OverlapBatch.build(
-            self._rt,
+            self.runtime,
             slots=handles,
             seq_lens=[one.length for one in requests],
+            prefill_lens=[len(one.fill) for one in requests],
+            num_generated=[one.num_generated for one in requests],
             temperature=[float(one.held.temperature) for one in requests],
             odd=[0] * len(requests),
             last=uploaded.view(2),
@@ -655,7 +623,7 @@ class OverlapEngine:
             return
         self._marks_due.pop(one, None)
         one.held.marks = marks
-        with self._rt.use(stream):
+        with self.runtime.use(stream):
             self.marks.write(handles_of([one]), None, [marks])
 
     def _table_writes(self) -> list[TableWrite]:
@@ -671,20 +639,23 @@ class OverlapEngine:
 
     # Launching
 
-    def _launch(self, choices: Choices) -> None:
+    def _launch(self, choices: Choices, step: StepPlan) -> None:
         """All requests grow; one upload; the forward; and speculative locations are given back."""
-        pages, queries, requests = self.pages, self._queries(), self.batch.requests
+        pages, queries, requests = self.pages, step.chunks, self.batch.requests
         ids = [one.ids(query) for one, query in zip(requests, queries.tolist(), strict=True)]
-        ends = [one.length + query >= len(one.fill) for one, query in zip(requests, queries.tolist(), strict=True)]
-        sampling = [row for row, samples in enumerate(ends) if samples]
-        batch = self.batch.advance({"seq_lens": queries, "odd": 1})
+        ends = step.generates.astype(np.bool_)
+        sampling = np.flatnonzero(ends).tolist()
+        batch = self.batch.advance({"seq_lens": queries, "num_generated": step.generates, "odd": 1})
         self.ages = self.ages + 1
         lens = np.array(batch.seq_lens.np)
-        extension = pages.extend(batch.slots, lens)
+        missing = pages_for(lens + 1, pages.page_size) - step.owned_pages
+        if missing.sum() > pages.stats.free + pages.stats.pending:
+            choices = attrs.evolve(choices, tries=False)
+        extension = self.when_free(lambda: pages.extend(batch.slots, lens))
         plan = None
         if not choices.by_hand or any(one is not None for one in ids):
             plan = ForwardPlan.of(batch.slots, batch.seq_lens, queries, prompt_ids=ids, samples=ends, pages=pages)
-        tried = pages.extend(batch.slots, lens + int(choices.tries))
+        tried = self.when_free(lambda: pages.extend(batch.slots, lens + int(choices.tries)))
         self._pages_used.update(self._pages_of(requests))
         salts, nudges = self._draw(len(batch)), self._draw(len(batch)) if choices.nudged else [0] * len(batch)
         extras: dict[str, object] = {
@@ -698,11 +669,11 @@ class OverlapEngine:
         writes = [extension.entry(), tried.entry(), *self._table_writes()]
         uploaded = batch.upload(writes=writes, extras=extras | dict({} if plan is None else plan.extras))
         if choices.nudged:
-            with self._rt.use(self.streams.arrivals):
+            with self.runtime.use(self.streams.arrivals):
                 self.relay.publish(batch.slots, nudge=nudges)
         batch, results, done = self._forward(choices, batch, uploaded, plan, sampling)
         if choices.watched:
-            with self._rt.use(self.streams.audit):
+            with self.runtime.use(self.streams.audit):
                 self._look("salts", [uploaded["salts"] * 2], [np.array(salts) * 2])
         outcomes = [
             forward(one, query, salt, nudge)
@@ -722,13 +693,13 @@ class OverlapEngine:
         self, sampled: Sequence[OverlapRequest], outcomes: Sequence[Outcome], results: Prefetched | None, done: Fence
     ) -> None:
         self.launched += 1
-        step = Step(self.launched, sampled, [one.sampled for one in sampled], outcomes, results, done)
+        step = Step(self.launched, sampled, [one.num_generated for one in sampled], outcomes, results, done)
         for steps in (self._running, self._ahead, self.unread):
             steps.append(step)
         self._reached("two steps in flight", self.depth >= 2)
         for one, outcome in zip(sampled, outcomes, strict=True):
             one.held.token = outcome.token
-            one.sampled += 1
+            one.num_generated += 1
             one.in_flight += 1
 
     def _draw(self, n: int) -> list[int]:
@@ -746,7 +717,7 @@ class OverlapEngine:
         Returns:
             the batch after it; tokens and logs on their way to the host, None where no request samples; forward-done.
         """
-        rt, relay = self._rt, self.relay
+        rt, relay = self.runtime, self.relay
         arrived, self._arrived = self._arrived, []
         with rt.use(self.streams.forward):
             parts = {name: self._read(name, batch, uploaded) for name in choices.readings}
@@ -802,7 +773,7 @@ class OverlapEngine:
         rows = table.device_for(batch.slots).index_select(0, slots)
         if name == "marks":
             rows = rows.sum(1) * MARK
-        table.read_until(self._rt.record())  # read-done: the next plan may write it
+        table.read_until(self.runtime.record())  # read-done: the next plan may write it
         return rows
 
     def _publish(
@@ -830,7 +801,7 @@ class OverlapEngine:
     def look_at_columns(self) -> None:
         """The columns of a batch that was not launched: they are uploaded here, device-only columns are gathered."""
         batch, ages = self.batch, self.ages
-        with self._rt.use(self.streams.audit):
+        with self.runtime.use(self.streams.audit):
             total = batch.seq_lens.device + 2 * ages.device + 3 * batch.last.device + 5 * batch.odd.device
             expected = batch.seq_lens.np + 2 * ages.np
             expected = expected + 3 * column(batch.requests, "last") + 5 * column(batch.requests, "odd")
@@ -839,10 +810,10 @@ class OverlapEngine:
     def look_at_tables(self) -> None:
         """Rows of the tables, which may be written again once this has read them."""
         batch = self.batch
-        with self._rt.use(self.streams.audit):
+        with self.runtime.use(self.streams.audit):
             slots = batch.slots.device
             rows = [table.device_for(batch.slots).index_select(0, slots) for table in (self.marks, self.tokens)]
-            read_done = self._rt.record()
+            read_done = self.runtime.record()
             for table in (self.marks, self.tokens):
                 table.read_until(read_done)
             marks = np.array([one.held.marks for one in batch.requests], np.int64)
@@ -851,24 +822,24 @@ class OverlapEngine:
     def look_at_results(self, step: Step) -> None:
         """The device side of results that the host has read, from the relay's own stream."""
         if step.results is not None:
-            with self._rt.use(self.streams.audit):
+            with self.runtime.use(self.streams.audit):
                 tokens, logs = (step.results[name] for name in ("token", "log"))
                 total = tokens.device[:, None] + 2 * logs.device
                 self._look("results", [total], [tokens.np[:, None] + 2 * logs.np])
 
     def look_at_leftovers(self) -> None:
         """When all requests have left: marks are cleared, and slot, page and location 0 were never written."""
-        with self._rt.use(self.streams.audit):
+        with self.runtime.use(self.streams.audit):
             padding = torch.stack((self.kv[0].sum(), self.states.memory[0]))
             marks = self.marks.memory.sum(0)
             self._look("what is left", [padding, marks], [np.zeros(2, np.int64), np.zeros(MARKS, np.int64)])
 
     def _look(self, name: str, found: Sequence[torch.Tensor], expected: Sequence[Array]) -> None:
-        self.looks.append(Look(self._rt.download(found, name=name), expected))
+        self.looks.append(Look(self.runtime.download(found, name=name), expected))
 
 
 def _first_state(request: OverlapRequest) -> int:
-    return (request.number * 104_729 + request.sampled) % PRIME
+    return (request.number * 104_729 + request.num_generated) % PRIME
 
 
 _ARRIVALS = st.sampled_from(list(Arrival))
