@@ -13,6 +13,7 @@ invariants, with the level at which the library checks them, the remedy, and rea
 """
 
 import functools
+import hmac
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Unpack, final
 
@@ -948,3 +949,25 @@ def transfer_late_write(locations: Ints, changed: Mask, **where: Unpack[Where]) 
         row=row,
         slot=int(locations[row]),
     )
+
+
+@invariant(
+    "always",
+    "keep the secret between the two peers; a peer that was started again has a new endpoint, with a new one",
+    ("vllm #17192", "vllm #15988", "vllm #17197", "sglang #24618", "sglang #21435"),
+)
+def peer_unknown(
+    expected: bytes, actual: bytes, callers: int = 0, most: int = 0, **where: Unpack[Where]
+) -> Breach | None:
+    """What is taken as a peer's is what that peer has made: a MAC, or a message. Of strangers at most `most` are kept.
+
+    `expected` is computed here, `actual` came from outside; they are compared in constant time. `callers` have
+    connected and not proved that they know the secret.
+
+    Cost: a comparison of 32 bytes per message. Broken by a port that takes the word of whoever calls.
+    """
+    if callers > most:
+        return Breach(f"{callers} callers that nobody knows are kept", expected=f"{most} at most", actual=callers)
+    if hmac.compare_digest(expected, actual):
+        return None
+    return Breach("what came is not what the peer has made", expected=expected[:64], actual=actual[:64])

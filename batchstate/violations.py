@@ -45,6 +45,7 @@ class Code(enum.StrEnum):
     TIER_STATE = "TIER_STATE"
     TRANSFER_BOUNDS = "TRANSFER_BOUNDS"
     TRANSFER_LATE_WRITE = "TRANSFER_LATE_WRITE"
+    PEER_UNKNOWN = "PEER_UNKNOWN"
     RACE = "RACE"
 
     __hash__ = str.__hash__  # an enum's own is Python code, and every check counts itself in a dict of codes

@@ -1,6 +1,7 @@
 """The second process of the transfer benchmarks: it receives, and has ended when the block of `receiver` is left."""
 
 import contextlib
+import functools
 import multiprocessing
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
@@ -12,9 +13,9 @@ import torch
 
 from batchstate.errors import TransferError
 from batchstate.transport.engines.base import Engine
-from batchstate.transport.engines.distributed import DistributedEngine
 from batchstate.transport.engines.mooncake import MooncakeEngine
 from batchstate.transport.engines.nixl import NixlEngine
+from batchstate.transport.engines.tcp import TcpEngine
 from benchmarks.baselines.bare_engines import Bare, BareGloo, BareMooncake, BareNixl, Bytes
 
 ANSWERS_IN_S = 120.0
@@ -24,8 +25,8 @@ _context.set_forkserver_preload([__name__])
 
 ENGINES: dict[str, tuple[Callable[[], Engine], type[Bare]]] = {
     "nixl": (NixlEngine, BareNixl),
-    "distributed": (DistributedEngine, BareGloo),
-    "mooncake": (MooncakeEngine, BareMooncake),
+    "tcp": (TcpEngine, BareGloo),
+    "mooncake": (functools.partial(MooncakeEngine, trusted_network=True), BareMooncake),
 }
 """Our engine and the bare one, by transport."""
 

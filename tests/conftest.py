@@ -26,6 +26,7 @@ MACHINE_EXAMPLES = {
     "overlap": 35,
     "host_tier": 60,
     "transfers": 40,
+    "strangers": 30,
 }
 """The ordinary number of examples: enough for every coverage target, and for a suite that is run often."""
 

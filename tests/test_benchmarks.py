@@ -155,7 +155,7 @@ def test_adjacent_rows_are_asked_for_more(rt: Runtime) -> None:
 def test_rows_that_land_in_wrong_places_are_found(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a transfer is timed, every byte in the second process is compared."""
     work = transfers.Work(16, 64, adjacent=False)
-    with transfers.linked("distributed", work.memory) as link:
+    with transfers.linked("tcp", work.memory) as link:
         transfers.comparison(link, work).verify()
         right = link.bare.movers
         monkeypatch.setattr(link.bare, "movers", lambda sources, targets, n: right(sources, targets[::-1].copy(), n))

@@ -120,6 +120,7 @@ CASES: dict[Code, tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = {
         (ints([16, 32]), np.array([False, False])),
         {"row": 1, "slot": 32, "actual": "other bytes"},
     ),
+    Code.PEER_UNKNOWN: ((b"his", b"hers"), (b"hers", b"hers"), {"expected": b"his", "actual": b"hers"}),
     Code.RACE: (
         (False, "a write may pass a read", "a wait for the read"),
         (True, "a write may pass a read", "a wait for the read"),
@@ -183,6 +184,7 @@ WORDS: list[tuple[Code, tuple[Any, ...], dict[str, Any], dict[str, Any]]] = [
         {"what": "tokens"},
         {"problem": "row 0 of a transfer covers 0 tokens from 5 on"},
     ),
+    (Code.PEER_UNKNOWN, (b"", b"", 65, 64), {}, {"actual": 65, "expected": "64 at most"}),
     (Code.RACE, (False, "a race", "a wait"), {"remedy": "wait"}, {"problem": "a race", "remedy": "wait"}),
 ]
 

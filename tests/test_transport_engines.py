@@ -30,6 +30,7 @@ from tests.transport_peers import (
     SENTINEL,
     EngineSide,
     PeerProcess,
+    altered,
     expected,
     joined,
     scattered,
@@ -43,8 +44,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "in-process": {},
     "nixl": {"tls": "cma,posix,tcp"},
     "nixl-tcp": {"tls": "tcp"},
-    "distributed": {"connect_timeout": 5.0, "stall_timeout": 2.0},
-    "mooncake": {},
+    "tcp": {"connect_timeout": 5.0},
+    "mooncake": {"trusted_network": True},
 }
 _network = Network()
 
@@ -327,13 +328,14 @@ def test_memory_is_registered_once_and_stays_while_it_is_used(here: EngineSide, 
 
 
 def test_endpoints_that_lead_nowhere(here: EngineSide, there: There, name: str) -> None:
-    """Garbage, another engine's, the own, a forged and a connected endpoint are refused, and the pair goes on."""
+    """Garbage, another engine's, the own, forged, damaged and connected ones are refused, and the pair goes on."""
     endpoint = there.call("endpoint")
     fields = json.loads(endpoint)
     natives = [base64.b64encode(one).decode() for one in (b"{}", b"[]", b"\xff", b"[" * 9999)]
     forged = [{"engine": "other"}, {"instance": "0123456789abcdef"}, {"native": "////"}]
     forged += [{"instance": "0123456789abcdef", "native": one} for one in ("", *natives)]
-    bad = [json.dumps(fields | one).encode() for one in forged]
+    bad = [json.dumps(fields | one).encode() for one in forged]  # whose MAC is that of another endpoint
+    bad += [altered(endpoint, **one) for one in forged]
     for one in (*bad, b"", b"garbage", b"[]", endpoint[:-20], here.endpoint(), endpoint):
         with pytest.raises(HandshakeError if here.engine.name != "in-process" else (HandshakeError, TransferError)):
             here.connect(one)
@@ -411,7 +413,7 @@ def test_close_in_the_middle_of_writes(kind: str, here: EngineSide, there: There
 
 def test_a_peer_that_has_closed_is_noticed(here: EngineSide, there: There, name: str) -> None:
     """A peer's closed engine is lost, where an engine notices the end of engines and not of processes alone."""
-    if here.engine.name not in ("distributed", "mooncake"):
+    if here.engine.name not in ("tcp", "mooncake"):
         pytest.skip("it notices the end of a process")
     there.call("close")
     until(lambda: here.lost() == [name], "the loss", 5)

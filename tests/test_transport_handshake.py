@@ -1,7 +1,9 @@
 """The handshake: what does not fit is refused on both sides, in words, before a byte moves; hostile bytes too."""
 
+import base64
 import contextlib
 import json
+import zlib
 from typing import Any
 
 import attrs
@@ -14,16 +16,28 @@ from batchstate.errors import ArgumentError, DtypeError, HandshakeError
 from batchstate.transport.engines.in_process import InProcessEngine, Network
 from batchstate.transport.handshake import MAGIC, Description, check_peers
 from batchstate.transport.layout import KVLayout
-from batchstate.transport.wire import ENDPOINT, MOST_BYTES, MOST_REGIONS, parsed_endpoint
+from batchstate.transport.wire import ENDPOINT, MOST_BYTES, MOST_DEPTH, MOST_REGIONS, MOST_TEXT, Endpoint, sealed
 
 LAYERS = ("0.keys", "0.values")
 Json = dict[str, Any]
 
 
+NATIVE = base64.b64encode(b"what a loader in C++ parses").decode()
+SECRET = b"32 bytes that only they two know"
+
+
 def endpoint(instance: str, /, **fields: Any) -> bytes:
-    """What `Engine.endpoint` makes, as far as it matters here."""
-    made = {"is": ENDPOINT, "engine": "nixl", "instance": instance, "regions": [], "native": ""}
-    return json.dumps(made | fields).encode()
+    """What `Engine.endpoint` makes, as far as it matters here, or something like it, with a MAC that fits."""
+    secret = base64.b64encode(SECRET).decode()
+    made = {"is": ENDPOINT, "engine": "nixl", "instance": instance, "secret": secret, "regions": [], "native": ""}
+    return sealed(made | fields, SECRET)
+
+
+def resealed(data: bytes, **fields: Any) -> bytes:
+    """A description with other fields, and a MAC that fits: what only who knows the secret can make."""
+    whole = json.loads(data) | fields
+    del whole["mac"]
+    return sealed(whole, SECRET)
 
 
 def described(instance: str = "b", **fields: Any) -> Description:
@@ -127,7 +141,7 @@ def test_both_sides_refuse_the_same(ours: Description, theirs: Description) -> N
 @given(st.text(min_size=1), st.text(min_size=1), layouts, st.binary())
 def test_description_survives_the_wire(worker: str, instance: str, layout: KVLayout, data: bytes) -> None:
     """Every description comes back equal."""
-    one = Description(worker, instance, layout, data)
+    one = Description(worker, instance, layout, endpoint(instance, native=base64.b64encode(data).decode()))
     assert Description.from_bytes(one.to_bytes()) == one
 
 
@@ -151,15 +165,15 @@ def test_oversize_descriptions_are_refused() -> None:
     """Neither side handles a description without bound."""
     broken(b" " * (MOST_BYTES + 1), str(MOST_BYTES + 1))
     with pytest.raises(HandshakeError, match="bytes"):
-        attrs.evolve(described(), endpoint=bytes(MOST_BYTES)).to_bytes()
+        attrs.evolve(described(), endpoint=endpoint("b", native="A" * (MOST_BYTES // 4 * 3))).to_bytes()
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"is": ENDPOINT}, [MAGIC]),
-        ({"version": 2}, ["version is 1 here, 2 there"]),
-        ({"version": True}, ["version is 1 here, True there"]),
+        ({"version": 1}, ["version is 2 here, 1 there"]),
+        ({"version": True}, ["version is 2 here, True there"]),
         ({"version": None}, ["None there"]),
         ({"worker": ""}, ["worker: expected a string"]),
         ({"worker": 3}, ["worker: expected a string", "3"]),
@@ -168,17 +182,43 @@ def test_oversize_descriptions_are_refused() -> None:
         ({"endpoint": "a b"}, ["endpoint", "base64"]),
         ({"endpoint": "é"}, ["endpoint"]),
         ({"colour": "red"}, ["colour"]),
-        ({"sum": "7"}, ["damaged"]),
+        ({"endpoint": base64.b64encode(b"{}").decode()}, ["endpoint"]),
+        ({"worker": "w" * (MOST_TEXT + 1)}, ["worker: expected a string"]),
+        ({"worker": "\ud800"}, ["worker"]),
+        ({"worker": "w" * 9_999_999}, ["worker"]),
+        ({"version": 10**4000}, ["version is 2 here"]),
+        ({"version": float("nan")}, ["NaN is not JSON"]),
+        ({"version": float("-inf")}, ["-Infinity is not JSON"]),
         ({"layout": None}, ["'worker b'", "impossible layout", "NoneType"]),
         ({"layout": {}}, ["'worker b'", "impossible layout"]),
     ],
 )
 def test_malformed_fields_are_refused(change: Json, words: list[str]) -> None:
     """Every field is of its type, known, and of this version."""
-    broken(json.dumps(json.loads(described().to_bytes()) | change).encode(), *words)
+    broken(resealed(described().to_bytes(), **change), *words)
 
 
-@pytest.mark.parametrize("field", ["is", "version", "worker", "instance", "layout", "endpoint", "sum"])
+@pytest.mark.parametrize("depth", [MOST_DEPTH + 1, 900, 100_000])
+@pytest.mark.parametrize("brackets", ["[]", '{"a":}'])
+def test_nesting_without_end_is_refused(depth: int, brackets: str) -> None:
+    """Lists and objects that lie in each other without end, in a field that is looked at late."""
+    opened, closed = ("[", "]") if brackets == "[]" else ('{"a":', "}")
+    data = json.dumps(json.loads(described().to_bytes()) | {"layout": "HERE"})
+    broken(data.replace('"HERE"', opened * depth + "1" + closed * depth).encode(), "expected a description")
+
+
+def test_a_field_is_there_once() -> None:
+    """Of two fields of one name the second would be taken: such a description is refused."""
+    data = described().to_bytes()
+    broken(data.replace(b'"version": 2', b'"version": 1, "version": 2'), "a field is there twice")
+
+
+def test_a_whole_number_is_no_billion_digits() -> None:
+    """A number longer than Python reads is refused, and costs nothing."""
+    broken(described().to_bytes().replace(b'"version": 2', b'"version": ' + b"9" * 1_000_000), "expected a description")
+
+
+@pytest.mark.parametrize("field", ["is", "version", "worker", "instance", "layout", "endpoint", "mac"])
 def test_missing_fields_are_refused(field: str) -> None:
     """A description without one of its fields is refused."""
     fields = json.loads(described().to_bytes())
@@ -207,9 +247,12 @@ def test_missing_fields_are_refused(field: str) -> None:
 )
 def test_impossible_layouts_are_refused(change: Json, words: list[str]) -> None:
     """A layout that could not be made here is not taken from a peer: the error names the worker and what is wrong."""
-    fields = json.loads(described().to_bytes())
-    fields["layout"] |= change
-    broken(json.dumps(fields).encode(), "'worker b'", "impossible layout", *words)
+    layout = json.loads(described().to_bytes())["layout"] | change
+    if change.get("page_size") != change.get("page_size"):
+        words = ["NaN is not JSON"]
+    else:
+        words = ["'worker b'", "impossible layout", *words]
+    broken(resealed(described().to_bytes(), layout=layout), *words)
     with pytest.raises((ArgumentError, DtypeError)):
         described("b", **change)
 
@@ -230,10 +273,25 @@ def test_damaged_bytes_never_raise_anything_else(data: st.DataObject) -> None:
     [(b"worker b", b"worker c"), (b'"heads": 8', b'"heads": 4'), (b'"page_size": 16', b'"page_size": 17')],
 )
 def test_a_damaged_name_is_no_other_worker(before: bytes, after: bytes) -> None:
-    """A description whose fields are whole but not those that were sent is refused."""
+    """A description whose fields are whole but not those that were sent is refused; so is one with a MAC made up."""
     data = described("b").to_bytes()
     assert before in data
     broken(data.replace(before, after), "damaged")
+    changed = json.loads(data.replace(before, after))
+    del changed["mac"]
+    broken(sealed(changed, bytes(32)), "damaged")
+    broken(json.dumps({**changed, "mac": zlib.crc32(data)}).encode(), "mac: expected a string")
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_what_is_damaged_reaches_no_loader(data: st.DataObject) -> None:
+    """Of an endpoint no byte can be changed without notice: an engine's loader, in C++, sees only what was sent."""
+    wire = bytearray(endpoint("b", native=NATIVE))
+    at = data.draw(st.integers(0, len(wire) - 1))
+    wire[at] ^= data.draw(st.integers(1, 255))
+    with contextlib.suppress(HandshakeError):
+        assert Endpoint.from_bytes(bytes(wire)) == Endpoint.from_bytes(endpoint("b", native=NATIVE))
 
 
 def test_a_dtype_is_one_of_torch() -> None:
@@ -276,18 +334,20 @@ ROWS: list[list[object]] = [[index, "k", 64 * index, 64] for index in range(MOST
         {"engine": None},
         {"instance": 7},
         {"more": 1},
+        {"secret": ""},
+        {"secret": base64.b64encode(b"short").decode()},
     ],
-    ids=range(19),
+    ids=range(21),
 )
 def test_fields_of_an_endpoint_are_checked(change: Json) -> None:
     """Numbers are indices, addresses and lengths; regions are limited and distinct; nothing is missing or more."""
     with pytest.raises(HandshakeError, match="expected an endpoint"):
-        parsed_endpoint(endpoint("b", **change))
+        Endpoint.from_bytes(endpoint("b", **change))
 
 
 def test_an_endpoint_has_many_regions() -> None:
     """As many as are taken come back by their index."""
-    assert len(parsed_endpoint(endpoint("b", regions=ROWS[:-1]))[2]) == MOST_REGIONS
+    assert len(Endpoint.from_bytes(endpoint("b", regions=ROWS[:-1])).regions) == MOST_REGIONS
 
 
 def test_engines_refuse_an_instance_that_cannot_be() -> None:

@@ -5,6 +5,7 @@ Skipped where Mooncake cannot be loaded, unless `BATCHSTATE_MOONCAKE=required` s
 
 import base64
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -18,15 +19,18 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from batchstate.errors import HandshakeError, TransferError
+from batchstate.errors import ArgumentError, HandshakeError, TransferError
+from batchstate.transport.connection import Connection, ConnectionEndedError, connect, local_pair
 from batchstate.transport.engines import mooncake
-from batchstate.transport.engines.base import Status
-from batchstate.transport.engines.mooncake import Client, MooncakeEngine
+from batchstate.transport.engines.base import Status, open_engine
+from batchstate.transport.engines.mooncake import MooncakeEngine
 from batchstate.transport.regions import Copies
+from batchstate.transport.wire import Endpoint
 from tests.transport_peers import (
     SENTINEL,
     EngineSide,
     PeerProcess,
+    altered,
     expected,
     joined,
     scattered,
@@ -36,7 +40,7 @@ from tests.transport_peers import (
 )
 
 try:
-    MooncakeEngine().close()
+    MooncakeEngine(trusted_network=True).close()
 except TransferError as error:
     if os.environ.get("BATCHSTATE_MOONCAKE") == "required":
         raise
@@ -45,6 +49,11 @@ except TransferError as error:
 ROW = 4096
 START = ("InitGoogleLogging", "Local segment descriptor not found")
 """What Mooncake says at each start."""
+
+
+def make() -> MooncakeEngine:
+    """An engine; only this machine's processes reach the tests' network."""
+    return MooncakeEngine(trusted_network=True)
 
 
 def seen_in(shared: shared_memory.SharedMemory) -> npt.NDArray[np.uint8]:
@@ -72,7 +81,7 @@ class Side(EngineSide):
 @pytest.fixture
 def here() -> Iterator[EngineSide]:
     """This process's engine."""
-    side = EngineSide(MooncakeEngine)
+    side = EngineSide(make)
     yield side
     side.close()
 
@@ -80,7 +89,7 @@ def here() -> Iterator[EngineSide]:
 @pytest.fixture(scope="module")
 def process() -> Iterator[PeerProcess]:
     """A second process."""
-    with spawn_peer(Side, MooncakeEngine) as peer:
+    with spawn_peer(Side, make) as peer:
         yield peer
 
 
@@ -94,7 +103,7 @@ def there(process: PeerProcess) -> PeerProcess:
 @pytest.fixture
 def mortal() -> Iterator[PeerProcess]:
     """An engine in a process that the test may kill."""
-    with spawn_peer(Side, MooncakeEngine) as peer:
+    with spawn_peer(Side, make) as peer:
         yield peer
 
 
@@ -193,10 +202,8 @@ def test_rejected_row_is_unknown_until_the_peer_ends(here: EngineSide, mortal: P
 
 def changed(endpoint: bytes, **native: object) -> bytes:
     """An endpoint with other fields in its native part."""
-    fields = json.loads(endpoint)
-    inner = json.loads(base64.b64decode(fields["native"]))
-    fields["native"] = base64.b64encode(json.dumps({**inner, **native}).encode()).decode()
-    return json.dumps(fields).encode()
+    inner = json.loads(base64.b64decode(json.loads(endpoint)["native"]))
+    return altered(endpoint, native=base64.b64encode(json.dumps({**inner, **native}).encode()).decode())
 
 
 def test_bad_endpoints(here: EngineSide, there: PeerProcess) -> None:
@@ -206,21 +213,22 @@ def test_bad_endpoints(here: EngineSide, there: PeerProcess) -> None:
     good = there.call("endpoint")
     with socket.create_server(("127.0.0.1", 0)) as free:
         closed = free.getsockname()[1]
-    fields = json.loads(good)
+    stranger = base64.b64encode(bytes(32)).decode()
     for bad, error, words in (
         (b"hello", HandshakeError, "expected an endpoint"),
-        (json.dumps({**fields, "native": ""}).encode(), HandshakeError, "expected an endpoint of mooncake"),
-        (json.dumps({**fields, "engine": "nixl"}).encode(), HandshakeError, "speaks nixl"),
+        (altered(good, native=""), HandshakeError, "expected an endpoint of mooncake"),
+        (altered(good, engine="nixl"), HandshakeError, "speaks nixl"),
+        (altered(good, secret=stranger), HandshakeError, "hangs up: it has another secret"),
         (here.endpoint(), HandshakeError, "own"),
-        (json.dumps({**fields, "instance": "0" * 16}).encode(), HandshakeError, "is not instance"),
+        (altered(good, instance="0" * 16), HandshakeError, "is not instance"),
         (changed(good, tags=closed), TransferError, "cannot be reached"),
-        (changed(good, tags=70_000), TransferError, "cannot be reached"),
+        (changed(good, tags=70_000), HandshakeError, "expected an endpoint of mooncake"),
         (changed(good, mooncake=f"127.0.0.1:{closed}"), TransferError, "does not tell who it is"),
         (changed(good, identity=4096), TransferError, "does not tell who it is"),
     ):
         with pytest.raises(error, match=words):
             here.connect(bad)
-    assert native(here)._connections == []
+    assert native(here)._links == []
     name = here.connect(good)
     with pytest.raises(HandshakeError, match="connected already"):
         here.connect(good)
@@ -234,86 +242,84 @@ def test_port_taken_by_the_next_instance(here: EngineSide, there: PeerProcess) -
     there.call("register", 1 << 20, SENTINEL)
     endpoint = there.call("endpoint")
     inner = json.loads(base64.b64decode(json.loads(endpoint)["native"]))
-    before = native(here)._outgoing
+    before = native(here)._natives[-1]
     native(here)._opened[inner["mooncake"]] = "an earlier instance"
     name = here.connect(endpoint)
-    assert native(here)._outgoing is not before
+    assert native(here)._natives[-1] is not before
     here.write(name, scattered(4, ROW, 1 << 20, 1 << 20), b"tag")
     assert here.ended(b"tag") is Status.DONE
     there.call("received", b"tag")
 
 
-def test_foreign_connections_are_dropped(here: EngineSide) -> None:
-    """A client of the tag port that does not name this instance, or sends a broken record, delivers no tag."""
-    inner = json.loads(base64.b64decode(json.loads(here.endpoint())["native"]))
-    greeting = b"0" * 16 + here.engine.instance.encode()
-    for sent in (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n      ", b"0" * 32 + b"\x03tag", greeting + b"\0" + b"x" * 300):
-        with socket.create_connection((inner["host"], inner["tags"]), 5) as stranger:
-            stranger.sendall(sent)
-            until(lambda: here.completions() == [] and not native(here)._clients, "the end of the connection", 5)
-    with socket.create_connection((inner["host"], inner["tags"]), 5) as half:
-        half.sendall(greeting + b"\x05hal")
-        time.sleep(0.05)
-        assert here.completions() == []
-    until(lambda: here.completions() == [] and not native(here)._clients, "the end of the connection", 5)
+def test_an_open_port_wants_a_trusted_network() -> None:
+    """Mooncake's ports let in whoever calls: without the word of its user the engine does not open."""
+    with pytest.raises(ArgumentError, match="Mooncake listens on all interfaces, and lets whoever") as caught:
+        open_engine("mooncake")
+    assert "trusted_network=True" in caught.value.remedy
 
 
-def test_silent_connections_are_dropped(here: EngineSide, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A silent client of the tag port is kept for its time alone, and only so many; others stay."""
-    inner = json.loads(base64.b64decode(json.loads(here.endpoint())["native"]))
-    monkeypatch.setattr(mooncake, "MOST_SILENT", 4)
-
-    def reach() -> socket.socket:
-        return stack.enter_context(socket.create_connection((inner["host"], inner["tags"]), 5))
-
-    with contextlib.ExitStack() as stack:
-        writer = reach()
-        writer.sendall(b"0" * 16 + here.engine.instance.encode())
-        until(lambda: here.completions() == [] and len(native(here)._clients) == 1, "the writer")
-        silent = [reach() for _ in range(6)]
-        for _ in range(3):
-            here.completions()
-        assert len(native(here)._clients) == 1 + 4
-        assert [one.recv(9) for one in silent[:2]] == [b"\0"] * 2
-        monkeypatch.setattr(mooncake, "GREETS_WITHIN_S", 0.0)
-        assert here.completions() == []
-        assert [inlet.writer for inlet in native(here)._clients] == ["0" * 16]
-        writer.sendall(b"\x03tag")
-        here.received(b"tag")
+def writer_of(here: EngineSide) -> Connection:
+    """A connection for tags, by a writer that knows the secret."""
+    endpoint = Endpoint.from_bytes(here.endpoint())
+    inner = json.loads(endpoint.native)
+    connection = connect((inner["host"], inner["tags"]), endpoint.secret)
+    connection.send_bytes(b"0" * 16)
+    return connection
 
 
-def test_a_flood_of_tags_is_read_bit_by_bit(here: EngineSide) -> None:
-    """However much a connection sends, one look for completions reads a bounded part; all tags arrive in the end."""
-    inner = json.loads(base64.b64decode(json.loads(here.endpoint())["native"]))
-    with socket.create_connection((inner["host"], inner["tags"]), 5) as writer:
-        writer.sendall(b"0" * 16 + here.engine.instance.encode() + b"".join(b"\x04%04d" % n for n in range(9999)) * 2)
-        time.sleep(0.1)
-        assert 0 < len(here.engine.completions()) <= (1 << 16) // 5
+def test_tags_without_sense_end_their_connection(here: EngineSide) -> None:
+    """Empty and over-long tags end the connection of their writer alone, and are not delivered."""
+    for tag in (b"", b"x" * 129):
+        with contextlib.closing(writer_of(here)) as writer, contextlib.closing(writer_of(here)) as other:
+            writer.send_bytes(tag)
+            until(functools.partial(ends, here, writer), "the end of the connection", 5)
+            other.send_bytes(b"fine")
+            here.received(b"fine")
+        assert [one.tag for one in here.completions()] == [b"fine"]
         here.arrived.clear()
-        until(lambda: bool(here.completions()) and here.arrived[-1].tag == b"9998", "the last tag")
 
 
-def test_a_refused_connection_is_no_end(here: EngineSide, there: PeerProcess) -> None:
-    """A writer whose connection for tags was refused has lost its peer, but does not take it for ended."""
+def ends(here: EngineSide, writer: Connection) -> bool:
+    """Whether the other side has closed a connection."""
+    here.completions()
+    try:
+        return writer.poll()
+    except ConnectionEndedError:
+        return True
+
+
+def test_a_flood_of_tags_is_read_bit_by_bit(here: EngineSide, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much a writer sends, one look for completions takes a bounded part; all tags arrive in the end."""
+    monkeypatch.setattr(mooncake, "MOST_AT_ONCE", 100)
+    with contextlib.closing(writer_of(here)) as writer:
+        for number in range(999):
+            writer.send_bytes(b"%04d" % number)
+        until(lambda: bool(here.engine.completions()), "the first")
+        assert 0 < len(here.engine.completions()) <= 100
+        until(lambda: bool(here.completions()) and here.arrived[-1].tag == b"0998", "the last tag")
+
+
+def test_a_broken_connection_is_no_end(here: EngineSide, there: PeerProcess) -> None:
+    """A writer that is answered where it is to be told nothing has lost its peer, but does not take it for ended."""
     name = joined(here, there)
-    line = native(here)._connections[0]
-    line.wire.close()
-    line.wire, other = socket.socketpair()
-    line.wire.setblocking(False)
-    Client(other).refuse()
-    assert here.lost() == [name]
-    assert not line.ended
+    link = native(here)._links[0]
+    link.connection.close()
+    link.connection, other = local_pair()
+    with contextlib.closing(other):
+        other.send_bytes(b"what?")
+        assert here.lost() == [name]
+        assert not link.ended
 
 
 def test_settings_that_make_done_unsafe_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without acknowledged rows a completed row need not have landed: the engine does not start."""
     monkeypatch.setenv("MC_TCP_PROTO", "1")
     with pytest.raises(TransferError, match="MC_TCP_PROTO=1"):
-        MooncakeEngine()
+        make()
 
 
 def test_missing_library_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where Mooncake cannot be imported, the error says what to install."""
     monkeypatch.setitem(sys.modules, "mooncake.engine", None)
     with pytest.raises(TransferError, match=r"pip install 'batchstate\[mooncake\]'.*libibverbs1"):
-        MooncakeEngine()
+        make()

@@ -1,5 +1,7 @@
 """What is NIXL's own: what it refuses, peers that stand still or end in a flood, and how their end is known."""
 
+import base64
+import contextlib
 import itertools
 import json
 import os
@@ -13,11 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from batchstate.errors import TransferError
+from batchstate.errors import ArgumentError, TransferError
 from batchstate.transport.engines.base import Engine, Status
 from batchstate.transport.engines.nixl import NixlEngine, Process, here
 from batchstate.transport.regions import Copies
-from tests.transport_peers import EngineSide, scattered, spawn_peer, until
+from tests.transport_peers import EngineSide, altered, scattered, spawn_peer, until
 
 pytest.importorskip("nixl", reason="NIXL is not installed")
 
@@ -51,7 +53,7 @@ def test_memory_that_is_not_registered_with_nixl_is_refused(side: EngineSide, tl
         there.call("register", MIB, SENTINEL)
         fields = json.loads(there.call("endpoint"))
         fields["regions"][0][3] += 1 << 30
-        name = side.connect(json.dumps(fields).encode())
+        name = side.connect(altered(there.call("endpoint"), regions=fields["regions"]))
         with pytest.raises(TransferError, match="NIXL refuses a write of 1 rows") as caught:
             side.write(name, Copies([0], [0], [0], [MIB + 4096], [64]), b"wrong")
         assert not caught.value.in_flight
@@ -64,8 +66,31 @@ def test_an_interface_that_does_not_exist() -> None:
     """It is an error when the engine is made, and leaves the environment as it was."""
     before = dict(os.environ)
     with pytest.raises(TransferError, match="interface 'none0'"):
-        NixlEngine(interface="none0", tls="tcp")
+        NixlEngine(interface="none0", tls="tcp", trusted_network=True)
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("interface", ["eth0", None])
+def test_other_interfaces_want_a_trusted_network(interface: str | None) -> None:
+    """UCX's port lets in whoever calls: beyond the loopback its user has to say that nobody else does."""
+    with pytest.raises(ArgumentError, match=r"UCX listens on .*, and lets whoever"):
+        NixlEngine(interface=interface)
+
+
+def test_a_tag_without_a_mac_is_not_believed(side: EngineSide, tls: str) -> None:
+    """A NIXL agent that knows metadata and not the secret can send notifications: none of them is a tag."""
+    with contextlib.closing(EngineSide(make_nixl, tls)) as stranger:
+        stranger.register(64, 0)
+        name = stranger.connect(altered(side.endpoint(), secret=base64.b64encode(bytes(32)).decode()))
+        agent = stranger.engine._agent  # type: ignore[attr-defined]
+        for forged in (b"", b"tag", bytes(32) + b"tag", b"x" * 500):
+            agent.genNotif(name, forged)
+        stranger.write(name, Copies.empty(), b"another secret")
+        honest = stranger.engine._peers[name]
+        honest.secret = side.engine._secret
+        stranger.write(name, Copies.empty(), b"the secret")
+        side.received(b"the secret")
+        assert [one.tag for one in side.completions()] == [b"the secret"]
 
 
 def test_without_nixl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

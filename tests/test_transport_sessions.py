@@ -31,6 +31,7 @@ from batchstate.transport.sender import Sender, Transfer, TransferState
 from batchstate.transport.wire import MAGIC, MOST_ATTEMPTS, MOST_TOKENS, Grant, Kind, Notice, Tag, packed, unpacked
 from batchstate.transport.workers import Session
 from batchstate.violations import Violation
+from tests.transport_peers import altered
 
 LAYERS = ("keys", "values")
 TOKENS, HEADS, HEAD_BYTES = 64, 2, 4
@@ -196,7 +197,9 @@ def test_a_receiver_whose_regions_have_other_names_is_refused() -> None:
     prefill = made(Sender, network, "prefill-0", layout())
     engine = InProcessEngine(network)
     regions = [engine.register(np.zeros(64, dtype=np.uint8), name) for name in LAYERS]
-    endpoint = engine.endpoint().replace(b"values", b"others")
+    rows = json.loads(engine.endpoint())["regions"]
+    rows = [[index, name.replace("values", "others"), *rest] for index, name, *rest in rows]
+    endpoint = altered(engine.endpoint(), regions=rows)
     receiver = Receiver(engine, Description("decode", engine.instance, layout(), endpoint), regions)
     with pytest.raises(HandshakeError, match="others"):
         prefill.session.accept(receiver.introduce())

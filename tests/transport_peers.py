@@ -7,7 +7,9 @@
 Guarantees: every wait has an end, after which it raises; the process is dead when the block is left.
 """
 
+import base64
 import contextlib
+import json
 import multiprocessing
 import time
 import traceback
@@ -21,6 +23,7 @@ import numpy.typing as npt
 
 from batchstate.transport.engines.base import Delivery, Engine, Handle, Peer, Status
 from batchstate.transport.regions import Copies, Region
+from batchstate.transport.wire import sealed
 
 STARTS_IN = 60.0
 ANSWERS_IN = 30.0
@@ -220,6 +223,13 @@ class EngineSide:
     def close(self) -> None:
         """The engine's."""
         self.engine.close()
+
+
+def altered(endpoint: bytes, **fields: Any) -> bytes:
+    """An endpoint with other fields, and a MAC that fits: what only who has the endpoint can make."""
+    whole = json.loads(endpoint) | fields
+    del whole["mac"]
+    return sealed(whole, base64.b64decode(whole["secret"]))
 
 
 def joined(here: EngineSide, there: Any, nbytes: int = 8 << 20) -> str:

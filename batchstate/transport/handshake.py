@@ -1,22 +1,21 @@
 """What two workers tell each other before the first write, and what makes both of them refuse.
 
-A `Description` crosses as bytes over whatever channel the engine's user has. `check_peers` is symmetric: whatever one
-side refuses, the other refuses too, so that no side is left waiting for a peer that has gone.
+A `Description` crosses as bytes over a channel that the engine's user trusts: it holds the secret of the engine, and is
+believed. Its MAC, under that secret, shows that it is whole. `check_peers` is symmetric: whatever one side refuses, the
+other refuses too, so that no side is left waiting for a peer that has gone.
 """
 
 import base64
-import json
-import zlib
 from typing import Any, Self, final
 
 import attrs
 
 from batchstate.errors import ArgumentError, DtypeError, HandshakeError
 from batchstate.transport.layout import KVLayout, check_fit
-from batchstate.transport.wire import MOST_BYTES, binary, parsed, parsed_endpoint, record, text
+from batchstate.transport.wire import MOST_BYTES, Endpoint, binary, check_mac, parsed, record, sealed, text
 
 MAGIC = "batchstate worker"
-VERSION = 1
+VERSION = 2
 
 
 @final
@@ -40,7 +39,7 @@ class Description:
         """What `from_bytes` reads.
 
         Raises:
-            HandshakeError: too large to be read.
+            HandshakeError: too large to be read, or without an endpoint.
         """
         fields = {
             "is": MAGIC,
@@ -50,7 +49,7 @@ class Description:
             "layout": self.layout.as_dict(),
             "endpoint": base64.b64encode(self.endpoint).decode(),
         }
-        data = json.dumps(fields | {"sum": _sum(fields)}).encode()
+        data = sealed(fields, Endpoint.from_bytes(self.endpoint).secret)
         if len(data) > MOST_BYTES:
             raise HandshakeError(
                 f"a description of {len(data)} bytes",
@@ -77,23 +76,18 @@ class Description:
             layout = KVLayout.from_dict(fields["layout"])
         except (ArgumentError, DtypeError) as error:
             raise HandshakeError(
-                f"worker {fields['worker']!r} describes an impossible layout: {error.problem}",
+                f"worker {fields['worker']!r} describes an impossible layout: {error.problem:.200}",
                 value=error.value,
                 remedy=f"on that worker: {error.remedy}",
             ) from error
-        if type(fields["sum"]) is not int or fields["sum"] != _sum(value):
-            raise HandshakeError(
-                f"the description of worker {fields['worker'][:40]!r} was damaged on its way: its sum does not fit",
-                value=fields["worker"],
-                remedy="pass what the other side's `Description.to_bytes()` returned, as it is",
-            )
+        check_mac(value, Endpoint.from_bytes(fields["endpoint"]).secret)
         return cls(fields["worker"], fields["instance"], layout, fields["endpoint"])
 
 
 def _version(value: Any) -> Any:
     if type(value) is not int or value != VERSION:
         raise HandshakeError(
-            f"version is {VERSION} here, {value!r} there",
+            f"version is {VERSION} here, {value!r:.60} there",
             value=(VERSION, value),
             remedy="run the same version of batchstate on both workers",
         )
@@ -106,14 +100,8 @@ def _as_it_is(value: Any) -> Any:
 
 
 _SCHEMA = record(
-    MAGIC, version=_version, worker=text(".+"), instance=text(".+"), layout=_as_it_is, endpoint=binary, sum=_as_it_is
+    MAGIC, version=_version, worker=text(".+"), instance=text(".+"), layout=_as_it_is, endpoint=binary, mac=text()
 )
-
-
-def _sum(fields: dict[str, Any]) -> int:
-    """CRC-32 of all fields but itself."""
-    rest = {name: value for name, value in fields.items() if name != "sum"}
-    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
 def check_peers(ours: Description, theirs: Description) -> None:
@@ -142,15 +130,16 @@ def check_peers(ours: Description, theirs: Description) -> None:
 def _engine_of(description: Description) -> str:
     """The engine's name, once the endpoint is known to be the instance's."""
     try:
-        engine, instance, *_ = parsed_endpoint(description.endpoint)
+        endpoint = Endpoint.from_bytes(description.endpoint)
     except HandshakeError as error:
         raise HandshakeError(
             f"{description.worker}: {error.problem}", value=error.value, remedy=error.remedy
         ) from error
-    if instance != description.instance:
+    if endpoint.instance != description.instance:
         raise HandshakeError(
-            f"{description.worker} says that its instance is {description.instance}, its endpoint is of {instance}",
-            value=(description.instance, instance),
+            f"{description.worker} says that its instance is {description.instance}, its endpoint is of "
+            f"{endpoint.instance}",
+            value=(description.instance, endpoint.instance),
             remedy="after a restart, describe the worker anew: instance and endpoint of one engine",
         )
-    return engine
+    return endpoint.engine

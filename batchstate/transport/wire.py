@@ -1,8 +1,10 @@
 """What workers tell each other as bytes: endpoints, messages about leases, and the tags of writes.
 
 Text travels as JSON. A schema says the type, range and length of each field, and is checked before anything uses the
-field. Messages are small, and safe to repeat, delay and reorder: each names the instance that it is from and the one
-that it is for, so that none is ever taken for one of an earlier or later instance of the same worker.
+field. Endpoints, and the descriptions around them, have a MAC under the secret of their engine: what was damaged, or
+put together from several, reaches no engine. Messages are small, and safe to repeat, delay and reorder: each names the
+instance that it is from and the one that it is for, so that none is ever taken for one of an earlier or later instance
+of the same worker.
 """
 
 import base64
@@ -11,15 +13,17 @@ import itertools
 import json
 import re
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any, Self, final
 
 import attrs
 import numpy as np
 
+from batchstate import invariants
 from batchstate._arrays import arange_per_row
 from batchstate.errors import ArgumentError, BatchStateError, HandshakeError
-from batchstate.transport.regions import Ints, Region, RemoteRegion
+from batchstate.transport.connection import LEAST_SECRET, mac_of
+from batchstate.transport.regions import Ints, RemoteRegion
 
 MOST_BYTES = 16 * 2**20
 """Most bytes of a description, an endpoint or a message."""
@@ -27,6 +31,10 @@ MOST_REGIONS = 65_536
 MOST_TOKENS = 2**26
 """Most tokens of a request."""
 MOST_ATTEMPTS = 2**32 - 1
+MOST_TEXT = 4096
+"""Most characters of a string."""
+MOST_DEPTH = 8
+"""How deep lists and objects lie in each other at most."""
 _LARGEST = 2**63 - 1
 
 # Schemas
@@ -52,11 +60,12 @@ def number(least: int = 0, most: int = _LARGEST) -> Check:
 
 
 def text(pattern: str = ".*") -> Check:
-    """A string that has a pattern."""
+    """A string of at most `MOST_TEXT` characters that has a pattern."""
     whole = re.compile(pattern, re.DOTALL)
 
     def check(value: Any) -> str:
-        if isinstance(value, str) and whole.fullmatch(value):
+        if isinstance(value, str) and len(value) <= MOST_TEXT and whole.fullmatch(value):
+            value.encode()  # half a surrogate cannot be printed
             return value
         raise unexpected(value, f"a string like {pattern!r}")
 
@@ -154,7 +163,9 @@ def parsed(data: object, schema: Check, what: str, error: type[ArgumentError | H
             raise unexpected(data, "bytes")
         if len(data) > MOST_BYTES:
             raise ValueError(f"expected at most {MOST_BYTES} bytes, got {len(data)}")
-        return schema(json.loads(bytes(data).decode()))
+        value = json.loads(bytes(data).decode(), object_pairs_hook=_distinct, parse_constant=_no_number)
+        _check_depth(value)
+        return schema(value)
     except (ValueError, RecursionError) as problem:
         if isinstance(problem, BatchStateError):
             raise
@@ -162,11 +173,109 @@ def parsed(data: object, schema: Check, what: str, error: type[ArgumentError | H
         raise error(f"expected {what}, got {start!r:.80}: {problem!s:.200}", value=start, remedy=remedy) from problem
 
 
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError(f"a field is there twice: {sorted(name for name, _ in pairs)!r:.60}")
+    return found
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        inside = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [one for some in inside for one in some if isinstance(one, dict | list)]
+        if not level:
+            return
+    raise ValueError(f"lists and objects lie more than {MOST_DEPTH} deep in each other")
+
+
+# What has a MAC
+
+
+def sealed(fields: Mapping[str, Any], secret: bytes) -> bytes:
+    """Fields with their MAC, as JSON."""
+    return json.dumps({**fields, "mac": _mac(fields, secret)}).encode()
+
+
+def check_mac(fields: Mapping[str, Any], secret: bytes) -> None:
+    """Refuses fields whose MAC is not that of this secret.
+
+    Raises:
+        HandshakeError: they were damaged, or are not of the engine that made the endpoint.
+    """
+    rest = {name: value for name, value in fields.items() if name != "mac"}
+    if not invariants.peer_unknown.holds(_mac(rest, secret).encode(), fields["mac"].encode()):
+        raise HandshakeError(
+            "the MAC does not fit: damaged on its way, or not made by the engine itself",
+            remedy="pass what the other side's `introduce()` or `endpoint()` returned, as it is",
+        )
+
+
+def _mac(fields: Mapping[str, Any], secret: bytes) -> str:
+    return mac_of(secret, b"batchstate 1 fields", json.dumps(fields, sort_keys=True).encode()).hex()
+
+
 # Endpoints: how to reach an engine, opaque to the caller that carries it
 
-ENDPOINT = "batchstate endpoint 1"
+ENDPOINT = "batchstate endpoint 2"
 nonce = text("[0-9a-f]{16}")
-"""Of an engine, or of a pair of them, as `secrets.token_hex(8)` makes it."""
+"""Of an engine, as `secrets.token_hex(8)` makes it."""
+
+
+@final
+@attrs.frozen
+class Endpoint:
+    """How to reach an engine. Who has it, and with it the secret, may write into the regions.
+
+    Attributes:
+        engine: its name.
+        instance: its nonce.
+        secret: that its callers have to know.
+        regions: by index.
+        native: the engine's own part.
+    """
+
+    engine: str
+    instance: str
+    secret: bytes = attrs.field(repr=False)
+    regions: dict[int, RemoteRegion] = attrs.field(repr=False)
+    native: bytes = attrs.field(repr=False)
+
+    def to_bytes(self) -> bytes:
+        """What `from_bytes` takes apart."""
+        fields = {
+            "is": ENDPOINT,
+            "engine": self.engine,
+            "instance": self.instance,
+            "secret": base64.b64encode(self.secret).decode(),
+            "regions": [attrs.astuple(region) for region in self.regions.values()],
+            "native": base64.b64encode(self.native).decode(),
+        }
+        return sealed(fields, self.secret)
+
+    @classmethod
+    def from_bytes(cls, endpoint: bytes) -> Self:
+        """An endpoint that came from a peer.
+
+        Raises:
+            HandshakeError: not an endpoint of this library, or damaged.
+        """
+        found: Self = parsed_native(endpoint, cls._checked, "an endpoint")
+        return found
+
+    @classmethod
+    def _checked(cls, value: Any) -> Self:
+        fields = _ENDPOINT(value)
+        check_mac(value, fields["secret"])
+        regions = {region.index: region for region in fields["regions"]}
+        if len(regions) != len(fields["regions"]):
+            raise ValueError("regions: an index is there twice")
+        return cls(fields["engine"], fields["instance"], fields["secret"], regions, fields["native"])
 
 
 def _remote_region(value: Any) -> RemoteRegion:
@@ -176,38 +285,23 @@ def _remote_region(value: Any) -> RemoteRegion:
     return region
 
 
+def _secret(value: Any) -> bytes:
+    secret = binary(value)
+    if len(secret) < LEAST_SECRET:
+        raise ValueError(f"expected a secret of at least {LEAST_SECRET} bytes, got {len(secret)}")
+    return secret
+
+
 _REGION = row(number(), text(), number(), number())
-_ENDPOINT = record(ENDPOINT, engine=text(), instance=text(), regions=array(_remote_region, MOST_REGIONS), native=binary)
-
-
-def packed_endpoint(engine: str, instance: str, regions: Iterable[Region], native: bytes) -> bytes:
-    """What `parsed_endpoint` takes apart. `native` is the engine's own part."""
-    fields = {
-        "is": ENDPOINT,
-        "engine": engine,
-        "instance": instance,
-        "regions": [[region.index, region.name, region.address, region.nbytes] for region in regions],
-        "native": base64.b64encode(native).decode(),
-    }
-    return json.dumps(fields).encode()
-
-
-def parsed_endpoint(endpoint: bytes) -> tuple[str, str, dict[int, RemoteRegion], bytes]:
-    """Engine, instance, regions by index, and the engine's own part.
-
-    Raises:
-        HandshakeError: not an endpoint of this library.
-    """
-
-    def once(value: Any) -> tuple[str, str, dict[int, RemoteRegion], bytes]:
-        fields = _ENDPOINT(value)
-        regions = {region.index: region for region in fields["regions"]}
-        if len(regions) != len(fields["regions"]):
-            raise ValueError("regions: an index is there twice")
-        return fields["engine"], fields["instance"], regions, fields["native"]
-
-    found: tuple[str, str, dict[int, RemoteRegion], bytes] = parsed_native(endpoint, once, "an endpoint")
-    return found
+_ENDPOINT = record(
+    ENDPOINT,
+    engine=text(),
+    instance=text(),
+    secret=_secret,
+    regions=array(_remote_region, MOST_REGIONS),
+    native=binary,
+    mac=text(),
+)
 
 
 def parsed_native(endpoint: bytes, schema: Check, what: str) -> Any:
@@ -377,6 +471,8 @@ def packed(message: Grant | Notice) -> bytes:
     fields: dict[str, Any] = {"is": MAGIC, "kind": Kind.GRANT} | attrs.asdict(message, recurse=False)
     if isinstance(message, Grant):
         fields["runs"] = fields.pop("ranges")
+    else:
+        fields["reason"] = message.reason[:MOST_TEXT]
     data = json.dumps(fields, default=np.ndarray.tolist).encode()
     if len(data) > MOST_BYTES:
         raise ArgumentError(

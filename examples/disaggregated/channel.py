@@ -1,30 +1,26 @@
 """The control channel: what two workers say to each other beside the KV. Bytes only; nothing is ever unpickled.
 
 A message is one byte that says what it is, and its payload: an introduction, a message of the transport's, or a few
-words as JSON. `poll` never waits. Both ends know a secret, without which no connection comes about.
+words as JSON. `poll` never waits. Between workers it is a connection of the library's: both ends prove that they know a
+secret, and each message has a MAC. Between a worker and its supervisor it is the pipe that the worker was started with.
 
-Warning: the secret keeps strangers from connecting; nothing is encrypted. Stay on loopback, or on
-a network of your own.
+Warning: nothing is encrypted, and introductions hold the secrets of engines. Stay on loopback, or on a network in which
+nobody else reads along.
 """
 
 import contextlib
 import enum
 import json
 import queue
-import socket
 import sys
-import threading
 import time
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection as Pipe
 from typing import Any, final
 
-from batchstate.errors import TransferError
+from batchstate.errors import HandshakeError, TransferError
+from batchstate.transport.connection import Address, Connection, Listener, connect
 from examples.disaggregated.options import AUTHKEY
 
-MOST_BYTES = 32 * 2**20
-ANSWERS_IN = 10.0
-"""Seconds that the listening side may take to ask for the secret."""
 TRIES_FOR = 2.0
 """Seconds of one attempt to connect to a machine that does not answer."""
 
@@ -46,11 +42,11 @@ class Channel:
     """One connection.
 
     Args:
-        connection: of multiprocessing.
+        connection: between workers, or the pipe to a supervisor.
         name: of the other end, for reports.
     """
 
-    def __init__(self, connection: Connection, name: str) -> None:
+    def __init__(self, connection: Connection | Pipe, name: str) -> None:
         self._connection = connection
         self.name = name
 
@@ -100,7 +96,7 @@ class Channel:
         found: list[tuple[Kind, bytes]] = []
         try:
             while self._connection.poll(0):
-                message = self._connection.recv_bytes(MOST_BYTES)
+                message = self._connection.recv_bytes()
                 found.append((Kind(message[:1]), message[1:]))
         except (EOFError, OSError, ValueError) as error:
             if not found:
@@ -116,7 +112,7 @@ class Channel:
         try:
             if not self._connection.poll(seconds):
                 raise ChannelClosedError(f"{self.name} said nothing for {seconds:.0f} s")
-            message = self._connection.recv_bytes(MOST_BYTES)
+            message = self._connection.recv_bytes()
             return Kind(message[:1]), message[1:]
         except (EOFError, OSError, ValueError) as error:
             raise ChannelClosedError(f"{self.name} is gone: {str(error) or 'it hung up'}") from error
@@ -129,7 +125,7 @@ class Channel:
 
 @final
 class Door:
-    """Listens until one who knows the secret has come.
+    """Listens until the one who knows the secret has come.
 
     Args:
         address: host and port to listen on; port 0 takes any.
@@ -137,88 +133,44 @@ class Door:
 
     Raises:
         TransferError: that is not an address of this machine, or the port is taken.
+        ArgumentError: the secret is too short.
     """
 
-    def __init__(self, address: tuple[str, int], authkey: bytes) -> None:
-        self._listener = listening(address, authkey)
-        self._came: queue.Queue[Connection] = queue.Queue()
-        host, port = self._listener.address
-        self.address: tuple[str, int] = (str(host), int(port))
-        threading.Thread(target=self._accept, name="door", daemon=True).start()
-
-    def _accept(self) -> None:
-        with self._listener:
-            while True:
-                try:
-                    self._came.put(self._listener.accept())
-                    return
-                except AuthenticationError:
-                    host, port = self.address
-                    line = f"refused a caller whose {AUTHKEY} is another; still listening on {host}:{port}"
-                    print(line, file=sys.stderr, flush=True)
-                except (EOFError, OSError):
-                    continue
+    def __init__(self, address: Address, authkey: bytes) -> None:
+        self._came: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+        self._listener = Listener(address, authkey, self._came.put)
+        self.address = self._listener.address
 
     def entered(self) -> Connection | None:
-        """Who has come, once. Never waits."""
+        """Who has come, once; then nobody else is let in. Never waits."""
         with contextlib.suppress(queue.Empty):
-            return self._came.get_nowait()
+            connection = self._came.get_nowait()
+            self._listener.close()
+            return connection
         return None
 
 
-def listening(address: tuple[str, int], authkey: bytes | None = None) -> Listener:
-    """Listens.
-
-    Raises:
-        TransferError: that is not an address of this machine, or the port is taken.
-    """
-    try:
-        return Listener(address, authkey=authkey)
-    except OSError as error:
-        raise TransferError(
-            f"cannot listen on {address[0]}:{address[1]}: {error.strerror or error}",
-            value=address,
-            remedy="name an address of this machine and a port that is free (port 0 takes any)",
-        ) from error
-
-
-def call(address: tuple[str, int], authkey: bytes, name: str, seconds: float) -> Channel:
+def call(address: Address, authkey: bytes, name: str, seconds: float) -> Channel:
     """Connects to a door, which may open within so many seconds. Says on stderr that it waits, once it has to.
 
     Raises:
         ChannelClosedError: no worker listens there, or it knows another secret, or is another program.
     """
     where = f"{name} at {address[0]}:{address[1]}"
-    connection = Connection(_reached(address, where, seconds).detach())
-    refused = f"{where} does not let us in"
-    try:
-        if not connection.poll(ANSWERS_IN):
-            raise ChannelClosedError(f"{refused}: it says nothing; is it a prefill worker?")
-        answer_challenge(connection, authkey)
-        deliver_challenge(connection, authkey)
-    except AuthenticationError as error:
-        raise ChannelClosedError(f"{refused}: its {AUTHKEY} is another; set the same on both sides") from error
-    except (AssertionError, EOFError, OSError) as error:  # an assertion: the other side speaks something else
-        reason = str(error) or "it hung up"
-        raise ChannelClosedError(f"{refused}: {reason}; is it a prefill worker, and free?") from error
-    return Channel(connection, name)
-
-
-def _reached(address: tuple[str, int], where: str, seconds: float) -> socket.socket:
     end = time.monotonic() + seconds
     told = False
     while True:
         try:
-            reached = socket.create_connection(address, timeout=min(TRIES_FOR, seconds))
-        except (ConnectionRefusedError, TimeoutError) as error:
+            return Channel(connect(address, authkey, min(TRIES_FOR, seconds)), name)
+        except HandshakeError as error:
+            raise ChannelClosedError(
+                f"{where} does not let us in: its {AUTHKEY} is another, or it is no prefill worker, or not free"
+            ) from error
+        except TransferError as error:
+            if not isinstance(error.__cause__, ConnectionRefusedError | TimeoutError):
+                raise ChannelClosedError(f"cannot reach {where}: {error.problem}; correct --connect") from error
             if time.monotonic() > end:
                 raise ChannelClosedError(f"nothing listens for {where}; start it, or correct --connect") from error
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise ChannelClosedError(f"cannot reach {where}: {reason}; correct --connect") from error
-        else:
-            reached.settimeout(None)
-            return reached
         if not told:
             print(f"waiting for {where}", file=sys.stderr, flush=True)
             told = True

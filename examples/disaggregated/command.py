@@ -46,7 +46,7 @@ def run(arguments: list[str] | None = None) -> int:
 
     names = (
         "transport", "requests", "page_size", "hot_tokens", "prefill_degree", "staged", "seed", "checks", "family",
-        "host", "interface", "kill_prefill_after", "max_prompt",
+        "host", "interface", "trusted_network", "kill_prefill_after", "max_prompt",
     )  # fmt: skip
     options = Options(device=common.chosen_device(args.device), **{name: getattr(args, name) for name in names})
     try:
@@ -104,9 +104,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m examples.disaggregated",
         description="Prefill in one process, decode in another, and compare every token with transformers' own.",
-        epilog="Everything is on loopback unless told otherwise. The control channel asks for a secret and encrypts "
-        "nothing; the engines ask for none. WARNING: Mooncake listens on all interfaces whatever --host says: keep its "
-        "ports behind a firewall.",
+        epilog="Everything is on loopback unless told otherwise. Control channel and the engine tcp let in only who "
+        "knows a secret; nothing is encrypted. The libraries of NIXL and Mooncake let in whoever reaches their ports, "
+        "and Mooncake listens on all interfaces whatever --host says: see --trusted-network.",
     )
     add = parser.add_argument
     add("--transport", choices=TRANSPORTS, default="nixl", help="default: %(default)s")
@@ -137,6 +137,11 @@ def _parser() -> argparse.ArgumentParser:
         "--host", metavar="HOST", default="127.0.0.1", help="this machine, as the other's engine reaches it"
     )
     roles.add_argument("--interface", metavar="NAME", default="lo", help="network interface of NIXL (default: lo)")
+    roles.add_argument(
+        "--trusted-network",
+        action="store_true",
+        help="the network keeps all but the workers out; wanted by mooncake, and by nixl on another interface than lo",
+    )
     common.add_device(parser)
     common.add_seed(parser)
     common.add_json(parser)

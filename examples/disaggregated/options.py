@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 AUTHKEY = "BATCHSTATE_AUTHKEY"
 """Environment variable with the secret that both workers know; any process that has it may talk to them."""
 
-TRANSPORTS = ("nixl", "distributed", "mooncake")
+TRANSPORTS = ("nixl", "tcp", "mooncake")
 
 
 @attrs.frozen
@@ -31,6 +31,7 @@ class Options:
         family: of the random model; `plain` needs no transformers.
         host: address of this machine at which the other worker's engine reaches it.
         interface: network interface of NIXL.
+        trusted_network: that the network lets nobody but the workers reach ports of NIXL's and Mooncake's libraries.
         max_running: requests that the decode worker has at once, those on their way included.
         kill_prefill_after: prefill 0 is killed when so many requests have been delivered; None for never.
         max_prompt: tokens of the longest prompt that a prefill worker takes.
@@ -50,6 +51,7 @@ class Options:
     family: "Family" = "llama"
     host: str = "127.0.0.1"
     interface: str = "lo"
+    trusted_network: bool = False
     max_running: int = attrs.field(default=32, validator=ge(2))
     kill_prefill_after: int | None = None
     max_prompt: int = attrs.field(default=512, validator=ge(1))

@@ -6,7 +6,6 @@ again only because the supervisor has seen it exit and says so.
 
 import contextlib
 import multiprocessing
-import secrets
 import signal
 import sys
 import threading
@@ -20,7 +19,8 @@ from typing import Any, final
 import attrs
 
 from batchstate import BatchStateError, Violation
-from examples.disaggregated.channel import Channel, ChannelClosedError, Kind, listening
+from batchstate.transport.connection import Listener, new_secret
+from examples.disaggregated.channel import Channel, ChannelClosedError, Kind
 from examples.disaggregated.options import Options, writer_name
 from examples.disaggregated.worker import open_engine
 
@@ -65,8 +65,7 @@ def supervise(options: Options) -> dict[str, Any]:
         RunFailedError: a worker has ended with an error, or did not end.
         TransferError: the transport is not installed, or does not work with this host or interface.
     """
-    with listening((options.host, 0)):
-        pass
+    Listener((options.host, 0), new_secret(), lambda _: None).close()
     open_engine(options).close()  # what does not work here would not in the workers, and each would tell so
     supervisor = Supervisor(options)
     try:
@@ -81,7 +80,7 @@ class Supervisor:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._authkey = secrets.token_bytes(32)
+        self._authkey = new_secret()
         self._children: list[Child] = []
         self._restarts = 0
         self._killed = 0

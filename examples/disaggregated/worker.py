@@ -32,18 +32,19 @@ def open_engine(options: Options) -> Engine:
 
     Raises:
         TransferError: it is not installed, or cannot be opened.
+        ArgumentError: its library lets in whoever calls, and nothing says that the network keeps strangers out.
     """
     if options.transport == "nixl":
         from batchstate.transport.engines.nixl import NixlEngine
 
-        return NixlEngine(options.interface)
+        return NixlEngine(options.interface, trusted_network=options.trusted_network)
     if options.transport == "mooncake":
         from batchstate.transport.engines.mooncake import MooncakeEngine
 
-        return MooncakeEngine(options.host)
-    from batchstate.transport.engines.distributed import DistributedEngine
+        return MooncakeEngine(options.host, trusted_network=options.trusted_network)
+    from batchstate.transport.engines.tcp import TcpEngine
 
-    return DistributedEngine(host=options.host)
+    return TcpEngine(host=options.host)
 
 
 @attrs.frozen

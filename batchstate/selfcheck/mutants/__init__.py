@@ -38,6 +38,7 @@ _ORDER = (
     "lifetimes",
     "host_tier",
     "transfers",
+    "strangers",
 )
 
 

@@ -15,8 +15,8 @@ from batchstate._arrays import arange_per_row
 from batchstate.errors import ArgumentError
 from batchstate.transport.regions import Copies, Ints, Memory
 
-PIECE = 1 << 24
-"""Bytes of one message, about: a piece is at most twice as long. Packing one overlaps with sending another."""
+PIECE = 1 << 20
+"""Bytes of one message, about: a piece is at most twice as long. While one is put into place the next is packed."""
 
 
 def as_bytes(memory: Memory, name: str) -> torch.Tensor:
@@ -48,11 +48,6 @@ def pieces(lengths: Ints) -> Iterator[slice]:
         start = int(last) + 1
     if lengths.size:
         yield slice(start, lengths.size)
-
-
-def staging(device: torch.device) -> torch.Tensor:
-    """Memory for one piece, uint8."""
-    return torch.empty(2 * PIECE, dtype=torch.uint8, device=device)
 
 
 def gather(memories: Mapping[int, torch.Tensor], regions: Ints, offsets: Ints, lengths: Ints, out: torch.Tensor) -> int:

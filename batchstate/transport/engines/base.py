@@ -23,8 +23,9 @@ import numpy as np
 
 from batchstate import invariants
 from batchstate.errors import ArgumentError, HandshakeError, OwnerThreadError, TransferError
+from batchstate.transport.connection import new_secret
 from batchstate.transport.regions import Copies, Ints, Memory, Region, RemoteRegion, described
-from batchstate.transport.wire import check_instance, packed_endpoint, parsed_endpoint
+from batchstate.transport.wire import Endpoint, check_instance
 from batchstate.violations import Violation, Where
 
 MOST_TAG_BYTES = 128
@@ -82,12 +83,14 @@ class Peer:
     Attributes:
         instance: its nonce; another one after each start.
         regions: its memory by index, as it was when its endpoint was made.
+        secret: that it wants to be proved.
         native: of the engine.
         lost: why it is gone, or None.
     """
 
     instance: str
     regions: dict[int, RemoteRegion] = attrs.field(repr=False)
+    secret: bytes = attrs.field(default=b"", repr=False)
     native: Any = attrs.field(default=None, repr=False)
     lost: str | None = None
 
@@ -132,6 +135,7 @@ class Engine(abc.ABC):
 
     def __init__(self) -> None:
         self.instance = secrets.token_hex(8)
+        self._secret = new_secret()
         self._thread = threading.get_ident()
         self._regions: dict[int, Region] = {}
         self._next_region = 0  # an index is never given twice
@@ -241,23 +245,32 @@ class Engine(abc.ABC):
     # Peers
 
     def endpoint(self) -> bytes:
-        """What a peer passes to `connect`: opaque, and to be made anew when memory was registered since."""
+        """What a peer passes to `connect`: opaque, and to be made anew when memory was registered since.
+
+        It holds the secret that callers have to prove. Pass it over a channel that strangers neither read nor write.
+        """
         self.check_owner("endpoint")
-        return packed_endpoint(self.name, self.instance, self._regions.values(), self._endpoint())
+        regions = {
+            one.index: RemoteRegion(one.index, one.name, one.address, one.nbytes) for one in self._regions.values()
+        }
+        return Endpoint(self.name, self.instance, self._secret, regions, self._endpoint()).to_bytes()
 
     def connect(self, endpoint: bytes) -> Peer:
         """Reaches another engine of the same kind.
 
         Raises:
-            HandshakeError: not an endpoint of this library, or one of another engine, of this very engine, or of
-                one that is connected.
+            HandshakeError: not an endpoint of this library, damaged, or one of another engine, of this very engine, or
+                of one that is connected; or the two do not know the same secret.
             TransferError: it cannot be reached.
         """
         self.check_owner("connect")
-        engine, instance, regions, native = parsed_endpoint(endpoint)
-        if engine != self.name:
+        theirs = Endpoint.from_bytes(endpoint)
+        instance = theirs.instance
+        if theirs.engine != self.name:
             raise HandshakeError(
-                f"the peer speaks {engine}, this engine {self.name}", value=engine, remedy="open the same on both sides"
+                f"the peer speaks {theirs.engine}, this engine {self.name}",
+                value=theirs.engine,
+                remedy="open the same on both sides",
             )
         check_instance(instance)
         if instance == self.instance or instance in self._peers:
@@ -267,8 +280,8 @@ class Engine(abc.ABC):
                 value=instance,
                 remedy="connect once to each other engine; after a restart, to its new endpoint",
             )
-        peer = Peer(instance, regions)
-        self._connect(peer, native)
+        peer = Peer(instance, theirs.regions, theirs.secret)
+        self._connect(peer, theirs.native)
         self._peers[instance] = peer
         return peer
 
@@ -457,9 +470,24 @@ def _region(regions: _ByIndex, index: int, side: str) -> Region | RemoteRegion:
     return regions[index]
 
 
+def check_trusted(why: str, trusted_network: bool) -> None:
+    """Refuses to open a port of which the library behind an engine asks no client for anything.
+
+    Raises:
+        ArgumentError: the caller has not said that nobody else reaches it.
+    """
+    if trusted_network is not True:
+        raise ArgumentError(
+            f"{why}, and lets whoever reaches its port write into registered memory",
+            value=trusted_network,
+            remedy="keep all but the workers out by a firewall or a network namespace, and pass trusted_network=True; "
+            'or open "tcp", which lets in only who knows a secret',
+        )
+
+
 _HOMES = {
     "nixl": ("batchstate.transport.engines.nixl", "NixlEngine"),
-    "distributed": ("batchstate.transport.engines.distributed", "DistributedEngine"),
+    "tcp": ("batchstate.transport.engines.tcp", "TcpEngine"),
     "mooncake": ("batchstate.transport.engines.mooncake", "MooncakeEngine"),
 }
 
@@ -471,7 +499,7 @@ def open_engine(name: str = "nixl", **options: Any) -> Engine:
     """The engine of this name; what it needs besides the library is imported now.
 
     Args:
-        name: `nixl`, `distributed` or `mooncake`.
+        name: `nixl`, `tcp` or `mooncake`.
         options: of its class.
 
     Raises:

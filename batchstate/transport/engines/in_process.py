@@ -15,7 +15,8 @@ from typing import final
 
 import attrs
 
-from batchstate.errors import TransferError
+from batchstate import invariants
+from batchstate.errors import HandshakeError, TransferError
 from batchstate.transport.engines.base import Capabilities, Delivery, Engine, Handle, Peer, Status
 from batchstate.transport.regions import Copies, Ints, Region
 
@@ -282,6 +283,10 @@ class InProcessEngine(Engine):
         if reached is None or reached.killed:
             raise TransferError(
                 f"no engine {peer.instance} here", value=peer.instance, remedy="use one network for both sides"
+            )
+        if not invariants.peer_unknown.holds(reached._secret, peer.secret):
+            raise HandshakeError(
+                f"engine {peer.instance} has another secret", value=peer.instance, remedy="pass its own endpoint"
             )
         peer.native = reached
 

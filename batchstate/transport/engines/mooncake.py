@@ -10,17 +10,17 @@ Guarantees:
 - A row that failed may still land for as long as the peer lives (a peer that stood still for 30 s takes up what lies in
   its socket). Such a write is UNKNOWN, and drained only when the peer has ended, which its connection tells at once.
 
-Warning: Mooncake listens on all interfaces, whatever `host` says, on two ports, and authenticates no client: a process
-that reaches a port can read and write the registered memory. Keep the ports behind a firewall, or the process in a
-network namespace of its own. Tags and the end of a peer go over a third port, which is bound to `host` alone.
+Warning: Mooncake listens on all interfaces, whatever `host` says, on two ports, and asks no client for anything: a
+process that reaches them can read and write the registered memory. Nothing here can change that. So the engine opens
+only for who says that the network lets nobody else there: `trusted_network=True`. Tags, the end of a peer and its name
+go over a connection of this engine's own, bound to `host` alone, on which both sides prove that they know the secret.
 """
 
-import contextlib
 import importlib
 import json
 import os
-import socket
-import time
+import queue
+import weakref
 from collections import deque
 from types import ModuleType
 from typing import Any, final
@@ -29,18 +29,26 @@ import attrs
 import numpy as np
 
 from batchstate.errors import ArgumentError, HandshakeError, TransferError
-from batchstate.transport.engines.base import MOST_TAG_BYTES, Capabilities, Delivery, Engine, Handle, Peer, Status
+from batchstate.transport.connection import Connection, ConnectionEndedError, Listener, connect
+from batchstate.transport.engines.base import (
+    MOST_TAG_BYTES,
+    Capabilities,
+    Delivery,
+    Engine,
+    Handle,
+    Peer,
+    Status,
+    check_trusted,
+)
 from batchstate.transport.regions import Copies, Ints, Region
-from batchstate.transport.wire import number, parsed_native, record, text
+from batchstate.transport.wire import nonce, number, parsed_native, record, text
 
 ROWS_IN_FLIGHT = 1024
 """Rows that Mooncake is given at a time, for each peer: as many as its queue takes by default."""
 
 INSTANCE_BYTES = 16
-MOST_AT_ONCE = 1 << 16
-"""Bytes read of one connection at a time, so that one that sends without end holds up no other."""
-
-GREETING_BYTES = 2 * INSTANCE_BYTES
+MOST_AT_ONCE = 4096
+"""Tags taken from one writer at a time, so that one that sends without end holds up no other."""
 
 
 @final
@@ -49,7 +57,7 @@ class Progress:
     """How far one write is.
 
     Attributes:
-        behind: the place in the peer's stream of tags behind which this tag is, once it is written there.
+        behind: how far the connection has to be passed on until this tag is, once it is queued.
     """
 
     rows: list[tuple[int, int, int]]  # address here, address there, bytes
@@ -63,23 +71,21 @@ class Progress:
 
 @final
 @attrs.define(eq=False)
-class Connection:
+class Link:
     """What leads to one peer: its rows under way, oldest first, and the connection for tags.
 
     A tag is queued once each row of its write is acknowledged. The end of the connection tells at once that the peer
     has ended.
 
     Attributes:
-        wire: connection for tags; its end is the peer's, unless the peer writes to it: it then only refuses it.
+        connection: for tags; its end is the peer's.
         flying: batch ids that Mooncake has not been seen to end, with their writes.
     """
 
     peer: Peer  # to which it leads
     engine: Any  # Mooncake's, which opened the peer; None once closed
     target: str  # Mooncake's name of the peer
-    wire: socket.socket
-    outbox: bytearray = attrs.field(factory=bytearray)  # of tags, what the connection has not taken
-    passed: int = 0  # how many bytes of tags it has taken
+    connection: Connection
     flying: deque[tuple[int, Progress]] = attrs.field(factory=deque)
     waiting: deque[Progress] = attrs.field(factory=deque)  # writes of which rows are not handed over
     lost: str | None = None  # why the peer is gone, or None
@@ -91,7 +97,7 @@ class Connection:
         if write.rows:
             self.waiting.append(write)
         else:
-            self._append_tag(write)
+            write.behind = self.connection.post(write.tag)
         self.turn()
 
     def turn(self) -> None:
@@ -100,25 +106,22 @@ class Connection:
         self.watch()
         while self.waiting and len(self.flying) < ROWS_IN_FLIGHT:
             self._submit(self.waiting[0])
-        self._flush()
+        self.watch()
 
     def quiet(self, write: Progress) -> bool:
         """Whether no byte of a write can still land, nor be read."""
         return write.ended == write.sent and (self.ended or not write.doubtful)
 
     def watch(self) -> None:
-        """Notices that the peer has gone."""
+        """Passes tags on, and notices that the peer has gone."""
         if self.lost is not None:
             return
         try:
-            if self.wire.recv(1):
-                self._lose("it did not take the connection for tags", ended=False)
-            else:
-                self._lose("its engine has ended", ended=True)
-        except (BlockingIOError, InterruptedError):
-            return
-        except ConnectionResetError:
-            self._lose("its process has ended", ended=True)
+            self.connection.flush()
+            if self.connection.poll():
+                self._lose("it answered on the connection for tags", ended=False)
+        except ConnectionEndedError as error:
+            self._lose(f"its engine has ended: {error}", ended=True)
         except OSError as error:
             self._lose(f"its connection failed: {error}", ended=False)
 
@@ -126,8 +129,7 @@ class Connection:
         self.lost, self.ended = why, ended
         self.peer.lost = self.peer.lost or why
         self.waiting.clear()
-        self.outbox.clear()
-        self.wire.close()
+        self.connection.close()
 
     def _collect(self) -> None:
         while self.flying:
@@ -138,8 +140,8 @@ class Connection:
             self.flying.popleft()
             write.ended += 1
             write.doubtful |= status < 0
-            if write.ended == len(write.rows) and not write.doubtful:
-                self._append_tag(write)
+            if write.ended == len(write.rows) and not write.doubtful and self.lost is None:
+                write.behind = self.connection.post(write.tag)
 
     def _submit(self, write: Progress) -> None:
         """Hands over rows of the first write that waits, as many as fit."""
@@ -157,91 +159,33 @@ class Connection:
         if write.sent == len(write.rows) or write.refused or write.doubtful:
             self.waiting.popleft()
 
-    def _append_tag(self, write: Progress) -> None:
-        self.outbox += bytes([len(write.tag)]) + write.tag
-        write.behind = self.passed + len(self.outbox)
-
-    def _flush(self) -> None:
-        if not self.outbox or self.lost is not None:
-            return
-        try:
-            taken = self.wire.send(self.outbox)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError as error:
-            # A reset is told once, here or in `watch`: either way the other side has the connection open no more.
-            ended = isinstance(error, BrokenPipeError | ConnectionResetError)
-            self._lose(f"its connection failed: {error}", ended=ended)
-            return
-        del self.outbox[:taken]
-        self.passed += taken
-
 
 @final
 @attrs.define(eq=False)
 class Client:
     """A connection by which a writer's tags arrive."""
 
-    wire: socket.socket  # the connection
-    since: float = attrs.field(factory=time.monotonic)  # when it came, on the monotonic clock
+    connection: Connection
     writer: str | None = None  # the writer's instance, once it has told
-    unread: bytearray = attrs.field(factory=bytearray)  # bytes of a record that is not complete
 
-    def tags(self, instance: str) -> tuple[list[Delivery], bool]:
-        """The tags in the next `MOST_AT_ONCE` bytes, and whether more can come. `instance` is what it has to name."""
-        opened = True
-        try:
-            piece = self.wire.recv(MOST_AT_ONCE)
-            self.unread += piece
-            opened = bool(piece)
-        except (BlockingIOError, InterruptedError):
-            pass
-        except OSError:
-            opened = False
-        if self.writer is None:
-            if len(self.unread) < GREETING_BYTES:
-                return [], opened
-            if self.unread[INSTANCE_BYTES:GREETING_BYTES] != instance.encode():
-                return [], False
-            self.writer = self.unread[:INSTANCE_BYTES].decode("ascii", "replace")
-            del self.unread[:GREETING_BYTES]
+    def tags(self) -> tuple[list[Delivery], bool]:
+        """The next `MOST_AT_ONCE` tags that are here, and whether more can come."""
         found: list[Delivery] = []
-        start = 0
-        while start < len(self.unread) and start + self.unread[start] < len(self.unread):
-            nbytes = self.unread[start]
-            if not 0 < nbytes <= MOST_TAG_BYTES:
-                return found, False
-            found.append(Delivery(bytes(self.unread[start + 1 : start + 1 + nbytes]), self.writer))
-            start += 1 + nbytes
-        del self.unread[:start]
-        return found, opened
-
-    def refuse(self) -> None:
-        """Closes it, and says so: were it a writer, it would take the end alone for that of this engine."""
-        with contextlib.suppress(OSError):
-            self.wire.send(b"\0")
-        self.wire.close()
+        try:
+            while len(found) < MOST_AT_ONCE and self.connection.poll():
+                message = self.connection.recv_bytes()
+                if self.writer is None:
+                    self.writer = nonce(message.decode())
+                elif 0 < len(message) <= MOST_TAG_BYTES:
+                    found.append(Delivery(message, self.writer))
+                else:
+                    return found, False
+        except (OSError, ValueError):
+            return found, False
+        return found, True
 
 
-def prepare(wire: socket.socket) -> None:
-    """Tags leave at once, and a machine that is gone is noticed within half a minute."""
-    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, seconds in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
-        if hasattr(socket, option):
-            wire.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
-
-
-CONNECTS_IN_S = 5.0
-"""How long `connect` waits for a machine that does not answer."""
-
-GREETS_WITHIN_S = 5.0
-"""How long a client of the port for tags may take to say who it is."""
-
-MOST_SILENT = 64
-"""Clients that have connected and not said so: of more, those that came first are sent away."""
-
-_NATIVE = record(mooncake=text(), host=text(), tags=number(), identity=number())
+_NATIVE = record(mooncake=text(), host=text(), tags=number(1, 65_535), identity=number())
 """This engine's part of an endpoint."""
 
 CHANGED_BY = {"MC_TCP_PROTO": ("1",), "MC_USE_TENT": None, "MC_USE_TEV1": None}
@@ -250,15 +194,18 @@ CHANGED_BY = {"MC_TCP_PROTO": ("1",), "MC_USE_TENT": None, "MC_USE_TEV1": None}
 
 @final
 class MooncakeEngine(Engine):
-    """Writes over Mooncake's transfer engine. See the warning at the top of this module: its ports are open to all.
+    """Writes over Mooncake's transfer engine. Its ports are open to all: see the warning at the top of this module.
 
     Needs `pip install 'batchstate[mooncake]'` and the system library libibverbs1. Mooncake logs errors to stderr, one
     ("Local segment descriptor not found") at each start and of no meaning; `MC_LOG_LEVEL=INFO` makes it tell more.
 
     Args:
         host: IPv4 address, or name, by which peers reach this machine.
+        trusted_network: that only workers who may write here reach this machine's ports: a firewall, or a network
+            namespace of its own, keeps all others out, processes of this machine among them.
 
     Raises:
+        ArgumentError: without `trusted_network=True`.
         TransferError: Mooncake or a library of the system is missing, a setting of Mooncake makes completed rows
             unsafe, or no port could be opened.
     """
@@ -266,28 +213,26 @@ class MooncakeEngine(Engine):
     name = "mooncake"
     capabilities = Capabilities(one_sided=True, max_rows=1024)
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self, host: str = "127.0.0.1", *, trusted_network: bool = False) -> None:
+        check_trusted("Mooncake listens on all interfaces", trusted_network)
         super().__init__()
         self._module = _loaded()
         self._host = host
+        self._arrived: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+        self._listener = Listener((host, 0), self._secret, self._arrived.put)
+        self._links: list[Link] = []
+        # Mooncake's engines: this one's, and the one that opens peers. They end first, before the memory goes.
+        self._natives: list[Any] = []
+        self._end_natives = weakref.finalize(self, _end_natives, self._natives, self._links)
         try:
-            self._listener = socket.create_server((host, 0), backlog=128)
-        except OSError as error:
-            raise TransferError(
-                f"no port on {host!r}: {error}", value=host, remedy="pass an address of this machine"
-            ) from error
-        try:
-            self._native = self._started()
+            self._natives.append(self._started())
             # Peers read this memory to learn who is behind the port.
             self._identity = np.frombuffer(self.instance.encode(), dtype=np.uint8).copy()
             self._registered(self._identity.ctypes.data, self._identity.nbytes, "its identity")
         except TransferError:
             self._listener.close()
             raise
-        self._listener.setblocking(False)
-        self._outgoing = self._native
         self._opened: dict[str, str] = {}
-        self._connections: list[Connection] = []
         self._clients: list[Client] = []
 
     def _started(self) -> Any:
@@ -300,7 +245,7 @@ class MooncakeEngine(Engine):
         return engine
 
     def _registered(self, address: int, nbytes: int, what: str) -> None:
-        status = self._native.register_memory(address, nbytes)
+        status = self._natives[0].register_memory(address, nbytes)
         if status:
             raise TransferError(
                 f"Mooncake did not register {what} ({nbytes} bytes): {status}",
@@ -318,54 +263,39 @@ class MooncakeEngine(Engine):
         self._registered(region.address, region.nbytes, repr(region.name))
 
     def _unregister(self, region: Region) -> None:
-        status = self._native.unregister_memory(region.address)
+        status = self._natives[0].unregister_memory(region.address)
         if status:
             raise TransferError(
                 f"Mooncake did not let {region.name!r} go: {status}", value=status, remedy="close the engine"
             )
 
     def _endpoint(self) -> bytes:
-        mooncake = f"{self._host}:{self._native.get_rpc_port()}"
-        tags = self._listener.getsockname()[1]
+        mooncake = f"{self._host}:{self._natives[0].get_rpc_port()}"
+        tags = self._listener.address[1]
         fields = {"mooncake": mooncake, "host": self._host, "tags": tags, "identity": self._identity.ctypes.data}
         return json.dumps(fields).encode()
 
     def _connect(self, peer: Peer, endpoint: bytes) -> None:
-        """Waits: for `CONNECTS_IN_S` on a machine that is silent, for up to 30 s on a process that stands still."""
+        """Waits: 10 s at most for the peer's answer, and up to 30 s more for Mooncake's."""
         fields = parsed_native(endpoint, _NATIVE, f"an endpoint of {self.name}")
-        target, host, port = fields["mooncake"], fields["host"], fields["tags"]
+        connection = connect((fields["host"], fields["tags"]), peer.secret)
         try:
-            wire = socket.create_connection((host, port), CONNECTS_IN_S)
-        except (OSError, OverflowError, ValueError) as error:
-            raise TransferError(
-                f"{host}:{port} cannot be reached: {error}",
-                value=f"{host}:{port}",
-                remedy="see that the peer runs, and that its `host` is an address that leads there",
-            ) from error
-        try:
-            prepare(wire)
-            wire.sendall((self.instance + peer.instance).encode())  # at once: a silent client is sent away
-            engine = self._opener(target, peer.instance)
-            self._check_identity(engine, target, fields["identity"], peer.instance)
-        except OSError as error:
-            wire.close()
-            raise TransferError(
-                f"{host}:{port} cannot be reached: {error}", value=f"{host}:{port}", remedy="see that the peer runs"
-            ) from error
-        except (TransferError, HandshakeError):
-            wire.close()
+            connection.send_bytes(self.instance.encode())
+            engine = self._opener(fields["mooncake"], peer.instance)
+            self._check_identity(engine, fields["mooncake"], fields["identity"], peer.instance)
+        except BaseException:
+            connection.close()
             raise
-        wire.setblocking(False)
-        peer.native = Connection(peer, engine, target, wire)
-        self._connections.append(peer.native)
+        peer.native = Link(peer, engine, fields["mooncake"], connection)
+        self._links.append(peer.native)
 
     def _opener(self, target: str, instance: str) -> Any:
         """Mooncake remembers a peer by host and port: a new instance behind the same two needs a new memory."""
         if self._opened.get(target, instance) != instance:
-            self._outgoing = self._started()
+            self._natives[1:] = [self._started()]
             self._opened.clear()
         self._opened[target] = instance
-        return self._outgoing
+        return self._natives[-1]
 
     def _check_identity(self, engine: Any, target: str, identity: int, instance: str) -> None:
         found = np.zeros(INSTANCE_BYTES, dtype=np.uint8)
@@ -385,15 +315,14 @@ class MooncakeEngine(Engine):
         self._sweep()
 
     def _sweep(self) -> None:
-        """Lets go of lines to peers that are gone or let go, once no write of theirs is open."""
-        for connection in [one for one in self._connections if one.left or one.lost is not None]:
-            needed = any(handle.peer is connection.peer for handle in self._open.values())
-            if not (
-                needed or connection.flying or connection.waiting or (connection.outbox and connection.lost is None)
-            ):
-                connection.wire.close()
-                connection.engine = None
-                self._connections.remove(connection)
+        """Lets go of links to peers that are gone or let go, once no write of theirs is open."""
+        for link in [one for one in self._links if one.left or one.lost is not None]:
+            needed = any(handle.peer is link.peer for handle in self._open.values())
+            unsent = link.lost is None and link.connection.passed < link.connection.posted
+            if not (needed or link.flying or link.waiting or unsent):
+                link.connection.close()
+                link.engine = None
+                self._links.remove(link)
 
     def _write(self, handle: Handle, copies: Copies, sources: Ints, targets: Ints) -> None:
         rows = list(zip(sources.tolist(), targets.tolist(), copies.lengths.tolist(), strict=True))
@@ -401,63 +330,58 @@ class MooncakeEngine(Engine):
         handle.peer.native.add(handle.native)
 
     def _poll(self, handle: Handle) -> Status:
-        connection, write = handle.peer.native, handle.native
-        connection.turn()
-        if write.behind is not None and connection.passed >= write.behind:
+        link, write = handle.peer.native, handle.native
+        link.turn()
+        if write.behind is not None and link.connection.passed >= write.behind:
             return Status.DONE
-        if write.doubtful or connection.lost is not None:
-            handle.reason = connection.lost or "Mooncake reports that a row failed"
-            return Status.FAILED if connection.quiet(write) else Status.UNKNOWN
-        if write.refused and connection.quiet(write):
+        if write.doubtful or link.lost is not None:
+            handle.reason = link.lost or "Mooncake reports that a row failed"
+            return Status.FAILED if link.quiet(write) else Status.UNKNOWN
+        if write.refused and link.quiet(write):
             handle.reason = "Mooncake did not take a row"
             return Status.FAILED
         return Status.PENDING
 
     def _drained(self, handle: Handle) -> bool:
-        connection = handle.peer.native
-        connection.turn()
-        return bool(connection.quiet(handle.native))
+        link: Link = handle.peer.native
+        link.turn()
+        return link.quiet(handle.native)
 
     def lost_peers(self) -> tuple[Peer, ...]:
         """Connected peers that are gone: noticed at once when the process ends, within a minute when a machine does."""
-        for connection in self._connections:
-            connection.watch()
+        for link in self._links:
+            link.watch()
         return super().lost_peers()
 
     def _completions(self) -> list[Delivery]:
-        for connection in self._connections:
-            connection.turn()
+        for link in self._links:
+            link.turn()
         self._sweep()
-        with contextlib.suppress(OSError):  # no client more, or one that has gone, or no room for one more file
-            for _ in range(MOST_SILENT):
-                wire, _ = self._listener.accept()
-                wire.setblocking(False)
-                self._clients.append(Client(wire))
+        while not self._arrived.empty():
+            self._clients.append(Client(self._arrived.get()))
         arrived: list[Delivery] = []
         for client in list(self._clients):
-            found, opened = client.tags(self.instance)
+            found, opened = client.tags()
             arrived += found
             if not opened:
-                client.wire.close()
-                self._clients.remove(client)
-        silent = [client for client in self._clients if client.writer is None]
-        latest = time.monotonic() - GREETS_WITHIN_S
-        for index, client in enumerate(reversed(silent)):
-            if index >= MOST_SILENT or client.since < latest:
-                client.refuse()
+                client.connection.close()
                 self._clients.remove(client)
         return arrived
 
     def _close(self) -> None:
         # Mooncake first: a peer that sees its connection end may rely on it that nothing lands here any more.
-        for connection in self._connections:
-            connection.engine = None
-        self._outgoing = self._native = None
-        for connection in self._connections:
-            connection.wire.close()
-        for client in self._clients:
-            client.wire.close()
+        self._end_natives()
         self._listener.close()
+        while not self._arrived.empty():
+            self._clients.append(Client(self._arrived.get()))
+        for connection in [one.connection for one in self._links] + [one.connection for one in self._clients]:
+            connection.close()
+
+
+def _end_natives(natives: list[Any], links: list[Link]) -> None:
+    for link in links:
+        link.engine = None
+    natives.clear()
 
 
 def _loaded() -> ModuleType:

@@ -3,6 +3,8 @@
 Guarantees, each tested between two processes:
 
 * One interface, the loopback unless another is named; a name that does not exist is an error.
+* A tag is believed only with a MAC under the receiver's secret. NIXL's loader gets the metadata of a peer only from an
+  endpoint whose MAC is right, and NIXL's own listening thread is off.
 * A tag arrives after the last byte of its data. NIXL sends it from the writer's `poll`: a write that is never polled
   never delivers its tag, though its data lands.
 * A write that failed once it was posted is UNKNOWN, never FAILED: NIXL does not say which rows went, it cannot stop
@@ -11,6 +13,10 @@ Guarantees, each tested between two processes:
   that for itself. Of a peer elsewhere it never knows: keep the memory, or end both engines.
 * Other threads: NIXL's own moves bytes in and out between calls. It looks each `progress_us`; NIXL's default, 0,
   keeps one core busy for each engine, idle or not.
+
+Warning: UCX listens on one TCP port of the interface, which it needs to notice that a peer is gone, and asks no client
+for anything: a process that speaks its protocol can write into this one. Noise does no harm there. On the loopback that
+is every process of the machine, or of the network namespace; any other interface wants `trusted_network=True`.
 
 `write` copies on the calling thread what the transport takes at once: all of it between processes of one machine
 (`cma`), what fits into the sockets with `tcp`.
@@ -31,8 +37,10 @@ import attrs
 import numpy as np
 import torch
 
+from batchstate import invariants
 from batchstate.errors import ArgumentError, HandshakeError, TransferError
-from batchstate.transport.engines.base import Capabilities, Delivery, Engine, Handle, Peer, Status
+from batchstate.transport.connection import MAC, mac_of
+from batchstate.transport.engines.base import Capabilities, Delivery, Engine, Handle, Peer, Status, check_trusted
 from batchstate.transport.regions import Copies, Ints, Region
 from batchstate.transport.wire import array, binary, number, parsed_native, record, row, text
 
@@ -129,22 +137,33 @@ class NixlEngine(Engine):
     """Writes over UCX.
 
     Args:
-        interface: network interface that is listened on and connected from, or None to leave it to UCX. Clients
-            are not authenticated: name only interfaces of a network that you trust.
+        interface: network interface that is listened on and connected from, or None to leave it to UCX.
         tls: UCX transports, with commas; keep `tcp` among them. By default shared memory and `tcp`, and `cuda` where
             torch is built for it.
         progress_us: how often NIXL's thread looks, in microseconds.
+        trusted_network: that only workers who may write here reach the interface, where it is not the loopback.
 
     `UCX_NET_DEVICES`, `UCX_TLS` and `NIXL_LOG_LEVEL` of the environment win over these.
 
     Raises:
+        ArgumentError: another interface than the loopback, without `trusted_network=True`.
         TransferError: NIXL is not installed, or cannot be opened with this interface and these transports.
     """
 
     name = "nixl"
     capabilities = Capabilities(one_sided=True, max_rows=MAX_ROWS)
 
-    def __init__(self, interface: str | None = "lo", tls: str | None = None, progress_us: int = 10) -> None:
+    def __init__(
+        self,
+        interface: str | None = "lo",
+        tls: str | None = None,
+        progress_us: int = 10,
+        *,
+        trusted_network: bool = False,
+    ) -> None:
+        listens = os.environ.get("UCX_NET_DEVICES", interface)
+        if listens != "lo":
+            check_trusted(f"UCX listens on {listens or 'all interfaces'}", trusted_network)
         super().__init__()
         wanted = tls or "cma,posix,tcp" + (",cuda" if torch.version.cuda else "")
         with _environment(_settings(interface, wanted)):
@@ -232,16 +251,17 @@ class NixlEngine(Engine):
         handle.native = _Request(None)
         self._look(peer)
         if peer.lost is None:
+            tag = _tag_mac(peer.secret, self.instance, handle.tag) + handle.tag
             try:
                 if not len(copies):
-                    self._agent.genNotif(link.name, handle.tag)
+                    self._agent.genNotif(link.name, tag)
                     return
                 handle.native.number = self._agent.createXferReq(
                     self._nixl.NIXL_WRITE,
                     self._rows(self._places, copies.source_regions, sources, copies.lengths),
                     self._rows(link.places, copies.target_regions, targets, copies.lengths),
                     link.name,
-                    handle.tag,
+                    tag,
                     self._backends,
                 )
             except self._errors as error:
@@ -293,7 +313,12 @@ class NixlEngine(Engine):
         for peer in self._peers.values():
             self._look(peer)
         arrived = self._agent.getNotifs({}, self._backends)
-        return [Delivery(tag, instance) for instance, tags in arrived.items() for tag in tags]
+        return [
+            Delivery(tag[MAC:], instance)
+            for instance, tags in arrived.items()
+            for tag in tags
+            if invariants.peer_unknown.holds(_tag_mac(self._secret, instance, tag[MAC:]), tag[:MAC])
+        ]
 
     def _close(self) -> None:
         for peer in self._peers.values():
@@ -346,6 +371,10 @@ class NixlEngine(Engine):
         if number is not None:
             with contextlib.suppress(*self._errors):  # one that NIXL cannot cancel; it goes with the agent
                 self._agent.releaseXferReq(number)
+
+
+def _tag_mac(secret: bytes, writer: str, tag: bytes) -> bytes:
+    return mac_of(secret, b"batchstate 1 tag", writer.encode("utf-8", "replace"), tag)
 
 
 def _bindings() -> Any:

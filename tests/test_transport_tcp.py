@@ -1,13 +1,13 @@
-"""What is the paired engine's own: pieces, receivers that end or stand still, and clients that ask for nothing good."""
+"""What is the TCP engine's own: pieces, receivers that end or stand still, strangers, and writers without sense."""
 
 import base64
 import contextlib
 import gc
 import json
 import os
-import pathlib
 import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,21 +15,20 @@ from collections.abc import Callable, Iterator
 import attrs
 import numpy as np
 import pytest
-import torch
 
-from batchstate.errors import ArgumentError, TransferError
+from batchstate.errors import ArgumentError, HandshakeError, TransferError
+from batchstate.transport.connection import ANSWER, Connection, connect
 from batchstate.transport.engines import _packing as packing
-from batchstate.transport.engines import _pairs as pairs
-from batchstate.transport.engines import _rendezvous, distributed
-from batchstate.transport.engines._pairs import WRITER, Header, Pair
-from batchstate.transport.engines._rendezvous import EndWatch, ask
+from batchstate.transport.engines import tcp
 from batchstate.transport.engines.base import Status
-from batchstate.transport.engines.distributed import DistributedEngine
+from batchstate.transport.engines.tcp import TcpEngine
 from batchstate.transport.regions import Copies
+from batchstate.transport.wire import Endpoint
 from tests.transport_peers import (
     SENTINEL,
     EngineSide,
     PeerProcess,
+    altered,
     expected,
     joined,
     scattered,
@@ -41,9 +40,9 @@ from tests.transport_peers import (
 MIB = 1 << 20
 
 
-def make(connect_timeout: float = 5.0) -> DistributedEngine:
-    """An engine with short time-outs."""
-    return DistributedEngine(connect_timeout=connect_timeout, stall_timeout=2.0)
+def make(connect_timeout: float = 5.0) -> TcpEngine:
+    """An engine with a short time-out."""
+    return TcpEngine(connect_timeout=connect_timeout)
 
 
 @pytest.fixture
@@ -84,20 +83,13 @@ def peer_of(side: EngineSide) -> str:
     return list(side.peers)[-1]
 
 
-def native(address: list[object]) -> str:
-    """An endpoint's part that says where, as it is inside of one."""
-    return base64.b64encode(json.dumps(address).encode()).decode()
-
-
-def meet(pair: str) -> dict[str, object]:
-    """What a writer asks first."""
-    return {"ask": "meet", "pair": pair, "writer": "0" * 16}
-
-
-def ours(side: EngineSide) -> DistributedEngine:
-    """The engine itself, for a look inside."""
-    assert isinstance(side.engine, DistributedEngine)
-    return side.engine
+def writer_of(endpoint: bytes) -> Connection:
+    """A connection by which a writer that knows the secret can say anything."""
+    to = Endpoint.from_bytes(endpoint)
+    host, port = json.loads(to.native)
+    connection = connect((host, port), to.secret)
+    connection.send_bytes(b"0" * 16)
+    return connection
 
 
 def close_within(side: EngineSide, seconds: float) -> None:
@@ -189,7 +181,7 @@ def test_a_receiver_that_stands_still_is_not_drained(here: EngineSide, there: Pe
     assert there.process.pid is not None
     os.kill(there.process.pid, signal.SIGSTOP)
     job = here.handles[b"big"].native
-    job.outgoing._pair.part()  # as a broken connection
+    job.outgoing._lose("broken")  # as a connection that fails on this side
     assert here.ended(b"big") is Status.UNKNOWN
     for _ in range(6):  # the engine looks each 50 ms
         assert not here.drain(b"big")
@@ -203,7 +195,7 @@ def test_a_receiver_that_stands_still_is_not_drained(here: EngineSide, there: Pe
 def test_a_lost_peer_that_lives_can_be_reached_again(here: EngineSide, there: PeerProcess) -> None:
     """After a broken connection the same instance is connected to again, and receives."""
     name = peer_of(here)
-    here.peers[name].native._pair.part()
+    here.peers[name].native._lose("broken")
     until(lambda: here.lost() == [name], "the loss")
     here.disconnect(name)
     assert here.connect(there.call("endpoint")) == name
@@ -290,22 +282,49 @@ def test_the_receiver_checks_for_itself(here: EngineSide, there: PeerProcess) ->
     assert [one.tag for one in there.call("completions")] == [b"fine"]
 
 
-def test_a_header_without_sense(here: EngineSide, there: PeerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A header that makes no sense fails the write with the reason and ends the pair; the receiver serves the next."""
-    name = peer_of(here)
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"\0" * 4,
+        struct.pack("<IB", 1, 3) + b"tag",
+        struct.pack("<IB", 2**32 - 1, 3) + b"tag" + bytes(24),
+        struct.pack("<IB", 0, 0),
+        struct.pack("<IB", 0, 129) + b"t" * 129,
+        struct.pack("<IB", 1, 3) + b"tag" + struct.pack("<qqq", 0, 0, 0),
+        struct.pack("<IB", 1, 3) + b"tag" + struct.pack("<qqq", 0, 0, 2**40),
+        struct.pack("<IB", 1, 3) + b"tag" + struct.pack("<qqq", 0, 0, -1),
+    ],
+    ids=range(9),
+)
+def test_a_write_without_sense(here: EngineSide, message: bytes) -> None:
+    """It ends the connection of its writer alone; nothing lands, no tag is delivered, and the next one is served."""
+    here.register(64, SENTINEL)
+    with contextlib.closing(writer_of(here.endpoint())) as writer:
+        writer.send_bytes(message)
+        assert writer.await_end(5.0)
+    with contextlib.closing(EngineSide(make)) as other:
+        other.register(64, SENTINEL)
+        other.write(other.connect(here.endpoint()), Copies([0], [0], [0], [0], [64]), b"fine")
+        assert other.ended(b"fine") is Status.DONE
+    assert [one.tag for one in here.completions()] == [b"fine"]
+    assert (here.memory[0] == SENTINEL).all()
 
-    def nonsense(kind: int, rows: int, tag: bytes) -> Header:
-        return Header(kind, rows - 5, tag)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(pairs, "Header", nonsense)
-        here.write(name, Copies.empty(), b"nonsense")
-        assert here.ended(b"nonsense") is Status.FAILED
-    assert "makes no sense" in here.handles[b"nonsense"].reason
-    until(lambda: here.lost() == [name], "the loss")
-    here.disconnect(name)
-    here.write(here.connect(there.call("endpoint")), Copies.empty(), b"fine")
-    assert here.ended(b"fine") is Status.DONE
+def test_a_million_pieces_cost_little(here: EngineSide) -> None:
+    """Rows of a tebibyte that a writer announces are refused piece by piece, in little memory."""
+    here.register(4096, SENTINEL)
+    with contextlib.closing(writer_of(here.endpoint())) as writer:
+        rows = 1 << 20
+        table = np.zeros((3, rows), dtype="<i8")
+        table[2] = packing.PIECE
+        writer.send_bytes(struct.pack("<IB", rows, 4), b"much", table.data.cast("B"))
+        for _ in range(3):
+            writer.send_bytes(bytes(packing.PIECE))
+        writer.send_bytes(b"another length")
+        assert writer.await_end(5.0)
+    assert here.completions() == []
+    assert (here.memory[0] == SENTINEL).all()
 
 
 def test_an_endpoint_that_is_dead() -> None:
@@ -316,152 +335,44 @@ def test_an_endpoint_that_is_dead() -> None:
         start = time.monotonic()
         with pytest.raises(TransferError, match="cannot be reached"):
             here.connect(endpoint)
-        fields = json.loads(endpoint)
-        fields["native"] = native(["gloo", *silent.getsockname()])
-        with pytest.raises(TransferError, match="cannot be reached"):
-            here.connect(json.dumps(fields).encode())
+        native = base64.b64encode(json.dumps(silent.getsockname()).encode()).decode()
+        with pytest.raises(TransferError, match="cannot be reached: timed out"):
+            here.connect(altered(endpoint, native=native))
         assert time.monotonic() - start < 10.0
 
 
-def test_a_client_that_never_comes() -> None:
-    """A client that asks and does not come, or sends garbage, holds up no other; closing waits for its time only."""
-    here = EngineSide(make, 1.0)
-    address = here.engine._accept_loop.address  # type: ignore[attr-defined]
-    with socket.create_connection(address) as caller:
-        caller.sendall(b"garbage\n")
-    socket.create_connection(address).close()
-    assert ask(address, here.engine.instance, 5.0, meet("0" * 16))["met"]
-    here.register(64)
-    with contextlib.closing(EngineSide(make)) as other:
-        other.register(64)
-        other.write(other.connect(here.endpoint()), Copies([0], [0], [0], [0], [64]), b"served")
-        assert other.ended(b"served") is Status.DONE
-    close_within(here, 4.0)
+def test_another_engine_behind_the_port() -> None:
+    """An engine that listens where another one did is not taken for it, and gives no hint of itself."""
+    with contextlib.closing(EngineSide(make)) as here, contextlib.closing(EngineSide(make)) as other:
+        mine = Endpoint.from_bytes(other.endpoint())
+        with contextlib.closing(EngineSide(make)) as gone:
+            endpoint = gone.endpoint()
+        native = base64.b64encode(mine.native).decode()
+        with pytest.raises(HandshakeError, match="hangs up: it has another secret"):
+            here.connect(altered(endpoint, native=native))
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        b"[" * 4000,
-        b"1" * 5000,
-        b"null",
-        b"[]",
-        b"\xff\xfe",
-        json.dumps({"ask": [], "instance": {}, "pair": [], "writer": []}).encode(),
-        json.dumps({"ask": "meet", "pair": "\ud800", "writer": "0" * 16}).encode(),
-        json.dumps({"ask": "meet", "pair": "0" * 16, "writer": "\ud800"}).encode(),
-        json.dumps({"ask": "meet", "pair": "../" + "0" * 13, "writer": "0" * 16}).encode(),
-    ],
-    ids=range(9),
-)
-def test_foreign_clients_end_nothing(here: EngineSide, line: bytes) -> None:
-    """Whatever a foreign client says closes its own connection alone; the next client is served, and closing closes."""
-    engine = ours(here)
-    address = engine._accept_loop.address
-    line = line.replace(b'"meet"', b'"meet", "instance": "%s"' % engine.instance.encode())
-    with socket.create_connection(address, 2.0) as stranger:
-        stranger.sendall(line + b"\n")
-        with contextlib.suppress(ConnectionResetError):
-            assert stranger.recv(1) == b""
-    assert engine._accept_loop.live == set()
-    assert ask(address, engine.instance, 1.0, {"ask": "ended", "pair": "0" * 16})["ended"] is True
-    close_within(here, 1.0)
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(address, 1.0)
-
-
-def test_slow_clients_hold_up_no_other(here: EngineSide, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While clients are silent or drip others are answered at once; each has its time, and the oldest give way."""
-    monkeypatch.setattr(_rendezvous, "ASKS_WITHIN", 0.6)
-    address, instance = ours(here)._accept_loop.address, here.engine.instance
-    with contextlib.ExitStack() as stack:
-        slow = [
-            stack.enter_context(socket.create_connection(address, 2.0)) for _ in range(_rendezvous.MOST_CLIENTS + 6)
-        ]
-        start = time.monotonic()
-        ask(address, instance, 5.0, {"ask": "ended", "pair": "0" * 16})
-        assert time.monotonic() - start < 0.5
-        slow[0].settimeout(0.5)
-        assert slow[0].recv(1) == b""
-        with pytest.raises((BrokenPipeError, ConnectionResetError)):  # noqa: PT012
-            while time.monotonic() < start + 2.0:
-                slow[-1].sendall(b" ")
-                time.sleep(0.1)
-
-
-def test_answers_that_never_end() -> None:
-    """A client waits for its time alone, and takes brackets without end for no answer, also to look for an end."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
+def test_who_pretends_to_be_the_peer_is_found_out() -> None:
+    """A stranger that listens in the place of a peer proves nothing: it is not connected to, and learns no secret."""
+    with contextlib.closing(EngineSide(make)) as here, socket.create_server(("127.0.0.1", 0)) as server:
+        with contextlib.closing(EngineSide(make)) as gone:
+            endpoint = gone.endpoint()
+        heard: list[bytes] = []
 
         def serve() -> None:
-            connection = server.accept()[0]
-            with connection:
-                connection.sendall(b"[" * 4000 + b"\n")
-            connection = server.accept()[0]
-            with connection, contextlib.suppress(OSError):
-                for _ in range(20):
-                    connection.sendall(b" ")
-                    time.sleep(0.1)
+            with server.accept()[0] as caller:
+                heard.append(caller.recv(4096))
+                caller.sendall(heard[0][:ANSWER].ljust(ANSWER, b"\0"))  # its own hello, reflected
+                heard.append(caller.recv(4096))
 
         thread = threading.Thread(target=serve)
         thread.start()
-        watch = EndWatch(server.getsockname(), "0" * 16, "0" * 16, 0.5)
-        assert not watch.ended()
-        start = time.monotonic()
-        assert not watch.ended()
-        assert time.monotonic() - start < 1.0
+        native = base64.b64encode(json.dumps(server.getsockname()).encode()).decode()
+        with pytest.raises(HandshakeError, match="does not know the secret"):
+            here.connect(altered(endpoint, native=native))
         thread.join()
-
-
-def test_clients_that_never_come_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of writers that call and do not come only so many are waited for; others are told, and served later."""
-    monkeypatch.setattr(distributed, "MOST_WAITING", 3)
-    with contextlib.closing(EngineSide(make, 0.5)) as here, contextlib.closing(EngineSide(make)) as other:
-        address, instance = ours(here)._accept_loop.address, here.engine.instance
-        assert [ask(address, instance, 5.0, meet(f"{number:016x}"))["met"] for number in (1, 1, 2, 3, 4, 5)] == [
-            True,
-            False,
-            True,
-            True,
-            False,
-            False,
-        ]
-        assert ask(address, instance, 5.0, {"ask": "ended", "pair": f"{1:016x}"})["ended"] is False
-        with pytest.raises(TransferError, match="too many wait"):
-            other.connect(here.endpoint())
-        until(lambda: not ours(here)._accept_loop.live, "the end of the wait")
-        other.connect(here.endpoint())
-
-
-def test_a_million_pieces_cost_little(here: EngineSide) -> None:
-    """Rows of 16 TiB that a foreign process announces are dropped in little memory; more rows are nonsense."""
-    address, instance = ours(here)._accept_loop.address, here.engine.instance
-    here.register(4096)
-    name, rows = "0" * 16, pairs.MOST_ROWS
-    store = int(ask(address, instance, 5.0, meet(name))["store"])
-    pair = Pair.join((address[0], store), name, WRITER, address[0], torch.device("cpu"), 5.0, 5.0)
-    table = torch.zeros((3, rows), dtype=torch.int64)
-    table[2] = packing.PIECE
-    piece = torch.zeros(packing.PIECE, dtype=torch.uint8)
-
-    def resident() -> int:
-        return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-
-    before = resident()
-    sent = [pair.begin(Header(pairs.WRITE, rows, b"much")), pair.send_rows(table), pair.send_rows(piece)]
-    assert pair.receive(pairs.Answer).verdict == pairs.GOT
-    assert resident() - before < 200 * MIB
-    for ended in sent:
-        ended()
-    pair.part()
-
-    name = "1" * 16
-    ask(address, instance, 5.0, meet(name))
-    pair = Pair.join((address[0], store), name, WRITER, address[0], torch.device("cpu"), 5.0, 5.0)
-    pair.send(Header(pairs.WRITE, rows + 1, b"more"))
-    assert "makes no sense" in pair.receive(pairs.Answer).reason
-    pair.part()
-    assert here.completions() == []
+        assert heard[1] == b""
+        assert Endpoint.from_bytes(endpoint).secret not in heard[0]
 
 
 def test_read_only_memory(here: EngineSide) -> None:
@@ -473,9 +384,12 @@ def test_read_only_memory(here: EngineSide) -> None:
     assert json.loads(here.endpoint())["regions"] == []
 
 
-def test_arguments() -> None:
-    """Another backend, and an address of another machine, are refused."""
-    with pytest.raises(ArgumentError, match="backend"):
-        DistributedEngine(backend="mpi")
-    with pytest.raises(TransferError, match="cannot be listened on"):
-        DistributedEngine(host="192.0.2.1")
+def test_arguments(here: EngineSide, there: PeerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An address of another machine, and more rows than a message can name once they are cut, are refused."""
+    with pytest.raises(TransferError, match=r"cannot listen on 192\.0\.2\.1:0"):
+        TcpEngine(host="192.0.2.1")
+    monkeypatch.setattr(tcp, "MOST_CUT_ROWS", 7)
+    with pytest.raises(ArgumentError, match="8 rows once long ones are cut; 7 fit"):
+        here.write(peer_of(here), Copies([0], [0], [0], [0], [8 * packing.PIECE]), b"long")
+    here.write(peer_of(here), Copies([0], [0], [0], [0], [7 * packing.PIECE]), b"long")
+    assert here.ended(b"long") is Status.DONE
