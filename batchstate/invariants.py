@@ -633,6 +633,29 @@ def page_alignment(tokens: Ints, page_size: int, **where: Unpack[Where]) -> Brea
 
 
 @invariant(
+    "cheap",
+    "publish after the forward that writes the tokens is launched: `resolve_forward_inputs` notes it, or call "
+    "`pages.commit(slots, total_lens)` behind the launch",
+    ("sglang #22453", "sglang #27258", "vllm #36013"),
+)
+def page_unwritten(tokens: Ints, written: Ints, **where: Unpack[Where]) -> Breach | None:
+    """Tokens are shared, held, sent or copied out only after the work that writes their KV was launched.
+
+    The first `tokens` integer[n] of each request are given to others, and those of the first `written` are launched.
+    Cost: one comparison per request. Broken by a prefix that goes to a cache when its pages are allocated: the next
+    request that begins with it reads what the last owner of the pages left there.
+    """
+    if (row := first_row(tokens > written)) is None:
+        return None
+    return Breach(
+        f"{tokens[row]} tokens are given to others, and nothing has written them all",
+        expected=f"at most {written[row]}, whose writes are launched",
+        actual=tokens[row],
+        row=row,
+    )
+
+
+@invariant(
     "always",
     "grow before committing; never commit more tokens than are allocated, nor ask for more than a row holds",
     ("sglang #28754", "sglang #13741", "sglang #27731", "sglang #12224"),

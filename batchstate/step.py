@@ -67,6 +67,7 @@ class _Requests:
         first_element: int64[n], where the row of each begins in the flat `req_to_token`.
         ones, everyone: 1 for each, and 0 to n - 1.
         nbytes: of a step's copy.
+        written: whether all tokens before this step's are.
         places: of the columns in the copy, one for each array of the batch's `Layout`.
     """
 
@@ -87,6 +88,7 @@ class _Requests:
         "row_set",
         "rows",
         "slots",
+        "written",
     )
 
     known: PublishedRows
@@ -97,6 +99,7 @@ class _Requests:
         self.row_set, self.slots, self.rows, self.generations = row_set, slots, rows, slots.generations
         n = rows.size
         self.first_element = rows * row_width
+        self.written = False
         self.ones, self.everyone = np.ones(n, dtype=np.int64), np.arange(n)
         self.places: list[Place] = []
         size = 0
@@ -536,6 +539,9 @@ class StepPlanner:
         )
         if levels.full:
             inputs.check(runtime)
+        lens = plan.seq_lens
+        starts = None if requests.written else lens - _ONE
+        requests.written = self._pages.writes.launched(requests.rows, lens, starts)
         return inputs
 
     def _report_constants(self) -> None:

@@ -62,6 +62,7 @@ class Steady:
         """`n` requests with a prompt whose KV is there."""
         slots, lengths = self._slots.take(n), np.full(n, START)
         self._pages.extend(slots, lengths)
+        self._pages.commit(slots, lengths)
         self._relay.publish(slots, last=np.ones(n, dtype=np.int64))
         values = {
             name: np.zeros(n, column.np_dtype)

@@ -127,6 +127,28 @@ def test_a_request_that_puts_in_nothing_needs_no_ids(rt: Runtime, world: World) 
     assert world.states(slots, "last_token") == ["consumed", "published", "consumed"]
 
 
+def test_forward_entry_publishes_what_the_forward_writes(rt: Runtime, world: World) -> None:
+    """A prefix is shared one step after its prefill was launched: nothing waits on that stream, another one does."""
+    slots, pages, later = world.take([8, 6]), world.pages, world.slots
+    first, other = slots.take([0]), slots.take([1])
+    forward, elsewhere = rt.stream("forward"), rt.stream("elsewhere")
+    plan, uploaded = world.planned(slots, [8, 6], [8, 2], prompt_ids=[range(8), range(2)], pages=pages)
+    refused(Code.PAGE_UNWRITTEN, lambda: pages.share(first, later.take(1), PAGE_SIZE))
+    with rt.use(forward):
+        world.resolve(plan, uploaded)
+        sharer = later.take(1)
+        pages.share(first, sharer, PAGE_SIZE)
+        refused(Code.PAGE_UNWRITTEN, lambda: pages.hold(other, PAGE_SIZE))  # nothing has written its first tokens
+        pages.extend(sharer, PAGE_SIZE + 1)
+    for stream, waits in ((forward, 0), (elsewhere, 1), (elsewhere, 0)):
+        with rt.use(stream):
+            plan, uploaded = world.planned(sharer, [PAGE_SIZE + 1], [1], prompt_ids=[[7]], pages=pages)
+            before = rt.counters.snapshot()
+            world.resolve(plan, uploaded)
+        spent = rt.counters - before
+        assert (spent.stream_waits, spent.forced_syncs, spent.fence_waits) == (waits, 0, 0)
+
+
 @pytest.mark.usefixtures("full")
 def test_full_compares_the_column_with_the_relay(rt: Runtime, world: World) -> None:
     """A bounded column whose device side holds other lengths than the last forward published is MIRROR_EQUAL."""

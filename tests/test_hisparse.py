@@ -95,6 +95,7 @@ class World:
         values = [self.new(length) for length in lengths]
         self.content.update(zip(slots.np.tolist(), values, strict=True))
         self.write(locations, np.concatenate(values, axis=1))
+        self.pages.commit(slots, lengths)
         return slots
 
     def write(self, locations: Any, values: Any) -> None:

@@ -55,6 +55,8 @@ def test_locations_of_positions(slots: SlotPool, pages: PagePool) -> None:
     """`locations` says where committed tokens of one request lie, as a typed value; others are refused."""
     one, two = slots.take(1), slots.take(1)
     places = [pages.extend(one, total).locations.np for total in (3, 7, 9) if pages.extend(two, total)]
+    refused(Code.PAGE_UNWRITTEN, lambda: pages.locations(one, 0, 9))
+    pages.commit(one, 9)
     found = pages.locations(one, 0, 9)
     assert isinstance(found, Locations)
     assert found.np.tolist() == np.concatenate(places).tolist()
@@ -66,6 +68,80 @@ def test_locations_of_positions(slots: SlotPool, pages: PagePool) -> None:
             pages.locations(source, first, first // 2)
 
 
+@pytest.mark.parametrize("publish", ["share", "hold", "locations", "wait_written"])
+def test_only_what_is_written_is_given_to_others(slots: SlotPool, pages: PagePool, publish: str) -> None:
+    """Tokens whose write was not launched are refused at `cheap`: allocated, taken back, or of a slot's next owner."""
+
+    def given(source: Slots) -> object:
+        if publish == "share":
+            return pages.share(source, slots.take(1), 8)
+        arguments = {"hold": (8,), "locations": (0, 8), "wait_written": ()}[publish]
+        found: object = getattr(pages, publish)(source, *arguments)
+        return found
+
+    one = slots.take(1)
+    pages.extend(one, 8)
+    refused(Code.PAGE_UNWRITTEN, lambda: given(one))
+    pages.commit(one, 8)
+    given(one)
+    if publish in ("locations", "wait_written"):  # else the pages have another holder now
+        pages.truncate(one, 5)
+        pages.extend(one, 8)
+        refused(Code.PAGE_UNWRITTEN, lambda: given(one))
+    pages.release_requests(one)
+    successor = slots.take(1)
+    pages.extend(successor, 8)
+    refused(Code.PAGE_UNWRITTEN, lambda: given(successor))
+    with levels.checks("off"):
+        given(successor)
+
+
+def test_pages_taken_for_a_cache_are_written_before_they_are_shared(slots: SlotPool, pages: PagePool) -> None:
+    """A lease of pages that KV arrives on is shared as far as it was committed, and no further."""
+    lease = pages.take(3)
+    refused(Code.PAGE_UNWRITTEN, lambda: pages.share(lease, slots.take(1), 4))
+    pages.commit(lease, 8)
+    pages.share(lease, slots.take(1), 8)
+    refused(Code.PAGE_UNWRITTEN, lambda: pages.share(lease, slots.take(1), 12))
+    refused(Code.LENGTH_ORDER, lambda: pages.commit(lease, 13))
+    refused(Code.LENGTH_ORDER, lambda: pages.commit(lease, -1))
+    lease.release()
+    with pytest.raises(ArgumentError, match="does not hold"):
+        pages.commit(lease, 12)
+
+
+def test_a_reader_on_another_stream_waits_for_the_writer(rt: Runtime, slots: SlotPool, pages: PagePool) -> None:
+    """On the writer's stream nothing waits; on another the device waits once, also for a prefix that was shared."""
+    writer, reader = rt.stream("writer"), rt.stream("reader")
+    one, two, three = slots.take(1), slots.take(1), slots.take(1)
+    pages.extend(one, 8)
+    with rt.use(writer):
+        pages.commit(one, 8)
+        pages.wait_written(one)
+        lease = pages.hold(one, 8)
+        pages.share(one, two, 4)
+        pages.share(lease, three, 8)
+    assert rt.counters.stream_waits == 0
+    for slot, waits in ((one, 1), (two, 2), (three, 3)):
+        with rt.use(reader):
+            pages.wait_written(slot)
+        assert rt.counters.stream_waits == waits
+    fresh = slots.take(1)
+    pages.extend(fresh, 4)
+    with rt.use(reader):  # nothing was written before
+        pages.commit(fresh, 4)
+        pages.wait_written(fresh)
+        assert rt.counters.stream_waits == 3
+        pages.extend(three, 9)
+        pages.commit(three, 9)  # behind the writes on the other stream
+        assert rt.counters.stream_waits == 4
+        pages.wait_written(three)
+    assert rt.counters.stream_waits == 4
+    with rt.use(writer):
+        pages.wait_written(three)
+    assert (rt.counters.stream_waits, rt.counters.forced_syncs, rt.counters.fence_waits) == (5, 0, 0)
+
+
 @pytest.mark.parametrize("level", ["off", "cheap", "full"])
 def test_takes_pages_before_a_request(slots: SlotPool, pages: PagePool, level: str) -> None:
     """Pages are taken without a slot, a request begins with them, and owns them when the lease is released."""
@@ -74,6 +150,7 @@ def test_takes_pages_before_a_request(slots: SlotPool, pages: PagePool, level: s
         assert (lease.pages.tolist(), lease.tokens, lease.released) == ([1, 2, 3], 12, False)
         assert (pages.stats.live, pages.stats.leases, pages.stats.shared) == (3, 1, 0)
         one = slots.take(1)
+        pages.commit(lease, 8)
         shared = pages.share(lease, one, 8)
         assert shared.locations.np.tolist() == list(range(4, 12))
         assert pages.stats.shared == 2
@@ -247,6 +324,7 @@ def test_nothing_touches_the_device(rt: Runtime, slots: SlotPool, pages: PagePoo
     with levels.checks("cheap"):
         pages.extend(two, 5)
         pages.advance(two)
+        pages.commit(two, 6)
         pages.share(two.take([0]), slots.take(1), 4)
         pages.truncate(two, 2)
         pages.release_requests(two)
@@ -270,11 +348,13 @@ def test_finds_a_forgotten_reader(slots: SlotPool, pages: PagePool) -> None:
     """A page freed while a former sharer's forward still reads it is found then, and else when it is handed out."""
     other, last = slots.take(1), slots.take(1)
     pages.extend(other, 4)
+    pages.commit(other, 4)
     pages.share(other, last, 4)
     pages.release_requests(other, after=Gate())
     refused(Code.SLOT_IN_FLIGHT, lambda: pages.release_requests(last))
     source, target = slots.take(1), slots.take(1)
     pages.extend(source, 4)
+    pages.commit(source, 4)
     pages.share(source, target, 4)
     pages.release_requests(source, after=Gate())
     with levels.checks("off"):
@@ -290,6 +370,7 @@ def test_what_pools_hand_out_has_two_memories(rt: Runtime, made_by: str) -> None
         pages = PagePool(rt, slots, 8, 2, max_tokens_per_request=8)
         taken = slots.take(2)
         extension = pages.extend(taken, 4)
+        pages.commit(taken, 4)
         shared = pages.share(taken.filter([0]), slots.take(1), 4)
         value = {"take": taken, "extend": extension.locations, "share": shared.locations}[made_by]
         host, device = value.np.tolist(), rt.inspect(value.device).tolist()
@@ -323,6 +404,7 @@ def test_a_fence_that_fails_changes_nothing(slots: SlotPool, pages: PagePool, op
     with levels.checks(level):
         first, second = slots.take(1), slots.take(1)
         pages.extend(first, 8)
+        pages.commit(first, 8)
         pages.share(first, second, 8)
         lease = pages.hold(second, 8)
         fence = Failing()
@@ -408,6 +490,7 @@ def test_refusals_say_what_was_asked_for(slots: SlotPool, pages: PagePool) -> No
     """The report of a length names what the caller asked for, and the operation that does what is meant."""
     one, other = slots.take(1), slots.take(1)
     pages.extend(one, 5)
+    pages.commit(one, 5)
     lease = pages.hold(one, 4)
     told = {
         "17 tokens asked for, a request may have 16": lambda: pages.extend(one, 17),
@@ -450,6 +533,7 @@ def test_a_lease_may_be_longer_than_a_request(rt: Runtime) -> None:
     slots = SlotPool(rt, 2)
     pool = PagePool(rt, slots, 8, 2, max_tokens_per_request=4)
     lease, slot = pool.take(4), slots.take(1)
+    pool.commit(lease, 8)
     pool.share(lease, slot, 4)
     assert pool.committed(slot).tolist() == [4]
     refused(Code.LENGTH_ORDER, lambda: pool.share(lease, slots.take(1), 6))
@@ -464,6 +548,7 @@ def test_a_fence_may_take_pages_itself(rt: Runtime) -> None:
     pool = PagePool(rt, slots, 5, 2, max_tokens_per_request=8)
     first, second = slots.take(1), slots.take(1)
     pool.extend(first, 4)
+    pool.commit(first, 4)
     pool.share(first, second, 4)
 
     class Taking:

@@ -81,6 +81,7 @@ class World:
         """Requests whose prompt is there, and the first token after it, 10 * slot."""
         slots = self.slots.take(len(lens))
         extension = self.pages.extend(slots, lens)
+        self.pages.commit(slots, lens)
         self.relay.publish(slots, last=10 * slots.np)
         n = len(lens)
         joining = Running.build(

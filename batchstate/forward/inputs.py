@@ -143,6 +143,7 @@ class ForwardInputs:
             inputs._correct_lengths(uploaded, sources.gather(relayed, sources.lengths), relayed.device, sources)
         if levels.full:
             inputs.check(runtime)
+        plan.note_written()
         return inputs
 
     def check(self, runtime: Runtime) -> None:

@@ -298,6 +298,14 @@ class ForwardPlan:
             written = self.extras["slot_mapping"][: self.num_tokens][shared] // pages.page_size
             pages.check_unshared(written, operation)
 
+    def note_written(self) -> None:
+        """For the library: the forward begins on the current stream, and writes what its requests put in."""
+        if self.pages is not None:
+            rows, lens = self.slots.np[: self.num_reqs], self.seq_lens
+            if self.bounded:
+                lens = np.minimum(lens, self.pages.committed_lengths[rows])
+            self.pages.writes.launched(rows, lens, self.seq_lens - self.query_lens)
+
     def locations(self) -> Ints:
         """Where the KV of each token lies, int64[num_reqs, max_kv_len]; 0 behind its request. For checks."""
         if self.pages is None:

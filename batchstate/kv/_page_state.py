@@ -1,6 +1,6 @@
-"""The state of a page pool: the pages of each slot, and the references to each page.
+"""The state of a page pool: the pages of each slot, what is written on them, and the references to each page.
 
-Both work on slot and page numbers that `PagePool` has checked.
+All work on slot and page numbers that `PagePool` has checked.
 """
 
 from typing import final
@@ -13,7 +13,7 @@ from batchstate._allocator import LIVE_BYTE, AllFences, Allocator, Generations
 from batchstate._arrays import arange_per_row
 from batchstate.indices import Handles
 from batchstate.mirror import Contract
-from batchstate.runtime import Fence, Runtime
+from batchstate.runtime import Fence, Runtime, Stream
 from batchstate.violations import Where
 
 Ints = npt.NDArray[np.int64]
@@ -100,6 +100,77 @@ class PageTable:
             at = int(rows[0]) * self.width + int(columns[0])
             return slice(at, at + int(counts[0]))
         return arange_per_row(rows * self._width + columns, counts)
+
+
+@final
+class KVWrites:
+    """Which tokens of each slot are written, by launched work, and on which stream.
+
+    What is launched later on the same stream comes behind by itself. Another stream waits, on the device, for all that
+    the writer's was given. Who writes more of a slot waits so too: its last writer's stream is behind all of them.
+
+    Attributes:
+        tokens: int64[capacity], tokens of each slot whose writes are launched: the first ones.
+    """
+
+    def __init__(self, runtime: Runtime, capacity: int) -> None:
+        self.runtime = runtime
+        self.tokens = np.zeros(capacity, dtype=np.int64)
+        self._writer = np.zeros(capacity, dtype=np.int64)  # index of the stream that wrote last
+        self._streams: list[Stream] = []
+
+    def __repr__(self) -> str:
+        return f"KVWrites({int(np.count_nonzero(self.tokens))} slots on {len(self._streams)} streams)"
+
+    def writer_of(self, row: int) -> int:
+        """The stream of a slot's last write, for `begin` and `wait`."""
+        return int(self._writer[row])
+
+    def wait(self, writers: Ints) -> None:
+        """Makes the current stream wait for the streams `writers` int64[n], on the device."""
+        current = self.runtime.current_stream
+        if not self.runtime.capturing:
+            for writer in np.unique(writers).tolist():
+                if writer < len(self._streams) and self._streams[writer] != current:
+                    self.runtime.wait(self.runtime.record(self._streams[writer]))
+
+    def wait_for_slots(self, rows: Ints) -> None:
+        """Makes the current stream wait for all writes of these slots."""
+        self.wait(self._writer[rows[self.tokens[rows] > 0]])
+
+    def launched(self, rows: Ints, stops: Ints, starts: Ints | None = None) -> bool:
+        """The current stream writes the tokens of `rows` up to `stops`. Arrays int64[n].
+
+        It waits for what other streams have written of them. A forward names the `starts` of what it writes: a slot
+        whose tokens before are not written then stays as it is, and the result is whether there is none.
+        """
+        if self._streams != [self.runtime.current_stream]:  # nothing looks at single slots while there is one stream
+            self._change_writer(rows)
+        behind = starts is None or not np.count_nonzero(gaps := self.tokens[rows] < starts)
+        if not behind:
+            rows, stops = rows[~gaps], stops[~gaps]
+        self.tokens[rows] = stops
+        return behind
+
+    def _change_writer(self, rows: Ints) -> None:
+        self.wait_for_slots(rows)
+        self._writer[rows] = self.writer()
+
+    def writer(self) -> int:
+        """The current stream, as a writer."""
+        current = self.runtime.current_stream
+        if current not in self._streams:
+            self._streams.append(current)
+        return self._streams.index(current)
+
+    def begin(self, rows: Ints, tokens: int, writer: int) -> None:
+        """Fresh slots begin with written tokens of another, or of a lease."""
+        self.tokens[rows] = tokens
+        self._writer[rows] = writer
+
+    def cut(self, rows: Ints, totals: Ints) -> None:
+        """The slots keep `totals` tokens."""
+        self.tokens[rows] = np.minimum(self.tokens[rows], totals)
 
 
 @final

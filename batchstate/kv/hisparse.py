@@ -225,6 +225,7 @@ class HiSparse:
             try:
                 indices = self._copier.indices(self._copier.upload(sources, targets))
                 self._copier.to_device(*indices, "host tier: preload")
+                self.pages.commit(slots.filter(short), length[short])
             except BaseException:
                 with self._requests.allow_release():
                     self.pages.release(slots, after=self._requests.fence_of([], None))
@@ -245,7 +246,8 @@ class HiSparse:
 
         Raises:
             PoolExhaustedError: too few host locations. Nothing was staged.
-            Violation: TIER_STATE, LENGTH_ORDER; PAGE_OWNER: pages that would be the hot buffer are shared.
+            Violation: TIER_STATE, LENGTH_ORDER; PAGE_OWNER: pages that would be the hot buffer are shared;
+                PAGE_UNWRITTEN, at `cheap`: no work was launched that writes the KV.
             CaptureError: the stream is captured.
         """
         operation = "admit_staged"
@@ -269,6 +271,7 @@ class HiSparse:
             upload = self._copier.upload(sources, targets)  # not on the stream of the copies, which may be long
             with self.runtime.use(self._stream):
                 self.runtime.wait(written)
+                self.pages.wait_written(slots)
                 copied = self._copier.to_host(*self._copier.indices(upload), "host tier: stage")
         except BaseException:
             for row in rows.tolist():

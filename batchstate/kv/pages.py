@@ -21,7 +21,7 @@ from batchstate._origin import Changes, Origin
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from batchstate.indices import Locations, Pages, Slots
 from batchstate.invariants import times_checked
-from batchstate.kv._page_state import ONE, PageReferences, PageSpace, PageTable
+from batchstate.kv._page_state import ONE, KVWrites, PageReferences, PageSpace, PageTable
 from batchstate.mirror import MirroredTensor, lined_up
 from batchstate.pools import SlotListener, SlotPool
 from batchstate.runtime import Fence, Runtime, check_fence, check_runtime, numpy_dtype
@@ -73,6 +73,8 @@ class PageLease:
     _pages: Ints
     tokens: int
     _release: "Callable[[PageLease, Ints, Fence | None], None]"
+    _written: int  # tokens whose writes are launched, and the stream that wrote them last; the pool keeps both
+    _writer: int
     released: bool = attrs.field(default=False, init=False)
 
     def __repr__(self) -> str:
@@ -202,6 +204,13 @@ def _truncated(asked: int, committed: int, most: int) -> tuple[str, str]:
     )
 
 
+def _overwritten(written: int, committed: int, most: int) -> tuple[str, str]:
+    return (
+        f"{written} tokens count as written, of {committed} that are committed",
+        "report it: what is given back is to be written anew",
+    )
+
+
 def _short_prefix(asked: int, there: int, most: int) -> tuple[str, str]:
     return f"a prefix of {asked} tokens asked for, {there} are committed", "commit the tokens first, or ask for fewer"
 
@@ -266,6 +275,7 @@ class PagePool:
         self._space_of_locations = PageSpace(self._references, Locations, self.page_size)
         self._space_of_pages = PageSpace(self._references, Pages, 1)
         self._tables: list[Table] = []
+        self.writes = KVWrites(runtime, slots.capacity)  # for the library
         self._leases: dict[int, PageLease] = {}  # by id, those that are not released
         self.epochs = Changes(slots.capacity, "pages")
         self.shares = Changes(slots.capacity, "holders of the pages")
@@ -332,7 +342,8 @@ class PagePool:
         """Where the tokens at positions first to stop - 1 of one slot lie, `host_only` int64[stop - first].
 
         Raises:
-            Violation: LENGTH_ORDER: they are not committed.
+            Violation: LENGTH_ORDER: they are not committed; PAGE_UNWRITTEN, at `cheap`: nothing was launched that
+                writes them.
             ArgumentError: not one slot, or `stop` before `first`.
         """
         operation = "locations"
@@ -346,6 +357,7 @@ class PagePool:
             )
         lengths = np.array([end], dtype=np.int64)
         self._check_lengths(lengths, self._table.committed[rows], operation, _short_prefix)
+        self._check_written(lengths, self.writes.tokens[rows], operation)
         positions = np.arange(begin, end, dtype=np.int64)
         return self._locations(self._table.locations_at(rows.repeat(positions.size), positions))
 
@@ -451,24 +463,57 @@ class PagePool:
         self._allocate(rows, totals, "grow")
         self._check_after()
 
-    def commit(self, slots: Slots, total_lens: object) -> None:
-        """Declares that the first `total_lens` tokens of each slot are written.
+    def commit(self, owner: Slots | PageLease, total_lens: object) -> None:
+        """Declares that work which the current stream has been given writes the first `total_lens` tokens.
 
-        At least as many as before, and at most as many as are allocated.
+        At least as many as are committed, and at most as many as are allocated. From here on they can be shared, held
+        and sent: who reads them on this stream comes behind, and another stream waits (`wait_written`). Forwards whose
+        inputs come from `resolve_forward_inputs`, of a plan with `pages=`, are noted by it.
+
+        Args:
+            owner: live handles, each once; or a lease of pages that KV arrives on.
+            total_lens: tokens in all, one number or int[n].
 
         Raises:
-            Violation: LENGTH_ORDER; PAGE_OWNER: the tokens lie on a page that others use too.
+            Violation: LENGTH_ORDER; PAGE_OWNER: new tokens lie on a page that others use too.
+            ArgumentError: a lease that this pool does not hold.
         """
-        rows = self._begin(slots, "commit")
-        totals = self._per_row(total_lens, slots, rows, "commit")
+        if isinstance(owner, PageLease):
+            self._commit_lease(owner, total_lens)
+            return
+        rows = self._begin(owner, "commit")
+        totals = self._per_row(total_lens, owner, rows, "commit")
         table = self._table
         start = table.committed[rows]
         self._check_lengths(start, totals, "commit")
         allocated, most = table.num_pages[rows] * self.page_size, table.width * self.page_size
         invariants.length_order(totals, allocated, most, explain=_uncommitted, **self._where("commit"))
         self._check_writable(rows, start, totals - start, "commit")
+        self.writes.launched(rows, totals)
         table.committed[rows] = totals
         self._check_after()
+
+    def _commit_lease(self, lease: PageLease, total: object) -> None:
+        self.runtime.check_owner(f"{self.name}: commit")
+        self._held(lease, "commit")
+        tokens = np.atleast_1d(amounts(total, 1, f"{self.name}: commit"))
+        there = np.array([lease.tokens])
+        invariants.length_order(tokens, there, lease.tokens, explain=_uncommitted, **self._where("commit"))
+        if lease._written:
+            self.writes.wait(np.array([lease._writer]))
+        lease._written, lease._writer = int(tokens[0]), self.writes.writer()
+
+    def wait_written(self, slots: Slots) -> None:
+        """Makes the current stream wait, on the device, for the writes of all committed tokens on other streams.
+
+        For kernels that read KV on a stream of their own, such as copies to another memory. The host does not wait.
+
+        Raises:
+            Violation: PAGE_UNWRITTEN, at `cheap`: for some no work was launched that writes them.
+        """
+        rows = self.slots.rows_of(slots, "wait_written")
+        self._check_written(self._table.committed[rows], self.writes.tokens[rows], "wait_written")
+        self.writes.wait_for_slots(rows)
 
     def extend(self, slots: Slots, total_lens: object) -> Extension:
         """Grows and commits each slot to `total_lens` tokens.
@@ -613,8 +658,9 @@ class PagePool:
     def take(self, n: SupportsIndex) -> PageLease:
         """Takes `n` pages for no slot yet: for KV that arrives before its request has a slot, or for a cache.
 
-        The lease holds them alone, all `n * page_size` tokens of them; `share` lets slots begin with them, and the
-        slots that still hold them when the lease is released own them. Costs O(n), whatever the size of the pool.
+        The lease holds them alone, all `n * page_size` tokens of them. Once `commit` has said how many are written,
+        `share` lets slots begin with them, and the slots that still hold them when the lease is released own them.
+        Costs O(n), whatever the size of the pool.
 
         Args:
             n: how many, 0 or more.
@@ -629,7 +675,7 @@ class PagePool:
         """
         self.runtime.check_owner(self._take)
         wanted = n if type(n) is int and n >= 0 else count(n, f"{self._take}: n")
-        return self._lease(self._references.take(wanted, "take"))
+        return self._lease(self._references.take(wanted, "take"), 0, 0)
 
     def share(self, source: Slots | PageLease, target: Slots, num_tokens: SupportsIndex) -> Extension:
         """Lets `target` begin with the first `num_tokens` tokens of `source`: pages get further holders, with no copy.
@@ -643,12 +689,12 @@ class PagePool:
             these tokens as tokens of the targets, for their rows of a token table.
 
         Raises:
-            Violation: PAGE_ALIGNMENT, LENGTH_ORDER.
+            Violation: PAGE_ALIGNMENT, LENGTH_ORDER; PAGE_UNWRITTEN, at `cheap`: no work was launched that writes them.
             ArgumentError: a target has pages already, or the source is not one slot or not a lease of this pool.
         """
         operation = "share"
         rows = self._begin(target, operation)
-        pages = self._prefix(source, num_tokens, operation)
+        pages, writer = self._prefix(source, num_tokens, operation)
         have = self._table.num_pages[rows]
         if np.count_nonzero(have):
             slot = int(rows[have > 0][0])
@@ -663,28 +709,29 @@ class PagePool:
         self._table.append(rows, np.full(rows.size, pages.size, dtype=np.int64), np.tile(pages, rows.size))
         self._table.committed[rows] = lengths
         self._note_share(source, operation)
+        self.writes.begin(rows, pages.size * self.page_size, writer)
         return self._ragged(target, rows, np.zeros(rows.size, dtype=np.int64), lengths, operation)
 
     def hold(self, slots: Slots, num_tokens: SupportsIndex) -> PageLease:
         """Keeps the first `num_tokens` tokens of one slot when the slot is gone: one reference to each of their pages.
 
         Raises:
-            Violation: PAGE_ALIGNMENT, LENGTH_ORDER.
+            Violation: PAGE_ALIGNMENT, LENGTH_ORDER; PAGE_UNWRITTEN, at `cheap`.
             ArgumentError: not one slot.
         """
         self.runtime.check_owner(f"{self.name}: hold")
-        pages = self._prefix(slots, num_tokens, "hold")
+        pages, writer = self._prefix(slots, num_tokens, "hold")
         self._references.add(pages, 1)
         self._note_share(slots, "hold")
-        return self._lease(pages)
+        return self._lease(pages, pages.size * self.page_size, writer)
 
     def _note_share(self, source: Slots | PageLease, operation: str) -> None:
         """Pages of the source have further holders from now on, and are no longer its own to write."""
         if isinstance(source, Slots):
             self.shares.note(source.np, operation, self.runtime.step)
 
-    def _lease(self, pages: Ints) -> PageLease:
-        lease = PageLease(pages, pages.size * self.page_size, self._end_lease)
+    def _lease(self, pages: Ints, written: int, writer: int) -> PageLease:
+        lease = PageLease(pages, pages.size * self.page_size, self._end_lease, written, writer)
         self._leases[id(lease)] = lease
         self._check_after()
         return lease
@@ -703,29 +750,37 @@ class PagePool:
         lease.released = True
         self._check_after()
 
-    def _prefix(self, source: Slots | PageLease, num_tokens: SupportsIndex, operation: str) -> Ints:
-        """The pages of the first `num_tokens` tokens of a slot or lease, checked; a new array."""
+    def _prefix(self, source: Slots | PageLease, num_tokens: SupportsIndex, operation: str) -> tuple[Ints, int]:
+        """The pages of the first `num_tokens` tokens of a slot or lease, checked, a new array; and who wrote them."""
         tokens = size_of(num_tokens, f"{self.name}: {operation}: num_tokens", most=MOST_TOKENS)
         if isinstance(source, PageLease):
             available, pages = source.tokens, self._held(source, operation).pages
+            written, writer = np.array([source._written]), source._writer
         else:
             rows = self.slots.rows_of(source, operation)
             if rows.size != 1:
                 raise ArgumentError(
                     f"{self.name}: {operation} from {rows.size} slots", value=rows.size, remedy="name one source"
                 )
-            available, pages = int(self._table.committed[rows[0]]), self._table.pages[rows[0]]
+            row = int(rows[0])
+            available, pages = int(self._table.committed[row]), self._table.pages[row]
+            written, writer = self.writes.tokens[rows], self.writes.writer_of(row)
         length = np.array([tokens], dtype=np.int64)
         invariants.page_alignment(length, self.page_size, **self._where(operation))
         there = np.array([available], dtype=np.int64)
         most = max(available, self.max_tokens_per_request)  # a lease may hold more than a request may have
         invariants.length_order(length, there, most, explain=_short_prefix, **self._where(operation))
-        return pages[: tokens // self.page_size].astype(np.int64)
+        self._check_written(length, written, operation)
+        return pages[: tokens // self.page_size].astype(np.int64), writer
+
+    def _check_written(self, tokens: Ints, written: Ints, operation: str) -> None:
+        if levels.cheap:
+            invariants.page_unwritten(tokens, written, **self._where(operation))
 
     def _held(self, lease: PageLease, operation: str) -> PageLease:
         if self._leases.get(id(lease)) is not lease:
             raise ArgumentError(
-                f"{self.name}: {operation} from {lease!r}, which this pool does not hold",
+                f"{self.name}: {operation} of {lease!r}, which this pool does not hold",
                 value=lease,
                 remedy="use a lease before it is released, in the pool that made it",
             )
@@ -797,6 +852,7 @@ class PagePool:
         self._table.committed[rows] = totals
         if losing.size:
             self.epochs.note(losing, operation, self.runtime.step)
+        self.writes.cut(rows, totals)
         self._references.drop(pages, after, operation)
 
     # Checks
@@ -903,6 +959,7 @@ class _PageOwners(SlotListener):
 
     def __init__(self, pool: PagePool) -> None:
         self._table, self._references, self._leases = pool._table, pool._references, pool._leases
+        self._writes = pool.writes
         self._slots = pool.slots
         self._epochs, self._shares = pool.epochs, pool.shares
         self._seen: _Seen | None = None  # at the last `verify`
@@ -955,6 +1012,7 @@ class _PageOwners(SlotListener):
         references.verify(table.holders(num_pages) + leased)
         size = table.page_size
         invariants.length_order(table.committed, table.num_pages * size, table.width * size, **where)
+        invariants.length_order(self._writes.tokens, table.committed, table.width * size, explain=_overwritten, **where)
         # Each row names pages exactly up to its last one.
         named = (table.pages != 0) & (np.arange(table.width) < table.num_pages[:, None])
         invariants.page_owner(named.sum(axis=1), table.num_pages, **where)

@@ -225,6 +225,7 @@ class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
         self._writes.clear()
         self.launched = batch
         self._forward(batch)
+        self.pages.commit(batch.slots, batch.seq_lens)
         self.steps.record()
 
     def _forward(self, batch: EngineBatch) -> None:

@@ -675,6 +675,9 @@ class HostTierMachine(Machine):
             for position in range(request.length, request.length + n)
         ]
         self._forward(requests, added, np.array(locations, dtype=np.int64), None, False)
+        slots = self.handles(requests)
+        with self.on(self.apart):
+            self.pages.commit(slots, self.pages.committed(slots))
 
     @_OUTSIDE
     @rule(data=st.data())

@@ -24,11 +24,17 @@ from batchstate.violations import Code
 @final
 @attrs.define(eq=False)
 class Holding:
-    """Pages in order, and the stamps of the committed tokens on them; whether they were taken without a request."""
+    """Pages in order, and the stamps of the committed tokens on them; whether they were taken without a request.
+
+    Of the tokens the first `written` are written, by forwards that were launched, the last of them on the second stream
+    if `side`; the others are to come.
+    """
 
     pages: list[int] = attrs.field(factory=list)
     stamps: list[int] = attrs.field(factory=list)
     taken: bool = False
+    written: int = 0
+    side: bool = False
 
 
 @final
@@ -130,6 +136,7 @@ class PageModel:
         keep = -(-length // self.pool.page_size)
         pages, holding.pages = holding.pages[keep:], holding.pages[:keep]
         del holding.stamps[length:]
+        holding.written = min(holding.written, length)
         self.drop(pages, after)
 
     def release(self, slot: int, after: ManualFence | None) -> None:
@@ -148,7 +155,8 @@ class PageModel:
 
     def share(self, source: Holding, slot: int, tokens: int) -> None:
         """A request begins with the first tokens of another, or of a lease."""
-        self.requests[slot] = Holding(source.pages[: tokens // self.pool.page_size], source.stamps[:tokens])
+        pages = source.pages[: tokens // self.pool.page_size]
+        self.requests[slot] = Holding(pages, source.stamps[:tokens], written=tokens, side=source.side)
 
     def check(self) -> None:
         """Compares the pool with the model, and every request with its stamps.
@@ -285,6 +293,8 @@ class PagePoolMachine(PoolMachine):
         "a row of a recycled page refused",
         "rows of pages read",
         "handles of pages that were given back refused",
+        "shared before it is written refused",
+        "written on one stream and read on another",
     )
     MISUSES = _MISUSES
 
@@ -301,6 +311,9 @@ class PagePoolMachine(PoolMachine):
         self.by_page = self.pages.table("by page", (), torch.int64, by="page", host=True)
         self.rows: dict[tuple[Table, int], tuple[int, int]] = {}  # (table, row) -> generation of the writer, value
         self.named: list[tuple[Table, Handles]] = []  # rows that were given to a request
+        self.kv = self.rt.device_zeros((self.pages.location_capacity,), torch.int64, name="kv")
+        self._settle()
+        self.launches = True
         self.model = PageModel(self.pages, AllocatorModel(num_pages))
         self.held: dict[int, Slots] = {}
         self.gone: list[Slots] = []
@@ -394,6 +407,8 @@ class PagePoolMachine(PoolMachine):
             owners = extension.owners.take(np.arange(len(slots)).repeat(extension.counts))
             self.table.write(owners, extension.positions, extension.locations)
             agree_on(write.values, extension.locations.np.astype(np.int32), "values of the table write")
+            if self.launches:
+                self._forward(slots)
             self._name_rows(extension)
         return True
 
@@ -439,6 +454,44 @@ class PagePoolMachine(PoolMachine):
             self.reached("rows of pages read")
             found = self.rt.inspect(table.device_for(handles).index_select(0, handles.device))
             agree([value for _, value in rows], found.tolist(), "rows of pages")
+
+    @HAS_REQUESTS
+    @rule(data=st.data(), side=st.booleans())
+    def forward(self, data: st.DataObject, side: bool) -> None:
+        """A forward on one of the two streams reads what some requests have written, and writes the rest."""
+        self._forward(self.some(data), side)
+
+    @rule(launches=st.booleans())
+    def plan_ahead(self, launches: bool) -> None:
+        """From here on tokens are written as soon as they are allocated, or by the next `forward`."""
+        self.launches = launches
+
+    def _forward(self, slots: list[int], side: bool = False) -> None:
+        with self.on(side):
+            for holding, handle in ((self.model.requests[slot], self.held[slot]) for slot in slots):
+                length, written = len(holding.stamps), holding.written
+                self.reached("written on one stream and read on another", written > 0 and side is not holding.side)
+                self.pages.writes.launched(handle.np, np.array([length]), np.array([written]))
+                self._launch(holding, length, side)
+
+    def _launch(self, holding: Holding, length: int, side: bool = False) -> None:
+        """Reads the tokens that are written, and writes those up to `length`."""
+        for position in range(length):
+            at = self.model.location(holding, position)
+            place = self.kv[at : at + 1]
+            if position < holding.written:
+                self.rt.launch(place.clone, reads=(place,), name="forward reads KV")
+            else:
+                self.rt.launch(place.fill_, holding.stamps[position], writes=(place,), name="forward writes KV")
+        holding.written, holding.side = length, side
+
+    def _settle(self) -> None:
+        """Orders both streams, as fences of forwards do for pages that are given back."""
+        for side in (False, True):
+            with self.on(side):
+                behind = self.rt.record()
+            with self.on(not side):
+                self.rt.wait(behind)
 
     def _allowed(self, slots: list[int], lengths: list[int], call: Callable[[], object], *, writes: bool) -> bool:
         """Whether a call that grows requests is to be refused; if so, it is tried."""
@@ -502,12 +555,14 @@ class PagePoolMachine(PoolMachine):
         self.reached("allocated first and committed later", length > len(holding.stamps))
         self.pages.commit(handle, length)
         self.model.write(holding, length)
+        self._launch(holding, length)
 
     @HAS_REQUESTS
     @rule(data=st.data(), back=st.integers(0, 4))
     def truncate(self, data: st.DataObject, back: int) -> None:
         """Tokens are taken back after rejected speculation."""
         slots, fence = self.some(data), self.fence(data)
+        self._settle()
         lengths = [max(0, len(self.model.requests[slot].stamps) - back) for slot in slots]
         self.pages.truncate(self.handles(slots), np.array(lengths, dtype=np.int64), after=fence)
         for slot, length in zip(slots, lengths, strict=True):
@@ -522,6 +577,7 @@ class PagePoolMachine(PoolMachine):
         before = [len(self.model.requests[slot].stamps) for slot in slots]
         if self.extend_to(slots, [length + drafts for length in before]):
             fence = self.steps.record()
+            self._settle()
             kept = np.array([length + min(accepted, drafts) for length in before], dtype=np.int64)
             self.pages.truncate(self.handles(slots), kept, after=fence)
             for slot, length in zip(slots, kept.tolist(), strict=True):
@@ -540,6 +596,19 @@ class PagePoolMachine(PoolMachine):
                 self.pages.take(n)
             return
         self.model.take(self.pages.take(n))
+        if self.launches:
+            self._arrive(*self.model.leases[-1], False)
+
+    @precondition(lambda self: self.model.leases)
+    @rule(data=st.data(), side=st.booleans())
+    def arrive(self, data: st.DataObject, side: bool) -> None:
+        """KV arrives on the pages of a lease, on one of the two streams."""
+        self._arrive(*data.draw(st.sampled_from(self.model.leases), label="lease"), side)
+
+    def _arrive(self, lease: PageLease, holding: Holding, side: bool) -> None:
+        with self.on(side):
+            self.pages.commit(lease, lease.tokens)
+            self._launch(holding, lease.tokens, side)
 
     @HAS_REQUESTS
     @rule(data=st.data(), pages=st.integers(0, 3), n=st.integers(1, 2))
@@ -563,6 +632,11 @@ class PagePoolMachine(PoolMachine):
         slots = self.take(n)
         if not slots:
             return 0
+        if tokens > holding.written:
+            self.reached("shared before it is written refused")
+            with self.refused(Code.PAGE_UNWRITTEN):
+                self.pages.share(source, self.handles(slots), tokens)
+            tokens = holding.written // self.pages.page_size * self.pages.page_size
         extension = self.pages.share(source, self.handles(slots), tokens)
         for slot in slots:
             self.model.share(holding, slot, tokens)
@@ -581,14 +655,20 @@ class PagePoolMachine(PoolMachine):
         holding, size = self.model.requests[slot], self.pages.page_size
         self.extend_to([slot], [min(max(size, len(holding.stamps)) + more, self.most)])
         pages = len(holding.stamps) // size
+        if pages * size > holding.written:
+            with self.refused(Code.PAGE_UNWRITTEN):
+                self.pages.hold(self.held[slot], pages * size)
+            self._forward([slot])
         lease = self.pages.hold(self.held[slot], pages * size)
-        self.model.leases.append((lease, Holding(holding.pages[:pages], holding.stamps[: pages * size])))
+        held = Holding(holding.pages[:pages], holding.stamps[: pages * size], written=pages * size, side=holding.side)
+        self.model.leases.append((lease, held))
         if then == "leave":
             self._finish([slot], self.fence(data))
             return
         length = len(holding.stamps)
         if then != "write on":
             length = max(0, length - 1 if length % size else pages * size - 1)
+            self._settle()
             self.pages.truncate(self.held[slot], length)
             self.model.cut(slot, length, None)
         self.extend_to([slot], [min(length + 1, self.most)])
@@ -599,6 +679,7 @@ class PagePoolMachine(PoolMachine):
         """The cache forgets a prefix, once."""
         at = data.draw(st.integers(0, len(self.model.leases) - 1), label="lease")
         fence = self.fence(data)
+        self._settle()
         lease, holding = self.model.leases.pop(at)
         lease.release(after=fence)
         self.model.drop(holding.pages, fence)
@@ -618,6 +699,7 @@ class PagePoolMachine(PoolMachine):
                 self.pages.release_requests(self.gone[-1])
 
     def _finish(self, slots: list[int], fence: ManualFence | None) -> None:
+        self._settle()
         owned = sum(len(self.model.requests[slot].pages) for slot in slots)
         if owned:
             with self.refused(Code.SLOT_CONSERVATION):
@@ -634,6 +716,7 @@ class PagePoolMachine(PoolMachine):
     def release(self, data: st.DataObject) -> None:
         """Requests give their pages back and keep their slots."""
         slots, fence = self.some(data), self.fence(data)
+        self._settle()
         self.pages.release(self.handles(slots), after=fence)
         for slot in slots:
             self.model.cut(slot, 0, fence)
@@ -654,6 +737,18 @@ class PagePoolMachine(PoolMachine):
             self.steps.complete_until(fence)
             self.reached("retraction")
             length = max(length, len(self.model.requests[oldest].stamps))
+
+    @rule()
+    def prefill_apart(self) -> None:
+        """A prompt is written on the second stream, and a request that begins with it runs on the first at once."""
+        slots = self.take(1) if self.slots.stats.free > 1 else []
+        launches, self.launches = self.launches, False
+        grown = slots and self.extend_to(slots, [self.pages.page_size])
+        self.launches = launches
+        if grown:
+            self._forward(slots, side=True)
+            if self._share(self.held[slots[0]], self.model.requests[slots[0]], 1, 1):
+                self._forward([list(self.held)[-1]])
 
     @HAS_REQUESTS
     @rule()
