@@ -2,7 +2,7 @@
 
 import functools
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, final
 
 import attrs
@@ -85,14 +85,22 @@ def until(engine: Engine, reached: Callable[[], bool]) -> None:
         engine.step()
 
 
+def started(
+    runtime: Runtime, model: Model, settings: EngineSettings, requests: Iterable[Request], **named: Any
+) -> Engine:
+    """An engine to which the requests were added, in order."""
+    engine = Engine(runtime, model, settings, **named)
+    for request in requests:
+        engine.add(request)
+    return engine
+
+
 def served(
     runtime: Runtime, model: Model, requests: Sequence[Request], settings: EngineSettings, eos: Collection[int] = ()
 ) -> Engine:
     """An engine that has served the requests, with checks at `full`, and has nothing left."""
     with checks("full"):
-        engine = Engine(runtime, model, settings, eos_token_ids=eos)
-        for request in requests:
-            engine.add(request)
+        engine = started(runtime, model, settings, requests, eos_token_ids=eos)
         run_all(engine)
         nothing_left(engine)
     return engine

@@ -31,6 +31,7 @@ from tests.engine_cases import (
     run_all,
     served,
     some_requests,
+    started,
     two_of_the_modes,
     until,
 )
@@ -95,9 +96,7 @@ def test_end_is_known_one_step_late(rt: Runtime, model: Model, overlap: bool) ->
     answer = right_answers(model, [request])[0]
     eos = {answer[5]}
     expected = right_answers(model, [request, other], eos)
-    engine = Engine(rt, model, attrs.evolve(SMALL, overlap=overlap), eos_token_ids=eos)
-    for one in (request, other):
-        engine.add(one)
+    engine = started(rt, model, attrs.evolve(SMALL, overlap=overlap), [request, other], eos_token_ids=eos)
     until(engine, lambda: request.state == "finished")
     assert request.in_flight == int(overlap)
     assert request in engine.scheduler.batch.requests
@@ -119,9 +118,7 @@ def test_prebuilt_requests_go_on(rt: Runtime, model: Model, overlap: bool, num_d
     expected = right_answers(model, requests)
     retracted: set[Request] = set()
     with checks("full"):
-        engine = Engine(rt, model, settings)
-        for request in requests:
-            engine.add(request)
+        engine = started(rt, model, settings, requests)
         while busy(engine):
             engine.step()
             retracted |= {one for one in prebuilt if one.state == "waiting" and one.prebuilt is None}
@@ -160,9 +157,7 @@ def test_guesses_are_the_same_in_both_modes(rt: Runtime, model: Model) -> None:
 def test_guesses_know_every_token(rt: Runtime, model: Model) -> None:
     """What guesses are made from is each prompt, in chunks or prebuilt, and each answer as far as it is known."""
     requests = some_requests(model, 6, seed=6, prebuilt_every=3)
-    engine = Engine(rt, model, attrs.evolve(SMALL, overlap=False, max_tokens_per_step=7, num_drafts=3))
-    for request in requests:
-        engine.add(request)
+    engine = started(rt, model, attrs.evolve(SMALL, overlap=False, max_tokens_per_step=7, num_drafts=3), requests)
     compared = 0
     while busy(engine):
         engine.step()
@@ -210,9 +205,7 @@ def test_waiting_and_running_requests_are_aborted(rt: Runtime, model: Model, ove
         known[request] = list(request.output)
 
     with checks("full"):
-        engine = Engine(rt, model, settings)
-        for request in requests:
-            engine.add(request)
+        engine = started(rt, model, settings, requests)
         until(engine, lambda: fills.state == "running")
         assert waits.state == "waiting"
         assert not fills.output
@@ -242,9 +235,7 @@ def test_retracted_requests_are_aborted(rt: Runtime, model: Model, overlap: bool
     expected = right_answers(model, requests)
     aborted: dict[Request, list[int]] = {}
     with checks("full"):
-        engine = Engine(rt, model, attrs.evolve(SMALL, overlap=overlap, num_drafts=num_drafts, num_pages=28))
-        for request in requests:
-            engine.add(request)
+        engine = started(rt, model, attrs.evolve(SMALL, overlap=overlap, num_drafts=num_drafts, num_pages=28), requests)
         while busy(engine):
             engine.step()
             back = [one for one in engine.scheduler.waiting if one.output]
@@ -264,9 +255,7 @@ def test_answers_may_end_while_their_requests_wait(
 ) -> None:
     """A request that is retracted with its last token in flight is finished when that is read, and never comes back."""
     requests = some_requests(model, 24, seed=12, longest=12)
-    engine = Engine(rt, model, attrs.evolve(SMALL, num_pages=20, num_drafts=num_drafts))
-    for request in requests:
-        engine.add(request)
+    engine = started(rt, model, attrs.evolve(SMALL, num_pages=20, num_drafts=num_drafts), requests)
     run = engine.scheduler.forward.run
     left_in_flight: set[Request] = set()
 
@@ -292,9 +281,7 @@ def test_refusals_change_nothing(rt: Runtime, model: Model, overlap: bool) -> No
     first, second, *others = some_requests(model, 6, seed=13)
     first.max_new_tokens = 2
     second.max_new_tokens = 20
-    engine = Engine(rt, model, attrs.evolve(SMALL, overlap=overlap, max_running=2))
-    for request in (first, second, *others):
-        engine.add(request)
+    engine = started(rt, model, attrs.evolve(SMALL, overlap=overlap, max_running=2), [first, second, *others])
     until(engine, lambda: first.state == "finished")
     requests = [first, second, *others]
     gone = others.pop()
@@ -395,9 +382,7 @@ def test_prompts_are_resumed_mid_chunk(rt: Runtime, model: Model, overlap: bool,
     )
     cut: list[int] = []
     with checks("full"):
-        engine = Engine(rt, model, settings)
-        for request in (other, long):
-            engine.add(request)
+        engine = started(rt, model, settings, [other, long])
         while busy(engine):
             batch = engine.scheduler.batch
             put_in = {one: int(batch.seq_lens.np[row]) for row, one in enumerate(batch.requests)}

@@ -15,7 +15,6 @@ from batchstate.testing import Race, RaceKind, RaceRuntime
 pytest.importorskip("transformers")
 
 from examples.engine.attention import PagedKV
-from examples.engine.engine import Engine
 from examples.engine.forward import Forward
 from examples.engine.scheduler import Scheduler
 from examples.engine.settings import EngineSettings
@@ -27,6 +26,7 @@ from tests.engine_cases import (
     outputs,
     right_answers,
     some_requests,
+    started,
 )
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -45,9 +45,7 @@ def serve(race: RaceRuntime, settings: EngineSettings, count: int, *, level: str
     model = model_of("llama", str(race.device))
     with race, checks(level):
         requests = some_requests(model, count, seed=1, prebuilt_every=4)
-        engine = Engine(race, model, settings, eos_token_ids=())
-        for request in requests:
-            engine.add(request)
+        engine = started(race, model, settings, requests, eos_token_ids=())
         while busy(engine):
             engine.step()
             race.device_empty((1,), torch.int64)  # where prebuilt requests arrive, memory is wanted for others

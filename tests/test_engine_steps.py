@@ -32,6 +32,7 @@ from tests.engine_cases import (
     run_all,
     sides_of,
     some_requests,
+    started,
     until,
     whole,
 )
@@ -44,9 +45,7 @@ pytestmark = pytest.mark.usefixtures("single_thread")
 
 def watched(runtime: Runtime, model: Model, settings: EngineSettings, monkeypatch: pytest.MonkeyPatch) -> Watch:
     """An engine that has served a dozen requests under watch, with room for all."""
-    engine = Engine(runtime, model, settings)
-    for request in some_requests(model, 12, seed=7):
-        engine.add(request)
+    engine = started(runtime, model, settings, some_requests(model, 12, seed=7))
     watch = Watch(engine, monkeypatch)
     watch.run()
     return watch
@@ -198,9 +197,7 @@ def test_no_token_is_sampled_in_vain(
 
 def test_bounds_bound_what_is_true(rt: Runtime, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Overlapped and speculative, the host has upper bounds while a step is in flight, the device what is true."""
-    engine = Engine(rt, model, attrs.evolve(SMALL, num_drafts=3))
-    for request in some_requests(model, 8, seed=8):
-        engine.add(request)
+    engine = started(rt, model, attrs.evolve(SMALL, num_drafts=3), some_requests(model, 8, seed=8))
     watch = Watch(engine, monkeypatch)
     loose = 0
     with checks("full"):
@@ -224,9 +221,7 @@ def test_lengths_are_exact_after_a_synchronous_decode(
     rt: Runtime, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Synchronous, both sides hold the true lengths again when the results of a decode step have been read."""
-    engine = Engine(rt, model, attrs.evolve(SMALL, num_drafts=3, overlap=False))
-    for request in some_requests(model, 8, seed=8):
-        engine.add(request)
+    engine = started(rt, model, attrs.evolve(SMALL, num_drafts=3, overlap=False), some_requests(model, 8, seed=8))
     watch = Watch(engine, monkeypatch)
     exact = 0
     with checks("full"):
@@ -247,9 +242,7 @@ def test_forward_changes_no_side_of_the_batch(
     rt: Runtime, model: Model, monkeypatch: pytest.MonkeyPatch, num_drafts: int
 ) -> None:
     """What a forward sets right is its own view: the batch it was given has the same sides before and after."""
-    engine = Engine(rt, model, attrs.evolve(SMALL, num_drafts=num_drafts))
-    for request in some_requests(model, 8, seed=9):
-        engine.add(request)
+    engine = started(rt, model, attrs.evolve(SMALL, num_drafts=num_drafts), some_requests(model, 8, seed=9))
     run, compared = engine.scheduler.forward.run, 0
 
     def compare(step: Step) -> RunningBatch:
@@ -278,9 +271,7 @@ def test_table_is_free_behind_read_done(
     late: LateRuntime, lagging_model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The token table is rewritten behind the last forward's read-done, long before its forward-done."""
-    engine = Engine(late, lagging_model, SMALL)
-    for request in some_requests(lagging_model, 3, seed=17, longest=8):
-        engine.add(request)
+    engine = started(late, lagging_model, SMALL, some_requests(lagging_model, 3, seed=17, longest=8))
     table, run = engine.scheduler.pages.req_to_token, engine.scheduler.forward.run
     assert table is not None
     read_until, read_done, steps = table.read_until, list[Fence](), list[Step]()
@@ -310,9 +301,7 @@ def test_slots_change_hands_behind_forward_done(late: LateRuntime, lagging_model
     """What a request leaves is pending until the last forward that was launched with it has ended."""
     short, long, next_one = some_requests(lagging_model, 3, seed=18, longest=8)
     short.max_new_tokens, long.max_new_tokens = 3, 20
-    engine = Engine(late, lagging_model, attrs.evolve(SMALL, max_running=3))
-    for request in (short, long):
-        engine.add(request)
+    engine = started(late, lagging_model, attrs.evolve(SMALL, max_running=3), [short, long])
     scheduler = engine.scheduler
     until(engine, lambda: short.state == "finished")
     slot = int(scheduler.batch.slots.np[list(scheduler.batch.requests).index(short)])
@@ -337,9 +326,7 @@ def test_who_needs_a_pending_slot_waits_for_its_fence(
 ) -> None:
     """With one slot, the next request waits for the forward of the last one to end, and for nothing else."""
     requests = some_requests(lagging_model, 4, seed=19, longest=8)
-    engine = Engine(late, lagging_model, attrs.evolve(SMALL, max_running=1))
-    for request in requests:
-        engine.add(request)
+    engine = started(late, lagging_model, attrs.evolve(SMALL, max_running=1), requests)
     watch = Watch(engine, monkeypatch)
     watch.run()
     handed_over = 0

@@ -30,6 +30,7 @@ from tests.engine_cases import (
     right_answers,
     run_all,
     some_requests,
+    started,
 )
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -42,9 +43,7 @@ def serve(
 ) -> Engine:
     """An engine that has served the requests, on a device that lags, and has nothing left."""
     with checks(level), rt:
-        engine = Engine(rt, model_of(family, "cpu"), settings, eos_token_ids=())
-        for request in requests:
-            engine.add(request)
+        engine = started(rt, model_of(family, "cpu"), settings, requests, eos_token_ids=())
         run_all(engine)
         nothing_left(engine)
     assert rt.pending() == 0
@@ -149,9 +148,7 @@ def test_what_an_engine_forgets_makes_wrong_tokens(
         try:
             with checks("off"), SimRuntime(scheduler=scheduler) as rt:
                 requests = some_requests(model_of("llama", "cpu"), 8, seed=1, prebuilt_every=2)
-                engine = Engine(rt, model_of("llama", "cpu"), SMALL, eos_token_ids=())
-                for request in requests:
-                    engine.add(request)
+                engine = started(rt, model_of("llama", "cpu"), SMALL, requests, eos_token_ids=())
                 while busy(engine):
                     engine.step()
                     rt.device_empty((1,), torch.int64)  # where prebuilt requests arrive, memory is wanted for others
