@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from html.parser import HTMLParser
 from typing import Any
 
@@ -379,40 +380,23 @@ def test_trace_has_the_shape_of_the_format(drawn: RaceReport) -> None:
     assert [flow["name"] for flow in starts.values() if flow["cat"] == "race"] == ["missing edge"]
 
 
-def _cut(values: dict[str, Any]) -> None:
-    values["events"] = values["events"][:3]
+DAMAGE: dict[str, Callable[[dict[str, Any]], object]] = {
+    "events missing": lambda values: values.update(events=values["events"][:3]),
+    "a lane that is not there": lambda values: values["events"][0].update(lane="nobody"),
+    "an event twice": lambda values: values["events"].insert(0, values["events"][0]),
+    "a number that is text": lambda values: values["events"][2].update(number="3"),
+    "a text that is a list": lambda values: values.update(problem=["a", "b"]),
+    "a wait for a later event": lambda values: values["events"][1].update(waits_for=9),
+    "accesses turned round": lambda values: values.update(first=values["second"], second=values["first"]),
+}
 
 
-def _lane(values: dict[str, Any]) -> None:
-    values["events"][0]["lane"] = "nobody"
-
-
-def _twice(values: dict[str, Any]) -> None:
-    values["events"].insert(0, values["events"][0])
-
-
-def _number(values: dict[str, Any]) -> None:
-    values["events"][2]["number"] = "3"
-
-
-def _text(values: dict[str, Any]) -> None:
-    values["problem"] = ["a", "b"]
-
-
-def _ahead(values: dict[str, Any]) -> None:
-    values["events"][1]["waits_for"] = 9
-
-
-def _turned(values: dict[str, Any]) -> None:
-    values["first"], values["second"] = values["second"], values["first"]
-
-
-@pytest.mark.parametrize("damage", [_cut, _lane, _twice, _number, _text, _ahead, _turned])
+@pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("draw", [race_html, race_text, race_trace])
-def test_damaged_report_is_refused(damage: Any, draw: Any) -> None:
+def test_damaged_report_is_refused(damage: str, draw: Any) -> None:
     """A report that does not hang together is an error that says what is wrong, whatever draws it."""
     values = json.loads(json.dumps(of_kind(RaceKind.WRITE_AFTER_READ).as_dict()))
-    damage(values)
+    DAMAGE[damage](values)
     with pytest.raises(ArgumentError, match="a damaged race report"):
         draw(RaceReport.from_dict(values))
 

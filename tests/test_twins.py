@@ -1,5 +1,6 @@
 """Fuzzing a batch class of the engine's own: a correct one is left in peace, a forgotten field is found."""
 
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -50,41 +51,58 @@ def test_forgotten_field_is_found(device: str) -> None:
     assert "fuzz_twins(spec, examples=60, seed=0, steps=50)  # the TwinSpec of ForgetfulBatch" in report
 
 
-def test_drifting_twin_is_found(device: str) -> None:
-    """A twin that is advanced on one side is MIRROR_EQUAL."""
+def _sampled(dtype: torch.dtype | None) -> Callable[..., None]:
+    """A constructor that makes temperatures of the lengths, with that dtype, or with the one that torch takes."""
 
-    def prepare(self: HandwrittenBatch) -> None:
-        self.seq_lens_cpu = self.seq_lens_cpu + 1
+    def build(self: HandwrittenBatch, reqs: list[str], lengths: list[int]) -> None:
+        HandwrittenBatch.__init__(self, reqs, lengths)
+        self.temperatures = torch.tensor(lengths, dtype=dtype, device=self.device)
 
-    assert "seq_lens_cpu / seq_lens" in killed(device, "MIRROR_EQUAL", prepare_for_decode=prepare)
+    return build
 
 
-def test_exceeded_bound_is_found(device: str) -> None:
-    """A device value beyond its host bound is MIRROR_BOUND."""
+BROKEN: dict[str, tuple[str, str, dict[str, Callable[..., None]]]] = {
+    "a twin advanced on one side": (
+        "MIRROR_EQUAL",
+        "seq_lens_cpu / seq_lens",
+        {"prepare_for_decode": lambda self: setattr(self, "seq_lens_cpu", self.seq_lens_cpu + 1)},
+    ),
+    "a device value beyond its bound": (
+        "MIRROR_BOUND",
+        "kv_bound_cpu / kv_lens",
+        {"prepare_for_decode": lambda self: setattr(self, "kv_lens", self.kv_lens + 3)},
+    ),
+    "rows in another order than those of other fields": (
+        "MODEL",
+        "filter moved other rows than it was told to: 'temperatures'",
+        {"_filter_sampling": lambda self, rows: setattr(self, "temperatures", self.temperatures[rows.sort().values])},
+    ),
+    "another dtype, and nothing else": (
+        "MODEL",
+        "the dtype of 'temperatures' changed from float32 to float16",
+        {
+            "__init__": _sampled(torch.float32),
+            "_filter_sampling": lambda self, rows: setattr(self, "temperatures", self.temperatures[rows].half()),
+        },
+    ),
+    "`torch.tensor([])`, which is float32, merged with integers": (
+        "MODEL",
+        "the dtype of 'temperatures' changed from int64 to float32",
+        {"__init__": _sampled(None)},
+    ),
+}
 
-    def prepare(self: HandwrittenBatch) -> None:
-        self.kv_lens = self.kv_lens + 3
 
-    assert "kv_bound_cpu / kv_lens" in killed(device, "MIRROR_BOUND", prepare_for_decode=prepare)
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_class_is_found(device: str, what: str) -> None:
+    """By the code of an invariant or by the model, and the report names the field."""
+    code, words, methods = BROKEN[what]
+    assert words in killed(device, code, **methods)
 
 
 def test_aliased_twins_are_found() -> None:
     """On a CPU device, twins in one memory are MIRROR_ALIASED: they could never disagree."""
-
-    def prepare(self: HandwrittenBatch) -> None:
-        self.seq_lens_cpu = self.seq_lens
-
-    killed("cpu", "MIRROR_ALIASED", prepare_for_decode=prepare)
-
-
-def test_rows_out_of_order_are_found(device: str) -> None:
-    """A field filtered in another order than the others is found, although every length is right."""
-
-    def filter_sampling(self: HandwrittenBatch, rows: torch.Tensor) -> None:
-        self.temperatures = self.temperatures[rows.sort().values]
-
-    report = killed(device, "MODEL", _filter_sampling=filter_sampling)
-    assert "filter moved other rows than it was told to: 'temperatures'" in report
+    killed("cpu", "MIRROR_ALIASED", prepare_for_decode=lambda self: setattr(self, "seq_lens_cpu", self.seq_lens))
 
 
 def test_shared_memory_between_batches_is_found(device: str) -> None:
@@ -134,31 +152,6 @@ def test_bad_specifications_are_refused(changes: dict) -> None:
     """A specification that cannot be meant is refused when it is made."""
     with pytest.raises(ArgumentError):
         attrs.evolve(spec_of(HandwrittenBatch), **changes)
-
-
-def test_changed_dtype_is_called_by_name(device: str) -> None:
-    """An operation that changes only the dtype is not reported as two equal lists."""
-
-    def filter_sampling(self: HandwrittenBatch, rows: torch.Tensor) -> None:
-        self.temperatures = self.temperatures[rows].to(torch.float16)
-
-    def build(self: HandwrittenBatch, reqs: list[str], lengths: list[int]) -> None:
-        HandwrittenBatch.__init__(self, reqs, lengths)
-        self.temperatures = torch.tensor(lengths, dtype=torch.float32, device=self.device)
-
-    report = killed(device, "MODEL", __init__=build, _filter_sampling=filter_sampling)
-    assert "the dtype of 'temperatures' changed from float32 to float16" in report
-
-
-def test_empty_tensor_of_another_dtype_is_found_where_it_spoils_numbers(device: str) -> None:
-    """`torch.tensor([])` is float32; merged with integers it makes floats of them, and that is what is reported."""
-
-    def build(self: HandwrittenBatch, reqs: list[str], lengths: list[int]) -> None:
-        HandwrittenBatch.__init__(self, reqs, lengths)
-        self.temperatures = torch.tensor(lengths, device=self.device)
-
-    report = killed(device, "MODEL", __init__=build)
-    assert "the dtype of 'temperatures' changed from int64 to float32" in report
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
