@@ -49,7 +49,7 @@ class CpuRuntime(Runtime):
         block.bytes[: source.numel()] = source.numpy()
 
     def _read_back(self, source: torch.Tensor) -> Array:
-        copy: Array = source.detach().clone().numpy()
+        copy: Array = source.detach().numpy().copy()
         return copy
 
     def _wait_for_device(self) -> None:

@@ -8,7 +8,6 @@ from contextvars import ContextVar
 from typing import Any, ClassVar, Generic, NoReturn, TypeVar, final
 
 import attrs
-import numpy as np
 import numpy.typing as npt
 import torch
 from hypothesis import reject
@@ -124,31 +123,38 @@ def disagree(message: str) -> NoReturn:
     raise DisagreementError(message)
 
 
-def agree(expected: object, actual: object, what: str) -> None:
+def agree(expected: object, actual: object, what: str, *of: object) -> None:
     """Compares what the model says with what the library says.
+
+    Args:
+        expected: what the model says.
+        actual: what the library says.
+        what: they are.
+        *of: whose; put into the message, and so into words, only where they differ.
 
     Raises:
         DisagreementError: they differ; the message shows both.
     """
     if expected != actual and not current_session().automatic:
-        raise DisagreementError(f"{what}\n  model    {expected!r}\n  library  {actual!r}")
+        raise DisagreementError(f"{_of(what, of)}\n  model    {expected!r}\n  library  {actual!r}")
 
 
-def agree_on(expected: npt.NDArray[Any], actual: npt.NDArray[Any], what: str) -> None:
-    """Compares two arrays, dtype and shape included, bit by bit.
+def agree_on(expected: npt.NDArray[Any], actual: npt.NDArray[Any], what: str, *of: object) -> None:
+    """Compares two arrays, dtype and shape included, bit by bit; see `agree`.
 
     Raises:
         DisagreementError: they differ; the message shows both.
     """
-    same = (
-        expected.dtype == actual.dtype
-        and expected.shape == actual.shape
-        and np.ascontiguousarray(expected).tobytes() == np.ascontiguousarray(actual).tobytes()
-    )
+    same = expected.dtype == actual.dtype and expected.shape == actual.shape and expected.tobytes() == actual.tobytes()
     if not same and not current_session().automatic:
         raise DisagreementError(
-            f"{what}\n  model    {expected.dtype} {expected.tolist()}\n  library  {actual.dtype} {actual.tolist()}"
+            f"{_of(what, of)}\n  model    {expected.dtype} {expected.tolist()}\n"
+            f"  library  {actual.dtype} {actual.tolist()}"
         )
+
+
+def _of(what: str, of: tuple[object, ...]) -> str:
+    return " of ".join([what, *map(repr, of)])
 
 
 class Machine(RuleBasedStateMachine):

@@ -174,11 +174,11 @@ class Modelled:
         """
         value = self.value
         value.check("check")  # first: a broken invariant says more than a difference
-        agree(self.device.shape, value.shape, f"shape of {value!r}")
+        agree(self.device.shape, value.shape, "shape", value)
         if self.host is not None:
-            agree_on(self.host, value.np, f"host side of {value!r}")
+            agree_on(self.host, value.np, "host side", value)
         if isinstance(value, Slots) and self.generations is not None:
-            agree_on(self.generations, value.generations, f"generations of {value!r}")
+            agree_on(self.generations, value.generations, "generations", value)
         if value.device_side.existing is not None:
             self.check_device()
 

@@ -98,7 +98,7 @@ class _Snapshot:
             return False
         if self.values.dtype.kind == "O":
             return bool(self.values.tolist() == other.values.tolist())
-        return np.ascontiguousarray(self.values).tobytes() == np.ascontiguousarray(other.values).tobytes()
+        return self.values.tobytes() == other.values.tobytes()
 
 
 def _address_range(value: Any) -> tuple[int, int] | None:
@@ -257,8 +257,8 @@ class _TwinMachine(Machine):
     def check(self) -> None:
         """The twins of every batch agree, and no operation on one batch changed another."""
         for tracked in self.alive:
-            self._check_pairs(tracked, "check")
-            self._unchanged(tracked, tracked.columns, "an operation on another batch changed it")
+            found = self._check_pairs(tracked, "check")
+            self._unchanged(tracked, tracked.columns, found, "an operation on another batch changed it")
 
     # Rules
 
@@ -318,31 +318,34 @@ class _TwinMachine(Machine):
     def _track(self, batch: Any, n: int, operation: str, expected: dict[str, _Snapshot] | None = None) -> _Tracked:
         tracked = _Tracked(batch, f"{self.spec.name} after {operation}")
         invariants.row_count(n, {"num_rows": self.spec.num_rows(batch)}, object=tracked.name, operation=operation)
-        self._check_pairs(tracked, operation)
-        tracked.columns = {name: _Snapshot.of(attrgetter(name)(batch)).copied() for name in self.spec.attribute_names}
+        found = self._check_pairs(tracked, operation)
+        tracked.columns = {name: one.copied() for name, one in found.items()}
         if expected is not None:
-            self._unchanged(tracked, expected, f"{operation} moved other rows than it was told to")
+            self._unchanged(tracked, expected, found, f"{operation} moved other rows than it was told to")
         self.reached("an empty batch", n == 0)
         self.alive.append(tracked)
         return tracked
 
-    def _check_pairs(self, tracked: _Tracked, operation: str) -> None:
+    def _check_pairs(self, tracked: _Tracked, operation: str) -> dict[str, _Snapshot]:
+        """Checks the twins of a batch; its attributes as they are, by name."""
         n = self.spec.num_rows(tracked.batch)
         values = {name: attrgetter(name)(tracked.batch) for name in self.spec.attribute_names}
-        lengths = {name: len(value) for name, value in values.items()}
+        found = {name: _Snapshot.of(value) for name, value in values.items()}
+        lengths = {name: len(one.values) for name, one in found.items()}
         invariants.row_count(n, lengths, object=tracked.name, operation=operation)
         for twin in self.spec.twins:
-            self._check_pair(twin, values[twin.host], values[twin.device], tracked.name, operation)
+            host, device = values[twin.host], values[twin.device]
+            self._check_pair(twin, host, device, found[twin.host], found[twin.device], tracked.name, operation)
+        return found
 
-    def _check_pair(self, twin: Twin, host: Any, device: Any, name: str, operation: str) -> None:
+    def _check_pair(
+        self, twin: Twin, host: Any, device: Any, of_host: _Snapshot, of_device: _Snapshot, name: str, operation: str
+    ) -> None:
         where: Where = {"object": name, "operation": operation, "column": f"{twin.host} / {twin.device}"}
         ranges = (_address_range(host), _address_range(device))
         if ranges[0] is not None and ranges[1] is not None:
             invariants.mirror_aliased(ranges[0], ranges[1], **where)
-        of_device = _Snapshot.of(device)
-        if hasattr(host, "dtype"):
-            of_host = _Snapshot.of(host)
-        else:  # a list has no dtype of its own
+        if not hasattr(host, "dtype"):  # a list has no dtype of its own
             of_host = _Snapshot(of_device.dtype, np.array(host, dtype=of_device.values.dtype))
         # Where the arrays differ in dtype, the invariant below reports it.
         if of_host.dtype != of_device.dtype and of_host.values.dtype == of_device.values.dtype:
@@ -353,9 +356,11 @@ class _TwinMachine(Machine):
         invariant = invariants.mirror_bound if twin.contract is Contract.UPPER_BOUND else invariants.mirror_equal
         invariant(of_host.values, of_device.values, **where)
 
-    def _unchanged(self, tracked: _Tracked, expected: dict[str, _Snapshot], problem: str) -> None:
+    def _unchanged(
+        self, tracked: _Tracked, expected: dict[str, _Snapshot], now: dict[str, _Snapshot], problem: str
+    ) -> None:
         for name, column in expected.items():
-            found = _Snapshot.of(attrgetter(name)(tracked.batch))
+            found = now[name]
             if found.dtype != column.dtype and len(column.values):
                 raise DisagreementError(
                     f"{tracked.name}: the dtype of {name!r} changed from {column.dtype} to {found.dtype}"

@@ -129,14 +129,14 @@ class Rows:
         """
         batch = self.batch
         batch.check("check")  # first: a broken invariant says more than a difference
-        agree((len(self), len(self) + self.padding), (len(batch), batch.num_rows), f"requests and rows of {batch!r}")
-        agree([row["requests"] for row in self.rows], list(batch.requests), f"requests of {batch!r}")
+        agree((len(self), len(self) + self.padding), (len(batch), batch.num_rows), "requests and rows", batch)
+        agree([row["requests"] for row in self.rows], list(batch.requests), "requests", batch)
         generations = [row["generation"] for row in self.rows] + [0] * self.padding
-        agree(generations, batch.slots.generations.tolist(), f"generations of {batch!r}")
+        agree(generations, batch.slots.generations.tolist(), "generations", batch)
         for name, column in COLUMNS.items():
-            agree(self.contract(name), batch[name].contract, f"contract of {name} of {batch!r}")
+            agree(self.contract(name), batch[name].contract, f"contract of {name}", batch)
             if isinstance(column, MirroredColumn):
-                agree_on(self.side(name, "host"), batch[name].np, f"host side of {name} of {batch!r}")
+                agree_on(self.side(name, "host"), batch[name].np, f"host side of {name}", batch)
 
     def check_devices(self) -> None:
         """Compares the device side of every column, which uploads the batch if that has not happened yet.
@@ -615,13 +615,13 @@ class BatchMachine(Machine):
         for one in (alone, packed):
             _ = one.device
             ask(one.check, "both ways")
-        agree(alone.contract, packed.contract, f"contract of {packed!r}")
+        agree(alone.contract, packed.contract, "contract", packed)
         if alone.contract is not Contract.DEVICE_ONLY:
-            agree_on(alone.np, packed.np, f"host side of {packed!r}")
+            agree_on(alone.np, packed.np, "host side", packed)
         both = self.rt.inspect(alone.device), self.rt.inspect(packed.device)
         ask(invariants.mirror_equal, *both, object=packed, column=packed.name, operation="both ways")
         if isinstance(alone, Slots) and isinstance(packed, Slots):
-            agree_on(alone.generations, packed.generations, f"generations of {packed!r}")
+            agree_on(alone.generations, packed.generations, "generations", packed)
 
     @rule(one=BATCHES, misuse=st.sampled_from(MISUSES))
     def misuse(self, one: Rows, misuse: Misuse[Decode]) -> None:

@@ -395,7 +395,7 @@ class HostTierMachine(Machine):
                 locations = request.ranges.locations().tolist()
                 everything += locations
                 owners = self.host.owner_of(locations).tolist()
-                agree([request.number] * len(locations), owners, f"owner of {request!r}")
+                agree([request.number] * len(locations), owners, "owner", request)
                 self.reached("a request in several ranges", request.ranges.starts.size > 1)
         agree(len(set(everything)), len(everything), "host locations that two requests have")
         agree(len(everything) + sum(len(one) for one in self.strangers), stats.live, "live host locations")
@@ -405,13 +405,13 @@ class HostTierMachine(Machine):
         agree(sorted(request.number for request in self.requests), self.slots.live_slots().tolist(), "live slots")
 
     def _check_request(self, request: TieredRequest) -> None:
-        agree([request.state], self.tier.states(request.slot), f"state of {request!r}")
+        agree([request.state], self.tier.states(request.slot), "state", request)
         on_host = request.delivered if request.state is DIRECT else request.hot_from
         kv = request.content[:, :on_host], f"KV in host memory of {request!r}"
         self._compare(self.host.buffers, request.host_locations(on_host), *kv)
         if request.state is not DIRECT:
             hot = min(request.length, self.tier.hot_tokens) if request.state is READY else request.length
-            agree(hot, int(self.pages.committed(request.slot)[0]), f"tokens on the device of {request!r}")
+            agree(hot, int(self.pages.committed(request.slot)[0]), "tokens on the device", request)
             kv = request.content[:, request.hot_from :], f"hot KV of {request!r}"
             self._compare(self.kv, self._device_locations(request), *kv)
 

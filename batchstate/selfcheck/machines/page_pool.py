@@ -180,7 +180,7 @@ class PageModel:
             agree(row.tolist(), pool.page_table[slot].tolist(), f"pages of slot {slot}")
             self._check_stamps(holding, f"slot {slot}")
         for lease, holding in self.leases:
-            agree(holding.pages, lease.pages.tolist(), f"pages of {lease!r}")
+            agree(holding.pages, lease.pages.tolist(), "pages", lease)
             self._check_stamps(holding, repr(lease))
 
     def _check_stamps(self, holding: Holding, whose: str) -> None:
