@@ -1,4 +1,4 @@
-r"""The bookkeeping that slots, pages and states have in common: `Allocator` and `Generations`.
+r"""The bookkeeping that slots, pages and states have in common: `Allocator`, `Generations` and `Transaction`.
 
     FREE --take--> LIVE --release--> FREE
                      \--release(after=fence)--> PENDING --fence complete--> FREE
@@ -6,12 +6,22 @@ r"""The bookkeeping that slots, pages and states have in common: `Allocator` and
 Each index is in one state, recorded twice on purpose: once in an array of states and once by the list it stands in.
 Checks compare the two, so that a bug in either is found. Every operation costs O(indices that change), whatever the
 size.
+
+Each operation of a pool goes in three phases. First it queries fences and reads its arguments: that is code of the
+engine, which may call the pool itself. Then it checks everything, and runs no code of the engine. Then it changes what
+it has to, between `operation = ...` and `operation = None` of its transaction. An error is undone by the operation. An
+interrupt (a `KeyboardInterrupt`, or whatever else a signal handler raises) may come between any two instructions, so
+that nothing can be relied on: then the mark stays, and the pool refuses every later call. An interrupt outside of the
+third phase leaves no mark, because nothing is half changed.
 """
 
 import itertools
+import sys
 import weakref
-from collections.abc import Callable
-from typing import Protocol, SupportsIndex, final
+from collections.abc import Callable, Sequence
+from threading import get_ident
+from types import FrameType
+from typing import NoReturn, Protocol, SupportsIndex, final
 
 import attrs
 import numpy as np
@@ -19,7 +29,7 @@ import numpy.typing as npt
 
 from batchstate import invariants, levels
 from batchstate._arrays import count
-from batchstate.errors import ArgumentError, DeviceError, DtypeError, PoolExhaustedError
+from batchstate.errors import ArgumentError, DeviceError, DtypeError, PoolBrokenError, PoolExhaustedError
 from batchstate.indices import Handles, Slots
 from batchstate.invariants import times_checked
 from batchstate.mirror import MirroredTensor
@@ -46,6 +56,77 @@ def size_of(value: SupportsIndex, what: str, *, least: int = 0, most: int = MOST
     if number > most:
         raise ArgumentError(f"{what} is {number}", value=number, remedy=f"pass {most} or less")
     return number
+
+
+class Queried(Protocol):
+    """What can be asked whether it is complete."""
+
+    def query(self) -> bool:
+        """Whether it is complete."""
+        ...
+
+
+@final
+class Transaction:
+    """The operation that changes a pool and all that its slots own, which share one; a few attributes, to be quick.
+
+    Attributes:
+        operation: what is changing the pool now, or was interrupted while it did; None while the pool is whole.
+        label: of the pool, for reports.
+    """
+
+    __slots__ = ("_owner", "_querying", "_runtime", "label", "operation")
+
+    def __init__(self, runtime: Runtime, label: str) -> None:
+        self._runtime = runtime
+        self._owner = runtime.owner
+        self.label = label
+        self.operation: str | None = None
+        self._querying: FrameType | None = None
+
+    def __repr__(self) -> str:
+        return f"Transaction({self.label}, {self.operation})"
+
+    def enter(self, operation: str) -> None:
+        """Begins a call of the pool.
+
+        Raises:
+            OwnerThreadError: called from a second thread.
+            PoolBrokenError: an operation was interrupted, or calls the pool itself.
+        """
+        if self.operation is not None or get_ident() != self._owner.ident:
+            self._refuse(operation)
+
+    def _refuse(self, asked: str) -> NoReturn:
+        self._runtime.check_owner(asked)
+        raise PoolBrokenError(
+            f"{asked}: `{self.operation}` has not ended in {self.label}, which may be half changed",
+            value=self.operation,
+            remedy="it was interrupted, or could not be undone: make the pool anew with all that is over it. If it is "
+            "running, do not call the pool from a listener, a finalizer or a signal handler",
+        )
+
+    def query(self, fences: Sequence[Queried]) -> list[bool]:
+        """Whether each fence is complete. Never waits.
+
+        A fence is code of the engine: it may raise, and may call the pool. While it does nothing is complete, so that
+        no fence is queried by its own query.
+        """
+        if self._querying is not None and _is_running(self._querying):  # a flag could be left set by an interrupt
+            return [False] * len(fences)
+        self._querying = sys._getframe()
+        try:
+            return [bool(fence.query()) for fence in fences]
+        finally:
+            self._querying = None
+
+
+def _is_running(frame: FrameType) -> bool:
+    """Whether a function that has not returned called this one."""
+    caller: FrameType | None = sys._getframe(1)
+    while caller is not None and caller is not frame:
+        caller = caller.f_back
+    return caller is not None
 
 
 class FreeIndices(Protocol):
@@ -161,8 +242,7 @@ class PendingQueue:
     """Groups of indices, each behind its fence. Groups leave in any order, as their fences complete.
 
     The queue copies what enters, so that nothing a caller does later reaches it. It queries fences and never waits for
-    one. A fence is code of the engine: it may raise, or call the pool that queries it. So all are queried before
-    anything moves, and a complete one is not queried again.
+    one. All are queried before anything moves, and a complete one is not queried again.
 
     Attributes:
         count: indices in the queue.
@@ -183,20 +263,18 @@ class PendingQueue:
             self._groups.append((QueriedFence(fence, step), [copy]))
         self.count += copy.size
 
-    def completed(self) -> list[tuple[QueriedFence, Ints]]:
-        """Removes and returns the groups whose fences are complete, oldest first.
+    def completed(self, transaction: Transaction) -> list[tuple[QueriedFence, Ints]]:
+        """The groups whose fences are complete, oldest first. Queries each fence once; they stay in the queue."""
+        groups = tuple(self._groups)
+        answers = transaction.query([fence for fence, _ in groups])
+        ready = [group for group, complete in zip(groups, answers, strict=True) if complete]
+        return [(fence, parts[0] if len(parts) == 1 else np.concatenate(parts)) for fence, parts in ready]
 
-        Queries each fence once, and only then removes anything: an error of a fence leaves all as it was.
-        """
-        answers = [(group, group[0].query()) for group in tuple(self._groups)]
-        ready = [group for group, complete in answers if complete]
-        if not ready:
-            return []
-        done = [(fence, parts[0] if len(parts) == 1 else np.concatenate(parts)) for fence, parts in ready]
-        gone = {id(group) for group in ready}
-        self._groups = [group for group in self._groups if id(group) not in gone]
+    def remove(self, done: Sequence[tuple[QueriedFence, Ints]]) -> None:
+        """Removes groups that `completed` has returned."""
+        gone = {id(fence) for fence, _ in done}
+        self._groups = [group for group in self._groups if id(group[0]) not in gone]
         self.count -= sum(indices.size for _, indices in done)
-        return done
 
     def groups(self) -> list[tuple[QueriedFence, Ints]]:
         """The fences and what is behind each, oldest first. Queries nothing."""
@@ -222,9 +300,11 @@ OUT_OF_RANGE, DOUBLE_FREE = Code.SLOT_OUT_OF_RANGE, Code.SLOT_DOUBLE_FREE
 class Allocator:
     """Indices 1 to size + reserve. Index 0 is padding and is in no list.
 
-    Not public: pools validate what callers pass and call this with int64 arrays of their own.
+    Not public: pools validate what callers pass and call this with int64 arrays of their own. What changes it sets the
+    mark of its transaction before the first change; the operation of the pool takes the mark away after its last one.
 
     Attributes:
+        transaction: shared by all that one slot owns.
         label: names the pool in reports.
         size: what can be taken ordinarily: indices 1 to size.
         reserve: further indices, up to size + reserve, which only `take(..., reserved=True)` returns.
@@ -241,9 +321,11 @@ class Allocator:
         *,
         reserve: int = 0,
         label: str,
+        transaction: Transaction,
         free_list: Callable[[int, int], FreeIndices] = FreeList,
     ) -> None:
         self.runtime = runtime
+        self.transaction = transaction
         self.label = label
         self.size = size
         self.reserve = reserve
@@ -256,7 +338,6 @@ class Allocator:
         self._ordinary = free_list(1, size)
         self._reserved = free_list(size + 1, size + reserve)
         self._queue = PendingQueue()
-        self._reaping = False  # a fence that calls its own pool must not start a second round of queries
         # Twice as many states as indices, so that those after the last, and negative ones, which count from the end,
         # fall on padding (memory that is not touched costs nothing). See `all_are` and `_states_of`.
         self._states = np.zeros(2 * self.capacity + 1, dtype=np.uint8)
@@ -294,13 +375,11 @@ class Allocator:
     # Taking
 
     def check_available(self, n: int, *, reserved: bool = False) -> None:
-        """Reaps, and refuses if `n` cannot be taken. Whatever can fail in `take` fails here.
+        """Refuses if `n` cannot be taken. Queries no fence: `reap` comes first.
 
         Raises:
             PoolExhaustedError: fewer than `n` are free.
         """
-        if self._queue.count:
-            self.reap()
         free = self._ordinary.count + (self._reserved.count if reserved else 0)
         if n > free:
             pending = self._queue.indices()
@@ -321,23 +400,25 @@ class Allocator:
     def take(self, n: int, operation: str, *, reserved: bool = False) -> Ints:
         """Takes `n`: of the reserve first if `reserved`, then of the ordinary ones. Queries no fence.
 
-        The caller has shown by `check_available` that they are there.
-
         Returns:
             int64[n], a new array.
 
         Raises:
+            PoolExhaustedError: fewer are free.
             Violation: SLOT_ZERO_ALLOCATED, SLOT_OUT_OF_RANGE, SLOT_IN_FLIGHT, SLOT_SHARED, at `cheap`.
         """
         ordinary, from_reserve = n, 0
         if reserved:
             from_reserve = min(n, self._reserved.count)
             ordinary = n - from_reserve
+        if ordinary > self._ordinary.count:
+            self.check_available(n, reserved=reserved)
         indices = self._ordinary.top(ordinary)
         if from_reserve:
             indices = np.concatenate([self._reserved.top(from_reserve), indices])
         if levels.cheap:
             self._check_fresh(indices, reserved, operation)
+        self.transaction.operation = operation
         self._ordinary.drop(ordinary)
         if from_reserve:
             self._reserved.drop(from_reserve)
@@ -359,6 +440,7 @@ class Allocator:
         n = indices.size
         if not n:
             return
+        self.transaction.operation = operation
         if after is None:
             self._push_free(indices)
         else:
@@ -381,25 +463,25 @@ class Allocator:
         Raises:
             Violation: SLOT_IN_FLIGHT, SLOT_DOUBLE_FREE, SLOT_CONSERVATION, at `cheap`.
         """
-        if not self._queue.count or self._reaping or self.runtime.capturing:
+        if not self._queue.count or self.runtime.capturing:
             return 0
-        self._reaping = True
-        try:
-            done = self._queue.completed()
-        finally:
-            self._reaping = False
-        reaped = 0
-        for fence, indices in done:  # runs no code of the engine
-            if levels.cheap:
-                where = self._where("reap")
+        done = self._queue.completed(self.transaction)
+        if not done:
+            return 0
+        if levels.cheap:
+            where = self._where("reap")
+            for fence, indices in done:
                 if not fence.complete:
                     invariants.slot_in_flight(indices, np.ones(indices.size, dtype=np.bool_), **where)
                 self._check_reaped(indices, where)
+        self.transaction.operation = "reap"
+        self._queue.remove(done)
+        for _, indices in done:
             self._push_free(indices)
-            reaped += indices.size
-        if reaped and levels.cheap:
+        self.transaction.operation = None
+        if levels.cheap:
             self.check_conservation("reap")
-        return reaped
+        return sum(indices.size for _, indices in done)
 
     def _push_free(self, indices: Ints) -> None:
         self._states[indices] = FREE_MARK

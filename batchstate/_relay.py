@@ -180,6 +180,7 @@ class RelayEntries(SlotListener):
     Attributes:
         fields: name -> entries.
         publications: number -> publish, as long as an entry comes from it or the device may still be at it.
+        prune_at: at how many publishes `prune` looks which are still needed.
     """
 
     def __init__(
@@ -192,7 +193,7 @@ class RelayEntries(SlotListener):
         self._is_live = is_live
         self._label = label
         self._count = 0
-        self._prune_at = 16
+        self.prune_at = 16
 
     # Writing
 
@@ -272,8 +273,12 @@ class RelayEntries(SlotListener):
 
     # Reading
 
-    def check_read(self, live: Slots, names: Iterable[str], reader: int, by: str, operation: str) -> list[Publication]:
+    def check_read(
+        self, live: Slots, names: Iterable[str], reader: int, by: str, operation: str, *, again: bool = False
+    ) -> list[Publication]:
         """Checks the entries of live handles, and returns the publishes that they come from.
+
+        `again` says that the reader has read them before, and that this was not noted yet.
 
         Raises:
             Violation: FUTURE_UNWRITTEN, FUTURE_GENERATION, FUTURE_CONSUMED, at `cheap`.
@@ -287,7 +292,8 @@ class RelayEntries(SlotListener):
                 where, writer = self.where(operation, name), self._writer(entries, rows)
                 invariants.future_unwritten(rows, numbers != 0, by, **where)
                 invariants.future_generation(rows, entries.generation[rows], live.generations, writer, by, **where)
-                invariants.future_consumed(rows, (entries.taken[rows] & reader) != 0, writer, by, **where)
+                taken = (entries.taken[rows] & reader) != 0
+                invariants.future_consumed(rows, taken | again, writer, by, **where)
             for number in _each(numbers):
                 if number:
                     publications[number] = self.publications[number]
@@ -321,9 +327,10 @@ class RelayEntries(SlotListener):
         """Notes a read of the current stream; `fence` is behind it."""
         stream = self._runtime.current_stream
         for publication in publications:
-            publication.reads[stream] = fence
+            # In this order: a stream that is not known to be ordered behind the read waits once more.
             if publication.ordered_reads:
                 publication.ordered_reads = {pair for pair in publication.ordered_reads if pair[0] != stream}
+            publication.reads[stream] = fence
 
     def take(self, live: Slots, names: Iterable[str], reader: int) -> None:
         """Notes that `reader` has taken entries."""
@@ -365,12 +372,15 @@ class RelayEntries(SlotListener):
 
     # Publishes
 
-    def _add(self, by: str, fence: Fence) -> Publication:
-        """A new publish on the current stream. Now and then forgets those not needed, so that it costs O(rows)."""
-        if len(self.publications) >= self._prune_at:
+    def prune(self) -> None:
+        """Now and then forgets the publishes not needed, so that one costs O(rows). Queries fences."""
+        if len(self.publications) >= self.prune_at:
             self.publications = {number: one for number, one in self.publications.items() if one.needed()}
             self._by_fence = {id(one.fence): one for one in self.publications.values()}
-            self._prune_at = max(16, 2 * len(self.publications))
+            self.prune_at = max(16, 2 * len(self.publications))
+
+    def _add(self, by: str, fence: Fence) -> Publication:
+        """A new publish on the current stream."""
         self._count += 1
         stream = self._runtime.current_stream
         publication = Publication(self._count, by, stream, fence, {stream.key})

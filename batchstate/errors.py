@@ -4,8 +4,8 @@ Each derives from `BatchStateError` and from the nearest builtin, so that a call
 right thing. A message says what happened, shows the value that caused it, and says what to do; the same three are
 fields, for tools. A broken invariant is a `batchstate.violations.Violation`, which derives from here too.
 
-An operation that raises one of these has changed nothing. That does not hold for an interrupt: a `KeyboardInterrupt` in
-the middle of an operation may leave a pool with half of it, so end the process, or make its pools anew.
+An operation that raises one of these has changed nothing. An interrupt (`KeyboardInterrupt`) in the middle of an
+operation leaves a pool as it was, or with the operation done, or broken: then each later call raises `PoolBrokenError`.
 """
 
 from typing import Any, Self
@@ -91,6 +91,10 @@ class DeviceError(BatchStateError, ValueError):
 
 class OwnerThreadError(BatchStateError, RuntimeError):
     """A pool, table or runtime was used from a thread that does not own it."""
+
+
+class PoolBrokenError(BatchStateError, RuntimeError):
+    """An operation was interrupted while it changed a pool, which may be half changed; or it calls the pool itself."""
 
 
 class CaptureError(BatchStateError, RuntimeError):

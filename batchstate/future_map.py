@@ -16,7 +16,7 @@ The relay is always on: an engine that waits for each step uses it as one that r
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast, final
 
 import attrs
@@ -269,6 +269,7 @@ class FutureMap:
         )
         self._gather_names = {field: f"{name}: gather {field}" for field in self._fields}
         self._publish_names = {field: f"{name}: {field}" for field in self._fields}
+        self._transaction = slots.transaction
         self._private = self.runtime.stream(f"{name}: to the host")
         slots.add_listener(self._entries)
         weakref.finalize(self, slots.remove_listener, self._entries).atexit = False
@@ -321,6 +322,7 @@ class FutureMap:
                 f"{self.name}: publish of no field", value=None, remedy=f"name one of: {', '.join(self._fields)}"
             )
         self._check_fields(values, "publish")
+        self._entries.prune()
         live = self._live(slots, "publish")
         num_rows = len(live), len(slots)
         device: dict[str, torch.Tensor | MirroredTensor] = {}
@@ -349,27 +351,35 @@ class FutureMap:
             tensors |= {name: packed.view(i) for i, name in enumerate(host, 1)}
         else:
             index = self._index(slots, live)
-        self._scatter(live, index, tensors, by)
-        if host:
-            self._entries.take(live, host, HOST)  # whose values they are
+        self._scatter(live, index, tensors, host, by)
 
-    def _scatter(self, live: Slots, index: torch.Tensor, values: Mapping[str, torch.Tensor], by: str) -> None:
-        """Launches and notes a publish; `index` and `values` are safe on this stream."""
+    def _scatter(
+        self, live: Slots, index: torch.Tensor, values: Mapping[str, torch.Tensor], known: Iterable[str], by: str
+    ) -> None:
+        """Launches and notes a publish; `index` and `values` are safe on this stream. The host has those `known`."""
         self._entries.wait_to_overwrite(live, values, by)
         launched: list[str] = []
+        self._transaction.operation = "publish"
         try:
             for name, tensor in values.items():
                 memory, reads = self._memory_of(name), (index, tensor)
                 label = self._publish_names[name]
                 self.runtime.launch(put_rows, memory, index, tensor, reads=reads, writes=(memory,), name=label)
                 launched.append(name)
-        except BaseException:  # torch could not launch one, and a device takes none back
-            if launched:
-                self._entries.mark_failed(live, launched, by, self.runtime.record())
+            self._entries.publish(live.np, live.generations, values, by, self.runtime.record())
+            self._entries.take(live, known, HOST)
+        except BaseException as error:
+            self._publish_failed(live, launched if isinstance(error, Exception) else list(values), by)
             raise
-        self._entries.publish(live.np, live.generations, values, by, self.runtime.record())
+        self._transaction.operation = None
         if levels.full:
             self.check("publish")
+
+    def _publish_failed(self, live: Slots, written: Collection[str], by: str) -> None:
+        """Notes a publish that torch could not launch, or that was interrupted: a device takes no launch back."""
+        if written:
+            self._entries.mark_failed(live, written, by, self.runtime.record())
+        self._transaction.operation = None
 
     def discard(self, slots: Slots, *fields: str) -> None:
         """Makes entries unwritten that no reader wants any more; all fields by default. Touches no device memory.
@@ -377,9 +387,11 @@ class FutureMap:
         Raises:
             DeclarationError: no such field. Handles: as for `SlotPool.check_handles`.
         """
-        live = self._live(slots, "discard")
         self._check_fields(fields, "discard")
+        live = self._live(slots, "discard")
+        self._transaction.operation = "discard"
         self._entries.clear(live.np, fields or self._fields)
+        self._transaction.operation = None
 
     # Reading
 
@@ -428,6 +440,8 @@ class FutureMap:
 
     def gather_again(self, known: PublishedRows, field: str) -> tuple[torch.Tensor, torch.Tensor]:
         """`gather` of the same requests as before: the entries, and the slots on the device. Raises as `gather`."""
+        if self._transaction.operation is not None:
+            self._transaction.enter("gather")
         entries, publication = self._entries, known.publication
         if publication is not None and not known.readers & DEVICE and known.unchanged():
             by, publications = publication.by, [publication]
@@ -444,18 +458,24 @@ class FutureMap:
         )
         entries.note_read(publications, self.runtime.record())
         self._check_gathered(field, gathered)
+        self._transaction.operation = "gather"
         known.readers |= DEVICE
         if known.publication is None:
             entries.take(known.live, (field,), DEVICE)
         else:
             entries.fields[field].taken[known.rows] = known.readers
+        self._transaction.operation = None
         return gathered, index
 
     def publish_again(
         self, known: PublishedRows, field: str, values: torch.Tensor, *, to_host: bool
     ) -> Prefetched | None:
         """`publish` of checked values int64[n], and with `to_host` one copy of them to the host."""
+        if self._transaction.operation is not None:
+            self._transaction.enter("publish")
         entries, declared, names = self._entries, self._fields[field], (field,)
+        if len(entries.publications) >= entries.prune_at:
+            entries.prune()
         before, by, stream = known.publication, entries.by("publish"), self.runtime.current_stream
         if before is not None and not declared.readers & ~known.readers and known.unchanged():
             if levels.cheap:
@@ -470,14 +490,18 @@ class FutureMap:
         if before is None or len(before.reads) > 1:  # else this stream alone has read, after it was put in order
             entries.wait_to_overwrite(known.live, names, by)
         name = self._publish_names[field]
+        readers, launched = HOST if to_host else 0, False
+        self._transaction.operation = "publish"
         try:
             self.runtime.launch(put_rows, memory, index, values, reads=(index, values), writes=(memory,), name=name)
-        except BaseException:
+            launched = True
+            publication = entries.publish(known.rows, known.generations, names, by, self.runtime.record(), readers)
+            known.published(publication, readers)
+        except BaseException as error:
             known.publication = None
+            self._publish_failed(known.live, names if launched or not isinstance(error, Exception) else (), by)
             raise
-        readers = HOST if to_host else 0
-        publication = entries.publish(known.rows, known.generations, names, by, self.runtime.record(), readers)
-        known.published(publication, readers)
+        self._transaction.operation = None
         if levels.full:
             self.check("publish")
         if not to_host:
@@ -521,7 +545,9 @@ class FutureMap:
             read = self.runtime.record()
             self._entries.note_read(publications, read)
             download = self.runtime.download(rows, name=self.name)
+        self._transaction.operation = "prefetch"
         self._entries.take(live, fields, HOST)
+        self._transaction.operation = None
         declared = {name: self._fields[name] for name in fields}
         where = self._entries.where("resolve")
         return Prefetched(live, declared, rows, (self._private, read), download, publications, where)
@@ -598,24 +624,38 @@ class FutureMap:
                 remedy="pass the token table over the relay's pool",
             )
         self._live(plan.slots, operation)
-        sources = Sources(self.runtime, self.gather, names, width, lengths, req_to_token)
+        gathered: list[str] = []  # taken when all has succeeded
+
+        def gather(slots: Slots, field: str) -> torch.Tensor:
+            live, by = _unpadded(slots), self._entries.by("gather")
+            again = field in gathered
+            publications = self._entries.check_read(live, (field,), DEVICE, by, "gather", again=again)
+            gathered.append(field)
+            return self._gathered(publications, field, slots.device, by)
+
+        sources = Sources(self.runtime, gather, names, width, lengths, req_to_token)
         sources.check(plan, uploaded, self.name)
         if len(plan.relayed):
             self._check_fields(read, operation, DEVICE)
             self._entries.check_read(plan.relayed, read, DEVICE, self._entries.by(operation), operation)
+        plan.check_unused()
         inputs = ForwardInputs.resolve(plan, uploaded, sources)
         if lengths is not None and not plan.bounded:
-            self._take_known_lengths(plan, lengths)
+            self._check_known_lengths(plan, lengths)
+            gathered.append(lengths)  # without a read, since the host knows them: so entries end alike in every mode
+        self._transaction.operation = operation
+        self._entries.take(plan.relayed, gathered, DEVICE)
+        plan.use()
+        self._transaction.operation = None
         return inputs
 
-    def _take_known_lengths(self, plan: ForwardPlan, lengths: str) -> None:
-        """Takes the true lengths without a read, since the host knows them: so entries end alike in every mode.
+    def _check_known_lengths(self, plan: ForwardPlan, lengths: str) -> None:
+        """The lengths that the host knows are the true ones, at `full`.
 
         Raises:
-            Violation: MIRROR_EQUAL, at `full`: the last forward published other ones.
+            Violation: MIRROR_EQUAL: the last forward published other ones.
         """
         relayed = plan.relayed
-        self._entries.take(relayed, (lengths,), DEVICE)
         if levels.full and len(relayed) and not self.runtime.checks_suspended():
             before = (plan.seq_lens - plan.query_lens)[plan.relay_rows]
             index = self.runtime.upload([relayed.np]).view(0)
@@ -633,7 +673,7 @@ class FutureMap:
         Raises:
             Violation: SLOT_ZERO_DIRTY, FUTURE_GENERATION.
         """
-        self.runtime.check_owner(f"{self.name}: check")
+        self._transaction.enter(f"{self.name}: check")
         if self.runtime.checks_suspended():
             return
         for name in self._memory:
@@ -643,7 +683,7 @@ class FutureMap:
 
     def _check_call(self, operation: str) -> None:
         """Refuses calls from a second thread, and calls whose effects a replayed graph would repeat unnoticed."""
-        self.runtime.check_owner(f"{self.name}: {operation}")
+        self._transaction.enter(f"{self.name}: {operation}")
         if self.runtime.capturing:
             raise CaptureError(
                 f"{self.name}: {operation} while the stream is captured: replays would bypass the relay's bookkeeping",
@@ -669,11 +709,7 @@ class FutureMap:
 
     def _live(self, slots: Any, operation: str) -> Slots:
         """The rows of `slots` before the padding at their end, each a live handle and named once."""
-        live = slots
-        if isinstance(slots, Slots):
-            zeros = int(np.count_nonzero(slots.np == 0))
-            if zeros and not slots.np[len(slots) - zeros :].any():
-                live = slots.split([len(slots) - zeros, zeros])[0]
+        live = _unpadded(slots) if isinstance(slots, Slots) else slots
         self.slots.rows_of(live, f"{self.name}: {operation}", unique=True)  # refuses a zero elsewhere
         return cast(Slots, live)
 
@@ -693,6 +729,13 @@ class FutureMap:
     def _select(self, name: str, index: torch.Tensor) -> torch.Tensor:
         memory = self._memory_of(name)
         return self.runtime.launch(select_rows, memory, index, reads=(memory, index), name=self._gather_names[name])
+
+
+def _unpadded(slots: Slots) -> Slots:
+    """The rows before the padding at their end."""
+    zeros = int(np.count_nonzero(slots.np == 0))
+    padded = zeros and not slots.np[len(slots) - zeros :].any()
+    return slots.split([len(slots) - zeros, zeros])[0] if padded else slots
 
 
 def _checked_fields(fields: Mapping[str, RelayField], what: str) -> dict[str, RelayField]:

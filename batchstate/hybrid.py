@@ -35,9 +35,13 @@ class StateOwner(SlotListener):
     def __init__(self, slots: SlotPool, states: int, per_slot: int, *, label: str) -> None:
         self._slots = slots
         self.per_slot = per_slot
-        self.allocator = Allocator(slots.runtime, states, label=label)
+        self.allocator = Allocator(slots.runtime, states, label=label, transaction=slots.transaction)
         self.mapping = np.zeros((slots.capacity, per_slot), dtype=np.int64)
         invariants.table_capacity(len(self.mapping), slots.capacity, **self._where("mapping"))
+
+    def before_take(self) -> None:
+        """Makes free the states whose fences are complete."""
+        self.allocator.reap()
 
     def check_take(self, n: int) -> None:
         """Refuses if there are not enough states for `n` slots.
@@ -151,7 +155,7 @@ class HybridSlotPool(SlotPool):
     @property
     def state_stats(self) -> SlotStats:
         """The states in numbers; `stats` has the slots."""
-        self.runtime.check_owner(f"{self.name}: state_stats")
+        self.transaction.enter(f"{self.name}: state_stats")
         self._states.allocator.reap()
         return SlotStats.of(self._states.allocator)
 
@@ -173,17 +177,19 @@ class HybridSlotPool(SlotPool):
                 remedy="take with write=False, and pack `state_entry` with an upload after the capture",
             )
         slots = super().take(n, reserved=reserved)
-        if write:
-            try:
-                self.state_table.write(slots, None, self.states_of(slots))
-            except BaseException:
+        if not write:
+            return slots
+        try:
+            self.state_table.write(slots, None, self.states_of(slots))
+            return slots
+        except BaseException:
+            if self.transaction.operation is None:  # else the table was interrupted
                 self.release_rows(slots.np, None, "take")
-                raise
-        return slots
+            raise
 
     def reap(self) -> int:
         """Makes free the pending slots and states whose fences are complete; says how many slots."""
-        self.runtime.check_owner(f"{self.name}: reap")
+        self.transaction.enter(f"{self.name}: reap")
         self._states.allocator.reap()
         return super().reap()
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._allocator import Allocator, Generations, size_of
+from batchstate._allocator import Allocator, Generations, Transaction, size_of
 from batchstate._arrays import as_array, count
 from batchstate.errors import DtypeError
 from batchstate.indices import Slots
@@ -87,9 +87,16 @@ class PendingSlots:
 class SlotListener:
     """Takes part in every take and free of a `SlotPool`, for something else that a slot owns.
 
-    The pool first calls `check_take` or `check_free` of all its listeners, and changes nothing if one raises. Each
-    method here does nothing; a subclass overrides what it needs.
+    The pool first calls `before_take` or `before_free` of all its listeners, then `check_take` or `check_free`, and
+    changes nothing if one raises. Each method here does nothing; a subclass overrides what it needs. Only the first two
+    may run code of the engine, such as fences; while `on_take` or `on_free` runs, the pool refuses calls.
     """
+
+    def before_take(self) -> None:
+        """Queries fences that decide what is free."""
+
+    def before_free(self, slots: Slots) -> None:
+        """Queries fences that decide whether slots may be freed. The handles have not been checked yet."""
 
     def check_take(self, n: int) -> None:
         """Refuses if what `n` slots need is not there. Changes nothing."""
@@ -133,11 +140,13 @@ class SlotPool:
         size_of(ordinary + reserved, f"{name}: size + reserve")
         self.runtime = runtime
         self.name = name
-        self._allocator = Allocator(runtime, ordinary, reserve=reserved, label=f"SlotPool {name!r}")
+        label = f"SlotPool {name!r}"
+        self.transaction = Transaction(runtime, label)  # of all that its slots own; for the library
+        self._allocator = Allocator(runtime, ordinary, reserve=reserved, label=label, transaction=self.transaction)
         self._generations = Generations(runtime, self._allocator, name=name)
         self._take, self._free = f"{name}: take", f"{name}: free"
         self._tables: list[Table] = []
-        self._listeners: list[SlotListener] = []
+        self._set_listeners([])
 
     def __repr__(self) -> str:
         allocator = self._allocator
@@ -188,29 +197,48 @@ class SlotPool:
             PoolExhaustedError: fewer are free, here or of what else the slots own. Nothing was taken.
             ArgumentError, DtypeError: `n` is not a count.
             OwnerThreadError: called from a second thread.
+            PoolBrokenError: an earlier operation was interrupted.
             Violation: SLOT_ZERO_DIRTY, MIRROR_EQUAL, at `full`: a table is damaged. Nothing was taken.
         """
-        self.runtime.check_owner(self._take)
+        transaction, allocator = self.transaction, self._allocator
+        transaction.enter(self._take)
         wanted = n if type(n) is int and n >= 0 else count(n, f"{self._take}: n")
-        self._allocator.check_available(wanted, reserved=reserved)
+        allocator.reap()
+        for query in self._before_take:
+            query()
+        allocator.check_available(wanted, reserved=reserved)
         for listener in self._listeners:
             listener.check_take(wanted)
         if levels.full:
             self._verify_tables("take")
-        rows = self._allocator.take(wanted, "take", reserved=reserved)
+        rows = allocator.take(wanted, "take", reserved=reserved)
         done: list[SlotListener] = []
         try:
             slots = self._generations.new_handles(rows)
             for listener in self._listeners:
                 listener.on_take(rows)
                 done.append(listener)
+            transaction.operation = None
             self._check_after("take")
-        except BaseException:
-            for listener in done:
-                listener.on_free(rows, None)
-            self._allocator.release(rows, None, "take")
+            return slots
+        except BaseException as error:
+            # After an interrupt of a listener it is not known what it has done: the mark stays.
+            if transaction.operation is None or isinstance(error, Exception):
+                self._undo_take(rows, done)
             raise
-        return slots
+
+    def _undo_take(self, rows: Ints, done: list[SlotListener]) -> None:
+        """Frees slots that no caller has got.
+
+        Raises:
+            Violation: the pool is not what it was, and stays broken.
+        """
+        self.transaction.operation = self._take
+        for listener in done:
+            listener.on_free(rows, None)
+        self._allocator.release(rows, None, self._take)
+        self._verify_host()
+        self.transaction.operation = None
 
     def free(self, slots: Slots, *, after: Fence | None = None) -> None:
         """Frees slots, at once or when `after` is complete.
@@ -224,7 +252,7 @@ class SlotPool:
                 Nothing was freed.
             ArgumentError: slots of another pool, or `after` is not a fence.
         """
-        self.runtime.check_owner(self._free)
+        self.transaction.enter(self._free)
         if after is not None:
             check_fence(after, self._free)
         self._release(self._rows_to_free(slots, "free", None), after, "free")
@@ -235,24 +263,32 @@ class SlotPool:
         self._release(rows, after, operation)
 
     def _release(self, rows: Ints, after: Fence | None, operation: str) -> None:
+        self.transaction.operation = operation
         for listener in self._listeners:
             listener.on_free(rows, after)
         self._allocator.release(rows, after, operation)
+        self.transaction.operation = None
         self._check_after(operation)
 
     def reap(self) -> int:
         """Makes free the pending slots whose fences are complete; says how many. Never waits."""
-        self.runtime.check_owner(f"{self.name}: reap")
+        self.transaction.enter(f"{self.name}: reap")
         return self._allocator.reap()
 
     def add_listener(self, listener: SlotListener) -> None:
         """Makes `listener` part of every take and free of this pool."""
-        self.runtime.check_owner(f"{self.name}: add_listener")
-        self._listeners.append(listener)
+        self.transaction.enter(f"{self.name}: add_listener")
+        self._set_listeners([*self._listeners, listener])
 
     def remove_listener(self, listener: SlotListener) -> None:
         """Removes `listener` if it is there; also while listeners are called."""
-        self._listeners = [one for one in self._listeners if one is not listener]
+        self._set_listeners([one for one in self._listeners if one is not listener])
+
+    def _set_listeners(self, listeners: list[SlotListener]) -> None:
+        self._listeners = listeners
+        # Most query nothing: they are not asked.
+        self._before_take = [one.before_take for one in listeners if _overrides(one, "before_take")]
+        self._before_free = [one.before_free for one in listeners if _overrides(one, "before_free")]
 
     # Tables
 
@@ -278,7 +314,7 @@ class SlotPool:
             ShapeError: `shape` is not a tuple or list.
             ArgumentError, DtypeError: it contains something other than counts; a dtype that numpy lacks.
         """
-        self.runtime.check_owner(f"{self.name}: table")
+        self.transaction.enter(f"{self.name}: table")
         table = Table.new(self, name, shape, dtype, holds=holds, host=host)
         self._tables.append(table)
         return table
@@ -297,7 +333,7 @@ class SlotPool:
             DeviceError, ShapeError: on another device; not contiguous, or without rows.
             ArgumentError: not a tensor.
         """
-        self.runtime.check_owner(f"{self.name}: adopt")
+        self.transaction.enter(f"{self.name}: adopt")
         table = Table.adopted(self, tensor, name, holds=holds, host=host)
         self._tables.append(table)
         return table
@@ -323,7 +359,7 @@ class SlotPool:
         A slot becomes free in the first `reap` after its fence is complete; `take` and `stats` reap too. A fence that
         stays here for more steps than are in flight never completes, or was recorded behind the wrong work.
         """
-        self.runtime.check_owner(f"{self.name}: pending")
+        self.transaction.enter(f"{self.name}: pending")
         return [PendingSlots(slots, queried.fence, queried.step) for queried, slots in self._allocator.pending_groups()]
 
     def live_slots(self) -> Ints:
@@ -351,7 +387,7 @@ class SlotPool:
         Raises:
             OwnerThreadError: called from a second thread. Else as `check_handles`.
         """
-        self.runtime.check_owner(f"{self.name}: {operation}")
+        self.transaction.enter(f"{self.name}: {operation}")
         return self._generations.rows_of(slots, operation, unique=unique, padded=padded)
 
     def check_rows(self, rows: Ints, generations: Ints, operation: str) -> None:
@@ -366,10 +402,12 @@ class SlotPool:
             operation: for reports.
             besides: a listener whose `check_free` is left out, since its owner releases what the slots own first.
         """
-        self.runtime.check_owner(f"{self.name}: {operation}")
+        self.transaction.enter(f"{self.name}: {operation}")
         return self._rows_to_free(slots, operation, besides)
 
     def _rows_to_free(self, slots: Slots, operation: str, besides: SlotListener | None) -> Ints:
+        for query in self._before_free:
+            query(slots)
         rows = self._generations.rows_to_free(slots, operation)
         for listener in self._listeners:
             if listener is not besides:
@@ -395,7 +433,7 @@ class SlotPool:
         Raises:
             Violation: any code of slots, TABLE_CAPACITY, MIRROR_EQUAL.
         """
-        self.runtime.check_owner(f"{self.name}: verify")
+        self.transaction.enter(f"{self.name}: verify")
         if self.runtime.capturing:
             return
         self._verify_host()
@@ -421,5 +459,9 @@ class SlotPool:
         Raises:
             Violation: SLOT_CONSERVATION, naming up to 8 of the leaked slots.
         """
-        self.runtime.check_owner(f"{self.name}: expect_idle")
+        self.transaction.enter(f"{self.name}: expect_idle")
         self._allocator.expect_idle("expect_idle")
+
+
+def _overrides(listener: SlotListener, method: str) -> bool:
+    return getattr(type(listener), method) is not getattr(SlotListener, method)

@@ -323,7 +323,7 @@ class StepPlanner:
         Raises:
             As `PagePool.advance`, `Batch.advance`, `ForwardPlan.of` and `Batch.upload`. No token was committed.
         """
-        self._runtime.check_owner(_OPERATION)
+        self._slots.transaction.enter(_OPERATION)
         if type(batch) is not self._kind:
             raise ArgumentError(
                 f"StepPlanner: plan of {type(batch).__name__}, declared for {self._kind.__name__}",
@@ -406,6 +406,9 @@ class StepPlanner:
     def _decode(self, batch: Batch, writes: Sequence[TableWrite], extras: Mapping[str, object] | None) -> PlannedStep:
         """A step in which each request puts in one token that the relay has."""
         runtime, pages = self._runtime, self._pages
+        references = pages._references
+        if references.allocator._queue.count or references._readers:
+            pages.reap()
         num_reqs = batch._begin(_OPERATION)
         joined = joined_writes(runtime, writes) if writes else ()
         arrays = batch._checked_extras(extras, _OPERATION) if extras else {}
@@ -423,6 +426,7 @@ class StepPlanner:
         pages.check_committed(rows, start, _OPERATION)
         lens += _ONE
         locations = pages.next_locations(rows, start, lens, _OPERATION)
+        self._slots.transaction.operation = None  # the requests have grown; nothing is committed yet
         moved = HostRows(host.layout, groups, host.wide)
         upload, beside, uploaded = self._sent(requests, moved, (start, locations, lens), joined, arrays)
         pages.commit_rows(rows, lens)
@@ -486,8 +490,7 @@ class StepPlanner:
         upload = runtime.send(block, nbytes, places)
         beside = requests.beside(upload)
         if table is not None:
-            table.scatter(beside[2], beside[4], at, locations)
-            table.note_rows(requests.rows, requests.generations)
+            table.scatter(beside[2], beside[4], at, locations, [(requests.rows, requests.generations)])
         for i, write in enumerate(writes):
             first = len(requests.places) + 2 * i
             write.table.apply(write, upload.view(first), upload.view(first + 1))
@@ -518,13 +521,14 @@ class StepPlanner:
             )
         runtime, plan = self._runtime, step.plan
         plan.check(None, "inputs")
-        plan.use()
+        plan.check_unused()
         runtime.use_on_current_stream(upload.buffer, upload.stream, upload.ready, synchronised=upload.synchronised)
         same = self._constants
         runtime.use_on_current_stream(same.buffer, same.stream, same.ready, synchronised=same.synchronised)
         if levels.cheap and same.buffer._version != self._written:
             self._report_constants()
         ids, slots = self._relay.gather_again(requests.known, self._ids[0])
+        plan._used = True
         positions, mapping, _, kv_lens, _ = step._beside
         inputs = ForwardInputs(
             plan=plan,

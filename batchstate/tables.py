@@ -33,6 +33,12 @@ Ints = npt.NDArray[np.int64]
 ROW_UNWRITTEN = Code.ROW_UNWRITTEN
 
 
+class ChangeMark(Protocol):
+    """What a table needs of the `Transaction` of its pool."""
+
+    operation: str | None
+
+
 class IndexSpace(Protocol):
     """What a table needs of the pool whose indices name its rows."""
 
@@ -49,6 +55,11 @@ class IndexSpace(Protocol):
     @property
     def capacity(self) -> int:
         """Rows that a table needs: the largest index + 1."""
+        ...
+
+    @property
+    def transaction(self) -> "ChangeMark":
+        """The operation that is changing the pool or a table of it."""
         ...
 
     def rows_of(self, handles: Any, operation: str, *, padded: bool = False) -> Ints:
@@ -394,29 +405,43 @@ class Table:
         """
         self.check_write(write)
         if write.index.size:
-            self.scatter(index, values, write.index, write.values)
-            for owners in write.owners:
-                self._note(owners)
+            owners = [(one.np, one.generations) for one in write.owners]
+            self.scatter(index, values, write.index, write.values, owners)
 
-    def scatter(self, index: torch.Tensor, values: torch.Tensor, at: Ints, written: Array) -> None:
-        """Launches a checked write. For the library, which also notes for whom the rows are written.
+    def scatter(
+        self,
+        index: torch.Tensor,
+        values: torch.Tensor,
+        at: Ints,
+        written: Array,
+        owners: Sequence[tuple[Ints, Array]],
+    ) -> None:
+        """Launches a checked write. For the library.
 
         Args:
             index: of flat elements int64[n] on the device, safe to use on the current stream.
             values: [n] likewise.
             at: the index on the host.
             written: the values on the host.
+            owners: rows int64[k] and the generations that they are written for from now on.
         """
+        transaction, reads = self.space.transaction, (index, values)
         self._fixed.await_readers()
-        self.runtime.launch(
-            self._scatter, index, values, reads=(index, values), writes=(self._memory,), name=self._write_name
-        )
+        transaction.operation = self._write_name
+        try:
+            self.runtime.launch(self._scatter, *reads, reads=reads, writes=(self._memory,), name=self._write_name)
+        except Exception:
+            transaction.operation = None
+            raise
         self._fixed.note_write()
         if self._host is not None:
             self._host.reshape(-1)[at] = written
+        for rows, generations in owners:
+            self._note_rows(rows, generations)
+        transaction.operation = None
 
-    def note_rows(self, rows: Ints, generations: Ints) -> None:
-        """The rows int64[n] are written for owners of these generations from now on. For the library."""
+    def _note_rows(self, rows: Ints, generations: Ints) -> None:
+        """The rows int64[n] are written for owners of these generations from now on."""
         self._written[rows] = generations
         if self._changes is not None:
             self._changes.note(rows, "a write", self.runtime.step)
@@ -431,13 +456,19 @@ class Table:
         rows = self.space.rows_of(handles, f"{self.name}: clear")
         if not rows.size:
             return
-        index = self.runtime.upload([rows]).view(0)
+        index, transaction, name = self.runtime.upload([rows]).view(0), self.space.transaction, f"{self.name}: clear"
         self._fixed.await_readers()
-        self.runtime.launch(self._zero_rows, index, reads=(index,), writes=(self._memory,), name=f"{self.name}: clear")
+        transaction.operation = name
+        try:
+            self.runtime.launch(self._zero_rows, index, reads=(index,), writes=(self._memory,), name=name)
+        except Exception:
+            transaction.operation = None
+            raise
         self._fixed.note_write()
         if self._host is not None:
             self._host[rows] = 0
-        self._note(handles)
+        self._note_rows(rows, handles.generations)
+        transaction.operation = None
 
     def note_write(self, handles: Handles) -> None:
         """Declares that kernels of the engine, launched on the current stream, have written the rows of `handles`.
@@ -456,10 +487,7 @@ class Table:
             )
         self.space.rows_of(handles, f"{self.name}: note_write")
         self._fixed.note_foreign_write()
-        self._note(handles)
-
-    def _note(self, owners: Handles) -> None:
-        self.note_rows(owners.np, owners.generations)
+        self._note_rows(handles.np, handles.generations)
 
     def read_until(self, fence: Fence) -> None:
         """Declares that a launched forward reads the table until `fence` (its read-done).

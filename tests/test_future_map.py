@@ -378,7 +378,7 @@ TEXTS = {
     "gather what only the host reads": "gather of 'accepted', which is read by the host",
     "gather an undeclared field": "use one of: token, drafts, lengths, accepted, hidden",
     "gather by a list of names": r"gather of \['token'\], which is not declared",
-    "gather by numbers": "pass the handles",
+    "gather by numbers": "pass handles",
     "prefetch nothing": r"prefetch of \(\)",
     "prefetch a field twice": "name each field once",
     "prefetch what only the next forward reads": "prefetch of 'drafts', which is read by the next forward",

@@ -285,16 +285,18 @@ def test_pages_that_others_move_are_noticed(world: World) -> None:
     world.pages.advance(slots)
     refused(Code.MIRROR_EQUAL, lambda: world.tier.map_last_location(slots, 4))
     refused(Code.MIRROR_EQUAL, world.tier.verify)
-    with world.tier._requests.allow_release():
-        world.pages.truncate(slots, 3)
+    world.tier._requests.releasing = slots.np
+    world.pages.truncate(slots, 3)
+    world.tier._requests.releasing = slots.np[:0]
     world.step(slots)
 
 
 def test_a_direct_request_with_pages_is_refused(world: World) -> None:
     """Pages that a DIRECT request got in the meantime are not taken for its hot buffer, nor taken away."""
     slots = world.deliver(world.reserve([5], 20))
-    with world.tier._requests.allow_release():
-        world.pages.extend(slots, 3)
+    world.tier._requests.releasing = slots.np
+    world.pages.extend(slots, 3)
+    world.tier._requests.releasing = slots.np[:0]
     before = world.snapshot()
     with pytest.raises(ArgumentError, match="device pages"):
         world.tier.admit_direct(slots)

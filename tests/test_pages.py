@@ -17,6 +17,7 @@ from batchstate.errors import (
     DeviceError,
     DtypeError,
     OwnerThreadError,
+    PoolBrokenError,
     PoolExhaustedError,
     ShapeError,
     ValueOverflowError,
@@ -352,6 +353,10 @@ def test_finds_a_forgotten_reader(slots: SlotPool, pages: PagePool) -> None:
     pages.share(other, last, 4)
     pages.release_requests(other, after=Gate())
     refused(Code.SLOT_IN_FLIGHT, lambda: pages.release_requests(last))
+    with pytest.raises(PoolBrokenError, match="release_requests"):  # found too late to change nothing
+        slots.take(1)
+    slots = SlotPool(slots.runtime, 8)
+    pages = PagePool(slots.runtime, slots, 12, 4, max_tokens_per_request=16)
     source, target = slots.take(1), slots.take(1)
     pages.extend(source, 4)
     pages.commit(source, 4)

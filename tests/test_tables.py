@@ -482,6 +482,7 @@ def test_a_shared_prefix_is_mapped_once(pool: SlotPool, pages: PagePool) -> None
     table = pages.table("scales", (2,), torch.float32, by="page", host=True)
     one, two = pool.take(1), pool.take(1)
     pages.extend(one, 4)
+    pages.commit(one, 4)
     table.write(pages.pages_of(one), None, [[1.0, 2.0]])
     lease = pages.hold(one, 4)
     pages.release_requests(one)

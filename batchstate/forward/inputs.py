@@ -127,7 +127,6 @@ class ForwardInputs:
     @classmethod
     def resolve(cls, plan: ForwardPlan, uploaded: Extras, sources: Sources) -> "ForwardInputs":
         """For the library: the inputs of a checked plan, on the current stream."""
-        plan.use()
         runtime, slots, relayed, sampled = sources.runtime, plan.slots, plan.relayed, plan.sampled_slots
         if uploaded.slots is not None and np.array_equal(uploaded.slots[0], slots.np):
             slots = _with_device(slots, uploaded.slots[1])  # at fixed addresses

@@ -261,8 +261,8 @@ class ForwardPlan:
             uniform and self.num_rows * int(queries[0]) == self.num_padded_tokens and not (self.bounded and padded_rows)
         )
 
-    def use(self) -> None:
-        """Notes that the forward's inputs are resolved now.
+    def check_unused(self) -> None:
+        """Refuses to resolve the forward's inputs a second time.
 
         Raises:
             Violation: FUTURE_CONSUMED, at `cheap`: they were resolved before.
@@ -280,6 +280,9 @@ class ForwardPlan:
                     operation="resolve_forward_inputs",
                     step=self.slots.runtime.step,
                 )
+
+    def use(self) -> None:
+        """Notes that the forward's inputs are resolved."""
         self._used = True
 
     def check(self, row_set: RowSet | None, operation: str) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchstate import invariants, levels
-from batchstate._allocator import LIVE_BYTE, AllFences, Allocator, Generations
+from batchstate._allocator import LIVE_BYTE, AllFences, Allocator, Generations, Transaction
 from batchstate._arrays import arange_per_row
 from batchstate.indices import Handles
 from batchstate.mirror import Contract
@@ -189,9 +189,10 @@ class PageReferences:
         shared: pages with further references. While there are none, nothing looks at single pages.
     """
 
-    def __init__(self, runtime: Runtime, num_pages: int, *, label: str, name: str) -> None:
+    def __init__(self, runtime: Runtime, num_pages: int, *, label: str, name: str, transaction: Transaction) -> None:
         self.runtime = runtime
-        self.allocator = Allocator(runtime, num_pages, label=label)
+        self.transaction = transaction
+        self.allocator = Allocator(runtime, num_pages, label=label, transaction=transaction)
         self.generations = Generations(runtime, self.allocator, name=name)
         self.further = np.zeros(num_pages + 1, dtype=np.int64)
         self.shared = 0
@@ -200,37 +201,35 @@ class PageReferences:
         self._readers: list[tuple[int, Fence]] = []  # by ticket, ascending; not known to be complete
 
     def take(self, n: int, operation: str) -> Ints:
-        """Takes `n` pages with one reference each, int64[n].
+        """Takes `n` pages with one reference each, int64[n]. `query_fences` comes first, before anything is checked.
 
         Raises:
             PoolExhaustedError: fewer are free. Nothing was taken.
             Violation: see `Allocator.take`; SLOT_IN_FLIGHT also for a page that a former sharer's forward still reads.
         """
         self.allocator.check_available(n)
-        if self._readers:
-            self.query_fences()  # after the allocator has reaped: what it made free was read by none that is still open
-            if n > self.allocator.free:  # a fence is code of the engine, and may have taken some
-                self.allocator.check_available(n)
-            if levels.cheap and self._readers:
-                self._check_unread(self.allocator.next_free(n), operation)
+        if levels.cheap and self._readers:
+            self._check_unread(self.allocator.next_free(n), operation)
         pages = self.allocator.take(n, operation)
         try:
             self.generations.rise(pages)
-        except BaseException:
+        except Exception:
             self.allocator.release(pages, None, operation)
+            self.transaction.operation = None
             raise
         return pages
 
-    def add(self, pages: Ints, times: int) -> None:
+    def add(self, pages: Ints, times: int, operation: str) -> None:
         """Adds `times` references to each of `pages`, which are live and named once each."""
-        if times:
+        if times and pages.size:
+            self.transaction.operation = operation
             self.shared += int(np.count_nonzero(self.further[pages] == 0))
             self.further[pages] += times
 
     def drop(self, pages: Ints, after: Fence | None, operation: str) -> None:
         """Takes one reference from each of `pages` (a page may be named several times); those without any go.
 
-        The caller has called `query_fences` before it changed anything: nothing here asks one.
+        The caller has called `query_fences` before it checked anything: nothing here asks one.
 
         Raises:
             Violation: SLOT_DOUBLE_FREE, at `cheap`: a page is not live. Nothing was dropped.
@@ -240,6 +239,7 @@ class PageReferences:
         if levels.cheap and not self.allocator.all_are(pages, LIVE_BYTE):
             distinct = self.allocator.distinct(pages)
             invariants.slot_double_free(distinct, self.allocator.live_among(distinct), **self._where(operation))
+        self.transaction.operation = operation
         if self.shared:
             pages = self._drop_shared(pages, after)
         if self._readers:
@@ -285,11 +285,18 @@ class PageReferences:
             self._readers.append((self._tickets, fence))
         self._read_by[pages] = self._readers[-1][0]
 
-    def query_fences(self) -> None:
-        """Forgets the forwards of former sharers that are complete. Fences may raise: to be called before a change."""
-        if self._readers and not self.runtime.capturing:
-            complete = {ticket for ticket, fence in tuple(self._readers) if fence.query()}
+    def query_fences(self) -> int:
+        """Makes free what is behind complete fences and says how many; forgets forwards of former sharers.
+
+        Fences are code of the engine, and may call the pool: to be called before anything is checked.
+        """
+        reaped = self.allocator.reap()
+        if self._readers and not self.runtime.capturing:  # last: what is free now was read by none that is still open
+            readers = tuple(self._readers)
+            answers = self.transaction.query([fence for _, fence in readers])
+            complete = {ticket for (ticket, _), answer in zip(readers, answers, strict=True) if answer}
             self._readers = [reader for reader in self._readers if reader[0] not in complete]
+        return reaped
 
     def _check_unread(self, pages: Ints, operation: str) -> None:
         tickets = self._read_by[pages]
@@ -352,6 +359,7 @@ class PageSpace:
 
     def __init__(self, references: PageReferences, kind: type[Handles], per_page: int) -> None:
         self.runtime = references.runtime
+        self.transaction = references.transaction
         self.kind = kind
         self.per_page = per_page
         self._per_page = np.array(per_page)  # numpy takes as long to convert one number as to divide 100 by it
@@ -375,7 +383,7 @@ class PageSpace:
 
     def rows_of(self, handles: Handles, operation: str, *, padded: bool = False) -> Ints:
         """See `IndexSpace.rows_of`."""
-        self.runtime.check_owner(f"{self.name}: {operation}")
+        self.transaction.enter(f"{self.name}: {operation}")
         rows, held = self._generations.numbers_of(handles, self.kind, operation, padded=padded)
         owned = np.count_nonzero(rows) if padded else rows.size
         self._generations.check_held(self._pages(rows[:owned]), held[:owned], operation)

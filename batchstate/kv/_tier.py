@@ -1,8 +1,7 @@
 """The parts of `HiSparse`: what it knows about each request, and its copies of KV between device and host memory."""
 
-import contextlib
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, final, runtime_checkable
 
 import numpy as np
@@ -10,8 +9,9 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants
-from batchstate._allocator import joined
+from batchstate._allocator import Transaction, joined
 from batchstate.errors import ArgumentError, CaptureError, DtypeError, ShapeError
+from batchstate.indices import Slots
 from batchstate.kv.host_pool import HostKVPool, HostRanges
 from batchstate.kv.pages import PagePool
 from batchstate.pools import SlotListener
@@ -175,11 +175,21 @@ class TierRequests(SlotListener):
         ranges: the host ranges of each slot in the tier.
         fences: for each slot that is STAGED, the copy that stages it.
         planned: slots of the plan whose backup is not launched yet, int64[n].
+        releasing: slots that the host tier itself releases now, int64[n].
+        transaction: what changes the host tier itself. What changes with slots and pages is in theirs.
     """
 
     def __init__(
-        self, host: HostKVPool, is_live: Callable[[Ints], npt.NDArray[np.bool_]], copier: KVCopier, capacity: int
+        self,
+        host: HostKVPool,
+        is_live: Callable[[Ints], npt.NDArray[np.bool_]],
+        copier: KVCopier,
+        capacity: int,
+        slots: Transaction,
     ) -> None:
+        self.transaction = Transaction(host.runtime, "the host tier")
+        self._slots = slots
+        self._complete: set[Fence] = set()  # those that answered so when they were queried last
         self._host = host
         self._is_live = is_live
         self._copier = copier
@@ -191,7 +201,7 @@ class TierRequests(SlotListener):
         self.ranges: dict[int, HostRanges] = {}
         self.fences: dict[int, Fence] = {}
         self.planned: Ints = np.empty(0, dtype=np.int64)
-        self._release_allowed = False
+        self.releasing: Ints = self.planned
         self._ends = np.full((capacity, 1), _BEYOND, dtype=np.int64)  # position after each range
         self._shift = np.zeros((capacity, 1), dtype=np.int64)  # host location - position, in each range
         self._first = np.zeros((capacity, 1), dtype=np.int64)  # host location of each range
@@ -254,9 +264,25 @@ class TierRequests(SlotListener):
 
     # The slot pool's events
 
+    def check_take(self, n: int) -> None:
+        """Refuses while the tier is broken."""
+        self.transaction.enter("take of slots")
+
     def on_take(self, rows: Ints) -> None:
         """Forgets the requests that were on the slots before."""
         self.states[rows] = TierState.OUTSIDE
+        self.releasing = rows[:0]
+
+    def before_free(self, slots: Slots) -> None:
+        """Queries the fences of the copies and of the slots' writers."""
+        untyped: object = slots
+        self.query_fences(slots.np.tolist() if isinstance(untyped, Slots) else [])
+
+    def query_fences(self, slots: Iterable[int]) -> None:
+        """Queries the fences that `fence_of` names for slots; they are code of the engine. Asks none under capture."""
+        fences = [] if self._host.runtime.capturing else self._fences_of(slots)
+        answers = self._slots.query(fences)
+        self._complete = {fence for fence, complete in zip(fences, answers, strict=True) if complete}
 
     def check_free(self, rows: Ints, operation: str) -> None:
         """Refuses slots of a plan whose backup is not launched yet, and slots whose pages are being copied.
@@ -268,6 +294,7 @@ class TierRequests(SlotListener):
             Violation: TIER_STATE.
             ArgumentError: a slot is in the open plan.
         """
+        self.transaction.enter(f"{operation} of slots")
         planned = rows[np.isin(rows, self.planned)] if self.planned.size else self.planned
         if planned.size:
             raise ArgumentError(
@@ -275,10 +302,10 @@ class TierRequests(SlotListener):
                 value=int(planned[0]),
                 remedy="call `back_up` with the plan first, then let the request go",
             )
-        if self._release_allowed:
+        if np.array_equal(rows, self.releasing):
             return
         staged = rows[self.states[rows] == TierState.STAGED]
-        copying = [slot for slot in staged.tolist() if not self._complete(self.fences[slot])]
+        copying = [slot for slot in staged.tolist() if self.fences[slot] not in self._complete]
         if copying:
             allowed = (TierState.READY, TierState.DIRECT, TierState.OUTSIDE)
             self.check_state(np.array(copying, dtype=np.int64), allowed, operation)
@@ -295,26 +322,20 @@ class TierRequests(SlotListener):
         Raises:
             Violation: TIER_STATE.
         """
-        if not self._release_allowed and self.ranges:
+        if self.ranges and not np.array_equal(rows, self.releasing):
             self.check_state(rows, (TierState.OUTSIDE,), f"{operation} of pages")
 
-    @contextlib.contextmanager
-    def allow_release(self) -> Iterator[None]:
-        """A window in which the host tier itself releases pages and slots, behind the fences of `fence_of`."""
-        before, self._release_allowed = self._release_allowed, True
-        try:
-            yield
-        finally:
-            self._release_allowed = before
+    def fence_of(self, slots: Iterable[int], after: Fence | None) -> Fence | None:
+        """What has to complete before memory of these slots is used again; None where nothing is under way.
 
-    def fence_of(self, slots: list[int], after: Fence | None) -> Fence | None:
-        """What has to complete before memory of these slots is used again; None where nothing is under way."""
-        own = (*self._copier.fences, *(self.fences[slot] for slot in slots if slot in self.fences))
-        return joined(after, *(fence for fence in own if not self._complete(fence)))
+        Queries nothing: a fence that was not complete in the last `query_fences` counts as open.
+        """
+        return joined(after, *(fence for fence in self._fences_of(slots) if fence not in self._complete))
 
-    def _complete(self, fence: Fence) -> bool:
-        """Whether it is known to be complete; under capture no fence may be asked."""
-        return not self._host.runtime.capturing and fence.query()
+    def _fences_of(self, slots: Iterable[int]) -> list[Fence]:
+        """The fences after all copies, and those of these slots, each once."""
+        own = (self.fences[slot] for slot in slots if slot in self.fences)
+        return list(dict.fromkeys((*self._copier.fences, *own)))
 
     # Checks
 
@@ -355,6 +376,7 @@ class TierRequests(SlotListener):
             Violation: TIER_STATE, MIRROR_EQUAL, SLOT_CONSERVATION, LENGTH_ORDER, SLOT_STALE_HANDLE, and see
                 `HostKVPool.verify`.
         """
+        self.transaction.enter("verify of the host tier")
         self._host.verify()
         where = self._where("verify")
         staged = np.flatnonzero(self.states == TierState.STAGED).tolist()

@@ -128,7 +128,10 @@ class HiSparse:
                 remedy="let max_tokens_per_request of the pages be at least hot_tokens",
             )
         self._copier = KVCopier(pages, host, kv)
-        self._requests = TierRequests(host, self.slots.is_live, self._copier, self.slots.capacity)
+        self._requests = TierRequests(
+            host, self.slots.is_live, self._copier, self.slots.capacity, self.slots.transaction
+        )
+        self._transaction = self._requests.transaction
         self._stream = self.runtime.stream("host tier")
         self._open: LastLocation | None = None
         self._staging: list[tuple[Slots, Fence]] = []
@@ -195,7 +198,9 @@ class HiSparse:
         check_fence(writer, "reserve")
         self._check_no_pages(slots, "reserve")
         length, most = self._sizes(rows, lengths, max_tokens, "reserve")
-        return self._enter(rows, length, most, TierState.DIRECT, writer, "reserve")
+        ranges = self._enter(rows, length, most, TierState.DIRECT, writer, "reserve")
+        self._transaction.operation = None
+        return ranges
 
     def admit_direct(self, slots: Slots) -> Extension:
         """Makes READY requests whose KV has arrived. Loads short ones onto the device.
@@ -213,25 +218,34 @@ class HiSparse:
             PoolExhaustedError: too few device pages. Nothing was admitted.
             Violation: TIER_STATE: also where the writer that was named to `reserve` has not delivered all of it.
         """
-        rows = self.slots.rows_of(slots, "admit_direct", unique=True)
-        length, size = self._requests.length[rows], self.hot_tokens
-        self._requests.check_arrived(rows, length, "admit_direct")
-        self._check_no_pages(slots, "admit_direct")
+        operation, requests = "admit_direct", self._requests
+        self._begin(operation)
+        rows = self.slots.rows_of(slots, operation, unique=True)
+        length, size = requests.length[rows], self.hot_tokens
+        requests.check_arrived(rows, length, operation)
+        rows = self.slots.rows_of(slots, operation, unique=True)  # again: writers are code of the engine
+        self._check_no_pages(slots, operation)
         short = length <= size
-        hot = self.pages.extend(slots, np.minimum(length, size))
-        if short.any():
-            sources = self._requests.first_locations(rows[short], length[short])
-            targets = hot.locations.np[np.repeat(short, hot.counts)]
-            try:
+        hot: Extension | None = None
+        self._transaction.operation = operation
+        try:
+            hot = self.pages.extend(slots, np.minimum(length, size))
+            if short.any():
+                sources = requests.first_locations(rows[short], length[short])
+                targets = hot.locations.np[np.repeat(short, hot.counts)]
                 indices = self._copier.indices(self._copier.upload(sources, targets))
                 self._copier.to_device(*indices, "host tier: preload")
                 self.pages.commit(slots.filter(short), length[short])
-            except BaseException:
-                with self._requests.allow_release():
-                    self.pages.release(slots, after=self._requests.fence_of([], None))
-                raise
-        self._requests.hot_from[rows] = np.where(short, 0, length)
-        self._requests.states[rows] = TierState.READY
+        except Exception:
+            if hot is not None:
+                requests.releasing = rows
+                self.pages.release(slots, after=requests.fence_of([], None))
+                requests.releasing = rows[:0]
+            self._transaction.operation = None
+            raise
+        requests.hot_from[rows] = np.where(short, 0, length)
+        requests.states[rows] = TierState.READY
+        self._transaction.operation = None
         return hot
 
     def admit_staged(self, slots: Slots, max_tokens: object, *, after: Fence | None = None) -> None:
@@ -273,28 +287,32 @@ class HiSparse:
                 self.runtime.wait(written)
                 self.pages.wait_written(slots)
                 copied = self._copier.to_host(*self._copier.indices(upload), "host tier: stage")
-        except BaseException:
+        except Exception:
             for row in rows.tolist():
                 self._requests.leave(row, self._requests.fence_of([], None))
                 self._requests.states[row] = TierState.OUTSIDE
+            self._transaction.operation = None
             raise
         self._staging.append((slots, copied))
         self._requests.fences.update(dict.fromkeys(rows.tolist(), copied))
+        self._transaction.operation = None
 
     def poll_staged(self) -> int:
         """Makes READY what is STAGED and copied; returns how many. Releases device pages beyond the hot buffer.
 
         Never waits, and asks no fence while the stream is captured.
         """
-        self.runtime.check_owner("poll_staged")
+        self._begin("poll_staged")
         if self.runtime.capturing:
             return 0
-        answers = [fence.query() for _, fence in self._staging]
+        staging = tuple(self._staging)
+        answers = self.slots.transaction.query([fence for _, fence in staging])
+        copied = [group for group, complete in zip(staging, answers, strict=True) if complete]
         ready = 0
-        for (slots, fence), copied in zip(self._staging, answers, strict=True):
-            if copied:
-                ready += self._make_ready(slots, fence)
-        self._staging = [group for group, copied in zip(self._staging, answers, strict=True) if not copied]
+        for slots, fence in copied:
+            ready += self._make_ready(slots, fence)
+        done = {id(group) for group in copied}
+        self._staging = [group for group in self._staging if id(group) not in done]
         return ready
 
     def _make_ready(self, slots: Slots, copied: Fence) -> int:
@@ -306,14 +324,27 @@ class HiSparse:
             copying = np.full(rows.size, not copied.query())
             invariants.slot_in_flight(rows, copying, **self._where("poll_staged"))
         long = requests.length[rows] > self.hot_tokens
+        self._transaction.operation = "poll_staged"
         if long.any():
-            with requests.allow_release():
+            requests.releasing = rows[long]
+            try:
                 self.pages.truncate(slots.filter(long), self.hot_tokens)
+            except Exception:
+                self._transaction.operation = None
+                raise
+            finally:
+                requests.releasing = rows[:0]
             requests.hot_from[rows[long]] = requests.length[rows[long]]
         for row in rows.tolist():
             del requests.fences[row]
         requests.states[rows] = TierState.READY
+        self._transaction.operation = None
         return len(slots)
+
+    def _begin(self, operation: str) -> None:
+        """Refuses calls from a second thread, and while the tier, its slots or its pages are broken."""
+        self.slots.transaction.enter(operation)
+        self._transaction.enter(operation)
 
     def _check_no_pages(self, slots: Slots, operation: str) -> None:
         if np.count_nonzero(self.pages.allocated(slots)):
@@ -324,6 +355,7 @@ class HiSparse:
             )
 
     def _entering(self, slots: Slots, operation: str) -> Ints:
+        self._begin(operation)
         rows = self.slots.rows_of(slots, operation, unique=True)
         self._requests.check_state(rows, (TierState.OUTSIDE,), operation)
         return rows
@@ -344,12 +376,18 @@ class HiSparse:
     def _enter(
         self, rows: Ints, length: Ints, most: Ints, state: TierState, writer: Fence | None, operation: str
     ) -> list[HostRanges]:
-        ranges = self.host.take(most, rows, writer=writer)
-        held = np.array([len(one) for one in ranges], dtype=np.int64)
+        """Gives requests their host locations. Leaves the mark of the transaction, which the caller takes away."""
+        self._transaction.operation = operation
         try:
-            invariants.length_order(length, held, self.host.num_tokens, **self._where(operation))
-        except Violation:
-            self.host.free(ranges)
+            ranges = self.host.take(most, rows, writer=writer)
+            held = np.array([len(one) for one in ranges], dtype=np.int64)
+            try:
+                invariants.length_order(length, held, self.host.num_tokens, **self._where(operation))
+            except Violation:
+                self.host.free(ranges)
+                raise
+        except Exception:
+            self._transaction.operation = None
             raise
         for row, one, n in zip(rows.tolist(), ranges, length.tolist(), strict=True):
             self._requests.enter(row, one, state, n)
@@ -377,6 +415,7 @@ class HiSparse:
             ArgumentError: a request did not grow by one token, or the backup of the last step was not launched.
         """
         operation = "map_last_location"
+        self._begin(operation)
         where = self._where(operation)
         rows = self.slots.rows_of(slots, operation, unique=True)
         requests = self._requests
@@ -395,10 +434,13 @@ class HiSparse:
             least, most = requests.bounds(late, previous)
             one = np.ones_like(backup_to)
             invariants.transfer_bounds(backup_to, one, least, most, what="host locations", **where)
-        if grows.all():
-            self.pages.advance(slots)
-        elif grows.any():
-            self.pages.advance(slots.filter(grows))
+        self._transaction.operation = operation
+        try:
+            if grows.any():
+                self.pages.advance(slots if grows.all() else slots.filter(grows))
+        except Exception:
+            self._transaction.operation = None
+            raise
         plan = LastLocation(
             slots,
             position,
@@ -412,6 +454,7 @@ class HiSparse:
         requests.backed[rows] = position
         self._open = plan
         requests.planned = rows
+        self._transaction.operation = None
         return plan
 
     def _check_step(self, slots: Slots, rows: Ints, length: Ints, where: Where) -> None:
@@ -465,7 +508,7 @@ class HiSparse:
             Violation: UNIT_MISMATCH: indices of another space.
             CaptureError: the stream is captured.
         """
-        self.runtime.check_owner("back_up")
+        self._begin("back_up")
         if plan is not self._open or plan.launched:
             raise ArgumentError(
                 f"back_up of {plan!r}, which is not the plan of this step",
@@ -483,9 +526,11 @@ class HiSparse:
             else:
                 source, target = self._uploaded_indices(plan, uploaded)
             self._copier.to_host(source, target, "host tier: back up")
+        self._transaction.operation = "back_up"
         plan.launched = True
         self._open = None
         self._requests.planned = np.empty(0, dtype=np.int64)
+        self._transaction.operation = None
         if levels.full and not self.runtime.checks_suspended():
             self._check_backed(plan.slots.np, 0, where)
 
@@ -523,12 +568,18 @@ class HiSparse:
         self._release(slots, IN_TIER, after, "abort")
 
     def _release(self, slots: Slots, allowed: tuple[TierState, ...], after: Fence | None, operation: str) -> None:
+        self._begin(operation)
         check_fence(after, operation)
+        requests = self._requests
+        requests.before_free(slots)
         rows = self.slots.rows_of(slots, operation, unique=True)
-        self._requests.check_state(rows, allowed, operation)
-        staged = rows[self._requests.states[rows] == TierState.STAGED].tolist()
-        with self._requests.allow_release():
-            self.pages.release_requests(slots, after=self._requests.fence_of(staged, after))
+        requests.check_state(rows, allowed, operation)
+        staged = rows[requests.states[rows] == TierState.STAGED].tolist()
+        requests.releasing = rows
+        try:
+            self.pages.release_requests(slots, after=requests.fence_of(staged, after))
+        finally:
+            requests.releasing = rows[:0]
 
     # Checks
 
@@ -540,7 +591,7 @@ class HiSparse:
         Raises:
             Violation: MIRROR_EQUAL; see `TierRequests.verify` and `PagePool.verify`.
         """
-        self.runtime.check_owner("verify")
+        self._begin("verify")
         if self.runtime.capturing:
             return
         requests, where = self._requests, self._where("verify")

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._allocator import FREE, MOST_TOKENS, Allocator, joined, size_of
+from batchstate._allocator import FREE, MOST_TOKENS, Allocator, Transaction, joined, size_of
 from batchstate._arrays import amounts, arange_per_row, as_array
 from batchstate.errors import ArgumentError, DtypeError, ShapeError
 from batchstate.runtime import Fence, MappedMemory, Runtime, check_fence, check_runtime
@@ -265,10 +265,12 @@ class HostKVPool:
         self.buffers: tuple[torch.Tensor, ...] = tuple(memory.device for memory in self._memory)
         self._free = FreeRanges(1, self.num_pages)
         pages = f", in pages of {self.page_size}" if self.page_size > 1 else ""
+        self._transaction = Transaction(runtime, f"HostKVPool {name!r}")
         self._allocator = Allocator(
             runtime,
             self.num_pages,
             label=f"HostKVPool {name!r}{pages}",
+            transaction=self._transaction,
             free_list=lambda first, last: self._free if first == 1 else FreeRanges(first, last),
         )
         self._generation = np.zeros(self.num_pages + 1, dtype=np.int64)  # of the ranges with the page, 0 for none
@@ -344,26 +346,36 @@ class HostKVPool:
             ArgumentError: less than one token, not one owner each, or `writer` is not a fence.
             Violation: TRANSFER_LATE_WRITE, at `full`: free memory was written.
         """
-        self.runtime.check_owner(f"{self.name}: take")
+        self._transaction.enter(f"{self.name}: take")
         check_fence(writer, f"{self.name}: take")
         whose = self._integers(owners, "take: owners")
         wanted = np.broadcast_to(amounts(tokens, whose.size, f"{self.name}: take"), whose.shape)
         if wanted.size and (int(wanted.min()) < 1 or int(wanted.max()) > MOST_TOKENS):
             raise ArgumentError(f"{self.name}: take {wanted.min()}", value=int(wanted.min()), remedy="take at least 1")
         counts = (-(-wanted // self.page_size)).tolist()
+        self._allocator.reap()
         self._allocator.check_available(sum(counts))
         self._poison_free()
-        taken = [self._allocator.take(n, "take") for n in counts]
         newest = self._newest
+        taken = [self._allocator.take(n, "take") for n in counts]
         try:
             self._check_poison(np.concatenate([np.empty(0, dtype=np.int64), *taken]), "take")
-            return [self._granted(pages, owner, writer) for pages, owner in zip(taken, whose.tolist(), strict=True)]
-        except BaseException:
-            self._sizes = {one: size for one, size in self._sizes.items() if one <= newest}
-            for pages in taken:
-                self._forget(pages)
-                self._allocator.release(pages, None, "take")
+            granted = [self._granted(pages, owner, writer) for pages, owner in zip(taken, whose.tolist(), strict=True)]
+            self._transaction.operation = None
+            return granted
+        except BaseException as error:
+            if self._transaction.operation is None or isinstance(error, Exception):
+                self._undo_take(taken, newest)
             raise
+
+    def _undo_take(self, taken: list[Ints], newest: int) -> None:
+        """Frees pages that no caller has got; `newest` was the last generation before."""
+        self._transaction.operation = "take"
+        self._sizes = {one: size for one, size in self._sizes.items() if one <= newest}
+        for pages in taken:
+            self._forget(pages)
+            self._allocator.release(pages, None, "take")
+        self._transaction.operation = None
 
     def _granted(self, pages: Ints, owner: int, writer: Fence | None) -> HostRanges:
         generation = self._newest + 1
@@ -399,7 +411,7 @@ class HostKVPool:
             ArgumentError: ranges of another pool, or of a request of the host tier; or `after` is not a fence.
         """
         operation = "free"
-        self.runtime.check_owner(f"{self.name}: {operation}")
+        self._transaction.enter(f"{self.name}: {operation}")
         check_fence(after, f"{self.name}: {operation}")
         freed = list(ranges) if isinstance(ranges, Iterable) else [ranges]
         parts = [self._pages_to_free(one, operation) for one in freed]
@@ -413,11 +425,13 @@ class HostKVPool:
         pages = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
         if self._allocator.repeated(pages):
             invariants.slot_double_free(pages, np.ones(pages.size, dtype=np.bool_), **self._where(operation))
+        self._transaction.operation = operation
         self._forget(pages)
         for one, part in zip(freed, parts, strict=True):
             self._sizes.pop(one.generation, None)
             self._kept.pop(one.generation, None)
             self._allocator.release(part, joined(after, one.writer), operation)
+        self._transaction.operation = None
         self._poison_free()
 
     def _forget(self, pages: Ints) -> None:
@@ -426,7 +440,7 @@ class HostKVPool:
 
     def reap(self) -> int:
         """Frees the pending ranges whose fences are complete; returns how many tokens. Never waits."""
-        self.runtime.check_owner(f"{self.name}: reap")
+        self._transaction.enter(f"{self.name}: reap")
         reaped = self._allocator.reap() * self.page_size
         self._poison_free()
         return reaped
@@ -516,7 +530,7 @@ class HostKVPool:
         Raises:
             Violation: SLOT_STALE_HANDLE, TRANSFER_LATE_WRITE, and see `Allocator.verify`.
         """
-        self.runtime.check_owner(f"{self.name}: verify")
+        self._transaction.enter(f"{self.name}: verify")
         self._allocator.verify()
         pages = np.arange(self.num_pages + 1, dtype=np.int64)
         live = self._allocator.live_among(pages)

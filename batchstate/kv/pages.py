@@ -271,7 +271,10 @@ class PagePool:
         if slots.runtime is not runtime:
             raise DeviceError(f"{name}: {slots!r} has another runtime", value=slots, remedy="use one runtime")
         self._table = PageTable(slots.capacity, self.page_size, self.max_tokens_per_request)
-        self._references = PageReferences(runtime, self.num_pages, label=f"PagePool {name!r}", name=name)
+        self.transaction = slots.transaction
+        self._references = PageReferences(
+            runtime, self.num_pages, label=f"PagePool {name!r}", name=name, transaction=self.transaction
+        )
         self._space_of_locations = PageSpace(self._references, Locations, self.page_size)
         self._space_of_pages = PageSpace(self._references, Pages, 1)
         self._tables: list[Table] = []
@@ -432,8 +435,8 @@ class PagePool:
 
     def reap(self) -> int:
         """Makes free the pending pages whose fences are complete; says how many. Never waits."""
-        self.runtime.check_owner(f"{self.name}: reap")
-        return self._references.allocator.reap()
+        self.transaction.enter(f"{self.name}: reap")
+        return self._references.query_fences()
 
     def check_unshared(self, pages: Ints, operation: str) -> None:
         """Refuses a write into pages int64[n] of which one has another holder too.
@@ -457,10 +460,10 @@ class PagePool:
             Violation: LENGTH_ORDER: longer than a request may be. Handles as for `SlotPool.check_handles`; SLOT_SHARED.
             ShapeError, DtypeError: `total_lens` does not go with `slots`.
         """
-        rows = self._begin(slots, "grow")
-        totals = self._per_row(total_lens, slots, rows, "grow")
+        rows, totals = self._begin_with(slots, total_lens, "grow")
         self._check_lengths(totals, totals, "grow")
         self._allocate(rows, totals, "grow")
+        self.transaction.operation = None
         self._check_after()
 
     def commit(self, owner: Slots | PageLease, total_lens: object) -> None:
@@ -481,27 +484,30 @@ class PagePool:
         if isinstance(owner, PageLease):
             self._commit_lease(owner, total_lens)
             return
-        rows = self._begin(owner, "commit")
-        totals = self._per_row(total_lens, owner, rows, "commit")
+        rows, totals = self._begin_with(owner, total_lens, "commit")
         table = self._table
         start = table.committed[rows]
         self._check_lengths(start, totals, "commit")
         allocated, most = table.num_pages[rows] * self.page_size, table.width * self.page_size
         invariants.length_order(totals, allocated, most, explain=_uncommitted, **self._where("commit"))
         self._check_writable(rows, start, totals - start, "commit")
+        self.transaction.operation = "commit"
         self.writes.launched(rows, totals)
         table.committed[rows] = totals
+        self.transaction.operation = None
         self._check_after()
 
     def _commit_lease(self, lease: PageLease, total: object) -> None:
-        self.runtime.check_owner(f"{self.name}: commit")
-        self._held(lease, "commit")
+        self.transaction.enter(f"{self.name}: commit")
         tokens = np.atleast_1d(amounts(total, 1, f"{self.name}: commit"))
+        self._held(lease, "commit")
         there = np.array([lease.tokens])
         invariants.length_order(tokens, there, lease.tokens, explain=_uncommitted, **self._where("commit"))
         if lease._written:
             self.writes.wait(np.array([lease._writer]))
+        self.transaction.operation = "commit"
         lease._written, lease._writer = int(tokens[0]), self.writes.writer()
+        self.transaction.operation = None
 
     def wait_written(self, slots: Slots) -> None:
         """Makes the current stream wait, on the device, for the writes of all committed tokens on other streams.
@@ -524,8 +530,7 @@ class PagePool:
         Raises:
             As `grow` and `commit`. Nothing was changed.
         """
-        rows = self._begin(slots, "extend")
-        totals = self._per_row(total_lens, slots, rows, "extend")
+        rows, totals = self._begin_with(slots, total_lens, "extend")
         return self._extend(slots, rows, self._table.committed[rows], totals, "extend", _totals)
 
     def advance(self, slots: Slots, num_new_tokens: object = 1) -> Extension:
@@ -541,10 +546,9 @@ class PagePool:
         Raises:
             As `grow` and `commit`. Nothing was changed.
         """
-        rows = self._begin(slots, "advance")
         if type(num_new_tokens) is int and num_new_tokens == 1:
-            return self._advance_by_one(slots, rows)
-        counts = self._per_row(num_new_tokens, slots, rows, "advance")
+            return self._advance_by_one(slots, self._begin(slots, "advance"))
+        rows, counts = self._begin_with(slots, num_new_tokens, "advance")
         if np.count_nonzero(counts < 0):
             raise ArgumentError(
                 f"{self.name}: advance by {counts.min()}",
@@ -563,6 +567,7 @@ class PagePool:
         totals = start + ONE
         locations = self.next_locations(rows, start, totals, "advance")
         self.commit_rows(rows, totals)
+        self.transaction.operation = None
         if rows.size > self._ones.size:
             self._ones = np.ones(2 * rows.size, dtype=np.int64)
         return self._extension(slots, rows, start, locations, self._ones[: rows.size])
@@ -570,7 +575,7 @@ class PagePool:
     def next_locations(self, rows: Ints, start: Ints, totals: Ints, operation: str) -> Ints:
         """Where the KV of each request's next token goes, int64[n]; takes a page where one begins. For the library.
 
-        Nothing is committed.
+        Nothing is committed. Leaves the mark of the transaction, which the caller takes away.
 
         Args:
             rows: live slots int64[n], each once.
@@ -627,6 +632,7 @@ class PagePool:
         self._check_writable(rows, start, counts, operation)
         self._allocate(rows, totals, operation)
         self._table.committed[rows] = totals
+        self.transaction.operation = None
         return self._ragged(slots, rows, start, counts, operation)
 
     def _allocate(self, rows: Ints, totals: Ints, operation: str) -> None:
@@ -673,8 +679,9 @@ class PagePool:
             ArgumentError, DtypeError: `n` is not a count.
             OwnerThreadError: called from a second thread.
         """
-        self.runtime.check_owner(self._take)
+        self.transaction.enter(self._take)
         wanted = n if type(n) is int and n >= 0 else count(n, f"{self._take}: n")
+        self._references.query_fences()
         return self._lease(self._references.take(wanted, "take"), 0, 0)
 
     def share(self, source: Slots | PageLease, target: Slots, num_tokens: SupportsIndex) -> Extension:
@@ -693,8 +700,9 @@ class PagePool:
             ArgumentError: a target has pages already, or the source is not one slot or not a lease of this pool.
         """
         operation = "share"
+        tokens = self._tokens(num_tokens, operation)
         rows = self._begin(target, operation)
-        pages, writer = self._prefix(source, num_tokens, operation)
+        pages, writer = self._prefix(source, tokens, operation)
         have = self._table.num_pages[rows]
         if np.count_nonzero(have):
             slot = int(rows[have > 0][0])
@@ -705,11 +713,12 @@ class PagePool:
             )
         lengths = np.full(rows.size, pages.size * self.page_size, dtype=np.int64)
         self._check_lengths(lengths, lengths, operation)
-        self._references.add(pages, rows.size)
+        self._references.add(pages, rows.size, operation)
         self._table.append(rows, np.full(rows.size, pages.size, dtype=np.int64), np.tile(pages, rows.size))
         self._table.committed[rows] = lengths
         self._note_share(source, operation)
         self.writes.begin(rows, pages.size * self.page_size, writer)
+        self.transaction.operation = None
         return self._ragged(target, rows, np.zeros(rows.size, dtype=np.int64), lengths, operation)
 
     def hold(self, slots: Slots, num_tokens: SupportsIndex) -> PageLease:
@@ -719,9 +728,10 @@ class PagePool:
             Violation: PAGE_ALIGNMENT, LENGTH_ORDER; PAGE_UNWRITTEN, at `cheap`.
             ArgumentError: not one slot.
         """
-        self.runtime.check_owner(f"{self.name}: hold")
-        pages, writer = self._prefix(slots, num_tokens, "hold")
-        self._references.add(pages, 1)
+        tokens = self._tokens(num_tokens, "hold")
+        self.transaction.enter(f"{self.name}: hold")
+        pages, writer = self._prefix(slots, tokens, "hold")
+        self._references.add(pages, 1, "hold")
         self._note_share(slots, "hold")
         return self._lease(pages, pages.size * self.page_size, writer)
 
@@ -731,28 +741,40 @@ class PagePool:
             self.shares.note(source.np, operation, self.runtime.step)
 
     def _lease(self, pages: Ints, written: int, writer: int) -> PageLease:
+        """A lease of pages that have a reference for it already. One that the caller does not get is given back."""
         lease = PageLease(pages, pages.size * self.page_size, self._end_lease, written, writer)
         self._leases[id(lease)] = lease
-        self._check_after()
-        return lease
+        self.transaction.operation = None
+        try:
+            self._check_after()
+            return lease
+        except BaseException:
+            self._drop_lease(lease, pages, None, self._take)
+            raise
 
     def _end_lease(self, lease: PageLease, pages: Ints, after: Fence | None) -> None:
-        self.runtime.check_owner(self._release_lease)
+        self.transaction.enter(self._release_lease)
         if after is not None:
             check_fence(after, self._release_lease)
         operation = "release a lease"
-        self._references.query_fences()  # first: a fence is code of the engine, and may release this very lease
+        self._references.query_fences()
         if self._leases.get(id(lease)) is not lease:
             named = pages if pages.size else np.zeros(1, dtype=np.int64)
             invariants.slot_double_free(named, np.zeros(named.size, dtype=np.bool_), **self._where(operation))
+        self._drop_lease(lease, pages, after, operation)
+        self._check_after()
+
+    def _drop_lease(self, lease: PageLease, pages: Ints, after: Fence | None, operation: str) -> None:
         self._references.drop(pages, after, operation)
         del self._leases[id(lease)]
         lease.released = True
-        self._check_after()
+        self.transaction.operation = None
 
-    def _prefix(self, source: Slots | PageLease, num_tokens: SupportsIndex, operation: str) -> tuple[Ints, int]:
-        """The pages of the first `num_tokens` tokens of a slot or lease, checked, a new array; and who wrote them."""
-        tokens = size_of(num_tokens, f"{self.name}: {operation}: num_tokens", most=MOST_TOKENS)
+    def _tokens(self, num_tokens: SupportsIndex, operation: str) -> int:
+        return size_of(num_tokens, f"{self.name}: {operation}: num_tokens", most=MOST_TOKENS)
+
+    def _prefix(self, source: Slots | PageLease, tokens: int, operation: str) -> tuple[Ints, int]:
+        """The pages of the first `tokens` tokens of a slot or lease, checked, a new array; and who wrote them."""
         if isinstance(source, PageLease):
             available, pages = source.tokens, self._held(source, operation).pages
             written, writer = np.array([source._written]), source._writer
@@ -800,22 +822,23 @@ class PagePool:
         Raises:
             Violation: LENGTH_ORDER; DERIVED_STALE: a mirrored value that has no row for a slot.
         """
-        rows = self._begin(slots, "truncate")
         check_fence(after, f"{self.name}: truncate")
+        rows, totals = self._begin_with(slots, total_lens, "truncate")
         self._check_release(rows, "truncate")
-        totals = self._per_row(total_lens, slots, rows, "truncate")
         self._check_lengths(totals, self._table.committed[rows], "truncate", _truncated)
         keep = self._table.pages_needed(totals)
         loses = (totals < self._table.committed[rows]) | (keep < self._table.num_pages[rows])
         self._cut(rows, totals, keep, after, "truncate", rows[loses])
+        self.transaction.operation = None
         self._check_after()
 
     def release(self, slots: Slots, *, after: Fence | None = None) -> None:
         """Releases every page of the slots, which stay live. See `release_requests` for requests that leave."""
-        rows = self._begin(slots, "release")
         check_fence(after, f"{self.name}: release")
+        rows = self._begin(slots, "release")
         self._check_release(rows, "release")
         self._cut_all(rows, after, "release")
+        self.transaction.operation = None
         self._check_after()
 
     def release_requests(self, slots: Slots, *, after: Fence | None = None) -> None:
@@ -825,8 +848,9 @@ class PagePool:
             As `SlotPool.free`.
         """
         operation = "release_requests"
-        self.runtime.check_owner(f"{self.name}: {operation}")
+        self.transaction.enter(f"{self.name}: {operation}")
         check_fence(after, f"{self.name}: {operation}")
+        self._references.query_fences()
         rows = self.slots.check_release(slots, operation, besides=self._listener)
         self._cut_all(rows, after, operation)
         self.slots.release_rows(rows, after, operation)
@@ -847,7 +871,7 @@ class PagePool:
 
     def _cut(self, rows: Ints, totals: Ints, keep: Ints, after: Fence | None, operation: str, losing: Ints) -> None:
         """Leaves each row `totals` tokens and `keep` pages; `losing` are the rows that then have less than before."""
-        self._references.query_fences()
+        self.transaction.operation = operation
         pages = self._table.cut(rows, keep)
         self._table.committed[rows] = totals
         if losing.size:
@@ -865,7 +889,7 @@ class PagePool:
         Raises:
             Violation: PAGE_OWNER, LENGTH_ORDER, SLOT_CONSERVATION; see `Allocator.verify` and `Table.check`.
         """
-        self.runtime.check_owner(f"{self.name}: verify")
+        self.transaction.enter(f"{self.name}: verify")
         self._listener.verify()
         self._verify_tables("verify")
 
@@ -879,7 +903,7 @@ class PagePool:
         Raises:
             Violation: SLOT_CONSERVATION, naming up to 8 of the leaked pages.
         """
-        self.runtime.check_owner(f"{self.name}: expect_idle")
+        self.transaction.enter(f"{self.name}: expect_idle")
         self._references.allocator.expect_idle("expect_idle")
 
     def _check_after(self) -> None:
@@ -887,23 +911,34 @@ class PagePool:
             self._listener.verify()
 
     def _begin(self, slots: Slots, operation: str) -> Ints:
-        """Checks the caller's thread, the handles, and at `full` what kernels can damage; int64[n]."""
-        self.runtime.check_owner(f"{self.name}: {operation}")
+        """Queries fences, then checks the handles, and at `full` what kernels can damage; int64[n].
+
+        From here on no code of the engine runs.
+        """
+        self.transaction.enter(f"{self.name}: {operation}")
+        self._references.query_fences()
         if levels.full:
             self._verify_tables(operation)
         return self.slots.rows_of(slots, operation, unique=True)
 
-    def _per_row(self, numbers: object, slots: Slots, rows: Ints, operation: str) -> Ints:
-        """One number per row, int64[n]; those of a mirrored value go by handle."""
+    def _begin_with(self, slots: Slots, numbers: object, operation: str) -> tuple[Ints, Ints]:
+        """What `_begin` does, and one number per row, int64[n]; those of a mirrored value go by handle.
+
+        The numbers are read first, since that may run code of the engine.
+        """
+        untyped: object = slots
+        if not isinstance(untyped, Slots):
+            self._begin(slots, operation)  # refuses them
         what = f"{self.name}: {operation}"
         if isinstance(numbers, MirroredTensor):
             numbers = lined_up(numbers, slots.row_set, what)
-        given = amounts(numbers, rows.size, what)
+        given = amounts(numbers, len(slots), what)
+        rows = self._begin(slots, operation)
         if given.ndim:
-            return given
+            return rows, given
         each = np.empty(rows.size, dtype=np.int64)
         each[:] = given
-        return each
+        return rows, each
 
     def _check_lengths(self, shorter: Ints, longer: Ints, operation: str, explain: Explain = _totals) -> None:
         """0 <= shorter <= longer <= the most a request may have."""

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import math
 import operator
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -147,6 +148,48 @@ class Download:
         return self._arrays
 
 
+@final
+@attrs.define(eq=False)
+class Owner:
+    """A thread that owns runtimes.
+
+    Attributes:
+        ident: its number, or 0 once it has ended, since numbers are used again; in a forked process 0 from the start.
+    """
+
+    ident: int
+
+
+@final
+@attrs.define(eq=False)
+class _Lifetime:
+    """Goes with the thread that it is kept by."""
+
+    owner: Owner
+
+    def __del__(self) -> None:
+        self.owner.ident = 0
+
+
+_this_thread = threading.local()
+
+
+def owner_of_this_thread() -> Owner:
+    """This thread, as an owner of runtimes."""
+    lifetime: _Lifetime | None = getattr(_this_thread, "lifetime", None)
+    if lifetime is None:
+        lifetime = _this_thread.lifetime = _Lifetime(Owner(threading.get_ident()))
+    return lifetime.owner
+
+
+def _disown() -> None:
+    _this_thread.__dict__.pop("lifetime", None)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_disown)  # the child has copies of pools, and no device of its own
+
+
 class Runtime(abc.ABC):
     """One device as the library uses it. Belongs to the thread that made it.
 
@@ -158,6 +201,7 @@ class Runtime(abc.ABC):
         steps_in_flight: steps that may be under way at once, the one being planned included. Staging is sized by it.
         step: number of the present step, raised by `next_step`.
         counters: running totals.
+        owner: the thread that may use it.
     """
 
     def __init__(self, device: torch.device, *, steps_in_flight: int = 2) -> None:
@@ -165,7 +209,7 @@ class Runtime(abc.ABC):
         self.steps_in_flight = _declared_depth(steps_in_flight)
         self.step = 0
         self.counters = Counters()
-        self._thread = threading.get_ident()
+        self.owner = owner_of_this_thread()
         self._staging = Staging(self._allocate_staging, depth=self.steps_in_flight + 1)
         self._landing = Staging(self._allocate_staging, depth=self.steps_in_flight + 1)
         self._versions = 0
@@ -248,11 +292,14 @@ class Runtime(abc.ABC):
         Raises:
             OwnerThreadError: called from a thread other than the one that made the runtime.
         """
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self.owner.ident:
+            name = threading.current_thread().name
+            if not self.owner.ident:
+                name = f"{name}, of another process or later than the thread that made it"
             raise OwnerThreadError(
-                f"{operation} was called from thread {threading.current_thread().name!r}, which does not own {self!r}",
-                value=threading.current_thread().name,
-                remedy="make one runtime a thread, or pass the call to the owning thread",
+                f"{operation} was called from thread {name!r}, which does not own {self!r}",
+                value=name,
+                remedy="make one runtime a thread and a process, or pass the call to the owning thread",
             )
 
     def next_step(self) -> int:

@@ -1,0 +1,359 @@
+"""A KeyboardInterrupt at any point leaves a pool as it was, or with the operation done, or visibly broken.
+
+`python -m tests.test_interrupts` tries every call, line and return of every operation and prints how they end; the
+tests try some of them.
+"""
+
+import contextlib
+import functools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import batchstate
+from batchstate import levels
+from batchstate._allocator import Allocator
+from batchstate.errors import PoolBrokenError
+from batchstate.future_map import FutureMap, relay_field
+from batchstate.hybrid import HybridSlotPool
+from batchstate.indices import Slots
+from batchstate.kv.hisparse import HiSparse
+from batchstate.kv.host_pool import HostKVPool
+from batchstate.kv.pages import PagePool
+from batchstate.runtime import CpuRuntime
+from tests.doubles import Gate
+
+PACKAGE = batchstate.__path__[0]
+
+
+class Interrupt:
+    """Interrupts the package at its n-th call, line or return; with 0 it counts them."""
+
+    def __init__(self, at: int = 0) -> None:
+        self.at = at
+        self.events = 0
+
+    def _trace(self, frame: FrameType, event: str, arg: object) -> Any:
+        if event == "call" and not (frame.f_code.co_filename.startswith(PACKAGE) and _raises(frame)):
+            return None
+        if event != "exception":
+            self.events += 1
+            if self.events == self.at:
+                raise KeyboardInterrupt
+        return self._trace
+
+    @contextlib.contextmanager
+    def armed(self) -> Iterator[None]:
+        before = sys.gettrace()
+        sys.settrace(self._trace)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+
+def _raises(frame: FrameType) -> bool:
+    """Whether what is raised there comes through. Python drops it in a finalizer, or where it closes a generator."""
+    caller = frame.f_back
+    return frame.f_code.co_name != "<genexpr>" and not (caller and caller.f_code.co_filename.endswith("weakref.py"))
+
+
+class World:
+    """Slots with states, pages and relay entries: requests a (long), b (shares a prefix) and c; some are pending."""
+
+    def __init__(self) -> None:
+        self.rt = rt = CpuRuntime()
+        self.slots = HybridSlotPool(rt, 7, states=16, states_per_slot=2, reserve=1)
+        self.pages = PagePool(rt, self.slots, 24, 2, max_tokens_per_request=12)
+        token = relay_field(torch.int64, read_by="both", must_read=False)
+        self.relay = FutureMap(self.slots, {"token": token, "more": relay_field(torch.int64, read_by="both")})
+        self.gate, self.shut = Gate(done=True), Gate()
+        slots = self.slots.take(6)
+        self.a, self.b, self.c, left, d, e = (slots.take([row]) for row in range(6))
+        self.pages.extend(self.a, 5)
+        self.pages.commit(self.a, 5)
+        self.pages.share(self.a, self.b, 4)
+        self.pages.extend(left, 3)
+        self.lease = self.pages.hold(self.a, 4)
+        self.pages.share(self.lease, d, 4)
+        self.pages.release_requests(d, after=self.gate)
+        self.pages.release_requests(left, after=self.gate)
+        self.slots.free(e, after=self.shut)
+        self.both = self.a.merge(self.b)
+        self.values = rt.upload([np.array([7, 8])]).view(0).clone()
+        self.relay.publish(self.both, token=self.values, more=self.values)
+        self.table = self.slots.table("rows", (3,), torch.int32, host=True)
+
+    pools: tuple[str, ...] = ("slots", "pages")
+
+    def settle(self) -> None:
+        """Makes free what is behind complete fences: every operation may do so."""
+        self.slots.reap()
+        self.pages.reap()
+
+    def state(self) -> object:
+        """All that an operation changes, in an order of its own."""
+        slots, pages, relay = self.slots, self.pages, self.relay._entries
+        references, table = pages._references, pages._table
+        return (
+            [_indices(one) for one in (slots._allocator, slots._states.allocator, references.allocator)],
+            [one.tolist() for one in (slots._states.mapping, table.pages, table.num_pages, table.committed)],
+            references.further.tolist(),
+            references.shared,
+            [(lease.pages.tolist(), lease._written) for lease in pages._leases.values()],
+            pages.writes.tokens.tolist(),
+            [(entries.number != 0).tolist() + entries.taken.tolist() for entries in relay.fields.values()],
+            None if self.table.host_memory is None else (self.table.host_memory.tolist(), self.table._written.tolist()),
+        )
+
+    def broken(self) -> list[bool]:
+        """Which of some later calls are refused because the pool is broken."""
+        calls: list[Callable[[], object]] = [
+            lambda: self.slots.take(0),
+            lambda: self.slots.free(self.slots_of([])),
+            self.slots.verify,
+            lambda: self.slots.stats,
+            lambda: self.pages.take(0).release(),
+            lambda: self.pages.advance(self.slots_of([])),
+            self.pages.verify,
+            lambda: self.relay.discard(self.slots_of([])),
+        ]
+        return [_is_broken(call) for call in calls]
+
+    def slots_of(self, rows: list[int]) -> Slots:
+        """Handles of slots as they are now."""
+        generations = self.slots._generations._generations[rows]
+        return Slots.from_host(self.rt, np.array(rows, np.int64), generations=generations, pool_id=self.slots.pool_id)
+
+    def drain(self) -> None:
+        """All leave; then everything can be taken, once."""
+        self.slots.verify()
+        self.shut.done = True
+        for lease in list(self.pages._leases.values()):
+            lease.release()
+        self.pages.release_requests(self.slots_of(self.slots.live_slots().tolist()))
+        self.slots.expect_idle()
+        self.pages.expect_idle()
+        assert sorted(self.slots.take(8, reserved=True).np.tolist()) == list(range(1, 9))
+        assert sorted(self.pages.take(24).pages.tolist()) == list(range(1, 25))
+        self.slots.verify()
+        self.pages.verify()
+
+
+class Tier(World):
+    """Requests of the host tier: a is STAGED and copied, b is DIRECT, c READY, d outside."""
+
+    def __init__(self) -> None:
+        self.rt = rt = CpuRuntime()
+        self.slots = HybridSlotPool(rt, 6, states=6)
+        self.pages = PagePool(rt, self.slots, 24, 2, max_tokens_per_request=12)
+        self.relay = FutureMap(self.slots, {"token": relay_field(torch.int64)})
+        self.host = HostKVPool(rt, 40, 2, layers=1, item_shape=(1,), dtype=torch.float32)
+        kv = rt.device_zeros((self.pages.location_capacity, 1), torch.float32)
+        self.tier = HiSparse(self.pages, self.host, [kv], hot_tokens=4)
+        self.a, self.b, self.c, self.d, self.e = (self.slots.take(1) for _ in range(5))
+        self.table, self.shut = self.slots.table("rows", host=True), Gate()
+        self.pages.extend(self.a, 7)
+        self.pages.extend(self.d, 5)
+        self.pages.commit(self.a.merge(self.d), [7, 5])
+        self.tier.admit_staged(self.a, 12)
+        self.tier.reserve(self.b, 3, 8)
+        self.tier.reserve(self.c, 6, 10)
+        self.tier.admit_direct(self.c)
+        self.ranges = self.host.take([3, 5], [0, 0])
+        self.plan = self.tier.map_last_location(self.c, 7) if self.planned else None
+
+    planned = False
+
+    def settle(self) -> None:
+        super().settle()
+        self.host.reap()
+        self.tier.poll_staged()
+
+    def state(self) -> object:
+        host, requests = self.host, self.tier._requests
+        own = (requests.states, requests.length, requests.backed, requests.hot_from, requests.max_tokens)
+        return (
+            super().state(),
+            _indices(host._allocator),
+            host._owner.tolist(),
+            sorted(host._sizes.values()),
+            [one.tolist() for one in own],
+            sorted(requests.ranges),
+            sorted(requests.fences),
+            requests.planned.tolist(),
+            self.tier._open is None,
+        )
+
+    def broken(self) -> list[bool]:
+        if _is_broken(self.host.verify):
+            return [_is_broken(lambda: self.host.take(1, 0)), _is_broken(lambda: self.host.free([]))]
+        none = self.slots_of([])
+        calls: list[Callable[[], object]] = [
+            self.tier.verify,
+            self.slots.verify,
+            self.tier.poll_staged,
+            lambda: self.slots.take(0),
+            lambda: self.tier.reserve(none, [], []),
+            lambda: self.tier.finish(none),
+        ]
+        return [_is_broken(call) for call in calls]
+
+    def drain(self) -> None:
+        self.tier.verify()
+        if self.tier._open is not None:
+            self.tier.back_up(self.tier._open)
+        self.tier.poll_staged()
+        rows = np.array(sorted(self.tier._requests.ranges), dtype=np.int64)
+        self.tier.abort(self.slots_of(rows.tolist()))
+        assert self.host.live_pages == sum(self.host._sizes.values())
+        self.pages.release_requests(self.slots_of(self.slots.live_slots().tolist()))
+        self.pages.expect_idle()
+        self.slots.expect_idle()
+        self.tier.verify()
+
+
+class Planned(Tier):
+    """The same with a step planned."""
+
+    planned = True
+
+
+def _indices(allocator: Allocator) -> object:
+    free = sorted(allocator._ordinary.entries().tolist()), sorted(allocator._reserved.entries().tolist())
+    return free, sorted(allocator._queue.indices().tolist()), allocator._states.tolist(), allocator.live
+
+
+def _is_broken(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except PoolBrokenError:
+        return True
+    return False
+
+
+Operation = Callable[[Any], object]
+
+OPERATIONS: dict[str, tuple[type[World], Operation]] = {
+    "take": (World, lambda w: w.slots.take(2)),
+    "take reserved": (World, lambda w: w.slots.take(2, reserved=True, write=False)),
+    "free": (World, lambda w: w.slots.free(w.c)),
+    "free behind": (World, lambda w: w.slots.free(w.c, after=w.shut)),
+    "reap": (World, lambda w: w.slots.reap()),
+    "stats": (World, lambda w: w.slots.stats),
+    "verify": (World, lambda w: w.slots.verify()),
+    "write": (World, lambda w: w.table.write(w.c, None, [[1, 2, 3]])),
+    "grow": (World, lambda w: w.pages.grow(w.c, 7)),
+    "commit": (World, lambda w: w.pages.commit(w.a, 6)),
+    "extend": (World, lambda w: w.pages.extend(w.both, [9, 8])),
+    "advance": (World, lambda w: w.pages.advance(w.both)),
+    "advance by some": (World, lambda w: w.pages.advance(w.both, [3, 0])),
+    "share": (World, lambda w: w.pages.share(w.a, w.c, 4)),
+    "share from a lease": (World, lambda w: w.pages.share(w.lease, w.c, 2)),
+    "hold": (World, lambda w: w.pages.hold(w.b, 2)),
+    "take pages": (World, lambda w: w.pages.take(3)),
+    "release a lease": (World, lambda w: w.lease.release(after=w.shut)),
+    "truncate": (World, lambda w: w.pages.truncate(w.a, 2)),
+    "release": (World, lambda w: w.pages.release(w.both)),
+    "release behind": (World, lambda w: w.pages.release(w.a, after=w.shut)),
+    "release_requests": (World, lambda w: w.pages.release_requests(w.both)),
+    "release_requests behind": (World, lambda w: w.pages.release_requests(w.a.merge(w.c), after=w.shut)),
+    "publish": (World, lambda w: w.relay.publish(w.both, token=w.values)),
+    "publish from the host": (World, lambda w: w.relay.publish(w.c, token=[5], more=[6])),
+    "gather": (World, lambda w: w.relay.gather(w.both, "token")),
+    "prefetch": (World, lambda w: w.relay.prefetch(w.both, "token", "more")),
+    "discard": (World, lambda w: w.relay.discard(w.both)),
+    "host take": (Tier, lambda w: w.host.take([3, 1, 6], [1, 2, 3])),
+    "host free": (Tier, lambda w: w.host.free(w.ranges)),
+    "reserve": (Tier, lambda w: w.tier.reserve(w.e, 3, 5)),
+    "admit_direct": (Tier, lambda w: w.tier.admit_direct(w.b)),
+    "admit_staged": (Tier, lambda w: w.tier.admit_staged(w.d, 9)),
+    "poll_staged": (Tier, lambda w: w.tier.poll_staged()),
+    "map_last_location": (Tier, lambda w: w.tier.map_last_location(w.c, 7)),
+    "back_up": (Planned, lambda w: w.tier.back_up(w.plan)),
+    "finish": (Tier, lambda w: w.tier.finish(w.c)),
+    "abort": (Tier, lambda w: w.tier.abort(w.a.merge(w.b))),
+    "free of the tier": (Tier, lambda w: w.slots.free(w.b)),
+}
+
+
+@functools.cache
+def ends(name: str) -> tuple[object, object]:
+    """The states before and after an operation."""
+    make, operation = OPERATIONS[name]
+    old, done = make(), make()
+    old.settle()
+    operation(done)
+    done.settle()
+    return old.state(), done.state()
+
+
+def outcome(name: str, at: int) -> str:
+    """How an operation ends that is interrupted at its n-th event."""
+    make, operation = OPERATIONS[name]
+    world = make()
+    try:
+        with Interrupt(at).armed():
+            operation(world)
+        return "not interrupted"
+    except KeyboardInterrupt:
+        pass
+    try:
+        broken = world.broken()
+        if any(broken):
+            return "broken" if all(broken) else f"broken for {broken}"
+        world.settle()
+        state = world.state()
+        with levels.checks("full"):
+            world.drain()
+    except Exception as error:
+        return f"damaged: {type(error).__name__}: {error!s:.60}"
+    old, done = ends(name)
+    if state == old:
+        return "as it was"
+    return "done" if state == done else "unwritten" if name.startswith("publish") else "something else"
+
+
+ALLOWED = {"as it was", "done", "broken", "unwritten"}
+
+
+def events(name: str) -> int:
+    """Calls, lines and returns of an operation."""
+    make, operation = OPERATIONS[name]
+    world, counting = make(), Interrupt()
+    with counting.armed():
+        operation(world)
+    return counting.events
+
+
+@pytest.mark.parametrize("level", ["off", "cheap"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_interrupt_is_never_silent(name: str, level: str) -> None:
+    """Wherever it comes, the pool is whole, or every later call says that it is not."""
+    with levels.checks(level):
+        count = events(name)
+        points = np.unique(np.linspace(1, count, 12).astype(int)).tolist()
+        found = {at: outcome(name, at) for at in points}
+    assert {at: one for at, one in found.items() if one not in ALLOWED} == {}
+
+
+def main() -> None:
+    """Every point of every operation, at `off` and at `cheap`."""
+    total: Counter[str] = Counter()
+    for level in ("off", "cheap"):
+        for name in sys.argv[1:] or OPERATIONS:
+            with levels.checks(level):
+                found = Counter(outcome(name, at) for at in range(1, events(name) + 1))
+            total += found
+            print(f"{level:6}{name:26}", *(f"{one}: {times}" for one, times in found.most_common()), sep="  ")
+    print(sum(total.values()), "points:", *(f"{one}: {times}" for one, times in total.most_common()), sep="  ")
+
+
+if __name__ == "__main__":
+    main()
