@@ -566,7 +566,7 @@ class ColumnInputs:
                     value=value,
                     remedy="pass what `pool.take` returned; wrap numbers of your own allocator in `Slots.from_host`",
                 )
-            self.host[name] = _host_rows(column, value, num_rows, label)
+            self.host[name] = _host_rows(column, value, num_rows, runtime, label)
             self.exact.append(name)
             if of_slots:
                 self.host[name + GENERATION_SUFFIX] = np.zeros(num_rows, dtype=np.int64)
@@ -582,6 +582,7 @@ class ColumnInputs:
             )
         self.host[name] = value.np
         _check_shape(column, value.shape, num_rows, label)
+        check_indices(column, value.np, runtime, label)
         if bounded:
             self.device[name] = DeviceRows.of(value.device_side, num_rows)
         else:
@@ -622,7 +623,7 @@ def _device_rows(column: DeviceColumn, value: object, num_rows: int, runtime: Ru
         _check_dtype(column, value.dtype, label)
         _check_shape(column, tuple(value.shape), num_rows, label)
         return DeviceRows.of(DeviceSide(ReadyTensor.made_now(value, runtime)), num_rows)
-    return DeviceRows.of(_host_rows(column, value, num_rows, label), num_rows)
+    return DeviceRows.of(_host_rows(column, value, num_rows, runtime, label), num_rows)
 
 
 def _object_rows(value: Any, num_rows: int, label: str) -> Objects:
@@ -637,17 +638,24 @@ def _object_rows(value: Any, num_rows: int, label: str) -> Objects:
     return np.fromiter(iter(value), dtype=np.object_, count=num_rows)  # type: ignore[call-overload]
 
 
-def _host_rows(column: TensorColumn, value: object, num_rows: int, label: str) -> Array:
+def _host_rows(column: TensorColumn, value: object, num_rows: int, runtime: Runtime, label: str) -> Array:
     values = converted(value, column.np_dtype, label)
     _check_shape(column, values.shape, num_rows, label)
+    check_indices(column, values, runtime, label)
     return values
+
+
+def check_indices(column: TensorColumn, values: Array, runtime: Runtime, label: str) -> None:
+    """Refuses values of a column of indices that are none of its space; see `Runtime.check_indices`."""
+    if column.holds is not None:
+        runtime.check_indices(values, column.holds, object=label, column=column.name, step=runtime.step)
 
 
 def _check_value(column: TensorColumn, value: MirroredTensor, runtime: Runtime, label: str) -> None:
     if value.runtime is not runtime:
         raise DeviceError(f"{label}: {value!r} belongs to another runtime", value=value, remedy="use one runtime")
     _check_dtype(column, value.dtype, label)
-    if value.unit != column.unit:
+    if value.unit != column.unit and (value.unit is not None or column.holds is None):
         invariants.unit_mismatch(
             str(column.unit), str(value.unit), object=repr(value), column=column.name, step=runtime.step
         )

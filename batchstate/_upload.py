@@ -13,7 +13,7 @@ from batchstate._origin import RowSet
 from batchstate._rows import MOST_SOURCES, DeviceRows, RowState
 from batchstate.columns import TensorColumn
 from batchstate.errors import ArgumentError, DeviceError
-from batchstate.mirror import DeviceSide, ReadyTensor, write_count
+from batchstate.mirror import DeviceSide, MirroredTensor, ReadyTensor, write_count
 from batchstate.runtime import PackedUpload, Runtime
 from batchstate.tables import TableWrite
 
@@ -132,7 +132,7 @@ class BatchDevice:
         places: dict[str, int] = {}
         for name, values in extras.items():
             places[name] = len(arrays)
-            arrays.append(as_array(values, f"extra {name!r}"))
+            arrays.append(extra_array(name, values))
         upload = self._runtime.upload(arrays)
         if self._packed is None:
             self._packed, self._needs, self._write_count = upload, needs, write_count(upload.buffer)
@@ -292,6 +292,21 @@ def _joined(writes: Sequence[TableWrite]) -> TableWrite:
     index = np.concatenate([one.index for one in writes])
     values = np.concatenate([one.values for one in writes])
     return TableWrite(writes[0].table, index, values, tuple(owners for one in writes for owners in one.owners))
+
+
+def extra_array(name: str, values: object, what: str = "upload") -> Array:
+    """An extra as a host array. One that has an index space, such as `Locations`, is checked to lie in it.
+
+    Raises:
+        ContractError: indices that the host does not know.
+        Violation: SENTINEL_ESCAPED, SLOT_OUT_OF_RANGE. Else as `as_array`.
+    """
+    label = f"{what}: extra {name!r}"
+    if not isinstance(values, MirroredTensor) or values.unit is None:
+        return as_array(values, label)
+    indices, runtime = values.exact_host(label), values.runtime
+    runtime.check_indices(indices, values.unit, object=values, operation=what, column=name, step=runtime.step)
+    return indices
 
 
 def named_arrays(extras: object, what: str) -> Mapping[str, object]:

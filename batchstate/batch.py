@@ -30,10 +30,11 @@ from batchstate._rows import (
     Layout,
     RowState,
     amounts_by_column,
+    check_indices,
     num_rows_of,
 )
 from batchstate._upload import BatchDevice, Extras, StaticAddresses, named_arrays
-from batchstate.columns import Column, MirroredColumn, SlotColumn, TensorColumn, declared_columns
+from batchstate.columns import Column, DeviceColumn, MirroredColumn, SlotColumn, TensorColumn, declared_columns
 from batchstate.errors import ArgumentError, DeclarationError, DeviceError, ShapeError
 from batchstate.indices import Slots
 from batchstate.mirror import Contract, DeviceSide, MirroredTensor, StaleWindow, numbers_of, stale_reasons
@@ -471,6 +472,7 @@ class Batch(metaclass=BatchType):
         shape = (len(index), *declared.shape)
         if new.shape != shape and new.shape != declared.shape:
             raise ShapeError(f"{what}: {list(new.shape)} for {list(shape)}", value=new.shape, remedy="one row each")
+        check_indices(declared, new, self.runtime, what)
         values_now = self._state.host.column(column).copy()
         values_now[index] = new
         state = self._state.replaced(ColumnInputs(host={column: values_now}))
@@ -692,6 +694,9 @@ class Batch(metaclass=BatchType):
                 # What crossed is compared although it was not read yet: a view of the copy, nothing is launched.
                 value._device.tensor(self.runtime)
             value.check(operation)
+            column = self._columns[name]
+            if isinstance(column, DeviceColumn) and column.holds is not None and not self.runtime.checks_suspended():
+                check_indices(column, self.runtime.inspect(value.device), self.runtime, operation)
 
     def check_live(self, operation: str = "check_live") -> None:
         """Checks that each request still has its slot. Slots that no pool handed out have no owner to ask.

@@ -14,7 +14,7 @@ import torch
 
 from batchstate._arrays import Array, converted, count
 from batchstate.errors import DeclarationError
-from batchstate.indices import Slots
+from batchstate.indices import Slots, index_type
 from batchstate.mirror import Contract, MirroredTensor, parse_contract
 from batchstate.runtime import numpy_dtype
 
@@ -69,13 +69,20 @@ class TensorColumn(Column):
         pad: value of padded rows, as an array of `shape`.
         contract: the weakest contract that the column takes.
         unit: index space of the values, or None for plain numbers.
+        holds: the same, where the column was declared with it.
         counted: whether the values can be computed: integers that have no index space.
     """
 
     value_type: type[MirroredTensor] = MirroredTensor
 
-    def __init__(self, dtype: torch.dtype, shape: Iterable[int], pad: object, contract: Contract) -> None:
+    def __init__(
+        self, dtype: torch.dtype, shape: Iterable[int], pad: object, contract: Contract, holds: str | None = None
+    ) -> None:
         self.dtype = dtype
+        self.holds = holds
+        if holds is not None:
+            _check_holds(numpy_dtype(dtype), pad, contract, holds)
+            self.value_type = index_type(holds)
         self.np_dtype = numpy_dtype(dtype)
         self.shape = tuple(count(size, "shape") for size in shape)
         self.contract = contract
@@ -132,8 +139,31 @@ class HostColumn(Column, Generic[T]):
         return self if instance is None else instance.objects(self.name)
 
 
+def _check_holds(dtype: "np.dtype[Any]", pad: object, contract: Contract, holds: object) -> None:
+    """Refuses a column of indices that could not be one."""
+    wrong = {
+        f"dtype {dtype}": dtype.kind not in "iu",
+        "bounds, which index nothing": contract is Contract.UPPER_BOUND,
+        f"pad={pad!r}": pad is not None and bool(np.any(np.asarray(pad) != 0)),
+        f"holds={holds!r}": not isinstance(holds, str) or holds in ("", Slots.unit),
+    }
+    for what, refused in wrong.items():
+        if refused:
+            raise DeclarationError(
+                f"a column of {holds} indices with {what}",
+                value=what,
+                remedy="declare exact integers, padded with 0, which is padding in every index space; slots are "
+                "`slot_column()`",
+            )
+
+
 def mirrored(
-    dtype: torch.dtype, *, shape: Iterable[int] = (), pad: object = None, contract: str | Contract = Contract.EXACT
+    dtype: torch.dtype,
+    *,
+    shape: Iterable[int] = (),
+    pad: object = None,
+    contract: str | Contract = Contract.EXACT,
+    holds: str | None = None,
 ) -> MirroredColumn:
     """Declares a column with both sides.
 
@@ -142,10 +172,13 @@ def mirrored(
         shape: of one row.
         pad: value of padded rows; zero by default.
         contract: `exact`, or `upper_bound` for a column whose host side may become a bound.
+        holds: index space of the values, if they are indices: `location`, `page`, `host_location`, `state`, or one of
+            your own (`Runtime.declare_indices`). They are then 0 or more and below its capacity, 0 in padded rows, and
+            not computed.
 
     Raises:
         DtypeError, ValueOverflowError: numpy lacks the dtype, or `pad` does not go into it.
-        DeclarationError: another contract.
+        DeclarationError: another contract; indices that are no integers, bounds, or padded with something else than 0.
     """
     weakest = parse_contract(contract)
     if weakest not in (Contract.EXACT, Contract.UPPER_BOUND):
@@ -154,7 +187,7 @@ def mirrored(
             value=weakest.value,
             remedy="use `device_only(...)` or `host_list()`; uploads of a batch are deferred as they are",
         )
-    return MirroredColumn(dtype, shape, pad, weakest)
+    return MirroredColumn(dtype, shape, pad, weakest, holds)
 
 
 def slot_column() -> SlotColumn:
@@ -162,9 +195,11 @@ def slot_column() -> SlotColumn:
     return SlotColumn()
 
 
-def device_only(dtype: torch.dtype, *, shape: Iterable[int] = (), pad: object = None) -> DeviceColumn:
-    """Declares a column without a host side. Arguments and errors as `mirrored`."""
-    return DeviceColumn(dtype, shape, pad, Contract.DEVICE_ONLY)
+def device_only(
+    dtype: torch.dtype, *, shape: Iterable[int] = (), pad: object = None, holds: str | None = None
+) -> DeviceColumn:
+    """Declares a column without a host side. Arguments and errors as `mirrored`; indices are checked at `full`."""
+    return DeviceColumn(dtype, shape, pad, Contract.DEVICE_ONLY, holds)
 
 
 @overload

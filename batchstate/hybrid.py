@@ -138,6 +138,7 @@ class HybridSlotPool(SlotPool):
         super().__init__(runtime, size, reserve=reserve, name=name)
         self._states = StateOwner(self, num_states, per_slot, label=f"states of HybridSlotPool {name!r}")
         self.add_listener(self._states)
+        runtime.declare_indices("state", self.state_capacity)
         self.state_table = self.table(f"{name} states", (per_slot,), torch.int32, holds="state", host=True)
 
     def __repr__(self) -> str:

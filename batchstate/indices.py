@@ -4,6 +4,7 @@ All are mirrored int64 vectors. To a type checker they are different; at run tim
 functions compare it. Index 0 of every space is padding.
 """
 
+import functools
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -120,6 +121,16 @@ class Locations(Handles):
 
     unit: ClassVar[str | None] = "location"
     __slots__ = ()
+
+
+@functools.cache
+def index_type(holds: str) -> type[MirroredTensor]:
+    """The type of plain indices of one space, without generations: those of a column that was declared with `holds=`.
+
+    Args:
+        holds: `page`, `location`, `host_location`, `state`, or an index space of the engine's own.
+    """
+    return type(f"{holds.title()}Indices", (MirroredTensor,), {"unit": holds, "__slots__": (), "__module__": __name__})
 
 
 class HostLocations(MirroredTensor):

@@ -145,6 +145,7 @@ class SlotPool:
         self._allocator = Allocator(runtime, ordinary, reserve=reserved, label=label, transaction=self.transaction)
         self._generations = Generations(runtime, self._allocator, name=name)
         self._take, self._free = f"{name}: take", f"{name}: free"
+        runtime.declare_indices("slot", self.capacity)
         self._tables: list[Table] = []
         self._set_listeners([])
 

@@ -13,10 +13,10 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._allocator import size_of
-from batchstate._arrays import Array, as_array, copy_into
+from batchstate._arrays import Array, copy_into
 from batchstate._origin import DerivedArrays, Origin
 from batchstate._rows import HostRows, Layout, RowState
-from batchstate._upload import Extras, append_needs, joined_writes, named_arrays
+from batchstate._upload import Extras, append_needs, extra_array, joined_writes, named_arrays
 from batchstate.batch import Batch
 from batchstate.columns import Column, MirroredColumn, SlotColumn, TensorColumn
 from batchstate.errors import ArgumentError, DeclarationError, DeviceError, DtypeError, ShapeError
@@ -79,7 +79,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         self._batch = batch
         self._columns = batch.columns()
         declared = {} if extras is None else named_arrays(extras, "StaticBuffers")
-        self._extras = {name: as_array(one, f"extra {name!r}") for name, one in declared.items()}
+        self._extras = {name: extra_array(name, one) for name, one in declared.items()}
         twice = [name for name in self._extras if name in self._columns]
         if twice:
             raise ArgumentError(f"extras are named as columns: {twice}", value=twice, remedy="rename the extras")
@@ -255,7 +255,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
                 value=missing or undeclared,
                 remedy="give each step the extras that the buffers were made with",
             )
-        arrays = {name: as_array(extras[name], f"{what}: extra {name!r}") for name in self._extras}
+        arrays = {name: extra_array(name, extras[name], what) for name in self._extras}
         for name, declared in self._extras.items():
             array = arrays[name]
             if array.dtype != declared.dtype:

@@ -23,11 +23,10 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import as_array
 from batchstate._origin import DerivedArrays, Origin, RowSet
 from batchstate._relay import PublishedRows
 from batchstate._rows import HostRows, RowState
-from batchstate._upload import BatchDevice, Extras, joined_writes
+from batchstate._upload import BatchDevice, Extras, extra_array, joined_writes
 from batchstate.batch import Batch
 from batchstate.columns import MirroredColumn
 from batchstate.errors import ArgumentError, DeclarationError
@@ -479,7 +478,7 @@ class StepPlanner:
                 further += (write.index, write.values)
             for name, values in extras.items():
                 named[name] = len(places) + len(further)
-                further.append(as_array(values, f"extra {name!r}"))
+                further.append(extra_array(name, values))
             added, size = packed_places(further)
             places = [*places, *((nbytes + first, dtype, shape) for first, dtype, shape in added)]
             nbytes += size

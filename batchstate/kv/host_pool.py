@@ -258,6 +258,7 @@ class HostKVPool:
             )
         self.item_shape = tuple(size_of(size, f"{name}: item_shape", least=1) for size in item_shape)
         self.dtype = dtype
+        runtime.declare_indices("host_location", self.location_capacity)
         shape = (self.location_capacity, *self.item_shape)
         self._memory: tuple[MappedMemory, ...] = tuple(
             runtime.mapped_zeros(shape, dtype, name=f"{name} {layer}") for layer in self.layers

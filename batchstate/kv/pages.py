@@ -278,6 +278,8 @@ class PagePool:
         self._space_of_locations = PageSpace(self._references, Locations, self.page_size)
         self._space_of_pages = PageSpace(self._references, Pages, 1)
         self._tables: list[Table] = []
+        runtime.declare_indices("page", self.num_pages + 1)
+        runtime.declare_indices("location", self.location_capacity)
         self.writes = KVWrites(runtime, slots.capacity)  # for the library
         self._leases: dict[int, PageLease] = {}  # by id, those that are not released
         self.epochs = Changes(slots.capacity, "pages")

@@ -13,7 +13,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, SupportsIndex, TypeVar, final
+from typing import Any, SupportsIndex, TypeVar, Unpack, final
 
 import attrs
 import numpy as np
@@ -26,7 +26,7 @@ from batchstate.invariants import times_checked
 from batchstate.runtime._dtypes import numpy_dtype
 from batchstate.runtime.fences import Fence, Stream
 from batchstate.runtime.memory import MappedMemory, PackedUpload, Place, Staging, StagingBlock, packed_places
-from batchstate.violations import Code
+from batchstate.violations import Code, Where
 
 
 @attrs.define
@@ -213,6 +213,7 @@ class Runtime(abc.ABC):
         self._staging = Staging(self._allocate_staging, depth=self.steps_in_flight + 1)
         self._landing = Staging(self._allocate_staging, depth=self.steps_in_flight + 1)
         self._versions = 0
+        self._index_spaces: dict[str, int] = {}
         self._persistent: list[weakref.ref[torch.Tensor]] = []
         self._observed: list[torch.Tensor] | None = None
         self._suspension_logged = False
@@ -317,6 +318,40 @@ class Runtime(abc.ABC):
                 )
         self.step += 1
         return self.step
+
+    # Index spaces
+
+    def declare_indices(self, space: str, capacity: SupportsIndex) -> None:
+        """Says how many indices an index space has, 0 included, so that columns and extras that hold them are checked.
+
+        Pools declare `slot`, `page`, `location`, `host_location` and `state`; of several pools the largest counts.
+
+        Raises:
+            ArgumentError: not a name, or no index at all.
+        """
+        self.check_owner("declare_indices")
+        number = operator.index(capacity)
+        if not space or number < 1:
+            raise ArgumentError(f"{number} indices of {space!r}", value=space, remedy="pass a name, and at least 1")
+        self._index_spaces[space] = max(number, self._index_spaces.get(space, 0))
+
+    def check_indices(self, indices: Array, space: str, **where: Unpack[Where]) -> None:
+        """Refuses what is no index of a space: negative placeholders, and what lies beyond its capacity. O(n).
+
+        Raises:
+            ArgumentError: nothing has declared the space.
+            Violation: SENTINEL_ESCAPED, SLOT_OUT_OF_RANGE.
+        """
+        capacity = self._index_spaces.get(space)
+        if capacity is None:
+            raise ArgumentError(
+                f"indices of {space!r}, whose capacity is not known",
+                value=space,
+                remedy=f"make the pool first, or call `runtime.declare_indices({space!r}, capacity)`",
+            )
+        flat = indices.reshape(-1)
+        invariants.sentinel_escaped(flat, **where)
+        invariants.slot_out_of_range(flat, capacity, **where)
 
     def new_version(self) -> int:
         """A number no other value of this runtime has."""

@@ -220,7 +220,7 @@ class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
         self._reads.append(extension.locations)
         batch.upload(
             writes=[*self._writes, extension.entry()],
-            extras={"positions": extension.positions, "out_cache_loc": extension.locations.np},
+            extras={"positions": extension.positions, "out_cache_loc": extension.locations},
         )
         self._writes.clear()
         self.launched = batch
