@@ -7,10 +7,14 @@ are compared with their output. What must not run says so, in a comment that rea
 """
 
 import gc
+import os
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+
+# Before torch is imported. Tests and the processes that they start share the cores: threads would wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 try:
     from sybil import Sybil

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from multiprocessing import Pipe
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -26,7 +25,6 @@ from batchstate.transport.engines.in_process import Faults, InProcessEngine, Net
 
 pytest.importorskip("transformers")
 
-from benchmarks.timing import one_thread
 from examples.disaggregated.__main__ import main
 from examples.disaggregated.channel import Channel, ChannelClosedError, Door, Kind, call
 from examples.disaggregated.decode import DecodeWorker
@@ -62,12 +60,10 @@ RIGHT = SECRET.encode()
 
 
 @pytest.fixture(autouse=True)
-def contained(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def contained(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the commands set for their process does not outlive a test."""
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
     monkeypatch.setenv(AUTHKEY, SECRET)
-    with one_thread():
-        yield
 
 
 # Both workers in one process, on a network with faults

@@ -36,8 +36,6 @@ from tests.engine_cases import (
     until,
 )
 
-pytestmark = pytest.mark.usefixtures("single_thread")
-
 LLAMA: list[Family] = ["llama"]
 QWEN3: list[Family] = ["qwen3"]
 COMBINATIONS = [

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from benchmarks.timing import one_thread
 from examples.engine import serving
 from examples.engine.__main__ import main
 from examples.engine.batch import RunningBatch, Step
@@ -40,11 +38,9 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
-def contained(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def contained(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the command sets for its process does not outlive a test."""
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
-    with one_thread():
-        yield
 
 
 def figures_of(path: Path, device: str, *arguments: str, code: int = 0) -> dict[str, Any]:

@@ -22,8 +22,6 @@ from examples.engine.request import Request
 from examples.engine.settings import EngineSettings
 from tests.engine_cases import model_of, nothing_left, whole
 
-pytestmark = pytest.mark.usefixtures("single_thread")
-
 Arrivals = list[tuple[list[int], int, bool]]
 
 LONGEST_PROMPT, MOST_NEW, MOST_HERE = 14, 12, 6

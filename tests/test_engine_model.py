@@ -16,8 +16,6 @@ from examples.engine.attention import IMPLEMENTATION, PagedView
 from examples.engine.model import Family, Model
 from examples.engine.reference import generate
 
-pytestmark = pytest.mark.usefixtures("single_thread")
-
 FAMILIES: list[Family] = ["llama", "qwen3", "plain"]
 CAPACITY = 1024
 PADDING = 16  # rows of page 0

@@ -29,8 +29,6 @@ from tests.engine_cases import (
     started,
 )
 
-pytestmark = pytest.mark.usefixtures("single_thread")
-
 TIGHT = attrs.evolve(SMALL, num_pages=40)
 
 

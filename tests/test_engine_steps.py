@@ -37,9 +37,6 @@ from tests.engine_cases import (
     whole,
 )
 
-pytestmark = pytest.mark.usefixtures("single_thread")
-
-
 # One step ahead
 
 

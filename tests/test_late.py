@@ -1,8 +1,6 @@
 """`LateRuntime`: fences that complete when the host waits for them, or when the test says so, and in no other order."""
 
 import gc
-import subprocess
-import sys
 import weakref
 
 import numpy as np
@@ -272,12 +270,6 @@ def test_long_chains_complete() -> None:
             last = late.record(waiting)
     last.wait()
     assert late.pending() == 0
-
-
-def test_needs_no_hypothesis() -> None:
-    """The runtime can be used where only the dependencies of the library are."""
-    code = "import sys; sys.modules['hypothesis'] = None\nfrom batchstate.testing import LateRuntime; LateRuntime()"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_staging_is_not_reused_before_its_fence(late: LateRuntime) -> None:

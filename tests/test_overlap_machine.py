@@ -1,6 +1,5 @@
 """The overlap machine: it overlaps, waits for nothing but results, and finds what is broken, late as it may show."""
 
-from collections.abc import Iterator
 from functools import partial
 
 import attrs
@@ -54,13 +53,9 @@ class Watched(OverlapMachine):
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The tensors are tiny: threads of torch would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def no_depths() -> None:
+    """Each test notes its own."""
     depths.clear()
-    yield
-    torch.set_num_threads(before)
 
 
 def opened(level: str = "off") -> OverlapMachine:

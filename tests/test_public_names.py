@@ -52,16 +52,16 @@ def test_version_is_that_of_the_package() -> None:
     assert batchstate.__version__ == installed
 
 
-def test_fences_and_guard_need_no_hypothesis() -> None:
-    """Where only the runtime dependencies are, the tools that need nothing else work."""
-    code = WITHOUT_HYPOTHESIS + "from batchstate.testing import ManualFence, ManualStream, no_hidden_sync"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_what_needs_hypothesis_says_so() -> None:
-    """Where hypothesis is missing, the error names the extra to install."""
-    code = WITHOUT_HYPOTHESIS + "from batchstate.testing import TwinSpec"
+def test_only_what_needs_hypothesis_says_so() -> None:
+    """Where only the runtime dependencies are, the tools that need nothing else work; others name the extra."""
+    code = WITHOUT_HYPOTHESIS + (
+        "from batchstate.testing import LateRuntime, ManualFence, ManualStream, no_hidden_sync\n"
+        "LateRuntime()\n"
+        "print('these work')\n"
+        "from batchstate.testing import TwinSpec"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "these work\n"
     assert done.stderr.endswith("batchstate.testing.TwinSpec needs hypothesis: pip install 'batchstate[testing]'\n")
 
 

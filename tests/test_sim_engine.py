@@ -15,7 +15,6 @@ from batchstate.testing.sim import PORTFOLIO, SimRuntime
 
 pytest.importorskip("transformers")
 
-from benchmarks.timing import one_thread
 from examples.engine.engine import Engine
 from examples.engine.model import Family
 from examples.engine.request import Request
@@ -32,8 +31,6 @@ from tests.engine_cases import (
     some_requests,
     started,
 )
-
-pytestmark = pytest.mark.usefixtures("single_thread")
 
 TIGHT = attrs.evolve(SMALL, num_pages=40)
 
@@ -132,9 +129,8 @@ def _staging(patch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def right() -> list[list[int]]:
     """What transformers answers to the requests of an engine that forgets something."""
-    with one_thread():
-        model = model_of("llama", "cpu")
-        return right_answers(model, some_requests(model, 8, seed=1))
+    model = model_of("llama", "cpu")
+    return right_answers(model, some_requests(model, 8, seed=1))
 
 
 @pytest.mark.parametrize("forget", [_waits, _hand_over, _landing, _staging])
