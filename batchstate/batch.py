@@ -764,11 +764,12 @@ class Batch(metaclass=BatchType):
         windows: Windows | None = None,
         moved: bool = True,
         same_rows: bool = False,
+        device: BatchDevice | None = None,
     ) -> Self:
         """The result of an operation, checked.
 
         `moved` is False if no row moved, so that there are none to count; `same_rows` says that those that did belong
-        to the same requests as before.
+        to the same requests as before. `device` is its device side, if it has crossed already.
         """
         batch = type(self)(
             self.runtime,
@@ -779,6 +780,7 @@ class Batch(metaclass=BatchType):
             self._open_windows() if windows is None else windows,
             self._row_number if same_rows or not moved else 0,
         )
+        batch._device = device
         if levels.full:
             batch.check(operation)
         elif levels.cheap and moved:

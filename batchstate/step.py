@@ -16,7 +16,7 @@ numbers go to staging memory through views that were made when these requests fi
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast, final
+from typing import Any, SupportsIndex, cast, final
 
 import numpy as np
 import numpy.typing as npt
@@ -30,12 +30,12 @@ from batchstate._upload import BatchDevice, Extras, extra_array, joined_writes
 from batchstate.batch import Batch
 from batchstate.columns import MirroredColumn
 from batchstate.errors import ArgumentError, DeclarationError
-from batchstate.forward.inputs import ForwardInputs
+from batchstate.forward.inputs import ForwardInputs, with_device
 from batchstate.forward.plan import ForwardPlan
 from batchstate.future_map import FutureMap, Prefetched
 from batchstate.indices import Slots
 from batchstate.kv.pages import PagePool
-from batchstate.mirror import Contract
+from batchstate.mirror import Contract, DeviceSide, ReadyTensor
 from batchstate.runtime import PackedUpload
 from batchstate.runtime.memory import ALIGNMENT, Place, StagingBlock, packed_places
 from batchstate.tables import TableWrite
@@ -144,6 +144,23 @@ class _Requests:
         return rows
 
 
+def _each_puts_in_one(n: int, query_lens: object, prompt_ids: Sequence[object] | None, samples: object) -> bool:
+    """Whether each of `n` requests puts in the one token that the relay has for it, and samples."""
+    if type(query_lens) is int:
+        if query_lens != 1:
+            return False
+    elif not isinstance(query_lens, np.ndarray) or query_lens.shape != (n,) or np.count_nonzero(query_lens != 1):
+        return False
+    if prompt_ids is not None and (len(prompt_ids) != n or any(ids is not None for ids in prompt_ids)):
+        return False
+    return samples is None or (
+        isinstance(samples, np.ndarray)
+        and samples.dtype == np.bool_
+        and samples.shape == (n,)
+        and np.count_nonzero(samples) == n
+    )
+
+
 def _pitch(n: int, dtype: "np.dtype[Any]") -> int:
     """Elements from one row to the next: each begins at a multiple of `ALIGNMENT`."""
     return n + -n * dtype.itemsize % ALIGNMENT // dtype.itemsize
@@ -162,16 +179,30 @@ class PlannedStep:
 
     Attributes:
         batch: of this step: the lengths count the tokens that each request puts in.
+        sent: the same as it went to the device, with padded rows if there are any.
         plan: what the host knows of the forward.
-        extras: what was uploaded beside the columns, by name; without entries for a decode step.
+        extras: what was uploaded beside the columns, by name: arrays of the engine, and those of the plan if the step
+            is not planned as one piece.
     """
 
-    __slots__ = ("_beside", "_planner", "_requests", "_results", "_upload", "batch", "extras", "plan")
+    __slots__ = (
+        "_beside",
+        "_planner",
+        "_requests",
+        "_results",
+        "_sampled",
+        "_upload",
+        "batch",
+        "extras",
+        "plan",
+        "sent",
+    )
 
     def __init__(
         self,
         planner: "StepPlanner",
         batch: Batch,
+        sent: Batch,
         plan: ForwardPlan,
         extras: Extras,
         requests: _Requests | None = None,
@@ -179,9 +210,10 @@ class PlannedStep:
         beside: Sequence[torch.Tensor] = (),
     ) -> None:
         """For the library."""
-        self.batch, self.plan, self.extras = batch, plan, extras
+        self.batch, self.sent, self.plan, self.extras = batch, sent, plan, extras
         self._planner = planner
         self._requests, self._upload, self._beside = requests, upload, beside
+        self._sampled = plan.sampled_slots  # from the inputs on with the device side that was uploaded with the step
         self._results: Prefetched | None = None
 
     def __repr__(self) -> str:
@@ -195,7 +227,9 @@ class PlannedStep:
         Raises:
             As `FutureMap.resolve_forward_inputs`.
         """
-        return self._planner._inputs(self)
+        inputs = self._planner._inputs(self)
+        self._sampled = inputs.sampled_slots
+        return inputs
 
     def publish(self, **values: object) -> None:
         """Makes what the forward has found known to the next step, and sends the results to the host.
@@ -302,7 +336,8 @@ class StepPlanner:
         *,
         prompt_ids: Sequence[object] | None = None,
         samples: object = None,
-        pad_tokens: int | None = None,
+        pad_rows: SupportsIndex | None = None,
+        pad_tokens: SupportsIndex | None = None,
         writes: Sequence[TableWrite] = (),
         extras: Mapping[str, object] | None = None,
     ) -> PlannedStep:
@@ -315,6 +350,7 @@ class StepPlanner:
             query_lens: tokens that each puts in, as for `ForwardPlan.of`.
             prompt_ids: as for `ForwardPlan.of`.
             samples: as for `ForwardPlan.of`.
+            pad_rows: rows of a captured graph: what is sent is padded as by `Batch.pad`.
             pad_tokens: as for `ForwardPlan.of`.
             writes: further table writes of the step, as for `Batch.upload`.
             extras: further arrays of the step, as for `Batch.upload`.
@@ -331,17 +367,15 @@ class StepPlanner:
             )
         if writes:
             batch._check_writes(writes, _OPERATION)
+        padded = pad_rows is not None or pad_tokens is not None
         if (
             self._in_one_piece
-            and type(query_lens) is int
-            and query_lens == 1
-            and prompt_ids is None
-            and samples is None
-            and pad_tokens is None
+            and not padded
+            and _each_puts_in_one(batch.num_reqs, query_lens, prompt_ids, samples)
             and self._decodes(batch, writes)
         ):
             return self._decode(batch, writes, extras)
-        return self._composed(batch, query_lens, prompt_ids, samples, pad_tokens, writes, extras)
+        return self._composed(batch, query_lens, prompt_ids, samples, (pad_rows, pad_tokens), writes, extras)
 
     def _composed(
         self,
@@ -349,7 +383,7 @@ class StepPlanner:
         query_lens: object,
         prompt_ids: Sequence[object] | None,
         samples: object,
-        pad_tokens: int | None,
+        padding: tuple[SupportsIndex | None, SupportsIndex | None],
         writes: Sequence[TableWrite],
         extras: Mapping[str, object] | None,
     ) -> PlannedStep:
@@ -361,30 +395,38 @@ class StepPlanner:
         if lens.contract is Contract.EXACT:
             pages.check_committed(slots.np, batch[self._seq_lens].np, _OPERATION)
         extension = pages.extend(slots, lens.np)
+        rows, tokens = padding
         try:
+            sent = advanced if rows is None else advanced.pad(rows)
             plan = ForwardPlan.of(
-                slots,
-                lens,
+                self._handles(sent),
+                sent[self._seq_lens],
                 query_lens,
                 prompt_ids=prompt_ids,
                 samples=samples,
                 pages=pages,
-                pad_tokens=pad_tokens,
+                pad_tokens=tokens,
                 layouts=self._layouts,
             )
             if pages.req_to_token is not None:
                 writes = (extension.entry(), *writes)
-            uploaded = advanced.upload(writes=writes, extras=plan.extras | dict(extras or {}))
+            uploaded = sent.upload(writes=writes, extras=plan.extras | dict(extras or {}))
         except BaseException:
             pages.truncate(slots, before)
             raise
-        return PlannedStep(self, advanced, plan, uploaded)
+        return PlannedStep(self, advanced, sent, plan, uploaded)
 
     def _make_constants(self) -> None:
-        """Uploads what is the same in every decode step: where the tokens of each request begin, one each, and end."""
-        everyone = np.arange(self._most + 1)
-        self._constants = self._runtime.upload([everyone.astype(np.int32), everyone[:-1]])
-        self._written = self._constants.buffer._version
+        """Makes what is the same in every decode step: where the one token of each request begins, and is."""
+        runtime, n = self._runtime, self._most
+        with torch.inference_mode(False):  # else torch would not count what is written into them
+            made = [
+                runtime.launch(torch.arange, n, dtype=dtype, device=runtime.device, name="StepPlanner: constants")
+                for n, dtype in ((n + 1, torch.int32), (n, torch.int64))
+            ]
+        stream, ready = runtime.current_stream, runtime.record()
+        self._constants = [ReadyTensor(one, stream, ready, set()) for one in made]
+        self._written = sum(one._version for one in made)
 
     def _handles(self, batch: Batch) -> Slots:
         return cast(Slots, batch[self._slot_column])
@@ -413,8 +455,9 @@ class StepPlanner:
         arrays = batch._checked_extras(extras, _OPERATION) if extras else {}
         state = batch._state
         requests = self._requests
-        if requests is None or requests.row_set.number != batch._row_number:
-            requests = self._requests = self._requests_of(batch)
+        same = requests is not None and requests.row_set.number == batch._row_number
+        if requests is None or not same:
+            requests = self._requests_of(batch)
         else:
             self._slots.check_rows(requests.rows, requests.generations, _OPERATION)
         host, place, rows = state.host, self._place, requests.rows
@@ -430,10 +473,12 @@ class StepPlanner:
         upload, beside, uploaded = self._sent(requests, moved, (start, locations, lens), joined, arrays)
         pages.commit_rows(rows, lens)
         moved_state = RowState(moved, state.device, state.objects)
-        advanced = batch._derived(_OPERATION, moved_state, num_reqs, windows={}, moved=False)
-        advanced._device = BatchDevice.of_upload(runtime, advanced._state, upload)
+        device = BatchDevice.of_upload(runtime, moved_state, upload)
+        advanced = batch._derived(_OPERATION, moved_state, num_reqs, windows={}, moved=False, device=device)
+        if not same:
+            self._give_device_side(requests, upload)
+            self._requests = requests
         if levels.full:
-            advanced.check(_OPERATION)
             pages.verify()
         origin = Origin(_OPERATION, runtime.step, requests.row_set, pages.epochs, pages.epochs.last)
         plan = ForwardPlan(
@@ -454,7 +499,7 @@ class StepPlanner:
             shares=pages.shares.last,
             pages=pages,
         )
-        return PlannedStep(self, advanced, plan, uploaded, requests, upload, beside)
+        return PlannedStep(self, advanced, advanced, plan, uploaded, requests, upload, beside)
 
     def _sent(
         self,
@@ -495,6 +540,14 @@ class StepPlanner:
             write.table.apply(write, upload.view(first), upload.view(first + 1))
         return upload, beside, Extras(runtime, upload, named, dict(extras), row_set=requests.row_set)
 
+    def _give_device_side(self, requests: _Requests, upload: PackedUpload) -> None:
+        """The slots have crossed with the first step of these requests: later ones, and the relay, use them there."""
+        place = self._kind._layout.places[self._slot_column]
+        column = upload.group(place.array, place.dtype, requests.rows.size)[cast(int, place.member)]
+        requests.slots = requests.known.live = with_device(
+            requests.slots, DeviceSide(ReadyTensor.uploaded(column, upload))
+        )
+
     def _requests_of(self, batch: Batch) -> _Requests:
         """What stays the same from now on, of requests that were not those of the step before."""
         handles = self._handles(batch)
@@ -502,8 +555,8 @@ class StepPlanner:
         width = 0 if self._table is None else self._table.shape[1]
         requests = _Requests(batch.row_set, handles, rows, batch._state.host, width)
         requests.known = self._relay.published_rows(handles, rows, self._ids[0])
-        requests.query_start_loc = self._constants.shared(0)[: rows.size + 1]
-        requests.last_token_indices = self._constants.shared(1)[: rows.size]
+        starts, last = (one.tensor for one in self._constants)
+        requests.query_start_loc, requests.last_token_indices = starts[: rows.size + 1], last[: rows.size]
         return requests
 
     # What a step asks of its planner
@@ -522,9 +575,11 @@ class StepPlanner:
         plan.check(None, "inputs")
         plan.check_unused()
         runtime.use_on_current_stream(upload.buffer, upload.stream, upload.ready, synchronised=upload.synchronised)
-        same = self._constants
-        runtime.use_on_current_stream(same.buffer, same.stream, same.ready, synchronised=same.synchronised)
-        if levels.cheap and same.buffer._version != self._written:
+        starts, last = self._constants
+        if runtime.current_stream is not starts.stream:
+            starts.on_current_stream(runtime)
+            last.on_current_stream(runtime)
+        if levels.cheap and starts.tensor._version + last.tensor._version != self._written:
             self._report_constants()
         ids, slots = self._relay.gather_again(requests.known, self._ids[0])
         plan._used = True
@@ -549,7 +604,7 @@ class StepPlanner:
 
     def _report_constants(self) -> None:
         """Reports once that a forward wrote into what all steps read, and makes it anew."""
-        before, now = self._written, self._constants.buffer._version
+        before, now = self._written, sum(one.tensor._version for one in self._constants)
         self._make_constants()
         self._requests = None
         where: Where = {
@@ -574,7 +629,7 @@ class StepPlanner:
                 and not value.requires_grad
             ):
                 return relay.publish_again(requests.known, name, value, to_host=bool(self._results))
-        slots = step.plan.sampled_slots
+        slots = step._sampled
         relay.publish(slots, **values)
         return relay.prefetch(slots, *self._results) if self._results else None
 

@@ -227,7 +227,7 @@ def test_a_step_is_one_copy_one_scatter_one_gather_and_one_scatter_of_ids(rt: Ru
             step.results.resolve()
 
 
-MOST_CALLS = 240
+MOST_CALLS = 245
 
 
 @pytest.mark.parametrize("level", ["off", "cheap"])
@@ -311,6 +311,47 @@ def test_a_plan_is_refused_once_its_pages_have_changed(rt: Runtime) -> None:
             world.planner.plan(world.batch)
         assert caught.value.code is Code.DERIVED_STALE
         assert world.pages.committed(world.batch.slots).tolist() == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "in_one_piece"),
+    [
+        ({"query_lens": np.ones(2, np.int64), "prompt_ids": [None, None], "samples": np.ones(2, np.bool_)}, True),
+        ({"query_lens": [1, 1]}, False),
+        ({"samples": np.array([True, False])}, False),
+        ({"pad_rows": 4, "pad_tokens": 4}, False),
+    ],
+)
+def test_what_is_a_decode_step(rt: Runtime, arguments: dict[str, Any], in_one_piece: bool) -> None:
+    """Arrays that say so make a decode step too; all others are composed, and requests get the same ids."""
+    world = World.of(rt)
+    world.join([3, 4])
+    step = world.planner.plan(world.batch, **arguments)
+    assert (step._requests is not None) == in_one_piece
+    inputs = step.inputs()
+    assert rt.inspect(inputs.input_ids)[:2].tolist() == [10, 20]
+    assert (len(step.batch), step.sent.num_rows) == (2, arguments.get("pad_rows", 2))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"query_lens": np.ones(3, np.int64)},
+        {"prompt_ids": [None]},
+        {"samples": np.ones(1, np.bool_)},
+        {"pad_rows": 1},
+        {"pad_tokens": 1},
+        {"query_lens": "one"},
+        {"query_lens": -1},
+    ],
+)
+def test_arguments_that_do_not_go_with_the_batch(rt: Runtime, arguments: dict[str, Any]) -> None:
+    """Refused by a typed error, and no token is committed."""
+    world = World.of(rt)
+    world.join([3, 4])
+    with pytest.raises(BatchStateError):
+        world.planner.plan(world.batch, **arguments)
+    assert world.pages.committed(world.batch.slots).tolist() == [3, 4]
 
 
 def test_pages_run_out(rt: Runtime) -> None:

@@ -129,7 +129,7 @@ class ForwardInputs:
         """For the library: the inputs of a checked plan, on the current stream."""
         runtime, slots, relayed, sampled = sources.runtime, plan.slots, plan.relayed, plan.sampled_slots
         if uploaded.slots is not None and np.array_equal(uploaded.slots[0], slots.np):
-            slots = _with_device(slots, uploaded.slots[1])  # at fixed addresses
+            slots = with_device(slots, uploaded.slots[1])  # at fixed addresses
         relayed = slots if plan.direct else _uploaded_handles(relayed, uploaded, "relay_slots")
         inputs = cls(
             plan=plan,
@@ -232,10 +232,11 @@ _TENSORS = tuple(
 
 def _uploaded_handles(handles: Slots, uploaded: Extras, name: str) -> Slots:
     """The handles, with the device side that was uploaded with the step."""
-    return _with_device(handles, uploaded.side(name)) if name in uploaded else handles
+    return with_device(handles, uploaded.side(name)) if name in uploaded else handles
 
 
-def _with_device(handles: Slots, side: DeviceSide) -> Slots:
+def with_device(handles: Slots, side: DeviceSide) -> Slots:
+    """The same handles with another device side."""
     return Slots(
         handles.runtime,
         handles.np,

@@ -1,12 +1,14 @@
 """The running requests, and what one launched step leaves to be read later."""
 
+from typing import cast
+
 import attrs
 import torch
 
 from batchstate import Batch, ForwardPlan, host_list, mirrored, slot_column
-from batchstate.batch import Extras
 from batchstate.future_map import Prefetched
 from batchstate.runtime import Fence
+from batchstate.step import PlannedStep
 from examples.engine.request import Request
 
 
@@ -25,20 +27,26 @@ class Step:
     """One step on its way through the engine.
 
     Attributes:
-        batch: the running requests, with the lengths that they have after the step.
-        plan: the forward's inputs as the host knows them.
-        uploaded: what crossed with the batch.
+        planned: what was planned and uploaded; its batch has the lengths after the step.
         sampling: the requests that get tokens.
         results: their tokens (and true lengths), on their way to the host.
         forward_done: behind all of the step.
     """
 
-    batch: RunningBatch
-    plan: ForwardPlan
-    uploaded: Extras
+    planned: PlannedStep
     sampling: list[Request]
     results: Prefetched | None = None
     forward_done: Fence | None = None
+
+    @property
+    def batch(self) -> RunningBatch:
+        """The running requests, with the lengths that they have after the step."""
+        return cast(RunningBatch, self.planned.batch)
+
+    @property
+    def plan(self) -> ForwardPlan:
+        """The forward's inputs as the host knows them."""
+        return self.planned.plan
 
     def await_end(self) -> None:
         """Waits for the forward, if it has not ended."""

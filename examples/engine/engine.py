@@ -20,7 +20,7 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
-from batchstate import Contract, ForwardPlan
+from batchstate import Contract, StepPlanner
 from batchstate.errors import ArgumentError
 from batchstate.runtime import Runtime
 from examples.engine.batch import RunningBatch, Step
@@ -64,6 +64,14 @@ class Engine:
         self.in_flight_depth_max = 0
         self.host_seconds = 0.0
         self.accepted_drafts = 0
+        self._planner = StepPlanner(
+            RunningBatch,
+            pages=self.scheduler.pages,
+            relay=self.scheduler.forward.relay,
+            ids=self.scheduler.forward.ids,
+            lengths="seq_lens" if settings.num_drafts else None,
+            results=self.scheduler.forward.results,
+        )
         self._stream = runtime.stream("schedule")
         self._in_flight: deque[Step] = deque()
         self._requests: dict[int, Request] = {}
@@ -128,7 +136,7 @@ class Engine:
     def idle(self) -> None:
         """A step of no requests: what a rank does while others of its group have some. One padded lane on slot 0."""
         with self._stepping():
-            self._forward(RunningBatch.empty(self.runtime).pad(1), np.zeros(0, np.int64), padding=1)
+            self._forward(RunningBatch.empty(self.runtime), np.zeros(0, np.int64), padding=1)
             self._read_all_but(1 if self.settings.overlap else 0)
 
     def run(self) -> None:
@@ -154,10 +162,7 @@ class Engine:
     def _launch(self, queries: Ints) -> None:
         scheduler = self.scheduler
         prompt_ids, samples = scheduler.prompt_ids(queries), scheduler.samples(queries)
-        batch = scheduler.batch.advance("seq_lens", queries)
-        extension = scheduler.when_free(lambda: scheduler.pages.extend(batch.slots, batch.seq_lens.np))
-        scheduler.writes.append(extension.entry())
-        self._forward(batch, queries, prompt_ids=prompt_ids, samples=samples)
+        self._forward(scheduler.batch, queries, prompt_ids=prompt_ids, samples=samples)
 
     def _forward(
         self,
@@ -170,22 +175,25 @@ class Engine:
     ) -> None:
         """Sends a step on its way: one copy, then the forward on its own stream."""
         scheduler = self.scheduler
-        plan = ForwardPlan.of(
-            batch.slots,
-            batch.seq_lens,
-            queries,
-            prompt_ids=prompt_ids,
-            samples=samples,
-            pages=scheduler.pages,
-            pad_tokens=padding,
-        )
-        extras = dict(plan.extras)
+        sampling = [] if samples is None else np.flatnonzero(samples).tolist()
+        extras = {}
         if self.settings.num_drafts:
-            extras["sample_rows"] = plan.sample_rows
-            extras["decodes"] = np.isin(plan.sample_rows, plan.relay_rows)
-        uploaded = batch.upload(writes=scheduler.writes, extras=extras)
+            decodes = [prompt_ids is not None and prompt_ids[row] is None for row in sampling]
+            extras = {"sample_rows": np.array(sampling, np.int64), "decodes": np.array(decodes, np.bool_)}
+        planned = scheduler.when_free(
+            lambda: self._planner.plan(
+                batch,
+                queries,
+                prompt_ids=prompt_ids,
+                samples=samples,
+                pad_rows=padding,
+                pad_tokens=padding,
+                writes=scheduler.writes,
+                extras=extras,
+            )
+        )
         scheduler.writes = []
-        step = Step(batch, plan, uploaded, [batch.requests[row] for row in plan.sample_rows])
+        step = Step(planned, [batch.requests[row] for row in sampling])
         start = time.perf_counter()
         after = scheduler.forward.run(step)
         self.host_seconds -= time.perf_counter() - start
@@ -208,7 +216,7 @@ class Engine:
         if step.results is None:
             step.await_end()  # nothing to read, but the host runs no further ahead than it declared
             return
-        outputs = step.results["outputs"].np
+        outputs = step.results[self.scheduler.forward.results[0]].np.reshape(len(step.sampling), -1)
         lens = step.results["seq_lens"].np if self.settings.num_drafts else step.plan.seq_lens[step.plan.sample_rows]
         for row, request in enumerate(step.sampling):
             request.in_flight -= 1

@@ -40,6 +40,8 @@ class Forward:
     Attributes:
         stream: where everything runs.
         relay: what a forward leaves for the next one and for the host.
+        ids: its fields with the tokens that a request puts in next.
+        results: its fields that the host reads.
         kv: keys and values of all pages; only this stream reads and writes them.
     """
 
@@ -55,14 +57,15 @@ class Forward:
         self._req_to_token = req_to_token
         self._drafts = settings.num_drafts
         fields = {
-            "last_token": relay_field(torch.int64, non_negative=True),
-            "outputs": relay_field(torch.int64, (settings.decode_len,), read_by="host", non_negative=True),
+            "last_token": relay_field(torch.int64, read_by="device" if self._drafts else "both", non_negative=True)
         }
-        self._ids: tuple[str, ...] = ("last_token",)
+        self.ids: tuple[str, ...] = ("last_token",)
+        self.results: tuple[str, ...] = ("last_token",)
         if self._drafts:
+            fields["outputs"] = relay_field(torch.int64, (settings.decode_len,), read_by="host", non_negative=True)
             fields["drafts"] = relay_field(torch.int64, (self._drafts,), non_negative=True)
             fields["seq_lens"] = relay_field(torch.int64, read_by="both", non_negative=True)
-            self._ids = ("last_token", "drafts")
+            self.ids, self.results = ("last_token", "drafts"), ("outputs", "seq_lens")
             with runtime.use(self.stream):
                 history = runtime.device_zeros((pages.slots.capacity, settings.row_width), torch.int64)
             self._drafter = Drafter(self._drafts, history)
@@ -103,13 +106,7 @@ class Forward:
         """Launches one step; its results set out for the host. Returns the batch as it is after the step."""
         runtime, plan = self._runtime, step.plan
         with runtime.use(self.stream):
-            inputs = self.relay.resolve_forward_inputs(
-                plan,
-                step.uploaded,
-                ids=self._ids,
-                lengths="seq_lens" if self._drafts else None,
-                req_to_token=self._req_to_token,
-            )
+            inputs = step.planned.inputs()
             table = self._req_to_token.device_for(plan.slots)
             kv_tokens = table.index_select(0, inputs.slots)[:, : plan.max_kv_len].long()
             self._req_to_token.read_until(runtime.record())  # read-done
@@ -131,10 +128,9 @@ class Forward:
                 batch = self._speculate(step, inputs, view)
             else:
                 chosen = self._model.forward(inputs.input_ids, view, self.kv, inputs.last_token_indices).argmax(-1)
-                self.relay.publish(inputs.sampled_slots, last_token=chosen, outputs=chosen[:, None])
+                step.planned.publish(last_token=chosen)
             if step.sampling:
-                fields = ("outputs", "seq_lens") if self._drafts else ("outputs",)
-                step.results = self.relay.prefetch(inputs.sampled_slots, *fields)
+                step.results = step.planned.results
             step.forward_done = runtime.record()
         return batch
 
@@ -146,17 +142,16 @@ class Forward:
         last = (inputs.last_token_indices[:, None] + columns - self._drafts).clamp_(min=0)  # int64[n, width]
         logits = self._model.forward(inputs.input_ids, view, self.kv, last.reshape(-1))
         targets = logits.argmax(-1).view(-1, width)
-        decodes = step.uploaded["decodes"][:, None]
+        decodes = step.planned.extras["decodes"][:, None]
         outputs, accepted = verify(targets, inputs.input_ids[last], decodes)
 
-        rows = step.uploaded["sample_rows"]
+        rows = step.planned.extras["sample_rows"]
         true_lens = inputs.kv_lens[rows].long() - torch.where(decodes[:, 0], self._drafts - accepted, 0)
         self.relay.publish(inputs.sampled_slots, seq_lens=true_lens)
 
         slots = inputs.sampled_slots.device
         self._drafter.note(slots[:, None], (true_lens - accepted)[:, None] + columns, outputs)
-        self.relay.publish(
-            inputs.sampled_slots,
+        step.planned.publish(
             last_token=outputs.gather(1, accepted[:, None])[:, 0],
             drafts=self._drafter.propose(slots, true_lens + 1, plan.max_kv_len + 1),
             outputs=outputs,
