@@ -598,8 +598,8 @@ class StepPlanner:
         if levels.full:
             inputs.check(runtime)
         lens = plan.seq_lens
-        starts = None if requests.written else lens - _ONE
-        requests.written = self._pages.writes.launched(requests.rows, lens, starts)
+        begin = None if requests.written else lens - _ONE
+        requests.written = self._pages.writes.launched(requests.rows, lens, begin)
         return inputs
 
     def _report_constants(self) -> None:

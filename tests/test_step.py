@@ -499,3 +499,23 @@ def test_parts_of_two_pools(rt: Runtime) -> None:
         world.planner.plan(world.batch, writes=[None])  # type: ignore[list-item]
     with pytest.raises(ArgumentError):
         world.planner.plan(world.batch, extras=3)  # type: ignore[arg-type]
+
+
+def test_a_failed_upload_commits_nothing(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pools are whole after it, and the same step succeeds later."""
+    world = World.of(rt)
+    world.join([PAGE_SIZE, 3])  # one of them needs a page
+    world.step()
+
+    def fails(*arguments: Any, **named: Any) -> None:
+        raise MemoryError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(rt), "send", fails)
+        with pytest.raises(MemoryError):
+            world.planner.plan(world.batch)
+    world.pages.verify()
+    world.slots.verify()
+    assert world.pages.committed(world.batch.slots).tolist() == [PAGE_SIZE + 1, 4]
+    _, seen = world.step()
+    assert seen["kv_lens"] == [PAGE_SIZE + 2, 5]
