@@ -366,6 +366,20 @@ def test_pages_run_out(rt: Runtime) -> None:
     assert world.batch.seq_lens.np.tolist() == [PAGE_SIZE + 1]
 
 
+def test_pages_behind_a_fence_that_completes(device: str) -> None:
+    """A step finds the pages that a fence has made free since the last call."""
+    if device != "cpu":
+        pytest.skip("the lagging device is a stand-in for one with streams")
+    rt = LateRuntime(steps_in_flight=4)
+    world = World.of(rt, pages=2)
+    world.join([PAGE_SIZE, 2])
+    world.leave([1])
+    with pytest.raises(PoolExhaustedError):
+        world.planner.plan(world.batch)
+    rt.complete(100)
+    world.planner.plan(world.batch)
+
+
 def test_the_longest_request(rt: Runtime) -> None:
     """A token more than a request may have is refused before anything changes."""
     world = World.of(rt)
