@@ -656,6 +656,29 @@ def page_unwritten(tokens: Ints, written: Ints, **where: Unpack[Where]) -> Breac
 
 
 @invariant(
+    "full",
+    "make KV memory of zeros, and find the kernel that stores into padding what is not finite",
+    ("vllm #57156", "sglang #35351", "vllm #42494"),
+)
+def page_zero_finite(finite: Mask, **where: Unpack[Where]) -> Breach | None:
+    """The KV of page 0, which padded rows and masked positions read, is finite. `finite` bool[n] says so of each token.
+
+    A masked score times NaN is NaN, so that one such token spoils every row that has padding.
+    Cost: reads one page of each KV buffer. Broken by memory that was never written, and by graphs that were captured
+    over dummy inputs.
+    """
+    if (row := first_row(~finite)) is None:
+        return None
+    return Breach(
+        f"the KV of token {row} of page 0, which is padding, is not finite",
+        expected="finite numbers",
+        actual="NaN or infinity",
+        row=row,
+        slot=0,
+    )
+
+
+@invariant(
     "always",
     "grow before committing; never commit more tokens than are allocated, nor ask for more than a row holds",
     ("sglang #28754", "sglang #13741", "sglang #27731", "sglang #12224"),

@@ -150,6 +150,21 @@ def test_forward_entry_publishes_what_the_forward_writes(rt: Runtime, world: Wor
 
 
 @pytest.mark.usefixtures("full")
+def test_full_finds_padding_that_is_not_finite(rt: Runtime, world: World) -> None:
+    """The forward that would read NaN in page 0 of the KV memory is refused at its entry."""
+    kv = rt.device_zeros((world.pages.location_capacity, 2), torch.float32)
+    world.pages.register_kv(kv)
+    slots = world.take([3])
+
+    def forward() -> None:
+        world.resolve(*world.planned(slots, [3], [3], prompt_ids=[range(3)], pages=world.pages))
+
+    forward()
+    kv[0, 1] = float("nan")
+    refused(Code.PAGE_ZERO_FINITE, forward)
+
+
+@pytest.mark.usefixtures("full")
 def test_full_compares_the_column_with_the_relay(rt: Runtime, world: World) -> None:
     """A bounded column whose device side holds other lengths than the last forward published is MIRROR_EQUAL."""
     slots = world.take([9, 9])

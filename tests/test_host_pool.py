@@ -329,3 +329,12 @@ def test_memory_of_a_writer_waits_for_its_end(make: Make) -> None:
     assert counts(pool) == (8, 0, 0)
     with pytest.raises(ArgumentError, match="fence"):
         pool.take(1, 1, writer=3)  # type: ignore[arg-type]
+
+
+def test_padding_of_the_host_tier_is_finite_at_full(rt: Runtime) -> None:
+    """A NaN in page 0 of a host buffer, which masked positions read, is found by `verify` at `full`."""
+    pool = HostKVPool(rt, 4, 2, layers=2, item_shape=(2,), dtype=torch.float32)
+    pool._memory[1].host[1, 1] = float("nan")
+    pool.verify()
+    with levels.checks("full"):
+        assert refused(Code.PAGE_ZERO_FINITE, pool.verify).row == 1

@@ -143,6 +143,30 @@ def test_a_reader_on_another_stream_waits_for_the_writer(rt: Runtime, slots: Slo
     assert (rt.counters.stream_waits, rt.counters.forced_syncs, rt.counters.fence_waits) == (5, 0, 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("rows", ["locations", "pages"])
+def test_padding_of_registered_kv_is_finite_at_full(
+    rt: Runtime, pages: PagePool, dtype: torch.dtype, rows: str
+) -> None:
+    """A NaN in page 0 of KV memory is found at `full`; one on a page of a request is that request's."""
+    per_page = 1 if rows == "locations" else 4
+    kv = rt.device_zeros((pages.location_capacity // per_page, per_page, 2), dtype)
+    pages.register_kv(kv, rt.device_zeros((13, 3), torch.float32))
+    kv[4 // per_page].fill_(float("nan") if dtype.is_floating_point else 7)
+    with levels.checks("full"):
+        pages.check_kv()
+    kv[0, 0, 1] = float("inf") if dtype.is_floating_point else 7
+    pages.check_kv()
+    with levels.checks("full"):
+        if dtype.is_floating_point:
+            refused(Code.PAGE_ZERO_FINITE, pages.check_kv)
+        else:
+            pages.check_kv()
+    for wrong in (torch.zeros(5), torch.zeros(()), 3):
+        with pytest.raises((ShapeError, DeviceError, ArgumentError)):
+            pages.register_kv(wrong)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("level", ["off", "cheap", "full"])
 def test_takes_pages_before_a_request(slots: SlotPool, pages: PagePool, level: str) -> None:
     """Pages are taken without a slot, a request begins with them, and owns them when the lease is released."""

@@ -150,6 +150,8 @@ class ForwardInputs:
         if runtime.checks_suspended():
             return
         self._check_locations(runtime)
+        if self.plan.pages is not None:
+            self.plan.pages.check_kv("resolve_forward_inputs")
         invariants.sentinel_escaped(
             runtime.inspect(self.input_ids),
             object=self.plan,

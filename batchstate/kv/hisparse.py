@@ -128,6 +128,7 @@ class HiSparse:
                 remedy="let max_tokens_per_request of the pages be at least hot_tokens",
             )
         self._copier = KVCopier(pages, host, kv)
+        pages.register_kv(*kv)
         self._requests = TierRequests(
             host, self.slots.is_live, self._copier, self.slots.capacity, self.slots.transaction
         )
@@ -533,6 +534,7 @@ class HiSparse:
         self._transaction.operation = None
         if levels.full and not self.runtime.checks_suspended():
             self._check_backed(plan.slots.np, 0, where)
+            self.pages.check_kv("back_up")
 
     def _uploaded_indices(
         self, plan: LastLocation, uploaded: Mapping[str, torch.Tensor]

@@ -529,7 +529,7 @@ class HostKVPool:
         """Checks every invariant of the pool from scratch. At `full` it reads all free memory.
 
         Raises:
-            Violation: SLOT_STALE_HANDLE, TRANSFER_LATE_WRITE, and see `Allocator.verify`.
+            Violation: SLOT_STALE_HANDLE, TRANSFER_LATE_WRITE, PAGE_ZERO_FINITE, and see `Allocator.verify`.
         """
         self._transaction.enter(f"{self.name}: verify")
         self._allocator.verify()
@@ -538,6 +538,9 @@ class HostKVPool:
         expected = np.where(live, self._generation, 0)
         invariants.slot_stale_handle(pages, self._generation, expected, **self._where("verify"))
         self._check_poison(pages[1:], "verify")
+        for memory in self._memory if levels.full else ():
+            padding = memory.host[: self.page_size].float().reshape(self.page_size, -1)
+            invariants.page_zero_finite(torch.isfinite(padding).all(1).numpy(), **self._where("verify"))
 
     def expect_idle(self) -> None:
         """Checks that nothing is live. Pending pages are not leaks.

@@ -281,6 +281,7 @@ class PagePool:
         runtime.declare_indices("page", self.num_pages + 1)
         runtime.declare_indices("location", self.location_capacity)
         self.writes = KVWrites(runtime, slots.capacity)  # for the library
+        self._kv: tuple[torch.Tensor, ...] = ()
         self._leases: dict[int, PageLease] = {}  # by id, those that are not released
         self.epochs = Changes(slots.capacity, "pages")
         self.shares = Changes(slots.capacity, "holders of the pages")
@@ -434,6 +435,47 @@ class PagePool:
         raise ArgumentError(
             f"{self.name}: a table by {by!r}", value=by, remedy='pass by="location" or by="page"; slots have their own'
         )
+
+    def register_kv(self, *buffers: torch.Tensor) -> None:
+        """Says which KV memory the locations index, so that `full` can check that page 0, which is padding, is finite.
+
+        Each forward of a `ForwardPlan` with these pages is checked at its entry, on its stream; others by `check_kv`.
+
+        Args:
+            *buffers: of the device, [location_capacity, ...] or [num_pages + 1, ...].
+
+        Raises:
+            ShapeError: other rows.
+            DeviceError: on another device.
+            ArgumentError: not tensors.
+        """
+        self.runtime.check_owner(f"{self.name}: register_kv")
+        for one in buffers:
+            what, given = f"{self.name}: register_kv", type(one).__name__
+            if not isinstance(one, torch.Tensor):
+                raise ArgumentError(f"{what} of {given}", value=one, remedy="pass tensors of the device")
+            if one.device != self.runtime.device:
+                raise DeviceError(f"{what}: a tensor on {one.device}", value=one.device, remedy="use one device")
+            if not one.ndim or one.shape[0] not in (self.location_capacity, self.num_pages + 1):
+                raise ShapeError(
+                    f"{what}: {list(one.shape)}",
+                    value=tuple(one.shape),
+                    remedy=f"pass [{self.location_capacity}, ...] or [{self.num_pages + 1}, ...]",
+                )
+        self._kv += buffers
+
+    def check_kv(self, operation: str = "check_kv") -> None:
+        """Checks, at `full`, that page 0 of the registered KV memory is finite. Reads device memory on this stream.
+
+        Raises:
+            Violation: PAGE_ZERO_FINITE.
+        """
+        if not levels.full or self.runtime.checks_suspended():
+            return
+        for buffer in self._kv:
+            page = buffer[: self.page_size if buffer.shape[0] == self.location_capacity else 1]
+            finite = torch.isfinite(page.float()).reshape(page.shape[0], -1).all(1)
+            invariants.page_zero_finite(self.runtime.inspect(finite), **self._where(operation))
 
     def reap(self) -> int:
         """Makes free the pending pages whose fences are complete; says how many. Never waits."""

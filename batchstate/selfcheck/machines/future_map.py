@@ -434,6 +434,7 @@ class FutureMapMachine(Machine):
             max_tokens_per_request=_MOST_TOKENS,
             req_to_token=self.table,
         )
+        self.pages.register_kv(self.rt.device_zeros((self.pages.location_capacity, 2), torch.float32, name="kv"))
         fields = declared(hidden)
         self.relay = FutureMap(self.pool, fields)
         self.model = RelayModel(fields)
