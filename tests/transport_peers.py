@@ -11,11 +11,14 @@ import base64
 import contextlib
 import json
 import multiprocessing
+import os
+import socket
 import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, final
 
 import numpy as np
@@ -237,6 +240,38 @@ def joined(here: EngineSide, there: Any, nbytes: int = 8 << 20) -> str:
     here.register(nbytes, seed=1)
     there.call("register", nbytes, SENTINEL)
     return here.connect(there.call("endpoint"))
+
+
+def listening(pid: int | None) -> list[tuple[str, int]]:
+    """Where a process listens by TCP: addresses as the kernel writes them, and ports."""
+    sockets = {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir() if each.is_symlink()}
+    found = []
+    for table in ("tcp", "tcp6"):
+        path = Path(f"/proc/{pid}/net/{table}")
+        for fields in map(str.split, path.read_text().splitlines()[1:] if path.exists() else []):
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                address, _, port = fields[1].partition(":")
+                found.append((address, int(port, 16)))
+    return found
+
+
+NOISE = (b"", b"\0", b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 8, b"\xff" * 200_000, b'{"is": 1}\n', b"[" * 99)
+"""What strangers say: nothing, too little, another protocol, noise, too much, JSON."""
+
+
+def strangers(port: int, count: int, stack: contextlib.ExitStack) -> int:
+    """So many callers of a port of this machine, which stay until `stack` is left; how many bytes they were told."""
+    wires, told = [], 0
+    for number in range(count):
+        wire = stack.enter_context(socket.create_connection(("127.0.0.1", port), 10))
+        wire.setblocking(False)
+        with contextlib.suppress(OSError):
+            wire.send(NOISE[number % len(NOISE)])
+        wires.append(wire)
+    for wire in wires:
+        with contextlib.suppress(OSError):
+            told += len(wire.recv(4096))
+    return told
 
 
 def sentinels(nbytes: int = 8 << 20) -> npt.NDArray[np.uint8]:

@@ -8,7 +8,8 @@ One request, in order::
     complete   DELIVERED, and the first token is known: the decode worker takes it over
 
 An attempt that fails gives its slot up at once. Its host locations stay pending until no writer can write them any
-more, and the next attempt gets others.
+more, and the next attempt gets others. One that is delivered, and whose writers are gone before any has told the first
+token, has failed too.
 """
 
 import time
@@ -169,8 +170,12 @@ class Arrivals:
         self._complete.extendleft(reversed(arrivals))
 
     def _give_up(self) -> None:
-        for arrival in self._open.values():
-            if self._clock() - arrival.since > self._lease_seconds:
+        for arrival in list(self._open.values()):
+            late = self._clock() - arrival.since > self._lease_seconds
+            if arrival.lease.state is LeaseState.DELIVERED:  # and nobody has told its first token
+                if late or all(one.worker.ended or one.worker.lost is not None for one in arrival.lease.writers):
+                    self._again(arrival)
+            elif late:
                 self.receiver.abort(arrival.lease, f"not here after {self._lease_seconds} s")
 
     def _hear(self) -> None:
@@ -201,6 +206,10 @@ class Arrivals:
             self.transferred_bytes += lease.num_tokens * self._token_bytes
             self._complete_if(arrival)
             return
+        self._again(arrival)
+
+    def _again(self, arrival: Arrival) -> None:
+        lease = arrival.lease
         del self._open[lease.serial], self._by_name[lease.request, lease.attempt]
         self._tier.abort(arrival.slot)
         self._failed.append(lease)
@@ -220,8 +229,9 @@ class Arrivals:
             return False
         name = f"request {request.number}"
         try:
-            if before is None:
-                lease = self.receiver.lease(name, len(request.prompt), self._writers)
+            if before is None or before.state is LeaseState.DELIVERED:
+                attempt = 1 if before is None else before.attempt + 1
+                lease = self.receiver.lease(name, len(request.prompt), self._writers, attempt=attempt)
             else:
                 lease = self.receiver.retry(before, self._writers)
         except TransferError:  # a writer is gone, and its channel has not told so yet

@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         "and Mooncake listens on all interfaces whatever --host says: see --trusted-network.",
     )
     add = parser.add_argument
-    add("--transport", choices=TRANSPORTS, default="nixl", help="default: %(default)s")
+    add("--transport", choices=TRANSPORTS, default="tcp", help="default: %(default)s")
     add("--requests", metavar="N", type=common.whole(1), default=200, help="default: %(default)s")
     add("--page-size", metavar="N", type=common.whole(1), default=16, help="tokens a page, as 1, 16, 64 (default: 16)")
     add("--hot-tokens", metavar="N", type=common.whole(2), default=32, help="of a request, on the device (default: 32)")
@@ -140,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     roles.add_argument(
         "--trusted-network",
         action="store_true",
-        help="the network keeps all but the workers out; wanted by mooncake, and by nixl on another interface than lo",
+        help="firewall or namespace keep all but the workers out; wanted by nixl and mooncake",
     )
     common.add_device(parser)
     common.add_seed(parser)

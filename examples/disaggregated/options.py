@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 AUTHKEY = "BATCHSTATE_AUTHKEY"
 """Environment variable with the secret that both workers know; any process that has it may talk to them."""
 
-TRANSPORTS = ("nixl", "tcp", "mooncake")
+TRANSPORTS = ("tcp", "nixl", "mooncake")
 
 
 @attrs.frozen
@@ -39,7 +39,7 @@ class Options:
         patience: seconds without any progress after which a worker gives up.
     """
 
-    transport: str = attrs.field(default="nixl", validator=in_(TRANSPORTS))
+    transport: str = attrs.field(default="tcp", validator=in_(TRANSPORTS))
     requests: int = attrs.field(default=200, validator=ge(1))
     page_size: int = attrs.field(default=16, validator=ge(1))
     hot_tokens: int = attrs.field(default=32, validator=ge(2))

@@ -4,6 +4,7 @@ A worker ends with an error when its peer or its supervisor hangs up, and when n
 `Options.patience` seconds.
 """
 
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import Any, final
@@ -146,7 +147,8 @@ def serve_decode(
     worker = DecodeWorker(parts, options, requests)
     joining = Joining(worker, options, parts.model, authkey)
     before = parts.runtime.counters.snapshot()
-    broken, farewells, start = None, [], time.perf_counter()
+    broken, start = None, time.perf_counter()
+    farewells: dict[str, dict[str, Any]] = {}
     try:
         for rank, address in enumerate(addresses):
             joining.join(rank, address)
@@ -155,7 +157,7 @@ def serve_decode(
             time.sleep(NAP)
         start = time.perf_counter()
         _serve_requests(worker, options, joining, supervisor)
-        farewells = _farewells(worker)
+        farewells = _farewells(worker, supervisor)
     except Violation as violation:
         broken = str(violation)
     except WriterFailedError as error:
@@ -180,8 +182,9 @@ def serve_decode(
         "host_to_device_copies": cost.host_to_device_copies,
         "quarantined": worker.quarantined,
         "quarantined_max": worker.quarantined_max,
-        "leaks": worker.leaks + sum(one["leaks"] for one in farewells),
-        "prefill_steps": sum(one["steps"] for one in farewells),
+        "leaks": worker.leaks + sum(one["leaks"] for one in farewells.values()),
+        "prefill_steps": sum(one["steps"] for one in farewells.values()),
+        "farewells": list(farewells),
     }
 
 
@@ -216,7 +219,8 @@ class Joining:
                 self._worker.arrivals.ended(name)
             if "address" in words:
                 host, port = words["address"]
-                self.join(int(words["rank"]), (str(host), int(port)))
+                with contextlib.suppress(ChannelClosedError):  # it has ended meanwhile: the supervisor will say so
+                    self.join(int(words["rank"]), (str(host), int(port)))
 
 
 def _serve_requests(worker: DecodeWorker, options: Options, joining: Joining, supervisor: Channel | None) -> None:
@@ -254,20 +258,31 @@ def _kill_pends(options: Options, joining: Joining, arrivals: Arrivals) -> bool:
     return not joining.ended or not arrivals.connected
 
 
-def _farewells(worker: DecodeWorker) -> list[dict[str, Any]]:
-    """Tells each prefill worker to stop, and hears what it has to say at the end."""
-    farewells = []
+def _farewells(worker: DecodeWorker, supervisor: Channel | None) -> dict[str, dict[str, Any]]:
+    """Tells each prefill worker to stop, and hears what it has to say at the end, by name.
+
+    One that ends before it has said so costs nothing any more. Without a supervisor it is an error.
+    """
+    farewells = {}
     for name, channel in worker.arrivals.channels().items():
-        channel.say(stop=True)
-        while True:
-            kind, payload = channel.await_one(STARTS_IN)
-            words = Channel.words(payload) if kind is Kind.WORDS else {}
-            if "failed" in words:
-                raise WriterFailedError(str(words["failed"]), violation=bool(words.get("violation")))
-            if "farewell" in words:
-                farewells.append(words["farewell"])
-                break
-            if kind is Kind.TRANSPORT:
-                worker.arrivals.receiver.on_message(payload, name)
+        try:
+            farewells[name] = _farewell(worker, name, channel)
+        except ChannelClosedError:
+            if supervisor is None:
+                raise
         channel.close()
     return farewells
+
+
+def _farewell(worker: DecodeWorker, name: str, channel: Channel) -> dict[str, Any]:
+    channel.say(stop=True)
+    while True:
+        kind, payload = channel.await_one(STARTS_IN)
+        words = Channel.words(payload) if kind is Kind.WORDS else {}
+        if "failed" in words:
+            raise WriterFailedError(str(words["failed"]), violation=bool(words.get("violation")))
+        if "farewell" in words:
+            farewell: dict[str, Any] = words["farewell"]
+            return farewell
+        if kind is Kind.TRANSPORT:
+            worker.arrivals.receiver.on_message(payload, name)

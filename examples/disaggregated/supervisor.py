@@ -97,8 +97,9 @@ class Supervisor:
                     self._tell(decode, rank=words["rank"], address=words["address"])
             for words in decode.heard():
                 if "figures" in words:
-                    self._await_ends(prefills, decode)
-                    return {**words["figures"], "killed": self._killed}
+                    figures = words["figures"]
+                    self._await_ends([*(one for one in prefills if one.name in figures["farewells"]), decode])
+                    return {**figures, "killed": self._killed}
                 after = self._options.kill_prefill_after
                 if not self._killed and after is not None and words.get("delivered", 0) >= after:
                     self._killed = 1
@@ -151,12 +152,12 @@ class Supervisor:
         except ChannelClosedError as error:
             raise RunFailedError(f"{child.name} has ended") from error
 
-    def _await_ends(self, prefills: list[Child], decode: Child) -> None:
-        for child in self._children:
+    def _await_ends(self, children: list[Child]) -> None:
+        """Those that are waiting for a decode worker, or were killed meanwhile, are not among `children`."""
+        for child in children:
             child.process.join(ENDS_IN)
             if child.process.is_alive():
                 raise RunFailedError(f"{child.name} did not end")
-        for child in (*prefills, decode):
             if child.process.exitcode:
                 raise RunFailedError(f"{child.name} has ended with exit code {child.process.exitcode}")
 

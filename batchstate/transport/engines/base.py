@@ -486,8 +486,8 @@ def check_trusted(why: str, trusted_network: bool) -> None:
 
 
 _HOMES = {
-    "nixl": ("batchstate.transport.engines.nixl", "NixlEngine"),
     "tcp": ("batchstate.transport.engines.tcp", "TcpEngine"),
+    "nixl": ("batchstate.transport.engines.nixl", "NixlEngine"),
     "mooncake": ("batchstate.transport.engines.mooncake", "MooncakeEngine"),
 }
 
@@ -495,11 +495,11 @@ ENGINES = tuple(_HOMES)
 """Names that `open_engine` knows. The engine of tests, `InProcessEngine`, needs a network and is made by itself."""
 
 
-def open_engine(name: str = "nixl", **options: Any) -> Engine:
+def open_engine(name: str = "tcp", **options: Any) -> Engine:
     """The engine of this name; what it needs besides the library is imported now.
 
     Args:
-        name: `nixl`, `tcp` or `mooncake`.
+        name: `tcp`, `nixl` or `mooncake`; the last two want `trusted_network=True`.
         options: of its class.
 
     Raises:

@@ -15,8 +15,9 @@ Guarantees, each tested between two processes:
   keeps one core busy for each engine, idle or not.
 
 Warning: UCX listens on one TCP port of the interface, which it needs to notice that a peer is gone, and asks no client
-for anything: a process that speaks its protocol can write into this one. Noise does no harm there. On the loopback that
-is every process of the machine, or of the network namespace; any other interface wants `trusted_network=True`.
+for anything: a process that speaks its protocol can write into this one, and noise behind its magic number ends it.
+Nothing here can change that. So the engine opens only for who says that the network lets nobody else there, on the
+loopback too: `trusted_network=True`.
 
 `write` copies on the calling thread what the transport takes at once: all of it between processes of one machine
 (`cma`), what fits into the sockets with `tcp`.
@@ -141,12 +142,13 @@ class NixlEngine(Engine):
         tls: UCX transports, with commas; keep `tcp` among them. By default shared memory and `tcp`, and `cuda` where
             torch is built for it.
         progress_us: how often NIXL's thread looks, in microseconds.
-        trusted_network: that only workers who may write here reach the interface, where it is not the loopback.
+        trusted_network: that only workers who may write here reach the interface: a firewall, or a network namespace of
+            its own, keeps all others out, processes of this machine among them.
 
     `UCX_NET_DEVICES`, `UCX_TLS` and `NIXL_LOG_LEVEL` of the environment win over these.
 
     Raises:
-        ArgumentError: another interface than the loopback, without `trusted_network=True`.
+        ArgumentError: without `trusted_network=True`.
         TransferError: NIXL is not installed, or cannot be opened with this interface and these transports.
     """
 
@@ -161,9 +163,7 @@ class NixlEngine(Engine):
         *,
         trusted_network: bool = False,
     ) -> None:
-        listens = os.environ.get("UCX_NET_DEVICES", interface)
-        if listens != "lo":
-            check_trusted(f"UCX listens on {listens or 'all interfaces'}", trusted_network)
+        check_trusted(f"UCX listens on {interface or 'all interfaces'}", trusted_network)
         super().__init__()
         wanted = tls or "cma,posix,tcp" + (",cuda" if torch.version.cuda else "")
         with _environment(_settings(interface, wanted)):
