@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from batchstate import invariants, levels
 from batchstate._arrays import count
+from batchstate._source_lines import Line, users_line
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, PoolBrokenError, PoolExhaustedError
 from batchstate.indices import Handles, Slots
 from batchstate.invariants import times_checked
@@ -43,6 +44,10 @@ MOST_INDICES = 2**31 - 2
 
 MOST_TOKENS = 2**62
 """Tokens of one pool: sums of two such numbers are still int64."""
+
+
+_MOST_LINES = 12
+"""Remembered of each take: the library's own, and some of the engine."""
 
 
 def size_of(value: SupportsIndex, what: str, *, least: int = 0, most: int = MOST_INDICES) -> int:
@@ -338,6 +343,7 @@ class Allocator:
         self._ordinary = free_list(1, size)
         self._reserved = free_list(size + 1, size + reserve)
         self._queue = PendingQueue()
+        self._taken_at: dict[int, Sequence[Line]] = {}  # at `full`
         # Twice as many states as indices, so that those after the last, and negative ones, which count from the end,
         # fall on padding (memory that is not touched costs nothing). See `all_are` and `_states_of`.
         self._states = np.zeros(2 * self.capacity + 1, dtype=np.uint8)
@@ -423,11 +429,27 @@ class Allocator:
         if from_reserve:
             self._reserved.drop(from_reserve)
         self._states[indices] = LIVE_MARK
+        if levels.full or self._taken_at:
+            self._note_lines(indices)
         self.taken_total += n
         self.live = live = self.live + n
         if live > self.peak_live:
             self.peak_live = live
         return indices
+
+    def _note_lines(self, indices: Ints) -> None:
+        """Remembers, at `full`, the lines that led to taking `indices`, innermost first."""
+        lines: list[Line] = []
+        frame = sys._getframe(2) if levels.full else None
+        while frame is not None and len(lines) < _MOST_LINES:
+            lines.append(Line(frame.f_code, frame.f_lineno))
+            frame = frame.f_back
+        self._taken_at.update(dict.fromkeys(indices.tolist(), lines))
+
+    def _named(self, index: int) -> str:
+        """A live index, with the line where it was taken, if that is known."""
+        line = users_line(self._taken_at.get(index, ()))
+        return str(index) if line is None else f"{index} (taken at {line})"
 
     # Releasing
 
@@ -581,6 +603,7 @@ class Allocator:
                 0,
                 self._total,
                 leaked=self.live_indices(),
+                named=self._named,
                 **self._where(operation),
             )
 

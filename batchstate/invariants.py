@@ -500,26 +500,27 @@ def slot_conservation(
     size: int,
     *,
     leaked: Ints | None = None,
+    named: Callable[[int], str] = str,
     problem: str | None = None,
     remedy: str | None = None,
     **where: Unpack[Where],
 ) -> Breach | None:
     """Free + pending + live = size, each counted on its own.
 
-    `leaked` are indices to name in the report: those whose owner is gone or should be. `problem` and `remedy` say it in
-    the words of a place that knows what is being done.
+    `leaked` are indices to name in the report, by `named`: those whose owner is gone or should be. `problem` and
+    `remedy` say it in the words of a place that knows what is being done.
     Cost: two additions at `cheap`; `verify` counts the states anew. Broken by a leak or by a free list that grew.
     """
     total = free + pending + live
     if total == size and free >= 0 and pending >= 0 and live >= 0:
         return None
-    named, slot = "", None
+    lost, slot = "", None
     if leaked is not None and leaked.size:
         slot = int(leaked[0])
-        names = ", ".join(str(index) for index in leaked[:8])
-        named = f"{leaked.size} leaked: {names}{', ...' if leaked.size > 8 else ''}; without them "
+        names = ", ".join(named(index) for index in leaked[:8].tolist())
+        lost = f"{leaked.size} leaked: {names}{', ...' if leaked.size > 8 else ''}; without them "
     return Breach(
-        problem or f"{named}{free} free + {pending} pending + {live} live is {total}",
+        problem or f"{lost}{free} free + {pending} pending + {live} live is {total}",
         expected=f"{size} in all",
         actual=total,
         slot=slot,

@@ -1,6 +1,7 @@
 """Slot pools: no slot has two owners, and everything that was taken can be accounted for."""
 
 import functools
+import re
 import time
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ from batchstate import invariants, levels
 from batchstate.errors import ArgumentError, BatchStateError, DeviceError, OwnerThreadError, PoolExhaustedError
 from batchstate.hybrid import HybridSlotPool
 from batchstate.indices import Slots
+from batchstate.kv.pages import PagePool
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
 from batchstate.selfcheck.machines.pools import SlotMachine
@@ -349,3 +351,27 @@ def test_a_handle_without_a_generation_has_no_owner(rt: Runtime) -> None:
             refused(Code.SLOT_STALE_HANDLE, use)
         if free:
             pool.take(1)
+
+
+def test_a_leak_is_named_with_the_line_that_took_it(rt: Runtime) -> None:
+    """At `full` the report of a leak says where each slot and page was taken; what was taken below says no line."""
+    pool = SlotPool(rt, 8)
+    pages = PagePool(rt, pool, 8, 4, max_tokens_per_request=8)
+
+    def admitted() -> Slots:
+        return pool.take(1)
+
+    def grown(slots: Slots) -> None:
+        pages.extend(slots, 5)
+
+    with levels.checks("full"):
+        admitted()
+        kept = pool.take(1)
+        grown(kept)
+    with levels.checks("cheap"):
+        pool.free(pool.take(2))
+        pool.take(1)
+    slots, owned = (refused(Code.SLOT_CONSERVATION, one.expect_idle) for one in (pool, pages))
+    found = re.findall(r"(\d+)(?: \(taken at \S*test_pools.py:\d+ in (\w+)\))?[,;]", slots.problem)
+    assert found == [("1", "admitted"), ("2", test_a_leak_is_named_with_the_line_that_took_it.__name__), ("3", "")]
+    assert owned.problem.count(" in grown)") == 2

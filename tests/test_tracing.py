@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchstate._source_lines import source_line
 from batchstate.errors import ArgumentError, DeviceError, OwnerThreadError
 from batchstate.mirror import MirroredTensor
 from batchstate.runtime import CpuRuntime, DoneFence
@@ -20,7 +21,6 @@ from batchstate.testing.tracing.dispatch import tracing
 from batchstate.testing.tracing.memory import Allocation, Allocations, MemoryKind, Name
 from batchstate.testing.tracing.operations import MemoryAccess, Operation
 from batchstate.testing.tracing.regions import ByteRegion, of_elements, of_index, of_rows, of_tensor, union, union_of
-from batchstate.testing.tracing.source_lines import source_line
 from tests.doubles import in_a_thread
 
 BYTES = 96

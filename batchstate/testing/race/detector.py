@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Literal, final
 
 from batchstate import invariants
+from batchstate._source_lines import SourceLine, source_line
 from batchstate.testing.race.history import Entry, History, Used, hint_for, rows_of
 from batchstate.testing.race.report import Access, EventKind, RaceKind, RaceReport
 from batchstate.testing.tracing.clocks import HOST, Clocks, StreamClock
 from batchstate.testing.tracing.memory import HOST_KINDS, Allocation, MemoryKind, Name
 from batchstate.testing.tracing.regions import ByteRegion, union_of
-from batchstate.testing.tracing.source_lines import SourceLine, source_line
 from batchstate.violations import Breach, Violation
 
 _RECENT = 32

@@ -4,11 +4,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, final
 
+from batchstate._source_lines import SourceLine
 from batchstate.testing.race.report import Access, Event, EventKind, RaceKind
 from batchstate.testing.tracing.clocks import HOST, StreamClock
 from batchstate.testing.tracing.memory import Name
 from batchstate.testing.tracing.regions import ByteRegion
-from batchstate.testing.tracing.source_lines import SourceLine
 
 Used = Sequence[tuple[Name, ByteRegion]]
 

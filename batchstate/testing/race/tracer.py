@@ -5,6 +5,7 @@ from typing import Any, final
 
 import torch
 
+from batchstate._source_lines import source_line
 from batchstate.errors import ArgumentError
 from batchstate.runtime import Runtime
 from batchstate.testing.race.detector import Detector, RaceAllocation
@@ -16,7 +17,6 @@ from batchstate.testing.tracing.dispatch import TracedCall, Tracer, untraced
 from batchstate.testing.tracing.memory import HOST_KINDS, MemoryKind, Name
 from batchstate.testing.tracing.operations import MemoryAccess, tensors_in
 from batchstate.testing.tracing.regions import ByteRegion, of_tensor
-from batchstate.testing.tracing.source_lines import source_line
 
 Checked = list[tuple[RaceAllocation, ByteRegion, bool]]
 """Memory, the bytes of it, and whether they are written."""

@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from batchstate._source_lines import SourceLine
 from batchstate.errors import BatchStateError
 from batchstate.runtime.base import Counters
 from batchstate.testing.tracing.clocks import unused_name
-from batchstate.testing.tracing.source_lines import SourceLine
 
 _WORD = np.uint32(0xFFF5A5A5)
 """What memory holds that was never filled: numbers that no program can take for its own."""

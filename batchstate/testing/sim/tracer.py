@@ -9,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from batchstate._source_lines import source_line
 from batchstate.errors import ArgumentError, DeviceError
 from batchstate.testing.sim.calls import Call, View, packed, written
 from batchstate.testing.sim.device import Block, BlockAllocator, Device, DeviceStream, Task, bytes_of, poison, poisoned
 from batchstate.testing.sim.shapes import NewTensor, UnknownError, results_of
 from batchstate.testing.tracing.dispatch import TracedCall, Tracer
 from batchstate.testing.tracing.memory import HOST_KINDS, Allocation, MemoryKind
-from batchstate.testing.tracing.source_lines import source_line
 
 
 @final

@@ -2,12 +2,13 @@
 
 import os
 import sys
+from collections.abc import Iterable
 from types import CodeType, FrameType
 from typing import NamedTuple, final
 
 import torch
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TOOLS = tuple(os.path.join(_PACKAGE, "testing", folder) + os.sep for folder in ("tracing", "race", "sim"))
 _TESTING = tuple(os.path.join(_PACKAGE, folder) + os.sep for folder in ("testing", "selfcheck"))
 _SEAM = os.path.join(_PACKAGE, "runtime") + os.sep
@@ -54,6 +55,11 @@ def source_line(depth: int = 2) -> SourceLine:
             line = Line(code, frame.f_lineno)
         frame = frame.f_back
     return SourceLine(line, None)
+
+
+def users_line(lines: Iterable[Line]) -> Line | None:
+    """The first of some lines, innermost first, that is not the library's."""
+    return next((line for line in lines if _kind(line.code.co_filename) == _USER), None)
 
 
 def _kind(path: str) -> int:
