@@ -7,7 +7,7 @@ from batchstate.levels import Level, current_checks
 from batchstate.runtime import CpuRuntime, Runtime
 from batchstate.selfcheck.machines import MACHINES
 from batchstate.selfcheck.machines.pools import SlotPoolMachine
-from batchstate.testing import LateRuntime, run_machine
+from batchstate.testing import LateRuntime, Machine, run_machine
 from batchstate.testing.devices import open_device
 
 EXAMPLES = {
@@ -82,7 +82,11 @@ def test_machines_that_look_for_late_work_lag(name: str, length: int) -> None:
 
     seen: set[type[Runtime]] = set()
 
-    watching = type("Watching", (MACHINES[name],), {"check": lambda self: seen.add(type(self.rt))})
+    def open_and_look(machine: Machine) -> None:
+        MACHINES[name].open(machine)
+        seen.add(type(machine.rt))
+
+    watching = type("Watching", (MACHINES[name],), {"open": open_and_look})
     assert run_machine(watching, examples=2, steps=3).failure is None
     assert seen == {LateRuntime}
     assert run_machine(watching, examples=length, steps=length, runtimes=Watched, level="cheap").failure is None
