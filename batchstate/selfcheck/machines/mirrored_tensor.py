@@ -276,10 +276,10 @@ class MirroredTensorMachine(Machine):
         if kind is MirroredTensor:
             return self.kept(data.draw(mirrored_tensors(self.rt), label="value"))
         array = data.draw(column_values(torch.int64, data.draw(st.integers(1, MOST_ROWS))), label="indices")
-        if kind is not Slots:
+        if not issubclass(kind, Handles):
             return self.kept(Modelled(kind.from_host(self.rt, array), array, array))
         generations = np.arange(1, len(array) + 1, dtype=np.int64)
-        value = Slots.from_host(self.rt, array, generations=generations)
+        value = kind.from_host(self.rt, array, generations=generations)
         return self.kept(Modelled(value, array, array, generations))
 
     @rule(one=VALUES, side=st.booleans())
