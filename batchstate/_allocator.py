@@ -723,11 +723,15 @@ class Generations:
     def rows_of(self, slots: Slots, operation: str, *, unique: bool = False, padded: bool = False) -> Ints:
         """The numbers of handles of this pool that are all good, int64[n], read-only; see `SlotPool.rows_of`."""
         rows, held = self.numbers_of(slots, Slots, operation, padded=padded)
-        if padded and rows.size and not rows[-1]:
+        changes = self._allocator.taken_total + self._allocator.freed_total
+        if slots.held_at == changes and not levels.full:
+            times_checked[STALE_HANDLE] += 1
+        elif padded and rows.size and not rows[-1]:
             owned = np.count_nonzero(rows)
             self.check_held(rows[:owned], held[:owned], operation)
         else:
             self.check_held(rows, held, operation)
+            slots.held_at = changes
         if unique and self._allocator.repeated(rows):
             invariants.slot_shared(rows, **self._where(operation))
         return rows

@@ -7,16 +7,15 @@ import attrs
 import numpy as np
 import torch
 
-from batchstate import invariants, levels
+from batchstate import levels
 from batchstate._arrays import Array, as_array
 from batchstate._origin import RowSet
 from batchstate._rows import MOST_SOURCES, DeviceRows, RowState
 from batchstate.columns import TensorColumn
 from batchstate.errors import ArgumentError, DeviceError
-from batchstate.mirror import DeviceSide, MirroredTensor, ReadyTensor, rows_of, write_count
+from batchstate.mirror import DeviceSide, MirroredTensor, ReadyTensor, write_count
 from batchstate.runtime import PackedUpload, Runtime
 from batchstate.tables import TableWrite
-from batchstate.violations import Where
 
 
 @final
@@ -226,29 +225,24 @@ class BatchDevice:
         if name in self._needs:
             packed = self._packed_now()
             crossed = [self._runtime.use_part_on_current_stream(packed, place) for place in self._needs[name]]
-        where: Where = {"object": rows, "operation": "gather", "column": name, "step": self._runtime.step}
-        gathered = rows.gathered(self._runtime, crossed, where)
+        gathered = rows.gathered(self._runtime, crossed)
         if self._exposed.get(name) is not gathered.tensor:
-            contents = rows.contents(self._runtime) if levels.full else None
-            if contents is not None:
-                invariants.mirror_equal(contents[0], rows_of(self._runtime, gathered.tensor), **where)
             self._expose(name, gathered.tensor)
-            self.start_from(name, gathered, None if contents is None else contents[0])
+            self.start_from(name, gathered)
         return gathered
 
-    def start_from(self, name: str, gathered: ReadyTensor, contents: Array | None = None) -> None:
+    def start_from(self, name: str, gathered: ReadyTensor) -> None:
         """The column, and batches derived from here on, start from what was gathered, not from where it came from.
 
         Args:
             name: of a column whose host side is not a copy.
             gathered: its rows, with or without padded ones after them.
-            contents: what they are, for checks at `full`.
         """
         num_rows = len(self.state.device[name])
         if gathered.tensor.shape[0] != num_rows:
             gathered = gathered._replace(tensor=gathered.tensor[:num_rows])
         self._needs.pop(name, None)
-        self.state.device = {**self.state.device, name: DeviceRows.of(DeviceSide(gathered, contents), num_rows)}
+        self.state.device = {**self.state.device, name: DeviceRows.of(DeviceSide(gathered), num_rows)}
 
     def _packed_now(self) -> PackedUpload:
         if self._packed is None:
@@ -284,7 +278,7 @@ def joined_writes(runtime: Runtime, writes: Sequence[TableWrite]) -> list[TableW
         joined = [same[0] if len(same) == 1 else _joined(same) for same in by_table.values()]
     if levels.full:
         for write in joined:
-            copy = invariants.first_duplicate(write.index)
+            copy = _first_conflict(write)
             if copy is not None:
                 raise ArgumentError(
                     f"upload: element {write.index[copy]} of {write.table!r} is written twice",
@@ -292,6 +286,14 @@ def joined_writes(runtime: Runtime, writes: Sequence[TableWrite]) -> list[TableW
                     remedy="write each element once a step; a device does not order the writes of one scatter",
                 )
     return joined
+
+
+def _first_conflict(write: TableWrite) -> int | None:
+    """Where an element is written a second time, with another value; None if that does not happen."""
+    order = np.argsort(write.index, kind="stable")
+    index, values = write.index[order], write.values[order]
+    conflicts = np.flatnonzero((index[1:] == index[:-1]) & (values[1:] != values[:-1]))
+    return int(order[conflicts + 1].min()) if conflicts.size else None
 
 
 def _joined(writes: Sequence[TableWrite]) -> TableWrite:

@@ -24,10 +24,14 @@ class Handles(MirroredTensor):
     Pools make them. The generations go wherever the rows go; padded rows are index 0, generation 0.
     """
 
-    __slots__ = ()
+    __slots__ = ("held_at",)
 
     def __init__(self, runtime: Runtime, host: Array | None, device: DeviceSide | None, **rest: Any) -> None:
-        """For the library. Without generations they have generation 0, which nothing live has."""
+        """For the library. Without generations they have generation 0, which nothing live has.
+
+        `held_at` counts the changes of the pool when all of them were last found live; -1 before.
+        """
+        self.held_at = -1
         if rest.get("generations") is None:
             rest["generations"] = np.zeros(rest["shape"][0], dtype=np.int64)
         super().__init__(runtime, host, device, **rest)

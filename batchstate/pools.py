@@ -177,6 +177,11 @@ class SlotPool:
         return self._allocator.capacity
 
     @property
+    def changes(self) -> int:
+        """How many slots were ever taken and freed: while it stays, every live handle is live. For the library."""
+        return self._allocator.taken_total + self._allocator.freed_total
+
+    @property
     def stats(self) -> SlotStats:
         """The pool in numbers, after `reap`."""
         self.reap()

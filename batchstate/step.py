@@ -38,7 +38,7 @@ from batchstate.kv.pages import PagePool
 from batchstate.mirror import Contract, DeviceSide, ReadyTensor
 from batchstate.runtime import PackedUpload
 from batchstate.runtime.memory import ALIGNMENT, Place, StagingBlock, packed_places
-from batchstate.tables import TableWrite
+from batchstate.tables import Table, TableWrite
 from batchstate.violations import Where
 
 Ints = npt.NDArray[np.int64]
@@ -46,7 +46,7 @@ Array = npt.NDArray[Any]
 Tensors = tuple[torch.Tensor, ...]
 
 _INT64, _INT32 = np.dtype(np.int64), np.dtype(np.int32)
-_ONE = np.array(1)  # numpy takes as long to convert one number as to add 100 of them
+_ZERO, _ONE = np.array(0), np.array(1)  # numpy takes as long to convert one number as to add 100 of them
 
 _WIDE, _NARROW = 3, 2
 """Rows beside the columns in a decode step's copy: positions, slot mapping and indices of the table write, int64; and
@@ -61,6 +61,7 @@ class _Requests:
         row_set: that of the batch.
         slots: handles; their device side is that of the first of these steps.
         rows, generations: theirs, int64[n].
+        held_at: `changes` of the slot pool when they were last found live.
         known: their ids in the relay.
         query_start_loc, last_token_indices: on the device.
         first_element: int64[n], where the row of each begins in the flat `req_to_token`.
@@ -78,6 +79,7 @@ class _Requests:
         "everyone",
         "first_element",
         "generations",
+        "held_at",
         "known",
         "last_token_indices",
         "nbytes",
@@ -96,6 +98,7 @@ class _Requests:
 
     def __init__(self, row_set: RowSet, slots: Slots, rows: Ints, host: HostRows, row_width: int) -> None:
         self.row_set, self.slots, self.rows, self.generations = row_set, slots, rows, slots.generations
+        self.held_at = slots.held_at
         n = rows.size
         self.first_element = rows * row_width
         self.written = False
@@ -322,6 +325,8 @@ class StepPlanner:
             and set(self._results) <= set(self._ids)
         )
         self._place, self._table = batch._layout.places[seq_lens], pages.req_to_token
+        self._page_size, self._rest = np.array(pages.page_size), np.arange(1, pages.page_size)
+        self._cut = self._table is not None and self._table.shape[1] % pages.page_size != 0
         self._requests: _Requests | None = None  # of the last decode step
         self._most = min(self._slots.size, _MOST_IN_ONE_PIECE)
         self._make_constants()
@@ -458,8 +463,9 @@ class StepPlanner:
         same = requests is not None and requests.row_set.number == batch._row_number
         if requests is None or not same:
             requests = self._requests_of(batch)
-        else:
+        elif requests.held_at != self._slots.changes or levels.full:  # something was taken or freed since
             self._slots.check_rows(requests.rows, requests.generations, _OPERATION)
+            requests.held_at = self._slots.changes
         host, place, rows = state.host, self._place, requests.rows
         groups = list(host.groups)
         group = groups[place.array] = groups[place.array].copy()
@@ -527,14 +533,29 @@ class StepPlanner:
             added, size = packed_places(further)
             places = [*places, *((nbytes + first, dtype, shape) for first, dtype, shape in added)]
             nbytes += size
+        written: tuple[Ints, Array] = at, locations
+        if table is not None and self._rest.size:
+            written = self._whole_pages(table, start, at, locations)
+        more = written[0].size - at.size
+        first_index, first_value = nbytes, nbytes + _pitch(written[0].size, _INT64) * _INT64.itemsize
+        if more:
+            nbytes = first_value + _pitch(written[0].size, _INT32) * _INT32.itemsize
         block = runtime.staging_block(nbytes)
         requests.fill(block, host, (start, locations, at, lens, locations))
+        if more:
+            block.write(written[0], first_index)
+            block.write(written[1], first_value)
         for array, place in zip(further, places[len(requests.places) :], strict=True):
             block.write(array, place[0])
         upload = runtime.send(block, nbytes, places)
         beside = requests.beside(upload)
         if table is not None:
-            table.scatter(beside[2], beside[4], at, locations, [(requests.rows, requests.generations)])
+            index, values = beside[2], beside[4]
+            if more:
+                memory, size = upload.buffer.data, written[0].size
+                index = memory.view(torch.int64).as_strided((size,), (1,), first_index // _INT64.itemsize)
+                values = memory.view(torch.int32).as_strided((size,), (1,), first_value // _INT32.itemsize)
+            table.scatter(index, values, *written, [(requests.rows, requests.generations)])
         for i, write in enumerate(writes):
             first = len(requests.places) + 2 * i
             write.table.apply(write, upload.view(first), upload.view(first + 1))
@@ -547,6 +568,22 @@ class StepPlanner:
         requests.slots = requests.known.live = with_device(
             requests.slots, DeviceSide(ReadyTensor.uploaded(column, upload))
         )
+
+    def _whole_pages(self, table: Table, start: Ints, at: Ints, locations: Ints) -> tuple[Ints, Array]:
+        """What is written into the table: its elements and the locations, and the rest of each page that begins.
+
+        As `Extension.entry` does. The values are int32 where a page begins.
+        """
+        offsets = start % self._page_size
+        if np.count_nonzero(offsets) == offsets.size:
+            return at, locations
+        begins, rest = (offsets == _ZERO).nonzero()[0], self._rest
+        elements, places = at[begins][:, None] + rest, locations[begins][:, None] + rest
+        if self._cut:
+            there = start[begins][:, None] + rest < table.shape[1]
+            elements, places = elements[there], places[there]
+        values = np.concatenate([locations, places.reshape(-1)])
+        return np.concatenate([at, elements.reshape(-1)]), values.astype(np.int32)
 
     def _requests_of(self, batch: Batch) -> _Requests:
         """What stays the same from now on, of requests that were not those of the step before."""

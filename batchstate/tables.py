@@ -100,6 +100,18 @@ class TableWrite:
     owners: tuple[Handles, ...]
     origin: Origin | None = None
 
+    def launch(self) -> None:
+        """Launches it at once, on the current stream: one upload, one scatter.
+
+        Raises:
+            CaptureError: the current stream is being captured. Else as `Table.check_write`.
+        """
+        table = self.table
+        table.runtime.check_owner(f"{table.name}: write")
+        if self.index.size:
+            packed = table.runtime.upload([self.index, self.values])
+            table.apply(self, packed.view(0), packed.view(1))
+
     def __repr__(self) -> str:
         return f"TableWrite({self.index.size} elements of {self.table!r})"
 
@@ -387,10 +399,7 @@ class Table:
             CaptureError: the current stream is being captured.
         """
         self.runtime.check_owner(f"{self.name}: write")
-        write = self.entry(handles, positions, values)
-        if write.index.size:
-            packed = self.runtime.upload([write.index, write.values])
-            self.apply(write, packed.view(0), packed.view(1))
+        self.entry(handles, positions, values).launch()
 
     def apply(self, write: TableWrite, index: torch.Tensor, values: torch.Tensor) -> None:
         """Launches a write whose index and values were uploaded already, packed with more.

@@ -62,8 +62,7 @@ class World:
         slots = self.slots.take(len(seq_lens))
         for start in range(0, max(seq_lens, default=0), 3):  # in turns, so that no request's pages are neighbours
             extension = self.pages.extend(slots, [min(length, start + 3) for length in seq_lens])
-            owners = slots.take(np.arange(len(slots)).repeat(extension.counts))
-            self.table.write(owners, extension.positions, extension.locations)
+            extension.entry().launch()
         return slots
 
     def bounds(self, bounds: list[int], true: list[int]) -> MirroredTensor:

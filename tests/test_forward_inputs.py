@@ -694,8 +694,8 @@ def test_what_true_lengths_cost(
 @pytest.mark.usefixtures("full")
 def test_locations_that_were_not_uploaded_are_found(rt: Runtime, world: World) -> None:
     """A forgotten `extension.entry()` is MIRROR_EQUAL at full, naming the table; with it the plan is served."""
-    slots = world.take([5])
-    batch = Running.build(rt, slots=slots, seq_lens=[7])
+    slots = world.take([8])
+    batch = Running.build(rt, slots=slots, seq_lens=[10])
     extension = world.pages.advance(slots, 2)
     plan = ForwardPlan.of(batch.slots, batch.seq_lens, 2, prompt_ids=[[8, 9]], pages=world.pages)
     uploaded = batch.upload(extras=plan.extras)

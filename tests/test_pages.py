@@ -11,6 +11,8 @@ import torch
 
 from batchstate import levels
 from batchstate._allocator import Allocator
+from batchstate.batch import Batch
+from batchstate.columns import slot_column
 from batchstate.errors import (
     ArgumentError,
     BatchStateError,
@@ -46,6 +48,12 @@ def slots(rt: Runtime) -> SlotPool:
 def pages(rt: Runtime, slots: SlotPool) -> PagePool:
     """12 pages of 4 tokens; a request has 16 at most."""
     return PagePool(rt, slots, 12, 4, max_tokens_per_request=16)
+
+
+class Holder(Batch):
+    """A batch with nothing but slots."""
+
+    slots = slot_column()
 
 
 # Who has which page and which lengths, when pages are free, and that refusals change nothing: the model of the
@@ -303,16 +311,49 @@ def test_extension_writes_the_token_table(rt: Runtime, slots: SlotPool) -> None:
     pages = PagePool(rt, slots, 12, 4, max_tokens_per_request=16, req_to_token=table)
     assert pages.req_to_token is table
     extension = pages.extend(slots.take(2), [5, 2])
-    each = extension.owners.take([0, 0, 0, 0, 0, 1, 1])
-    quick, careful = extension.entry(), table.entry(each, extension.positions, extension.locations)
+    quick = extension.entry()
+    with levels.checks("full"):
+        careful = extension.entry()
     assert quick.index.tolist() == careful.index.tolist()
     assert quick.values.tolist() == careful.values.tolist()
     assert quick.values.dtype == careful.values.dtype
-    packed = rt.upload([quick.index, quick.values])
-    table.apply(quick, packed.view(0), packed.view(1))
+    quick.launch()
     on_device = rt.read_back(table.memory)
     assert on_device[extension.slots, extension.positions].tolist() == extension.locations.np.tolist()
-    assert np.count_nonzero(on_device) == 7
+    assert np.count_nonzero(on_device) == 12
+
+
+def test_a_row_names_no_place_of_another_request(rt: Runtime, slots: SlotPool) -> None:
+    """Up to the end of its last page a row is the request's own, whatever the slot's last owner left behind it."""
+    table = slots.table("req_to_token", (14,), torch.int32, holds="location", host=True)
+    pages = PagePool(rt, slots, 12, 4, max_tokens_per_request=14, req_to_token=table)
+    other = slots.take(2)
+    pages.extend(other, 14).entry().launch()
+    pages.release_requests(other)
+    slots.take(1)  # not in the order in which they were freed
+    here = slots.take(1)
+    for n in (1, 1, 0, 3, 1, 5):
+        pages.advance(here, n).entry().launch()
+        length = int(pages.committed(here)[0])
+        own = {int(page) for page in pages.pages_of(here).np}
+        row = rt.inspect(table.device_for(here))[here.np[0]]
+        assert {int(location) // 4 for location in row[: -(-length // 4) * 4]} == own
+    both = here.merge(slots.take(1))
+    extension = pages.advance(both, [1, 0])
+    extension.entry().launch()
+    assert table.written(both).tolist() == [True, False]
+    table.check()
+
+
+@pytest.mark.usefixtures("full")
+def test_entries_of_one_page_go_together(rt: Runtime, slots: SlotPool) -> None:
+    """Two extensions of one request may be uploaded at once: what both write, they write alike."""
+    table = slots.table("req_to_token", (16,), torch.int32, holds="location", host=True)
+    pages = PagePool(rt, slots, 12, 4, max_tokens_per_request=16, req_to_token=table)
+    batch = Holder.build(rt, slots=slots.take(2))
+    batch.upload(writes=[pages.extend(batch.slots, 2).entry(), pages.advance(batch.slots, [1, 3]).entry()])
+    expected = pages.page_table[batch.slots.np][:, [0, 0, 0, 0]] * 4 + np.arange(4)
+    assert rt.inspect(table.device_for(batch.slots))[batch.slots.np, :4].tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize(

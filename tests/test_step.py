@@ -28,7 +28,6 @@ from batchstate import (
     slot_column,
 )
 from batchstate.errors import ArgumentError, BatchStateError, DeclarationError
-from batchstate.selfcheck.mutants.diffs import changed
 from batchstate.step import PlannedStep
 from batchstate.testing.fences import LateRuntime
 from benchmarks.timing import no_collector
@@ -459,24 +458,6 @@ def test_device_columns_extras_and_table_writes(rt: Runtime) -> None:
     assert rt.inspect(batch["state"].device).tolist() == [[3, 4], [5, 6]]
     again = planner.plan(batch, writes=[table.entry(batch.slots, [LONGEST - 1] * 2, [1, 1])])
     assert again._requests is None, "a further write to the token table is joined with the step's own"
-
-
-def test_full_compares_the_copy_of_the_step(rt: Runtime) -> None:
-    """At `full` what crossed with a step is compared with its columns, and is what reading a column gives."""
-    world = World.of(rt)
-    world.join([3, 4])
-    world.step()
-    with checks("full"):
-        before = rt.counters.snapshot()
-        step = world.planner.plan(world.batch)
-        assert step.batch["seed"].device.tolist() == [1, 2]
-        assert (rt.counters - before).host_to_device_copies == 1
-        wrong = changed(
-            "step:StepPlanner._sent", "requests.fill(block, host,", "requests.fill(block, host.taken(lens * 0),"
-        )
-        with wrong, pytest.raises(Violation) as caught:
-            world.planner.plan(step.batch)
-    assert (caught.value.code, caught.value.row) == (Code.MIRROR_EQUAL, 1)
 
 
 def test_columns_written_from_outside_are_noticed(rt: Runtime) -> None:

@@ -193,16 +193,26 @@ class ForwardInputs:
             launch(_ends, starts, lens, reads=(lens,), writes=(starts,), name="true KV starts")
 
     def _check_locations(self, runtime: Runtime) -> None:
-        """The token table agrees with the pages about each token: every `extension.entry()` was uploaded."""
-        pages = self.plan.pages
-        if pages is None or pages.req_to_token is None or not self.plan.num_reqs:
+        """The token table agrees with the pages about each token, and about the rest of each page that begins.
+
+        So every `extension.entry()` was uploaded.
+        """
+        plan = self.plan
+        pages = plan.pages
+        if pages is None or pages.req_to_token is None or not plan.num_reqs:
             return
-        table, expected = pages.req_to_token, self.plan.locations()
-        rows = table.device_for(self.plan.slots).index_select(0, self.slots[: self.plan.num_reqs])
-        found = runtime.inspect(rows)[:, : expected.shape[1]].astype(expected.dtype)
+        table, size = pages.req_to_token, pages.page_size
+        rows = table.device_for(plan.slots).index_select(0, self.slots[: plan.num_reqs])
+        ends = plan.seq_lens
+        ends = np.where((ends - 1) % size < plan.query_lens, -(-ends // size) * size, ends)
+        positions = np.arange(min(int(ends.max(initial=0)), table.shape[1]))
+        found = runtime.inspect(rows)[:, : positions.size].astype(np.int64)
+        held = pages.page_table[plan.slots.np[: plan.num_reqs]].astype(np.int64)
+        expected = held[:, positions // size] * size + positions % size
+        there = positions < ends[:, None]
         invariants.mirror_equal(
-            expected,
-            np.where(np.arange(expected.shape[1]) < self.plan.seq_lens[:, None], found, 0),
+            np.where(there, expected, 0),
+            np.where(there, found, 0),
             object=table,
             operation="resolve_forward_inputs",
             column="tokens of the pages",

@@ -138,6 +138,8 @@ class Extension:
     def entry(self, table: Table | None = None) -> TableWrite:
         """The write that records the locations in a table [slot, position] -> location, packed with a batch's upload.
 
+        Where a page begins it goes on to the end of the page: up to there a row names no place of another request.
+
         Args:
             table: by default the pool's `req_to_token`.
 
@@ -161,9 +163,44 @@ class Extension:
             )
         slots.check_handles(self.owners, "entry")
         self._check("entry")
+        owners, rows, positions, locations = self._writers(), *self._whole_pages(target.shape[-1])
         if target is own and not levels.full:  # the pool made and checked all three
-            return target.planned(self.slots, self.positions, self._locations.np, self.owners, self._origin)
-        return target.entry_of(self.slots, self.positions, self._locations, self.owners, self._origin)
+            return target.planned(rows, positions, locations, owners, self._origin)
+        return target.entry_of(rows, positions, self._pool._locations(locations), owners, self._origin)
+
+    def _writers(self) -> Slots:
+        """The requests that have got tokens."""
+        owners, got = self.owners, self.counts > 0
+        if np.count_nonzero(got) == got.size:
+            return owners
+        return Slots.of_pool(
+            owners.runtime, owners.np[got], owners.generations[got], pool_id=owners.pool_id, name=owners.name
+        )
+
+    def _whole_pages(self, width: int) -> tuple[Ints, Ints, Ints]:
+        """Slot, position and location of each token, and of the rest of each last page that begins here, up to `width`.
+
+        A page that began earlier was written then, to its end.
+        """
+        slots, positions, locations, counts = self.slots, self.positions, self._locations.np, self.counts
+        size = self._pool.page_size
+        if size == 1 or not positions.size:
+            return slots, positions, locations
+        if counts.size == positions.size and np.count_nonzero(counts) == counts.size:  # one token each
+            last = (positions % size == ZERO).nonzero()[0]
+        else:
+            counts = counts[counts > 0]
+            last = counts.cumsum() - 1
+            last = last[positions[last] % size < counts]
+        if not last.size:
+            return slots, positions, locations
+        there = positions[last]
+        rest = np.minimum(size - 1 - there % size, width - 1 - there)
+        return (
+            np.concatenate([slots, slots[last].repeat(rest)]),
+            np.concatenate([positions, arange_per_row(there + 1, rest)]),
+            np.concatenate([locations, arange_per_row(locations[last] + 1, rest)]),
+        )
 
 
 # The problem and the remedy where token lengths are out of order, in the words of the operation. Each takes the two

@@ -292,6 +292,7 @@ class PagePoolMachine(PoolMachine):
         "retraction",
         "a row of a recycled page refused",
         "rows of pages read",
+        "a page written to its end",
         "handles of pages that were given back refused",
         "shared before it is written refused",
         "written on one stream and read on another",
@@ -404,13 +405,27 @@ class PagePoolMachine(PoolMachine):
         self.model.extended(slots, lengths, extension)
         if len(extension):
             write = extension.entry(self.table)
-            owners = extension.owners.take(np.arange(len(slots)).repeat(extension.counts))
-            self.table.write(owners, extension.positions, extension.locations)
-            agree_on(write.values, extension.locations.np.astype(np.int32), "values of the table write")
-            if self.launches:
-                self._forward(slots)
+            agree_on(
+                write.values[: len(extension)], extension.locations.np.astype(np.int32), "values of the table write"
+            )
+            write.launch()
+            self._check_rows(slots, extension.counts.tolist())
             self._name_rows(extension)
         return True
+
+    def _check_rows(self, slots: list[int], counts: list[int]) -> None:
+        """What was just written: the new tokens of each slot, and the rest of a page that began with one of them."""
+        size = self.pages.page_size
+        for slot, n in zip(slots, counts, strict=True):
+            if n:
+                holding = self.model.requests[slot]
+                length = stop = len(holding.stamps)
+                if (length - 1) % size < n:
+                    stop = min(-(-length // size) * size, self.most)
+                row = self.table.host_for(self.held[slot])[0]
+                expected = [self.model.location(holding, position) for position in range(length - n, stop)]
+                agree(expected, row[length - n : stop].tolist(), f"row of slot {slot}")
+                self.reached("a page written to its end", stop > length)
 
     def _name_rows(self, extension: Extension) -> None:
         """Rows of new tokens are read too early, then written, or by their next owner; some older ones are read too."""
@@ -758,6 +773,10 @@ class PagePoolMachine(PoolMachine):
         self.extend_to([first], [max(self.pages.page_size, len(self.model.requests[first].stamps))])
         if self._share(self.held[first], self.model.requests[first], 1, 1):
             second = list(self.held)[-1]
+            if self.pages.page_size > 1:  # the rest of a page that both hold is not written
+                self.pages.truncate(self.held[second], 1)
+                self.model.cut(second, 1, None)
+                self.extend_to([second], [2])
             self._finish([first], self.steps.record())
             self._finish([second], None)
 
