@@ -1,9 +1,9 @@
 """For tests of engines: strategies, state machines, fences completed by hand, and guards.
 
-Begin with `twin_machine` to fuzz a batch class of your own, with `RaceRuntime` to find races between streams, with
-`no_hidden_sync` to guard a step loop, and with `ManualFence` where a test has to say when a step ends, or with
-`LateRuntime` where it has to say so of every fence. Runtimes, fences and the guard need nothing else; all other names
-need hypothesis (extra `testing`) and are imported when first used.
+Begin with `twin_machine` to fuzz a batch class of your own and `pool_machine` to fuzz a pool, with `RaceRuntime` to
+find races between streams, with `no_hidden_sync` to guard a step loop, and with `ManualFence` where a test has to say
+when a step ends, or with `LateRuntime` where it has to say so of every fence. Runtimes, fences and the guard need
+nothing else; all other names need hypothesis (extra `testing`) and are imported when first used.
 """
 
 from typing import TYPE_CHECKING
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from batchstate.testing.machine import session as session
     from batchstate.testing.models import AllocatorModel as AllocatorModel
     from batchstate.testing.models import Modelled as Modelled
+    from batchstate.testing.pools import InjectedError as InjectedError
+    from batchstate.testing.pools import PoolSpec as PoolSpec
+    from batchstate.testing.pools import fuzz_pool as fuzz_pool
+    from batchstate.testing.pools import pool_machine as pool_machine
     from batchstate.testing.race import Race as Race
     from batchstate.testing.race import RaceFence as RaceFence
     from batchstate.testing.race import RaceKind as RaceKind
@@ -57,6 +61,7 @@ else:
             "fences": "LateRuntime ManualFence ManualStream",
             "machine": "DisagreementError Machine Misuse OpenRuntime MachineSession session",
             "models": "AllocatorModel Modelled",
+            "pools": "InjectedError PoolSpec fuzz_pool pool_machine",
             "race": "Race RaceFence RaceKind RaceReport RaceRuntime",
             "runner": "MachineResult run_machine",
             "sim": "DeviceFault SimRuntime",
