@@ -28,6 +28,7 @@ from batchstate import (
     slot_column,
 )
 from batchstate.errors import ArgumentError, BatchStateError, DeclarationError
+from batchstate.invariants import times_checked
 from batchstate.step import PlannedStep
 from batchstate.testing.fences import LateRuntime
 from benchmarks.timing import no_collector
@@ -533,3 +534,27 @@ def test_a_failed_upload_commits_nothing(rt: Runtime, monkeypatch: pytest.Monkey
     assert world.pages.committed(world.batch.slots).tolist() == [PAGE_SIZE + 1, 4]
     _, seen = world.step()
     assert seen["kv_lens"] == [PAGE_SIZE + 2, 5]
+
+
+def test_each_invariant_is_asked_once(rt: Runtime) -> None:
+    """What the parts check in a decode step is checked in one piece too, and not once for each part."""
+    asked: dict[bool, dict[Code, int]] = {}
+    for in_one_piece in (True, False):
+        with checks("cheap"):
+            world = World.of(rt, in_one_piece=in_one_piece)
+            world.join([5, 6, 7])
+            before: dict[Code, int] = {}
+            for _ in range(3):
+                before = dict(times_checked)
+                rt.next_step()
+                step = world.planner.plan(world.batch)
+                step.publish(last=step.inputs().input_ids)
+                step.results.resolve()
+                world.batch = step.batch  # type: ignore[assignment]
+            asked[in_one_piece] = {code: times - before[code] for code, times in times_checked.items()}
+    parts = {code for code, times in asked[False].items() if times}
+    piece = {code for code, times in asked[True].items() if times}
+    # Asked when these requests first came; and by torch's count of writes, of all columns in one look.
+    assert parts - piece == {Code.SLOT_ZERO_ALLOCATED, Code.MIRROR_FOREIGN_WRITE}
+    assert sum(asked[True].values()) < sum(asked[False].values()) / 2
+    assert asked[True][Code.SLOT_STALE_HANDLE] == 1

@@ -1,0 +1,262 @@
+"""Steps of an engine by `StepPlanner`, overlapped over two streams, against what each request must be given.
+
+Requests join with a prompt or prefilled, decode, change places, get other columns, and leave while their step runs. The
+model is a list of tokens per request: the token after `t` is `t` + 1 + what the request adds. A forward reads all that
+it is given, so that a wrong place, a stale column or a missing wait ends in wrong tokens.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule
+
+from batchstate.batch import Batch
+from batchstate.columns import HostColumn, host_list, mirrored, slot_column
+from batchstate.errors import PoolExhaustedError
+from batchstate.forward.inputs import ForwardInputs
+from batchstate.future_map import FutureMap, Prefetched, relay_field
+from batchstate.kv.pages import PagePool
+from batchstate.pools import SlotPool
+from batchstate.runtime import Fence
+from batchstate.step import PlannedStep, StepPlanner
+from batchstate.testing.machine import Machine, agree, ask
+from batchstate.violations import Code
+
+LONGEST, PAGE_SIZE = 20, 4
+SIZE, NUM_PAGES = 6, 24
+
+
+@final
+@attrs.define(eq=False)
+class StepRequest:
+    """A request and its tokens, the prompt first. `adds` stands in a column, and goes into each of its tokens."""
+
+    adds: int
+    tokens: list[int]
+    prompt: int
+
+
+class StepBatch(Batch):
+    """Columns of three widths, and the requests."""
+
+    slots = slot_column()
+    seq_lens = mirrored(torch.int64)
+    adds = mirrored(torch.int64)
+    narrow = mirrored(torch.int32)
+    small = mirrored(torch.bool)
+    requests: HostColumn[StepRequest] = host_list()
+
+
+@final
+@attrs.frozen(eq=False)
+class Launched:
+    """A step whose results were not read."""
+
+    requests: Sequence[StepRequest]
+    expected: list[int]
+    results: Prefetched
+    done: Fence
+
+
+@final
+class StepMachine(Machine):
+    """One engine whose steps all come from a planner."""
+
+    NAME = "steps"
+    TARGETS = (
+        "a decode step in one piece",
+        "the same requests again",
+        "others in their place",
+        "a page begins",
+        "a mixed step",
+        "padded",
+        "two steps in flight",
+        "pages run out",
+        "a stale batch refused",
+        "a stale step refused",
+    )
+
+    @initialize()
+    def begin(self) -> None:
+        """No requests."""
+        self.open()
+        rt = self.rt
+        self.slots = SlotPool(rt, SIZE)
+        table = self.slots.table("req_to_token", (LONGEST,), torch.int32, holds="location")
+        self.pages = PagePool(rt, self.slots, NUM_PAGES, PAGE_SIZE, max_tokens_per_request=LONGEST, req_to_token=table)
+        self.relay = FutureMap(self.slots, {"token": relay_field(torch.int64, read_by="both", non_negative=True)})
+        self.planner = StepPlanner(StepBatch, pages=self.pages, relay=self.relay, ids="token", results=("token",))
+        with rt.use(self.side):
+            self.kv = rt.device_zeros((self.pages.location_capacity,), torch.int64, name="kv")
+        self.batch = StepBatch.empty(rt)
+        self.in_flight: deque[Launched] = deque()
+        self._drawn = 0
+
+    # Requests come and go
+
+    @rule(prompts=st.lists(st.integers(1, 7), min_size=1, max_size=3))
+    def join(self, prompts: list[int]) -> None:
+        """Requests that will put in their prompt with the next step."""
+        free = self.slots.stats.free
+        prompts = prompts[:free]
+        if not prompts:
+            return
+        requests = []
+        for n in prompts:
+            self._drawn += 1
+            tokens = [(self._drawn * 37 + i * 11) % 1000 for i in range(n)]
+            requests.append(StepRequest(self._drawn % 7, tokens, n))
+        joining = StepBatch.build(
+            self.rt,
+            slots=self.slots.take(len(requests)),
+            seq_lens=[0] * len(requests),
+            adds=[one.adds for one in requests],
+            narrow=[one.adds for one in requests],
+            small=[one.adds % 2 == 0 for one in requests],
+            requests=requests,
+        )
+        self.batch = self.batch.merge(joining)
+
+    @precondition(lambda self: len(self.batch) > 0)
+    @rule(rows=st.sets(st.integers(0, SIZE - 1), min_size=1, max_size=2))
+    def leave(self, rows: set[int]) -> None:
+        """Requests leave, with all that they have, behind the last step."""
+        keep = np.array([row not in rows for row in range(len(self.batch))], dtype=np.bool_)
+        after = self.in_flight[-1].done if self.in_flight else None
+        leaving, before = self.batch.filter(~keep), self.batch
+        self.pages.release_requests(leaving.slots, after=after)
+        if len(leaving) and keep.any() and self._ready(before):
+            with self.refused(Code.SLOT_STALE_HANDLE) as refusal:
+                self.planner.plan(before)
+            self.reached("a stale batch refused", refusal.error is not None)
+        self.batch = self.batch.filter(keep)
+
+    @precondition(lambda self: len(self.batch) > 1)
+    @rule(seed=st.integers(0, 20))
+    def change_places(self, seed: int) -> None:
+        """The same requests in another order."""
+        self.batch = self.batch.filter(np.random.default_rng(seed).permutation(len(self.batch)))
+
+    @precondition(lambda self: len(self.batch) > 0)
+    @rule(adds=st.integers(0, 6))
+    def replace(self, adds: int) -> None:
+        """Other values in a column, and the rows stay."""
+        values = [(one.adds + adds) % 7 for one in self.batch.requests]
+        for one, value in zip(self.batch.requests, values, strict=True):
+            one.adds = value
+        self.batch = self.batch.replace(adds=values)
+
+    # Steps
+
+    @precondition(lambda self: self._fits())
+    @rule(padded=st.booleans())
+    def step(self, padded: bool) -> None:
+        """Each request puts in its prompt, or the token that it got last."""
+        requests = list(self.batch.requests)
+        prompts: list[Any] = [one.tokens if not length else None for one, length in self._with_lengths()]
+        queries = np.array([1 if ids is None else len(ids) for ids in prompts])
+        if len(self.in_flight) == 2:
+            self.read()
+        self.rt.next_step()
+        before = self.planner._requests
+        rows = len(requests) + 1 if padded else None
+        try:
+            step = self.planner.plan(
+                self.batch, queries, prompt_ids=prompts, pad_rows=rows, pad_tokens=queries.sum() + 1 if padded else None
+            )
+        except PoolExhaustedError:
+            self.reached("pages run out")
+            return
+        one_piece = step._requests is not None
+        self.reached("a decode step in one piece", one_piece)
+        self.reached("the same requests again", one_piece and step._requests is before)
+        self.reached("others in their place", one_piece and before is not None and step._requests is not before)
+        self.reached("a page begins", one_piece and bool((self.batch.seq_lens.np % PAGE_SIZE == 0).any()))
+        self.reached("a mixed step", None in prompts and any(ids is not None for ids in prompts))
+        self.reached("padded", padded)
+        expected = [(one.tokens[-1] + 1 + one.adds) % 1000 for one in requests]
+        with self.rt.use(self.side):
+            inputs = step.inputs()
+            step.publish(token=self._forward(step, inputs))
+            done = self.rt.record()
+        if self.pages.req_to_token is not None:
+            self.pages.req_to_token.read_until(done)
+        for one, token in zip(requests, expected, strict=True):
+            one.tokens.append(token)
+        self.batch = step.batch  # type: ignore[assignment]
+        self.in_flight.append(Launched(requests, expected, step.results, done))
+        self.reached("two steps in flight", len(self.in_flight) == 2)
+
+    def _forward(self, step: PlannedStep, inputs: ForwardInputs) -> torch.Tensor:
+        """The next token of each request, and the ids of its tokens into KV memory, read back from where they lie."""
+        rt, n = self.rt, len(step.batch)
+        mapping = inputs.slot_mapping
+        if mapping is None:
+            raise RuntimeError("a plan with pages has a slot mapping")
+        rt.launch(_put, self.kv, mapping, inputs.input_ids, reads=(mapping, inputs.input_ids), writes=(self.kv,))
+        last = inputs.last_token_indices[:n]
+        adds = step.sent["adds"].device[:n]
+        return rt.launch(_next, self.kv, mapping, last, adds, reads=(self.kv, mapping, last, adds))
+
+    @precondition(lambda self: self.in_flight)
+    @rule()
+    def read(self) -> None:
+        """The host takes the results of the oldest step."""
+        launched = self.in_flight.popleft()
+        agree(launched.expected, launched.results["token"].np.tolist(), "tokens of a step")
+
+    @precondition(lambda self: self._ready(self.batch) and self._fits())
+    @rule()
+    def truncate_behind_a_plan(self) -> None:
+        """A step whose tokens were taken back is refused at forward entry, and the batch of before goes on."""
+        committed = self.pages.committed(self.batch.slots)
+        try:
+            step = self.planner.plan(self.batch)
+        except PoolExhaustedError:
+            return
+        self.pages.truncate(self.batch.slots, committed)
+        with self.rt.use(self.side), self.refused(Code.DERIVED_STALE) as refusal:
+            step.inputs()
+        self.reached("a stale step refused", refusal.error is not None)
+        self.rt.record().wait()  # no forward comes behind its copy
+
+    # The model
+
+    def _with_lengths(self) -> list[tuple[StepRequest, int]]:
+        return list(zip(self.batch.requests, self.batch.seq_lens.np.tolist(), strict=True))
+
+    def _ready(self, batch: StepBatch) -> bool:
+        """Whether each request has its prompt in."""
+        return len(batch) > 0 and bool((batch.seq_lens.np > 0).all())
+
+    def _fits(self) -> bool:
+        return len(self.batch) > 0 and all(len(one.tokens) < LONGEST for one in self.batch.requests)
+
+    def snapshot(self) -> object:
+        """What a refused call must leave as it is."""
+        return self.slots.stats, self.pages.stats, self.pages.committed_lengths.tolist()
+
+    def check(self) -> None:
+        """Lengths, pages and handles."""
+        for one, length in self._with_lengths():
+            agree(0 if len(one.tokens) == one.prompt else len(one.tokens) - 1, length, "the length of", one)
+        committed: npt.NDArray[np.int64] = self.pages.committed(self.batch.slots)
+        agree(self.batch.seq_lens.np.tolist(), committed.tolist(), "committed tokens")
+        for part in (self.slots, self.pages):
+            ask(part.verify)
+        ask(self.relay.check)
+        ask(self.batch.check)
+
+
+def _put(kv: torch.Tensor, places: torch.Tensor, ids: torch.Tensor) -> None:
+    kv.index_copy_(0, places, ids)
+
+
+def _next(kv: torch.Tensor, places: torch.Tensor, last: torch.Tensor, adds: torch.Tensor) -> torch.Tensor:
+    return (kv.index_select(0, places.index_select(0, last)) + 1 + adds) % 1000
