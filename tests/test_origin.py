@@ -62,6 +62,7 @@ def test_a_write_older_than_its_pages(rt: Runtime, world: World, change: str) ->
         world.pages.release(one)
     if change == "shared anew":
         world.pages.extend(other, 8)
+        world.pages.commit(other, 8)
         world.pages.share(other, one, 8)
     batch = Running.build(rt, slots=one, seq_lens=[5])
     for late in (lambda: batch.upload(writes=[write]), extension.entry, lambda: extension.locations):
@@ -90,6 +91,7 @@ def test_a_page_that_others_use_is_not_written_by_an_older_plan(rt: Runtime, wor
     one, two, three = world.take([8]), *world.slots.take(2).split([1, 1])
     world.publish(one)
     plan, uploaded = world.planned(one, [8], pages=world.pages)
+    world.pages.commit(one, 8)  # another forward writes the tokens
     world.pages.share(one, two, 4)  # the plan writes position 7
     plan.check(uploaded.row_set, "resolve")
     world.pages.share(one, three, 8)

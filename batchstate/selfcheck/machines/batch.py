@@ -25,7 +25,9 @@ from batchstate.errors import (
 from batchstate.indices import Pages, Slots
 from batchstate.mirror import Contract, MirroredTensor
 from batchstate.pools import SlotPool
+from batchstate.runtime import Runtime
 from batchstate.static import StaticBuffers
+from batchstate.tables import TableWrite
 from batchstate.testing.machine import Machine, Misuse, agree, agree_on, ask
 from batchstate.testing.strategies import amounts, fits, keep_lists, plus, split_sizes
 from batchstate.violations import Code
@@ -163,6 +165,25 @@ class Rows:
         return Rows(batch, rows, self.bounded)
 
 
+@attrs.define(eq=False)
+class Graph:
+    """Buffers, the replay of a graph over them, and the batch that they hold.
+
+    What it returns is what a graph would read from the first time on.
+    """
+
+    buffers: StaticBuffers
+    replay: Callable[[Decode], dict[str, torch.Tensor]]
+    filled: Decode | None = None
+
+    @classmethod
+    def of(cls, runtime: Runtime, rows: int) -> "Graph":
+        """Buffers that hold no batch."""
+        buffers = StaticBuffers(runtime, Decode, rows=rows, extras={"positions": np.zeros(3, np.int32)})
+        captured = dict(buffers)
+        return cls(buffers, buffers.bind(lambda: captured))
+
+
 class Another(Batch):
     """A batch of another declaration."""
 
@@ -173,7 +194,7 @@ def _bound(batch: Decode) -> MirroredTensor:
     return MirroredTensor.from_host(batch.runtime, np.zeros(len(batch), np.int64)).weaken("upper_bound")
 
 
-def _slots(batch: Decode, numbers: list[int], pool: int = 7) -> Slots:
+def _slots(batch: Decode, numbers: list[int], pool: int = -7) -> Slots:
     return Slots.from_host(batch.runtime, numbers, pool_id=pool)
 
 
@@ -210,7 +231,7 @@ MISUSES: tuple[Misuse[Decode], ...] = (
         lambda one: one.merge(Another.build(one.runtime, seq_lens=[1])),  # type: ignore[arg-type]
     ),
     Misuse(
-        "a merge of two pools", (ArgumentError,), lambda one: one.merge(_alone(one, _slots(one, [9], 8))), _has_rows
+        "a merge of two pools", (ArgumentError,), lambda one: one.merge(_alone(one, _slots(one, [9], -8))), _has_rows
     ),
     Misuse("split into too much", (ArgumentError,), lambda one: one.split([len(one), 1])),
     Misuse("pad to fewer rows", (ArgumentError,), lambda one: one.pad(len(one) - 1)),
@@ -267,10 +288,10 @@ MISUSES: tuple[Misuse[Decode], ...] = (
 
 BATCHES = Bundle("batches")
 
-GRAPH_ROWS = 8
-"""Rows of the buffers with fixed addresses: as many as there are slots."""
-_POOL = 7
-"""Identity of the pool that the slots of every batch pretend to come from."""
+GRAPH_ROWS = (4, 8)
+"""Rows of the buffers with fixed addresses, of two graphs; the larger ones have one for each slot."""
+_POOL = -7
+"""Id of the pool that the slots of every batch pretend to come from; no real one has it."""
 _KEPT = 6
 """Batches that are checked after every rule: the newest."""
 
@@ -290,6 +311,9 @@ class BatchMachine(Machine):
         "packed and single ways compared",
         "fewer requests in a graph than before",
         "leave, join and advance at once",
+        "a graph replayed late",
+        "a graph of another batch refused",
+        "bounds tightened by results in another order",
     )
 
     @initialize()
@@ -301,9 +325,7 @@ class BatchMachine(Machine):
         self.pool = SlotPool(self.rt, 8)
         self.table = self.pool.table("table", (2,), host=True)
         self.owners = self.pool.take(8)
-        self.graph = StaticBuffers(self.rt, Decode, rows=GRAPH_ROWS, extras={"positions": np.zeros(3, np.int32)})
-        self.captured = dict(self.graph)  # what a graph would read from now on
-        self.replay = self.graph.bind(lambda: self.captured)
+        self.graphs = {rows: Graph.of(self.rt, rows) for rows in GRAPH_ROWS}
         self.requests = 0
 
     def check(self) -> None:
@@ -487,6 +509,28 @@ class BatchMachine(Machine):
         bounded = one.bounded | {name} if name in BOUNDED and bounds else one.bounded - {name}
         return self.kept(Rows(changed.batch, changed.rows, bounded), look=look)
 
+    @rule(target=BATCHES, one=BATCHES, data=st.data(), name=st.sampled_from(BOUNDED), look=st.booleans())
+    def tighten(self, one: Rows, data: st.DataObject, name: str, look: bool) -> Any:
+        """What was found of the same requests in another order brings bounds down: rows go by handle."""
+        order = data.draw(st.permutations(range(len(one))), label="order of the results")
+        found = one.batch.filter(order)[name].resolve()
+        if name not in one.bounded:
+            with self.refused(ContractError):
+                one.batch.tighten(name, found)
+            return multiple()
+        with self.refused(ArgumentError):
+            one.batch.tighten(name, found.np)
+        if not self._fits_both(one, name):
+            return multiple()
+        ahead = one.batch.advance(name, 1)  # a step is launched before the results of the last are there
+        _ = ahead[name].device
+        lower = np.minimum(found.aligned(ahead.slots) + 1, ahead[name].np)
+        self.reached("bounds tightened by results in another order", len(one) > 1)
+        batch = ahead.tighten(name, lower, slots=ahead.slots)
+        return self.kept(
+            one.changed(batch, name, lambda _, cell: _shifted(Cell(cell.device, cell.device), 1)), look=look
+        )
+
     # To the device
 
     @rule(one=BATCHES, data=st.data(), side=st.booleans())
@@ -512,16 +556,18 @@ class BatchMachine(Machine):
     @rule(one=BATCHES, slots=st.lists(st.integers(1, 8), max_size=3, unique=True), side=st.booleans())
     def to_static(self, one: Rows, slots: list[int], side: bool) -> None:
         """A graph reads the batch where it read the one before, and padding after it."""
-        self.reached("fewer requests in a graph than before", len(one) < self.graph.num_reqs)
+        size = next(rows for rows in GRAPH_ROWS if rows >= len(one))
+        graph = self.graphs[size]
+        self.reached("fewer requests in a graph than before", len(one) < graph.buffers.num_reqs)
         new = np.arange(3, dtype=np.int32) + self.requests
         rows = self.owners.take(np.array(slots, np.int64) - 1)
         writes = [self.table.entry(rows, [0] * len(slots), new[: len(slots)])] if slots else []
         before = self.rt.counters.snapshot()
         with self.on(side):
-            one.batch.to_static(self.graph, writes=writes, extras={"positions": new})
-        captured = self.replay(one.batch)
+            self._fill(size, one.batch, writes, new)
+        captured = graph.replay(one.batch)
         cost = self.rt.counters - before
-        padded = Rows(one.batch, one.rows, one.bounded, GRAPH_ROWS - len(one))
+        padded = Rows(one.batch, one.rows, one.bounded, size - len(one))
         for name in COLUMNS:
             where = f"graph input of {one.batch!r}"
             device = self.rt.inspect(captured[name])
@@ -535,11 +581,27 @@ class BatchMachine(Machine):
             )
         agree_on(new, self.rt.inspect(captured["positions"]), "an extra of the graph")
         on_host = max(sum(length for _, length in rows.sources) for rows in one.batch.device_side.state.device.values())
-        fits_in_one = on_host <= GRAPH_ROWS
+        fits_in_one = on_host <= size
         copies = cost.host_to_device_copies
         agree(
             (fits_in_one, 0), (copies == 1, cost.forced_syncs) if fits_in_one else (copies > 2, 0), "copies of a step"
         )
+
+    def _fill(self, size: int, batch: Decode, writes: Sequence[TableWrite], positions: Array) -> None:
+        batch.to_static(self.graphs[size].buffers, writes=writes, extras={"positions": positions})
+        self.graphs[size].filled = batch
+
+    @rule(one=BATCHES, rows=st.sampled_from([4, 8]))
+    def replay_late(self, one: Rows, rows: int) -> None:
+        """A graph runs the batch in its buffers, however late, and no other."""
+        graph = self.graphs[rows]
+        if graph.filled is not None:
+            self.reached("a graph replayed late")
+            graph.replay(graph.filled)
+        if graph.filled is not one.batch:
+            self.reached("a graph of another batch refused")
+            with self.refused(Code.DERIVED_STALE):
+                graph.replay(one.batch)
 
     @rule(
         target=BATCHES,

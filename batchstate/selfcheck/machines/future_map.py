@@ -411,6 +411,10 @@ class FutureMapMachine(Machine):
         "bounded lengths set right",
         "padded to a graph's size",
         "a plan used twice refused",
+        "a plan used late",
+        "a plan of pages that changed refused",
+        "a plan of other rows refused",
+        "results of a former owner refused",
     )
 
     def open_runtime(self) -> Runtime:
@@ -746,7 +750,26 @@ class FutureMapMachine(Machine):
                 )
                 agree_on(values, np.array(found[name].np), f"{name}, fetched")
                 self._agree_device(values, found[name].device, f"{name}, fetched, on the device")
+        self._line_up(one, found)
         agree(True, one.prefetched.ready(), "ready once it was fetched")
+
+    def _line_up(self, one: Asked, found: Mapping[str, MirroredTensor]) -> None:
+        """Requests that are still here find their rows by handle, in any order; the next owner of a slot finds none."""
+        here = self._with_results(one)[::-1]
+        if here:
+            lined_up = {name: found[name].aligned(self._handles(here)) for name in one.values}
+            rows = [one.requests.index(request) for request in here]
+            for name, values in one.values.items():
+                agree_on(values[rows], lined_up[name], f"{name} of requests that are here")
+        slots = {request.slot for request in one.requests}
+        for request in self.requests:
+            if request.slot in slots and request not in one.requests:
+                self.reached("results of a former owner refused")
+                with self.refused(Code.DERIVED_STALE):
+                    next(iter(found.values())).aligned(request.handle)
+
+    def _with_results(self, one: Asked) -> list[RelayRequest]:
+        return [request for request in self.requests if request in one.requests]
 
     @precondition(lambda self: bool(self.asked))
     @rule()
@@ -787,9 +810,17 @@ class FutureMapMachine(Machine):
             self._results(self._launch(parts, shape, twice), leaves, fetched)
 
     @precondition(lambda self: bool(self.requests))
-    @rule(data=st.data(), shapes=st.tuples(_SHAPES, _SHAPES), leaves=st.sampled_from([False, False, True]))
-    def run_ahead(self, data: st.DataObject, shapes: tuple[Shape, Shape], leaves: bool) -> None:
-        """Two decodes of the same requests, one behind the other; the host reads the first when the second runs."""
+    @rule(
+        data=st.data(),
+        shapes=st.tuples(_SHAPES, _SHAPES),
+        leaves=st.sampled_from([False, False, True]),
+        replaced=st.booleans(),
+    )
+    def run_ahead(self, data: st.DataObject, shapes: tuple[Shape, Shape], leaves: bool, replaced: bool) -> None:
+        """Two decodes of the same requests, one behind the other; the host reads the first when the second runs.
+
+        By then a request may have left, and another have its slot.
+        """
         self._make_decodable(self.requests, "forward")
         for shape in shapes:
             parts = [part for one in self.requests if (part := self._part(data, one, "decodes", shape)) is not None]
@@ -798,7 +829,11 @@ class FutureMapMachine(Machine):
             asked = len(self.asked)
             self._results(self._launch(parts, shape, False), leaves, True)
             if asked:
-                self._fetch(self.asked.pop(asked - 1), "default")
+                first = self.asked.pop(asked - 1)
+                for request in self._with_results(first)[:replaced]:
+                    self._leave(request, None)
+                    self.arrive(1, False)
+                self._fetch(first, "default")
 
     def _launch(self, parts: Sequence[ForwardPart], shape: Shape, twice: bool) -> Launched:
         """Plans, uploads, and makes the inputs at forward entry."""
@@ -839,6 +874,50 @@ class FutureMapMachine(Machine):
             with self.rt.use(self.streams["forward"]), self.refused(Code.FUTURE_CONSUMED):
                 self._inputs(plan, uploaded, shape)
         return launched
+
+    @precondition(lambda self: bool(self.requests))
+    @rule(data=st.data(), change=st.sampled_from(("nothing", "grow", "truncate", "release", "other rows")))
+    def plan_late(self, data: st.DataObject, change: str) -> None:
+        """A plan and a table write are used late: not once their pages have changed, and not for other rows."""
+        requests = [one for one in self._chosen(data) if one.length < _MOST_TOKENS]
+        if not requests:
+            return
+        self._next_step()
+        self._make_exact(requests)
+        handles, lens = self._handles(requests), np.array([one.length for one in requests], dtype=np.int64)
+        extension = self.pages.extend(handles, lens + 1)
+        batch = RelayBatch.build(self.rt, slots=handles, seq_lens=lens + 1, bound_lens=lens + 1)
+        prompts, none = [[1]] * len(requests), np.zeros(len(requests), dtype=np.bool_)
+        plan = ForwardPlan.of(batch.slots, batch.seq_lens, prompt_ids=prompts, samples=none, pages=self.pages)
+        write, uploaded, later = extension.entry(), batch.upload(extras=dict(plan.extras)), batch
+        if change == "grow":
+            self.pages.grow(handles, _MOST_TOKENS)
+        elif change == "truncate":
+            self.pages.truncate(handles, lens)
+        elif change == "release":
+            self.pages.release(handles)
+            batch.upload(writes=[self.pages.extend(handles, lens).entry()])
+            self.pages.extend(handles, lens + 1)  # as many tokens as were planned, elsewhere perhaps
+        elif change == "other rows":
+            later = batch.filter(np.arange(len(requests))[::-1])
+            uploaded = later.upload(extras=dict(plan.extras))
+        if change in ("truncate", "release"):
+            self.reached("a plan of pages that changed refused")
+            with self.refused(Code.DERIVED_STALE):
+                later.upload(writes=[write])
+            with self.refused(Code.DERIVED_STALE):
+                extension.entry()
+        if change in ("truncate", "release") or (change == "other rows" and len(requests) > 1):
+            self.reached("a plan of other rows refused", change == "other rows")
+            with self.refused(Code.DERIVED_STALE):
+                later.upload(extras=plan.extras)
+            with self.refused(Code.DERIVED_STALE):
+                self.relay.resolve_forward_inputs(plan, uploaded, ids="token", req_to_token=self.table)
+        else:
+            self.reached("a plan used late")
+            later.upload(writes=[write])
+            self.relay.resolve_forward_inputs(plan, uploaded, ids="token", req_to_token=self.table)
+        self.pages.truncate(handles, lens, after=self.rt.record())
 
     def _inputs(self, plan: ForwardPlan, uploaded: Extras, shape: Shape) -> ForwardInputs:
         """At forward entry, on the stream of the forward."""

@@ -482,10 +482,25 @@ class OverlapEngine(BatchScheduler[OverlapBatch, OverlapRequest]):
                 expected = np.array([getattr(one, name) for one in step.outcomes], np.int64)
                 agree_on(expected, found, f"{name}s of step {step.number}")
             self._over(step.number)
+            self._line_up(step.results, tokens, step.requests)
             for one, place, token in zip(step.requests, step.places, tokens.tolist(), strict=True):
                 one.output[place] = token
                 one.in_flight -= 1
         return step
+
+    def _line_up(self, results: Prefetched, tokens: Array, requests: Sequence[OverlapRequest]) -> None:
+        """Requests that kept their slots find their results by handle, in the order that the batch has by now."""
+        handles = {*zip(results.slots.np.tolist(), results.slots.generations.tolist(), strict=True)}
+        rows = {one: row for row, one in enumerate(requests)}
+        here = [
+            one
+            for one in self.batch.requests
+            if one.handle is not None and (int(one.handle.np[0]), int(one.handle.generations[0])) in handles
+        ]
+        if here:
+            self._reached("results of a batch in another order", [rows[one] for one in here] != list(range(len(here))))
+            found = results["token"].aligned(handles_of(here))
+            agree_on(tokens[[rows[one] for one in here]], found, "tokens by handle")
 
     def forget(self) -> None:
         """Drops the results of steps all of whose requests hung up: their memory goes back by itself."""
@@ -871,6 +886,7 @@ class OverlapMachine(Machine):
         "looked at while a step is in flight",
         "results read out of order",
         "results dropped unread",
+        "results of a batch in another order",
     )
 
     _opened = False

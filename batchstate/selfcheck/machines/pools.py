@@ -16,7 +16,7 @@ from batchstate.errors import ArgumentError, DtypeError, PoolExhaustedError, Row
 from batchstate.hybrid import HybridSlotPool
 from batchstate.indices import Pages, Slots
 from batchstate.pools import SlotPool, SlotStats
-from batchstate.tables import Table, TableWrite
+from batchstate.tables import Table, TableRows, TableWrite
 from batchstate.testing.fences import ManualFence, ManualStream
 from batchstate.testing.machine import Machine, Misuse, agree, agree_on
 from batchstate.testing.models import AllocatorModel, snapshot_slots, snapshot_table
@@ -322,20 +322,41 @@ class TableModel:
         table: the real one.
         rows: int32[capacity, width].
         written: int64[capacity].
+        writes: int64[capacity], how often each row was written.
     """
 
     table: Table
     rows: npt.NDArray[np.int32]
     written: Ints
+    writes: Ints = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.writes = np.zeros_like(self.written)
 
     def write(self, slots: Slots, positions: Ints | None, values: Any) -> None:
         """Rows, or elements of rows, are written by their owners."""
         self.rows[(slots.np,) if positions is None else (slots.np, positions)] = values
         self.written[slots.np] = slots.generations
+        self.writes[slots.np] += 1
 
     def readable(self, slots: Slots) -> bool:
         """Whether the owners have written all of these rows."""
         return bool((self.written[slots.np] == slots.generations).all())
+
+
+@attrs.frozen(eq=False)
+class Gathered:
+    """Rows that were gathered from a table, and the model of them then."""
+
+    one: TableModel
+    slots: Slots
+    rows: TableRows
+    values: npt.NDArray[np.int32]
+    writes: Ints
+
+    def rewritten(self) -> bool:
+        """Whether a row was written since."""
+        return bool((self.one.writes[self.slots.np] != self.writes).any())
 
 
 class SlotPoolMachine(SlotMachine):
@@ -349,6 +370,8 @@ class SlotPoolMachine(SlotMachine):
         "rows read beside padding",
         "a write that was left behind",
         "a batch of a request that left refused",
+        "gathered rows used late",
+        "gathered rows that were rewritten refused",
     )
 
     @initialize(size=st.integers(1, 5), reserve=st.integers(0, 2))
@@ -365,6 +388,7 @@ class SlotPoolMachine(SlotMachine):
                 self.pool.adopt(tensor, "adopted", host=False),
             )
         ]
+        self.gathered: list[Gathered] = []
         self.entries: list[tuple[TableModel, Slots, TableWrite]] = []  # that no upload has taken along yet
         self.joins = 0
 
@@ -450,6 +474,41 @@ class SlotPoolMachine(SlotMachine):
             agree_on(one.rows[padded.np], found, "rows that were read")
             if one.table.host_memory is not None:
                 agree_on(one.rows[slots.np], one.table.host_for(slots), "rows on the host")
+
+    @rule(n=st.integers(1, 2), rewrites=st.booleans(), along=st.booleans())
+    def gather(self, n: int, rewrites: bool, along: bool) -> None:
+        """Rows are gathered for several steps; an upload may write them meanwhile."""
+        for late in self.gathered[-2:]:
+            self._use_gathered(late)
+        slots, one = self.live(n), self.tables[0]
+        if not len(slots):
+            return
+        if not one.readable(slots):
+            self.reached("a row of the last owner refused", bool(one.rows[slots.np].any()))
+            with self.refused(Code.ROW_UNWRITTEN):
+                one.table.gather(slots)
+            one.table.write(slots, None, one.rows[slots.np] + 1)
+            one.write(slots, None, one.rows[slots.np] + 1)
+        padded = slots.pad(len(slots) + 1)
+        self.reached("rows read beside padding")
+        gathered = one.table.gather(padded)
+        self.gathered.append(Gathered(one, slots, gathered, one.rows[padded.np], one.writes[slots.np]))
+        if rewrites:
+            self.entries.append((one, slots, one.table.entry(slots, None, one.rows[slots.np] + 1)))
+            self.upload(slots, along)
+        self._use_gathered(self.gathered[-1])
+
+    def _use_gathered(self, one: Gathered) -> None:
+        if not self.good(one.slots):
+            with self.refused(Code.SLOT_STALE_HANDLE):
+                _ = one.rows.device
+        elif one.rewritten():
+            self.reached("gathered rows that were rewritten refused")
+            with self.refused(Code.DERIVED_STALE):
+                _ = one.rows.device
+        else:
+            self.reached("gathered rows used late")
+            agree_on(one.values, self.rt.inspect(one.rows.device), "gathered rows")
 
     @rule(slots=SlotMachine.handles, along=st.booleans())
     def upload(self, slots: Slots, along: bool) -> None:

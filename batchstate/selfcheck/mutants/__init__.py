@@ -28,6 +28,7 @@ _ORDER = (
     "leaks",
     "slot_zero",
     "pages",
+    "derived",
     "states",
     "units",
     "requests",
