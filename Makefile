@@ -19,7 +19,7 @@ READY := $(STAMP)
 endif
 
 # On a CPU the tests share the cores, where pytest-xdist is there; on a GPU they take turns.
-PARALLEL = $(if $(DEVICE),,$(shell $(PY) -c 'import os, xdist; print("-n", min(4, len(os.sched_getaffinity(0))), "--dist loadfile")' 2>/dev/null))
+PARALLEL = $(if $(DEVICE),,$(shell $(PY) -c 'import os, xdist; print("-n", min(4, len(os.sched_getaffinity(0))), "--dist loadfile --no-loadscope-reorder")' 2>/dev/null))
 
 ON_DEVICE := $(if $(DEVICE),--device $(DEVICE))
 PIP := $(VENVPY) -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
@@ -59,7 +59,10 @@ disaggregated: $(READY)  ## prefill in one process, decode in another, KV writte
 traffic: $(READY)  ## an hour of requests through an engine that lacks only the model
 	@$(PY) -m batchstate traffic --checks cheap $(ON_DEVICE) $(ARGS)
 
-test: lint types docs pytest  ## everything CI runs: lint, types, docs, tests
+# Types and docs side by side: each is checked by one process.
+test: lint  ## everything CI runs: lint, types, docs, tests
+	@$(MAKE) --no-print-directory docs & docs=$$!; $(MAKE) --no-print-directory types; types=$$?; wait $$docs && exit $$types
+	@$(MAKE) --no-print-directory pytest
 
 lint: $(READY)  ## ruff: rules and format
 	$(PY) -m ruff check

@@ -35,6 +35,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="device under test: cpu (default), cuda, cuda:1, race, sim")
 
 
+LONGEST = """
+    machines mutants disaggregated transport_faults overlap_machine sim_engine twins transport_engines race_machines
+    benchmarks engine_machine sim_schedulers render_browser fuzz benchmark_report pytest_plugin engine_race
+"""
+"""Test files of ten seconds and more. They run first, so that no process is left with one of them alone in the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first."""
+    places = {f"test_{name}.py": place for place, name in enumerate(LONGEST.split())}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
     """Leave torch, transformers and the collected tests to no collection of garbage: each would go through them all."""

@@ -36,7 +36,7 @@ from batchstate._arrays import (
 from batchstate.columns import Column, DeviceColumn, HostColumn, MirroredColumn, SlotColumn, TensorColumn
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, DeviceError, DtypeError, ShapeError
 from batchstate.indices import Slots
-from batchstate.mirror import Contract, DeviceSide, MirroredTensor, ReadyTensor, write_count
+from batchstate.mirror import Contract, DeviceSide, MirroredTensor, ReadyTensor
 from batchstate.runtime import Runtime, numpy_dtype
 from batchstate.runtime.memory import ALIGNMENT
 from batchstate.violations import Where
@@ -295,7 +295,7 @@ class DeviceRows:
             wanted.append(across(self.added, ndim).astype(numpy_dtype(signed_twin(dtype))))
         return wanted + [source for source, _ in self.sources if not isinstance(source, DeviceSide)]
 
-    def gathered(self, runtime: Runtime, uploaded: Sequence[torch.Tensor]) -> ReadyTensor:
+    def gathered(self, runtime: Runtime, uploaded: Sequence[torch.Tensor], where: Where) -> ReadyTensor:
         """The rows as one device tensor: at most one concatenation, one selection and one addition.
 
         A source that is wanted as it is stays the tensor that it was.
@@ -303,8 +303,12 @@ class DeviceRows:
         Args:
             runtime: the device.
             uploaded: the device sides of `arrays`.
+            where: for reports.
+
+        Raises:
+            Violation: MIRROR_FOREIGN_WRITE.
         """
-        self.check_sources(runtime)
+        self.check_sources(runtime, where)
         source = self.as_it_is()
         if source is not None:
             source.tensor(runtime)
@@ -321,21 +325,40 @@ class DeviceRows:
             rows = runtime.launch(add, rows, amount, reads=(rows, amount), name="gather: add")
         return ReadyTensor.made_now(rows, runtime)
 
-    def check_sources(self, runtime: Runtime, column: str = "") -> None:
+    def contents(self, runtime: Runtime) -> tuple[Array, Array] | None:
+        """The rows that the device has to hold, by what checks first read of the sources and by what they read now.
+
+        For checks at `full`. None where a source does not exist yet, or while the stream is captured.
+        """
+        sides = [source for source, _ in self.sources if isinstance(source, DeviceSide)]
+        if runtime.checks_suspended() or any(side.existing is None for side in sides):
+            return None
+        known = [one.rows(runtime) if isinstance(one, DeviceSide) else (one, one) for one, _ in self.sources]
+        before, now = (np.concatenate(parts)[self.rows] for parts in zip(*known, strict=True))
+        if self.added is not None:
+            amount = across(self.added, before.ndim).astype(before.dtype)
+            before, now = before + amount, now + amount
+        return before, now
+
+    def check_sources(self, runtime: Runtime, where: Where, bound: Array | None = None) -> None:
         """The tensors have not been written from outside since they became part of a batch.
 
+        Args:
+            runtime: the device.
+            where: for reports.
+            bound: the host side of a bounded column, compared at `full`.
+
         Raises:
-            Violation: MIRROR_FOREIGN_WRITE.
+            Violation: MIRROR_FOREIGN_WRITE, MIRROR_BOUND.
         """
-        if not levels.cheap:
-            return
-        for source, _ in self.sources:
-            if isinstance(source, DeviceSide) and source.existing is not None and source.write_count is not None:
-                where: Where = {"object": self, "operation": "gather", "step": runtime.step}
-                if column:
-                    where["column"] = column
-                now = write_count(source.existing) or 0
-                invariants.mirror_foreign_write("device", source.write_count, now, **where)
+        if levels.full and (contents := self.contents(runtime)) is not None:  # first: it says which row
+            invariants.mirror_foreign_write("device", *contents, **where)
+            if bound is not None:
+                invariants.mirror_bound(bound, contents[1], **where)
+        if levels.cheap:
+            for source, _ in self.sources:
+                if isinstance(source, DeviceSide):
+                    source.check_count(where)
 
     def as_it_is(self) -> DeviceSide | None:
         """The only source, where its rows are wanted unmoved and unchanged."""
@@ -542,6 +565,8 @@ class ColumnInputs:
         for name, value in values.items():
             column = columns.get(name)
             label = f"{what}: column {name!r}"
+            if levels.full and isinstance(value, MirroredTensor):
+                value.check(what)
             if isinstance(column, MirroredColumn):
                 inputs._read_mirrored(column, value, num_rows, runtime, label)
             elif isinstance(column, DeviceColumn):

@@ -7,15 +7,16 @@ import attrs
 import numpy as np
 import torch
 
-from batchstate import levels
+from batchstate import invariants, levels
 from batchstate._arrays import Array, as_array
 from batchstate._origin import RowSet
 from batchstate._rows import MOST_SOURCES, DeviceRows, RowState
 from batchstate.columns import TensorColumn
 from batchstate.errors import ArgumentError, DeviceError
-from batchstate.mirror import DeviceSide, MirroredTensor, ReadyTensor, write_count
+from batchstate.mirror import DeviceSide, MirroredTensor, ReadyTensor, rows_of, write_count
 from batchstate.runtime import PackedUpload, Runtime
 from batchstate.tables import TableWrite
+from batchstate.violations import Where
 
 
 @final
@@ -225,24 +226,29 @@ class BatchDevice:
         if name in self._needs:
             packed = self._packed_now()
             crossed = [self._runtime.use_part_on_current_stream(packed, place) for place in self._needs[name]]
-        gathered = rows.gathered(self._runtime, crossed)
+        where: Where = {"object": rows, "operation": "gather", "column": name, "step": self._runtime.step}
+        gathered = rows.gathered(self._runtime, crossed, where)
         if self._exposed.get(name) is not gathered.tensor:
+            contents = rows.contents(self._runtime) if levels.full else None
+            if contents is not None:
+                invariants.mirror_equal(contents[0], rows_of(self._runtime, gathered.tensor), **where)
             self._expose(name, gathered.tensor)
-            self.start_from(name, gathered)
+            self.start_from(name, gathered, None if contents is None else contents[0])
         return gathered
 
-    def start_from(self, name: str, gathered: ReadyTensor) -> None:
+    def start_from(self, name: str, gathered: ReadyTensor, contents: Array | None = None) -> None:
         """The column, and batches derived from here on, start from what was gathered, not from where it came from.
 
         Args:
             name: of a column whose host side is not a copy.
             gathered: its rows, with or without padded ones after them.
+            contents: what they are, for checks at `full`.
         """
         num_rows = len(self.state.device[name])
         if gathered.tensor.shape[0] != num_rows:
             gathered = gathered._replace(tensor=gathered.tensor[:num_rows])
         self._needs.pop(name, None)
-        self.state.device = {**self.state.device, name: DeviceRows.of(DeviceSide(gathered), num_rows)}
+        self.state.device = {**self.state.device, name: DeviceRows.of(DeviceSide(gathered, contents), num_rows)}
 
     def _packed_now(self) -> PackedUpload:
         if self._packed is None:

@@ -589,8 +589,8 @@ class Batch(metaclass=BatchType):
         """
         self._check_writes(writes, "upload")
         arrays = self._checked_extras(extras, "upload")
+        self._check_unwritten("upload")
         if levels.cheap:
-            self._check_read_columns("upload")
             self.check_live("upload")
         device = self.device_side
         first = not device.uploaded
@@ -639,8 +639,8 @@ class Batch(metaclass=BatchType):
                 remedy="pass StaticBuffers",
             )
         self._check_writes(writes, "to_static")
+        self._check_unwritten("to_static")
         if levels.cheap:
-            self._check_read_columns("to_static")
             self.check_live("to_static")
         self._check_host_is_fresh("to_static")
         uploaded = buffers.receive(self, writes, self._checked_extras(extras, "to_static"))
@@ -684,19 +684,38 @@ class Batch(metaclass=BatchType):
         """
         if not levels.cheap:
             return
+        if levels.full:
+            self._check_sides(operation)  # first: it says which row
         self._check_rows(operation)
         self._check_slots(operation)
         self._check_tail(operation)
         self._check_read_columns(operation)
-        for name in self._tensor_columns if levels.full else ():
-            value = self[name]
-            if self.device_side.uploaded and name not in self._state.device:
-                # What crossed is compared although it was not read yet: a view of the copy, nothing is launched.
-                value._device.tensor(self.runtime)
+
+    def _check_unwritten(self, operation: str) -> None:
+        """What was written from outside is reported before an operation replaces it: at `full` by comparing the sides.
+
+        Every operation begins with it.
+        """
+        if levels.full:
+            self.check(operation)
+        elif levels.cheap and (self._exposed or (self._device is not None and self._device.uploaded)):
+            self._check_read_columns(operation)
+
+    def _check_sides(self, operation: str) -> None:
+        """Each side is as it was, and the sides agree, also those that were not read yet: nothing is launched."""
+        for name in self._tensor_columns:
+            value, rows = self[name], self._state.device.get(name)
+            if rows is not None:
+                if not value.open_windows:
+                    rows.check_sources(self.runtime, self._where(operation, name), value._host)
+                column = self._columns[name]
+                if isinstance(column, DeviceColumn) and column.holds is not None:
+                    contents = rows.contents(self.runtime)
+                    if contents is not None:
+                        check_indices(column, contents[1], self.runtime, operation)
+            elif self.device_side.uploaded:
+                value._device.tensor(self.runtime)  # a view of the copy
             value.check(operation)
-            column = self._columns[name]
-            if isinstance(column, DeviceColumn) and column.holds is not None and not self.runtime.checks_suspended():
-                check_indices(column, self.runtime.inspect(value.device), self.runtime, operation)
 
     def check_live(self, operation: str = "check_live") -> None:
         """Checks that each request still has its slot. Slots that no pool handed out have no owner to ask.
@@ -792,8 +811,7 @@ class Batch(metaclass=BatchType):
 
     def _begin(self, operation: str) -> int:
         """Checks before an operation: nothing that is exposed was written, and the batch has no padding."""
-        if levels.cheap and (self._exposed or (self._device is not None and self._device.uploaded)):
-            self._check_read_columns(operation)
+        self._check_unwritten(operation)
         if self.num_rows != self.num_reqs:
             raise ArgumentError(
                 f"{type(self).__name__}.{operation}: a batch padded from {self.num_reqs} to {self.num_rows} rows",

@@ -216,13 +216,25 @@ def mirror_stale_read(side: str, reasons: tuple[str, ...], **where: Unpack[Where
     "values are immutable: replace the write in place by `update`, `+ n` or `replace`, which return a new value",
     ("sglang #8056", "sglang free_group view", "vllm #50432"),
 )
-def mirror_foreign_write(side: str, expected: int, actual: int, **where: Unpack[Where]) -> Breach | None:
-    """The mark of a side's memory is the one taken when the value was made.
+def mirror_foreign_write(
+    side: str, expected: int | Array, actual: int | Array, **where: Unpack[Where]
+) -> Breach | None:
+    """A side is as it was when the value was made.
 
-    The mark is torch's version counter at `cheap` and a checksum of the host memory at `full`. Cost: one comparison
-    of two numbers at `cheap`, one pass over the host side at `full`. Broken by writing in place through a tensor or
-    array that the value handed out.
+    Compared are torch's counts of writes in place, and at `full` the rows. Cost: one comparison of two numbers at
+    `cheap`, one pass over the side at `full`. Broken by writing in place through a tensor or array that the value
+    handed out.
     """
+    if isinstance(expected, np.ndarray) and isinstance(actual, np.ndarray):
+        unequal = bits(expected) != bits(actual)
+        if (row := first_row(unequal)) is None:
+            return None
+        return Breach(
+            f"the {side} side was written in place from outside, in {_rows(unequal).sum()} of {len(expected)} rows",
+            expected=expected[row],
+            actual=actual[row],
+            row=row,
+        )
     if expected == actual:
         return None
     return Breach(

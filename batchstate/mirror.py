@@ -10,7 +10,6 @@ with one launch if the device side exists already, else at its first use. Nothin
 import contextlib
 import enum
 import functools
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, NoReturn, Self, SupportsIndex, cast, final
 
@@ -131,12 +130,14 @@ class DeviceSide:
 
     Attributes:
         write_count: `write_count` of the tensor when it was made, or None.
+        contents: its rows when it was made, or when a check first read it, for later checks at `full`; else None.
     """
 
-    __slots__ = ("_source", "write_count")
+    __slots__ = ("_source", "contents", "write_count")
 
-    def __init__(self, source: ReadyTensor | Callable[[], ReadyTensor]) -> None:
+    def __init__(self, source: ReadyTensor | Callable[[], ReadyTensor], contents: Array | None = None) -> None:
         self._source = source
+        self.contents = contents
         self.write_count = write_count(source.tensor) if type(source) is ReadyTensor else None
 
     @property
@@ -148,7 +149,12 @@ class DeviceSide:
     def tensor(self, runtime: Runtime) -> torch.Tensor:
         """The tensor, safe on the current stream; it is made now if it does not exist."""
         source = self._source
-        ready = source if type(source) is ReadyTensor else self.ready()
+        if type(source) is ReadyTensor:
+            ready = source
+        else:
+            ready = self.ready()
+            if levels.full and not runtime.checks_suspended():
+                self.contents = rows_of(runtime, ready.on_current_stream(runtime))
         # Not by `on_current_stream`: forwards read columns here, one by one.
         return runtime.use_on_current_stream(ready.tensor, ready.stream, ready.ready, synchronised=ready.synchronised)
 
@@ -159,6 +165,34 @@ class DeviceSide:
             source = self._source = source()
             self.write_count = write_count(source.tensor)
         return source
+
+    def written(self) -> bool:
+        """Whether torch has counted a write in place since the tensor was made."""
+        existing = self.existing
+        return existing is not None and self.write_count is not None and write_count(existing) != self.write_count
+
+    def check_count(self, where: Where) -> None:
+        """Checks torch's count of writes in place.
+
+        Raises:
+            Violation: MIRROR_FOREIGN_WRITE.
+        """
+        existing, before = self.existing, self.write_count
+        if existing is not None and before is not None:
+            invariants.mirror_foreign_write("device", before, write_count(existing) or 0, **where)
+
+    def rows(self, runtime: Runtime) -> tuple[Array, Array]:
+        """The rows of the tensor, which exists: when a check first read them, and now. Reads device memory back."""
+        now = rows_of(runtime, self.tensor(runtime))
+        if self.contents is None:
+            self.contents = now
+        return self.contents, now
+
+
+def rows_of(runtime: Runtime, tensor: torch.Tensor) -> Array:
+    """The rows of a device tensor, for a check; of a dtype that numpy lacks as integers of its size."""
+    known = tensor.dtype in NUMPY_DTYPES
+    return runtime.inspect(tensor if known else tensor.view(torch.uint8 if tensor.itemsize == 1 else torch.int16))
 
 
 def write_count(tensor: torch.Tensor) -> int | None:
@@ -212,7 +246,6 @@ class MirroredTensor:
 
     __slots__ = (
         "__weakref__",
-        "_checksum",
         "_device",
         "_exposed",
         "_generations",
@@ -220,6 +253,7 @@ class MirroredTensor:
         "_host_tensor",
         "_pool_id",
         "_row_set",
+        "_seen",
         "_windows",
         "contract",
         "dtype",
@@ -265,7 +299,7 @@ class MirroredTensor:
         self._pool_id = pool_id
         self._row_set = row_set
         self._exposed = exposed
-        self._checksum = _checksum(host) if levels.full and host is not None else None
+        self._seen = host.copy() if levels.full and host is not None else None
 
     @classmethod
     def from_host(
@@ -328,7 +362,7 @@ class MirroredTensor:
             ShapeError: no rows.
         """
         _check_on_device(runtime, tensor, name or cls.__name__)
-        return cls(
+        value = cls(
             runtime,
             None,
             DeviceSide(ReadyTensor.made_now(tensor, runtime)),
@@ -337,6 +371,9 @@ class MirroredTensor:
             contract=Contract.DEVICE_ONLY,
             name=name,
         )
+        if levels.full:
+            value.check("from_device")
+        return value
 
     @classmethod
     def from_pair(
@@ -477,6 +514,8 @@ class MirroredTensor:
             raise ContractError(
                 f"{what}: {self!r} has no exact host side", value=self.contract.value, remedy="resolve it first"
             )
+        if levels.full:
+            self.check(what)
         return self.np
 
     @property
@@ -859,6 +898,8 @@ class MirroredTensor:
                 value=wanted.value,
                 remedy="only `resolve()` strengthens a contract, and it waits for the device",
             )
+        if levels.full:
+            self.check("weaken")
         host = None if wanted is Contract.DEVICE_ONLY else self._host
         device = self._device.tensor(self.runtime) if wanted is not Contract.EXACT else self._device_if_needed()
         return self._derived(host, device, self.shape, "weaken", contract=wanted, row_set=self._row_set)
@@ -884,6 +925,8 @@ class MirroredTensor:
                 value=self.contract.value,
                 remedy="only a bound can be tightened; `update` changes exact values on both sides",
             )
+        if levels.full:
+            self.check("tighten")
         host = converted(lined_up(bound, self.row_set, what), numpy_dtype(self.dtype), what)
         if host.shape != self.shape:
             raise ShapeError(f"{what}: {list(host.shape)} for {list(self.shape)}", value=host.shape, remedy="one each")
@@ -935,35 +978,39 @@ class MirroredTensor:
     def check(self, operation: str = "check") -> None:
         """Checks every invariant of this value that applies at the present level.
 
-        `cheap` compares torch's version counters; `full` also compares the two sides, their memory, and a checksum.
+        `cheap` compares torch's counts of writes in place; `full` also compares each side with what it was, the two
+        sides, and their memory.
 
         Raises:
             Violation: MIRROR_FOREIGN_WRITE, MIRROR_ALIASED, MIRROR_EQUAL, MIRROR_BOUND.
         """
         if not levels.cheap:
             return
-        device, before = self._device.existing, self._device.write_count
-        if device is not None and before is not None:
-            invariants.mirror_foreign_write("device", before, write_count(device) or 0, **self._where(operation))
+        if levels.full:
+            self._check_fully(self._where(operation))  # first: it says which row
+        if self._device.existing is not None:
+            self._device.check_count(self._where(operation))
         if self._host_tensor is not None and not self._host_tensor.is_inference():
             invariants.mirror_foreign_write("host", 0, self._host_tensor._version, **self._where(operation))
-        if levels.full and not self.runtime.checks_suspended():
-            self._check_fully(device, self._where(operation))
 
-    def _check_fully(self, device: torch.Tensor | None, where: Where) -> None:
-        if self._host is None:
-            return
-        if self._checksum is not None:
-            invariants.mirror_foreign_write("host", self._checksum, _checksum(self._host), **where)
-        if device is None or self.open_windows:
+    def _check_fully(self, where: Where) -> None:
+        host, device = self._host, self._device.existing
+        if host is not None and self._seen is not None:
+            invariants.mirror_foreign_write("host", self._seen, host, **where)
+        if device is None or self.open_windows or self.runtime.checks_suspended():
             return  # nothing to compare with, or knowingly different
-        if device.device.type == "cpu":
-            start = self._host.__array_interface__["data"][0]
+        if host is not None and device.device.type == "cpu":
+            start = host.__array_interface__["data"][0]
             invariants.mirror_aliased(
-                (start, start + self._host.nbytes), (device.data_ptr(), device.data_ptr() + device.nbytes), **where
+                (start, start + host.nbytes), (device.data_ptr(), device.data_ptr() + device.nbytes), **where
             )
-        invariant = invariants.mirror_bound if self.contract is Contract.UPPER_BOUND else invariants.mirror_equal
-        invariant(self._host, self.runtime.inspect(self._device.tensor(self.runtime)), **where)
+        before, now = self._device.rows(self.runtime)
+        exact = host is not None and self.contract is not Contract.UPPER_BOUND
+        if not exact or self._device.written():
+            invariants.mirror_foreign_write("device", host if exact and host is not None else before, now, **where)
+        if host is not None:
+            invariant = invariants.mirror_equal if exact else invariants.mirror_bound
+            invariant(host, now, **where)
 
     # Helpers
 
@@ -1084,10 +1131,6 @@ def _uploaded(runtime: Runtime, host: Array | None) -> ReadyTensor:
     """Uploads a host side alone. It knows the array and not the value: a cycle would keep memory alive."""
     packed = runtime.upload([] if host is None else [host])
     return ReadyTensor.uploaded(packed.view(0), packed)
-
-
-def _checksum(values: Array) -> int:
-    return zlib.crc32(np.ascontiguousarray(values).tobytes())
 
 
 def _largest(values: Array) -> int:

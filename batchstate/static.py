@@ -175,15 +175,17 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         first_write = len(others)
         for write in joined:
             others += (write.index, write.values)
+        where: Where = {"object": self, "operation": "to_static", "step": self.runtime.step}
         for name, rows in state.device.items():
-            rows.check_sources(self.runtime, name)  # before anything is written
+            rows.check_sources(self.runtime, {**where, "column": name})  # before anything is written
         self._fixed.await_readers()
         self._version = 0  # if what follows fails, what the buffers hold is no batch
         try:
             copied, packed, skipped = self._copied(fixed, others)
             self.num_reqs = batch.num_reqs
             for name, rows in state.device.items():
-                gathered = rows.gathered(self.runtime, [packed.view(skipped + place) for place in needs[name]])
+                crossed = [packed.view(skipped + place) for place in needs[name]]
+                gathered = rows.gathered(self.runtime, crossed, {**where, "column": name})
                 source = gathered.on_current_stream(self.runtime)
                 target = self._views[name].data  # our own writes are none from outside
                 self.runtime.launch(
@@ -286,9 +288,13 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
                 invariants.mirror_equal(extras[name], device, **where)
                 continue
             invariants.tail_stale(device[self.num_reqs :], column.pad, self.num_reqs, **where)
+            rows = state.device.get(name)
             if isinstance(column, MirroredColumn):
-                invariant = invariants.mirror_bound if name in state.device else invariants.mirror_equal
+                invariant = invariants.mirror_equal if rows is None else invariants.mirror_bound
                 invariant(state.host.column(name), device, **where)
+            contents = None if rows is None else rows.contents(self.runtime)
+            if contents is not None:
+                invariants.mirror_equal(contents[1], device, **where)
 
 
 def _packed_views(

@@ -377,6 +377,21 @@ def test_slot_used_again_is_not_settled_by_an_old_copy() -> None:
     world.tier.verify()
 
 
+def test_a_staged_request_that_left_unpolled_is_passed_over(rt: Runtime) -> None:
+    """Where every fence is complete at once, the next request on its slot is made ready, and made so once."""
+    world = World(rt, size=1)
+    gone = world.prefill([9])
+    world.tier.admit_staged(gone, 20)
+    world.tier.abort(gone)
+    rt.synchronize()
+    again = world.prefill([7])
+    world.tier.admit_staged(again, 20)
+    rt.synchronize()
+    assert world.tier.poll_staged() == 1
+    assert world.tier.states(again) == [TierState.READY]
+    world.check(again)
+
+
 def test_writer_that_has_not_ended_when_its_request_finishes(rt: Runtime) -> None:
     """A request may decode and finish while its writer is not known to have ended: only its host locations wait."""
     world = World(rt)

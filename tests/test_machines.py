@@ -6,9 +6,8 @@ from batchstate.errors import ArgumentError
 from batchstate.levels import Level, current_checks
 from batchstate.runtime import CpuRuntime, Runtime
 from batchstate.selfcheck.machines import MACHINES
-from batchstate.selfcheck.machines.future_map import FutureMapMachine
 from batchstate.selfcheck.machines.pools import SlotPoolMachine
-from batchstate.testing import LateRuntime, run_machine
+from batchstate.testing import LateRuntime, Machine, run_machine
 from batchstate.testing.devices import open_device
 
 EXAMPLES = {
@@ -75,21 +74,23 @@ def test_relay_is_silent_at_cheap(device: str) -> None:
     assert sum(one.counters.check_reads for one in opened) == 0
 
 
-def test_relay_machine_lags() -> None:
-    """On a plain CPU runtime the relay machine takes one that lags instead, and keeps any other that it is given."""
+@pytest.mark.parametrize(("name", "length"), [("future_map", 20), ("host_tier", 10), ("overlap", 10)])
+def test_machines_that_look_for_late_work_lag(name: str, length: int) -> None:
+    """On a plain CPU runtime they take one that lags instead, and they keep any other that they are given."""
 
     class Watched(CpuRuntime):
         pass
 
     seen: set[type[Runtime]] = set()
 
-    class Watching(FutureMapMachine):
-        def check(self) -> None:
-            seen.add(type(self.rt))
+    def open_and_look(machine: Machine) -> None:
+        MACHINES[name].open(machine)
+        seen.add(type(machine.rt))
 
-    assert run_machine(Watching, examples=2, steps=3).failure is None
+    watching = type("Watching", (MACHINES[name],), {"open": open_and_look})
+    assert run_machine(watching, examples=2, steps=3).failure is None
     assert seen == {LateRuntime}
-    assert run_machine(Watching, examples=20, steps=20, runtimes=Watched).failure is None
+    assert run_machine(watching, examples=length, steps=length, runtimes=Watched, level="cheap").failure is None
     assert seen == {LateRuntime, Watched}
 
 

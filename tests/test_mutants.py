@@ -93,7 +93,7 @@ def test_unseen_is_unseen(name: str, device: str) -> None:
     if not one.exists_on(device):
         pytest.skip(f"only on {one.only_on}")
     assert not run_mutant(attrs.evolve(one, unseen=None), device=device, examples=40).killed
-    assert len([name for name in UNSEEN if MUTANTS[name].group != "strangers"]) <= 4  # these show to who is believed
+    assert len([name for name in UNSEEN if MUTANTS[name].group != "strangers"]) <= 3  # these show to who is believed
 
 
 @pytest.mark.parametrize("automatic", [False, True])

@@ -8,7 +8,6 @@ import torch
 
 from batchstate.future_map import FutureMap
 from batchstate.indices import Slots
-from batchstate.runtime import CpuRuntime, Runtime
 from batchstate.selfcheck.machines import overlap as overlap_forward
 from batchstate.selfcheck.machines.overlap import CHOICES, READINGS, Arrival, Choices, OverlapMachine
 from batchstate.selfcheck.mutants import MUTANTS
@@ -95,24 +94,6 @@ def test_depth_is_what_is_declared(steps_in_flight: int) -> None:
     result = run_machine(Watched, runtimes=runtimes, examples=6, derandomize=True, level="cheap")
     assert result.failure is None, result.failure
     assert max(depths) == steps_in_flight
-
-
-def test_plain_cpu_is_made_to_lag() -> None:
-    """On a plain CPU runtime the machine takes one that lags instead, and keeps any other that it is given."""
-
-    class Other(CpuRuntime):
-        pass
-
-    seen: set[type[Runtime]] = set()
-
-    class Watching(OverlapMachine):
-        def check(self) -> None:
-            seen.add(type(self.rt))
-
-    assert run_machine(Watching, examples=2, steps=3).failure is None
-    assert seen == {LateRuntime}
-    assert run_machine(Watching, examples=3, steps=10, runtimes=Other, level="off").failure is None
-    assert seen == {LateRuntime, Other}
 
 
 def test_nothing_waits_for_the_device(device: str) -> None:

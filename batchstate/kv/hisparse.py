@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
+from batchstate._allocator import AllFences
 from batchstate._arrays import amounts, arange_per_row, count
 from batchstate.errors import ArgumentError, CaptureError, DeviceError
 from batchstate.indices import HostLocations, Locations, Slots
@@ -294,8 +295,9 @@ class HiSparse:
                 self._requests.states[row] = TierState.OUTSIDE
             self._transaction.operation = None
             raise
-        self._staging.append((slots, copied))
-        self._requests.fences.update(dict.fromkeys(rows.tolist(), copied))
+        own = AllFences((copied,))  # `poll_staged` knows the copy by its fence, and on a CPU all fences are one
+        self._staging.append((slots, own))
+        self._requests.fences.update(dict.fromkeys(rows.tolist(), own))
         self._transaction.operation = None
 
     def poll_staged(self) -> int:

@@ -17,8 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant
 from batchstate import levels
 from batchstate.errors import ArgumentError, BatchStateError
 from batchstate.levels import Level, parse_level
-from batchstate.runtime import Runtime, Stream, open_runtime
+from batchstate.runtime import CpuRuntime, Runtime, Stream, open_runtime
 from batchstate.testing.devices import window_of
+from batchstate.testing.fences import LateRuntime
 from batchstate.violations import Code, Violation
 
 OpenRuntime = Callable[[], Runtime]
@@ -164,12 +165,14 @@ class Machine(RuleBasedStateMachine):
         NAME: its name in reports.
         TARGETS: coverage targets: states that an ordinary number of examples must reach, or else a run without a
             failure proves little. Counted by `reached`.
+        LAGS: a plain CPU runtime, whose fences are always complete, is replaced by one that lags.
         rt: the runtime of the example.
         side: a second stream of it.
     """
 
     NAME: ClassVar[str] = ""
     TARGETS: ClassVar[tuple[str, ...]] = ()
+    LAGS: ClassVar[bool] = False
 
     rt: Runtime
     side: Stream
@@ -188,7 +191,10 @@ class Machine(RuleBasedStateMachine):
 
     def open_runtime(self) -> Runtime:
         """The runtime of the example, from the factory of the run."""
-        return self.session.open_runtime()
+        opened = self.session.open_runtime()
+        if self.LAGS and type(opened) is CpuRuntime:
+            return LateRuntime(steps_in_flight=opened.steps_in_flight)
+        return opened
 
     def check(self) -> None:
         """Compares everything with the model and checks every invariant. Called after each rule."""

@@ -26,6 +26,7 @@ from batchstate.indices import Pages, Slots
 from batchstate.mirror import Contract, MirroredTensor
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
+from batchstate.selfcheck.machines.mirrored_tensor import TRIED, Operations, check_reported, write_uncounted
 from batchstate.static import StaticBuffers
 from batchstate.tables import TableWrite
 from batchstate.testing.machine import Machine, Misuse, agree, agree_on, ask
@@ -286,6 +287,34 @@ MISUSES: tuple[Misuse[Decode], ...] = (
     Misuse("objects of a tensor column", (DeclarationError,), lambda one: one.objects("seq_lens")),
 )
 
+OPERATIONS: Operations = (
+    ("filter", lambda it: it.one.filter(range(len(it.one)))),
+    ("merge", lambda it: it.one.merge(it.other)),
+    ("merge", lambda it: it.other.merge(it.one)),
+    ("next_batch", lambda it: it.one.next_batch(advance="seq_lens", n=0)),
+    ("next_batch", lambda it: it.other.next_batch(joining=it.one)),
+    ("split", lambda it: it.one.split([len(it.one)])),
+    ("pad", lambda it: it.one.pad(len(it.one))),
+    ("advance", lambda it: it.one.advance("seq_lens", 0)),
+    ("update", lambda it: it.one.update("seq_lens", [], [])),
+    ("tighten", lambda it: it.one.tighten("accepted", it.one["accepted"].np, slots=it.one.slots)),
+    ("replace", lambda it: it.one.replace(seq_lens=it.one["seq_lens"].np.copy())),
+    ("upload", lambda it: it.one.upload()),
+    ("to_static", lambda it: it.one.to_static(it.graph, extras={"positions": np.zeros(3, np.int32)})),
+)
+"""Every operation, by the name that it has in reports: each compares both sides of every batch that it takes."""
+
+
+@final
+@attrs.frozen
+class Written:
+    """A batch that was written from outside, and what operations on it need: one of other requests, and a graph."""
+
+    one: Decode
+    other: Decode
+    graph: StaticBuffers
+
+
 BATCHES = Bundle("batches")
 
 GRAPH_ROWS = (4, 8)
@@ -311,6 +340,7 @@ class BatchMachine(Machine):
         "packed and single ways compared",
         "fewer requests in a graph than before",
         "leave, join and advance at once",
+        "write from outside found",
         "a graph replayed late",
         "a graph of another batch refused",
         "bounds tightened by results in another order",
@@ -684,6 +714,29 @@ class BatchMachine(Machine):
         ask(invariants.mirror_equal, *both, object=packed, column=packed.name, operation="both ways")
         if isinstance(alone, Slots) and isinstance(packed, Slots):
             agree_on(alone.generations, packed.generations, "generations", packed)
+
+    @rule(
+        first=st.integers(0, 9),
+        bounds=st.booleans(),
+        column=st.sampled_from(list(COLUMNS)),
+        side=st.sampled_from(["host", "device"]),
+        uploaded=st.booleans(),
+        chosen=st.integers(0, len(OPERATIONS) - 1),
+    )
+    def write_from_outside(self, first: int, bounds: bool, column: str, side: str, uploaded: bool, chosen: int) -> None:
+        """What a kernel writes into either side of a column is found by the next operation."""
+        if side == "host" and not isinstance(COLUMNS[column], MirroredColumn):
+            return
+        other = self.built([3], first, bounds=not bounds).batch
+        for at in range(chosen, chosen + TRIED):
+            victim = self.built([1, 2], first, bounds=bounds).batch
+            if uploaded:
+                victim.upload()
+            write_uncounted(victim[column], side, 1)
+            check_reported(
+                OPERATIONS, at % len(OPERATIONS), Written(victim, other, self.graphs[GRAPH_ROWS[0]].buffers), column, 1
+            )
+            self.reached("write from outside found")
 
     @rule(one=BATCHES, misuse=st.sampled_from(MISUSES))
     def misuse(self, one: Rows, misuse: Misuse[Decode]) -> None:

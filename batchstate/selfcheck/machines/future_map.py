@@ -24,7 +24,7 @@ from batchstate.indices import Pages, Slots
 from batchstate.kv.pages import PagePool
 from batchstate.mirror import MirroredTensor
 from batchstate.pools import SlotPool
-from batchstate.runtime import CpuRuntime, Fence, Runtime, Stream, open_runtime
+from batchstate.runtime import Fence, Runtime, Stream, open_runtime
 from batchstate.testing.fences import LateRuntime, is_behind
 from batchstate.testing.machine import Machine, Misuse, agree, agree_on, ask
 from batchstate.testing.models import snapshot_pages, snapshot_slots
@@ -391,6 +391,7 @@ class FutureMapMachine(Machine):
     """An engine that runs ahead of its device, in all the orders it can, while requests come and go."""
 
     NAME = "future_map"
+    LAGS = True
     TARGETS = (
         "overwriting unread refused",
         "read before the publish refused",
@@ -416,11 +417,6 @@ class FutureMapMachine(Machine):
         "a plan of other rows refused",
         "results of a former owner refused",
     )
-
-    def open_runtime(self) -> Runtime:
-        """A plain CPU runtime has fences that are always complete: one that lags replaces it."""
-        opened = super().open_runtime()
-        return LateRuntime(steps_in_flight=opened.steps_in_flight) if type(opened) is CpuRuntime else opened
 
     @initialize(size=st.integers(2, 5), hidden=st.sampled_from([torch.float32, torch.bfloat16]))
     def begin(self, size: int, hidden: torch.dtype) -> None:

@@ -24,10 +24,10 @@ from batchstate.kv.host_pool import HostKVPool, HostRanges
 from batchstate.kv.pages import PagePool
 from batchstate.mirror import MirroredTensor
 from batchstate.pools import SlotPool
-from batchstate.runtime import CpuRuntime, Fence, Runtime
+from batchstate.runtime import Fence
 from batchstate.runtime.base import Download
 from batchstate.runtime.memory import bytes_of
-from batchstate.testing.fences import LateRuntime, ManualStream
+from batchstate.testing.fences import ManualStream
 from batchstate.testing.machine import Machine, Misuse, agree, agree_on, ask, disagree
 from batchstate.violations import Code
 
@@ -297,6 +297,7 @@ class HostTierMachine(Machine):
     """Requests that are staged, written directly, decoded, finished and aborted."""
 
     NAME = "host_tier"
+    LAGS = True
 
     TARGETS = (
         "two steps in flight",
@@ -316,11 +317,6 @@ class HostTierMachine(Machine):
         "a writer that ends after its request",
         "host locations used again after their writer",
     )
-
-    def open_runtime(self) -> Runtime:
-        """A plain CPU runtime has fences that are always complete: one that lags takes its place."""
-        opened = super().open_runtime()
-        return LateRuntime(steps_in_flight=opened.steps_in_flight) if type(opened) is CpuRuntime else opened
 
     @initialize(
         size=st.integers(2, 4),

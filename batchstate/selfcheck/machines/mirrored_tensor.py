@@ -1,6 +1,7 @@
 """`MirroredTensor` against numpy: every operation, every contract, device sides made and not made."""
 
 import operator
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis.stateful import Bundle, initialize, multiple, rule
 
 from batchstate.errors import (
     ArgumentError,
+    BatchStateError,
     ContractError,
     DeclarationError,
     DeviceError,
@@ -21,7 +23,7 @@ from batchstate.errors import (
     SideMissingError,
     ValueOverflowError,
 )
-from batchstate.indices import HostLocations, Locations, Pages, Slots
+from batchstate.indices import Handles, HostLocations, Locations, Pages, Slots
 from batchstate.mirror import Contract, MirroredTensor, weaker_contract
 from batchstate.runtime import numpy_dtype
 from batchstate.testing.machine import Machine, Misuse, agree, ask, disagree
@@ -136,6 +138,67 @@ MISUSES: tuple[Misuse[MirroredTensor], ...] = (
     ),
 )
 
+
+def _no_rows(value: MirroredTensor) -> MirroredTensor:
+    return type(value).from_host(value.runtime, np.empty((0, *value.shape[1:]), numpy_dtype(value.dtype)))
+
+
+Operations = Sequence[tuple[str, Callable[[Any], object]]]
+
+OPERATIONS: Operations = (
+    ("filter", lambda one: one.filter(range(len(one)))),
+    ("take", lambda one: one.take(range(len(one)))),
+    ("cat", lambda one: one.merge(_no_rows(one))),
+    ("cat", lambda one: _no_rows(one).merge(one)),
+    ("split", lambda one: one.split([len(one)])),
+    ("pad", lambda one: one.pad(len(one))),
+    ("update", lambda one: one.update([], 0)),
+    ("update", lambda one: one.update(range(len(one)), one)),
+    ("+ n", lambda one: one + 0),
+    ("- n", lambda one: one - 0),
+    ("weaken", lambda one: one.weaken(one.contract if one.contract is not Contract.HOST_ONLY else "exact")),
+    ("tighten", lambda one: one.tighten(one.np)),
+    ("resolve", lambda one: one.resolve()),
+    ("from_host", lambda one: type(one).from_host(one.runtime, one, name="from_host")),
+)
+"""Every operation, by the name that it has in reports, of a value to which it applies: each compares both sides."""
+
+
+def write_uncounted(value: MirroredTensor, side: str, row: int) -> None:
+    """Changes every byte of a row of one side in place, as a kernel does that was given an address."""
+    if side == "host":
+        value.host.numpy()[row : row + 1].view(np.uint8)[...] ^= 1
+    else:
+        value.device.data[row : row + 1].view(torch.uint8).bitwise_xor_(1)
+
+
+def check_reported(operations: Operations, chosen: int, victim: Any, column: str, row: int) -> None:
+    """What was written into a row is reported by the next operation on the victim. By a later one it is too late.
+
+    Raises:
+        DisagreementError: no operation reports it, or the report names something else.
+        Violation: it was not reported by the next operation, but by a later one.
+    """
+    for operation, call in (operations[chosen], *operations):
+        try:
+            call(victim)
+        except Violation as error:
+            if error.operation != operations[chosen][0]:
+                raise
+            agree((column, row), (error.column, error.row), f"column and row of {error}")
+            agree(True, error.code in _WRITTEN, f"code of {error}")
+            return
+        except BatchStateError:
+            if operation == operations[chosen][0]:
+                return  # does not apply
+    disagree(f"row {row} of {column} of {victim!r} was written, and no operation noticed")
+
+
+TRIED = 4
+"""Operations tried at once, each on a victim of its own."""
+
+_WRITTEN = (Code.MIRROR_FOREIGN_WRITE, Code.MIRROR_EQUAL, Code.MIRROR_BOUND)
+
 _FAR = 2**63 - 1
 """An amount that takes most numbers out of their dtype."""
 
@@ -213,10 +276,10 @@ class MirroredTensorMachine(Machine):
         if kind is MirroredTensor:
             return self.kept(data.draw(mirrored_tensors(self.rt), label="value"))
         array = data.draw(column_values(torch.int64, data.draw(st.integers(1, MOST_ROWS))), label="indices")
-        if kind is not Slots:
+        if not issubclass(kind, Handles):
             return self.kept(Modelled(kind.from_host(self.rt, array), array, array))
         generations = np.arange(1, len(array) + 1, dtype=np.int64)
-        value = Slots.from_host(self.rt, array, generations=generations)
+        value = kind.from_host(self.rt, array, generations=generations)
         return self.kept(Modelled(value, array, array, generations))
 
     @rule(one=VALUES, side=st.booleans())
@@ -319,8 +382,8 @@ class MirroredTensorMachine(Machine):
         new = data.draw(column_values(one.value.dtype, len(rows), one.value.shape[1:]), label="values")
         generations = np.arange(len(rows), dtype=np.int64) + 5
         given: Any = new
-        if one.generations is not None:
-            given = Slots.from_host(self.rt, new, generations=generations)
+        if isinstance(one.value, Handles):
+            given = type(one.value).from_host(self.rt, new, generations=generations)
 
         def replaced(array: Array, by: Array) -> Array:
             result = array.copy()
@@ -440,23 +503,30 @@ class MirroredTensorMachine(Machine):
 
     # Misuse
 
-    @rule(one=VALUES, side=st.sampled_from(["host", "device"]))
-    def write_from_outside(self, one: Modelled, side: str) -> None:
-        """A write in place through what a value hands out is found by the next operation."""
-        victim = one.value.take(range(len(one)))  # in memory of its own
+    @rule(
+        one=VALUES,
+        side=st.sampled_from(["host", "device"]),
+        counted=st.booleans(),
+        bound=st.booleans(),
+        chosen=st.integers(0, len(OPERATIONS) - 1),
+    )
+    def write_from_outside(self, one: Modelled, side: str, counted: bool, bound: bool, chosen: int) -> None:
+        """A write in place is found by the next operation, whether torch saw it or not."""
         if not one.device.size or (side == "host" and one.host is None):
             return
-        _ = victim.device
-        memory = victim.host if side == "host" else victim.device
-        memory.view(torch.uint8 if memory.dtype is torch.bool else memory.dtype).zero_()
-        try:
-            victim.pad(len(victim))
-        except Violation as error:
-            if error.code is not Code.MIRROR_FOREIGN_WRITE:
-                raise
+        for at in range(chosen, chosen + TRIED):
+            victim = one.value.take(range(len(one)))  # in memory of its own
+            if bound and one.host is not None and victim.unit is None:
+                victim = victim.weaken("upper_bound")
+            if side == "device":
+                _ = victim.device
+            row = len(victim) - 1
+            write_uncounted(victim, side, row)
+            if counted:
+                memory = victim.host if side == "host" else victim.device
+                memory.copy_(memory.clone())
+            check_reported(OPERATIONS, at % len(OPERATIONS), victim, victim.name, row)
             self.reached("write from outside found")
-        else:
-            disagree(f"the {side} side of {victim!r} was written from outside, and no check noticed")
 
     @rule(one=VALUES, misuse=st.sampled_from(MISUSES))
     def misuse(self, one: Modelled, misuse: Misuse[MirroredTensor]) -> None:

@@ -33,7 +33,7 @@ from batchstate.indices import Slots
 from batchstate.kv.pages import PagePool
 from batchstate.mirror import MirroredTensor
 from batchstate.pools import SlotPool
-from batchstate.runtime import CpuRuntime, Fence, PackedUpload, Runtime, Stream
+from batchstate.runtime import Fence, PackedUpload, Runtime, Stream
 from batchstate.runtime.base import Download
 from batchstate.tables import TableWrite
 from batchstate.testing.fences import LateRuntime
@@ -866,6 +866,7 @@ class OverlapMachine(Machine):
     """Requests arrive, run, hang up and finish, while the device is always a step behind."""
 
     NAME = "overlap"
+    LAGS = True
     TARGETS = (
         "two steps in flight",
         "left while a step uses the row",
@@ -890,11 +891,6 @@ class OverlapMachine(Machine):
     )
 
     _opened = False
-
-    def open_runtime(self) -> Runtime:
-        """The run's runtime. Fences of a plain CPU runtime are always complete, so a lagging one replaces it."""
-        opened = super().open_runtime()
-        return LateRuntime(steps_in_flight=opened.steps_in_flight) if type(opened) is CpuRuntime else opened
 
     @initialize(size=st.integers(2, 4), page_size=st.integers(1, 3), spare=st.integers(0, 8), chunk=st.integers(2, 6))
     def begin(self, size: int, page_size: int, spare: int, chunk: int) -> None:

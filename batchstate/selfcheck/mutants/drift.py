@@ -1,4 +1,4 @@
-"""Mutants of `drift.mutants` that need state."""
+"""Mutants of `drift.mutants` that need state, and one for each operation that compares both sides at `full`."""
 
 import weakref
 from collections.abc import Mapping, Sequence
@@ -6,9 +6,34 @@ from collections.abc import Mapping, Sequence
 from batchstate._rows import HostRows
 from batchstate._upload import BatchDevice, Extras
 from batchstate.runtime import Runtime
+from batchstate.selfcheck.machines import batch as batches
+from batchstate.selfcheck.machines import mirrored_tensor as values
+from batchstate.selfcheck.mutants.diffs import Change, Diff
 from batchstate.selfcheck.mutants.registry import Patch, mutant
 from batchstate.tables import TableWrite
 from batchstate.violations import Code
+
+
+def _overrules_a_write(machine: str, operation: str, where: str, condition: str) -> None:
+    """Registers the mutant in which one operation compares nothing."""
+    change = Change(where, ((condition, f"{condition} and operation != {operation!r}"),))
+
+    def switch(patch: Patch) -> None:
+        Diff((change,))(patch)
+
+    name = {"+ n": "add", "- n": "subtract"}.get(operation, operation)
+    switch.__name__ = f"{name}_of_a_{machine}_overrules_a_write"
+    switch.__doc__ = (
+        f"A kernel wrote one side of a {machine}, and `{operation}` replaces it by the other without a word."
+    )
+    codes = Code.MIRROR_FOREIGN_WRITE, Code.MIRROR_EQUAL, Code.MIRROR_BOUND
+    mutant(*codes, machine=machine, origin="sglang #8056, vllm #50432")(switch)
+
+
+for _operation in dict(batches.OPERATIONS):
+    _overrules_a_write("batch", _operation, "batch:Batch._check_unwritten", "if levels.full")
+for _operation in dict(values.OPERATIONS):
+    _overrules_a_write("mirrored_tensor", _operation, "mirror:MirroredTensor.check", "if levels.full")
 
 
 @mutant(Code.MIRROR_EQUAL, machine="batch", origin="sglang #15132, sglang #15227")
