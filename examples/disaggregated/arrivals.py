@@ -12,6 +12,7 @@ more, and the next attempt gets others. One that is delivered, and whose writers
 token, has failed too.
 """
 
+import contextlib
 import time
 from collections import deque
 from typing import final
@@ -19,7 +20,7 @@ from typing import final
 import attrs
 
 from batchstate import SlotPool, Slots
-from batchstate.errors import TransferError
+from batchstate.errors import HandshakeError, TransferError
 from batchstate.kv.hisparse import HiSparse
 from batchstate.transport.receiver import Lease, LeaseState, Receiver
 from batchstate.transport.workers import Clock
@@ -147,9 +148,10 @@ class Arrivals:
             self.receiver.peer_lost(name, reason)
 
     def ended(self, name: str) -> None:
-        """A supervisor has seen a writer's process exit."""
+        """A supervisor has seen a writer's process exit; maybe before it has introduced itself."""
         self.lost(name, "its process has ended")
-        self.receiver.peer_ended(name)
+        with contextlib.suppress(HandshakeError):
+            self.receiver.peer_ended(name)
 
     # Turns
 
