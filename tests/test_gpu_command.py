@@ -5,7 +5,7 @@ import importlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -126,72 +126,26 @@ def test_what_a_stage_raises_is_its_failure() -> None:
     assert "open_runtime" in outcome.figures["traceback"]
 
 
-def followed_by(more: Callable[[Serving], object]) -> Callable[[Any], Any]:
-    """Makes a step that does something more."""
+def test_a_hidden_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that asks the device for a number fails the stage."""
+    step = Serving.step
 
-    def made(step: Callable[..., None]) -> Callable[..., None]:
-        def longer(serving: Serving, **how: Any) -> None:
-            step(serving, **how)
-            more(serving)
+    def asking(serving: Serving) -> None:
+        step(serving)
+        serving.batch.seq_lens.device.sum().item()
 
-        return longer
-
-    return made
-
-
-def copied(runtime: CpuRuntime, shape: tuple[int, ...], dtype: torch.dtype) -> MappedMemory:
-    """Mapped memory that is a copy instead of a view."""
-    return MappedMemory(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
-
-
-FAULTS: dict[str, tuple[str, Any, str, Callable[[Any], Any], list[str]]] = {
-    "a hidden wait": (
-        "sync",
-        Serving,
-        "step",
-        followed_by(lambda one: one.batch.seq_lens.device.sum().item()),
-        [".item()"],
-    ),
-    "a window that finds nothing": (
-        "sync",
-        sync,
-        "_windows",
-        lambda _: lambda runtime, window: contextlib.nullcontext(),
-        ["was not found under guard"],
-    ),
-    "an operation too many": (
-        "profiler",
-        Serving,
-        "batch_step",
-        followed_by(lambda one: one.batch.seq_lens.device + 1),
-        ["operations dispatched a step: 1.0, and not 0.0"],
-    ),
-    "mapped memory that is two memories": (
-        "mapped",
-        CpuRuntime,
-        "_mapped",
-        lambda _: copied,
-        ["address for kernels", "what a kernel reads", "what the host reads", "of the scatter", "of backups"],
-    ),
-    "a wrong token of the engine": (
-        "engine",
-        serving,
-        "generate",
-        lambda _: lambda model, prompts, limits, eos_token_ids: [[-1]] * len(prompts),
-        ["plain, checks full: mismatches: 6, and not 0"],
-    ),
-}
-"""What goes wrong: the stage that has to find it, what is replaced there by what, and how the stage says it."""
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_stage_finds_what_it_is_there_for(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    """It fails, and says what is wrong."""
-    stage, owner, name, replaced, words = FAULTS[fault]
-    monkeypatch.setattr(owner, name, replaced(getattr(owner, name)))
-    outcome = ran(stage)
+    monkeypatch.setattr(Serving, "step", asking)
+    outcome = ran("sync")
     assert outcome.state == "failed"
-    assert [one for one in words if one not in outcome.why] == []
+    assert ".item()" in outcome.why
+
+
+def test_a_window_that_finds_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stage tries its own windows on a call that waits."""
+    monkeypatch.setattr(sync, "_windows", lambda runtime, window: contextlib.nullcontext())
+    outcome = ran("sync")
+    assert outcome.state == "failed"
+    assert "was not found under guard" in outcome.why
 
 
 def test_torchs_mode_is_set_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,6 +157,20 @@ def test_torchs_mode_is_set_and_put_back(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(RuntimeError, match="synchronizing"), sync._windows(runtime, "torch"):
         raise RuntimeError("called a synchronizing CUDA operation")
     assert modes == [0, "error", 0]
+
+
+def test_an_operation_too_many_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more kernel in a step fails the stage, with the counts that it found."""
+    step = Serving.batch_step
+
+    def more(serving: Serving, **how: Any) -> None:
+        step(serving, **how)
+        serving.batch.seq_lens.device + 1
+
+    monkeypatch.setattr(Serving, "batch_step", more)
+    outcome = ran("profiler")
+    assert outcome.state == "failed"
+    assert "operations dispatched a step: 1.0, and not 0.0" in outcome.why
 
 
 def trace(*events: tuple[str, str]) -> list[dict[str, str]]:
@@ -263,6 +231,33 @@ def test_a_copy_across_is_no_operation_of_the_device() -> None:
         here[1:].view(2, 1)
         torch.empty(4)
     assert dict(dispatched.operations) == {"aten::add": 1, "aten::copy_": 1}
+
+
+def test_mapped_memory_that_is_two_memories_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy instead of a view: address, reads and writes all say so."""
+
+    def copied(runtime: CpuRuntime, shape: tuple[int, ...], dtype: torch.dtype) -> MappedMemory:
+        return MappedMemory(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+
+    monkeypatch.setattr(CpuRuntime, "_mapped", copied)
+    outcome = ran("mapped")
+    assert outcome.state == "failed"
+    for problem in (
+        "address for kernels",
+        "what a kernel reads",
+        "what the host reads",
+        "of the scatter",
+        "of backups",
+    ):
+        assert problem in outcome.why
+
+
+def test_a_wrong_token_of_the_engine_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stage compares with the reference."""
+    monkeypatch.setattr(serving, "generate", lambda model, prompts, limits, eos_token_ids: [[-1]] * len(prompts))
+    outcome = ran("engine")
+    assert outcome.state == "failed"
+    assert "plain, checks full: mismatches: 6, and not 0" in outcome.why
 
 
 def test_a_detector_that_errs_and_a_sanitizer_that_sees_nothing_are_found() -> None:
