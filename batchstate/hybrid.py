@@ -6,10 +6,11 @@ slot -> states is a table indexed by SLOTS, one row for each, whose values are s
 
 from typing import SupportsIndex, final
 
+import attrs
 import numpy as np
 import torch
 
-from batchstate import invariants
+from batchstate import invariants, levels
 from batchstate._allocator import Allocator, size_of
 from batchstate._arrays import count
 from batchstate.errors import CaptureError
@@ -19,7 +20,7 @@ from batchstate.runtime import Fence, Runtime
 from batchstate.tables import TableWrite
 from batchstate.violations import Where
 
-__all__ = ["HybridSlotPool"]
+__all__ = ["HybridSlotPool", "StateTurns"]
 
 
 @final
@@ -30,6 +31,8 @@ class StateOwner(SlotListener):
         allocator: which states are free, pending or live.
         per_slot: states per slot.
         mapping: int64[slots.capacity, per_slot], slot -> states, 0 for slots that are not live.
+        turns: int64[slots.capacity], how often the request has passed from one of its states to the next.
+        newest: int64[slots.capacity], the state that the request has written last; at first its first one.
     """
 
     def __init__(self, slots: SlotPool, states: int, per_slot: int, *, label: str) -> None:
@@ -37,6 +40,8 @@ class StateOwner(SlotListener):
         self.per_slot = per_slot
         self.allocator = Allocator(slots.runtime, states, label=label, transaction=slots.transaction)
         self.mapping = np.zeros((slots.capacity, per_slot), dtype=np.int64)
+        self.turns = np.zeros(slots.capacity, dtype=np.int64)
+        self.newest = np.zeros(slots.capacity, dtype=np.int64)
         invariants.table_capacity(len(self.mapping), slots.capacity, **self._where("mapping"))
 
     def before_take(self) -> None:
@@ -55,6 +60,8 @@ class StateOwner(SlotListener):
         """Gives each slot its states."""
         states = self.allocator.take(rows.size * self.per_slot, "take")
         self.mapping[rows] = states.reshape(rows.size, self.per_slot)
+        self.turns[rows] = 0
+        self.newest[rows] = self.mapping[rows, 0]
 
     def on_free(self, rows: Ints, after: Fence | None) -> None:
         """Releases the states of the slots."""
@@ -105,6 +112,39 @@ class StateOwner(SlotListener):
 
     def _where(self, operation: str) -> Where:
         return {"object": self.allocator.label, "operation": operation, "step": self._slots.runtime.step}
+
+
+@final
+@attrs.frozen(eq=False, repr=False)
+class StateTurns:
+    """The states of requests that take turns: which a forward reads, and which it writes. Made by `state_turns`.
+
+    Attributes:
+        slots: the requests that take part in the forward, padded rows at the end.
+        reads: int64[n], the state that each has written last; at first the first of its states. 0 for padding.
+        writes: int64[n], the next one.
+    """
+
+    slots: Slots
+    reads: Ints
+    writes: Ints
+    _pool: "HybridSlotPool"
+
+    def __repr__(self) -> str:
+        return f"StateTurns({len(self.slots)} requests)"
+
+    @property
+    def extras(self) -> dict[str, Ints]:
+        """`state_reads` and `state_writes`, for `batch.upload(extras=...)`."""
+        return {"state_reads": self.reads, "state_writes": self.writes}
+
+    def launched(self) -> None:
+        """Declares that the forward which writes `writes` was launched: the next one reads them.
+
+        Raises:
+            Violation: STATE_TURN: a request has had another turn since; SLOT_STALE_HANDLE: it has left.
+        """
+        self._pool.pass_turns(self)
 
 
 @final
@@ -201,6 +241,40 @@ class HybridSlotPool(SlotPool):
     def state_entry(self, slots: Slots) -> TableWrite:
         """The write of the slots' rows of `state_table`, to be packed with a batch's upload."""
         return self.state_table.entry(slots, None, self.states_of(slots))
+
+    def state_turns(self, slots: Slots) -> StateTurns:
+        """Which state each request reads and which it writes, where states are written alternately (ping-pong).
+
+        Each request passes from one of its states to the next in the forwards that it takes part in, whatever the
+        others do and however many steps it sits out. It begins by reading the first, which is written when it joins.
+
+        Args:
+            slots: the requests that take part in the forward, padded rows at the end. Declare it with `launched`.
+
+        Raises:
+            Violation: handles as for `rows_of`; STATE_TURN, at `cheap`.
+        """
+        rows = self.rows_of(slots, "state_turns", padded=True)
+        states, turns = self._states, self._states.turns[rows]
+        reads = states.mapping[rows, turns % states.per_slot]
+        writes = states.mapping[rows, (turns + 1) % states.per_slot]
+        self._check_turns(rows, reads, "state_turns")
+        return StateTurns(slots, reads, writes, self)
+
+    def pass_turns(self, turns: StateTurns) -> None:
+        """What `StateTurns.launched` does."""
+        operation = "launched"
+        self.transaction.enter(f"{self.name}: {operation}")
+        rows = self.rows_of(turns.slots, operation, padded=True)
+        self._check_turns(rows, turns.reads, operation)
+        rows = rows[: np.count_nonzero(rows)]
+        self._states.turns[rows] += 1
+        self._states.newest[rows] = turns.writes[: rows.size]
+
+    def _check_turns(self, rows: Ints, reads: Ints, operation: str) -> None:
+        if levels.cheap:
+            newest = self._states.newest[rows]
+            invariants.state_turn(rows, newest, reads, object=self, operation=operation, step=self.runtime.step)
 
     def verify(self) -> None:
         """Checks every invariant of slots and states from scratch. Reads device memory; suspended under capture.

@@ -603,6 +603,27 @@ def row_unwritten(rows: Ints, written: Ints, current: Ints, **where: Unpack[Wher
     )
 
 
+@invariant(
+    "cheap",
+    "plan each forward with `state_turns`, and declare it with `launched` once: a request counts its own turns",
+    ("sglang #22542", "sglang #37837", "sglang #23496"),
+)
+def state_turn(slots: Ints, newest: Ints, reads: Ints, **where: Unpack[Where]) -> Breach | None:
+    """A forward reads the state that the request's own last forward has written. All integer[n], row by row.
+
+    Cost: one comparison per row. Broken by a parity of the step: a request that sat a step out reads the older state.
+    """
+    if (row := first_row(newest != reads)) is None:
+        return None
+    return Breach(
+        f"the request on slot {slots[row]} reads a state that it did not write last",
+        expected=f"state {newest[row]}",
+        actual=f"state {reads[row]}",
+        row=row,
+        slot=int(slots[row]),
+    )
+
+
 # Pages and token lengths.
 
 

@@ -114,3 +114,39 @@ def test_a_state_entry_that_was_not_taken_along_is_found(rt: Runtime, pool: Hybr
     pool.state_table.write(slots, None, pool.states_of(slots))
     assert np.array_equal(rt.inspect(pool.state_table.device_for(slots))[slots.np], pool.states_of(slots))
     pool.verify()
+
+
+def test_states_take_turns_by_request(rt: Runtime, pool: HybridSlotPool) -> None:
+    """A request that sits a step out reads what its own last forward wrote, whatever the step."""
+    slots = pool.take(2)
+    one, states = slots.take([0]), pool.states_of(slots)
+    memory = np.zeros(pool.state_capacity, dtype=np.int64)
+    forwards = dict.fromkeys(slots.np.tolist(), 0)
+    for taking_part in (slots, one, slots, slots, one, one, slots):
+        rt.next_step()
+        turns = pool.state_turns(taking_part.pad(3))
+        assert turns.reads[len(taking_part) :].tolist() == turns.writes[len(taking_part) :].tolist()
+        assert not (turns.reads == turns.writes)[: len(taking_part)].any()
+        memory[turns.writes] = memory[turns.reads] + 1
+        memory[0] = 0
+        turns.launched()
+        for slot in taking_part.np.tolist():
+            forwards[slot] += 1
+    assert memory[pool.state_turns(slots).reads].tolist() == [forwards[slot] for slot in slots.np.tolist()] == [7, 4]
+    assert pool.state_turns(slots).extras["state_reads"].tolist() == [states[0, 1], states[1, 0]]
+
+
+def test_turns_are_used_once_and_in_order(pool: HybridSlotPool) -> None:
+    """A turn that was planned before another was launched is stale; a request begins with its first state."""
+    slots = pool.take(2)
+    early, late = pool.state_turns(slots), pool.state_turns(slots.take([1]))
+    late.launched()
+    violation = refused(Code.STATE_TURN, early.launched)
+    assert (violation.row, violation.slot) == (1, int(slots.np[1]))
+    refused(Code.STATE_TURN, late.launched)
+    pool.state_turns(slots).launched()
+    pool.free(slots)
+    refused(Code.SLOT_STALE_HANDLE, late.launched)
+    refused(Code.SLOT_STALE_HANDLE, lambda: pool.state_turns(slots))
+    again = pool.take(2)
+    assert pool.state_turns(again).reads.tolist() == pool.states_of(again)[:, 0].tolist()

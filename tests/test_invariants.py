@@ -66,6 +66,11 @@ CASES: dict[Code, tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = {
         (ints([4, 0]), ints([2, 0]), ints([2, 0])),
         {"row": 1, "slot": 5, "generation": 2, "actual": "written for generation 1, which has left"},
     ),
+    Code.STATE_TURN: (
+        (ints([4, 5]), ints([7, 8]), ints([7, 9])),
+        (ints([4, 0]), ints([7, 0]), ints([7, 0])),
+        {"row": 1, "slot": 5, "expected": "state 8", "actual": "state 9"},
+    ),
     Code.PAGE_OWNER: ((ints([0, 1, 2]), ints([0, 1, 1])), (ints([0, -1]), ints([0, -1])), {"slot": 2}),
     Code.PAGE_UNWRITTEN: ((ints([4, 8]), ints([4, 7])), (ints([4, 8]), ints([4, 9])), {"row": 1, "actual": 8}),
     Code.PAGE_ZERO_FINITE: ((np.array([True, False]),), (np.array([True, True]),), {"row": 1, "slot": 0}),

@@ -55,6 +55,7 @@ class EngineRequest:
         shares: begins with the prefix that the cache holds, if that is shorter than its prompt.
         num_generated: tokens generated when it last left the batch.
         state: waiting, running, finished or aborted.
+        forwards: in which it has taken part since it joined.
         last, bound: what the device has in `last_token` and `bound_lens`; `most` is the host's bound.
     """
 
@@ -64,6 +65,7 @@ class EngineRequest:
     shares: bool = False
     num_generated: int = 0
     state: str = "waiting"
+    forwards: int = 0
     last: int = 0
     bound: int = 0
     most: int = 0
@@ -116,6 +118,10 @@ class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
         self._listener = listener
         self._writes: list[TableWrite] = []
         self._reads: list[Locations] = []  # of the next forward
+        self.states: torch.Tensor | None = None  # forwards of each request, in one of its states
+        if isinstance(self.slots, HybridSlotPool):
+            self.states = pages.runtime.device_zeros((self.slots.state_capacity,), torch.int64)
+        self._begun: list[npt.NDArray[np.int64]] = []  # states of requests that join
         self._real: deque[Fence] = deque()  # of the device itself, which may be slower than `steps`
 
     def step(self) -> int:
@@ -186,6 +192,7 @@ class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
         slots = self.when_free(lambda: self.slots.take(n) if hybrid is None else hybrid.take(n, write=False))
         if hybrid is not None:
             self._writes.append(hybrid.state_entry(slots))
+            self._begun.append(hybrid.states_of(slots)[:, 0])
         self._writes.append(self.adapters.entry(slots, None, [request.adapter for request in requests]))
         for request, slot in zip(requests, slots.split([1] * n), strict=True):
             start, extension = 0, None
@@ -196,6 +203,7 @@ class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
                 self._reads.append(extension.locations)
             self._listener.on_join(request, extension)
             request.state = "running"
+            request.forwards = 0
             request.last = 1000 * request.number + request.num_generated
             request.bound = request.most = start
         return EngineBatch.build(
@@ -218,12 +226,22 @@ class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
         self._listener.on_extend(batch, extension)
         self._writes.append(self.window.entry(extension.locations, None, in_window(extension)))
         self._reads.append(extension.locations)
-        batch.upload(
-            writes=[*self._writes, extension.entry()],
-            extras={"positions": extension.positions, "out_cache_loc": extension.locations},
-        )
+        extras: dict[str, object] = {"positions": extension.positions, "out_cache_loc": extension.locations}
+        turns = None
+        if isinstance(self.slots, HybridSlotPool):  # a request that puts in no token keeps its state
+            turns = self.slots.state_turns(batch.filter(plan.chunks > 0).slots)
+            extras |= {**turns.extras, "begun": np.concatenate([np.empty(0, np.int64), *self._begun])}
+            self._begun.clear()
+        uploaded = batch.upload(writes=[*self._writes, extension.entry()], extras=extras)
         self._writes.clear()
         self.launched = batch
+        if turns is not None and self.states is not None:
+            self.states.index_fill_(0, uploaded["begun"], 0)
+            counted = self.states.index_select(0, uploaded["state_reads"]) + 1
+            self.states.index_copy_(0, uploaded["state_writes"], counted)
+            turns.launched()
+            for request, chunk in zip(batch.requests, plan.chunks.tolist(), strict=True):
+                request.forwards += chunk > 0
         self._forward(batch)
         self.pages.commit(batch.slots, batch.seq_lens)
         self.steps.record()
@@ -280,6 +298,7 @@ class EngineMachine(Machine):
         "a shared prefix",
         "a page held by two",
         "no adapter in a slot that had one",
+        "a request that sat a step out",
     )
 
     @initialize(
@@ -345,6 +364,7 @@ class EngineMachine(Machine):
         stats, size = self.slots.stats, self.slots.size
         invariants.slot_conservation(stats.free, stats.pending, len(batch), size, object="slots of running requests")
         self._check_tables(batch)
+        self._check_states(batch)
         self._check_sides(batch)
         self.reached("two steps in flight", self.steps.depth >= 2)
         self.reached("retraction", self.engine.retractions > 0)
@@ -366,6 +386,13 @@ class EngineMachine(Machine):
             self.adapted |= {slot} if request.adapter else set()
             found = [self.memory[token] for token in tokens]
             agree(self.stamps[request.number], found, f"tokens of request {request.number}")
+
+    def _check_states(self, batch: EngineBatch) -> None:
+        """The newest state of each request has counted its own forwards."""
+        if isinstance(self.slots, HybridSlotPool) and self.engine.states is not None:
+            found = self.rt.inspect(self.engine.states)[self.slots.state_turns(batch.slots).reads]
+            agree([request.forwards for request in batch.requests], found.tolist(), "forwards counted in states")
+            self.reached("a request that sat a step out", len({r.forwards % 2 for r in batch.requests}) > 1)
 
     def _check_sides(self, batch: EngineBatch) -> None:
         """The two sides of what was launched, and what the forward left on the device, request by request."""
