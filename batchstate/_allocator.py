@@ -57,10 +57,7 @@ def size_of(value: SupportsIndex, what: str, *, least: int = 0, most: int = MOST
         DtypeError: not an integer.
         ArgumentError: too small or too large.
     """
-    number = count(value, what, least=least)
-    if number > most:
-        raise ArgumentError(f"{what} is {number}", value=number, remedy=f"pass {most} or less")
-    return number
+    return count(value, what, least=least, most=most)
 
 
 class Queried(Protocol):

@@ -5,6 +5,7 @@ Arrays are fastest; lists work. A kernel is one function for `Runtime.launch`. t
 wider than a byte: moving and adding integers is the same on signed bits, so those are viewed as signed.
 """
 
+import math
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, SupportsIndex
@@ -66,7 +67,7 @@ def as_array(values: object, what: str) -> Array:
                 remedy="pass host values; `MirroredTensor.from_device` takes device tensors",
             )
         try:
-            array = values.detach().resolve_neg().numpy()
+            array = values.detach().resolve_conj().resolve_neg().numpy()
         except TypeError:
             raise DtypeError(
                 f"{what}: numpy has no {values.dtype}", value=values.dtype, remedy="convert the tensor first"
@@ -150,12 +151,19 @@ def check_range(least: int, most: int, dtype: np.dtype[Any], what: str) -> None:
         )
 
 
-def count(value: SupportsIndex, what: str, *, least: int = 0) -> int:
-    """`value` as an int of at least `least`.
+MOST_ROWS = 2**31 - 1
+"""Rows of one value."""
+
+LARGE = 8192
+"""Rows of a value of which a small piece does not keep the whole."""
+
+
+def count(value: SupportsIndex, what: str, *, least: int = 0, most: int | None = None) -> int:
+    """`value` as an int of at least `least`, and at most `most`.
 
     Raises:
         DtypeError: not an integer (booleans are not counts).
-        ArgumentError: too small.
+        ArgumentError: too small or too large.
     """
     if isinstance(value, bool | np.bool_):
         raise DtypeError(f"{what} is {value}, a boolean", value=value, remedy="pass an integer")
@@ -165,7 +173,33 @@ def count(value: SupportsIndex, what: str, *, least: int = 0) -> int:
         raise DtypeError(f"{what} is {value!r}, expected an integer", value=value, remedy="pass an integer") from None
     if number < least:
         raise ArgumentError(f"{what} is {number}", value=number, remedy=f"pass {least} or more")
+    if most is not None and number > most:
+        raise ArgumentError(f"{what} is {number}", value=number, remedy=f"pass {most} or less")
     return number
+
+
+MOST_ELEMENTS = 2**58
+"""Elements of one tensor: their bytes are still int64."""
+
+
+def shape_of(shape: object, what: str, *, rows: int = 1) -> tuple[int, ...]:
+    """`shape` as counts.
+
+    Raises:
+        ShapeError: not a tuple or list.
+        DtypeError, ArgumentError: something else than counts, or more elements in `rows` rows than a tensor can have.
+    """
+    if not isinstance(shape, tuple | list):
+        raise ShapeError(f"{what}: shape is {shape!r}", value=shape, remedy="pass a tuple, as `(8,)`")
+    sizes = tuple(count(size, f"{what}: shape") for size in shape)
+    elements = math.prod(sizes) * rows
+    if elements > MOST_ELEMENTS:
+        raise ArgumentError(
+            f"{what}: {elements} elements in {rows} rows",
+            value=sizes,
+            remedy="no memory holds that: pass smaller sizes",
+        )
+    return sizes
 
 
 def counts(sizes: object, what: str) -> list[int]:
@@ -376,17 +410,41 @@ def shift(values: Array, amount: Amounts, what: str) -> None:
     np.add(values, amount if amount.dtype is values.dtype else amount.astype(values.dtype), values)
 
 
-def check_bound_can_move(dtype: torch.dtype, amount: Amounts, what: str) -> None:
-    """Refuses to lower a bound whose device side, which is smaller by an unknown amount, could wrap below zero.
+def check_bound_can_move(values: Array, amount: Amounts, what: str) -> None:
+    """Refuses to lower bounds whose device side, which is smaller by an unknown amount, could wrap.
+
+    A length or count that is bounded is at least zero, and so is the device side. A signed bound may be lowered as far
+    as half of the least value of its dtype.
+
+    Args:
+        values: the bounds, on the host.
+        amount: int64, what is added.
+        what: the operation, for messages.
 
     Raises:
-        ContractError: a negative amount and an unsigned dtype.
+        ContractError: a negative amount and an unsigned dtype, or a bound that becomes too low.
     """
-    if not dtype.is_signed and amount.size and int(amount.min()) < 0:
+    down = int(amount.min()) if amount.size and values.size else 0
+    if down >= 0:
+        return
+    floor = _LIMITS[values.dtype][0] // 2
+    if floor == 0 or least(values) + down < floor:
         raise ContractError(
-            f"{what}: {amount.min()} added to a bound of {dtype}, whose device side may be smaller than that",
-            value=int(amount.min()),
-            remedy="resolve it first, or declare the column signed",
+            f"{what}: {down} added to a bound of {values.dtype}, whose device side may be smaller and wrap",
+            value=down,
+            remedy="resolve it first, or declare the column signed" if floor == 0 else "resolve it first",
+        )
+
+
+def check_dense(tensor: torch.Tensor, what: str) -> None:
+    """Refuses tensors without elements of their own.
+
+    Raises:
+        DtypeError: a sparse tensor, say.
+    """
+    if tensor.layout is not torch.strided:
+        raise DtypeError(
+            f"{what}: a tensor of layout {tensor.layout}", value=str(tensor.layout), remedy="pass a dense tensor"
         )
 
 

@@ -11,7 +11,7 @@ rows and added amounts cross in the batch's packed copy.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Set, Sized
 from typing import Any, Self, final
 
 import attrs
@@ -21,12 +21,14 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._arrays import (
+    LARGE,
     Array,
     Rows,
     across,
     add,
     amounts,
     check_bound_can_move,
+    check_dense,
     concatenate,
     converted,
     select_rows,
@@ -199,8 +201,8 @@ class HostRows:
         """Rows start to stop, as copies: the columns of a group must stay contiguous."""
         return HostRows(
             self.layout,
-            [np.ascontiguousarray(group[:, start:stop]) for group in self.groups],
-            [np.ascontiguousarray(one[start:stop]) for one in self.wide],
+            [group[:, start:stop].copy() for group in self.groups],
+            [one[start:stop].copy() for one in self.wide],
         )
 
     def padded(self, count: int) -> "HostRows":
@@ -258,7 +260,11 @@ class DeviceRows:
 
     @classmethod
     def of(cls, source: DeviceSide | Array, num_rows: int) -> "DeviceRows":
-        """All rows of one source."""
+        """All rows of one source. Those of a column that is not gathered yet are the rows that it would gather."""
+        if isinstance(source, DeviceSide) and source.gathered_from is not None:
+            known = source.gathered_from()
+            if isinstance(known, cls):
+                return known
         return cls(((source, num_rows),), np.arange(num_rows, dtype=np.int64))
 
     def __len__(self) -> int:
@@ -360,6 +366,11 @@ class DeviceRows:
                 if isinstance(source, DeviceSide):
                     source.check_count(where)
 
+    def wasteful(self) -> bool:
+        """Whether few of many rows are wanted, so that the sources should not be kept."""
+        rows = sum(length for _, length in self.sources)
+        return rows >= LARGE and 2 * len(self.rows) < rows
+
     def as_it_is(self) -> DeviceSide | None:
         """The only source, where its rows are wanted unmoved and unchanged."""
         source, length = self.sources[0]
@@ -434,7 +445,7 @@ class RowState:
         return RowState(
             self.host.sliced(start, stop),
             {name: rows.taken(index) for name, rows in self.device.items()},
-            {name: one[start:stop] for name, one in self.objects.items()},
+            {name: one[start:stop].copy() for name, one in self.objects.items()},
         )
 
     def padded(self, count: int) -> "RowState":
@@ -477,7 +488,7 @@ class RowState:
                 amount, same = amounts(by, num_rows, label), by
             if name in places:
                 if name in device:
-                    check_bound_can_move(column.dtype, amount, label)
+                    check_bound_can_move(host.column(name), amount, label)
                 shift(host.column(name), across(amount, 1 + len(column.shape)) if amount.ndim else amount, label)
             if name in device:
                 device = {**device, name: device[name].shifted(amount)}
@@ -645,6 +656,7 @@ def _device_rows(column: DeviceColumn, value: object, num_rows: int, runtime: Ru
                 value=str(value.device),
                 remedy="pass a tensor of the runtime's device, or host values as a list or array",
             )
+        check_dense(value, label)
         _check_dtype(column, value.dtype, label)
         _check_shape(column, tuple(value.shape), num_rows, label)
         return DeviceRows.of(DeviceSide(ReadyTensor.made_now(value, runtime)), num_rows)
@@ -652,7 +664,7 @@ def _device_rows(column: DeviceColumn, value: object, num_rows: int, runtime: Ru
 
 
 def _object_rows(value: Any, num_rows: int, label: str) -> Objects:
-    if not isinstance(value, Sized) or isinstance(value, str | bytes):
+    if not isinstance(value, Sized) or isinstance(value, str | bytes | Set | Mapping):
         raise DtypeError(
             f"{label}: expected a sequence, got {type(value).__name__}",
             value=value,
@@ -660,7 +672,12 @@ def _object_rows(value: Any, num_rows: int, label: str) -> Objects:
         )
     if len(value) != num_rows:
         raise ShapeError(f"{label}: {len(value)} rows of {num_rows}", value=len(value), remedy="pass one per request")
-    return np.fromiter(iter(value), dtype=np.object_, count=num_rows)  # type: ignore[call-overload]
+    rows = np.fromiter(iter(value), dtype=np.object_)  # type: ignore[call-overload]
+    if rows.size != num_rows:
+        raise ShapeError(
+            f"{label}: {rows.size} objects in a sequence of length {num_rows}", value=value, remedy="pass a list"
+        )
+    return rows
 
 
 def _host_rows(column: TensorColumn, value: object, num_rows: int, runtime: Runtime, label: str) -> Array:

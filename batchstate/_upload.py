@@ -136,14 +136,19 @@ class BatchDevice:
             arrays.append(extra_array(name, values))
         upload = self._runtime.upload(arrays)
         if self._packed is None:
-            self._packed, self._needs, self._write_count = upload, needs, write_count(upload.buffer)
+            self._needs, self._write_count = needs, write_count(upload.buffer)
+            self._packed = upload  # last: an interrupt before leaves the batch as it was
         for i, write in enumerate(joined):
             write.table.apply(write, upload.view(first_write + 2 * i), upload.view(first_write + 2 * i + 1))
         if self.state.device:  # last: it may have to wait for the stream that made the sources
             for name, rows in self.state.device.items():
-                if len(rows.sources) > MOST_SOURCES:
+                if len(rows.sources) > MOST_SOURCES or rows.wasteful():
                     self._gathered(name, rows)
         return Extras(self._runtime, upload, places, dict(extras))
+
+    def rows(self, name: str) -> DeviceRows | None:
+        """The rows of a column whose host side is not a copy, as far as they are gathered."""
+        return self.state.device.get(name)
 
     def column(self, name: str) -> ReadyTensor:
         """The device side of a column; uploads the whole batch if that has not happened yet."""

@@ -21,7 +21,7 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._allocator import Generations
-from batchstate._arrays import Array, converted, count, counts, kept_rows
+from batchstate._arrays import MOST_ROWS, Array, converted, count, counts, kept_rows
 from batchstate._origin import DerivedArrays, RowSet
 from batchstate._rows import (
     GENERATION_SUFFIX,
@@ -38,7 +38,7 @@ from batchstate.columns import Column, DeviceColumn, MirroredColumn, SlotColumn,
 from batchstate.errors import ArgumentError, DeclarationError, DeviceError, ShapeError
 from batchstate.indices import Slots
 from batchstate.mirror import Contract, DeviceSide, MirroredTensor, StaleWindow, numbers_of, stale_reasons
-from batchstate.runtime import Runtime
+from batchstate.runtime import Runtime, check_runtime
 from batchstate.tables import TableWrite
 from batchstate.violations import Code, Where
 
@@ -141,6 +141,7 @@ class Batch(metaclass=BatchType):
             DeviceError: values of another runtime, or a tensor on another device.
             Violation: SLOT_SHARED, SLOT_ZERO_ALLOCATED, SENTINEL_ESCAPED, UNIT_MISMATCH.
         """
+        check_runtime(runtime, f"{cls.__name__}.build")
         missing = [name for name in cls._columns if name not in columns]
         if missing:
             unknown = [name for name in columns if name not in cls._columns]
@@ -207,9 +208,12 @@ class Batch(metaclass=BatchType):
         Raises:
             DeclarationError: no such column, or one of Python objects.
         """
-        value = self._values.get(column)
+        try:
+            value = self._values.get(column)
+            declared = self._columns.get(column) if value is None else None
+        except TypeError:  # a list of names, say
+            value = declared = None
         if value is None:
-            declared = self._columns.get(column)
             if not isinstance(declared, TensorColumn):
                 raise DeclarationError(
                     f"{type(self).__name__} has no tensor column {column!r}",
@@ -228,10 +232,11 @@ class Batch(metaclass=BatchType):
         generations: Array | None = None
         if name == self._slot_column:
             generations = self._state.host.column(name + GENERATION_SUFFIX)
+        device = self.device_side
         return column.value_type(
             self.runtime,
             self._state.host.column(name) if mirrored else None,
-            DeviceSide(functools.partial(self.device_side.column, name)),
+            DeviceSide(functools.partial(device.column, name), gathered_from=functools.partial(device.rows, name)),
             dtype=column.dtype,
             shape=(self.num_rows, *column.shape),
             contract=contract,
@@ -276,7 +281,8 @@ class Batch(metaclass=BatchType):
         Raises:
             DeclarationError: no such column.
         """
-        if column not in self._state.objects:
+        known: object = column
+        if not isinstance(known, str) or column not in self._state.objects:
             raise DeclarationError(
                 f"{type(self).__name__} has no host column {column!r}",
                 value=column,
@@ -419,7 +425,7 @@ class Batch(metaclass=BatchType):
         """
         what = f"{type(self).__name__}.pad"
         num_reqs = self._begin("pad")
-        extra = count(to, f"{what}: rows", least=num_reqs) - num_reqs
+        extra = count(to, f"{what}: rows", least=num_reqs, most=MOST_ROWS) - num_reqs
         padded = self._state.padded(extra)
         batch = self._derived("pad", padded, num_reqs, num_rows=num_reqs + extra, same_rows=True)
         if levels.cheap:
@@ -833,7 +839,8 @@ class Batch(metaclass=BatchType):
             self.row_set.check_same(value.row_set, repr(value), **self._where(operation, column))
 
     def _tensor_column(self, name: str, what: str) -> TensorColumn:
-        column = self._columns.get(name)
+        known: object = name
+        column = self._columns.get(name) if isinstance(known, str) else None
         if not isinstance(column, TensorColumn):
             raise DeclarationError(
                 f"{what} is not a tensor column", value=name, remedy=f"use one of: {', '.join(self._columns)}"

@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar, get_origin, overlo
 import numpy as np
 import torch
 
-from batchstate._arrays import Array, converted, count
-from batchstate.errors import DeclarationError
+from batchstate._arrays import Array, converted, shape_of
+from batchstate.errors import DeclarationError, ShapeError
 from batchstate.indices import Slots, index_type
 from batchstate.mirror import Contract, MirroredTensor, parse_contract
 from batchstate.runtime import numpy_dtype
@@ -84,12 +84,17 @@ class TensorColumn(Column):
             _check_holds(numpy_dtype(dtype), pad, contract, holds)
             self.value_type = index_type(holds)
         self.np_dtype = numpy_dtype(dtype)
-        self.shape = tuple(count(size, "shape") for size in shape)
+        self.shape = shape_of(shape, "a column")
         self.contract = contract
         self.counted = self.np_dtype.kind in "iu" and self.unit is None
-        self.pad: Array = np.broadcast_to(
-            np.zeros((), self.np_dtype) if pad is None else converted(pad, self.np_dtype, "pad"), self.shape
-        )
+        row = np.zeros((), self.np_dtype) if pad is None else converted(pad, self.np_dtype, "pad")
+        if row.shape not in ((), self.shape):
+            raise ShapeError(
+                f"a pad of {list(row.shape)} for rows of {list(self.shape)}",
+                value=pad,
+                remedy="pass one number or one row",
+            )
+        self.pad: Array = np.broadcast_to(row, self.shape)
 
     @property
     def unit(self) -> str | None:

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import converted, count, put_rows, select_rows
+from batchstate._arrays import check_dense, converted, put_rows, select_rows, shape_of
 from batchstate._relay import DEVICE, HOST, READERS, Entries, EntryState, Publication, PublishedRows, RelayEntries
 from batchstate._upload import Extras
 from batchstate.errors import ArgumentError, CaptureError, DeclarationError, DeviceError, DtypeError, ShapeError
@@ -119,10 +119,7 @@ def relay_field(
     readers = _READ_BY[read_by]
     if readers & HOST or non_negative:
         numpy_dtype(dtype)
-    value = shape
-    if not isinstance(value, tuple | list):
-        raise ShapeError(f"a relay field of shape {value!r}", value=value, remedy="pass a tuple, as `(8,)`")
-    sizes = tuple(count(size, "shape") for size in shape)
+    sizes = shape_of(shape, "a relay field")
     return RelayField(dtype, sizes, readers, bool(non_negative), bool(must_read))
 
 
@@ -257,6 +254,8 @@ class FutureMap:
         self.name = name
         self._fields = _checked_fields(fields, name)
         capacity = slots.capacity
+        for field, one in self._fields.items():
+            shape_of(one.shape, f"{name}: {field}", rows=capacity)
         self._memory = {
             field: self.runtime.device_zeros((capacity, *one.shape), one.dtype, name=f"{name}: {field}")
             for field, one in self._fields.items()
@@ -772,10 +771,8 @@ def _check_device_values(
             value=str(value.device),
             remedy="pass a tensor of the runtime's device, or host values as a list or an array",
         )
-    elif value.layout is not torch.strided:
-        raise DtypeError(
-            f"{what}: a tensor of layout {value.layout}", value=str(value.layout), remedy="pass a dense tensor"
-        )
+    else:
+        check_dense(value, what)
     if value.dtype != field.dtype:
         raise DtypeError(
             f"{what}: {value.dtype} for {field.dtype}", value=value.dtype, remedy="convert it in the forward"

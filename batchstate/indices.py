@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchstate._arrays import Array, converted
+from batchstate._arrays import Array, converted, count
 from batchstate._origin import RowSet
 from batchstate.errors import ShapeError
 from batchstate.mirror import Contract, DeviceSide, MirroredTensor
@@ -86,6 +86,7 @@ class Handles(MirroredTensor):
                 value=own.shape,
                 remedy=f"one per {cls.unit}",
             )
+        pool_id = count(pool_id, "pool_id")
         return cls.of_pool(runtime, numbers, own, pool_id=pool_id, contract=plain.contract, name=name)
 
     @property

@@ -10,6 +10,7 @@ with one launch if the device side exists already, else at its first use. Nothin
 import contextlib
 import enum
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, NoReturn, Self, SupportsIndex, cast, final
 
@@ -19,6 +20,8 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._arrays import (
+    LARGE,
+    MOST_ROWS,
     Array,
     Rows,
     across,
@@ -26,6 +29,7 @@ from batchstate._arrays import (
     amounts,
     as_array,
     check_bound_can_move,
+    check_dense,
     concatenate,
     converted,
     count,
@@ -49,7 +53,16 @@ from batchstate.errors import (
     ShapeError,
     SideMissingError,
 )
-from batchstate.runtime import NUMPY_DTYPES, Fence, PackedUpload, Runtime, Stream, numpy_dtype, torch_dtype
+from batchstate.runtime import (
+    NUMPY_DTYPES,
+    Fence,
+    PackedUpload,
+    Runtime,
+    Stream,
+    check_runtime,
+    numpy_dtype,
+    torch_dtype,
+)
 from batchstate.violations import Where
 
 __all__ = ["Contract", "MirroredTensor"]
@@ -131,13 +144,21 @@ class DeviceSide:
     Attributes:
         write_count: `write_count` of the tensor when it was made, or None.
         contents: its rows when it was made, or when a check first read it, for later checks at `full`; else None.
+        gathered_from: of the column of a batch, gives the rows that it is gathered from; else None.
     """
 
-    __slots__ = ("_source", "contents", "write_count")
+    __slots__ = ("_source", "contents", "gathered_from", "write_count")
 
-    def __init__(self, source: ReadyTensor | Callable[[], ReadyTensor], contents: Array | None = None) -> None:
+    def __init__(
+        self,
+        source: ReadyTensor | Callable[[], ReadyTensor],
+        contents: Array | None = None,
+        *,
+        gathered_from: Callable[[], object] | None = None,
+    ) -> None:
         self._source = source
         self.contents = contents
+        self.gathered_from = gathered_from
         self.write_count = write_count(source.tensor) if type(source) is ReadyTensor else None
 
     @property
@@ -328,6 +349,7 @@ class MirroredTensor:
             ContractError: `upper_bound` and `device_only` values need a device side of their own.
             Violation: UNIT_MISMATCH: `values` is a mirrored value of another index space.
         """
+        check_runtime(runtime, name or cls.__name__)
         wanted = parse_contract(contract)
         if wanted not in (Contract.EXACT, Contract.HOST_ONLY):
             raise ContractError(
@@ -592,22 +614,22 @@ class MirroredTensor:
         return np.array(self.np, dtype=dtype) if copy or dtype is not None else self.np
 
     def __eq__(self, other: object) -> Any:
-        return self.np == _numbers(other)
+        return _compared(self.np, other, operator.eq)
 
     def __ne__(self, other: object) -> Any:
-        return self.np != _numbers(other)
+        return _compared(self.np, other, operator.ne)
 
     def __lt__(self, other: object) -> Any:
-        return self.np < _numbers(other)
+        return _compared(self.np, other, operator.lt)
 
     def __le__(self, other: object) -> Any:
-        return self.np <= _numbers(other)
+        return _compared(self.np, other, operator.le)
 
     def __gt__(self, other: object) -> Any:
-        return self.np > _numbers(other)
+        return _compared(self.np, other, operator.gt)
 
     def __ge__(self, other: object) -> Any:
-        return self.np >= _numbers(other)
+        return _compared(self.np, other, operator.ge)
 
     __hash__ = object.__hash__
 
@@ -717,6 +739,8 @@ class MirroredTensor:
     def split(self, sizes: Sequence[int]) -> list[Self]:
         """Consecutive pieces of the given sizes, which sum to the number of rows. No copy, no launch.
 
+        But a piece with less than half of the rows of a large value has memory of its own: it does not keep the whole.
+
         Raises:
             ArgumentError: a negative size, or a sum that differs.
         """
@@ -736,6 +760,13 @@ class MirroredTensor:
             host = None if self._host is None else self._host[rows]
             device = None if whole is None else whole[rows]
             generations = None if self._generations is None else self._generations[rows]
+            if len(self) >= LARGE and 2 * size < len(self):
+                host = None if host is None else host.copy()
+                generations = None if generations is None else generations.copy()
+                if device is not None and self.contract in (Contract.EXACT, Contract.HOST_ONLY):
+                    device = None  # uploaded anew where it is used
+                elif device is not None:
+                    device = self.runtime.launch(torch.clone, device, reads=(device,), name="split")
             shape, row_set = (size, *self.shape[1:]), self._rows_taken(rows)
             pieces.append(self._derived(host, device, shape, "split", generations=generations, row_set=row_set))
             start += size
@@ -750,7 +781,7 @@ class MirroredTensor:
         """
         self.check("pad")
         what = self._what("pad")
-        rows = count(to, f"{what}: rows", least=len(self))
+        rows = count(to, f"{what}: rows", least=len(self), most=MOST_ROWS)
         fill = self._pad_row(value, what)
         if self.unit is not None and fill.any():
             raise ArgumentError(f"{what}: padding {self.unit}s with {value}", value=value, remedy="pad indices with 0")
@@ -864,7 +895,7 @@ class MirroredTensor:
         if sign < 0:
             amount = negated(amount, what)
         if self.contract is Contract.UPPER_BOUND:
-            check_bound_can_move(self.dtype, amount, what)
+            check_bound_can_move(self._host_side(), amount, what)
         host = None if self._host is None else shifted(self._host, across(amount, len(self.shape)), what)
         device = self._device_if_needed()
         if device is not None:
@@ -1113,6 +1144,7 @@ def numbers_of(values: object, slots: MirroredTensor, wanted: RowSet, what: str)
 
 
 def _check_on_device(runtime: Runtime, tensor: torch.Tensor, what: str) -> None:
+    check_runtime(runtime, what)
     if not isinstance(tensor, torch.Tensor):
         raise DtypeError(
             f"{what}: expected a tensor, got {type(tensor).__name__}", value=tensor, remedy="pass a device tensor"
@@ -1123,6 +1155,7 @@ def _check_on_device(runtime: Runtime, tensor: torch.Tensor, what: str) -> None:
             value=str(tensor.device),
             remedy="pass a tensor of the runtime's device",
         )
+    check_dense(tensor, what)
     if tensor.ndim == 0:
         raise ShapeError(f"{what}: a scalar has no rows", value=tuple(tensor.shape), remedy="pass one row per request")
 
@@ -1137,5 +1170,22 @@ def _largest(values: Array) -> int:
     return max(int(values.max()), -int(values.min()))
 
 
-def _numbers(other: object) -> Any:
-    return other.np if isinstance(other, MirroredTensor) else other
+def _compared(first: Array, other: object, operation: Callable[[Array, Any], Any]) -> Any:
+    """Element by element.
+
+    Raises:
+        ShapeError, DtypeError: what does not compare with the host side.
+    """
+    second = other.np if isinstance(other, MirroredTensor) else other
+    try:
+        return operation(first, second)
+    except ValueError:
+        raise ShapeError(
+            f"comparison of {list(first.shape)} with values of another shape",
+            value=other,
+            remedy="pass one number, or as many",
+        ) from None
+    except TypeError:
+        raise DtypeError(
+            f"comparison of {first.dtype} with {type(other).__name__}", value=other, remedy="pass numbers"
+        ) from None

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import Array, as_array, converted, count, select_rows, signed_twin
+from batchstate._arrays import Array, as_array, converted, select_rows, shape_of, signed_twin
 from batchstate._origin import Changes, Origin, RowSet
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, RowIndexError, ShapeError
 from batchstate.indices import Handles
@@ -185,9 +185,8 @@ class Table:
         cls, space: IndexSpace, name: str, shape: Sequence[int], dtype: torch.dtype, *, holds: str | None, host: bool
     ) -> Self:
         """For pools, which document it: a table of zeros."""
-        if not isinstance(shape, tuple | list):
-            raise ShapeError(f"{name}: shape is {shape!r}", value=shape, remedy="pass a tuple, as `(8,)`")
-        sizes = (space.capacity, *(count(size, f"{name}: shape") for size in shape))
+        sizes = (space.capacity, *shape_of(shape, str(name), rows=space.capacity))
+        numpy_dtype(dtype)
         memory = space.runtime.device_zeros(sizes, dtype, name=str(name))
         return cls(space, memory, name=name, holds=holds, host=np.zeros(sizes, numpy_dtype(dtype)) if host else None)
 

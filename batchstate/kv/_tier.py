@@ -100,6 +100,11 @@ class KVCopier:
         """Fences after all copies: one for each stream that copied."""
         return tuple(self._last.values())
 
+    def forget(self, complete: set[Fence]) -> None:
+        """Forgets fences that are complete."""
+        if complete:
+            self._last = {stream: fence for stream, fence in self._last.items() if fence not in complete}
+
     def upload(self, sources: Ints, targets: Ints) -> PackedUpload:
         """Uploads both index arrays in one copy on the current stream."""
         return self._runtime.upload([sources, targets])
@@ -283,6 +288,7 @@ class TierRequests(SlotListener):
         fences = [] if self._host.runtime.capturing else self._fences_of(slots)
         answers = self._slots.query(fences)
         self._complete = {fence for fence, complete in zip(fences, answers, strict=True) if complete}
+        self._copier.forget(self._complete)
 
     def check_free(self, rows: Ints, operation: str) -> None:
         """Refuses slots of a plan whose backup is not launched yet, and slots whose pages are being copied.

@@ -16,7 +16,7 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._allocator import MOST_TOKENS, size_of
-from batchstate._arrays import amounts, arange_per_row, converted, count
+from batchstate._arrays import amounts, arange_per_row, converted, count, shape_of
 from batchstate._origin import Changes, Origin
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from batchstate.indices import Locations, Pages, Slots
@@ -304,6 +304,9 @@ class PagePool:
         self.page_size = size_of(page_size, f"{name}: page_size", least=1, most=MOST_TOKENS // (self.num_pages + 1))
         self.max_tokens_per_request = size_of(
             max_tokens_per_request, f"{name}: max_tokens_per_request", least=1, most=MOST_TOKENS
+        )
+        shape_of(
+            (-(-self.max_tokens_per_request // self.page_size),), f"{name}: pages per request", rows=slots.capacity
         )
         if slots.runtime is not runtime:
             raise DeviceError(f"{name}: {slots!r} has another runtime", value=slots, remedy="use one runtime")
@@ -1041,6 +1044,13 @@ class PagePool:
 
     def _check_req_to_token(self, table: Table) -> None:
         """Refuses a table of other slots, with rows too short for a request, or with values that are not locations."""
+        untyped: object = table
+        if not isinstance(untyped, Table):
+            raise ArgumentError(
+                f"{self.name}: req_to_token is {table!r}",
+                value=table,
+                remedy=f"make it with `table(...)` of {self.slots!r}",
+            )
         if table.space is not self.slots:
             raise ArgumentError(
                 f"{self.name}: req_to_token {table!r} is indexed by another pool, {table.space.name!r}",

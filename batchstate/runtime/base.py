@@ -72,6 +72,12 @@ class Counters:
 
 
 _STAGING_REUSED = Code.STAGING_REUSED
+MOST_STEPS = 64
+"""Steps in flight: there are as many staging blocks of each size."""
+
+MOST_SYNCHRONISED = 64
+"""Streams that are remembered as synchronised with one tensor."""
+
 T = TypeVar("T")
 _log = logging.getLogger("batchstate")
 Array = npt.NDArray[Any]
@@ -436,17 +442,17 @@ class Runtime(abc.ABC):
         self.check_owner("upload")
         if self.capturing:
             self.refuse_capture("an upload")
-        places, nbytes = packed_places(arrays)
+        try:
+            places, nbytes = packed_places(arrays)
+        except (AttributeError, TypeError) as error:
+            if isinstance(error, DtypeError):
+                raise
+            raise DtypeError(f"upload of {arrays!r}", value=arrays, remedy="pass a list of numpy arrays") from None
         if into is not None and into.numel() < nbytes:
             raise ShapeError(f"upload of {nbytes} bytes into {into.numel()}", value=nbytes, remedy="pass more memory")
-        block = self._staging.take(nbytes)
-        try:
-            self.host_accesses(block.tensor, 0, nbytes, "staging: fill", writes=True)
-            for array, place in zip(arrays, places, strict=True):
-                block.write(array, place[0])
-        except BaseException:
-            self._staging.give_up(block)
-            raise
+        block = self.staging_block(nbytes)
+        for array, place in zip(arrays, places, strict=True):
+            block.write(array, place[0])
         return self.send(block, nbytes, places, into=into)
 
     def staging_block(self, nbytes: int) -> StagingBlock:
@@ -466,7 +472,7 @@ class Runtime(abc.ABC):
         try:
             buffer = self._copied_to_device(block, nbytes, into)
         except BaseException:
-            self._staging.give_up(block)
+            self._give_back(block, self._staging, stream)
             raise
         if into is None:
             self._allocated(buffer)
@@ -476,6 +482,10 @@ class Runtime(abc.ABC):
         counters.host_to_device_copies += 1
         counters.host_to_device_bytes += nbytes
         return PackedUpload(buffer, stream, ready, places)
+
+    def _give_back(self, block: StagingBlock, staging: Staging, stream: Stream) -> None:
+        """Gives back a block whose copy failed, or was interrupted: behind a fence, since it may be under way."""
+        staging.release(block, self.record(stream), self.step, stream.key)
 
     def download(self, tensors: Sequence[torch.Tensor], *, name: str = "download") -> Download:
         """Starts to bring device tensors to the host in one copy, on the current stream. The host does not wait.
@@ -493,7 +503,12 @@ class Runtime(abc.ABC):
         """
         self.check_owner("download")
         self.refuse_capture("a download")
-        kinds = [(numpy_dtype(tensor.dtype), tuple(tensor.shape)) for tensor in tensors]
+        try:
+            kinds = [(numpy_dtype(tensor.dtype), tuple(tensor.shape)) for tensor in tensors]
+        except (AttributeError, TypeError) as error:
+            if isinstance(error, DtypeError):
+                raise
+            raise DtypeError(f"{name} of {tensors!r}", value=tensors, remedy="pass a list of tensors") from None
         parts = []
         for tensor in tensors:
             if tensor.numel():
@@ -509,7 +524,7 @@ class Runtime(abc.ABC):
                 self._copied_to_host(block, packed)
             done = self.record(stream)
         except BaseException:
-            self._landing.give_up(block)
+            self._give_back(block, self._landing, stream)
             raise
         self.counters.device_to_host_copies += 1
         return Download(self, self._landing, block, done, stream, kinds, name)
@@ -599,6 +614,8 @@ class Runtime(abc.ABC):
         current = self.current_stream
         if current is made_on or current == made_on or (synchronised is not None and current.key in synchronised):
             return tensor
+        if synchronised is not None and len(synchronised) >= MOST_SYNCHRONISED:
+            synchronised.clear()  # streams that are made anew in each step; who is left waits once more
         if not self.capturing:
             self.wait(ready or self.record(made_on), stream=current)
             self.counters.cross_stream_uses += 1
@@ -688,7 +705,7 @@ def _declared_depth(steps_in_flight: SupportsIndex) -> int:
         depth = operator.index(steps_in_flight)
     except TypeError:
         raise DtypeError(problem, value=steps_in_flight, remedy=remedy) from None
-    if depth < 1:
+    if not 1 <= depth <= MOST_STEPS:
         raise ArgumentError(problem, value=depth, remedy=remedy)
     return depth
 

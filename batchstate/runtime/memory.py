@@ -108,9 +108,11 @@ class Staging:
     def reap(self) -> None:
         """Makes every block free whose copy has run, oldest first on each stream."""
         # A copy: giving up an abandoned download, which a collection of garbage may do here, adds a stream.
-        for in_flight in list(self._in_flight.values()):
+        for stream, in_flight in list(self._in_flight.items()):
             while in_flight and in_flight[0][0].query():
                 self.give_up(in_flight.popleft()[2])
+            if not in_flight and stream in self._in_flight:  # an engine may make its streams anew in each step
+                del self._in_flight[stream]
 
     def oldest_step(self) -> int | None:
         """Step of the oldest upload that has not run, or None."""

@@ -1,0 +1,281 @@
+"""What cannot be meant is a typed error that says what to do; long use, odd use and odd values are right or refused."""
+
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from batchstate import levels
+from batchstate.batch import Batch
+from batchstate.columns import device_only, host_list, mirrored, slot_column
+from batchstate.errors import (
+    ArgumentError,
+    BatchStateError,
+    ContractError,
+    DeclarationError,
+    DtypeError,
+    OwnerThreadError,
+    ShapeError,
+)
+from batchstate.future_map import FutureMap, relay_field
+from batchstate.indices import Slots
+from batchstate.kv.pages import PagePool
+from batchstate.mirror import MirroredTensor
+from batchstate.pools import SlotPool
+from batchstate.runtime import CpuRuntime, Runtime, open_runtime
+
+
+class Requests(Batch):
+    """Columns of every kind."""
+
+    slots = slot_column()
+    lens = mirrored(torch.int64)
+    most = mirrored(torch.int64, contract="upper_bound")
+    hidden = device_only(torch.float32)
+    who = host_list()
+
+
+class Liar(list[Any]):
+    """A list that says it has two rows."""
+
+    def __len__(self) -> int:
+        return 2
+
+
+class World:
+    """A batch of two requests, a vector, and pools."""
+
+    def __init__(self, rt: Runtime) -> None:
+        self.rt = rt
+        self.pool = SlotPool(rt, 4)
+        self.slots = self.pool.take(2)
+        self.values = MirroredTensor.from_host(rt, [1, 2, 3])
+        self.batch = self.build()
+
+    def build(self, **columns: object) -> Requests:
+        hidden = torch.zeros(2, device=self.rt.device)
+        given = {"slots": self.slots, "lens": [1, 2], "most": [3, 4], "hidden": hidden, "who": ["a", "b"]}
+        return Requests.build(self.rt, **given | columns)
+
+
+MISUSES: dict[str, tuple[type[BatchStateError], Callable[[World], object]]] = {
+    "build without a runtime": (ArgumentError, lambda w: Requests.build(None)),  # type: ignore[arg-type]
+    "empty without a runtime": (ArgumentError, lambda w: Requests.empty(None)),  # type: ignore[arg-type]
+    "a value without a runtime": (ArgumentError, lambda w: MirroredTensor.from_host(None, [1])),  # type: ignore[arg-type]
+    "a device value without one": (ArgumentError, lambda w: MirroredTensor.from_device(None, torch.ones(1))),  # type: ignore[arg-type]
+    "objects that are too few": (ShapeError, lambda w: w.build(who=Liar(["a"]))),
+    "objects that are too many": (ShapeError, lambda w: w.build(who=Liar(["a", "b", "c"]))),
+    "objects without an order": (DtypeError, lambda w: w.build(who={"a", "b"})),
+    "objects by name": (DtypeError, lambda w: w.build(who={"a": 1, "b": 2})),
+    "a batch padded beyond memory": (ArgumentError, lambda w: w.batch.pad(2**62)),
+    "a batch padded beyond int64": (ArgumentError, lambda w: w.batch.pad(2**100)),
+    "a value padded beyond memory": (ArgumentError, lambda w: w.values.pad(2**62)),
+    "a value padded beyond int64": (ArgumentError, lambda w: w.values.pad(2**100)),
+    "a list of columns": (DeclarationError, lambda w: w.batch[["lens"]]),  # type: ignore[index]
+    "objects of a list of columns": (DeclarationError, lambda w: w.batch.objects(["who"])),  # type: ignore[arg-type]
+    "an update of a list of columns": (DeclarationError, lambda w: w.batch.update(["lens"], [0], 1)),  # type: ignore[arg-type]
+    "compared with another length": (ShapeError, lambda w: w.values == [1, 2]),
+    "compared with nothing": (DtypeError, lambda w: w.values < None),
+    "compared with text": (DtypeError, lambda w: w.values < "a"),
+    "a conjugate view": (
+        DtypeError,
+        lambda w: MirroredTensor.from_host(w.rt, torch.ones(1, dtype=torch.complex64).conj()),
+    ),
+    "a sparse device side": (DtypeError, lambda w: MirroredTensor.from_device(w.rt, torch.eye(2).to_sparse())),
+    "a sparse column": (DtypeError, lambda w: w.build(hidden=torch.ones(2).to_sparse())),
+    "a table beyond memory": (ArgumentError, lambda w: w.pool.table("t", (2**60,))),
+    "a table beyond int64": (ArgumentError, lambda w: w.pool.table("t", (2**100,))),
+    "a table of no dtype": (DtypeError, lambda w: w.pool.table("t", (), None)),  # type: ignore[arg-type]
+    "a table of a name of a dtype": (DtypeError, lambda w: w.pool.table("t", (), "int32")),  # type: ignore[arg-type]
+    "a table of numpy's dtype": (DtypeError, lambda w: w.pool.table("t", (), np.int32)),  # type: ignore[arg-type]
+    "a quantised table": (DtypeError, lambda w: w.pool.table("t", (), torch.qint8)),
+    "a column beyond memory": (ArgumentError, lambda w: mirrored(torch.int64, shape=(2**70,))),
+    "a column of a number": (ShapeError, lambda w: mirrored(torch.int64, shape=5)),  # type: ignore[arg-type]
+    "a pad of another shape": (ShapeError, lambda w: mirrored(torch.int64, pad=[1])),
+    "a relay beyond memory": (ArgumentError, lambda w: FutureMap(w.pool, {"x": relay_field(torch.int64, (2**58,))})),
+    "a relay beyond int64": (ArgumentError, lambda w: relay_field(torch.int64, (2**70,))),
+    "requests beyond memory": (
+        ArgumentError,
+        lambda w: PagePool(w.rt, w.pool, 4, 1, max_tokens_per_request=2**60),
+    ),
+    "a token table that is none": (
+        ArgumentError,
+        lambda w: PagePool(w.rt, w.pool, 4, 2, max_tokens_per_request=4, req_to_token=5),  # type: ignore[arg-type]
+    ),
+    "handles of a pool that is a list": (
+        DtypeError,
+        lambda w: w.pool.free(Slots.from_host(w.rt, [1], generations=[1], pool_id=[1])),  # type: ignore[arg-type]
+    ),
+    "an upload of nothing": (DtypeError, lambda w: w.rt.upload(None)),  # type: ignore[arg-type]
+    "an upload of lists": (DtypeError, lambda w: w.rt.upload([[1]])),  # type: ignore[list-item]
+    "a download of nothing": (DtypeError, lambda w: w.rt.download(None)),  # type: ignore[arg-type]
+    "a download of None": (DtypeError, lambda w: w.rt.download([None])),  # type: ignore[list-item]
+    "endless steps in flight": (ArgumentError, lambda w: open_runtime("cpu", steps_in_flight=2**70)),
+}
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_misuse_is_a_typed_error(rt: Runtime, name: str) -> None:
+    """A typed error with the value and a remedy, and not one of numpy's or torch's."""
+    expected, call = MISUSES[name]
+    with pytest.raises(expected) as caught:
+        call(World(rt))
+    assert caught.value.problem
+    assert caught.value.remedy
+
+
+# Small pieces of something large
+
+
+def _base(array: Any) -> Any:
+    while array.base is not None:
+        array = array.base
+    return array
+
+
+def test_a_small_piece_does_not_keep_the_whole(rt: Runtime) -> None:
+    """`split` gives small pieces of a large value memory of their own, on both sides, whatever their contract."""
+    host = np.arange(100_000)
+    device = rt.upload([host]).view(0).clone()
+    for whole in (
+        MirroredTensor.from_pair(rt, host, device),
+        MirroredTensor.from_pair(rt, host, device, contract="upper_bound"),
+        MirroredTensor.from_device(rt, device),
+    ):
+        small, rest = whole.split([10, 99_990])
+        assert small.device.untyped_storage().nbytes() < 20_000
+        assert rt.read_back(small.device).tolist() == list(range(10))
+        assert rest.device.untyped_storage().nbytes() == device.untyped_storage().nbytes()  # no copy of the most part
+        if small._host is not None:
+            assert _base(small.np).nbytes == 80
+
+
+def test_a_small_batch_does_not_keep_the_large_one(rt: Runtime) -> None:
+    """Objects, columns of one kind and device columns of a split batch go with the batch that they were split from."""
+
+    class Many(Batch):
+        lens = mirrored(torch.int64)
+        hidden = device_only(torch.float32)
+        who = host_list()
+
+    class Person:
+        pass
+
+    people = [Person() for _ in range(20_000)]
+    last = weakref.ref(people[-1])
+    whole = Many.build(rt, lens=np.arange(20_000), hidden=torch.zeros(20_000, device=rt.device), who=people)
+    small = whole.split([10, 19_990])[0]
+    del whole, people
+    gc.collect()
+    assert last() is None
+    assert _base(small["lens"].np).nbytes == 80
+    small.upload()
+    assert small["hidden"].device.untyped_storage().nbytes() == 40
+
+
+# Long use
+
+
+def test_a_chain_without_a_read(rt: Runtime) -> None:
+    """A batch whose bounds are carried over 2,000 times without a read is gathered once, from where they came."""
+    world = World(rt)
+    device = rt.upload([np.array([1, 2])]).view(0).clone()
+    most = MirroredTensor.from_pair(rt, [3, 4], device, contract="upper_bound")
+    batch = world.build(most=most)
+    for _ in range(2000):
+        batch = batch.replace(most=batch["most"]).advance("most")
+    before = rt.counters.device_operations
+    assert rt.read_back(batch["most"].device).tolist() == [2001, 2002]
+    assert rt.counters.device_operations - before <= 3
+    assert batch["most"].np.tolist() == [2003, 2004]
+
+
+def test_streams_made_anew_in_each_step(rt: Runtime) -> None:
+    """Nothing that is remembered by stream grows with the streams that an engine has ever made."""
+    world = World(rt)
+    relay = FutureMap(world.pool, {"x": relay_field(torch.int64, must_read=False)})
+    table = world.pool.table("t", (1,))
+    table.write(world.slots, None, [[1], [2]])
+    for step in range(300):
+        with rt.use(rt.stream(f"step {step}")):
+            rt.next_step()
+            relay.publish(world.slots, x=[step, step])
+            relay.gather(world.slots, "x")
+            _ = table.device_for(world.slots), world.values.device
+            rt.synchronize()
+    assert len(rt._staging._in_flight) < 5
+    assert len(relay._synchronised["x"]) <= 64
+    assert len(table._fixed._synchronised) <= 64
+    assert len(world.values._device.ready().synchronised) <= 64
+    assert len(relay._entries.publications) < 64
+
+
+# Threads and processes
+
+
+def test_a_thread_number_that_is_used_again(rt: Runtime) -> None:
+    """A runtime whose thread has ended belongs to no thread, also not to one with the same number."""
+    made: list[SlotPool] = []
+    thread = threading.Thread(target=lambda: made.append(SlotPool(CpuRuntime(), 2)))
+    thread.start()
+    thread.join()
+    number, refused = thread.ident, 0
+    for _ in range(50):
+        errors: list[BaseException] = []
+
+        def use(errors: list[BaseException] = errors) -> None:
+            try:
+                made[0].take(0)
+            except OwnerThreadError as error:
+                errors.append(error)
+
+        again = threading.Thread(target=use)
+        again.start()
+        again.join()
+        assert errors, "used by a thread that does not own it"
+        refused += again.ident == number
+    assert refused, "no thread had the number again"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_owns_nothing() -> None:
+    """A child has copies of pools, and no device of its own: it is refused, and makes its own."""
+    pool = SlotPool(CpuRuntime(), 2)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            pool.take(1)
+        except OwnerThreadError:
+            code = 0 if len(SlotPool(CpuRuntime(), 2).take(1)) == 1 else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(pool.take(1)) == 1
+
+
+# Bounds near the end of a dtype
+
+
+@pytest.mark.parametrize("level", ["off", "cheap"])
+def test_a_signed_bound_does_not_wrap(rt: Runtime, level: str) -> None:
+    """A bound that is lowered near the least value is refused: its device side, which is smaller, would wrap."""
+    device = rt.upload([np.array([-125, 0], np.int8)]).view(0).clone()
+    value = MirroredTensor.from_pair(rt, np.array([-60, 100], np.int8), device, contract="upper_bound")
+
+    class Bounded(Batch):
+        most = mirrored(torch.int8, contract="upper_bound")
+
+    with levels.checks(level):
+        with pytest.raises(ContractError, match="wrap"):
+            _ = value - 10
+        with pytest.raises(ContractError, match="wrap"):
+            Bounded.build(rt, most=value).advance("most", -10)
+        assert (value + 5).np.tolist() == [-55, 105]
