@@ -6,7 +6,7 @@ counts. Rows are matched by handle, never by position.
 """
 
 from collections.abc import Callable
-from typing import Any, Unpack, final
+from typing import Any, Protocol, Unpack, final
 
 import attrs
 import numpy as np
@@ -168,6 +168,18 @@ def joined(parts: "list[RowSet | None]") -> RowSet | None:
     return RowSet(0, (np.concatenate([one[0] for one in known]), np.concatenate([one[1] for one in known])), *pools)
 
 
+class HasRows(Protocol):
+    """A value that may know to which requests its rows belong."""
+
+    @property
+    def row_set(self) -> RowSet | None:
+        """The requests, or None."""
+        ...
+
+
+OfRequests = RowSet | HasRows
+
+
 @final
 @attrs.frozen(eq=False, repr=False)
 class Origin:
@@ -176,19 +188,24 @@ class Origin:
     Attributes:
         kind: what was derived, in a word.
         step: of the runtime, when it was derived.
-        rows: whose they are.
+        of: whose rows they are: a row set, or a value that has one.
         read: what its values depend on besides, or None.
         then: the number of the last change of that when it was derived.
     """
 
     kind: str
     step: int
-    rows: RowSet
+    of: OfRequests
     read: Changes | None = None
     then: int = 0
 
     def __repr__(self) -> str:
         return f"the {self.kind} of step {self.step}"
+
+    @property
+    def rows(self) -> RowSet | None:
+        """To which requests the rows belong."""
+        return self.of if isinstance(self.of, RowSet) else self.of.row_set
 
     def check(self, **where: Unpack[Where]) -> None:
         """Refuses it if what it read has changed since: two numbers are compared while nothing has, else O(rows).
@@ -202,7 +219,7 @@ class Origin:
         if changes.last == then:
             times_checked[_DERIVED_STALE] += 1
             return
-        handles = self.rows.handles
+        handles = None if self.rows is None else self.rows.handles
         if handles is None:
             return
         slots = handles[0]
@@ -220,7 +237,8 @@ class Origin:
         Raises:
             Violation: DERIVED_STALE, at `cheap`.
         """
-        rows.check_same(self.rows, repr(self), **where)
+        if self.rows is not None:
+            rows.check_same(self.rows, repr(self), **where)
 
 
 @final

@@ -302,7 +302,9 @@ class Batch(metaclass=BatchType):
             ArgumentError: an index twice, or a padded batch.
             Violation: DERIVED_STALE, at `cheap`: a mask of other requests.
         """
-        index = self._kept(keep, self._begin("filter"), "filter")
+        index = kept_rows(keep, self._begin("filter"), f"{type(self).__name__}.filter")
+        if isinstance(keep, MirroredTensor):
+            self._check_mask(keep, "filter")
         return self._derived("filter", self._state.taken(index), index.size)
 
     def merge(self, other: Self) -> Self:
@@ -344,7 +346,9 @@ class Batch(metaclass=BatchType):
         num_reqs = self._begin("next_batch")
         state = self._state
         if keep is not None:
-            index = self._kept(keep, num_reqs, "next_batch")
+            index = kept_rows(keep, num_reqs, what)
+            if isinstance(keep, MirroredTensor):
+                self._check_mask(keep, "next_batch")
             state, num_reqs = state.taken(index), index.size
         kept = num_reqs
         if joining is not None:
@@ -826,12 +830,10 @@ class Batch(metaclass=BatchType):
             )
         return self.num_reqs
 
-    def _kept(self, keep: object, num_reqs: int, operation: str) -> Array:
-        """The rows that `keep` names, int64[k]; a mask is of these requests."""
-        index = kept_rows(keep, num_reqs, f"{type(self).__name__}.{operation}")
-        if isinstance(keep, MirroredTensor) and keep.dtype is torch.bool:
+    def _check_mask(self, keep: MirroredTensor, operation: str) -> None:
+        """Refuses a mask of other requests; row indices say nothing of theirs."""
+        if keep.dtype is torch.bool:
             self._check_same_rows(keep, operation)
-        return index
 
     def _check_same_rows(self, value: object, operation: str, column: str | None = None) -> None:
         """Refuses a value whose rows are of other requests; one that does not say is taken as it is."""

@@ -388,7 +388,7 @@ class Table:
             )
         for owners in write.owners:
             self.space.rows_of(owners, f"{self.name}: {operation}")
-        if write.origin is not None:
+        if levels.cheap and write.origin is not None:
             write.origin.check(object=self, operation=operation, step=self.runtime.step)
 
     def write(self, handles: Handles, positions: object, values: object) -> None:
