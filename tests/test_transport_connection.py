@@ -23,10 +23,9 @@ from batchstate.transport.connection import (
     ConnectionEndedError,
     Listener,
     connect,
-    local_pair,
     new_secret,
 )
-from tests.transport_peers import until
+from tests.transport_peers import local_pair, until
 
 SECRET = new_secret()
 

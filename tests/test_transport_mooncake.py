@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pytest
 
 from batchstate.errors import ArgumentError, HandshakeError, TransferError
-from batchstate.transport.connection import Connection, ConnectionEndedError, connect, local_pair
+from batchstate.transport.connection import Connection, ConnectionEndedError, connect
 from batchstate.transport.engines import mooncake
 from batchstate.transport.engines.base import Status, open_engine
 from batchstate.transport.engines.mooncake import MooncakeEngine
@@ -33,6 +33,7 @@ from tests.transport_peers import (
     altered,
     expected,
     joined,
+    local_pair,
     scattered,
     sentinels,
     spawn_peer,

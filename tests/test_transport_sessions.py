@@ -28,7 +28,19 @@ from batchstate.transport.layout import KVLayout
 from batchstate.transport.receiver import Lease, LeaseState, Receiver
 from batchstate.transport.regions import Copies
 from batchstate.transport.sender import Sender, Transfer, TransferState
-from batchstate.transport.wire import MAGIC, MOST_ATTEMPTS, MOST_TOKENS, Grant, Kind, Notice, Tag, packed, unpacked
+from batchstate.transport.wire import (
+    MAGIC,
+    MOST_ATTEMPTS,
+    MOST_TEXT,
+    MOST_TOKENS,
+    Endpoint,
+    Grant,
+    Kind,
+    Notice,
+    Tag,
+    packed,
+    unpacked,
+)
 from batchstate.transport.workers import Session
 from batchstate.violations import Violation
 from tests.transport_peers import altered
@@ -546,6 +558,20 @@ def test_a_grant_of_a_huge_range_costs_what_the_request_needs() -> None:
     assert Grant(**fields, num_tokens=0, ranges=np.array([[8, 2]])).targets.size == 0
     with pytest.raises(ArgumentError, match="num_tokens"):
         unpacked(packed(attrs.evolve(grant, num_tokens=MOST_TOKENS + 1)))
+
+
+def test_names_are_as_long_as_peers_take() -> None:
+    """A name that no peer would take is refused where it is given; the longest that peers take goes through."""
+    pair = Pair()
+    with pytest.raises(ArgumentError, match=f"a request whose name has {MOST_TEXT + 1} characters"):
+        pair.receiver.lease("r" * (MOST_TEXT + 1), 1, ["prefill"])
+    engine = InProcessEngine(Network())
+    with pytest.raises(ArgumentError, match=f"a region whose name has {MOST_TEXT + 1} characters"):
+        engine.register(np.zeros(64, dtype=np.uint8), "k" * (MOST_TEXT + 1))
+    engine.register(np.zeros(64, dtype=np.uint8), "k" * MOST_TEXT)
+    assert Endpoint.from_bytes(engine.endpoint()).regions[0].name == "k" * MOST_TEXT
+    notice = Notice(Kind.FAILED, "a", "b", 1, "long " * MOST_TEXT)
+    assert unpacked(packed(notice)) == attrs.evolve(notice, reason=("long " * MOST_TEXT)[:MOST_TEXT])
 
 
 def _aborted(pair: Pair) -> Lease:

@@ -17,13 +17,14 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
+from batchstate.transport.connection import Connection, new_secret
 from batchstate.transport.engines.base import Delivery, Engine, Handle, Peer, Status
 from batchstate.transport.regions import Copies, Region
 from batchstate.transport.wire import sealed
@@ -49,7 +50,7 @@ def until(true: Callable[[], bool], what: str, seconds: float = ANSWERS_IN) -> N
         time.sleep(0.0002)
 
 
-def _serve(pipe: Connection, target: Callable[..., object], args: tuple[object, ...], env: Mapping[str, str]) -> None:
+def _serve(pipe: Pipe, target: Callable[..., object], args: tuple[object, ...], env: Mapping[str, str]) -> None:
     import os
 
     os.environ.update(env)
@@ -253,6 +254,13 @@ def listening(pid: int | None) -> list[tuple[str, int]]:
                 address, _, port = fields[1].partition(":")
                 found.append((address, int(port, 16)))
     return found
+
+
+def local_pair() -> tuple[Connection, Connection]:
+    """Both ends of a connection within this process."""
+    one, other = socket.socketpair()
+    keys = new_secret(), new_secret()
+    return Connection(one, keys), Connection(other, keys[::-1])
 
 
 NOISE = (b"", b"\0", b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 8, b"\xff" * 200_000, b'{"is": 1}\n', b"[" * 99)

@@ -295,13 +295,6 @@ def _waited(wakes: Any, until: float | None) -> bool:
     return bool(wakes.poll(None if left is None else max(0.0, left) * 1000))
 
 
-def local_pair() -> tuple[Connection, Connection]:
-    """Both ends of a connection within this process."""
-    one, other = socket.socketpair()
-    keys = new_secret(), new_secret()
-    return Connection(one, keys), Connection(other, keys[::-1])
-
-
 # Calling
 
 

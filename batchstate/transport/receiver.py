@@ -28,6 +28,7 @@ from batchstate.transport.layout import KVLayout, sources_of
 from batchstate.transport.regions import Ints, Region
 from batchstate.transport.wire import (
     MOST_ATTEMPTS,
+    MOST_TEXT,
     MOST_TOKENS,
     Grant,
     Kind,
@@ -263,6 +264,12 @@ class Receiver(Session):
                 f"attempt {which} of a request of {total} tokens",
                 value=(which, total),
                 remedy=f"a request has at most {MOST_TOKENS} tokens and {MOST_ATTEMPTS} attempts",
+            )
+        if len(str(request)) > MOST_TEXT:
+            raise ArgumentError(
+                f"a request whose name has {len(str(request))} characters",
+                value=str(request)[:80],
+                remedy=f"name it in at most {MOST_TEXT} characters",
             )
         workers = tuple(map(self._named, names))
         _check_writers(workers, self._description.layout)

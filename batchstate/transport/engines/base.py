@@ -25,7 +25,7 @@ from batchstate import invariants
 from batchstate.errors import ArgumentError, HandshakeError, OwnerThreadError, TransferError
 from batchstate.transport.connection import new_secret
 from batchstate.transport.regions import Copies, Ints, Memory, Region, RemoteRegion, described
-from batchstate.transport.wire import Endpoint, check_instance
+from batchstate.transport.wire import MOST_TEXT, Endpoint, check_instance
 from batchstate.violations import Violation, Where
 
 MOST_TAG_BYTES = 128
@@ -214,6 +214,12 @@ class Engine(abc.ABC):
         """
         self.check_owner("register")
         name = name or f"region {len(self._regions)}"
+        if len(name) > MOST_TEXT:
+            raise ArgumentError(
+                f"a region whose name has {len(name)} characters",
+                value=name[:80],
+                remedy=f"name it in at most {MOST_TEXT} characters",
+            )
         region = described(self._next_region, memory, name, self._regions.values())
         self._register(region)
         self._regions[region.index] = region
