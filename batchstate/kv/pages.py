@@ -114,21 +114,24 @@ class Extension:
 
     slots: Ints = attrs.field(converter=read_only)
     positions: Ints = attrs.field(converter=read_only)
-    _locations: Locations
+    _numbers: Ints
     counts: Ints = attrs.field(converter=read_only)
     owners: Slots
     _pool: "PagePool"
     _origin: Origin
+    _made: list[Locations] = attrs.field(factory=list, init=False)  # of the locations, once they were asked for
 
     def __len__(self) -> int:
-        return len(self._locations)
+        return self._numbers.size
 
     @property
     def locations(self) -> Locations:
         """The place of each token in KV memory, `host_only` int64[t]."""
         if levels.cheap:
             self._check("locations")
-        return self._locations
+        if not self._made:
+            self._made.append(self._pool._locations(self._numbers))
+        return self._made[0]
 
     def _check(self, operation: str) -> None:
         self._origin.check(object=self, operation=operation, step=self.owners.runtime.step)
@@ -184,7 +187,7 @@ class Extension:
 
         A page that began earlier was written then, to its end.
         """
-        slots, positions, locations, counts = self.slots, self.positions, self._locations.np, self.counts
+        slots, positions, locations, counts = self.slots, self.positions, self._numbers, self.counts
         size = self._pool.page_size
         if size == 1 or not positions.size:
             return slots, positions, locations
@@ -739,7 +742,7 @@ class PagePool:
     def _extension(self, owners: Slots, slots: Ints, positions: Ints, locations: Ints, counts: Ints) -> Extension:
         self._check_after()
         origin = Origin("extension", self.runtime.step, owners, self.epochs, self.epochs.last)
-        return Extension(slots, positions, self._locations(locations), counts, owners, self, origin)
+        return Extension(slots, positions, locations, counts, owners, self, origin)
 
     def _locations(self, numbers: Ints) -> Locations:
         space = self._space_of_locations
