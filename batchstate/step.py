@@ -38,7 +38,7 @@ from batchstate.kv.pages import PagePool
 from batchstate.mirror import Contract, DeviceSide, ReadyTensor
 from batchstate.runtime import PackedUpload
 from batchstate.runtime.memory import ALIGNMENT, Place, StagingBlock, packed_places
-from batchstate.tables import Table, TableWrite
+from batchstate.tables import TableWrite
 from batchstate.violations import Where
 
 Ints = npt.NDArray[np.int64]
@@ -46,7 +46,7 @@ Array = npt.NDArray[Any]
 Tensors = tuple[torch.Tensor, ...]
 
 _INT64, _INT32 = np.dtype(np.int64), np.dtype(np.int32)
-_ZERO, _ONE = np.array(0), np.array(1)  # numpy takes as long to convert one number as to add 100 of them
+_ONE = np.array(1)  # numpy takes as long to convert one number as to add 100 of them
 
 _WIDE, _NARROW = 3, 2
 """Rows beside the columns in a decode step's copy: positions, slot mapping and indices of the table write, int64; and
@@ -325,8 +325,6 @@ class StepPlanner:
             and set(self._results) <= set(self._ids)
         )
         self._place, self._table = batch._layout.places[seq_lens], pages.req_to_token
-        self._page_size, self._rest = np.array(pages.page_size), np.arange(1, pages.page_size)
-        self._cut = self._table is not None and self._table.shape[1] % pages.page_size != 0
         self._requests: _Requests | None = None  # of the last decode step
         self._most = min(self._slots.size, _MOST_IN_ONE_PIECE)
         self._make_constants()
@@ -533,9 +531,9 @@ class StepPlanner:
             added, size = packed_places(further)
             places = [*places, *((nbytes + first, dtype, shape) for first, dtype, shape in added)]
             nbytes += size
-        written: tuple[Ints, Array] = at, locations
-        if table is not None and self._rest.size:
-            written = self._whole_pages(table, start, at, locations)
+        written = at, locations
+        if table is not None:
+            written = self._pages.whole_pages(at, start, locations, table.shape[1])
         more = written[0].size - at.size
         first_index, first_value = nbytes, nbytes + _pitch(written[0].size, _INT64) * _INT64.itemsize
         if more:
@@ -544,7 +542,7 @@ class StepPlanner:
         requests.fill(block, host, (start, locations, at, lens, locations))
         if more:
             block.write(written[0], first_index)
-            block.write(written[1], first_value)
+            block.write(written[1].astype(np.int32), first_value)
         for array, place in zip(further, places[len(requests.places) :], strict=True):
             block.write(array, place[0])
         upload = runtime.send(block, nbytes, places)
@@ -568,22 +566,6 @@ class StepPlanner:
         requests.slots = requests.known.live = with_device(
             requests.slots, DeviceSide(ReadyTensor.uploaded(column, upload))
         )
-
-    def _whole_pages(self, table: Table, start: Ints, at: Ints, locations: Ints) -> tuple[Ints, Array]:
-        """What is written into the table: its elements and the locations, and the rest of each page that begins.
-
-        As `Extension.entry` does. The values are int32 where a page begins.
-        """
-        offsets = start % self._page_size
-        if np.count_nonzero(offsets) == offsets.size:
-            return at, locations
-        begins, rest = (offsets == _ZERO).nonzero()[0], self._rest
-        elements, places = at[begins][:, None] + rest, locations[begins][:, None] + rest
-        if self._cut:
-            there = start[begins][:, None] + rest < table.shape[1]
-            elements, places = elements[there], places[there]
-        values = np.concatenate([locations, places.reshape(-1)])
-        return np.concatenate([at, elements.reshape(-1)]), values.astype(np.int32)
 
     def _requests_of(self, batch: Batch) -> _Requests:
         """What stays the same from now on, of requests that were not those of the step before."""

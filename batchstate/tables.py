@@ -365,14 +365,12 @@ class Table:
                 )
         return TableWrite(self, index, array.reshape(-1), (owners,), origin)
 
-    def planned(
-        self, rows: Ints, positions: Ints, values: Ints, owners: Handles, origin: Origin | None = None
-    ) -> TableWrite:
-        """For the library: an entry of a table with rows of one dimension, from what a pool has checked already.
+    def planned(self, index: Ints, values: Ints, owners: Handles, origin: Origin | None = None) -> TableWrite:
+        """For the library: an entry from what a pool has checked already.
 
-        `rows`, `positions` and `values` are int64[n]; `owners` are the handles of the rows, `origin` that of `values`.
+        `index` int64[n] are places in the flat table, with `values` int64[n]; `owners` are the handles of the rows,
+        `origin` that of `values`.
         """
-        index = rows * self._row_width + positions
         return TableWrite(self, index, values.astype(self._dtype, copy=False), (owners,), origin)
 
     def check_write(self, write: TableWrite, operation: str = "write") -> None:

@@ -123,6 +123,7 @@ def test_states_take_turns_by_request(rt: Runtime, pool: HybridSlotPool) -> None
     memory = np.zeros(pool.state_capacity, dtype=np.int64)
     forwards = dict.fromkeys(slots.np.tolist(), 0)
     for taking_part in (slots, one, slots, slots, one, one, slots):
+        rt.synchronize()
         rt.next_step()
         turns = pool.state_turns(taking_part.pad(3))
         assert turns.reads[len(taking_part) :].tolist() == turns.writes[len(taking_part) :].tolist()

@@ -18,7 +18,7 @@ from batchstate.violations import Where
 
 Ints = npt.NDArray[np.int64]
 
-ONE = np.array(1)  # numpy takes as long to convert one number as to add 100 of them
+ZERO, ONE = np.array(0), np.array(1)  # numpy takes as long to convert one number as to add 100 of them
 
 
 @final
@@ -40,6 +40,7 @@ class PageTable:
         self.num_pages = np.zeros(capacity, dtype=np.int64)
         self.committed = np.zeros(capacity, dtype=np.int64)
         self._flat = self.pages.reshape(-1)
+        self._rest = np.arange(1, page_size)
         self._size, self._rounding, self._width = np.array(page_size), np.array(page_size - 1), np.array(self.width)
 
     def pages_needed(self, lengths: Ints) -> Ints:
@@ -67,6 +68,29 @@ class PageTable:
         """The location of each position, which lies in this column, on this page."""
         locations: Ints = (pages - columns) * self._size + positions
         return locations
+
+    def whole_pages(
+        self, index: Ints, positions: Ints, locations: Ints, width: int, counts: Ints | None
+    ) -> tuple[Ints, Ints]:
+        """See `PagePool.whole_pages`."""
+        size = self.page_size
+        if size == 1 or not positions.size:
+            return index, locations
+        if counts is None:
+            last = (positions % self._size == ZERO).nonzero()[0]
+        else:
+            counts = counts[counts > 0]
+            last = counts.cumsum() - ONE
+            last = last[positions[last] % self._size < counts]
+        if not last.size:
+            return index, locations
+        if counts is None and (width % size == 0 or int(positions.max()) <= width - size):
+            rests = [(one[last][:, None] + self._rest).reshape(-1) for one in (index, locations)]
+        else:
+            there = positions[last]
+            left = np.minimum(size - 1 - there % self._size, width - 1 - there)
+            rests = [arange_per_row(one[last] + ONE, left) for one in (index, locations)]
+        return np.concatenate([index, rests[0]]), np.concatenate([locations, rests[1]])
 
     def append(self, rows: Ints, counts: Ints, pages: Ints) -> None:
         """Gives each row `counts` further pages; `pages` are those of all rows in turn."""

@@ -114,24 +114,21 @@ class Extension:
 
     slots: Ints = attrs.field(converter=read_only)
     positions: Ints = attrs.field(converter=read_only)
-    _numbers: Ints
+    _locations: Locations
     counts: Ints = attrs.field(converter=read_only)
     owners: Slots
     _pool: "PagePool"
     _origin: Origin
-    _made: list[Locations] = attrs.field(factory=list, init=False)  # of the locations, once they were asked for
 
     def __len__(self) -> int:
-        return self._numbers.size
+        return len(self._locations)
 
     @property
     def locations(self) -> Locations:
         """The place of each token in KV memory, `host_only` int64[t]."""
         if levels.cheap:
             self._check("locations")
-        if not self._made:
-            self._made.append(self._pool._locations(self._numbers))
-        return self._made[0]
+        return self._locations
 
     def _check(self, operation: str) -> None:
         self._origin.check(object=self, operation=operation, step=self.owners.runtime.step)
@@ -168,10 +165,21 @@ class Extension:
         slots.check_handles(self.owners, "entry")
         if levels.cheap:
             self._check("entry")
-        owners, rows, positions, locations = self._writers(), *self._whole_pages(target.shape[-1])
-        if target is own and not levels.full:  # the pool made and checked all three
-            return target.planned(rows, positions, locations, owners, self._origin)
-        return target.entry_of(rows, positions, self._pool._locations(locations), owners, self._origin)
+        width, counts = target.shape[-1], self.counts
+        if target is not own and self.positions.max(initial=0) >= width:  # which is refused
+            return target.entry_of(self.slots, self.positions, self._locations, self.owners, self._origin)
+        one_each = counts.size == len(self) == np.count_nonzero(counts)
+        index, locations = self._pool.whole_pages(
+            self.slots * width + self.positions,
+            self.positions,
+            self._locations.np,
+            width,
+            None if one_each else counts,
+        )
+        if target is own and not levels.full:  # the pool made and checked all
+            return target.planned(index, locations, self._writers(), self._origin)
+        rows, positions = np.divmod(index, width)
+        return target.entry_of(rows, positions, self._pool._locations(locations), self._writers(), self._origin)
 
     def _writers(self) -> Slots:
         """The requests that have got tokens."""
@@ -180,31 +188,6 @@ class Extension:
             return owners
         return Slots.of_pool(
             owners.runtime, owners.np[got], owners.generations[got], pool_id=owners.pool_id, name=owners.name
-        )
-
-    def _whole_pages(self, width: int) -> tuple[Ints, Ints, Ints]:
-        """Slot, position and location of each token, and of the rest of each last page that begins here, up to `width`.
-
-        A page that began earlier was written then, to its end.
-        """
-        slots, positions, locations, counts = self.slots, self.positions, self._numbers, self.counts
-        size = self._pool.page_size
-        if size == 1 or not positions.size:
-            return slots, positions, locations
-        if counts.size == positions.size and np.count_nonzero(counts) == counts.size:  # one token each
-            last = (positions % size == ZERO).nonzero()[0]
-        else:
-            counts = counts[counts > 0]
-            last = counts.cumsum() - 1
-            last = last[positions[last] % size < counts]
-        if not last.size:
-            return slots, positions, locations
-        there = positions[last]
-        rest = np.minimum(size - 1 - there % size, width - 1 - there)
-        return (
-            np.concatenate([slots, slots[last].repeat(rest)]),
-            np.concatenate([positions, arange_per_row(there + 1, rest)]),
-            np.concatenate([locations, arange_per_row(locations[last] + 1, rest)]),
         )
 
 
@@ -688,6 +671,22 @@ class PagePool:
                 invariants.slot_zero_allocated(pages, **self._where(operation))
         return table.locations_on(pages, columns, start)
 
+    def whole_pages(
+        self, index: Ints, positions: Ints, locations: Ints, width: int, counts: Ints | None = None
+    ) -> tuple[Ints, Ints]:
+        """Elements of a token table and their locations, and behind those of tokens the rest of each page that begins.
+
+        A page that began earlier was written then, to its end. For the library.
+
+        Args:
+            index: of the tokens' elements in the flat table, int64[t].
+            positions: of the tokens in their requests, int64[t].
+            locations: of the tokens, int64[t].
+            width: elements of a row of the table.
+            counts: tokens of each request, one request after the other; None for one each.
+        """
+        return self._table.whole_pages(index, positions, locations, width, counts)
+
     def check_committed(self, rows: Ints, lens: Ints, operation: str) -> None:
         """Refuses, at `cheap`, lengths int64[n] of live slots that are not what is committed. For the library.
 
@@ -742,7 +741,7 @@ class PagePool:
     def _extension(self, owners: Slots, slots: Ints, positions: Ints, locations: Ints, counts: Ints) -> Extension:
         self._check_after()
         origin = Origin("extension", self.runtime.step, owners, self.epochs, self.epochs.last)
-        return Extension(slots, positions, locations, counts, owners, self, origin)
+        return Extension(slots, positions, self._locations(locations), counts, owners, self, origin)
 
     def _locations(self, numbers: Ints) -> Locations:
         space = self._space_of_locations
