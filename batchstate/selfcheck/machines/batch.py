@@ -195,7 +195,7 @@ def _bound(batch: Decode) -> MirroredTensor:
     return MirroredTensor.from_host(batch.runtime, np.zeros(len(batch), np.int64)).weaken("upper_bound")
 
 
-def _slots(batch: Decode, numbers: list[int], pool: int = -7) -> Slots:
+def _slots(batch: Decode, numbers: list[int], pool: int = 10**9) -> Slots:
     return Slots.from_host(batch.runtime, numbers, pool_id=pool)
 
 
@@ -232,7 +232,7 @@ MISUSES: tuple[Misuse[Decode], ...] = (
         lambda one: one.merge(Another.build(one.runtime, seq_lens=[1])),  # type: ignore[arg-type]
     ),
     Misuse(
-        "a merge of two pools", (ArgumentError,), lambda one: one.merge(_alone(one, _slots(one, [9], -8))), _has_rows
+        "a merge of two pools", (ArgumentError,), lambda one: one.merge(_alone(one, _slots(one, [9], 10**9 + 1))), _has_rows
     ),
     Misuse("split into too much", (ArgumentError,), lambda one: one.split([len(one), 1])),
     Misuse("pad to fewer rows", (ArgumentError,), lambda one: one.pad(len(one) - 1)),
@@ -319,7 +319,7 @@ BATCHES = Bundle("batches")
 
 GRAPH_ROWS = (4, 8)
 """Rows of the buffers with fixed addresses, of two graphs; the larger ones have one for each slot."""
-_POOL = -7
+_POOL = 10**9
 """Id of the pool that the slots of every batch pretend to come from; no real one has it."""
 _KEPT = 6
 """Batches that are checked after every rule: the newest."""
