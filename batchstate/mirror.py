@@ -892,6 +892,8 @@ class MirroredTensor:
             )
         self.check(operation)
         amount = amounts(n, len(self), what)
+        if isinstance(n, MirroredTensor) and n.row_set is not None and self._row_set is not None:
+            self._row_set.check_same(n.row_set, repr(n), **self._where(operation))
         if sign < 0:
             amount = negated(amount, what)
         if self.contract is Contract.UPPER_BOUND:

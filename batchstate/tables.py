@@ -334,9 +334,12 @@ class Table:
             RowIndexError: a position at or beyond the row's width.
             ArgumentError: handles of another pool; an element named twice, at level `full`: which value stays is not
                 defined on a device.
-            Violation: UNIT_MISMATCH, SLOT_ZERO_ALLOCATED, SLOT_OUT_OF_RANGE, SLOT_STALE_HANDLE, SENTINEL_ESCAPED.
+            Violation: UNIT_MISMATCH, SLOT_ZERO_ALLOCATED, SLOT_OUT_OF_RANGE, SLOT_STALE_HANDLE, SENTINEL_ESCAPED;
+                DERIVED_STALE, at `cheap`: a mirrored value whose rows are of other requests.
         """
         rows = self.space.rows_of(handles, f"{self.name}: write")
+        if isinstance(values, MirroredTensor) and handles.row_set is not None and values.row_set is not None:
+            handles.row_set.check_same(values.row_set, repr(values), **self._where("write"))
         return self.entry_of(rows, positions, values, handles)
 
     def entry_of(

@@ -266,12 +266,17 @@ def test_values_given_to_a_batch_are_of_its_requests(rt: Runtime, world: World) 
     batch = Running.build(rt, slots=world.take([3, 5]), seq_lens=[3, 5])
     turned = batch.filter([1, 0])
     relay = FutureMap(world.slots, {"lens": relay_field(torch.int64)})
+    table = world.slots.table("lens", (), torch.int64)
     done = MirroredTensor.from_host(rt, [True, False])
     for call in (
         lambda: batch.advance("seq_lens", turned.seq_lens),
         lambda: batch.replace(seq_lens=turned.seq_lens),
         lambda: relay.publish(batch.slots, lens=turned.seq_lens),
+        lambda: table.write(batch.slots, None, turned.seq_lens),
+        lambda: batch.seq_lens + turned.seq_lens,
     ):
         nothing_moves(rt, call)
     assert batch.filter(done).seq_lens.np.tolist() == [3]
+    table.write(batch.slots, None, batch.seq_lens)
+    assert (batch.seq_lens + batch.seq_lens).np.tolist() == [6, 10]
     assert batch.advance("seq_lens", batch.seq_lens).seq_lens.np.tolist() == [6, 10]

@@ -232,7 +232,10 @@ MISUSES: tuple[Misuse[Decode], ...] = (
         lambda one: one.merge(Another.build(one.runtime, seq_lens=[1])),  # type: ignore[arg-type]
     ),
     Misuse(
-        "a merge of two pools", (ArgumentError,), lambda one: one.merge(_alone(one, _slots(one, [9], 10**9 + 1))), _has_rows
+        "a merge of two pools",
+        (ArgumentError,),
+        lambda one: one.merge(_alone(one, _slots(one, [9], 8))),
+        _has_rows,
     ),
     Misuse("split into too much", (ArgumentError,), lambda one: one.split([len(one), 1])),
     Misuse("pad to fewer rows", (ArgumentError,), lambda one: one.pad(len(one) - 1)),
