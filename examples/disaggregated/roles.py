@@ -221,6 +221,7 @@ class Joining:
                 host, port = words["address"]
                 with contextlib.suppress(ChannelClosedError):  # it has ended meanwhile: the supervisor will say so
                     self.join(int(words["rank"]), (str(host), int(port)))
+                    supervisor.say(joined=words["rank"])
 
 
 def _serve_requests(worker: DecodeWorker, options: Options, joining: Joining, supervisor: Channel | None) -> None:

@@ -26,8 +26,8 @@ from examples.disaggregated.worker import open_engine
 
 SERVED_IN = 900.0
 """Seconds after which a run is given up."""
-ENDS_IN = 15.0
-"""Seconds that a worker may take to end once it has said all."""
+ENDS_IN = 60.0
+"""Seconds that a worker may take to end once it has said all, on a machine that is busy."""
 
 MOST_RESTARTS = 3
 """Prefill workers that are started in the place of others."""
@@ -46,6 +46,7 @@ class Child:
     process: SpawnProcess
     channel: Channel
     open: bool = True
+    joined: bool = False  # whether the decode worker is connected to it
 
     def heard(self) -> list[dict[str, Any]]:
         """What it has said since the last time. Never waits."""
@@ -98,8 +99,11 @@ class Supervisor:
             for words in decode.heard():
                 if "figures" in words:
                     figures = words["figures"]
-                    self._await_ends([*(one for one in prefills if one.name in figures["farewells"]), decode])
+                    parted = [one for one in prefills if one.joined and one.name in figures["farewells"]]
+                    self._await_ends([*parted, decode])
                     return {**figures, "killed": self._killed}
+                if "joined" in words:
+                    prefills[words["joined"]].joined = True
                 after = self._options.kill_prefill_after
                 if not self._killed and after is not None and words.get("delivered", 0) >= after:
                     self._killed = 1
