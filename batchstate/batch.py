@@ -607,7 +607,8 @@ class Batch(metaclass=BatchType):
         if first:
             self._check_host_is_fresh("upload")
         uploaded = device.upload(writes, arrays)
-        uploaded.row_set = self.row_set
+        if arrays:  # by which a plan knows them
+            uploaded.row_set = self.row_set
         if first and levels.full:
             self.check("upload")
         return uploaded
@@ -821,7 +822,8 @@ class Batch(metaclass=BatchType):
 
     def _begin(self, operation: str) -> int:
         """Checks before an operation: nothing that is exposed was written, and the batch has no padding."""
-        self._check_unwritten(operation)
+        if levels.full or (levels.cheap and (self._exposed or self._device is not None)):
+            self._check_unwritten(operation)
         if self.num_rows != self.num_reqs:
             raise ArgumentError(
                 f"{type(self).__name__}.{operation}: a batch padded from {self.num_reqs} to {self.num_rows} rows",

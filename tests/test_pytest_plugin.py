@@ -308,9 +308,31 @@ def test_depth_is_demanded(run: Run) -> None:
     for device in ("race", "sim:lazy"):
         result = run(source, f"--batchstate-device={device}")
         result.assert_outcomes(passed=1, failed=1)
-        result.stdout.fnmatch_lines(["*steps were in flight at once, and the mark demands 2", "*Something waits*"])
+        result.stdout.fnmatch_lines(
+            ["*in 0 of ? steady steps, never more than ?, and the mark demands 2", "*Something*"]
+        )
     for device in ("cpu", "sim:eager"):
         run(source, f"--batchstate-device={device}").assert_outcomes(passed=2)
+
+
+def test_depth_is_demanded_of_every_steady_step(run: Run) -> None:
+    """One deep step among shallow ones does not satisfy the mark: the report says in how many the depth was reached."""
+    source = """
+    @pytest.mark.batchstate(min_depth=2, steps_in_flight=8)
+    def test_loop(batchstate_runtime):
+        rt, fences = batchstate_runtime, []
+        for step in range(6):
+            rt.next_step()
+            rt.device_zeros((3,), torch.int64)
+            fences.append(rt.record())
+            if step in WAITS:
+                fences[-1].wait()
+    """
+    for device in ("race", "sim:lazy"):
+        run(source.replace("WAITS", "()"), f"--batchstate-device={device}").assert_outcomes(passed=1)
+        result = run(source.replace("WAITS", "(1, 3)"), f"--batchstate-device={device}")
+        result.assert_outcomes(failed=1)
+        result.stdout.fnmatch_lines(["*2 steps were in flight at once in 3 of 5 steady steps, never more than 2*"])
 
 
 def test_a_mark_without_effect_fails(run: Run) -> None:

@@ -1,6 +1,6 @@
 """Corners of the detector: eager fences, kernels on pinned memory, operations that torch refuses, other tensors."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -264,3 +264,47 @@ def test_large_regions_are_kept_briefly() -> None:
     assert all(len(region.intervals()) < 20 for _, region in entry.writes)
     assert rt.races[0].rows == "parts of rows 0-3999"
     assert rt.races[0].events[-1].writes[0].endswith("and 3988 more")
+
+
+UNWRITTEN: dict[str, Callable[[RaceRuntime], object]] = {
+    "memory of the runtime": lambda rt: rt.device_empty((4,), torch.int64).clone(),
+    "memory of torch": lambda rt: torch.empty_like(rt.device_zeros((4,), torch.int64)) + 1,
+    "a factory's": lambda rt: rt.device_zeros((4,), torch.int64) + torch.empty(4, dtype=torch.int64),
+    "other rows than were written": lambda rt: _written(rt, 2)[2:].sum(),
+    "a launch that declares it": lambda rt: rt.launch(
+        raw_kernel(lambda *_: None), reads=(rt.device_empty((4,), torch.int64),), name="attention"
+    ),
+    "read back": lambda rt: rt.read_back(rt.device_empty((4,), torch.int64)),
+}
+WRITTEN: dict[str, Callable[[RaceRuntime], object]] = {
+    "all of it": lambda rt: _written(rt, 4).clone(),
+    "some of what is read": lambda rt: _written(rt, 1).clone(),
+    "before it met the device": lambda rt: (
+        rt.device_zeros((4,), torch.int64) + torch.empty(4, dtype=torch.int64).fill_(1)
+    ),
+    "by a kernel": lambda rt: _by_kernel(rt).sum(),
+    "no byte": lambda rt: rt.device_empty((0,), torch.int64).clone(),
+}
+
+
+def _written(rt: RaceRuntime, rows: int) -> torch.Tensor:
+    memory = rt.device_empty((4,), torch.int64)
+    memory[:rows].fill_(7)
+    return memory
+
+
+def _by_kernel(rt: RaceRuntime) -> torch.Tensor:
+    memory = rt.device_empty((4,), torch.int64)
+    rt.launch(raw_kernel(lambda target: target.numpy().fill(1)), memory, writes=(memory,), name="kernel")
+    return memory
+
+
+@pytest.mark.parametrize("way", [*UNWRITTEN, *WRITTEN])
+def test_memory_that_nothing_wrote_is_not_read(way: str) -> None:
+    """A read of fresh memory of which nothing wrote a byte is a finding of its own; beside written rows it is none."""
+    with RaceRuntime(on_race="collect") as rt:
+        (UNWRITTEN | WRITTEN)[way](rt)
+    assert [race.kind for race in rt.races] == [RaceKind.UNWRITTEN_READ] * (way in UNWRITTEN)
+    for race in rt.races:
+        assert (race.first.does, race.second.does) == ("allocates", "reads")
+        assert "nothing writes any of it" in race.missing

@@ -1,7 +1,7 @@
 """Pinned memory between the host and copies in flight: poison, landings, checksums, and memory that is freed."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ import torch
 from batchstate.runtime import Stream
 from batchstate.testing.race import Race, RaceKind, RaceRuntime
 from batchstate.testing.race.host_memory import POISON
+from batchstate.testing.sim import SimRuntime
 
 UNSEEN = "a write that torch did not see"
 
@@ -243,3 +244,52 @@ def test_a_cycle_of_references_frees_when_it_is_collected() -> None:
         finally:
             gc.enable()
     assert [one.kind for one in rt.races] == [RaceKind.FREED_IN_USE]
+
+
+ALIASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "from_numpy": lambda pinned: torch.from_numpy(pinned.numpy()),
+    "from_numpy of a part": lambda pinned: torch.from_numpy(pinned.numpy()[1:]),
+    "as_tensor": lambda pinned: torch.as_tensor(pinned.numpy()),
+}
+
+
+@pytest.mark.parametrize("alias", list(ALIASES))
+def test_pinned_memory_goes_by_address(alias: str) -> None:
+    """A tensor over the same bytes is pinned too: its copy makes nobody wait, and refilling them is a race."""
+    with RaceRuntime(on_race="collect") as rt:
+        pinned, target = rt.pinned((4,), torch.int64), rt.device_zeros((4,), torch.int64)
+        source = ALIASES[alias](pinned)
+        assert source.is_pinned()
+        target[: len(source)].copy_(source, non_blocking=True)
+        pinned.fill_(9)
+    assert (rt.counters.forced_syncs, rt.pageable_copies) == (0, 0)
+    assert [race.kind for race in rt.races] == [RaceKind.STAGING_REFILLED]
+
+
+@pytest.mark.parametrize("alias", list(ALIASES))
+def test_pinned_memory_goes_by_address_on_the_simulated_device(alias: str) -> None:
+    """There the copy runs late, and brings what the bytes hold by then."""
+    with SimRuntime(scheduler="lazy") as rt:
+        pinned, target = rt.pinned((4,), torch.int64), rt.device_zeros((4,), torch.int64)
+        source = ALIASES[alias](pinned)
+        target[: len(source)].copy_(source, non_blocking=True)
+        pinned.fill_(9)
+        assert rt.read_back(target)[: len(source)].tolist() == [9] * len(source)
+
+
+@pytest.mark.parametrize("tool", [RaceRuntime, SimRuntime])
+@pytest.mark.parametrize("way", ["copy_", "to"])
+def test_copies_from_undecided_memory_are_pageable(tool: type[RaceRuntime | SimRuntime], way: str) -> None:
+    """`torch.tensor` makes pageable host memory: a copy from it makes the host wait, asked not to block or not."""
+    with tool() as rt:
+        target = rt.device_zeros((3,), torch.int64)
+        source = torch.tensor([1, 2, 3])
+        if way == "copy_":
+            target.copy_(source, non_blocking=True)
+        else:
+            target = source.to(rt.device, non_blocking=True)
+        source.fill_(9)
+        assert rt.read_back(target).tolist() == [1, 2, 3]
+        assert (rt.pageable_copies, sum(rt.synchronised.values())) == (1, 1)
+        target.copy_(torch.tensor([4, 5, 6]).pin_memory(), non_blocking=True)
+        assert rt.pageable_copies == 1

@@ -66,6 +66,31 @@ def test_tables_from_before_the_window_are_known(rt: Runtime) -> None:
         table.memory.sum().item()
 
 
+def test_results_of_the_step_before_are_known(rt: Runtime) -> None:
+    """What was made before the window is device memory in it: uploads, results of launches, what a window computed."""
+    value = MirroredTensor.from_host(rt, [1, 2, 3]).device
+    launched = rt.launch(torch.add, value, 1, reads=(value,))
+    with no_hidden_sync(rt):
+        sampled = (value * 2)[1:]
+    for before in (value, launched, launched[1:], sampled, rt.device_empty((2,), torch.int64)):
+        with pytest.raises(Violation, match="HIDDEN_SYNC"), no_hidden_sync(rt):
+            before.tolist()
+
+
+def test_memory_of_the_device_is_not_kept_alive(rt: Runtime) -> None:
+    """What is remembered of device memory ends with it: its address may be the host's next."""
+    if rt.device.type != "cpu":
+        pytest.skip("only a CPU remembers")
+    known = rt.known_memory()
+    before = len(known._alive)
+    value = MirroredTensor.from_host(rt, [1, 2, 3])
+    with no_hidden_sync(rt):
+        made = value.device + 1
+    assert len(known._alive) > before
+    del made, value
+    assert len(known._alive) == before
+
+
 def test_host_tensors_are_left_alone(rt: Runtime) -> None:
     """Reading the host side, or any tensor of the engine's own on the host, is no synchronisation."""
     with no_hidden_sync(rt):

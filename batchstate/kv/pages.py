@@ -114,21 +114,24 @@ class Extension:
 
     slots: Ints = attrs.field(converter=read_only)
     positions: Ints = attrs.field(converter=read_only)
-    _locations: Locations
+    _numbers: Ints
     counts: Ints = attrs.field(converter=read_only)
     owners: Slots
     _pool: "PagePool"
     _origin: Origin
+    _made: list[Locations] = attrs.field(factory=list, init=False)  # of the locations, once they were asked for
 
     def __len__(self) -> int:
-        return len(self._locations)
+        return self._numbers.size
 
     @property
     def locations(self) -> Locations:
         """The place of each token in KV memory, `host_only` int64[t]."""
         if levels.cheap:
             self._check("locations")
-        return self._locations
+        if not self._made:
+            self._made.append(self._pool._locations(self._numbers))
+        return self._made[0]
 
     def _check(self, operation: str) -> None:
         self._origin.check(object=self, operation=operation, step=self.owners.runtime.step)
@@ -167,12 +170,12 @@ class Extension:
             self._check("entry")
         width, counts = target.shape[-1], self.counts
         if target is not own and self.positions.max(initial=0) >= width:  # which is refused
-            return target.entry_of(self.slots, self.positions, self._locations, self.owners, self._origin)
+            return target.entry_of(self.slots, self.positions, self.locations, self.owners, self._origin)
         one_each = counts.size == len(self) == np.count_nonzero(counts)
         index, locations = self._pool.whole_pages(
             self.slots * width + self.positions,
             self.positions,
-            self._locations.np,
+            self._numbers,
             width,
             None if one_each else counts,
         )
@@ -741,7 +744,7 @@ class PagePool:
     def _extension(self, owners: Slots, slots: Ints, positions: Ints, locations: Ints, counts: Ints) -> Extension:
         self._check_after()
         origin = Origin("extension", self.runtime.step, owners, self.epochs, self.epochs.last)
-        return Extension(slots, positions, self._locations(locations), counts, owners, self, origin)
+        return Extension(slots, positions, locations, counts, owners, self, origin)
 
     def _locations(self, numbers: Ints) -> Locations:
         space = self._space_of_locations

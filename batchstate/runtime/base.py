@@ -12,8 +12,8 @@ import operator
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, SupportsIndex, TypeVar, Unpack, final
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, SupportsIndex, TypeVar, Unpack, final
 
 import attrs
 import numpy as np
@@ -25,7 +25,15 @@ from batchstate.errors import ArgumentError, CaptureError, DtypeError, OwnerThre
 from batchstate.invariants import times_checked
 from batchstate.runtime._dtypes import numpy_dtype
 from batchstate.runtime.fences import Fence, Stream
-from batchstate.runtime.memory import MappedMemory, PackedUpload, Place, Staging, StagingBlock, packed_places
+from batchstate.runtime.memory import (
+    KnownMemory,
+    MappedMemory,
+    PackedUpload,
+    Place,
+    Staging,
+    StagingBlock,
+    packed_places,
+)
 from batchstate.violations import Code, Where
 
 
@@ -208,7 +216,11 @@ class Runtime(abc.ABC):
         step: number of the present step, raised by `next_step`.
         counters: running totals.
         owner: the thread that may use it.
+        remember_memory: of all runtimes of a CPU: whether they remember from their beginning which memory is the
+            device's. Set where `no_hidden_sync` is imported.
     """
+
+    remember_memory: ClassVar[bool] = False
 
     def __init__(self, device: torch.device, *, steps_in_flight: int = 2) -> None:
         self.device = device
@@ -221,7 +233,7 @@ class Runtime(abc.ABC):
         self._versions = 0
         self._index_spaces: dict[str, int] = {}
         self._persistent: list[weakref.ref[torch.Tensor]] = []
-        self._observed: list[torch.Tensor] | None = None
+        self._known_memory = KnownMemory() if self.remember_memory and device.type == "cpu" else None
         self._suspension_logged = False
 
     def __repr__(self) -> str:
@@ -373,8 +385,8 @@ class Runtime(abc.ABC):
 
     def _allocated(self, tensor: torch.Tensor) -> torch.Tensor:
         self.counters.device_allocations += 1
-        if self._observed is not None:
-            self._observed.append(tensor)
+        if self._known_memory is not None:
+            self._known_memory.add(tensor)
         return tensor
 
     def device_zeros(self, shape: tuple[int, ...], dtype: torch.dtype, *, name: str = "") -> torch.Tensor:
@@ -582,8 +594,8 @@ class Runtime(abc.ABC):
         self.check_owner(name or "launch")
         result = operation(*args, **kwargs)
         self.counters.device_operations += operations
-        if self._observed is not None and isinstance(result, torch.Tensor):
-            self._observed.append(result)
+        if self._known_memory is not None and isinstance(result, torch.Tensor):
+            self._known_memory.add(result)
         return result
 
     def wait(self, fence: Fence, *, stream: Stream | None = None) -> None:
@@ -666,19 +678,17 @@ class Runtime(abc.ABC):
             writes: whether it writes.
         """
 
-    @contextlib.contextmanager
-    def observe(self) -> Iterator[list[torch.Tensor]]:
-        """A window in which every device tensor made through the runtime is collected (and kept alive).
+    def known_memory(self) -> KnownMemory:
+        """The device memory that was made through the runtime and is alive, from now on if not from the beginning.
 
-        Yields the list, which begins with the tables that live already. For tools that must tell device tensors from
-        host tensors where both lie in CPU memory.
+        For tools that must tell device tensors from host tensors where both lie in CPU memory.
         """
-        alive = [tensor for reference in self._persistent if (tensor := reference()) is not None]
-        before, self._observed = self._observed, alive
-        try:
-            yield alive
-        finally:
-            self._observed = before
+        if self._known_memory is None:
+            self._known_memory = KnownMemory()
+            for reference in self._persistent:
+                if (tensor := reference()) is not None:
+                    self._known_memory.add(tensor)
+        return self._known_memory
 
 
 def check_runtime(runtime: object, what: str) -> None:

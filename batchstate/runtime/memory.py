@@ -5,6 +5,7 @@ Host memory that a copy reads or fills is pinned and lent: it comes back when th
 """
 
 import ctypes
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -281,3 +282,22 @@ def device_view(pinned: torch.Tensor, device: torch.device) -> torch.Tensor:
             remedy="use a device with unified addressing, and make it the current one before the pool is made",
         )
     return flat.view(pinned.dtype).view(pinned.shape)
+
+
+@final
+class KnownMemory:
+    """The device memory of a CPU that is alive, by which tools tell it from host memory. It keeps nothing alive."""
+
+    def __init__(self) -> None:
+        self._alive: dict[int, weakref.ref[Any]] = {}
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._alive
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """The memory of a tensor, and of all that share it, is the device's."""
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()  # one object for as long as any tensor shares the memory
+            key, alive = storage._cdata, self._alive
+            if key not in alive:
+                alive[key] = weakref.ref(storage, lambda _: alive.pop(key, None))

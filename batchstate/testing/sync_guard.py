@@ -2,7 +2,7 @@
 
 On accelerators torch's own sync-debug mode raises, and most calls are already named by what is below. On a CPU device
 nothing ever waits, so calls that would wait elsewhere are recognised by what they are and by the memory they use:
-device memory is what the runtime allocated, and what was computed from it.
+device memory is what the runtime allocated or launched, at any time, and what was computed from it inside a window.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from batchstate import invariants
 from batchstate.runtime import Runtime
+from batchstate.runtime.memory import KnownMemory
 from batchstate.violations import Violation
 
 __all__ = ["no_hidden_sync"]
@@ -54,7 +55,8 @@ _NEUTRAL = frozenset(
 def no_hidden_sync(runtime: Runtime) -> Iterator[None]:
     """A window in which a hidden synchronisation raises. `resolve`, `read_back` and `synchronize` may wait.
 
-    On a CPU device `.to("cpu")` counts as a copy to the host, whatever it is meant for.
+    On a CPU device `.to("cpu")` counts as a copy to the host, whatever it is meant for. What torch has computed from
+    device memory before the first window, and between two, is not known there: open the window round the whole loop.
 
     Args:
         runtime: the device.
@@ -63,9 +65,8 @@ def no_hidden_sync(runtime: Runtime) -> Iterator[None]:
         Violation: HIDDEN_SYNC: a device tensor was read by the host, or gave a shape that only the device knows.
     """
     with contextlib.ExitStack() as window:
-        # Only where host and device tensors look alike must device tensors be remembered; it keeps them alive, which
-        # on an accelerator would hide every bug of memory that is reused too early.
-        seen = window.enter_context(runtime.observe()) if runtime.device.type == "cpu" else None
+        # Only where host and device tensors look alike must device memory be remembered.
+        seen = runtime.known_memory() if runtime.device.type == "cpu" else None
         window.enter_context(_sync_debug_mode(runtime))
         window.enter_context(_seam_allowed(runtime))
         window.enter_context(_Guard(runtime, seen))
@@ -74,12 +75,10 @@ def no_hidden_sync(runtime: Runtime) -> Iterator[None]:
 
 @final
 class _Guard(TorchFunctionMode):
-    def __init__(self, runtime: Runtime, seen: list[torch.Tensor] | None) -> None:
+    def __init__(self, runtime: Runtime, seen: KnownMemory | None) -> None:
         super().__init__()
         self._runtime = runtime
         self._seen = seen
-        self._known = 0
-        self._storages: set[int] = set()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -93,21 +92,17 @@ class _Guard(TorchFunctionMode):
             invariants.hidden_sync(call, False, object=repr(self._runtime), step=self._runtime.step)
         result = func(*args, **named)
         if uses_device and self._seen is not None and func.__name__ != "copy_":
-            self._seen.extend(_tensors(result))  # computed from device memory, so device memory; kept alive with it
+            for one in _tensors(result):
+                self._seen.add(one)  # computed from device memory, so device memory
         return result
 
     def _on_device(self, tensor: torch.Tensor) -> bool:
         if self._seen is None:
             return tensor.device == self._runtime.device
-        for seen in self._seen[self._known :]:
-            self._storages.add(seen.untyped_storage().data_ptr())
-        self._known = len(self._seen)
-        # Empty tensors have no address to tell them by, and nothing to read.
-        return tensor.device.type == "cpu" and tensor.numel() > 0 and _address(tensor) in self._storages
+        return tensor.device.type == "cpu" and tensor.numel() > 0 and tensor in self._seen
 
 
-def _address(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage().data_ptr())
+Runtime.remember_memory = True
 
 
 def _waits(

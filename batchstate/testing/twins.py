@@ -20,7 +20,7 @@ finds::
 How rows must move is taken from the batch itself, as it was before an operation: nothing has to be described twice.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar, Generic, Self, TypeVar, final
@@ -31,7 +31,7 @@ import numpy.typing as npt
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, consumes, initialize, precondition, rule
+from hypothesis.stateful import Bundle, consumes, initialize, multiple, precondition, rule
 from hypothesis.strategies import SearchStrategy
 
 from batchstate import invariants
@@ -144,8 +144,8 @@ class Twin:
 class TwinSpec(Generic[B, R]):
     """What the fuzzer has to know of a batch class.
 
-    `filter`, `merge` and `advance` return the batch that comes out, or None if they change the (first) batch in place.
-    Batches that went in are not used afterwards.
+    `filter`, `merge`, `advance` and `pad` return the batch that comes out, or None if they change the (first) batch in
+    place. Batches that went in are not used afterwards.
 
     Attributes:
         name: of the class, for reports.
@@ -156,6 +156,13 @@ class TwinSpec(Generic[B, R]):
         advance: a decode step, or any other change that keeps the rows; None if the class has none.
         twins: the paired attributes.
         rows: further attributes with one entry per request, on either side.
+        lazy: those of the attributes that may be None, or whose part may be (`sampling.penalties`): made when they are
+            first needed. What one of two merged batches has is not lost.
+        pad: adds rows up to so many, for one launch; None if the class has none.
+        padding: attribute -> the value of its padded rows, None for any; without those that `pad` leaves alone.
+        idle: makes the batch of a step without requests; None if the class has none.
+        copy: makes a batch that stays as it is whatever becomes of this one, as for results that are read a step later:
+            a copy that shares memory, which an operation in place writes, is found. None if the class has none.
         num_rows: how many requests the batch has.
         least_rows: 0, or 1 for a class that is never empty.
         most_rows: of a batch that is built.
@@ -172,6 +179,11 @@ class TwinSpec(Generic[B, R]):
     rows: Sequence[str] = ()
     least_rows: int = 0
     most_rows: int = 4
+    lazy: Sequence[str] = ()
+    pad: Callable[[B, int], B | None] | None = None
+    padding: Mapping[str, object] = attrs.field(factory=dict)
+    idle: Callable[[], B] | None = None
+    copy: Callable[[B], B] | None = None
 
     def __attrs_post_init__(self) -> None:
         names = self.attribute_names
@@ -179,6 +191,13 @@ class TwinSpec(Generic[B, R]):
         if twice:
             raise ArgumentError(
                 f"{self.name}: {', '.join(twice)} twice", value=twice, remedy="name each attribute once"
+            )
+        unknown = sorted({*self.lazy, *self.padding} - set(names))
+        if unknown:
+            raise ArgumentError(
+                f"{self.name}: {', '.join(unknown)} in `lazy` or `padding`, and not in `twins` or `rows`",
+                value=unknown,
+                remedy="name attributes of the twins, or of `rows`",
             )
         if not names:
             raise ArgumentError(f"{self.name}: no attributes", value=names, remedy="name the twins of the class")
@@ -201,7 +220,10 @@ def twin_machine(spec: TwinSpec[Any, Any]) -> type[Machine]:
     Args:
         spec: what the class is.
     """
-    return type(f"{spec.name}Machine", (_TwinMachine,), {"spec": spec, "__doc__": f"Fuzzes {spec.name}."})
+    hooks = [hook for name, hook in _HOOKS.items() if getattr(spec, name) is not None]
+    targets = (*_TwinMachine.TARGETS, *(target for _, target in hooks))
+    names = {"spec": spec, "TARGETS": targets, "__doc__": f"Fuzzes {spec.name}."}
+    return type(f"{spec.name}Machine", tuple(machine for machine, _ in hooks) or (_TwinMachine,), names)
 
 
 def fuzz_twins(
@@ -222,7 +244,7 @@ def fuzz_twins(
 @final
 @attrs.define(eq=False)
 class _Tracked:
-    """A batch, its name in reports, and its attributes as they have to stay."""
+    """A batch, its name in reports, and its attributes as they have to stay; without those that are not made yet."""
 
     batch: Any
     name: str
@@ -230,6 +252,10 @@ class _Tracked:
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(f"<{self.name}>")
+
+
+_Expected = dict[str, tuple[_Snapshot, int]]
+"""Attribute -> entries that it has to have, and the row from which on."""
 
 
 class _TwinMachine(Machine):
@@ -258,7 +284,7 @@ class _TwinMachine(Machine):
         """The twins of every batch agree, and no operation on one batch changed another."""
         for tracked in self.alive:
             found = self._check_pairs(tracked, "check")
-            self._unchanged(tracked, tracked.columns, found, "an operation on another batch changed it")
+            self._unchanged(tracked, _whole(tracked.columns), found, "an operation on another batch changed it")
 
     # Rules
 
@@ -283,7 +309,7 @@ class _TwinMachine(Machine):
             _result(self.spec.filter(tracked.batch, keep), tracked),
             len(keep),
             "filter",
-            {name: column.rows(keep) for name, column in tracked.columns.items()},
+            _whole({name: column.rows(keep) for name, column in tracked.columns.items()}),
         )
 
     @rule(target=batches, first=consumes(batches), second=consumes(batches))
@@ -291,7 +317,8 @@ class _TwinMachine(Machine):
         """Two batches become one."""
         if first is second:
             return first
-        n = self.spec.num_rows(first.batch) + self.spec.num_rows(second.batch)
+        before = self.spec.num_rows(first.batch)
+        n = before + self.spec.num_rows(second.batch)
         self.alive.remove(first)
         self.alive.remove(second)
         self.reached("batches merged", len(self.spec.attribute_names) > 0 and n > 0)
@@ -299,7 +326,7 @@ class _TwinMachine(Machine):
             _result(self.spec.merge(first.batch, second.batch), first),
             n,
             "merge",
-            {name: column.merged(second.columns[name]) for name, column in first.columns.items()},
+            _merged(first.columns, second.columns, before),
         )
 
     @precondition(lambda self: self.spec.advance is not None)
@@ -315,7 +342,14 @@ class _TwinMachine(Machine):
 
     # Checks
 
-    def _track(self, batch: Any, n: int, operation: str, expected: dict[str, _Snapshot] | None = None) -> _Tracked:
+    def _value(self, batch: Any, name: str) -> Any:
+        if name not in self.spec.lazy:
+            return attrgetter(name)(batch)
+        for part in name.split("."):
+            batch = None if batch is None else getattr(batch, part)
+        return batch
+
+    def _track(self, batch: Any, n: int, operation: str, expected: _Expected | None = None) -> _Tracked:
         tracked = _Tracked(batch, f"{self.spec.name} after {operation}")
         invariants.row_count(n, {"num_rows": self.spec.num_rows(batch)}, object=tracked.name, operation=operation)
         found = self._check_pairs(tracked, operation)
@@ -326,15 +360,19 @@ class _TwinMachine(Machine):
         self.alive.append(tracked)
         return tracked
 
-    def _check_pairs(self, tracked: _Tracked, operation: str) -> dict[str, _Snapshot]:
-        """Checks the twins of a batch; its attributes as they are, by name."""
-        n = self.spec.num_rows(tracked.batch)
-        values = {name: attrgetter(name)(tracked.batch) for name in self.spec.attribute_names}
-        found = {name: _Snapshot.of(value) for name, value in values.items()}
-        lengths = {name: len(one.values) for name, one in found.items()}
-        invariants.row_count(n, lengths, object=tracked.name, operation=operation)
+    def _check_pairs(
+        self, tracked: _Tracked, operation: str, rows: dict[str, int] | None = None
+    ) -> dict[str, _Snapshot]:
+        """Checks the twins of a batch, of as many rows as it says or as `rows` says; the attributes that are made."""
+        values = {name: self._value(tracked.batch, name) for name in self.spec.attribute_names}
+        found = {name: _Snapshot.of(value) for name, value in values.items() if value is not None}
+        wanted = dict.fromkeys(found, self.spec.num_rows(tracked.batch)) if rows is None else rows
+        for name, one in found.items():
+            invariants.row_count(wanted[name], {name: len(one.values)}, object=tracked.name, operation=operation)
         for twin in self.spec.twins:
             host, device = values[twin.host], values[twin.device]
+            if host is None or device is None:
+                continue
             self._check_pair(twin, host, device, found[twin.host], found[twin.device], tracked.name, operation)
         return found
 
@@ -356,11 +394,13 @@ class _TwinMachine(Machine):
         invariant = invariants.mirror_bound if twin.contract is Contract.UPPER_BOUND else invariants.mirror_equal
         invariant(of_host.values, of_device.values, **where)
 
-    def _unchanged(
-        self, tracked: _Tracked, expected: dict[str, _Snapshot], now: dict[str, _Snapshot], problem: str
-    ) -> None:
-        for name, column in expected.items():
-            found = now[name]
+    def _unchanged(self, tracked: _Tracked, expected: _Expected, now: dict[str, _Snapshot], problem: str) -> None:
+        for name, (column, first) in expected.items():
+            if name not in now:
+                if len(column.values):
+                    raise DisagreementError(f"{tracked.name}: {name!r} was lost\n  expected {column.values.tolist()}")
+                continue
+            found = attrs.evolve(now[name], values=now[name].values[first : first + len(column.values)])
             if found.dtype != column.dtype and len(column.values):
                 raise DisagreementError(
                     f"{tracked.name}: the dtype of {name!r} changed from {column.dtype} to {found.dtype}"
@@ -370,6 +410,90 @@ class _TwinMachine(Machine):
                     f"{tracked.name}: {problem}: {name!r}\n"
                     f"  expected {column.values.tolist()}\n  found    {found.values.tolist()}"
                 )
+
+
+class _Padding(_TwinMachine):
+    """A class that pads."""
+
+    batches = _TwinMachine.batches
+
+    @rule(target=batches, tracked=consumes(batches), more=st.integers(0, 3))
+    def pad(self, tracked: _Tracked, more: int) -> Any:
+        """A launch of a fixed number of rows: the batch gets padded ones, and the one that it was goes on."""
+        if self.spec.pad is None:
+            return tracked
+        n = self.spec.num_rows(tracked.batch)
+        returned = _result(self.spec.pad(tracked.batch, n + more), tracked)
+        padded = _Tracked(returned, f"{self.spec.name} after pad")
+        rows = {name: n + more * (name in self.spec.padding) for name in self.spec.attribute_names}
+        found = self._check_pairs(padded, "pad", rows)
+        self._unchanged(padded, _whole(tracked.columns), found, "pad moved rows")
+        for name, value in self.spec.padding.items():
+            if value is not None and name in found:
+                tail = found[name].values[n:]
+                invariants.tail_stale(tail, value, n, object=padded.name, operation="pad", column=name)
+        self.reached("a padded batch", more > 0)
+        if returned is tracked.batch:  # in place: it was for that launch
+            self.alive.remove(tracked)
+            return multiple()
+        return tracked
+
+
+class _Idling(_TwinMachine):
+    """A class with idle steps."""
+
+    batches = _TwinMachine.batches
+    idled = False
+
+    @precondition(lambda self: not self.idled)
+    @rule(target=batches)
+    def idle(self) -> Any:
+        """A step without requests, once: it has no arguments, and would be most of what happens."""
+        if self.spec.idle is None:
+            return multiple()
+        self.idled = True
+        tracked = self._track(self.spec.idle(), 0, "idle")
+        self.reached("an idle step")
+        if self.spec.least_rows:
+            self.alive.remove(tracked)
+            return multiple()
+        return tracked
+
+
+class _Copying(_TwinMachine):
+    """A class that is copied."""
+
+    batches = _TwinMachine.batches
+
+    @rule(target=batches, tracked=batches)
+    def copy(self, tracked: _Tracked) -> Any:
+        """A batch is kept as it is, while the other goes on."""
+        if self.spec.copy is None:
+            return multiple()
+        self.reached("a batch copied")
+        kept = self.spec.copy(tracked.batch)
+        return self._track(kept, self.spec.num_rows(tracked.batch), "copy", _whole(tracked.columns))
+
+
+_HOOKS = {
+    "pad": (_Padding, "a padded batch"),
+    "idle": (_Idling, "an idle step"),
+    "copy": (_Copying, "a batch copied"),
+}
+"""Calls that a class need not have: the machine that makes them, and its coverage target."""
+
+
+def _merged(first: dict[str, _Snapshot], second: dict[str, _Snapshot], num_rows: int) -> _Expected:
+    """What two batches have, the first of `num_rows`; of a part that one of them has not made, what the other has."""
+    expected: _Expected = {name: (column, num_rows) for name, column in second.items()}
+    for name, column in first.items():
+        expected[name] = (column.merged(second[name]) if name in second else column, 0)
+    return expected
+
+
+def _whole(columns: dict[str, _Snapshot]) -> _Expected:
+    """All entries, from the first row on."""
+    return {name: (column, 0) for name, column in columns.items()}
 
 
 def _result(returned: Any, before: _Tracked) -> Any:
@@ -408,6 +532,8 @@ def _check_spec(spec: TwinSpec[Any, Any]) -> None:
     batch = batches[0]
     _found(spec, "num_rows", lambda: spec.num_rows(batch))
     for name in spec.attribute_names:
+        if name in spec.lazy:
+            continue
         _found(spec, f"attribute {name!r}", partial(_length, batch, name))
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, initialize, multiple, rule
 
-from batchstate import invariants
+from batchstate import invariants, levels
 from batchstate.batch import Batch
 from batchstate.columns import MirroredColumn, TensorColumn, device_only, host_list, mirrored, slot_column
 from batchstate.errors import (
@@ -728,7 +728,7 @@ class BatchMachine(Machine):
     )
     def write_from_outside(self, first: int, bounds: bool, column: str, side: str, uploaded: bool, chosen: int) -> None:
         """What a kernel writes into either side of a column is found by the next operation."""
-        if side == "host" and not isinstance(COLUMNS[column], MirroredColumn):
+        if not levels.full or (side == "host" and not isinstance(COLUMNS[column], MirroredColumn)):
             return
         other = self.built([3], first, bounds=not bounds).batch
         for at in range(chosen, chosen + TRIED):

@@ -11,6 +11,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, initialize, multiple, rule
 
+from batchstate import levels
 from batchstate.errors import (
     ArgumentError,
     BatchStateError,
@@ -512,7 +513,7 @@ class MirroredTensorMachine(Machine):
     )
     def write_from_outside(self, one: Modelled, side: str, counted: bool, bound: bool, chosen: int) -> None:
         """A write in place is found by the next operation, whether torch saw it or not."""
-        if not one.device.size or (side == "host" and one.host is None):
+        if not levels.full or not one.device.size or (side == "host" and one.host is None):
             return
         for at in range(chosen, chosen + TRIED):
             victim = one.value.take(range(len(one)))  # in memory of its own

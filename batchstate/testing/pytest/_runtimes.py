@@ -28,7 +28,7 @@ class Opened:
     scheduler: str | None = None  # of a simulated device; None for all others
     _races: "tuple[RaceReport, ...]" = ()
     _before: int = 0
-    _depth: int | None = None
+    _depths: "list[int] | None" = None
 
     @property
     def races(self) -> "tuple[RaceReport, ...]":
@@ -39,8 +39,13 @@ class Opened:
     @property
     def depth(self) -> int | None:
         """The most steps in flight at once; None for devices that do not count them."""
+        return None if self.depths is None else max(self.depths, default=0)
+
+    @property
+    def depths(self) -> "list[int] | None":
+        """The same of each step with work, oldest first."""
         self._look()
-        return self._depth
+        return self._depths
 
     def begin_test(self) -> None:
         """Another test begins, to which the races so far do not belong."""
@@ -56,7 +61,7 @@ class Opened:
         if self.runtime is None:
             return
         self._races = tuple(getattr(self.runtime, "races", ()))
-        self._depth = getattr(self.runtime, "in_flight_depth_max", None)
+        self._depths = getattr(self.runtime, "in_flight_depths", None)
 
 
 @final
@@ -137,11 +142,18 @@ def check_passed(settings: Settings, opened: list[Opened]) -> None:
             "  remedy: let the test or its fixtures take `batchstate_runtime` or `batchstate_open`",
             pytrace=False,
         )
-    depths = [one.depth for one in opened if one.depth is not None and one.scheduler in (None, _LATEST)]
-    if settings.min_depth is not None and depths and max(depths) < settings.min_depth:
+    known = [one.depths for one in opened if one.depths is not None and one.scheduler in (None, _LATEST)]
+    if settings.min_depth is None or not known:
+        return
+    wanted = settings.min_depth
+    steady = [depth for depths in known for depth in depths[wanted - 1 :]]
+    deep = sum(depth >= wanted for depth in steady)
+    if not steady or deep < len(steady):
+        most = max((depth for depths in known for depth in depths), default=0)
         pytest.fail(
-            f"no more than {max(depths)} steps were in flight at once, and the mark demands {settings.min_depth}\n"
-            "  Something waits for the device in each step, or `next_step` is not called once per step. Behind a host\n"
+            f"{wanted} steps were in flight at once in {deep} of {len(steady)} steady steps, never more than {most}, "
+            f"and the mark demands {wanted}\n"
+            "  Something waits for the device in a step, or `next_step` is not called once per step. Behind a host\n"
             "  that waits, everything is in order, and no race can be found.\n"
             "  remedy: run ahead as in production; `no_hidden_sync` finds what waits",
             pytrace=False,

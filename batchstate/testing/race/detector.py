@@ -164,9 +164,22 @@ class RaceAllocation(Allocation):
         kept_for: streams for which it is kept alive.
         first_write: the event that wrote it first, for memory that is undecided.
         dropped: where its last tensor was dropped.
+        fresh: the event that allocated it, while some of it was not written since; None for all other memory.
+        written: what was written of it since then.
     """
 
-    __slots__ = ("allocated_at", "allocated_on", "dropped", "first_write", "kept_for", "name", "reads", "writes")
+    __slots__ = (
+        "allocated_at",
+        "allocated_on",
+        "dropped",
+        "first_write",
+        "fresh",
+        "kept_for",
+        "name",
+        "reads",
+        "writes",
+        "written",
+    )
 
     def __init__(
         self, name: Name, kind: MemoryKind, allocated_on: StreamClock | None, allocated_at: SourceLine | None
@@ -180,6 +193,8 @@ class RaceAllocation(Allocation):
         self.kept_for: set[int] = set()
         self.first_write: Entry | None = None
         self.dropped: SourceLine | None = None
+        self.fresh: Entry | None = None
+        self.written: ByteRegion | None = None
 
     def __str__(self) -> str:
         where = "" if self.allocated_at is None or self.allocated_at.line is None else f" at {self.allocated_at.line}"
@@ -260,6 +275,8 @@ class Detector:
         own, known = stream.number, len(entry.stream.seen)
         for allocation, region, writes in accesses:
             self.accesses += 1
+            if allocation.fresh is not None and not writes:
+                self._check_written(allocation, allocation.fresh, entry, region)
             for other, log in allocation.writes.items():
                 if other != own:
                     at = seen[other] if other < known else 0
@@ -274,11 +291,25 @@ class Detector:
                         if log.events[-1] > at and (found := log.conflict(region, at)) is not None:
                             self._found(allocation, other, found, entry, region, first_writes=False, second_writes=True)
 
+    def _check_written(self, allocation: RaceAllocation, fresh: Entry, entry: Entry, region: ByteRegion) -> None:
+        """A read of fresh memory finds something that was written; padded rows beside written ones are no finding."""
+        __tracebackhide__ = True
+        if allocation.written is None or not allocation.written.overlaps(region):
+            self.report(
+                RaceKind.UNWRITTEN_READ,
+                allocation,
+                rows_of(allocation.name, region),
+                self.access(fresh.number, fresh.stream.number, "allocates", allocation, region),
+                self.access(entry.number, entry.stream.number, "reads", allocation, region),
+            )
+
     def note(self, entry: Entry, accesses: Sequence[tuple[RaceAllocation, ByteRegion, bool]]) -> None:
         """Notes the accesses of an event: later ones are compared with them."""
         own, over = entry.stream.number, self.clocks.streams[0].seen
         done = over[own] if own < len(over) else 0
         for allocation, region, writes in accesses:
+            if writes and allocation.fresh is not None:
+                allocation.written = region if allocation.written is None else union_of([allocation.written, region])
             logs = allocation.writes if writes else allocation.reads
             mine = logs.get(own)
             if mine is None:
@@ -378,7 +409,7 @@ class Detector:
         missing, suggestion = hint_for(self.history, stream, kind, first, second, allocation.dropped)
         report = RaceReport(
             kind=kind,
-            problem=f"{_PROBLEMS[kind]}: nothing orders {_short(second)} behind {_short(first)}",
+            problem=f"{_PROBLEMS[kind]}: {_between(kind, first, second)}",
             memory=str(allocation),
             rows=rows,
             first=first,
@@ -408,7 +439,14 @@ _PROBLEMS = {
     RaceKind.HOST_READS_EARLY: "the host may read before the copy has landed",
     RaceKind.HOST_MEMORY_REUSED: "two copies may land in the same host memory, or one where another is still read",
     RaceKind.FREED_IN_USE: "memory may be given to another tensor while it is in use",
+    RaceKind.UNWRITTEN_READ: "memory is read that nothing has written",
 }
+
+
+def _between(kind: RaceKind, first: Access, second: Access) -> str:
+    if kind is RaceKind.UNWRITTEN_READ:
+        return f"{_short(second)} finds what {_short(first)} left there"
+    return f"nothing orders {_short(second)} behind {_short(first)}"
 
 
 def _kind_of(allocation: RaceAllocation, entry: Entry, first_writes: bool, second_writes: bool) -> RaceKind:

@@ -182,6 +182,11 @@ def hint_for(
             f"hand the tensor over with `Runtime.use_on_current_stream` (on an accelerator also `record_stream`) "
             f"before {first.operation} on {first.lane!r}{hold}",
         )
+    if kind is RaceKind.UNWRITTEN_READ:
+        return Hint(
+            f"nothing writes any of it between {first.operation} and {second.operation}",
+            "write it first, allocate it with zeros, or read only what was written",
+        )
     who = "the host" if second.lane == HOST else f"stream {second.lane!r}"
     where = "on the host" if second.lane == HOST else f"on stream {second.lane!r}"
     early = _waited_too_early(history, stream, first, second)

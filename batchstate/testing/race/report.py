@@ -32,6 +32,8 @@ class RaceKind(StrEnum):
     """A copy from the device writes pinned memory that another copy still uses."""
     FREED_IN_USE = "freed in use"
     """Memory that a stream may still use is given to another tensor."""
+    UNWRITTEN_READ = "read of unwritten memory"
+    """Fresh memory is read of which nothing has written a byte."""
 
 
 class EventKind(StrEnum):

@@ -35,7 +35,7 @@ class InFlight:
         clocks: of the run.
 
     Attributes:
-        most: the most there ever were, as of the last `note`.
+        depths: the most there were in each step with work of its own, oldest first, as of the last `note`.
     """
 
     def __init__(self, clocks: Clocks) -> None:
@@ -43,7 +43,8 @@ class InFlight:
         self._ends: deque[list[int]] = deque()  # of each earlier step: the newest work of each stream by then
         self._before: list[int] = []  # the newest work of each stream when the present step began
         self._began = False
-        self.most = 0
+        self._most = 0  # in the present step
+        self._past: list[int] = []
 
     @property
     def now(self) -> int:
@@ -59,18 +60,30 @@ class InFlight:
         )
         return len(self._ends) + (present and self._began)
 
+    @property
+    def depths(self) -> list[int]:
+        """See the class."""
+        return [*self._past, self._most] if self._works() else self._past
+
+    def _works(self) -> bool:
+        """Whether the present step has launched anything."""
+        ends = [stream.work for stream in self._clocks.streams[1:]]
+        return self._began and any(ends) and ends != self._before
+
     def note(self) -> None:
         """To be called before the host learns something, and before a step ends: the number only falls there."""
-        self.most = max(self.most, self.now)
+        self._most = max(self._most, self.now)
 
     def step_ends(self) -> None:
         """What comes next is another step's."""
         self.note()
         ends = [stream.work for stream in self._clocks.streams[1:]]
-        if self._began and any(ends) and ends != self._before:
+        if self._works():
             self._ends.append(ends)
+            self._past.append(self._most)
         self._before = ends
         self._began = True
+        self._most = 0
 
 
 PATIENCE = 10_000
@@ -204,8 +217,13 @@ class RaceRuntime(TracedRuntime[StreamClock]):
     @property
     def in_flight_depth_max(self) -> int:
         """The most steps that were under way at once, as far as the host knew."""
+        return max(self.in_flight_depths, default=0)
+
+    @property
+    def in_flight_depths(self) -> list[int]:
+        """The same of each step in which something was launched, oldest first."""
         self._in_flight.note()
-        return self._in_flight.most
+        return list(self._in_flight.depths)
 
     def next_step(self) -> int:
         """Begins the next step; see `Runtime.next_step`."""
@@ -290,7 +308,7 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         with untraced():
             tensor = self._inner._device_memory(shape, dtype)
         entry = self._detector.event(self._known_current(), EventKind.ALLOCATION, "empty")
-        self._tracer.allocate_on_device(tensor, entry)
+        self._tracer.allocate_on_device(tensor, entry).fresh = entry
         return tensor
 
     def _mapped(self, shape: tuple[int, ...], dtype: torch.dtype) -> MappedMemory:

@@ -21,6 +21,9 @@ from batchstate.testing.tracing.regions import ByteRegion, of_tensor
 Checked = list[tuple[RaceAllocation, ByteRegion, bool]]
 """Memory, the bytes of it, and whether they are written."""
 
+_EMPTY = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
+"""Operations whose results nothing has written."""
+
 _REMEDY = "say `reads=` and `writes=`: what a kernel or the replay of a graph touches, nothing else can know"
 
 
@@ -193,7 +196,9 @@ class RaceTracer(Tracer[RaceAllocation]):
         self.end(entry, checked)
         for one in tensors_in(result):
             if self.allocations.of(one) is None and (self.on_cpu or one.device.type != "cpu"):
-                self.allocate_on_device(one, entry)
+                allocation = self.allocate_on_device(one, entry)
+                if operation.name in _EMPTY:
+                    allocation.fresh = entry
         if waits:
             self._synchronise(operation.name, entry.stream.seen)
         elif operation.name == "_to_copy" and not self.on_cpu:
@@ -294,6 +299,7 @@ class RaceTracer(Tracer[RaceAllocation]):
                 hidden=first is None or first.hidden,
             )
             self.detector.note(allocation.first_write, [(allocation, region, True)])
+            allocation.fresh = allocation.first_write if name in _EMPTY else None
 
     # Copies between host and device
 

@@ -200,7 +200,7 @@ class Device:
     Attributes:
         streams: its streams.
         at_once: everything runs when it is enqueued: outside of a window nothing would see what comes late.
-        depth_max: the most steps of which something had not run.
+        depths: step -> the most steps of which something had not run when it enqueued something.
         fault: of the first operation that failed.
         runs: times that anything left a queue, or ran at once.
         held: nothing runs but what the host waits for.
@@ -216,7 +216,7 @@ class Device:
         self._ran = 0
         self.streams: list[DeviceStream] = []
         self.at_once = True
-        self.depth_max = 0
+        self.depths: dict[int, int] = {}
         self.fault: DeviceFault | None = None
         self.runs = 0
         self.held = False
@@ -251,7 +251,8 @@ class Device:
 
     def _count(self, task: Task) -> None:
         self._pending[task.step] += 1
-        self.depth_max = max(self.depth_max, self.depth)
+        if task.step:
+            self.depths[task.step] = max(self.depths.get(task.step, 0), self.depth)
 
     def wipe(self, stream: DeviceStream, memory: npt.NDArray[np.uint8]) -> None:
         """A stream may write this memory from here on, whichever tensor had it."""

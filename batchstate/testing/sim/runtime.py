@@ -108,7 +108,12 @@ class SimRuntime(TracedRuntime[DeviceStream]):
     @property
     def in_flight_depth_max(self) -> int:
         """The most such steps there ever were."""
-        return self._device.depth_max
+        return max(self.in_flight_depths, default=0)
+
+    @property
+    def in_flight_depths(self) -> list[int]:
+        """The same of each step in which something was enqueued, oldest first."""
+        return [depth for _, depth in sorted(self._device.depths.items())]
 
     def pending(self, stream: Stream | None = None) -> int:
         """Operations that have not run, of one stream or of all."""

@@ -52,12 +52,14 @@ class Tracer(abc.ABC, Generic[A]):
         device: of the runtime.
         on_cpu: whether host and device memory look alike.
         allocations: all memory that was seen.
+        pageable_copies: copies to the device that were asked not to block, from memory that a factory made.
     """
 
     def __init__(self, device: torch.device, died: Callable[[A], None]) -> None:
         self.device = device
         self.on_cpu = device.type == "cpu"
         self.allocations: Allocations[A] = Allocations(died)
+        self.pageable_copies = 0
 
     # What torch reports
 
@@ -67,8 +69,10 @@ class Tracer(abc.ABC, Generic[A]):
         operation = Operation.of(func)
         if operation.is_metadata:
             result = func(*args, **kwargs)
-            if operation.name == "lift_fresh" and self.on_cpu and self.allocations.of(result) is None:
-                return self._lift(result, from_factory)
+            if operation.name == "lift_fresh" and self.allocations.of(result) is None and result.device.type == "cpu":
+                with untraced():
+                    pinned = self.allocations.pinned_at(result)
+                return pinned if pinned is not None else self._lift(result, from_factory) if self.on_cpu else result
             return result
         tensors = [one for value in (*args, *kwargs.values()) for one in tensors_in(value)]
         copies, non_blocking = operation.name == "copy_", False
@@ -113,6 +117,10 @@ class Tracer(abc.ABC, Generic[A]):
             named = kwargs.get("device", args[0] if args else None)
             dtype = kwargs.get("dtype", next((one for one in args if isinstance(one, torch.dtype)), tensor.dtype))
             non_blocking = bool(kwargs.get("non_blocking", next((one for one in args if isinstance(one, bool)), False)))
+            lifted = name == "to" and non_blocking and kind is MemoryKind.UNDECIDED
+            if lifted and isinstance(named, torch.device) and named == self.device:
+                self._decide_for_host(tensor)
+                kind = MemoryKind.HOST
             if kind is not MemoryKind.DEVICE:
                 if name == "to" and kind in HOST_KINDS and isinstance(named, torch.device) and named == self.device:
                     return True, self._copy(self._new_on_device(tensor, dtype), tensor, non_blocking)
@@ -156,10 +164,22 @@ class Tracer(abc.ABC, Generic[A]):
         return known
 
     def _decide(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """`copy_` was asked not to block, senseless within host memory: an undecided side is the device's."""
+        """`copy_` was asked not to block, senseless within one memory: an undecided side is the other's.
+
+        An undecided source that is copied to the device lies in pageable host memory, as `torch.tensor(...)` does.
+        """
         for one, other in ((target, source), (source, target)):
             if self.kind_of(one) is MemoryKind.UNDECIDED and self.kind_of(other) in HOST_KINDS:
                 self.use_on_device(one)
+        if self.kind_of(source) is MemoryKind.UNDECIDED and self.kind_of(target) is MemoryKind.DEVICE:
+            self._decide_for_host(source)
+
+    def _decide_for_host(self, tensor: torch.Tensor) -> None:
+        """Undecided memory is the host's after all; a copy from it is counted."""
+        known = self.allocations.of(tensor)
+        if known is not None and known.kind is MemoryKind.UNDECIDED:
+            known.kind = MemoryKind.HOST
+            self.pageable_copies += 1
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
         """`copy_` across. Without `non_blocking`, or with memory that is not pinned, the host waits."""

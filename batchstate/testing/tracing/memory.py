@@ -83,6 +83,7 @@ class Allocations(Generic[A]):
 
     def __init__(self, died: Callable[[A], None]) -> None:
         self._known: dict[int, tuple[_Life, A]] = {}
+        self._pinned: dict[int, _Life] = {}
         self._died = died
         self._closed = False
 
@@ -102,16 +103,32 @@ class Allocations(Generic[A]):
         life = _Life(storage, self._ended)
         life.key = storage._cdata
         self._known[life.key] = (life, allocation)
+        if allocation.kind is MemoryKind.PINNED:
+            self._pinned[life.key] = life
         return allocation
+
+    def pinned_at(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A host tensor as part of the pinned memory that it lies in, or None: an address is pinned, not a tensor."""
+        start = tensor.data_ptr()
+        for life in self._pinned.values():
+            storage = life()
+            if storage is not None and storage.data_ptr() <= start < storage.data_ptr() + storage.nbytes():
+                offset, uneven = divmod(start - storage.data_ptr(), tensor.element_size())
+                if not uneven:
+                    part = torch.empty(0, dtype=tensor.dtype)
+                    return part.set_(storage, offset, tensor.shape, tensor.stride())
+        return None
 
     def close(self) -> None:
         """Forgets everything; what dies from now on is not reported."""
         self._closed = True
         self._known.clear()
+        self._pinned.clear()
 
     def _ended(self, life: Any) -> None:
         found = self._known.get(life.key)
         if found is not None and found[0] is life:
             del self._known[life.key]
+            self._pinned.pop(life.key, None)
             if not self._closed:
                 self._died(found[1])

@@ -139,6 +139,11 @@ class TracedRuntime(Runtime, Generic[S]):
         self.synchronised[name] += 1
         self.counters.forced_syncs += 1
 
+    @property
+    def pageable_copies(self) -> int:
+        """Copies from memory that a factory made (`torch.tensor`), asked not to block: the host waits all the same."""
+        return self._tracer.pageable_copies
+
     # For tests that model what an engine does itself
 
     def event(self, name: str = "event") -> DeviceEvent:
