@@ -14,6 +14,7 @@ from batchstate import invariants
 from batchstate._source_lines import SourceLine, source_line
 from batchstate.testing.race.history import Entry, History, Used, hint_for, rows_of
 from batchstate.testing.race.report import Access, EventKind, RaceKind, RaceReport
+from batchstate.testing.race.waits import WORK, Waits
 from batchstate.testing.tracing.clocks import HOST, Clocks, StreamClock
 from batchstate.testing.tracing.memory import HOST_KINDS, Allocation, MemoryKind, Name
 from batchstate.testing.tracing.regions import ByteRegion, union_of
@@ -217,6 +218,7 @@ class Detector:
         clocks: what each stream knows.
         history: the newest events.
         races: all reports; at most one for the same two lines and kind.
+        waits: what each wait is needed for; None for a run that does not ask.
         accesses, comparisons: accesses that were checked, and streams' logs that these were compared with, for cost.
     """
 
@@ -224,6 +226,7 @@ class Detector:
         self.clocks = Clocks()
         self.history = History()
         self.races: list[RaceReport] = []
+        self.waits: Waits | None = None
         self.accesses = 0
         self.comparisons = 0
         self._step = step
@@ -248,7 +251,7 @@ class Detector:
     ) -> Entry:
         """Something happens on a stream."""
         number = self.clocks.happens(stream)
-        if kind in _WORK and not hidden:
+        if kind in WORK and not hidden:
             stream.work = number
         where = source_line(3) if at is None else at
         return self.history.note(
@@ -275,6 +278,11 @@ class Detector:
         own, known = stream.number, len(entry.stream.seen)
         for allocation, region, writes in accesses:
             self.accesses += 1
+            if self.waits is not None:
+                for logs in (allocation.writes, allocation.reads) if writes else (allocation.writes,):
+                    for other, log in logs.items():
+                        if other != own and (found := log.conflict(region, 0)) is not None:
+                            self.waits.needs(own, other, found[0], entry)
             if allocation.fresh is not None and not writes:
                 self._check_written(allocation, allocation.fresh, entry, region)
             for other, log in allocation.writes.items():
@@ -369,6 +377,11 @@ class Detector:
     def freed(self, allocation: RaceAllocation) -> None:
         """The last tensor of a piece of memory is gone. Reports nothing: it may be called anywhere."""
         stream = allocation.allocated_on if allocation.kind is MemoryKind.DEVICE else None
+        if stream is not None and self.waits is not None:
+            for logs in (allocation.writes, allocation.reads):
+                for other, log in logs.items():
+                    if other != stream.number:
+                        self.waits.needs(stream.number, other, log.newest(), None)
         if stream is not None and self.unordered(allocation, stream) is not None:
             allocation.dropped = source_line(2)
             self._freed.setdefault(stream.number, []).append(allocation)
@@ -428,8 +441,6 @@ class Detector:
             if self._on_race == "raise":
                 raise Race.of(violation, report) from None
 
-
-_WORK = (EventKind.OPERATION, EventKind.COPY_TO_DEVICE, EventKind.COPY_TO_HOST)
 
 _PROBLEMS = {
     RaceKind.READ_AFTER_WRITE: "a read may come before the write it is meant to see",

@@ -19,8 +19,10 @@ from batchstate.runtime.base import Array
 from batchstate.runtime.fences import foreign_fence
 from batchstate.runtime.memory import StagingBlock
 from batchstate.testing.race.detector import Detector, OnRace
+from batchstate.testing.race.history import Entry
 from batchstate.testing.race.report import EventKind, RaceReport
 from batchstate.testing.race.tracer import RaceTracer
+from batchstate.testing.race.waits import Waits, WideWait
 from batchstate.testing.tracing.clocks import Clocks, StreamClock
 from batchstate.testing.tracing.dispatch import is_raw, untraced
 from batchstate.testing.tracing.memory import MemoryKind
@@ -150,6 +152,7 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         fences: what a host finds that asks a fence. With `"lazy"` it is complete once the host has waited for it, or
             for something behind it: the least order a device may have. With `"eager"` it is complete at once, and the
             host knows what lies before it and nothing more: what changes hands behind the wrong fence does so at once.
+        note_waits: keep what each wait for a fence is needed for, for `wide_waits`.
 
     Attributes:
         synchronised: calls of torch that made the host wait, by name. They count as forced syncs.
@@ -162,12 +165,15 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         steps_in_flight: int = 2,
         on_race: OnRace = "raise",
         fences: Literal["lazy", "eager"] = "lazy",
+        note_waits: bool = False,
     ) -> None:
         if on_race not in ("raise", "collect"):
             raise ArgumentError(f"on_race is {on_race!r}", value=on_race, remedy="use 'raise' or 'collect'")
         if fences not in ("lazy", "eager"):
             raise ArgumentError(f"fences is {fences!r}", value=fences, remedy="use 'lazy' or 'eager'")
         self._detector = Detector(lambda: self.step, on_race)
+        if note_waits:
+            self._detector.waits = Waits(self._detector.history)
         self._fences = 0
         self._patience = 1 if fences == "eager" else None
         self._in_flight = InFlight(self._detector.clocks)
@@ -204,6 +210,24 @@ class RaceRuntime(TracedRuntime[StreamClock]):
     def comparisons(self) -> int:
         """How often an access was compared with what another stream did with the same memory: what tracing costs."""
         return self._detector.comparisons
+
+    def wide_waits(self) -> tuple[WideWait, ...]:
+        """Waits for more than is needed, so far: what each has to order, and what is waited for besides.
+
+        Raises:
+            ArgumentError: the runtime was made without `note_waits`.
+        """
+        if self._detector.waits is None:
+            raise ArgumentError(
+                "wide_waits of a run that kept no waits", value=self, remedy="pass `note_waits=True` to `RaceRuntime`"
+            )
+        return self._detector.waits.wide()
+
+    def _note_wait(self, entry: Entry, waits: StreamClock, fence: RaceFence) -> None:
+        noted = self._detector.waits
+        if noted is not None:
+            of = self._detector.clocks.streams[fence.stream]
+            noted.note(entry, f"fence {fence.number}", of, fence.event, waits.seen, fence.seen)
 
     def trace(self) -> list[str]:
         """The newest events in program order: number, stream, what it is, step. The same program gives the same."""
@@ -373,7 +397,8 @@ class RaceRuntime(TracedRuntime[StreamClock]):
             raise foreign_fence(fence)
         self._inner._stream_wait(stream, fence._inner)
         clock = self._known_stream(stream)
-        self._detector.event(clock, EventKind.WAIT, f"wait for fence {fence.number}", waits_for=fence.event)
+        entry = self._detector.event(clock, EventKind.WAIT, f"wait for fence {fence.number}", waits_for=fence.event)
+        self._note_wait(entry, clock, fence)
         clock.join(fence.seen)
 
     def _keep_alive(self, tensor: torch.Tensor, stream: Stream) -> None:
@@ -405,5 +430,6 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         if not self._is_over(fence):
             self._in_flight.note()
             host = self._detector.clocks.host
-            self._detector.event(host, EventKind.WAIT, f"wait for fence {fence.number}", waits_for=fence.event)
+            entry = self._detector.event(host, EventKind.WAIT, f"wait for fence {fence.number}", waits_for=fence.event)
+            self._note_wait(entry, host, fence)
             self._tracer.host_waits(fence.seen)
