@@ -4,19 +4,16 @@
 tests try some of them.
 """
 
-import contextlib
 import functools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-import batchstate
 from batchstate import levels
 from batchstate._allocator import Allocator
 from batchstate.errors import PoolBrokenError
@@ -27,41 +24,8 @@ from batchstate.kv.hisparse import HiSparse
 from batchstate.kv.host_pool import HostKVPool
 from batchstate.kv.pages import PagePool
 from batchstate.runtime import CpuRuntime
+from batchstate.selfcheck.machines.failures import Interrupt
 from tests.doubles import Gate
-
-PACKAGE = batchstate.__path__[0]
-
-
-class Interrupt:
-    """Interrupts the package at its n-th call, line or return; with 0 it counts them."""
-
-    def __init__(self, at: int = 0) -> None:
-        self.at = at
-        self.events = 0
-
-    def _trace(self, frame: FrameType, event: str, arg: object) -> Any:
-        if event == "call" and not (frame.f_code.co_filename.startswith(PACKAGE) and _raises(frame)):
-            return None
-        if event != "exception":
-            self.events += 1
-            if self.events == self.at:
-                raise KeyboardInterrupt
-        return self._trace
-
-    @contextlib.contextmanager
-    def armed(self) -> Iterator[None]:
-        before = sys.gettrace()
-        sys.settrace(self._trace)
-        try:
-            yield
-        finally:
-            sys.settrace(before)
-
-
-def _raises(frame: FrameType) -> bool:
-    """Whether what is raised there comes through. Python drops it in a finalizer, or where it closes a generator."""
-    caller = frame.f_back
-    return frame.f_code.co_name != "<genexpr>" and not (caller and caller.f_code.co_filename.endswith("weakref.py"))
 
 
 class World:

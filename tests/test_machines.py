@@ -23,6 +23,7 @@ EXAMPLES = {
     "host_tier": 60,
     "transfers": 40,
     "strangers": 30,
+    "failures": 60,
 }
 """The ordinary number of examples: enough for every coverage target, and for a suite that is run often."""
 

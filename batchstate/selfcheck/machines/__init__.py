@@ -2,6 +2,7 @@
 
 from batchstate.selfcheck.machines.batch import BatchMachine
 from batchstate.selfcheck.machines.engine import EngineMachine
+from batchstate.selfcheck.machines.failures import FailureMachine
 from batchstate.selfcheck.machines.future_map import FutureMapMachine
 from batchstate.selfcheck.machines.host_tier import HostTierMachine
 from batchstate.selfcheck.machines.mirrored_tensor import MirroredTensorMachine
@@ -28,6 +29,7 @@ _ALL: tuple[type[Machine], ...] = (
     HostTierMachine,
     TransfersMachine,
     StrangersMachine,
+    FailureMachine,
 )
 
 MACHINES: dict[str, type[Machine]] = {machine.NAME: machine for machine in _ALL}

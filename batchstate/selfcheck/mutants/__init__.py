@@ -40,6 +40,7 @@ _ORDER = (
     "host_tier",
     "transfers",
     "strangers",
+    "failures",
 )
 
 

@@ -1,0 +1,324 @@
+"""Uploads, launches and fences that fail, fences that call their pool, and interrupts, in the middle of a call."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, final
+
+import attrs
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, rule
+
+import batchstate
+from batchstate import invariants
+from batchstate.errors import ArgumentError, PoolBrokenError, PoolExhaustedError
+from batchstate.future_map import FutureMap, relay_field
+from batchstate.hybrid import HybridSlotPool
+from batchstate.indices import Slots
+from batchstate.kv.pages import PageLease, PagePool
+from batchstate.pools import Ints, SlotListener
+from batchstate.testing.fences import ManualFence
+from batchstate.testing.machine import Machine, agree, ask
+from batchstate.violations import Violation
+
+PACKAGE = batchstate.__path__[0]
+
+
+class PlantedError(RuntimeError):
+    """What fails here."""
+
+
+@final
+class Interrupt:
+    """Interrupts the package at its n-th call, line or return; with 0 it counts them.
+
+    Attributes:
+        events: calls, lines and returns so far.
+    """
+
+    def __init__(self, at: int = 0) -> None:
+        self.at = at
+        self.events = 0
+
+    def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
+        if event == "call" and not (frame.f_code.co_filename.startswith(PACKAGE) and _raises(frame)):
+            return None
+        if event != "exception":
+            self.events += 1
+            if self.events == self.at:
+                raise KeyboardInterrupt
+        return self._trace
+
+    @contextlib.contextmanager
+    def armed(self) -> Iterator[None]:
+        """A window in which the interrupt comes."""
+        before = sys.gettrace()
+        sys.settrace(self._trace)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+
+def _raises(frame: FrameType) -> bool:
+    """Whether what is raised there comes through. Python drops it in a finalizer, or where it closes a generator."""
+    caller = frame.f_back
+    return frame.f_code.co_name != "<genexpr>" and not (caller and caller.f_code.co_filename.endswith("weakref.py"))
+
+
+@contextlib.contextmanager
+def failing(owner: object, method: str, nth: int, *, late: bool = False) -> Iterator[None]:
+    """A window in which the n-th call of a method raises `PlantedError`, before it does anything or after it has."""
+    before, calls = getattr(owner, method), 0
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        result = before(*args, **kwargs) if late or calls != nth else None
+        if calls == nth:
+            raise PlantedError(f"{method} is made to fail")
+        return result
+
+    setattr(owner, method, fails)
+    try:
+        yield
+    finally:
+        delattr(owner, method)
+
+
+@final
+class _Breaking(SlotListener):
+    """Fails when it is told to."""
+
+    broken = False
+
+    def on_take(self, rows: Ints) -> None:
+        """Fails."""
+        if self.broken:
+            raise PlantedError("a listener is made to fail")
+
+
+@final
+@attrs.define(eq=False)
+class _Calling:
+    """A fence that makes one call when it is queried, and is complete."""
+
+    call: Callable[[], object]
+    made: bool = False
+
+    def query(self) -> bool:
+        """True."""
+        if not self.made:
+            self.made = True
+            self.call()
+        return True
+
+    def wait(self) -> None:
+        """Not called."""
+
+
+_FAILURES = st.sampled_from([None, "upload", "launch", "_copied_to_device", "listener"])
+
+
+class FailureMachine(Machine):
+    """Requests with slot, states, pages, leases and relay entries, of which calls fail in the middle."""
+
+    NAME = "failures"
+    TARGETS = (
+        "a take failed",
+        "a publish failed half way",
+        "a fence freed what a call was about",
+        "interrupted, and broken",
+        "interrupted, and whole",
+    )
+
+    @initialize()
+    def begin(self) -> None:
+        """Opens the pools."""
+        self.open()
+        self.make()
+
+    def make(self) -> None:
+        """New pools."""
+        self.slots = HybridSlotPool(self.rt, 5, states=10, states_per_slot=2)
+        self.breaking = _Breaking()
+        self.slots.add_listener(self.breaking)
+        self.pages = PagePool(self.rt, self.slots, 9, 2, max_tokens_per_request=6)
+        field = relay_field(torch.int64, must_read=False)
+        self.relay = FutureMap(self.slots, {"a": field, "b": field})
+        self.live: list[Slots] = []
+        self.leases: list[PageLease] = []
+        self.values: dict[int, int] = {}  # slot -> what `a` holds
+        self.published = 0
+
+    def check(self) -> None:
+        """Who is live."""
+        agree(sorted(int(one.np[0]) for one in self.live), self.slots.live_slots().tolist(), "live slots")
+        ask(self.slots.verify)
+        ask(self.pages.verify)
+
+    def some(self, at: int) -> Slots:
+        """A live request, or none."""
+        return self.live[at % len(self.live)] if self.live else self.slots.take(0)
+
+    def give(self, slots: Slots) -> None:
+        """Slots were taken."""
+        self.live += [slots.take([row]) for row in range(len(slots))]
+
+    def forget(self, slots: Slots) -> None:
+        """A request has left."""
+        self.live = [one for one in self.live if one is not slots]
+        for slot in slots.np.tolist():
+            self.values.pop(slot, None)
+
+    @rule(n=st.integers(1, 2), failure=_FAILURES)
+    def take(self, n: int, failure: str | None) -> None:
+        """A take that fails leaves nothing taken."""
+        with contextlib.ExitStack() as window:
+            window.enter_context(contextlib.suppress(PoolExhaustedError))
+            if failure == "listener":
+                self.breaking.broken = True
+            elif failure is not None:
+                window.enter_context(failing(self.rt, failure, 1, late=failure == "_copied_to_device"))
+            try:
+                self.give(self.slots.take(n))
+            except PlantedError:
+                self.reached("a take failed")
+            finally:
+                self.breaking.broken = False
+
+    @rule(at=st.integers(0, 4), total=st.integers(0, 6))
+    def extend(self, at: int, total: int) -> None:
+        """A request grows, and its KV is written."""
+        slots = self.some(at)
+        with contextlib.suppress(PoolExhaustedError, Violation):
+            if total >= int(self.pages.committed(slots).max(initial=0)):
+                self.pages.extend(slots, total)
+                self.pages.commit(slots, total)
+
+    @rule(at=st.integers(0, 4), cached=st.booleans(), fails=st.booleans())
+    def hold(self, at: int, cached: bool, fails: bool) -> None:
+        """A cache takes pages, or keeps those of a request; if a check fails behind it, it has got nothing."""
+        slots = self.some(at)
+        whole = int(self.pages.committed(slots).max(initial=0)) // 2 * 2
+        self.pages.commit(slots, self.pages.committed(slots))
+        window = failing(self.pages, "_check_after", 1) if fails else contextlib.nullcontext()
+        with contextlib.suppress(PoolExhaustedError, PlantedError), window:
+            self.leases.append(self.pages.hold(slots, whole) if cached and whole else self.pages.take(1))
+
+    @rule(at=st.integers(0, 4))
+    def end_lease(self, at: int) -> None:
+        """The cache forgets pages."""
+        if self.leases:
+            self.leases.pop(at % len(self.leases)).release()
+
+    @rule(at=st.integers(0, 4), late=st.booleans())
+    def leave(self, at: int, late: bool) -> None:
+        """A request leaves, behind a step or at once."""
+        slots = self.some(at)
+        after = ManualFence(1, None, True) if late else None  # type: ignore[arg-type]
+        self.pages.release_requests(slots, after=after)
+        self.forget(slots)
+
+    @rule(at=st.integers(0, 4), fails=st.booleans())
+    def publish(self, at: int, fails: bool) -> None:
+        """A publish, and one whose second launch fails: what the first had written cannot be read any more."""
+        slots = self.some(at)
+        if not len(slots):
+            return
+        slot = int(slots.np[0])
+        self._publish(slots)
+        if fails:
+            with contextlib.suppress(PlantedError), failing(self.rt, "launch", 2):
+                self._publish(slots)
+            self.reached("a publish failed half way")
+            if str(self.relay.states(slots, "a")[0]) == "unwritten":
+                del self.values[slot]
+            self._gather(slots)
+
+    def _publish(self, slots: Slots) -> None:
+        new = self.on_device(np.full(1, self.published))
+        self.published += 1
+        self.relay.publish(slots, a=new, b=new)
+        self.values[int(slots.np[0])] = self.published - 1
+
+    @rule(at=st.integers(0, 4))
+    def gather(self, at: int) -> None:
+        """A forward reads what was published last."""
+        self._gather(self.some(at))
+
+    def _gather(self, slots: Slots) -> None:
+        slot = int(slots.np.max(initial=0))
+        if slot in self.values:
+            found = self.rt.inspect(self.relay.gather(slots, "a"))
+            ask(invariants.mirror_equal, np.array([self.values.pop(slot)]), found, object="model", operation="gather")
+
+    @rule(total=st.integers(1, 6), freeing=st.booleans())
+    def fence_calls(self, total: int, freeing: bool) -> None:
+        """A fence gives away a request, or takes slots, while a call about the request queries the fence."""
+        if self.slots.stats.free < 2 or not self.pages.stats.free:
+            return
+        self.give(self.slots.take(2))
+        slots, other = self.live[-2:]
+        self.pages.extend(other, 1)
+
+        def call() -> None:
+            if freeing:
+                self.pages.release_requests(slots)
+                self.forget(slots)
+                self.reached("a fence freed what a call was about")
+            else:
+                self.give(self.slots.take(1))
+
+        self.pages.release(other, after=_Calling(call))
+        with contextlib.suppress(PoolExhaustedError, Violation, ArgumentError):
+            self.pages.extend(slots, total)
+
+    @rule(
+        what=st.sampled_from(["take", "extend", "advance", "hold", "leave", "publish"]),
+        at=st.integers(0, 4),
+        event=st.integers(1, 400),
+    )
+    def interrupt(self, what: str, at: int, event: int) -> None:
+        """An interrupt comes; the pool is whole, or says that it is not, and is made anew."""
+        slots = self.some(at)
+        device = self.on_device(np.full(len(slots), 0))
+        calls: dict[str, Callable[[], object]] = {
+            "take": lambda: self.slots.take(1),
+            "extend": lambda: self.pages.extend(slots, 6),
+            "advance": lambda: self.pages.advance(slots),
+            "hold": lambda: self.pages.take(1),
+            "leave": lambda: self.pages.release_requests(slots),
+            "publish": lambda: self.relay.publish(slots, a=device, b=device) if len(slots) else None,
+        }
+        with contextlib.suppress(PoolExhaustedError, Violation, KeyboardInterrupt), Interrupt(event).armed():
+            calls[what]()
+        self.values.clear()
+        try:
+            self.slots.take(0)
+        except PoolBrokenError:
+            self.reached("interrupted, and broken")
+            self.make()
+            return
+        self.reached("interrupted, and whole")
+        if what == "take":  # it may have been over
+            self.live = [self.slots._generations.handles(rows) for rows in self.slots.live_slots()[:, None]]
+        elif what == "hold":
+            self.leases = list(self.pages._leases.values())
+        else:
+            self.live = [one for one in self.live if self.slots.is_live(one.np)[0]]
+
+    @rule()
+    def shut_down(self) -> None:
+        """All leave; nothing is left."""
+        for lease in self.leases:
+            lease.release()
+        for slots in list(self.live):
+            self.pages.release_requests(slots)
+        self.live, self.leases = [], []
+        self.values.clear()
+        self.pages.expect_idle()
+        self.slots.expect_idle()
