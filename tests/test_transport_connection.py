@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import attrs
 import pytest
@@ -250,6 +251,36 @@ def test_two_thousand_strangers(place: Place) -> None:
     assert worst < 2.0
     assert told == 0
     assert place.arrived.empty()
+
+
+def test_a_connection_that_cannot_be_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no thread for a connection, or no place for a caller, that one ends; the next is served."""
+    arrived: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+    failures: list[Exception] = [RuntimeError("can't start new thread"), MemoryError()]
+
+    def serve(connection: Connection) -> None:
+        if failures:
+            raise failures.pop()
+        arrived.put(connection)
+
+    listener = Listener(("127.0.0.1", 0), SECRET, serve)
+    register, full = listener._selector.register, [OSError(28, "No space left on device")]
+
+    def crowded(*args: Any) -> Any:
+        if full:
+            raise full.pop()
+        return register(*args)
+
+    with contextlib.closing(listener):
+        for _ in range(2):
+            with contextlib.closing(connect(listener.address, SECRET)) as one:
+                assert one.await_end(5.0)
+        monkeypatch.setattr(listener._selector, "register", crowded)
+        with contextlib.closing(connect(listener.address, SECRET)) as one:
+            one.send_bytes(b"served")
+            with contextlib.closing(arrived.get(timeout=5.0)) as other:
+                assert other.recv_bytes() == b"served"
+        assert not full
 
 
 def test_a_local_pair() -> None:

@@ -385,7 +385,8 @@ class Listener:
     Args:
         address: host and port to listen on; port 0 takes any.
         secret: at least 16 bytes.
-        arrived: called with each connection, in the thread of the listener.
+        arrived: called with each connection, in the thread of the listener. Where it raises a RuntimeError,
+            MemoryError or OSError, the connection is closed.
         start: whether it has a thread; otherwise `turn` is to be called.
 
     Attributes:
@@ -482,8 +483,12 @@ class Listener:
                 return
             wire.setblocking(False)
             caller = _Caller(wire, time.monotonic() + PROVES_WITHIN)
+            try:
+                self._selector.register(wire, selectors.EVENT_READ, caller)
+            except OSError:
+                wire.close()
+                return
             self._unproved.append(caller)
-            self._selector.register(wire, selectors.EVENT_READ, caller)
             self._hear(caller)  # at once: who knows the secret says so as it calls, and waits among the silent no more
             while len(self._unproved) > MOST_UNPROVED:
                 self._drop(self._unproved[0])
