@@ -187,6 +187,8 @@ class FailureMachine(Machine):
                 self.give(self.slots.take(n))
             except PlantedError:
                 self.reached("a take failed")
+                if failure == "listener":
+                    self.shut_down()
             finally:
                 self.breaking.broken = False
 
