@@ -438,8 +438,10 @@ class MirroredTensorMachine(Machine):
                 _ = one.value + amount
             return multiple()
         sign = -1 if minus else 1
-        bounded = one.value.contract is Contract.UPPER_BOUND
-        if kind == "u" and bounded and (sign * np.asarray(amount) < 0).any():
+        bounds = one.host if one.value.contract is Contract.UPPER_BOUND else None
+        down = min(0, int(np.min(sign * np.asarray(amount)))) if bounds is not None and bounds.size else 0
+        floor = np.iinfo(one.device.dtype).min // 2
+        if down and bounds is not None and (kind == "u" or int(bounds.min()) + down < floor):
             with self.refused(ContractError):  # the device side may be smaller than what is taken off
                 _ = one.value - amount if minus else one.value + amount
             return multiple()
