@@ -11,7 +11,7 @@ from typing import Any, final
 
 from batchstate import Violation
 from examples.disaggregated.arrivals import Arrivals, WriterFailedError
-from examples.disaggregated.channel import Channel, ChannelClosedError, Door, Kind, call
+from examples.disaggregated.channel import TRIES_FOR, Channel, ChannelClosedError, Door, Kind, call
 from examples.disaggregated.decode import DecodeWorker
 from examples.disaggregated.options import Options, writer_name
 from examples.disaggregated.prefill import PrefillWorker
@@ -200,9 +200,9 @@ class Joining:
         self._worker, self._options, self._model, self._authkey = worker, options, model, authkey
         self.ended = 0
 
-    def join(self, rank: int, address: Address) -> None:
-        """Connects to the prefill worker of a rank."""
-        channel = call(address, self._authkey, writer_name(rank), STARTS_IN)
+    def join(self, rank: int, address: Address, seconds: float = STARTS_IN) -> None:
+        """Connects to the prefill worker of a rank, which may begin to listen within so many seconds."""
+        channel = call(address, self._authkey, writer_name(rank), seconds)
         agreed(channel, shared_of(self._options, self._model, rank))
         arrivals = self._worker.arrivals
         arrivals.connect(channel, introduced(channel, arrivals.receiver.introduce()))
@@ -220,7 +220,7 @@ class Joining:
             if "address" in words:
                 host, port = words["address"]
                 with contextlib.suppress(ChannelClosedError):  # it has ended meanwhile: the supervisor will say so
-                    self.join(int(words["rank"]), (str(host), int(port)))
+                    self.join(int(words["rank"]), (str(host), int(port)), TRIES_FOR)  # it listens, or is gone
                     supervisor.say(joined=words["rank"])
 
 

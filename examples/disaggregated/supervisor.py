@@ -162,7 +162,7 @@ class Supervisor:
             child.process.join(ENDS_IN)
             if child.process.is_alive():
                 raise RunFailedError(f"{child.name} did not end")
-            if child.process.exitcode:
+            if child.process.exitcode not in (0, -signal.SIGKILL):  # killed, after all was said, it costs nothing
                 raise RunFailedError(f"{child.name} has ended with exit code {child.process.exitcode}")
 
 
