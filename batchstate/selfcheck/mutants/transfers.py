@@ -12,13 +12,7 @@ from batchstate.transport.wire import Tag
 from batchstate.violations import Code
 
 
-@mutant(
-    Code.MIRROR_EQUAL,
-    Code.TRANSFER_LATE_WRITE,
-    machine="transfers",
-    origin="sglang #38961, sglang #27372",
-    unseen="KV is the engine's: only a comparison with the sender's memory shows whose bytes arrived.",
-)
+@mutant(Code.MIRROR_EQUAL, Code.TRANSFER_LATE_WRITE, machine="transfers", origin="sglang #38961, sglang #27372")
 def tags_name_the_request_alone(patch: Patch) -> None:
     """What arrives late of one attempt counts for the next one of the same request, whose memory is another."""
     later: WeakKeyDictionary[Receiver, dict[int, int]] = WeakKeyDictionary()
