@@ -46,7 +46,8 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         batch: the batch class.
         rows: rows of each column: those of the graph.
         extras: name -> an array of the dtype and shape that this extra has in every step, such as `plan.extras`.
-        num_writes: elements of table writes that the copy has room for; by default two per row. More of them, or more
+        num_writes: elements of table writes that the copy has room for; by default 32 per row, as where a page of 16
+            tokens begins in each. More of them, or more
             rows of device-only columns that are still on the host than the buffers have rows, take a second copy.
 
     Attributes:
@@ -83,7 +84,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         twice = [name for name in self._extras if name in self._columns]
         if twice:
             raise ArgumentError(f"extras are named as columns: {twice}", value=twice, remedy="rename the extras")
-        writes = 2 * self.rows if num_writes is None else size_of(num_writes, "StaticBuffers: num_writes")
+        writes = 32 * self.rows if num_writes is None else size_of(num_writes, "StaticBuffers: num_writes")
         layout = Layout.of(self._columns)
         arrays = [*HostRows.padding(layout, self.rows).aligned(), *self._extras.values()]
         places, used = packed_places(arrays)

@@ -128,7 +128,7 @@ def test_races_are_found_soon(device: str) -> None:
     assert sorted(one.mutant.seeded for one in found if one.mutant.seeded) == list("abcdefg")
     others = [one for one in found if one.mutant.seeded is None]
     assert len(others) >= 15
-    assert {one.mutant.group for one in others} == {"races", "host_memory", "lifetimes"}
+    assert {one.mutant.group for one in others} >= {"races", "host_memory", "lifetimes"}
     assert {one.by for one in others} == {"RACE"}
     assert max(one.examples for one in found) <= 100
     assert statistics.median(one.examples for one in found) <= 10

@@ -6,7 +6,7 @@ from batchstate.selfcheck.machines import MACHINES
 from batchstate.testing import RaceRuntime, run_machine
 from batchstate.testing.devices import open_device
 
-OVERLAPPED = {"engine", "future_map", "overlap", "host_tier"}
+OVERLAPPED = {"engine", "future_map", "steps", "overlap", "host_tier"}
 """Machines that run forwards."""
 
 
@@ -24,7 +24,7 @@ def test_machines_have_no_race(name: str, fences: str, device: str) -> None:
 
     result = run_machine(MACHINES[name], examples=8, steps=20, seed=5, runtimes=open_one, level="cheap")
     assert result.failure is None, result.failure
-    assert sum(one.accesses for one in opened) > 0 or name == "slot_pool"
+    assert sum(one.accesses for one in opened) > 0 or name in ("slot_pool", "strangers")  # these have no device memory
     assert not any(one.races for one in opened)
     assert not any(one.synchronised for one in opened), "a machine waits inside torch"
     if fences == "race" and name in OVERLAPPED:

@@ -5,7 +5,7 @@ from weakref import WeakKeyDictionary
 import attrs
 
 from batchstate.indices import HostLocations, Locations
-from batchstate.kv._tier import TierRequests
+from batchstate.kv import host_pool
 from batchstate.kv.hisparse import HiSparse, LastLocation
 from batchstate.runtime import Fence
 from batchstate.selfcheck.mutants.registry import Patch, mutant
@@ -32,11 +32,11 @@ def backup_a_step_late(patch: Patch) -> None:
 def freed_by_time_out(patch: Patch) -> None:
     """Host locations in quarantine are freed after a while, whether or not their writer has ended."""
 
-    def fence_of(self: TierRequests, slots: list[int], after: Fence | None) -> Fence | None:
-        fence: Fence | None = original(self, slots, after)
-        return None if fence is None else _Impatient(fence)
+    def joined(after: Fence | None, writer: Fence | None) -> Fence | None:
+        fence: Fence | None = original(after, None if writer is None else _Impatient(writer))
+        return fence
 
-    original = patch(TierRequests, "fence_of", fence_of)
+    original = patch(host_pool, "joined", joined)
 
 
 @attrs.define(eq=False)
