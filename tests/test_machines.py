@@ -14,7 +14,7 @@ EXAMPLES = {
     "mirrored_tensor": 100,
     "batch": 80,
     "slot_pool": 60,
-    "page_pool": 80,
+    "page_pool": 160,
     "hybrid": 60,
     "engine": 30,
     "future_map": 120,

@@ -94,7 +94,9 @@ def test_unseen_is_unseen(name: str, device: str) -> None:
     one = MUTANTS[name]
     if not one.exists_on(device):
         pytest.skip(f"only on {one.only_on}")
-    assert not run_mutant(attrs.evolve(one, unseen=None), device=device, examples=40).killed
+    # What strangers do takes time; an automatic run compares nothing of it, in the first example as in the last.
+    examples = 5 if one.group == "strangers" else 40
+    assert not run_mutant(attrs.evolve(one, unseen=None), device=device, examples=examples).killed
     assert len([name for name in UNSEEN if MUTANTS[name].group != "strangers"]) <= 3  # these show to who is believed
 
 

@@ -11,6 +11,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import attrs
 import numpy as np
@@ -179,16 +180,20 @@ def test_a_receiver_that_stands_still_is_not_drained(here: EngineSide, there: Pe
     big_write(here, there, b"big")
     endpoint = there.call("endpoint")
     assert there.process.pid is not None
+    state = Path(f"/proc/{there.process.pid}/stat")
     os.kill(there.process.pid, signal.SIGSTOP)
-    job = here.handles[b"big"].native
-    job.outgoing._lose("broken")  # as a connection that fails on this side
-    assert here.ended(b"big") is Status.UNKNOWN
-    for _ in range(6):  # the engine looks each 50 ms
-        assert not here.drain(b"big")
-        time.sleep(0.05)
-    with contextlib.closing(EngineSide(make, 1.0)) as other, pytest.raises(TransferError, match="cannot be reached"):
-        other.connect(endpoint)
-    os.kill(there.process.pid, signal.SIGCONT)
+    try:
+        until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T", "the stop")
+        job = here.handles[b"big"].native
+        job.outgoing._lose("broken")  # as a connection that fails on this side
+        assert here.ended(b"big") is Status.UNKNOWN
+        for _ in range(6):  # the engine looks each 50 ms
+            assert not here.drain(b"big")
+            time.sleep(0.05)
+        with contextlib.closing(EngineSide(make, 1.0)) as other, pytest.raises(TransferError, match="cannot be"):
+            other.connect(endpoint)
+    finally:
+        os.kill(there.process.pid, signal.SIGCONT)
     until(lambda: here.drain(b"big"), "the end of the receiver")
 
 

@@ -1,6 +1,7 @@
 """Uploads, launches and fences that fail, fences that call their pool, and interrupts, in the middle of a call."""
 
 import contextlib
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -55,12 +56,15 @@ class Interrupt:
     @contextlib.contextmanager
     def armed(self) -> Iterator[None]:
         """A window in which the interrupt comes."""
-        before = sys.gettrace()
+        before, collects = sys.gettrace(), gc.isenabled()
+        gc.disable()  # Python drops what is raised in a finalizer
         sys.settrace(self._trace)
         try:
             yield
         finally:
             sys.settrace(before)
+            if collects:
+                gc.enable()
 
 
 def _raises(frame: FrameType) -> bool:
