@@ -183,7 +183,7 @@ def mirrored(
 
     Raises:
         DtypeError, ValueOverflowError: numpy lacks the dtype, or `pad` does not go into it.
-        DeclarationError: another contract; indices that are no integers, bounds, or padded with something else than 0.
+        DeclarationError: another contract; indices that are not integers, that have bounds, or a pad other than 0.
     """
     weakest = parse_contract(contract)
     if weakest not in (Contract.EXACT, Contract.UPPER_BOUND):

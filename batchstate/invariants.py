@@ -1044,10 +1044,10 @@ def peer_unknown(
     `expected` is computed here, `actual` came from outside; they are compared in constant time. `callers` have
     connected and not proved that they know the secret.
 
-    Cost: a comparison of 32 bytes per message. Broken by a port that takes the word of whoever calls.
+    Cost: a comparison of 32 bytes per message. Broken by a port that trusts every caller.
     """
     if callers > most:
-        return Breach(f"{callers} callers that nobody knows are kept", expected=f"{most} at most", actual=callers)
+        return Breach(f"{callers} unknown callers are kept", expected=f"{most} at most", actual=callers)
     if hmac.compare_digest(expected, actual):
         return None
     return Breach("what came is not what the peer has made", expected=expected[:64], actual=actual[:64])
