@@ -43,7 +43,6 @@ from batchstate.violations import Where
 
 Ints = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
-Tensors = tuple[torch.Tensor, ...]
 
 _INT64, _INT32 = np.dtype(np.int64), np.dtype(np.int32)
 _ONE = np.array(1)  # numpy takes as long to convert one number as to add 100 of them
@@ -359,9 +358,13 @@ class StepPlanner:
             extras: further arrays of the step, as for `Batch.upload`.
 
         Raises:
+            ArgumentError: a batch of another class than the planner was declared for.
+            CaptureError: the stream is being captured.
             As `PagePool.advance`, `Batch.advance`, `ForwardPlan.of` and `Batch.upload`. No token was committed.
         """
         self._slots.transaction.enter(_OPERATION)
+        if self._runtime.capturing:
+            self._runtime.refuse_capture("planning a step")
         if type(batch) is not self._kind:
             raise ArgumentError(
                 f"StepPlanner: plan of {type(batch).__name__}, declared for {self._kind.__name__}",
@@ -535,8 +538,9 @@ class StepPlanner:
         if table is not None:
             written = self._pages.whole_pages(at, start, locations, table.shape[1])
         more = written[0].size - at.size
-        first_index, first_value = nbytes, nbytes + _pitch(written[0].size, _INT64) * _INT64.itemsize
+        first_index = first_value = nbytes
         if more:
+            first_value = first_index + _pitch(written[0].size, _INT64) * _INT64.itemsize
             nbytes = first_value + _pitch(written[0].size, _INT32) * _INT32.itemsize
         block = runtime.staging_block(nbytes)
         requests.fill(block, host, (start, locations, at, lens, locations))

@@ -27,7 +27,7 @@ from batchstate import (
     relay_field,
     slot_column,
 )
-from batchstate.errors import ArgumentError, BatchStateError, DeclarationError
+from batchstate.errors import ArgumentError, BatchStateError, CaptureError, DeclarationError
 from batchstate.invariants import times_checked
 from batchstate.selfcheck.mutants.diffs import changed
 from batchstate.step import PlannedStep
@@ -577,3 +577,19 @@ def test_each_invariant_is_asked_once(rt: Runtime) -> None:
     # Asked when these requests first came; after their pool took or freed; by torch's count of writes, in one look.
     assert parts - piece == {Code.SLOT_ZERO_ALLOCATED, Code.SLOT_STALE_HANDLE, Code.MIRROR_FOREIGN_WRITE}
     assert sum(asked[True].values()) < sum(asked[False].values()) / 2
+
+
+def test_no_step_is_planned_while_a_graph_is_captured(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused before anything changes, and the step is planned once the capture is over."""
+    world = World.of(rt)
+    world.join([PAGE_SIZE, 3])
+    world.step()
+    allocated = world.pages.allocated(world.batch.slots).tolist()
+    before = rt.counters.snapshot()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(rt), "capturing", property(lambda runtime: True))
+        with pytest.raises(CaptureError):
+            world.planner.plan(world.batch)
+    assert (rt.counters - before).host_to_device_copies == 0
+    assert world.pages.allocated(world.batch.slots).tolist() == allocated
+    world.step()
