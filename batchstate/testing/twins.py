@@ -18,8 +18,10 @@ finds::
     TestMyBatch = twin_machine(spec).TestCase
 
 How rows must move is taken from the batch itself, as it was before an operation: nothing has to be described twice.
+Further operations are a line each, with a model of what becomes of the rows: `ops={name: (call, model)}`.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
@@ -45,6 +47,9 @@ from batchstate.violations import Where
 __all__ = ["Twin", "TwinSpec", "fuzz_twins", "twin_machine"]
 
 Array = npt.NDArray[Any]
+
+Row = dict[str, Any]
+"""One request of a batch: attribute -> its entry. An attribute that is not there may have any value."""
 
 _ONLY_TORCH = frozenset(
     dtype
@@ -79,26 +84,6 @@ class _Snapshot:
 
     def copied(self) -> Self:
         return attrs.evolve(self, values=self.values.copy())
-
-    def rows(self, keep: list[int]) -> Self:
-        return attrs.evolve(self, values=self.values[keep])
-
-    def merged(self, other: Self) -> Self:
-        """These entries, then those of `other`. A side without rows has no say in the dtype."""
-        if not len(self.values):
-            return other
-        if not len(other.values):
-            return self
-        values = np.concatenate([self.values, other.values])
-        return attrs.evolve(self, dtype=self.dtype if self.dtype == other.dtype else str(values.dtype), values=values)
-
-    def same(self, other: Self) -> bool:
-        """Whether shape and bits are equal; Python objects compare by `==`."""
-        if self.values.shape != other.values.shape:
-            return False
-        if self.values.dtype.kind == "O":
-            return bool(self.values.tolist() == other.values.tolist())
-        return self.values.tobytes() == other.values.tobytes()
 
 
 def _address_range(value: Any) -> tuple[int, int] | None:
@@ -144,8 +129,8 @@ class Twin:
 class TwinSpec(Generic[B, R]):
     """What the fuzzer has to know of a batch class.
 
-    `filter`, `merge`, `advance` and `pad` return the batch that comes out, or None if they change the (first) batch in
-    place. Batches that went in are not used afterwards.
+    `filter`, `merge`, `advance`, `pad` and `ops` return the batch that comes out, or None if they change the (first)
+    batch in place. Batches that went in are not used afterwards.
 
     Attributes:
         name: of the class, for reports.
@@ -163,6 +148,12 @@ class TwinSpec(Generic[B, R]):
         idle: makes the batch of a step without requests; None if the class has none.
         copy: makes a batch that stays as it is whatever becomes of this one, as for results that are read a step later:
             a copy that shares memory, which an operation in place writes, is found. None if the class has none.
+        ops: name -> `(call, model)` of each further operation. `call` takes one batch or more, `model` the rows of each
+            as they were, a list of dictionaries (attribute -> entry), and returns the rows that come out: the same
+            ones, in their order, or `{**row, "seq_lens": row["seq_lens"] + 1}`, or a row without the attributes that
+            may have any value. Where several batches come out, both return a tuple. `(call, model, strategy)` draws
+            one more argument, which both take last. The model is asked after the call: which rows leave may be read
+            off the requests.
         num_rows: how many requests the batch has.
         least_rows: 0, or 1 for a class that is never empty.
         most_rows: of a batch that is built.
@@ -184,6 +175,7 @@ class TwinSpec(Generic[B, R]):
     padding: Mapping[str, object] = attrs.field(factory=dict)
     idle: Callable[[], B] | None = None
     copy: Callable[[B], B] | None = None
+    ops: Mapping[str, tuple[Any, ...]] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
         names = self.attribute_names
@@ -207,6 +199,8 @@ class TwinSpec(Generic[B, R]):
                 value=(self.least_rows, self.most_rows),
                 remedy="use 0 <= least_rows <= most_rows, most_rows at least 1",
             )
+        for name, op in self.ops.items():
+            _check_op(self.name, name, op)
 
     @property
     def attribute_names(self) -> list[str]:
@@ -221,8 +215,11 @@ def twin_machine(spec: TwinSpec[Any, Any]) -> type[Machine]:
         spec: what the class is.
     """
     hooks = [hook for name, hook in _HOOKS.items() if getattr(spec, name) is not None]
-    targets = (*_TwinMachine.TARGETS, *(target for _, target in hooks))
+    targets = (*_TwinMachine.TARGETS, *(target for _, target in hooks), *(_called(name) for name in spec.ops))
+    if spec.advance is None:
+        targets = tuple(target for target in targets if target != _ADVANCED)
     names = {"spec": spec, "TARGETS": targets, "__doc__": f"Fuzzes {spec.name}."}
+    names |= {name: _rule_of(name, *op) for name, op in spec.ops.items()}
     return type(f"{spec.name}Machine", tuple(machine for machine, _ in hooks) or (_TwinMachine,), names)
 
 
@@ -244,18 +241,18 @@ def fuzz_twins(
 @final
 @attrs.define(eq=False)
 class _Tracked:
-    """A batch, its name in reports, and its attributes as they have to stay; without those that are not made yet."""
+    """A batch, its name in reports, its rows as they have to stay, and the dtypes of the attributes that are made."""
 
     batch: Any
     name: str
-    columns: dict[str, _Snapshot] = attrs.field(factory=dict)
+    rows: list[Row] = attrs.field(factory=list)
+    dtypes: dict[str, str] = attrs.field(factory=dict)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(f"<{self.name}>")
 
 
-_Expected = dict[str, tuple[_Snapshot, int]]
-"""Attribute -> entries that it has to have, and the row from which on."""
+_ADVANCED = "a batch advanced"
 
 
 class _TwinMachine(Machine):
@@ -266,7 +263,7 @@ class _TwinMachine(Machine):
         "rows left",
         "rows in another order",
         "batches merged",
-        "a batch advanced",
+        _ADVANCED,
         "an empty batch",
     )
 
@@ -284,7 +281,7 @@ class _TwinMachine(Machine):
         """The twins of every batch agree, and no operation on one batch changed another."""
         for tracked in self.alive:
             found = self._check_pairs(tracked, "check")
-            self._unchanged(tracked, _whole(tracked.columns), found, "an operation on another batch changed it")
+            self._agrees(tracked, tracked.rows, found, tracked.dtypes, "an operation on another batch changed it")
 
     # Rules
 
@@ -292,8 +289,9 @@ class _TwinMachine(Machine):
     def build(self, data: st.DataObject) -> _Tracked:
         """Requests arrive."""
         spec = self.spec
-        rows = data.draw(st.lists(spec.row, min_size=spec.least_rows, max_size=spec.most_rows), label="rows")
-        return self._track(spec.build(rows), len(rows), "build")
+        least = max(spec.least_rows, 1 if self._has_empty() else 0)
+        rows = data.draw(st.lists(spec.row, min_size=least, max_size=spec.most_rows), label="rows")
+        return self._track(spec.build(rows), [{}] * len(rows), "build")
 
     @rule(target=batches, tracked=consumes(batches), data=st.data())
     def filter(self, tracked: _Tracked, data: st.DataObject) -> _Tracked:
@@ -305,29 +303,19 @@ class _TwinMachine(Machine):
         self.reached("rows left", len(keep) < n)
         self.reached("rows in another order", sorted(keep) != keep)
         self.alive.remove(tracked)
-        return self._track(
-            _result(self.spec.filter(tracked.batch, keep), tracked),
-            len(keep),
-            "filter",
-            _whole({name: column.rows(keep) for name, column in tracked.columns.items()}),
-        )
+        batch = _result(self.spec.filter(tracked.batch, keep), tracked)
+        return self._track(batch, [tracked.rows[at] for at in keep], "filter", tracked)
 
     @rule(target=batches, first=consumes(batches), second=consumes(batches))
     def merge(self, first: _Tracked, second: _Tracked) -> _Tracked:
         """Two batches become one."""
         if first is second:
             return first
-        before = self.spec.num_rows(first.batch)
-        n = before + self.spec.num_rows(second.batch)
         self.alive.remove(first)
         self.alive.remove(second)
-        self.reached("batches merged", len(self.spec.attribute_names) > 0 and n > 0)
-        return self._track(
-            _result(self.spec.merge(first.batch, second.batch), first),
-            n,
-            "merge",
-            _merged(first.columns, second.columns, before),
-        )
+        self.reached("batches merged", len(first.rows) + len(second.rows) > 0)
+        batch = _result(self.spec.merge(first.batch, second.batch), first)
+        return self._track(batch, first.rows + second.rows, "merge", first, second)
 
     @precondition(lambda self: self.spec.advance is not None)
     @rule(target=batches, tracked=consumes(batches))
@@ -335,10 +323,9 @@ class _TwinMachine(Machine):
         """A step changes values and keeps rows."""
         if self.spec.advance is None:
             return tracked
-        n = self.spec.num_rows(tracked.batch)
         self.alive.remove(tracked)
-        self.reached("a batch advanced", n > 0)
-        return self._track(_result(self.spec.advance(tracked.batch), tracked), n, "advance")
+        self.reached(_ADVANCED, len(tracked.rows) > 0)
+        return self._track(_result(self.spec.advance(tracked.batch), tracked), [{}] * len(tracked.rows), "advance")
 
     # Checks
 
@@ -349,16 +336,39 @@ class _TwinMachine(Machine):
             batch = None if batch is None else getattr(batch, part)
         return batch
 
-    def _track(self, batch: Any, n: int, operation: str, expected: _Expected | None = None) -> _Tracked:
+    def _track(self, batch: Any, rows: Sequence[Row], operation: str, *made_of: _Tracked) -> _Tracked:
+        """A batch that has come out of an operation on others, and has to have these rows."""
         tracked = _Tracked(batch, f"{self.spec.name} after {operation}")
-        invariants.row_count(n, {"num_rows": self.spec.num_rows(batch)}, object=tracked.name, operation=operation)
-        found = self._check_pairs(tracked, operation)
-        tracked.columns = {name: one.copied() for name, one in found.items()}
-        if expected is not None:
-            self._unchanged(tracked, expected, found, f"{operation} moved other rows than it was told to")
-        self.reached("an empty batch", n == 0)
+        where: Where = {"object": tracked.name, "operation": operation}
+        invariants.row_count(len(rows), {"num_rows": self.spec.num_rows(batch)}, **where)
+        found = {name: one.copied() for name, one in self._check_pairs(tracked, operation).items()}
+        problem = f"{operation} moved other rows than it was told to"
+        self._agrees(tracked, rows, found, _dtypes_of(made_of), problem)
+        tracked.rows = [{name: one.values[at] for name, one in found.items()} for at in range(len(rows))]
+        tracked.dtypes = {name: one.dtype for name, one in found.items()}
+        self.reached("an empty batch", not rows)
         self.alive.append(tracked)
         return tracked
+
+    def run_op(self, name: str, inputs: Sequence[_Tracked], returned: Any, modelled: Any) -> Any:
+        """Notes what came out of one of `TwinSpec.ops`, by the class and by the model."""
+        if not isinstance(modelled, tuple):
+            returned, modelled = (_result(returned, inputs[0]),), (modelled,)
+        elif not isinstance(returned, tuple | list) or len(returned) != len(modelled):
+            raise DisagreementError(f"{self.spec.name}.{name}: expected {len(modelled)} batches, got {returned!r}")
+        self.reached(_called(name), all(one.rows for one in inputs))
+        for one in inputs:
+            self.alive.remove(one)
+        tracked = [self._track(*pair, name, *inputs) for pair in zip(returned, modelled, strict=True)]
+        for one in tracked:
+            self.alive.remove(one)
+            if len(one.rows) >= max(self.spec.least_rows, 1 if self._has_empty() else 0):
+                self.alive.append(one)
+        return multiple(*(one for one in tracked if one in self.alive))
+
+    def _has_empty(self) -> bool:
+        """Whether a batch without requests is there: one is enough, which every operation may get."""
+        return any(not one.rows for one in self.alive)
 
     def _check_pairs(
         self, tracked: _Tracked, operation: str, rows: dict[str, int] | None = None
@@ -394,22 +404,41 @@ class _TwinMachine(Machine):
         invariant = invariants.mirror_bound if twin.contract is Contract.UPPER_BOUND else invariants.mirror_equal
         invariant(of_host.values, of_device.values, **where)
 
-    def _unchanged(self, tracked: _Tracked, expected: _Expected, now: dict[str, _Snapshot], problem: str) -> None:
-        for name, (column, first) in expected.items():
-            if name not in now:
-                if len(column.values):
-                    raise DisagreementError(f"{tracked.name}: {name!r} was lost\n  expected {column.values.tolist()}")
-                continue
-            found = attrs.evolve(now[name], values=now[name].values[first : first + len(column.values)])
-            if found.dtype != column.dtype and len(column.values):
-                raise DisagreementError(
-                    f"{tracked.name}: the dtype of {name!r} changed from {column.dtype} to {found.dtype}"
+    def _agrees(
+        self,
+        tracked: _Tracked,
+        rows: Sequence[Row],
+        found: dict[str, _Snapshot],
+        dtypes: Mapping[str, str],
+        problem: str,
+    ) -> None:
+        """A batch has `rows`, and perhaps others behind them.
+
+        Raises:
+            DisagreementError: an attribute is lost, has another dtype, or another entry in some row.
+        """
+        for name in dict.fromkeys(name for row in rows for name in row):
+            expected = {at: row[name] for at, row in enumerate(rows) if name in row}
+            if name not in self.spec.attribute_names:
+                raise ArgumentError(
+                    f"{tracked.name}: the model has {name!r}, which is neither in `twins` nor in `rows`",
+                    value=name,
+                    remedy=f"use one of: {', '.join(self.spec.attribute_names)}",
                 )
-            if not column.same(found):
+            if name not in found:
+                raise DisagreementError(f"{tracked.name}: {name!r} was lost\n  expected {_listed(expected.values())}")
+            now = found[name]
+            if now.dtype != dtypes.get(name, now.dtype):
                 raise DisagreementError(
-                    f"{tracked.name}: {problem}: {name!r}\n"
-                    f"  expected {column.values.tolist()}\n  found    {found.values.tolist()}"
+                    f"{tracked.name}: the dtype of {name!r} changed from {dtypes[name]} to {now.dtype}"
                 )
+            for at, entry in expected.items():
+                if not _same(entry, now.values[at]):
+                    raise DisagreementError(
+                        f"{tracked.name}: {problem}: {name!r}, row {at}\n"
+                        f"  expected {_listed(expected.values())}\n"
+                        f"  found    {_listed(now.values[at] for at in expected)}"
+                    )
 
 
 class _Padding(_TwinMachine):
@@ -427,7 +456,7 @@ class _Padding(_TwinMachine):
         padded = _Tracked(returned, f"{self.spec.name} after pad")
         rows = {name: n + more * (name in self.spec.padding) for name in self.spec.attribute_names}
         found = self._check_pairs(padded, "pad", rows)
-        self._unchanged(padded, _whole(tracked.columns), found, "pad moved rows")
+        self._agrees(padded, tracked.rows, found, tracked.dtypes, "pad moved rows")
         for name, value in self.spec.padding.items():
             if value is not None and name in found:
                 tail = found[name].values[n:]
@@ -452,7 +481,7 @@ class _Idling(_TwinMachine):
         if self.spec.idle is None:
             return multiple()
         self.idled = True
-        tracked = self._track(self.spec.idle(), 0, "idle")
+        tracked = self._track(self.spec.idle(), [], "idle")
         self.reached("an idle step")
         if self.spec.least_rows:
             self.alive.remove(tracked)
@@ -472,7 +501,7 @@ class _Copying(_TwinMachine):
             return multiple()
         self.reached("a batch copied")
         kept = self.spec.copy(tracked.batch)
-        return self._track(kept, self.spec.num_rows(tracked.batch), "copy", _whole(tracked.columns))
+        return self._track(kept, tracked.rows, "copy", tracked)
 
 
 _HOOKS = {
@@ -483,17 +512,83 @@ _HOOKS = {
 """Calls that a class need not have: the machine that makes them, and its coverage target."""
 
 
-def _merged(first: dict[str, _Snapshot], second: dict[str, _Snapshot], num_rows: int) -> _Expected:
-    """What two batches have, the first of `num_rows`; of a part that one of them has not made, what the other has."""
-    expected: _Expected = {name: (column, num_rows) for name, column in second.items()}
-    for name, column in first.items():
-        expected[name] = (column.merged(second[name]) if name in second else column, 0)
-    return expected
+def _called(name: str) -> str:
+    """The coverage target of an operation."""
+    return f"{name} called"
 
 
-def _whole(columns: dict[str, _Snapshot]) -> _Expected:
-    """All entries, from the first row on."""
-    return {name: (column, 0) for name, column in columns.items()}
+def _num_batches(model: Any, arguments: int) -> int:
+    return len(inspect.signature(model).parameters) - arguments
+
+
+def _check_op(of: str, name: str, op: object) -> None:
+    """Refuses an operation that cannot be called.
+
+    Raises:
+        ArgumentError: not a call and a model of one batch or more, or a name that means something else.
+    """
+    what = f"{of}: ops[{name!r}]"
+    remedy = "pass name -> (call, model), or (call, model, strategy): both take the batches, then what was drawn"
+    if not isinstance(op, tuple) or not 2 <= len(op) <= 3 or not all(callable(one) for one in op[:2]):
+        raise ArgumentError(f"{what} is {op!r}", value=op, remedy=remedy)
+    if len(op) == 3 and not isinstance(op[2], SearchStrategy):
+        raise ArgumentError(f"{what}: expected a strategy, got {op[2]!r}", value=op[2], remedy=remedy)
+    if not name.isidentifier() or hasattr(_TwinMachine, name) or name in _HOOKS:
+        raise ArgumentError(f"{what}: the name is taken", value=name, remedy="choose another identifier")
+    try:
+        number = _num_batches(op[1], len(op) - 2)
+    except (TypeError, ValueError):
+        number = 0
+    if number < 1:
+        raise ArgumentError(f"{what}: a model of {max(number, 0)} batches", value=op[1], remedy=remedy)
+
+
+def _rule_of(name: str, call: Any, model: Any, *arguments: SearchStrategy[Any]) -> Any:
+    """The rule of one of `TwinSpec.ops`."""
+    names = [f"batch_{at + 1}" for at in range(_num_batches(model, len(arguments)))]
+
+    def run(self: _TwinMachine, **drawn: Any) -> Any:
+        inputs = [drawn.pop(one) for one in names]
+        if len(set(map(id, inputs))) < len(inputs):
+            return multiple(*{id(one): one for one in inputs}.values())
+        further = tuple(drawn.values())
+        returned = call(*(one.batch for one in inputs), *further)
+        return self.run_op(
+            name, inputs, returned, model(*([dict(row) for row in one.rows] for one in inputs), *further)
+        )
+
+    run.__name__ = name
+    drawn: dict[str, SearchStrategy[Any]] = {one: consumes(_TwinMachine.batches) for one in names}
+    if arguments:
+        drawn["argument"] = arguments[0]
+    untyped: Any = rule  # its overloads do not know a mapping of strategies
+    return untyped(target=_TwinMachine.batches, **drawn)(run)
+
+
+def _dtypes_of(batches: Sequence[_Tracked]) -> dict[str, str]:
+    """The dtype that each attribute has in the batches; a side without rows has no say, nor have two that differ."""
+    said: dict[str, set[str]] = {}
+    for one in batches:
+        if one.rows:
+            for name, dtype in one.dtypes.items():
+                said.setdefault(name, set()).add(dtype)
+    return {name: dtypes.pop() for name, dtypes in said.items() if len(dtypes) == 1}
+
+
+def _same(expected: Any, found: Any) -> bool:
+    """Whether two entries are equal, bit by bit if they are numbers; a model may say them in another dtype."""
+    if not isinstance(found, np.generic | np.ndarray):
+        return bool(expected == found)
+    given = np.asarray(expected)
+    if given.dtype != found.dtype:
+        if given.dtype.kind not in "biuf" or (given.dtype.kind == "f" and found.dtype.kind != "f"):
+            return False
+        given = given.astype(found.dtype)
+    return given.shape == found.shape and given.tobytes() == found.tobytes()
+
+
+def _listed(entries: Any) -> list[Any]:
+    return [one.tolist() if isinstance(one, np.generic | np.ndarray) else one for one in entries]
 
 
 def _result(returned: Any, before: _Tracked) -> Any:
