@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from batchstate.errors import PoolExhaustedError as PoolExhaustedError
     from batchstate.forward.inputs import ForwardInputs as ForwardInputs
     from batchstate.forward.plan import ForwardPlan as ForwardPlan
+    from batchstate.forward.token_array import TokenArray as TokenArray
     from batchstate.future_map import FutureMap as FutureMap
     from batchstate.future_map import relay_field as relay_field
     from batchstate.hybrid import HybridSlotPool as HybridSlotPool
@@ -51,6 +52,7 @@ else:
             "errors": "BatchStateError PoolExhaustedError",
             "forward.inputs": "ForwardInputs",
             "forward.plan": "ForwardPlan",
+            "forward.token_array": "TokenArray",
             "future_map": "FutureMap relay_field",
             "hybrid": "HybridSlotPool",
             "indices": "HostLocations Locations Pages Slots",

@@ -1,6 +1,6 @@
 """The device side of a batch: every column, the step's table writes and its extra arrays in one packed copy."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, final
 
 import attrs
@@ -126,25 +126,16 @@ class BatchDevice:
                 needs = append_needs(arrays, self.state)
         elif not writes and not extras:
             return Extras(self._runtime, None, {})
-        joined = joined_writes(self._runtime, writes) if writes else []
-        first_write = len(arrays)
-        for write in joined:
-            arrays += (write.index, write.values)
-        places: dict[str, int] = {}
-        for name, values in extras.items():
-            places[name] = len(arrays)
-            arrays.append(extra_array(name, values))
-        upload = self._runtime.upload(arrays)
+        upload, uploaded, scatter = packed_step(self._runtime, arrays, writes, extras)
         if self._packed is None:
             self._needs, self._write_count = needs, write_count(upload.buffer)
             self._packed = upload  # last: an interrupt before leaves the batch as it was
-        for i, write in enumerate(joined):
-            write.table.apply(write, upload.view(first_write + 2 * i), upload.view(first_write + 2 * i + 1))
+        scatter()
         if self.state.device:  # last: it may have to wait for the stream that made the sources
             for name, rows in self.state.device.items():
                 if len(rows.sources) > MOST_SOURCES or rows.wasteful():
                     self._gathered(name, rows)
-        return Extras(self._runtime, upload, places, dict(extras))
+        return uploaded
 
     def rows(self, name: str) -> DeviceRows | None:
         """The rows of a column whose host side is not a copy, as far as they are gathered."""
@@ -263,6 +254,27 @@ class BatchDevice:
         return self._packed
 
 
+def packed_step(
+    runtime: Runtime, arrays: list[Array], writes: Sequence[TableWrite], extras: Mapping[str, object]
+) -> tuple[PackedUpload, Extras, Callable[[], None]]:
+    """One copy of `arrays`, table writes and extras; what was uploaded of these, and what launches the scatters."""
+    joined = joined_writes(runtime, writes) if writes else []
+    first_write = len(arrays)
+    for write in joined:
+        arrays += (write.index, write.values)
+    places: dict[str, int] = {}
+    for name, values in extras.items():
+        places[name] = len(arrays)
+        arrays.append(extra_array(name, values))
+    upload = runtime.upload(arrays)
+
+    def scatter() -> None:
+        for i, write in enumerate(joined):
+            write.table.apply(write, upload.view(first_write + 2 * i), upload.view(first_write + 2 * i + 1))
+
+    return upload, Extras(runtime, upload, places, dict(extras)), scatter
+
+
 def append_needs(arrays: list[Array], state: RowState) -> dict[str, range]:
     """Appends what each column's gathering needs on the device; column -> its places among the arrays."""
     needs = {}
@@ -337,3 +349,17 @@ def named_arrays(extras: object, what: str) -> Mapping[str, object]:
     if isinstance(extras, Mapping) and all(isinstance(name, str) for name in extras):
         return extras
     raise ArgumentError(f"{what}: extras are {extras!r}", value=extras, remedy="pass a mapping: name -> host array")
+
+
+def check_writes(writes: object, what: str) -> None:
+    """Refuses what is not a list of table writes.
+
+    Raises:
+        ArgumentError: it is something else.
+    """
+    if not isinstance(writes, list | tuple) or not all(isinstance(one, TableWrite) for one in writes):
+        raise ArgumentError(
+            f"{what}: writes are {writes!r}",
+            value=writes,
+            remedy="pass a list of what `Table.entry` or `Extension.entry` returned",
+        )

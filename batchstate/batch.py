@@ -33,7 +33,7 @@ from batchstate._rows import (
     check_indices,
     num_rows_of,
 )
-from batchstate._upload import BatchDevice, Extras, StaticAddresses, named_arrays
+from batchstate._upload import BatchDevice, Extras, StaticAddresses, check_writes, named_arrays
 from batchstate.columns import Column, DeviceColumn, MirroredColumn, SlotColumn, TensorColumn, declared_columns
 from batchstate.errors import ArgumentError, DeclarationError, DeviceError, ShapeError
 from batchstate.indices import Slots
@@ -665,14 +665,8 @@ class Batch(metaclass=BatchType):
                 invariants.mirror_stale_read("host", stale_reasons(windows, "host"), **self._where(operation, name))
 
     def _check_writes(self, writes: object, operation: str) -> None:
-        if type(writes) is tuple and not writes:
-            return
-        if not isinstance(writes, list | tuple) or not all(isinstance(one, TableWrite) for one in writes):
-            raise ArgumentError(
-                f"{type(self).__name__}.{operation}: writes are {writes!r}",
-                value=writes,
-                remedy="pass a list of what `Table.entry` or `Extension.entry` returned",
-            )
+        if type(writes) is not tuple or writes:
+            check_writes(writes, f"{type(self).__name__}.{operation}")
 
     def _checked_extras(self, extras: Mapping[str, object] | None, operation: str) -> Mapping[str, object]:
         if extras is None:

@@ -29,7 +29,7 @@ from batchstate._arrays import check_dense, converted, put_rows, select_rows, sh
 from batchstate._relay import DEVICE, HOST, READERS, Entries, EntryState, Publication, PublishedRows, RelayEntries
 from batchstate._upload import Extras
 from batchstate.errors import ArgumentError, CaptureError, DeclarationError, DeviceError, DtypeError, ShapeError
-from batchstate.forward.inputs import ForwardInputs, Sources
+from batchstate.forward.inputs import ForwardInputs, Sources, check_parts
 from batchstate.forward.plan import ForwardPlan
 from batchstate.indices import Slots
 from batchstate.invariants import times_checked
@@ -564,7 +564,7 @@ class FutureMap:
         plan: ForwardPlan,
         uploaded: Extras,
         *,
-        ids: str | Sequence[str],
+        ids: str | Sequence[str] = (),
         lengths: str | None = None,
         req_to_token: Table | None = None,
     ) -> ForwardInputs:
@@ -578,14 +578,15 @@ class FutureMap:
             plan: what the host planned. It is used once.
             uploaded: what `batch.upload(extras=plan.extras)` returned.
             ids: the field, or fields, whose entries end to end are the tokens that a request puts in: the last token,
-                or the last token and drafts.
+                or the last token and drafts. None where the plan has no ids, or the host knows all of them.
             lengths: the field with the tokens in KV memory before this step; needed where the plan has bounds. Name it
                 in every step of an engine that publishes it: where the host knows them, its entries are taken unread.
             req_to_token: [slot, position] -> token; needed where the plan has bounds and a slot mapping.
 
         Raises:
-            DeclarationError: no such field, one named twice, or one whose entries cannot be ids or lengths.
-            DtypeError: ids that are not int64, or lengths that are neither that nor int32.
+            DeclarationError: no such field, one named twice, or one whose entries cannot be ids or lengths; none for
+                ids that the relay has, or one for a plan without ids.
+            DtypeError: ids of another dtype than the plan's, or lengths that are neither int64 nor int32.
             ShapeError: a request puts in another number of tokens than its entries have.
             ContractError: bounds, and no field with the true lengths.
             ArgumentError: no plan; an upload without its extras; no token table for a slot mapping, or none of this
@@ -595,25 +596,17 @@ class FutureMap:
                 used before. Else as `gather`, for all requests of the plan. What the device holds (MIRROR_BOUND,
                 MIRROR_EQUAL, SENTINEL_ESCAPED at `full`) is checked after it was taken.
         """
-        for value, kind in ((plan, ForwardPlan), (uploaded, Extras)):
-            if not isinstance(value, kind):
-                raise ArgumentError(
-                    f"{self.name}: resolve_forward_inputs: expected {kind.__name__}, got {type(value).__name__}",
-                    value=value,
-                    remedy="pass a ForwardPlan, and what `batch.upload(extras=plan.extras)` returned",
-                )
         operation = "resolve_forward_inputs"
+        check_parts(plan, uploaded, f"{self.name}: {operation}")
         self._check_call(operation)
         names = tuple(ids) if isinstance(ids, list | tuple) else (cast(str, ids),)
         read = names if lengths is None else (*names, lengths)
         self._check_fields(read, operation)
-        if not names or len(set(read)) < len(read):
-            raise DeclarationError(
-                f"{self.name}: inputs from fields {read}",
-                value=read,
-                remedy="name each field once, and one for the ids",
-            )
-        width = sum(_id_width(name, self._fields[name], self.name) for name in names)
+        if len(set(read)) < len(read):
+            raise DeclarationError(f"{self.name}: inputs from fields {read}", value=read, remedy="name each field once")
+        width = sum(_id_width(name, self._fields[name], plan.id_dtype, self.name) for name in names)
+        if not names and plan.relay_rows.size:
+            width = int(plan.query_lens[plan.relay_rows[0]])
         if lengths is not None:
             _check_lengths(lengths, self._fields[lengths], self.name)
         if req_to_token is not None and getattr(req_to_token, "space", None) is not self.slots:
@@ -807,13 +800,13 @@ def _live_rows(value: torch.Tensor | MirroredTensor, live: int) -> torch.Tensor:
     return tensor[:live] if tensor.shape[0] != live else tensor
 
 
-def _id_width(name: str, field: RelayField, what: str) -> int:
-    """Ids per request in a field that feeds a forward."""
-    if field.dtype != torch.int64:
+def _id_width(name: str, field: RelayField, dtype: torch.dtype, what: str) -> int:
+    """Ids per request in a field that feeds a forward whose ids are `dtype`."""
+    if field.dtype != dtype:
         raise DtypeError(
             f"{what}: ids from field {name!r} of {field.dtype}",
             value=field.dtype,
-            remedy="declare it torch.int64: the ids of a forward are",
+            remedy=f"declare it {dtype}, as the ids of this forward are; ForwardPlan.of(..., int32=...) says which",
         )
     if len(field.shape) > 1:
         raise DeclarationError(

@@ -394,7 +394,7 @@ Wrong = tuple[type[Exception], str, dict[str, Any], dict[str, Any]]
 # of the plan beside lengths [8, 8], and of the resolution beside ids="last_token"
 WRONG: dict[str, Wrong] = {
     "an undeclared field": (DeclarationError, "'token', which is not declared", {}, {"ids": "token"}),
-    "no field": (DeclarationError, r"inputs from fields \(\)", {}, {"ids": ()}),
+    "no field": (DeclarationError, r"no field for their ids", {}, {"ids": ()}),
     "a field twice": (DeclarationError, "name each field once", {"queries": 2}, {"ids": ("last_token", "last_token")}),
     "ids for lengths": (DeclarationError, "name each field once", {}, {"lengths": "last_token"}),
     "a field of the host": (DeclarationError, "read by the host", {}, {"ids": "outputs"}),

@@ -253,8 +253,8 @@ WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "half a padded token": (DtypeError, "pad_tokens is 3.5", {"pad_tokens": 3.5}),
     "ids for others": (ShapeError, "prompt_ids of 2 for 3 requests", {"prompt_ids": [None, [1]]}),
     "ids end to end": (ShapeError, "prompt_ids of ndarray", {"prompt_ids": np.array([1, 2, 3])}),
-    "ids that are too many": (ShapeError, "2 ids for the 1 tokens of row 1", {"prompt_ids": [None, [1, 2], None]}),
-    "ids that are missing": (ShapeError, "0 ids for the 1 tokens of row 0", {"prompt_ids": [[], None, None]}),
+    "ids that are too many": (ShapeError, "row 1: 2 values for its 1 tokens", {"prompt_ids": [None, [1, 2], None]}),
+    "ids that are missing": (ShapeError, "row 0: 0 values for its 1 tokens", {"prompt_ids": [[], None, None]}),
     "an id": (ShapeError, r"prompt_ids of row 2 are \[\]", {"prompt_ids": [None, None, 5]}),
     "None among ids": (
         DtypeError,

@@ -5,7 +5,7 @@ only the last forward knew: ids, and true lengths where the host has bounds. The
 change it; the two sides of the batch stay what they are.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import final
 
 import attrs
@@ -15,7 +15,7 @@ import torch
 from batchstate import invariants, levels
 from batchstate._arrays import put_rows
 from batchstate._upload import Extras
-from batchstate.errors import ArgumentError, ContractError, ShapeError
+from batchstate.errors import ArgumentError, ContractError, DeclarationError, ShapeError
 from batchstate.forward.plan import ForwardPlan
 from batchstate.indices import Slots
 from batchstate.mirror import DeviceSide
@@ -32,7 +32,8 @@ class Sources:
     Attributes:
         runtime: the device.
         gather: takes entries of a relay field.
-        ids: fields whose entries end to end are the ids of a request, `width` of them.
+        ids: fields whose entries end to end are the ids of a request.
+        width: tokens of each request that the relay feeds.
         lengths: field with the tokens in KV memory before this step, or None.
         req_to_token: [slot, position] -> token, or None.
     """
@@ -54,10 +55,22 @@ class Sources:
                 value=missing,
                 remedy="pass what `batch.upload(extras=plan.extras)` returned for this plan",
             )
+        if plan.has_ids and len(plan.relay_rows) and not self.ids:
+            raise DeclarationError(
+                f"{what}: {plan!r}, and no field for their ids",
+                value=plan,
+                remedy="name the fields that hold them (ids=...); or pass the ids of all requests to the plan",
+            )
+        if not plan.has_ids and self.ids:
+            raise DeclarationError(
+                f"{what}: ids from {', '.join(self.ids)} for {plan!r}, which has none",
+                value=self.ids,
+                remedy="leave `ids` out, or plan with has_ids=True",
+            )
         for row in plan.relay_rows[plan.query_lens[plan.relay_rows] != self.width].tolist():
             raise ShapeError(
                 f"{what}: the request in row {row} puts in {plan.query_lens[row]} tokens, "
-                f"and the relay has {self.width} for it in {', '.join(self.ids)}",
+                f"and the relay has {self.width} for it in {', '.join(self.ids) or self.lengths}",
                 value=int(plan.query_lens[row]),
                 remedy="pass its ids to the plan, or name the fields that hold them all",
             )
@@ -90,13 +103,14 @@ class Sources:
 @final
 @attrs.define(eq=False, repr=False)
 class ForwardInputs:
-    """One forward's inputs on the device. Made by `FutureMap.resolve_forward_inputs`.
+    """One forward's inputs on the device. Made by `FutureMap.resolve_forward_inputs`, or by `of` without a relay.
 
     Attributes:
-        plan: what the host knows of it.
+        plan: what the host knows of it. It says which of the int64 tensors are int32.
         slots: int64[num_rows]; 0 for padded rows.
         sampled_slots: handles of the requests that sample, for `publish`.
-        input_ids, positions: int64[num_padded_tokens].
+        positions: int64[num_padded_tokens].
+        arrays: name -> [num_padded_tokens, ...], the plan's token arrays.
         query_start_loc: int32[num_rows + 1], where the tokens of each request begin (FlashAttention's `cu_seqlens_q`,
             flashinfer's `qo_indptr`).
         kv_lens: int32[num_rows], tokens of each request with those of this step (`seqused_k`, `cache_seqlens`).
@@ -109,7 +123,6 @@ class ForwardInputs:
     plan: ForwardPlan
     slots: torch.Tensor
     sampled_slots: Slots
-    input_ids: torch.Tensor
     positions: torch.Tensor
     query_start_loc: torch.Tensor
     kv_lens: torch.Tensor
@@ -120,9 +133,56 @@ class ForwardInputs:
     kv_page_indptr: torch.Tensor | None = None
     kv_page_indices: torch.Tensor | None = None
     kv_last_page_len: torch.Tensor | None = None
+    arrays: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
+    _ids: torch.Tensor | None = None
 
     def __repr__(self) -> str:
         return f"ForwardInputs({self.plan!r})"
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        """int64[num_padded_tokens].
+
+        Raises:
+            ArgumentError: the forward has no ids.
+        """
+        if self._ids is None:
+            raise ArgumentError(
+                f"input_ids of {self.plan!r}, which has none",
+                value=self.plan,
+                remedy="plan with has_ids=True where the forward takes ids; a later rank takes hidden states",
+            )
+        return self._ids
+
+    @classmethod
+    def of(cls, plan: ForwardPlan, uploaded: Extras) -> "ForwardInputs":
+        """The inputs of a forward of which the host knows everything: no relay takes part.
+
+        Call it at forward entry, on its stream.
+
+        Args:
+            plan: one in which no request waits for ids or lengths of the step before. It is used once.
+            uploaded: what `batch.upload(extras=plan.extras)` returned, or `plan.upload()`.
+
+        Raises:
+            ArgumentError: no plan or upload, or not of each other; a request whose ids or lengths the relay has.
+            Violation: as `FutureMap.resolve_forward_inputs`.
+        """
+        check_parts(plan, uploaded, "ForwardInputs")
+        runtime = plan.slots.runtime
+        runtime.check_owner("ForwardInputs.of")
+        if len(plan.relay_rows):
+            raise ArgumentError(
+                f"ForwardInputs of {plan!r}: row {plan.relay_rows[0]} waits for a relay",
+                value=plan,
+                remedy="pass ids of all requests to the plan, or call `FutureMap.resolve_forward_inputs`",
+            )
+        sources = Sources(runtime, lambda slots, field: slots.device, (), 0, None, None)
+        sources.check(plan, uploaded, "ForwardInputs")
+        plan.check_unused()
+        inputs = cls.resolve(plan, uploaded, sources)
+        plan.use()
+        return inputs
 
     @classmethod
     def resolve(cls, plan: ForwardPlan, uploaded: Extras, sources: Sources) -> "ForwardInputs":
@@ -131,11 +191,21 @@ class ForwardInputs:
         if uploaded.slots is not None and np.array_equal(uploaded.slots[0], slots.np):
             slots = with_device(slots, uploaded.slots[1])  # at fixed addresses
         relayed = slots if plan.direct else _uploaded_handles(relayed, uploaded, "relay_slots")
+        arrays: dict[str, torch.Tensor] = {}
+        if plan.deferred and plan.token_arrays:
+            deferred = runtime.upload(list(plan.token_arrays.values()))
+            arrays = {name: deferred.view(place) for place, name in enumerate(plan.token_arrays)}
+        elif plan.token_arrays:
+            arrays = {name: uploaded[name] for name in plan.token_arrays}
+        known = arrays.pop("input_ids", None)
+        if known is None and "input_ids" in plan.extras:
+            known = uploaded["input_ids"]
         inputs = cls(
             plan=plan,
             slots=slots.device,
             sampled_slots=slots if sampled is plan.slots else _uploaded_handles(sampled, uploaded, "sample_slots"),
-            input_ids=_ids(plan, uploaded, relayed, sources),
+            ids=_ids(plan, uploaded, known, relayed, sources) if plan.has_ids else None,
+            arrays=arrays,
             **{name: uploaded[name] for name in _TENSORS if name in plan.extras},
         )
         if plan.bounded and sources.lengths is not None:
@@ -152,13 +222,28 @@ class ForwardInputs:
         self._check_locations(runtime)
         if self.plan.pages is not None:
             self.plan.pages.check_kv("resolve_forward_inputs")
-        invariants.sentinel_escaped(
-            runtime.inspect(self.input_ids),
-            object=self.plan,
-            operation="resolve_forward_inputs",
-            column="input_ids",
-            step=runtime.step,
-        )
+        where: Where = {"object": self.plan, "operation": "resolve_forward_inputs", "step": runtime.step}
+        self._check_slot_mapping(runtime, where)
+        for name, array in self.arrays.items():
+            column: Where = {**where, "column": name}
+            invariants.mirror_equal(self.plan.token_arrays[name], runtime.inspect(array), **column)
+        if self._ids is not None:
+            column, ids = {**where, "column": "input_ids"}, runtime.inspect(self._ids)
+            invariants.sentinel_escaped(ids, **column)
+            if self.plan.prompt_ids is not None:
+                known = self.plan.prompt_ids.copy()
+                fed = self.plan.relay_tokens()
+                known[fed] = ids[fed]
+                invariants.mirror_equal(known, ids, **column)
+
+    def _check_slot_mapping(self, runtime: Runtime, where: Where) -> None:
+        """The KV of each token goes to where its position lies in the pages of its request."""
+        plan = self.plan
+        if plan.pages is not None and self.slot_mapping is not None and plan.num_tokens:
+            positions = runtime.inspect(self.positions)[: plan.num_tokens].astype(np.int64)
+            found = runtime.inspect(self.slot_mapping)[: plan.num_tokens].astype(np.int64)
+            column: Where = {**where, "column": "slot_mapping"}
+            invariants.mirror_equal(plan.locations_at(positions), found, **column)
 
     def _correct_lengths(self, uploaded: Extras, lengths: torch.Tensor, slots: torch.Tensor, sources: Sources) -> None:
         """Sets positions, KV lengths and slot mapping of requests of which the host knows a bound.
@@ -168,15 +253,16 @@ class ForwardInputs:
         launch, width, direct = sources.runtime.launch, sources.width, self.plan.direct
         if levels.full and not sources.runtime.checks_suspended():
             self._check_bounds(lengths, sources)
-        positions = lengths
-        if width > 1 or lengths.dtype != torch.int64:
-            positions = launch(_positions, lengths, width, reads=(lengths,), name="true positions", operations=2)
+        positions, dtype = lengths, self.positions.dtype
+        if width > 1 or lengths.dtype != dtype:
+            positions = launch(_positions, lengths, width, dtype, reads=(lengths,), name="true positions", operations=2)
         mapping = None
         if self.slot_mapping is not None and sources.req_to_token is not None:
             table = sources.req_to_token.device_for(self.plan.relayed)
             reads = (table, positions, slots)
             name = "true slot mapping"
-            mapping = launch(_looked_up, table, slots, positions, width, reads=reads, name=name, operations=2)
+            dtype = self.slot_mapping.dtype
+            mapping = launch(_looked_up, table, slots, positions, width, dtype, reads=reads, name=name, operations=2)
         lens = self.kv_lens if direct else torch.empty_like(lengths, dtype=self.kv_lens.dtype)
         launch(torch.add, lengths, width, out=lens, reads=(lengths,), writes=(lens,), name="true KV lengths")
         if direct:  # all rows and nothing else: the true ones replace what was planned
@@ -238,8 +324,25 @@ class ForwardInputs:
 
 
 _TENSORS = tuple(
-    one.name for one in attrs.fields(ForwardInputs) if one.name not in ("plan", "slots", "sampled_slots", "input_ids")
+    one.name
+    for one in attrs.fields(ForwardInputs)
+    if one.name not in ("plan", "slots", "sampled_slots", "arrays", "_ids")
 )
+
+
+def check_parts(plan: object, uploaded: object, what: str) -> None:
+    """Refuses what is not a plan and an upload.
+
+    Raises:
+        ArgumentError: one of them is something else.
+    """
+    for value, kind in ((plan, ForwardPlan), (uploaded, Extras)):
+        if not isinstance(value, kind):
+            raise ArgumentError(
+                f"{what}: expected {kind.__name__}, got {type(value).__name__}",
+                value=value,
+                remedy="pass a ForwardPlan, and what `batch.upload(extras=plan.extras)` returned",
+            )
 
 
 def _uploaded_handles(handles: Slots, uploaded: Extras, name: str) -> Slots:
@@ -262,12 +365,11 @@ def with_device(handles: Slots, side: DeviceSide) -> Slots:
     )
 
 
-def _ids(plan: ForwardPlan, uploaded: Extras, relayed: Slots, sources: Sources) -> torch.Tensor:
+def _ids(
+    plan: ForwardPlan, uploaded: Extras, known: torch.Tensor | None, relayed: Slots, sources: Sources
+) -> torch.Tensor:
     """The ids of all tokens, from the host, from the relay, or from both."""
     launch = sources.runtime.launch
-    known = uploaded["input_ids"] if "input_ids" in plan.extras else None
-    if plan.prompt_ids is not None:
-        known = sources.runtime.upload([plan.prompt_ids]).view(0)
     if known is not None and not len(plan.relay_rows):
         return known
     parts = [sources.gather(relayed, name) for name in sources.ids]
@@ -286,14 +388,16 @@ def _end_to_end(parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([part.reshape(part.shape[0], -1) for part in parts], dim=1).reshape(-1)
 
 
-def _positions(lengths: torch.Tensor, width: int) -> torch.Tensor:
-    """int64[n * width]: the positions of the next `width` tokens of each request."""
-    return (lengths[:, None] + torch.arange(width, device=lengths.device)).reshape(-1).to(torch.int64)
+def _positions(lengths: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """dtype[n * width]: the positions of the next `width` tokens of each request."""
+    return (lengths[:, None] + torch.arange(width, device=lengths.device)).reshape(-1).to(dtype)
 
 
-def _looked_up(table: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
-    """int64[n * width]: the table's element for each position, `width` per request."""
-    return table[slots[:, None], positions.view(-1, width)].reshape(-1).to(torch.int64)
+def _looked_up(
+    table: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, width: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """dtype[n * width]: the table's element for each position, `width` per request."""
+    return table[slots[:, None], positions.view(-1, width)].reshape(-1).to(dtype)
 
 
 def _ends(starts: torch.Tensor, lengths: torch.Tensor) -> None:

@@ -5,33 +5,42 @@
     inputs = relay.resolve_forward_inputs(plan, uploaded, ids="last_token")  # at forward entry, on its stream
 
 Each request puts in its last `query_len` tokens, of `seq_len` that it has with them: a chunk of its prompt, one decoded
-token, or that and drafts. Their ids come from the host (prompts) or from the relay (all others). The KV of each token
-has a location: an offset into a page of its request. `slot_mapping` is vLLM's name for the locations that a forward
-writes (SGLang: `out_cache_loc`); everywhere else a slot is the row of a request.
+token, or that and drafts. Their ids come from the host (prompts) or from the relay (all others); a rank of a pipeline
+that takes hidden states has none. What the host knows of single tokens (`TokenArray`) goes the same way as the ids. The
+KV of each token has a location: an offset into a page of its request. `slot_mapping` is vLLM's name for the locations
+that a forward writes (SGLang: `out_cache_loc`); everywhere else a slot is the row of a request.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, SupportsIndex, final
 
 import attrs
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import amounts, as_array, check_range, converted, count
+from batchstate._arrays import Array, amounts, as_array, check_range, count
 from batchstate._origin import DerivedArrays, Origin, RowSet
+from batchstate._upload import Extras, check_writes, named_arrays, packed_step
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, DtypeError, ShapeError
+from batchstate.forward.token_array import TokenArray, checked_arrays
 from batchstate.indices import Slots
 from batchstate.invariants import times_checked
 from batchstate.kv.pages import PagePool
-from batchstate.mirror import Contract, MirroredTensor
+from batchstate.mirror import Contract, DeviceSide, MirroredTensor, ReadyTensor
+from batchstate.tables import TableWrite
 from batchstate.violations import Code, Where
 
 Ints = npt.NDArray[np.int64]
 Arrays = dict[str, npt.NDArray[np.int32]]
 
 _WHAT = "ForwardPlan"
-_INT32 = np.dtype(np.int32)
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
+_IDS = "input_ids"
+
+_INDICES = ("input_ids", "positions", "slot_mapping", "last_token_indices")
+"""Arrays that are int64 unless they are named in `int32`."""
 
 _STAND_IN = -1
 """Where no id is known yet while the host lays them out. The check of SENTINEL_ESCAPED lets none be uploaded."""
@@ -100,7 +109,11 @@ class ForwardPlan:
         relayed: their handles.
         sample_rows: int64[s], requests that sample.
         sampled_slots: their handles.
-        prompt_ids: int64[num_padded_tokens], ids that the host knows and 0 elsewhere; None if it knows none.
+        has_ids: whether the forward takes ids.
+        int32: the arrays of indices that are int32.
+        token_arrays: name -> array [num_padded_tokens, ...], what the host knows of single tokens; `input_ids` among
+            them if it knows any, 0 where it does not.
+        deferred: whether these are uploaded at forward entry, and not with the extras.
         extras: name -> array, for `batch.upload(extras=...)`.
         origin: the rows and pages that it was made of; it is refused once they have changed.
         pages: the pool that the KV of the requests lies in, or None.
@@ -117,10 +130,13 @@ class ForwardPlan:
     relayed: Slots
     sample_rows: Ints
     sampled_slots: Slots
-    prompt_ids: Ints | None
     extras: dict[str, npt.NDArray[Any]]
     origin: Origin
     pages: PagePool | None = None
+    has_ids: bool = True
+    int32: frozenset[str] = frozenset()
+    token_arrays: dict[str, Array] = attrs.field(factory=dict)
+    deferred: bool = True
     _shares: int = 0
     _used: bool = False
 
@@ -159,6 +175,10 @@ class ForwardPlan:
         pages: PagePool | None = None,
         pad_tokens: SupportsIndex | None = None,
         layouts: str | Iterable[str] = (),
+        token_arrays: Mapping[str, TokenArray] | None = None,
+        has_ids: bool = True,
+        deferred: bool = True,
+        int32: Collection[str] = (),
     ) -> "ForwardPlan":
         """Plans a forward.
 
@@ -175,6 +195,12 @@ class ForwardPlan:
             pages: where the KV goes; without it there is no `slot_mapping`.
             pad_tokens: tokens of a captured graph; padded ones have id 0, position 0 and token 0 of KV memory.
             layouts: `flash_attention` or `flashinfer`, for arrays that these take besides.
+            token_arrays: name -> further values of tokens, which become `inputs.arrays`.
+            has_ids: False for a rank of a pipeline that takes hidden states. `prompt_ids` then says, as on the first
+                rank, which requests the relay feeds; nothing is laid out for ids, and none are taken.
+            deferred: whether ids of prompts and token arrays are uploaded at forward entry, on its stream; else they
+                are among the extras, in the step's copy.
+            int32: which of `input_ids`, `positions`, `slot_mapping` and `last_token_indices` kernels take as int32.
 
         Raises:
             ShapeError: not one number, mask or array of ids a request; ids that are not `query_len`.
@@ -183,7 +209,7 @@ class ForwardPlan:
                 request samples that puts in none.
             ValueOverflowError: lengths or tokens beyond int32, which kernels take.
             ContractError: `flashinfer` with bounds, whose page counts the host would have to know.
-            DeclarationError: an unknown layout.
+            DeclarationError: an unknown layout, or array of indices; a token array with a name that is taken.
             Violation: DERIVED_STALE, at `cheap`: slots and lengths of two sets of rows, or exact lengths that are not
                 those that the pages were given; SENTINEL_ESCAPED: a negative id; SLOT_ZERO_ALLOCATED: a padded row
                 before a request.
@@ -195,6 +221,11 @@ class ForwardPlan:
             raise DeclarationError(
                 f"{_WHAT}: layouts {names!r}", value=names, remedy=f"use some of: {', '.join(LAYOUTS)}"
             )
+        if isinstance(int32, str) or not set(int32) <= set(_INDICES):
+            raise DeclarationError(
+                f"{_WHAT}: int32={int32!r}", value=int32, remedy=f"name some of: {', '.join(_INDICES)}"
+            )
+        named = checked_arrays(token_arrays, _WHAT)
         if pages is not None and not isinstance(pages, PagePool):
             raise ArgumentError(f"{_WHAT}: pages are {type(pages).__name__}", value=pages, remedy="pass a PagePool")
         num_rows, used = len(slots), np.flatnonzero(slots.np)
@@ -214,10 +245,16 @@ class ForwardPlan:
         what = f"{_WHAT}: pad_tokens"
         padded_tokens = num_tokens if pad_tokens is None else count(pad_tokens, what, least=num_tokens)
         check_range(0, padded_tokens, _INT32, what)
-        known = _known_ids(prompt_ids, queries, num_rows)
+        int32 = frozenset(int32)
+        id_dtype = torch.int32 if _IDS in int32 else torch.int64
+        ids = TokenArray(prompt_ids, id_dtype, fill=_STAND_IN, non_negative=True)
+        known = ids.known(queries, num_rows, f"{_WHAT}: prompt_ids")
+        values = {name: one.known(queries, num_rows, f"{_WHAT}: {name}") for name, one in named.items()}
         fed = queries > 0
         if prompt_ids is not None:
-            fed &= np.fromiter((ids is None for ids in known), np.bool_, num_reqs)
+            fed &= np.fromiter((one is None for one in known), np.bool_, num_reqs)
+        if not has_ids and bounds is None:
+            fed[:] = False
         relay_rows = np.flatnonzero(fed)
         sample_rows = _sample_rows(samples, queries, num_rows)
         epochs = None if pages is None else pages.epochs
@@ -233,18 +270,63 @@ class ForwardPlan:
             relayed=_handles(slots, relay_rows),
             sample_rows=sample_rows,
             sampled_slots=slots if len(sample_rows) == num_reqs else _handles(slots, sample_rows),
-            prompt_ids=None,
             extras={},
+            has_ids=has_ids,
+            int32=int32,
+            deferred=deferred,
             origin=Origin("plan", slots.runtime.step, row_set, epochs, 0 if epochs is None else epochs.last),
             pages=pages,
             shares=0 if pages is None else pages.shares.last,
         )
         if pages is not None:
             plan._check_lengths(pages, exact=bounds is None)
-        if any(ids is not None and len(ids) for ids in known):
-            plan.prompt_ids = plan._laid_out(known, starts, where)
+        if has_ids and any(one is not None and len(one) for one in known):
+            laid = ids.laid_out(known, starts, padded_tokens)
+            laid[num_tokens:] = laid[plan.relay_tokens()] = 0
+            ids.check(laid, {**where, "column": _IDS})
+            plan.token_arrays[_IDS] = laid
+        for name, one in named.items():
+            plan.token_arrays[name] = laid = one.laid_out(values[name], starts, padded_tokens)
+            one.check(laid, {**where, "column": name})
         plan.extras = DerivedArrays(plan._arrays(rows, starts, positions, names), plan.origin)
         return plan
+
+    @property
+    def prompt_ids(self) -> Array | None:
+        """Ids that the host knows, [num_padded_tokens], 0 elsewhere; None if it knows none."""
+        return self.token_arrays.get(_IDS)
+
+    @property
+    def id_dtype(self) -> torch.dtype:
+        """Of the ids."""
+        return torch.int32 if _IDS in self.int32 else torch.int64
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The extras as CPU tensors over the same memory, for kernel libraries that plan on the host."""
+        return {name: torch.from_numpy(array) for name, array in self.extras.items()}
+
+    def upload(self, *, writes: Sequence[TableWrite] = (), extras: Mapping[str, object] | None = None) -> Extras:
+        """Sends the plan to the device on the current stream in one copy, for an engine that has no batch class.
+
+        Args:
+            writes: table writes, as for `Batch.upload`.
+            extras: further host arrays by name.
+
+        Returns:
+            the device tensors of the extras.
+
+        Raises:
+            As `Batch.upload`, and DERIVED_STALE of the plan itself.
+        """
+        self.check(None, "upload")
+        runtime, slots = self.slots.runtime, self.slots.np
+        check_writes(writes, f"{_WHAT}.upload")
+        arrays = named_arrays({} if extras is None else extras, "upload")
+        upload, uploaded, scatter = packed_step(runtime, [slots], writes, self.extras | dict(arrays))
+        scatter()
+        uploaded.row_set = self.slots.row_set
+        uploaded.slots = slots, DeviceSide(ReadyTensor.uploaded(upload.view(0), upload))
+        return uploaded
 
     @property
     def bounded(self) -> bool:
@@ -309,14 +391,12 @@ class ForwardPlan:
                 lens = np.minimum(lens, self.pages.committed_lengths[rows])
             self.pages.writes.launched(rows, lens, self.seq_lens - self.query_lens)
 
-    def locations(self) -> Ints:
-        """Where the KV of each token lies, int64[num_reqs, max_kv_len]; 0 behind its request. For checks."""
+    def locations_at(self, positions: Ints) -> Ints:
+        """Where the pages have the KV of tokens at the positions int64[num_tokens], int64[num_tokens]. For checks."""
         if self.pages is None:
-            return np.zeros((self.num_reqs, 0), dtype=np.int64)
-        positions = np.arange(self.max_kv_len)
-        rows = np.arange(self.num_reqs)[:, None]
-        locations = _locations(self._page_table(self.pages), rows, positions, self.pages.page_size)
-        return np.where(positions < self.seq_lens[:, None], locations, 0)
+            return np.zeros_like(positions)
+        rows = np.repeat(np.arange(self.num_reqs, dtype=np.int64), self.query_lens)
+        return _locations(self._page_table(self.pages), rows, positions, self.pages.page_size)
 
     def relay_tokens(self) -> Ints:
         """Indices of the relay's ids among the tokens, int64, request by request."""
@@ -324,36 +404,24 @@ class ForwardPlan:
         first = _offsets(self.query_lens)[self.relay_rows] - _offsets(queries)[:-1]
         return np.arange(queries.sum(), dtype=np.int64) + np.repeat(first, queries)
 
-    def _laid_out(self, known: Sequence[Ints | None], starts: Ints, where: Where) -> Ints:
-        """The ids that the host knows, each at its token; 0 where the relay puts in, and behind the tokens."""
-        ids = np.full(self.num_padded_tokens, _STAND_IN, dtype=np.int64)
-        ids[self.num_tokens :] = 0
-        for row, one in enumerate(known):
-            if one is not None:
-                ids[starts[row] : starts[row + 1]] = one
-        ids[self.relay_tokens()] = 0
-        if levels.cheap:
-            column: Where = {**where, "column": "input_ids"}
-            invariants.sentinel_escaped(ids, **column)
-        return ids
-
     def _arrays(self, rows: Ints, starts: Ints, positions: Ints, layouts: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
         """What is uploaded, from the rows and positions int64[t] of tokens and the starts int64[n + 1] of requests."""
         size, num_rows = self.num_padded_tokens, self.num_rows
         last = starts[1:] - 1
         arrays: dict[str, npt.NDArray[Any]] = {
-            "positions": _padded(positions, size, 0, np.int64),
+            "positions": self._indices("positions", positions, size),
             "query_start_loc": _padded(starts, num_rows + 1, self.num_tokens, np.int32),
             "kv_lens": _padded(self.seq_lens, num_rows, 0, np.int32),
         }
         if self.sampled_slots is self.slots:
-            arrays["last_token_indices"] = _padded(last, num_rows, 0, np.int64)
+            arrays["last_token_indices"] = self._indices("last_token_indices", last, num_rows)
         else:
-            arrays["last_token_indices"] = last[self.sample_rows]
-            arrays["sample_slots"] = self.sampled_slots.np
+            sampled = last[self.sample_rows]
+            arrays["last_token_indices"] = self._indices("last_token_indices", sampled, len(sampled))
+            arrays["sample_slots"] = self.sampled_slots.np.copy()  # an engine may make a tensor of each
         if self.pages is not None:
             table, page_size = self._page_table(self.pages), self.pages.page_size
-            arrays["slot_mapping"] = _padded(_locations(table, rows, positions, page_size), size, 0, np.int64)
+            arrays["slot_mapping"] = self._indices("slot_mapping", _locations(table, rows, positions, page_size), size)
             if self.bounded and "flashinfer" in layouts:
                 raise ContractError(
                     f"{_WHAT}: layout 'flashinfer' of bounded lengths",
@@ -366,14 +434,26 @@ class ForwardPlan:
             raise ArgumentError(
                 f"{_WHAT}: layouts {list(layouts)} without pages", value=layouts, remedy="pass pages=PagePool"
             )
-        if self.prompt_ids is None and not self.direct:
-            arrays["input_ids"] = np.zeros(size, dtype=np.int64)  # where the relay puts in, and padding
+        taken = sorted(({*arrays, *_INDICES} - {_IDS}) & self.token_arrays.keys())
+        if taken:
+            raise DeclarationError(f"{_WHAT}: token arrays named {taken}", value=taken, remedy="rename them")
+        if not self.deferred:
+            arrays |= self.token_arrays
+        if self.has_ids and self.prompt_ids is None and not self.direct:
+            arrays[_IDS] = self._indices(_IDS, np.zeros(0, np.int64), size)  # where the relay puts in, and padding
         if len(self.relay_rows) and not self.direct:
-            arrays["relay_slots"] = self.relayed.np
+            arrays["relay_slots"] = self.relayed.np.copy()
             arrays["relay_tokens"] = self.relay_tokens()
             if self.bounded:
                 arrays["relay_rows"] = self.relay_rows
         return arrays
+
+    def _indices(self, name: str, values: Ints, size: int) -> npt.NDArray[np.integer]:
+        """`values` in the dtype of an array of indices, then 0 up to `size` elements."""
+        narrow = name in self.int32
+        if narrow:
+            check_range(0, int(values.max(initial=0)), _INT32, f"{_WHAT}: {name}")
+        return _padded(values, size, 0, _INT32 if narrow else _INT64)
 
     def _page_table(self, pages: PagePool) -> npt.NDArray[np.int32]:
         """The pages of each request, int32[num_reqs, most pages of a request]."""
@@ -432,39 +512,6 @@ def _check_queries(queries: Ints, lens: Ints) -> None:
             value=int(queries[row]),
             remedy="seq_lens counts the tokens of this step too; a request puts in 0 to seq_len of them",
         )
-
-
-def _known_ids(prompt_ids: object, queries: Ints, num_rows: int) -> list[Ints | None]:
-    """The ids that the host knows, for each request; None where the relay has them."""
-    num_reqs = len(queries)
-    if prompt_ids is None:
-        return [None] * num_reqs
-    if isinstance(prompt_ids, list | tuple) and len(prompt_ids) == num_rows:
-        prompt_ids = prompt_ids[:num_reqs]
-    if not isinstance(prompt_ids, list | tuple) or len(prompt_ids) != num_reqs:
-        size = len(prompt_ids) if isinstance(prompt_ids, list | tuple) else type(prompt_ids).__name__
-        raise ShapeError(
-            f"{_WHAT}: prompt_ids of {size} for {num_reqs} requests",
-            value=size,
-            remedy="pass a list with the ids of each request, and None for those that the relay feeds",
-        )
-    known: list[Ints | None] = []
-    for row, ids in enumerate(prompt_ids):
-        array = None if ids is None else converted(ids, np.dtype(np.int64), f"{_WHAT}: prompt_ids of row {row}")
-        if array is not None and array.ndim != 1:
-            raise ShapeError(
-                f"{_WHAT}: prompt_ids of row {row} are {list(array.shape)}",
-                value=array.shape,
-                remedy="pass one dimension of ids; None where there are none",
-            )
-        if array is not None and len(array) != queries[row]:
-            raise ShapeError(
-                f"{_WHAT}: {len(array)} ids for the {queries[row]} tokens of row {row}",
-                value=len(array),
-                remedy="pass exactly the ids of this chunk",
-            )
-        known.append(array)
-    return known
 
 
 def _sample_rows(samples: object, queries: Ints, num_rows: int) -> Ints:

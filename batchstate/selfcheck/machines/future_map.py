@@ -19,6 +19,7 @@ from batchstate.columns import mirrored, slot_column
 from batchstate.errors import ArgumentError, DeclarationError, DeviceError, DtypeError, ShapeError, ValueOverflowError
 from batchstate.forward.inputs import ForwardInputs
 from batchstate.forward.plan import ForwardPlan
+from batchstate.forward.token_array import TokenArray
 from batchstate.future_map import EntryState, FutureMap, Prefetched, RelayField, relay_field
 from batchstate.indices import Pages, Slots
 from batchstate.kv.pages import PagePool
@@ -191,6 +192,11 @@ class Shape:
         lengths: the field of lengths is named; with bounds it has to be.
         pad_rows: padded requests.
         pad_tokens: padded tokens, or None.
+        has_ids: whether the forward takes ids.
+        arrays: it takes further values of tokens from the host.
+        deferred: these, and ids of prompts, are uploaded at its entry.
+        alone: where no request waits for the relay, it takes no part, and there is no batch.
+        int32: what kernels take as int32.
     """
 
     drafts: bool
@@ -198,16 +204,24 @@ class Shape:
     lengths: bool
     pad_rows: int
     pad_tokens: int | None
+    has_ids: bool
+    arrays: bool
+    deferred: bool
+    alone: bool
+    int32: tuple[str, ...]
 
     @property
     def ids(self) -> tuple[str, ...]:
         """The fields that the ids of decodes come from."""
+        if not self.has_ids:
+            return ()
         return ("token", "drafts") if self.drafts else ("token",)
 
     @property
     def takes(self) -> tuple[str, ...]:
         """All fields that a decode takes."""
-        return (*self.ids, "lengths") if self.bounded or self.lengths else self.ids
+        lengths = self.bounded or (self.lengths and self.has_ids)
+        return (*self.ids, "lengths") if lengths else self.ids
 
     @property
     def width(self) -> int:
@@ -227,7 +241,19 @@ class Launched:
     inputs: ForwardInputs
 
 
-_SHAPES = st.builds(Shape, st.booleans(), st.booleans(), st.booleans(), _PADS, st.sampled_from([None, 0, 3]))
+_SHAPES = st.builds(
+    Shape,
+    drafts=st.booleans(),
+    bounded=st.booleans(),
+    lengths=st.booleans(),
+    pad_rows=_PADS,
+    pad_tokens=st.sampled_from([None, 0, 3]),
+    has_ids=_OFTEN,
+    arrays=st.booleans(),
+    deferred=_OFTEN,
+    alone=st.booleans(),
+    int32=st.sampled_from([(), ("positions",), ("last_token_indices", "slot_mapping")]),
+)
 
 
 @final
@@ -408,6 +434,11 @@ class FutureMapMachine(Machine):
         "a forward of prompts alone",
         "a forward of decodes alone",
         "a forward of prompts and decodes",
+        "a forward without ids",
+        "true lengths of a forward without ids",
+        "a forward without the relay",
+        "values of tokens deferred",
+        "values of tokens in the step's copy",
         "drafts put in",
         "bounded lengths set right",
         "padded to a graph's size",
@@ -854,8 +885,14 @@ class FutureMapMachine(Machine):
             samples=[part.samples for part in parts],
             pages=self.pages,
             pad_tokens=None if shape.pad_tokens is None else int(queries.sum()) + shape.pad_tokens,
+            has_ids=shape.has_ids,
+            deferred=shape.deferred,
+            int32=shape.int32,
+            token_arrays=self._token_arrays(parts) if shape.arrays else None,
         )
-        uploaded = batch.upload(writes=[extension.entry()], extras=plan.extras)
+        alone = shape.alone and not plan.relay_rows.size
+        writes = [extension.entry()]
+        uploaded = plan.upload(writes=writes) if alone else batch.upload(writes=writes, extras=plan.extras)
         with self.rt.use(self.streams["forward"]):
             launched = Launched(parts, shape, plan, uploaded, self._inputs(plan, uploaded, shape))
             self.table.read_until(self.rt.record())
@@ -917,13 +954,25 @@ class FutureMapMachine(Machine):
 
     def _inputs(self, plan: ForwardPlan, uploaded: Extras, shape: Shape) -> ForwardInputs:
         """At forward entry, on the stream of the forward."""
+        if shape.alone and not plan.relay_rows.size:
+            return ForwardInputs.of(plan, uploaded)
         return self.relay.resolve_forward_inputs(
             plan,
             uploaded,
-            ids=shape.ids[0] if len(shape.ids) == 1 else shape.ids,
+            ids=shape.ids[0] if len(shape.ids) == 1 else list(shape.ids),
             lengths="lengths" if "lengths" in shape.takes else None,
             req_to_token=self.table,
         )
+
+    def _token_arrays(self, parts: Sequence[ForwardPart]) -> dict[str, TokenArray]:
+        """A kind and a place in a grid for each token of a prompt; others have the kind 5, and lie at 0."""
+        prompts = [part.prompt for part in parts]
+        kinds = [None if ids is None else [one % 3 for one in ids] for ids in prompts]
+        grids = [None if ids is None else [[one, -one] for one in ids] for ids in prompts]
+        return {
+            "kinds": TokenArray(kinds, torch.int32, fill=5, non_negative=True),
+            "grids": TokenArray(grids, torch.float32, (2,)),
+        }
 
     def _make_exact(self, requests: Sequence[RelayRequest]) -> None:
         """The host has learned the lengths: pages beyond go back."""
@@ -954,8 +1003,9 @@ class FutureMapMachine(Machine):
             for at in range(part.request.length, part.request.length + part.query):
                 positions.append(at)
                 locations.append(int(pages[at // _PAGE_SIZE]) * _PAGE_SIZE + at % _PAGE_SIZE)
-            starts.append(len(ids))
-        agree((len(ids), len(ids) + (shape.pad_tokens or 0)), (plan.num_tokens, plan.num_padded_tokens), "token counts")
+            starts.append(starts[-1] + part.query)
+        counts = starts[-1], starts[-1] + (shape.pad_tokens or 0)
+        agree(counts, (plan.num_tokens, plan.num_padded_tokens), "token counts")
         behind, pads = [0] * (shape.pad_tokens or 0), [0] * shape.pad_rows
         last = [starts[row + 1] - 1 for row, part in enumerate(parts) if part.samples]
         if len(last) == len(parts):
@@ -963,7 +1013,7 @@ class FutureMapMachine(Machine):
         slot_mapping = torch.empty(0) if inputs.slot_mapping is None else inputs.slot_mapping
         for name, expected, actual in (
             ("slots", [part.request.slot for part in parts] + pads, inputs.slots),
-            ("input_ids", ids + behind, inputs.input_ids),
+            ("input_ids", ids + behind if shape.has_ids else [], inputs.input_ids if shape.has_ids else torch.empty(0)),
             ("positions", positions + behind, inputs.positions),
             ("slot_mapping", locations + behind, slot_mapping),
             ("query_start_loc", starts + [starts[-1]] * shape.pad_rows, inputs.query_start_loc),
@@ -971,6 +1021,15 @@ class FutureMapMachine(Machine):
             ("last_token_indices", last, inputs.last_token_indices),
         ):
             agree(expected, self.rt.inspect(actual).tolist(), f"{name} of a forward of {shape}")
+            agree(True, name not in shape.int32 or actual.dtype == torch.int32, f"{name} is int32")
+        known = [one for part in parts for one in (part.prompt or [None] * part.query)]
+        unknown = [None] * (shape.pad_tokens or 0)
+        for name, values in (
+            ("kinds", [5 if one is None else one % 3 for one in known + unknown]),
+            ("grids", [[0, 0] if one is None else [one, -one] for one in known + unknown]),
+        ):
+            if shape.arrays:
+                agree(values, self.rt.inspect(inputs.arrays[name]).tolist(), f"{name} of a forward of {shape}")
         sampled = [part.request.slot for part in parts if part.samples]
         agree(sampled, [slot for slot in inputs.sampled_slots.np.tolist() if slot], "sampled slots")
 
@@ -1022,6 +1081,11 @@ class FutureMapMachine(Machine):
         self.reached("a forward of prompts alone", not any(decodes))
         self.reached("a forward of decodes alone", all(decodes))
         self.reached("a forward of prompts and decodes", any(decodes) and not all(decodes))
+        self.reached("a forward without ids", not shape.has_ids)
+        self.reached("true lengths of a forward without ids", not shape.has_ids and launched.plan.bounded)
+        self.reached("a forward without the relay", shape.alone and not launched.plan.relay_rows.size)
+        self.reached("values of tokens deferred", shape.arrays and shape.deferred)
+        self.reached("values of tokens in the step's copy", shape.arrays and not shape.deferred)
         self.reached("drafts put in", shape.drafts and any(decodes))
         self.reached("padded to a graph's size", bool(shape.pad_tokens))
         self.reached(

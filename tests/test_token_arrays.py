@@ -1,0 +1,285 @@
+"""What a forward takes besides ids from the relay: values of tokens, no ids at all, no relay, and int32."""
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from batchstate import ForwardInputs, ForwardPlan, SlotPool, TokenArray
+from batchstate.errors import (
+    ArgumentError,
+    BatchStateError,
+    DeclarationError,
+    DtypeError,
+    ShapeError,
+    ValueOverflowError,
+)
+from batchstate.runtime import Runtime
+from batchstate.violations import Code
+from tests.doubles import refused
+from tests.forward_world import Running, World
+
+
+@pytest.fixture
+def world(rt: Runtime) -> World:
+    """8 requests at most."""
+    return World.of(rt)
+
+
+def values(rt: Runtime, tensor: torch.Tensor | None) -> list[Any]:
+    """A device tensor as numbers."""
+    assert tensor is not None
+    numbers: list[Any] = rt.inspect(tensor).tolist()
+    return numbers
+
+
+PROMPTS = [[11, 12, 13], None, [31]]
+ARRAYS = {
+    "types": TokenArray([[0, 1, 1], None, [2]], torch.int32, fill=7),
+    "grid": TokenArray([[[0, 0], [0, 1], [1, 0]], None, np.array([[5, 6]])], shape=(2,)),
+    "nothing": TokenArray(None, torch.bool),
+}
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+def test_values_of_tokens_go_the_way_of_ids(rt: Runtime, world: World, full: None, deferred: bool) -> None:
+    """All values of tokens and the ids of prompts cross together: at forward entry, or in the step's copy."""
+    slots = world.take([3, 4, 1])
+    world.publish(slots)
+    batch = Running.build(rt, slots=slots, seq_lens=[3, 4, 1])
+    plan = ForwardPlan.of(
+        batch.slots,
+        batch.seq_lens,
+        [3, 1, 1],
+        prompt_ids=PROMPTS,
+        pad_tokens=6,
+        token_arrays=ARRAYS,
+        deferred=deferred,
+        pages=world.pages,
+    )
+    uploaded = batch.upload(extras=plan.extras)
+    before = rt.counters.snapshot()
+    inputs = world.resolve(plan, uploaded)
+    assert (rt.counters - before).host_to_device_copies == deferred
+    assert values(rt, inputs.input_ids) == [11, 12, 13, 10 * int(slots.np[1]), 31, 0]
+    assert values(rt, inputs.arrays["types"]) == [0, 1, 1, 7, 2, 7]
+    assert values(rt, inputs.arrays["grid"]) == [[0, 0], [0, 1], [1, 0], [0, 0], [5, 6], [0, 0]]
+    assert inputs.arrays["nothing"].dtype == torch.bool
+    assert list(inputs.arrays) == list(ARRAYS)
+
+
+def test_full_compares_values_of_tokens(rt: Runtime, world: World, full: None) -> None:
+    """Values that change between plan and forward entry are MIRROR_EQUAL: the two sides of one array differ."""
+    slots = world.take([3])
+    batch = Running.build(rt, slots=slots, seq_lens=[3])
+    plan = ForwardPlan.of(
+        batch.slots,
+        batch.seq_lens,
+        3,
+        prompt_ids=[[1, 2, 3]],
+        token_arrays={"types": TokenArray([[0, 0, 1]])},
+        deferred=False,
+    )
+    uploaded = batch.upload(extras=plan.extras)
+    plan.token_arrays["types"][1] = 5
+    assert refused(Code.MIRROR_EQUAL, lambda: world.resolve(plan, uploaded)).column == "types"
+
+
+def test_full_compares_the_slot_mapping_with_the_pages(rt: Runtime, world: World, full: None) -> None:
+    """A slot mapping that an engine has changed after planning is MIRROR_EQUAL at forward entry, with its token."""
+    slots = world.take([6])
+    batch = Running.build(rt, slots=slots, seq_lens=[6])
+    plan = ForwardPlan.of(batch.slots, batch.seq_lens, 2, prompt_ids=[[1, 2]], pages=world.pages)
+    plan.extras["slot_mapping"][1] -= 1
+    uploaded = batch.upload(extras=plan.extras)
+    violation = refused(Code.MIRROR_EQUAL, lambda: world.resolve(plan, uploaded))
+    assert (violation.column, violation.row) == ("slot_mapping", 1)
+
+
+def test_a_rank_without_ids(rt: Runtime, world: World, full: None) -> None:
+    """A later rank of a pipeline gives its plan what the first does, lays out no ids, and takes none from the relay."""
+    slots = world.take([3, 4])
+    world.publish(slots)
+    plan, uploaded = world.planned(
+        slots, [3, 4], [3, 1], prompt_ids=[[1, 2, 3], None], pages=world.pages, has_ids=False
+    )
+    before = rt.counters.snapshot()
+    inputs = world.relay.resolve_forward_inputs(plan, uploaded)
+    assert (rt.counters - before).host_to_device_copies == 0
+    assert "input_ids" not in plan.extras
+    assert values(rt, inputs.positions) == [0, 1, 2, 3]
+    assert values(rt, inputs.slot_mapping) == [
+        *world.locations(int(slots.np[0]), [0, 1, 2]),
+        *world.locations(int(slots.np[1]), [3]),
+    ]
+    assert world.states(slots, "last_token") == ["published", "published"]
+    with pytest.raises(ArgumentError, match="which has none"):
+        _ = inputs.input_ids
+
+
+def test_true_lengths_without_ids(rt: Runtime, world: World, full: None) -> None:
+    """A rank without ids takes the true lengths of bounded requests from its relay, and of these alone."""
+    slots = world.take([9, 3, 9])
+    decodes = slots.take([0, 2])
+    world.relay.publish(decodes, lens=[4, 6])
+    plan, uploaded = world.planned(
+        slots,
+        world.bounds([9, 3, 9], [6, 3, 8]),
+        [2, 3, 2],
+        prompt_ids=[None, [1, 2, 3], None],
+        pages=world.pages,
+        has_ids=False,
+        int32=["positions", "slot_mapping"],
+    )
+    inputs = world.relay.resolve_forward_inputs(plan, uploaded, lengths="lens", req_to_token=world.table)
+    assert values(rt, inputs.kv_lens) == [6, 3, 8]
+    assert values(rt, inputs.positions) == [4, 5, 0, 1, 2, 6, 7]
+    assert inputs.positions.dtype == torch.int32
+    assert inputs.slot_mapping is not None
+    assert inputs.slot_mapping.dtype == torch.int32
+    assert world.states(decodes, "lens") == ["consumed", "consumed"]
+
+
+def test_inputs_without_a_relay(rt: Runtime, world: World, full: None) -> None:
+    """An engine that knows all ids has inputs without a relay and without a batch: in one copy, if it wants."""
+    slots = world.take([3, 4])
+    plan = ForwardPlan.of(
+        slots.pad(3),
+        [3, 4],
+        [3, 1],
+        prompt_ids=[[1, 2, 3], [44]],
+        pages=world.pages,
+        deferred=False,
+        pad_tokens=5,
+        int32=["input_ids", "positions", "slot_mapping", "last_token_indices"],
+    )
+    before = rt.counters.snapshot()
+    inputs = ForwardInputs.of(plan, plan.upload())
+    spent = rt.counters - before
+    assert (spent.host_to_device_copies, spent.forced_syncs, spent.fence_waits) == (1, 0, 0)
+    assert spent.device_operations == 0
+    assert values(rt, inputs.slots) == [*slots.np.tolist(), 0]
+    assert values(rt, inputs.input_ids) == [1, 2, 3, 44, 0]
+    assert values(rt, inputs.last_token_indices) == [2, 3, 0]
+    wanted = (inputs.input_ids, inputs.positions, inputs.slot_mapping, inputs.last_token_indices)
+    assert [one.dtype for one in wanted if one is not None] == [torch.int32] * 4
+    refused(Code.FUTURE_CONSUMED, lambda: ForwardInputs.of(plan, plan.upload()))
+
+
+def test_ids_of_int32_come_from_a_field_of_int32(rt: Runtime) -> None:
+    """Where kernels take ids as int32, the relay holds them so: no launch converts them."""
+    world = World.of(rt)
+    slots = world.take([3, 4])
+    world.relay.publish(slots, narrow=rt.upload([np.array([8, 9], np.int32)]).view(0))
+    plan, uploaded = world.planned(slots, [3, 4], pages=world.pages, int32=["input_ids"])
+    with pytest.raises(DtypeError, match="ids from field 'last_token'"):
+        world.resolve(plan, uploaded)
+    before = rt.counters.snapshot()
+    inputs = world.resolve(plan, uploaded, ids="narrow")
+    assert (rt.counters - before).device_operations == 1
+    assert inputs.input_ids.dtype == torch.int32
+    assert values(rt, inputs.input_ids) == [8, 9]
+
+
+def test_extras_are_tensors_of_the_engine(rt: Runtime, world: World) -> None:
+    """Each array of a plan becomes a CPU tensor that may be written, without a warning."""
+    slots = world.take([3, 4])
+    world.publish(slots)
+    plan, _ = world.planned(
+        slots,
+        [3, 4],
+        [2, 1],
+        prompt_ids=[[1, 2], None],
+        samples=[False, True],
+        pages=world.pages,
+        layouts=["flash_attention", "flashinfer"],
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tensors = plan.tensors()
+    assert {"relay_slots", "sample_slots", "kv_page_indptr"} <= tensors.keys()
+    for name, tensor in tensors.items():
+        assert plan.extras[name].flags.writeable
+        assert tensor.tolist() == plan.extras[name].tolist()
+
+
+WRONG: dict[str, tuple[type[BatchStateError], str, dict[str, Any]]] = {
+    "a list": (DeclarationError, "token_arrays are", {"token_arrays": [TokenArray(None)]}),
+    "no token array": (DeclarationError, "token_arrays are", {"token_arrays": {"types": [[1], [2]]}}),
+    "ids by name": (DeclarationError, "token_arrays are", {"token_arrays": {"input_ids": TokenArray(None)}}),
+    "a name that is taken": (DeclarationError, "positions", {"token_arrays": {"positions": TokenArray(None)}}),
+    "a name of a layout": (DeclarationError, "kv_lens", {"token_arrays": {"kv_lens": TokenArray(None)}}),
+    "too few requests": (ShapeError, "types of 1 for 2", {"token_arrays": {"types": TokenArray([[1]])}}),
+    "an array of all": (ShapeError, "types of ndarray", {"token_arrays": {"types": TokenArray(np.zeros(2))}}),  # type: ignore[arg-type]
+    "too many tokens": (ShapeError, "row 1: 2 values", {"token_arrays": {"types": TokenArray([None, [1, 2]])}}),
+    "another shape": (ShapeError, r"\[1, 1\], expected", {"token_arrays": {"types": TokenArray([None, [[1]]])}}),
+    "no shape": (
+        ShapeError,
+        r"expected \[1, \*\[2\]\]",
+        {"token_arrays": {"types": TokenArray([[1], None], shape=(2,))}},
+    ),
+    "fractions": (DtypeError, "types of row 0", {"token_arrays": {"types": TokenArray([[0.5], None])}}),
+    "too large": (ValueOverflowError, "row 0", {"token_arrays": {"types": TokenArray([[300], None], torch.uint8)}}),
+    "int32 of what is not there": (DeclarationError, "int32=", {"int32": ["kv_lens"]}),
+    "int32 as a word": (DeclarationError, "int32=", {"int32": "positions"}),
+    "ids beyond int32": (ValueOverflowError, "prompt_ids", {"int32": ["input_ids"], "prompt_ids": [[2**31], [1]]}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_refuses_arguments(rt: Runtime, name: str) -> None:
+    """Arguments that do not go together are typed errors, on the host alone."""
+    error, match, wrong = WRONG[name]
+    slots = SlotPool(rt, 2).take(2)
+    before = rt.counters.snapshot()
+    with pytest.raises(error, match=match):
+        ForwardPlan.of(slots, [1, 1], **wrong)
+    assert rt.counters == before
+
+
+def test_refuses_declarations() -> None:
+    """A token array has a dtype that numpy has, one fill of it, and a shape."""
+    for error, arguments in (
+        (DtypeError, {"dtype": torch.bfloat16}),
+        (DtypeError, {"dtype": np.int64}),
+        (ShapeError, {"shape": 2}),
+        (ShapeError, {"fill": [1]}),
+        (DtypeError, {"fill": 0.5}),
+        (ValueOverflowError, {"dtype": torch.uint8, "fill": -1}),
+    ):
+        with pytest.raises(error):
+            TokenArray(None, **arguments)
+
+
+def test_placeholders_are_no_values(rt: Runtime) -> None:
+    """-1 in an array that is declared non-negative does not reach an embedding."""
+    slots = SlotPool(rt, 2).take(2)
+    rows = [None, [[3, -1]]]
+    violation = refused(
+        Code.SENTINEL_ESCAPED,
+        lambda: ForwardPlan.of(slots, [1, 1], token_arrays={"pairs": TokenArray(rows, shape=(2,), non_negative=True)}),
+    )
+    assert (violation.column, violation.row) == ("pairs", 1)
+
+
+def test_refuses_inputs_that_wait(rt: Runtime, world: World) -> None:
+    """Without a relay no request waits for one; without ids no field is named; nothing was taken."""
+    slots = world.take([3, 4])
+    world.publish(slots)
+    plan, uploaded = world.planned(slots, [3, 4], prompt_ids=[[1], None], pages=world.pages)
+    with pytest.raises(ArgumentError, match="row 1 waits for a relay"):
+        ForwardInputs.of(plan, uploaded)
+    with pytest.raises(ArgumentError, match="expected ForwardPlan"):
+        ForwardInputs.of(None, uploaded)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="writes are 5"):
+        plan.upload(writes=5)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="extras are"):
+        plan.upload(extras=[1])  # type: ignore[arg-type]
+    with pytest.raises(DeclarationError, match="no field for their ids"):
+        world.relay.resolve_forward_inputs(plan, uploaded)
+    without, sent = world.planned(slots, [3, 4], pages=world.pages, has_ids=False)
+    with pytest.raises(DeclarationError, match="which has none"):
+        world.resolve(without, sent)
+    assert world.states(slots, "last_token") == ["published", "published"]
