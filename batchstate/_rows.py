@@ -142,8 +142,12 @@ class HostRows:
 
     @classmethod
     def of(cls, layout: Layout, columns: Mapping[str, Array], num_rows: int) -> "HostRows":
-        """From one array per place, each [num_rows, ...]; a column that is not given is padding."""
-        rows = cls.padding(layout, num_rows)
+        """From one array per place, each [num_rows, ...]."""
+        arrays = [
+            np.empty((len(pad), num_rows) if i < layout.num_groups else (num_rows, *pad.shape[1:]), pad.dtype)
+            for i, pad in enumerate(layout.pads)
+        ]
+        rows = cls(layout, arrays[: layout.num_groups], arrays[layout.num_groups :])
         rows._fill(columns)
         return rows
 
@@ -575,6 +579,10 @@ class ColumnInputs:
         inputs = cls()
         for name, value in values.items():
             column = columns.get(name)
+            if type(value) is np.ndarray and type(column) is MirroredColumn and column.takes_as_it_is(value, num_rows):
+                inputs.host[name] = value  # which is copied into the rows of the batch
+                inputs.exact.append(name)
+                continue
             label = f"{what}: column {name!r}"
             if levels.full and isinstance(value, MirroredTensor):
                 value.check(what)

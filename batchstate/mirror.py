@@ -34,6 +34,7 @@ from batchstate._arrays import (
     converted,
     count,
     counts,
+    joined_rows,
     kept_rows,
     natural_dtype,
     negated,
@@ -697,6 +698,11 @@ class MirroredTensor:
         if not isinstance(untyped, list | tuple) or not untyped or not isinstance(untyped[0], MirroredTensor):
             raise ArgumentError("cat of no values", value=untyped, remedy="pass a list of at least one value")
         first = values[0]
+        if first._pool_id and not levels.full and _all_plain(values, first):
+            joined_host, numbers = joined_rows([one._host for one in values]), [one._generations for one in values]
+            return first._derived(
+                joined_host, None, joined_host.shape, "cat", generations=joined_rows(numbers), row_set=None
+            )
         for other in values[1:]:
             first._check_alike(other)
         pools = {value._pool_id for value in values if len(value)}
@@ -1110,6 +1116,22 @@ class MirroredTensor:
                 value=other.shape,
                 remedy="rows must have one shape",
             )
+
+
+def _all_plain(values: "Sequence[MirroredTensor]", first: "MirroredTensor") -> bool:
+    """Whether all are handles of one pool with a host side alone, so that there is nothing to check or to weaken."""
+    kind, pool = type(first), first._pool_id
+    for one in values:
+        if (
+            type(one) is not kind
+            or one._pool_id != pool
+            or one._windows
+            or one._host_tensor is not None
+            or one.contract is not Contract.EXACT
+            or type(one._device._source) is ReadyTensor
+        ):
+            return False
+    return True
 
 
 def lined_up(values: object, wanted: RowSet | None, what: str) -> object:
