@@ -22,12 +22,16 @@ from batchstate.pools import SlotListener
 from batchstate.runtime import Fence, Runtime, Stream
 from batchstate.violations import Code, Where
 
-FUTURE_ORDER = Code.FUTURE_ORDER  # a member of an enumeration that the hot path counts by, found once
+# Members of an enumeration that the hot path counts by, found once.
+FUTURE_ORDER, UNREAD_OVERWRITTEN = Code.FUTURE_ORDER, Code.FUTURE_UNREAD_OVERWRITTEN
+READ_CODES = (Code.FUTURE_UNWRITTEN, Code.FUTURE_GENERATION, Code.FUTURE_CONSUMED)
 
 DEVICE, HOST = 1, 2
 """The readers of an entry, as bits: the next forward, and the host."""
 
 READERS = {DEVICE: "the next forward", HOST: "the host", DEVICE | HOST: "the next forward and the host"}
+
+_BITS = [np.array(bits, dtype=np.uint8) for bits in range(4)]  # numpy takes as long to convert one number as to add 100
 
 Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -89,10 +93,11 @@ class Entries:
         taken: uint8[capacity], bits of the readers that have taken it.
     """
 
-    __slots__ = ("generation", "last_writer", "must_read", "number", "readers", "taken")
+    __slots__ = ("_all", "generation", "last_writer", "must_read", "number", "readers", "taken")
 
     def __init__(self, readers: int, must_read: bool, capacity: int) -> None:
         self.readers = readers
+        self._all = _BITS[readers]
         self.must_read = must_read
         self.generation = np.zeros(capacity, dtype=np.int64)
         self.number = np.zeros(capacity, dtype=np.int64)
@@ -110,6 +115,18 @@ class Entries:
         wanted: Mask = (self.number[rows] != 0) & ((self.taken[rows] & self.readers) != self.readers)
         return wanted
 
+    def all_taken(self, rows: Ints) -> bool:
+        """Whether every reader has taken each entry: the fast form of FUTURE_UNREAD_OVERWRITTEN."""
+        return (self.taken[rows] & self._all).tobytes() == self._all.tobytes() * rows.size
+
+    def to_be_read(self, rows: Ints, generations: Ints, reader: int) -> bool:
+        """Whether each entry was published for this generation, and was not taken by `reader`.
+
+        The fast form of three codes. An unwritten entry has generation 0, which no live handle has.
+        """
+        taken = self.taken[rows] & _BITS[reader]
+        return self.generation[rows].tobytes() == generations.tobytes() and taken.tobytes() == bytes(rows.size)
+
     def states(self, rows: Ints) -> list[EntryState]:
         """The state of each entry; consumed when every reader has taken it."""
         published, unread = (self.number[rows] != 0).tolist(), self.unread(rows).tolist()
@@ -121,47 +138,48 @@ class Entries:
 
 @final
 class PublishedRows:
-    """Entries of one field for the same requests in step after step, as the last publish and its readers left them.
-
-    While they are so, one comparison answers for every check of the next reader, and of the next writer.
+    """Entries of one field for the same requests, as their last publish or gather left them.
 
     Attributes:
         live: the requests.
         rows: their slots, int64[n].
         generations: theirs, int64[n].
         read_on: the stream of the last gather, and the field's memory and the slots on the device, safe to use there.
-        publication: the last publish; None before the first, and once entries were found changed.
-        readers: bits of the readers that have taken all of it.
+        publications: the publishes that the entries come from.
     """
 
-    __slots__ = ("_entries", "_held", "_number", "generations", "live", "publication", "read_on", "readers", "rows")
+    __slots__ = ("_entries", "_numbers", "generations", "live", "publications", "read_on", "rows")
 
-    def __init__(self, entries: Entries, live: Slots, rows: Ints) -> None:
-        self.live = live
-        self.rows = rows
-        self.generations = live.generations
+    def __init__(self, entries: Entries, live: Slots, rows: Ints, generations: Ints) -> None:
+        self.live, self.rows, self.generations = live, rows, generations
         self.read_on: tuple[Stream, torch.Tensor, torch.Tensor] | None = None
-        self.publication: Publication | None = None
-        self.readers = 0
+        self.publications: list[Publication] = []
         self._entries = entries
-        self._held = self.generations.tobytes()
-        self._number = b""
+        self._numbers = b""
 
-    def published(self, publication: Publication, readers: int) -> None:
-        """All entries come from `publication`, which `readers` have taken."""
-        self.publication = publication
-        self.readers = readers
-        self._number = publication.number.to_bytes(8, sys.byteorder) * self.rows.size
+    def published(self, publication: Publication) -> None:
+        """All entries come from `publication`."""
+        self.publications = [publication]
+        self._numbers = publication.number.to_bytes(8, sys.byteorder) * self.rows.size
 
-    def unchanged(self) -> bool:
-        """Whether the entries are as they were left. O(n)."""
+    def gathered(self, publications: list[Publication]) -> None:
+        """The entries come from `publications`."""
+        self.publications = publications
+        self._numbers = self._entries.number[self.rows].tobytes()
+
+    def to_be_read(self, reader: int) -> bool:
+        """Whether the entries come from `publications`, and `reader` may take them. O(n)."""
         entries, rows = self._entries, self.rows
-        return (
-            self.publication is not None
-            and entries.number[rows].tobytes() == self._number
-            and entries.generation[rows].tobytes() == self._held
-            and entries.taken[rows].tobytes() == bytes((self.readers,)) * rows.size
-        )
+        return entries.number[rows].tobytes() == self._numbers and entries.to_be_read(rows, self.generations, reader)
+
+    def in_order(self, stream: Stream) -> bool:
+        """Whether the last gather has put `stream` behind all that a publish of these entries waits for. O(n)."""
+        if self.read_on is None or self.read_on[0] is not stream:
+            return False
+        for publication in self.publications:
+            if len(publication.reads) > 1:
+                return False
+        return self._entries.last_writer[self.rows].tobytes() == self._numbers
 
 
 @final
@@ -197,17 +215,19 @@ class RelayEntries(SlotListener):
 
     # Writing
 
-    def check_overwrite(self, live: Slots, names: Iterable[str], by: str) -> None:
+    def check_overwrite(self, rows: Ints, names: Iterable[str], by: str) -> None:
         """Refuses to publish over entries that a reader still has to take.
 
         Raises:
             Violation: FUTURE_UNREAD_OVERWRITTEN, at `cheap`.
         """
         if levels.cheap:
-            rows = live.np
             for name in names:
                 entries = self.fields[name]
-                unread = entries.unread(rows) if entries.must_read else np.zeros(len(rows), dtype=np.bool_)
+                if not entries.must_read or entries.all_taken(rows):
+                    times_checked[UNREAD_OVERWRITTEN] += 1
+                    continue
+                unread = entries.unread(rows)
                 invariants.future_unread_overwritten(
                     rows,
                     unread,
@@ -217,7 +237,7 @@ class RelayEntries(SlotListener):
                     **self.where("publish", name),
                 )
 
-    def wait_to_overwrite(self, live: Slots, names: Iterable[str], by: str) -> None:
+    def wait_to_overwrite(self, rows: Ints, names: Iterable[str], by: str) -> None:
         """Puts the current stream behind the last publishes into these entries, and behind the streams that read them.
 
         Raises:
@@ -225,9 +245,9 @@ class RelayEntries(SlotListener):
         """
         stream = self._runtime.current_stream
         for name in names:
-            numbers = _each(self.fields[name].last_writer[live.np])
+            numbers = _each(self.fields[name].last_writer[rows])
             publications = [self.publications[number] for number in numbers if number in self.publications]
-            self.wait_to_read(publications, by, "publish")
+            self.wait_to_read(publications, stream, by, "publish")
             for publication in publications:
                 waited = self._wait_for_reads(publication, stream)
                 if levels.cheap:
@@ -259,12 +279,12 @@ class RelayEntries(SlotListener):
             publication.published.append((entries.number, rows))
         return publication
 
-    def mark_failed(self, live: Slots, names: Collection[str], by: str, fence: Fence) -> None:
+    def mark_failed(self, rows: Ints, names: Collection[str], by: str, fence: Fence) -> None:
         """Notes a publish that failed half way: the memory of `names` was written, and the entries are unwritten."""
         publication = self._add(by, fence)
-        self.clear(live.np, names)
+        self.clear(rows, names)
         for name in names:
-            self.fields[name].last_writer[live.np] = publication.number
+            self.fields[name].last_writer[rows] = publication.number
 
     def clear(self, rows: Ints, names: Iterable[str]) -> None:
         """Makes the entries of the slots `rows` unwritten."""
@@ -274,24 +294,34 @@ class RelayEntries(SlotListener):
     # Reading
 
     def check_read(
-        self, live: Slots, names: Iterable[str], reader: int, by: str, operation: str, *, again: bool = False
+        self,
+        rows: Ints,
+        generations: Ints,
+        names: Iterable[str],
+        reader: int,
+        by: str,
+        operation: str,
+        *,
+        again: bool = False,
     ) -> list[Publication]:
-        """Checks the entries of live handles, and returns the publishes that they come from.
+        """Checks entries of live slots int64[n] of these generations, and returns the publishes that they come from.
 
         `again` says that the reader has read them before, and that this was not noted yet.
 
         Raises:
             Violation: FUTURE_UNWRITTEN, FUTURE_GENERATION, FUTURE_CONSUMED, at `cheap`.
         """
-        rows = live.np
         publications: dict[int, Publication] = {}
         for name in names:
             entries = self.fields[name]
             numbers = entries.number[rows]
-            if levels.cheap:
+            if levels.cheap and not again and entries.to_be_read(rows, generations, reader):
+                for code in READ_CODES:
+                    times_checked[code] += 1
+            elif levels.cheap:
                 where, writer = self.where(operation, name), self._writer(entries, rows)
                 invariants.future_unwritten(rows, numbers != 0, by, **where)
-                invariants.future_generation(rows, entries.generation[rows], live.generations, writer, by, **where)
+                invariants.future_generation(rows, entries.generation[rows], generations, writer, by, **where)
                 taken = (entries.taken[rows] & reader) != 0
                 invariants.future_consumed(rows, taken | again, writer, by, **where)
             for number in _each(numbers):
@@ -299,17 +329,16 @@ class RelayEntries(SlotListener):
                     publications[number] = self.publications[number]
         return list(publications.values())
 
-    def publications_of(self, live: Slots, name: str) -> list[Publication]:
+    def publications_of(self, rows: Ints, name: str) -> list[Publication]:
         """The publishes that entries come from, each once."""
-        return [self.publications[number] for number in _each(self.fields[name].number[live.np]) if number]
+        return [self.publications[number] for number in _each(self.fields[name].number[rows]) if number]
 
-    def wait_to_read(self, publications: Sequence[Publication], by: str, operation: str) -> None:
-        """Puts the current stream behind the publishes.
+    def wait_to_read(self, publications: Sequence[Publication], stream: Stream, by: str, operation: str) -> None:
+        """Puts `stream` behind the publishes.
 
         Raises:
             Violation: FUTURE_ORDER, at `cheap`.
         """
-        stream = self._runtime.current_stream
         key = stream.key
         for publication in publications:
             if key not in publication.ordered:
@@ -323,19 +352,18 @@ class RelayEntries(SlotListener):
                     writer = publication.by
                     invariants.future_order(False, writer, by, f"a wait for {writer}", **self.where(operation))
 
-    def note_read(self, publications: Sequence[Publication], fence: Fence) -> None:
-        """Notes a read of the current stream; `fence` is behind it."""
-        stream = self._runtime.current_stream
+    def note_read(self, publications: Sequence[Publication], stream: Stream, fence: Fence) -> None:
+        """Notes a read on `stream`; `fence` is behind it."""
         for publication in publications:
             # In this order: a stream that is not known to be ordered behind the read waits once more.
             if publication.ordered_reads:
                 publication.ordered_reads = {pair for pair in publication.ordered_reads if pair[0] != stream}
             publication.reads[stream] = fence
 
-    def take(self, live: Slots, names: Iterable[str], reader: int) -> None:
+    def take(self, rows: Ints, names: Iterable[str], reader: int) -> None:
         """Notes that `reader` has taken entries."""
         for name in names:
-            self.fields[name].taken[live.np] |= np.uint8(reader)
+            self.fields[name].taken[rows] |= _BITS[reader]
 
     # The listener of the slot pool
 

@@ -26,7 +26,17 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._arrays import check_dense, converted, put_rows, select_rows, shape_of
-from batchstate._relay import DEVICE, HOST, READERS, Entries, EntryState, Publication, PublishedRows, RelayEntries
+from batchstate._relay import (
+    DEVICE,
+    HOST,
+    READ_CODES,
+    READERS,
+    Entries,
+    EntryState,
+    Publication,
+    PublishedRows,
+    RelayEntries,
+)
 from batchstate._upload import Extras
 from batchstate.errors import ArgumentError, CaptureError, DeclarationError, DeviceError, DtypeError, ShapeError
 from batchstate.forward.inputs import ForwardInputs, Sources, check_parts
@@ -46,8 +56,6 @@ Array = npt.NDArray[Any]
 
 _MOVABLE = {*NUMPY_DTYPES, torch.bfloat16, torch.complex64, torch.complex128}
 """Dtypes that torch moves by index on every device."""
-
-_READ_CODES = (Code.FUTURE_UNWRITTEN, Code.FUTURE_GENERATION, Code.FUTURE_CONSUMED)
 
 _READ_BY = {"device": DEVICE, "host": HOST, "both": DEVICE | HOST}
 
@@ -340,7 +348,7 @@ class FutureMap:
             if self._fields[name].non_negative:
                 invariants.sentinel_escaped(array.reshape(-1), **self._entries.where("publish", name))
         by = self._entries.by("publish")
-        self._entries.check_overwrite(live, values, by)
+        self._entries.check_overwrite(live.np, values, by)
         if not len(live):
             return
         tensors = {name: _live_rows(value, len(live)) for name, value in device.items()}
@@ -356,7 +364,8 @@ class FutureMap:
         self, live: Slots, index: torch.Tensor, values: Mapping[str, torch.Tensor], known: Iterable[str], by: str
     ) -> None:
         """Launches and notes a publish; `index` and `values` are safe on this stream. The host has those `known`."""
-        self._entries.wait_to_overwrite(live, values, by)
+        rows = live.np
+        self._entries.wait_to_overwrite(rows, values, by)
         launched: list[str] = []
         self._transaction.operation = "publish"
         try:
@@ -365,19 +374,19 @@ class FutureMap:
                 label = self._publish_names[name]
                 self.runtime.launch(put_rows, memory, index, tensor, reads=reads, writes=(memory,), name=label)
                 launched.append(name)
-            self._entries.publish(live.np, live.generations, values, by, self.runtime.record())
-            self._entries.take(live, known, HOST)
+            self._entries.publish(rows, live.generations, values, by, self.runtime.record())
+            self._entries.take(rows, known, HOST)
         except BaseException as error:
-            self._publish_failed(live, launched if isinstance(error, Exception) else list(values), by)
+            self._publish_failed(rows, launched if isinstance(error, Exception) else list(values), by)
             raise
         self._transaction.operation = None
         if levels.full:
             self.check("publish")
 
-    def _publish_failed(self, live: Slots, written: Collection[str], by: str) -> None:
+    def _publish_failed(self, rows: Array, written: Collection[str], by: str) -> None:
         """Notes a publish that torch could not launch, or that was interrupted: a device takes no launch back."""
         if written:
-            self._entries.mark_failed(live, written, by, self.runtime.record())
+            self._entries.mark_failed(rows, written, by, self.runtime.record())
         self._transaction.operation = None
 
     def discard(self, slots: Slots, *fields: str) -> None:
@@ -413,17 +422,18 @@ class FutureMap:
         self._check_call("gather")
         self._check_fields((field,), "gather", DEVICE)
         live, by = self._live(slots, "gather"), self._entries.by("gather")
-        publications = self._entries.check_read(live, (field,), DEVICE, by, "gather")
-        rows = self._gathered(publications, field, slots.device, by)
-        self._entries.take(live, (field,), DEVICE)
-        return rows
+        publications = self._entries.check_read(live.np, live.generations, (field,), DEVICE, by, "gather")
+        values = self._gathered(publications, field, slots.device, by)
+        self._entries.take(live.np, (field,), DEVICE)
+        return values
 
     def _gathered(self, publications: Sequence[Publication], field: str, index: torch.Tensor, by: str) -> torch.Tensor:
         """Launches and notes a gather of checked entries; `index` is safe on this stream."""
-        self._entries.wait_to_read(publications, by, "gather")
+        stream = self.runtime.current_stream
+        self._entries.wait_to_read(publications, stream, by, "gather")
         rows = self._select(field, index)
         if publications:
-            self._entries.note_read(publications, self.runtime.record())
+            self._entries.note_read(publications, stream, self.runtime.record(stream))
         self._check_gathered(field, rows)
         return rows
 
@@ -431,74 +441,65 @@ class FutureMap:
         if levels.full and self._fields[field].non_negative and not self.runtime.checks_suspended():
             invariants.sentinel_escaped(self.runtime.inspect(rows).reshape(-1), **self._entries.where("gather", field))
 
-    # The same requests in step after step: `StepPlanner` calls these, which check the entries of all by one comparison.
+    # The same requests in step after step: `StepPlanner` calls these.
 
-    def published_rows(self, live: Slots, rows: Array, field: str) -> PublishedRows:
-        """What `gather_again` and `publish_again` remember of these requests; `rows` are the slots of `live`."""
-        return PublishedRows(self._entries.fields[field], live, rows)
+    def published_rows(self, field: str, live: Slots, rows: Array, generations: Array) -> PublishedRows:
+        """What `gather_again` and `publish_again` remember of these requests."""
+        return PublishedRows(self._entries.fields[field], live, rows, generations)
 
     def gather_again(self, known: PublishedRows, field: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """`gather` of the same requests as before: the entries, and the slots on the device. Raises as `gather`."""
+        """`gather` for checked handles: the entries, and the slots on the device. Raises as `gather` for entries."""
         if self._transaction.operation is not None:
             self._transaction.enter("gather")
-        entries, publication = self._entries, known.publication
-        if publication is not None and not known.readers & DEVICE and known.unchanged():
-            by, publications = publication.by, [publication]
-            for code in _READ_CODES if levels.cheap else ():
+        entries, stream = self._entries, self.runtime.current_stream
+        if known.to_be_read(DEVICE):
+            publications, by = known.publications, known.publications[0].by
+            for code in READ_CODES if levels.cheap else ():
                 times_checked[code] += 1
         else:
-            by, known.publication = entries.by("gather"), None
-            publications = entries.check_read(known.live, (field,), DEVICE, by, "gather")
-        entries.wait_to_read(publications, by, "gather")
+            by = entries.by("gather")
+            publications = entries.check_read(known.rows, known.generations, (field,), DEVICE, by, "gather")
+            known.gathered(publications)
+        entries.wait_to_read(publications, stream, by, "gather")
         memory, index = self._memory_of(field), known.live.device
-        known.read_on = self.runtime.current_stream, memory, index
         gathered = self.runtime.launch(
             select_rows, memory, index, reads=(memory, index), name=self._gather_names[field]
         )
-        entries.note_read(publications, self.runtime.record())
+        entries.note_read(publications, stream, self.runtime.record(stream))
         self._check_gathered(field, gathered)
         self._transaction.operation = "gather"
-        known.readers |= DEVICE
-        if known.publication is None:
-            entries.take(known.live, (field,), DEVICE)
-        else:
-            entries.fields[field].taken[known.rows] = known.readers
+        known.read_on = stream, memory, index
+        entries.take(known.rows, (field,), DEVICE)
         self._transaction.operation = None
         return gathered, index
 
     def publish_again(
         self, known: PublishedRows, field: str, values: torch.Tensor, *, to_host: bool
     ) -> Prefetched | None:
-        """`publish` of checked values int64[n], and with `to_host` one copy of them to the host."""
+        """`publish` of checked values int64[n] for checked handles, and with `to_host` one copy of them to the host."""
         if self._transaction.operation is not None:
             self._transaction.enter("publish")
         entries, declared, names = self._entries, self._fields[field], (field,)
         if len(entries.publications) >= entries.prune_at:
             entries.prune()
-        before, by, stream = known.publication, entries.by("publish"), self.runtime.current_stream
-        if before is not None and not declared.readers & ~known.readers and known.unchanged():
-            if levels.cheap:
-                times_checked[Code.FUTURE_UNREAD_OVERWRITTEN] += 1
-        else:
-            entries.check_overwrite(known.live, names, by)
-            before = None
-        if known.read_on is not None and known.read_on[0] is stream:
+        by, stream = entries.by("publish"), self.runtime.current_stream
+        entries.check_overwrite(known.rows, names, by)
+        if known.read_on is not None and known.in_order(stream):
             _, memory, index = known.read_on
         else:
-            before, memory, index = None, self._memory_of(field), known.live.device
-        if before is None or len(before.reads) > 1:  # else this stream alone has read, after it was put in order
-            entries.wait_to_overwrite(known.live, names, by)
+            memory, index = self._memory_of(field), known.live.device
+            entries.wait_to_overwrite(known.rows, names, by)
         name = self._publish_names[field]
         readers, launched = HOST if to_host else 0, False
         self._transaction.operation = "publish"
         try:
             self.runtime.launch(put_rows, memory, index, values, reads=(index, values), writes=(memory,), name=name)
             launched = True
-            publication = entries.publish(known.rows, known.generations, names, by, self.runtime.record(), readers)
-            known.published(publication, readers)
+            fence = self.runtime.record(stream)
+            publication = entries.publish(known.rows, known.generations, names, by, fence, readers)
+            known.published(publication)
         except BaseException as error:
-            known.publication = None
-            self._publish_failed(known.live, names if launched or not isinstance(error, Exception) else (), by)
+            self._publish_failed(known.rows, names if launched or not isinstance(error, Exception) else (), by)
             raise
         self._transaction.operation = None
         if levels.full:
@@ -536,16 +537,17 @@ class FutureMap:
                 f"{self.name}: prefetch of {fields}", value=fields, remedy="name each field once, and at least one"
             )
         live, by = self._live(slots, "prefetch"), self._entries.by("prefetch")
-        publications = self._entries.check_read(live, fields, HOST, by, "prefetch")
+        publications = self._entries.check_read(live.np, live.generations, fields, HOST, by, "prefetch")
         with self.runtime.use(self._private):
             index = self._index(slots, live)
-            self._entries.wait_to_read(publications, self._entries.by("prefetch"), "prefetch")
+            stream = self.runtime.current_stream
+            self._entries.wait_to_read(publications, stream, self._entries.by("prefetch"), "prefetch")
             rows = [self._select(name, index) for name in fields]
-            read = self.runtime.record()
-            self._entries.note_read(publications, read)
+            read = self.runtime.record(stream)
+            self._entries.note_read(publications, stream, read)
             download = self.runtime.download(rows, name=self.name)
         self._transaction.operation = "prefetch"
-        self._entries.take(live, fields, HOST)
+        self._entries.take(live.np, fields, HOST)
         self._transaction.operation = None
         declared = {name: self._fields[name] for name in fields}
         where = self._entries.where("resolve")
@@ -621,7 +623,9 @@ class FutureMap:
         def gather(slots: Slots, field: str) -> torch.Tensor:
             live, by = _unpadded(slots), self._entries.by("gather")
             again = field in gathered
-            publications = self._entries.check_read(live, (field,), DEVICE, by, "gather", again=again)
+            publications = self._entries.check_read(
+                live.np, live.generations, (field,), DEVICE, by, "gather", again=again
+            )
             gathered.append(field)
             return self._gathered(publications, field, slots.device, by)
 
@@ -629,14 +633,15 @@ class FutureMap:
         sources.check(plan, uploaded, self.name)
         if len(plan.relayed):
             self._check_fields(read, operation, DEVICE)
-            self._entries.check_read(plan.relayed, read, DEVICE, self._entries.by(operation), operation)
+            relayed, by = plan.relayed, self._entries.by(operation)
+            self._entries.check_read(relayed.np, relayed.generations, read, DEVICE, by, operation)
         plan.check_unused()
         inputs = ForwardInputs.resolve(plan, uploaded, sources)
         if lengths is not None and not plan.bounded:
             self._check_known_lengths(plan, lengths)
             gathered.append(lengths)  # without a read, since the host knows them: so entries end alike in every mode
         self._transaction.operation = operation
-        self._entries.take(plan.relayed, gathered, DEVICE)
+        self._entries.take(plan.relayed.np, gathered, DEVICE)
         plan.use()
         self._transaction.operation = None
         return inputs
@@ -652,8 +657,9 @@ class FutureMap:
             before = (plan.seq_lens - plan.query_lens)[plan.relay_rows]
             index = self.runtime.upload([relayed.np]).view(0)
             operation = "resolve_forward_inputs"
-            publications = self._entries.publications_of(relayed, lengths)
-            self._entries.wait_to_read(publications, self._entries.by(operation), operation)
+            publications = self._entries.publications_of(relayed.np, lengths)
+            stream = self.runtime.current_stream
+            self._entries.wait_to_read(publications, stream, self._entries.by(operation), operation)
             true = self.runtime.inspect(self._memory_of(lengths).index_select(0, index))
             invariants.mirror_equal(before.astype(true.dtype), true, **self._entries.where(operation, lengths))
 

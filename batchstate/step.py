@@ -576,7 +576,7 @@ class StepPlanner:
         rows = self._slots.rows_of(handles, _OPERATION, unique=True).copy()
         width = 0 if self._table is None else self._table.shape[1]
         requests = _Requests(batch.row_set, handles, rows, batch._state.host, width)
-        requests.known = self._relay.published_rows(handles, rows, self._ids[0])
+        requests.known = self._relay.published_rows(self._ids[0], handles, rows, requests.generations)
         starts, last = (one.tensor for one in self._constants)
         requests.query_start_loc, requests.last_token_indices = starts[: rows.size + 1], last[: rows.size]
         return requests

@@ -121,9 +121,13 @@ class Download:
         self._lending = block.lending
         self._step = runtime.step
         self._kinds = kinds
+        self._stream = stream
         self._arrays: list[Array] | None = None
-        self._abandoned = weakref.finalize(self, landing.release, block, done, self._step, stream.key)
-        self._abandoned.atexit = False  # at the end of the process the memory goes anyway
+        self._lent = True
+
+    def __del__(self) -> None:
+        if self._lent:
+            self._landing.release(self._block, self.done, self._step, self._stream.key)
 
     def __repr__(self) -> str:
         return f"Download({self.name!r}, {len(self._kinds)} arrays)"
@@ -143,7 +147,7 @@ class Download:
             self._runtime.refuse_capture(f"{self.name}: resolve")
             if not self.done.query():
                 self.done.wait()
-            self._abandoned.detach()  # from here on the block is given back below, or is already another's
+            self._lent = False  # from here on the block is given back below, or is already another's
             if levels.cheap:
                 lent = self._block.lending
                 if lent == self._lending:
@@ -591,7 +595,8 @@ class Runtime(abc.ABC):
         Raises:
             OwnerThreadError: called from a thread that does not own the runtime.
         """
-        self.check_owner(name or "launch")
+        if threading.get_ident() != self.owner.ident:
+            self.check_owner(name or "launch")
         result = operation(*args, **kwargs)
         self.counters.device_operations += operations
         if self._known_memory is not None and isinstance(result, torch.Tensor):
