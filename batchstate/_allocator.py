@@ -474,6 +474,23 @@ class Allocator:
                     invariants.slot_in_flight(indices, self._states_of(indices) != PENDING, **self._where(operation))
             self.check_conservation(operation)
 
+    def check_none_pending(self, operation: str) -> None:
+        """Refuses if something is behind a fence that was not complete in the last `reap`.
+
+        Raises:
+            Violation: SLOT_IN_FLIGHT, naming the oldest such fence.
+        """
+        for fence, indices in self._queue.groups():
+            in_flight, behind = np.ones(indices.size, dtype=np.bool_), f"{fence.fence!r}, freed in step {fence.step}"
+            invariants.slot_in_flight(indices, in_flight, behind=behind, **self._where(operation))
+
+    def sort_free(self) -> None:
+        """Makes the free ones come in ascending order again. Costs O(size)."""
+        for free_list in (self._ordinary, self._reserved):
+            indices = np.sort(free_list.entries())
+            free_list.drop(indices.size)
+            free_list.push(indices)
+
     def reap(self) -> int:
         """Makes free what is behind a complete fence; says how many. Never waits, queries nothing under capture.
 

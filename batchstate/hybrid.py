@@ -69,6 +69,14 @@ class StateOwner(SlotListener):
         self.mapping[rows] = 0  # a row left behind would name states that belong to another slot by then
         self.allocator.release(states, after, "free")
 
+    def check_clear(self, operation: str) -> None:
+        """Refuses if states are pending."""
+        self.allocator.check_none_pending(operation)
+
+    def on_clear(self) -> None:
+        """The states come in order again."""
+        self.allocator.sort_free()
+
     def check_conservation(self, live: int, operation: str) -> None:
         """Checks that exactly `per_slot` states are live for each of `live` slots.
 

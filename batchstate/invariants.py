@@ -545,9 +545,10 @@ def slot_conservation(
     "free with `after=` the fence of the last forward that reads the slot; take only what `stats.free` counts",
     ("sglang #18744", "sglang #26376", "sglang #31687", "sglang #29352", "sglang #24527"),
 )
-def slot_in_flight(slots: Ints, in_flight: Mask, **where: Unpack[Where]) -> Breach | None:
+def slot_in_flight(slots: Ints, in_flight: Mask, *, behind: str | None = None, **where: Unpack[Where]) -> Breach | None:
     """Nothing changes owner while a forward in flight still uses it. `in_flight` bool[n] says so for each of `slots`.
 
+    `behind` names the fence, where it is known.
     Cost: one look-up per slot. Broken by freeing at the end of planning instead of the end of the forward.
     """
     if (row := first_row(in_flight)) is None:
@@ -555,7 +556,7 @@ def slot_in_flight(slots: Ints, in_flight: Mask, **where: Unpack[Where]) -> Brea
     return Breach(
         f"index {slots[row]} changes owner while a forward may still use it",
         expected="its fence complete",
-        actual="its fence pending",
+        actual=f"pending behind {behind}" if behind else "its fence pending",
         row=row,
         slot=int(slots[row]),
     )

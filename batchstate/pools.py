@@ -87,9 +87,10 @@ class PendingSlots:
 class SlotListener:
     """Takes part in every take and free of a `SlotPool`, for something else that a slot owns.
 
-    The pool first calls `before_take` or `before_free` of all its listeners, then `check_take` or `check_free`, and
-    changes nothing if one raises. Each method here does nothing; a subclass overrides what it needs. Only the first two
-    may run code of the engine, such as fences; while `on_take` or `on_free` runs, the pool refuses calls.
+    The pool first calls `before_take` or `before_free` of all its listeners, then `check_take`, `check_free` or
+    `check_release`, and changes nothing if one raises. Each method here does nothing; a subclass overrides what it
+    needs. Only the first two may run code of the engine, such as fences; while `on_take`, `on_free` or `on_clear` runs,
+    the pool refuses calls. `SlotPool.clear` frees all live slots, and then calls `on_clear`.
     """
 
     def before_take(self) -> None:
@@ -106,6 +107,16 @@ class SlotListener:
 
     def check_free(self, rows: Ints, operation: str) -> None:
         """Refuses if the slots may not be freed now. Changes nothing."""
+
+    def check_release(self, rows: Ints, operation: str) -> None:
+        """Refuses if the slots may not be freed now, with all that they own. Changes nothing."""
+        self.check_free(rows, operation)
+
+    def check_clear(self, operation: str) -> None:
+        """Refuses if something is behind a fence that is not complete. Changes nothing."""
+
+    def on_clear(self) -> None:
+        """Begins anew. No slot is live, and nothing is pending."""
 
     def on_free(self, rows: Ints, after: Fence | None) -> None:
         """Releases what the slots own, behind the same fence."""
@@ -261,10 +272,63 @@ class SlotPool:
         self.transaction.enter(self._free)
         if after is not None:
             check_fence(after, self._free)
-        self._release(self._rows_to_free(slots, "free", None), after, "free")
+        self._release(self._rows_to_free(slots, "free"), after, "free")
+
+    def release_requests(self, slots: Slots, *, after: Fence | None = None) -> None:
+        """Frees slots with all they own, pages of every pool too: a request leaves as a whole, or nothing has changed.
+
+        Args:
+            slots: live handles of this pool, each once.
+            after: as for `free`.
+
+        Raises:
+            As `free`; and what the owners of the slots' memory refuse, such as TIER_STATE.
+        """
+        operation = "release_requests"
+        self.transaction.enter(f"{self.name}: {operation}")
+        check_fence(after, f"{self.name}: {operation}")
+        self._release(self._rows_to_free(slots, operation, whole=True), after, operation)
+
+    def clear(self) -> None:
+        """Frees every slot with all that hangs on the pool, and begins anew: slots and pages come in order, from 1.
+
+        Pages of all requests and leases, states, relay entries and host locations are given back, all or nothing. No
+        generation falls: handles, leases, plans and results from before are refused as those of requests that left are.
+        To be called when the last forward is complete, as `free` without a fence. Host locations that a writer or a
+        copy may still write stay pending until it has ended.
+
+        Raises:
+            Violation: SLOT_IN_FLIGHT: slots, states or pages wait for a fence, which is named; TIER_STATE: KV is being
+                copied to the host. Nothing was freed.
+            ArgumentError: a step of the host tier is planned, and its backup not launched.
+            OwnerThreadError, PoolBrokenError: as `take`.
+        """
+        operation = "clear"
+        self.transaction.enter(f"{self.name}: {operation}")
+        self._allocator.reap()
+        for query in self._before_take:
+            query()
+        for query_free in self._before_free:
+            query_free(self._generations.handles(self.live_slots()))
+        rows = self.live_slots()
+        self._allocator.check_none_pending(operation)
+        for listener in self._listeners:
+            listener.check_release(rows, operation)
+            listener.check_clear(operation)
+        if levels.full:
+            self._verify_tables(operation)
+        self.transaction.operation = operation
+        for listener in self._listeners:
+            listener.on_free(rows, None)
+        self._allocator.release(rows, None, operation)
+        self._allocator.sort_free()
+        for listener in self._listeners:
+            listener.on_clear()
+        self.transaction.operation = None
+        self._check_after(operation)
 
     def release_rows(self, rows: Ints, after: Fence | None, operation: str) -> None:
-        """The second half of `free`, for owners of more than slots: frees what `check_release` has returned."""
+        """The second half of `free`, for the library: frees rows int64[n] that were checked."""
         self.runtime.check_owner(f"{self.name}: {operation}")
         self._release(rows, after, operation)
 
@@ -400,24 +464,13 @@ class SlotPool:
         """`check_handles`, of the numbers and generations int64[n] of handles of this pool. For the library."""
         self._generations.check_held(rows, generations, operation)
 
-    def check_release(self, slots: Slots, operation: str, *, besides: SlotListener | None = None) -> Ints:
-        """What `free` checks before it changes anything; returns the numbers, int64[n].
-
-        Args:
-            slots: the handles.
-            operation: for reports.
-            besides: a listener whose `check_free` is left out, since its owner releases what the slots own first.
-        """
-        self.transaction.enter(f"{self.name}: {operation}")
-        return self._rows_to_free(slots, operation, besides)
-
-    def _rows_to_free(self, slots: Slots, operation: str, besides: SlotListener | None) -> Ints:
+    def _rows_to_free(self, slots: Slots, operation: str, *, whole: bool = False) -> Ints:
+        """What is checked before slots are freed, alone or as whole requests; their numbers, int64[n]."""
         for query in self._before_free:
             query(slots)
         rows = self._generations.rows_to_free(slots, operation)
         for listener in self._listeners:
-            if listener is not besides:
-                listener.check_free(rows, operation)
+            (listener.check_release if whole else listener.check_free)(rows, operation)
         if levels.full:
             self._verify_tables(operation)
         return rows

@@ -264,18 +264,64 @@ def test_a_turnover_asks_only_its_own_pages(
     assert looked == [7, 7]
 
 
-def test_two_page_pools_leave_together(rt: Runtime, slots: SlotPool, pages: PagePool) -> None:
-    """With pages in two pools `release_requests` of one refuses and changes nothing until the other is empty."""
+def test_pages_of_every_pool_leave_with_their_request(rt: Runtime, slots: SlotPool, pages: PagePool) -> None:
+    """`release_requests` of any pool gives back the pages of all pools behind one fence; `free` alone is refused."""
     window = PagePool(rt, slots, 4, 4, max_tokens_per_request=8, name="window")
-    one = slots.take(1)
-    pages.extend(one, 8)
-    window.extend(one, 4)
-    refused(Code.SLOT_CONSERVATION, lambda: pages.release_requests(one))
-    assert pages.committed(one).tolist() == [8]
-    window.release(one)
-    pages.release_requests(one)
-    for pool in (slots, pages, window):
-        pool.expect_idle()
+    one, two = slots.take(1), slots.take(1)
+    for pool, total in ((pages, 8), (window, 4)):
+        pool.extend(Slots.cat([one, two]), total)
+    refused(Code.SLOT_CONSERVATION, lambda: slots.free(one))
+    assert [pages.committed(one).tolist(), window.committed(one).tolist()] == [[8], [4]]
+    forward = Gate()
+    pages.release_requests(one, after=forward)
+    slots.release_requests(two, after=forward)
+    assert (slots.stats.pending, pages.stats.pending, window.stats.pending) == (2, 4, 2)
+    forward.done = True
+    for all_of_it in (slots, pages, window):
+        all_of_it.expect_idle()
+        assert not all_of_it.stats.pending
+
+
+def test_clear_names_the_fence_that_it_would_ignore(rt: Runtime, slots: SlotPool, pages: PagePool) -> None:
+    """A clear behind a forward in flight is refused and says which; then slots and pages come in order, from 1."""
+    window = PagePool(rt, slots, 4, 4, max_tokens_per_request=8, name="window")
+    several = slots.take(3)
+    pages.extend(several, 8)
+    pages.commit(several, 8)
+    window.extend(several.take([0]), 8)
+    extension = window.extend(several.take([1]), 3)
+    lease, forward = pages.hold(several.take([1]), 4), Gate()
+    window.release(several.take([0]), after=forward)
+    broken = refused(Code.SLOT_IN_FLIGHT, slots.clear)
+    assert "Gate" in str(broken)
+    assert "step 0" in str(broken)
+    assert (slots.stats.live, pages.stats.leases, window.stats.pending) == (3, 1, 2)
+    forward.done = True
+    slots.clear()
+    assert lease.released
+    assert (slots.stats.free, pages.stats.free, window.stats.free) == (8, 12, 4)
+    anew = slots.take(2)
+    assert anew.np.tolist() == [1, 2]
+    for pool in (pages, window):
+        pool.extend(anew, 4)
+        assert pool.page_table[1:3, 0].tolist() == [1, 2]
+    refused(Code.SLOT_STALE_HANDLE, lambda: pages.advance(several.take([0])))
+    refused(Code.DERIVED_STALE, lambda: extension.locations)
+    with pytest.raises(ArgumentError):
+        pages.share(lease, slots.take(1), 4)
+
+
+def test_a_clear_waits_for_readers_of_shared_pages(slots: SlotPool, pages: PagePool) -> None:
+    """A page that a former sharer's forward still reads is not given back by a clear, though its holder is live."""
+    one, two, forward = slots.take(1), slots.take(1), Gate()
+    pages.extend(one, 4)
+    pages.commit(one, 4)
+    pages.share(one, two, 4)
+    pages.release(two, after=forward)
+    refused(Code.SLOT_IN_FLIGHT, slots.clear)
+    forward.done = True
+    slots.clear()
+    assert (slots.stats.free, pages.stats.free) == (8, 12)
 
 
 @pytest.mark.parametrize("misuse", PagePoolMachine.MISUSES, ids=lambda misuse: str(misuse.name))

@@ -316,7 +316,8 @@ def test_belongs_to_one_thread(rt: Runtime) -> None:
         lambda: pool.free(slots),
         lambda: pool.rows_of(slots, "x", unique=True),
         lambda: pool.check_handles(slots, "x"),
-        lambda: pool.check_release(slots, "free"),
+        lambda: pool.release_requests(slots),
+        lambda: pool.clear(),
         lambda: pool.release_rows(slots.np, None, "free"),
     ):
         assert isinstance(in_a_thread(call), OwnerThreadError)

@@ -322,6 +322,19 @@ class PageReferences:
             self._readers = [reader for reader in self._readers if reader[0] not in complete]
         return reaped
 
+    def check_none_pending(self, operation: str) -> None:
+        """Refuses if pages are pending, or are read by forwards of former sharers, as `query_fences` found last.
+
+        Raises:
+            Violation: SLOT_IN_FLIGHT, naming the fence.
+        """
+        self.allocator.check_none_pending(operation)
+        if self._readers:  # too careful at times, as `_release_read`
+            oldest, fence = self._readers[0]
+            pages = self.allocator.live_indices()
+            read = self._read_by[pages] >= oldest
+            invariants.slot_in_flight(pages, read, behind=repr(fence), **self._where(operation))
+
     def _check_unread(self, pages: Ints, operation: str) -> None:
         tickets = self._read_by[pages]
         if not self._readers or not np.count_nonzero(tickets >= self._readers[0][0]):

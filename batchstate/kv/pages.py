@@ -919,7 +919,7 @@ class PagePool:
         self._check_lengths(totals, self._table.committed[rows], "truncate", _truncated)
         keep = self._table.pages_needed(totals)
         loses = (totals < self._table.committed[rows]) | (keep < self._table.num_pages[rows])
-        self._cut(rows, totals, keep, after, "truncate", rows[loses])
+        self._listener.cut(rows, totals, keep, after, "truncate", rows[loses])
         self.transaction.operation = None
         self._check_after()
 
@@ -928,24 +928,13 @@ class PagePool:
         check_fence(after, f"{self.name}: release")
         rows = self._begin(slots, "release")
         self._check_release(rows, "release")
-        self._cut_all(rows, after, "release")
+        self._listener.cut_all(rows, after, "release")
         self.transaction.operation = None
         self._check_after()
 
     def release_requests(self, slots: Slots, *, after: Fence | None = None) -> None:
-        """Releases the pages and frees the slots: a request leaves with all it has, or an error changes nothing.
-
-        Raises:
-            As `SlotPool.free`.
-        """
-        operation = "release_requests"
-        self.transaction.enter(f"{self.name}: {operation}")
-        check_fence(after, f"{self.name}: {operation}")
-        self._references.query_fences()
-        rows = self.slots.check_release(slots, operation, besides=self._listener)
-        self._cut_all(rows, after, operation)
-        self.slots.release_rows(rows, after, operation)
-        self._check_after()
+        """As `SlotPool.release_requests`: requests leave with their pages, those of other pools and all else."""
+        self.slots.release_requests(slots, after=after)
 
     def add_release_check(self, check: Callable[[Ints, str], None]) -> None:
         """For the library: `check(rows, operation)` may refuse, by raising, that pages of live slots are released."""
@@ -955,20 +944,6 @@ class PagePool:
     def _check_release(self, rows: Ints, operation: str) -> None:
         for check in self._release_checks:
             check(rows, operation)
-
-    def _cut_all(self, rows: Ints, after: Fence | None, operation: str) -> None:
-        none = np.zeros(rows.size, dtype=np.int64)
-        self._cut(rows, none, none, after, operation, rows)
-
-    def _cut(self, rows: Ints, totals: Ints, keep: Ints, after: Fence | None, operation: str, losing: Ints) -> None:
-        """Leaves each row `totals` tokens and `keep` pages; `losing` are the rows that then have less than before."""
-        self.transaction.operation = operation
-        pages = self._table.cut(rows, keep)
-        self._table.committed[rows] = totals
-        if losing.size:
-            self.epochs.note(losing, operation, self.runtime.step)
-        self.writes.cut(rows, totals)
-        self._references.drop(pages, after, operation)
 
     # Checks
 
@@ -1088,7 +1063,7 @@ class PagePool:
 
 @final
 class _PageOwners(SlotListener):
-    """Refuses to free slots that have pages. Slots are taken without pages and get them by growing."""
+    """The pages of slots. Slots are taken without pages and get them by growing; they leave with them, or without."""
 
     def __init__(self, pool: PagePool) -> None:
         self._table, self._references, self._leases = pool._table, pool._references, pool._leases
@@ -1097,8 +1072,12 @@ class _PageOwners(SlotListener):
         self._epochs, self._shares = pool.epochs, pool.shares
         self._seen: _Seen | None = None  # at the last `verify`
 
+    def before_free(self, slots: Slots) -> None:
+        """Queries the fences that pages wait for, which nothing that follows asks."""
+        self._references.query_fences()
+
     def check_free(self, rows: Ints, operation: str) -> None:
-        """Refuses to free slots that have pages, which would never be released.
+        """Refuses to free slots alone that have pages, which would never be released.
 
         Raises:
             Violation: SLOT_CONSERVATION, naming slots.
@@ -1114,6 +1093,42 @@ class _PageOwners(SlotListener):
                 problem=f"these slots still own {int(owned.sum())} pages: {names}",
                 remedy="use `pages.release_requests(slots, after=...)`, which frees a request with all it has",
             )
+
+    def check_release(self, rows: Ints, operation: str) -> None:
+        """Whole requests leave with their pages."""
+
+    def on_free(self, rows: Ints, after: Fence | None) -> None:
+        """Releases the pages of requests that leave."""
+        if np.count_nonzero(self._table.num_pages[rows]):
+            self.cut_all(rows, after, "release_requests")
+
+    def check_clear(self, operation: str) -> None:
+        """Refuses if pages are pending, or read by a forward in flight."""
+        self._references.check_none_pending(operation)
+
+    def on_clear(self) -> None:
+        """Leases are given back, and the pages come in order again."""
+        for lease in self._leases.values():
+            self._references.drop(lease.pages, None, "clear")
+            lease.released = True
+        self._leases.clear()
+        self._references.allocator.sort_free()
+
+    def cut_all(self, rows: Ints, after: Fence | None, operation: str) -> None:
+        """Leaves each row nothing."""
+        none = np.zeros(rows.size, dtype=np.int64)
+        self.cut(rows, none, none, after, operation, rows)
+
+    def cut(self, rows: Ints, totals: Ints, keep: Ints, after: Fence | None, operation: str, losing: Ints) -> None:
+        """Leaves each row `totals` tokens and `keep` pages; `losing` are the rows that then have less than before."""
+        references = self._references
+        references.transaction.operation = operation
+        pages = self._table.cut(rows, keep)
+        self._table.committed[rows] = totals
+        if losing.size:
+            self._epochs.note(losing, operation, references.runtime.step)
+        self._writes.cut(rows, totals)
+        references.drop(pages, after, operation)
 
     def _refuse(
         self, owners: Ints, pages: int, operation: str, *, problem: str | None = None, remedy: str | None = None

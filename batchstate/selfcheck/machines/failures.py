@@ -284,7 +284,7 @@ class FailureMachine(Machine):
             self.pages.extend(slots, total)
 
     @rule(
-        what=st.sampled_from(["take", "extend", "advance", "hold", "leave", "publish"]),
+        what=st.sampled_from(["take", "extend", "advance", "hold", "leave", "publish", "clear"]),
         at=st.integers(0, 4),
         event=st.integers(1, 400),
     )
@@ -299,6 +299,7 @@ class FailureMachine(Machine):
             "hold": lambda: self.pages.take(1),
             "leave": lambda: self.pages.release_requests(slots),
             "publish": lambda: self.relay.publish(slots, a=device, b=device) if len(slots) else None,
+            "clear": self.slots.clear,
         }
         with contextlib.suppress(PoolExhaustedError, Violation, KeyboardInterrupt), Interrupt(event).armed():
             calls[what]()
@@ -314,6 +315,10 @@ class FailureMachine(Machine):
             self.live = [self.slots._generations.handles(rows) for rows in self.slots.live_slots()[:, None]]
         elif what == "hold":
             self.leases = list(self.pages._leases.values())
+        elif what == "clear":
+            self.live = [one for one in self.live if self.slots.is_live(one.np)[0]]
+            self.leases = list(self.pages._leases.values())
+            agree(bool(self.live), self.slots.stats.live > 0, "requests after a clear that was interrupted")
         else:
             self.live = [one for one in self.live if self.slots.is_live(one.np)[0]]
 

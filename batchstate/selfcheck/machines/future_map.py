@@ -424,6 +424,7 @@ class FutureMapMachine(Machine):
         "read a second time refused",
         "handle of a slot used again refused",
         "a slot used by another request",
+        "cleared with an entry unread",
         "left with an entry unread",
         "left between launch and results",
         "padded rows",
@@ -554,11 +555,26 @@ class FutureMapMachine(Machine):
         self._leave(self.requests[at % len(self.requests)], behind)
 
     def _leave(self, one: RelayRequest, behind: str | None) -> None:
-        self.reached("left with an entry unread", self.model.unread(one, "token"))
         self.pages.release_requests(one.handle, after=None if behind is None else self.rt.record(self.streams[behind]))
+        self._left(one)
+
+    def _left(self, one: RelayRequest) -> None:
+        self.reached("left with an entry unread", self.model.unread(one, "token"))
         self.model.clear([one], self.model.fields)
         self.requests.remove(one)
         self.gone.append(one)
+
+    @precondition(lambda self: bool(self.requests))
+    @rule(among=st.integers(0, 3))
+    def clear(self, among: int) -> None:
+        """The host waits for everything and begins anew, now and then: no request and no entry is left."""
+        if among:
+            return
+        self.rt.synchronize()
+        self.pool.clear()
+        self.reached("cleared with an entry unread", any(self.model.unread(one, "token") for one in self.requests))
+        for one in list(self.requests):
+            self._left(one)
 
     # What a step does with entries
 

@@ -316,6 +316,7 @@ class HostTierMachine(Machine):
         "a late write into memory that is not allocated",
         "a writer that ends after its request",
         "host locations used again after their writer",
+        "cleared beside a writer that has not ended",
     )
 
     @initialize(
@@ -884,6 +885,18 @@ class HostTierMachine(Machine):
             ask(self.host.verify)
         stats, late = self.host.stats, sum(len(writer.ranges) for writer in self.late_writers)
         agree((late, stats.size - late), (stats.pending, stats.free), "host locations pending and free, all gone")
+        agree(self.pages.num_pages, self.pages.stats.free, "device pages free, all gone")
+
+    @rule(among=st.integers(0, 3))
+    def clear(self, among: int) -> None:
+        """The host waits for the device and begins anew, now and then; what a writer may write stays pending."""
+        if among:
+            return
+        self._resolve(0)
+        self.rt.synchronize()
+        self.reached("cleared beside a writer that has not ended", any(one.state is DIRECT for one in self.requests))
+        self.slots.clear()
+        self._left(list(self.requests))
         agree(self.pages.num_pages, self.pages.stats.free, "device pages free, all gone")
 
     # Time and misuse

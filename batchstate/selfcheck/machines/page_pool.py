@@ -297,6 +297,8 @@ class PagePoolMachine(PoolMachine):
         "handles of pages that were given back refused",
         "shared before it is written refused",
         "written on one stream and read on another",
+        "cleared with a lease and a request",
+        "clearing behind a step in flight refused",
     )
     MISUSES = _MISUSES
 
@@ -315,7 +317,7 @@ class PagePoolMachine(PoolMachine):
         self.named: list[tuple[Table, Handles]] = []  # rows that were given to a request
         self.kv = self.rt.device_zeros((self.pages.location_capacity,), torch.int64, name="kv")
         self._settle()
-        self.launches = True
+        self.launches, self.cleared = True, False
         self.model = PageModel(self.pages, AllocatorModel(num_pages))
         self.held: dict[int, Slots] = {}
         self.gone: list[Slots] = []
@@ -729,6 +731,34 @@ class PagePoolMachine(PoolMachine):
             self.model.release(slot, fence)
         behind = fence is not None and fence is not self.steps.last and owned > 0
         self.reached("released behind step N while N+1 is in flight", behind)
+
+    @precondition(lambda self: not self.cleared)
+    @rule(behind=st.booleans())
+    def clear(self, behind: bool) -> None:
+        """Both pools begin anew, once: requests and leases are gone; refused while something waits for a step."""
+        self._settle()
+        if behind and self.held:
+            self._finish([next(iter(self.held))], self.steps.record())
+        if self.slots.stats.pending or self.pages.stats.pending:
+            self.reached("clearing behind a step in flight refused")
+            with self.refused(Code.SLOT_IN_FLIGHT):
+                self.slots.clear()
+        self.steps.complete(self.steps.depth)
+        self.slots.clear()
+        self.cleared = True
+        self.reached("cleared with a lease and a request", bool(self.model.leases and self.held))
+        for slot in list(self.held):
+            self.gone.append(self.held.pop(slot))
+            self.model.release(slot, None)
+        while self.model.leases:
+            lease, holding = self.model.leases.pop()
+            self.model.drop(holding.pages, None)
+            with self.refused(Code.SLOT_DOUBLE_FREE):
+                lease.release()
+        slots = self.take(2)
+        self.extend_to(slots, [self.pages.page_size] * 2)
+        found = slots, [self.model.requests[slot].pages for slot in slots]
+        agree(([1, 2], [[1], [2]]), found, "slots and pages after a clear")
 
     @HAS_REQUESTS
     @rule(data=st.data())

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, initialize, rule
+from hypothesis.stateful import Bundle, initialize, precondition, rule
 
 from batchstate.batch import Batch
 from batchstate.columns import slot_column
@@ -109,6 +109,8 @@ class SlotMachine(PoolMachine):
         "the reserve used",
         "double free refused",
         "handle of a slot used again refused",
+        "cleared while slots are live",
+        "clearing behind a step in flight refused",
     )
     MISUSES: ClassVar[tuple[Misuse[Any], ...]] = (
         Misuse("take -1", (ArgumentError,), lambda pool: pool.take(-1)),
@@ -160,6 +162,7 @@ class SlotMachine(PoolMachine):
         pool, self.model = self.pool, AllocatorModel(self.pool.size, self.pool.reserve)
         self.parts = (Part("slot", self.model, 1, lambda: pool.stats, lambda rows: rows.tolist()), *others)
         self.foreign = SlotPool(self.rt, 2, name="other").take(1)
+        self.cleared = False
         self.generations = np.zeros(pool.capacity, np.int64)
 
     def check(self) -> None:
@@ -294,6 +297,30 @@ class SlotMachine(PoolMachine):
         slots = self._take(n, True)
         if len(late):
             self._free(late, None)
+        return slots
+
+    @precondition(lambda self: not self.cleared)
+    @rule(target=handles, n=st.integers(1, 3), behind=st.integers(0, 2))
+    def clear_pool(self, n: int, behind: int) -> Slots:
+        """The pool begins anew, once; while something waits for a step, that is refused."""
+        self._free(self.live(behind), self.steps.record())
+        if any(part.model.pending for part in self.parts):
+            self.reached("clearing behind a step in flight refused")
+            with self.refused(Code.SLOT_IN_FLIGHT):
+                self.pool.clear()
+        self.steps.complete(self.steps.depth)
+        for part in self.parts:
+            part.model.reap()
+        late = self.live(len(self.model.live))
+        self.pool.clear()
+        self.cleared = True
+        for part in self.parts:
+            part.model.release(sorted(part.model.live), None)
+        if len(late):
+            self.reached("cleared while slots are live")
+            self._free(late, None)  # refused
+        slots = self._take(n)
+        agree([*range(1, len(slots) + 1)], slots.np.tolist(), "slots after a clear")
         return slots
 
     @rule(slots=handles)
