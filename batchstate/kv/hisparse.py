@@ -15,7 +15,6 @@ device, and nothing depends on how long a context is.
 from collections.abc import Mapping, Sequence
 from typing import TypeVar, final
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -27,10 +26,10 @@ from batchstate.errors import ArgumentError, CaptureError, DeviceError
 from batchstate.indices import HostLocations, Locations, Slots
 from batchstate.kv._tier import IN_TIER, KVCopier, TierRequests, TierState
 from batchstate.kv.host_pool import HostKVPool, HostRanges
+from batchstate.kv.last_location import LastLocation
 from batchstate.kv.pages import Extension, PagePool
 from batchstate.mirror import Contract, MirroredTensor
 from batchstate.runtime import Fence, Runtime, check_fence
-from batchstate.tables import Table, TableWrite
 from batchstate.violations import Violation, Where
 
 __all__ = ["HiSparse", "LastLocation", "TierState"]
@@ -42,58 +41,6 @@ V = TypeVar("V", Locations, HostLocations)
 def _host_only(unit: type[V], runtime: Runtime, numbers: Ints) -> V:
     """A value of an index space of which only the host has the numbers int64[n]."""
     return unit(runtime, numbers, None, dtype=torch.int64, shape=numbers.shape, contract=Contract.HOST_ONLY)
-
-
-@final
-@attrs.define(eq=False, repr=False)
-class LastLocation:
-    """Where the newest token of each request goes, and what is backed up before: what `map_last_location` returns.
-
-    Attributes:
-        slots: the n requests.
-        positions: int64[n], of the new token.
-        hot_rows: int64[n], row of the hot buffer that takes it.
-        locations: int64[n], device locations that take its KV: the slot mapping of the step.
-        hot_from: int64[n], first position whose KV is on the device; those before are read from the host.
-        backup_from, backup_to: the tokens of the step before: int64[k] device locations, int64[k] host locations.
-        extras: name -> array, for `batch.upload(extras=...)`.
-        launched: whether `back_up` has been called.
-    """
-
-    slots: Slots
-    positions: Ints
-    hot_rows: Ints
-    locations: Locations
-    hot_from: Ints
-    backup_from: Locations
-    backup_to: HostLocations
-    launched: bool = False
-
-    def __repr__(self) -> str:
-        return f"LastLocation({self.positions.size} requests, {len(self.backup_from)} to back up)"
-
-    @property
-    def extras(self) -> dict[str, Ints]:
-        """What goes into the step's copy."""
-        return {
-            "hot_locations": self.locations.np,
-            "hot_from": self.hot_from,
-            "backup_from": self.backup_from.np,
-            "backup_to": self.backup_to.np,
-        }
-
-    def entry(self, table: Table) -> TableWrite:
-        """The write of new rows of hot buffers into a table [slot, hot row] -> location, for a batch's upload.
-
-        A row that is used again has its location in the table already: it is written once, while the buffer grows.
-
-        Raises:
-            As `Table.entry`.
-        """
-        grows = self.hot_rows == self.positions
-        if grows.all():
-            return table.entry(self.slots, self.hot_rows, self.locations)
-        return table.entry(self.slots.filter(grows), self.hot_rows[grows], self.locations.filter(grows))
 
 
 @final
@@ -452,6 +399,7 @@ class HiSparse:
             np.maximum(requests.hot_from[rows], length - self.hot_tokens),
             _host_only(Locations, self.runtime, backup_from),
             _host_only(HostLocations, self.runtime, backup_to),
+            self.hot_tokens,
         )
         requests.length[rows] = length
         requests.backed[rows] = position
