@@ -283,6 +283,41 @@ def row_count(expected: int, actual: Mapping[str, int], **where: Unpack[Where]) 
 
 
 @invariant(
+    "full",
+    "let the operation treat this column as it treats the others; values are changed by other operations",
+    ("sglang #18647", "vllm #48419", "sglang #40629", "vllm #43894"),
+)
+def row_kept(
+    expected: Array, actual: Array, *, rows: Ints | None = None, what: str = "entry", **where: Unpack[Where]
+) -> Breach | None:
+    """An operation that moves rows changes none: each request has in each column what it had before, and the dtype.
+
+    Both arrays hold the requests that stayed, in one order; `rows` integer[n] says where they are now, and `what` names
+    what is compared. Python objects compare by `==`.
+    Cost: reads the column before and after the operation. Broken by an operation that moves a column by other rows than
+    the rest, or not at all, and by merging with an empty tensor of another dtype.
+    """
+    if expected.dtype != actual.dtype or expected.shape != actual.shape:
+        return Breach(
+            f"the operation changed the dtype or shape of the {what}",
+            expected=f"{expected.dtype}{list(expected.shape)}",
+            actual=f"{actual.dtype}{list(actual.shape)}",
+        )
+    if expected.dtype.kind == "O":
+        unequal = np.array([old is not new and old != new for old, new in zip(expected, actual, strict=True)], bool)
+    else:
+        unequal = _rows(bits(expected) != bits(actual))
+    if (row := first_row(unequal)) is None:
+        return None
+    return Breach(
+        f"the operation gave {np.count_nonzero(unequal)} of {len(expected)} requests another {what} than they had",
+        expected=expected[row],
+        actual=actual[row],
+        row=row if rows is None else int(rows[row]),
+    )
+
+
+@invariant(
     "cheap",
     "padding writes the declared pad value into every padded row of every column, each step anew",
     ("lmdeploy#4569", "sglang #15132", "sglang #18647", "vllm #42494"),

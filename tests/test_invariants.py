@@ -40,6 +40,7 @@ CASES: dict[Code, tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = {
     Code.MIRROR_FOREIGN_WRITE: (("device", 0, 1), ("device", 3, 3), {}),
     Code.MIRROR_ALIASED: (((100, 200), (199, 300)), ((100, 200), (200, 300)), {}),
     Code.ROW_COUNT: ((3, {"a": 3, "b": 2}), (3, {"a": 3, "b": 3}), {"column": "b", "expected": 3, "actual": 2}),
+    Code.ROW_KEPT: ((ints([4, 5]), ints([4, 6])), (NAN, NAN.copy()), {"row": 1, "expected": 5, "actual": 6}),
     Code.SLOT_ZERO_ALLOCATED: ((ints([3, 0]),), (ints([3, 1]),), {"row": 1, "slot": 0}),
     Code.SLOT_ZERO_DIRTY: ((ints([0, 0, 7]),), (ints([0, 0, 0]),), {"slot": 0, "actual": 7}),
     Code.SLOT_OUT_OF_RANGE: ((ints([0, 9]), 9), (ints([0, 8]), 9), {"row": 1, "slot": 9}),

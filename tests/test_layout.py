@@ -23,6 +23,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "forward inputs": ("forward",),
     "relay": ("_relay", "future_map"),
     "steps": ("step",),
+    "watch": ("watch",),
     "transport": ("transport",),
     "traffic": ("traffic",),
     "testing": ("testing",),

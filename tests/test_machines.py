@@ -24,6 +24,7 @@ EXAMPLES = {
     "transfers": 40,
     "strangers": 30,
     "failures": 60,
+    "watched": 30,
 }
 """The ordinary number of examples: enough for every coverage target, and for a suite that is run often."""
 

@@ -25,12 +25,11 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any, ClassVar, Generic, Self, TypeVar, final
+from typing import Any, ClassVar, Generic, TypeVar, final
 
 import attrs
 import numpy as np
 import numpy.typing as npt
-import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, consumes, initialize, multiple, precondition, rule
@@ -43,6 +42,7 @@ from batchstate.testing.machine import DisagreementError, Machine
 from batchstate.testing.runner import STEPS, MachineResult, error_of, run_machine, with_replay
 from batchstate.testing.strategies import keep_lists
 from batchstate.violations import Where
+from batchstate.watch.rows import Snapshot, address_range
 
 __all__ = ["Twin", "TwinSpec", "fuzz_twins", "twin_machine"]
 
@@ -50,51 +50,6 @@ Array = npt.NDArray[Any]
 
 Row = dict[str, Any]
 """One request of a batch: attribute -> its entry. An attribute that is not there may have any value."""
-
-_ONLY_TORCH = frozenset(
-    dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize < 4 and dtype != torch.float16
-)
-"""Floats that numpy lacks (bfloat16, the 8-bit ones). float32 holds each of their values."""
-
-
-@final
-@attrs.frozen(eq=False)
-class _Snapshot:
-    """An attribute as it was at one moment, on the host: its dtype and its entries, rows first.
-
-    The dtype tells bfloat16 from the float32 that it is read as; Python objects have `object`.
-    """
-
-    dtype: str
-    values: Array
-
-    @classmethod
-    def of(cls, value: Any) -> Self:
-        """The attribute as it is; the memory may still be the batch's."""
-        if isinstance(value, torch.Tensor):
-            readable = value.detach().float() if value.dtype in _ONLY_TORCH else value.detach()
-            return cls(str(value.dtype).removeprefix("torch."), readable.cpu().numpy())
-        if isinstance(value, np.ndarray):
-            return cls(str(value.dtype), value)
-        objects = np.empty(len(value), dtype=object)
-        objects[:] = list(value)
-        return cls("object", objects)
-
-    def copied(self) -> Self:
-        return attrs.evolve(self, values=self.values.copy())
-
-
-def _address_range(value: Any) -> tuple[int, int] | None:
-    """First address and the one after the last, of what lies in host memory; None for other things."""
-    if isinstance(value, torch.Tensor) and value.device.type == "cpu":
-        return value.data_ptr(), value.data_ptr() + value.nbytes
-    if isinstance(value, np.ndarray):
-        start = int(value.__array_interface__["data"][0])
-        return start, start + value.nbytes
-    return None
-
 
 B = TypeVar("B")
 R = TypeVar("R")
@@ -372,10 +327,10 @@ class _TwinMachine(Machine):
 
     def _check_pairs(
         self, tracked: _Tracked, operation: str, rows: dict[str, int] | None = None
-    ) -> dict[str, _Snapshot]:
+    ) -> dict[str, Snapshot]:
         """Checks the twins of a batch, of as many rows as it says or as `rows` says; the attributes that are made."""
         values = {name: self._value(tracked.batch, name) for name in self.spec.attribute_names}
-        found = {name: _Snapshot.of(value) for name, value in values.items() if value is not None}
+        found = {name: Snapshot.of(value) for name, value in values.items() if value is not None}
         wanted = dict.fromkeys(found, self.spec.num_rows(tracked.batch)) if rows is None else rows
         for name, one in found.items():
             invariants.row_count(wanted[name], {name: len(one.values)}, object=tracked.name, operation=operation)
@@ -387,14 +342,14 @@ class _TwinMachine(Machine):
         return found
 
     def _check_pair(
-        self, twin: Twin, host: Any, device: Any, of_host: _Snapshot, of_device: _Snapshot, name: str, operation: str
+        self, twin: Twin, host: Any, device: Any, of_host: Snapshot, of_device: Snapshot, name: str, operation: str
     ) -> None:
         where: Where = {"object": name, "operation": operation, "column": f"{twin.host} / {twin.device}"}
-        ranges = (_address_range(host), _address_range(device))
+        ranges = (address_range(host), address_range(device))
         if ranges[0] is not None and ranges[1] is not None:
             invariants.mirror_aliased(ranges[0], ranges[1], **where)
         if not hasattr(host, "dtype"):  # a list has no dtype of its own
-            of_host = _Snapshot(of_device.dtype, np.array(host, dtype=of_device.values.dtype))
+            of_host = Snapshot(of_device.dtype, np.array(host, dtype=of_device.values.dtype))
         # Where the arrays differ in dtype, the invariant below reports it.
         if of_host.dtype != of_device.dtype and of_host.values.dtype == of_device.values.dtype:
             raise DisagreementError(
@@ -408,7 +363,7 @@ class _TwinMachine(Machine):
         self,
         tracked: _Tracked,
         rows: Sequence[Row],
-        found: dict[str, _Snapshot],
+        found: dict[str, Snapshot],
         dtypes: Mapping[str, str],
         problem: str,
     ) -> None:
@@ -633,7 +588,7 @@ def _check_spec(spec: TwinSpec[Any, Any]) -> None:
 
 
 def _length(batch: object, name: str) -> int:
-    return len(_Snapshot.of(attrgetter(name)(batch)).values)
+    return len(Snapshot.of(attrgetter(name)(batch)).values)
 
 
 def _found(spec: TwinSpec[Any, Any], what: str, look: Callable[[], object]) -> None:

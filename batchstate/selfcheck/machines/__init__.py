@@ -12,6 +12,7 @@ from batchstate.selfcheck.machines.pools import HybridMachine, SlotPoolMachine
 from batchstate.selfcheck.machines.steps import StepMachine
 from batchstate.selfcheck.machines.strangers import StrangersMachine
 from batchstate.selfcheck.machines.transfers import TransfersMachine
+from batchstate.selfcheck.machines.watched import WatchedMachine
 from batchstate.testing.machine import Machine
 
 __all__ = ["MACHINES"]
@@ -30,6 +31,7 @@ _ALL: tuple[type[Machine], ...] = (
     TransfersMachine,
     StrangersMachine,
     FailureMachine,
+    WatchedMachine,
 )
 
 MACHINES: dict[str, type[Machine]] = {machine.NAME: machine for machine in _ALL}

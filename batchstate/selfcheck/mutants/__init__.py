@@ -20,6 +20,7 @@ from batchstate.selfcheck.mutants.runner import (
 
 _ORDER = (
     "drift",
+    "watched",
     "graph_inputs",
     "sides",
     "reuse",

@@ -1,0 +1,17 @@
+"""Checks for the engine that is there: a declaration over a class that others wrote, and no change of its code.
+
+`watch` checks the batch class, `watch_pages` and `watch_slots` who holds what, `watch_copy` staging buffers. Nothing
+else is needed: no test library, no runtime of this library. `batchstate.set_checks` says how much is checked.
+"""
+
+from batchstate.watch.batches import Watched, watch
+from batchstate.watch.hooks import WatchCounters
+from batchstate.watch.rows import Declaration, Snapshot
+
+__all__ = [
+    "Declaration",
+    "Snapshot",
+    "WatchCounters",
+    "Watched",
+    "watch",
+]

@@ -1,0 +1,193 @@
+"""Watching a batch class that others wrote.
+
+Ten lines over the class of an engine, which is not changed::
+
+    watched = watch(
+        ScheduleBatch,
+        after=["filter_batch", "merge_batch", "prepare_for_decode"],
+        num_rows="batch_size",
+        pairs=[("seq_lens_cpu", "seq_lens")],
+        rows=["reqs", "sampling_info.temperatures"],
+        derived={"seq_lens_sum": lambda batch: int(batch.seq_lens_cpu.sum())},
+    )
+
+From here on each of these calls is checked: at `cheap` by lengths, dtypes and what the host holds, at `full` by values.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, final
+
+from batchstate import levels
+from batchstate.errors import ArgumentError, BatchStateError, DeclarationError
+from batchstate.watch.hooks import Hook, Hooked, OnViolation, hooks_of
+from batchstate.watch.rows import Declaration, Get, Name, Place, Rows
+
+__all__ = ["Watched", "watch"]
+
+
+@final
+class Watched(Hooked):
+    """A class that is watched, until `stop` or the end of a `with` block.
+
+    Attributes:
+        declared: the columns, and the questions.
+        counters: what happened so far.
+    """
+
+    def __init__(self, cls: type, declared: Declaration, on_violation: OnViolation, every: int) -> None:
+        super().__init__(cls.__name__, on_violation, every)
+        self.cls = cls
+        self.declared = declared
+
+    def __repr__(self) -> str:
+        return f"Watched({self.name}, {'active' if self._active else 'stopped'}, {self.counters.calls} calls)"
+
+    def check(self, batch: object, operation: str = "check", *, full: bool | None = None) -> None:
+        """Asks everything of one object now; `full` by default as the level of checks says.
+
+        Raises:
+            Violation: with `on_violation="raise"`.
+            DeclarationError: the object lacks what is declared.
+        """
+        self._check(batch, Place(self.name, operation, None, self.report), levels.full if full is None else full)
+
+    def _check(self, batch: object, place: Place, full: bool) -> None:
+        try:
+            self.declared.check(batch, place, full=full)
+        except BatchStateError:
+            raise
+        except Exception as error:  # of a name or a function in the declaration
+            self.report(_misdeclared(self.name, place.operation, error))
+
+    def _around(
+        self,
+        name: str,
+        before: bool,
+        after: bool,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        subjects = [one for one in (*args, *kwargs.values()) if isinstance(one, self.cls)]
+        subject = subjects[0] if subjects else None
+        if subject is None or not self.enter(subject):
+            return function(*args, **kwargs)
+        try:
+            step, full, declared = self.due(), levels.full, self.declared
+            if not step:
+                return function(*args, **kwargs)
+            if before:
+                self._check(subject, Place(self.name, f"before {name}", step, self.report), full)
+            added = declared.adds.get(name)
+            kept: list[Rows] = []
+            if full and after and (added is not None or name in declared.moves):
+                kept = [declared.snapshot(one) for one in subjects]
+            result = function(*args, **kwargs)
+            if after:
+                out = result if isinstance(result, self.cls) else subject
+                place = Place(self.name, f"after {name}", step, self.report)
+                self._check(out, place, full)
+                if kept and declared.count(out):
+                    declared.check_kept(kept, declared.snapshot(out, declared.count(out)), added, place)
+            return result
+        finally:
+            self.leave(subject)
+
+
+def watch(
+    cls: type,
+    *,
+    num_rows: Name,
+    after: Collection[Hook] = (),
+    before: Collection[Hook] = (),
+    pairs: Iterable[Sequence[Any]] = (),
+    rows: Iterable[Name] | Mapping[str, Get] = (),
+    key: Name | None = None,
+    moves: Collection[str] = (),
+    adds: Mapping[str, Mapping[str, int]] | None = None,
+    when: Mapping[str, Name] | None = None,
+    upto: Mapping[str, Name] | None = None,
+    buffers: bool = False,
+    indices: Mapping[str, Name | None] | None = None,
+    derived: Mapping[str, Get] | None = None,
+    implied: Mapping[str, Get] | None = None,
+    on_violation: OnViolation = "raise",
+    every: int = 1,
+) -> Watched:
+    """Checks a batch class that others wrote, round its own methods.
+
+    A name is a path (`sampling_info.temperatures`, `buffers.seq_lens`, `block_table.0.num_blocks`): attributes, keys of
+    dictionaries, numbers of entries; `not ` before a path turns it round. A function of the batch does as well, and
+    `(label, function)` gives it a name. A column that is None is not in use.
+
+    Args:
+        cls: the class.
+        num_rows: how many requests a batch has.
+        after: methods after which the batch is checked: names, or `(class or module, "name")` for functions elsewhere
+            that take the batch as an argument.
+        before: methods before which it is checked.
+        pairs: `(host, device)` columns that are one value, or `(host, device, "upper_bound")`. Their dtypes may differ,
+            and a column may be in several pairs.
+        rows: further columns with one entry per request: tensors, arrays, lists, or dictionaries from row to entry.
+        key: the column that says whose each row is: request ids, or request objects.
+        moves: those of `after` that move rows and change no entry. At `full` each request has to have what it had.
+        adds: method -> column -> what the method adds to each entry of it, compared at `full`.
+        when: column -> condition under which it is valid; without it the column and its pairs are left alone.
+        upto: column -> how many entries of each row count; what stands behind is garbage.
+        buffers: tensors and arrays are longer than the batch, and their first `num_rows` rows count.
+        indices: column of row numbers of this batch -> a column of flags that says which rows they are, or None if only
+            their range is known.
+        derived: column -> the function that computes it from the rows. None is never wrong.
+        implied: column -> what it has to be at least: a flag may be set without need, a maximum too large.
+        on_violation: `raise`, `log` (once for each place), or a function that gets the violation.
+        every: check each n-th call.
+
+    Raises:
+        ArgumentError: `cls` is not a class, a method does not exist, or the declaration contradicts itself.
+        DeclarationError: a method is watched already.
+    """
+    if not isinstance(cls, type):
+        raise ArgumentError(f"watch: expected a class, got {cls!r}", value=cls, remedy="pass the class itself")
+    name = cls.__name__
+    ends, begins = hooks_of(name, cls, after, "after"), hooks_of(name, cls, before, "before")
+    if not ends and not begins:
+        raise ArgumentError(
+            f"watch of {name}: no method is named", value=None, remedy="name methods in `after` or `before`"
+        )
+    unknown = sorted({*moves, *(adds or {})} - {method for _, method in ends})
+    if unknown:
+        raise ArgumentError(
+            f"watch of {name}: {', '.join(unknown)} in `moves` or `adds`, and not in `after`",
+            value=unknown,
+            remedy="name methods of `after`",
+        )
+    declared = Declaration(
+        name,
+        num_rows=num_rows,
+        pairs=pairs,
+        rows=rows,
+        key=key,
+        when=when,
+        upto=upto,
+        buffers=buffers,
+        indices=indices,
+        derived=derived,
+        implied=implied,
+        moves=moves,
+        adds=adds,
+    )
+    watched = Watched(cls, declared, on_violation, every)
+    hooks = {hook: partial(watched._around, hook[1], hook in begins, hook in ends) for hook in [*begins, *ends]}
+    watched.install(cls, hooks)
+    return watched
+
+
+def _misdeclared(name: str, operation: str, error: Exception) -> DeclarationError:
+    found = DeclarationError(
+        f"watch of {name}, {operation}: {type(error).__name__}: {error}",
+        value=str(error),
+        remedy="correct the declaration, or the batch lacks what it has to have here",
+    )
+    found.__cause__ = error
+    return found

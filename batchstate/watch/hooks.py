@@ -1,0 +1,242 @@
+"""Hooks round methods of classes that others wrote: put there once, taken away without a trace."""
+
+import functools
+import inspect
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from types import ModuleType, TracebackType
+from typing import Any, Literal, Self, TypeAlias
+
+import attrs
+
+from batchstate import levels
+from batchstate.errors import ArgumentError, BatchStateError, DeclarationError
+from batchstate.violations import Violation
+
+Hook: TypeAlias = str | tuple[Any, str]
+OnViolation: TypeAlias = Literal["raise", "log"] | Callable[[BatchStateError], object]
+
+_log = logging.getLogger("batchstate.watch")
+_installing = threading.Lock()
+_WATCHER = "_batchstate_watcher"
+
+
+@attrs.define
+class WatchCounters:
+    """What a watch has done so far, for a log line or an exporter of metrics.
+
+    Attributes:
+        calls: calls of hooked methods.
+        checked: of these, calls that were checked.
+        samples: device sides copied for a comparison a step later.
+        compared: of these, samples compared by now.
+        skipped: samples left out because too many copies were under way.
+        violations: found, by code.
+    """
+
+    calls: int = 0
+    checked: int = 0
+    samples: int = 0
+    compared: int = 0
+    skipped: int = 0
+    violations: Counter[str] = attrs.field(factory=Counter)
+
+    def as_dict(self) -> dict[str, int]:
+        """Metric -> value; violations as `violations_MIRROR_EQUAL`, and their sum as `violations`."""
+        figures = {name: getattr(self, name) for name in ("calls", "checked", "samples", "compared", "skipped")}
+        figures["violations"] = self.violations.total()
+        return figures | {f"violations_{code}": number for code, number in sorted(self.violations.items())}
+
+
+class Hooked:
+    """Methods with hooks round them, until `stop` or the end of a `with` block.
+
+    Attributes:
+        counters: what happened so far.
+        name: of what is watched, for reports.
+    """
+
+    def __init__(self, name: str, on_violation: OnViolation, every: int) -> None:
+        if isinstance(on_violation, str) and on_violation not in ("raise", "log"):
+            raise ArgumentError(
+                f"watch of {name}: expected on_violation 'raise', 'log' or a function, got {on_violation!r}",
+                value=on_violation,
+                remedy="a function gets the violation; 'log' logs once for each place",
+            )
+        if type(every) is not int or every < 1:
+            raise ArgumentError(
+                f"watch of {name}: expected every=1 or more, got {every!r}", value=every, remedy="1 checks each call"
+            )
+        self.name = name
+        self.counters = WatchCounters()
+        self._on_violation = on_violation
+        self._every = every
+        self._lock = threading.Lock()
+        self._thread = threading.local()
+        self._logged: set[tuple[Any, ...]] = set()
+        self._active = False
+        self._undo: list[tuple[Any, str, Any, Any]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def __reduce__(self) -> str:
+        raise DeclarationError(
+            f"{self!r} cannot be copied or pickled", value=self.name, remedy="call `watch` in the other process"
+        )
+
+    def stop(self) -> None:
+        """Takes the hooks away. A method that somebody else has wrapped since keeps a hook that does nothing."""
+        with _installing:
+            self._active = False
+            while self._undo:
+                owner, name, hook, before = self._undo.pop()
+                if vars(owner).get(name) is hook:
+                    if before is None:  # inherited: what the base has comes to light again
+                        delattr(owner, name)
+                    else:
+                        setattr(owner, name, before)
+
+    def install(self, owner: type, hooks: Mapping[tuple[Any, str], "Around"]) -> None:
+        """Puts hooks round methods, all or none.
+
+        Raises:
+            ArgumentError: an owner has no such method, or one that cannot be hooked.
+            DeclarationError: a method is watched already.
+        """
+        with _installing:
+            found = [(where, name, _method(self.name, where, name), around) for (where, name), around in hooks.items()]
+            try:
+                for where, name, method, around in found:
+                    hook = _wrapped(self, method, around)
+                    before = vars(where).get(name)
+                    setattr(where, name, hook)
+                    self._undo.append((where, name, hook, before))
+            except TypeError as error:
+                for where, name, _, before in reversed(self._undo):
+                    delattr(where, name) if before is None else setattr(where, name, before)
+                self._undo.clear()
+                raise ArgumentError(
+                    f"watch of {self.name}: {error}", value=owner, remedy="watch a class that is written in Python"
+                ) from error
+            self._active = True
+
+    @property
+    def active(self) -> bool:
+        """Whether hooks are there and checks are not off."""
+        return self._active and levels.cheap
+
+    def due(self) -> int:
+        """Counts a call; its number if it is to be checked, else 0."""
+        with self._lock:
+            counters = self.counters
+            number = counters.calls = counters.calls + 1
+            if (number - 1) % self._every:
+                return 0
+            counters.checked += 1
+            return number
+
+    def report(self, error: BatchStateError) -> None:
+        """Raises what was found, logs it, or calls what was given for it."""
+        code = error.code.value if isinstance(error, Violation) else type(error).__name__
+        with self._lock:
+            self.counters.violations[code] += 1
+            place = (code, getattr(error, "operation", None), getattr(error, "column", None))
+            new = place not in self._logged
+            self._logged.add(place)
+        if self._on_violation == "raise":
+            raise error
+        if self._on_violation == "log":
+            if new:
+                _log.error("%s", error)
+        else:
+            self._on_violation(error)
+
+    def enter(self, subject: object) -> bool:
+        """Whether this thread is not yet inside a hooked call of this object; marks it if so."""
+        inside: set[int] | None = getattr(self._thread, "inside", None)
+        if inside is None:
+            inside = self._thread.inside = set()
+        if id(subject) in inside:
+            return False
+        inside.add(id(subject))
+        return True
+
+    def leave(self, subject: object) -> None:
+        """Ends what `enter` began."""
+        self._thread.inside.discard(id(subject))
+
+
+Around: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Runs a method, given as a plain function, with its arguments, and asks what there is to ask before and after."""
+
+
+def _method(watched: str, owner: Any, name: str) -> Any:
+    if not isinstance(owner, type | ModuleType):
+        raise ArgumentError(
+            f"watch of {watched}: expected a class or a module that has {name!r}, got {owner!r}",
+            value=owner,
+            remedy="name a method, or pass (class, 'method')",
+        )
+    try:
+        method = inspect.getattr_static(owner, name)
+    except AttributeError:
+        near = [one for one in dir(owner) if one.startswith(name[:4]) and callable(getattr(owner, one, None))]
+        raise ArgumentError(
+            f"watch of {watched}: {owner.__name__} has no method {name!r}",
+            value=name,
+            remedy=f"it has {', '.join(near[:5])}" if near else "name one of its methods",
+        ) from None
+    function = method.__func__ if isinstance(method, classmethod | staticmethod) else method
+    if getattr(function, _WATCHER, None) is not None:
+        raise DeclarationError(
+            f"{owner.__name__}.{name} is watched already",
+            value=name,
+            remedy="one watch is enough: declare everything in it, or `stop()` the other first",
+        )
+    if not callable(function) or isinstance(function, type | property):
+        raise ArgumentError(
+            f"watch of {watched}: {owner.__name__}.{name} is a {type(method).__name__}, not a method",
+            value=name,
+            remedy="name a method",
+        )
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise ArgumentError(
+            f"watch of {watched}: {owner.__name__}.{name} returns before it has run (a coroutine or generator)",
+            value=name,
+            remedy="name the plain method that it calls",
+        )
+    return method
+
+
+def _wrapped(hooked: Hooked, method: Any, around: Around) -> Any:
+    function = method.__func__ if isinstance(method, classmethod | staticmethod) else method
+
+    @functools.wraps(function)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if not hooked.active:
+            return function(*args, **kwargs)
+        return around(function, args, kwargs)
+
+    setattr(watched, _WATCHER, hooked)
+    return type(method)(watched) if isinstance(method, classmethod | staticmethod) else watched
+
+
+def hooks_of(name: str, owner: type, hooks: Collection[Hook], what: str) -> list[tuple[Any, str]]:
+    """Hooks as (class, method).
+
+    Raises:
+        ArgumentError: something else than a collection of names and pairs.
+    """
+    if isinstance(hooks, str):
+        raise ArgumentError(
+            f"watch of {name}: `{what}` is the text {hooks!r}", value=hooks, remedy=f"pass a list: {what}=[{hooks!r}]"
+        )
+    return [(owner, hook) if isinstance(hook, str) else (hook[0], hook[1]) for hook in hooks]

@@ -1,0 +1,527 @@
+"""What is declared of a batch class, and the questions that follow from it.
+
+A declaration names columns of somebody else's object. A name is a path: each part between dots is an attribute, the key
+of a dictionary or the number of an entry (`sampling_info.temperatures`, `block_table.0.num_blocks_per_row`). Where a
+part is None, the column is not in use, and nothing is asked of it. A function of the batch does as well.
+"""
+
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, Self, TypeAlias, final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchstate import invariants
+from batchstate.errors import ArgumentError, BatchStateError
+from batchstate.invariants import Invariant, times_checked
+from batchstate.violations import Violation, Where
+
+Array: TypeAlias = npt.NDArray[Any]
+Get: TypeAlias = Callable[[Any], Any]
+Name: TypeAlias = str | Get
+
+_ONLY_TORCH = frozenset(
+    dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize < 4 and dtype != torch.float16
+)
+"""Floats that numpy lacks (bfloat16, the 8-bit ones). float32 holds each of their values."""
+
+_COPIED = (list, dict, set)
+
+
+@final
+@attrs.frozen(eq=False)
+class Snapshot:
+    """A column as it was at one moment, on the host: its dtype and its entries, rows first.
+
+    The dtype tells bfloat16 from the float32 that it is read as; Python objects have `object`.
+    """
+
+    dtype: str
+    values: Array
+
+    @classmethod
+    def of(cls, value: Any, num_rows: int | None = None) -> Self:
+        """The column as it is; the memory may still be the batch's.
+
+        Args:
+            value: a tensor, an array, a sequence, or a dictionary from row to entry.
+            num_rows: how many rows of it count; None for all. A dictionary needs it.
+        """
+        if isinstance(value, torch.Tensor):
+            part = (value if num_rows is None else value[:num_rows]).detach()
+            readable = part.float() if value.dtype in _ONLY_TORCH else part
+            return cls(str(value.dtype).removeprefix("torch."), readable.cpu().numpy())
+        if isinstance(value, np.ndarray):
+            return cls(str(value.dtype), value if num_rows is None else value[:num_rows])
+        if isinstance(value, Mapping):
+            entries = [value.get(row) for row in range(num_rows or 0)]
+        else:
+            entries = list(value if num_rows is None else value[:num_rows])
+        objects = np.empty(len(entries), dtype=object)
+        objects[:] = entries
+        return cls("object", objects)
+
+    def copied(self) -> Self:
+        """The same in memory of its own; of lists, dictionaries and sets among the entries there are copies."""
+        values = self.values.copy()
+        if values.dtype.kind == "O":
+            for row, entry in enumerate(values):
+                if isinstance(entry, _COPIED):
+                    values[row] = entry.copy()
+        return attrs.evolve(self, values=values)
+
+
+def address_range(value: Any) -> tuple[int, int] | None:
+    """First address and the one after the last, of what lies in host memory; None for other things."""
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+        return value.data_ptr(), value.data_ptr() + value.nbytes
+    if isinstance(value, np.ndarray):
+        start = int(value.__array_interface__["data"][0])
+        return start, start + value.nbytes
+    return None
+
+
+def getter(name: Name) -> Get:
+    """Reads a declared name from a batch. None where a part of its path is None."""
+    if not isinstance(name, str):
+        return name
+    if name.startswith("not "):
+        inner = getter(name.removeprefix("not "))
+        return lambda batch: not inner(batch)
+    parts = name.split(".")
+
+    def step_by_step(batch: Any) -> Any:
+        for part in parts:
+            if batch is None:
+                return None
+            if isinstance(batch, Mapping):
+                batch = batch[part] if part in batch else batch[int(part)] if part.isdigit() else batch[part]
+            else:
+                batch = batch[int(part)] if part.isdigit() else getattr(batch, part)
+        return batch
+
+    if not all(part.isidentifier() for part in parts):
+        return step_by_step
+    at_once = attrgetter(name)
+
+    def get(batch: Any) -> Any:
+        try:
+            return at_once(batch)
+        except AttributeError:
+            return step_by_step(batch)
+
+    return get if len(parts) > 1 else at_once
+
+
+@final
+@attrs.frozen(eq=False)
+class Pair:
+    """Two columns that are one value: a name for reports, both sides, and whether the host side may be larger."""
+
+    name: str
+    host: str
+    device: str
+    bound: bool
+
+
+@final
+@attrs.frozen(eq=False)
+class Rows:
+    """Entries of every column in use at one moment, and whose they are, on the host and in memory of its own."""
+
+    keys: dict[Hashable, int]
+    columns: dict[str, Snapshot]
+
+
+Report: TypeAlias = Callable[[BatchStateError], None]
+"""Takes what was found. It raises it, or keeps it and returns, and the next question is asked."""
+
+
+@final
+@attrs.frozen(eq=False)
+class Place:
+    """Where questions are asked: whose object, after or before which of its operations, in which step."""
+
+    object: str
+    operation: str
+    step: int | None
+    report: Report
+
+    def ask(self, invariant: Invariant[...], *args: Any, column: str, remedy: str, **options: Any) -> bool:
+        """Asks an invariant, counted, and reports in words that make sense for a class that others wrote."""
+        times_checked[invariant.code] += 1
+        breach = invariant.question(*args, **options)
+        if breach is None:
+            return True
+        where: Where = {"object": self.object, "operation": self.operation, "column": column}
+        if self.step is not None:
+            where["step"] = self.step
+        self.report(Violation(invariant.code, attrs.evolve(breach, column=column), remedy=remedy, where=where))
+        return False
+
+
+def rows_of(value: Any) -> int:
+    """How many rows a column has."""
+    return int(value.shape[0]) if hasattr(value, "shape") else len(value)
+
+
+def _truth(get: Get) -> Get:
+    return lambda batch: bool(get(batch))
+
+
+@final
+class Declaration:
+    """Columns of a class, and how they belong together. Made by `watch`, whose arguments it has."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        num_rows: Name,
+        pairs: Iterable[Sequence[Any]] = (),
+        rows: Iterable[Name] | Mapping[str, Get] = (),
+        key: Name | None = None,
+        when: Mapping[str, Name] | None = None,
+        upto: Mapping[str, Name] | None = None,
+        buffers: bool = False,
+        indices: Mapping[str, Name | None] | None = None,
+        derived: Mapping[str, Get] | None = None,
+        implied: Mapping[str, Get] | None = None,
+        moves: Collection[str] = (),
+        adds: Mapping[str, Mapping[str, int]] | None = None,
+    ) -> None:
+        self.name = name
+        self.buffers = buffers
+        self.moves = frozenset(moves)
+        self.adds = {method: dict(columns) for method, columns in (adds or {}).items()}
+        self.columns: dict[str, Get] = {}
+        self.pairs = [self._pair(pair) for pair in pairs]
+        for one in list(rows.items()) if isinstance(rows, Mapping) else list(rows):
+            self._column(one)
+        self.num_rows = getter(num_rows)
+        self.key = None if key is None else getter(key)
+        self.when = {name: _truth(getter(condition)) for name, condition in (when or {}).items()}
+        self.upto = {name: getter(counts) for name, counts in (upto or {}).items()}
+        self.indices = {
+            name: (getter(name), flags if flags is None else getter(flags)) for name, flags in (indices or {}).items()
+        }
+        self.derived = [(name, getter(name), want) for name, want in (derived or {}).items()]
+        self.implied = [(name, getter(name), want) for name, want in (implied or {}).items()]
+        self.dtypes: dict[str, Any] = {}
+        self._turn = 0
+        self._refuse_unknown()
+
+    def __repr__(self) -> str:
+        return f"Declaration({self.name!r}, {len(self.columns)} columns, {len(self.pairs)} pairs)"
+
+    def _column(self, name: Any) -> str:
+        if isinstance(name, str):
+            self.columns[name] = getter(name)
+            return name
+        if isinstance(name, tuple) and len(name) == 2 and isinstance(name[0], str) and callable(name[1]):
+            self.columns[name[0]] = name[1]
+            return name[0]
+        if callable(name):
+            label = getattr(name, "__name__", "column")
+            if label == "<lambda>":
+                label = f"column {len(self.columns)}"
+            self.columns[label] = name
+            return label
+        raise ArgumentError(
+            f"watch of {self.name}: expected the name of a column or a function, got {name!r}",
+            value=name,
+            remedy="name an attribute ('seq_lens', 'sampling.top_k'), or pass a function of the batch",
+        )
+
+    def _pair(self, pair: Any) -> Pair:
+        parts = tuple(pair) if isinstance(pair, Sequence) and not isinstance(pair, str) else ()
+        if len(parts) not in (2, 3) or (len(parts) == 3 and parts[2] not in ("exact", "upper_bound")):
+            raise ArgumentError(
+                f"watch of {self.name}: expected a pair (host, device) or (host, device, 'upper_bound'), got {pair!r}",
+                value=pair,
+                remedy="name the host side first",
+            )
+        host, device = self._column(parts[0]), self._column(parts[1])
+        return Pair(f"{host} / {device}", host, device, parts[2:] == ("upper_bound",))
+
+    def _refuse_unknown(self) -> None:
+        for what, names in (("when", self.when), ("upto", self.upto)):
+            unknown = sorted(set(names) - set(self.columns))
+            if unknown:
+                raise ArgumentError(
+                    f"watch of {self.name}: {', '.join(unknown)} in `{what}`, and not in `pairs` or `rows`",
+                    value=unknown,
+                    remedy="name columns of `pairs` or of `rows`",
+                )
+        for method, columns in self.adds.items():
+            unknown = sorted(set(columns) - set(self.columns))
+            if unknown:
+                raise ArgumentError(
+                    f"watch of {self.name}: `adds` of {method!r} names {', '.join(unknown)}, not in `pairs` or `rows`",
+                    value=unknown,
+                    remedy="name columns of `pairs` or of `rows`",
+                )
+        if (self.moves or self.adds) and self.key is None:
+            raise ArgumentError(
+                f"watch of {self.name}: `moves` or `adds` without `key`",
+                value=None,
+                remedy="name the column that says whose each row is, as the list of requests or of their ids",
+            )
+
+    # Reading
+
+    def count(self, batch: Any) -> int:
+        """How many requests the batch has."""
+        number = self.num_rows(batch)
+        return int(number() if callable(number) else number)
+
+    def uses(self, name: str, batch: Any) -> bool:
+        """Whether the condition of a column, if it has one, holds."""
+        condition = self.when.get(name)
+        return condition is None or condition(batch)
+
+    def key_list(self, batch: Any) -> list[Hashable]:
+        """Whose each row is: ids as they are, other objects by identity; None is a row without a request."""
+        if self.key is None:
+            return []
+        value = self.key(batch)
+        if hasattr(value, "tolist"):
+            value = value.tolist()
+        return [one if one is None or isinstance(one, str | int | bytes | tuple) else id(one) for one in value]
+
+    def snapshot(self, batch: Any, num_rows: int | None = None) -> Rows:
+        """The columns in use, of `num_rows` rows (by default of as many as there are keys, or as the batch says)."""
+        keys = self.key_list(batch)
+        n = num_rows if num_rows is not None else len(keys) if self.key is not None else self.count(batch)
+        found = {}
+        for name, get in self.columns.items():
+            value = get(batch)
+            if value is None or not self.uses(name, batch):
+                continue
+            if isinstance(value, Mapping) or rows_of(value) >= n:
+                found[name] = self._read(name, value, batch, n).copied()
+        return Rows({key: row for row, key in enumerate(keys[:n]) if key is not None}, found)
+
+    def _read(self, name: str, value: Any, batch: Any, n: int) -> Snapshot:
+        column = Snapshot.of(value, n)
+        if name in self.upto and n:
+            counts = np.asarray(Snapshot.of(self.upto[name](batch), n).values).astype(np.int64)
+            inside = np.arange(column.values.shape[1]) < counts[:, None]
+            column = attrs.evolve(column, values=np.where(inside, column.values, np.zeros_like(column.values[:1, :1])))
+        return column
+
+    # Questions
+
+    def check(self, batch: Any, place: Place, *, full: bool, pairs: bool = True) -> None:
+        """Asks everything of a batch as it stands.
+
+        Args:
+            batch: an object of the class.
+            place: for reports.
+            full: read columns on the device too. Else only what the host holds, and of derived values one per call,
+                in turn.
+            pairs: whether sides are compared now, at `full`.
+        """
+        n = self.count(batch)
+        if not n:
+            return  # engines leave an empty batch as it was, since they never read it
+        self._check_lengths(batch, n, place)
+        if full:
+            for name, get, want in self.derived:
+                self._check_derived(name, get, want, batch, place)
+            for name, get, want in self.implied:
+                self._check_implied(name, get, want, batch, place)
+            for name, (get, flags) in self.indices.items():
+                self._check_indices(name, get, flags, batch, n, place)
+            if pairs:
+                for pair in self.pairs:
+                    self._check_pair(pair, batch, n, place)
+        elif self.derived or self.implied:
+            turn = self._turn
+            self._turn = (turn + 1) % (len(self.derived) + len(self.implied))
+            if turn < len(self.derived):
+                self._check_derived(*self.derived[turn], batch, place)
+            else:
+                self._check_implied(*self.implied[turn - len(self.derived)], batch, place)
+
+    def _check_lengths(self, batch: Any, n: int, place: Place) -> None:
+        dtypes, buffers = self.dtypes, self.buffers
+        for name, get in self.columns.items():
+            value = get(batch)
+            if value is None:
+                continue
+            try:
+                shape = value.shape
+            except AttributeError:
+                if isinstance(value, Mapping):
+                    if value and max(value) >= n:
+                        self._check_range(name, np.array(sorted(value)), n, place)
+                elif len(value) != n:
+                    self._report_length(name, n, len(value), place)
+                continue
+            rows = shape[0] if shape else -1
+            if rows != n and (rows < n or not buffers):
+                self._report_length(name, n, rows, place)
+            elif (known := dtypes.get(name)) is not value.dtype:
+                if known is None:
+                    dtypes[name] = value.dtype
+                elif known != value.dtype:
+                    place.ask(
+                        invariants.row_kept,
+                        np.array([str(known)], object),
+                        np.array([str(value.dtype)], object),
+                        what="dtype",
+                        column=name,
+                        remedy=f"{place.operation} changes the dtype of {name!r}: kernels that take raw memory then "
+                        f"read other numbers; give an empty {name!r} its dtype too",
+                    )
+
+    def _report_length(self, name: str, n: int, rows: int, place: Place) -> None:
+        place.ask(
+            invariants.row_count,
+            n,
+            {name: rows},
+            column=name,
+            remedy=f"look in {_method(place)} for the line that treats {name!r}: every column moves with the requests",
+        )
+
+    def _check_range(self, name: str, indices: Array, n: int, place: Place) -> None:
+        place.ask(
+            invariants.slot_out_of_range,
+            indices,
+            n,
+            column=name,
+            remedy=f"{name!r} names rows of this batch of {n}: renumber it in {_method(place)} as rows move",
+        )
+
+    def _check_derived(self, name: str, get: Get, want: Get, batch: Any, place: Place) -> None:
+        found = get(batch)
+        if found is None:
+            return
+        expected = want(batch)
+        stale = not _equal(found, expected)
+        place.ask(
+            invariants.derived_stale,
+            np.array(stale),
+            lambda _: (f"{name!r} is not what follows from the rows", expected, found),
+            column=name,
+            remedy=f"{_method(place)} changes rows: let it compute {name!r} again, or set it to None",
+        )
+
+    def _check_implied(self, name: str, get: Get, want: Get, batch: Any, place: Place) -> None:
+        found = get(batch)
+        if found is None:
+            return
+        needed = want(batch)
+        place.ask(
+            invariants.derived_stale,
+            np.array(not found >= needed),
+            lambda _: (f"{name!r} leaves out what the rows need", f"at least {needed}", found),
+            column=name,
+            remedy=f"{_method(place)} lets a request in that needs {name!r}: combine it with that of the others",
+        )
+
+    def _check_indices(self, name: str, get: Get, flags: Get | None, batch: Any, n: int, place: Place) -> None:
+        value = get(batch)
+        if value is not None:
+            found = np.asarray(Snapshot.of(value).values).astype(np.int64).reshape(-1)
+            self._check_range(name, found, n, place)
+        elif flags is None:
+            return
+        else:
+            found = np.empty(0, np.int64)
+        chosen = None if flags is None else flags(batch)
+        if chosen is None:
+            return
+        marks = np.asarray(Snapshot.of(chosen).values)
+        expected = np.flatnonzero(marks) if marks.dtype == object or marks.dtype == bool else marks
+        place.ask(
+            invariants.derived_stale,
+            np.array(found.tolist() != expected.tolist()),
+            lambda _: (f"{name!r} names other rows than those that are meant", expected.tolist(), found.tolist()),
+            column=name,
+            remedy=f"row numbers change when rows move: make {name!r} anew in {_method(place)}, or shift it on a merge",
+        )
+
+    def _check_pair(self, pair: Pair, batch: Any, n: int, place: Place) -> None:
+        host, device = self.columns[pair.host](batch), self.columns[pair.device](batch)
+        if host is None or device is None or not (self.uses(pair.host, batch) and self.uses(pair.device, batch)):
+            return
+        if rows_of(host) < n or rows_of(device) < n:
+            return  # ROW_COUNT has said so
+        ranges = address_range(host), address_range(device)
+        if ranges[0] is not None and ranges[1] is not None:
+            place.ask(
+                invariants.mirror_aliased,
+                *ranges,
+                column=pair.name,
+                remedy="one memory cannot disagree with itself: on a CPU make the device side with `.clone()`",
+            )
+        self.compare(pair, self._read(pair.host, host, batch, n), self._read(pair.device, device, batch, n), place)
+
+    def compare(self, pair: Pair, host: Snapshot, device: Snapshot, place: Place) -> None:
+        """Asks whether two sides agree, by value: a list or an int32 side may stand beside an int64 one."""
+        left, right = host.values, device.values
+        if left.dtype.kind == "O":
+            left = np.array(left.tolist(), dtype=right.dtype).reshape(
+                right.shape[:1] if not len(left) else -1, *right.shape[1:]
+            )
+        elif left.dtype.kind in "iu" and right.dtype.kind in "iu":
+            left, right = left.astype(np.int64), right.astype(np.int64)
+        elif left.dtype.kind == "f" and right.dtype.kind == "f":
+            left = left.astype(right.dtype)
+        place.ask(
+            invariants.mirror_bound if pair.bound else invariants.mirror_equal,
+            left,
+            right,
+            column=pair.name,
+            remedy=f"one side was written alone: look in {_method(place)}, and at what ran since the last check, for a "
+            f"line that changes {pair.host!r} or {pair.device!r} without the other",
+        )
+
+    def check_kept(self, before: list[Rows], after: Rows, added: Mapping[str, int] | None, place: Place) -> None:
+        """Asks whether each request has what it had before, plus what was declared to be added.
+
+        Args:
+            before: the batches that went in.
+            after: the batch that came out.
+            added: column -> number; only these columns are compared. None for an operation that only moves rows.
+            place: for reports.
+        """
+        for part in before:
+            both = [(part.keys[key], row) for key, row in after.keys.items() if key in part.keys]
+            if not both:
+                continue
+            old, new = np.array(both).T
+            for name, now in after.columns.items():
+                was = part.columns.get(name)
+                if was is None or (added is not None and name not in added):
+                    continue
+                plus = 0 if added is None else added[name]
+                expected = was.values[old] + plus if plus else was.values[old]
+                place.ask(
+                    invariants.row_kept,
+                    expected,
+                    now.values[new],
+                    rows=new,
+                    column=name,
+                    remedy=f"{_method(place)} {'advances' if plus else 'moves'} rows: let it treat {name!r} as it "
+                    "treats the other columns",
+                )
+
+
+def _method(place: Place) -> str:
+    return f"`{place.object}.{place.operation.rpartition(' ')[2]}`"
+
+
+def _equal(found: Any, expected: Any) -> bool:
+    if hasattr(found, "tolist"):
+        found = found.tolist()
+    if hasattr(expected, "tolist"):
+        expected = expected.tolist()
+    return bool(found == expected)

@@ -1,0 +1,557 @@
+"""`watch` over classes that know nothing of this library."""
+
+import copy
+import dataclasses
+import gc
+import logging
+import pickle
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from batchstate import Violation
+from batchstate.errors import ArgumentError, BatchStateError, DeclarationError
+from batchstate.levels import checks
+from batchstate.violations import Code
+from batchstate.watch import Watched, watch
+
+Req = type("Req", (), {})
+
+
+@dataclasses.dataclass
+class Sampling:
+    temperatures: torch.Tensor
+    greedy: bool
+    seeds: torch.Tensor | None = None
+
+
+class Engine:
+    """A batch in the style of today's engines; `bug` names the line that is left out."""
+
+    bug = ""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.reqs = [Req() for _ in lengths]
+        self.seq_lens_cpu = torch.tensor(lengths, dtype=torch.int64)
+        self.seq_lens = torch.tensor(lengths, dtype=torch.int64)
+        self.orig_seq_lens = torch.tensor(lengths, dtype=torch.int32)
+        self.seq_lens_sum: int | None = sum(lengths)
+        self.sampling = Sampling(torch.tensor([length / 2 for length in lengths]), all(one == 1 for one in lengths))
+        self.extra = {"masks": [length > 3 for length in lengths]}
+        self.masked = torch.tensor([row for row, length in enumerate(lengths) if length > 3])
+
+    def batch_size(self) -> int:
+        return len(self.reqs)
+
+    def filter_batch(self, keep: list[int]) -> None:
+        self.reqs = [self.reqs[row] for row in keep]
+        if self.bug != "one side":
+            self.seq_lens_cpu = self.seq_lens_cpu[keep]
+        self.seq_lens = self.seq_lens[keep]
+        self.orig_seq_lens = self.orig_seq_lens[keep]
+        self.seq_lens_sum = None
+        if self.bug != "temperatures":
+            self.sampling.temperatures = self.sampling.temperatures[keep if self.bug != "order" else keep[::-1]]
+        self.extra["masks"] = [self.extra["masks"][row] for row in keep]
+        if self.bug != "indices":
+            self.masked = torch.tensor([row for row, mask in enumerate(self.extra["masks"]) if mask])
+
+    def merge_batch(self, other: "Engine") -> None:
+        self.masked = torch.cat([self.masked, other.masked + (len(self.reqs) if self.bug != "shift" else 0)]).long()
+        self.reqs = self.reqs + other.reqs
+        self.seq_lens_cpu = torch.cat([self.seq_lens_cpu, other.seq_lens_cpu])
+        self.seq_lens = torch.cat([self.seq_lens, other.seq_lens])
+        self.orig_seq_lens = torch.cat([self.orig_seq_lens, other.orig_seq_lens])
+        if self.bug != "sum":
+            self.seq_lens_sum = None
+        self.sampling.temperatures = torch.cat([self.sampling.temperatures, other.sampling.temperatures])
+        if self.bug != "greedy":
+            self.sampling.greedy &= other.sampling.greedy
+        self.extra["masks"] = self.extra["masks"] + other.extra["masks"]
+
+    def prepare_for_decode(self) -> None:
+        self.seq_lens = self.seq_lens + 1
+        if self.bug != "host":
+            self.seq_lens_cpu = self.seq_lens_cpu + 1
+        self.orig_seq_lens = self.orig_seq_lens + 1
+        self.seq_lens_sum = None
+        if self.bug == "twice":
+            self.seq_lens, self.seq_lens_cpu = self.seq_lens + 1, self.seq_lens_cpu + 1
+            self.orig_seq_lens = self.orig_seq_lens + 1
+
+
+def watched(cls: type = Engine, **changes: Any) -> Watched:
+    """The declaration: what an engine's developer would write."""
+    declared: dict[str, Any] = {
+        "after": ["filter_batch", "merge_batch", "prepare_for_decode"],
+        "num_rows": "batch_size",
+        "pairs": [("seq_lens_cpu", "seq_lens"), ("seq_lens_cpu", "orig_seq_lens")],
+        "rows": ["sampling.temperatures", "sampling.seeds", "extra.masks"],
+        "key": "reqs",
+        "moves": ["filter_batch", "merge_batch"],
+        "adds": {"prepare_for_decode": {"seq_lens": 1, "seq_lens_cpu": 1, "orig_seq_lens": 1}},
+        "derived": {"seq_lens_sum": lambda batch: int(batch.seq_lens_cpu.sum())},
+        "implied": {"not sampling.greedy": lambda batch: any(one != 0.5 for one in batch.sampling.temperatures)},
+        "indices": {"masked": "extra.masks"},
+    }
+    return watch(cls, **(declared | changes))
+
+
+def drive() -> Engine:
+    """A few steps of an engine."""
+    batch = Engine([1, 1, 5])
+    batch.merge_batch(Engine([2, 4]))
+    batch.prepare_for_decode()
+    batch.filter_batch([0, 2, 4])
+    batch.merge_batch(Engine([7]))
+    return batch
+
+
+def test_a_class_without_a_bug_is_silent(full: None) -> None:
+    """A clean class gets no report, and its methods are as before afterwards."""
+    before = dict(vars(Engine))
+    with watched() as watching:
+        drive()
+    assert watching.counters.checked == watching.counters.calls == 4
+    assert watching.counters.as_dict()["violations"] == 0
+    assert dict(vars(Engine)) == before
+
+
+@pytest.mark.parametrize(
+    ("bug", "code", "column", "operation"),
+    [
+        ("one side", Code.ROW_COUNT, "seq_lens_cpu", "after filter_batch"),
+        ("temperatures", Code.ROW_COUNT, "sampling.temperatures", "after filter_batch"),
+        ("order", Code.ROW_KEPT, "sampling.temperatures", "after filter_batch"),
+        ("indices", Code.SLOT_OUT_OF_RANGE, "masked", "after filter_batch"),
+        ("shift", Code.DERIVED_STALE, "masked", "after merge_batch"),
+        ("sum", Code.DERIVED_STALE, "seq_lens_sum", "after merge_batch"),
+        ("greedy", Code.DERIVED_STALE, "not sampling.greedy", "after merge_batch"),
+        ("host", Code.MIRROR_EQUAL, "seq_lens_cpu / seq_lens", "after prepare_for_decode"),
+        ("twice", Code.ROW_KEPT, "seq_lens_cpu", "after prepare_for_decode"),
+    ],
+)
+def test_a_forgotten_line_is_found(
+    full: None, monkeypatch: pytest.MonkeyPatch, bug: str, code: Code, column: str, operation: str
+) -> None:
+    """Each line left out is named by class, method and column, with a remedy that speaks of the method."""
+    monkeypatch.setattr(Engine, "bug", bug)
+
+    def go() -> None:
+        batch = Engine([1, 1]) if bug == "greedy" else drive()
+        batch.merge_batch(Engine([2]))
+
+    with watched(), pytest.raises(Violation) as caught:
+        go()
+    violation = caught.value
+    assert (violation.code, violation.column) == (code, column)
+    assert (violation.object, violation.operation) == ("Engine", operation)
+    assert operation.removeprefix("after ") in violation.remedy
+    assert violation.step is not None
+
+
+def test_cheap_reads_no_device_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At `cheap` only lengths, dtypes and what the host holds are read: values that differ are left to `full`."""
+
+    class Unreadable(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = getattr(func, "__name__", str(func))
+            assert name == "__get__", f"{name} of a device tensor"
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+    batch = Engine([3, 4])
+    batch.seq_lens = batch.seq_lens.as_subclass(Unreadable)
+    with checks("cheap"), watched() as watching:
+        for _ in range(4):
+            watching.check(batch)
+    with checks("full"), watched() as watching, pytest.raises(AssertionError, match="device tensor"):
+        watching.declared._check_pair(watching.declared.pairs[0], batch, 2, None)  # type: ignore[arg-type]
+
+
+def test_cheap_asks_derived_values_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At `cheap` each call asks one derived value, so that the cost does not grow with their number."""
+    asked = []
+    derived = {name: lambda batch, name=name: asked.append(name) for name in ("seq_lens_sum", "seq_lens")}
+    with watched(derived=derived, implied={}, on_violation="log") as watching:
+        for _ in range(4):
+            watching.check(Engine([3]))
+    assert asked == ["seq_lens_sum", "seq_lens"] * 2
+
+
+def test_off_is_one_branch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With checks off nothing is counted and nothing is asked."""
+    monkeypatch.setattr(Engine, "bug", "one side")
+    with checks("off"), watched() as watching:
+        drive()
+    assert watching.counters.calls == 0
+
+
+def test_a_changed_dtype_is_found() -> None:
+    """Merged with an empty float tensor, integers become floats: found at `cheap`."""
+    batch = Engine([4, 5])
+    with watched(indices={}) as watching:
+        watching.check(batch)
+        batch.seq_lens = batch.seq_lens.float()
+        with pytest.raises(Violation) as caught:
+            watching.check(batch, "after merge_batch")
+    assert (caught.value.code, caught.value.column) == (Code.ROW_KEPT, "seq_lens")
+    assert (caught.value.expected, caught.value.actual) == ("torch.int64", "torch.float32")
+
+
+def test_twins_that_share_memory_are_found(full: None) -> None:
+    """On a CPU a device side made by `.to` is the host side, and can never differ."""
+    batch = Engine([4, 5])
+    batch.seq_lens = batch.seq_lens_cpu.to("cpu")
+    with watched() as watching, pytest.raises(Violation) as caught:
+        watching.check(batch)
+    assert caught.value.code == Code.MIRROR_ALIASED
+
+
+def test_a_bound_may_be_larger(full: None) -> None:
+    """An `upper_bound` pair allows a larger host side and no smaller one."""
+    batch = Engine([4, 5])
+    pairs = [("seq_lens_cpu", "seq_lens", "upper_bound")]
+    with watched(pairs=pairs, adds={}) as watching:
+        batch.seq_lens_cpu, batch.seq_lens_sum = batch.seq_lens_cpu + 1, None
+        watching.check(batch)
+        batch.seq_lens = batch.seq_lens + 2
+        with pytest.raises(Violation) as caught:
+            watching.check(batch)
+    assert caught.value.code == Code.MIRROR_BOUND
+
+
+class Rows:
+    """Buffers longer than the batch; the last row moves into a hole; rows are known by id."""
+
+    def __init__(self) -> None:
+        self.ids: list[str | None] = []
+        self.tokens = np.zeros((8, 6), dtype=np.int32)
+        self.counts = np.zeros(8, dtype=np.int32)
+        self.top_p_cpu = torch.zeros(8)
+        self.top_p = torch.full((8,), 9.0)
+        self.generators: dict[int, str] = {}
+        self.forget = ""
+
+    def num(self) -> int:
+        return sum(one is not None for one in self.ids)
+
+    def add(self, name: str, tokens: list[int], top_p: float) -> None:
+        row = len(self.ids)
+        self.ids.append(name)
+        self.tokens[row, : len(tokens)] = tokens
+        self.counts[row] = len(tokens)
+        self.top_p_cpu[row] = top_p
+        self.generators[row] = f"generator of {name}"
+
+    def remove(self, name: str) -> None:
+        row = self.ids.index(name)
+        self.ids[row] = None
+        self.generators.pop(row)
+
+    def condense(self) -> None:
+        for hole in range(len(self.ids)):
+            if hole < len(self.ids) and self.ids[hole] is None:
+                last = len(self.ids) - 1
+                self.ids[hole] = self.ids.pop()
+                if self.ids[hole : hole + 1] == [None] or hole == last:
+                    continue
+                if self.forget != "tokens":
+                    self.tokens[hole] = self.tokens[last]
+                if self.forget != "counts":
+                    self.counts[hole] = self.counts[last]
+                self.top_p_cpu[hole] = self.top_p_cpu[last]
+                if self.forget != "generators":
+                    self.generators[hole] = self.generators.pop(last)
+        self.ids = [one for one in self.ids if one is not None]
+
+    def refresh(self) -> None:
+        if self.nucleus:
+            self.top_p[: self.num()] = self.top_p_cpu[: self.num()]
+
+    @property
+    def nucleus(self) -> bool:
+        return bool((self.top_p_cpu[: self.num()] < 1).any())
+
+
+def watched_rows() -> Watched:
+    """The declaration of rows by id."""
+    return watch(
+        Rows,
+        after=["condense", "refresh"],
+        num_rows="num",
+        pairs=[("top_p_cpu", "top_p")],
+        rows=["tokens", "counts", "generators", "ids"],
+        key="ids",
+        moves=["condense"],
+        when={"top_p": "nucleus"},
+        upto={"tokens": "counts"},
+        buffers=True,
+    )
+
+
+def condensed(forget: str = "") -> Rows:
+    """Four rows without the first."""
+    rows = Rows()
+    rows.forget = forget
+    for number, name in enumerate("abcd"):
+        rows.add(name, list(range(number, 2 * number + 1)), 1.0)
+    rows.remove("a")
+    rows.condense()
+    return rows
+
+
+def test_rows_by_key_in_long_buffers(full: None) -> None:
+    """Rows that are known by id may move anywhere; buffers are longer than the batch, and rows end in garbage."""
+    with watched_rows() as watching:
+        rows = condensed()
+        rows.tokens[0, 5] = 77  # behind the tokens of its request
+        rows.refresh()  # not copied: nobody uses top_p, so the pair is left alone
+        rows.top_p_cpu[1] = 0.5
+        rows.refresh()
+        assert watching.counters.violations.total() == 0
+        rows.top_p_cpu[1] = 0.25
+        with pytest.raises(Violation) as caught:
+            watching.check(rows)
+    assert (caught.value.code, caught.value.row) == (Code.MIRROR_EQUAL, 1)
+
+
+@pytest.mark.parametrize(
+    ("forget", "column", "code"),
+    [
+        ("tokens", "tokens", Code.ROW_KEPT),
+        ("counts", "tokens", Code.ROW_KEPT),
+        ("generators", "generators", Code.SLOT_OUT_OF_RANGE),
+    ],
+)
+def test_a_row_that_stays_behind_is_found(full: None, forget: str, column: str, code: Code) -> None:
+    """What `condense` leaves behind is named with its row."""
+    with watched_rows(), pytest.raises(Violation) as caught:
+        condensed(forget)
+    assert (caught.value.code, caught.value.column) == (code, column)
+
+
+# What happens to a violation
+
+
+def test_violations_are_logged_once_for_each_place(
+    full: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`log` lets the engine go on, logs a place once, and counts every violation."""
+    monkeypatch.setattr(Engine, "bug", "host")
+    batch = Engine([3])
+    with caplog.at_level(logging.ERROR), watched(adds={}, on_violation="log") as watching:
+        for _ in range(5):
+            batch.prepare_for_decode()
+    assert len(caplog.records) == 2  # two pairs
+    assert watching.counters.as_dict()["violations_MIRROR_EQUAL"] == 10
+
+
+def test_violations_are_handed_to_a_function(full: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function gets each violation, and may call the class itself."""
+    monkeypatch.setattr(Engine, "bug", "host")
+    batch, found = Engine([3]), []
+
+    def keep(error: BatchStateError) -> None:
+        found.append(error)
+        batch.prepare_for_decode()
+
+    with watched(adds={}, pairs=[("seq_lens_cpu", "seq_lens")], on_violation=keep):
+        batch.prepare_for_decode()
+    assert [error.as_dict()["code"] for error in found if isinstance(error, Violation)] == ["MIRROR_EQUAL"]
+
+
+def test_every_nth_call_is_checked(full: None) -> None:
+    """`every=3` checks the first call and each third behind it."""
+    with watched(every=3) as watching:
+        drive()
+        drive()
+    assert (watching.counters.calls, watching.counters.checked) == (8, 3)
+
+
+def test_methods_keep_what_they_return_and_raise() -> None:
+    """A hook is seen by nobody: the result, the error, the name and the docstring are the method's."""
+
+    class Small:
+        def __init__(self) -> None:
+            self.rows = [1]
+
+        def __len__(self) -> int:
+            return len(self.rows)
+
+        def step(self, fail: bool = False) -> "Small":
+            """Step."""
+            if fail:
+                raise KeyError("theirs")
+            return Small()
+
+        @classmethod
+        def make(cls) -> "Small":
+            return cls()
+
+    def use(first: int, batch: Small) -> int:
+        return first + len(batch)
+
+    module = type("Module", (), {"use": staticmethod(use)})
+    with watch(Small, after=["step"], before=[(module, "use"), "make"], num_rows=len, rows=["rows"]) as watching:
+        assert isinstance(Small().step(), Small)
+        assert (Small.step.__name__, Small.step.__doc__) == ("step", "Step.")
+        assert isinstance(Small.make(), Small)
+        assert module.use(2, batch=Small()) == 3  # type: ignore[attr-defined]
+        with pytest.raises(KeyError, match="theirs"):
+            Small().step(fail=True)
+    assert watching.counters.checked == 3
+    assert module.use(2, Small()) == 3  # type: ignore[attr-defined]
+
+
+def test_inherited_methods_are_hooked_in_the_subclass_alone() -> None:
+    """A watch of a subclass leaves its base alone, and is gone afterwards."""
+
+    class Sub(Engine):
+        pass
+
+    with watched(Sub) as watching:
+        Engine([2]).prepare_for_decode()
+        assert watching.counters.calls == 0
+        Sub([2]).prepare_for_decode()
+        assert watching.counters.calls == 1
+    assert "prepare_for_decode" not in vars(Sub)
+
+
+def test_a_hook_under_another_does_nothing_once_stopped() -> None:
+    """Who wraps a watched method keeps what he wrapped: the hook below lets calls through."""
+
+    class Own(Engine):
+        def filter_batch(self, keep: list[int]) -> None:
+            super().filter_batch(keep)
+
+    watching = watched(Own, after=["filter_batch"], moves=[], adds={})
+    inner = Own.filter_batch
+    setattr(Own, "filter_batch", lambda self, keep: inner(self, keep))  # noqa: B010
+    watching.stop()
+    watching.stop()
+    Own([2, 3]).filter_batch([1])
+    assert watching.counters.calls == 0
+
+
+def test_threads(full: None) -> None:
+    """Calls of many threads are all counted, and none is taken for a call inside another."""
+    with watched() as watching:
+        threads = [threading.Thread(target=lambda: [drive() for _ in range(10)]) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert watching.counters.calls == watching.counters.checked == 160
+
+
+def test_objects_are_copied_pickled_and_die() -> None:
+    """A watch keeps nothing of the objects: copies are watched, pickles need no watch, and the dead are gone."""
+    with watched():
+        batch = drive()
+        other = copy.deepcopy(batch)
+        other.prepare_for_decode()
+        data = pickle.dumps(batch.sampling)
+        alive = weakref.ref(batch)
+        del batch
+        gc.collect()
+        assert alive() is None
+    assert pickle.loads(data).greedy is False
+
+
+# What is refused
+
+
+class Odd:
+    count = property(lambda self: 1)
+
+    async def later(self) -> None:
+        pass
+
+    def now(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"after": ["filter_batsh"], "moves": [], "adds": {}}, "Engine has no method 'filter_batsh'"),
+        ({"after": "filter_batch", "moves": [], "adds": {}}, "`after` is the text 'filter_batch'"),
+        ({"after": [], "moves": [], "adds": {}}, "no method is named"),
+        ({"after": [(3, "step")], "moves": [], "adds": {}}, "expected a class or a module"),
+        ({"moves": ["prepare_for_extend"]}, "prepare_for_extend in `moves` or `adds`, and not in `after`"),
+        ({"key": None}, "`moves` or `adds` without `key`"),
+        ({"pairs": ["seq_lens"]}, "expected a pair"),
+        ({"pairs": [("a", "b", "loose")]}, "expected a pair"),
+        ({"rows": [3]}, "expected the name of a column or a function, got 3"),
+        ({"when": {"top_p": "fresh"}}, "top_p in `when`, and not in `pairs` or `rows`"),
+        ({"upto": {"tokens": "n"}}, "tokens in `upto`"),
+        ({"adds": {"prepare_for_decode": {"sum": 1}}}, "names sum, not in"),
+        ({"every": 0}, "expected every=1 or more, got 0"),
+        ({"on_violation": "print"}, "expected on_violation 'raise', 'log' or a function, got 'print'"),
+    ],
+)
+def test_a_wrong_declaration_is_refused(arguments: dict[str, Any], message: str) -> None:
+    """Each mistake in a declaration is an error with the value and what to do, and leaves no hook."""
+    before = dict(vars(Engine))
+    with pytest.raises(ArgumentError, match=message) as caught:
+        watched(**arguments)
+    assert caught.value.remedy
+    assert dict(vars(Engine)) == before
+
+
+@pytest.mark.parametrize(
+    ("cls", "method", "message"),
+    [
+        (Odd, "later", "returns before it has run"),
+        (Odd, "count", "is a property, not a method"),
+        (3, "now", "expected a class, got 3"),
+        (list, "append", "cannot set 'append' attribute"),
+    ],
+)
+def test_what_cannot_be_hooked_is_refused(cls: Any, method: str, message: str) -> None:
+    """Coroutines, properties, things that are no class, and classes in C."""
+    with pytest.raises(ArgumentError, match=message):
+        watch(cls, after=[method], num_rows=len)
+
+
+def test_a_method_is_watched_once() -> None:
+    """A second watch of a method is refused, of other methods not, and after `stop` it is allowed."""
+    with watched() as first:
+        with pytest.raises(DeclarationError, match=r"Engine\.merge_batch is watched already"):
+            watch(Engine, after=["merge_batch"], num_rows="batch_size")
+        with watch(Engine, before=["batch_size"], num_rows="batch_size"):
+            pass
+        drive()
+    first.stop()
+    with watched():
+        drive()
+
+
+def test_a_name_that_does_not_exist_is_said_so() -> None:
+    """A column that the objects lack is an error of the declaration, at the first check, or one line in the log."""
+    with watched(rows=["seq_lenz"]), pytest.raises(DeclarationError, match="no attribute 'seq_lenz'"):
+        drive()
+    with watched(rows=["extra.maks"]), pytest.raises(DeclarationError, match="KeyError: 'maks'"):
+        drive()
+    with watched(rows=["seq_lenz"], on_violation="log") as watching:
+        drive()
+    assert watching.counters.as_dict()["violations_DeclarationError"] == 4
+
+
+def test_a_watch_is_not_pickled() -> None:
+    """Hooks belong to a process."""
+    with watched() as watching, pytest.raises(DeclarationError, match="cannot be copied or pickled"):
+        pickle.dumps(watching)
+
+
+def test_a_violation_is_pickled(full: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report reaches another process."""
+    monkeypatch.setattr(Engine, "bug", "order")
+    with watched(), pytest.raises(Violation) as caught:
+        drive()
+    assert pickle.loads(pickle.dumps(caught.value)).remedy == caught.value.remedy
