@@ -795,7 +795,7 @@ class Generations:
             if isinstance(slots, MirroredTensor):
                 invariants.unit_mismatch(str(kind.unit), str(slots.unit), **self._where(operation))
             raise DtypeError(
-                f"{self.name}: {operation} of {type(slots).__name__}",
+                f"{self.name}: {operation}: expected handles, got {slots!r}",
                 value=slots,
                 remedy=f"pass handles, as the pool returns them; a number does not say whose {kind.unit} it is",
             )

@@ -79,7 +79,7 @@ def as_array(values: object, what: str) -> Array:
             raise ShapeError(f"{what}: rows of unequal lengths", value=values, remedy="pass equal rows") from None
     if array.dtype.kind not in "biuf":
         raise DtypeError(
-            f"{what}: expected numbers, got values of dtype {array.dtype}",
+            f"{what}: expected numbers, got " + (repr(values) if array.ndim == 0 else f"values of dtype {array.dtype}"),
             value=array.dtype,
             remedy="pass numbers or booleans",
         )
@@ -166,15 +166,15 @@ def count(value: SupportsIndex, what: str, *, least: int = 0, most: int | None =
         ArgumentError: too small or too large.
     """
     if isinstance(value, bool | np.bool_):
-        raise DtypeError(f"{what} is {value}, a boolean", value=value, remedy="pass an integer")
+        raise DtypeError(f"{what} is {value}, expected an integer", value=value, remedy="pass an integer")
     try:
         number = operator.index(value)
     except TypeError:
         raise DtypeError(f"{what} is {value!r}, expected an integer", value=value, remedy="pass an integer") from None
     if number < least:
-        raise ArgumentError(f"{what} is {number}", value=number, remedy=f"pass {least} or more")
+        raise ArgumentError(f"{what} is {number}, expected >= {least}", value=number, remedy=f"pass {least} or more")
     if most is not None and number > most:
-        raise ArgumentError(f"{what} is {number}", value=number, remedy=f"pass {most} or less")
+        raise ArgumentError(f"{what} is {number}, expected <= {most}", value=number, remedy=f"pass {most} or less")
     return number
 
 
@@ -274,9 +274,10 @@ def row_indices(rows: object, num_rows: int, what: str) -> Rows:
     array = as_array(rows, what)
     if array.ndim != 1:
         raise ShapeError(
-            f"{what}: rows have {array.ndim} dimensions",
+            f"{what}: expected rows or a mask, got "
+            + (f"the number {array}" if array.ndim == 0 else f"an array of shape {list(array.shape)}"),
             value=array.shape,
-            remedy="pass a one-dimensional index or mask",
+            remedy="pass a list of row indices, or a mask with one boolean per row",
         )
     if array.dtype.kind == "b":
         if array.size != num_rows:
@@ -297,9 +298,11 @@ def row_indices(rows: object, num_rows: int, what: str) -> Rows:
         least, most = int(array.min()), int(array.max())
         wrong = least if least < 0 else most
         raise RowIndexError(
-            f"{what}: row {wrong} of {num_rows}",
+            f"{what}: row {wrong}, expected rows of 0 to {num_rows - 1}",
             value=wrong,
-            remedy="pass rows from 0 to the number of rows - 1; negative rows do not count from the end",
+            remedy="negative rows do not count from the end"
+            if wrong < 0
+            else "take the rows from this value, after all earlier filters",
         )
     return index
 

@@ -36,7 +36,15 @@ from batchstate._arrays import (
     signed_twin,
 )
 from batchstate.columns import Column, DeviceColumn, HostColumn, MirroredColumn, SlotColumn, TensorColumn
-from batchstate.errors import ArgumentError, ContractError, DeclarationError, DeviceError, DtypeError, ShapeError
+from batchstate.errors import (
+    ArgumentError,
+    ContractError,
+    DeclarationError,
+    DeviceError,
+    DtypeError,
+    ShapeError,
+    one_of,
+)
 from batchstate.indices import Slots
 from batchstate.mirror import Contract, DeviceSide, MirroredTensor, ReadyTensor
 from batchstate.runtime import Runtime, numpy_dtype
@@ -511,7 +519,7 @@ def _not_counted(column: Column | None, name: str, columns: Mapping[str, Column]
             value=column.dtype,
             remedy="only integers without an index space are computed; set others with `update` or `replace`",
         )
-    return DeclarationError(f"{label} is not a tensor column", value=name, remedy=f"use one of: {', '.join(columns)}")
+    return DeclarationError(f"{label} is not a tensor column", value=name, remedy=one_of(columns, name))
 
 
 def amounts_by_column(columns: Iterable[str] | Mapping[str, object], n: object, what: str) -> Mapping[str, object]:
@@ -594,7 +602,7 @@ class ColumnInputs:
                 inputs.objects[name] = _object_rows(value, num_rows, label)
             else:
                 raise DeclarationError(
-                    f"{label} is not declared", value=name, remedy=f"declare it, or use one of: {', '.join(columns)}"
+                    f"{label} is not declared", value=name, remedy=f"declare it, or {one_of(columns, name)}"
                 )
         return inputs
 
@@ -707,17 +715,17 @@ def _check_value(column: TensorColumn, value: MirroredTensor, runtime: Runtime, 
     _check_dtype(column, value.dtype, label)
     if value.unit != column.unit and (value.unit is not None or column.holds is None):
         invariants.unit_mismatch(
-            str(column.unit), str(value.unit), object=repr(value), column=column.name, step=runtime.step
+            str(column.unit), str(value.unit), object=value.label, column=column.name, step=runtime.step
         )
 
 
 def _check_shape(column: TensorColumn, shape: tuple[int, ...], num_rows: int, label: str) -> None:
     if shape != (num_rows, *column.shape):
-        raise ShapeError(
-            f"{label}: shape {list(shape)}, declared {[num_rows, *column.shape]}",
-            value=shape,
-            remedy="pass one row per request, each of the declared shape",
-        )
+        if shape[1:] == column.shape:
+            problem = f"{label} has {shape[0]} rows, expected {num_rows}, as the other columns have"
+        else:
+            problem = f"{label}: expected shape {[num_rows, *column.shape]}, got {list(shape)}"
+        raise ShapeError(problem, value=shape, remedy="pass one row per request, each of the declared shape")
 
 
 def _check_dtype(column: TensorColumn, dtype: torch.dtype, label: str) -> None:

@@ -12,7 +12,7 @@ from batchstate._arrays import Array, as_array
 from batchstate._origin import RowSet
 from batchstate._rows import MOST_SOURCES, DeviceRows, RowState
 from batchstate.columns import TensorColumn
-from batchstate.errors import ArgumentError, DeviceError
+from batchstate.errors import ArgumentError, DeviceError, one_of
 from batchstate.mirror import DeviceSide, MirroredTensor, ReadyTensor, rows_of, write_count
 from batchstate.runtime import PackedUpload, Runtime
 from batchstate.tables import TableWrite
@@ -38,9 +38,9 @@ class Extras(Mapping[str, torch.Tensor]):
     row_set: RowSet | None = None
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        place = self._places[name]
-        if self._upload is None:
-            raise KeyError(name)
+        place = self._places.get(name)
+        if place is None or self._upload is None:
+            raise KeyError(f"no extra {name!r}; {one_of(self._places, name) if self._places else 'there are none'}")
         return self._runtime.use_part_on_current_stream(self._upload, place)
 
     def side(self, name: str) -> DeviceSide:

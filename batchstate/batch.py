@@ -35,7 +35,7 @@ from batchstate._rows import (
 )
 from batchstate._upload import BatchDevice, Extras, StaticAddresses, check_writes, named_arrays
 from batchstate.columns import Column, DeviceColumn, MirroredColumn, SlotColumn, TensorColumn, declared_columns
-from batchstate.errors import ArgumentError, DeclarationError, DeviceError, ShapeError
+from batchstate.errors import ArgumentError, DeclarationError, DeviceError, ShapeError, one_of
 from batchstate.indices import Slots
 from batchstate.mirror import Contract, DeviceSide, MirroredTensor, StaleWindow, numbers_of, stale_reasons
 from batchstate.runtime import Runtime, check_runtime
@@ -102,14 +102,20 @@ class Batch(metaclass=BatchType):
     def __init__(
         self,
         runtime: Runtime,
-        state: RowState,
-        num_reqs: int,
-        num_rows: int,
-        pool_id: int,
+        state: RowState = None,  # type: ignore[assignment]
+        num_reqs: int = 0,
+        num_rows: int = 0,
+        pool_id: int = 0,
         windows: Windows = NO_WINDOWS,
         row_number: int = 0,
+        **columns: object,
     ) -> None:
         """For the library; use `build` or `empty`. `row_number` is that of another batch of the same rows, if any."""
+        if columns or type(state) is not RowState:
+            name = type(self).__name__
+            raise DeclarationError(
+                f"{name} was called with columns", value=name, remedy=f"make one with `{name}.build(runtime, ...)`"
+            )
         self.runtime = runtime
         self.num_reqs = num_reqs
         self.num_rows = num_rows
@@ -146,10 +152,11 @@ class Batch(metaclass=BatchType):
         if missing:
             unknown = [name for name in columns if name not in cls._columns]
             also = f", but values for {', '.join(unknown)}, which it does not declare" if unknown else ""
+            meant = one_of(missing, unknown[0]).partition("use")[0] if unknown else ""
             raise DeclarationError(
                 f"{cls.__name__}.build: no value for {', '.join(missing)}{also}",
                 value=missing,
-                remedy="give every declared column its value",
+                remedy=f"{meant}give every declared column its value",
             )
         num_rows = num_rows_of(columns, f"{cls.__name__}.build")
         inputs = ColumnInputs.read(cls._columns, columns, num_rows, runtime, f"{cls.__name__}.build")
@@ -187,10 +194,8 @@ class Batch(metaclass=BatchType):
 
     def __repr__(self) -> str:
         padding = f" padded to {self.num_rows}" if self.num_rows != self.num_reqs else ""
-        return (
-            f"{type(self).__name__}({self.num_reqs} requests{padding}, {len(self._columns)} columns) "
-            f"on {self.runtime.device}"
-        )
+        columns = ", ".join(self._columns)
+        return f"{type(self).__name__}({self.num_reqs} requests{padding}; {columns}) on {self.runtime.device}"
 
     # Reading
 
@@ -215,13 +220,45 @@ class Batch(metaclass=BatchType):
             value = declared = None
         if value is None:
             if not isinstance(declared, TensorColumn):
+                if not isinstance(column, str):
+                    raise self._not_a_name(column)
                 raise DeclarationError(
                     f"{type(self).__name__} has no tensor column {column!r}",
                     value=column,
-                    remedy=f"use one of: {', '.join(self._columns)}",
+                    remedy=one_of(self._tensor_columns, column),
                 )
             value = self._values[column] = self._value(declared)
         return value
+
+    def __iter__(self) -> NoReturn:
+        raise self._not_a_name(None)
+
+    def _not_a_name(self, given: object) -> DeclarationError:
+        """The error of an index that is not a column's name."""
+        name, one = type(self).__name__, next(iter(self._columns), "name")
+        got = f"{name} is not iterable" if given is None else f"{name}: expected the name of a column, got {given!r}"
+        return DeclarationError(
+            got,
+            value=given,
+            remedy=f"`batch[{one!r}]` is a column, `batch.filter(rows)` a batch of some requests, "
+            "`batch.to_dict()` the host side of all columns",
+        )
+
+    def to_dict(self) -> dict[str, Array | tuple[Any, ...]]:
+        """The host side by column: a read-only array of each mirrored column, the objects of each host column.
+
+        Columns without a host side (`device_only`) are left out; nothing waits for the device.
+
+        Raises:
+            Violation: MIRROR_STALE_READ inside a stale window of a host side.
+        """
+        found: dict[str, Array | tuple[Any, ...]] = {}
+        for name, column in self._columns.items():
+            if isinstance(column, MirroredColumn):
+                found[name] = self[name].np
+            elif not isinstance(column, TensorColumn):
+                found[name] = self.objects(name)
+        return found
 
     def _value(self, column: TensorColumn) -> MirroredTensor:
         name = column.name
@@ -286,7 +323,7 @@ class Batch(metaclass=BatchType):
             raise DeclarationError(
                 f"{type(self).__name__} has no host column {column!r}",
                 value=column,
-                remedy=f"use one of: {', '.join(self._state.objects)}",
+                remedy=one_of(self._state.objects, column),
             )
         return tuple(self._state.objects[column].tolist())
 
@@ -370,9 +407,9 @@ class Batch(metaclass=BatchType):
     def _check_joins(self, other: Self, num_reqs: int, operation: str) -> None:
         if type(other) is not type(self):
             raise DeclarationError(
-                f"{operation} of {type(self).__name__} with {type(other).__name__}",
+                f"{operation}: expected another {type(self).__name__}, got {other!r}",
                 value=type(other).__name__,
-                remedy="merge batches of one declaration",
+                remedy="merge batches of one class",
             )
         if other.runtime is not self.runtime:
             raise DeviceError(f"{operation} of batches of two runtimes", value=other, remedy="use one runtime")
@@ -834,14 +871,14 @@ class Batch(metaclass=BatchType):
     def _check_same_rows(self, value: object, operation: str, column: str | None = None) -> None:
         """Refuses a value whose rows are of other requests; one that does not say is taken as it is."""
         if isinstance(value, MirroredTensor) and value.row_set is not None and levels.cheap:
-            self.row_set.check_same(value.row_set, repr(value), **self._where(operation, column))
+            self.row_set.check_same(value.row_set, value.label, **self._where(operation, column))
 
     def _tensor_column(self, name: str, what: str) -> TensorColumn:
         known: object = name
         column = self._columns.get(name) if isinstance(known, str) else None
         if not isinstance(column, TensorColumn):
             raise DeclarationError(
-                f"{what} is not a tensor column", value=name, remedy=f"use one of: {', '.join(self._columns)}"
+                f"{what} is not a tensor column", value=name, remedy=one_of(self._tensor_columns, name)
             )
         return column
 

@@ -8,6 +8,8 @@ An operation that raises one of these has changed nothing. An interrupt (`Keyboa
 operation leaves a pool as it was, or with the operation done, or broken: then each later call raises `PoolBrokenError`.
 """
 
+import difflib
+from collections.abc import Iterable
 from typing import Any, Self
 
 
@@ -47,6 +49,14 @@ def _crosses(field: object) -> bool:
     if isinstance(field, list | tuple):
         return all(map(_crosses, field))
     return field is None or isinstance(field, bool | int | float | str)
+
+
+def one_of(names: Iterable[str], got: object) -> str:
+    """A remedy: the names that exist, the one that `got` resembles first."""
+    names = tuple(names)
+    close = difflib.get_close_matches(got, names, n=1) if isinstance(got, str) else []
+    meant = f"did you mean {close[0]!r}? " if close else ""
+    return f"{meant}use one of: {', '.join(names)}"
 
 
 def _rebuild(cls: type[BatchStateError], args: tuple[Any, ...]) -> BatchStateError:

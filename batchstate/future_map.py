@@ -38,14 +38,14 @@ from batchstate._relay import (
     RelayEntries,
 )
 from batchstate._upload import Extras
-from batchstate.errors import ArgumentError, CaptureError, DeclarationError, DeviceError, DtypeError, ShapeError
+from batchstate.errors import ArgumentError, CaptureError, DeclarationError, DeviceError, DtypeError, ShapeError, one_of
 from batchstate.forward.inputs import ForwardInputs, Sources, check_parts
 from batchstate.forward.plan import ForwardPlan
 from batchstate.indices import Slots
 from batchstate.invariants import times_checked
 from batchstate.mirror import Contract, DeviceSide, MirroredTensor, ReadyTensor
 from batchstate.pools import SlotPool
-from batchstate.runtime import NUMPY_DTYPES, Fence, Runtime, Stream, numpy_dtype
+from batchstate.runtime import NUMPY_DTYPES, Fence, Runtime, Stream, dtype_meant, numpy_dtype
 from batchstate.runtime.base import Download
 from batchstate.tables import Table
 from batchstate.violations import Code, Where
@@ -114,12 +114,10 @@ def relay_field(
     """
     value: Any = read_by
     if not isinstance(value, str) or value not in _READ_BY:
-        raise DeclarationError(
-            f"a relay field read by {value!r}", value=value, remedy=f"use one of: {', '.join(_READ_BY)}"
-        )
+        raise DeclarationError(f"relay_field: read_by is {value!r}", value=value, remedy=one_of(_READ_BY, value))
     value = dtype
     if not isinstance(value, torch.dtype):
-        raise DtypeError(f"a relay field of {value!r}", value=value, remedy="pass a torch dtype, as torch.int64")
+        raise DtypeError(f"relay_field: expected a torch dtype, got {value!r}", value=value, remedy=dtype_meant(value))
     if value not in _MOVABLE:
         raise DtypeError(
             f"a relay field of {value}", value=value, remedy="view such values as torch.uint8, and declare that"
@@ -337,9 +335,8 @@ class FutureMap:
         for name, value in values.items():
             field, what = self._fields[name], f"{self.name}: publish of {name!r}"
             if isinstance(value, (torch.Tensor, MirroredTensor)):
-                rows = value.row_set if isinstance(value, MirroredTensor) else None
-                if rows is not None:
-                    slots.row_set.check_same(rows, repr(value), **self._entries.where("publish", name))
+                if isinstance(value, MirroredTensor) and value.row_set is not None:
+                    slots.row_set.check_same(value.row_set, value.label, **self._entries.where("publish", name))
                 _check_device_values(value, field, num_rows, self.runtime, what)
                 device[name] = value
             else:
@@ -696,7 +693,7 @@ class FutureMap:
                 raise DeclarationError(
                     f"{self.name}: {operation} of {name!r}, which is not declared",
                     value=name,
-                    remedy=f"use one of: {', '.join(self._fields)}",
+                    remedy=one_of(self._fields, name),
                 )
             if reader & ~field.readers:
                 raise DeclarationError(
@@ -740,7 +737,12 @@ def _checked_fields(fields: Mapping[str, RelayField], what: str) -> dict[str, Re
     """The declarations by name."""
     value: Any = fields
     if not isinstance(value, Mapping) or not value:
-        raise DeclarationError(f"{what}: no fields", value=value, remedy="pass a mapping of names to relay_field(...)")
+        got = "none" if value == {} else repr(value)
+        raise DeclarationError(
+            f"{what}: expected fields by name, got {got}",
+            value=value,
+            remedy="pass a mapping, such as {'last_token': relay_field(torch.int64)}",
+        )
     for name, field in value.items():
         if not isinstance(name, str) or not name.isidentifier() or name in ("slots", "self", "by"):
             raise DeclarationError(

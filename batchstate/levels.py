@@ -12,7 +12,7 @@ import enum
 import os
 from collections.abc import Iterator
 
-from batchstate.errors import ArgumentError
+from batchstate.errors import ArgumentError, one_of
 
 ENVIRONMENT_VARIABLE = "BATCHSTATE_CHECKS"
 
@@ -40,8 +40,8 @@ def parse_level(text: "str | Level") -> Level:
     try:
         return Level(text)
     except ValueError:
-        legal = ", ".join(level.value for level in Level)
-        raise ArgumentError(f"unknown level of checks {text!r}", value=text, remedy=f"use one of: {legal}") from None
+        legal = [level.value for level in Level]
+        raise ArgumentError(f"unknown level of checks {text!r}", value=text, remedy=one_of(legal, text)) from None
 
 
 def current_checks() -> Level:

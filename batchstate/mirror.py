@@ -10,9 +10,8 @@ with one launch if the device side exists already, else at its first use. Nothin
 import contextlib
 import enum
 import functools
-import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple, NoReturn, Self, SupportsIndex, cast, final
+from typing import ClassVar, NamedTuple, NoReturn, Self, SupportsIndex, cast, final
 
 import attrs
 import numpy as np
@@ -44,6 +43,7 @@ from batchstate._arrays import (
     shifted,
     signed_twin,
 )
+from batchstate._host_values import HostValues
 from batchstate._origin import RowSet, joined
 from batchstate.errors import (
     ArgumentError,
@@ -53,6 +53,7 @@ from batchstate.errors import (
     DtypeError,
     ShapeError,
     SideMissingError,
+    one_of,
 )
 from batchstate.runtime import (
     NUMPY_DTYPES,
@@ -96,8 +97,8 @@ def parse_contract(contract: str | Contract) -> Contract:
     try:
         return Contract(contract)
     except ValueError:
-        legal = ", ".join(one.value for one in Contract)
-        raise ArgumentError(f"unknown contract {contract!r}", value=contract, remedy=f"use one of: {legal}") from None
+        legal = [one.value for one in Contract]
+        raise ArgumentError(f"unknown contract {contract!r}", value=contract, remedy=one_of(legal, contract)) from None
 
 
 def weaker_contract(first: Contract, second: Contract) -> Contract:
@@ -249,7 +250,7 @@ def stale_reasons(windows: tuple[StaleWindow, ...], side: str) -> tuple[str, ...
     return tuple(window.reason for window in windows if window.open and window.side == side)
 
 
-class MirroredTensor:
+class MirroredTensor(HostValues):
     """A vector (rows first, any trailing shape) whose host and device side are kept together.
 
     Make one with `from_host`, `from_device` or `from_pair`. Subclasses in `batchstate.indices` carry an index space.
@@ -517,7 +518,7 @@ class MirroredTensor:
                 value=slots,
                 remedy="pass the slots of a batch; columns and results of a relay know whose their rows are",
             )
-        values, rows = self.np, own.rows_of(wanted, repr(self), **self._where("aligned"))
+        values, rows = self.np, own.rows_of(wanted, self.label, **self._where("aligned"))
         return values if rows is None else values[rows]
 
     def exact_numbers(self, what: str) -> Array:
@@ -574,72 +575,6 @@ class MirroredTensor:
         finally:
             window.open = False
             self._windows = tuple(one for one in self._windows if one.open)
-
-    # Numbers, always of the host side
-
-    def sum(self) -> Any:
-        """Sum of the host side (of the bounds, under `upper_bound`), as a Python number; integers never wrap."""
-        values = self.np
-        if values.dtype.kind in "iu" and values.size and _largest(values) * values.size >= 2**63:
-            return sum(values.reshape(-1).tolist())
-        return values.sum().item()
-
-    def max(self) -> Any:
-        """Maximum of the host side, as a Python number.
-
-        Raises:
-            ArgumentError: no rows.
-        """
-        return self._not_empty("max").max().item()
-
-    def min(self) -> Any:
-        """Minimum of the host side, as a Python number.
-
-        Raises:
-            ArgumentError: no rows.
-        """
-        return self._not_empty("min").min().item()
-
-    def tolist(self) -> list[Any]:
-        """The host side as Python numbers."""
-        values: list[Any] = self.np.tolist()
-        return values
-
-    def _not_empty(self, operation: str) -> Array:
-        values = self.np
-        if not values.size:
-            raise ArgumentError(f"{operation} of {self!r}", value=values.shape, remedy="ask `len(value)` before")
-        return values
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        return np.array(self.np, dtype=dtype) if copy or dtype is not None else self.np
-
-    def __eq__(self, other: object) -> Any:
-        return _compared(self.np, other, operator.eq)
-
-    def __ne__(self, other: object) -> Any:
-        return _compared(self.np, other, operator.ne)
-
-    def __lt__(self, other: object) -> Any:
-        return _compared(self.np, other, operator.lt)
-
-    def __le__(self, other: object) -> Any:
-        return _compared(self.np, other, operator.le)
-
-    def __gt__(self, other: object) -> Any:
-        return _compared(self.np, other, operator.gt)
-
-    def __ge__(self, other: object) -> Any:
-        return _compared(self.np, other, operator.ge)
-
-    __hash__ = object.__hash__
-
-    def __bool__(self) -> bool:
-        raise ArgumentError(
-            f"the truth of {self!r} is ambiguous",
-            value=self.np.shape,
-            remedy="use `len(value) > 0`, or `.any()`/`.all()` of a comparison",
-        )
 
     # Moving rows
 
@@ -880,6 +815,9 @@ class MirroredTensor:
     def __add__(self, n: object) -> Self:
         return self._added(n, 1)
 
+    def __radd__(self, n: object) -> Self:
+        return self._added(n, 1)
+
     def __sub__(self, n: object) -> Self:
         return self._added(n, -1)
 
@@ -899,7 +837,7 @@ class MirroredTensor:
         self.check(operation)
         amount = amounts(n, len(self), what)
         if isinstance(n, MirroredTensor) and n.row_set is not None and self._row_set is not None:
-            self._row_set.check_same(n.row_set, repr(n), **self._where(operation))
+            self._row_set.check_same(n.row_set, n.label, **self._where(operation))
         if sign < 0:
             amount = negated(amount, what)
         if self.contract is Contract.UPPER_BOUND:
@@ -1008,6 +946,12 @@ class MirroredTensor:
         )
 
     def __repr__(self) -> str:
+        values = "" if self._host is None else f": {_shown(self._host)}"
+        return f"{self.label}{values}"
+
+    @property
+    def label(self) -> str:
+        """What it is, without its values: for reports."""
         kind = numpy_dtype(self.dtype).name if self.dtype in NUMPY_DTYPES else str(self.dtype)
         label = f" {self.name!r}" if self.name else ""
         return f"{type(self).__name__}{label} {kind}{list(self.shape)} {self.contract.value} on {self.runtime.device}"
@@ -1143,7 +1087,7 @@ def lined_up(values: object, wanted: RowSet | None, what: str) -> object:
     if not isinstance(values, MirroredTensor) or wanted is None or values.row_set is None:
         return values
     numbers = values.exact_numbers(what)
-    rows = values.row_set.rows_of(wanted, repr(values), operation=what, step=values.runtime.step)
+    rows = values.row_set.rows_of(wanted, values.label, operation=what, step=values.runtime.step)
     return numbers if rows is None else numbers[rows]
 
 
@@ -1190,26 +1134,7 @@ def _uploaded(runtime: Runtime, host: Array | None) -> ReadyTensor:
     return ReadyTensor.uploaded(packed.view(0), packed)
 
 
-def _largest(values: Array) -> int:
-    return max(int(values.max()), -int(values.min()))
-
-
-def _compared(first: Array, other: object, operation: Callable[[Array, Any], Any]) -> Any:
-    """Element by element.
-
-    Raises:
-        ShapeError, DtypeError: what does not compare with the host side.
-    """
-    second = other.np if isinstance(other, MirroredTensor) else other
-    try:
-        return operation(first, second)
-    except ValueError:
-        raise ShapeError(
-            f"comparison of {list(first.shape)} with values of another shape",
-            value=other,
-            remedy="pass one number, or as many",
-        ) from None
-    except TypeError:
-        raise DtypeError(
-            f"comparison of {first.dtype} with {type(other).__name__}", value=other, remedy="pass numbers"
-        ) from None
+def _shown(values: Array) -> str:
+    """The values as text of a line, those in the middle left out where there are many."""
+    text = np.array2string(values, separator=", ", threshold=8, edgeitems=3, max_line_width=10_000)
+    return " ".join(text.split()).replace("[ ", "[")

@@ -29,7 +29,7 @@ from batchstate._rows import HostRows, RowState
 from batchstate._upload import BatchDevice, Extras, extra_array, joined_writes
 from batchstate.batch import Batch
 from batchstate.columns import MirroredColumn
-from batchstate.errors import ArgumentError, DeclarationError
+from batchstate.errors import ArgumentError, DeclarationError, one_of
 from batchstate.forward.inputs import ForwardInputs, with_device
 from batchstate.forward.plan import ForwardPlan
 from batchstate.future_map import FutureMap, Prefetched
@@ -309,7 +309,7 @@ class StepPlanner:
                 raise DeclarationError(
                     f"StepPlanner: field {name!r} is not declared",
                     value=name,
-                    remedy=f"use one of: {', '.join(fields)}",
+                    remedy=one_of(fields, name),
                 )
         field = fields[self._ids[0]]
         self._in_one_piece = (

@@ -339,7 +339,7 @@ class Table:
         """
         rows = self.space.rows_of(handles, f"{self.name}: write")
         if isinstance(values, MirroredTensor) and handles.row_set is not None and values.row_set is not None:
-            handles.row_set.check_same(values.row_set, repr(values), **self._where("write"))
+            handles.row_set.check_same(values.row_set, values.label, **self._where("write"))
         return self.entry_of(rows, positions, values, handles)
 
     def entry_of(

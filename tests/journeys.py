@@ -79,7 +79,7 @@ def token_to_the_host() -> Steps:
     slots = pool.take(2)
     yield
     relay.publish(slots, token=torch.tensor([7, 8]))
-    relay.prefetch(slots, "token").resolve()["token"].tolist()
+    _ = relay.prefetch(slots, "token").resolve()["token"].np
 
 
 def page_to_the_device() -> Steps:

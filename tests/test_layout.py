@@ -16,7 +16,7 @@ PACKAGE = Path(batchstate.__file__).parent
 LAYERS: dict[str, tuple[str, ...]] = {
     "invariants": ("batchstate", "_lazy", "_source_lines", "_version", "errors", "levels", "violations", "invariants"),
     "runtime": ("runtime",),
-    "mirrored values": ("_arrays", "_origin", "mirror", "indices"),
+    "mirrored values": ("_arrays", "_origin", "_host_values", "mirror", "indices"),
     "pools": ("tables", "_allocator", "pools", "hybrid"),
     "batches": ("columns", "_rows", "_upload", "batch", "static"),
     "KV memory": ("kv",),

@@ -346,7 +346,7 @@ def test_empty_keep_lists(lens: MirroredTensor, keep: object, full: None) -> Non
         (lambda v: v.split([-1, 5]), ArgumentError, "-1"),
         (lambda v: v.pad(3), ArgumentError, "3"),
         (lambda v: v.pad(5, 1.5), DtypeError, "float64"),
-        (lambda v: v.pad(5, 2**70), DtypeError, "object"),
+        (lambda v: v.pad(5, 2**70), DtypeError, str(2**70)),
         (lambda v: v.update([0], [1, 2]), ShapeError, r"\[2\]"),
         (lambda v: v.update([0, 0], [1, 2]), ArgumentError, "twice"),
         (lambda v: v.update([0], [1.5]), DtypeError, "float64"),

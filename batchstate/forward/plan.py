@@ -235,7 +235,7 @@ class ForwardPlan:
         row_set = slots.row_set
         for numbers in (seq_lens, query_lens):
             if isinstance(numbers, MirroredTensor) and numbers.row_set is not None:
-                row_set.check_same(numbers.row_set, repr(numbers), **where)
+                row_set.check_same(numbers.row_set, numbers.label, **where)
         lens, bounds = _lengths(seq_lens, num_reqs, num_rows)
         queries = _per_request(query_lens, num_reqs, num_rows, f"{_WHAT}: query_lens")
         _check_queries(queries, lens)

@@ -88,9 +88,10 @@ class TokenArray:
                 array = np.empty((0, *self.shape), dtype)  # an empty list knows no shape of a token
             if array.ndim != 1 + len(self.shape) or array.shape[1:] != self.shape:
                 raise ShapeError(
-                    f"{what} of row {row} are {list(array.shape)}, expected [{query}, *{list(self.shape)}]",
+                    f"{what} of row {row}: expected a list of {query}, got "
+                    + (f"the number {values}" if array.ndim == 0 else f"shape {list(array.shape)}"),
                     value=array.shape,
-                    remedy="pass one value per token; None where there are none",
+                    remedy="pass one list per request, one value per token; None for a request without",
                 )
             if len(array) != query:
                 raise ShapeError(

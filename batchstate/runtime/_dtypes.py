@@ -50,7 +50,16 @@ def torch_dtype(dtype: npt.DTypeLike) -> torch.dtype:
 
 
 def _unshared(dtype: object) -> DtypeError:
-    names = ", ".join(str(one) for one in NUMPY_DTYPES.values())
-    return DtypeError(
-        f"dtype {dtype} does not exist in both torch and numpy", value=dtype, remedy=f"use one of: {names}"
-    )
+    if isinstance(dtype, torch.dtype):
+        names = ", ".join(str(one) for one in NUMPY_DTYPES.values())
+        return DtypeError(f"numpy has no dtype {dtype}", value=dtype, remedy=f"use one of: {names}")
+    return DtypeError(f"expected a torch dtype, got {dtype!r}", value=dtype, remedy=dtype_meant(dtype))
+
+
+def dtype_meant(given: object) -> str:
+    """A remedy: the torch dtype that stands for what was given in its place."""
+    try:
+        meant = TORCH_DTYPES[np.dtype(given)]  # type: ignore[call-overload]
+    except (KeyError, TypeError, ValueError):
+        meant = None
+    return f"pass {meant}" if meant is not None and given is not None else "pass a torch dtype, such as torch.int64"

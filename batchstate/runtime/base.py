@@ -13,7 +13,8 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, SupportsIndex, TypeVar, Unpack, final
+from types import TracebackType
+from typing import Any, ClassVar, Self, SupportsIndex, TypeVar, Unpack, final
 
 import attrs
 import numpy as np
@@ -559,6 +560,25 @@ class Runtime(abc.ABC):
         self.counters.check_reads += 1
         return self._read_back(tensor)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Closes the runtime; where an error ends the window, without waiting for the device."""
+        if error is None:
+            self.close()
+
+    def close(self) -> None:
+        """Waits until the device has run everything, and gives the staging memory back.
+
+        What was made with the runtime stays valid; an upload after it allocates staging memory anew.
+        """
+        self.synchronize()
+        self._staging.clear()
+        self._landing.clear()
+
     def synchronize(self) -> None:
         """Waits until the device has run everything: counted as a forced sync."""
         self.check_owner("synchronize")
@@ -704,7 +724,7 @@ def check_runtime(runtime: object, what: str) -> None:
     """
     if not isinstance(runtime, Runtime):
         raise ArgumentError(
-            f"{what}: expected a runtime, got {type(runtime).__name__}",
+            f"{what}: expected a runtime, got {runtime!r}",
             value=runtime,
             remedy="pass what `open_runtime` returns",
         )

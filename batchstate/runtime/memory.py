@@ -104,7 +104,7 @@ class Staging:
     def give_up(self, block: StagingBlock) -> None:
         """Gives back a block that no copy reads or writes any more."""
         block.lending = 0
-        self._free[len(block.bytes)].append(block)
+        self._free.setdefault(len(block.bytes), []).append(block)
 
     def reap(self) -> None:
         """Makes every block free whose copy has run, oldest first on each stream."""
@@ -114,6 +114,11 @@ class Staging:
                 self.give_up(in_flight.popleft()[2])
             if not in_flight and stream in self._in_flight:  # an engine may make its streams anew in each step
                 del self._in_flight[stream]
+
+    def clear(self) -> None:
+        """Lets go of the blocks that are free."""
+        self.reap()
+        self._free.clear()
 
     def oldest_step(self) -> int | None:
         """Step of the oldest upload that has not run, or None."""

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import final
 
-from batchstate.errors import ArgumentError
+from batchstate.errors import ArgumentError, one_of
 from batchstate.testing.sim.device import DeviceStream, Moment, Scheduler
 
 
@@ -145,5 +145,5 @@ def scheduler_of(name: object, seed: int) -> Scheduler:
     """
     make = PORTFOLIO.get(name) if isinstance(name, str) else None
     if make is None:
-        raise ArgumentError(f"unknown scheduler {name!r}", value=name, remedy=f"use one of: {', '.join(PORTFOLIO)}")
+        raise ArgumentError(f"unknown scheduler {name!r}", value=name, remedy=one_of(PORTFOLIO, name))
     return make(seed)

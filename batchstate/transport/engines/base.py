@@ -22,7 +22,7 @@ import attrs
 import numpy as np
 
 from batchstate import invariants
-from batchstate.errors import ArgumentError, HandshakeError, OwnerThreadError, TransferError
+from batchstate.errors import ArgumentError, HandshakeError, OwnerThreadError, TransferError, one_of
 from batchstate.transport.connection import new_secret
 from batchstate.transport.regions import Copies, Ints, Memory, Region, RemoteRegion, described
 from batchstate.transport.wire import MOST_TEXT, Endpoint, check_instance
@@ -513,7 +513,7 @@ def open_engine(name: str = "tcp", **options: Any) -> Engine:
         TransferError: it is not installed here, or cannot be started; the message says what to install.
     """
     if name not in _HOMES:
-        raise ArgumentError(f"no engine is called {name!r}", value=name, remedy=f"use one of {', '.join(ENGINES)}")
+        raise ArgumentError(f"no engine is called {name!r}", value=name, remedy=one_of(ENGINES, name))
     module, kind = _HOMES[name]
     engine: Engine = getattr(importlib.import_module(module), kind)(**options)
     return engine
