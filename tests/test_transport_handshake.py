@@ -74,11 +74,54 @@ def refuses(ours: Description, theirs: Description, *words: str) -> None:
         ({"heads": 4}, ["heads", "8", "4"]),
         ({"replicated": True}, ["replicated", "False", "True"]),
         ({"token_major": False}, ["token_major", "False", "True"]),
+        ({"per_request": True}, ["per_request", "False", "True"]),
+        ({"page_size": 1, "token_major": False}, ["page_size", "16", "1"]),
     ],
 )
 def test_mismatched_layouts_are_refused(fields: Json, words: list[str]) -> None:
     """The error names the field, both values and a remedy, on both sides."""
     refuses(described("a"), described("b", **fields), *words)
+
+
+def test_pages_of_one_token_fit_all_pages() -> None:
+    """A host pool without pages takes KV of a prefill worker with pages of any size, if pages can be split."""
+    check_peers(described("a"), described("b", page_size=1))
+    check_peers(described("b", page_size=1), described("a"))
+
+
+def test_stages_fit_the_whole_model() -> None:
+    """A worker that holds some of the layers fits one that holds all, or others; not one of another model."""
+    stages = [described("b", stage=LAYERS[:1]), described("c", stage=LAYERS[1:])]
+    for one in stages:
+        check_peers(described("a"), one)
+        check_peers(one, described("a"))
+    check_peers(*stages)
+    refuses(described("a", layers=(*LAYERS, "1.keys")), stages[0], "layers", "'1.keys'")
+
+
+def kinds(*several: KVLayout, instance: str = "b") -> Description:
+    """A worker with several kinds of buffers."""
+    return Description("worker b", instance, several, endpoint(instance))
+
+
+def test_kinds_of_buffers_have_to_agree() -> None:
+    """Layouts are as many on both sides and fit one by one; those of one worker have one rank and share no name."""
+    layout, index = described().layout, KVLayout(16, "uint8", ("0.index",), 132, replicated=True)
+    check_peers(kinds(layout, index), kinds(layout, index, instance="a"))
+    assert Description.from_bytes(kinds(layout, index).to_bytes()).layouts == (layout, index)
+    refuses(kinds(layout, index), described("a"), "layouts", "1", "2")
+    refuses(kinds(layout, index), kinds(index, layout, instance="a"), "dtype")
+    wrong: list[list[Any]] = [
+        [],
+        [layout, layout],
+        [layout, 3],
+        [layout, attrs.evolve(index, rank=1, degree=2)],
+        [attrs.evolve(layout, stage=())],
+        [index] * 65,
+    ]
+    for several in wrong:
+        with pytest.raises(ArgumentError):
+            kinds(*several)
 
 
 def test_degrees_may_differ() -> None:
@@ -172,8 +215,8 @@ def test_oversize_descriptions_are_refused() -> None:
     ("change", "words"),
     [
         ({"is": ENDPOINT}, [MAGIC]),
-        ({"version": 1}, ["version is 2 here, 1 there"]),
-        ({"version": True}, ["version is 2 here, True there"]),
+        ({"version": 1}, ["version is 3 here, 1 there"]),
+        ({"version": True}, ["version is 3 here, True there"]),
         ({"version": None}, ["None there"]),
         ({"worker": ""}, ["worker: expected a string"]),
         ({"worker": 3}, ["worker: expected a string", "3"]),
@@ -186,11 +229,11 @@ def test_oversize_descriptions_are_refused() -> None:
         ({"worker": "w" * (MOST_TEXT + 1)}, ["worker: expected a string"]),
         ({"worker": "\ud800"}, ["worker"]),
         ({"worker": "w" * 9_999_999}, ["worker"]),
-        ({"version": 10**4000}, ["version is 2 here"]),
+        ({"version": 10**4000}, ["version is 3 here"]),
         ({"version": float("nan")}, ["NaN is not JSON"]),
         ({"version": float("-inf")}, ["-Infinity is not JSON"]),
-        ({"layout": None}, ["'worker b'", "impossible layout", "NoneType"]),
-        ({"layout": {}}, ["'worker b'", "impossible layout"]),
+        ({"layouts": [None]}, ["'worker b'", "impossible layout", "NoneType"]),
+        ({"layouts": [{}]}, ["'worker b'", "impossible layout"]),
     ],
 )
 def test_malformed_fields_are_refused(change: Json, words: list[str]) -> None:
@@ -203,7 +246,7 @@ def test_malformed_fields_are_refused(change: Json, words: list[str]) -> None:
 def test_nesting_without_end_is_refused(depth: int, brackets: str) -> None:
     """Lists and objects that lie in each other without end, in a field that is looked at late."""
     opened, closed = ("[", "]") if brackets == "[]" else ('{"a":', "}")
-    data = json.dumps(json.loads(described().to_bytes()) | {"layout": "HERE"})
+    data = json.dumps(json.loads(described().to_bytes()) | {"layouts": "HERE"})
     broken(data.replace('"HERE"', opened * depth + "1" + closed * depth).encode(), "expected a description")
 
 
@@ -218,7 +261,7 @@ def test_a_whole_number_is_no_billion_digits() -> None:
     broken(described().to_bytes().replace(b'"version": 2', b'"version": ' + b"9" * 1_000_000), "expected a description")
 
 
-@pytest.mark.parametrize("field", ["is", "version", "worker", "instance", "layout", "endpoint", "mac"])
+@pytest.mark.parametrize("field", ["is", "version", "worker", "instance", "layouts", "endpoint", "mac"])
 def test_missing_fields_are_refused(field: str) -> None:
     """A description without one of its fields is refused."""
     fields = json.loads(described().to_bytes())
@@ -243,16 +286,20 @@ def test_missing_fields_are_refused(field: str) -> None:
         ({"layers": [["a"]]}, ["layers"]),
         ({"dtype": None}, ["dtype is None"]),
         ({"replicated": 0}, ["replicated is 0"]),
+        ({"per_request": 1}, ["per_request is 1"]),
+        ({"stage": 3}, ["stage is 3"]),
+        ({"stage": ["2.keys"]}, ["a stage of", "2.keys"]),
+        ({"stage": ["0.values", "0.keys"]}, ["a stage of", "0.values"]),
     ],
 )
 def test_impossible_layouts_are_refused(change: Json, words: list[str]) -> None:
     """A layout that could not be made here is not taken from a peer: the error names the worker and what is wrong."""
-    layout = json.loads(described().to_bytes())["layout"] | change
+    layout = json.loads(described().to_bytes())["layouts"][0] | change
     if change.get("page_size") != change.get("page_size"):
         words = ["NaN is not JSON"]
     else:
         words = ["'worker b'", "impossible layout", *words]
-    broken(resealed(described().to_bytes(), layout=layout), *words)
+    broken(resealed(described().to_bytes(), layouts=[layout]), *words)
     with pytest.raises((ArgumentError, DtypeError)):
         described("b", **change)
 

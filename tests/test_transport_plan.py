@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from batchstate import invariants
 from batchstate.errors import ArgumentError, BatchStateError, DtypeError, HandshakeError, ShapeError, ValueOverflowError
-from batchstate.transport.layout import KVLayout, check_fit, held_by, slice_between, sources_of
+from batchstate.transport.layout import KVLayout, check_fit, check_sources, held_by, slice_between, sources_of
 from batchstate.transport.plan import check_chunk, chunked, coalesced, expand_pages, location_rows, owned_by
 from batchstate.transport.regions import Copies
 from batchstate.violations import Code
@@ -177,6 +177,36 @@ def test_replicas_share_the_work() -> None:
     assert [sources_of(one, 4) for one in latent] == [(0,), (1,), (2,), (3,)]
     assert [sources_of(one, 2) for one in latent] == [(0,), (0,), (1,), (1,)]
     assert [sources_of(one, 8) for one in latent] == [(0,), (2,), (4,), (6,)]
+
+
+def test_every_stage_and_rank_of_a_source_is_needed_once() -> None:
+    """Writers of 2 stages x 2 ranks hold each byte once; a group that lacks one, or has one too many, is refused."""
+    names = ("0", "1", "2")
+    stages = [names[:2], names[2:]]
+    group = [
+        (layout(heads=2, item_bytes=8, layers=names, stage=stage, rank=rank, degree=2),)
+        for stage in stages
+        for rank in range(2)
+    ]
+    whole = (layout(heads=2, item_bytes=16, layers=names),)
+    check_sources(whole, tuple(group))
+    check_sources((attrs.evolve(whole[0], stage=("0",)),), tuple(group[:2]))
+    for wrong in (group[:3], group[1:], [*group, group[0]], [*group[:2], *group[:2]], []):
+        complains(ArgumentError, lambda some=tuple(wrong): check_sources(whole, some), "layer", "writers of ranks")
+    last = (attrs.evolve(whole[0], stage=("2",)),)
+    complains(ArgumentError, lambda: check_sources(last, tuple(group)), "writer 0", "nothing to write")
+
+
+def test_rows_of_the_layers_that_both_sides_have() -> None:
+    """A stage writes its own layers into their regions, whatever their numbers; none of another stage's."""
+    whole, stage = layout(), layout(stage=("0.values", "1.keys"))
+    found = location_rows([1, 2], [5, 6], stage, whole, [7, 9], [20, 21, 22])
+    assert found.source_regions.tolist() == [7, 7, 9, 9]
+    assert found.target_regions.tolist() == [21, 21, 22, 22]
+    assert not len(location_rows([1], [5], stage, layout(stage=("0.keys",)), [7, 9], [20]))
+    complains(
+        ArgumentError, lambda: location_rows([1], [5], stage, whole, [7, 8, 9], [20, 21, 22]), "source", "2 layers"
+    )
 
 
 def test_uneven_source_degree_is_refused() -> None:

@@ -74,6 +74,10 @@ class Side:
     def introduction(self) -> bytes:
         return bytes(self.session.introduce())
 
+    def renamed(self) -> bytes:
+        """An introduction under `name`."""
+        return attrs.evolve(Description.from_bytes(self.introduction), worker=self.name).to_bytes()
+
 
 def made(kind: type, network: Network, name: str, kv: KVLayout, faults: Faults | None = None, **rest: Any) -> Side:
     """A worker with a `Sender` or a `Receiver`."""
@@ -201,6 +205,131 @@ def test_both_sides_refuse_a_peer_that_does_not_fit(changes: dict[str, Any]) -> 
             one.session.accept(other.introduction)
     with pytest.raises(HandshakeError, match="unknown"):
         decode.session.lease("r", 1, ["prefill-0"])
+
+
+def test_pages_of_another_size_are_said_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """A host pool without pages takes KV of a prefill worker with pages: both sides say so, once for an instance."""
+    network = Network()
+    with caplog.at_level("INFO", "batchstate"):
+        decode = made(Receiver, network, "decode", layout(page_size=1))
+        prefill = made(Sender, network, "prefill-0", layout())
+        for one, other in ((decode, prefill), (prefill, decode), (prefill, decode)):
+            one.session.accept(other.introduction)
+    assert [record.getMessage()[:60] for record in caplog.records] == [
+        "decode has pages of 1 tokens, prefill-0 of 4: KV goes token ",
+        "prefill-0 has pages of 4 tokens, decode of 1: KV goes token ",
+    ]
+
+
+class Stages:
+    """A decode worker with KV, index keys and states, and two pipeline stages that write into it."""
+
+    def __init__(self) -> None:
+        self.network = Network(3)
+        self.sides = {"decode": self._side(Receiver, "decode", (0, 1))}
+        for number in range(2):
+            side = self.sides[f"prefill-{number}"] = self._side(Sender, f"prefill-{number}", (number,))
+            for at, memory in enumerate(side.memories):
+                memory[:] = 10 * number + at + np.arange(memory.size).reshape(memory.shape) % 7
+            self.receiver.accept(side.introduction)
+            side.session.accept(self.sides["decode"].introduction)
+
+    @property
+    def receiver(self) -> Receiver:
+        receiver: Receiver = self.sides["decode"].session
+        return receiver
+
+    def _side(self, kind: type, name: str, stages: tuple[int, ...]) -> Side:
+        kv = layout(page_size=1 if name == "decode" else PAGE, stage=tuple(LAYERS[at] for at in stages))
+        index = KVLayout(kv.page_size, "int8", ("index",), 3, replicated=True, stage=("index",) * (1 in stages))
+        state = KVLayout(kv.page_size, "float32", ("ssm",), 12, replicated=True, per_request=True)
+        state = attrs.evolve(state, stage=("ssm",) * (0 in stages))
+        engine = InProcessEngine(self.network, max_rows=3)
+        buffers = [(layer, one) for one in (kv, index, state) for layer in one.stage]
+        memories = [np.full((TOKENS, one.item_bytes), 0xEE, dtype=np.uint8) for _, one in buffers]
+        regions = [engine.register(memory, layer) for memory, (layer, _) in zip(memories, buffers, strict=True)]
+        description = Description(name, engine.instance, (kv, index, state), engine.endpoint())
+        return Side(name, engine, memories, kind(engine, description, regions, clock=lambda: float(self.network.now)))
+
+    def carry(self) -> None:
+        for side in self.sides.values():
+            messages, side.session.outbox = side.session.outbox, []
+            for to, data in messages:
+                self.sides[to].session.on_message(data, side.name)
+
+
+def row_of(lease: Lease, start: int = 7, length: int = 1) -> HostRanges:
+    """A row of states that is kept until the lease ends."""
+    return HostRanges(2, 1, 1, np.array([start]), np.array([length]), lease.ended)
+
+
+def test_two_stages_deliver_kv_index_keys_and_a_state() -> None:
+    """One lease over both stages; each writes the buffers that it has, item sizes, dtypes and rows their own."""
+    world = Stages()
+    lease = world.receiver.lease("r", 6, ["prefill-0", "prefill-1"])
+    ranges = HostRanges(1, 1, 1, np.array([8, 20]), np.array([4, 2]), lease.ended)
+    world.receiver.grant(lease, ranges, row_of(lease))
+    world.carry()
+    sources, targets = np.arange(40, 46), [8, 9, 10, 11, 20, 21]
+    for number in range(2):
+        sender = world.sides[f"prefill-{number}"].session
+        (transfer,) = sender.poll()
+        send(sender, transfer, sources[:4], 0, False)
+        sender.send(transfer, at(sources[4:]), 4, True, after=WRITTEN, state_row=0 if number else 5)
+        assert world.receiver.poll() == []
+    for _ in range(20):
+        world.network.step()
+        for number in range(2):
+            world.sides[f"prefill-{number}"].session.poll()
+    assert world.receiver.poll() == [lease]
+    assert lease.state is LeaseState.DELIVERED
+    keys, state = world.sides["prefill-0"].memories
+    values, index = world.sides["prefill-1"].memories
+    for found, sent in zip(world.sides["decode"].memories, (keys, values, index, state), strict=True):
+        expected = np.full_like(found, 0xEE)
+        expected[[7] if sent is state else targets] = sent[[5] if sent is state else sources]
+        assert (found == expected).all()
+
+
+WRONG_STATES: list[Callable[[Stages, Lease, HostRanges], object]] = [
+    lambda world, lease, ranges: world.receiver.grant(lease, ranges),
+    lambda world, lease, ranges: world.receiver.grant(lease, ranges, attrs.evolve(row_of(lease), writer=None)),
+    lambda world, lease, ranges: world.receiver.grant(lease, ranges, row_of(lease, length=2)),
+    lambda world, lease, ranges: world.receiver.grant(lease, ranges, row_of(lease, TOKENS)),
+    lambda world, lease, ranges: world.receiver.grant(lease, ranges, 7),  # type: ignore[arg-type]
+    lambda world, _, __: world.receiver.lease("s", 4, ["prefill-0"]),
+    lambda world, _, __: world.receiver.lease("s", 4, ["prefill-1"]),
+    lambda world, _, __: world.receiver.lease("s", 4, ["prefill-0", "prefill-1", "prefill-1"]),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG_STATES)
+def test_wrong_states_and_stages_change_nothing(wrong: Callable[[Stages, Lease, HostRanges], object]) -> None:
+    """A grant without its state, or a lease without a stage, is refused; the right one goes through afterwards."""
+    world = Stages()
+    lease = world.receiver.lease("r", 4, ["prefill-1", "prefill-0"])
+    ranges = HostRanges(1, 1, 1, np.array([8]), np.array([4]), lease.ended)
+    with pytest.raises(ArgumentError):
+        wrong(world, lease, ranges)
+    assert (lease.ranges, world.receiver.outbox, world.receiver.leases()) == (None, [], (lease,))
+    world.receiver.grant(lease, ranges, row_of(lease))
+    again = world.receiver.lease("s", 4, ["prefill-0", "prefill-1"])
+    other = HostRanges(1, 1, 2, np.array([30]), np.array([4]), again.ended)
+    with pytest.raises(ArgumentError, match="row 7 for states, which another lease may still write"):
+        world.receiver.grant(again, other, row_of(again))
+    world.carry()
+    sender = world.sides["prefill-0"].session
+    (transfer,) = sender.poll()
+    for last, row in ((True, 0), (False, 5), (True, -1), (True, 2.5), (True, TOKENS)):
+        with pytest.raises((ArgumentError, DtypeError, Violation)):
+            sender.send(transfer, at(np.arange(40, 44)), 0, last, after=WRITTEN, state_row=row)
+        assert (transfer.sent, transfer.state) == (0, TransferState.OPEN)
+    side = world.sides["prefill-1"].session
+    (other_transfer,) = side.poll()
+    with pytest.raises(ArgumentError, match="state_row 5"):
+        side.send(other_transfer, at(np.arange(40, 44)), 0, True, after=WRITTEN, state_row=5)
+    with pytest.raises(HandshakeError, match="stage of worker 'prefill-0'"):
+        world.receiver.accept(attrs.evolve(world._side(Sender, "prefill-1", (1,)), name="prefill-0").renamed())
 
 
 def test_a_receiver_whose_regions_have_other_names_is_refused() -> None:

@@ -74,17 +74,18 @@ class KVCopier:
         self._host = host
         self.kv = tuple(kv)
         self._last: dict[object, Fence] = {}  # stream -> fence after its last launch
-        wanted = (pages.location_capacity, *host.item_shape)
-        if len(self.kv) != len(host.layers):
+        backed = [one for one in host.specs if not one.on_device]
+        if len(self.kv) != len(backed):
             raise ShapeError(
-                f"{len(self.kv)} device buffers for {len(host.layers)} layers",
+                f"{len(self.kv)} device buffers for {len(backed)} layers",
                 value=len(self.kv),
-                remedy="pass one for each layer of the host pool",
+                remedy="pass one for each layer that the host pool has in host memory",
             )
-        for layer, tensor in zip(host.layers, self.kv, strict=True):
-            if tensor.dtype is not host.dtype:
+        for spec, tensor in zip(backed, self.kv, strict=True):
+            layer, wanted = spec.name, (pages.location_capacity, *spec.item_shape)
+            if tensor.dtype is not spec.dtype:
                 raise DtypeError(
-                    f"layer {layer}: {tensor.dtype} on the device, {host.dtype} in the host tier",
+                    f"layer {layer}: {tensor.dtype} on the device, {spec.dtype} in the host tier",
                     value=tensor.dtype,
                     remedy="use one dtype",
                 )
@@ -115,11 +116,11 @@ class KVCopier:
 
     def to_host(self, source: torch.Tensor, target: torch.Tensor, name: str) -> Fence:
         """Copies device locations int64[n] to host locations int64[n], all layers; returns the fence after it."""
-        return self._copy(self.kv, source, self._host.buffers, target, name)
+        return self._copy(self.kv, source, self._host.backed, target, name)
 
     def to_device(self, source: torch.Tensor, target: torch.Tensor, name: str) -> Fence:
         """Copies host locations int64[n] to device locations int64[n], all layers; returns the fence after it."""
-        return self._copy(self._host.buffers, source, self.kv, target, name)
+        return self._copy(self._host.backed, source, self.kv, target, name)
 
     def _copy(
         self,

@@ -52,7 +52,7 @@ class HiSparse:
     Args:
         pages: device pages, which hold the hot buffers; its slots are the requests. Any page size.
         host: the host locations.
-        kv: for each layer of `host` the device memory that `pages` index: dtype[pages.location_capacity, ...].
+        kv: for each layer of `host.backed` the device memory that `pages` index: dtype[pages.location_capacity, ...].
         hot_tokens: most tokens of a request that the device holds; at least 2.
 
     Raises:
@@ -566,7 +566,7 @@ class HiSparse:
         counts = np.maximum(requests.backed[rows] - owed - first, 0)
         owners, positions = np.repeat(rows, counts), arange_per_row(first, counts)
         hot, backed = self._hot_locations(owners, positions, where), requests.locations(owners, positions)
-        for device, host in zip(self._copier.kv, self.host.buffers, strict=True):
+        for device, host in zip(self._copier.kv, self.host.backed, strict=True):
             invariants.mirror_equal(inspect(device)[hot], inspect(host)[backed], **where)
 
     def _where(self, operation: str) -> Where:

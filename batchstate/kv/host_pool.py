@@ -1,4 +1,4 @@
-"""`HostKVPool`: KV memory of the host tier, one pinned buffer per layer, handed out in ranges of host locations.
+"""`HostKVPool`: KV memory of the host tier, one buffer per layer, pinned or on the device, handed out in ranges.
 
 Host location 0 (with pages, the locations of page 0) is padding. What a request takes has an owner and a generation,
 and is handed out again only when the fence that it was freed behind is complete: that of a device copy that still
@@ -23,7 +23,7 @@ from batchstate.runtime import Fence, MappedMemory, Runtime, check_fence, check_
 from batchstate.tables import read_only
 from batchstate.violations import Where
 
-__all__ = ["HostBuffer", "HostKVPool", "HostRanges", "HostStats"]
+__all__ = ["HostBuffer", "HostKVPool", "HostRanges", "HostStats", "KVBuffer"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -187,6 +187,48 @@ class HostStats:
 
 
 @final
+@attrs.frozen
+class KVBuffer:
+    """A buffer of a `HostKVPool` that differs from others: index keys, scales, or a state with one row per request.
+
+    Attributes:
+        name: of the buffer.
+        item_shape: of one row.
+        dtype: of the elements.
+        on_device: whether it is device memory, which kernels read at the device's speed. The pool's locations are its
+            rows all the same. The host tier backs up nothing into it: a step's kernel writes the new rows itself.
+
+    Raises:
+        ArgumentError, DtypeError, ShapeError: a value of another type, or sizes that are not positive integers.
+    """
+
+    name: str
+    item_shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_device: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        given: tuple[object, object] = self.name, self.on_device
+        if not isinstance(given[0], str) or not isinstance(given[1], bool):
+            raise ArgumentError(f"a buffer {self!r}", value=self, remedy="pass a name, and True or False as on_device")
+        if not isinstance(self.dtype, torch.dtype):
+            raise DtypeError(f"{self.name}: dtype is {self.dtype!r}", value=self.dtype, remedy="pass a torch.dtype")
+        if not isinstance(self.item_shape, tuple | list):
+            raise ShapeError(
+                f"{self.name}: item_shape is {self.item_shape!r}",
+                value=self.item_shape,
+                remedy="pass a tuple, as (8, 128)",
+            )
+        shape = tuple(size_of(size, f"{self.name}: item_shape", least=1) for size in self.item_shape)
+        object.__setattr__(self, "item_shape", shape)
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one row."""
+        return int(np.prod(self.item_shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+@final
 @attrs.frozen(eq=False)
 class HostBuffer:
     """One buffer as a transfer engine registers it.
@@ -214,16 +256,19 @@ class HostKVPool:
         runtime: the device whose kernels read and write the memory.
         num_pages: pages that can be handed out.
         page_size: tokens per page; 1 for no pages.
-        layers: names of the buffers, or how many; keys and values are two.
-        item_shape: of one token in one buffer.
-        dtype: of the buffers.
+        layers: names of the buffers, or how many; keys and values are two. A `KVBuffer` in the place of a name has an
+            item shape, a dtype and a memory of its own.
+        item_shape: of one token in one buffer, where names are given.
+        dtype: of these buffers.
         name: for reports.
 
     Raises:
         ArgumentError, DtypeError: sizes that are not positive integers, or too large; no layers, or two of one name.
 
     Attributes:
+        specs: a `KVBuffer` for each layer.
         buffers: for each layer dtype[location_capacity, ...], as kernels of the device address it.
+        backed: those in host memory, which the host tier backs up into and reads.
     """
 
     def __init__(
@@ -232,9 +277,9 @@ class HostKVPool:
         num_pages: SupportsIndex,
         page_size: SupportsIndex = 1,
         *,
-        layers: int | Sequence[str],
-        item_shape: Sequence[int],
-        dtype: torch.dtype,
+        layers: int | Sequence[str | KVBuffer],
+        item_shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
         name: str = "host tier",
     ) -> None:
         check_runtime(runtime, name)
@@ -243,27 +288,25 @@ class HostKVPool:
         self.pool_id = next(_pool_ids)
         self.num_pages = size_of(num_pages, f"{name}: num_pages", least=1)
         self.page_size = size_of(page_size, f"{name}: page_size", least=1, most=MOST_TOKENS // (self.num_pages + 1))
-        if not isinstance(dtype, torch.dtype):
-            raise DtypeError(f"{name}: dtype is {dtype!r}", value=dtype, remedy="pass a torch.dtype")
         if isinstance(layers, bool | str) or not isinstance(layers, int | Sequence):
             raise ArgumentError(f"{name}: layers are {layers!r}", value=layers, remedy="pass names, or how many")
-        if not isinstance(item_shape, tuple | list):
-            raise ShapeError(
-                f"{name}: item_shape is {item_shape!r}", value=item_shape, remedy="pass a tuple, as (8, 128)"
-            )
-        self.layers = tuple(str(one) for one in (range(layers) if isinstance(layers, int) else layers))
+        self.specs = tuple(
+            one if isinstance(one, KVBuffer) else KVBuffer(str(one), item_shape, dtype)  # type: ignore[arg-type]
+            for one in (range(layers) if isinstance(layers, int) else layers)
+        )
+        self.layers = tuple(one.name for one in self.specs)
         if not self.layers or len(set(self.layers)) != len(self.layers):
             raise ArgumentError(
                 f"{name}: layers are {list(self.layers)}", value=layers, remedy="name each buffer, at least one"
             )
-        self.item_shape = tuple(size_of(size, f"{name}: item_shape", least=1) for size in item_shape)
-        self.dtype = dtype
         runtime.declare_indices("host_location", self.location_capacity)
-        shape = (self.location_capacity, *self.item_shape)
-        self._memory: tuple[MappedMemory, ...] = tuple(
-            runtime.mapped_zeros(shape, dtype, name=f"{name} {layer}") for layer in self.layers
-        )
+        self._memory: tuple[MappedMemory, ...] = tuple(self._zeros(one) for one in self.specs)
         self.buffers: tuple[torch.Tensor, ...] = tuple(memory.device for memory in self._memory)
+        self.backed = tuple(
+            memory.device for memory, one in zip(self._memory, self.specs, strict=True) if not one.on_device
+        )
+        # What the host can address; where the device has memory of its own, only kernels look at it.
+        self._visible = tuple(one for one in self._memory if one.host.device.type == "cpu")
         self._free = FreeRanges(1, self.num_pages)
         pages = f", in pages of {self.page_size}" if self.page_size > 1 else ""
         self._transaction = Transaction(runtime, f"HostKVPool {name!r}")
@@ -288,6 +331,13 @@ class HostKVPool:
             f"free={allocator.free}, pending={allocator.pending}, live={allocator.live})"
         )
 
+    def _zeros(self, spec: KVBuffer) -> MappedMemory:
+        shape, name = (self.location_capacity, *spec.item_shape), f"{self.name} {spec.name}"
+        if not spec.on_device:
+            return self.runtime.mapped_zeros(shape, spec.dtype, name=name)
+        memory = self.runtime.device_zeros(shape, spec.dtype, name=name)
+        return MappedMemory(memory, memory)
+
     @property
     def num_tokens(self) -> int:
         """Tokens that can be handed out."""
@@ -300,8 +350,8 @@ class HostKVPool:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one token in one buffer."""
-        return int(np.prod(self.item_shape, dtype=np.int64)) * self.dtype.itemsize
+        """Bytes of one token in the first buffer."""
+        return self.specs[0].item_bytes
 
     @property
     def stats(self) -> HostStats:
@@ -324,8 +374,8 @@ class HostKVPool:
     def contiguous_buffers(self) -> tuple[HostBuffer, ...]:
         """The buffers as a transfer engine registers them, in the order of the layers."""
         return tuple(
-            HostBuffer(layer, memory.host.data_ptr(), memory.bytes.size, self.item_bytes, memory.host)
-            for layer, memory in zip(self.layers, self._memory, strict=True)
+            HostBuffer(one.name, memory.host.data_ptr(), memory.host.nbytes, one.item_bytes, memory.host)
+            for one, memory in zip(self.specs, self._memory, strict=True)
         )
 
     # Taking and freeing
@@ -513,7 +563,7 @@ class HostKVPool:
         if not levels.full:
             return
         pages = np.flatnonzero((self._allocator.states == FREE) & ~self._poisoned)
-        for memory in self._memory:
+        for memory in self._visible:
             memory.bytes.reshape(self.num_pages + 1, -1)[pages] = _POISON
         self._poisoned[pages] = True
 
@@ -521,7 +571,7 @@ class HostKVPool:
         if not levels.full:
             return
         poisoned = pages[self._poisoned[pages]]
-        for memory in self._memory:
+        for memory in self._visible:
             changed = (memory.bytes.reshape(self.num_pages + 1, -1)[poisoned] != _POISON).any(axis=1)
             invariants.transfer_late_write(poisoned * self.page_size, changed, **self._where(operation))
 
@@ -538,7 +588,7 @@ class HostKVPool:
         expected = np.where(live, self._generation, 0)
         invariants.slot_stale_handle(pages, self._generation, expected, **self._where("verify"))
         self._check_poison(pages[1:], "verify")
-        for memory in self._memory if levels.full else ():
+        for memory in self._visible if levels.full else ():
             padding = memory.host[: self.page_size].float().reshape(self.page_size, -1)
             invariants.page_zero_finite(torch.isfinite(padding).all(1).numpy(), **self._where("verify"))
 

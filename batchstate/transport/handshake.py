@@ -11,11 +11,32 @@ from typing import Any, Self, final
 import attrs
 
 from batchstate.errors import ArgumentError, DtypeError, HandshakeError
-from batchstate.transport.layout import KVLayout, check_fit
-from batchstate.transport.wire import MOST_BYTES, Endpoint, binary, check_mac, parsed, record, sealed, text
+from batchstate.transport.layout import KVLayout, Layouts, check_fit
+from batchstate.transport.wire import MOST_BYTES, Endpoint, array, binary, check_mac, parsed, record, sealed, text
 
 MAGIC = "batchstate worker"
-VERSION = 2
+VERSION = 3
+MOST_LAYOUTS = 64
+
+
+def _layouts(value: object) -> Layouts:
+    layouts = (value,) if isinstance(value, KVLayout) else tuple(value) if isinstance(value, list | tuple) else ()
+    if not 0 < len(layouts) <= MOST_LAYOUTS or not all(isinstance(one, KVLayout) for one in layouts):
+        raise ArgumentError(f"layouts are {value!r:.80}", value=value, remedy="pass one KVLayout or a list of them")
+    if len({(one.rank, one.degree) for one in layouts}) > 1:
+        raise ArgumentError(
+            f"layouts of ranks {[(one.rank, one.degree) for one in layouts]}",
+            value=[one.rank for one in layouts],
+            remedy="give each layout of a worker the rank and the degree of that worker",
+        )
+    names = [layer for one in layouts for layer in one.layers]
+    if len(set(names)) < len(names) or not any(one.stage for one in layouts):
+        raise ArgumentError(
+            f"layouts of the layers {names[:12]}",
+            value=names,
+            remedy="name each buffer once in all layouts together, at least one of them in the worker's stage",
+        )
+    return layouts
 
 
 @final
@@ -26,14 +47,25 @@ class Description:
     Attributes:
         worker: its name, for reports.
         instance: nonce of its engine; another one after each start.
-        layout: of its KV.
+        layouts: of its KV: one, or several for buffers that differ in bytes of a row, dtype, heads or kind of row,
+            in the same order on both sides.
         endpoint: what `Engine.endpoint` returned.
     """
 
     worker: str
     instance: str
-    layout: KVLayout
+    layouts: Layouts = attrs.field(converter=_layouts)
     endpoint: bytes = attrs.field(repr=False)
+
+    @property
+    def layout(self) -> KVLayout:
+        """The first, whose rank, degree and page size are those of the worker."""
+        return self.layouts[0]
+
+    @property
+    def buffers(self) -> tuple[tuple[str, KVLayout], ...]:
+        """Name and layout of each buffer that the worker has, in the order of its regions."""
+        return tuple((layer, one) for one in self.layouts for layer in one.stage)
 
     def to_bytes(self) -> bytes:
         """What `from_bytes` reads.
@@ -46,7 +78,7 @@ class Description:
             "version": VERSION,
             "worker": self.worker,
             "instance": self.instance,
-            "layout": self.layout.as_dict(),
+            "layouts": [one.as_dict() for one in self.layouts],
             "endpoint": base64.b64encode(self.endpoint).decode(),
         }
         data = sealed(fields, Endpoint.from_bytes(self.endpoint).secret)
@@ -73,7 +105,7 @@ class Description:
     def _checked(cls, value: Any) -> Self:
         fields = _SCHEMA(value)
         try:
-            layout = KVLayout.from_dict(fields["layout"])
+            layouts = _layouts([KVLayout.from_dict(one) for one in fields["layouts"]])
         except (ArgumentError, DtypeError) as error:
             raise HandshakeError(
                 f"worker {fields['worker']!r} describes an impossible layout: {error.problem:.200}",
@@ -81,7 +113,7 @@ class Description:
                 remedy=f"on that worker: {error.remedy}",
             ) from error
         check_mac(value, Endpoint.from_bytes(fields["endpoint"]).secret)
-        return cls(fields["worker"], fields["instance"], layout, fields["endpoint"])
+        return cls(fields["worker"], fields["instance"], layouts, fields["endpoint"])
 
 
 def _version(value: Any) -> Any:
@@ -100,7 +132,13 @@ def _as_it_is(value: Any) -> Any:
 
 
 _SCHEMA = record(
-    MAGIC, version=_version, worker=text(".+"), instance=text(".+"), layout=_as_it_is, endpoint=binary, mac=text()
+    MAGIC,
+    version=_version,
+    worker=text(".+"),
+    instance=text(".+"),
+    layouts=array(_as_it_is, MOST_LAYOUTS),
+    endpoint=binary,
+    mac=text(),
 )
 
 
@@ -124,7 +162,14 @@ def check_peers(ours: Description, theirs: Description) -> None:
             value=tuple(engines),
             remedy="open the same engine on both workers",
         )
-    check_fit(ours.layout, theirs.layout)
+    if len(ours.layouts) != len(theirs.layouts):
+        raise HandshakeError(
+            f"layouts: {len(ours.layouts)} here, {len(theirs.layouts)} there",
+            value=(len(ours.layouts), len(theirs.layouts)),
+            remedy="describe the same kinds of buffers on both workers, in the same order",
+        )
+    for here, there in zip(ours.layouts, theirs.layouts, strict=True):
+        check_fit(here, there)
 
 
 def _engine_of(description: Description) -> str:

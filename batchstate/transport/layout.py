@@ -1,9 +1,11 @@
 """Which bytes of a token's row go from which source rank to which target rank, whatever the two degrees.
 
 Each byte of a target row is written by exactly one source rank. Where several ranks hold the same heads, the targets
-that need them are spread over those ranks.
+that need them are spread over those ranks. A pipeline stage holds some of the layers; what a lease is granted for is
+written by ranks of all stages together.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Self, final
@@ -72,18 +74,24 @@ def _layers(value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _stage(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
+        raise ArgumentError(f"stage is {value!r}", value=value, remedy="pass a tuple of names of layers")
+    return tuple(value)
+
+
 @final
 @attrs.frozen
 class KVLayout:
-    """How one rank keeps the KV of a token.
+    """How one rank keeps the KV of a token, in buffers that are alike.
 
     A token has one row in each buffer: its heads one after the other, each of the same bytes. Row `t` of a buffer
-    begins at byte `t * item_bytes` of its region.
+    begins at byte `t * item_bytes` of its region. Buffers with other rows have a layout of their own.
 
     Attributes:
         page_size: tokens per page.
         dtype: torch's name of the elements' type, as "float64".
-        layers: names of the buffers, in the order of the registered regions.
+        layers: names of the buffers of all pipeline stages together, the same on both sides.
         item_bytes: bytes that one token has in one buffer on this rank.
         rank: of the tensor-parallel group.
         degree: ranks in the group. Each holds heads / degree of a token's heads, or, when there are more ranks than
@@ -91,10 +99,13 @@ class KVLayout:
         heads: KV heads of a token on all ranks together.
         replicated: whether every rank holds all of a token (MLA).
         token_major: whether the tokens of a page lie one after the other. Otherwise a page cannot be split into tokens.
+        stage: names of the buffers that this rank's pipeline stage holds, in the order of `layers` and of the
+            registered regions; all of them by default.
+        per_request: whether a request has one row, as a recurrent state, in place of one per token.
 
     Raises:
-        ArgumentError: a number out of its range, heads that cannot be shared by `degree` ranks, or bytes that
-            cannot be shared by the heads.
+        ArgumentError: a number out of its range, heads that cannot be shared by `degree` ranks, bytes that cannot be
+            shared by the heads, or a stage of other layers.
         DtypeError: a value of another type than stated.
     """
 
@@ -107,14 +118,25 @@ class KVLayout:
     heads: int = 1
     replicated: bool = False
     token_major: bool = True
+    stage: tuple[str, ...] = attrs.field(
+        default=attrs.Factory(lambda self: self.layers, takes_self=True), converter=_stage
+    )
+    per_request: bool = False
 
     def __attrs_post_init__(self) -> None:
+        ours = set(self.stage)
+        if self.stage != tuple(layer for layer in self.layers if layer in ours):
+            raise ArgumentError(
+                f"a stage of {list(self.stage)} of the layers {list(self.layers)}",
+                value=self.stage,
+                remedy="name some of the layers, in their order, each once",
+            )
         for name in ("page_size", "item_bytes", "rank", "degree", "heads"):
             number = count(getattr(self, name), name, least=0 if name == "rank" else 1)
             if number > _MOST[name]:
                 raise ArgumentError(f"{name} is above {_MOST[name]}", value=name, remedy="pass what it really is")
             object.__setattr__(self, name, number)  # JSON takes no numpy integers
-        for name in ("replicated", "token_major"):
+        for name in ("replicated", "token_major", "per_request"):
             if type(getattr(self, name)) is not bool:
                 value = getattr(self, name)
                 raise DtypeError(f"{name} is {value!r}", value=value, remedy="pass True or False")
@@ -179,7 +201,7 @@ class KVLayout:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return attrs.asdict(self) | {"layers": list(self.layers)}
+        return attrs.asdict(self) | {"layers": list(self.layers), "stage": list(self.stage)}
 
     @classmethod
     def from_dict(cls, fields: object) -> Self:
@@ -198,20 +220,29 @@ class KVLayout:
 
 
 _SAME = (
-    ("page_size", "start both workers with one page size"),
     ("dtype", "keep KV in one dtype on both workers"),
     ("replicated", "run the same model, and the same attention, on both workers"),
     ("heads", "run the same model on both workers; `heads` are those of all ranks together"),
     ("token_major", "keep KV in the same order on both workers"),
+    ("per_request", "run the same model on both workers"),
 )
 
 
 def check_fit(ours: KVLayout, theirs: KVLayout) -> None:
-    """Refuses two layouts between which no KV can go. Both sides refuse the same pairs; ranks and degrees may differ.
+    """Refuses two layouts between which no KV can go. Both sides refuse the same pairs.
+
+    Ranks, degrees and stages may differ. So may page sizes where one is 1, and pages can be split into tokens.
 
     Raises:
         HandshakeError: they differ in page size, dtype, replication, heads, order, bytes a head, or layers.
     """
+    pages = ours.page_size, theirs.page_size
+    if pages[0] != pages[1] and not (min(pages) == 1 and ours.token_major and theirs.token_major):
+        raise HandshakeError(
+            f"page_size is {pages[0]} here, {pages[1]} there",
+            value=pages,
+            remedy="start both workers with one page size, or keep KV token-major in host pages of 1 token",
+        )
     for name, remedy in _SAME:
         here, there = getattr(ours, name), getattr(theirs, name)
         if here != there:
@@ -272,7 +303,7 @@ def slice_between(source: KVLayout, target: KVLayout) -> Slice | None:
 
 
 def sources_of(target: KVLayout, source_degree: int) -> tuple[int, ...]:
-    """The ranks of a source group of `source_degree` that write into the target's rank, in order.
+    """The ranks of a source group of `source_degree` that write into the target's rank, in order: of each stage.
 
     Raises:
         ArgumentError: the heads cannot be shared evenly by so many ranks.
@@ -283,3 +314,39 @@ def sources_of(target: KVLayout, source_degree: int) -> tuple[int, ...]:
     first, end = held.first // source.heads, -(-(held.first + held.heads) // source.heads)
     replica = held.replica * source.replicas // held.replicas
     return tuple(group * source.replicas + replica for group in range(first, end))
+
+
+Layouts = tuple[KVLayout, ...]
+"""Of one worker: one layout for each kind of buffer, in the same order on both sides."""
+
+
+@functools.lru_cache(256)
+def check_sources(target: Layouts, sources: tuple[Layouts, ...]) -> None:
+    """Refuses source ranks that do not write each byte of a target's rank exactly once, or write nothing.
+
+    Raises:
+        ArgumentError: a layer is missing, or written by other ranks than `sources_of` names.
+    """
+    useful: set[int] = set()
+    for kind, layout in enumerate(target):
+        for layer in layout.stage:
+            holders = [at for at, one in enumerate(sources) if layer in one[kind].stage]
+            writers = [at for at in holders if slice_between(sources[at][kind], layout) is not None]
+            useful.update(writers)
+            degrees = {sources[at][kind].degree for at in holders}
+            ranks = sorted(sources[at][kind].rank for at in writers)
+            needed = [sources_of(layout, degree) for degree in degrees]
+            if len(degrees) != 1 or tuple(ranks) != needed[0]:
+                raise ArgumentError(
+                    f"layer {layer!r}: writers of ranks {ranks} of {sorted(degrees)}; needed are {needed or 'some'}",
+                    value=ranks,
+                    remedy="name each worker that `layout.sources_of` names, once, of every stage",
+                )
+    if len(useful) < len(sources):
+        idle = next(at for at in range(len(sources)) if at not in useful)
+        one = sources[idle][0]
+        raise ArgumentError(
+            f"writer {idle}, rank {one.rank} of {one.degree} with {list(one.stage)}, has nothing to write",
+            value=idle,
+            remedy="name each worker that `layout.sources_of` names, once, of every stage",
+        )

@@ -156,11 +156,11 @@ def location_rows(
         target_locs: integer[n], where each goes.
         source_layout: of this rank.
         target_layout: of the rank that is written to.
-        source_regions: index of the region of each layer here, in the order of `layers`.
+        source_regions: index of the region of each layer here, in the order of `stage`.
         target_regions: the same there.
 
     Returns:
-        A row per layer and location, in that order; none if this rank writes nothing to that one.
+        A row per layer that both have and location, in that order; none if this rank writes nothing to that one.
 
     Raises:
         HandshakeError: the layouts do not fit.
@@ -183,8 +183,12 @@ def location_rows(
     _check_indices(theirs, target_layout.item_bytes, "target locations")
     here = _region_per_layer(source_regions, source_layout, "source")
     there = _region_per_layer(target_regions, target_layout, "target")
+    if source_layout.stage != target_layout.stage:
+        both = [layer for layer in source_layout.stage if layer in target_layout.stage]
+        here = here[[source_layout.stage.index(layer) for layer in both]]
+        there = there[[target_layout.stage.index(layer) for layer in both]]
     piece = slice_between(source_layout, target_layout)
-    if piece is None or not ours.size:
+    if piece is None or not ours.size or not here.size:
         return Copies.empty()
     layers = here.size
     return Copies(
@@ -275,9 +279,9 @@ def _check_indices(indices: Ints, scale: int, what: str) -> None:
 
 def _region_per_layer(regions: Sequence[SupportsIndex], layout: KVLayout, side: str) -> Ints:
     indices = [count(region, f"{side} region") for region in regions]
-    if len(indices) != len(layout.layers) or len(set(indices)) != len(indices):
+    if len(indices) != len(layout.stage) or len(set(indices)) != len(indices):
         raise ArgumentError(
-            f"{side} regions {indices} for {len(layout.layers)} layers",
+            f"{side} regions {indices} for {len(layout.stage)} layers",
             value=indices,
             remedy="pass the index of one region for each layer, no two the same",
         )

@@ -24,7 +24,7 @@ from batchstate.errors import ArgumentError, TransferError
 from batchstate.kv.host_pool import HostRanges
 from batchstate.transport.engines.base import Delivery, Engine
 from batchstate.transport.handshake import Description
-from batchstate.transport.layout import KVLayout, sources_of
+from batchstate.transport.layout import Layouts, check_sources
 from batchstate.transport.regions import Ints, Region
 from batchstate.transport.wire import (
     MOST_ATTEMPTS,
@@ -104,6 +104,7 @@ class Lease:
         state: final once it is not WAITING.
         reason: why it failed or was aborted.
         ranges: int64[r, 2], the host locations granted, or None before the grant.
+        state_row: the row granted for states; 0 for none.
         retried: whether there was another attempt after it.
         ended: a fence: true when no writer can write the memory any more. Never before the state is final.
     """
@@ -117,6 +118,7 @@ class Lease:
     state: LeaseState = LeaseState.WAITING
     reason: str = ""
     ranges: Ints | None = attrs.field(default=None, repr=False)
+    state_row: int = 0
     retried: bool = False
     ended: "Ended" = attrs.field(init=False, repr=False)
 
@@ -199,7 +201,7 @@ class Receiver(Session):
     Args:
         engine: its regions registered. Only this receiver asks it for completions.
         description: of this worker.
-        regions: one for each layer, in the layout's order, named as the layers are.
+        regions: one for each buffer, in the description's order, named as the layers are.
         clock: seconds, never going back.
         grace_seconds: how long after the end of a process its bytes may still be on their way. Time in which `poll` is
             not called counts little: bytes in the sockets of a process that stands still stay there.
@@ -241,7 +243,8 @@ class Receiver(Session):
         Args:
             request: its name, for the writers.
             num_tokens: its tokens.
-            writers: names of the workers that hold its KV, all that `layout.sources_of` names, once each.
+            writers: names of the workers that hold its KV, once each: all that `layout.sources_of` names, of every
+                pipeline stage.
             attempt: which attempt of the request it is.
 
         Raises:
@@ -272,7 +275,7 @@ class Receiver(Session):
                 remedy=f"name it in at most {MOST_TEXT} characters",
             )
         workers = tuple(map(self._named, names))
-        _check_writers(workers, self._description.layout)
+        _check_writers(workers, self._description.layouts)
         self._serial += 1
         epoch = self._engine.instance
         lease = Lease(str(request), total, epoch, self._serial, which, tuple(map(WriterProgress, workers)))
@@ -298,17 +301,20 @@ class Receiver(Session):
         lease.retried = True
         return following
 
-    def grant(self, lease: Lease, ranges: HostRanges | None) -> None:
-        """Lets the writers of a lease write host memory: one message for each of them goes to the outbox.
+    def grant(self, lease: Lease, ranges: HostRanges | None, states: HostRanges | None = None) -> None:
+        """Lets the writers of a lease write memory of this worker: one message for each of them goes to the outbox.
 
         Args:
             lease: waiting, not granted before.
             ranges: what `HiSparse.reserve` or `HostKVPool.take` returned with `writer=lease.ended`, so that they are
                 not free before the writers have stopped. None for a request without tokens.
+            states: one row for the request's states, taken in the same way from the pool that has the buffers of the
+                `per_request` layouts. None without such layouts.
 
         Raises:
             ArgumentError: granted before, a lease of another receiver, ranges that are not kept behind `lease.ended`,
-                do not hold the request, lie outside the regions, or that another lease may still write.
+                do not hold the request, lie outside the regions, or that another lease may still write; states without
+                buffers for them, or none for some.
             TransferError: the lease is not waiting any more: a writer was lost, or it was aborted.
         """
         self._engine.check_owner("grant")
@@ -319,19 +325,22 @@ class Receiver(Session):
         if lease.ranges is not None or self._leases.get(lease.serial) is not lease:
             raise ArgumentError(f"{lease!r} is granted", value=lease.serial, remedy="grant each lease once")
         check_ranges(memory, lease.num_tokens)
+        state_row = self._state_row(lease, states)
         if memory.size and int(memory.sum(axis=1).max()) > self._capacity:
             raise ArgumentError(
                 f"ranges end at host location {memory.sum(axis=1).max()}, the regions have {self._capacity}",
                 value=int(memory.sum(axis=1).max()),
                 remedy="grant host memory whose regions the receiver was made with",
             )
-        _check_unleased(lease, memory, self._leases.values())
+        _check_unleased(lease, memory, state_row, self._leases.values())
         messages = []
         for index, writer in enumerate(lease.writers):
             to, epoch, tokens = writer.worker, self._engine.instance, lease.num_tokens
-            grant = Grant(epoch, to.instance, lease.serial, lease.attempt, lease.request, index, tokens, memory)
+            grant = Grant(
+                epoch, to.instance, lease.serial, lease.attempt, lease.request, index, tokens, memory, state_row
+            )
             messages.append((to.name, packed(grant)))
-        lease.ranges = memory.copy()
+        lease.ranges, lease.state_row = memory.copy(), state_row
         self.outbox += messages
 
     def abort(self, lease: Lease, reason: str = "aborted") -> None:
@@ -421,6 +430,18 @@ class Receiver(Session):
                 notice = Notice(Kind.ABORT, self._engine.instance, writer.worker.instance, lease.serial, reason)
                 self.outbox.append((writer.worker.name, packed(notice)))
 
+    def _state_row(self, lease: Lease, states: HostRanges | None) -> int:
+        """The row that `states` are, checked; 0 where this worker has no buffers of states."""
+        rows = _kept_behind(lease, states)
+        wanted = 1 if any(one.per_request for one in self._description.layouts) else 0
+        if rows[:, 1].sum() != wanted or (wanted and int(rows[0, 0]) >= self._state_capacity):
+            raise ArgumentError(
+                f"{lease!r}: states {rows.tolist()} of {self._state_capacity} rows",
+                value=rows.tolist(),
+                remedy="pass one row of the pool of the `per_request` buffers, or None without such buffers",
+            )
+        return int(rows[0, 0]) if wanted else 0
+
     def _check_mine(self, lease: object) -> None:
         if not isinstance(lease, Lease) or lease.epoch != self._engine.instance:
             raise ArgumentError(
@@ -449,12 +470,18 @@ def _kept_behind(lease: Lease, ranges: object) -> Ints:
     return ranges.table
 
 
-def _check_unleased(lease: Lease, memory: Ints, leases: Iterable[Lease]) -> None:
-    """Refuses host locations int64[r, 2] that another of `leases` may still write."""
-    others = [one.ranges for one in leases if one.ranges is not None and not one.ended.query()]
+def _check_unleased(lease: Lease, memory: Ints, state_row: int, leases: Iterable[Lease]) -> None:
+    """Refuses host locations int64[r, 2] and a row of states that another of `leases` may still write."""
+    others = [one for one in leases if one.ranges is not None and not one.ended.query()]
+    if state_row and state_row in [one.state_row for one in others]:
+        raise ArgumentError(
+            f"{lease!r} is to have row {state_row} for states, which another lease may still write",
+            value=state_row,
+            remedy="take another row; that of a lease is free when `lease.ended` says so",
+        )
     if not others or not memory.size:
         return
-    ranges = np.concatenate(others)
+    ranges = np.concatenate([one.ranges for one in others if one.ranges is not None])
     starts, ends = ranges[:, 0, None], ranges.sum(axis=1)[:, None]
     shared = ((memory[:, 0] < ends) & (starts < memory.sum(axis=1))).any(axis=1)
     if shared.any():
@@ -466,8 +493,8 @@ def _check_unleased(lease: Lease, memory: Ints, leases: Iterable[Lease]) -> None
         )
 
 
-def _check_writers(workers: Sequence[Worker], layout: KVLayout) -> None:
-    """Refuses writers that are gone, or that do not hold all of a request of this layout exactly once."""
+def _check_writers(workers: Sequence[Worker], layouts: Layouts) -> None:
+    """Refuses writers that are gone, or that do not hold all of a request of these layouts exactly once."""
     for worker in workers:
         if worker.ended or worker.lost is not None:
             raise TransferError(
@@ -475,12 +502,4 @@ def _check_writers(workers: Sequence[Worker], layout: KVLayout) -> None:
                 value=worker.name,
                 remedy="accept its next introduction, or use other writers",
             )
-    degrees = {worker.description.layout.degree for worker in workers}
-    ranks = sorted(worker.description.layout.rank for worker in workers)
-    needed = [sources_of(layout, degree) for degree in degrees]
-    if len(degrees) != 1 or tuple(ranks) != needed[0]:
-        raise ArgumentError(
-            f"writers of ranks {ranks} of {sorted(degrees)}; needed are {needed}",
-            value=ranks,
-            remedy="name each worker that `layout.sources_of` names, once",
-        )
+    check_sources(layouts, tuple(worker.description.layouts for worker in workers))

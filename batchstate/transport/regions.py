@@ -1,6 +1,6 @@
 """Which bytes go where: rows of registered memory on this side, and their places on the other."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Self, final
 
 import attrs
@@ -125,6 +125,13 @@ class Copies:
         """No rows: a transfer that only delivers its tag."""
         none = np.empty(0, dtype=np.int64)
         return cls(none, none, none, none, none)
+
+    @classmethod
+    def cat(cls, parts: Sequence[Self]) -> Self:
+        """The rows of all parts, at least one, in order."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(*(np.concatenate(column) for column in zip(*(one.arrays() for one in parts), strict=True)))
 
     @property
     def nbytes(self) -> int:

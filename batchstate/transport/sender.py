@@ -12,7 +12,7 @@ import enum
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import final
+from typing import SupportsIndex, final
 
 import attrs
 import numpy as np
@@ -28,7 +28,7 @@ from batchstate.transport.handshake import Description
 from batchstate.transport.plan import check_chunk, chunked, coalesced, indices_of, location_rows, owned_by
 from batchstate.transport.regions import Copies, Ints, Region
 from batchstate.transport.wire import Grant, Kind, Notice, Tag, packed, unpacked
-from batchstate.transport.workers import Clock, Session, Worker
+from batchstate.transport.workers import Clock, Session, Worker, capacities, regions_by_layout
 from batchstate.violations import Violation
 
 REMEMBERED = 4096
@@ -154,7 +154,7 @@ class Sender(Session):
     Args:
         engine: its regions registered.
         description: of this worker.
-        regions: one for each layer, in the layout's order, named as the layers are.
+        regions: one for each buffer, in the description's order, named as the layers are.
         holds: index space of their rows: `location` for KV on the device, `host_location` for that of a host pool.
         max_bytes: most bytes of one write, or None.
         clock: seconds, never going back.
@@ -191,7 +191,14 @@ class Sender(Session):
     # Transfers
 
     def send(
-        self, transfer: Transfer, sources: Locations | HostLocations, first: int, last: bool, *, after: Fence
+        self,
+        transfer: Transfer,
+        sources: Locations | HostLocations,
+        first: int,
+        last: bool,
+        *,
+        after: Fence,
+        state_row: SupportsIndex = 0,
     ) -> None:
         """Starts to write the next tokens of a request. Returns at once; see `poll`.
 
@@ -203,6 +210,8 @@ class Sender(Session):
             last: whether the request ends with these.
             after: the fence of the forward that wrote them. It is complete: an engine reads memory in the order of no
                 stream.
+            state_row: with the last tokens, the row here that has the request's states, in the buffers of the
+                `per_request` layouts; 0 where this worker has none.
 
         Raises:
             TransferError: it has failed or was aborted, or the engine cannot write: then it has failed now.
@@ -213,7 +222,7 @@ class Sender(Session):
         self._engine.check_owner("send")
         self._check_mine(transfer)
         check_fence(after, "send", needed=True)
-        writes = self._planned(transfer, sources, first, last)
+        writes = self._planned(transfer, sources, first, last, state_row)
         if not after.query():
             raise ArgumentError(
                 f"{transfer!r}: send of {len(sources)} tokens that may not be written yet",
@@ -308,15 +317,16 @@ class Sender(Session):
 
     # Writes
 
-    def _planned(self, transfer: Transfer, locations: object, first: int, last: bool) -> list[Copies]:
+    def _planned(
+        self, transfer: Transfer, locations: object, first: int, last: bool, state_row: SupportsIndex
+    ) -> list[Copies]:
         """The writes, once everything that can be checked has been."""
         if transfer.state is not TransferState.OPEN:
             raise TransferError(f"{transfer!r}: {transfer.reason}", value=transfer.state, remedy="send what is OPEN")
         if not isinstance(last, bool | np.bool_):
             raise DtypeError(f"last is {last!r}", value=last, remedy="pass True or False")
         sources = self._sources(locations)
-        layout, theirs = self._description.layout, transfer.worker.description.layout
-        check_chunk(first, sources.size, transfer.grant.num_tokens, layout.page_size, last)
+        check_chunk(first, sources.size, transfer.grant.num_tokens, self._description.layout.page_size, last)
         if transfer.complete or first != transfer.sent:
             sent = f"{transfer.sent} are sent" + (", all" if transfer.complete else "")
             raise ArgumentError(
@@ -326,9 +336,34 @@ class Sender(Session):
             )
         targets = transfer.targets[first : first + sources.size]
         owned_by(targets, transfer.grant.ranges)
-        there = [region.index for region in transfer.worker.regions]
-        rows = location_rows(sources, targets, layout, theirs, self._regions, there)
+        states = self._states(state_row, last)
+        theirs = transfer.worker.description
+        there = regions_by_layout(theirs, transfer.worker.regions)
+        rows = Copies.cat(
+            [
+                location_rows(
+                    states if ours.per_request else sources,
+                    np.full_like(states, transfer.grant.state_row) if ours.per_request else targets,
+                    *(ours, other, here, regions),
+                )
+                for ours, other, here, regions in zip(
+                    self._description.layouts, theirs.layouts, self._regions, there, strict=True
+                )
+            ]
+        )
         return chunked(coalesced(rows), self._engine.capabilities.max_rows, self._max_bytes)
+
+    def _states(self, row: SupportsIndex, last: bool) -> Ints:
+        """Where the states lie here, int64[1], with the last tokens; int64[0] before, and where this rank has none."""
+        given = count(row, "state_row")
+        wanted = last and any(one.per_request and one.stage for one in self._description.layouts)
+        if bool(given) != wanted:
+            raise ArgumentError(
+                f"send of {'the last' if last else 'some'} tokens with state_row {given}",
+                value=given,
+                remedy="pass the row of the states with the last tokens, if this worker has buffers of them",
+            )
+        return np.array([given] if given else [], dtype=np.int64)
 
     def _sources(self, locations: object) -> Ints:
         """Where the tokens lie, int64[k], in the index space of the regions."""
@@ -420,7 +455,9 @@ class Sender(Session):
 
 def _refusal(worker: Worker, grant: Grant) -> str:
     """Why a grant is refused: host locations outside the receiver's memory. Else nothing."""
-    capacity = min(region.nbytes for region in worker.regions) // worker.description.layout.item_bytes
+    capacity, states = capacities(worker.description, worker.regions)
+    if grant.state_row > max(states - 1, 0):
+        return f"the grant has row {grant.state_row} for states, {worker.name} has {states}"
     if grant.ranges.size and int(grant.ranges.sum(axis=1).max()) > capacity:
         return f"the grant ends at host location {grant.ranges.sum(axis=1).max()}, {worker.name} has {capacity}"
     return ""

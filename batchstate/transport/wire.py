@@ -371,7 +371,7 @@ class Tag:
 
 # Messages about leases
 
-MAGIC = "batchstate lease 1"
+MAGIC = "batchstate lease 2"
 
 
 class Kind(enum.StrEnum):
@@ -417,6 +417,7 @@ class Grant:
         writer: index of the writer among those of the lease.
         num_tokens: tokens of the request.
         ranges: int64[r, 2], start and length of the host locations that it takes, in order; the last may be longer.
+        state_row: row that its states take in buffers with one row per request; 0 for none.
     """
 
     sender: str
@@ -427,6 +428,7 @@ class Grant:
     writer: int
     num_tokens: int
     ranges: Ints = attrs.field(repr=False)
+    state_row: int = 0
 
     @property
     def targets(self) -> Ints:
@@ -449,6 +451,7 @@ _GRANT = record(
     writer=number(0, 2**16 - 1),
     num_tokens=number(0, MOST_TOKENS),
     runs=table(2, 1),
+    state_row=number(),
 )
 
 

@@ -6,6 +6,7 @@ starts the next only after the last has ended. Nothing here is concluded from ti
 """
 
 import abc
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import final
@@ -19,6 +20,7 @@ from batchstate.transport.regions import Region, RemoteRegion
 from batchstate.transport.wire import Grant, Notice, check_instance
 
 Clock = Callable[[], float]
+_log = logging.getLogger("batchstate")
 
 _LOOKS = 4
 """How often this side looks, at the least, in the grace period of a worker that has ended."""
@@ -63,9 +65,9 @@ class Worker:
 
     @property
     def regions(self) -> list[RemoteRegion]:
-        """Its region of each layer, in the order of the layers; without those that it does not have."""
+        """Its region of each of its buffers, in order; without those that it does not have."""
         by_name = {} if self.peer is None else {region.name: region for region in self.peer.regions.values()}
-        return [by_name[layer] for layer in self.description.layout.layers if layer in by_name]
+        return [by_name[layer] for layer, _ in self.description.buffers if layer in by_name]
 
 
 class Session(abc.ABC):
@@ -74,7 +76,7 @@ class Session(abc.ABC):
     Args:
         engine: of this worker, its memory registered.
         description: of this worker.
-        regions: one for each layer of the layout, in its order, named as the layers are.
+        regions: one for each buffer of the description, in its order, named as the layers are.
         clock: seconds, never going back.
         grace_seconds: how long after the end of a process its bytes may still be on their way.
         connects: whether this side connects to the other.
@@ -103,9 +105,10 @@ class Session(abc.ABC):
                 value=description.instance,
                 remedy="describe the worker by its engine's instance and endpoint",
             )
-        if tuple(region.name for region in regions) != description.layout.layers:
+        buffers = description.buffers
+        if [region.name for region in regions] != [layer for layer, _ in buffers]:
             raise ArgumentError(
-                f"regions {[region.name for region in regions]} for layers {description.layout.layers}",
+                f"regions {[region.name for region in regions]} for layers {[layer for layer, _ in buffers]}",
                 value=len(regions),
                 remedy="register one region per layer under the layer's name, and pass them in the layout's order",
             )
@@ -118,8 +121,8 @@ class Session(abc.ABC):
         self.outbox: list[tuple[str, bytes]] = []
         self._engine = engine
         self._description = description
-        self._regions = tuple(region.index for region in regions)
-        self._capacity = min(region.nbytes for region in regions) // description.layout.item_bytes
+        self._regions = regions_by_layout(description, regions)
+        self._capacity, self._state_capacity = capacities(description, regions)
         self._clock = clock
         self._grace = grace_seconds
         self._connects = connects
@@ -149,8 +152,8 @@ class Session(abc.ABC):
 
         Raises:
             HandshakeError: not an introduction, one that does not fit this worker, of an instance that has ended, of
-                another worker than `from_worker`, of another rank or degree than the instance before, or, where this
-                side writes, without a region for each layer.
+                another worker than `from_worker`, of another rank, degree or stage than the instance before, or, where
+                this side writes, without a region for each layer.
             TransferError: it cannot be reached.
         """
         self._engine.check_owner("accept")
@@ -175,6 +178,12 @@ class Session(abc.ABC):
         if before is not None and before.instance == theirs.instance:
             before.lost = None
             return before.name
+        sizes = self._description.layout.page_size, theirs.layout.page_size
+        if sizes[0] != sizes[1]:
+            _log.info(
+                "%s has pages of %d tokens, %s of %d: KV goes token by token, and adjacent tokens still in one piece",
+                self._description.worker, sizes[0], theirs.worker, sizes[1],
+            )  # fmt: skip
         worker = self._connected(theirs)
         if before is not None:
             self._end(before)
@@ -227,10 +236,11 @@ class Session(abc.ABC):
         peer = self._engine.connect(theirs.endpoint)
         worker = Worker(theirs, peer)
         names = sorted(region.name for region in peer.regions.values())
-        if len(worker.regions) != len(theirs.layout.layers) or len(set(names)) != len(names):
+        layers = [layer for layer, _ in theirs.buffers]
+        if len(worker.regions) != len(layers) or len(set(names)) != len(names):
             self._engine.disconnect(peer)
             raise HandshakeError(
-                f"{worker.name} has regions {names[:12]} for layers {theirs.layout.layers}",
+                f"{worker.name} has regions {names[:12]} for layers {layers}",
                 value=worker.name,
                 remedy="there, register one region per layer under its name before `endpoint()`",
             )
@@ -278,9 +288,25 @@ class Session(abc.ABC):
         return worker
 
 
+def regions_by_layout(
+    description: Description, regions: Sequence[Region | RemoteRegion]
+) -> tuple[tuple[int, ...], ...]:
+    """Indices of a worker's regions, which are in the order of its buffers: for each layout those of its stage."""
+    indices = iter(region.index for region in regions)
+    return tuple(tuple(next(indices) for _ in one.stage) for one in description.layouts)
+
+
+def capacities(description: Description, regions: Sequence[Region | RemoteRegion]) -> tuple[int, int]:
+    """Rows that all regions of a worker have: of tokens, and of requests; 0 for a kind that it does not have."""
+    rows: dict[bool, list[int]] = {False: [0], True: [0]}
+    for (_, layout), region in zip(description.buffers, regions, strict=True):
+        rows[layout.per_request].append(region.nbytes // layout.item_bytes)
+    return tuple(min(some[1:], default=0) for some in (rows[False], rows[True]))  # type: ignore[return-value]
+
+
 def _check_successor(before: Description, after: Description) -> None:
     """Refuses an instance that cannot be the next of a worker: it would end one that may live."""
-    for name in ("rank", "degree"):
+    for name in ("rank", "degree", "stage"):
         was, now = getattr(before.layout, name), getattr(after.layout, name)
         if was != now:
             raise HandshakeError(

@@ -1,8 +1,9 @@
 """Transfers into host memory over an engine that injects faults: what is delivered is right, what is freed is quiet.
 
-One prefill worker, which ends and starts again, and one decode worker. Messages arrive in any order, twice, or late;
-writes split, fail, end unknown and go on landing. Memory is freed at any time, and the pool keeps it until
-`Lease.ended`. KV is sent in the same turn as the forward that computes it, or later.
+A prefill group of one or two pipeline stages and ranks, whose workers end and start again, and one decode worker.
+Messages arrive in any order, twice, or late; writes split, fail, end unknown and go on landing. Memory is freed at any
+time, and the pools keep it until `Lease.ended`. KV is sent in the same turn as the forward that computes it, or later.
+With the KV go index keys and a state, into memory of the decode worker's device.
 """
 
 import random
@@ -17,13 +18,13 @@ from hypothesis.stateful import initialize, precondition, rule
 from batchstate import invariants
 from batchstate.errors import ArgumentError, PoolExhaustedError, TransferError
 from batchstate.indices import Locations
-from batchstate.kv.host_pool import HostKVPool, HostRanges
+from batchstate.kv.host_pool import HostKVPool, HostRanges, KVBuffer
 from batchstate.runtime.memory import bytes_of
 from batchstate.testing.fences import ManualFence, ManualStream
 from batchstate.testing.machine import Machine, agree, ask
 from batchstate.transport.engines.in_process import GRACE_STEPS, Faults, InProcessEngine, Network
 from batchstate.transport.handshake import Description
-from batchstate.transport.layout import KVLayout
+from batchstate.transport.layout import KVLayout, Layouts
 from batchstate.transport.receiver import Lease, LeaseState, Receiver
 from batchstate.transport.sender import Sender, Transfer, TransferState
 
@@ -31,8 +32,25 @@ Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
 
 LAYERS = ("keys", "values")
-ITEM_BYTES = 4
+HEADS, HEAD_BYTES = 2, 2
+OTHERS = (KVBuffer("index", (3,), torch.uint8, on_device=True), KVBuffer("state", (5,), torch.uint8, on_device=True))
+"""Index keys have a row per token, and a state one per request; every rank of its stage has all of it."""
 SOURCE_PAGES = 24
+
+
+def layouts_of(page_size: int, stage: int = 0, stages: int = 1, rank: int = 0, degree: int = 1) -> Layouts:
+    """Of one worker. Of two stages the first has keys and states, the second values and index keys."""
+    keys, values = LAYERS
+    first, second = (stage == 0, stage == stages - 1)
+    of_kv = KVLayout(page_size, "uint8", LAYERS, HEADS * HEAD_BYTES // degree, rank, degree, HEADS)
+    index = KVLayout(page_size, "uint8", ("index",), 3, rank, degree, replicated=True)
+    state = KVLayout(page_size, "uint8", ("state",), 5, rank, degree, replicated=True, per_request=True)
+    return (
+        attrs.evolve(of_kv, stage=(keys,) * first + (values,) * second),
+        attrs.evolve(index, stage=index.layers * second),
+        attrs.evolve(state, stage=state.layers * first),
+    )
+
 
 BREEZE = Faults(delay=6, split=0.7, duplicate_tag=0.6, duplicate_rows=0.2)
 STORM = attrs.evolve(BREEZE, failed=0.05, unknown=0.25, stuck=0.2, lost_tag=0.05, refused=0.05)
@@ -44,14 +62,16 @@ class Attempt:
 
     Attributes:
         lease: of the receiver.
-        kv: what is to arrive, uint8[tokens, ITEM_BYTES] for each layer.
+        kv: what is to arrive, uint8[rows, bytes] for each buffer by its name.
         ranges: the host locations; None where it needs none.
+        row: the row of its state.
         told: the final state, as `poll` has said it.
     """
 
     lease: Lease
-    kv: tuple[Bytes, ...]
+    kv: dict[str, Bytes]
     ranges: HostRanges | None
+    row: HostRanges
     told: LeaseState | None = None
 
     @property
@@ -59,39 +79,52 @@ class Attempt:
         """Its host locations, int64[n]."""
         return np.empty(0, np.int64) if self.ranges is None else self.ranges.locations(0, self.lease.num_tokens)
 
+    def rows(self, name: str) -> Ints:
+        """The rows of a buffer that it takes, int64[n]."""
+        return self.row.locations() if name == "state" else self.tokens
+
 
 @attrs.define(eq=False)
 class PrefillInstance:
-    """One instance of the prefill worker.
+    """One instance of a prefill worker.
 
     Attributes:
+        name: of the worker.
+        layouts: of its buffers.
         engine: its end of the network.
         sender: of the library.
-        memories: uint8[tokens, ITEM_BYTES] for each layer.
+        memories: uint8[rows, bytes] for each buffer that it has, by its name.
         free: source pages that are not used.
         pages: of each transfer.
         forwards: of each transfer, the fence of the forward that computes its KV, and what it writes: rows and values.
         stream: the forwards, which run late.
     """
 
+    name: str
+    layouts: Layouts
     engine: InProcessEngine
     sender: Sender
-    memories: list[Bytes]
+    memories: dict[str, Bytes]
     free: list[int]
     pages: dict[Transfer, list[int]] = attrs.field(factory=dict)
-    forwards: dict[Transfer, tuple[ManualFence, Ints, tuple[Bytes, ...]]] = attrs.field(factory=dict)
+    forwards: dict[Transfer, tuple[ManualFence, Ints, dict[str, Bytes]]] = attrs.field(factory=dict)
     stream: ManualStream = attrs.field(factory=ManualStream)
 
     def run_forwards(self) -> None:
         """All forwards run."""
-        for _, rows, kv in self.forwards.values():
-            for memory, values in zip(self.memories, kv, strict=True):
-                memory[rows] = values
+        held = self.layouts[0].held
+        mine = slice(held.first * HEAD_BYTES, (held.first + held.heads) * HEAD_BYTES)
+        for transfer, (_, rows, kv) in self.forwards.items():
+            for name, memory in self.memories.items():
+                if name == "state":
+                    memory[self.pages[transfer][0]] = kv[name]
+                else:
+                    memory[rows] = kv[name][:, mine] if name in LAYERS else kv[name]
         self.stream.complete(self.stream.depth)
 
 
 class TransfersMachine(Machine):
-    """A prefill worker that writes into a decode worker's host memory."""
+    """A prefill group that writes into a decode worker's memory."""
 
     NAME = "transfers"
     TARGETS = (
@@ -106,6 +139,9 @@ class TransfersMachine(Machine):
         "a grant of memory that is not kept refused",
         "freed before it has ended",
         "freed while its writer may still write",
+        "two stages and two ranks",
+        "pages of another size",
+        "states without room",
         "the writer died while it wrote",
         "host tokens exhausted",
     )
@@ -113,31 +149,45 @@ class TransfersMachine(Machine):
     @initialize(
         seed=st.integers(0, 2**16),
         page_size=st.integers(1, 3),
+        one_token=st.booleans(),
+        shape=st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]),
         num_pages=st.integers(4, 10),
         faults=st.sampled_from([STORM, STORM, BREEZE]),
         max_rows=st.sampled_from([1, 2, 3]),
     )
-    def begin(self, seed: int, page_size: int, num_pages: int, faults: Faults, max_rows: int) -> None:
-        """Both workers meet."""
+    def begin(
+        self,
+        seed: int,
+        page_size: int,
+        one_token: bool,
+        shape: tuple[int, int],
+        num_pages: int,
+        faults: Faults,
+        max_rows: int,
+    ) -> None:
+        """All workers meet. `one_token`: the host's pages have one token, whatever the writers' have."""
         self.open()
         self.dice = random.Random(seed)
         self.network = Network(self.dice)
         self.faults, self.max_rows = faults, max_rows
-        self.layout = KVLayout(page_size, "uint8", LAYERS, ITEM_BYTES, 0, 1, 1)
-        self.host = HostKVPool(
-            self.rt, num_pages, page_size, layers=LAYERS, item_shape=(ITEM_BYTES,), dtype=torch.uint8
-        )
+        self.page_size, (self.stages, self.degree) = page_size, shape
+        size = 1 if one_token else page_size
+        kv = [KVBuffer(layer, (HEADS * HEAD_BYTES,), torch.uint8) for layer in LAYERS]
+        self.host = HostKVPool(self.rt, num_pages * page_size // size, size, layers=[*kv, OTHERS[0]])
+        self.states = HostKVPool(self.rt, 5, layers=OTHERS[1:], name="states")
         engine = InProcessEngine(self.network, faults, max_rows=max_rows)
-        buffers = self.host.contiguous_buffers()
+        buffers = (*self.host.contiguous_buffers(), *self.states.contiguous_buffers())
         regions = [engine.register(buffer.memory, buffer.name) for buffer in buffers]
-        self.memories = [bytes_of(buffer.memory).reshape(-1, ITEM_BYTES) for buffer in buffers]
-        description = Description("decode", engine.instance, self.layout, engine.endpoint())
+        self.memories = {one.name: bytes_of(one.memory).reshape(-1, one.item_bytes) for one in buffers}
+        description = Description("decode", engine.instance, layouts_of(size), engine.endpoint())
+        self.reached("two stages and two ranks", shape == (2, 2))
+        self.reached("pages of another size", size != page_size)
         self.receiver = Receiver(engine, description, regions, clock=self.now, grace_seconds=GRACE_STEPS)
         self.attempts: list[Attempt] = []
-        self.channel: list[tuple[bool, bytes]] = []  # to the decode worker or to the writer
+        self.channel: list[tuple[bool, str, bytes]] = []  # to the decode worker from a writer, or from it to a writer
         self.named = 0
         self.unkept = 0  # grants of memory that is free too early, which the library refuses
-        self.writer = self._start_writer()
+        self.writers = [self._start_writer(number) for number in range(self.stages * self.degree)]
         for _ in range(2):
             self._request(2 * page_size)
 
@@ -145,22 +195,31 @@ class TransfersMachine(Machine):
         """The clock of both sides: steps of the network."""
         return float(self.network.now)
 
-    def _start_writer(self) -> PrefillInstance:
+    def _start_writer(self, number: int) -> PrefillInstance:
         engine = InProcessEngine(self.network, self.faults, max_rows=self.max_rows)
-        tokens = (SOURCE_PAGES + 1) * self.layout.page_size
-        memories: list[Bytes] = [np.zeros((tokens, ITEM_BYTES), dtype=np.uint8) for _ in LAYERS]
-        regions = [engine.register(memory, name) for memory, name in zip(memories, LAYERS, strict=True)]
-        description = Description("prefill", engine.instance, self.layout, engine.endpoint())
-        sender = Sender(engine, description, regions, clock=self.now)
+        name, (stage, rank) = f"prefill-{number}", divmod(number, self.degree)
+        layouts = layouts_of(self.page_size, stage, self.stages, rank, self.degree)
+        rows = (SOURCE_PAGES + 1) * self.page_size
+        memories: dict[str, Bytes] = {
+            layer: np.zeros((rows, one.item_bytes), dtype=np.uint8) for one in layouts for layer in one.stage
+        }
+        regions = [engine.register(memory, layer) for layer, memory in memories.items()]
+        sender = Sender(engine, Description(name, engine.instance, layouts, engine.endpoint()), regions, clock=self.now)
         self.receiver.accept(sender.introduce())
         sender.accept(self.receiver.introduce())
-        return PrefillInstance(engine, sender, memories, list(range(1, SOURCE_PAGES + 1)))
+        return PrefillInstance(name, layouts, engine, sender, memories, list(range(1, SOURCE_PAGES + 1)))
+
+    @property
+    def names(self) -> list[str]:
+        """Of the writers."""
+        return [f"prefill-{number}" for number in range(self.stages * self.degree)]
 
     # Checks
 
     def check(self) -> None:
         """Memory that is free is as it was left, and what was delivered stays what was sent."""
         self.host.verify()
+        self.states.verify()
         for attempt in self.attempts:
             if attempt.told is LeaseState.DELIVERED:
                 self._compare(attempt)
@@ -169,8 +228,9 @@ class TransfersMachine(Machine):
         self.reached("freed while its writer may still write", stats.pending > 0)
 
     def _compare(self, attempt: Attempt) -> None:
-        for memory, kv in zip(self.memories, attempt.kv, strict=True):
-            ask(invariants.mirror_equal, kv, memory[attempt.tokens], object=attempt.lease, operation="delivered")
+        for name, kv in attempt.kv.items():
+            found = self.memories[name][attempt.rows(name)]
+            ask(invariants.mirror_equal, kv, found, object=attempt.lease, operation="delivered")
 
     # The decode worker
 
@@ -183,30 +243,42 @@ class TransfersMachine(Machine):
         try:
             if again is None:
                 self.named += 1
-                lease = self.receiver.lease(f"request {self.named}", tokens, ["prefill"])
+                lease = self.receiver.lease(f"request {self.named}", tokens, self.names)
             else:
                 lease = self.receiver.retry(again)
         except TransferError:
             return  # the writer is gone
         kept = self.dice.random() < 0.9
         try:
+            (row,) = self.states.take([1], [self.named], writer=lease.ended)
+        except PoolExhaustedError:
+            self.receiver.abort(lease)
+            self.reached("states without room")
+            return
+        try:
             ranges = self.host.take(tokens, [self.named], writer=lease.ended if kept else None)[0] if tokens else None
         except PoolExhaustedError:
             self.receiver.abort(lease)
+            self.states.free(row)
             self.reached("host tokens exhausted")
             return
-        kv = tuple(np.frombuffer(self.dice.randbytes(tokens * ITEM_BYTES), np.uint8).reshape(-1, 4) for _ in LAYERS)
+        kv = {
+            name: np.frombuffer(self.dice.randbytes(rows * memory.shape[1]), np.uint8).reshape(-1, memory.shape[1])
+            for name, memory in self.memories.items()
+            for rows in [1 if name == "state" else tokens]
+        }
         try:
-            self.receiver.grant(lease, ranges)
+            self.receiver.grant(lease, ranges, row)
         except ArgumentError:
             if kept and not self.unkept:
                 raise
             self.reached("a grant of memory that is not kept refused", not kept)
             self.receiver.abort(lease)
             self.host.free([ranges] if ranges is not None else [])
+            self.states.free(row)
             return
         self.unkept += not kept and ranges is not None
-        self.attempts.append(Attempt(lease, kv, ranges))
+        self.attempts.append(Attempt(lease, kv, ranges, row))
 
     @rule(free=st.booleans(), retry=st.booleans())
     def collect(self, free: bool, retry: bool) -> None:
@@ -240,6 +312,7 @@ class TransfersMachine(Machine):
         self.attempts.remove(attempt)
         if attempt.ranges is not None:
             self.host.free(attempt.ranges)
+        self.states.free(attempt.row)
 
     @precondition(lambda self: any(one.told is LeaseState.DELIVERED for one in self.attempts))
     @rule()
@@ -259,18 +332,19 @@ class TransfersMachine(Machine):
         at = data.draw(st.integers(0, len(self.attempts) - 1), label="attempt")
         self.receiver.abort(self.attempts[at].lease)
 
-    @rule(tokens=st.integers(0, 6), times=st.integers(0, 4), steps=st.integers(0, 6))
-    def suspect(self, tokens: int, times: int, steps: int) -> None:
-        """The writer is suspected to be gone; it writes on, and introduces itself again."""
+    @rule(tokens=st.integers(0, 6), times=st.integers(0, 4), steps=st.integers(0, 6), which=st.integers(0, 3))
+    def suspect(self, tokens: int, times: int, steps: int, which: int) -> None:
+        """A writer is suspected to be gone; it writes on, and introduces itself again."""
         self._request(tokens)
         self._serve(times, True)
-        self.receiver.peer_lost("prefill")
+        writer = self.writers[which % len(self.writers)]
+        self.receiver.peer_lost(writer.name)
         self._collect()
         self._free_failed(False)
         self.host.reap()
         self._pass(steps)
-        if not self.writer.engine.killed:
-            self.receiver.accept(self.writer.sender.introduce())
+        if not writer.engine.killed:
+            self.receiver.accept(writer.sender.introduce())
 
     # The prefill worker
 
@@ -298,7 +372,8 @@ class TransfersMachine(Machine):
     def _serve(self, times: int, whole: bool) -> None:
         for _ in range(times):
             self._carry(0.8)
-            self._prefill(whole)
+            for writer in self.writers:
+                self._prefill(writer, whole)
             self.network.step()
 
     @rule(steps=st.integers(1, 4))
@@ -310,26 +385,27 @@ class TransfersMachine(Machine):
         for _ in range(steps):
             self.network.step()
             ask(self.host.verify)
+            ask(self.states.verify)
 
     def _carry(self, share: float) -> None:
-        self.channel += [(False, message) for _, message in self.receiver.outbox]
-        self.channel += [(True, message) for _, message in self.writer.sender.outbox]
+        self.channel += [(False, to, message) for to, message in self.receiver.outbox]
         self.receiver.outbox.clear()
-        self.writer.sender.outbox.clear()
+        for writer in self.writers:
+            self.channel += [(True, writer.name, message) for _, message in writer.sender.outbox]
+            writer.sender.outbox.clear()
         self.dice.shuffle(self.channel)
         later = []
-        for to_decode, message in self.channel:
+        for to_decode, name, message in self.channel:
             arrives = self.dice.random() < share
             if not arrives or self.dice.random() < 0.2:
-                later.append((to_decode, message))
+                later.append((to_decode, name, message))
             if arrives and to_decode:
-                self.receiver.on_message(message, "prefill")
+                self.receiver.on_message(message, name)
             elif arrives:
-                self.writer.sender.on_message(message, "decode")
+                self.writers[self.names.index(name)].sender.on_message(message, "decode")
         self.channel = later
 
-    def _prefill(self, whole: bool) -> None:
-        writer = self.writer
+    def _prefill(self, writer: PrefillInstance, whole: bool) -> None:
         writer.sender.poll()
         for transfer in [one for one in writer.pages if one.sources_free.query()]:
             writer.free += writer.pages.pop(transfer)
@@ -338,17 +414,18 @@ class TransfersMachine(Machine):
             writer.run_forwards()
         for transfer in writer.sender.transfers():
             if transfer.state is TransferState.OPEN and not transfer.complete:
-                self._send(transfer, whole)
+                self._send(writer, transfer, whole)
 
-    def _send(self, transfer: Transfer, whole: bool) -> None:
-        writer, size, total = self.writer, self.layout.page_size, transfer.grant.num_tokens
+    def _send(self, writer: PrefillInstance, transfer: Transfer, whole: bool) -> None:
+        size, total = self.page_size, transfer.grant.num_tokens
         found = [one for one in self.attempts if one.lease.serial == transfer.grant.serial]
-        if not found or -(-total // size) > len(writer.free):
+        needed = max(-(-total // size), 1)  # the first has the state's row too
+        if not found or (transfer not in writer.pages and needed > len(writer.free)):
             writer.sender.fail(transfer, "no memory")
             return
         if transfer not in writer.pages:
             self.dice.shuffle(writer.free)  # so that rows are many
-            pages = [writer.free.pop() for _ in range(-(-total // size))]
+            pages = [writer.free.pop() for _ in range(needed)]
             writer.pages[transfer] = pages
             writer.forwards[transfer] = writer.stream.record(), self._rows(pages)[:total], found[0].kv
         left = total - transfer.sent
@@ -356,8 +433,9 @@ class TransfersMachine(Machine):
         rows = self._rows(writer.pages[transfer])[transfer.sent : transfer.sent + tokens]
         sources, last = Locations.from_host(self.rt, rows), transfer.sent + tokens == total
         computed = writer.forwards[transfer][0]
+        row = writer.pages[transfer][0] if last and "state" in writer.memories else 0
         try:
-            writer.sender.send(transfer, sources, transfer.sent, last, after=computed)
+            writer.sender.send(transfer, sources, transfer.sent, last, after=computed, state_row=row)
         except TransferError:
             self.reached("a write refused")
         except ArgumentError:
@@ -366,34 +444,40 @@ class TransfersMachine(Machine):
             self.reached("a send before the KV is written refused")
 
     def _rows(self, pages: list[int]) -> Ints:
-        size = self.layout.page_size
+        size = self.page_size
         return (np.array(pages, dtype=np.int64)[:, None] * size + np.arange(size, dtype=np.int64)).reshape(-1)
 
-    @rule(told=st.booleans(), steps=st.integers(0, 3))
-    def writer_dies(self, told: bool, steps: int) -> None:
-        """The prefill process ends, and its supervisor says so; what it has sent lands for a while. Another starts."""
-        self.network.kill(self.writer.engine)
-        self.channel = [one for one in self.channel if not one[0] or self.dice.random() < 0.5]
-        self.reached("the writer died while it wrote", bool(self.writer.sender.transfers()))
+    @rule(told=st.booleans(), steps=st.integers(0, 3), which=st.integers(0, 3))
+    def writer_dies(self, told: bool, steps: int, which: int) -> None:
+        """A prefill process ends, and its supervisor says so; what it has sent lands for a while. Another starts."""
+        number = which % len(self.writers)
+        writer = self.writers[number]
+        self.network.kill(writer.engine)
+        self.channel = [one for one in self.channel if one[:2] != (True, writer.name) or self.dice.random() < 0.5]
+        self.reached("the writer died while it wrote", bool(writer.sender.transfers()))
         if told:
-            self.receiver.peer_ended("prefill")
+            self.receiver.peer_ended(writer.name)
             self._collect()
             self._free_failed(False)
             self.host.reap()
             self._pass(steps)
-        self.writer = self._start_writer()
+        self.writers[number] = self._start_writer(number)
 
     @rule()
     def all_end(self) -> None:
-        """All is given up and the writer ends; after a while all memory is free again."""
+        """All is given up and the writers end; after a while all memory is free again."""
         for attempt in self.attempts:
             self.receiver.abort(attempt.lease)
-        self.writer_dies(True, 0)
+        for number in range(len(self.writers)):
+            self.writer_dies(True, 0, number)
         self._collect()
         for attempt in list(self.attempts):
             self._free(attempt)
         for _ in range(GRACE_STEPS + 1):
             self.network.step()
             self.receiver.poll()
-        stats = self.host.stats
-        agree((stats.size, 0, 0), (stats.free, stats.pending, stats.live), "free, pending, live when all have ended")
+        for pool in (self.host, self.states):
+            stats = pool.stats
+            agree(
+                (stats.size, 0, 0), (stats.free, stats.pending, stats.live), "free, pending, live when all have ended"
+            )
