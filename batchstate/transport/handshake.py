@@ -62,11 +62,6 @@ class Description:
         """The first, whose rank, degree and page size are those of the worker."""
         return self.layouts[0]
 
-    @property
-    def buffers(self) -> tuple[tuple[str, KVLayout], ...]:
-        """Name and layout of each buffer that the worker has, in the order of its regions."""
-        return tuple((layer, one) for one in self.layouts for layer in one.stage)
-
     def to_bytes(self) -> bytes:
         """What `from_bytes` reads.
 

@@ -320,6 +320,11 @@ Layouts = tuple[KVLayout, ...]
 """Of one worker: one layout for each kind of buffer, in the same order on both sides."""
 
 
+def buffers_of(layouts: Layouts) -> tuple[tuple[str, KVLayout], ...]:
+    """Name and layout of each buffer that a worker has, in the order of its regions."""
+    return tuple((layer, one) for one in layouts for layer in one.stage)
+
+
 @functools.lru_cache(256)
 def check_sources(target: Layouts, sources: tuple[Layouts, ...]) -> None:
     """Refuses source ranks that do not write each byte of a target's rank exactly once, or write nothing.

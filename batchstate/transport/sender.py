@@ -326,7 +326,7 @@ class Sender(Session):
         if not isinstance(last, bool | np.bool_):
             raise DtypeError(f"last is {last!r}", value=last, remedy="pass True or False")
         sources = self._sources(locations)
-        check_chunk(first, sources.size, transfer.grant.num_tokens, self._description.layout.page_size, last)
+        check_chunk(first, sources.size, transfer.grant.num_tokens, self._description.layouts[0].page_size, last)
         if transfer.complete or first != transfer.sent:
             sent = f"{transfer.sent} are sent" + (", all" if transfer.complete else "")
             raise ArgumentError(

@@ -16,6 +16,7 @@ import attrs
 from batchstate.errors import ArgumentError, DtypeError, HandshakeError
 from batchstate.transport.engines.base import Engine, Peer
 from batchstate.transport.handshake import Description, check_peers
+from batchstate.transport.layout import buffers_of
 from batchstate.transport.regions import Region, RemoteRegion
 from batchstate.transport.wire import Grant, Notice, check_instance
 
@@ -67,7 +68,7 @@ class Worker:
     def regions(self) -> list[RemoteRegion]:
         """Its region of each of its buffers, in order; without those that it does not have."""
         by_name = {} if self.peer is None else {region.name: region for region in self.peer.regions.values()}
-        return [by_name[layer] for layer, _ in self.description.buffers if layer in by_name]
+        return [by_name[layer] for layer, _ in buffers_of(self.description.layouts) if layer in by_name]
 
 
 class Session(abc.ABC):
@@ -105,7 +106,7 @@ class Session(abc.ABC):
                 value=description.instance,
                 remedy="describe the worker by its engine's instance and endpoint",
             )
-        buffers = description.buffers
+        buffers = buffers_of(description.layouts)
         if [region.name for region in regions] != [layer for layer, _ in buffers]:
             raise ArgumentError(
                 f"regions {[region.name for region in regions]} for layers {[layer for layer, _ in buffers]}",
@@ -236,7 +237,7 @@ class Session(abc.ABC):
         peer = self._engine.connect(theirs.endpoint)
         worker = Worker(theirs, peer)
         names = sorted(region.name for region in peer.regions.values())
-        layers = [layer for layer, _ in theirs.buffers]
+        layers = [layer for layer, _ in buffers_of(theirs.layouts)]
         if len(worker.regions) != len(layers) or len(set(names)) != len(names):
             self._engine.disconnect(peer)
             raise HandshakeError(
@@ -299,7 +300,7 @@ def regions_by_layout(
 def capacities(description: Description, regions: Sequence[Region | RemoteRegion]) -> tuple[int, int]:
     """Rows that all regions of a worker have: of tokens, and of requests; 0 for a kind that it does not have."""
     rows: dict[bool, list[int]] = {False: [0], True: [0]}
-    for (_, layout), region in zip(description.buffers, regions, strict=True):
+    for (_, layout), region in zip(buffers_of(description.layouts), regions, strict=True):
         rows[layout.per_request].append(region.nbytes // layout.item_bytes)
     return tuple(min(some[1:], default=0) for some in (rows[False], rows[True]))  # type: ignore[return-value]
 
