@@ -1,0 +1,51 @@
+"""Tutorials and the README are typed line by line at the prompt, where a line directly under a loop is an error."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = ["README.md", *(str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("docs/tutorial/*.md")))]
+
+_BLOCK = re.compile(r"(<!-- skip: next[^>]*-->)?\s*```python\n(.*?)```", re.DOTALL)
+
+
+def typed(page: str) -> str:
+    """What a reader types: the code of each block, and an empty line wherever the prompt still says `...`."""
+    lines: list[str] = []
+    for skipped, block in _BLOCK.findall(page):
+        if skipped:
+            continue
+        if ">>> " not in block:
+            lines += [*block.splitlines(), ""]
+            continue
+        for line in block.splitlines():
+            if line.startswith(("... ", ">>> ")):
+                lines.append(line[4:])
+            elif not lines or lines[-1]:
+                lines.append("")
+        lines.append("")
+    return "\n".join(lines) + "\n"
+
+
+def errors_of(code: str) -> list[str]:
+    """The errors that the prompt shows."""
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-i", "-q"], input=code, capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    return re.findall(r"^\S*(?:Error|Violation|Race)\b.*", run.stderr, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_survives_the_prompt(page: str) -> None:
+    """Every line of a page is accepted at the prompt, in the order in which it stands there."""
+    assert errors_of(typed((ROOT / page).read_text())) == []
+
+
+def test_a_line_under_a_loop_is_found() -> None:
+    """The test can fail: a line directly under a loop, and an error in the middle of a page."""
+    page = "```python\nfor n in range(3):\n    pass\nprint(n)\n```\n```python\n>>> missing\n1\n```\n"
+    assert [error.split(":")[0] for error in errors_of(typed(page))] == ["SyntaxError", "NameError"]
