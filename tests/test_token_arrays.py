@@ -214,10 +214,14 @@ WRONG: dict[str, tuple[type[BatchStateError], str, dict[str, Any]]] = {
     "too few requests": (ShapeError, "types of 1 for 2", {"token_arrays": {"types": TokenArray([[1]])}}),
     "an array of all": (ShapeError, "types of ndarray", {"token_arrays": {"types": TokenArray(np.zeros(2))}}),  # type: ignore[arg-type]
     "too many tokens": (ShapeError, "row 1: 2 values", {"token_arrays": {"types": TokenArray([None, [1, 2]])}}),
-    "another shape": (ShapeError, r"\[1, 1\], expected", {"token_arrays": {"types": TokenArray([None, [[1]]])}}),
+    "another shape": (
+        ShapeError,
+        r"expected a list of 1, got shape \[1, 1\]",
+        {"token_arrays": {"types": TokenArray([None, [[1]]])}},
+    ),
     "no shape": (
         ShapeError,
-        r"expected \[1, \*\[2\]\]",
+        r"expected a list of 1 values \[2\]",
         {"token_arrays": {"types": TokenArray([[1], None], shape=(2,))}},
     ),
     "fractions": (DtypeError, "types of row 0", {"token_arrays": {"types": TokenArray([[0.5], None])}}),

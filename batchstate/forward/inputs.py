@@ -16,7 +16,7 @@ from batchstate import invariants, levels
 from batchstate._arrays import put_rows
 from batchstate._upload import Extras
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, ShapeError
-from batchstate.forward.plan import ForwardPlan
+from batchstate.forward.plan import NO_END, ForwardPlan
 from batchstate.indices import Slots
 from batchstate.mirror import DeviceSide
 from batchstate.runtime import Runtime
@@ -258,11 +258,10 @@ class ForwardInputs:
             positions = launch(_positions, lengths, width, dtype, reads=(lengths,), name="true positions", operations=2)
         mapping = None
         if self.slot_mapping is not None and sources.req_to_token is not None:
-            table = sources.req_to_token.device_for(self.plan.relayed)
-            reads = (table, positions, slots)
-            name = "true slot mapping"
-            dtype = self.slot_mapping.dtype
-            mapping = launch(_looked_up, table, slots, positions, width, dtype, reads=reads, name=name, operations=2)
+            table, offset = sources.req_to_token.device_for(self.plan.relayed), uploaded.get("relay_kv_offset")
+            reads = (table, positions, slots) if offset is None else (table, positions, slots, offset)
+            arguments = (table, slots, positions, width, self.slot_mapping.dtype, offset)
+            mapping = launch(_looked_up, *arguments, reads=reads, name="true slot mapping", operations=2)
         lens = self.kv_lens if direct else torch.empty_like(lengths, dtype=self.kv_lens.dtype)
         launch(torch.add, lengths, width, out=lens, reads=(lengths,), writes=(lens,), name="true KV lengths")
         if direct:  # all rows and nothing else: the true ones replace what was planned
@@ -289,8 +288,11 @@ class ForwardInputs:
             return
         table, size = pages.req_to_token, pages.page_size
         rows = table.device_for(plan.slots).index_select(0, self.slots[: plan.num_reqs])
-        ends = plan.seq_lens
-        ends = np.where((ends - 1) % size < plan.query_lens, -(-ends // size) * size, ends)
+        ends = plan.kv_ends
+        begun = (ends - 1) % size < ends - plan.kv_starts
+        if plan.kv_window is not None:  # the host tier writes row by row
+            begun &= plan.kv_window == NO_END
+        ends = np.where(begun, -(-ends // size) * size, ends)
         positions = np.arange(min(int(ends.max(initial=0)), table.shape[1]))
         found = runtime.inspect(rows)[:, : positions.size].astype(np.int64)
         held = pages.page_table[plan.slots.np[: plan.num_reqs]].astype(np.int64)
@@ -394,10 +396,16 @@ def _positions(lengths: torch.Tensor, width: int, dtype: torch.dtype) -> torch.T
 
 
 def _looked_up(
-    table: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, width: int, dtype: torch.dtype
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    width: int,
+    dtype: torch.dtype,
+    offset: torch.Tensor | None,
 ) -> torch.Tensor:
-    """dtype[n * width]: the table's element for each position, `width` per request."""
-    return table[slots[:, None], positions.view(-1, width)].reshape(-1).to(dtype)
+    """dtype[n * width]: the table's element for each position, `width` per request, `offset` further on."""
+    columns = positions.view(-1, width)
+    return table[slots[:, None], columns if offset is None else columns + offset[:, None]].reshape(-1).to(dtype)
 
 
 def _ends(starts: torch.Tensor, lengths: torch.Tensor) -> None:

@@ -27,6 +27,7 @@ from batchstate.errors import ArgumentError, ContractError, DeclarationError, Dt
 from batchstate.forward.token_array import TokenArray, checked_arrays
 from batchstate.indices import Slots
 from batchstate.invariants import times_checked
+from batchstate.kv.last_location import LastLocation
 from batchstate.kv.pages import PagePool
 from batchstate.mirror import Contract, DeviceSide, MirroredTensor, ReadyTensor
 from batchstate.tables import TableWrite
@@ -38,6 +39,7 @@ Arrays = dict[str, npt.NDArray[np.int32]]
 _WHAT = "ForwardPlan"
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 _IDS = "input_ids"
+NO_END = np.iinfo(np.int64).max
 
 _INDICES = ("input_ids", "positions", "slot_mapping", "last_token_indices")
 """Arrays that are int64 unless they are named in `int32`."""
@@ -117,6 +119,9 @@ class ForwardPlan:
         extras: name -> array, for `batch.upload(extras=...)`.
         origin: the rows and pages that it was made of; it is refused once they have changed.
         pages: the pool that the KV of the requests lies in, or None.
+        kv_offset: int64[num_reqs], tokens in the pages before the first position, or None.
+        kv_window: int64[num_reqs], tokens that the pages hold at the most: in the host tier position p lies where
+            p - kv_window did; None where no request is in the tier.
     """
 
     slots: Slots
@@ -133,6 +138,8 @@ class ForwardPlan:
     extras: dict[str, npt.NDArray[Any]]
     origin: Origin
     pages: PagePool | None = None
+    kv_offset: Ints | None = None
+    kv_window: Ints | None = None
     has_ids: bool = True
     int32: frozenset[str] = frozenset()
     token_arrays: dict[str, Array] = attrs.field(factory=dict)
@@ -173,6 +180,8 @@ class ForwardPlan:
         prompt_ids: Sequence[object] | None = None,
         samples: object = None,
         pages: PagePool | None = None,
+        kv_offset: object = None,
+        tier: LastLocation | None = None,
         pad_tokens: SupportsIndex | None = None,
         layouts: str | Iterable[str] = (),
         token_arrays: Mapping[str, TokenArray] | None = None,
@@ -193,6 +202,11 @@ class ForwardPlan:
             samples: mask bool[n] of the requests that sample; all by default. A chunk of a prompt that is not its last
                 samples nothing.
             pages: where the KV goes; without it there is no `slot_mapping`.
+            kv_offset: tokens that each request has in its pages before its first position, one number or int[n]: those
+                of an encoder. `seq_lens` and positions do not count them. The forward that puts in position 0 writes
+                them too. With layouts they fill whole pages.
+            tier: for the requests of the host tier, what `HiSparse.map_last_location` returned for them in this step.
+                The other requests have all their KV in their pages.
             pad_tokens: tokens of a captured graph; padded ones have id 0, position 0 and token 0 of KV memory.
             layouts: `flash_attention` or `flashinfer`, for arrays that these take besides.
             token_arrays: name -> further values of tokens, which become `inputs.arrays`.
@@ -208,7 +222,8 @@ class ForwardPlan:
             ArgumentError: more tokens put in than there are, or than are allocated; fewer padded tokens than tokens; a
                 request samples that puts in none.
             ValueOverflowError: lengths or tokens beyond int32, which kernels take.
-            ContractError: `flashinfer` with bounds, whose page counts the host would have to know.
+            ContractError: `flashinfer` with bounds, whose page counts the host would have to know; requests of the
+                host tier with bounds, or with layouts, whose kernels do not read host memory.
             DeclarationError: an unknown layout, or array of indices; a token array with a name that is taken.
             Violation: DERIVED_STALE, at `cheap`: slots and lengths of two sets of rows, or exact lengths that are not
                 those that the pages were given; SENTINEL_ESCAPED: a negative id; SLOT_ZERO_ALLOCATED: a padded row
@@ -257,6 +272,22 @@ class ForwardPlan:
             fed[:] = False
         relay_rows = np.flatnonzero(fed)
         sample_rows = _sample_rows(samples, queries, num_rows)
+        offset = None if kv_offset is None else _per_request(kv_offset, num_reqs, num_rows, f"{_WHAT}: kv_offset")
+        if offset is not None and (pages is None or np.count_nonzero(offset < 0)):
+            raise ArgumentError(
+                f"{_WHAT}: kv_offset {offset.min(initial=0)} with {pages!r}",
+                value=int(offset.min(initial=0)),
+                remedy="pass 0 or more, and the pages that hold the tokens",
+            )
+        window = None
+        if tier is not None:
+            window = _window(tier, row_set, lens, queries, where)
+            if pages is None or bounds is not None or offset is not None or names:
+                raise ContractError(
+                    f"{_WHAT}: {tier!r} without pages, or with bounds, kv_offset or layouts",
+                    value=tier,
+                    remedy="pass pages and exact lengths; attention of the host tier reads `hot_from` and its tables",
+                )
         epochs = None if pages is None else pages.epochs
         plan = cls(
             slots=slots,
@@ -276,6 +307,8 @@ class ForwardPlan:
             deferred=deferred,
             origin=Origin("plan", slots.runtime.step, row_set, epochs, 0 if epochs is None else epochs.last),
             pages=pages,
+            kv_offset=offset,
+            kv_window=window,
             shares=0 if pages is None else pages.shares.last,
         )
         if pages is not None:
@@ -288,7 +321,14 @@ class ForwardPlan:
         for name, one in named.items():
             plan.token_arrays[name] = laid = one.laid_out(values[name], starts, padded_tokens)
             one.check(laid, {**where, "column": name})
-        plan.extras = DerivedArrays(plan._arrays(rows, starts, positions, names), plan.origin)
+        arrays = plan._arrays(rows, starts, positions, names)
+        if tier is not None:
+            hot_from = np.zeros(num_rows, dtype=np.int64)
+            at = row_set.rows_of(tier.slots.row_set, repr(tier), **where)
+            hot_from[slice(num_reqs) if at is None else at] = tier.hot_from
+            further = {name: array.copy() for name, array in tier.extras.items() if name.startswith("backup_")}
+            arrays |= {"hot_from": hot_from, **further}
+        plan.extras = DerivedArrays(arrays, plan.origin)
         return plan
 
     @property
@@ -327,6 +367,26 @@ class ForwardPlan:
         uploaded.row_set = self.slots.row_set
         uploaded.slots = slots, DeviceSide(ReadyTensor.uploaded(upload.view(0), upload))
         return uploaded
+
+    def kv_index(self, rows: Ints | slice, positions: Ints) -> Ints:
+        """Which of its request's tokens in the pages is at a position, int64[t]; `rows` of the requests, int64[t]."""
+        if self.kv_offset is not None:
+            positions = positions + self.kv_offset[rows]
+        return positions if self.kv_window is None else positions % self.kv_window[rows]
+
+    @property
+    def kv_ends(self) -> Ints:
+        """Tokens that the pages hold of each request with this forward, or a bound, int64[num_reqs]."""
+        ends = self.seq_lens if self.kv_offset is None else self.seq_lens + self.kv_offset
+        return ends if self.kv_window is None else np.minimum(ends, self.kv_window)
+
+    @property
+    def kv_starts(self) -> Ints:
+        """Tokens that they held before, int64[num_reqs]; an encoder's are new with position 0."""
+        starts = self.seq_lens - self.query_lens
+        if self.kv_offset is not None:
+            starts = np.where(starts == 0, 0, starts + self.kv_offset)
+        return starts if self.kv_window is None else np.minimum(starts, self.kv_window)
 
     @property
     def bounded(self) -> bool:
@@ -386,17 +446,18 @@ class ForwardPlan:
     def note_written(self) -> None:
         """For the library: the forward begins on the current stream, and writes what its requests put in."""
         if self.pages is not None:
-            rows, lens = self.slots.np[: self.num_reqs], self.seq_lens
+            rows, ends = self.slots.np[: self.num_reqs], self.kv_ends
             if self.bounded:
-                lens = np.minimum(lens, self.pages.committed_lengths[rows])
-            self.pages.writes.launched(rows, lens, self.seq_lens - self.query_lens)
+                ends = np.minimum(ends, self.pages.committed_lengths[rows])
+            self.pages.writes.launched(rows, ends, self.kv_starts)
 
     def locations_at(self, positions: Ints) -> Ints:
         """Where the pages have the KV of tokens at the positions int64[num_tokens], int64[num_tokens]. For checks."""
         if self.pages is None:
             return np.zeros_like(positions)
         rows = np.repeat(np.arange(self.num_reqs, dtype=np.int64), self.query_lens)
-        return _locations(self._page_table(self.pages), rows, positions, self.pages.page_size)
+        index = self.kv_index(rows, positions)
+        return _locations(self._page_table(self.pages), rows, index, self.pages.page_size)
 
     def relay_tokens(self) -> Ints:
         """Indices of the relay's ids among the tokens, int64, request by request."""
@@ -421,13 +482,16 @@ class ForwardPlan:
             arrays["sample_slots"] = self.sampled_slots.np.copy()  # an engine may make a tensor of each
         if self.pages is not None:
             table, page_size = self._page_table(self.pages), self.pages.page_size
-            arrays["slot_mapping"] = self._indices("slot_mapping", _locations(table, rows, positions, page_size), size)
+            mapping = _locations(table, rows, self.kv_index(rows, positions), page_size)
+            arrays["slot_mapping"] = self._indices("slot_mapping", mapping, size)
             if self.bounded and "flashinfer" in layouts:
                 raise ContractError(
                     f"{_WHAT}: layout 'flashinfer' of bounded lengths",
                     value="upper_bound",
                     remedy="resolve the lengths first: flashinfer counts pages on the host; or use 'flash_attention'",
                 )
+            if layouts and self.kv_offset is not None:
+                table = self._behind_offset(table, page_size)
             for name in layouts:
                 arrays |= LAYOUTS[name](table, self.seq_lens, page_size, num_rows)
         elif layouts:
@@ -446,6 +510,8 @@ class ForwardPlan:
             arrays["relay_tokens"] = self.relay_tokens()
             if self.bounded:
                 arrays["relay_rows"] = self.relay_rows
+        if self.bounded and self.pages is not None and self.kv_offset is not None:
+            arrays["relay_kv_offset"] = self.kv_offset[self.relay_rows]
         return arrays
 
     def _indices(self, name: str, values: Ints, size: int) -> npt.NDArray[np.integer]:
@@ -459,20 +525,34 @@ class ForwardPlan:
         """The pages of each request, int32[num_reqs, most pages of a request]."""
         return pages.page_table[self.slots.np[: self.num_reqs]]
 
+    def _behind_offset(self, table: npt.NDArray[np.int32], page_size: int) -> npt.NDArray[np.int32]:
+        """The page table from the page of position 0 on."""
+        first, rest = np.divmod(np.zeros(0, np.int64) if self.kv_offset is None else self.kv_offset, page_size)
+        if rest.any():
+            row = int(np.flatnonzero(rest)[0])
+            raise ArgumentError(
+                f"{_WHAT}: row {row} has a kv_offset of {rest[row]} tokens over {first[row]} pages of {page_size}",
+                value=int(rest[row]),
+                remedy="page lists begin with a page: let the offset fill whole pages, or plan without layouts",
+            )
+        columns = np.minimum(np.arange(table.shape[1]) + first[:, None], table.shape[1] - 1)
+        shifted: npt.NDArray[np.int32] = np.take_along_axis(table, columns, axis=1)
+        return shifted
+
     def _check_lengths(self, pages: PagePool, *, exact: bool) -> None:
         """Each request has pages for its tokens; where its length is exact, it is the one that the pages were given."""
         live = self.slots if self.num_rows == self.num_reqs else _handles(self.slots, np.arange(self.num_reqs))
-        allocated = pages.allocated(live)
-        short = np.flatnonzero(allocated < self.seq_lens)
+        allocated, ends = pages.allocated(live), self.kv_ends
+        short = np.flatnonzero(allocated < ends)
         if short.size:
             row = int(short[0])
             raise ArgumentError(
-                f"{_WHAT}: request in row {row} has {self.seq_lens[row]} tokens and pages for {allocated[row]}",
-                value=int(self.seq_lens[row]),
+                f"{_WHAT}: request in row {row} has {ends[row]} tokens and pages for {allocated[row]}",
+                value=int(ends[row]),
                 remedy="grow the pages first (`pages.extend` or `pages.advance`)",
             )
         if exact and levels.cheap:
-            pages.check_committed(live.np, self.seq_lens, "plan")
+            pages.check_committed(live.np, ends, "plan")
 
 
 # Arguments
@@ -499,6 +579,29 @@ def _per_request(numbers: object, num_reqs: int, num_rows: int, what: str) -> In
     rows = num_rows if array.ndim == 1 and array.shape[0] == num_rows else num_reqs
     found = amounts(array, rows, what)
     return np.full(num_reqs, found, dtype=np.int64) if found.ndim == 0 else found[:num_reqs]
+
+
+def _window(tier: object, row_set: RowSet, lens: Ints, queries: Ints, where: Where) -> Ints:
+    """Tokens of each request that its pages hold at the most, int64[num_reqs]; `NO_END` outside of the tier."""
+    if not isinstance(tier, LastLocation):
+        raise ArgumentError(
+            f"{_WHAT}: tier is {type(tier).__name__}",
+            value=tier,
+            remedy="pass what `HiSparse.map_last_location` returned",
+        )
+    window = np.full(len(lens), NO_END, dtype=np.int64)
+    found = row_set.rows_of(tier.slots.row_set, repr(tier), **where)
+    rows = np.arange(len(lens)) if found is None else found
+    window[rows] = tier.hot_tokens
+    wrong = rows[(lens[rows] != tier.positions + 1) | (queries[rows] != 1)]
+    if wrong.size:
+        row = int(wrong[0])
+        raise ArgumentError(
+            f"{_WHAT}: row {row} puts in {queries[row]} tokens of {lens[row]}, {tier!r} mapped one at another position",
+            value=int(lens[row]),
+            remedy="map the last location of the same lengths, in the same step",
+        )
+    return window
 
 
 def _check_queries(queries: Ints, lens: Ints) -> None:

@@ -87,8 +87,9 @@ class TokenArray:
             if array.shape == (0,) and self.shape:
                 array = np.empty((0, *self.shape), dtype)  # an empty list knows no shape of a token
             if array.ndim != 1 + len(self.shape) or array.shape[1:] != self.shape:
+                each = f" values {list(self.shape)}" if self.shape else ""
                 raise ShapeError(
-                    f"{what} of row {row}: expected a list of {query}, got "
+                    f"{what} of row {row}: expected a list of {query}{each}, got "
                     + (f"the number {values}" if array.ndim == 0 else f"shape {list(array.shape)}"),
                     value=array.shape,
                     remedy="pass one list per request, one value per token; None for a request without",

@@ -70,10 +70,12 @@ class RelayRequest:
         reused: whether the slot was another request's before.
         length: tokens in KV memory.
         bound: the most that the host knows of: tokens for which there are pages.
+        encoder: tokens of an encoder, which its pages have before the first.
     """
 
     handle: Slots
     reused: bool = False
+    encoder: int = 0
     length: int = 0
     bound: int = 0
 
@@ -438,6 +440,7 @@ class FutureMapMachine(Machine):
         "a forward without ids",
         "true lengths of a forward without ids",
         "a forward without the relay",
+        "tokens of an encoder before the first",
         "values of tokens deferred",
         "values of tokens in the step's copy",
         "drafts put in",
@@ -538,11 +541,12 @@ class FutureMapMachine(Machine):
 
     # Requests
 
-    @rule(n=st.integers(1, 3), prebuilt=st.booleans())
-    def arrive(self, n: int, prebuilt: bool) -> None:
+    @rule(n=st.integers(1, 3), prebuilt=st.booleans(), encoder=st.sampled_from([0, 0, 1, 3]))
+    def arrive(self, n: int, prebuilt: bool, encoder: int) -> None:
         """Requests take slots; for those that arrive prebuilt, the host publishes what a decode takes."""
         slots = self.pool.take(min(n, self.pool.stats.free))
-        came = [RelayRequest(one, bool(one.generations[0] > 1)) for one in slots.split([1] * len(slots))]
+        handles = slots.split([1] * len(slots))
+        came = [RelayRequest(one, bool(one.generations[0] > 1), encoder) for one in handles]
         self.requests += came
         self.reached("a slot used by another request", any(one.reused for one in came))
         if prebuilt:
@@ -875,7 +879,7 @@ class FutureMapMachine(Machine):
                 first = self.asked.pop(asked - 1)
                 for request in self._with_results(first)[:replaced]:
                     self._leave(request, None)
-                    self.arrive(1, False)
+                    self.arrive(1, False, 0)
                 self._fetch(first, "default")
 
     def _launch(self, parts: Sequence[ForwardPart], shape: Shape, twice: bool) -> Launched:
@@ -887,7 +891,8 @@ class FutureMapMachine(Machine):
         bounds = np.array([one.bound for one in requests], dtype=np.int64) + queries
         exact = np.array([one.length for one in requests], dtype=np.int64) + queries
         handles = self._handles(requests)
-        extension = self.pages.extend(handles, bounds)
+        encoders = self._encoders(requests)
+        extension = self.pages.extend(handles, bounds + encoders)
         true = self.rt.upload([exact]).view(0)
         bound_lens = MirroredTensor.from_pair(self.rt, bounds, true, contract="upper_bound")
         batch = RelayBatch.build(self.rt, slots=handles, seq_lens=exact, bound_lens=bound_lens)
@@ -900,6 +905,7 @@ class FutureMapMachine(Machine):
             prompt_ids=[part.prompt for part in parts],
             samples=[part.samples for part in parts],
             pages=self.pages,
+            kv_offset=encoders if encoders.any() else None,
             pad_tokens=None if shape.pad_tokens is None else int(queries.sum()) + shape.pad_tokens,
             has_ids=shape.has_ids,
             deferred=shape.deferred,
@@ -928,25 +934,29 @@ class FutureMapMachine(Machine):
     @rule(data=st.data(), change=st.sampled_from(("nothing", "grow", "truncate", "release", "other rows")))
     def plan_late(self, data: st.DataObject, change: str) -> None:
         """A plan and a table write are used late: not once their pages have changed, and not for other rows."""
-        requests = [one for one in self._chosen(data) if one.length < _MOST_TOKENS]
+        requests = [one for one in self._chosen(data) if one.length + one.encoder < _MOST_TOKENS]
         if not requests:
             return
         self._next_step()
         self._make_exact(requests)
         handles, lens = self._handles(requests), np.array([one.length for one in requests], dtype=np.int64)
-        extension = self.pages.extend(handles, lens + 1)
+        encoders = self._encoders(requests)
+        held = np.where(lens > 0, lens + encoders, 0)  # with the first token an encoder's are written
+        extension = self.pages.extend(handles, lens + 1 + encoders)
         batch = RelayBatch.build(self.rt, slots=handles, seq_lens=lens + 1, bound_lens=lens + 1)
         prompts, none = [[1]] * len(requests), np.zeros(len(requests), dtype=np.bool_)
-        plan = ForwardPlan.of(batch.slots, batch.seq_lens, prompt_ids=prompts, samples=none, pages=self.pages)
+        plan = ForwardPlan.of(
+            batch.slots, batch.seq_lens, prompt_ids=prompts, samples=none, pages=self.pages, kv_offset=encoders
+        )
         write, uploaded, later = extension.entry(), batch.upload(extras=dict(plan.extras)), batch
         if change == "grow":
             self.pages.grow(handles, _MOST_TOKENS)
         elif change == "truncate":
-            self.pages.truncate(handles, lens)
+            self.pages.truncate(handles, held)
         elif change == "release":
             self.pages.release(handles)
-            batch.upload(writes=[self.pages.extend(handles, lens).entry()])
-            self.pages.extend(handles, lens + 1)  # as many tokens as were planned, elsewhere perhaps
+            batch.upload(writes=[self.pages.extend(handles, held).entry()])
+            self.pages.extend(handles, lens + 1 + encoders)  # as many tokens as were planned, elsewhere perhaps
         elif change == "other rows":
             later = batch.filter(np.arange(len(requests))[::-1])
             uploaded = later.upload(extras=dict(plan.extras))
@@ -966,7 +976,7 @@ class FutureMapMachine(Machine):
             self.reached("a plan used late")
             later.upload(writes=[write])
             self.relay.resolve_forward_inputs(plan, uploaded, ids="token", req_to_token=self.table)
-        self.pages.truncate(handles, lens, after=self.rt.record())
+        self.pages.truncate(handles, held, after=self.rt.record())
 
     def _inputs(self, plan: ForwardPlan, uploaded: Extras, shape: Shape) -> ForwardInputs:
         """At forward entry, on the stream of the forward."""
@@ -979,6 +989,9 @@ class FutureMapMachine(Machine):
             lengths="lengths" if "lengths" in shape.takes else None,
             req_to_token=self.table,
         )
+
+    def _encoders(self, requests: Sequence[RelayRequest]) -> npt.NDArray[np.int64]:
+        return np.array([one.encoder for one in requests], dtype=np.int64)
 
     def _token_arrays(self, parts: Sequence[ForwardPart]) -> dict[str, TokenArray]:
         """A kind and a place in a grid for each token of a prompt; others have the kind 5, and lie at 0."""
@@ -994,8 +1007,8 @@ class FutureMapMachine(Machine):
         """The host has learned the lengths: pages beyond go back."""
         loose = [one for one in requests if one.bound > one.length]
         if loose:
-            lengths = np.array([one.length for one in loose], dtype=np.int64)
-            self.pages.truncate(self._handles(loose), lengths, after=self.rt.record(self.streams["forward"]))
+            held = np.array([one.length + one.encoder for one in loose], dtype=np.int64)
+            self.pages.truncate(self._handles(loose), held, after=self.rt.record(self.streams["forward"]))
             for one in loose:
                 one.bound = one.length
 
@@ -1018,7 +1031,8 @@ class FutureMapMachine(Machine):
             pages = self.pages.page_table[part.request.slot]
             for at in range(part.request.length, part.request.length + part.query):
                 positions.append(at)
-                locations.append(int(pages[at // _PAGE_SIZE]) * _PAGE_SIZE + at % _PAGE_SIZE)
+                index = at + part.request.encoder
+                locations.append(int(pages[index // _PAGE_SIZE]) * _PAGE_SIZE + index % _PAGE_SIZE)
             starts.append(starts[-1] + part.query)
         counts = starts[-1], starts[-1] + (shape.pad_tokens or 0)
         agree(counts, (plan.num_tokens, plan.num_padded_tokens), "token counts")
@@ -1058,7 +1072,7 @@ class FutureMapMachine(Machine):
         if not decodes and who == "decodes":
             return None
         query = shape.width if decodes else data.draw(st.integers(1, 3), label="tokens of a prompt")
-        if one.bound + query > _MOST_TOKENS:
+        if one.bound + one.encoder + query > _MOST_TOKENS:
             return None
         if decodes:
             return ForwardPart(one, None, query, True)
@@ -1100,6 +1114,7 @@ class FutureMapMachine(Machine):
         self.reached("a forward without ids", not shape.has_ids)
         self.reached("true lengths of a forward without ids", not shape.has_ids and launched.plan.bounded)
         self.reached("a forward without the relay", shape.alone and not launched.plan.relay_rows.size)
+        self.reached("tokens of an encoder before the first", launched.plan.kv_offset is not None)
         self.reached("values of tokens deferred", shape.arrays and shape.deferred)
         self.reached("values of tokens in the step's copy", shape.arrays and not shape.deferred)
         self.reached("drafts put in", shape.drafts and any(decodes))

@@ -16,7 +16,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from batchstate import levels
+from batchstate._upload import Extras
 from batchstate.errors import ArgumentError, DtypeError, PoolExhaustedError, ShapeError
+from batchstate.forward.inputs import ForwardInputs
+from batchstate.forward.plan import ForwardPlan
 from batchstate.indices import Pages, Slots
 from batchstate.kv._tier import TierState
 from batchstate.kv.hisparse import HiSparse, LastLocation
@@ -317,6 +320,7 @@ class HostTierMachine(Machine):
         "a writer that ends after its request",
         "host locations used again after their writer",
         "cleared beside a writer that has not ended",
+        "requests inside and outside in one plan",
     )
 
     @initialize(
@@ -523,8 +527,12 @@ class HostTierMachine(Machine):
         locations: Ints,
         plan: LastLocation | None,
         packed: bool,
+        whole: ForwardPlan | None = None,
     ) -> None:
-        """One forward: backs up, writes the KV of new positions, reads all of all requests, and tells the host."""
+        """One forward: backs up, writes the KV of new positions, reads all of all requests, and tells the host.
+
+        `whole` plans all that it takes, and has the locations.
+        """
         self._begin_step()
         for request, content in zip(requests, added, strict=True):
             request.content = np.concatenate([request.content, content], axis=1)
@@ -536,10 +544,17 @@ class HostTierMachine(Machine):
         with self.on(self.apart):
             extras = {} if plan is None or not packed else plan.extras
             upload = self.rt.upload([*arrays, *extras.values()])
+            sent: Extras | None = None
             if plan is not None:
                 uploaded = {name: upload.view(5 + at) for at, name in enumerate(extras)}
-                self.tier.back_up(plan, uploaded if packed else None)
+                sent = None if whole is None else whole.upload()
+                self.tier.back_up(plan, sent if sent is not None else uploaded if packed else None)
             written, kv_of_step, cold, hot, order_on_device = (upload.view(at) for at in range(5))
+            if whole is not None and sent is not None:
+                mapping = ForwardInputs.of(whole, sent).slot_mapping
+                written = written if mapping is None else mapping
+                if levels.full:
+                    agree(locations.tolist(), self.rt.inspect(written).tolist(), "slot mapping")
             read = []
             for layer, (kv, buffer) in enumerate(zip(self.kv, self.host.buffers, strict=True)):
                 self.rt.launch(
@@ -766,7 +781,32 @@ class HostTierMachine(Machine):
             if not requests or not self._decode(requests, True, False):
                 return
 
-    def _decode(self, requests: list[TieredRequest], packed: bool, mirrored: bool) -> bool:
+    @rule(data=st.data(), times=st.integers(1, 6), length=st.integers(1, 6))
+    def decode_together(self, data: st.DataObject, times: int, length: int) -> None:
+        """Requests of the tier and others decode in one step of one plan, in any order; some come for it."""
+        if not self.of(READY):
+            arriving = self._reserve(1, length, times, length)
+            if not arriving or not self._admit(arriving, True):
+                return
+        if not any(one.length for one in self.of(OUTSIDE)):
+            self._prefill(1, length)
+        inside = self.of(READY)
+        for _ in range(times):
+            inside = [one for one in inside if one.length < one.max_tokens]
+            beside = [one for one in self.of(OUTSIDE) if 0 < one.length < MOST_TOKENS]
+            order = data.draw(st.permutations(range(len(inside) + len(beside))), label="order")
+            if not inside or not self._decode(inside, True, False, beside, order):
+                return
+
+    def _decode(
+        self,
+        requests: list[TieredRequest],
+        packed: bool,
+        mirrored: bool,
+        beside: list[TieredRequest] | None = None,
+        order: Sequence[int] = (),
+    ) -> bool:
+        """A step of requests of the tier, and of others `beside` them: then one plan has all, in `order`."""
         slots = self.handles(requests)
         lengths = np.array([one.length + 1 for one in requests], dtype=np.int64)
         seq_lens = MirroredTensor.from_host(self.rt, lengths) if mirrored else lengths
@@ -794,7 +834,10 @@ class HostTierMachine(Machine):
             self.reached("the ring went round", request.length >= 2 * hot)
             self.reached("grown by a page", grown)
             self.reached("read from the host", request.hot_from > 0)
-        self._forward(requests, added, plan.locations.np, plan, packed)
+        if beside is None:
+            self._forward(requests, added, plan.locations.np, plan, packed)
+        else:
+            self._together(requests, added, plan, beside, order)
         if levels.full:  # before what the forward read is compared
             with self.on(self.apart):
                 ask(self.tier.verify)
@@ -807,6 +850,39 @@ class HostTierMachine(Machine):
         for request in requests:
             request.steps += 1
         return True
+
+    def _together(
+        self,
+        requests: list[TieredRequest],
+        added: list[Ints],
+        plan: LastLocation,
+        beside: list[TieredRequest],
+        order: Sequence[int],
+    ) -> None:
+        """The forward of a step whose requests are in the tier and outside."""
+        others = list(beside)
+        if others and not self._tried(lambda: self.pages.advance(self.handles(others)), "device pages"):
+            others = []
+        self.reached("requests inside and outside in one plan", bool(others))
+        added = added + [self._new(1) for _ in others]
+        rows = [row for row in order if row < len(requests) + len(others)]
+        everyone = [(requests + others)[row] for row in rows]
+        size, table = self.pages.page_size, self.pages.page_table
+        locations = []
+        for one in everyone:
+            at = one.length % self.tier.hot_tokens if one.state is READY else one.length
+            locations.append(int(table[one.number, at // size]) * size + at % size)
+        whole = ForwardPlan.of(
+            self.handles(everyone),
+            np.array([one.length + 1 for one in everyone], dtype=np.int64),
+            prompt_ids=[[7]] * len(everyone),
+            pages=self.pages,
+            tier=plan,
+        )
+        hot_from = [one.hot_from for one in everyone]
+        agree(hot_from, whole.extras["hot_from"].tolist(), "first positions on the device, of all")
+        places = np.array(locations, dtype=np.int64)
+        self._forward(everyone, [added[row] for row in rows], places, plan, True, whole)
 
     # Leaving
 
