@@ -9,7 +9,7 @@ from typing import NamedTuple, final
 import torch
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_TOOLS = tuple(os.path.join(_PACKAGE, "testing", folder) + os.sep for folder in ("tracing", "race", "sim"))
+_TOOLS = tuple(os.path.join(_PACKAGE, "testing", folder) + os.sep for folder in ("tracing", "race", "sim", "cuda"))
 _TESTING = tuple(os.path.join(_PACKAGE, folder) + os.sep for folder in ("testing", "selfcheck"))
 _SEAM = os.path.join(_PACKAGE, "runtime") + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -55,6 +55,14 @@ def source_line(depth: int = 2) -> SourceLine:
             line = Line(code, frame.f_lineno)
         frame = frame.f_back
     return SourceLine(line, None)
+
+
+def users_frame(depth: int = 2) -> FrameType | None:
+    """The innermost frame from the one `depth` above on that is neither machinery nor the library's."""
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None and _kind(frame.f_code.co_filename) != _USER:
+        frame = frame.f_back
+    return frame
 
 
 def users_line(lines: Iterable[Line]) -> Line | None:

@@ -1,14 +1,18 @@
 """For tests of engines: strategies, state machines, fences completed by hand, and guards.
 
 Begin with `twin_machine` to fuzz a batch class of your own and `pool_machine` to fuzz a pool, with `RaceRuntime` to
-find races between streams, with `no_hidden_sync` to guard a step loop, and with `ManualFence` where a test has to say
-when a step ends, or with `LateRuntime` where it has to say so of every fence. Runtimes, fences and the guard need
+find races between streams, or `cuda_on_cpu` to find them in plain torch code, with `no_hidden_sync` to guard a step
+loop, and with `ManualFence` where a test has to say when a step ends, or with `LateRuntime` where it has to say so of
+every fence. Runtimes, fences and the guard need
 nothing else; all other names need hypothesis (extra `testing`) and are imported when first used.
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from batchstate.testing.cuda import CudaRuntime as CudaRuntime
+    from batchstate.testing.cuda import cuda_on_cpu as cuda_on_cpu
+    from batchstate.testing.cuda import declared_kernel as declared_kernel
     from batchstate.testing.devices import open_device as open_device
     from batchstate.testing.devices import window_of as window_of
     from batchstate.testing.fences import LateRuntime as LateRuntime
@@ -57,6 +61,7 @@ else:
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
         {
+            "cuda": "CudaRuntime cuda_on_cpu declared_kernel",
             "devices": "open_device window_of",
             "fences": "LateRuntime ManualFence ManualStream",
             "machine": "DisagreementError Machine Misuse OpenRuntime MachineSession session",

@@ -5,8 +5,10 @@ from typing import Any, TypeAlias, final
 import torch
 
 from batchstate.runtime import AcceleratorRuntime, CpuRuntime, Stream
+from batchstate.testing.cuda import CudaRuntime
 from batchstate.testing.race import RaceRuntime
 from batchstate.testing.sim import SimRuntime
+from batchstate.testing.tracing.dispatch import is_raw
 from batchstate.testing.tracing.runtime import DeviceEvent
 
 
@@ -34,6 +36,37 @@ class PlainAccelerator(AcceleratorRuntime):
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Zeroed pinned memory."""
         return torch.zeros(shape, dtype=dtype, pin_memory=True)
+
+
+@final
+class PlainCuda(AcceleratorRuntime):
+    """Says everything in plain `torch.cuda`, in a window of `cuda_on_cpu`: what the detector sees is torch alone.
+
+    Args:
+        window: names the streams in reports, and is told of kernels that torch does not see.
+    """
+
+    def __init__(self, window: CudaRuntime) -> None:
+        self._window = window
+        super().__init__(torch.device("cuda"))
+
+    def stream(self, name: str) -> Stream:
+        """A stream of torch."""
+        made = super().stream(name)
+        self._window.name_stream(made.native, name)
+        return made
+
+    def event(self, name: str = "event") -> "NativeEvent":
+        """An event of torch."""
+        return NativeEvent(self, self._module.Event())
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Zeroed pinned memory."""
+        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+
+    def launch(self, operation: Any, *args: Any, **named: Any) -> Any:
+        """A kernel that torch does not see is declared to the window; all else is called."""
+        return self._window.launch(operation, *args, **named) if is_raw(operation) else operation(*args)
 
 
 @final
@@ -66,5 +99,5 @@ class NativeEvent:
         self._native.synchronize()
 
 
-CaseRuntime: TypeAlias = RaceRuntime | SimRuntime | PlainCpu | PlainAccelerator
+CaseRuntime: TypeAlias = RaceRuntime | SimRuntime | PlainCpu | PlainAccelerator | PlainCuda
 """A runtime with events and pinned memory, which runs a micro-case."""

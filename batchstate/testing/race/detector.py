@@ -12,7 +12,7 @@ from typing import Literal, final
 
 from batchstate import invariants
 from batchstate._source_lines import SourceLine, source_line
-from batchstate.testing.race.history import Entry, History, Used, hint_for, rows_of
+from batchstate.testing.race.history import Entry, HintFor, History, Used, hint_for, rows_of
 from batchstate.testing.race.report import Access, EventKind, RaceKind, RaceReport
 from batchstate.testing.race.waits import WORK, Waits
 from batchstate.testing.tracing.clocks import HOST, Clocks, StreamClock
@@ -213,24 +213,28 @@ class Detector:
     Args:
         step: of the runtime, for reports.
         on_race: raise the first race, or collect them in `races`.
+        hint_for: says what is missing and how to add it.
 
     Attributes:
         clocks: what each stream knows.
         history: the newest events.
         races: all reports; at most one for the same two lines and kind.
+        raised: those of them that were raised.
         waits: what each wait is needed for; None for a run that does not ask.
         accesses, comparisons: accesses that were checked, and streams' logs that these were compared with, for cost.
     """
 
-    def __init__(self, step: Callable[[], int], on_race: OnRace) -> None:
+    def __init__(self, step: Callable[[], int], on_race: OnRace, hint_for: HintFor = hint_for) -> None:
         self.clocks = Clocks()
         self.history = History()
         self.races: list[RaceReport] = []
+        self.raised: list[Race] = []
         self.waits: Waits | None = None
         self.accesses = 0
         self.comparisons = 0
         self._step = step
         self._on_race = on_race
+        self._hint_for = hint_for
         self._reported: set[tuple[object, ...]] = set()
         self._reads_over: dict[int, int] = {}
         self._freed: dict[int, list[RaceAllocation]] = {}
@@ -419,7 +423,7 @@ class Detector:
         if self._on_race == "collect" and key in self._reported:
             return
         stream = next(stream for stream in self.clocks.streams if stream.name == first.lane)
-        missing, suggestion = hint_for(self.history, stream, kind, first, second, allocation.dropped)
+        missing, suggestion = self._hint_for(self.history, stream, kind, first, second, allocation.dropped)
         report = RaceReport(
             kind=kind,
             problem=f"{_PROBLEMS[kind]}: {_between(kind, first, second)}",
@@ -439,7 +443,8 @@ class Detector:
             invariants.race(False, report.problem, missing, remedy=suggestion, object=report.memory)
         except Violation as violation:
             if self._on_race == "raise":
-                raise Race.of(violation, report) from None
+                self.raised.append(Race.of(violation, report))
+                raise self.raised[-1] from None
 
 
 _PROBLEMS = {

@@ -1,7 +1,7 @@
 """The newest events of a run, and what they say is missing: the fence that was meant, where there is one."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, final
 
 from batchstate._source_lines import SourceLine
@@ -189,7 +189,7 @@ def hint_for(
         )
     who = "the host" if second.lane == HOST else f"stream {second.lane!r}"
     where = "on the host" if second.lane == HOST else f"on stream {second.lane!r}"
-    early = _waited_too_early(history, stream, first, second)
+    early = waited_too_early(history, stream, first, second)
     if early is not None:
         return Hint(
             f"{who} waits for {early.name}, which was recorded before {first.operation} on stream {first.lane!r}",
@@ -206,7 +206,11 @@ def hint_for(
     )
 
 
-def _waited_too_early(history: History, stream: StreamClock, first: Access, second: Access) -> Entry | None:
+HintFor = Callable[[History, StreamClock, RaceKind, Access, Access, SourceLine | None], Hint]
+"""As `hint_for`: the same in the words of another interface."""
+
+
+def waited_too_early(history: History, stream: StreamClock, first: Access, second: Access) -> Entry | None:
     """A fence of the first access's stream and step that the second one waited for, and that lies before the access."""
     for entry in history.newest_first():
         if entry.number < first.event:

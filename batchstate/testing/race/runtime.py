@@ -19,7 +19,7 @@ from batchstate.runtime.base import Array
 from batchstate.runtime.fences import foreign_fence
 from batchstate.runtime.memory import StagingBlock
 from batchstate.testing.race.detector import Detector, OnRace
-from batchstate.testing.race.history import Entry
+from batchstate.testing.race.history import Entry, HintFor, hint_for
 from batchstate.testing.race.report import EventKind, RaceReport
 from batchstate.testing.race.tracer import RaceTracer
 from batchstate.testing.race.waits import Waits, WideWait
@@ -98,14 +98,14 @@ class RaceFence:
     """A point in a stream. Complete once the host has waited for it, or for something behind it.
 
     Attributes:
-        number: in the order in which the fences of a runtime were recorded, from 1.
+        name: for reports; `fence 3` unless an event has a name of its own.
         event: of its recording.
         stream: of that event, by number.
         seen: what is known to lie before it: stream -> newest event.
         owner: the runtime.
     """
 
-    number: int
+    name: str
     event: int
     stream: int
     seen: list[int] = attrs.field(repr=False)
@@ -136,7 +136,6 @@ class RaceFence:
 T = TypeVar("T")
 
 
-@final
 class RaceRuntime(TracedRuntime[StreamClock]):
     """Checks everything that runs through it, and through torch in a `with` window of it.
 
@@ -153,6 +152,7 @@ class RaceRuntime(TracedRuntime[StreamClock]):
             for something behind it: the least order a device may have. With `"eager"` it is complete at once, and the
             host knows what lies before it and nothing more: what changes hands behind the wrong fence does so at once.
         note_waits: keep what each wait for a fence is needed for, for `wide_waits`.
+        hint_for: says in a report what is missing and how to add it.
 
     Attributes:
         synchronised: calls of torch that made the host wait, by name. They count as forced syncs.
@@ -166,19 +166,20 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         on_race: OnRace = "raise",
         fences: Literal["lazy", "eager"] = "lazy",
         note_waits: bool = False,
+        hint_for: HintFor = hint_for,
     ) -> None:
         if on_race not in ("raise", "collect"):
             raise ArgumentError(f"on_race is {on_race!r}", value=on_race, remedy="use 'raise' or 'collect'")
         if fences not in ("lazy", "eager"):
             raise ArgumentError(f"fences is {fences!r}", value=fences, remedy="use 'lazy' or 'eager'")
-        self._detector = Detector(lambda: self.step, on_race)
+        self._detector = Detector(lambda: self.step, on_race, hint_for)
         if note_waits:
             self._detector.waits = Waits(self._detector.history)
         self._fences = 0
         self._patience = 1 if fences == "eager" else None
         self._in_flight = InFlight(self._detector.clocks)
         super().__init__(CpuRuntime(steps_in_flight=steps_in_flight) if inner is None else inner)
-        self._tracer: RaceTracer = RaceTracer(self._detector, self._inner, self._known_stream, self._note_sync)
+        self._tracer: RaceTracer = self._new_tracer()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -227,7 +228,7 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         noted = self._detector.waits
         if noted is not None:
             of = self._detector.clocks.streams[fence.stream]
-            noted.note(entry, f"fence {fence.number}", of, fence.event, waits.seen, fence.seen)
+            noted.note(entry, fence.name, of, fence.event, waits.seen, fence.seen)
 
     def trace(self) -> list[str]:
         """The newest events in program order: number, stream, what it is, step. The same program gives the same."""
@@ -383,11 +384,14 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         """A fence behind everything enqueued on a stream so far."""
         self.check_owner("record")
         self.refuse_capture("recording a fence")
-        clock = self._known_stream(stream or self.current_stream)
         self._fences += 1
-        entry = self._detector.event(clock, EventKind.FENCE, f"fence {self._fences}")
+        return self._recorded(stream, f"fence {self._fences}")
+
+    def _recorded(self, stream: Stream | None, name: str) -> RaceFence:
+        clock = self._known_stream(stream or self.current_stream)
+        entry = self._detector.event(clock, EventKind.FENCE, name)
         inner = self._inner.record(stream)
-        return RaceFence(self._fences, entry.number, clock.number, list(clock.seen), self, inner, self._patience)
+        return RaceFence(name, entry.number, clock.number, list(clock.seen), self, inner, self._patience)
 
     def _stream_wait(self, stream: Stream, fence: Fence) -> None:
         self.check_owner("wait")
@@ -397,7 +401,7 @@ class RaceRuntime(TracedRuntime[StreamClock]):
             raise foreign_fence(fence)
         self._inner._stream_wait(stream, fence._inner)
         clock = self._known_stream(stream)
-        entry = self._detector.event(clock, EventKind.WAIT, f"wait for fence {fence.number}", waits_for=fence.event)
+        entry = self._detector.event(clock, EventKind.WAIT, f"wait for {fence.name}", waits_for=fence.event)
         self._note_wait(entry, clock, fence)
         clock.join(fence.seen)
 
@@ -407,6 +411,9 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         self._tracer.keep_for(tensor, self._known_stream(stream))
 
     # Clocks
+
+    def _new_tracer(self) -> RaceTracer:
+        return RaceTracer(self._detector, self._inner, self._known_stream, self._note_sync)
 
     def _new_stream(self, name: str) -> StreamClock:
         return self._detector.clocks.add(name)
@@ -430,6 +437,6 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         if not self._is_over(fence):
             self._in_flight.note()
             host = self._detector.clocks.host
-            entry = self._detector.event(host, EventKind.WAIT, f"wait for fence {fence.number}", waits_for=fence.event)
+            entry = self._detector.event(host, EventKind.WAIT, f"wait for {fence.name}", waits_for=fence.event)
             self._note_wait(entry, host, fence)
             self._tracer.host_waits(fence.seen)

@@ -1,7 +1,7 @@
 """Every operation of torch as accesses: what it reads and writes, on which stream, and what the host waits for."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import Any
 
 import torch
 
@@ -27,7 +27,6 @@ _EMPTY = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_em
 _REMEDY = "say `reads=` and `writes=`: what a kernel or the replay of a graph touches, nothing else can know"
 
 
-@final
 class RaceTracer(Tracer[RaceAllocation]):
     """Tells the detector of every access. Operations run at once, in program order.
 
@@ -56,7 +55,7 @@ class RaceTracer(Tracer[RaceAllocation]):
         clock_of: Callable[[Any], StreamClock],
         note_sync: Callable[[str], None],
     ) -> None:
-        super().__init__(inner.device, detector.freed)
+        super().__init__(inner.device, self.died)
         self.detector = detector
         self.host_memory = HostMemory(detector)
         self.pieces = 0
@@ -65,6 +64,10 @@ class RaceTracer(Tracer[RaceAllocation]):
         self._inner = inner
         self._clock_of = clock_of
         self._note_sync = note_sync
+
+    def died(self, allocation: RaceAllocation) -> None:
+        """The last tensor of a piece of memory is gone."""
+        self.detector.freed(allocation)
 
     def current(self) -> StreamClock:
         """The clock of the current stream."""
@@ -125,6 +128,10 @@ class RaceTracer(Tracer[RaceAllocation]):
         """Pinned memory stays the host's, also where a copy of the device accesses it."""
         known = self.allocations.of(tensor)
         return self.use_on_device(tensor) if known is None or known.kind is MemoryKind.UNDECIDED else known
+
+    def _is_checked(self, tensor: torch.Tensor) -> bool:
+        """Whether accesses to the memory are checked: pageable memory of the host is not the device's to access."""
+        return self.on_cpu or tensor.device.type != "cpu" or self.allocations.of(tensor) is not None
 
     # Accesses of streams
 
@@ -188,8 +195,7 @@ class RaceTracer(Tracer[RaceAllocation]):
         __tracebackhide__ = True
         operation, func, args, kwargs, _ = call
         accesses = operation.accesses(args, kwargs, self._read_index)
-        if not self.on_cpu:
-            accesses = [one for one in accesses if one.tensor.device.type != "cpu" or self.allocations.of(one.tensor)]
+        accesses = [one for one in accesses if self._is_checked(one.tensor)]
         waits = operation.waits(args, kwargs, self.kind_of)  # before undecided operands become the device's
         entry, checked = self.begin(EventKind.OPERATION, operation.name, accesses)
         result = func(*args, **kwargs)
@@ -381,8 +387,7 @@ class RaceTracer(Tracer[RaceAllocation]):
         accesses = []
         for one, writes in ((source, False), (target, True)):
             region = of_tensor(one)
-            known = self.on_cpu or one.device.type != "cpu" or self.allocations.of(one) is not None
-            if region is not None and known:
+            if region is not None and self._is_checked(one):
                 accesses.append(MemoryAccess(one, region, writes))
         return self.access(kind, str(kind), accesses)
 

@@ -269,7 +269,7 @@ def _unwraps(kind: type) -> bool:
 
 @final
 class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    def __init__(self, tracer: Tracer[Any], called: "_Called") -> None:
+    def __init__(self, tracer: Tracer[Any], called: "_Called | None" = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tracer = tracer
         self._called = called
@@ -284,7 +284,8 @@ class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
             if torch.is_inference_mode_enabled() and func._can_decompose():
                 with self:  # torch takes it apart before, in any other mode: a `reshape` that copies is not a view
                     return func.decompose(*args, **(kwargs or {}))
-            return self._tracer.operation(func, args, kwargs or {}, self._called.in_factory)
+            factory = self._called is not None and self._called.in_factory
+            return self._tracer.operation(func, args, kwargs or {}, factory)
 
 
 @final
@@ -327,6 +328,11 @@ def tracing(tracer: Tracer[Any]) -> Iterator[None]:
     called = _Called(tracer)
     with called, _Dispatched(tracer, called):
         yield
+
+
+def dispatching(tracer: Tracer[Any]) -> contextlib.AbstractContextManager[Any]:
+    """A window in which `tracer` is told of what torch dispatches in this thread, and of no call of its functions."""
+    return _Dispatched(tracer)
 
 
 @contextlib.contextmanager

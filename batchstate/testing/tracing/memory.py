@@ -110,7 +110,7 @@ class Allocations(Generic[A]):
     def pinned_at(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A host tensor as part of the pinned memory that it lies in, or None: an address is pinned, not a tensor."""
         start = tensor.data_ptr()
-        for life in self._pinned.values():
+        for life in list(self._pinned.values()):  # another thread may free some meanwhile
             storage = life()
             if storage is not None and storage.data_ptr() <= start < storage.data_ptr() + storage.nbytes():
                 offset, uneven = divmod(start - storage.data_ptr(), tensor.element_size())

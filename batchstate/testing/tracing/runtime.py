@@ -106,8 +106,11 @@ class TracedRuntime(Runtime, Generic[S]):
             raise ArgumentError(f"a {name} was entered twice", value=self, remedy="make one for each `with`")
         self._entered = True
         self._window = contextlib.ExitStack()
-        self._window.enter_context(tracing(self._tracer))
+        self._window.enter_context(self._tracing())
         return self
+
+    def _tracing(self) -> contextlib.AbstractContextManager[None]:
+        return tracing(self._tracer)
 
     def _leave(self) -> None:
         """Ends the window."""

@@ -1,0 +1,17 @@
+"""Code that says `cuda`, on a machine without a GPU: it runs on the CPU, and the race detector watches it.
+
+Begin with `cuda_on_cpu`.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from batchstate.testing.cuda._kernels import declared_kernel as declared_kernel
+    from batchstate.testing.cuda.runtime import CudaRuntime as CudaRuntime
+    from batchstate.testing.cuda.runtime import cuda_on_cpu as cuda_on_cpu
+else:
+    from batchstate._lazy import lazy_names
+
+    __all__, __getattr__, __dir__ = lazy_names(
+        __name__, {"_kernels": "declared_kernel", "runtime": "CudaRuntime cuda_on_cpu"}
+    )

@@ -1,0 +1,293 @@
+"""Plain torch code that says `cuda`, on a CPU: what it sees of torch, which races are found, and how torch is left."""
+
+# mypy: disable-error-code="no-untyped-call"
+
+import contextlib
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch.cuda import Event, Stream, current_stream, synchronize
+
+from batchstate.errors import ArgumentError
+from batchstate.testing.cuda import cuda_on_cpu, declared_kernel
+from batchstate.testing.race import Race, RaceKind
+from tests.cuda_idioms import IDIOMS
+from tests.race_cases import CASES, Case
+from tests.race_cases.plain import PlainCuda
+from tests.race_cases.tools import expected
+
+if torch.cuda.is_available() or torch.backends.cuda.is_built():
+    pytest.skip("for builds of torch without CUDA", allow_module_level=True)
+
+_LOOKED_AT = (torch, torch.Tensor, torch._C, torch.cuda, torch.cuda.graphs, torch.cuda.memory, threading.Thread)
+
+
+def left_over(before: list[dict[str, Any]]) -> list[str]:
+    """Attributes of torch that are not what they were."""
+    found = []
+    for owner, then in zip((*_LOOKED_AT, torch._C._CudaStreamBase, torch._C._CudaEventBase), before, strict=True):
+        now = dict(vars(owner))
+        modules = {name for name in now if name not in then and type(now[name]) is type(torch)}
+        found += [name for name in now.keys() ^ then.keys() if name not in modules]
+        found += [name for name in then if name in now and then[name] is not now[name]]
+    return found
+
+
+def attributes() -> list[dict[str, Any]]:
+    """What torch has now."""
+    import torch._dynamo  # which replaces functions of torch itself
+
+    return [dict(vars(one)) for one in (*_LOOKED_AT, torch._C._CudaStreamBase, torch._C._CudaEventBase)]
+
+
+@pytest.mark.parametrize("name", IDIOMS)
+def test_an_idiom_races_or_not(name: str) -> None:
+    """The racy one is reported, by its kind, once; its safe twin is not."""
+    kind, program = IDIOMS[name]
+    for racy in (True, False):
+        with cuda_on_cpu(on_race="collect") as rt:
+            program(racy)
+        wanted = {kind} if racy and kind else set()
+        assert {race.kind for race in rt.races} == wanted, "\n".join(map(str, rt.races))
+        assert rt.accesses
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=[case.name for case in CASES.values()])
+def test_race_cases_in_plain_torch(case: Case) -> None:
+    """Both sides of all pairs, said to torch alone: the one race that is there, and no other."""
+    with cuda_on_cpu(on_race="collect") as rt:
+        case.run(PlainCuda(rt))
+    if not case.racy:
+        assert rt.races == ()
+        return
+    (race,) = rt.races
+    assert expected(case, race, operations=case.pair != "uploads step after step")  # torch calls an upload `empty`
+
+
+def test_torch_says_that_there_is_a_device() -> None:
+    """As it was declared; tensors answer `cuda:0`, have memory of their own, and mixing them with the host's raises."""
+    with cuda_on_cpu(name="a GPU", memory=1 << 30, capability=(8, 6)):
+        assert torch.cuda.is_available()
+        assert torch.cuda.device_count() == 1
+        assert torch.cuda.get_device_name() == "a GPU"
+        assert torch.cuda.get_device_capability() == (8, 6)
+        assert torch.get_device_module() is torch.cuda
+        on_host = torch.arange(4.0)
+        made = [
+            on_host.cuda(),
+            on_host.to("cuda:0"),
+            on_host.to(torch.device("cuda"), torch.float16, non_blocking=True),
+            torch.zeros(4, device="cuda"),
+            torch.tensor([1.0], device="cuda"),
+            torch.as_tensor([1.0], device="cuda"),
+            torch.zeros(4).new_tensor([1], device="cuda"),
+            torch.zeros_like(on_host, device="cuda"),
+            torch.nn.Linear(2, 2, device="cuda").weight,
+        ]
+        for one in made:
+            assert one.device == torch.device("cuda", 0)
+            assert one.is_cuda
+            assert not one.is_cpu
+            assert type(one) in (torch.Tensor, torch.nn.Parameter)
+            assert one.cpu().device.type == "cpu"
+            assert one.cpu().data_ptr() != one.data_ptr()
+            assert copy.deepcopy(one).is_cuda
+        assert made[1].to("cuda") is made[1]
+        assert on_host.to("cpu") is on_host
+        assert made[3].type() == "torch.cuda.FloatTensor"
+        assert torch.cuda.memory_allocated() == sum(one.untyped_storage().nbytes() for one in {*made})
+        assert torch.cuda.mem_get_info() == ((1 << 30) - torch.cuda.memory_allocated(), 1 << 30)
+        with pytest.raises(RuntimeError, match="at least two devices"):
+            made[3] + on_host
+        with pytest.raises(TypeError, match="can't convert cuda:0"):
+            made[3].numpy()
+        with torch.device("cuda"):
+            assert torch.tensor([1]).is_cuda
+            assert torch.zeros(1).is_cuda
+        assert not torch.zeros(1).is_cuda
+        assert torch.rand(2, device="cuda", generator=torch.Generator(device="cuda")).is_cuda
+        assert isinstance(current_stream(), Stream)
+        assert isinstance(torch.Event("cuda"), Event)
+    assert not torch.cuda.is_available()
+    assert not made[3].is_cuda
+
+
+def test_a_graph_runs_when_it_is_replayed() -> None:
+    """Capturing changes nothing; what would wait for the device is refused while it lasts."""
+    with cuda_on_cpu():
+        counter, graph = torch.zeros(2, device="cuda"), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            doubled = counter * 2
+            counter += 1
+            assert torch.cuda.is_current_stream_capturing()
+            with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+                doubled.sum().item()
+            with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+                synchronize()
+        assert counter.tolist() == [0, 0]
+        graph.replay()
+        graph.replay()
+        assert (counter.tolist(), doubled.tolist()) == ([2, 2], [2, 2])
+
+
+def test_reports_speak_of_the_code_and_of_torch() -> None:
+    """Streams and events by the attribute or variable that holds them, and a line of torch that adds the edge."""
+
+    class Engine:
+        def __init__(self) -> None:
+            self.copy_stream: Any = Stream()
+            self.copied: Any = Event()
+
+    with cuda_on_cpu(on_race="collect") as rt:
+        engine = Engine()
+        out = torch.zeros(4, device="cuda")
+        synchronize()
+        with torch.cuda.stream(engine.copy_stream):
+            out.fill_(1)
+            engine.copied.record()
+        out.clone()
+    (race,) = rt.races
+    assert (race.first.lane, race.second.lane) == ("copy_stream", "default")
+    assert "test_cuda_on_cpu.py" in race.first.site
+    assert race.missing == "stream 'default' never waits for fill_ on stream 'copy_stream'"
+    assert "`torch.cuda.default_stream().wait_event(copied)` before clone" in race.suggestion
+    assert "batchstate" not in str(race).replace("tests", "")
+
+
+def test_threads_that_start_inside_are_traced() -> None:
+    """Torch's modes are of one thread each, and so is the current stream."""
+    seen: list[Any] = []
+
+    def work() -> None:
+        with torch.cuda.stream(Stream()):
+            seen.append((torch.ones(2, device="cuda").device.type, current_stream().stream_id))
+
+    with cuda_on_cpu():
+        worker = threading.Thread(target=work)
+        worker.start()
+        worker.join()
+        assert seen[0][0] == "cuda"
+        assert seen[0][1] != current_stream().stream_id
+
+
+@pytest.mark.parametrize("ends", ["well", "badly", "by a race"])
+def test_torch_is_as_it_was(ends: str) -> None:
+    """After the window, also where an error or a race ended it."""
+    before = attributes()
+    try:
+        with cuda_on_cpu():
+            torch.cuda.graph(torch.cuda.CUDAGraph())
+            if ends == "badly":
+                raise ZeroDivisionError
+            if ends == "by a race":
+                IDIOMS["to_cpu_without_waiting"][1](True)
+    except (ZeroDivisionError, Race):
+        pass
+    assert left_over(before) == []
+    with pytest.raises((AssertionError, NotImplementedError)):  # torch remembers that it has asked for the device once
+        torch.zeros(1, device="cuda")
+
+
+def test_a_race_that_the_code_catches_is_raised_at_the_end() -> None:
+    """Code that catches every exception hides none."""
+    with pytest.raises(Race) as caught, cuda_on_cpu(), contextlib.suppress(Exception):
+        IDIOMS["to_cpu_without_waiting"][1](True)
+    assert caught.value.report.kind is RaceKind.HOST_READS_EARLY
+
+
+def test_an_engine_that_dies_takes_its_findings_along() -> None:
+    """The error that ends the window has a note of what was found by then."""
+
+    def dies() -> None:
+        IDIOMS["to_cpu_without_waiting"][1](True)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught, cuda_on_cpu(on_race="collect"):
+        dies()
+    assert "1 race(s)" in caught.value.__notes__[0]
+
+
+def test_what_cannot_be_meant_is_refused() -> None:
+    """A window in a window, a device that was not declared, a stream of a window that is over, names that are none."""
+    with cuda_on_cpu():
+        stream, event, graph = Stream(), Event(), torch.cuda.CUDAGraph()
+        with pytest.raises(ArgumentError, match="inside of cuda_on_cpu"), cuda_on_cpu():
+            pass
+        assert torch.cuda.is_available()
+        for use in (lambda: torch.zeros(1, device="cuda:1"), lambda: torch.zeros(1).cuda(1), lambda: Stream("cuda:1")):
+            with pytest.raises(RuntimeError, match="cuda:1 was not declared"):
+                use()
+    for late in (
+        lambda: stream.synchronize(),
+        lambda: event.record(),
+        lambda: stream.wait_event(event),
+        lambda: graph.replay(),
+    ):
+        with pytest.raises(ArgumentError, match="used after its window had ended"):
+            late()
+    for name in ("no.such.thing", "no_namespace::operator"):
+        with pytest.raises(ArgumentError, match="stands_for names"), cuda_on_cpu(stands_for={name: print}):
+            pass
+    with pytest.raises(ArgumentError, match="no argument 'y'"):
+        declared_kernel(reads=["y"])(lambda x: x)
+
+
+def test_what_is_not_modelled_is_said_by_name() -> None:
+    """And how to say what stands for it."""
+    with cuda_on_cpu():
+        one = torch.zeros(2, device="cuda")
+        for use, name in (
+            (lambda: torch.cuda.current_blas_handle(), "_cuda_getCurrentBlasHandle"),
+            (lambda: one.__dlpack__(), "Tensor.__dlpack__"),
+            (lambda: torch.autocast("cuda"), "torch.autocast"),
+        ):
+            with pytest.raises(ArgumentError, match=name):
+                use()
+    with cuda_on_cpu(stands_for={"torch._C._cuda_getCurrentBlasHandle": lambda: 17}):
+        assert torch.cuda.current_blas_handle() == 17
+
+
+@declared_kernel(reads=["source"], writes=["target"])
+def foreign_copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """A kernel that torch does not see."""
+    target.numpy()[:] = source.numpy()
+
+
+def test_a_declared_kernel_is_an_access() -> None:
+    """Of the current stream, by the names of its arguments; outside of a window it is the function."""
+    with cuda_on_cpu(on_race="collect") as rt:
+        source, target, side = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda"), Stream()
+        synchronize()
+        with torch.cuda.stream(side):
+            foreign_copy(source, target=target)
+        assert target.tolist() == [1, 1, 1, 1]
+    (race,) = rt.races
+    assert (race.first.operation, race.first.lane) == ("foreign_copy", "side")
+    target = torch.zeros(4)
+    foreign_copy(torch.ones(4), target)
+    assert target.tolist() == [1, 1, 1, 1]
+
+
+def test_an_operator_without_a_cpu_kernel_has_a_stand_in() -> None:
+    """By its name; what the stand-in reads and writes is seen, as its schema says it."""
+    library: Any = torch.library
+    library = library.Library("batchstate_test_kernels", "DEF")
+    library.define("raise_(Tensor(a!) x) -> ()")
+    raise_ = torch.ops.batchstate_test_kernels.raise_
+    try:
+        with cuda_on_cpu(), pytest.raises(NotImplementedError, match="batchstate_test_kernels::raise_"):
+            raise_(torch.zeros(2, device="cuda"))
+        with cuda_on_cpu(
+            on_race="collect", stands_for={"batchstate_test_kernels::raise_": lambda x: x.add_(1) and None}
+        ) as rt:
+            numbers, side = torch.zeros(1, device="cuda"), Stream()
+            raise_(numbers)
+            with torch.cuda.stream(side):
+                numbers.clone()
+            assert numbers.tolist() == [1]
+        assert {race.kind for race in rt.races} == {RaceKind.READ_AFTER_WRITE}
+    finally:
+        library._destroy()
