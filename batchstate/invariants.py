@@ -726,6 +726,30 @@ def page_unwritten(tokens: Ints, written: Ints, **where: Unpack[Where]) -> Breac
 
 
 @invariant(
+    "always",
+    "read from the first position that the request still has: name the window (`window=`) of what is planned, and give "
+    "back (`truncate(first=)`) no more than every reader is beyond",
+    ("sglang #29350", "sglang #31687", "vllm #17398"),
+)
+def page_released(reads: Ints, first: Ints, *, slots: Ints | None = None, **where: Unpack[Where]) -> Breach | None:
+    """Nothing reads positions whose pages were given back in front, as those before a sliding window are.
+
+    `reads` integer[n] are the first positions that are read, `first` those that the requests still have.
+    Cost: none while nothing was given back, else one comparison per request. Broken by a prefix that goes to a cache
+    after its first pages have left the window, and by full attention over pages of a window.
+    """
+    if (row := first_row(reads < first)) is None:
+        return None
+    return Breach(
+        f"position {reads[row]} is read, and the pages of the positions before {first[row]} were given back",
+        expected=f"{first[row]} or later",
+        actual=reads[row],
+        row=row,
+        slot=None if slots is None else int(slots[row]),
+    )
+
+
+@invariant(
     "full",
     "make KV memory of zeros, and find the kernel that stores into padding what is not finite",
     ("vllm #57156", "sglang #35351", "vllm #42494"),

@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
+from batchstate._arrays import count as counted
 from batchstate._origin import DerivedArrays, Origin, RowSet
 from batchstate._relay import PublishedRows
 from batchstate._rows import HostRows, RowState
@@ -272,7 +273,8 @@ class StepPlanner:
         ids: relay field, or fields, whose entries end to end are the tokens that a request puts in.
         lengths: relay field with the true lengths, where the host knows bounds.
         results: relay fields that go to the host as soon as they are published.
-        layouts: as for `ForwardPlan.of`.
+        window: as for `ForwardPlan.of`, as are the layouts.
+        layouts: arrays of attention kernels.
 
     Raises:
         ArgumentError: not a batch class, page pool or relay, or not of the same slots.
@@ -289,6 +291,7 @@ class StepPlanner:
         ids: str | Sequence[str],
         lengths: str | None = None,
         results: Sequence[str] = (),
+        window: SupportsIndex | None = None,
         layouts: str | Sequence[str] = (),
     ) -> None:
         self._check_parts(batch, pages, relay)
@@ -303,6 +306,7 @@ class StepPlanner:
         self._kind, self._slot_column, self._seq_lens = batch, batch._slot_column, seq_lens
         self._ids: tuple[str, ...] = (ids,) if isinstance(ids, str) else tuple(ids)
         self._lengths, self._results, self._layouts = lengths, tuple(results), layouts
+        self._window = None if window is None else counted(window, "StepPlanner: window", least=1)
         fields = relay.fields
         for name in (*self._ids, *self._results, *(() if lengths is None else (lengths,))):
             if name not in fields:
@@ -411,6 +415,7 @@ class StepPlanner:
                 prompt_ids=prompt_ids,
                 samples=samples,
                 pages=pages,
+                window=self._window,
                 pad_tokens=tokens,
                 layouts=self._layouts,
             )
@@ -473,6 +478,7 @@ class StepPlanner:
         lens = group[place.member]
         start = lens.copy()
         pages.check_committed(rows, start, _OPERATION)
+        pages.check_readable(rows, start, _OPERATION, window=self._window)
         lens += _ONE
         locations = pages.next_locations(rows, start, lens, _OPERATION)
         self._slots.transaction.operation = None  # the requests have grown; nothing is committed yet

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchstate import Code, MirroredTensor, SlotPool, Slots, checks
+from batchstate import Code, MirroredTensor, SlotPool, Slots, Violation, checks
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, DtypeError, ShapeError, ValueOverflowError
 from batchstate.forward.plan import ForwardPlan, flash_attention
 from batchstate.runtime import Runtime
@@ -150,6 +150,31 @@ def test_both_layouts_at_once(rt: Runtime) -> None:
     assert {"kv_start_loc", "block_table", "kv_page_indptr", "kv_page_indices", "kv_last_page_len"} < set(both)
     plain = ForwardPlan.of(slots, [5, 6]).extras
     assert set(plain) == {"positions", "query_start_loc", "kv_lens", "last_token_indices"}
+
+
+def test_a_window_reads_what_is_left(rt: Runtime) -> None:
+    """Without its window a plan over pages that were given back is refused; with it they are page 0 in page lists."""
+    world = World.of(rt, page_size=4)
+    slots = world.take([11, 3])
+    world.pages.truncate(slots, first=[6, 0])
+    table = world.pages.page_table[slots.np]
+    for wide in (None, 8):
+        with pytest.raises(Violation, match="PAGE_RELEASED"):
+            ForwardPlan.of(slots, [11, 3], pages=world.pages, window=wide)
+    for window, query_lens in ((7, 1), (6, [2, 0])):
+        plan = ForwardPlan.of(
+            slots,
+            [11, 3],
+            query_lens,
+            pages=world.pages,
+            window=window,
+            samples=np.broadcast_to(query_lens, 2) > 0,
+            layouts=("flash_attention", "flashinfer"),
+        )
+        assert plan.extras["block_table"].tolist() == [[0, *table[0, 1:3]], [table[1, 0], 0, 0]]
+        assert plan.extras["kv_page_indices"].tolist() == [0, *table[0, 1:3], table[1, 0]]
+    with pytest.raises(ArgumentError):
+        ForwardPlan.of(slots, [11, 3], pages=world.pages, window=0)
 
 
 @pytest.mark.parametrize("padded_rows", [0, 2])

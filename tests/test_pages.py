@@ -324,6 +324,54 @@ def test_a_clear_waits_for_readers_of_shared_pages(slots: SlotPool, pages: PageP
     assert (slots.stats.free, pages.stats.free) == (8, 12)
 
 
+def test_pages_before_a_window_are_given_back(slots: SlotPool, pages: PagePool) -> None:
+    """`truncate(first=)` releases whole pages in front behind a fence; the tokens that stay keep positions, places."""
+    one, two, forward = slots.take(1), slots.take(1), Gate()
+    both = Slots.cat([one, two])
+    extension = pages.extend(both, [11, 6])
+    pages.commit(both, [11, 6])
+    kept = pages.locations(one, 8, 11).np.tolist()
+    pages.truncate(both, first=[9, 3], after=forward)
+    assert (pages.stats.pending, pages.stats.live) == (2, 3)
+    assert pages.first_positions(both).tolist() == [8, 0]
+    assert pages.committed(both).tolist() == [11, 6]
+    assert pages.allocated(both).tolist() == [12, 8]
+    assert pages.page_table[one.np[0], :3].tolist() == [0, 0, kept[0] // 4]
+    assert len(pages.pages_of(both)) == 3
+    assert pages.locations(one, 8, 11).np.tolist() == kept
+    refused(Code.PAGE_RELEASED, lambda: pages.locations(one, 7, 11))
+    refused(Code.PAGE_RELEASED, lambda: pages.hold(one, 8))
+    refused(Code.PAGE_RELEASED, lambda: pages.share(one, slots.take(1), 4))
+    refused(Code.DERIVED_STALE, lambda: extension.locations)
+    refused(Code.LENGTH_ORDER, lambda: pages.truncate(one, 7))
+    assert pages.advance(both).positions.tolist() == [11, 6]
+    pages.truncate(one, 9, first=9)
+    assert pages.committed(one).tolist() == [9]
+    forward.done = True
+    assert pages.stats.pending == 0
+    pages.release(one)
+    assert pages.first_positions(one).tolist() == [0]
+    assert pages.extend(one, 5).positions.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_shared_pages_before_a_window_stay_with_the_others(slots: SlotPool, pages: PagePool) -> None:
+    """A page in front that a lease or another request holds is theirs still; the last of them gives it back."""
+    one, two = slots.take(1), slots.take(1)
+    pages.extend(one, 8)
+    pages.commit(one, 8)
+    lease = pages.hold(one, 4)
+    pages.share(one, two, 8)
+    pages.truncate(one, first=8)
+    assert (pages.stats.live, pages.stats.shared) == (2, 1)
+    pages.truncate(two, first=4)
+    assert (pages.stats.live, pages.stats.shared) == (2, 0)
+    lease.release()
+    assert pages.stats.live == 1
+    assert slots.stats.live == 2
+    slots.release_requests(Slots.cat([one, two]))
+    pages.expect_idle()
+
+
 @pytest.mark.parametrize("misuse", PagePoolMachine.MISUSES, ids=lambda misuse: str(misuse.name))
 def test_misuse_is_refused(slots: SlotPool, pages: PagePool, misuse: Misuse[tuple[PagePool, Slots]]) -> None:
     """What cannot be meant is refused as the table of the machine says, and changes nothing."""

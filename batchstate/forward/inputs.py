@@ -297,7 +297,8 @@ class ForwardInputs:
         found = runtime.inspect(rows)[:, : positions.size].astype(np.int64)
         held = pages.page_table[plan.slots.np[: plan.num_reqs]].astype(np.int64)
         expected = held[:, positions // size] * size + positions % size
-        there = positions < ends[:, None]
+        first = pages.first_positions(plan.slots.split([plan.num_reqs, len(plan.slots) - plan.num_reqs])[0])
+        there = (positions < ends[:, None]) & (positions >= first[:, None])
         invariants.mirror_equal(
             np.where(there, expected, 0),
             np.where(there, found, 0),

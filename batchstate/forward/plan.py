@@ -182,6 +182,7 @@ class ForwardPlan:
         pages: PagePool | None = None,
         kv_offset: object = None,
         tier: LastLocation | None = None,
+        window: SupportsIndex | None = None,
         pad_tokens: SupportsIndex | None = None,
         layouts: str | Iterable[str] = (),
         token_arrays: Mapping[str, TokenArray] | None = None,
@@ -207,6 +208,8 @@ class ForwardPlan:
                 them too. With layouts they fill whole pages.
             tier: for the requests of the host tier, what `HiSparse.map_last_location` returned for them in this step.
                 The other requests have all their KV in their pages.
+            window: positions that each token reads, its own included; None for all before it. It is what pages that
+                were given back in front are checked against. Of bounded lengths it is counted from the bound.
             pad_tokens: tokens of a captured graph; padded ones have id 0, position 0 and token 0 of KV memory.
             layouts: `flash_attention` or `flashinfer`, for arrays that these take besides.
             token_arrays: name -> further values of tokens, which become `inputs.arrays`.
@@ -227,7 +230,7 @@ class ForwardPlan:
             DeclarationError: an unknown layout, or array of indices; a token array with a name that is taken.
             Violation: DERIVED_STALE, at `cheap`: slots and lengths of two sets of rows, or exact lengths that are not
                 those that the pages were given; SENTINEL_ESCAPED: a negative id; SLOT_ZERO_ALLOCATED: a padded row
-                before a request.
+                before a request; PAGE_RELEASED: a token reads what was given back.
         """
         if not isinstance(slots, Slots):
             raise DtypeError(f"{_WHAT}: slots are {type(slots).__name__}", value=slots, remedy="pass `batch.slots`")
@@ -258,6 +261,7 @@ class ForwardPlan:
         positions = np.arange(starts[-1], dtype=np.int64) + (lens - queries - starts[:-1])[rows]
         num_tokens = int(starts[-1])
         what = f"{_WHAT}: pad_tokens"
+        reach = None if window is None else count(window, f"{_WHAT}: window", least=1)
         padded_tokens = num_tokens if pad_tokens is None else count(pad_tokens, what, least=num_tokens)
         check_range(0, padded_tokens, _INT32, what)
         int32 = frozenset(int32)
@@ -312,7 +316,7 @@ class ForwardPlan:
             shares=0 if pages is None else pages.shares.last,
         )
         if pages is not None:
-            plan._check_lengths(pages, exact=bounds is None)
+            plan._check_lengths(pages, reach, exact=bounds is None)
         if has_ids and any(one is not None and len(one) for one in known):
             laid = ids.laid_out(known, starts, padded_tokens)
             laid[num_tokens:] = laid[plan.relay_tokens()] = 0
@@ -539,8 +543,8 @@ class ForwardPlan:
         shifted: npt.NDArray[np.int32] = np.take_along_axis(table, columns, axis=1)
         return shifted
 
-    def _check_lengths(self, pages: PagePool, *, exact: bool) -> None:
-        """Each request has pages for its tokens; where its length is exact, it is the one that the pages were given."""
+    def _check_lengths(self, pages: PagePool, window: int | None, *, exact: bool) -> None:
+        """Each request has pages for what it reads; an exact length is the one that the pages were given."""
         live = self.slots if self.num_rows == self.num_reqs else _handles(self.slots, np.arange(self.num_reqs))
         allocated, ends = pages.allocated(live), self.kv_ends
         short = np.flatnonzero(allocated < ends)
@@ -551,6 +555,8 @@ class ForwardPlan:
                 value=int(ends[row]),
                 remedy="grow the pages first (`pages.extend` or `pages.advance`)",
             )
+        fed = self.query_lens > 0
+        pages.check_readable(live.np[fed], self.kv_starts[fed], "plan", window=window)
         if exact and levels.cheap:
             pages.check_committed(live.np, ends, "plan")
 

@@ -28,8 +28,10 @@ class PageTable:
     Attributes:
         page_size: tokens per page.
         width: most pages of one request.
-        pages: int32[capacity, width], slot -> pages in order, 0 beyond the last.
-        num_pages: int64[capacity].
+        pages: int32[capacity, width], slot -> pages in order, 0 beyond the last, and 0 for those given back in front.
+        num_pages: int64[capacity], those given back in front included: the page of a position keeps its place.
+        first: int64[capacity], pages given back in front.
+        fronted: whether any ever were. While not, nothing looks at `first`.
         committed: int64[capacity], in tokens.
     """
 
@@ -38,6 +40,8 @@ class PageTable:
         self.width = -(-max_tokens // page_size)
         self.pages = np.zeros((capacity, self.width), dtype=np.int32)
         self.num_pages = np.zeros(capacity, dtype=np.int64)
+        self.first = np.zeros(capacity, dtype=np.int64)
+        self.fronted = False
         self.committed = np.zeros(capacity, dtype=np.int64)
         self._flat = self.pages.reshape(-1)
         self._rest = np.arange(1, page_size)
@@ -106,10 +110,25 @@ class PageTable:
 
     def cut(self, rows: Ints, keep: Ints) -> Ints:
         """Takes all but the first `keep` pages from each row, and returns them, int64[k]."""
-        index = self._index(rows, keep, self.num_pages[rows] - keep)
+        start = keep
+        if self.fronted:
+            start = np.maximum(keep, self.first[rows])
+            self.first[rows] = np.minimum(keep, self.first[rows])
+        pages = self._cleared(rows, start, self.num_pages[rows])
+        self.num_pages[rows] = keep
+        return pages
+
+    def cut_front(self, rows: Ints, first: Ints) -> Ints:
+        """Takes the pages before the page `first` int64[n] from each row, and returns them, int64[k]."""
+        self.fronted = True
+        pages = self._cleared(rows, self.first[rows], first)
+        self.first[rows] = first
+        return pages
+
+    def _cleared(self, rows: Ints, start: Ints, stop: Ints) -> Ints:
+        index = self._index(rows, start, stop - start)
         pages: Ints = self._flat[index].astype(np.int64)
         self._flat[index] = 0  # a stale entry would name a page that another slot owns by then
-        self.num_pages[rows] = keep
         return pages
 
     def holders(self, num_pages: int) -> Ints:

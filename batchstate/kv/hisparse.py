@@ -210,7 +210,7 @@ class HiSparse:
         Raises:
             PoolExhaustedError: too few host locations. Nothing was staged.
             Violation: TIER_STATE, LENGTH_ORDER; PAGE_OWNER: pages that would be the hot buffer are shared;
-                PAGE_UNWRITTEN, at `cheap`: no work was launched that writes the KV.
+                PAGE_UNWRITTEN, at `cheap`: no work was launched that writes the KV; PAGE_RELEASED.
             CaptureError: the stream is captured.
         """
         operation = "admit_staged"
@@ -223,6 +223,7 @@ class HiSparse:
         length, most = self._sizes(rows, self.pages.committed(slots), max_tokens, operation)
         if not rows.size:
             return
+        self.pages.check_readable(rows, rows, operation)
         written = after if after is not None else self.runtime.record()
         self._enter(rows, length, most, TierState.STAGED, None, operation)
         try:

@@ -232,6 +232,20 @@ def _truncated(asked: int, committed: int, most: int) -> tuple[str, str]:
     )
 
 
+def _beyond(asked: int, there: int, most: int) -> tuple[str, str]:
+    return (
+        f"position {asked} is to be the first, of {there} tokens",
+        "pass 0 to as many as stay committed; to give everything back, `release` the pages",
+    )
+
+
+def _behind_the_front(first: int, asked: int, most: int) -> tuple[str, str]:
+    return (
+        f"truncation to {asked} tokens, and the pages of the first {first} were given back",
+        "`release` the pages of the request, and let it begin anew",
+    )
+
+
 def _overwritten(written: int, committed: int, most: int) -> tuple[str, str]:
     return (
         f"{written} tokens count as written, of {committed} that are committed",
@@ -372,15 +386,33 @@ class PagePool:
         return self._table.committed[self.slots.rows_of(slots, "committed")]
 
     def allocated(self, slots: Slots) -> Ints:
-        """Allocated tokens of each slot, int64[n]: its pages times the page size."""
+        """Allocated tokens of each slot, int64[n]: where its last page ends, in tokens."""
         return self._table.num_pages[self.slots.rows_of(slots, "allocated")] * self.page_size
+
+    def first_positions(self, slots: Slots) -> Ints:
+        """The first position of each slot whose page was not given back (`truncate(first=)`), int64[n]; at first 0."""
+        return self._table.first[self.slots.rows_of(slots, "first_positions")] * self.page_size
+
+    def check_readable(self, rows: Ints, positions: Ints, operation: str, *, window: int | None = None) -> None:
+        """Refuses that tokens at `positions` int64[n] of live slots read what was given back. For the library.
+
+        Each token reads the last `window` positions, its own included, or all up to its own.
+
+        Raises:
+            Violation: PAGE_RELEASED.
+        """
+        table = self._table
+        if table.fronted:
+            reads = np.zeros_like(rows) if window is None else np.maximum(positions - (window - 1), 0)
+            first = table.first[rows] * self.page_size
+            invariants.page_released(reads, first, slots=rows, **self._where(operation))
 
     def locations(self, slots: Slots, first: SupportsIndex, stop: SupportsIndex) -> Locations:
         """Where the tokens at positions first to stop - 1 of one slot lie, `host_only` int64[stop - first].
 
         Raises:
             Violation: LENGTH_ORDER: they are not committed; PAGE_UNWRITTEN, at `cheap`: nothing was launched that
-                writes them.
+                writes them; PAGE_RELEASED: some were given back.
             ArgumentError: not one slot, or `stop` before `first`.
         """
         operation = "locations"
@@ -395,6 +427,7 @@ class PagePool:
         lengths = np.array([end], dtype=np.int64)
         self._check_lengths(lengths, self._table.committed[rows], operation, _short_prefix)
         self._check_written(lengths, self.writes.tokens[rows], operation)
+        self.check_readable(rows, np.array([begin]), operation, window=1)
         positions = np.arange(begin, end, dtype=np.int64)
         return self._locations(self._table.locations_at(rows.repeat(positions.size), positions))
 
@@ -408,8 +441,8 @@ class PagePool:
             pages = self._held(owner, "pages_of").pages
         else:
             rows = self.slots.rows_of(owner, "pages_of")
-            there = np.arange(self._table.width) < self._table.num_pages[rows, None]
-            pages = self._table.pages[rows][there].astype(np.int64)
+            table = self._table.pages[rows]
+            pages = table[table > 0].astype(np.int64)
         return cast(Pages, self._space_of_pages.handles(pages))
 
     # Tables
@@ -787,7 +820,8 @@ class PagePool:
             these tokens as tokens of the targets, for their rows of a token table.
 
         Raises:
-            Violation: PAGE_ALIGNMENT, LENGTH_ORDER; PAGE_UNWRITTEN, at `cheap`: no work was launched that writes them.
+            Violation: PAGE_ALIGNMENT, LENGTH_ORDER; PAGE_UNWRITTEN, at `cheap`: no work was launched that writes them;
+                PAGE_RELEASED: the source has given some back.
             ArgumentError: a target has pages already, or the source is not one slot or not a lease of this pool.
         """
         operation = "share"
@@ -816,7 +850,7 @@ class PagePool:
         """Keeps the first `num_tokens` tokens of one slot when the slot is gone: one reference to each of their pages.
 
         Raises:
-            Violation: PAGE_ALIGNMENT, LENGTH_ORDER; PAGE_UNWRITTEN, at `cheap`.
+            Violation: PAGE_ALIGNMENT, LENGTH_ORDER, PAGE_RELEASED; PAGE_UNWRITTEN, at `cheap`.
             ArgumentError: not one slot.
         """
         tokens = self._tokens(num_tokens, "hold")
@@ -883,6 +917,8 @@ class PagePool:
         there = np.array([available], dtype=np.int64)
         most = max(available, self.max_tokens_per_request)  # a lease may hold more than a request may have
         invariants.length_order(length, there, most, explain=_short_prefix, **self._where(operation))
+        if isinstance(source, Slots) and tokens:
+            self.check_readable(source.np, length, operation)
         self._check_written(length, written, operation)
         return pages[: tokens // self.page_size].astype(np.int64), writer
 
@@ -901,25 +937,44 @@ class PagePool:
 
     # Releasing
 
-    def truncate(self, slots: Slots, total_lens: object, *, after: Fence | None = None) -> None:
-        """Takes tokens back, after rejected speculation: `total_lens` stay committed, whole pages beyond are released.
+    def truncate(
+        self, slots: Slots, total_lens: object = None, *, first: object = None, after: Fence | None = None
+    ) -> None:
+        """Takes tokens back: behind, those of rejected speculation, and in front, those before a sliding window.
+
+        Whole pages are released. In front the tokens that stay keep their positions, and count as committed still; what
+        was given back cannot be read, shared or held any more, and page 0 stands for it in the page lists of a plan.
 
         Args:
             slots: live handles, each once.
             total_lens: tokens that stay, one number or int[n]; at most what is committed. Results of a relay go by
-                handle: those of requests that left are dropped.
+                handle: those of requests that left are dropped. None takes none back.
+            first: the first position that is still read, one number or int[n]; pages that lie before it are released.
             after: the forward-done fence of the last forward that uses the pages.
 
         Raises:
             Violation: LENGTH_ORDER; DERIVED_STALE: a mirrored value that has no row for a slot.
         """
-        check_fence(after, f"{self.name}: truncate")
-        rows, totals = self._begin_with(slots, total_lens, "truncate")
-        self._check_release(rows, "truncate")
-        self._check_lengths(totals, self._table.committed[rows], "truncate", _truncated)
-        keep = self._table.pages_needed(totals)
-        loses = (totals < self._table.committed[rows]) | (keep < self._table.num_pages[rows])
-        self._listener.cut(rows, totals, keep, after, "truncate", rows[loses])
+        operation = "truncate"
+        check_fence(after, f"{self.name}: {operation}")
+        ends = None if total_lens is None else self._numbers(slots, total_lens, operation)
+        begins = None if first is None else self._numbers(slots, first, operation)
+        rows = self._begin(slots, operation)
+        table = self._table
+        committed = table.committed[rows]
+        totals = committed if ends is None else _each(ends, rows)
+        self._check_release(rows, operation)
+        self._check_lengths(totals, committed, operation, _truncated)
+        keep, front = table.pages_needed(totals), table.first[rows]
+        self._check_lengths(front * self.page_size, totals, operation, _behind_the_front)
+        loses = (totals < committed) | (keep < table.num_pages[rows])
+        if begins is not None:
+            starts = _each(begins, rows)
+            self._check_lengths(starts, totals, operation, _beyond)
+            new_front = np.maximum(starts // self.page_size, front)
+            loses |= new_front > front
+            front = new_front
+        self._listener.cut(rows, totals, keep, after, operation, rows[loses], None if begins is None else front)
         self.transaction.operation = None
         self._check_after()
 
@@ -992,19 +1047,19 @@ class PagePool:
 
         The numbers are read first, since that may run code of the engine.
         """
+        given = self._numbers(slots, numbers, operation)
+        rows = self._begin(slots, operation)
+        return rows, _each(given, rows)
+
+    def _numbers(self, slots: Slots, numbers: object, operation: str) -> Ints:
+        """One number, or one per slot, int64."""
         untyped: object = slots
         if not isinstance(untyped, Slots):
             self._begin(slots, operation)  # refuses them
         what = f"{self.name}: {operation}"
         if isinstance(numbers, MirroredTensor):
             numbers = lined_up(numbers, slots.row_set, what)
-        given = amounts(numbers, len(slots), what)
-        rows = self._begin(slots, operation)
-        if given.ndim:
-            return rows, given
-        each = np.empty(rows.size, dtype=np.int64)
-        each[:] = given
-        return rows, each
+        return amounts(numbers, len(slots), what)
 
     def _check_lengths(self, shorter: Ints, longer: Ints, operation: str, explain: Explain = _totals) -> None:
         """0 <= shorter <= longer <= the most a request may have."""
@@ -1061,6 +1116,15 @@ class PagePool:
         return {"object": f"PagePool {self.name!r}", "operation": operation, "step": self.runtime.step}
 
 
+def _each(numbers: Ints, rows: Ints) -> Ints:
+    """One number for each row, int64[n]."""
+    if numbers.ndim:
+        return numbers
+    each = np.empty(rows.size, dtype=np.int64)
+    each[:] = numbers
+    return each
+
+
 @final
 class _PageOwners(SlotListener):
     """The pages of slots. Slots are taken without pages and get them by growing; they leave with them, or without."""
@@ -1082,7 +1146,7 @@ class _PageOwners(SlotListener):
         Raises:
             Violation: SLOT_CONSERVATION, naming slots.
         """
-        owned = self._table.num_pages[rows]
+        owned = self._table.num_pages[rows] - self._table.first[rows]
         if np.count_nonzero(owned):
             owners = rows[owned > 0]
             names = ", ".join(str(slot) for slot in owners[:8]) + (", ..." if owners.size > 8 else "")
@@ -1119,11 +1183,22 @@ class _PageOwners(SlotListener):
         none = np.zeros(rows.size, dtype=np.int64)
         self.cut(rows, none, none, after, operation, rows)
 
-    def cut(self, rows: Ints, totals: Ints, keep: Ints, after: Fence | None, operation: str, losing: Ints) -> None:
-        """Leaves each row `totals` tokens and `keep` pages; `losing` are the rows that then have less than before."""
+    def cut(
+        self,
+        rows: Ints,
+        totals: Ints,
+        keep: Ints,
+        after: Fence | None,
+        operation: str,
+        losing: Ints,
+        front: Ints | None = None,
+    ) -> None:
+        """Leaves each row `totals` tokens and pages `front` to `keep`; `losing` are those with less than before."""
         references = self._references
         references.transaction.operation = operation
         pages = self._table.cut(rows, keep)
+        if front is not None:
+            pages = np.concatenate([pages, self._table.cut_front(rows, front)])
         self._table.committed[rows] = totals
         if losing.size:
             self._epochs.note(losing, operation, references.runtime.step)
@@ -1161,13 +1236,15 @@ class _PageOwners(SlotListener):
         size = table.page_size
         invariants.length_order(table.committed, table.num_pages * size, table.width * size, **where)
         invariants.length_order(self._writes.tokens, table.committed, table.width * size, explain=_overwritten, **where)
-        # Each row names pages exactly up to its last one.
-        named = (table.pages != 0) & (np.arange(table.width) < table.num_pages[:, None])
-        invariants.page_owner(named.sum(axis=1), table.num_pages, **where)
+        # Each row names pages exactly from the first that was not given back up to its last one.
+        columns = np.arange(table.width)
+        named = (table.pages != 0) & (columns < table.num_pages[:, None]) & (columns >= table.first[:, None])
+        invariants.page_owner(named.sum(axis=1), table.num_pages - table.first, **where)
+        invariants.length_order(table.first * size, table.committed, table.width * size, **where)
         owners = np.flatnonzero(table.num_pages)
         orphans = owners[~self._slots.is_live(owners)]
         if orphans.size:
-            self._refuse(orphans, int(table.num_pages[orphans].sum()), "verify")
+            self._refuse(orphans, int((table.num_pages - table.first)[orphans].sum()), "verify")
         self._check_changes(where)
 
     def _check_changes(self, where: Where) -> None:

@@ -27,6 +27,8 @@ from batchstate.violations import Code
 class Holding:
     """Pages in order, and the stamps of the committed tokens on them; whether they were taken without a request.
 
+    The first `front` pages were given back, and are 0.
+
     Of the tokens the first `written` are written, by forwards that were launched, the last of them on the second stream
     if `side`; the others are to come.
     """
@@ -36,6 +38,7 @@ class Holding:
     taken: bool = False
     written: int = 0
     side: bool = False
+    front: int = 0
 
 
 @final
@@ -86,7 +89,7 @@ class PageModel:
             DisagreementError: they were not, or older ones changed.
         """
         holding = self.requests[slot]
-        row = [page for page in self.pool.page_table[slot].tolist() if page]
+        row = [0] * holding.front + [page for page in self.pool.page_table[slot].tolist() if page]
         agree(holding.pages, row[: len(holding.pages)], f"older pages of slot {slot}")
         self.allocator.take(row[len(holding.pages) :])
         holding.pages = row
@@ -136,8 +139,17 @@ class PageModel:
         holding = self.requests[slot]
         keep = -(-length // self.pool.page_size)
         pages, holding.pages = holding.pages[keep:], holding.pages[:keep]
+        holding.front = min(holding.front, keep)
         del holding.stamps[length:]
         holding.written = min(holding.written, length)
+        self.drop([page for page in pages if page], after)
+
+    def slide(self, slot: int, first: int, after: ManualFence | None) -> None:
+        """Gives back the pages before the position `first`."""
+        holding = self.requests[slot]
+        before, holding.front = holding.front, max(holding.front, first // self.pool.page_size)
+        pages = holding.pages[before : holding.front]
+        holding.pages[: holding.front] = [0] * holding.front
         self.drop(pages, after)
 
     def release(self, slot: int, after: ManualFence | None) -> None:
@@ -169,6 +181,7 @@ class PageModel:
         self.allocator.reap()
         pages = {page for holding in self.requests.values() for page in holding.pages}
         pages |= {page for _, holding in self.leases for page in holding.pages}
+        pages -= {0}
         agree(len(pages), stats.live, "live pages")
         agree(pages, self.allocator.live, "live pages of the model")
         agree(sum(self.holders(page) > 1 for page in sorted(pages)), stats.shared, "shared pages")
@@ -185,8 +198,9 @@ class PageModel:
             self._check_stamps(holding, repr(lease))
 
     def _check_stamps(self, holding: Holding, whose: str) -> None:
-        found = [self.memory.get(self.location(holding, position)) for position in range(len(holding.stamps))]
-        agree(holding.stamps, found, f"tokens of {whose}")
+        first = holding.front * self.pool.page_size
+        found = [self.memory.get(self.location(holding, position)) for position in range(first, len(holding.stamps))]
+        agree(holding.stamps[first:], found, f"tokens of {whose}")
 
 
 HAS_REQUESTS = precondition(lambda self: bool(self.held))
@@ -227,6 +241,14 @@ _MISUSES: tuple[Misuse[It], ...] = (
     Misuse("advance by -1", (ArgumentError,), lambda it: it[0].advance(it[1], -1)),
     Misuse("advance beyond int64", (Code.LENGTH_ORDER,), lambda it: it[0].advance(it[1], 2**63 - 1)),
     Misuse("truncate to more", (Code.LENGTH_ORDER,), lambda it: it[0].truncate(it[1], it[0].committed(it[1]) + 1)),
+    Misuse(
+        "give back more than is committed",
+        (Code.LENGTH_ORDER,),
+        lambda it: it[0].truncate(it[1], first=it[0].committed(it[1]) + 1),
+    ),
+    Misuse("give back before -1", (Code.LENGTH_ORDER,), lambda it: it[0].truncate(it[1], first=-1)),
+    Misuse("give back half a token", (DtypeError,), lambda it: it[0].truncate(it[1], first=0.5)),
+    Misuse("give back for too many", (ShapeError,), lambda it: it[0].truncate(it[1], first=np.array([0, 0]))),
     Misuse("truncate to -1", (Code.LENGTH_ORDER,), lambda it: it[0].truncate(it[1], -1)),
     Misuse("take -1 pages", (ArgumentError,), lambda it: it[0].take(-1)),
     Misuse("take half a page", (DtypeError,), lambda it: it[0].take(0.5)),  # type: ignore[arg-type]
@@ -287,6 +309,9 @@ class PagePoolMachine(PoolMachine):
         "a request too long refused",
         "allocated first and committed later",
         "tokens taken back",
+        "pages before a window given back",
+        "truncated into what was given back refused",
+        "a prefix that was given back refused",
         "exhausted while pending would suffice",
         "exhausted for good",
         "released behind step N while N+1 is in flight",
@@ -495,7 +520,7 @@ class PagePoolMachine(PoolMachine):
 
     def _launch(self, holding: Holding, length: int, side: bool = False) -> None:
         """Reads the tokens that are written, and writes those up to `length`."""
-        for position in range(length):
+        for position in range(holding.front * self.pages.page_size, length):
             at = self.model.location(holding, position)
             place = self.kv[at : at + 1]
             if position < holding.written:
@@ -583,6 +608,12 @@ class PagePoolMachine(PoolMachine):
         slots, fence = self.some(data), self.fence(data)
         self._settle()
         lengths = [max(0, len(self.model.requests[slot].stamps) - back) for slot in slots]
+        first = [self.model.requests[slot].front * self.pages.page_size for slot in slots]
+        if any(length < least for length, least in zip(lengths, first, strict=True)):
+            self.reached("truncated into what was given back refused")
+            with self.refused(Code.LENGTH_ORDER):
+                self.pages.truncate(self.handles(slots), np.array(lengths, dtype=np.int64), after=fence)
+            return
         self.pages.truncate(self.handles(slots), np.array(lengths, dtype=np.int64), after=fence)
         for slot, length in zip(slots, lengths, strict=True):
             self.model.cut(slot, length, fence)
@@ -602,6 +633,37 @@ class PagePoolMachine(PoolMachine):
             for slot, length in zip(slots, kept.tolist(), strict=True):
                 self.model.cut(slot, length, fence)
             self.extend_to(slots, [length + 1 for length in kept.tolist()])
+
+    @HAS_REQUESTS
+    @rule(data=st.data(), window=st.integers(1, 3), back=st.integers(0, 1), leave=st.booleans())
+    def slide(self, data: st.DataObject, window: int, back: int, leave: bool) -> None:
+        """A request goes on, and what lies before its window is given back, at times with a rejected token behind."""
+        slots, fence = self.some(data)[:1], self.fence(data)
+        for length in range(len(self.model.requests[slots[0]].stamps) + 1, self.most + 1):
+            self.extend_to(slots, [length])
+        self._settle()
+        totals = [max(0, len(self.model.requests[slot].stamps) - back) for slot in slots]
+        firsts = [max(0, total - window) for total in totals]
+        least = [self.model.requests[slot].front * self.pages.page_size for slot in slots]
+        if any(total < one for total, one in zip(totals, least, strict=True)):
+            return
+        ends = {"total_lens": np.array(totals)} if back else {}
+        self.pages.truncate(self.handles(slots), **ends, first=np.array(firsts), after=fence)
+        for slot, total, first in zip(slots, totals, firsts, strict=True):
+            self.model.cut(slot, total, fence)
+            self.model.slide(slot, first, fence)
+            front = self.model.requests[slot].front * self.pages.page_size
+            agree(front, int(self.pages.first_positions(self.held[slot])[0]), f"first position of slot {slot}")
+            self.reached("pages before a window given back", front > 0)
+            self._forward([slot])
+            if front:
+                with self.refused(Code.PAGE_RELEASED):
+                    self.pages.hold(self.held[slot], self.pages.page_size)
+                with self.refused(Code.PAGE_RELEASED):
+                    self.pages.locations(self.held[slot], front - 1, total)
+                agree(total - front, len(self.pages.locations(self.held[slot], front, total)), "tokens in the window")
+        if leave:
+            self._finish(slots, None)
 
     # Sharing
 
@@ -651,6 +713,11 @@ class PagePoolMachine(PoolMachine):
         slots = self.take(n)
         if not slots:
             return 0
+        if tokens and holding.front:
+            self.reached("a prefix that was given back refused")
+            with self.refused(Code.PAGE_RELEASED):
+                self.pages.share(source, self.handles(slots), tokens)
+            tokens = 0
         if tokens > holding.written:
             if levels.cheap:
                 self.reached("shared before it is written refused")
@@ -675,6 +742,10 @@ class PagePoolMachine(PoolMachine):
         holding, size = self.model.requests[slot], self.pages.page_size
         self.extend_to([slot], [min(max(size, len(holding.stamps)) + more, self.most)])
         pages = len(holding.stamps) // size
+        if pages and holding.front:
+            with self.refused(Code.PAGE_RELEASED):
+                self.pages.hold(self.held[slot], pages * size)
+            return
         if pages * size > holding.written:
             if levels.cheap:
                 with self.refused(Code.PAGE_UNWRITTEN):
