@@ -6,6 +6,7 @@
     {attributes} MODULE:NAME  the attributes that the docstring of a class lists, with their types
     {error-classes}           the error classes, with the builtin that each derives from
     {race-cases} FILE         every race case, with what each tool said of it; FILE holds that, beside the page
+    {sglang-points} CHANGE    the points of one of SGLang's changes, and the tests that show them
 
 Each makes Markdown and hands it to the parser of the page.
 """
@@ -247,6 +248,22 @@ class RaceCases(FromCode):
         return lines
 
 
+class SGLangPoints(FromCode):
+    """The points of one of SGLang's changes, with what shows each."""
+
+    required_arguments = 1
+    final_argument_whitespace = True
+
+    def markdown(self) -> list[str]:
+        """One row a point."""
+        from tests import sglang_changes
+
+        self.env.note_dependency(sglang_changes.__file__)
+        points = sglang_changes.CHANGES[self.arguments[0]]
+        rows = ((one.point, one.sglang, " · ".join(map(sglang_changes.fact, one.shown))) for one in points)
+        return table(("point", "SGLang", "shown here"), rows)
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Sphinx calls this."""
     app.add_directive("invariant-table", InvariantTable)
@@ -255,4 +272,5 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("attributes", Attributes)
     app.add_directive("error-classes", ErrorClasses)
     app.add_directive("race-cases", RaceCases)
+    app.add_directive("sglang-points", SGLangPoints)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,127 @@
+"""The five changes of SGLang that the library comes from, point by point, with the tests that show each here.
+
+The page `docs/reference/sglang-changes.md` is made of this. Add a `Point` for each capability, and name what shows it:
+a test as `test_file.py::test_name`, a state machine as `machine NAME`, a mutant as `mutant NAME`. What an engine has to
+do itself has no test, and says why: `an engine's business: ...`.
+"""
+
+import ast
+import functools
+from pathlib import Path
+
+import attrs
+
+TESTS = Path(__file__).parent
+BUSINESS = "an engine's business: "
+
+
+@attrs.frozen
+class Point:
+    """One point of a change.
+
+    Attributes:
+        point: what has to hold, or what can be done.
+        sglang: what it is called there.
+        shown: references to what shows it.
+    """
+
+    point: str
+    sglang: str
+    shown: tuple[str, ...]
+
+
+@functools.cache
+def tests_of(file: str) -> dict[str, str]:
+    """The first line of the docstring of each test in a file."""
+    nodes = ast.parse((TESTS / file).read_text()).body
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    return {one.name: (ast.get_docstring(one) or "").split("\n")[0] for one in functions}
+
+
+def fact(reference: str) -> str:
+    """What a reference shows, in a sentence.
+
+    Raises:
+        KeyError: what it names does not exist.
+    """
+    from batchstate.selfcheck.machines import MACHINES
+    from batchstate.selfcheck.mutants import MUTANTS
+
+    if reference.startswith(BUSINESS):
+        return reference
+    kind, _, name = reference.partition(" ")
+    if kind == "mutant":
+        return f"found: {MUTANTS[name].mechanism} (`{name}`)"
+    if kind == "machine":
+        return f"state machine `{MACHINES[name].NAME}`"
+    file, _, test = reference.partition("::")
+    return f"{tests_of(file)[test]} (`{file.removesuffix('.py')}::{test}`)"
+
+
+CHANGES: dict[str, tuple[Point, ...]] = {
+    "#24243: request pools": (
+        Point(
+            "row 0 belongs to nobody, and has a row in every table",
+            "`req_pool_idx` 0 for padded lanes of a graph",
+            ("test_tables.py::test_has_a_row_for_every_slot_and_for_padding", "mutant pool_counts_from_zero"),
+        ),
+        Point(
+            "what can be taken and the rows in memory are two numbers",
+            "`ReqToTokenPool.size`, and the rows of `req_to_token`",
+            ("test_tables.py::test_adopts_an_engines_tensor", "mutant table_sized_by_size"),
+        ),
+        Point(
+            "the last row freed may be the first taken, and old handles are refused",
+            "the free list as a stack",
+            ("test_pools.py::test_last_freed_is_first_taken", "mutant generation_not_raised"),
+        ),
+        Point(
+            "a row that a forward reads changes hands after it",
+            "result processing that frees behind a launched forward",
+            ("test_pools.py::test_pending_until_the_fence", "mutant free_ignores_fence"),
+        ),
+        Point(
+            "rows for requests whose KV is to arrive",
+            "`DecodeReqToTokenPool(pre_alloc_size=)`",
+            ("test_pools.py::test_running_out_says_whether_it_can_ever_succeed", "machine slot_pool"),
+        ),
+        Point(
+            "a state pool beside the rows, taken and freed with them",
+            "`HybridReqToTokenPool`, `req_index_to_mamba_index_mapping`",
+            ("test_hybrid.py::test_all_or_nothing", "machine hybrid"),
+        ),
+        Point(
+            "states that are written in turns",
+            "`mamba_ping_pong_track_buffer`",
+            ("test_hybrid.py::test_states_take_turns_by_request",),
+        ),
+        Point(
+            "everything begins anew, in one operation",
+            "`clear` of each pool, `flush_cache`",
+            (
+                "test_pages.py::test_clear_names_the_fence_that_it_would_ignore",
+                "mutant clear_begins_generations_anew",
+                "mutant clear_keeps_references_of_leases",
+            ),
+        ),
+        Point(
+            "one release over all page pools of a request",
+            "`release_kv_cache`, `free` of `SWATokenToKVPoolAllocator`",
+            ("test_pages.py::test_pages_of_every_pool_leave_with_their_request", "mutant row_freed_without_pages"),
+        ),
+        Point(
+            "pages before a sliding window are given back while the request runs",
+            "`evict_swa`, `swa_evicted_seqlen`",
+            (
+                "test_pages.py::test_pages_before_a_window_are_given_back",
+                "test_forward_plan.py::test_a_window_reads_what_is_left",
+                "mutant window_rounded_up",
+            ),
+        ),
+        Point(
+            "tables by location, whose rows belong to the owner of the page",
+            "`full_to_swa_index_mapping`",
+            ("test_tables.py::test_a_stale_map_to_the_window_is_not_read", "mutant map_written_per_page"),
+        ),
+    ),
+}
