@@ -24,12 +24,15 @@ from batchstate._arrays import Array, amounts, as_array, check_range, count
 from batchstate._origin import DerivedArrays, Origin, RowSet
 from batchstate._upload import Extras, check_writes, named_arrays, packed_step
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, DtypeError, ShapeError
+from batchstate.forward._plan_bytes import packed, unpacked
 from batchstate.forward.token_array import TokenArray, checked_arrays
 from batchstate.indices import Slots
 from batchstate.invariants import times_checked
 from batchstate.kv.last_location import LastLocation
 from batchstate.kv.pages import PagePool
 from batchstate.mirror import Contract, DeviceSide, MirroredTensor, ReadyTensor
+from batchstate.pools import SlotPool
+from batchstate.runtime import Runtime
 from batchstate.tables import TableWrite
 from batchstate.violations import Code, Where
 
@@ -40,6 +43,9 @@ _WHAT = "ForwardPlan"
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 _IDS = "input_ids"
 NO_END = np.iinfo(np.int64).max
+
+_SENT = ("query_lens", "seq_lens", "relay_rows", "sample_rows", "kv_offset", "kv_window")
+"""What of a plan travels to other ranks by name, beside its slots and arrays."""
 
 _INDICES = ("input_ids", "positions", "slot_mapping", "last_token_indices")
 """Arrays that are int64 unless they are named in `int32`."""
@@ -104,8 +110,8 @@ class ForwardPlan:
         num_padded_tokens: tokens and padding.
         query_lens: int64[num_reqs], tokens that each request puts in.
         seq_lens: int64[num_reqs], tokens that it has with them, or a bound.
-        bounds: the column of which `seq_lens` holds bounds for the requests that the relay feeds; None where it is
-            exact.
+        bounded: whether the host knows only bounds of the lengths of requests that the relay feeds.
+        bounds: the column that holds them; None where the lengths are exact, or another rank has the column.
         max_query_len, max_kv_len: the most of both, or a bound.
         relay_rows: int64[r], requests whose ids come from the relay.
         relayed: their handles.
@@ -144,6 +150,9 @@ class ForwardPlan:
     int32: frozenset[str] = frozenset()
     token_arrays: dict[str, Array] = attrs.field(factory=dict)
     deferred: bool = True
+    bounded: bool = False
+    _exact: bool = True
+    _reach: int | None = None
     _shares: int = 0
     _used: bool = False
 
@@ -301,6 +310,9 @@ class ForwardPlan:
             query_lens=queries,
             seq_lens=lens,
             bounds=bounds if len(relay_rows) else None,
+            bounded=bounds is not None and len(relay_rows) > 0,
+            exact=bounds is None,
+            reach=reach,
             relay_rows=relay_rows,
             relayed=_handles(slots, relay_rows),
             sample_rows=sample_rows,
@@ -316,7 +328,7 @@ class ForwardPlan:
             shares=0 if pages is None else pages.shares.last,
         )
         if pages is not None:
-            plan._check_lengths(pages, reach, exact=bounds is None)
+            plan._check_lengths(pages)
         if has_ids and any(one is not None and len(one) for one in known):
             laid = ids.laid_out(known, starts, padded_tokens)
             laid[num_tokens:] = laid[plan.relay_tokens()] = 0
@@ -392,10 +404,88 @@ class ForwardPlan:
             starts = np.where(starts == 0, 0, starts + self.kv_offset)
         return starts if self.kv_window is None else np.minimum(starts, self.kv_window)
 
-    @property
-    def bounded(self) -> bool:
-        """Whether the host knows only bounds of the lengths of requests that the relay feeds."""
-        return self.bounds is not None
+    def to_bytes(self) -> bytes:
+        """The plan for other ranks of its group, which have the same slots and pages: see `from_bytes`."""
+        header = {
+            "num_tokens": self.num_tokens,
+            "num_padded_tokens": self.num_padded_tokens,
+            "bounded": self.bounded,
+            "exact": self._exact,
+            "reach": self._reach or 0,
+            "has_ids": self.has_ids,
+            "deferred": self.deferred,
+            "int32": sorted(self.int32),
+        }
+        numbers: dict[str, Array] = {"slots": self.slots.np, "generations": self.slots.generations}
+        numbers |= {name: getattr(self, name) for name in _SENT if getattr(self, name) is not None}
+        values = {f"token {name}": array for name, array in self.token_arrays.items()}
+        extras = {f"extra {name}": array for name, array in self.extras.items()}
+        return packed(header, numbers | values | extras)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, owner: SlotPool | Runtime, *, pages: PagePool | None = None) -> "ForwardPlan":
+        """A plan that another rank has made, for this one: nothing is planned again.
+
+        Args:
+            data: what `to_bytes` returned there.
+            owner: the slot pool of this rank, which was given the same calls as the other's: then a relay over it has
+                the ids that are not known. Or a runtime, where the ranks share no slots: then a forward takes its
+                inputs by `ForwardInputs.of` alone.
+            pages: the page pool of this rank, if it has one that was given the same calls.
+
+        Raises:
+            DtypeError: no bytes.
+            ArgumentError: bytes that are no plan, or were changed on the way; no owner; pages of other slots, or with
+                fewer tokens than the plan.
+            Violation: SLOT_STALE_HANDLE, SLOT_OUT_OF_RANGE: the ranks have come to different requests;
+                DERIVED_STALE, at `cheap`: to different lengths.
+        """
+        what = f"{_WHAT}.from_bytes"
+        untyped: object = owner
+        pool = owner if isinstance(owner, SlotPool) else None
+        if not isinstance(untyped, SlotPool | Runtime):
+            raise ArgumentError(f"{what}: owner is {type(owner).__name__}", value=owner, remedy="pass a SlotPool")
+        if pages is not None and getattr(pages, "slots", None) is not pool:
+            raise ArgumentError(f"{what}: pages {pages!r} of {owner!r}", value=pages, remedy="pass pages of its slots")
+        header, arrays = unpacked(data, what)
+        runtime = owner.runtime if isinstance(owner, SlotPool) else owner
+        numbers, generations = arrays.pop("slots"), arrays.pop("generations")
+        sent: dict[str, Any] = {name: arrays.pop(name, None) for name in _SENT}
+        relay_rows, sample_rows, num_reqs = sent["relay_rows"], sent["sample_rows"], len(sent["query_lens"])
+        pool_id = 0 if pool is None else pool.pool_id
+        slots = Slots.of_pool(runtime, numbers, generations, pool_id=pool_id, name="slots")
+        if pool is not None:
+            pool.rows_of(slots, "from_bytes", padded=True)
+        row_set, epochs = slots.row_set, None if pages is None else pages.epochs
+        values = {name[len("token ") :]: one for name, one in arrays.items() if name.startswith("token ")}
+        extras = {name[len("extra ") :]: one for name, one in arrays.items() if name.startswith("extra ")}
+        plan = cls(
+            slots=slots,
+            num_reqs=num_reqs,
+            num_tokens=header["num_tokens"],
+            num_padded_tokens=header["num_padded_tokens"],
+            bounds=None,
+            relayed=_handles(slots, relay_rows),
+            sampled_slots=slots if len(sample_rows) == num_reqs else _handles(slots, sample_rows),
+            extras={},
+            origin=Origin("plan", runtime.step, row_set, epochs, 0 if epochs is None else epochs.last),
+            pages=pages,
+            has_ids=header["has_ids"],
+            int32=frozenset(header["int32"]),
+            token_arrays=values,
+            deferred=header["deferred"],
+            bounded=header["bounded"],
+            exact=header["exact"],
+            reach=header["reach"] or None,
+            shares=0 if pages is None else pages.shares.last,
+            **sent,
+        )
+        if not plan.deferred:
+            extras |= values  # the same arrays, by which the upload is known
+        plan.extras = DerivedArrays(extras, plan.origin)
+        if pages is not None:
+            plan._check_lengths(pages)
+        return plan
 
     @property
     def direct(self) -> bool:
@@ -543,7 +633,7 @@ class ForwardPlan:
         shifted: npt.NDArray[np.int32] = np.take_along_axis(table, columns, axis=1)
         return shifted
 
-    def _check_lengths(self, pages: PagePool, window: int | None, *, exact: bool) -> None:
+    def _check_lengths(self, pages: PagePool) -> None:
         """Each request has pages for what it reads; an exact length is the one that the pages were given."""
         live = self.slots if self.num_rows == self.num_reqs else _handles(self.slots, np.arange(self.num_reqs))
         allocated, ends = pages.allocated(live), self.kv_ends
@@ -556,8 +646,8 @@ class ForwardPlan:
                 remedy="grow the pages first (`pages.extend` or `pages.advance`)",
             )
         fed = self.query_lens > 0
-        pages.check_readable(live.np[fed], self.kv_starts[fed], "plan", window=window)
-        if exact and levels.cheap:
+        pages.check_readable(live.np[fed], self.kv_starts[fed], "plan", window=self._reach)
+        if self._exact and levels.cheap:
             pages.check_committed(live.np, ends, "plan")
 
 

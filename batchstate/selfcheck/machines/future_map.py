@@ -197,6 +197,7 @@ class Shape:
         has_ids: whether the forward takes ids.
         arrays: it takes further values of tokens from the host.
         deferred: these, and ids of prompts, are uploaded at its entry.
+        carried: it was planned on another rank.
         alone: where no request waits for the relay, it takes no part, and there is no batch.
         int32: what kernels take as int32.
     """
@@ -210,6 +211,7 @@ class Shape:
     arrays: bool
     deferred: bool
     alone: bool
+    carried: bool
     int32: tuple[str, ...]
 
     @property
@@ -254,6 +256,7 @@ _SHAPES = st.builds(
     arrays=st.booleans(),
     deferred=_OFTEN,
     alone=st.booleans(),
+    carried=st.sampled_from([False, False, True]),
     int32=st.sampled_from([(), ("positions",), ("last_token_indices", "slot_mapping")]),
 )
 
@@ -441,6 +444,7 @@ class FutureMapMachine(Machine):
         "true lengths of a forward without ids",
         "a forward without the relay",
         "tokens of an encoder before the first",
+        "a plan of another rank",
         "values of tokens deferred",
         "values of tokens in the step's copy",
         "drafts put in",
@@ -912,6 +916,8 @@ class FutureMapMachine(Machine):
             int32=shape.int32,
             token_arrays=self._token_arrays(parts) if shape.arrays else None,
         )
+        if shape.carried:
+            plan = ForwardPlan.from_bytes(plan.to_bytes(), self.pool, pages=self.pages)
         alone = shape.alone and not plan.relay_rows.size
         writes = [extension.entry()]
         uploaded = plan.upload(writes=writes) if alone else batch.upload(writes=writes, extras=plan.extras)
@@ -1113,6 +1119,7 @@ class FutureMapMachine(Machine):
         self.reached("a forward of prompts and decodes", any(decodes) and not all(decodes))
         self.reached("a forward without ids", not shape.has_ids)
         self.reached("true lengths of a forward without ids", not shape.has_ids and launched.plan.bounded)
+        self.reached("a plan of another rank", shape.carried)
         self.reached("a forward without the relay", shape.alone and not launched.plan.relay_rows.size)
         self.reached("tokens of an encoder before the first", launched.plan.kv_offset is not None)
         self.reached("values of tokens deferred", shape.arrays and shape.deferred)
