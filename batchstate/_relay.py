@@ -150,8 +150,10 @@ class PublishedRows:
 
     __slots__ = ("_entries", "_numbers", "generations", "live", "publications", "read_on", "rows")
 
-    def __init__(self, entries: Entries, live: Slots, rows: Ints, generations: Ints) -> None:
-        self.live, self.rows, self.generations = live, rows, generations
+    live: Slots
+
+    def __init__(self, entries: Entries, rows: Ints, generations: Ints) -> None:
+        self.rows, self.generations = rows, generations
         self.read_on: tuple[Stream, torch.Tensor, torch.Tensor] | None = None
         self.publications: list[Publication] = []
         self._entries = entries

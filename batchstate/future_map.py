@@ -321,6 +321,22 @@ class FutureMap:
                 requests; FUTURE_UNREAD_OVERWRITTEN and FUTURE_ORDER at `cheap`. Nothing was
                 published.
         """
+        live, device, host, by = self._checked_publish(slots, values)
+        if not len(live):
+            return
+        tensors = {name: _live_rows(value, len(live)) for name, value in device.items()}
+        if host:
+            packed = self.runtime.upload([live.np, *host.values()])
+            index = packed.view(0)
+            tensors |= {name: packed.view(i) for i, name in enumerate(host, 1)}
+        else:
+            index = self._index(slots, live)
+        self._scatter(live, index, tensors, host, by)
+
+    def _checked_publish(
+        self, slots: Slots, values: Mapping[str, object]
+    ) -> tuple[Slots, dict[str, torch.Tensor | MirroredTensor], dict[str, Array], str]:
+        """What `publish` checks before it changes anything: the live rows, values on the device and on the host."""
         self._check_call("publish")
         if not values:
             raise DeclarationError(
@@ -341,21 +357,26 @@ class FutureMap:
                 device[name] = value
             else:
                 host[name] = _host_values(value, field, num_rows, what)
-        for name, array in host.items():
-            if self._fields[name].non_negative:
-                invariants.sentinel_escaped(array.reshape(-1), **self._entries.where("publish", name))
+                if field.non_negative:
+                    invariants.sentinel_escaped(host[name].reshape(-1), **self._entries.where("publish", name))
         by = self._entries.by("publish")
         self._entries.check_overwrite(live.np, values, by)
-        if not len(live):
-            return
-        tensors = {name: _live_rows(value, len(live)) for name, value in device.items()}
-        if host:
-            packed = self.runtime.upload([live.np, *host.values()])
-            index = packed.view(0)
-            tensors |= {name: packed.view(i) for i, name in enumerate(host, 1)}
-        else:
-            index = self._index(slots, live)
-        self._scatter(live, index, tensors, host, by)
+        return live, device, host, by
+
+    def packed(self, slots: Slots, values: Mapping[str, object]) -> "PackedPublish":
+        """A publish of host values that cross with the copy of a step. For the library.
+
+        Raises:
+            As `publish`; ArgumentError: values that are on the device already.
+        """
+        live, device, host, by = self._checked_publish(slots, values)
+        if device:
+            raise ArgumentError(
+                f"{self.name}: {', '.join(device)} from the device, with the copy of a step",
+                value=list(device),
+                remedy="publish what a forward has made with `publish`",
+            )
+        return PackedPublish(self, live, host, by)
 
     def _scatter(
         self, live: Slots, index: torch.Tensor, values: Mapping[str, torch.Tensor], known: Iterable[str], by: str
@@ -440,9 +461,9 @@ class FutureMap:
 
     # The same requests in step after step: `StepPlanner` calls these.
 
-    def published_rows(self, field: str, live: Slots, rows: Array, generations: Array) -> PublishedRows:
-        """What `gather_again` and `publish_again` remember of these requests."""
-        return PublishedRows(self._entries.fields[field], live, rows, generations)
+    def published_rows(self, field: str, rows: Array, generations: Array) -> PublishedRows:
+        """What `gather_again` and `publish_again` remember of these requests, for which `live` is set later."""
+        return PublishedRows(self._entries.fields[field], rows, generations)
 
     def gather_again(self, known: PublishedRows, field: str) -> tuple[torch.Tensor, torch.Tensor]:
         """`gather` for checked handles: the entries, and the slots on the device. Raises as `gather` for entries."""
@@ -724,6 +745,36 @@ class FutureMap:
     def _select(self, name: str, index: torch.Tensor) -> torch.Tensor:
         memory = self._memory_of(name)
         return self.runtime.launch(select_rows, memory, index, reads=(memory, index), name=self._gather_names[name])
+
+
+@final
+@attrs.frozen(eq=False)
+class PackedPublish:
+    """A checked publish of host values, which is launched once they have crossed. Made by `FutureMap.packed`."""
+
+    _relay: FutureMap
+    _live: Slots
+    _values: Mapping[str, Array]
+    _by: str
+
+    @property
+    def arrays(self) -> list[Array]:
+        """What has to cross first: the slots, and the values of each field."""
+        return [self._live.np, *self._values.values()]
+
+    def launch(self, sides: Sequence[torch.Tensor]) -> None:
+        """Scatters them on the current stream; `sides` are the device sides of `arrays`."""
+        values = dict(zip(self._values, sides[1:], strict=True))
+        self._relay._scatter(self._live, sides[0], values, self._values, self._by)
+
+    def launch_alone(self) -> None:
+        """The same with a copy of their own."""
+        packed = self._relay.runtime.upload(self.arrays)
+        self.launch([packed.view(i) for i in range(len(self.arrays))])
+
+    def take_back(self) -> None:
+        """The entries are unwritten again."""
+        self._relay.discard(self._live, *self._values)
 
 
 def _unpadded(slots: Slots) -> Slots:

@@ -284,10 +284,15 @@ class SlotPool:
         Raises:
             As `free`; and what the owners of the slots' memory refuse, such as TIER_STATE.
         """
+        self.release_rows(self.check_leaving(slots, after), after, "release_requests")
+
+    def check_leaving(self, slots: Slots, after: Fence | None) -> Ints:
+        """The first half of `release_requests`, for the library: the numbers int64[n], checked."""
         operation = "release_requests"
-        self.transaction.enter(f"{self.name}: {operation}")
-        check_fence(after, f"{self.name}: {operation}")
-        self._release(self._rows_to_free(slots, operation, whole=True), after, operation)
+        self.transaction.enter(operation)
+        if after is not None:
+            check_fence(after, f"{self.name}: {operation}")
+        return self._rows_to_free(slots, operation, whole=True)
 
     def clear(self) -> None:
         """Frees every slot with all that hangs on the pool, and begins anew: slots and pages come in order, from 1.

@@ -24,33 +24,30 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._arrays import count as counted
+from batchstate._arrays import kept_rows
 from batchstate._origin import DerivedArrays, Origin, RowSet
 from batchstate._relay import PublishedRows
-from batchstate._rows import HostRows, RowState
+from batchstate._rows import GENERATION_SUFFIX, HostRows, RowState
+from batchstate._step_layout import StepLayout
 from batchstate._upload import BatchDevice, Extras, extra_array, joined_writes
 from batchstate.batch import Batch
 from batchstate.columns import MirroredColumn
 from batchstate.errors import ArgumentError, DeclarationError, one_of
-from batchstate.forward.inputs import ForwardInputs, with_device
+from batchstate.forward.inputs import ForwardInputs
 from batchstate.forward.plan import ForwardPlan
-from batchstate.future_map import FutureMap, Prefetched
+from batchstate.future_map import FutureMap, PackedPublish, Prefetched
 from batchstate.indices import Slots
 from batchstate.kv.pages import PagePool
 from batchstate.mirror import Contract, DeviceSide, ReadyTensor
-from batchstate.runtime import PackedUpload
-from batchstate.runtime.memory import ALIGNMENT, Place, StagingBlock, packed_places
+from batchstate.runtime import Fence, PackedUpload
+from batchstate.runtime.memory import packed_places
 from batchstate.tables import TableWrite
 from batchstate.violations import Where
 
 Ints = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
 
-_INT64, _INT32 = np.dtype(np.int64), np.dtype(np.int32)
 _ONE = np.array(1)  # numpy takes as long to convert one number as to add 100 of them
-
-_WIDE, _NARROW = 3, 2
-"""Rows beside the columns in a decode step's copy: positions, slot mapping and indices of the table write, int64; and
-KV lengths and values of the table write, int32."""
 
 
 @final
@@ -58,93 +55,26 @@ class _Requests:
     """The requests of consecutive decode steps, and what stays the same until one joins or leaves.
 
     Attributes:
+        layout: of the copies, and what follows from the number of requests alone.
         row_set: that of the batch.
-        slots: handles; their device side is that of the first of these steps.
-        rows, generations: theirs, int64[n].
+        slots: handles; their device side is that of the first of these steps, and they are made when it has crossed.
+        rows, generations: their numbers, int64[n].
         held_at: `changes` of the slot pool when they were last found live.
         known: their ids in the relay.
-        query_start_loc, last_token_indices: on the device.
         first_element: int64[n], where the row of each begins in the flat `req_to_token`.
-        ones, everyone: 1 for each, and 0 to n - 1.
-        nbytes: of a step's copy.
         written: whether all tokens before this step's are.
-        places: of the columns in the copy, one for each array of the batch's `Layout`.
     """
 
-    __slots__ = (
-        "_beside",
-        "_num_groups",
-        "_starts",
-        "_views",
-        "everyone",
-        "first_element",
-        "generations",
-        "held_at",
-        "known",
-        "last_token_indices",
-        "nbytes",
-        "ones",
-        "places",
-        "query_start_loc",
-        "row_set",
-        "rows",
-        "slots",
-        "written",
-    )
+    __slots__ = ("first_element", "generations", "held_at", "known", "layout", "row_set", "rows", "slots", "written")
 
+    slots: Slots
     known: PublishedRows
-    query_start_loc: torch.Tensor
-    last_token_indices: torch.Tensor
 
-    def __init__(self, row_set: RowSet, slots: Slots, rows: Ints, host: HostRows, row_width: int) -> None:
-        self.row_set, self.slots, self.rows, self.generations = row_set, slots, rows, slots.generations
-        self.held_at = slots.held_at
-        n = rows.size
+    def __init__(self, layout: StepLayout, row_set: RowSet, rows: Ints, generations: Ints, row_width: int) -> None:
+        self.layout, self.row_set, self.rows, self.generations = layout, row_set, rows, generations
+        self.held_at = -1
         self.first_element = rows * row_width
         self.written = False
-        self.ones, self.everyone = np.ones(n, dtype=np.int64), np.arange(n)
-        self.places: list[Place] = []
-        size = 0
-        for group in host.groups:
-            pitch = _pitch(n, group.dtype)
-            self.places.append((size, group.dtype, (len(group), pitch)))
-            size += len(group) * pitch * group.itemsize
-        for wide in host.wide:
-            self.places.append((size, wide.dtype, wide.shape))
-            size += -(-wide.nbytes // ALIGNMENT) * ALIGNMENT
-        self._num_groups = len(host.groups)
-        self._starts = size, size + _WIDE * _pitch(n, _INT64) * _INT64.itemsize
-        self.nbytes = self._starts[1] + _NARROW * _pitch(n, _INT32) * _INT32.itemsize
-        self._views: dict[StagingBlock, list[Array]] = {}
-        self._beside = [
-            (dtype, (count, n), (_pitch(n, place), 1), at // place.itemsize)
-            for at, dtype, place, count in (
-                (self._starts[0], torch.int64, _INT64, _WIDE),
-                (self._starts[1], torch.int32, _INT32, _NARROW),
-            )
-        ]
-
-    def fill(self, block: StagingBlock, host: HostRows, beside: Sequence[Array]) -> None:
-        """Writes the columns, and the rows int64[n] beside them, to where they go in `block`."""
-        views = self._views.get(block)
-        if views is None:
-            n, memory = self.rows.size, block.bytes
-            views = [_rows_at(memory, at, dtype, shape[0], n) for at, dtype, shape in self.places[: self._num_groups]]
-            views.extend(_rows_at(memory, self._starts[0], _INT64, _WIDE, n))
-            views.extend(_rows_at(memory, self._starts[1], _INT32, _NARROW, n))
-            self._views[block] = views
-        for view, values in zip(views, (*host.groups, *beside), strict=True):
-            view[...] = values
-        for wide, place in zip(host.wide, self.places[self._num_groups :], strict=True):
-            block.write(wide, place[0])
-
-    def beside(self, upload: PackedUpload) -> list[torch.Tensor]:
-        """The rows beside the columns, on the device: [n] each. A write in place into one is none into a column."""
-        memory = upload.buffer.data  # which begins where its storage does
-        rows: list[torch.Tensor] = []
-        for dtype, shape, strides, first in self._beside:
-            rows += memory.view(dtype).as_strided(shape, strides, first).unbind(0)
-        return rows
 
 
 def _each_puts_in_one(n: int, query_lens: object, prompt_ids: Sequence[object] | None, samples: object) -> bool:
@@ -162,18 +92,6 @@ def _each_puts_in_one(n: int, query_lens: object, prompt_ids: Sequence[object] |
         and samples.shape == (n,)
         and np.count_nonzero(samples) == n
     )
-
-
-def _pitch(n: int, dtype: "np.dtype[Any]") -> int:
-    """Elements from one row to the next: each begins at a multiple of `ALIGNMENT`."""
-    return n + -n * dtype.itemsize % ALIGNMENT // dtype.itemsize
-
-
-def _rows_at(memory: Array, start: int, dtype: "np.dtype[Any]", count: int, n: int) -> Array:
-    """`count` rows of `n` numbers, from byte `start` on."""
-    pitch = _pitch(n, dtype)
-    rows: Array = memory[start : start + count * pitch * dtype.itemsize].view(dtype).reshape(count, pitch)[:, :n]
-    return rows
 
 
 @final
@@ -340,6 +258,10 @@ class StepPlanner:
         batch: Batch,
         query_lens: object = 1,
         *,
+        keep: object = None,
+        joining: Batch | None = None,
+        after: Fence | None = None,
+        published: Mapping[str, object] | None = None,
         prompt_ids: Sequence[object] | None = None,
         samples: object = None,
         pad_rows: SupportsIndex | None = None,
@@ -349,10 +271,17 @@ class StepPlanner:
     ) -> PlannedStep:
         """Plans a step, and sends it to the device on the current stream: one copy, and a scatter for each table.
 
-        Each request gets pages for the tokens that it puts in, and they count as committed.
+        Some requests may leave before, with all that they have, and others join. Each that runs gets pages for the
+        tokens that it puts in, and they count as committed.
 
         Args:
             batch: the requests, with their lengths before the step.
+            keep: those that stay, as for `Batch.filter`; all by default. The others are released once the step is sent,
+                as by `SlotPool.release_requests`, and what they had can be taken from the next step on.
+            joining: requests that come after those, as for `Batch.merge`.
+            after: the forward-done fence of the last forward of those that leave.
+            published: relay field -> host values, one entry for each request that joins: what its first step starts
+                from, if no forward here has published that. They cross in the same copy.
             query_lens: tokens that each puts in, as for `ForwardPlan.of`.
             prompt_ids: as for `ForwardPlan.of`.
             samples: as for `ForwardPlan.of`.
@@ -377,15 +306,59 @@ class StepPlanner:
             )
         if writes:
             batch._check_writes(writes, _OPERATION)
-        padded = pad_rows is not None or pad_tokens is not None
+        leaving, entries = None, None
+        if keep is not None or joining is not None:
+            batch, leaving = self._turned_over(batch, keep, joining, after)
+        if published is not None and joining is not None:
+            entries = self._relay.packed(self._handles(joining), published)
+        elif published is not None or (after is not None and leaving is None):
+            raise ArgumentError(
+                "StepPlanner: plan with published= or after=, and none joins or leaves",
+                value=after if published is None else published,
+                remedy="pass joining= with the requests that are published, keep= with those that stay",
+            )
         if (
             self._in_one_piece
-            and not padded
+            and pad_rows is None
+            and pad_tokens is None
             and _each_puts_in_one(batch.num_reqs, query_lens, prompt_ids, samples)
-            and self._decodes(batch, writes)
+            and self._decodes(batch)
         ):
-            return self._decode(batch, writes, extras)
-        return self._composed(batch, query_lens, prompt_ids, samples, (pad_rows, pad_tokens), writes, extras)
+            step = self._decode(batch, writes, extras, entries)
+        else:
+            padding = pad_rows, pad_tokens
+            if entries is not None:
+                entries.launch_alone()
+            try:
+                step = self._composed(batch, query_lens, prompt_ids, samples, padding, writes, extras)
+            except BaseException:
+                if entries is not None:
+                    entries.take_back()
+                raise
+        if leaving is not None:
+            self._slots.release_rows(leaving, after, _OPERATION)
+        return step
+
+    def _turned_over(
+        self, batch: Batch, keep: object, joining: Batch | None, after: Fence | None
+    ) -> tuple[Batch, Ints | None]:
+        """The batch that runs, and the slots of those that leave, checked and not released yet."""
+        leaving: Ints | None = None
+        if keep is not None:
+            index = kept_rows(keep, batch.num_reqs, f"StepPlanner: {_OPERATION}")
+            gone = np.ones(batch.num_reqs, dtype=np.bool_)
+            gone[index] = False
+            rows = gone.nonzero()[0]
+            if rows.size:
+                numbers, generations = self._numbers(batch)
+                handles = Slots.of_pool(self._runtime, numbers[rows], generations[rows], pool_id=batch._pool_id)
+                leaving = self._slots.check_leaving(handles, after)
+        return batch.next_batch(keep=keep, joining=joining), leaving
+
+    def _numbers(self, batch: Batch) -> tuple[Ints, Ints]:
+        """Slots and generations, int64[n]."""
+        column = batch._state.host.column
+        return column(self._slot_column), column(self._slot_column + GENERATION_SUFFIX)
 
     def _composed(
         self,
@@ -437,6 +410,7 @@ class StepPlanner:
             ]
         stream, ready = runtime.current_stream, runtime.record()
         self._constants = [ReadyTensor(one, stream, ready, set()) for one in made]
+        self._layouts_by_size: dict[int, StepLayout] = {}
         self._written = sum(one._version for one in made)
 
     def _handles(self, batch: Batch) -> Slots:
@@ -444,18 +418,24 @@ class StepPlanner:
 
     # A decode step in one piece
 
-    def _decodes(self, batch: Batch, writes: Sequence[TableWrite]) -> bool:
+    def _decodes(self, batch: Batch) -> bool:
         """Whether a step that puts in one token of each request can be planned in one piece."""
         device = batch._state.device
         if device and (self._seq_lens in device or any(rows.as_it_is() is None for rows in device.values())):
             return False
         return (
             0 < batch.num_reqs == batch.num_rows <= self._most
-            and not (batch._windows or (batch._exposed and batch._open_windows()))
-            and not (writes and any(write.table is self._table for write in writes))
+            and not batch._windows
+            and not (batch._exposed and batch._open_windows())
         )
 
-    def _decode(self, batch: Batch, writes: Sequence[TableWrite], extras: Mapping[str, object] | None) -> PlannedStep:
+    def _decode(
+        self,
+        batch: Batch,
+        writes: Sequence[TableWrite],
+        extras: Mapping[str, object] | None,
+        entries: PackedPublish | None,
+    ) -> PlannedStep:
         """A step in which each request puts in one token that the relay has."""
         runtime, pages = self._runtime, self._pages
         references = pages._references
@@ -483,13 +463,13 @@ class StepPlanner:
         locations = pages.next_locations(rows, start, lens, _OPERATION)
         self._slots.transaction.operation = None  # the requests have grown; nothing is committed yet
         moved = HostRows(host.layout, groups, host.wide)
-        upload, beside, uploaded = self._sent(requests, moved, (start, locations, lens), joined, arrays)
+        upload, beside, uploaded = self._sent(requests, moved, (start, locations, lens), joined, arrays, entries)
         pages.commit_rows(rows, lens)
         moved_state = RowState(moved, state.device, state.objects)
         device = BatchDevice.of_upload(runtime, moved_state, upload)
         advanced = batch._derived(_OPERATION, moved_state, num_reqs, windows={}, moved=False, device=device)
         if not same:
-            self._give_device_side(requests, upload)
+            requests.slots = requests.known.live = self._uploaded_slots(requests, upload)
             self._requests = requests
         if levels.full:
             pages.verify()
@@ -499,12 +479,12 @@ class StepPlanner:
             num_reqs=num_reqs,
             num_tokens=num_reqs,
             num_padded_tokens=num_reqs,
-            query_lens=requests.ones,
+            query_lens=requests.layout.ones,
             seq_lens=lens,
             bounds=None,
-            relay_rows=requests.everyone,
+            relay_rows=requests.layout.everyone,
             relayed=requests.slots,
-            sample_rows=requests.everyone,
+            sample_rows=requests.layout.everyone,
             sampled_slots=requests.slots,
             extras=DerivedArrays({"slot_mapping": locations}, origin),
             origin=origin,
@@ -520,71 +500,94 @@ class StepPlanner:
         tokens: tuple[Ints, Ints, Ints],
         writes: Sequence[TableWrite],
         extras: Mapping[str, object],
+        entries: PackedPublish | None,
     ) -> tuple[PackedUpload, list[torch.Tensor], Extras]:
         """One copy of the columns, of what the forward takes besides, and of what the engine adds; then the scatters.
 
         `tokens` are the positions of the tokens, their locations, and the lengths with them.
         """
-        runtime, table = self._runtime, self._table
+        runtime, table, layout = self._runtime, self._table, requests.layout
         start, locations, lens = tokens
         at = requests.first_element + start
-        places, nbytes, named = requests.places, requests.nbytes, {}
+        written, owners = (at, locations), [(requests.rows, requests.generations)]
         further: list[Array] = []
-        if writes or extras:
-            for write in writes:
-                further += (write.index, write.values)
-            for name, values in extras.items():
-                named[name] = len(places) + len(further)
-                further.append(extra_array(name, values))
+        if table is not None:
+            written = self._pages.whole_pages(at, start, locations, table.shape[1])
+            own = [write for write in writes if write.table is table]  # one at most, since they are joined
+            if own:
+                writes = [write for write in writes if write.table is not table]
+                pairs = zip(written, (own[0].index, own[0].values), strict=True)
+                index, values = (np.concatenate(pair) for pair in pairs)
+                written = index, values
+                owners += [(one.np, one.generations) for one in own[0].owners]
+            if written[0] is not at:
+                further += (written[0], written[1].astype(np.int32))
+        base = len(layout.places)
+        first_write = base + len(further)
+        for write in writes:
+            further += (write.index, write.values)
+        first_entry = base + len(further)
+        if entries is not None:
+            further += entries.arrays
+        named = {}
+        for name, array in extras.items():
+            named[name] = base + len(further)
+            further.append(extra_array(name, array))
+        places, nbytes = layout.places, layout.nbytes
+        if further:
             added, size = packed_places(further)
             places = [*places, *((nbytes + first, dtype, shape) for first, dtype, shape in added)]
             nbytes += size
-        written = at, locations
-        if table is not None:
-            written = self._pages.whole_pages(at, start, locations, table.shape[1])
-        more = written[0].size - at.size
-        first_index = first_value = nbytes
-        if more:
-            first_value = first_index + _pitch(written[0].size, _INT64) * _INT64.itemsize
-            nbytes = first_value + _pitch(written[0].size, _INT32) * _INT32.itemsize
         block = runtime.staging_block(nbytes)
-        requests.fill(block, host, (start, locations, at, lens, locations))
-        if more:
-            block.write(written[0], first_index)
-            block.write(written[1].astype(np.int32), first_value)
-        for array, place in zip(further, places[len(requests.places) :], strict=True):
+        layout.fill(block, host, (start, locations, at, lens, locations))
+        for array, place in zip(further, places[base:], strict=True):
             block.write(array, place[0])
         upload = runtime.send(block, nbytes, places)
-        beside = requests.beside(upload)
+        beside = layout.beside(upload)
         if table is not None:
-            index, values = beside[2], beside[4]
-            if more:
-                memory, size = upload.buffer.data, written[0].size
-                index = memory.view(torch.int64).as_strided((size,), (1,), first_index // _INT64.itemsize)
-                values = memory.view(torch.int32).as_strided((size,), (1,), first_value // _INT32.itemsize)
-            table.scatter(index, values, *written, [(requests.rows, requests.generations)])
+            sides = (beside[2], beside[4]) if written[0] is at else (upload.view(base), upload.view(base + 1))
+            table.scatter(*sides, *written, owners)
         for i, write in enumerate(writes):
-            first = len(requests.places) + 2 * i
-            write.table.apply(write, upload.view(first), upload.view(first + 1))
+            write.table.apply(write, upload.view(first_write + 2 * i), upload.view(first_write + 2 * i + 1))
+        if entries is not None:
+            entries.launch([upload.view(first_entry + i) for i in range(len(entries.arrays))])
         return upload, beside, Extras(runtime, upload, named, dict(extras), row_set=requests.row_set)
 
-    def _give_device_side(self, requests: _Requests, upload: PackedUpload) -> None:
+    def _uploaded_slots(self, requests: _Requests, upload: PackedUpload) -> Slots:
         """The slots have crossed with the first step of these requests: later ones, and the relay, use them there."""
         place = self._kind._layout.places[self._slot_column]
         column = upload.group(place.array, place.dtype, requests.rows.size)[cast(int, place.member)]
-        requests.slots = requests.known.live = with_device(
-            requests.slots, DeviceSide(ReadyTensor.uploaded(column, upload))
+        return Slots(
+            self._runtime,
+            requests.rows,
+            DeviceSide(ReadyTensor.uploaded(column, upload)),
+            dtype=torch.int64,
+            shape=requests.rows.shape,
+            contract=Contract.EXACT,
+            name=self._slots.name,
+            generations=requests.generations,
+            pool_id=self._slots.pool_id,
         )
 
     def _requests_of(self, batch: Batch) -> _Requests:
         """What stays the same from now on, of requests that were not those of the step before."""
-        handles = self._handles(batch)
-        rows = self._slots.rows_of(handles, _OPERATION, unique=True).copy()
-        width = 0 if self._table is None else self._table.shape[1]
-        requests = _Requests(batch.row_set, handles, rows, batch._state.host, width)
-        requests.known = self._relay.published_rows(self._ids[0], handles, rows, requests.generations)
-        starts, last = (one.tensor for one in self._constants)
-        requests.query_start_loc, requests.last_token_indices = starts[: rows.size + 1], last[: rows.size]
+        rows, generations = self._numbers(batch)
+        if batch._pool_id == self._slots.pool_id and levels.cheap:  # then operations of batches refuse a slot twice
+            self._slots.check_rows(rows, generations, _OPERATION)
+        else:
+            self._slots.rows_of(self._handles(batch), _OPERATION, unique=True)
+        n = rows.size
+        layout = self._layouts_by_size.get(n)
+        if layout is None:
+            if len(self._layouts_by_size) >= _MOST_LAYOUTS:
+                self._layouts_by_size.clear()
+            starts, last = (one.tensor for one in self._constants)
+            layout = self._layouts_by_size[n] = StepLayout(n, self._kind._layout, starts[: n + 1], last[:n])
+        requests = _Requests(
+            layout, batch.row_set, rows, generations, 0 if self._table is None else self._table.shape[1]
+        )
+        requests.held_at = self._slots.changes
+        requests.known = self._relay.published_rows(self._ids[0], rows, generations)
         return requests
 
     # What a step asks of its planner
@@ -618,9 +621,9 @@ class StepPlanner:
             sampled_slots=requests.slots,
             ids=ids,
             positions=positions,
-            query_start_loc=requests.query_start_loc,
+            query_start_loc=requests.layout.query_start_loc,
             kv_lens=kv_lens,
-            last_token_indices=requests.last_token_indices,
+            last_token_indices=requests.layout.last_token_indices,
             slot_mapping=mapping,
         )
         if levels.full:
@@ -681,5 +684,7 @@ class StepPlanner:
 
 
 _OPERATION = "plan"
+_MOST_LAYOUTS = 256
+"""Numbers of requests of which a planner remembers the layout."""
 _MOST_IN_ONE_PIECE = 8192
 """Requests of a decode step that is planned in one piece; one of more is composed of the parts."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import cast, final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from batchstate.columns import TensorColumn
@@ -53,40 +54,41 @@ class Steady:
             runtime, self._slots, 4 * n * PAGES, PAGE_SIZE, max_tokens_per_request=LONGEST, req_to_token=table
         )
         self._relay = FutureMap(self._slots, {"last": relay_field(torch.int64, read_by="both")})
-        self._batch = self._arrived(n)
+        self._first, self._some = (np.full(k, START) for k in (n, churn))
+        self._batch = self._arrived(self._first)
+        self._relay.publish(self._batch.slots, last=np.ones(n, dtype=np.int64))
+        self._batch.upload(writes=[self._pages.entry(self._batch.slots)])
         self._keep = np.arange(n) >= churn  # those that came first leave first
         self._planner = StepPlanner(self._kind, pages=self._pages, relay=self._relay, ids="last", results=("last",))
         self._before: PlannedStep | None = None
 
-    def _arrived(self, n: int) -> Decode:
-        """`n` requests with a prompt whose KV is there."""
-        slots, lengths = self._slots.take(n), np.full(n, START)
-        self._pages.extend(slots, lengths)
-        self._pages.commit(slots, lengths)
-        self._relay.publish(slots, last=np.ones(n, dtype=np.int64))
+    def _arrived(self, lengths: npt.NDArray[np.int64]) -> Decode:
+        """Requests with a prompt whose KV is there."""
         values = {
-            name: np.zeros(n, column.np_dtype)
+            name: np.zeros(lengths.size, column.np_dtype)
             for name, column in self._kind.columns().items()
             if isinstance(column, TensorColumn) and name not in ("slots", "seq_lens")
         }
-        return self._kind.build(self._runtime, slots=slots, seq_lens=lengths, **values)
+        return self._kind.build(self._runtime, slots=self._pages.take_requests(lengths), seq_lens=lengths, **values)
 
-    def _running(self) -> Decode:
+    def _plan(self) -> PlannedStep:
+        plan, done = self._planner.plan, self._runtime.record
         if self._churn:
-            self._leave(self._batch.filter(~self._keep))
-            return self._batch.next_batch(keep=self._keep, joining=self._arrived(self._churn))
+            joining = self._arrived(self._some)
+            writes = [self._pages.entry(joining.slots)]
+            first = {"last": np.ones(self._churn, dtype=np.int64)}
+            return plan(self._batch, keep=self._keep, joining=joining, after=done(), published=first, writes=writes)
         if self._batch.seq_lens.np[0] == LONGEST - 1:
-            self._leave(self._batch)
-            return self._arrived(len(self._batch))
-        return self._batch
-
-    def _leave(self, leaving: Decode) -> None:
-        self._pages.release_requests(leaving.slots, after=self._runtime.record())
+            self._pages.release_requests(self._batch.slots, after=done())
+            self._batch = self._arrived(self._first)
+            self._relay.publish(self._batch.slots, last=np.ones(self._first.size, dtype=np.int64))
+            return plan(self._batch, writes=[self._pages.entry(self._batch.slots)])
+        return plan(self._batch)
 
     def step(self) -> Inputs:
         """The step. The tokens of the one before come to the host in it."""
         self._runtime.next_step()
-        step = self._planner.plan(self._running())
+        step = self._plan()
         inputs = step.inputs()
         step.publish(last=inputs.input_ids + 1)
         if self._before is not None:

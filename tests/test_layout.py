@@ -22,7 +22,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "KV memory": ("kv",),
     "forward inputs": ("forward",),
     "relay": ("_relay", "future_map"),
-    "steps": ("step",),
+    "steps": ("_step_layout", "step"),
     "watch": ("watch",),
     "transport": ("transport",),
     "traffic": ("traffic",),

@@ -98,6 +98,41 @@ class World:
         joining.upload(writes=[extension.entry()])
         self.batch = self.batch.merge(joining) if len(self.batch) else joining
 
+    def arrived(self, lens: list[int]) -> Running:
+        """Requests that were prefilled elsewhere."""
+        slots = self.pages.take_requests(lens)
+        n = len(lens)
+        return Running.build(
+            self.rt,
+            slots=slots,
+            seq_lens=lens,
+            temperature=slots.np / np.float32(7),
+            seed=slots.np,
+            greedy=slots.np % 2 == 0,
+            pair=np.arange(2 * n, dtype=np.int16).reshape(n, 2),
+        )
+
+    def turn_over(self, gone: list[int], lens: list[int]) -> tuple[PlannedStep, dict[str, Any]]:
+        """A step before which requests leave and others come: as one plan, or by the parts one after the other."""
+        keep = np.ones(len(self.batch), dtype=np.bool_)
+        keep[gone] = False
+        if not self.in_one_piece:
+            joining = self.arrived(lens)
+            joining.upload(writes=[self.pages.entry(joining.slots)])
+            self.relay.publish(joining.slots, last=10 * joining.slots.np)
+            leaving, self.batch = self.batch.filter(~keep), self.batch.filter(keep).merge(joining)
+            seen = self.step()
+            self.pages.release_requests(leaving.slots, after=self.rt.record())
+            return seen
+        joining = self.arrived(lens)
+        return self.step(
+            keep=keep,
+            after=self.rt.record(),
+            joining=joining,
+            published={"last": 10 * joining.slots.np},
+            writes=[self.pages.entry(joining.slots)],
+        )
+
     def leave(self, rows: list[int]) -> None:
         """Some requests leave, with all that they have."""
         keep = np.ones(len(self.batch), dtype=np.bool_)
@@ -105,10 +140,10 @@ class World:
         self.pages.release_requests(self.batch.filter(~keep).slots, after=self.rt.record())
         self.batch = self.batch.filter(keep)
 
-    def step(self) -> tuple[PlannedStep, dict[str, Any]]:
+    def step(self, **options: Any) -> tuple[PlannedStep, dict[str, Any]]:
         """A decode step: what it gave to the forward, and what both sides of the engine's state are after it."""
         self.rt.next_step()
-        step = self.planner.plan(self.batch)
+        step = self.planner.plan(self.batch, **options)
         inputs = step.inputs()
         step.publish(last=inputs.input_ids + 1)
         self.batch = step.batch  # type: ignore[assignment]
@@ -142,6 +177,10 @@ EVENTS = st.lists(
         st.tuples(st.just("leave"), st.lists(st.integers(0, 7), min_size=1, max_size=2, unique=True)),
         st.tuples(st.just("reorder"), st.integers(0, 99)),
         st.tuples(st.just("replace"), st.floats(0, 1, width=32)),
+        st.tuples(
+            st.just("turn over"),
+            st.tuples(st.lists(st.integers(0, 7), max_size=2, unique=True), st.lists(st.integers(1, 9), max_size=2)),
+        ),
         st.tuples(st.just("step"), st.just(None)),
         st.tuples(st.just("step"), st.just(None)),
     ),
@@ -161,6 +200,7 @@ def test_in_one_piece_as_by_the_parts(level: str, events: list[tuple[str, Any]])
             seen = []
             for world, found in zip(worlds, results, strict=True):
                 n = len(world.batch)
+                longest = int(world.batch.seq_lens.max()) if n else 0
                 if event == "join" and n + len(value) <= world.slots.size:
                     world.join(value)
                 elif event == "leave":
@@ -169,7 +209,12 @@ def test_in_one_piece_as_by_the_parts(level: str, events: list[tuple[str, Any]])
                     world.batch = world.batch.filter(np.random.default_rng(value).permutation(n))
                 elif event == "replace" and n:
                     world.batch = world.batch.replace(temperature=np.full(n, value, np.float32))
-                elif event == "step" and n and int(world.batch.seq_lens.max()) < LONGEST:
+                elif event == "turn over" and value[1] and n + len(value[1]) <= world.slots.size and longest < LONGEST:
+                    step, one = world.turn_over([row for row in value[0] if row < n], value[1])
+                    assert (step._requests is not None) == world.in_one_piece
+                    found.append(step.results["last"].np.tolist())
+                    seen.append(one)
+                elif event == "step" and n and longest < LONGEST:
                     step, one = world.step()
                     assert (step._requests is not None) == world.in_one_piece
                     found.append(step.results["last"].np.tolist())
@@ -459,8 +504,10 @@ def test_device_columns_extras_and_table_writes(rt: Runtime) -> None:
         step.publish(last=inputs.input_ids + 1)
         batch = step.batch.replace(state=state)  # type: ignore[assignment]
     assert rt.inspect(batch["state"].device).tolist() == [[3, 4], [5, 6]]
-    again = planner.plan(batch, writes=[table.entry(batch.slots, [LONGEST - 1] * 2, [1, 1])])
-    assert again._requests is None, "a further write to the token table is joined with the step's own"
+    before = rt.counters.snapshot()
+    planner.plan(batch, writes=[table.entry(batch.slots, [LONGEST - 1] * 2, [1, 2])])
+    assert (rt.counters - before).device_operations == 1, "a further write to the token table goes with the step's own"
+    assert rt.inspect(table.memory)[[1, 2], -1].tolist() == [1, 2]
 
 
 def test_full_compares_the_copy_of_the_step(rt: Runtime) -> None:
@@ -474,7 +521,7 @@ def test_full_compares_the_copy_of_the_step(rt: Runtime) -> None:
         assert step.batch["seed"].device.tolist() == [1, 2]
         assert (rt.counters - before).host_to_device_copies == 1
         wrong = changed(
-            "step:StepPlanner._sent", "requests.fill(block, host,", "requests.fill(block, host.taken(lens * 0),"
+            "step:StepPlanner._sent", "layout.fill(block, host,", "layout.fill(block, host.taken(lens * 0),"
         )
         with wrong, pytest.raises(Violation) as caught:
             world.planner.plan(step.batch)
@@ -593,3 +640,126 @@ def test_no_step_is_planned_while_a_graph_is_captured(rt: Runtime, monkeypatch: 
     assert (rt.counters - before).host_to_device_copies == 0
     assert world.pages.allocated(world.batch.slots).tolist() == allocated
     world.step()
+
+
+def test_requests_leave_and_join_in_one_copy(rt: Runtime) -> None:
+    """Columns, token rows, first ids and the step itself cross together: two scatters more than none, no wait."""
+    world = World.of(rt)
+    world.join([3] * 4)
+    world.step()
+    for gone in ([0], [1, 3]):
+        joining = world.arrived([5, 6][: len(gone)])
+        keep = np.ones(4, dtype=np.bool_)
+        keep[gone] = False
+        before = rt.counters.snapshot()
+        step = world.planner.plan(
+            world.batch,
+            keep=keep,
+            joining=joining,
+            after=rt.record(),
+            published={"last": 10 * joining.slots.np},
+            writes=[world.pages.entry(joining.slots)],
+        )
+        inputs = step.inputs()
+        spent = rt.counters - before
+        assert (spent.host_to_device_copies, spent.device_operations, spent.forced_syncs) == (1, 3, 0)
+        step.publish(last=inputs.input_ids + 1)
+        world.batch = step.batch  # type: ignore[assignment]
+        assert world.batch.seq_lens.np[-1] == joining.seq_lens.np[-1] + 1
+        assert world.slots.stats.live == 4
+
+
+@pytest.mark.parametrize("in_one_piece", [True, False])
+def test_a_turn_over_that_fails_changes_nothing(rt: Runtime, in_one_piece: bool, monkeypatch: Any) -> None:
+    """Handles that are stale, a relay field that is none, and a copy that fails: all are where they were."""
+    world = World.of(rt, in_one_piece=in_one_piece)
+    world.join([3, 4])
+    world.step()
+    joining = world.arrived([2])
+    keep = np.array([False, True])
+
+    def plan(**options: Any) -> None:
+        world.planner.plan(world.batch, **{"keep": keep, "joining": joining, "published": {"last": [7]}, **options})
+
+    def fails(*arguments: Any, **named: Any) -> None:
+        raise MemoryError("planted")
+
+    wrong: list[dict[str, Any]] = [
+        {"after": 3},
+        {"published": {"tokens": [1]}},
+        {"joining": None},
+        {"keep": [0, 5]},
+        {"published": None, "keep": None, "joining": None, "after": rt.record()},
+        {"joining": RunningToo.empty(rt)},
+    ]
+    for options in wrong:
+        with pytest.raises(BatchStateError):
+            plan(**options)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(rt), "send", fails)
+        with pytest.raises(MemoryError):
+            plan()
+    world.pages.verify()
+    world.slots.verify()
+    assert world.pages.committed(world.batch.slots).tolist() == [4, 5]
+    assert world.pages.committed(joining.slots).tolist() == [2]
+    plan()
+    assert world.slots.stats.live == 2
+    with pytest.raises(Violation) as caught:
+        world.planner.plan(world.batch, keep=keep)
+    assert caught.value.code is Code.SLOT_DOUBLE_FREE
+
+
+def test_requests_arrive_with_pages(rt: Runtime) -> None:
+    """Slots and pages of many are taken together or not at all, and their token rows are what `extend` would write."""
+    world = World.of(rt, pages=4)
+    for lens in ([5, 9, 1], [LONGEST + 1]):
+        with pytest.raises((PoolExhaustedError, Violation)):
+            world.pages.take_requests(lens)
+        assert (world.slots.stats.live, world.pages.stats.live) == (0, 0)
+    slots = world.pages.take_requests([5, 0, 8])
+    assert world.pages.committed(slots).tolist() == [5, 0, 8]
+    assert world.pages.locations(slots.split([2, 1])[1], 0, 8).np.tolist() == [12, 13, 14, 15, 16, 17, 18, 19]
+    table = world.pages.req_to_token
+    assert table is not None
+    world.pages.entry(slots).launch()
+    rows = rt.inspect(table.memory)[slots.np]
+    assert rows[0, :8].tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
+    assert rows[1].tolist() == [0] * LONGEST
+    assert rows[2, :8].tolist() == [12, 13, 14, 15, 16, 17, 18, 19]
+    narrow = world.slots.table("narrow", (8,), torch.int64, holds="location")
+    with checks("full"):
+        world.pages.entry(slots, narrow).launch()
+    assert rt.inspect(narrow.memory)[slots.np].tolist() == rows[:, :8].tolist()
+    too_narrow = world.slots.table("too narrow", (7,), torch.int64, holds="location")
+    with pytest.raises(BatchStateError):
+        world.pages.entry(slots, too_narrow)
+    with pytest.raises(BatchStateError):
+        world.pages.take_requests(3)
+    world.pages.release_requests(slots)
+    world.slots.expect_idle()
+
+
+def test_handles_of_many_are_joined_at_once(rt: Runtime) -> None:
+    """As merging them one by one, whatever they are, in a few calls for each."""
+    pool, other = SlotPool(rt, 300), SlotPool(rt, 3)
+    parts = [pool.take(n % 3) for n in range(256)]
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        joined = type(parts[0]).cat(parts)
+    finally:
+        sys.setprofile(None)
+    assert joined.np.tolist() == [slot for part in parts for slot in part.np.tolist()]
+    assert joined.generations.tolist() == [1] * len(joined)
+    pool.check_handles(joined, "test")
+    assert calls < 5 * len(parts)
+    assert parts[1].device.tolist() == parts[1].np.tolist()  # it has a device side from here on
+    assert type(joined).cat(parts).device.tolist() == joined.np.tolist()
+    with pytest.raises(ArgumentError):
+        type(joined).cat([joined, other.take(1)])

@@ -16,7 +16,7 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._allocator import MOST_TOKENS, size_of
-from batchstate._arrays import amounts, arange_per_row, converted, count, shape_of
+from batchstate._arrays import amounts, arange_per_row, as_array, converted, count, shape_of
 from batchstate._origin import Changes, Origin
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from batchstate.indices import Locations, Pages, Slots
@@ -153,19 +153,8 @@ class Extension:
                 since. Else see `Table.entry`.
             RowIndexError: see `Table.entry`.
         """
-        slots, own = self._pool.slots, self._pool.req_to_token
-        target = own if table is None else table
-        if target is None:
-            raise ArgumentError(
-                "entry without a table", value=None, remedy="pass a table, or give the PagePool a req_to_token"
-            )
-        if target.space is not slots:
-            raise ArgumentError(
-                f"entry of slots of {slots.name!r} in {target!r} of {target.space.name!r}",
-                value=target,
-                remedy="pass a table that was made by the pool of these slots",
-            )
-        slots.check_handles(self.owners, "entry")
+        own, target = self._pool.req_to_token, self._pool._token_table(table)
+        self._pool.slots.check_handles(self.owners, "entry")
         if levels.cheap:
             self._check("entry")
         width, counts = target.shape[-1], self.counts
@@ -555,6 +544,98 @@ class PagePool:
         self._references.check_exclusive(pages, operation)
 
     # Growing
+
+    def take_requests(self, total_lens: object) -> Slots:
+        """Takes a slot for each of n requests, and pages for tokens whose KV is there: they arrive with all they have.
+
+        The counterpart of `release_requests`, for requests that were prefilled elsewhere. The tokens count as
+        committed, and the current stream has been given the work that writes them, as for `commit`. `entry` has their
+        rows of a token table.
+
+        Args:
+            total_lens: tokens of each, int[n].
+
+        Returns:
+            handles int64[n].
+
+        Raises:
+            PoolExhaustedError: too few slots or pages are free. Nothing was taken.
+            Violation: LENGTH_ORDER: longer than a request may be.
+            ShapeError, DtypeError: `total_lens` are not n integers.
+        """
+        operation = "take_requests"
+        given = as_array(total_lens, f"{self.name}: {operation}")
+        if given.ndim != 1:
+            raise ShapeError(
+                f"{self.name}: {operation} of {total_lens!r}", value=total_lens, remedy="pass one length per request"
+            )
+        totals = amounts(given, given.size, f"{self.name}: {operation}")
+        self.transaction.enter(operation)
+        self._references.query_fences()
+        self._check_lengths(totals, totals, operation)
+        needed = self._table.pages_needed(totals)
+        total = int(needed.sum())
+        self._references.allocator.check_available(total)
+        slots = self.slots.take(totals.size)
+        try:
+            rows = self.slots.rows_of(slots, operation)
+            if total:
+                self._table.append(rows, needed, self._references.take(total, operation))
+            self.transaction.operation = operation
+            self._table.committed[rows] = totals
+            self.writes.launched(rows, totals)
+        except Exception:
+            self.slots.free(slots)
+            raise
+        self.transaction.operation = None
+        self._check_after()
+        return slots
+
+    def entry(self, slots: Slots, table: Table | None = None) -> TableWrite:
+        """The write that records where all tokens of some requests lie in a table [slot, position] -> location.
+
+        Each page that they have goes in to its end. What `Extension.entry` is to the tokens of one operation.
+
+        Args:
+            slots: live handles, each once.
+            table: by default the pool's `req_to_token`.
+
+        Raises:
+            As `Extension.entry`.
+        """
+        operation = "entry"
+        target = self._token_table(table)
+        rows = self.slots.rows_of(slots, operation, unique=True)
+        first, stop = self._table.first[rows], self._table.num_pages[rows]
+        columns, owners = arange_per_row(first, stop - first), rows.repeat(stop - first)
+        pages, width = self._table.pages[owners, columns].astype(np.int64), target.shape[-1]
+        origin = Origin("token rows", self.runtime.step, slots, self.epochs, self.epochs.last)
+        rest, size = np.arange(self.page_size), self.page_size
+        positions = (columns * size)[:, None] + rest
+        index, locations = (owners * width)[:, None] + positions, (pages * size)[:, None] + rest
+        if int(stop.max(initial=0)) * size > width >= int(self._table.committed[rows].max(initial=0)):
+            there = positions < width  # the last page goes on behind the row
+            positions, index, locations = positions[there], index[there], locations[there]
+        locations = locations.reshape(-1)
+        if target is self.req_to_token and not levels.full:  # the pool made and checked all
+            return target.planned(index.reshape(-1), locations, slots, origin)
+        numbers = ((index - positions) // width).reshape(-1)
+        return target.entry_of(numbers, positions.reshape(-1), self._locations(locations), slots, origin)
+
+    def _token_table(self, table: Table | None) -> Table:
+        """The table, or by default the pool's, that records locations of its slots."""
+        target = self.req_to_token if table is None else table
+        if target is None:
+            raise ArgumentError(
+                "entry without a table", value=None, remedy="pass a table, or give the PagePool a req_to_token"
+            )
+        if target.space is not self.slots:
+            raise ArgumentError(
+                f"entry of slots of {self.slots.name!r} in {target!r} of {target.space.name!r}",
+                value=target,
+                remedy="pass a table that was made by the pool of these slots",
+            )
+        return target
 
     def grow(self, slots: Slots, total_lens: object) -> None:
         """Allocates pages until each slot has room for `total_lens` tokens. Commits nothing, releases nothing.

@@ -75,6 +75,7 @@ class StepMachine(Machine):
         "others in their place",
         "a page begins",
         "a mixed step",
+        "requests leave and arrive with a step in one piece",
         "padded",
         "two steps in flight",
         "pages run out",
@@ -155,23 +156,38 @@ class StepMachine(Machine):
     # Steps
 
     @precondition(lambda self: self._fits())
-    @rule(padded=st.booleans())
-    def step(self, padded: bool) -> None:
-        """Each request puts in its prompt, or the token that it got last."""
-        requests = list(self.batch.requests)
-        prompts: list[Any] = [one.tokens if not length else None for one, length in self._with_lengths()]
+    @rule(
+        padded=st.booleans(),
+        gone=st.sets(st.integers(0, SIZE - 1), max_size=2),
+        arriving=st.lists(st.integers(1, 6), max_size=2),
+    )
+    def step(self, padded: bool, gone: set[int], arriving: list[int]) -> None:
+        """Some leave and others arrive; each request puts in its prompt, or the token that it got last."""
+        stays = [row not in gone for row in range(len(self.batch))]
+        running = [pair for pair, stay in zip(self._with_lengths(), stays, strict=True) if stay]
+        if not running:
+            return
+        joining = self._arrived(arriving)
+        requests = [one for one, _ in running] + list(joining.requests)
+        prompts: list[Any] = [one.tokens if not length else None for one, length in running] + [None] * len(joining)
         queries = np.array([1 if ids is None else len(ids) for ids in prompts])
         if len(self.in_flight) == 2:
             self.read()
         self.rt.next_step()
         before = self.planner._requests
         rows = len(requests) + 1 if padded else None
+        options: dict[str, Any] = {"pad_rows": rows, "pad_tokens": queries.sum() + 1} if padded else {}
+        if not all(stays):
+            after = self.in_flight[-1].done if self.in_flight else None
+            options |= {"keep": np.array(stays), "after": after}
+        if len(joining):
+            options |= {"joining": joining, "published": {"token": [one.tokens[-1] for one in joining.requests]}}
+            options["writes"] = [self.pages.entry(joining.slots)]
         try:
-            step = self.planner.plan(
-                self.batch, queries, prompt_ids=prompts, pad_rows=rows, pad_tokens=queries.sum() + 1 if padded else None
-            )
+            step = self.planner.plan(self.batch, queries, prompt_ids=prompts, **options)
         except PoolExhaustedError:
             self.reached("pages run out")
+            self.pages.release_requests(joining.slots)
             return
         one_piece = step._requests is not None
         self.reached("a decode step in one piece", one_piece)
@@ -180,6 +196,7 @@ class StepMachine(Machine):
         self.reached("a page begins", one_piece and bool((self.batch.seq_lens.np % PAGE_SIZE == 0).any()))
         self.reached("a mixed step", None in prompts and any(ids is not None for ids in prompts))
         self.reached("padded", padded)
+        self.reached("requests leave and arrive with a step in one piece", one_piece and len(options) == 5)
         expected = [(one.tokens[-1] + 1 + one.adds) % 1000 for one in requests]
         with self.rt.use(self.side):
             inputs = step.inputs()
@@ -192,6 +209,29 @@ class StepMachine(Machine):
         self.batch = step.batch  # type: ignore[assignment]
         self.in_flight.append(Launched(requests, expected, step.results, done))
         self.reached("two steps in flight", len(self.in_flight) == 2)
+
+    def _arrived(self, lens: list[int]) -> StepBatch:
+        """Requests that were prefilled elsewhere, and the first token of each."""
+        lens = lens[: self.slots.stats.free]
+        try:
+            slots = self.pages.take_requests(lens)
+        except PoolExhaustedError:
+            slots = self.pages.take_requests([])
+        requests: list[StepRequest] = []
+        for _ in range(len(slots)):
+            self._drawn += 1
+            tokens = [(self._drawn * 37 + i * 11) % 1000 for i in range(lens[len(requests)] + 1)]
+            requests.append(StepRequest(self._drawn % 7, tokens, len(tokens) - 1))
+        adds = np.array([one.adds for one in requests], dtype=np.int64)
+        return StepBatch.build(
+            self.rt,
+            slots=slots,
+            seq_lens=np.array([one.prompt for one in requests], dtype=np.int64),
+            adds=adds,
+            narrow=adds,
+            small=adds % 2 == 0,
+            requests=requests,
+        )
 
     def _forward(self, step: PlannedStep, inputs: ForwardInputs) -> torch.Tensor:
         """The next token of each request, and the ids of its tokens into KV memory, read back from where they lie."""
