@@ -42,7 +42,7 @@ class InFlight:
 
     def __init__(self, clocks: Clocks) -> None:
         self._clocks = clocks
-        self._ends: deque[list[int]] = deque()  # of each earlier step: the newest work of each stream by then
+        self._ends: deque[list[int]] = deque()  # of each earlier step: its newest work on each stream, or 0
         self._before: list[int] = []  # the newest work of each stream when the present step began
         self._began = False
         self._most = 0  # in the present step
@@ -81,7 +81,8 @@ class InFlight:
         self.note()
         ends = [stream.work for stream in self._clocks.streams[1:]]
         if self._works():
-            self._ends.append(ends)
+            before = [*self._before, *[0] * (len(ends) - len(self._before))]
+            self._ends.append([end if end > was else 0 for end, was in zip(ends, before, strict=True)])
             self._past.append(self._most)
         self._before = ends
         self._began = True
