@@ -15,7 +15,7 @@ relay has the one token of each request, runs as one piece. Each invariant is th
 numbers go to staging memory through views that were made when these requests first came.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, SupportsIndex, cast, final
 
 import numpy as np
@@ -35,6 +35,7 @@ from batchstate.columns import MirroredColumn
 from batchstate.errors import ArgumentError, DeclarationError, one_of
 from batchstate.forward.inputs import ForwardInputs
 from batchstate.forward.plan import ForwardPlan
+from batchstate.forward.token_array import TokenArray
 from batchstate.future_map import FutureMap, PackedPublish, Prefetched
 from batchstate.indices import Slots
 from batchstate.kv.pages import PagePool
@@ -186,11 +187,13 @@ class StepPlanner:
     Args:
         batch: the batch class.
         pages: where the KV goes.
-        relay: with the ids of the requests that decode.
+        relay: with the ids of the requests that decode; None where the host knows all ids, or the forwards take none.
         seq_lens: the column with the tokens of each request.
         ids: relay field, or fields, whose entries end to end are the tokens that a request puts in.
         lengths: relay field with the true lengths, where the host knows bounds.
         results: relay fields that go to the host as soon as they are published.
+        has_ids, int32: as for `ForwardPlan.of`.
+        kv_offset: the column with the tokens of an encoder that a request has in its pages before its prompt.
         window: as for `ForwardPlan.of`, as are the layouts.
         layouts: arrays of attention kernels.
 
@@ -204,11 +207,14 @@ class StepPlanner:
         batch: type[Batch],
         *,
         pages: PagePool,
-        relay: FutureMap,
+        relay: FutureMap | None = None,
         seq_lens: str = "seq_lens",
-        ids: str | Sequence[str],
+        ids: str | Sequence[str] = (),
         lengths: str | None = None,
         results: Sequence[str] = (),
+        has_ids: bool = True,
+        int32: Collection[str] = (),
+        kv_offset: str | None = None,
         window: SupportsIndex | None = None,
         layouts: str | Sequence[str] = (),
     ) -> None:
@@ -220,12 +226,21 @@ class StepPlanner:
                 value=seq_lens,
                 remedy="declare slot_column() and mirrored(torch.int64), and name the second: seq_lens=...",
             )
-        self._runtime, self._pages, self._relay, self._slots = pages.runtime, pages, relay, pages.slots
+        offset = None if kv_offset is None else batch.columns().get(kv_offset)
+        if kv_offset is not None and (not isinstance(offset, MirroredColumn) or offset.shape):
+            raise DeclarationError(
+                f"StepPlanner of {batch.__name__}: no column {kv_offset!r} of one number per request",
+                value=kv_offset,
+                remedy="declare mirrored(torch.int64), and name it: kv_offset=...",
+            )
+        self._runtime, self._pages, self._slots = pages.runtime, pages, pages.slots
+        self._relay, self._alone = cast(FutureMap, relay), relay is None
+        self._has_ids, self._int32, self._kv_offset = has_ids, tuple(int32), kv_offset
         self._kind, self._slot_column, self._seq_lens = batch, batch._slot_column, seq_lens
         self._ids: tuple[str, ...] = (ids,) if isinstance(ids, str) else tuple(ids)
         self._lengths, self._results, self._layouts = lengths, tuple(results), layouts
         self._window = None if window is None else counted(window, "StepPlanner: window", least=1)
-        fields = relay.fields
+        fields = {} if relay is None else relay.fields
         for name in (*self._ids, *self._results, *(() if lengths is None else (lengths,))):
             if name not in fields:
                 raise DeclarationError(
@@ -233,9 +248,13 @@ class StepPlanner:
                     value=name,
                     remedy=one_of(fields, name),
                 )
-        field = fields[self._ids[0]]
+        field = fields[self._ids[0]] if self._ids else None
         self._in_one_piece = (
             len(self._ids) == 1
+            and has_ids
+            and not self._int32
+            and kv_offset is None
+            and field is not None
             and field.dtype == torch.int64
             and not field.shape
             and lengths is None
@@ -251,7 +270,7 @@ class StepPlanner:
         self._make_constants()
 
     def __repr__(self) -> str:
-        return f"StepPlanner({self._pages!r}, {self._relay!r})"
+        return f"StepPlanner({self._pages!r}, {'no relay' if self._alone else self._relay!r})"
 
     def plan(
         self,
@@ -268,6 +287,7 @@ class StepPlanner:
         pad_tokens: SupportsIndex | None = None,
         writes: Sequence[TableWrite] = (),
         extras: Mapping[str, object] | None = None,
+        token_arrays: Mapping[str, TokenArray] | None = None,
     ) -> PlannedStep:
         """Plans a step, and sends it to the device on the current stream: one copy, and a scatter for each table.
 
@@ -289,6 +309,7 @@ class StepPlanner:
             pad_tokens: as for `ForwardPlan.of`.
             writes: further table writes of the step, as for `Batch.upload`.
             extras: further arrays of the step, as for `Batch.upload`.
+            token_arrays: as for `ForwardPlan.of`.
 
         Raises:
             ArgumentError: a batch of another class than the planner was declared for.
@@ -309,6 +330,12 @@ class StepPlanner:
         leaving, entries = None, None
         if keep is not None or joining is not None:
             batch, leaving = self._turned_over(batch, keep, joining, after)
+        if published is not None and self._alone:
+            raise ArgumentError(
+                "StepPlanner: plan with published= and no relay",
+                value=published,
+                remedy="declare the planner with one: relay=...",
+            )
         if published is not None and joining is not None:
             entries = self._relay.packed(self._handles(joining), published)
         elif published is not None or (after is not None and leaving is None):
@@ -321,6 +348,7 @@ class StepPlanner:
             self._in_one_piece
             and pad_rows is None
             and pad_tokens is None
+            and not token_arrays
             and _each_puts_in_one(batch.num_reqs, query_lens, prompt_ids, samples)
             and self._decodes(batch)
         ):
@@ -330,7 +358,7 @@ class StepPlanner:
             if entries is not None:
                 entries.launch_alone()
             try:
-                step = self._composed(batch, query_lens, prompt_ids, samples, padding, writes, extras)
+                step = self._composed(batch, query_lens, prompt_ids, samples, padding, writes, extras, token_arrays)
             except BaseException:
                 if entries is not None:
                     entries.take_back()
@@ -369,15 +397,20 @@ class StepPlanner:
         padding: tuple[SupportsIndex | None, SupportsIndex | None],
         writes: Sequence[TableWrite],
         extras: Mapping[str, object] | None,
+        token_arrays: Mapping[str, TokenArray] | None,
     ) -> PlannedStep:
         """Any step, from the parts."""
         pages = self._pages
         advanced = batch.advance(self._seq_lens, query_lens)
         slots, lens = self._handles(advanced), advanced[self._seq_lens]
         before = pages.committed(slots)
+        held, totals = batch[self._seq_lens].np, lens.np
+        if self._kv_offset is not None:  # with its first token a request has those of its encoder
+            offset = batch[self._kv_offset].np.astype(np.int64)
+            held, totals = np.where(held > 0, held + offset, 0), np.where(totals > 0, totals + offset, 0)
         if lens.contract is Contract.EXACT:
-            pages.check_committed(slots.np, batch[self._seq_lens].np, _OPERATION)
-        extension = pages.extend(slots, lens.np)
+            pages.check_committed(slots.np, held, _OPERATION)
+        extension = pages.extend(slots, totals)
         rows, tokens = padding
         try:
             sent = advanced if rows is None else advanced.pad(rows)
@@ -388,6 +421,10 @@ class StepPlanner:
                 prompt_ids=prompt_ids,
                 samples=samples,
                 pages=pages,
+                kv_offset=None if self._kv_offset is None else sent[self._kv_offset],
+                token_arrays=token_arrays,
+                has_ids=self._has_ids,
+                int32=self._int32,
                 window=self._window,
                 pad_tokens=tokens,
                 layouts=self._layouts,
@@ -594,11 +631,13 @@ class StepPlanner:
 
     def _inputs(self, step: PlannedStep) -> ForwardInputs:
         requests, upload = step._requests, step._upload
+        if self._alone:
+            return ForwardInputs.of(step.plan, step.extras)
         if requests is None or upload is None:
             return self._relay.resolve_forward_inputs(
                 step.plan,
                 step.extras,
-                ids=self._ids,
+                ids=self._ids if self._has_ids else (),
                 lengths=self._lengths,
                 req_to_token=self._pages.req_to_token,
             )
@@ -648,7 +687,11 @@ class StepPlanner:
 
     def _publish(self, step: PlannedStep, values: Mapping[str, object]) -> Prefetched | None:
         requests, relay = step._requests, self._relay
-        name = self._ids[0]
+        if self._alone:
+            raise ArgumentError(
+                "StepPlanner: publish without a relay", value=None, remedy="declare the planner with one: relay=..."
+            )
+        name = self._ids[0] if self._ids else ""
         if requests is not None and len(values) == 1 and name in values:
             value = values[name]
             if (
@@ -669,7 +712,7 @@ class StepPlanner:
         if not isinstance(batch, type) or not issubclass(batch, Batch):
             raise ArgumentError(f"StepPlanner of {batch!r}", value=batch, remedy="pass a class that declares columns")
         for value, kind in ((pages, PagePool), (relay, FutureMap)):
-            if not isinstance(value, kind):
+            if not isinstance(value, kind) and (kind is PagePool or value is not None):
                 raise ArgumentError(
                     f"StepPlanner: expected a {kind.__name__}, got {type(value).__name__}",
                     value=value,

@@ -16,10 +16,12 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
+from batchstate import levels
 from batchstate.batch import Batch
 from batchstate.columns import HostColumn, host_list, mirrored, slot_column
 from batchstate.errors import PoolExhaustedError
 from batchstate.forward.inputs import ForwardInputs
+from batchstate.forward.token_array import TokenArray
 from batchstate.future_map import FutureMap, Prefetched, relay_field
 from batchstate.kv.pages import PagePool
 from batchstate.pools import SlotPool
@@ -35,11 +37,15 @@ SIZE, NUM_PAGES = 6, 24
 @final
 @attrs.define(eq=False)
 class StepRequest:
-    """A request and its tokens, the prompt first. `adds` stands in a column, and goes into each of its tokens."""
+    """A request and its tokens, the prompt first. `adds` stands in a column, and goes into each of its tokens.
+
+    Its pages have `encoder` tokens before these.
+    """
 
     adds: int
     tokens: list[int]
     prompt: int
+    encoder: int
 
 
 class StepBatch(Batch):
@@ -48,6 +54,7 @@ class StepBatch(Batch):
     slots = slot_column()
     seq_lens = mirrored(torch.int64)
     adds = mirrored(torch.int64)
+    encoder = mirrored(torch.int64)
     narrow = mirrored(torch.int32)
     small = mirrored(torch.bool)
     requests: HostColumn[StepRequest] = host_list()
@@ -77,22 +84,31 @@ class StepMachine(Machine):
         "a mixed step",
         "requests leave and arrive with a step in one piece",
         "padded",
+        "tokens of an encoder",
         "two steps in flight",
         "pages run out",
         "a stale batch refused",
         "a stale step refused",
     )
 
-    @initialize()
-    def begin(self) -> None:
-        """No requests."""
+    @initialize(encoders=st.sampled_from([False, False, True]))
+    def begin(self, encoders: bool) -> None:
+        """No requests; with `encoders` some will have tokens of one in their pages."""
         self.open()
+        self.encoders = encoders
         rt = self.rt
         self.slots = SlotPool(rt, SIZE)
         table = self.slots.table("req_to_token", (LONGEST,), torch.int32, holds="location")
         self.pages = PagePool(rt, self.slots, NUM_PAGES, PAGE_SIZE, max_tokens_per_request=LONGEST, req_to_token=table)
         self.relay = FutureMap(self.slots, {"token": relay_field(torch.int64, read_by="both", non_negative=True)})
-        self.planner = StepPlanner(StepBatch, pages=self.pages, relay=self.relay, ids="token", results=("token",))
+        self.planner = StepPlanner(
+            StepBatch,
+            pages=self.pages,
+            relay=self.relay,
+            ids="token",
+            results=("token",),
+            kv_offset="encoder" if encoders else None,
+        )
         with rt.use(self.side):
             self.kv = rt.device_zeros((self.pages.location_capacity,), torch.int64, name="kv")
         self.batch = StepBatch.empty(rt)
@@ -112,12 +128,13 @@ class StepMachine(Machine):
         for n in prompts:
             self._drawn += 1
             tokens = [(self._drawn * 37 + i * 11) % 1000 for i in range(n)]
-            requests.append(StepRequest(self._drawn % 7, tokens, n))
+            requests.append(StepRequest(self._drawn % 7, tokens, n, self._drawn % 4 if self.encoders else 0))
         joining = StepBatch.build(
             self.rt,
             slots=self.slots.take(len(requests)),
             seq_lens=[0] * len(requests),
             adds=[one.adds for one in requests],
+            encoder=[one.encoder for one in requests],
             narrow=[one.adds for one in requests],
             small=[one.adds % 2 == 0 for one in requests],
             requests=requests,
@@ -176,7 +193,10 @@ class StepMachine(Machine):
         self.rt.next_step()
         before = self.planner._requests
         rows = len(requests) + 1 if padded else None
+        kinds = None if all(ids is None for ids in prompts) else {"kinds": TokenArray(prompts, torch.int32, fill=9)}
         options: dict[str, Any] = {"pad_rows": rows, "pad_tokens": queries.sum() + 1} if padded else {}
+        if kinds is not None:
+            options["token_arrays"] = kinds
         if not all(stays):
             after = self.in_flight[-1].done if self.in_flight else None
             options |= {"keep": np.array(stays), "after": after}
@@ -197,9 +217,13 @@ class StepMachine(Machine):
         self.reached("a mixed step", None in prompts and any(ids is not None for ids in prompts))
         self.reached("padded", padded)
         self.reached("requests leave and arrive with a step in one piece", one_piece and len(options) == 5)
+        self.reached("tokens of an encoder", any(one.encoder for one in requests))
         expected = [(one.tokens[-1] + 1 + one.adds) % 1000 for one in requests]
         with self.rt.use(self.side):
             inputs = step.inputs()
+            if kinds is not None and levels.full:
+                known = [one for ids, n in zip(prompts, queries.tolist(), strict=True) for one in ids or [9] * n]
+                agree(known, self.rt.inspect(inputs.arrays["kinds"]).tolist()[: len(known)], "values of tokens")
             step.publish(token=self._forward(step, inputs))
             done = self.rt.record()
         if self.pages.req_to_token is not None:
@@ -221,13 +245,14 @@ class StepMachine(Machine):
         for _ in range(len(slots)):
             self._drawn += 1
             tokens = [(self._drawn * 37 + i * 11) % 1000 for i in range(lens[len(requests)] + 1)]
-            requests.append(StepRequest(self._drawn % 7, tokens, len(tokens) - 1))
+            requests.append(StepRequest(self._drawn % 7, tokens, len(tokens) - 1, 0))
         adds = np.array([one.adds for one in requests], dtype=np.int64)
         return StepBatch.build(
             self.rt,
             slots=slots,
             seq_lens=np.array([one.prompt for one in requests], dtype=np.int64),
             adds=adds,
+            encoder=0 * adds,
             narrow=adds,
             small=adds % 2 == 0,
             requests=requests,
@@ -276,7 +301,7 @@ class StepMachine(Machine):
         return len(batch) > 0 and bool((batch.seq_lens.np > 0).all())
 
     def _fits(self) -> bool:
-        return len(self.batch) > 0 and all(len(one.tokens) < LONGEST for one in self.batch.requests)
+        return len(self.batch) > 0 and all(len(one.tokens) + one.encoder < LONGEST for one in self.batch.requests)
 
     def snapshot(self) -> object:
         """What a refused call must leave as it is."""
@@ -287,7 +312,8 @@ class StepMachine(Machine):
         for one, length in self._with_lengths():
             agree(0 if len(one.tokens) == one.prompt else len(one.tokens) - 1, length, "the length of", one)
         committed: npt.NDArray[np.int64] = self.pages.committed(self.batch.slots)
-        agree(self.batch.seq_lens.np.tolist(), committed.tolist(), "committed tokens")
+        held = [length + one.encoder if length else 0 for one, length in self._with_lengths()]
+        agree(held, committed.tolist(), "committed tokens")
         for part in (self.slots, self.pages):
             ask(part.verify)
         ask(self.relay.check)

@@ -1,0 +1,138 @@
+"""`StepPlanner`: what a plan can do, a planned step can do: values of tokens, encoders, no ids, no relay, int32."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from batchstate import (
+    Batch,
+    Code,
+    FutureMap,
+    PagePool,
+    Runtime,
+    SlotPool,
+    StepPlanner,
+    TokenArray,
+    mirrored,
+    relay_field,
+    slot_column,
+)
+from batchstate.errors import ArgumentError, BatchStateError, DeclarationError, ShapeError
+from tests.doubles import refused
+
+
+class Running(Batch):
+    """Requests with an encoder, perhaps."""
+
+    slots = slot_column()
+    seq_lens = mirrored(torch.int64)
+    encoder_lens = mirrored(torch.int32)
+    pair = mirrored(torch.int64, shape=(2,))
+
+
+class World:
+    """Pools, a relay, and three requests that put in their prompt."""
+
+    def __init__(self, rt: Runtime) -> None:
+        self.rt = rt
+        self.slots = SlotPool(rt, 4)
+        table = self.slots.table("req_to_token", (24,), torch.int32, holds="location")
+        self.pages = PagePool(rt, self.slots, 40, 4, max_tokens_per_request=24, req_to_token=table)
+        self.relay = FutureMap(self.slots, {"last": relay_field(torch.int64), "narrow": relay_field(torch.int32)})
+        self.batch = Running.build(
+            rt, slots=self.slots.take(3), seq_lens=[0, 0, 0], encoder_lens=[5, 0, 2], pair=np.zeros((3, 2), np.int64)
+        )
+
+    def locations(self, row: int, index: list[int]) -> list[int]:
+        """Where tokens of a request lie in its pages."""
+        pages = self.pages.page_table[self.batch.slots.np[row]]
+        return [int(pages[at // 4]) * 4 + at % 4 for at in index]
+
+
+@pytest.fixture
+def world(rt: Runtime) -> World:
+    """Three requests."""
+    return World(rt)
+
+
+PROMPTS: list[Any] = [[1, 2], [3], [4, 5, 6]]
+
+
+def test_a_planned_prompt_with_an_encoder(rt: Runtime, world: World, full: None) -> None:
+    """A planner that knows the column of encoder tokens gets pages for them, and decodes behind them."""
+    planner = StepPlanner(
+        Running, pages=world.pages, relay=world.relay, ids="narrow", kv_offset="encoder_lens", int32=["input_ids"]
+    )
+    arrays = {"types": TokenArray([[7, 8], None, [9, 9, 9]], torch.int32)}
+    step = planner.plan(world.batch, [2, 1, 3], prompt_ids=PROMPTS, token_arrays=arrays)
+    inputs = step.inputs()
+    assert world.pages.committed(world.batch.slots).tolist() == [7, 1, 5]
+    assert inputs.slot_mapping is not None
+    expected = world.locations(0, [5, 6]) + world.locations(1, [0]) + world.locations(2, [2, 3, 4])
+    assert rt.inspect(inputs.slot_mapping).tolist() == expected
+    assert rt.inspect(inputs.arrays["types"]).tolist() == [7, 8, 0, 9, 9, 9]
+    assert inputs.input_ids.dtype == torch.int32
+    step.publish(narrow=inputs.input_ids[inputs.last_token_indices])
+    step = planner.plan(step.batch)
+    inputs = step.inputs()
+    assert rt.inspect(inputs.input_ids).tolist() == [2, 3, 6]
+    assert rt.inspect(inputs.positions).tolist() == [2, 1, 3]
+    assert inputs.slot_mapping is not None
+    assert rt.inspect(inputs.slot_mapping).tolist() == [world.locations(i, [at])[0] for i, at in enumerate([7, 1, 5])]
+
+
+def test_a_planner_without_a_relay(rt: Runtime, world: World, full: None) -> None:
+    """Where the host knows all ids, steps are planned without a relay, and publish nothing."""
+    planner = StepPlanner(Running, pages=world.pages)
+    step = planner.plan(world.batch, [2, 1, 3], prompt_ids=PROMPTS)
+    assert rt.inspect(step.inputs().input_ids).tolist() == [1, 2, 3, 4, 5, 6]
+    step = planner.plan(step.batch, prompt_ids=[[7], [8], [9]])
+    inputs = step.inputs()
+    assert rt.inspect(inputs.input_ids).tolist() == [7, 8, 9]
+    assert rt.inspect(inputs.positions).tolist() == [2, 1, 3]
+    refused(Code.FUTURE_CONSUMED, step.inputs)
+    with pytest.raises(ArgumentError, match="publish without a relay"):
+        step.publish(last=[1, 2, 3])
+    with pytest.raises(ArgumentError, match="published= and no relay"):
+        planner.plan(step.batch, published={"last": []}, joining=Running.empty(rt))
+    with pytest.raises(ArgumentError, match="waits for a relay"):
+        planner.plan(step.batch).inputs()
+    assert "no relay" in repr(planner)
+
+
+def test_a_planner_of_a_later_rank(rt: Runtime, world: World, full: None) -> None:
+    """A rank that takes hidden states plans the same steps, without ids."""
+    planner = StepPlanner(Running, pages=world.pages, relay=world.relay, has_ids=False)
+    step = planner.plan(world.batch, [2, 1, 3], prompt_ids=PROMPTS)
+    assert rt.inspect(step.inputs().positions).tolist() == [0, 1, 0, 0, 1, 2]
+    inputs = planner.plan(step.batch).inputs()
+    assert rt.inspect(inputs.positions).tolist() == [2, 1, 3]
+    with pytest.raises(ArgumentError, match="has none"):
+        _ = inputs.input_ids
+
+
+def test_a_refused_step_leaves_the_pages(world: World) -> None:
+    """Values of tokens that do not fit take back the pages of the step."""
+    planner = StepPlanner(Running, pages=world.pages, kv_offset="encoder_lens")
+    with pytest.raises(ShapeError):
+        planner.plan(world.batch, [2, 1, 3], prompt_ids=PROMPTS, token_arrays={"types": TokenArray([[1], [2], [3]])})
+    assert world.pages.committed(world.batch.slots).tolist() == [0, 0, 0]
+
+
+WRONG: dict[str, tuple[type[BatchStateError], dict[str, Any]]] = {
+    "no column": (DeclarationError, {"kv_offset": "encoders"}),
+    "a column of two": (DeclarationError, {"kv_offset": "pair"}),
+    "a relay that is none": (ArgumentError, {"relay": 3}),
+    "ids without a relay": (DeclarationError, {"ids": "last"}),
+    "results without a relay": (DeclarationError, {"results": ["last"]}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_refuses_declarations(world: World, name: str) -> None:
+    """A planner is declared with what there is."""
+    error, wrong = WRONG[name]
+    with pytest.raises(error):
+        StepPlanner(Running, pages=world.pages, **wrong)
