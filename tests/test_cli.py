@@ -14,6 +14,7 @@ import pytest
 import batchstate
 from batchstate.cli import main, traffic
 from batchstate.cli._output import Row, Section, progress, show
+from batchstate.cli.app import COMMANDS
 from batchstate.selfcheck.mutants import MUTANTS
 from batchstate.traffic import EngineSettings, TrafficEngine
 
@@ -49,6 +50,15 @@ def test_module_runs_as_a_program() -> None:
     done = subprocess.run([sys.executable, "-m", "batchstate"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "usage: batchstate" in done.stderr
+    assert all(command.NAME in done.stderr for command in COMMANDS)
+
+
+def test_a_misspelt_command_is_told_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    """A name that is not a command, or not a machine, is answered with the one that it resembles."""
+    assert main(["fuz"]) == 2
+    assert "did you mean 'fuzz'?" in capsys.readouterr().err
+    assert main(["fuzz", "page_pol"]) == 2
+    assert "did you mean 'page_pool'?" in capsys.readouterr().err
 
 
 def test_traffic_prints_a_table_and_writes_json(

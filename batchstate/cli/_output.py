@@ -139,15 +139,16 @@ def has_rich() -> bool:
 def _bar(what: str, total: int) -> Iterator[Update]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.table import Column
 
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(bar_width=20),  # with the time that remains in 80 columns; the remark is cut first
         TaskProgressColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[remark]}", style="dim"),
+        TextColumn("{task.fields[remark]}", style="dim", table_column=Column(ratio=1, no_wrap=True)),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=Console(stderr=True), transient=True, expand=True) as bar:
         task = bar.add_task(what, total=total, remark="")
         yield lambda done, remark: bar.update(task, completed=done, remark=remark)
 

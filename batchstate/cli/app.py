@@ -7,7 +7,7 @@ from typing import Protocol
 
 import batchstate
 from batchstate.cli import fuzz, mutants, race, traffic
-from batchstate.errors import BatchStateError
+from batchstate.errors import ArgumentError, BatchStateError, one_of
 from batchstate.violations import Violation
 
 
@@ -40,7 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         interrupted.
     """
     try:
-        args = _parser().parse_args(argv)
+        words = sys.argv[1:] if argv is None else list(argv)
+        parser = _parser()
+        if not words:
+            parser.print_help(sys.stderr)
+            return 2
+        names = [command.NAME for command in COMMANDS]
+        if not words[0].startswith("-") and words[0] not in names:
+            raise ArgumentError(f"unknown command {words[0]!r}", value=words[0], remedy=one_of(names, words[0]))
+        args = parser.parse_args(words)
         command: Command = args.command
         return _run(command, args)
     except Violation as violation:

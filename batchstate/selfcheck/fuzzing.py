@@ -7,7 +7,7 @@ from typing import Any, final
 import attrs
 from hypothesis.database import DirectoryBasedExampleDatabase, ExampleDatabase
 
-from batchstate.errors import ArgumentError
+from batchstate.errors import ArgumentError, one_of
 from batchstate.selfcheck.machines import MACHINES
 from batchstate.testing.devices import devices_of
 from batchstate.testing.runner import STEPS, MachineResult, run_machine, with_replay
@@ -73,9 +73,7 @@ def fuzz(
     names = list(MACHINES) if machines is None else list(machines)
     for name in names:
         if name not in MACHINES:
-            raise ArgumentError(
-                f"unknown machine {name!r}", value=name, remedy=f"use one or several of: {', '.join(MACHINES)}"
-            )
+            raise ArgumentError(f"unknown machine {name!r}", value=name, remedy=one_of(MACHINES, name))
     kept = DirectoryBasedExampleDatabase(EXAMPLES_FOLDER) if database is None else database
     results: list[MachineResult] = []
     done = 0
