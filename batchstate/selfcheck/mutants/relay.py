@@ -14,7 +14,7 @@ from batchstate.selfcheck.mutants.registry import Patch, mutant
 from batchstate.violations import Code
 
 
-@mutant(Code.FUTURE_CONSUMED, machine="future_map", level=Level.CHEAP, origin="sglang #25945")
+@mutant(Code.FUTURE_CONSUMED, Code.DERIVED_STALE, machine="future_map", level=Level.CHEAP, origin="sglang #25945")
 def prompt_installed_again(patch: Patch) -> None:
     """A snapshot that isolates a step puts back inputs that were used: the prompt before runs a second time."""
     before: WeakKeyDictionary[FutureMap, tuple[ForwardPlan, Extras]] = WeakKeyDictionary()
