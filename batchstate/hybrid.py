@@ -1,10 +1,12 @@
-"""`HybridSlotPool`: slots that also own entries of a second pool, such as Mamba states or ping-pong buffers.
+"""`HybridSlotPool`: slots that also own entries of further pools, such as Mamba states or ping-pong buffers.
 
-A slot and its states are taken and freed as one: never one without the other, and behind the same fence. The mapping
-slot -> states is a table indexed by SLOTS, one row for each, whose values are state indices. State 0 is padding.
+A slot and its states are taken and freed as one: never one without the other, and behind the same fence. States are of
+one kind or of several, each with a pool and a count of its own; a request may have none of a kind. The mapping slot ->
+states is a table indexed by SLOTS for each kind, one row per slot, whose values are state indices. State 0 is padding.
 """
 
-from typing import SupportsIndex, final
+from collections.abc import Mapping
+from typing import Any, SupportsIndex, final
 
 import attrs
 import numpy as np
@@ -12,32 +14,43 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._allocator import Allocator, size_of
-from batchstate._arrays import count
-from batchstate.errors import CaptureError
+from batchstate._arrays import amounts, count
+from batchstate.errors import ArgumentError, CaptureError
 from batchstate.indices import Slots
 from batchstate.pools import Ints, SlotListener, SlotPool, SlotStats
 from batchstate.runtime import Fence, Runtime
-from batchstate.tables import TableWrite
+from batchstate.tables import Table, TableWrite
 from batchstate.violations import Where
 
 __all__ = ["HybridSlotPool", "StateTurns"]
 
+_ONLY = "state"
+"""The kind where there is one that nobody named."""
+
 
 @final
 class StateOwner(SlotListener):
-    """The states of a slot pool whose every slot owns `per_slot` of them.
+    """The states of one kind, of which a slot owns `per_slot`, or what was asked for when it was taken.
 
     Attributes:
+        kind: name of the kind.
         allocator: which states are free, pending or live.
-        per_slot: states per slot.
-        mapping: int64[slots.capacity, per_slot], slot -> states, 0 for slots that are not live.
+        per_slot: the most states of a slot.
+        counts: int64[slots.capacity], states of each slot.
+        owned: of all slots together.
+        wanted: int64[n], of the slots that are being taken; None for `per_slot` each.
+        mapping: int64[slots.capacity, per_slot], slot -> states, 0 where it has none.
         turns: int64[slots.capacity], how often the request has passed from one of its states to the next.
         newest: int64[slots.capacity], the state that the request has written last; at first its first one.
     """
 
-    def __init__(self, slots: SlotPool, states: int, per_slot: int, *, label: str) -> None:
+    def __init__(self, slots: SlotPool, kind: str, states: int, per_slot: int, *, label: str) -> None:
         self._slots = slots
+        self.kind = kind
         self.per_slot = per_slot
+        self.counts = np.zeros(slots.capacity, dtype=np.int64)
+        self.owned = 0
+        self.wanted: Ints | None = None
         self.allocator = Allocator(slots.runtime, states, label=label, transaction=slots.transaction)
         self.mapping = np.zeros((slots.capacity, per_slot), dtype=np.int64)
         self.turns = np.zeros(slots.capacity, dtype=np.int64)
@@ -54,18 +67,31 @@ class StateOwner(SlotListener):
         Raises:
             PoolExhaustedError: with the numbers of the states.
         """
-        self.allocator.check_available(n * self.per_slot)
+        self.allocator.check_available(n * self.per_slot if self.wanted is None else int(self.wanted.sum()))
 
     def on_take(self, rows: Ints) -> None:
         """Gives each slot its states."""
-        states = self.allocator.take(rows.size * self.per_slot, "take")
-        self.mapping[rows] = states.reshape(rows.size, self.per_slot)
+        counts = self.wanted
+        if counts is None:
+            states = self.allocator.take(rows.size * self.per_slot, "take")
+            owned = states.reshape(rows.size, self.per_slot)
+            counts = np.full(rows.size, self.per_slot, dtype=np.int64)
+        else:
+            states = self.allocator.take(int(counts.sum()), "take")
+            owned = np.zeros((rows.size, self.per_slot), dtype=np.int64)
+            owned[np.arange(self.per_slot) < counts[:, None]] = states
+        self.counts[rows] = counts
+        self.owned += states.size
+        self.mapping[rows] = owned
         self.turns[rows] = 0
         self.newest[rows] = self.mapping[rows, 0]
 
     def on_free(self, rows: Ints, after: Fence | None) -> None:
         """Releases the states of the slots."""
-        states = self.mapping[rows].reshape(-1)
+        states = self.mapping[rows]
+        states = states[states > 0]
+        self.owned -= int(self.counts[rows].sum())
+        self.counts[rows] = 0
         self.mapping[rows] = 0  # a row left behind would name states that belong to another slot by then
         self.allocator.release(states, after, "free")
 
@@ -78,15 +104,15 @@ class StateOwner(SlotListener):
         self.allocator.sort_free()
 
     def check_conservation(self, live: int, operation: str) -> None:
-        """Checks that exactly `per_slot` states are live for each of `live` slots.
+        """Checks that as many states are live as slots own.
 
         Raises:
             Violation: SLOT_CONSERVATION.
         """
         allocator = self.allocator
-        if allocator.live != live * self.per_slot:
+        if allocator.live != self.owned:
             invariants.slot_conservation(
-                allocator.free, allocator.pending, live * self.per_slot, allocator.size, **self._where(operation)
+                allocator.free, allocator.pending, self.owned, allocator.size, **self._where(operation)
             )
 
     def verify(self) -> None:
@@ -99,16 +125,18 @@ class StateOwner(SlotListener):
         self.allocator.verify()
         live = self._slots.live_slots()
         self.check_conservation(live.size, "verify")
-        owned = self.mapping[live].reshape(-1)
+        there = np.arange(self.per_slot) < self.counts[:, None]
+        owned = self.mapping[live][there[live]]
         invariants.slot_out_of_range(owned, self.allocator.capacity, **where)
         invariants.slot_zero_allocated(owned, **where)
         invariants.slot_shared(owned, **where)
         invariants.slot_in_flight(owned, ~self.allocator.live_among(owned), **where)
         idle = np.ones(len(self.mapping), dtype=np.bool_)
         idle[live] = False
-        left = np.flatnonzero(idle & self.mapping.any(axis=1))
+        strays = (self.mapping != 0) & (idle[:, None] | ~there)
+        left = np.flatnonzero(strays.any(axis=1))
         if left.size:
-            entries = int(np.count_nonzero(self.mapping[left]))
+            entries = int(np.count_nonzero(strays))
             invariants.slot_conservation(
                 self.allocator.free,
                 self.allocator.pending,
@@ -131,11 +159,13 @@ class StateTurns:
         slots: the requests that take part in the forward, padded rows at the end.
         reads: int64[n], the state that each has written last; at first the first of its states. 0 for padding.
         writes: int64[n], the next one.
+        kind: of the states.
     """
 
     slots: Slots
     reads: Ints
     writes: Ints
+    kind: str
     _pool: "HybridSlotPool"
 
     def __repr__(self) -> str:
@@ -143,8 +173,8 @@ class StateTurns:
 
     @property
     def extras(self) -> dict[str, Ints]:
-        """`state_reads` and `state_writes`, for `batch.upload(extras=...)`."""
-        return {"state_reads": self.reads, "state_writes": self.writes}
+        """`state_reads` and `state_writes`, for `batch.upload(extras=...)`; another kind has its name in front."""
+        return {f"{self.kind}_reads": self.reads, f"{self.kind}_writes": self.writes}
 
     def launched(self) -> None:
         """Declares that the forward which writes `writes` was launched: the next one reads them.
@@ -157,18 +187,22 @@ class StateTurns:
 
 @final
 class HybridSlotPool(SlotPool):
-    """Slots 1 to size + reserve, each with `states_per_slot` of the states 1 to `states` while it is live.
+    """Slots 1 to size + reserve, each with up to `states_per_slot` of the states 1 to `states` while it is live.
 
     Args:
         runtime: the device.
         size: slots that can be taken ordinarily.
-        states: entries of the second pool.
-        states_per_slot: entries that each slot owns.
+        states: entries of the second pool; a mapping of names to entries for several kinds.
+        states_per_slot: the most entries that a slot owns; a mapping gives it for each kind, 1 where it has none.
         reserve: further slots, for `take(n, reserved=True)` alone.
         name: for reports.
 
-    Attributes:
-        state_table: int32[capacity, states_per_slot] on the device, slot -> states, holds `state`.
+    Methods about states take the name of the kind; without it they are about the only one. Its index space is called as
+    the kind is, `state` if it was given no name.
+
+    Raises:
+        ArgumentError, DtypeError: numbers as for `SlotPool`; fewer states than one slot has; no kinds, a name that is
+            no identifier or that of another index space, or a count of a kind that is not there.
     """
 
     def __init__(
@@ -176,81 +210,140 @@ class HybridSlotPool(SlotPool):
         runtime: Runtime,
         size: SupportsIndex,
         *,
-        states: SupportsIndex,
-        states_per_slot: SupportsIndex = 1,
+        states: SupportsIndex | Mapping[str, SupportsIndex],
+        states_per_slot: SupportsIndex | Mapping[str, SupportsIndex] = 1,
         reserve: SupportsIndex = 0,
         name: str = "slots",
     ) -> None:
-        per_slot = count(states_per_slot, f"{name}: states_per_slot", least=1)
-        num_states = size_of(states, f"{name}: states", least=per_slot)
+        kinds = _kinds(states, states_per_slot, name)
         super().__init__(runtime, size, reserve=reserve, name=name)
-        self._states = StateOwner(self, num_states, per_slot, label=f"states of HybridSlotPool {name!r}")
-        self.add_listener(self._states)
-        runtime.declare_indices("state", self.state_capacity)
-        self.state_table = self.table(f"{name} states", (per_slot,), torch.int32, holds="state", host=True)
+        self._owners: dict[str, StateOwner] = {}
+        self._state_tables: dict[str, Table] = {}
+        for kind, (num_states, per_slot) in kinds.items():
+            title = "states" if kind == _ONLY else f"{kind} states"
+            owner = StateOwner(self, kind, num_states, per_slot, label=f"{title} of HybridSlotPool {name!r}")
+            self._owners[kind] = owner
+            self.add_listener(owner)
+            runtime.declare_indices(kind, owner.allocator.capacity)
+            self._state_tables[kind] = self.table(f"{name} {title}", (per_slot,), torch.int32, holds=kind, host=True)
 
     def __repr__(self) -> str:
-        states = self._states.allocator
-        return (
-            f"HybridSlotPool({super().__repr__()}, states={states.size}, "
-            f"free={states.free}, pending={states.pending}, live={states.live})"
-        )
+        parts = [super().__repr__()]
+        for kind, owner in self._owners.items():
+            states = owner.allocator
+            title = "states" if kind == _ONLY else f"{kind} states"
+            parts.append(f"{title}={states.size}, free={states.free}, pending={states.pending}, live={states.live}")
+        return f"HybridSlotPool({', '.join(parts)})"
+
+    def _owner(self, kind: str | None) -> StateOwner:
+        if kind is None and len(self._owners) == 1:
+            return next(iter(self._owners.values()))
+        if kind not in self._owners:
+            raise ArgumentError(
+                f"{self.name}: states of kind {kind!r}", value=kind, remedy=f"name one of: {', '.join(self._owners)}"
+            )
+        return self._owners[kind]
 
     @property
-    def state_capacity(self) -> int:
+    def state_kinds(self) -> tuple[str, ...]:
+        """The names of the kinds."""
+        return tuple(self._owners)
+
+    def state_table(self, kind: str | None = None) -> Table:
+        """int32[capacity, states_per_slot] on the device, slot -> states, 0 where a slot has none; holds the kind."""
+        return self._state_tables[self._owner(kind).kind]
+
+    def state_capacity(self, kind: str | None = None) -> int:
         """Rows of a tensor that states index: the largest state + 1."""
-        return self._states.allocator.capacity
+        return self._owner(kind).allocator.capacity
 
-    @property
-    def state_stats(self) -> SlotStats:
+    def state_stats(self, kind: str | None = None) -> SlotStats:
         """The states in numbers; `stats` has the slots."""
         self.transaction.enter(f"{self.name}: state_stats")
-        self._states.allocator.reap()
-        return SlotStats.of(self._states.allocator)
+        allocator = self._owner(kind).allocator
+        allocator.reap()
+        return SlotStats.of(allocator)
 
-    def take(self, n: SupportsIndex, *, reserved: bool = False, write: bool = True) -> Slots:
-        """Takes `n` slots with their states, and writes the mapping to the device: one upload, one kernel.
+    def take(
+        self,
+        n: SupportsIndex,
+        *,
+        reserved: bool = False,
+        write: bool = True,
+        states: Mapping[str, object] | None = None,
+    ) -> Slots:
+        """Takes `n` slots with their states, and writes the mapping to the device: one upload, one kernel a kind.
 
         Args:
             n: how many.
             reserved: see `SlotPool.take`.
             write: False leaves the device alone; pack `state_entry(slots)` with the upload of the step instead.
+            states: kind -> states for each of the slots, one number or int[n], from 0 to `states_per_slot`. Of a kind
+                that is left out each gets `states_per_slot`.
 
         Raises:
             PoolExhaustedError: too few slots or states. Nothing was taken.
             CaptureError: writing while the current stream is captured. Nothing was taken.
+            ArgumentError, DtypeError, ShapeError: no such kind, or not one count for each slot. Nothing was taken.
         """
         if write and self.runtime.capturing:
             raise CaptureError(
                 f"{self.name}: take writes to the device, which a captured stream does not allow",
                 remedy="take with write=False, and pack `state_entry` with an upload after the capture",
             )
-        slots = super().take(n, reserved=reserved)
+        wanted = {} if states is None else self._wanted(n, states)
+        before = {kind: owner.wanted for kind, owner in self._owners.items()}  # of a take whose fence calls this one
+        try:
+            for kind, owner in self._owners.items():
+                owner.wanted = wanted.get(kind)
+            slots = super().take(n, reserved=reserved)
+        finally:
+            for kind, owner in self._owners.items():
+                owner.wanted = before[kind]
         if not write:
             return slots
         try:
-            self.state_table.write(slots, None, self.states_of(slots))
+            for kind, table in self._state_tables.items():
+                table.write(slots, None, self.states_of(slots, kind))
             return slots
         except BaseException:
             if self.transaction.operation is None:  # else the table was interrupted
                 self.release_rows(slots.np, None, "take")
             raise
 
+    def _wanted(self, n: SupportsIndex, states: Mapping[str, object]) -> dict[str, Ints]:
+        """The states of each slot by kind, int64[n], checked."""
+        size, wanted = count(n, f"{self.name}: take: n"), {}
+        for kind, counts in states.items():
+            owner = self._owner(str(kind))
+            given = amounts(counts, size, f"{self.name}: take: {kind}")
+            each = np.broadcast_to(given, (size,))
+            if size and not 0 <= int(each.min()) <= int(each.max()) <= owner.per_slot:
+                wrong = int(each.min()) if each.min() < 0 else int(each.max())
+                raise ArgumentError(
+                    f"{self.name}: take of {wrong} {kind} states for a slot",
+                    value=wrong,
+                    remedy=f"pass 0 to {owner.per_slot} for each slot (states_per_slot)",
+                )
+            wanted[str(kind)] = each
+        return wanted
+
     def reap(self) -> int:
         """Makes free the pending slots and states whose fences are complete; says how many slots."""
         self.transaction.enter(f"{self.name}: reap")
-        self._states.allocator.reap()
+        for owner in self._owners.values():
+            owner.allocator.reap()
         return super().reap()
 
-    def states_of(self, slots: Slots) -> Ints:
-        """The states of live slots, int64[n, states_per_slot]."""
-        return self._states.mapping[self.rows_of(slots, "states_of")]
+    def states_of(self, slots: Slots, kind: str | None = None) -> Ints:
+        """The states of live slots, int64[n, states_per_slot], 0 where a slot has fewer."""
+        return self._owner(kind).mapping[self.rows_of(slots, "states_of")]
 
-    def state_entry(self, slots: Slots) -> TableWrite:
+    def state_entry(self, slots: Slots, kind: str | None = None) -> TableWrite:
         """The write of the slots' rows of `state_table`, to be packed with a batch's upload."""
-        return self.state_table.entry(slots, None, self.states_of(slots))
+        return self.state_table(kind).entry(slots, None, self.states_of(slots, kind))
 
-    def state_turns(self, slots: Slots) -> StateTurns:
+    def state_turns(self, slots: Slots, kind: str | None = None) -> StateTurns:
         """Which state each request reads and which it writes, where states are written alternately (ping-pong).
 
         Each request passes from one of its states to the next in the forwards that it takes part in, whatever the
@@ -258,31 +351,34 @@ class HybridSlotPool(SlotPool):
 
         Args:
             slots: the requests that take part in the forward, padded rows at the end. Declare it with `launched`.
+            kind: of the states.
 
         Raises:
             Violation: handles as for `rows_of`; STATE_TURN, at `cheap`.
         """
         rows = self.rows_of(slots, "state_turns", padded=True)
-        states, turns = self._states, self._states.turns[rows]
-        reads = states.mapping[rows, turns % states.per_slot]
-        writes = states.mapping[rows, (turns + 1) % states.per_slot]
-        self._check_turns(rows, reads, "state_turns")
-        return StateTurns(slots, reads, writes, self)
+        states = self._owner(kind)
+        turns, own = states.turns[rows], np.maximum(states.counts[rows], 1)
+        reads = states.mapping[rows, turns % own]
+        writes = states.mapping[rows, (turns + 1) % own]
+        self._check_turns(states, rows, reads, "state_turns")
+        return StateTurns(slots, reads, writes, states.kind, self)
 
     def pass_turns(self, turns: StateTurns) -> None:
         """What `StateTurns.launched` does."""
         operation = "launched"
         self.transaction.enter(f"{self.name}: {operation}")
-        rows = self.rows_of(turns.slots, operation, padded=True)
-        self._check_turns(rows, turns.reads, operation)
+        rows, states = self.rows_of(turns.slots, operation, padded=True), self._owner(turns.kind)
+        self._check_turns(states, rows, turns.reads, operation)
         rows = rows[: np.count_nonzero(rows)]
-        self._states.turns[rows] += 1
-        self._states.newest[rows] = turns.writes[: rows.size]
+        states.turns[rows] += 1
+        states.newest[rows] = turns.writes[: rows.size]
 
-    def _check_turns(self, rows: Ints, reads: Ints, operation: str) -> None:
+    def _check_turns(self, states: StateOwner, rows: Ints, reads: Ints, operation: str) -> None:
         if levels.cheap:
-            newest = self._states.newest[rows]
-            invariants.state_turn(rows, newest, reads, object=self, operation=operation, step=self.runtime.step)
+            invariants.state_turn(
+                rows, states.newest[rows], reads, object=self, operation=operation, step=self.runtime.step
+            )
 
     def verify(self) -> None:
         """Checks every invariant of slots and states from scratch. Reads device memory; suspended under capture.
@@ -292,11 +388,11 @@ class HybridSlotPool(SlotPool):
                 code of the states.
         """
         super().verify()
-        live = self._generations.handles(self.live_slots())
-        live = live.filter(self.state_table.written(live))  # others wait for the upload of a step
-        owned = self._states.mapping[live.np].astype(np.int32)
-        mapped = self.state_table.host_for(live)
-        invariants.mirror_equal(owned, mapped, object=repr(self), operation="verify", step=self.runtime.step)
+        everyone = self._generations.handles(self.live_slots())
+        for kind, table in self._state_tables.items():
+            live = everyone.filter(table.written(everyone))  # others wait for the upload of a step
+            owned, mapped = self._owners[kind].mapping[live.np].astype(np.int32), table.host_for(live)
+            invariants.mirror_equal(owned, mapped, object=repr(self), operation="verify", step=self.runtime.step)
 
     def expect_idle(self) -> None:
         """Checks that no slot and no state is live.
@@ -305,4 +401,26 @@ class HybridSlotPool(SlotPool):
             Violation: SLOT_CONSERVATION, naming up to 8 leaked slots or states.
         """
         super().expect_idle()
-        self._states.allocator.expect_idle("expect_idle")
+        for owner in self._owners.values():
+            owner.allocator.expect_idle("expect_idle")
+
+
+def _kinds(states: object, per_slot: object, name: str) -> dict[str, tuple[int, int]]:
+    """Kind -> states, and states per slot."""
+    sizes: Mapping[Any, Any] = states if isinstance(states, Mapping) else {_ONLY: states}
+    counts: Mapping[Any, Any] = per_slot if isinstance(per_slot, Mapping) else dict.fromkeys(sizes, per_slot)
+    taken = ("slot", "page", "location", "host_location")
+    unknown = [kind for kind in counts if kind not in sizes]
+    wrong = [kind for kind in sizes if not (isinstance(kind, str) and kind.isidentifier()) or kind in taken]
+    if not sizes or unknown or wrong:
+        raise ArgumentError(
+            f"{name}: states of {[*sizes] or 'no kind'}, counts of {[*counts]}",
+            value=(unknown or wrong or [*sizes]),
+            remedy=f"name each kind with an identifier other than {', '.join(taken)}, and counts of these kinds",
+        )
+    kinds = {}
+    for kind, size in sizes.items():
+        what = name if kind == _ONLY else f"{name}: {kind}"
+        each = count(counts.get(kind, 1), f"{what}: states_per_slot", least=1)
+        kinds[str(kind)] = (size_of(size, f"{what}: states", least=each), each)
+    return kinds

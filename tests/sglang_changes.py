@@ -91,6 +91,11 @@ CHANGES: dict[str, tuple[Point, ...]] = {
             ("test_hybrid.py::test_all_or_nothing", "machine hybrid"),
         ),
         Point(
+            "several state pools of different kinds and counts at once, and none for some requests",
+            "`HybridReqToTokenPool` beside `SWAKVPool`",
+            ("test_hybrid.py::test_several_kinds_of_states", "mutant states_of_short_requests_leak"),
+        ),
+        Point(
             "states that are written in turns",
             "`mamba_ping_pong_track_buffer`",
             ("test_hybrid.py::test_states_take_turns_by_request",),

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from batchstate.errors import CaptureError, OwnerThreadError, PoolExhaustedError
+from batchstate.errors import ArgumentError, CaptureError, OwnerThreadError, PoolExhaustedError
 from batchstate.hybrid import HybridSlotPool
+from batchstate.indices import Slots
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
 from batchstate.selfcheck.mutants.diffs import changed
@@ -22,9 +23,9 @@ def pool(rt: Runtime) -> HybridSlotPool:
 def test_is_a_slot_pool(rt: Runtime, pool: HybridSlotPool) -> None:
     """A hybrid pool goes wherever a slot pool goes; its mapping has a row for every slot, not for every state."""
     assert isinstance(pool, SlotPool)
-    assert (pool.size, pool.reserve, pool.capacity, pool.state_capacity) == (4, 2, 7, 9)
-    assert pool.state_table.shape == (7, 2)
-    assert pool.state_table.holds == "state"
+    assert (pool.size, pool.reserve, pool.capacity, pool.state_capacity()) == (4, 2, 7, 9)
+    assert pool.state_table().shape == (7, 2)
+    assert pool.state_table().holds == "state"
     assert pool.table("more").space is pool
 
 
@@ -35,7 +36,7 @@ def test_all_or_nothing(pool: HybridSlotPool) -> None:
         pool.take(1, reserved=True)
     with pytest.raises(PoolExhaustedError, match="SlotPool 'slots'"):
         pool.take(1)
-    assert (pool.stats.live, pool.state_stats.live) == (4, 8)
+    assert (pool.stats.live, pool.state_stats().live) == (4, 8)
     pool.verify()
 
 
@@ -51,8 +52,8 @@ def test_costs_one_copy_and_one_kernel(rt: Runtime, pool: HybridSlotPool) -> Non
     pool.verify()
     assert (rt.counters - before).host_to_device_copies == 0
     packed = rt.upload([entry.index, entry.values])
-    pool.state_table.apply(entry, packed.view(0), packed.view(1))
-    assert np.array_equal(rt.read_back(pool.state_table.device_for(slots))[slots.np], pool.states_of(slots))
+    pool.state_table().apply(entry, packed.view(0), packed.view(1))
+    assert np.array_equal(rt.read_back(pool.state_table().device_for(slots))[slots.np], pool.states_of(slots))
     pool.verify()
 
 
@@ -63,7 +64,7 @@ def test_capture_refuses_the_write(rt: Runtime, pool: HybridSlotPool, monkeypatc
         with pytest.raises(CaptureError):
             pool.take(1)
         pool.free(pool.take(1, write=False))
-    assert pool.stats.live == pool.state_stats.live == 0
+    assert pool.stats.live == pool.state_stats().live == 0
 
 
 def test_a_failed_write_gives_everything_back(pool: HybridSlotPool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +76,7 @@ def test_a_failed_write_gives_everything_back(pool: HybridSlotPool, monkeypatch:
     monkeypatch.setattr(Table, "write", fail)
     with pytest.raises(MemoryError):
         pool.take(2)
-    assert pool.stats.live == pool.state_stats.live == 0
+    assert pool.stats.live == pool.state_stats().live == 0
     pool.verify()
 
 
@@ -87,9 +88,9 @@ def test_repr_counts(pool: HybridSlotPool) -> None:
 
 def test_finds_a_mapping_that_was_not_written(pool: HybridSlotPool) -> None:
     """A slot whose states never reached the device is found where they are read."""
-    with changed("hybrid:HybridSlotPool.take", "self.state_table.write(slots, None, self.states_of(slots))", "pass"):
+    with changed("hybrid:HybridSlotPool.take", "table.write(slots, None, self.states_of(slots, kind))", "pass"):
         slots = pool.take(1)
-    refused(Code.ROW_UNWRITTEN, lambda: pool.state_table.device_for(slots))
+    refused(Code.ROW_UNWRITTEN, lambda: pool.state_table().device_for(slots))
 
 
 def test_a_second_thread_changes_nothing(rt: Runtime) -> None:
@@ -99,7 +100,7 @@ def test_a_second_thread_changes_nothing(rt: Runtime) -> None:
     pool.free(pool.take(2), after=gate)
     gate.done = True
     asked = gate.asked
-    for ask in (pool.reap, lambda: pool.state_stats):
+    for ask in (pool.reap, lambda: pool.state_stats()):
         assert isinstance(in_a_thread(ask), OwnerThreadError)
     assert gate.asked == asked
     assert pool.reap() == 2
@@ -110,9 +111,9 @@ def test_a_state_entry_that_was_not_taken_along_is_found(rt: Runtime, pool: Hybr
     pool.free(pool.take(4))
     slots = pool.take(2, write=False)
     pool.verify()
-    refused(Code.ROW_UNWRITTEN, lambda: pool.state_table.device_for(slots))
-    pool.state_table.write(slots, None, pool.states_of(slots))
-    assert np.array_equal(rt.inspect(pool.state_table.device_for(slots))[slots.np], pool.states_of(slots))
+    refused(Code.ROW_UNWRITTEN, lambda: pool.state_table().device_for(slots))
+    pool.state_table().write(slots, None, pool.states_of(slots))
+    assert np.array_equal(rt.inspect(pool.state_table().device_for(slots))[slots.np], pool.states_of(slots))
     pool.verify()
 
 
@@ -120,7 +121,7 @@ def test_states_take_turns_by_request(rt: Runtime, pool: HybridSlotPool) -> None
     """A request that sits a step out reads what its own last forward wrote, whatever the step."""
     slots = pool.take(2)
     one, states = slots.take([0]), pool.states_of(slots)
-    memory = np.zeros(pool.state_capacity, dtype=np.int64)
+    memory = np.zeros(pool.state_capacity(), dtype=np.int64)
     forwards = dict.fromkeys(slots.np.tolist(), 0)
     for taking_part in (slots, one, slots, slots, one, one, slots):
         rt.synchronize()
@@ -151,3 +152,49 @@ def test_turns_are_used_once_and_in_order(pool: HybridSlotPool) -> None:
     refused(Code.SLOT_STALE_HANDLE, lambda: pool.state_turns(slots))
     again = pool.take(2)
     assert pool.state_turns(again).reads.tolist() == pool.states_of(again)[:, 0].tolist()
+
+
+def test_several_kinds_of_states(rt: Runtime) -> None:
+    """A pool has states of several kinds, each with its count and table; a request may have none of a kind."""
+    pool = HybridSlotPool(rt, 4, states={"mamba": 6, "window": 3}, states_per_slot={"mamba": 2})
+    assert pool.state_kinds == ("mamba", "window")
+    assert (pool.state_table("mamba").shape, pool.state_table("window").shape) == ((5, 2), (5, 1))
+    assert pool.state_table("window").holds == "window"
+    slots = pool.take(3, states={"mamba": [2, 0, 1]})
+    assert pool.states_of(slots, "mamba").tolist() == [[1, 2], [0, 0], [3, 0]]
+    assert pool.states_of(slots, "window").tolist() == [[1], [2], [3]]
+    table = pool.state_table("mamba").device_for(slots)
+    assert np.array_equal(rt.inspect(table)[slots.np], pool.states_of(slots, "mamba"))
+    turns = pool.state_turns(slots.pad(4), "mamba")
+    assert (turns.reads.tolist(), turns.writes.tolist()) == ([1, 0, 3, 0], [2, 0, 3, 0])
+    assert list(turns.extras) == ["mamba_reads", "mamba_writes"]
+    with pytest.raises(PoolExhaustedError, match="window states"):
+        pool.take(1)
+    one = pool.take(1, states={"window": 0})
+    assert (pool.state_stats("mamba").live, pool.state_stats("window").live) == (5, 3)
+    pool.free(Slots.cat([slots, one]))
+    pool.expect_idle()
+    for ask in (pool.state_table, pool.state_capacity, pool.state_stats, lambda: pool.states_of(pool.take(0), "swa")):
+        with pytest.raises(ArgumentError, match="mamba, window"):
+            ask()
+
+
+def test_a_fence_may_take_slots_while_states_are_counted(rt: Runtime) -> None:
+    """A fence that takes slots while a take with its own counts queries it gets the usual states; the take its own."""
+    pool = HybridSlotPool(rt, 4, states=8, states_per_slot=2)
+    inner: list[Slots] = []
+
+    class Taking:
+        def query(self) -> bool:
+            if not inner:
+                inner.append(pool.take(1))
+            return True
+
+        def wait(self) -> None:
+            raise AssertionError("the host waited")
+
+    pool.free(pool.take(1), after=Taking())
+    outer = pool.take(1, states={"state": 1})
+    assert (pool.states_of(inner[0]) > 0).sum() == 2
+    assert (pool.states_of(outer) > 0).sum() == 1
+    pool.verify()

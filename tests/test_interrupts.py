@@ -66,8 +66,8 @@ class World:
         slots, pages, relay = self.slots, self.pages, self.relay._entries
         references, table = pages._references, pages._table
         return (
-            [_indices(one) for one in (slots._allocator, slots._states.allocator, references.allocator)],
-            [one.tolist() for one in (slots._states.mapping, table.pages, table.num_pages, table.committed)],
+            [_indices(one) for one in (slots._allocator, slots._owners["state"].allocator, references.allocator)],
+            [one.tolist() for one in (slots._owners["state"].mapping, table.pages, table.num_pages, table.committed)],
             references.further.tolist(),
             references.shared,
             [(lease.pages.tolist(), lease._written) for lease in pages._leases.values()],

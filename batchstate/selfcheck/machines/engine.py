@@ -120,7 +120,7 @@ class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
         self._reads: list[Locations] = []  # of the next forward
         self.states: torch.Tensor | None = None  # forwards of each request, in one of its states
         if isinstance(self.slots, HybridSlotPool):
-            self.states = pages.runtime.device_zeros((self.slots.state_capacity,), torch.int64)
+            self.states = pages.runtime.device_zeros((self.slots.state_capacity(),), torch.int64)
         self._begun: list[npt.NDArray[np.int64]] = []  # states of requests that join
         self._real: deque[Fence] = deque()  # of the device itself, which may be slower than `steps`
 
@@ -250,7 +250,7 @@ class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
         """One token per row comes out, and one of the two drafts is accepted."""
         read = [self.adapters, self.pages.req_to_token]
         if isinstance(self.slots, HybridSlotPool):
-            read.append(self.slots.state_table)
+            read.append(self.slots.state_table())
         for table in read:
             if table is not None:
                 table.device_for(batch.slots)

@@ -792,7 +792,7 @@ class PagePoolMachine(PoolMachine):
 
     def _finish(self, slots: list[int], fence: ManualFence | None) -> None:
         self._settle()
-        owned = sum(len(self.model.requests[slot].pages) for slot in slots)
+        owned = sum(page > 0 for slot in slots for page in self.model.requests[slot].pages)
         if owned:
             with self.refused(Code.SLOT_CONSERVATION):
                 self.slots.free(self.handles(slots), after=fence)

@@ -149,6 +149,13 @@ class SlotMachine(PoolMachine):
             (ArgumentError,),
             lambda pool: HybridSlotPool(pool.runtime, 1, states=1, states_per_slot=2),
         ),
+        Misuse("states of no kind", (ArgumentError,), lambda pool: HybridSlotPool(pool.runtime, 1, states={})),
+        Misuse("states called slots", (ArgumentError,), lambda p: HybridSlotPool(p.runtime, 1, states={"slot": 1})),
+        Misuse(
+            "states per slot of a kind that is not there",
+            (ArgumentError,),
+            lambda pool: HybridSlotPool(pool.runtime, 1, states={"mamba": 2}, states_per_slot={"swa": 1}),
+        ),
         Misuse(
             "no states per slot", (ArgumentError,), lambda p: HybridSlotPool(p.runtime, 1, states=1, states_per_slot=0)
         ),
@@ -213,19 +220,19 @@ class SlotMachine(PoolMachine):
 
     def _take(self, n: int, reserved: bool = False, **options: bool) -> Slots:
         for part in self.parts:
-            model, wanted, by_reserve = part.model, n * part.per_slot, reserved and part.model is self.model
+            model, wanted, by_reserve = part.model, self.needs(part, n), reserved and part.model is self.model
             if not model.takes(wanted, reserved=by_reserve):
                 helps = model.waiting_helps(wanted, reserved=by_reserve)
                 self.reached("exhausted while pending would suffice" if helps else "exhausted for good")
                 if model is not self.model:
                     self.reached("states exhausted while slots are free")
                 with self.refused(PoolExhaustedError) as refusal:
-                    self.pool.take(n, reserved=reserved, **options)
+                    self.pool.take(n, reserved=reserved, **options, **self.asking(n))
                 if isinstance(refusal.error, PoolExhaustedError):
                     model.check_refusal(refusal.error, wanted, reserved=by_reserve)
                 n = 0
         pending = bool(self.model.pending)
-        slots = self.pool.take(n, reserved=reserved, **options)
+        slots = self.pool.take(n, reserved=reserved, **options, **self.asking(n))
         numbers = slots.np.tolist()
         self.taken(slots)
         for part in self.parts:
@@ -238,6 +245,14 @@ class SlotMachine(PoolMachine):
         self.reached("taken while another slot is pending", pending and n > 0)
         self.reached("the reserve used", any(slot > self.pool.size for slot in numbers))
         return slots
+
+    def needs(self, part: Part, n: int) -> int:
+        """How many of a part `n` slots need."""
+        return n * part.per_slot
+
+    def asking(self, n: int) -> dict[str, Any]:
+        """Further arguments of a take of `n` slots."""
+        return {}
 
     def taken(self, slots: Slots) -> None:
         """Uses slots that were just taken, before the models know of them."""
@@ -558,14 +573,25 @@ class SlotPoolMachine(SlotMachine):
 
 
 class HybridMachine(SlotMachine):
-    """Slots that own one or two states each; sometimes slots run out first, sometimes states."""
+    """Slots that own states of two kinds, of the second not all; sometimes slots run out first, sometimes states."""
 
     NAME = "hybrid"
     TARGETS = (
         *SlotMachine.TARGETS,
         "a state used again after its fence",
+        "a window used again after its fence",
         "states exhausted while slots are free",
         "the mapping written by the caller",
+        "slots taken with and without states",
+    )
+    MISUSES: ClassVar[tuple[Misuse[Any], ...]] = (
+        *SlotMachine.MISUSES,
+        Misuse("a kind that is not there", (ArgumentError,), lambda pool: pool.take(0, states={"swa": 1})),
+        Misuse("states of no slot", (ShapeError,), lambda pool: pool.take(0, states={"window": [1]})),
+        Misuse("-1 states", (ArgumentError,), lambda pool: pool.take(1, states={"window": -1})),
+        Misuse("more states than a slot has", (ArgumentError,), lambda pool: pool.take(1, states={"window": [3]})),
+        Misuse("half a state", (DtypeError,), lambda pool: pool.take(1, states={"window": 0.5})),
+        Misuse("a table of one of two kinds", (ArgumentError,), lambda pool: pool.state_table()),
     )
 
     pool: HybridSlotPool
@@ -574,34 +600,70 @@ class HybridMachine(SlotMachine):
     def begin(self, size: int, reserve: int, per_slot: int, spare: int) -> None:
         """Opens the pool, with more or fewer states than all slots together need."""
         self.open()
-        states = max(per_slot, (size + reserve) * per_slot + spare)
-        pool = HybridSlotPool(self.rt, size, states=states, states_per_slot=per_slot, reserve=reserve)
-        self.pool, self.states = pool, np.zeros((pool.capacity, per_slot), np.int64)  # slot -> states of its last owner
-        model, stats = AllocatorModel(states), lambda: pool.state_stats
-        self.start(Part("state", model, per_slot, stats, lambda rows: self.states[rows].reshape(-1).tolist()))
+        sizes = {"state": max(per_slot, (size + reserve) * per_slot + spare), "window": max(2, size + spare)}
+        self.pool = HybridSlotPool(
+            self.rt, size, states=sizes, states_per_slot={"state": per_slot, "window": 2}, reserve=reserve
+        )
+        self.pattern: list[int] | None = None  # window states of the slots that are taken next
+        self.states = {  # slot -> states of its last owner
+            "state": np.zeros((self.pool.capacity, per_slot), np.int64),
+            "window": np.zeros((self.pool.capacity, 2), np.int64),
+        }
+        self.start(*(self._part(kind, sizes[kind]) for kind in self.states))
+
+    def _part(self, kind: str, size: int) -> Part:
+        states = self.states[kind]
+
+        def owned(rows: Ints) -> list[int]:
+            found: list[int] = states[rows][states[rows] > 0].tolist()
+            return found
+
+        return Part(kind, AllocatorModel(size), states.shape[1], lambda: self.pool.state_stats(kind), owned)
+
+    def needs(self, part: Part, n: int) -> int:
+        """As many window states as the pattern says."""
+        return sum(self.pattern[:n]) if self.pattern and part.name == "window" else super().needs(part, n)
+
+    def asking(self, n: int) -> dict[str, Any]:
+        """The pattern."""
+        return {"states": {"window": self.pattern[:n]}} if self.pattern else {}
 
     def check(self) -> None:
-        """The mapping on both sides too."""
+        """The mappings on both sides too."""
         super().check()
         live = self.live(len(self.model.live))
-        agree_on(self.states[live.np], self.pool.states_of(live), "states of the live slots")
-        table = self.rt.inspect(self.pool.state_table.memory)
-        agree_on(self.states.astype(np.int32), table, "the table of states")
+        for kind, states in self.states.items():
+            agree_on(states[live.np], self.pool.states_of(live, kind), f"{kind} states of the live slots")
+            table = self.rt.inspect(self.pool.state_table(kind).memory)
+            agree_on(states.astype(np.int32), table, f"the table of {kind} states")
 
     def snapshot(self) -> object:
-        """The table too."""
-        return super().snapshot(), snapshot_table(self.pool.state_table)
+        """The tables too."""
+        return super().snapshot(), [snapshot_table(self.pool.state_table(kind)) for kind in self.states]
 
     @rule(target=SlotMachine.handles, n=st.integers(0, 3), reserved=st.booleans())
     def take_unwritten(self, n: int, reserved: bool) -> Slots:
-        """Slots come with their states, and the caller writes the mapping."""
+        """Slots come with their states, and the caller writes the mappings."""
         slots = self._take(n, reserved, write=False)
         if len(slots):
-            entry = self.pool.state_entry(slots)
-            self.pool.state_table.write(slots, None, entry.values.reshape(len(slots), -1))
+            for kind in self.states:
+                entry = self.pool.state_entry(slots, kind)
+                self.pool.state_table(kind).write(slots, None, entry.values.reshape(len(slots), -1))
             self.reached("the mapping written by the caller")
+        return slots
+
+    @rule(target=SlotMachine.handles, pattern=st.lists(st.integers(0, 2), min_size=1, max_size=3))
+    def take_some_without(self, pattern: list[int]) -> Slots:
+        """Each slot comes with as many window states as it needs, or none."""
+        self.pattern = pattern
+        try:
+            slots = self._take(len(pattern))
+        finally:
+            self.pattern = None
+        self.reached("slots taken with and without states", len(slots) > 0 and 0 in pattern and any(pattern))
         return slots
 
     def taken(self, slots: Slots) -> None:
         """Reads the states of slots that were just taken."""
-        self.states[slots.np] = self.pool.states_of(slots)
+        for kind, states in self.states.items():
+            states[slots.np] = self.pool.states_of(slots, kind)
