@@ -799,6 +799,8 @@ class Generations:
                 value=slots,
                 remedy=f"pass handles, as the pool returns them; a number does not say whose {kind.unit} it is",
             )
+        if levels.full:
+            slots.check(operation)
         rows: Ints = slots.np
         if slots.runtime is not self._runtime:
             raise DeviceError(f"{self.name}: {slots!r} has another runtime", value=slots, remedy="use one runtime")

@@ -506,6 +506,16 @@ class RowState:
                 device = {**device, name: device[name].shifted(amount)}
         return RowState(host, device, self.objects)
 
+    def overwritten(self, column: str, rows: Rows, new: DeviceRows, bound: Array | None) -> "RowState":
+        """With `new` in checked rows int64[k] of the device side of a column, and `bound` there on the host."""
+        old, host = self._device_rows(column), self.host
+        index = np.arange(len(old), dtype=np.int64)
+        index[rows] = len(old) + np.arange(rows.size)
+        if bound is not None:
+            host = host.copied((column,))
+            host.column(column)[rows] = bound
+        return RowState(host, {**self.device, column: old.merged(new).taken(index)}, self.objects)
+
     def replaced(self, new: "ColumnInputs") -> "RowState":
         """With other values in some columns."""
         device = {name: rows for name, rows in self.device.items() if name not in new.exact}
@@ -597,7 +607,7 @@ class ColumnInputs:
             if isinstance(column, MirroredColumn):
                 inputs._read_mirrored(column, value, num_rows, runtime, label)
             elif isinstance(column, DeviceColumn):
-                inputs.device[name] = _device_rows(column, value, num_rows, runtime, label)
+                inputs.device[name] = device_rows(column, value, num_rows, runtime, label)
             elif isinstance(column, HostColumn):
                 inputs.objects[name] = _object_rows(value, num_rows, label)
             else:
@@ -660,7 +670,13 @@ def num_rows_of(values: Mapping[str, object], what: str) -> int:
     raise ArgumentError(f"{what}: no columns", value=(), remedy="use `empty` for a batch of no requests")
 
 
-def _device_rows(column: DeviceColumn, value: object, num_rows: int, runtime: Runtime, label: str) -> DeviceRows:
+def device_rows(column: TensorColumn, value: object, num_rows: int, runtime: Runtime, label: str) -> DeviceRows:
+    """Values of a column as rows of its device side: a mirrored value, a device tensor, or host values.
+
+    Raises:
+        DeviceError, DtypeError, ShapeError: they do not go into the column.
+        Violation: UNIT_MISMATCH; codes of indices.
+    """
     if isinstance(value, MirroredTensor):
         _check_value(column, value, runtime, label)
         _check_shape(column, value.shape, num_rows, label)

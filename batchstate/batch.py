@@ -31,11 +31,12 @@ from batchstate._rows import (
     RowState,
     amounts_by_column,
     check_indices,
+    device_rows,
     num_rows_of,
 )
 from batchstate._upload import BatchDevice, Extras, StaticAddresses, check_writes, named_arrays
 from batchstate.columns import Column, DeviceColumn, MirroredColumn, SlotColumn, TensorColumn, declared_columns
-from batchstate.errors import ArgumentError, DeclarationError, DeviceError, ShapeError, one_of
+from batchstate.errors import ArgumentError, ContractError, DeclarationError, DeviceError, ShapeError, one_of
 from batchstate.indices import Slots
 from batchstate.mirror import Contract, DeviceSide, MirroredTensor, StaleWindow, numbers_of, stale_reasons
 from batchstate.runtime import Runtime, check_runtime
@@ -525,6 +526,63 @@ class Batch(metaclass=BatchType):
         state = self._state.replaced(ColumnInputs(host={column: values_now}))
         return self._derived("update", state, self.num_reqs, moved=False)
 
+    def update_device(self, column: str, rows: object, values: object, bound: object = None) -> Self:
+        """The same batch with values that the device has found in some rows: those that a mixed step has verified.
+
+        Nothing is launched: the rows are gathered with the others when they are read.
+
+        Args:
+            column: a mirrored column declared with `contract="upper_bound"`, or a device-only column.
+            rows: a mask bool[num_reqs], or unique row indices int[k].
+            values: `[k, *shape]`, a device tensor, taken over, or a mirrored value, whose device side is taken.
+            bound: of a mirrored column, what the host knows: none of the values is more. One number, or `[k, *shape]`.
+
+        Raises:
+            DeclarationError: no such column.
+            ContractError: a column declared exact.
+            ArgumentError: a mirrored column without a bound, a device-only one with a bound, or a padded batch.
+            DeviceError: a tensor on another device, or host values.
+            DtypeError, ShapeError, RowIndexError, ValueOverflowError: as for `update`.
+            Violation: DERIVED_STALE, at `cheap`: a mirrored value whose rows are of other requests. MIRROR_BOUND, at
+                `full`: a value exceeds its bound.
+        """
+        what = f"{type(self).__name__}.update_device: column {column!r}"
+        declared = self._tensor_column(column, what)
+        index = kept_rows(rows, self._begin("update_device"), what)
+        mirrored = isinstance(declared, MirroredColumn)
+        if declared.contract is Contract.EXACT:
+            raise ContractError(
+                f"{what} is exact", value=column, remedy="declare it with contract='upper_bound', or use `update`"
+            )
+        if mirrored != (bound is not None):
+            raise ArgumentError(
+                f"{what} {'has a host side' if mirrored else 'has none'}, and the bound is {bound!r}",
+                value=bound,
+                remedy="pass bound= for a mirrored column, and no bound for a device-only one",
+            )
+        if not isinstance(values, torch.Tensor | MirroredTensor):
+            raise DeviceError(
+                f"{what}: expected a device tensor, got {type(values).__name__}",
+                value=values,
+                remedy="pass what a kernel has found; `update` and `replace` take host values",
+            )
+        for one in (values, bound):
+            theirs = one.row_set if isinstance(one, MirroredTensor) and levels.cheap else None
+            ours = None if theirs is None else self.row_set.taken(index)
+            if theirs is not None and ours is not None:
+                ours.check_same(theirs, repr(one), **self._where("update_device", column))
+        if levels.full and isinstance(values, MirroredTensor):
+            values.check("update_device")
+        new = device_rows(declared, values, index.size, self.runtime, what)
+        known = None if bound is None else converted(bound, declared.np_dtype, what)
+        shape = (index.size, *declared.shape)
+        if known is not None and known.shape not in ((), shape):
+            raise ShapeError(
+                f"{what}: bounds {list(known.shape)} for {list(shape)}", value=known.shape, remedy="one each"
+            )
+        state = self._state.overwritten(column, index, new, known)
+        return self._derived("update_device", state, self.num_reqs, moved=False)
+
     def tighten(self, column: str, bound: object, *, slots: Slots | None = None) -> Self:
         """The same batch with lower bounds on the host for one bounded column; nothing happens on the device.
 
@@ -597,7 +655,7 @@ class Batch(metaclass=BatchType):
 
         Raises:
             DeclarationError: no such column, or one of Python objects.
-            Violation: MIRROR_STALE_READ.
+            Violation: MIRROR_STALE_READ, MIRROR_FOREIGN_WRITE, and at `full` those of `check`.
         """
         names = columns or self._tensor_columns
         for name in columns:
@@ -613,6 +671,8 @@ class Batch(metaclass=BatchType):
                 invariants.mirror_stale_read(
                     "device", stale_reasons(windows, "device"), **self._where("on_device", name)
                 )
+        if levels.full:
+            self._check_unwritten("on_device")
         return self.device_side.columns(names)
 
     def upload(self, *, writes: Sequence[TableWrite] = (), extras: Mapping[str, object] | None = None) -> Extras:

@@ -467,6 +467,8 @@ class FutureMap:
 
     def gather_again(self, known: PublishedRows, field: str) -> tuple[torch.Tensor, torch.Tensor]:
         """`gather` for checked handles: the entries, and the slots on the device. Raises as `gather` for entries."""
+        if levels.full:
+            known.live.check("gather")
         if self._transaction.operation is not None:
             self._transaction.enter("gather")
         entries, stream = self._entries, self.runtime.current_stream
@@ -495,6 +497,8 @@ class FutureMap:
         self, known: PublishedRows, field: str, values: torch.Tensor, *, to_host: bool
     ) -> Prefetched | None:
         """`publish` of checked values int64[n] for checked handles, and with `to_host` one copy of them to the host."""
+        if levels.full:
+            known.live.check("publish")
         if self._transaction.operation is not None:
             self._transaction.enter("publish")
         entries, declared, names = self._entries, self._fields[field], (field,)
@@ -817,6 +821,8 @@ def _check_device_values(
         if value.runtime is not runtime:
             raise DeviceError(f"{what}: {value!r} has another runtime", value=value, remedy="use one runtime")
         _ = value.device_side  # refuses one that is knowingly old
+        if levels.full:
+            value.check("publish")
     elif value.device != runtime.device:
         raise DeviceError(
             f"{what}: expected a tensor on {runtime.device}, got one on {value.device}",

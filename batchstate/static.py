@@ -75,6 +75,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         self.rows = size_of(rows, "StaticBuffers: rows", least=1)
         self.num_reqs = 0
         self._write_count: int | None = None
+        self._held: dict[str, Array] = {}  # at `full`: what the device held after the last step
         self._version = 0
         self._origin: Origin | None = None
         self._batch = batch
@@ -135,6 +136,8 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
             self.runtime.check_owner("StaticBuffers: replay")
             if levels.cheap:
                 self._check_holds(batch)
+            if levels.full:
+                self._check_unwritten("replay")
             self._fixed.ordered()
             returned = replay()
             self._fixed.read_until(self.runtime.record())
@@ -163,7 +166,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
     def receive(self, batch: Batch, writes: Sequence[TableWrite], extras: Mapping[str, object]) -> Extras:
         """What `Batch.to_static` does."""
         if levels.cheap:
-            self._check_unwritten()
+            self._check_unwritten("to_static")
         arrays = self._checked(batch, extras)
         padded = batch if batch.num_rows == self.rows else batch.pad(self.rows)
         state = padded.device_side.state
@@ -206,15 +209,21 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         places = {name: first_extra + i for i, name in enumerate(arrays)}
         return Extras(self.runtime, copied, places, dict(extras), self._slots_of(state.host, copied))
 
-    def _check_unwritten(self) -> None:
-        """The buffers were not written from outside since the last step; reported once, as this step rewrites them.
+    def _check_unwritten(self, operation: str) -> None:
+        """The buffers were not written from outside since the last step; reported once, as the next one rewrites them.
 
         Raises:
             Violation: MIRROR_FOREIGN_WRITE.
         """
+        where: Where = {"object": self, "operation": operation, "step": self.runtime.step}
+        held, self._held = self._held, {}
+        if levels.full and not self.runtime.checks_suspended():
+            for name, rows in held.items():
+                of_column: Where = {**where, "column": name}
+                invariants.mirror_foreign_write("device", rows, self.runtime.inspect(self[name]), **of_column)
+            self._held = held
         before, self._write_count = self._write_count, write_count(self._fixed.memory)
         if before is not None and self._write_count is not None:
-            where: Where = {"object": self, "operation": "to_static", "step": self.runtime.step}
             invariants.mirror_foreign_write("device", before, self._write_count, **where)
 
     def _slots_of(self, host: HostRows, copied: PackedUpload) -> tuple[Array, DeviceSide] | None:
@@ -281,8 +290,8 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         Raises:
             Violation: MIRROR_EQUAL, MIRROR_BOUND, TAIL_STALE.
         """
-        for name, view in self._views.items():
-            device = self.runtime.inspect(view)
+        self._held = {name: self.runtime.inspect(view) for name, view in self._views.items()}
+        for name, device in self._held.items():
             column = self._columns.get(name)
             where: Where = {"object": self, "operation": "to_static", "column": name, "step": self.runtime.step}
             if not isinstance(column, TensorColumn):

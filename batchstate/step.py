@@ -327,6 +327,8 @@ class StepPlanner:
             )
         if writes:
             batch._check_writes(writes, _OPERATION)
+        if levels.full:
+            batch._check_unwritten(_OPERATION)
         leaving, entries = None, None
         if keep is not None or joining is not None:
             batch, leaving = self._turned_over(batch, keep, joining, after)
@@ -631,6 +633,8 @@ class StepPlanner:
 
     def _inputs(self, step: PlannedStep) -> ForwardInputs:
         requests, upload = step._requests, step._upload
+        if levels.full:
+            step.sent._check_unwritten("inputs")
         if self._alone:
             return ForwardInputs.of(step.plan, step.extras)
         if requests is None or upload is None:
@@ -665,9 +669,11 @@ class StepPlanner:
             last_token_indices=requests.layout.last_token_indices,
             slot_mapping=mapping,
         )
-        if levels.full:
-            inputs.check(runtime)
         lens = plan.seq_lens
+        if levels.full:
+            ends = np.arange(lens.size + 1)
+            sent = {"positions": lens - 1, "kv_lens": lens, "query_start_loc": ends, "last_token_indices": ends[:-1]}
+            inputs.check(runtime, sent)
         begin = None if requests.written else lens - _ONE
         requests.written = self._pages.writes.launched(requests.rows, lens, begin)
         return inputs

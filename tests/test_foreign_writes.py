@@ -1,13 +1,20 @@
 """At `full` what was written into either side of any column is reported by the very next operation, on every tool."""
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import attrs
 import numpy as np
 import pytest
+import torch
 
 from batchstate.batch import Batch
 from batchstate.columns import MirroredColumn
+from batchstate.forward.plan import ForwardPlan
+from batchstate.future_map import FutureMap, relay_field
+from batchstate.indices import Slots
+from batchstate.kv.pages import PagePool
 from batchstate.levels import checks
 from batchstate.mirror import MirroredTensor
 from batchstate.pools import SlotPool
@@ -15,13 +22,61 @@ from batchstate.runtime import Runtime
 from batchstate.selfcheck.machines.batch import COLUMNS, OPERATIONS, Decode, Written
 from batchstate.selfcheck.machines.mirrored_tensor import OPERATIONS as OF_VALUES
 from batchstate.selfcheck.machines.mirrored_tensor import write_uncounted
+from batchstate.selfcheck.machines.steps import OPERATIONS as OF_STEPS
 from batchstate.selfcheck.mutants import MUTANTS
 from batchstate.selfcheck.mutants.diffs import changed
 from batchstate.static import StaticBuffers
+from batchstate.step import PlannedStep, StepPlanner
+from batchstate.tables import Table
 from batchstate.testing.devices import open_device, window_of
 from batchstate.violations import Code, Violation
 
 ROW = 1
+
+READINGS: dict[type, frozenset[str]] = {
+    Batch: frozenset({"build", "empty", "columns", "row_set", "device_side", "objects", "to_dict", "check_live"}),
+    MirroredTensor: frozenset(
+        {
+            *(
+                "label",
+                "from_device",
+                "from_pair",
+                "np",
+                "host",
+                "device",
+                "device_side",
+                "row_set",
+                "open_windows",
+                "stale",
+            ),
+            *("sum", "max", "min", "tolist", "aligned", "exact_numbers", "exact_host"),
+        }
+    ),
+    StepPlanner: frozenset(),
+    PlannedStep: frozenset({"publish", "results"}),
+}
+"""What makes a batch or value, or reads one side of it, and replaces nothing."""
+
+CALLED = {
+    Batch: {*dict(OPERATIONS), "check"},
+    MirroredTensor: {*dict(OF_VALUES), "merge", "check"} - {"+ n", "- n"},
+    StepPlanner: {"plan"},
+    PlannedStep: {"inputs"},
+}
+"""What the tests below call on a batch or value that was written, and what calls the comparison by name."""
+
+
+def public(kind: type) -> set[str]:
+    """The functions and properties of a class that anyone may use."""
+    found = {name: inspect.getattr_static(kind, name) for name in dir(kind) if not name.startswith("_")}
+    return {name for name, one in found.items() if callable(one) or isinstance(one, classmethod | property)}
+
+
+@pytest.mark.parametrize("kind", READINGS, ids=lambda kind: kind.__name__)
+def test_every_operation_is_tried(kind: type) -> None:
+    """An operation that is added has a line in `OPERATIONS`, or is named here as one that replaces nothing."""
+    assert public(kind) == CALLED[kind] | READINGS[kind]
+    assert {"plan", "inputs"} == set(dict(OF_STEPS))
 
 
 @pytest.fixture(params=["cpu", "race", "sim:random"], autouse=True)
@@ -153,3 +208,157 @@ def test_cheap_reads_nothing_back(tool: Runtime) -> None:
             reads = tool.counters.check_reads
             call(it)
             assert tool.counters.check_reads == reads
+
+
+# Handles that are given to pools, tables and relays
+
+
+@attrs.frozen
+class World:
+    """Pools over the slots, with two requests that have a token each; one field of theirs is published."""
+
+    slots: SlotPool
+    pages: PagePool
+    table: Table
+    relay: FutureMap
+    two: Slots
+
+    @classmethod
+    def of(cls, rt: Runtime) -> "World":
+        """Slots on both sides, which may be written from outside."""
+        slots = SlotPool(rt, 4)
+        pages = PagePool(rt, slots, 8, 4, max_tokens_per_request=8)
+        relay = FutureMap(slots, {"ids": relay_field(torch.int64, read_by="both")})
+        table = slots.table("table", (2,), host=True)
+        two = slots.take(2)
+        pages.extend(two, [1, 1])
+        relay.publish(two, ids=[5, 6])
+        table.write(two, [0, 0], [1, 1])
+        _ = two.device
+        return cls(slots, pages, table, relay, two)
+
+
+BY_HANDLE: dict[type, dict[str, Callable[[World], object]]] = {
+    SlotPool: {
+        "free": lambda it: it.slots.free(it.two),
+        "check_handles": lambda it: it.slots.check_handles(it.two, "check"),
+        "rows_of": lambda it: it.slots.rows_of(it.two, "rows_of"),
+        "check_leaving": lambda it: it.slots.check_leaving(it.two, None),
+        "release_requests": lambda it: it.slots.release_requests(it.two),
+    },
+    PagePool: {
+        "committed": lambda it: it.pages.committed(it.two),
+        "allocated": lambda it: it.pages.allocated(it.two),
+        "locations": lambda it: it.pages.locations(it.two, 0, 1),
+        "entry": lambda it: it.pages.entry(it.two, it.table),
+        "first_positions": lambda it: it.pages.first_positions(it.two),
+        "grow": lambda it: it.pages.grow(it.two, [2, 2]),
+        "wait_written": lambda it: it.pages.wait_written(it.two),
+        "extend": lambda it: it.pages.extend(it.two, [2, 2]),
+        "advance": lambda it: it.pages.advance(it.two, 1),
+        "hold": lambda it: it.pages.hold(it.two, 1),
+        "truncate": lambda it: it.pages.truncate(it.two, [0, 0]),
+        "release": lambda it: it.pages.release(it.two),
+        "release_requests": lambda it: it.pages.release_requests(it.two),
+    },
+    Table: {
+        "device_for": lambda it: it.table.device_for(it.two),
+        "host_for": lambda it: it.table.host_for(it.two),
+        "gather": lambda it: it.table.gather(it.two),
+        "written": lambda it: it.table.written(it.two),
+        "entry": lambda it: it.table.entry(it.two, [0, 0], [1, 1]),
+        "write": lambda it: it.table.write(it.two, [0, 0], [1, 1]),
+        "clear": lambda it: it.table.clear(it.two),
+        "note_write": lambda it: it.slots.table("noted", ()).note_write(it.two),
+    },
+    FutureMap: {
+        "states": lambda it: it.relay.states(it.two, "ids"),
+        "publish": lambda it: it.relay.publish(it.two, ids=[7, 8]),
+        "packed": lambda it: it.relay.packed(it.two, {"ids": [7, 8]}),
+        "discard": lambda it: it.relay.discard(it.two),
+        "gather": lambda it: it.relay.gather(it.two, "ids"),
+        "prefetch": lambda it: it.relay.prefetch(it.two, "ids"),
+        "resolve": lambda it: it.relay.resolve(it.two, "ids"),
+    },
+}
+
+BY_NUMBER = {(SlotPool, "is_live")}
+"""What takes rows."""
+
+
+@pytest.mark.parametrize("side", ["host", "device"])
+@pytest.mark.parametrize("kind", BY_HANDLE, ids=lambda kind: kind.__name__)
+def test_handles_are_compared_when_they_are_used(tool: Runtime, kind: type, side: str) -> None:
+    """Slots of which a side was written name another request: every call that takes handles refuses them."""
+    for call in BY_HANDLE[kind].values():
+        it = World.of(tool)
+        before = it.slots.stats, it.pages.stats, it.relay.states(it.two, "ids")
+        write_uncounted(it.two, side, ROW)
+        with pytest.raises(Violation) as caught:
+            call(it)
+        assert caught.value.code in (Code.MIRROR_FOREIGN_WRITE, Code.MIRROR_EQUAL)
+        assert caught.value.row == ROW
+        write_uncounted(it.two, side, ROW)  # as it was
+        assert before == (it.slots.stats, it.pages.stats, it.relay.states(it.two, "ids"))
+
+
+@pytest.mark.parametrize("kind", BY_HANDLE, ids=lambda kind: kind.__name__)
+def test_every_call_by_handle_is_tried(kind: type) -> None:
+    """A call by handle that is added has a line in `BY_HANDLE`."""
+    takers = {name for name in public(kind) if callable(getattr(kind, name)) and _takes_handles(getattr(kind, name))}
+    assert takers == BY_HANDLE[kind].keys() | {name for of, name in BY_NUMBER if of is kind}
+
+
+def _takes_handles(function: Any) -> bool:
+    return bool({"slots", "handles", "live"} & set(inspect.signature(function).parameters))
+
+
+def test_a_value_is_compared_when_a_relay_takes_it(tool: Runtime) -> None:
+    """A mirrored value whose side was written is not published."""
+    it = World.of(tool)
+    it.relay.gather(it.two, "ids")
+    for side in ("host", "device"):
+        ids = MirroredTensor.from_host(tool, [4, 4], name="ids")
+        write_uncounted(ids, side, ROW)
+        with pytest.raises(Violation) as caught:
+            it.relay.publish(it.two, ids=ids)
+        assert (caught.value.column, caught.value.row) == ("ids", ROW)
+
+
+@pytest.mark.parametrize("name", [*COLUMNS, "positions"])
+def test_fixed_addresses_are_compared_before_they_are_used(tool: Runtime, name: str) -> None:
+    """What a kernel wrote into the buffers of a graph is reported by its next replay, and by the next step."""
+    one = built(tool, SlotPool(tool, 8), 2)
+    graph = StaticBuffers(tool, Decode, rows=4, extras={"positions": np.zeros(3, np.int32)})
+    replay = graph.bind(lambda: None)
+
+    def fill() -> None:
+        one.to_static(graph, extras={"positions": np.zeros(3, np.int32)})
+
+    def run() -> None:
+        replay(one)
+
+    for operation, call in (("replay", run), ("to_static", fill)):
+        fill()
+        replay(one)
+        graph[name].data[ROW : ROW + 1].view(torch.uint8).bitwise_xor_(1)
+        with pytest.raises(Violation) as caught:
+            call()
+        error = caught.value
+        assert (error.code, error.column, error.row) == (Code.MIRROR_FOREIGN_WRITE, name, ROW)
+        assert error.operation == operation
+
+
+def test_inputs_of_a_forward_are_what_was_sent(tool: Runtime) -> None:
+    """What the plan laid out and a kernel wrote before the forward entered is reported at its entry, by name."""
+    for name in ("positions", "kv_lens", "slot_mapping", "query_start_loc"):
+        it = World.of(tool)
+        batch = Lens.build(tool, seq_lens=[2, 2])
+        extension = it.pages.extend(it.two, [2, 2])
+        plan = ForwardPlan.of(it.two, [2, 2], pages=it.pages)
+        uploaded = batch.upload(extras=plan.extras)
+        uploaded[name].data[ROW] += 1
+        with pytest.raises(Violation) as caught:
+            it.relay.resolve_forward_inputs(plan, uploaded, ids="ids")
+        assert (caught.value.code, caught.value.column, caught.value.row) == (Code.MIRROR_EQUAL, name, ROW)
+        assert extension is not None

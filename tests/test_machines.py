@@ -18,7 +18,7 @@ EXAMPLES = {
     "hybrid": 60,
     "engine": 30,
     "future_map": 120,
-    "steps": 40,
+    "steps": 60,
     "overlap": 35,
     "host_tier": 60,
     "transfers": 40,

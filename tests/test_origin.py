@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -26,7 +27,7 @@ def nothing_moves(rt: Runtime, call: Callable[[], object], code: Code = Code.DER
     """The violation of a call that launches and copies nothing."""
     before = rt.counters.snapshot()
     violation = refused(code, call)
-    assert rt.counters == before
+    assert attrs.evolve(rt.counters, check_reads=before.check_reads) == before
     return violation
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import put_rows
+from batchstate._arrays import Array, put_rows
 from batchstate._upload import Extras
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, ShapeError
 from batchstate.forward.plan import NO_END, ForwardPlan
@@ -215,10 +215,14 @@ class ForwardInputs:
         plan.note_written()
         return inputs
 
-    def check(self, runtime: Runtime) -> None:
-        """For the library: the token table agrees with the pages, and no id is a stand-in. Reads device memory."""
+    def check(self, runtime: Runtime, sent: Mapping[str, Array] | None = None) -> None:
+        """For the library: nothing was written since it was sent, and the token table agrees with the pages.
+
+        Also no id is a stand-in. Reads device memory. `sent` are arrays that crossed beside those of the plan.
+        """
         if runtime.checks_suspended():
             return
+        self._check_sent(runtime, {**self.plan.extras, **({} if sent is None else sent)})
         self._check_locations(runtime)
         if self.plan.pages is not None:
             self.plan.pages.check_kv("resolve_forward_inputs")
@@ -244,6 +248,22 @@ class ForwardInputs:
             found = runtime.inspect(self.slot_mapping)[: plan.num_tokens].astype(np.int64)
             column: Where = {**where, "column": "slot_mapping"}
             invariants.mirror_equal(plan.locations_at(positions), found, **column)
+
+    def _check_sent(self, runtime: Runtime, sent: Mapping[str, Array]) -> None:
+        """What the forward reads is what was sent, but for ids, and for what true lengths have set right."""
+        corrected = _CORRECTED if self.plan.bounded else ("input_ids",)
+        for name, array in sent.items():
+            tensor = getattr(self, name, None)
+            if tensor is not None and name not in corrected:
+                device = runtime.inspect(tensor)
+                invariants.mirror_equal(
+                    array.astype(device.dtype),
+                    device,
+                    object=self.plan,
+                    operation="resolve_forward_inputs",
+                    column=name,
+                    step=runtime.step,
+                )
 
     def _correct_lengths(self, uploaded: Extras, lengths: torch.Tensor, slots: torch.Tensor, sources: Sources) -> None:
         """Sets positions, KV lengths and slot mapping of requests of which the host knows a bound.
@@ -325,6 +345,9 @@ class ForwardInputs:
             column = runtime.inspect(plan.bounds.device)
             invariants.mirror_equal(column[rows].astype(true.dtype), true, **where)
 
+
+_CORRECTED = ("input_ids", "positions", "kv_lens", "slot_mapping", "kv_start_loc")
+"""What is changed on the device where the host knows bounds; the ids of requests come from the relay in any case."""
 
 _TENSORS = tuple(
     one.name

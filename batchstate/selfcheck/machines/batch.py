@@ -17,6 +17,7 @@ from batchstate.errors import (
     ArgumentError,
     ContractError,
     DeclarationError,
+    DeviceError,
     DtypeError,
     RowIndexError,
     ShapeError,
@@ -195,6 +196,11 @@ def _bound(batch: Decode) -> MirroredTensor:
     return MirroredTensor.from_host(batch.runtime, np.zeros(len(batch), np.int64)).weaken("upper_bound")
 
 
+def _found(batch: Decode, name: str, n: int) -> torch.Tensor:
+    """What a kernel found for `n` rows of a column."""
+    return batch.runtime.upload([np.zeros((n, *COLUMNS[name].shape), COLUMNS[name].np_dtype)]).view(0).clone()
+
+
 def _slots(batch: Decode, numbers: list[int], pool: int = 10**9) -> Slots:
     return Slots.from_host(batch.runtime, numbers, pool_id=pool)
 
@@ -251,6 +257,53 @@ MISUSES: tuple[Misuse[Decode], ...] = (
     Misuse("update the device alone", (ArgumentError,), lambda one: one.update("last_token", [], [])),
     Misuse("update beyond the last row", (RowIndexError,), lambda one: one.update("seq_lens", [len(one)], 1)),
     Misuse("update one row with two", (ShapeError,), lambda one: one.update("seq_lens", [0], [1, 2]), _has_rows),
+    Misuse(
+        "verified rows of an exact column",
+        (ContractError,),
+        lambda one: one.update_device("seq_lens", [], _found(one, "seq_lens", 0), 0),
+    ),
+    Misuse(
+        "verified rows without a bound",
+        (ArgumentError,),
+        lambda one: one.update_device("accepted", [], _found(one, "accepted", 0)),
+    ),
+    Misuse(
+        "a bound of a column without a host side",
+        (ArgumentError,),
+        lambda one: one.update_device("last_token", [], _found(one, "last_token", 0), 9),
+    ),
+    Misuse("verified rows from the host", (DeviceError,), lambda one: one.update_device("last_token", [], [])),
+    Misuse(
+        "verified rows of another dtype",
+        (DtypeError,),
+        lambda one: one.update_device("last_token", [], _found(one, "hidden", 0)),
+    ),
+    Misuse(
+        "one verified row too many",
+        (ShapeError,),
+        lambda one: one.update_device("drafts", [], _found(one, "drafts", 1), 9),
+    ),
+    Misuse(
+        "bounds of too many rows",
+        (ShapeError,),
+        lambda one: one.update_device("accepted", [], _found(one, "accepted", 0), [1, 2]),
+    ),
+    Misuse(
+        "a bound beyond the dtype",
+        (ValueOverflowError,),
+        lambda one: one.update_device("drafts", [], _found(one, "drafts", 0), 2**40),
+    ),
+    Misuse(
+        "a verified row beyond the last",
+        (RowIndexError,),
+        lambda one: one.update_device("last_token", [len(one)], _found(one, "last_token", 1)),
+    ),
+    Misuse(
+        "verified rows of other requests",
+        (Code.DERIVED_STALE,),
+        lambda one: one.update_device("last_token", [0], one.filter([1])["last_token"]),
+        _has_two,
+    ),
     Misuse("replace something undeclared", (DeclarationError,), lambda one: one.replace(seqlens=[1] * len(one))),
     Misuse("replace too many rows", (ShapeError,), lambda one: one.replace(seq_lens=[1] * (len(one) + 1))),
     Misuse("replace an exact column to a bound", (ContractError,), lambda one: one.replace(seq_lens=_bound(one))),
@@ -300,9 +353,11 @@ OPERATIONS: Operations = (
     ("pad", lambda it: it.one.pad(len(it.one))),
     ("advance", lambda it: it.one.advance("seq_lens", 0)),
     ("update", lambda it: it.one.update("seq_lens", [], [])),
+    ("update_device", lambda it: it.one.update_device("last_token", [], _found(it.one, "last_token", 0))),
     ("tighten", lambda it: it.one.tighten("accepted", it.one["accepted"].np, slots=it.one.slots)),
     ("replace", lambda it: it.one.replace(seq_lens=it.one["seq_lens"].np.copy())),
     ("upload", lambda it: it.one.upload()),
+    ("on_device", lambda it: it.one.on_device()),
     ("to_static", lambda it: it.one.to_static(it.graph, extras={"positions": np.zeros(3, np.int32)})),
 )
 """Every operation, by the name that it has in reports: each compares both sides of every batch that it takes."""
@@ -347,6 +402,7 @@ class BatchMachine(Machine):
         "a graph replayed late",
         "a graph of another batch refused",
         "bounds tightened by results in another order",
+        "some rows verified, and read with the others",
     )
 
     @initialize()
@@ -540,6 +596,26 @@ class BatchMachine(Machine):
         self.reached("a bound made exact again", name in one.bounded and not bounds)
         changed = one.changed(one.batch.replace(**{name: value}), name, lambda at, _: cells[at])
         bounded = one.bounded | {name} if name in BOUNDED and bounds else one.bounded - {name}
+        return self.kept(Rows(changed.batch, changed.rows, bounded), look=look)
+
+    @rule(
+        target=BATCHES,
+        one=BATCHES,
+        data=st.data(),
+        name=st.sampled_from((*BOUNDED, "last_token", "hidden")),
+        spare=st.integers(0, 2),
+        look=st.booleans(),
+    )
+    def update_device(self, one: Rows, data: st.DataObject, name: str, spare: int, look: bool) -> Rows:
+        """A mixed step has verified some rows: the device has them, and the host a bound of each."""
+        rows = list(_rows(data.draw(keep_lists(len(one)), label="rows")))
+        found = numbers(name, len(rows), 200)
+        bound = found + found.dtype.type(spare) if name in BOUNDED else None
+        batch = one.batch.update_device(name, rows, self.on_device(found), bound)
+        cells = {row: Cell(None if bound is None else bound[at], found[at]) for at, row in enumerate(rows)}
+        self.reached("some rows verified, and read with the others", look and 0 < len(rows) < len(one))
+        changed = one.changed(batch, name, lambda at, cell: cells.get(at, cell))
+        bounded = one.bounded | {name} if name in BOUNDED else one.bounded
         return self.kept(Rows(changed.batch, changed.rows, bounded), look=look)
 
     @rule(target=BATCHES, one=BATCHES, data=st.data(), name=st.sampled_from(BOUNDED), look=st.booleans())

@@ -26,6 +26,7 @@ from batchstate.future_map import FutureMap, Prefetched, relay_field
 from batchstate.kv.pages import PagePool
 from batchstate.pools import SlotPool
 from batchstate.runtime import Fence
+from batchstate.selfcheck.machines.mirrored_tensor import Operations, check_reported, write_uncounted
 from batchstate.step import PlannedStep, StepPlanner
 from batchstate.testing.machine import Machine, agree, ask
 from batchstate.violations import Code
@@ -60,6 +61,22 @@ class StepBatch(Batch):
     requests: HostColumn[StepRequest] = host_list()
 
 
+OPERATIONS: Operations = (
+    ("inputs", lambda it: it.step.inputs()),
+    ("plan", lambda it: it.planner.plan(it.step.sent)),
+)
+"""What a step does with a batch that was written from outside, by the name that it has in reports."""
+
+
+@final
+@attrs.frozen
+class Written:
+    """A step that was planned and not entered, and a column of its batch was written from outside."""
+
+    planner: StepPlanner
+    step: PlannedStep
+
+
 @final
 @attrs.frozen(eq=False)
 class Launched:
@@ -89,6 +106,7 @@ class StepMachine(Machine):
         "pages run out",
         "a stale batch refused",
         "a stale step refused",
+        "write from outside found",
     )
 
     @initialize(encoders=st.sampled_from([False, False, True]))
@@ -289,6 +307,25 @@ class StepMachine(Machine):
         with self.rt.use(self.side), self.refused(Code.DERIVED_STALE) as refusal:
             step.inputs()
         self.reached("a stale step refused", refusal.error is not None)
+        self.rt.record().wait()  # no forward comes behind its copy
+
+    @precondition(lambda self: levels.full and self._ready(self.batch) and self._fits())
+    @rule(
+        column=st.sampled_from(("slots", "seq_lens", "adds", "narrow", "small")),
+        side=st.sampled_from(("device", "host")),
+    )
+    def write_from_outside(self, column: str, side: str) -> None:
+        """What is written into either side of a column of a planned batch is found before a forward reads it."""
+        committed = self.pages.committed(self.batch.slots)
+        for chosen in range(len(OPERATIONS)):
+            try:
+                step = self.planner.plan(self.batch.filter(range(len(self.batch))))  # in memory of its own
+            except PoolExhaustedError:
+                return
+            write_uncounted(step.sent[column], side, 0)
+            check_reported(OPERATIONS, chosen, Written(self.planner, step), column, 0)
+            self.reached("write from outside found")
+            self.pages.truncate(self.batch.slots, committed)
         self.rt.record().wait()  # no forward comes behind its copy
 
     # The model

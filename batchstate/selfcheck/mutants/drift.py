@@ -8,6 +8,7 @@ from batchstate._upload import BatchDevice, Extras
 from batchstate.runtime import Runtime
 from batchstate.selfcheck.machines import batch as batches
 from batchstate.selfcheck.machines import mirrored_tensor as values
+from batchstate.selfcheck.machines import steps
 from batchstate.selfcheck.mutants.diffs import Change, Diff
 from batchstate.selfcheck.mutants.registry import Patch, mutant
 from batchstate.tables import TableWrite
@@ -22,16 +23,17 @@ def _overrules_a_write(machine: str, operation: str, where: str, condition: str)
         Diff((change,))(patch)
 
     name = {"+ n": "add", "- n": "subtract"}.get(operation, operation)
-    switch.__name__ = f"{name}_of_a_{machine}_overrules_a_write"
-    switch.__doc__ = (
-        f"A kernel wrote one side of a {machine}, and `{operation}` replaces it by the other without a word."
-    )
+    of = {"steps": "step"}.get(machine, machine)
+    switch.__name__ = f"{name}_of_a_{of}_overrules_a_write"
+    switch.__doc__ = f"A kernel wrote one side of a {of}, and `{operation}` replaces it by the other without a word."
     codes = Code.MIRROR_FOREIGN_WRITE, Code.MIRROR_EQUAL, Code.MIRROR_BOUND
     mutant(*codes, machine=machine, origin="sglang #8056, vllm #50432")(switch)
 
 
 for _operation in dict(batches.OPERATIONS):
     _overrules_a_write("batch", _operation, "batch:Batch._check_unwritten", "if levels.full")
+for _operation in dict(steps.OPERATIONS):
+    _overrules_a_write("steps", _operation, "batch:Batch._check_unwritten", "if levels.full")
 for _operation in dict(values.OPERATIONS):
     _overrules_a_write("mirrored_tensor", _operation, "mirror:MirroredTensor.check", "if levels.full")
 
