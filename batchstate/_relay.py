@@ -117,7 +117,7 @@ class Entries:
 
     def all_taken(self, rows: Ints) -> bool:
         """Whether every reader has taken each entry: the fast form of FUTURE_UNREAD_OVERWRITTEN."""
-        return (self.taken[rows] & self._all).tobytes() == self._all.tobytes() * rows.size
+        return (self.taken[rows] & self._all).tobytes() == bytes((self.readers,)) * rows.size
 
     def to_be_read(self, rows: Ints, generations: Ints, reader: int) -> bool:
         """Whether each entry was published for this generation, and was not taken by `reader`.
@@ -389,9 +389,10 @@ class RelayEntries(SlotListener):
 
     # Reports
 
-    def by(self, operation: str) -> str:
-        """The reader or writer of now: operation, step and stream."""
-        return f"{operation} in step {self._runtime.step} on stream {self._runtime.current_stream.name!r}"
+    def by(self, operation: str, stream: Stream | None = None) -> str:
+        """The reader or writer of now: operation, step and stream, by default the current one."""
+        name = (stream or self._runtime.current_stream).name
+        return f"{operation} in step {self._runtime.step} on stream {name!r}"
 
     def where(self, operation: str, field: str | None = None) -> Where:
         """Where an invariant is checked."""
@@ -446,5 +447,4 @@ def _each(numbers: Ints) -> list[int]:
     first = int(numbers[0]) if numbers.size else 0
     if not np.count_nonzero(numbers != first):  # nearly always: one publish wrote all rows
         return [first]
-    found: list[int] = np.unique(numbers).tolist()
-    return found
+    return sorted(set(numbers.tolist()))  # a few times as fast as `np.unique`

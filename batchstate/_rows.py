@@ -239,8 +239,16 @@ class HostRows:
         return rows
 
     def _fill(self, columns: Mapping[str, Array]) -> None:
+        places, groups = self.layout.places, self.groups
         for name, values in columns.items():
-            self.column(name)[...] = values
+            place = places[name]
+            if place.member is None or place.shape:
+                self.column(name)[...] = values
+            else:  # as `column`, for what a step does for each column
+                row = groups[place.array][place.member]
+                if row.dtype is not place.dtype:
+                    row = row.view(place.dtype)
+                row[...] = values
 
     def aligned(self) -> list[Array]:
         """All arrays as they cross to the device: each column of a group begins at a multiple of `ALIGNMENT`."""

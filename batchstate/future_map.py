@@ -481,14 +481,15 @@ class FutureMap:
             publications = entries.check_read(known.rows, known.generations, (field,), DEVICE, by, "gather")
             known.gathered(publications)
         entries.wait_to_read(publications, stream, by, "gather")
-        memory, index = self._memory_of(field), known.live.device
+        if known.read_on is None or known.read_on[0] is not stream:
+            known.read_on = stream, self._memory_of(field), known.live.device
+        _, memory, index = known.read_on
         gathered = self.runtime.launch(
             select_rows, memory, index, reads=(memory, index), name=self._gather_names[field]
         )
         entries.note_read(publications, stream, self.runtime.record(stream))
         self._check_gathered(field, gathered)
         self._transaction.operation = "gather"
-        known.read_on = stream, memory, index
         entries.take(known.rows, (field,), DEVICE)
         self._transaction.operation = None
         return gathered, index
@@ -504,7 +505,8 @@ class FutureMap:
         entries, declared, names = self._entries, self._fields[field], (field,)
         if len(entries.publications) >= entries.prune_at:
             entries.prune()
-        by, stream = entries.by("publish"), self.runtime.current_stream
+        stream = self.runtime.current_stream
+        by = entries.by("publish", stream)
         entries.check_overwrite(known.rows, names, by)
         if known.read_on is not None and known.in_order(stream):
             _, memory, index = known.read_on

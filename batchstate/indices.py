@@ -93,7 +93,7 @@ class Handles(MirroredTensor):
     def generations(self) -> npt.NDArray[np.int64]:
         """The generation of each handle, int64[n], read-only."""
         view: npt.NDArray[np.int64] = self._generations.view()  # type: ignore[union-attr]
-        view.flags.writeable = False
+        view.setflags(write=False)
         return view
 
     @property
@@ -111,7 +111,9 @@ class Slots(Handles):
     @property
     def row_set(self) -> RowSet:
         """The requests of the rows, which slots say themselves. For the library."""
-        return self._row_set or RowSet(0, (self._host_side(), self.generations), self._pool_id)
+        if self._row_set is None:
+            self._row_set = RowSet(0, (self._host_side(), self.generations), self._pool_id)
+        return self._row_set
 
 
 class Pages(Handles):

@@ -584,12 +584,12 @@ class StepPlanner:
         upload = runtime.send(block, nbytes, places)
         beside = layout.beside(upload)
         if table is not None:
-            sides = (beside[2], beside[4]) if written[0] is at else (upload.view(base), upload.view(base + 1))
+            sides = (beside[2], beside[4]) if written[0] is at else (upload.shared(base), upload.shared(base + 1))
             table.scatter(*sides, *written, owners)
         for i, write in enumerate(writes):
-            write.table.apply(write, upload.view(first_write + 2 * i), upload.view(first_write + 2 * i + 1))
+            write.table.apply(write, upload.shared(first_write + 2 * i), upload.shared(first_write + 2 * i + 1))
         if entries is not None:
-            entries.launch([upload.view(first_entry + i) for i in range(len(entries.arrays))])
+            entries.launch([upload.shared(first_entry + i) for i in range(len(entries.arrays))])
         return upload, beside, Extras(runtime, upload, named, dict(extras), row_set=requests.row_set)
 
     def _uploaded_slots(self, requests: _Requests, upload: PackedUpload) -> Slots:
@@ -648,9 +648,11 @@ class StepPlanner:
         runtime, plan = self._runtime, step.plan
         plan.check(None, "inputs")
         plan.check_unused()
-        runtime.use_on_current_stream(upload.buffer, upload.stream, upload.ready, synchronised=upload.synchronised)
         starts, last = self._constants
-        if runtime.current_stream is not starts.stream:
+        stream = runtime.current_stream
+        if stream is not upload.stream:
+            runtime.use_on_current_stream(upload.buffer, upload.stream, upload.ready, synchronised=upload.synchronised)
+        if stream is not starts.stream:
             starts.on_current_stream(runtime)
             last.on_current_stream(runtime)
         if levels.cheap and starts.tensor._version + last.tensor._version != self._written:

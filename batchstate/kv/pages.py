@@ -578,7 +578,7 @@ class PagePool:
         self._references.allocator.check_available(total)
         slots = self.slots.take(totals.size)
         try:
-            rows = self.slots.rows_of(slots, operation)
+            rows = slots.np
             if total:
                 self._table.append(rows, needed, self._references.take(total, operation))
             self.transaction.operation = operation

@@ -7,7 +7,6 @@ address stays is `FixedMemory`: the device orders its reads and writes.
 import abc
 import contextlib
 import logging
-import math
 import operator
 import os
 import threading
@@ -111,7 +110,7 @@ class Download:
         block: StagingBlock,
         done: Fence,
         stream: Stream,
-        kinds: Sequence[tuple[np.dtype[Any], tuple[int, ...]]],
+        kinds: Sequence[tuple[np.dtype[Any], tuple[int, ...], int]],
         name: str,
     ) -> None:
         self.done = done
@@ -155,12 +154,14 @@ class Download:
                     times_checked[_STAGING_REUSED] += 1
                 else:
                     invariants.staging_reused(self._lending, lent, object=self, operation="resolve", step=self._step)
-            sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in self._kinds]
-            self._runtime.host_accesses(self._block.tensor, 0, sum(sizes), "download: take out", writes=False)
             arrays, start = [], 0
-            for (dtype, shape), nbytes in zip(self._kinds, sizes, strict=True):
+            for dtype, shape, nbytes in self._kinds:
                 # Copied as bytes: in the block a number may stand where it is not aligned.
-                arrays.append(self._block.bytes[start : start + nbytes].copy().view(dtype).reshape(shape))
+                self._runtime.host_accesses(
+                    self._block.tensor, start, start + nbytes, "download: take out", writes=False
+                )
+                array = self._block.bytes[start : start + nbytes].copy().view(dtype)
+                arrays.append(array if len(shape) == 1 else array.reshape(shape))
                 start += nbytes
             self._arrays = arrays
             self._landing.give_up(self._block)
@@ -521,7 +522,7 @@ class Runtime(abc.ABC):
         self.check_owner("download")
         self.refuse_capture("a download")
         try:
-            kinds = [(numpy_dtype(tensor.dtype), tuple(tensor.shape)) for tensor in tensors]
+            kinds = [(numpy_dtype(tensor.dtype), tuple(tensor.shape), tensor.nbytes) for tensor in tensors]
         except (AttributeError, TypeError) as error:
             if isinstance(error, DtypeError):
                 raise
@@ -783,7 +784,8 @@ class FixedMemory:
         """Orders what the current stream does next behind forwards that read, and behind writes from other streams."""
         if self.runtime.capturing:
             return  # a captured stream may not wait for what lies outside its graph: its replay is ordered instead
-        self._forget_finished_readers()
+        if self._readers:
+            self._forget_finished_readers()
         current = self.runtime.current_stream
         for fence, waited in self._readers:
             if current not in waited:

@@ -83,9 +83,11 @@ class Staging:
 
     def take(self, nbytes: int) -> StagingBlock:
         """A block of at least `nbytes` that no copy still reads. Never waits; makes a new one if all are in flight."""
-        self.reap()
         size = 1 << ((nbytes and nbytes - 1) | (SMALLEST_BLOCK - 1)).bit_length()  # a power of two
         free = self._free.get(size)
+        if not free:
+            self.reap()
+            free = self._free.get(size)
         if free is None:
             free = self._free[size] = [self._make(size) for _ in range(self.depth)]
         block = free.pop() if free else self._make(size)
