@@ -176,11 +176,11 @@ def test_cheap_reads_no_device_values(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cheap_asks_derived_values_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """At `cheap` each call asks one derived value, so that the cost does not grow with their number."""
     asked = []
-    derived = {name: lambda batch, name=name: asked.append(name) for name in ("seq_lens_sum", "seq_lens")}
+    derived = {name: lambda batch, name=name: asked.append(name) for name in ("seq_lens_sum", "reqs")}
     with watched(derived=derived, implied={}, on_violation="log") as watching:
         for _ in range(4):
             watching.check(Engine([3]))
-    assert asked == ["seq_lens_sum", "seq_lens"] * 2
+    assert asked == ["seq_lens_sum", "reqs"] * 2
 
 
 def test_off_is_one_branch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -483,7 +483,7 @@ class Odd:
         ({"after": "filter_batch", "moves": [], "adds": {}}, "`after` is the text 'filter_batch'"),
         ({"after": [], "moves": [], "adds": {}}, "no method is named"),
         ({"after": [(3, "step")], "moves": [], "adds": {}}, "expected a class or a module"),
-        ({"moves": ["prepare_for_extend"]}, "prepare_for_extend in `moves` or `adds`, and not in `after`"),
+        ({"moves": ["prepare_for_extend"]}, "Engine has no method 'prepare_for_extend'"),
         ({"key": None}, "`moves` or `adds` without `key`"),
         ({"pairs": ["seq_lens"]}, "expected a pair"),
         ({"pairs": [("a", "b", "loose")]}, "expected a pair"),

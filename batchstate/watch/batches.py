@@ -81,15 +81,15 @@ class Watched(Hooked):
                 self._check(subject, Place(self.name, f"before {name}", step, self.report), full)
             added = declared.adds.get(name)
             kept: list[Rows] = []
-            if full and after and (added is not None or name in declared.moves):
+            if full and (added is not None or name in declared.moves):
                 kept = [declared.snapshot(one) for one in subjects]
             result = function(*args, **kwargs)
+            out = result if isinstance(result, self.cls) else subject
+            place = Place(self.name, f"after {name}", step, self.report)
             if after:
-                out = result if isinstance(result, self.cls) else subject
-                place = Place(self.name, f"after {name}", step, self.report)
                 self._check(out, place, full)
-                if kept and declared.count(out):
-                    declared.check_kept(kept, declared.snapshot(out, declared.count(out)), added, place)
+            if kept and (n := declared.count(out)):
+                declared.check_kept(kept, declared.snapshot(out, n), added, place, whole=after)
             return result
         finally:
             self.leave(subject)
@@ -124,14 +124,15 @@ def watch(
     Args:
         cls: the class.
         num_rows: how many requests a batch has.
-        after: methods after which the batch is checked: names, or `(class or module, "name")` for functions elsewhere
-            that take the batch as an argument.
+        after: methods after which a batch is whole, and is checked: names, or `(class or module, "name")` for functions
+            elsewhere that take the batch as an argument.
         before: methods before which it is checked.
         pairs: `(host, device)` columns that are one value, or `(host, device, "upper_bound")`. Their dtypes may differ,
             and a column may be in several pairs.
         rows: further columns with one entry per request: tensors, arrays, lists, or dictionaries from row to entry.
         key: the column that says whose each row is: request ids, or request objects.
-        moves: those of `after` that move rows and change no entry. At `full` each request has to have what it had.
+        moves: methods that move rows and change no entry. At `full` each request has to have what it had; of methods
+            that are not in `after`, the device sides of pairs may come later.
         adds: method -> column -> what the method adds to each entry of it, compared at `full`.
         when: column -> condition under which it is valid; without it the column and its pairs are left alone.
         upto: column -> how many entries of each row count; what stands behind is garbage.
@@ -151,16 +152,10 @@ def watch(
         raise ArgumentError(f"watch: expected a class, got {cls!r}", value=cls, remedy="pass the class itself")
     name = cls.__name__
     ends, begins = hooks_of(name, cls, after, "after"), hooks_of(name, cls, before, "before")
-    if not ends and not begins:
+    movers = hooks_of(name, cls, [*moves, *(adds or {})], "moves")
+    if not ends and not begins and not movers:
         raise ArgumentError(
             f"watch of {name}: no method is named", value=None, remedy="name methods in `after` or `before`"
-        )
-    unknown = sorted({*moves, *(adds or {})} - {method for _, method in ends})
-    if unknown:
-        raise ArgumentError(
-            f"watch of {name}: {', '.join(unknown)} in `moves` or `adds`, and not in `after`",
-            value=unknown,
-            remedy="name methods of `after`",
         )
     declared = Declaration(
         name,
@@ -178,8 +173,8 @@ def watch(
         adds=adds,
     )
     watched = Watched(cls, declared, on_violation, every)
-    hooks = {hook: partial(watched._around, hook[1], hook in begins, hook in ends) for hook in [*begins, *ends]}
-    watched.install(cls, hooks)
+    hooks = [*begins, *ends, *movers]
+    watched.install(cls, {hook: partial(watched._around, hook[1], hook in begins, hook in ends) for hook in hooks})
     return watched
 
 

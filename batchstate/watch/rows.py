@@ -345,7 +345,8 @@ class Declaration:
             turn = self._turn
             self._turn = (turn + 1) % (len(self.derived) + len(self.implied))
             if turn < len(self.derived):
-                self._check_derived(*self.derived[turn], batch, place)
+                if not isinstance(self.derived[turn][1](batch), torch.Tensor):  # it may lie on the device
+                    self._check_derived(*self.derived[turn], batch, place)
             else:
                 self._check_implied(*self.implied[turn - len(self.derived)], batch, place)
 
@@ -438,8 +439,7 @@ class Declaration:
         chosen = None if flags is None else flags(batch)
         if chosen is None:
             return
-        marks = np.asarray(Snapshot.of(chosen).values)
-        expected = np.flatnonzero(marks) if marks.dtype == object or marks.dtype == bool else marks
+        expected = np.flatnonzero(Snapshot.of(chosen, n).values)
         place.ask(
             invariants.derived_stale,
             np.array(found.tolist() != expected.tolist()),
@@ -484,7 +484,9 @@ class Declaration:
             f"line that changes {pair.host!r} or {pair.device!r} without the other",
         )
 
-    def check_kept(self, before: list[Rows], after: Rows, added: Mapping[str, int] | None, place: Place) -> None:
+    def check_kept(
+        self, before: list[Rows], after: Rows, added: Mapping[str, int] | None, place: Place, *, whole: bool
+    ) -> None:
         """Asks whether each request has what it had before, plus what was declared to be added.
 
         Args:
@@ -492,7 +494,9 @@ class Declaration:
             after: the batch that came out.
             added: column -> number; only these columns are compared. None for an operation that only moves rows.
             place: for reports.
+            whole: whether both sides of a pair have moved by now; else the device side is left alone.
         """
+        behind = frozenset() if whole else {pair.device for pair in self.pairs}
         for part in before:
             both = [(part.keys[key], row) for key, row in after.keys.items() if key in part.keys]
             if not both:
@@ -500,7 +504,7 @@ class Declaration:
             old, new = np.array(both).T
             for name, now in after.columns.items():
                 was = part.columns.get(name)
-                if was is None or (added is not None and name not in added):
+                if was is None or name in behind or (added is not None and name not in added):
                     continue
                 plus = 0 if added is None else added[name]
                 expected = was.values[old] + plus if plus else was.values[old]

@@ -1,0 +1,143 @@
+"""Deletes the statements of a method, one at a time, and asks who notices.
+
+A deletion is *real* if the plain driver, without any check, ends with another state or not at all: what is never
+reached, or sets what is set already, changes nothing that could be noticed.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import ModuleType
+from typing import Any, final
+
+import attrs
+
+from benchmarks.adoption.state import plain
+
+STATEMENTS = (ast.Assign, ast.AugAssign, ast.Expr, ast.Delete)
+
+
+@final
+@attrs.frozen
+class Deletion:
+    """One statement, or one name of a list of names, that a method lacks.
+
+    Attributes:
+        owner: the class.
+        method: its method.
+        text: what is gone.
+        function: the method without it.
+    """
+
+    owner: type
+    method: str
+    text: str
+    function: Any = attrs.field(repr=False)
+
+
+def deletions(owner: type, method: str, module: ModuleType) -> Iterator[Deletion]:
+    """Each statement of a method that only does something, and each text of a list of texts, deleted."""
+    source = textwrap.dedent(inspect.getsource(getattr(owner, method)))
+    whole = ast.parse(source)
+    count = sum(isinstance(node, STATEMENTS) and not _is_docstring(node) for node in ast.walk(whole))
+    names = sum(len(_names(node)) for node in ast.walk(whole))
+    for number in range(count + names):
+        tree = ast.parse(source)
+        text = _without_statement(tree, number) if number < count else _without_name(tree, number - count)
+        found: dict[str, Any] = {}
+        code = compile(ast.fix_missing_locations(tree), f"<{owner.__name__}.{method} without {text!r}>", "exec")
+        exec(code, module.__dict__, found)
+        yield Deletion(owner, method, text, found[method])
+
+
+def _is_docstring(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _names(node: ast.AST) -> list[ast.expr]:
+    if not isinstance(node, ast.List) or len(node.elts) < 2:
+        return []
+    return node.elts if all(isinstance(one, ast.Constant) and isinstance(one.value, str) for one in node.elts) else []
+
+
+def _without_statement(tree: ast.AST, number: int) -> str:
+    left = number
+    for parent in ast.walk(tree):
+        for field in ("body", "orelse", "finalbody"):
+            body = getattr(parent, field, None)
+            if not isinstance(body, list):
+                continue
+            for at, node in enumerate(body):
+                if isinstance(node, STATEMENTS) and not _is_docstring(node):
+                    if not left:
+                        body[at] = ast.copy_location(ast.Pass(), node)
+                        return ast.unparse(node)
+                    left -= 1
+    raise LookupError(number)
+
+
+def _without_name(tree: ast.AST, number: int) -> str:
+    left = number
+    for node in ast.walk(tree):
+        found = _names(node)
+        if left < len(found):
+            return f"item {ast.unparse(found.pop(left))}"
+        left -= len(found)
+    raise LookupError(number)
+
+
+def outcome(call: Callable[[], object]) -> str | None:
+    """How a call failed, in one line; None if it did not."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return None
+
+
+def in_place_of(deletion: Deletion, call: Callable[[], Any]) -> Any:
+    """What `call` returns while the statement is missing."""
+    whole = getattr(deletion.owner, deletion.method)
+    setattr(deletion.owner, deletion.method, deletion.function)
+    try:
+        return call()
+    finally:
+        setattr(deletion.owner, deletion.method, whole)
+
+
+def _append(ended: list[list[int]], states: Callable[[], list[int]]) -> None:
+    ended.append(states())
+
+
+def judge(engine: Any, *, seeds: int = 12) -> list[dict[str, Any]]:
+    """Deletes every statement of an engine's targets, and runs its driver without checks and under its declaration."""
+
+    def states() -> list[int]:
+        found: list[int] = []
+        for seed in range(seeds // 2):
+            engine.drive(seed, after_each=lambda batch: found.append(hash(repr(plain(batch)))))
+        return found
+
+    def watched() -> None:
+        with engine.declare():
+            for seed in range(seeds):
+                engine.drive(seed)
+
+    whole, rows = states(), []
+    if states() != whole:
+        raise ValueError("the driver does not do the same twice")
+    if (accused := outcome(watched)) is not None:
+        raise ValueError(f"the engine as it is was accused: {accused}")
+    for owner, method, module in engine.TARGETS:
+        for one in deletions(owner, method, module):
+            if engine.endless(one.text):
+                continue
+            ended: list[list[int]] = []
+            crash = in_place_of(one, partial(outcome, partial(_append, ended, states)))
+            found = in_place_of(one, partial(outcome, watched))
+            real = ended != [whole]
+            rows.append({"class": owner.__name__, "method": method, "text": one.text, "real": real, "crash": crash})
+            rows[-1]["watch"] = found
+    return rows
