@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import batchstate
-from batchstate.cli import fuzz, mutants, race, traffic
+from batchstate.cli import fuzz, mutants, race, race_run, traffic
 from batchstate.errors import ArgumentError, BatchStateError, one_of
 from batchstate.violations import Violation
 
@@ -26,7 +26,7 @@ class Command(Protocol):
         ...
 
 
-COMMANDS: tuple[Command, ...] = (fuzz, mutants, race, traffic)
+COMMANDS: tuple[Command, ...] = (fuzz, mutants, race, race_run, traffic)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         interrupted.
     """
     try:
-        words = sys.argv[1:] if argv is None else list(argv)
+        words = list(sys.argv[1:] if argv is None else argv)
+        if words[:2] == race_run.NAME.split():  # a command of two words; a report of that name is `./run`
+            words[:2] = [race_run.NAME]
         parser = _parser()
         if not words:
             parser.print_help(sys.stderr)

@@ -50,7 +50,8 @@ def sections(
         race = _race_of(violation)
         texts.append(_fields(violation) if race is None else _picture(item, race, shown))
     caught = [race for one in opened for race in one.races if all(race is not other for other in shown)]
-    texts += [f"this race was caught, and the test went on:\n\n{_picture(item, race, shown)}" for race in caught]
+    note = "" if any(one.accepted is not None for one in opened) else "this race was caught, and the test went on:\n\n"
+    texts += [f"{note}{_picture(item, race, shown)}" for race in caught]
     if not texts and any(one.scheduler for one in opened):
         texts.append("")
     ends = _lines(_how_it_ran(item, opened))
@@ -140,6 +141,7 @@ def _options(item: pytest.Item, opened: Sequence[Opened]) -> str:
         options += ["--batchstate-device", settings.device]
     if "checks" not in settings.marked and (level := os.environ.get(levels.ENVIRONMENT_VARIABLE)):
         options += ["--batchstate-checks", level]
+    options += ["--cuda-on-cpu"] * any(one.accepted is not None for one in opened)
     if "seed" not in settings.marked and any(one.scheduler and one.seed == settings.seed for one in opened):
         options += ["--batchstate-seed", str(settings.seed)]
     return "".join(f" {shlex.quote(option)}" for option in options)

@@ -26,6 +26,7 @@ class Opened:
     seed: int  # of the scheduler
     runtime: "Runtime | None"  # None once it is closed
     scheduler: str | None = None  # of a simulated device; None for all others
+    accepted: "frozenset[tuple[str, ...]] | None" = None  # findings of a window of `cuda_on_cpu`; None for a runtime
     _races: "tuple[RaceReport, ...]" = ()
     _before: int = 0
     _depths: "list[int] | None" = None
@@ -61,6 +62,10 @@ class Opened:
         if self.runtime is None:
             return
         self._races = tuple(getattr(self.runtime, "races", ()))
+        if self.accepted:
+            from batchstate.testing.race.findings import identity
+
+            self._races = tuple(race for race in self._races if identity(race) not in self.accepted)
         self._depths = getattr(self.runtime, "in_flight_depths", None)
 
 
@@ -82,6 +87,35 @@ class Openings:
         self.of_test = list(self._now)
         for opened in self.of_test:
             opened.begin_test()
+
+    def end_test(self) -> None:
+        """A test is over: copies that its code has under way in a window of `cuda_on_cpu` are too."""
+        for opened in self.of_test:
+            if opened.accepted is not None:
+                opened.runtime.wait_for_everything()  # type: ignore[union-attr]
+
+    @contextlib.contextmanager
+    def cuda_window(self, device: str, baseline: str | None) -> Iterator[None]:
+        """A window of `cuda_on_cpu` for one test, its fixtures included.
+
+        Args:
+            device: `race`, or `race:prompt` for eager events.
+            baseline: file of findings that are accepted, or None.
+        """
+        from pathlib import Path
+
+        from batchstate.testing.cuda import cuda_on_cpu
+        from batchstate.testing.race.findings import accepted_in
+
+        accepted = frozenset() if baseline is None else accepted_in(Path(baseline))
+        with cuda_on_cpu(on_race="collect", fences="eager" if device == "race:prompt" else "lazy") as runtime:
+            opened = Opened(device, 0, runtime, accepted=accepted)
+            self._now.append(opened)
+            try:
+                yield
+            finally:
+                self._now.remove(opened)
+                opened.close()
 
     @contextlib.contextmanager
     def open(
@@ -126,6 +160,14 @@ def check_passed(settings: Settings, opened: list[Opened]) -> None:
     Raises:
         Failed: it caught a race, was not as deep as its mark demands, or has a mark without an effect.
     """
+    found = [race for one in opened if one.accepted is not None for race in one.races]
+    if found:
+        races = "\n".join(f"  {race.problem}" for race in found)
+        pytest.fail(
+            f"{len(found)} race{'s' * (len(found) > 1)} in code that says cuda\n{races}\n"
+            "  remedy: repair what races, or accept it with --batchstate-baseline",
+            pytrace=False,
+        )
     caught = [race for one in opened for race in one.races]
     if caught:
         races = "\n".join(f"  {race.problem}" for race in caught)

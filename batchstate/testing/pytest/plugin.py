@@ -77,6 +77,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="DIR",
         help="folder that reports of races are written to, as JSON (default: race-reports in the root folder)",
     )
+    group.addoption(
+        "--cuda-on-cpu",
+        action="store_true",
+        help="with --batchstate-device race: code that says cuda runs on this CPU, in a window of `cuda_on_cpu` for "
+        "each test, and a test in which it races fails",
+    )
+    group.addoption(
+        "--batchstate-baseline",
+        metavar="FILE",
+        help="with --cuda-on-cpu: findings that are accepted, a file that `batchstate race run --json` has written",
+    )
     parser.addini("batchstate_device", _DEVICE_HELP, default="")
     parser.addini("batchstate_checks", _CHECKS_HELP, default="")
 
@@ -85,6 +96,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Registers the mark, and sets the level of checks if one was asked for."""
     config.addinivalue_line("markers", _MARK_HELP)
     config.stash[_under_way] = _UnderWay()
+    if config.getoption("cuda_on_cpu") and not str(_asked(config, "device")).startswith("race"):
+        raise pytest.UsageError("batchstate: --cuda-on-cpu needs --batchstate-device race or race:prompt")
+    if config.getoption("batchstate_baseline") and not config.getoption("cuda_on_cpu"):
+        raise pytest.UsageError("batchstate: --batchstate-baseline needs --cuda-on-cpu")
     if config.getoption("batchstate_checks") or config.getini("batchstate_checks"):
         from batchstate.errors import ArgumentError
 
@@ -127,11 +142,15 @@ def batchstate_open(pytestconfig: pytest.Config) -> "Callable[..., contextlib.Ab
     What is not given is as mark and options say. For fixtures of any scope, for a test that needs several runtimes, and
     for Hypothesis, where each example needs its own.
     """
+    return _openings(pytestconfig.stash[_under_way]).open
+
+
+def _openings(under_way: _UnderWay) -> "Openings":
     from batchstate.testing.pytest._runtimes import Openings
 
-    under_way = pytestconfig.stash[_under_way]
-    under_way.openings = Openings(lambda: _settings_under_way(under_way))
-    return under_way.openings.open
+    if under_way.openings is None:
+        under_way.openings = Openings(lambda: _settings_under_way(under_way))
+    return under_way.openings
 
 
 @pytest.fixture
@@ -161,10 +180,17 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     under_way = item.config.stash[_under_way]
     under_way.item = item
     try:
-        with _level_of(item):
+        with _level_of(item), _cuda_of(item.config):
             return (yield)
     finally:
         under_way.item = None
+
+
+def _cuda_of(config: pytest.Config) -> contextlib.AbstractContextManager[None]:
+    if not config.getoption("cuda_on_cpu"):
+        return contextlib.nullcontext()
+    device, baseline = str(_asked(config, "device")), config.getoption("batchstate_baseline")
+    return _openings(config.stash[_under_way]).cuda_window(device, baseline)
 
 
 def _level_of(item: pytest.Item) -> contextlib.AbstractContextManager[None]:
@@ -204,6 +230,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     """Fails a test that has passed and proves less than it seems to."""
     yield
     openings = item.config.stash[_under_way].openings
+    if openings is not None:
+        openings.end_test()
     if item.get_closest_marker(MARK) is not None or (openings is not None and openings.of_test):
         from batchstate.testing.pytest._runtimes import check_passed
         from batchstate.testing.pytest._settings import settings_of

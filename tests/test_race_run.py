@@ -1,0 +1,189 @@
+"""`batchstate race run` and `pytest --cuda-on-cpu`: plain torch code, with no line of the library in it."""
+
+import json
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from batchstate import levels
+from batchstate.cli import main
+from batchstate.testing.cuda import CudaRuntime
+from batchstate.testing.race.findings import FORMAT
+from batchstate.testing.render import race_text
+
+pytest_plugins = "pytester"
+
+DRAWN = (CudaRuntime, race_text)  # imported here once: what a run in this process imports first is dropped at its end
+
+if torch.cuda.is_available() or torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+    pytest.skip("for builds of torch without CUDA", allow_module_level=True)
+
+PROGRAM = """
+    import sys
+    import torch
+
+    def step(ordered):
+        side = torch.cuda.Stream()
+        table = torch.zeros(4, device="cuda")
+        if ordered:
+            side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            return table.clone()
+"""
+
+Script = Callable[[str], str]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Script:
+    """Writes a script; returns its name."""
+
+    def write(source: str) -> str:
+        path = tmp_path / "program.py"
+        path.write_text(textwrap.dedent(PROGRAM) + textwrap.dedent(source))
+        return str(path)
+
+    return write
+
+
+def test_a_script_that_races(script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit 1; the report as text, and in JSON kind, both lines, both streams, the missing edge and a line of torch."""
+    name, out = script("print(sys.argv[1:])\nstep(ordered=False)\n"), tmp_path / "found.json"
+    assert main(["race", "run", name, "--steps", "3", "--json", str(out), "--", "--json", "its own"]) == 1
+    printed = capsys.readouterr().out
+    assert "['--steps', '3', '--json', 'its own']" in printed
+    assert "1 finding; 3 accesses checked, 0 waits inside of torch" in printed
+    found = json.loads(out.read_text())
+    assert (found["format"], found["new"], found["error"]) == (FORMAT, 1, None)
+    (one,) = found["findings"]
+    assert one["kind"] == "read after write"
+    assert [one[side]["stream"] for side in ("first", "second")] == ["default", "side"]
+    assert [one[side]["line"].rpartition("/")[2] for side in ("first", "second")] == [
+        "program.py:7 in step",
+        "program.py:11 in step",
+    ]
+    assert one["missing"] == "stream 'side' never waits for zeros on stream 'default'"
+    assert one["remedy"].startswith("`side.wait_stream(torch.cuda.default_stream())`")
+
+
+def test_a_script_that_does_not_race(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit 0."""
+    assert main(["race", "run", script("step(ordered=True)")]) == 0
+    assert "0 findings" in capsys.readouterr().out
+
+
+def test_accepted_findings_do_not_count(script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file of earlier findings is the baseline, also where lines have moved; new ones fail."""
+    out = tmp_path / "accepted.json"
+    assert main(["race", "run", "--json", str(out), script("step(ordered=False)")]) == 1
+    moved = script("\n\n\nstep(ordered=False)")
+    assert main(["race", "run", "--baseline", str(out), moved]) == 0
+    assert "0 findings, 1 accepted" in capsys.readouterr().out
+    more = script("step(ordered=False).add_(1)")
+    assert main(["race", "run", "--baseline", str(out), more]) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("raise ZeroDivisionError('in the middle')", "it ended with ZeroDivisionError: in the middle"),
+        ("sys.exit(3)", "it ended with 3"),
+        ("torch.zeros(4).add_(1)", "nothing was done on a device of cuda"),
+        ("def (", "it ended with SyntaxError"),
+        ("torch.zeros(1, device='cuda:1')", "cuda:1 was not declared"),
+        ("torch.cuda.current_blas_handle()", "no model of torch._C._cuda_getCurrentBlasHandle"),
+    ],
+)
+def test_what_cannot_be_run_is_exit_2(
+    script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str, said: str
+) -> None:
+    """And the reason is said, and stands in the JSON."""
+    out = tmp_path / "found.json"
+    assert main(["race", "run", "--json", str(out), script(source)]) == 2
+    assert said in capsys.readouterr().err
+    assert said in json.loads(out.read_text())["error"]
+
+
+def test_an_engine_that_dies_keeps_its_findings(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
+    """What was found before the error is printed."""
+    assert main(["race", "run", script("step(ordered=False)\nraise SystemExit('dead')")]) == 2
+    printed = capsys.readouterr()
+    assert "missing    stream 'side' never waits" in printed.out
+    assert "it ended with 'dead'" in printed.err
+
+
+def test_wrong_files_are_refused(script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No script, and a baseline that is none: exit 2, before anything runs."""
+    assert main(["race", "run", str(tmp_path / "none.py")]) == 2
+    assert "there is no such script" in capsys.readouterr().err
+    (tmp_path / "other.json").write_text('{"format": "another"}')
+    assert main(["race", "run", "--baseline", str(tmp_path / "other.json"), script("print('ran')")]) == 2
+    printed = capsys.readouterr()
+    assert "its format is 'another'" in printed.err
+    assert printed.out == ""
+
+
+ENGINE_TESTS = (
+    textwrap.dedent(PROGRAM)
+    + """
+def test_racy():
+    try:
+        step(ordered=False)
+    except Exception:
+        pass
+
+def test_safe():
+    step(ordered=True)
+"""
+)
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Runs tests of an engine with the plugin, and no other that happens to be installed."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.delenv(levels.ENVIRONMENT_VARIABLE, raising=False)
+
+    def run(*args: str) -> pytest.RunResult:
+        pytester.makepyfile(test_engine=ENGINE_TESTS)
+        return pytester.runpytest_inprocess("-p", "batchstate.testing.pytest.plugin", "-p", "no:cacheprovider", *args)
+
+    return run
+
+
+def test_one_line_for_a_test_suite(run: Callable[..., Any], pytester: pytest.Pytester) -> None:
+    """A test in which the code races fails, with the picture; one that does not passes; torch is as it was."""
+    result = run("--batchstate-device", "race", "--cuda-on-cpu")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*1 race in code that says cuda*", "*missing edge*", "*wait_stream*", "*2 on race*"])
+    assert not torch.cuda.is_available()
+    (path,) = (pytester.path / "race-reports").iterdir()
+    assert main(["race", str(path), "--out", str(pytester.path / "race.html")]) == 0
+
+
+def test_a_baseline_for_a_test_suite(run: Callable[..., Any], pytester: pytest.Pytester) -> None:
+    """Findings in it fail no test."""
+    program = pytester.makepyfile(program=ENGINE_TESTS + "\ntest_racy()\n")
+    baseline = pytester.path / "accepted.json"
+    assert main(["race", "run", str(program), "--json", str(baseline)]) == 1
+    found = json.loads(baseline.read_text())
+    for one in found["findings"]:
+        for side in ("first", "second"):
+            one[side]["line"] = "test_engine.py:1 in step"
+    baseline.write_text(json.dumps(found))
+    run("--batchstate-device", "race", "--cuda-on-cpu", "--batchstate-baseline", str(baseline)).assert_outcomes(
+        passed=2
+    )
+
+
+def test_options_that_do_not_go_together(run: Callable[..., Any]) -> None:
+    """The run ends at once."""
+    result = run("--cuda-on-cpu")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--cuda-on-cpu needs --batchstate-device race*"])
+    result = run("--batchstate-baseline", "x", "--batchstate-device", "race")
+    result.stderr.fnmatch_lines(["*--batchstate-baseline needs --cuda-on-cpu*"])
