@@ -24,7 +24,7 @@ _context = multiprocessing.get_context("forkserver")  # as clean as a spawned pr
 _context.set_forkserver_preload([__name__])
 
 ENGINES: dict[str, tuple[Callable[[], Engine], type[Bare]]] = {
-    "nixl": (functools.partial(NixlEngine, trusted_network=True), BareNixl),
+    "nixl": (NixlEngine, BareNixl),
     "tcp": (TcpEngine, BareGloo),
     "mooncake": (functools.partial(MooncakeEngine, trusted_network=True), BareMooncake),
 }

@@ -218,7 +218,7 @@ def figures_of(path: Path, *arguments: str, code: int = 0) -> dict[str, Any]:
 def test_nixl_between_processes(tmp_path: Path, device: str, capsys: pytest.CaptureFixture[str]) -> None:
     """One command starts both processes; the table says in plain words that every token is right."""
     pytest.importorskip("nixl")
-    nixl = ["--transport", "nixl", "--trusted-network"]
+    nixl = ["--transport", "nixl"]
     figures = figures_of(tmp_path, "--device", torch_device_of(device), *nixl, "--requests", "20")
     assert [figures[name] for name in NOTHING_WRONG] == [0] * len(NOTHING_WRONG)
     assert (figures["transport"], figures["page_size"], figures["in_flight_depth_max"]) == ("nixl", 16, 2)
@@ -430,8 +430,11 @@ def test_roles_need_a_secret(capsys: pytest.CaptureFixture[str], monkeypatch: py
     [
         (["--prefill-degree", "3"], "cannot be shared evenly by 3 ranks"),
         (["--host", "192.0.2.1"], "cannot listen on 192.0.2.1:0: "),
-        (["--transport", "nixl"], "UCX listens on lo, and lets whoever reaches its port write"),
-        (["--transport", "nixl", "--trusted-network"], "NIXL cannot be imported: "),
+        (
+            ["--transport", "nixl", "--interface", "lo"],
+            "UCX listens on lo with transports cma,posix,tcp, and lets whoever",
+        ),
+        (["--transport", "nixl"], "NIXL cannot be imported: "),
         (["--role", "prefill", "--transport", "tcp", "--listen", "192.0.2.1:0"], "cannot listen on 192.0.2.1"),
     ],
 )

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from multiprocessing import shared_memory
 
 import numpy as np
@@ -254,9 +254,33 @@ def test_port_taken_by_the_next_instance(here: EngineSide, there: PeerProcess) -
 
 def test_an_open_port_wants_a_trusted_network() -> None:
     """Mooncake's ports let in whoever calls: without the word of its user the engine does not open."""
-    with pytest.raises(ArgumentError, match="Mooncake listens on all interfaces, and lets whoever") as caught:
-        open_engine("mooncake")
-    assert "trusted_network=True" in caught.value.remedy
+    for host, where in (("127.0.0.1", "the loopback"), ("localhost", "the loopback"), ("192.0.2.1", "all interfaces")):
+        with pytest.raises(ArgumentError, match=f"Mooncake listens on {where}, and lets whoever") as caught:
+            open_engine("mooncake", host=host)
+        assert "trusted_network=True" in caught.value.remedy
+
+
+def ties(files: Iterable[int]) -> list[str]:
+    """The network device to which each socket is tied."""
+    found = []
+    for file in files:
+        with socket.socket(fileno=os.dup(file)) as wire:
+            found.append(wire.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).rstrip(b"\0").decode())
+    return found
+
+
+def test_only_the_loopback_reaches_its_ports() -> None:
+    """By default Mooncake's two ports, also those of a second start, take nothing that comes from another machine."""
+    with socket.create_server(("", 0)) as own:  # of the program, and none of the engine's business
+        before = mooncake._listeners()
+        with contextlib.closing(make()) as engine:
+            engine._natives.append(engine._started())
+            opened = {inode: file for inode, file in mooncake._listeners().items() if inode not in before}
+            assert ties(opened.values()) == ["lo"] * 4
+        with contextlib.closing(MooncakeEngine("0.0.0.0", trusted_network=True)):
+            opened = {inode: file for inode, file in mooncake._listeners().items() if inode not in before}
+            assert ties(opened.values()) == [""] * 3  # two, and the library's own
+        assert ties([own.fileno()]) == [""]
 
 
 def writer_of(here: EngineSide) -> Connection:

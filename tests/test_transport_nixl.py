@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from batchstate.errors import ArgumentError, TransferError
+from batchstate.errors import ArgumentError, HandshakeError, TransferError
 from batchstate.transport.engines.base import Engine, Status
 from batchstate.transport.engines.nixl import NixlEngine, Process, here
 from batchstate.transport.regions import Copies
-from tests.transport_peers import EngineSide, altered, scattered, spawn_peer, until
+from tests.transport_peers import NOISE, EngineSide, altered, listening, scattered, spawn_peer, until
 
 pytest.importorskip("nixl", reason="NIXL is not installed")
 
@@ -29,12 +30,12 @@ SENTINEL = 0xEE
 
 def make_nixl(tls: str) -> Engine:
     """The engine of either side."""
-    return NixlEngine(tls=tls, trusted_network=True)
+    return NixlEngine("lo", tls=tls, trusted_network=True) if "tcp" in tls else NixlEngine(tls=tls)
 
 
-@pytest.fixture(params=("cma,posix,tcp", "tcp"))
+@pytest.fixture(params=("cma,posix", "tcp"))
 def tls(request: pytest.FixtureRequest) -> str:
-    """Transports: with the kernel's copies between processes of one machine, and without."""
+    """Transports: with the kernel's copies between processes of one machine and no port, and with a port."""
     return str(request.param)
 
 
@@ -70,12 +71,55 @@ def test_an_interface_that_does_not_exist() -> None:
     assert dict(os.environ) == before
 
 
+@pytest.mark.parametrize("tls", [None, "tcp", "cma,posix,tcp", "all", "^ib", "rc,posix"])
 @pytest.mark.parametrize("interface", ["lo", "eth0", None])
-def test_an_open_port_wants_a_trusted_network(interface: str | None) -> None:
+def test_an_open_port_wants_a_trusted_network(
+    interface: str | None, tls: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """UCX's port lets in whoever calls, and noise ends it: without the word of its user the engine does not open."""
+    if interface is None and tls is None:  # shared memory; but the environment wins
+        monkeypatch.setenv("UCX_TLS", "posix, tcp")
     with pytest.raises(ArgumentError, match=r"UCX listens on .*, and lets whoever") as caught:
-        NixlEngine(interface=interface)
+        NixlEngine(interface=interface, tls=tls)
     assert "trusted_network=True" in caught.value.remedy
+
+
+def test_strangers_wake_nobody() -> None:
+    """Without an interface no port is open; noise at the socket that wakes UCX changes nothing, and a peer comes in."""
+    with spawn_peer(EngineSide, NixlEngine) as there, contextlib.closing(EngineSide(NixlEngine)) as side:
+        there.call("register", MIB, SENTINEL)
+        side.register(MIB, seed=1)
+        for pid in (os.getpid(), there.process.pid):
+            assert listening(pid) == []
+        sockets = {os.readlink(one) for one in Path(f"/proc/{there.process.pid}/fd").iterdir() if one.is_symlink()}
+        rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+        (wakes,) = [row[7] for row in rows if f"socket:[{row[6]}]" in sockets and row[7:] and row[7][0] == "@"]
+        for number in range(300):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger, contextlib.suppress(OSError):
+                stranger.setblocking(False)
+                stranger.sendto(NOISE[number % len(NOISE)][:4096], "\0" + wakes[1:])
+        start = time.monotonic()
+        side.write(side.connect(there.call("endpoint")), Copies([0], [0], [0], [0], [4096]), b"a peer")
+        assert side.ended(b"a peer") is Status.DONE
+        there.call("received", b"a peer")
+        assert time.monotonic() - start < 2.0
+        after = np.concatenate([side.memory[0][:4096], np.full(MIB - 4096, SENTINEL, dtype=np.uint8)])
+        np.testing.assert_array_equal(there.call("read"), after)
+        assert [one.tag for one in there.call("completions")] == [b"a peer"]
+
+
+def test_shared_memory_reaches_this_machine_alone() -> None:
+    """A peer elsewhere, whose end would not be seen, is refused before it is loaded, and so is one with a port."""
+    with contextlib.closing(EngineSide(NixlEngine)) as side, contextlib.closing(EngineSide(make_nixl, "tcp")) as other:
+        for each in (side, other):
+            each.register(64, 0)
+        inner = json.loads(base64.b64decode(json.loads(other.endpoint())["native"]))
+        inner["process"][0] = "another boot"
+        elsewhere = altered(other.endpoint(), native=base64.b64encode(json.dumps(inner).encode()).decode())
+        with pytest.raises(HandshakeError, match="runs on another machine"):
+            side.connect(elsewhere)
+        with pytest.raises(HandshakeError, match="leads nowhere"):
+            side.connect(other.endpoint())
 
 
 def test_a_tag_without_a_mac_is_not_believed(side: EngineSide, tls: str) -> None:
@@ -90,7 +134,7 @@ def test_a_tag_without_a_mac_is_not_believed(side: EngineSide, tls: str) -> None
         honest = stranger.engine._peers[name]
         honest.secret = side.engine._secret
         stranger.write(name, Copies.empty(), b"the secret")
-        side.received(b"the secret")
+        until(lambda: all([stranger.poll(b"the secret") is Status.DONE, side.completions()]), "the tag")
         assert [one.tag for one in side.completions()] == [b"the secret"]
 
 
@@ -98,7 +142,7 @@ def test_without_nixl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyP
     """An engine without its package names the extra."""
     monkeypatch.setitem(sys.modules, "nixl", None)
     with pytest.raises(TransferError, match=r"pip install 'batchstate\[nixl\]'"):
-        NixlEngine(trusted_network=True)
+        NixlEngine()
 
 
 def test_a_write_to_a_stopped_peer_is_neither_done_nor_drained(side: EngineSide, tls: str) -> None:

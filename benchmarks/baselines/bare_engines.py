@@ -71,25 +71,24 @@ class Bare(Protocol):
 
 @final
 class BareNixl(Bare):
-    """NIXL by its bindings, with the settings that `NixlEngine` has by default, so that its thread does not spin."""
+    """NIXL by its bindings, with the settings that `NixlEngine` has by default: shared memory, and no thread."""
 
     name = "bare NIXL"
 
     def __init__(self, memory: Bytes) -> None:
         self._nixl: Any = importlib.import_module("nixl")._bindings
         settings = {
-            "UCX_TLS": "cma,posix,tcp" + (",cuda" if torch.version.cuda else ""),
-            "UCX_NET_DEVICES": "lo",
+            "UCX_TLS": "cma,posix" + (",cuda" if torch.version.cuda else ""),
             "UCX_MODULES": "^ib",
             "UCX_LOG_LEVEL": "FATAL",
             "NIXL_LOG_LEVEL": "ERROR",
         }
         with mock.patch.dict(os.environ, settings | dict(os.environ)):
             config = self._nixl.nixlAgentConfig()
-            config.useProgThread, config.useListenThread, config.pthrDelay = True, False, 10
+            config.useProgThread, config.useListenThread = False, False
             config.syncMode = self._nixl.NIXL_THREAD_SYNC_NONE
             self._agent: Any = self._nixl.nixlAgent(secrets.token_hex(8), config)
-            self._backends = [self._agent.createBackend("UCX", {})]
+            self._backends = [self._agent.createBackend("UCX", {"ucx_error_handling_mode": "none"})]
         self._memory = memory
         place = [(memory.ctypes.data, memory.nbytes, 0, "")]
         self._registered = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, place)

@@ -105,8 +105,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m examples.disaggregated",
         description="Prefill in one process, decode in another, and compare every token with transformers' own.",
         epilog="Everything is on loopback unless told otherwise. Control channel and the engine tcp let in only who "
-        "knows a secret; nothing is encrypted. The libraries of NIXL and Mooncake let in whoever reaches their ports, "
-        "and Mooncake listens on all interfaces whatever --host says: see --trusted-network.",
+        "knows a secret; nothing is encrypted. NIXL opens no port without --interface. With one, and with Mooncake, "
+        "whoever reaches a port is let in: see --trusted-network.",
     )
     add = parser.add_argument
     add("--transport", choices=TRANSPORTS, default="tcp", help="default: %(default)s")
@@ -136,11 +136,11 @@ def _parser() -> argparse.ArgumentParser:
     roles.add_argument(
         "--host", metavar="HOST", default="127.0.0.1", help="this machine, as the other's engine reaches it"
     )
-    roles.add_argument("--interface", metavar="NAME", default="lo", help="network interface of NIXL (default: lo)")
+    roles.add_argument("--interface", metavar="NAME", help="network interface of NIXL (default: shared memory)")
     roles.add_argument(
         "--trusted-network",
         action="store_true",
-        help="firewall or namespace keep all but the workers out; wanted by nixl and mooncake",
+        help="firewall or namespace keep all but the workers out; wanted by nixl with --interface, and by mooncake",
     )
     common.add_device(parser)
     common.add_seed(parser)

@@ -30,7 +30,7 @@ class Options:
         checks: level of the checks.
         family: of the random model; `plain` needs no transformers.
         host: address of this machine at which the other worker's engine reaches it.
-        interface: network interface of NIXL.
+        interface: network interface of NIXL; without one, shared memory of this machine.
         trusted_network: that the network lets nobody but the workers reach ports of NIXL's and Mooncake's libraries.
         max_running: requests that the decode worker has at once, those on their way included.
         kill_prefill_after: prefill 0 is killed when so many requests have been delivered; None for never.
@@ -50,7 +50,7 @@ class Options:
     checks: str = "cheap"
     family: "Family" = "llama"
     host: str = "127.0.0.1"
-    interface: str = "lo"
+    interface: str | None = None
     trusted_network: bool = False
     max_running: int = attrs.field(default=32, validator=ge(2))
     kill_prefill_after: int | None = None

@@ -505,7 +505,7 @@ def open_engine(name: str = "tcp", **options: Any) -> Engine:
     """The engine of this name; what it needs besides the library is imported now.
 
     Args:
-        name: `tcp`, `nixl` or `mooncake`; the last two want `trusted_network=True`.
+        name: `tcp`, `nixl` or `mooncake`; with ports of their libraries, the last two want `trusted_network=True`.
         options: of its class.
 
     Raises:

@@ -10,18 +10,24 @@ Guarantees:
 - A row that failed may still land for as long as the peer lives (a peer that stood still for 30 s takes up what lies in
   its socket). Such a write is UNKNOWN, and drained only when the peer has ended, which its connection tells at once.
 
-Warning: Mooncake listens on all interfaces, whatever `host` says, on two ports, and asks no client for anything: a
-process that reaches them can read and write the registered memory. Nothing here can change that. So the engine opens
-only for who says that the network lets nobody else there: `trusted_network=True`. Tags, the end of a peer and its name
-go over a connection of this engine's own, bound to `host` alone, on which both sides prove that they know the secret.
+Warning: Mooncake listens on two ports, and asks no client for anything: a process that reaches them can read and write
+the registered memory. It binds them to all interfaces, whatever `host` says; where `host` is on the loopback, as it is
+by default, this engine ties them to that device before any memory is registered. So the engine opens only for who says
+that the network lets nobody else there, on the loopback too: `trusted_network=True`. Tags, the end of a peer and its
+name go over a connection of this engine's own, bound to `host` alone, on which both sides prove that they know the
+secret.
 """
 
+import contextlib
 import importlib
+import ipaddress
 import json
 import os
 import queue
+import socket
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any, final
 
@@ -200,24 +206,26 @@ class MooncakeEngine(Engine):
     ("Local segment descriptor not found") at each start and of no meaning; `MC_LOG_LEVEL=INFO` makes it tell more.
 
     Args:
-        host: IPv4 address, or name, by which peers reach this machine.
+        host: IPv4 address, or name, by which peers reach this machine. With any but the loopback's, Mooncake listens on
+            all interfaces.
         trusted_network: that only workers who may write here reach this machine's ports: a firewall, or a network
             namespace of its own, keeps all others out, processes of this machine among them.
 
     Raises:
         ArgumentError: without `trusted_network=True`.
         TransferError: Mooncake or a library of the system is missing, a setting of Mooncake makes completed rows
-            unsafe, or no port could be opened.
+            unsafe, no port could be opened, or the system does not let it be tied to the loopback.
     """
 
     name = "mooncake"
     capabilities = Capabilities(one_sided=True, max_rows=1024)
 
     def __init__(self, host: str = "127.0.0.1", *, trusted_network: bool = False) -> None:
-        check_trusted("Mooncake listens on all interfaces", trusted_network)
+        local = _is_loopback(host)
+        check_trusted(f"Mooncake listens on {'the loopback' if local else 'all interfaces'}", trusted_network)
         super().__init__()
         self._module = _loaded()
-        self._host = host
+        self._host, self._local = host, local
         self._arrived: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         self._listener = Listener((host, 0), self._secret, self._arrived.put)
         self._links: list[Link] = []
@@ -237,11 +245,14 @@ class MooncakeEngine(Engine):
 
     def _started(self) -> Any:
         engine = self._module.TransferEngine()
+        before = _listeners() if self._local else {}
         status = engine.initialize(self._host, "P2PHANDSHAKE", "tcp", "")
         if status:
             raise TransferError(
                 f"Mooncake did not start: {status}", value=status, remedy="set MC_LOG_LEVEL=INFO, and read why"
             )
+        if self._local:
+            _tie_to_loopback(file for inode, file in _listeners().items() if inode not in before)
         return engine
 
     def _registered(self, address: int, nbytes: int, what: str) -> None:
@@ -376,6 +387,41 @@ class MooncakeEngine(Engine):
             self._clients.append(Client(self._arrived.get()))
         for connection in [one.connection for one in self._links] + [one.connection for one in self._clients]:
             connection.close()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
+    except OSError:  # Mooncake says what is wrong with it
+        return False
+
+
+def _listeners() -> dict[str, int]:
+    """Sockets of this process that listen by TCP on all interfaces: inode, and file."""
+    found = {}
+    for file in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # closed since
+            inode = os.readlink(f"/proc/self/fd/{file}")
+            if inode.startswith("socket:"):
+                with socket.socket(fileno=os.dup(file)) as wire:
+                    listens = wire.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                    if listens and wire.family != socket.AF_UNIX and wire.getsockname()[0] in ("0.0.0.0", "::"):
+                        found[inode] = file
+    return found
+
+
+def _tie_to_loopback(files: Iterable[int]) -> None:
+    """Lets only what comes by the loopback device reach sockets that listen on all interfaces."""
+    try:
+        for file in files:
+            with socket.socket(fileno=os.dup(file)) as wire:
+                wire.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
+    except OSError as error:
+        raise TransferError(
+            f"Mooncake's ports cannot be tied to the loopback: {error}",
+            value=error.errno,
+            remedy="use Linux 5.7 or newer, or name the host by which other machines reach this one",
+        ) from error
 
 
 def _end_natives(natives: list[Any], links: list[Link]) -> None:

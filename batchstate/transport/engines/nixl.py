@@ -2,7 +2,8 @@
 
 Guarantees, each tested between two processes:
 
-* One interface, the loopback unless another is named; a name that does not exist is an error.
+* Without an interface no port is opened: bytes go through shared memory, between processes of one machine that have the
+  same user. With one, UCX listens there; a name that does not exist is an error.
 * A tag is believed only with a MAC under the receiver's secret. NIXL's loader gets the metadata of a peer only from an
   endpoint whose MAC is right, and NIXL's own listening thread is off.
 * A tag arrives after the last byte of its data. NIXL sends it from the writer's `poll`: a write that is never polled
@@ -11,13 +12,16 @@ Guarantees, each tested between two processes:
   them, and after a lost connection a live peer still applies what its sockets hold. Such a write is drained only
   when the peer's process is known to have ended. On the same machine (and in the same PID namespace) the engine sees
   that for itself. Of a peer elsewhere it never knows: keep the memory, or end both engines.
-* Other threads: NIXL's own moves bytes in and out between calls. It looks each `progress_us`; NIXL's default, 0,
-  keeps one core busy for each engine, idle or not.
+* Over an interface, a thread of NIXL's moves bytes in and out between calls. It looks each `progress_us`; NIXL's
+  default, 0, keeps one core busy for each engine, idle or not. Through shared memory nothing moves between calls: both
+  sides poll, or ask for completions.
 
-Warning: UCX listens on one TCP port of the interface, which it needs to notice that a peer is gone, and asks no client
-for anything: a process that speaks its protocol can write into this one, and noise behind its magic number ends it.
-Nothing here can change that. So the engine opens only for who says that the network lets nobody else there, on the
-loopback too: `trusted_network=True`.
+Warning: UCX asks no client of its TCP port for anything: a process that speaks its protocol can write into this one,
+and noise behind its magic number ends it. Nothing here can change that. So an engine with a port opens only for who
+says that the network lets nobody else there, on the loopback too: `trusted_network=True`.
+
+Through shared memory UCX does not notice that a peer is gone; this engine does, by its process. A peer that is killed
+in the moment in which it puts a message into the queue of another process can stop that queue: then open a new engine.
 
 `write` copies on the calling thread what the transport takes at once: all of it between processes of one machine
 (`cma`), what fits into the sockets with `tcp`.
@@ -49,6 +53,10 @@ MAX_ROWS = 8192
 """Rows of one write. NIXL takes more; so long the calling thread would be away, which copies them."""
 
 _VERBS = ("all", "ib", "rc", "ud", "dc", "srd", "gga")
+_WITHOUT_PORT = frozenset(
+    ("self", "sm", "shm", "posix", "sysv", "cma", "xpmem", "cuda", "cuda_copy", "cuda_ipc", "gdr_copy")
+)
+"""UCX's transports between processes of one machine. Any other may listen."""
 
 _Place = tuple[str, int]
 """Kind of a piece of memory, as NIXL calls it, and number of its device."""
@@ -73,10 +81,13 @@ class Process:
 
     Args:
         whose: what `here` returned there.
+
+    Attributes:
+        known: whether its end is seen.
     """
 
     def __init__(self, whose: list[str]) -> None:
-        self._ended = False
+        self._ended = self.known = False
         self._poll: select.poll | None = None
         if len(whose) != 4 or whose[:2] != here()[:2] or not whose[2].isdecimal():
             return
@@ -84,7 +95,7 @@ class Process:
         try:
             descriptor = os.pidfd_open(number)
         except ProcessLookupError:
-            self._ended = True
+            self._ended = self.known = True
             return
         except OSError:  # a system without this call
             return
@@ -93,6 +104,7 @@ class Process:
             self._ended = _start(number) != whose[3]
         except (FileNotFoundError, ProcessLookupError):
             self._ended = True
+        self.known = True
         self._poll = select.poll()
         self._poll.register(descriptor, select.POLLIN)
 
@@ -106,6 +118,9 @@ class Process:
 def _start(number: int) -> str:
     return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[19]
 
+
+_NO_PORT = {"ucx_error_handling_mode": "none"}
+"""Of NIXL's backend: with "peer", its default, UCX opens only with a transport that has a connection."""
 
 _NATIVE = record(
     agent=binary, places=array(row(number(), row(text("DRAM|VRAM"), number()))), process=array(text(), most=4)
@@ -138,17 +153,21 @@ class NixlEngine(Engine):
     """Writes over UCX.
 
     Args:
-        interface: network interface that is listened on and connected from, or None to leave it to UCX.
-        tls: UCX transports, with commas; keep `tcp` among them. By default shared memory and `tcp`, and `cuda` where
-            torch is built for it.
-        progress_us: how often NIXL's thread looks, in microseconds.
+        interface: network interface that is listened on and connected from; without one, peers are processes of this
+            machine and user, and no port is opened. Both sides say the same.
+        tls: UCX transports, with commas. By default shared memory, `tcp` with an interface, and `cuda` where torch is
+            built for it. Any that is not of one machine is taken to open a port; keep `tcp` among these.
+        progress_us: how often NIXL's thread looks, in microseconds. Without a port there is no thread.
         trusted_network: that only workers who may write here reach the interface: a firewall, or a network namespace of
             its own, keeps all others out, processes of this machine among them.
 
     `UCX_NET_DEVICES`, `UCX_TLS` and `NIXL_LOG_LEVEL` of the environment win over these.
 
+    Attributes:
+        has_port: whether other machines are reached, and this process is.
+
     Raises:
-        ArgumentError: without `trusted_network=True`.
+        ArgumentError: with a port, but without `trusted_network=True`.
         TransferError: NIXL is not installed, or cannot be opened with this interface and these transports.
     """
 
@@ -157,28 +176,32 @@ class NixlEngine(Engine):
 
     def __init__(
         self,
-        interface: str | None = "lo",
+        interface: str | None = None,
         tls: str | None = None,
         progress_us: int = 10,
         *,
         trusted_network: bool = False,
     ) -> None:
-        check_trusted(f"UCX listens on {interface or 'all interfaces'}", trusted_network)
+        wanted = tls or "cma,posix" + (",tcp" if interface else "") + (",cuda" if torch.version.cuda else "")
+        used = os.environ.get("UCX_TLS", wanted)
+        self.has_port = not _WITHOUT_PORT.issuperset(one.strip() for one in used.split(","))
+        if self.has_port:
+            check_trusted(f"UCX listens on {interface or 'all interfaces'} with transports {used}", trusted_network)
         super().__init__()
-        wanted = tls or "cma,posix,tcp" + (",cuda" if torch.version.cuda else "")
         with _environment(_settings(interface, wanted)):
             self._nixl = _bindings()
             self._errors: tuple[type[Exception], ...] = tuple(
                 one for one in vars(self._nixl).values() if isinstance(one, type) and issubclass(one, Exception)
             )
             config = self._nixl.nixlAgentConfig()
-            config.useProgThread = True
+            # Without its port UCX notices no end of a peer; NIXL's thread would then spin, and never be joined.
+            config.useProgThread = self.has_port
             config.useListenThread = False
             config.pthrDelay = progress_us
             config.syncMode = self._nixl.NIXL_THREAD_SYNC_NONE
             try:
                 self._agent = self._nixl.nixlAgent(self.instance, config)
-                self._backends = [self._agent.createBackend("UCX", {})]
+                self._backends = [self._agent.createBackend("UCX", {} if self.has_port else _NO_PORT)]
             except self._errors as error:
                 raise TransferError(
                     f"NIXL does not open UCX on interface {interface!r} with transports {wanted!r}: {error}",
@@ -226,6 +249,12 @@ class NixlEngine(Engine):
                 value=peer.instance,
                 remedy="connect to its next instance",
             )
+        if not (self.has_port or link.process.known):
+            raise HandshakeError(
+                f"peer {peer.instance} runs on another machine, or in another PID namespace",
+                value=peer.instance,
+                remedy="name an interface on both sides, or open tcp; shared memory joins processes of one machine",
+            )
         try:
             name = self._agent.loadRemoteMD(fields["agent"])
         except self._errors as error:
@@ -253,13 +282,23 @@ class NixlEngine(Engine):
         if peer.lost is None:
             tag = _tag_mac(peer.secret, self.instance, handle.tag) + handle.tag
             try:
-                if not len(copies):
+                if len(copies):
+                    rows = (
+                        self._rows(self._places, copies.source_regions, sources, copies.lengths),
+                        self._rows(link.places, copies.target_regions, targets, copies.lengths),
+                    )
+                elif self._regions and peer.regions:  # a row of no bytes: its end says that the tag has left
+                    ours, theirs = next(iter(self._regions.values())), next(iter(peer.regions.values()))
+                    rows = tuple(
+                        self._rows(places, np.array([one.index]), np.array([one.address]), np.zeros(1, dtype=np.int64))
+                        for places, one in ((self._places, ours), (link.places, theirs))
+                    )
+                else:
                     self._agent.genNotif(link.name, tag)
                     return
                 handle.native.number = self._agent.createXferReq(
                     self._nixl.NIXL_WRITE,
-                    self._rows(self._places, copies.source_regions, sources, copies.lengths),
-                    self._rows(link.places, copies.target_regions, targets, copies.lengths),
+                    *rows,
                     link.name,
                     tag,
                     self._backends,
