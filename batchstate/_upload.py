@@ -49,6 +49,9 @@ class Extras(Mapping[str, torch.Tensor]):
             raise KeyError(name)
         return DeviceSide(ReadyTensor.uploaded(self._upload.view(self._places[name]), self._upload))
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
 

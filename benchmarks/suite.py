@@ -12,7 +12,7 @@ import attrs
 
 from batchstate.runtime import Runtime
 from batchstate.traffic import Workload, fitted_workload, run_traffic
-from benchmarks import curves, steady_steps, transfers, whole_steps
+from benchmarks import curves, forward_inputs, steady_steps, transfers, whole_steps
 from benchmarks.builds.priced_checks import NOTHING_LEFT, against_deleted, decode_step, of_cheap, of_full, whole_step
 from benchmarks.comparisons import Absent, Asked, Comparison, MismatchError, Row, run
 from benchmarks.counts import COLUMNS, Count, counted_steps
@@ -92,6 +92,10 @@ def comparisons(runtime: Runtime, *, quick: bool) -> Mapping[str, Make]:
         for what, churn in (("decode step", False), ("decode step with churn", True)):
             make_steady = partial(steady_steps.against_request_loops, runtime, num_requests=n, churn=churn)
             makers[f"{what}, {n} requests"] = make_steady
+    makers["inputs of prompts"] = partial(forward_inputs.deferred_against_copies, runtime)
+    for busy in forward_inputs.FORWARD_US[:1] if quick else forward_inputs.FORWARD_US:
+        overlap = partial(forward_inputs.overlapped_against_synchronous, runtime, busy_us=busy)
+        makers[f"overlapped steps, forwards of {busy} us"] = overlap
     for size in slots:
         makers[f"256 of {size:,} slots"] = partial(slots_against_lists, runtime, size=size, n=256)
     for n in turnovers:

@@ -83,7 +83,11 @@ class TokenArray:
             if values is None:
                 known.append(None)
                 continue
-            array = converted(values, dtype, f"{what} of row {row}")
+            array: Array
+            if type(values) is np.ndarray and values.dtype == dtype:
+                array = values  # it is copied when it is laid out
+            else:
+                array = converted(values, dtype, f"{what} of row {row}")
             if array.shape == (0,) and self.shape:
                 array = np.empty((0, *self.shape), dtype)  # an empty list knows no shape of a token
             if array.ndim != 1 + len(self.shape) or array.shape[1:] != self.shape:
@@ -108,6 +112,9 @@ class TokenArray:
 
         `starts` int64[n + 1] says where the tokens of each request begin.
         """
+        parts = [values for values in known if values is not None]
+        if len(parts) == len(known) > 0 and size == starts[-1]:
+            return np.concatenate(parts)
         laid: Array = np.full((size, *self.shape), self.fill or 0, dtype=numpy_dtype(self.dtype))
         for row, values in enumerate(known):
             if values is not None:
