@@ -20,13 +20,14 @@ from batchstate.errors import (
 from batchstate.indices import HostLocations, Locations, Slots
 from batchstate.kv._tier import TierState
 from batchstate.kv.hisparse import HiSparse, LastLocation
-from batchstate.kv.host_pool import HostKVPool, HostRanges
+from batchstate.kv.host_pool import HostKVPool, HostRanges, KVBuffer
 from batchstate.kv.pages import PagePool
 from batchstate.mirror import MirroredTensor
 from batchstate.pools import SlotPool
 from batchstate.runtime import CpuRuntime, Fence, Runtime, open_runtime
 from batchstate.runtime.memory import bytes_of
 from batchstate.selfcheck.machines.host_tier import PrefillWorker
+from batchstate.tables import Table
 from batchstate.testing import LateRuntime, ManualStream
 from batchstate.violations import Code
 from tests.doubles import in_a_thread, refused
@@ -525,3 +526,94 @@ def test_steady_decode_costs_one_upload(rt: Runtime, level: str) -> None:
             assert spent.check_reads == spent.staging_allocations == 0
             assert spent.device_operations == (2 * LAYERS if step else 0)
             assert uploaded["hot_locations"].tolist() == plan.locations.np.tolist()
+
+
+def indexed_tier(rt: Runtime) -> tuple[HiSparse, Table, Slots]:
+    """A tier with index keys on the device, a table of hot rows, and three requests of 5, 9 and 2 tokens."""
+    slots = SlotPool(rt, 8)
+    pages = PagePool(rt, slots, 30, 2, max_tokens_per_request=16)
+    index = KVBuffer("index", (3,), torch.uint8, on_device=True)
+    host = HostKVPool(rt, 100, layers=["kv", index], item_shape=(2,), dtype=torch.float32)
+    kv = [rt.device_zeros((pages.location_capacity, 2), torch.float32)]
+    table = slots.table("hot", (8,), torch.int32, holds="location")
+    taken = slots.take(3)
+    tier = HiSparse(pages, host, kv, hot_tokens=8)
+    tier.reserve(taken, [5, 9, 2], 20)
+    tier.admit_direct(taken).entry(table).launch()
+    return tier, table, taken
+
+
+def test_a_padded_step_of_several_tokens_has_one_size(rt: Runtime) -> None:
+    """With padding and room for backups each array of a step is as long as in the last one: a graph can replay it."""
+    tier, table, taken = indexed_tier(rt)
+    lens, sizes = np.array([5, 9, 2]), set()
+    for accepted in (3, 1, 2):
+        batch = taken if accepted > 1 else taken.take([0, 1])
+        rows, padded = lens[: len(batch)], batch.pad(4)
+        plan = tier.map_last_location(padded, np.pad(rows + 3, (0, 4 - rows.size)), 3, backups=12)
+        assert plan.positions.reshape(4, 3)[: rows.size].tolist() == [[n, n + 1, n + 2] for n in rows.tolist()]
+        assert plan.locations.np.reshape(4, 3)[rows.size :].tolist() == [[0, 0, 0]] * (4 - rows.size)
+        assert plan.host_locations is not None
+        written = plan.host_locations.np.reshape(4, 3)[: rows.size]
+        for row, slot in enumerate(batch.np.tolist()):
+            whole = tier.host_locations(batch.take([row]), 20).np
+            assert written[row].tolist() == whole[rows[row] : rows[row] + 3].tolist(), slot
+        entry = plan.entry(table)
+        uploaded = Stepping.build(rt, slots=batch).upload(writes=[entry], extras=plan.extras)
+        sizes.add(tuple(len(uploaded[name]) for name in plan.extras))
+        tier.back_up(plan, uploaded)
+        tier.verify()
+        hot = tier.pages.page_table[batch.np[0]]
+        at = table.device_for(batch)[int(batch.np[0]), : min(int(rows[0]) + 3, 8)].tolist()
+        assert at[5:] == [int(hot[row // 2]) * 2 + row % 2 for row in range(5, len(at))]
+        lens[: len(batch)] += accepted
+    assert sizes == {(12, 4, 12, 12, 12)}
+
+
+def test_a_step_that_cannot_be_meant_is_refused(rt: Runtime) -> None:
+    """Wrong tokens, confirmations, bounds or room: a typed error, and the step that was meant is planned afterwards."""
+    tier, _, taken = indexed_tier(rt)
+    lens = np.array([5, 9, 2])
+    bound = MirroredTensor.from_pair(rt, lens + 3, rt.upload([lens + 3]).view(0), contract="upper_bound")
+    plan = tier.map_last_location
+
+    def state() -> object:
+        requests = tier._requests
+        rows = (requests.length, requests.backed, requests.hot_from, requests.held)
+        return [row.tolist() for row in rows], tier.pages.stats, repr(tier.pages.page_table)
+
+    before = state()
+    wrong: list[tuple[Any, Any]] = [
+        (ArgumentError, lambda: plan(taken, lens + 1, 0)),
+        (ArgumentError, lambda: plan(taken, lens + 1, [1, 1, -1])),
+        (DtypeError, lambda: plan(taken, lens + 1, 1.5)),
+        (ShapeError, lambda: plan(taken, lens + 1, [1, 1])),
+        (ArgumentError, lambda: plan(taken, lens + 3, 2)),
+        (ArgumentError, lambda: plan(taken, bound, 3)),
+        (ArgumentError, lambda: plan(taken, bound, 3, confirmed=lens + 1)),
+        (ArgumentError, lambda: plan(taken, bound, 3, confirmed=lens - 1)),
+        (ShapeError, lambda: plan(taken, bound, 3, confirmed=[5])),
+        (Code.LENGTH_ORDER, lambda: plan(taken, lens + 9, 9)),
+        (Code.LENGTH_ORDER, lambda: plan(taken, lens + 20, 20)),
+        (DtypeError, lambda: plan(taken, lens + 1, backups="many")),  # type: ignore[arg-type]
+        (Code.SLOT_ZERO_ALLOCATED, lambda: plan(taken.pad(4).take([3, 0, 1, 2]), [0, 6, 10, 3])),
+    ]
+    for expected, call in wrong:
+        if isinstance(expected, Code):
+            refused(expected, call)
+        else:
+            with pytest.raises(expected):
+                call()
+        assert state() == before
+    tier.back_up(plan(taken, lens + 3, 3))
+    with pytest.raises(ArgumentError, match="9 tokens to back up, and room for 8"):
+        plan(taken, lens + 6, 3, backups=8)
+    tier.back_up(plan(taken, lens + 6, 3, backups=9))
+    refused(Code.LENGTH_ORDER, lambda: plan(taken, lens + 12, 3, confirmed=lens + 3))
+    tier.verify()
+
+
+class Stepping(Batch):
+    """Slots alone."""
+
+    slots = slot_column()

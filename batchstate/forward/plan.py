@@ -686,6 +686,12 @@ def _window(tier: object, row_set: RowSet, lens: Ints, queries: Ints, where: Whe
             remedy="pass what `HiSparse.map_last_location` returned",
         )
     window = np.full(len(lens), NO_END, dtype=np.int64)
+    if tier.positions.size != tier.slots.np.size or not tier.slots.np.all():
+        raise ArgumentError(
+            f"{_WHAT}: {tier!r} of {tier.positions.size} tokens, or with padding",
+            value=tier,
+            remedy="map one token of each request where requests outside of the tier are in the plan",
+        )
     found = row_set.rows_of(tier.slots.row_set, repr(tier), **where)
     rows = np.arange(len(lens)) if found is None else found
     window[rows] = tier.hot_tokens

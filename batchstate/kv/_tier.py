@@ -174,9 +174,10 @@ class TierRequests(SlotListener):
 
     Attributes:
         states: uint8[capacity], `TierState`.
-        length: int64[capacity], tokens of the request.
-        backed: int64[capacity], tokens whose KV is in host memory, or was sent there.
+        length: int64[capacity], tokens of the request, or a bound of them.
+        backed: int64[capacity], tokens whose KV is in host memory for good, or was sent there.
         hot_from: int64[capacity], first position whose KV the device may have.
+        held: int64[capacity], tokens that the device pages have been given.
         max_tokens: int64[capacity], host locations of the request.
         ranges: the host ranges of each slot in the tier.
         fences: for each slot that is STAGED, the copy that stages it.
@@ -203,6 +204,7 @@ class TierRequests(SlotListener):
         self.length = np.zeros(capacity, dtype=np.int64)
         self.backed = np.zeros(capacity, dtype=np.int64)
         self.hot_from = np.zeros(capacity, dtype=np.int64)
+        self.held = np.zeros(capacity, dtype=np.int64)
         self.max_tokens = np.zeros(capacity, dtype=np.int64)
         self.ranges: dict[int, HostRanges] = {}
         self.fences: dict[int, Fence] = {}
@@ -223,6 +225,7 @@ class TierRequests(SlotListener):
         self.length[slot] = length
         self.backed[slot] = length
         self.hot_from[slot] = 0
+        self.held[slot] = length if state == TierState.STAGED else 0
         self.max_tokens[slot] = len(ranges)
         self._widen(ranges.starts.size)
         ends = np.cumsum(ranges.lengths)
@@ -237,7 +240,7 @@ class TierRequests(SlotListener):
         ranges = self.ranges.pop(slot)
         finished = self.states[slot] == TierState.READY
         self.states[slot] = TierState.FINISHED if finished else TierState.ABORTED
-        for row in (self.length, self.backed, self.hot_from, self.max_tokens):
+        for row in (self.length, self.backed, self.hot_from, self.held, self.max_tokens):
             row[slot] = 0
         self._ends[slot] = _BEYOND
         for table in (self._shift, self._first, self._stop):

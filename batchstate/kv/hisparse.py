@@ -13,7 +13,7 @@ device, and nothing depends on how long a context is.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar, final
+from typing import SupportsIndex, TypeVar, cast, final
 
 import numpy as np
 import numpy.typing as npt
@@ -193,6 +193,7 @@ class HiSparse:
             self._transaction.operation = None
             raise
         requests.hot_from[rows] = np.where(short, 0, length)
+        requests.held[rows] = np.minimum(length, size)
         requests.states[rows] = TierState.READY
         self._transaction.operation = None
         return hot
@@ -286,6 +287,7 @@ class HiSparse:
             finally:
                 requests.releasing = rows[:0]
             requests.hot_from[rows[long]] = requests.length[rows[long]]
+            requests.held[rows[long]] = self.hot_tokens
         for row in rows.tolist():
             del requests.fences[row]
         requests.states[rows] = TierState.READY
@@ -346,89 +348,170 @@ class HiSparse:
 
     # Decoding
 
-    def map_last_location(self, slots: Slots, seq_lens: object) -> LastLocation:
-        """Plans a decode step of requests of the host tier: O(requests), on the host alone.
+    def map_last_location(
+        self,
+        slots: Slots,
+        seq_lens: object,
+        tokens: object = 1,
+        *,
+        confirmed: object = None,
+        backups: SupportsIndex | None = None,
+    ) -> LastLocation:
+        """Plans a decode step of requests of the host tier: O(new tokens), on the host alone.
 
-        Each request's hot buffer grows by a token until it is full; from then on position p takes the row of position
-        p - hot_tokens. The token of the step before is to be backed up first: call `back_up` with what is returned,
-        at the entry of the step's forward and on its stream, before the next step is planned.
+        Each request's hot buffer grows until it is full; from then on position p takes the row of position
+        p - hot_tokens. The tokens of steps before are to be backed up first: call `back_up` with what is returned, at
+        the entry of the step's forward and on its stream, before the next step is planned.
+
+        With speculation a step has several tokens per request, and the next one begins behind those that were accepted:
+        its `seq_lens - tokens` says how many these are. Where that is not known yet, `seq_lens` is a bound and
+        `confirmed` what is known. All that may have been accepted is backed up then, and backed up again once it is.
 
         Args:
-            slots: READY requests, each once, without padding.
-            seq_lens: tokens of each with the new one: a mirrored column, or int[n]; one more than in the last step.
+            slots: READY requests, each once; padding may follow them, for a graph of fixed size.
+            seq_lens: tokens of each with the new ones: a mirrored column, or int[n]; anything for padding.
+            tokens: new tokens of each, drafts included: one number, or int[n], at least 1.
+            confirmed: int[n], tokens of each that were accepted, as far as results say. Needed where `seq_lens` is a
+                bound.
+            backups: for a graph, the length of the arrays of backups: what is not needed copies padding to padding.
 
         Raises:
             PoolExhaustedError: too few device pages. Nothing was mapped.
-            Violation: TIER_STATE: a request is not READY; LENGTH_ORDER: more tokens than were reserved; PAGE_OWNER:
-                the page that the token goes to is shared; TRANSFER_BOUNDS, at `cheap`: a backup would leave the
-                range of its position; MIRROR_EQUAL, at `cheap`: pages of a request were grown or released outside of
-                the tier.
-            ArgumentError: a request did not grow by one token, or the backup of the last step was not launched.
+            Violation: TIER_STATE: a request is not READY; LENGTH_ORDER: more tokens than were reserved, or than are
+                left in the hot buffer besides those that are not confirmed; PAGE_OWNER: a page that a token goes to is
+                shared; TRANSFER_BOUNDS, at `cheap`: a backup would leave the ranges of its request; MIRROR_EQUAL, at
+                `cheap`: pages of a request were grown or released outside of the tier.
+            ArgumentError: a request did not go on behind tokens that it had, `confirmed` is missing, there are more
+                backups than `backups`, or those of the last step were not launched.
         """
         operation = "map_last_location"
         self._begin(operation)
         where = self._where(operation)
-        rows = self.slots.rows_of(slots, operation, unique=True)
+        owners, untyped = slots, cast("object", slots)
+        if isinstance(untyped, Slots) and untyped.np.size and not untyped.np[-1]:
+            owners = slots.take(np.arange(np.count_nonzero(self.slots.rows_of(slots, operation, padded=True))))
+        rows = self.slots.rows_of(owners, operation, unique=True)
         requests = self._requests
         requests.check_state(rows, (TierState.READY,), operation)
-        lens = seq_lens.np if isinstance(seq_lens, MirroredTensor) else seq_lens
-        length = np.broadcast_to(amounts(lens, rows.size, operation), rows.shape)
-        self._check_step(slots, rows, length, where)
-        position = length - 1
-        grows = position < self.hot_tokens
-        if not grows.all():
-            self.pages.check_unshared(self._hot_pages(rows[~grows], position[~grows]), operation)
-        owed = requests.backed[rows] < position
-        late, previous = rows[owed], position[owed] - 1
+        length, counts, settled = self._lengths(slots, rows, seq_lens, tokens, confirmed)
+        before = length - counts
+        self._check_step(owners, rows, length, before, settled, where)
+        one_each = type(tokens) is int and tokens == 1
+        owner, position = (rows, before) if one_each else (rows.repeat(counts), arange_per_row(before, counts))
+        ring = position >= self.hot_tokens
+        if ring.any():
+            self.pages.check_unshared(self._hot_pages(owner[ring], position[ring]), operation)
+        backed = requests.backed[rows]
+        owed = before - backed
+        late, previous = rows.repeat(owed), arange_per_row(backed, owed)
         backup_from, backup_to = self._hot_locations(late, previous, where), requests.locations(late, previous)
         if levels.cheap:
             least, most = requests.bounds(late, previous)
             one = np.ones_like(backup_to)
             invariants.transfer_bounds(backup_to, one, least, most, what="host locations", **where)
+        padding = len(slots) - rows.size
+        if backups is not None:
+            backup_from, backup_to = _padded(backup_from, backups), _padded(backup_to, backups)
+        held = np.maximum(requests.held[rows], np.minimum(length, self.hot_tokens))
         self._transaction.operation = operation
         try:
-            if grows.any():
-                self.pages.advance(slots if grows.all() else slots.filter(grows))
+            self._grow(owners, held - requests.held[rows])
         except Exception:
             self._transaction.operation = None
             raise
+        hot_from = np.maximum(requests.hot_from[rows], length - self.hot_tokens)
+        locations, indexed = self._hot_locations(owner, position, where), None
+        if len(self.host.backed) < len(self.host.buffers):
+            indexed = requests.locations(owner, position)
+        named = owners if one_each else owners.take(np.arange(rows.size).repeat(counts))
+        if padding:
+            more = padding * int(counts.max(initial=1))
+            locations, position = _padded(locations, locations.size + more), _padded(position, position.size + more)
+            indexed = None if indexed is None else _padded(indexed, indexed.size + more)
+            named, hot_from = named.pad(len(named) + more), _padded(hot_from, len(slots))
         plan = LastLocation(
             slots,
             position,
             position % self.hot_tokens,
-            _host_only(Locations, self.runtime, self._hot_locations(rows, position, where)),
-            np.maximum(requests.hot_from[rows], length - self.hot_tokens),
+            _host_only(Locations, self.runtime, locations),
+            hot_from,
             _host_only(Locations, self.runtime, backup_from),
             _host_only(HostLocations, self.runtime, backup_to),
             self.hot_tokens,
+            None if indexed is None else _host_only(HostLocations, self.runtime, indexed),
+            named,
+            backed,
         )
         requests.length[rows] = length
-        requests.backed[rows] = position
+        requests.backed[rows] = settled
+        requests.hot_from[rows] = hot_from[: rows.size]
+        requests.held[rows] = held
         self._open = plan
         requests.planned = rows
         self._transaction.operation = None
         return plan
 
-    def _check_step(self, slots: Slots, rows: Ints, length: Ints, where: Where) -> None:
-        """Refuses a second open plan, lengths beyond what was reserved, and lengths other than the last plus one."""
+    def _lengths(
+        self, slots: Slots, rows: Ints, seq_lens: object, tokens: object, confirmed: object
+    ) -> tuple[Ints, Ints, Ints]:
+        """Tokens with the new ones, new tokens, and tokens that are accepted before, each int64[n], without padding."""
+        operation, n = "map_last_location", len(slots)
+        bounded = isinstance(seq_lens, MirroredTensor) and seq_lens.contract is Contract.UPPER_BOUND
+        lens = seq_lens.np if isinstance(seq_lens, MirroredTensor) else seq_lens
+        length, counts = (
+            np.broadcast_to(amounts(given, n, f"{operation}: {what}"), n)[: rows.size]
+            for given, what in ((lens, "seq_lens"), (tokens, "tokens"))
+        )
+        if rows.size and int(counts.min()) < 1:
+            raise ArgumentError(
+                f"{operation} of {counts.min()} tokens", value=int(counts.min()), remedy="map at least one each"
+            )
+        if confirmed is not None:
+            given = confirmed.np if isinstance(confirmed, MirroredTensor) else confirmed
+            return length, counts, np.broadcast_to(amounts(given, n, f"{operation}: confirmed"), n)[: rows.size]
+        if bounded:
+            raise ArgumentError(
+                f"{operation}: seq_lens is a bound, without `confirmed`",
+                value=seq_lens,
+                remedy="pass how many tokens of each request the results that are known have accepted",
+            )
+        return length, counts, length - counts
+
+    def _grow(self, slots: Slots, more: Ints) -> None:
+        """Takes device pages for `more` tokens of each hot buffer."""
+        grows = more > 0
+        if grows.all():
+            self.pages.advance(slots, 1 if (more == 1).all() else more)
+        elif grows.any():
+            self.pages.advance(slots.filter(grows), more[grows])
+
+    def _check_step(self, slots: Slots, rows: Ints, length: Ints, before: Ints, settled: Ints, where: Where) -> None:
+        """Refuses a second open plan, lengths beyond what was reserved, and steps that do not go on from the last."""
         if self._open is not None:
             raise ArgumentError(
                 f"{self._open!r} was planned, and its backup not launched",
                 value=self._open,
                 remedy="call `back_up` for each `map_last_location`, in order",
             )
-        before, most = self._requests.length[rows], self._requests.max_tokens[rows]
+        requests = self._requests
+        last, backed, most = requests.length[rows], requests.backed[rows], requests.max_tokens[rows]
         invariants.length_order(length, most, int(most.max(initial=0)), explain=_outgrown, **where)
-        wrong = length != before + 1
+        # A step accepts one token at least. Where lengths are bounds, results say so later.
+        least = np.where(settled == before, backed + (last > backed), backed)
+        wrong = (settled < least) | (settled > before) | (before > last)
         if wrong.any():
             row = int(np.flatnonzero(wrong)[0])
             raise ArgumentError(
-                f"slot {rows[row]} has {length[row]} tokens with the new one, and had {before[row]}",
+                f"slot {rows[row]} has {length[row]} tokens with {length[row] - before[row]} new ones, of those before "
+                f"{settled[row]} confirmed; it had {least[row]} to {last[row]}",
                 value=int(length[row]),
-                remedy="map one new token a step; each request once a step",
+                remedy="go on behind tokens that were mapped, each request once a step; `tokens` says how many are new",
             )
+        invariants.length_order(
+            length - settled, np.full_like(length, self.hot_tokens), self.hot_tokens, explain=_too_far, **where
+        )
         if levels.cheap:
-            invariants.mirror_equal(np.minimum(before, self.hot_tokens), self.pages.committed(slots), **where)
+            invariants.mirror_equal(requests.held[rows], self.pages.committed(slots), **where)
 
     def _hot_locations(self, rows: Ints, positions: Ints, where: Where) -> Ints:
         """The device location of one position of each row, int64[n].
@@ -484,7 +567,7 @@ class HiSparse:
         self._requests.planned = np.empty(0, dtype=np.int64)
         self._transaction.operation = None
         if levels.full and not self.runtime.checks_suspended():
-            self._check_backed(plan.slots.np, 0, where)
+            self._check_backed(plan.slots.np, self._requests.backed, where)
             self.pages.check_kv("back_up")
 
     def _uploaded_indices(
@@ -551,27 +634,48 @@ class HiSparse:
         requests.verify()
         self.pages.verify()
         rows = np.flatnonzero((requests.states == TierState.READY) | (requests.states == TierState.STAGED))
-        length, ready = requests.length[rows], requests.states[rows] == TierState.READY
-        hot = np.where(ready, np.minimum(length, self.hot_tokens), length)
-        invariants.mirror_equal(hot, self.pages.committed_lengths[rows], **where)
-        self._check_backed(rows[ready], 0 if self._open is None else 1, where)
+        ready = rows[requests.states[rows] == TierState.READY]
+        invariants.mirror_equal(requests.held[rows], self.pages.committed_lengths[rows], **where)
+        backed = requests.backed.copy()
+        if self._open is not None:
+            backed[requests.planned] = self._open.backed
+        self._check_backed(ready, backed, where)
 
-    def _check_backed(self, rows: Ints, owed: int, where: Where) -> None:
-        """Checks that backups equal hot KV, but for the `owed` newest tokens. Reads device memory.
+    def _check_backed(self, rows: Ints, backed: Ints, where: Where) -> None:
+        """Checks that backups equal hot KV, as far as `backed` tokens of each slot. Reads device memory.
 
         Raises:
             Violation: MIRROR_EQUAL.
         """
         requests, inspect = self._requests, self.runtime.inspect
         first = np.maximum(requests.hot_from[rows], requests.length[rows] - self.hot_tokens)
-        counts = np.maximum(requests.backed[rows] - owed - first, 0)
+        counts = np.maximum(backed[rows] - first, 0)
         owners, positions = np.repeat(rows, counts), arange_per_row(first, counts)
-        hot, backed = self._hot_locations(owners, positions, where), requests.locations(owners, positions)
+        hot, there = self._hot_locations(owners, positions, where), requests.locations(owners, positions)
         for device, host in zip(self._copier.kv, self.host.backed, strict=True):
-            invariants.mirror_equal(inspect(device)[hot], inspect(host)[backed], **where)
+            invariants.mirror_equal(inspect(device)[hot], inspect(host)[there], **where)
 
     def _where(self, operation: str) -> Where:
         return {"object": self, "operation": operation, "step": self.runtime.step}
+
+
+def _too_far(asked: int, capacity: int, most: int) -> tuple[str, str]:
+    return (
+        f"{asked} tokens that are new or not confirmed, in hot buffers of {most}",
+        "confirm what results have shown before more is mapped, or make hot_tokens larger",
+    )
+
+
+def _padded(numbers: Ints, size: SupportsIndex) -> Ints:
+    """`numbers` with zeros behind them, int64[size]. ArgumentError: there are more."""
+    width = count(size, "backups")
+    if numbers.size > width:
+        raise ArgumentError(
+            f"{numbers.size} tokens to back up, and room for {width}",
+            value=numbers.size,
+            remedy="give `backups` room for the tokens that a step may have to back up: those of the last steps",
+        )
+    return np.concatenate([numbers, np.zeros(width - numbers.size, dtype=np.int64)])
 
 
 def _not_reserved(asked: int, capacity: int, most: int) -> tuple[str, str]:

@@ -25,9 +25,9 @@ from batchstate.kv._tier import TierState
 from batchstate.kv.hisparse import HiSparse, LastLocation
 from batchstate.kv.host_pool import HostKVPool, HostRanges
 from batchstate.kv.pages import PagePool
-from batchstate.mirror import MirroredTensor
+from batchstate.mirror import Contract, MirroredTensor
 from batchstate.pools import SlotPool
-from batchstate.runtime import Fence
+from batchstate.runtime import Fence, Runtime
 from batchstate.runtime.base import Download
 from batchstate.runtime.memory import bytes_of
 from batchstate.testing.fences import ManualStream
@@ -117,7 +117,9 @@ class TieredRequest:
         writer: the process that brings its KV, or None.
         delivered: positions that have arrived.
         hot_from: first position that the device has.
-        steps: decode steps in the tier.
+        bound: tokens that it has at the most, as far as the scheduler knows.
+        backed: tokens of which the scheduler knew in the last step that they were accepted.
+        held: tokens that its hot buffer has room for.
         spoiled: whether a late writer may change what its last forwards still read.
     """
 
@@ -129,7 +131,9 @@ class TieredRequest:
     writer: PrefillWorker | None = None
     delivered: int = 0
     hot_from: int = 0
-    steps: int = 0
+    bound: int = 0
+    backed: int = 0
+    held: int = 0
     spoiled: bool = False
 
     def __repr__(self) -> str:
@@ -219,6 +223,10 @@ def _ranges(it: It) -> HostRanges:
     return it[0]._requests.ranges[int(it[1].np[0])]
 
 
+def _bound(rt: Runtime, lens: Ints) -> MirroredTensor:
+    return MirroredTensor.from_pair(rt, lens, rt.device_zeros(lens.shape, torch.int64), contract=Contract.UPPER_BOUND)
+
+
 def _next(it: It) -> Ints:
     return it[0].lengths(it[1]) + 1
 
@@ -252,6 +260,28 @@ MISUSES: tuple[Misuse[It], ...] = (
     Misuse("abort one twice", (Code.SLOT_SHARED,), lambda it: it[0].abort(it[1].take([0, 0])), _inside),
     Misuse("decode no new token", _LENGTHS, lambda it: it[0].map_last_location(it[1], _next(it) - 1), _ready),
     Misuse("decode two tokens", _LENGTHS, lambda it: it[0].map_last_location(it[1], _next(it) + 1), _ready),
+    Misuse("decode none", (ArgumentError,), lambda it: it[0].map_last_location(it[1], _next(it) - 1, 0), _ready),
+    Misuse(
+        "decode behind tokens that were never mapped",
+        _LENGTHS,
+        lambda it: it[0].map_last_location(it[1], _next(it) + 3, 3, confirmed=_next(it)),
+        _ready,
+    ),
+    Misuse(
+        "confirm what is not there",
+        _LENGTHS,
+        lambda it: it[0].map_last_location(it[1], _next(it), confirmed=_next(it)),
+        _ready,
+    ),
+    Misuse(
+        "decode bounds without what is confirmed",
+        (ArgumentError,),
+        lambda it: it[0].map_last_location(it[1], _bound(it[0].runtime, _next(it))),
+        _ready,
+    ),
+    Misuse(
+        "back up into less than no room", _LENGTHS, lambda it: it[0].map_last_location(it[1], 99, backups=-1), _ready
+    ),
     Misuse(
         "decode with one length too many",
         (ShapeError,),
@@ -268,7 +298,7 @@ MISUSES: tuple[Misuse[It], ...] = (
     Misuse(
         "decode padding",
         (Code.SLOT_ZERO_ALLOCATED,),
-        lambda it: it[0].map_last_location(it[1].pad(2), _next(it)),
+        lambda it: it[0].map_last_location(it[1].pad(2).take([1, 0]), _next(it)),
         _ready,
     ),
     Misuse("free a request with device pages", (Code.SLOT_CONSERVATION,), lambda it: it[0].slots.free(it[1]), _ready),
@@ -311,6 +341,10 @@ class HostTierMachine(Machine):
         "read from the host",
         "grown by a page",
         "the ring went round",
+        "drafts rejected",
+        "planned by a bound",
+        "a step of padded size",
+        "too much that is not confirmed refused",
         "a request beyond its reservation refused",
         "host locations exhausted",
         "device pages exhausted",
@@ -411,7 +445,7 @@ class HostTierMachine(Machine):
         kv = request.content[:, :on_host], f"KV in host memory of {request!r}"
         self._compare(self.host.buffers, request.host_locations(on_host), *kv)
         if request.state is not DIRECT:
-            hot = min(request.length, self.tier.hot_tokens) if request.state is READY else request.length
+            hot = request.held if request.state is READY else request.length
             agree(hot, int(self.pages.committed(request.slot)[0]), "tokens on the device", request)
             kv = request.content[:, request.hot_from :], f"hot KV of {request!r}"
             self._compare(self.kv, self._device_locations(request), *kv)
@@ -623,22 +657,27 @@ class HostTierMachine(Machine):
             request.state = READY
             short = request.length <= self.tier.hot_tokens
             request.hot_from = 0 if short else request.length
+            self._ready_now(request)
             self.reached("a short request loaded" if short else "a long request admitted")
         return True
 
     @rule(
         n=st.integers(1, 2),
         length=st.integers(1, 6),
-        more=st.sampled_from([0, 1, 5, 14]),
+        more=st.sampled_from([14, 5, 1, 0]),
         ended=st.booleans(),
         times=st.integers(0, 14),
+        drafts=st.sampled_from([3, 2, 1]),
+        accepted=st.sampled_from([1, 2]),
         leave=st.booleans(),
     )
-    def arrive(self, n: int, length: int, more: int, ended: bool, times: int, leave: bool) -> None:
+    def arrive(
+        self, n: int, length: int, more: int, ended: bool, times: int, drafts: int, accepted: int, leave: bool
+    ) -> None:
         """Reserve, deliver, admit, decode, and perhaps leave."""
         requests = self._reserve(n, length, more, length // 2)
         if requests and self._admit(requests, ended):
-            self._decode_on(requests, times)
+            self._decode_on(requests, times, drafts, accepted)
             if leave:
                 self._finish(requests, False)
 
@@ -733,6 +772,11 @@ class HostTierMachine(Machine):
         for request in ready:
             request.state = READY
             request.hot_from = request.length if request.length > self.tier.hot_tokens else 0
+            self._ready_now(request)
+
+    def _ready_now(self, request: TieredRequest) -> None:
+        request.bound = request.backed = request.length
+        request.held = min(request.length, self.tier.hot_tokens)
 
     @rule(
         n=st.integers(1, 2),
@@ -761,24 +805,48 @@ class HostTierMachine(Machine):
     # Decoding
 
     @_READY
-    @rule(data=st.data(), times=st.integers(1, 5), packed=st.booleans(), mirrored=st.booleans())
-    def decode(self, data: st.DataObject, times: int, packed: bool, mirrored: bool) -> None:
-        """Decode steps of some requests; each byte they read is compared. `packed`: indices go with the step's copy."""
+    @rule(
+        data=st.data(),
+        times=st.integers(1, 5),
+        packed=st.booleans(),
+        mirrored=st.booleans(),
+        drafts=st.integers(1, 3),
+        accepted=st.integers(1, 3),
+        late=st.booleans(),
+        padded=st.booleans(),
+    )
+    def decode(
+        self,
+        data: st.DataObject,
+        times: int,
+        packed: bool,
+        mirrored: bool,
+        drafts: int,
+        accepted: int,
+        late: bool,
+        padded: bool,
+    ) -> None:
+        """Decode steps of some requests; each byte they read is compared.
+
+        `packed`: indices go with the step's copy. `late`: planned before the results of the step before are known.
+        """
         requests = self._some(data, self.of(READY))
         for _ in range(times):
-            if not self._decode(requests, packed, mirrored):
+            if not self._decode(requests, packed, mirrored, drafts, accepted, late, padded):
                 return
 
     @precondition(lambda self: len(self.of(READY)) > 1)
-    @rule(times=st.integers(1, 8))
-    def decode_all(self, times: int) -> None:
+    @rule(times=st.integers(1, 8), drafts=st.integers(1, 3), accepted=st.integers(1, 3))
+    def decode_all(self, times: int, drafts: int, accepted: int) -> None:
         """Decode steps of all that have reserved more tokens."""
-        self._decode_on(self.of(READY), times)
+        self._decode_on(self.of(READY), times, drafts, accepted)
 
-    def _decode_on(self, requests: list[TieredRequest], times: int) -> None:
-        for _ in range(times):
-            requests = [one for one in requests if one.length < one.max_tokens]
-            if not requests or not self._decode(requests, True, False):
+    def _decode_on(self, requests: list[TieredRequest], times: int, drafts: int = 1, accepted: int = 1) -> None:
+        """Every other step has one token."""
+        for number in range(times):
+            several = 1 if number % 2 else drafts
+            requests = [one for one in requests if one.length + several <= one.max_tokens]
+            if not requests or not self._decode(requests, True, False, several, accepted):
                 return
 
     @rule(data=st.data(), times=st.integers(1, 6), length=st.integers(1, 6))
@@ -795,7 +863,7 @@ class HostTierMachine(Machine):
             inside = [one for one in inside if one.length < one.max_tokens]
             beside = [one for one in self.of(OUTSIDE) if 0 < one.length < MOST_TOKENS]
             order = data.draw(st.permutations(range(len(inside) + len(beside))), label="order")
-            if not inside or not self._decode(inside, True, False, beside, order):
+            if not inside or not self._decode(inside, True, False, beside=beside, order=order):
                 return
 
     def _decode(
@@ -803,52 +871,82 @@ class HostTierMachine(Machine):
         requests: list[TieredRequest],
         packed: bool,
         mirrored: bool,
+        drafts: int = 1,
+        accepted: int = 1,
+        late: bool = False,
+        padded: bool = False,
         beside: list[TieredRequest] | None = None,
         order: Sequence[int] = (),
     ) -> bool:
         """A step of requests of the tier, and of others `beside` them: then one plan has all, in `order`."""
-        slots = self.handles(requests)
-        lengths = np.array([one.length + 1 for one in requests], dtype=np.int64)
-        seq_lens = MirroredTensor.from_host(self.rt, lengths) if mirrored else lengths
-        if any(one.length >= len(one.ranges or ()) for one in requests):
-            self.reached("a request beyond its reservation refused")
+        slots, hot, size = self.handles(requests), self.tier.hot_tokens, self.pages.page_size
+        drafts = min(drafts, hot)
+        before = np.array([one.bound if late else one.length for one in requests], dtype=np.int64)
+        confirmed = np.array([one.backed if late else one.length for one in requests], dtype=np.int64)
+        lengths = before + drafts
+        counts: object = drafts if drafts == 1 else np.full(lengths.size, drafts)
+        bounded = bool((before != confirmed).any())
+
+        def plan_it() -> LastLocation:
+            lens, known = (np.concatenate([one, [0, 0]]) if padded else one for one in (lengths, confirmed))
+            seq_lens: object = lens
+            if mirrored:
+                seq_lens = _bound(self.rt, lens) if bounded else MirroredTensor.from_host(self.rt, lens)
+            return self.tier.map_last_location(
+                slots.pad(lens.size) if padded else slots,
+                seq_lens,
+                drafts if padded else counts,
+                confirmed=known if bounded or late else None,
+                backups=lens.size * 3 * hot if padded else None,
+            )
+
+        outgrown = any(n > len(one.ranges or ()) for one, n in zip(requests, lengths.tolist(), strict=True))
+        if outgrown or (lengths - confirmed > hot).any():
+            what = "a request beyond its reservation" if outgrown else "too much that is not confirmed"
+            self.reached(f"{what} refused")
             with self.refused(Code.LENGTH_ORDER):
-                self.tier.map_last_location(slots, seq_lens)
+                plan_it()
             return False
-        size, hot = self.pages.page_size, self.tier.hot_tokens
-        grown = any(one.length < hot and one.length % size == 0 for one in requests)
+        held = np.maximum([one.held for one in requests], np.minimum(lengths, hot))
+        grown = any(-(-n // size) > -(-one.held // size) for one, n in zip(requests, held.tolist(), strict=True))
         plans: list[LastLocation] = []
-        if not self._tried(lambda: plans.append(self.tier.map_last_location(slots, seq_lens)), "device pages"):
+        if not self._tried(lambda: plans.append(plan_it()), "device pages"):
             return False
         plan = plans[0]
-        for early in (
-            lambda: self.tier.map_last_location(slots, seq_lens),
-            lambda: self.tier.abort(slots),
-            lambda: self.pages.release_requests(slots),
-        ):
+        for early in (plan_it, lambda: self.tier.abort(slots), lambda: self.pages.release_requests(slots)):
             with self.refused(ArgumentError):
                 early()
-        added = [self._new(1) for _ in requests]
-        for request in requests:
-            request.hot_from = max(request.hot_from, request.length + 1 - hot)
+        owed = int((before - [one.backed for one in requests]).sum())
+        added = [self._new(drafts) for _ in requests]
+        for row, request in enumerate(requests):
+            request.bound, request.backed, request.held = int(lengths[row]), int(confirmed[row]), int(held[row])
+            request.hot_from = max(request.hot_from, request.bound - hot)
             self.reached("the ring went round", request.length >= 2 * hot)
             self.reached("grown by a page", grown)
             self.reached("read from the host", request.hot_from > 0)
+        positions = np.concatenate([np.arange(one.length, one.length + drafts) for one in requests])
+        places = np.concatenate([self._places_of_new(one, drafts) for one in requests])
         if beside is None:
-            self._forward(requests, added, plan.locations.np, plan, packed)
+            self._forward(requests, added, places, plan, packed)
         else:
             self._together(requests, added, plan, beside, order)
+        if not bounded:
+            agree(positions.tolist(), plan.positions[: positions.size].tolist(), "positions of the new tokens")
+            agree(places.tolist(), plan.locations.np[: positions.size].tolist(), "places of the new tokens")
+        for request in requests:
+            request.content = request.content[:, : request.length - drafts + min(accepted, drafts)]
         if levels.full:  # before what the forward read is compared
             with self.on(self.apart):
                 ask(self.tier.verify)
-        agree([one.length - 1 for one in requests], plan.positions.tolist(), "positions of the new tokens")
-        agree([one.hot_from for one in requests], plan.hot_from.tolist(), "first positions on the device")
-        owed = sum(one.steps > 0 for one in requests)
+        hot_from = [one.hot_from for one in requests] + [0, 0] * padded
+        agree(hot_from, plan.hot_from.tolist(), "first positions on the device")
+        owed = lengths.size * 3 * hot + 6 * hot if padded else owed
         agree((owed, owed), (len(plan.backup_from), len(plan.backup_to)), "tokens to back up")
         with self.refused(ArgumentError):
             self.tier.back_up(plan)
-        for request in requests:
-            request.steps += 1
+        self.reached("drafts rejected", accepted < drafts)
+        self.reached("planned by a bound", bounded)
+        self.reached("a step of padded size", padded)
         return True
 
     def _together(
@@ -883,6 +981,12 @@ class HostTierMachine(Machine):
         agree(hot_from, whole.extras["hot_from"].tolist(), "first positions on the device, of all")
         places = np.array(locations, dtype=np.int64)
         self._forward(everyone, [added[row] for row in rows], places, plan, True, whole)
+
+    def _places_of_new(self, request: TieredRequest, drafts: int) -> Ints:
+        """Where the device has room for the next positions of a request, int64[drafts]."""
+        pages, size, hot = self.pages.page_table[request.number], self.pages.page_size, self.tier.hot_tokens
+        rows = [position % hot for position in range(request.length, request.length + drafts)]
+        return np.array([int(pages[row // size]) * size + row % size for row in rows], dtype=np.int64)
 
     # Leaving
 
