@@ -1066,14 +1066,14 @@ class MirroredTensor(HostValues):
 
 def _all_plain(values: "Sequence[MirroredTensor]", first: "MirroredTensor") -> bool:
     """Whether all are handles of one pool with a host side alone, so that there is nothing to check or to weaken."""
-    kind, pool = type(first), first._pool_id
+    kind, pool, exact = type(first), first._pool_id, Contract.EXACT
     for one in values:
         if (
             type(one) is not kind
             or one._pool_id != pool
             or one._windows
             or one._host_tensor is not None
-            or one.contract is not Contract.EXACT
+            or one.contract is not exact
             or type(one._device._source) is ReadyTensor
         ):
             return False

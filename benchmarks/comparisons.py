@@ -17,21 +17,30 @@ class MismatchError(Exception):
 @final
 @attrs.frozen
 class Asked:
-    """What is asked of a ratio.
+    """What is asked of a ratio, or of our own time.
 
     Attributes:
-        target: the least that it may be, or None.
-        limit: the most that it may be, or None.
+        target: the least that the ratio may be, or None.
+        limit: the most that the ratio may be, or None.
+        limit_us: the most that our way may take on the machine that the project is measured on, or None.
     """
 
     target: float | None = None
     limit: float | None = None
+    limit_us: float | None = None
 
-    def met_by(self, ratio: float) -> bool | None:
-        """Whether a ratio is as asked, or None where nothing is asked."""
-        if self.target is None and self.limit is None:
-            return None
-        return (self.target is None or ratio >= self.target) and (self.limit is None or ratio <= self.limit)
+    def met_by(self, ratio: float, ours_us: float) -> bool | None:
+        """Whether both are as asked, or None where nothing is asked."""
+        met = [
+            asked >= 0
+            for asked in (
+                None if self.target is None else ratio - self.target,
+                None if self.limit is None else self.limit - ratio,
+                None if self.limit_us is None else self.limit_us - ours_us,
+            )
+            if asked is not None
+        ]
+        return all(met) if met else None
 
 
 @final
@@ -94,7 +103,7 @@ class Absent:
 
     def as_json(self) -> dict[str, Any]:
         """A row like those of `Row`, without figures."""
-        figures = dict.fromkeys(("ours_us", "baseline_us", "ratio", "spread", "target", "limit", "met"))
+        figures = dict.fromkeys(("ours_us", "baseline_us", "ratio", "spread", "target", "limit", "limit_us", "met"))
         return {"work": self.work, **attrs.asdict(self), **figures, "note": f"not installed: {self.why}"}
 
 
@@ -114,6 +123,7 @@ class Row:
         ours_host_us, baseline_host_us: medians until the host may go on.
         target: the least ratio that is asked for, or None.
         limit: the most that the ratio may be, or None.
+        limit_us: the most that our way may take, or None.
         paired: see `Comparison`.
         note: what a reader has to know besides.
     """
@@ -129,6 +139,7 @@ class Row:
     baseline_host_us: float
     target: float | None = None
     limit: float | None = None
+    limit_us: float | None = None
     paired: bool = False
     note: str = ""
 
@@ -139,8 +150,8 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether the ratio is as asked, or None where nothing is asked."""
-        return Asked(self.target, self.limit).met_by(self.ratio)
+        """Whether the ratio and our time are as asked, or None where nothing is asked."""
+        return Asked(self.target, self.limit, self.limit_us).met_by(self.ratio, self.ours_us)
 
     def as_json(self) -> dict[str, Any]:
         """The row under the names of its attributes, `work` first."""
@@ -207,6 +218,7 @@ def _row(comparison: Comparison, mine: Contender, ours: Times, baseline: Contend
         baseline_host_us=median(other.host),
         target=asked.target,
         limit=asked.limit,
+        limit_us=asked.limit_us,
         paired=comparison.paired,
         note="paired" if comparison.paired else "",
     )

@@ -93,8 +93,8 @@ def _rounded(row: Row, ratio: float) -> str:
 
 
 def _asked(row: Row) -> str:
-    both = ((">=", row.target), ("<=", row.limit))
-    return " and ".join(f"{sign} {value:g}" for sign, value in both if value is not None)
+    all_asked = ((">=", row.target, ""), ("<=", row.limit, ""), ("<=", row.limit_us, " us"))
+    return " and ".join(f"{sign} {value:g}{unit}" for sign, value, unit in all_asked if value is not None)
 
 
 def _verdict(met: bool | None) -> str:

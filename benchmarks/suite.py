@@ -12,7 +12,7 @@ import attrs
 
 from batchstate.runtime import Runtime
 from batchstate.traffic import Workload, fitted_workload, run_traffic
-from benchmarks import curves, forward_inputs, steady_steps, transfers, whole_steps
+from benchmarks import arrivals, curves, forward_inputs, steady_steps, transfers, whole_steps
 from benchmarks.builds.priced_checks import NOTHING_LEFT, against_deleted, decode_step, of_cheap, of_full, whole_step
 from benchmarks.comparisons import Absent, Asked, Comparison, MismatchError, Row, run
 from benchmarks.counts import COLUMNS, Count, counted_steps
@@ -96,6 +96,10 @@ def comparisons(runtime: Runtime, *, quick: bool) -> Mapping[str, Make]:
     for busy in forward_inputs.FORWARD_US[:1] if quick else forward_inputs.FORWARD_US:
         overlap = partial(forward_inputs.overlapped_against_synchronous, runtime, busy_us=busy)
         makers[f"overlapped steps, forwards of {busy} us"] = overlap
+    makers[f"prefill of {arrivals.REQUESTS} requests"] = partial(arrivals.prefill, runtime)
+    makers["handles joined"] = partial(arrivals.joined_handles, runtime)
+    makers["one slot"] = partial(arrivals.one_slot, runtime)
+    makers["one extension"] = partial(arrivals.one_extension, runtime)
     for size in slots:
         makers[f"256 of {size:,} slots"] = partial(slots_against_lists, runtime, size=size, n=256)
     for n in turnovers:

@@ -50,6 +50,8 @@ def row(ratio: float, **asked: float | None) -> Row:
         ({"limit": 1.9}, False),
         ({"target": 1.0, "limit": 3.0}, True),
         ({"target": 1.0, "limit": 1.5}, False),
+        ({"limit_us": 1.0}, True),
+        ({"target": 1.0, "limit_us": 0.9}, False),
     ],
 )
 def test_a_target_is_the_least_and_a_limit_the_most(asked: dict[str, float], met: bool | None) -> None:
@@ -57,7 +59,7 @@ def test_a_target_is_the_least_and_a_limit_the_most(asked: dict[str, float], met
     one = row(2.0, **asked)
     assert one.met is met
     assert one.as_json()["met"] is met
-    assert Asked(**asked).met_by(2.0) is met
+    assert Asked(**asked).met_by(2.0, 1.0) is met
 
 
 def test_pairs_may_be_asked_different_things(rt: Runtime) -> None:

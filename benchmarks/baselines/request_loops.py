@@ -209,3 +209,37 @@ class Floor:
         self._relay.index_copy_(0, views[0], sampled)
         self._landing[turn].copy_(sampled, non_blocking=True)
         return Inputs(ids, views[11], views[12], views[13])
+
+
+@final
+class PrefillOfLists(_RequestLoop):
+    """Prompts laid end to end in lists, request by request, and a pinned tensor made of each list."""
+
+    name = "a loop that fills lists, four pinned tensors"
+
+    def __init__(self, prompts: list[list[int]], place: torch.device) -> None:
+        super().__init__(len(prompts), 0, place)
+        self._prompts = prompts
+
+    def step(self) -> Inputs:
+        """The step, after which all requests leave."""
+        for request in self.running:
+            self._left(request)
+        self.running = [self._arrived() for _ in self._prompts]
+        ids: list[int] = []
+        positions: list[int] = []
+        places: list[int] = []
+        lens: list[int] = []
+        for request, prompt in zip(self.running, self._prompts, strict=True):
+            ids.extend(prompt)
+            positions.extend(range(len(prompt)))
+            lens.append(len(prompt))
+            for i, page in enumerate(request.pages):
+                first = page * PAGE_SIZE
+                places.extend(range(first, first + min(PAGE_SIZE, len(prompt) - i * PAGE_SIZE)))
+        return Inputs(
+            self._tensor(ids, torch.int64),
+            self._tensor(positions, torch.int64),
+            self._tensor(lens, torch.int32),
+            self._tensor(places, torch.int32),
+        )

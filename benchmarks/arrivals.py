@@ -1,0 +1,141 @@
+"""What requests cost when they arrive: a whole prefill step, and the single calls on handles, against plain Python."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import cast, final
+
+import numpy as np
+import torch
+
+from batchstate.columns import TensorColumn
+from batchstate.future_map import FutureMap, relay_field
+from batchstate.indices import Slots
+from batchstate.kv.pages import PagePool
+from batchstate.levels import Level
+from batchstate.pools import SlotPool
+from batchstate.runtime import Runtime
+from batchstate.step import StepPlanner
+from benchmarks.baselines.request_loops import PAGE_SIZE, PAGES, START, Inputs, PrefillOfLists
+from benchmarks.comparisons import Asked, Comparison, require_equal
+from benchmarks.decode_steps import declared
+from benchmarks.steady_steps import COLUMNS, require_equal_inputs
+from benchmarks.timing import Contender
+
+REQUESTS = 256
+
+
+@final
+class Prefill:
+    """Requests arrive with prompts of `START` tokens, put them in, and leave."""
+
+    def __init__(self, runtime: Runtime, prompts: list[list[int]]) -> None:
+        n = len(prompts)
+        self._runtime, self._kind = runtime, declared(COLUMNS)
+        self._prompts = [np.array(one) for one in prompts]
+        self._slots = SlotPool(runtime, n)
+        table = self._slots.table("req_to_token", (PAGES * PAGE_SIZE,), torch.int32, holds="location")
+        self._pages = PagePool(
+            runtime, self._slots, n * PAGES, PAGE_SIZE, max_tokens_per_request=PAGES * PAGE_SIZE, req_to_token=table
+        )
+        relay = FutureMap(self._slots, {"last": relay_field(torch.int64, read_by="both")})
+        self._planner = StepPlanner(self._kind, pages=self._pages, relay=relay, ids="last")
+        self._queries = np.array([len(one) for one in prompts])
+        self._values = {
+            name: np.zeros(n, column.np_dtype)
+            for name, column in self._kind.columns().items()
+            if isinstance(column, TensorColumn) and name != "slots"
+        }
+
+    def step(self) -> Inputs:
+        """The step, after which all requests leave."""
+        self._runtime.next_step()
+        slots = self._slots.take(self._queries.size)
+        batch = self._kind.build(self._runtime, slots=slots, **self._values)
+        inputs = self._planner.plan(batch, self._queries, prompt_ids=self._prompts).inputs()
+        self._pages.release_requests(slots, after=self._runtime.record())
+        return Inputs(inputs.input_ids, inputs.positions, inputs.kv_lens, cast(torch.Tensor, inputs.slot_mapping))
+
+
+def prefill(runtime: Runtime) -> Comparison:
+    """A prefill of 256 prompts of 100 tokens."""
+    prompts = np.random.default_rng(0).integers(0, 50_000, (REQUESTS, START)).tolist()
+    ours = {level: Prefill(runtime, prompts) for level in (Level.CHEAP, Level.OFF)}
+    loop = PrefillOfLists(prompts, runtime.device)
+
+    def verify() -> None:
+        for _ in range(3):
+            require_equal_inputs([*(one.step for one in ours.values()), loop.step])
+
+    name = "checks cheap"
+    return Comparison(
+        task=f"prefill of {REQUESTS} x {START} tokens",
+        ours=[Contender(f"checks {level.value}", one.step, level) for level, one in ours.items()],
+        baselines=[Contender(loop.name, loop.step)],
+        verify=verify,
+        asks={(name, loop.name): Asked(limit_us=2_500)},
+    )
+
+
+def joined_handles(runtime: Runtime) -> Comparison:
+    """Handles of 256 requests, taken one by one, as one value."""
+    pool = SlotPool(runtime, REQUESTS)
+    parts = [pool.take(1) for _ in range(REQUESTS)]
+    arrays = [part.np for part in parts]
+    return _single(
+        f"handles of {REQUESTS} requests joined",
+        Contender("Slots.cat", lambda: Slots.cat(parts), Level.CHEAP),
+        Contender("np.concatenate", lambda: np.concatenate(arrays)),
+        15,
+        lambda: require_equal("slots", Slots.cat(parts).np, np.concatenate(arrays)),
+    )
+
+
+def one_slot(runtime: Runtime) -> Comparison:
+    """One slot taken and freed, which a loop over requests does for each."""
+    pool, free = SlotPool(runtime, REQUESTS), deque(range(1, REQUESTS + 1))
+
+    def ours() -> None:
+        pool.free(pool.take(1))
+
+    def theirs() -> None:
+        free.append(free.popleft())
+
+    return _single("one slot taken and freed", Contender("SlotPool", ours, Level.CHEAP), Contender("deque", theirs), 4)
+
+
+def one_extension(runtime: Runtime) -> Comparison:
+    """One request grows by a token, which a loop over requests does for each."""
+    pool = SlotPool(runtime, 4)
+    pages = PagePool(runtime, pool, 1_024, PAGE_SIZE, max_tokens_per_request=1_024 * PAGE_SIZE)
+    slot, most = pool.take(1), 1_024 * PAGE_SIZE
+    total = 0
+    free, held, length = deque(range(1, 1_025)), list[int](), 0
+
+    def ours() -> None:
+        nonlocal total
+        total += 1
+        pages.extend(slot, total)
+        if total == most:
+            pages.release(slot)
+            total = 0
+
+    def theirs() -> None:
+        nonlocal length
+        if length % PAGE_SIZE == 0:
+            held.append(free.popleft())
+        length += 1
+        if length == most:
+            free.extend(held)
+            held.clear()
+            length = 0
+
+    return _single(
+        "one request grows by a token", Contender("extend", ours, Level.CHEAP), Contender("list of pages", theirs), 6
+    )
+
+
+def _single(
+    task: str, ours: Contender, theirs: Contender, limit_us: float, verify: Callable[[], None] = lambda: None
+) -> Comparison:
+    asks = {(ours.name, theirs.name): Asked(limit_us=limit_us)}
+    return Comparison(task=task, ours=[ours], baselines=[theirs], verify=verify, asks=asks)
