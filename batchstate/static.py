@@ -205,6 +205,8 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
             self._write_count = write_count(self._fixed.memory)
         if levels.full and not self.runtime.checks_suspended():
             self._check(state, arrays)
+            if isinstance(extras, DerivedArrays):  # of a plan: the forward may change them, and does
+                self._held = {name: rows for name, rows in self._held.items() if name in self._columns}
         self._version, self._origin = batch.version, extras.origin if isinstance(extras, DerivedArrays) else None
         places = {name: first_extra + i for i, name in enumerate(arrays)}
         return Extras(self.runtime, copied, places, dict(extras), self._slots_of(state.host, copied))

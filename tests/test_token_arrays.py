@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchstate import ForwardInputs, ForwardPlan, SlotPool, TokenArray
+from batchstate import ForwardInputs, ForwardPlan, SlotPool, StaticBuffers, TokenArray
 from batchstate.errors import (
     ArgumentError,
     BatchStateError,
@@ -287,3 +287,36 @@ def test_refuses_inputs_that_wait(rt: Runtime, world: World) -> None:
     with pytest.raises(DeclarationError, match="which has none"):
         world.resolve(without, sent)
     assert world.states(slots, "last_token") == ["published", "published"]
+
+
+def test_values_of_tokens_at_fixed_addresses(rt: Runtime, world: World, full: None) -> None:
+    """A graph reads ids and values of tokens where its buffers have them: all cross in the step's copy."""
+    slots = world.take([3, 4])
+    buffers: StaticBuffers | None = None
+    addresses: dict[str, int] = {}
+    for step in range(3):
+        world.relay.discard(slots)
+        world.publish(slots)
+        batch = Running.build(rt, slots=slots, seq_lens=[3, 4])
+        plan = ForwardPlan.of(
+            batch.pad(4).slots,
+            [3, 4],
+            [2, 1],
+            prompt_ids=[[step, step + 1], None],
+            pages=world.pages,
+            pad_tokens=8,
+            token_arrays={"types": TokenArray([[step, 2], None], torch.int32, fill=9)},
+            int32=["positions"],
+            deferred=False,
+        )
+        if buffers is None:
+            buffers = StaticBuffers(rt, Running, rows=4, extras=plan.extras)
+            addresses = {name: buffers[name].data_ptr() for name in plan.extras}
+        before = rt.counters.snapshot()
+        inputs = world.resolve(plan, batch.to_static(buffers, extras=plan.extras))
+        assert (rt.counters - before).host_to_device_copies == 1
+        assert values(rt, inputs.input_ids) == [step, step + 1, 10 * int(slots.np[1]), 0, 0, 0, 0, 0]
+        assert values(rt, inputs.arrays["types"]) == [step, 2, 9, 9, 9, 9, 9, 9]
+        for name in ("input_ids", "types", "positions"):
+            found = inputs.arrays["types"] if name == "types" else getattr(inputs, name)
+            assert found.data_ptr() == addresses[name]
