@@ -334,7 +334,8 @@ class Table:
             RowIndexError: a position at or beyond the row's width.
             ArgumentError: handles of another pool; an element named twice, at level `full`: which value stays is not
                 defined on a device.
-            Violation: UNIT_MISMATCH, SLOT_ZERO_ALLOCATED, SLOT_OUT_OF_RANGE, SLOT_STALE_HANDLE, SENTINEL_ESCAPED;
+            Violation: UNIT_MISMATCH, SLOT_ZERO_ALLOCATED, SLOT_OUT_OF_RANGE (of a row, or of a value of an index space
+                that a pool or the engine has declared), SLOT_STALE_HANDLE, SENTINEL_ESCAPED;
                 DERIVED_STALE, at `cheap`: a mirrored value whose rows are of other requests.
         """
         rows = self.space.rows_of(handles, f"{self.name}: write")
@@ -549,8 +550,8 @@ class Table:
             array = converted(values.exact_host(what), self._dtype, what)
         else:
             array = converted(values, self._dtype, what)
-        if self.holds is not None and self._dtype.kind == "i":
-            invariants.sentinel_escaped(array.reshape(-1), **self._where("write"))
+        if self.holds is not None and self._dtype.kind in "iu":
+            self.runtime.check_indices(array, self.holds, declared=False, **self._where("write"))
         return array
 
     # Checks

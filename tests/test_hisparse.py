@@ -1,5 +1,6 @@
 """The host tier: requests whose KV lies in host memory, with a ring of the newest tokens on the device."""
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from batchstate.runtime import CpuRuntime, Fence, Runtime, open_runtime
 from batchstate.runtime.memory import bytes_of
 from batchstate.selfcheck.machines.host_tier import PrefillWorker
 from batchstate.tables import Table
-from batchstate.testing import LateRuntime, ManualStream
+from batchstate.testing import LateRuntime, ManualStream, Race, RaceRuntime
 from batchstate.violations import Code
 from tests.doubles import in_a_thread, refused
 
@@ -455,6 +456,24 @@ def test_backups_of_every_stream_are_waited_for() -> None:
     rt.complete(99, forward)
     rt.complete(99)
     assert world.host.stats.pending == 0
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_staging_waits_for_the_fence_it_is_given(told: bool) -> None:
+    """KV of a forward on another stream than the one that committed it is copied behind `after`; without it, a race."""
+    with RaceRuntime() as rt, contextlib.nullcontext() if told else pytest.raises(Race, match="host tier: stage"):
+        world = World(rt)
+        slots = world.slots.take(1)
+        locations = world.pages.extend(slots, [5]).locations.np
+        begun, forward = rt.record(), rt.stream("forward")
+        with rt.use(forward):
+            rt.wait(begun)
+            world.write(locations, world.new(5))
+            done = rt.record()
+        world.pages.commit(slots, [5])
+        world.tier.admit_staged(slots, 9, after=done if told else None)
+        rt.synchronize()
+        assert world.tier.poll_staged() == 1
 
 
 class Capturing(CpuRuntime):

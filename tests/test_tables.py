@@ -143,6 +143,20 @@ def test_refuses_what_would_corrupt(
     assert rt.counters == before
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
+def test_values_that_are_indices_lie_in_their_space(rt: Runtime, pool: SlotPool, dtype: torch.dtype) -> None:
+    """A table that holds indices takes none beyond a space that a pool or the engine has declared, in any element."""
+    one = named(pool, [1])
+    adapters, slots = (pool.table(holds, (2,), dtype, holds=holds) for holds in ("adapter", "slot"))
+    adapters.write(one, [0], [200])  # of a space that nothing has declared
+    rt.declare_indices("adapter", 9)
+    for table, beyond in ((adapters, 9), (slots, pool.capacity)):
+        table.write(one, None, [[0, beyond - 1]])
+        with levels.checks("off"):
+            refused(Code.SLOT_OUT_OF_RANGE, functools.partial(table.write, one, None, [[0, beyond]]))
+        assert rt.read_back(table.memory)[1].tolist() == [0, beyond - 1]
+
+
 def test_refuses_another_unit(rt: Runtime, pool: SlotPool) -> None:
     """Host locations do not go into a table of locations, plain numbers do; locations do not name rows."""
     table = pool.table("kv", (8,), holds="location")

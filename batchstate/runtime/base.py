@@ -359,15 +359,21 @@ class Runtime(abc.ABC):
             raise ArgumentError(f"{number} indices of {space!r}", value=space, remedy="pass a name, and at least 1")
         self._index_spaces[space] = max(number, self._index_spaces.get(space, 0))
 
-    def check_indices(self, indices: Array, space: str, **where: Unpack[Where]) -> None:
+    def check_indices(self, indices: Array, space: str, *, declared: bool = True, **where: Unpack[Where]) -> None:
         """Refuses what is no index of a space: negative placeholders, and what lies beyond its capacity. O(n).
+
+        Args:
+            indices: integers of any shape.
+            space: its name.
+            declared: whether the space has to be declared. Otherwise one that is not has no end.
+            where: for the report.
 
         Raises:
             ArgumentError: nothing has declared the space.
             Violation: SENTINEL_ESCAPED, SLOT_OUT_OF_RANGE.
         """
         capacity = self._index_spaces.get(space)
-        if capacity is None:
+        if capacity is None and declared:
             raise ArgumentError(
                 f"indices of {space!r}, whose capacity is not known",
                 value=space,
@@ -375,7 +381,8 @@ class Runtime(abc.ABC):
             )
         flat = indices.reshape(-1)
         invariants.sentinel_escaped(flat, **where)
-        invariants.slot_out_of_range(flat, capacity, **where)
+        if capacity is not None:
+            invariants.slot_out_of_range(flat, capacity, **where)
 
     def new_version(self) -> int:
         """A number no other value of this runtime has."""
