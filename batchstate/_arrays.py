@@ -118,6 +118,38 @@ def converted(values: object, dtype: np.dtype[Any], what: str) -> Array:
     return result
 
 
+def carried(values: object, dtype: np.dtype[Any], bits_of: torch.dtype | None, what: str) -> Array:
+    """A new array of `dtype` with host values as they cross to the device: `converted`, or bits.
+
+    `bits_of` is a dtype that numpy lacks, whose bits have to be given as integers of its size; else None.
+
+    Raises:
+        DtypeError: something else than bits where bits are meant. Else as `converted`.
+    """
+    if bits_of is None:
+        return converted(values, dtype, what)
+    array = as_array(values, what)
+    if not array.size:
+        return np.empty(array.shape, dtype=dtype)
+    if array.dtype.kind not in "iu" or array.dtype.itemsize != dtype.itemsize:
+        raise DtypeError(
+            f"{what}: expected the bits of {bits_of} as {dtype}, got {array.dtype}: numpy has no {bits_of}",
+            value=array.dtype,
+            remedy=f"pass tensor.view(torch.{dtype}).numpy(), or a device tensor",
+        )
+    return np.array(array, order="C").view(dtype)
+
+
+def padding_row(value: object, dtype: np.dtype[Any], bits_of: torch.dtype | None, what: str) -> Array:
+    """A number or a row for padded rows, by default zero, as `carried`; numbers also where numpy lacks the dtype."""
+    if value is None:
+        return np.zeros((), dtype)
+    if bits_of is None:
+        return converted(value, dtype, what)
+    numbers = torch.from_numpy(converted(value, np.dtype(np.float32), what)).to(bits_of)
+    return numbers.view(getattr(torch, dtype.name)).numpy()
+
+
 def _integers(values: list[Any] | tuple[Any, ...], dtype: np.dtype[Any], what: str) -> object:
     """A list as integers where numpy, which looks for a dtype for all of it, would make floats or objects of them."""
     try:
@@ -464,6 +496,11 @@ def signed_twin(dtype: torch.dtype) -> torch.dtype:
     return _SIGNED.get(dtype, dtype)
 
 
+def of_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor that has crossed as the bits of `dtype`, as `dtype`."""
+    return tensor if tensor.dtype == dtype else tensor.view(dtype)
+
+
 def _movable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(signed_twin(tensor.dtype)) if tensor.dtype in _SIGNED else tensor
 
@@ -477,16 +514,19 @@ def select_rows(source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 def concatenate(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """All rows of `parts`. One kernel."""
-    return torch.cat([_movable(part) for part in parts]).view(parts[0].dtype)
+    dtype = parts[0].dtype
+    return torch.cat([_movable(of_dtype(part, dtype)) for part in parts]).view(dtype)
 
 
 def replace_rows(source: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """`source` with `values` at `rows`, in new memory. Two kernels: a copy and a scatter."""
+    values = of_dtype(values, source.dtype)
     return torch.index_copy(_movable(source), 0, rows, _movable(values)).view(source.dtype)
 
 
 def put_rows(target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
     """`values` into `target` at `rows` int64[k], in place. One kernel."""
+    values = of_dtype(values, target.dtype)
     if target.dtype in _SIGNED:
         target, values = _movable(target), _movable(values)
     target.index_copy_(0, rows, values)

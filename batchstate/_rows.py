@@ -27,10 +27,11 @@ from batchstate._arrays import (
     across,
     add,
     amounts,
+    carried,
     check_bound_can_move,
     check_dense,
     concatenate,
-    converted,
+    of_dtype,
     select_rows,
     shift,
     signed_twin,
@@ -321,7 +322,9 @@ class DeviceRows:
             wanted.append(across(self.added, ndim).astype(numpy_dtype(signed_twin(dtype))))
         return wanted + [source for source, _ in self.sources if not isinstance(source, DeviceSide)]
 
-    def gathered(self, runtime: Runtime, uploaded: Sequence[torch.Tensor], where: Where) -> ReadyTensor:
+    def gathered(
+        self, runtime: Runtime, uploaded: Sequence[torch.Tensor], dtype: torch.dtype, where: Where
+    ) -> ReadyTensor:
         """The rows as one device tensor: at most one concatenation, one selection and one addition.
 
         A source that is wanted as it is stays the tensor that it was.
@@ -329,6 +332,7 @@ class DeviceRows:
         Args:
             runtime: the device.
             uploaded: the device sides of `arrays`.
+            dtype: of the column.
             where: for reports.
 
         Raises:
@@ -343,7 +347,7 @@ class DeviceRows:
         index = crossed.pop(0)
         amount = None if self.added is None else crossed.pop(0)
         parts = [one.tensor(runtime) if isinstance(one, DeviceSide) else crossed.pop(0) for one, _ in self.sources]
-        base = parts[0]
+        base = parts[0] = of_dtype(parts[0], dtype)
         if len(parts) > 1:
             base = runtime.launch(concatenate, parts, reads=parts, name="gather: concatenate")
         rows = runtime.launch(select_rows, base, index, reads=(base, index), name="gather")
@@ -721,7 +725,7 @@ def _object_rows(value: Any, num_rows: int, label: str) -> Objects:
 
 
 def _host_rows(column: TensorColumn, value: object, num_rows: int, runtime: Runtime, label: str) -> Array:
-    values = converted(value, column.np_dtype, label)
+    values = carried(value, column.np_dtype, column.bits_of, label)
     _check_shape(column, values.shape, num_rows, label)
     check_indices(column, values, runtime, label)
     return values

@@ -226,7 +226,9 @@ class BatchDevice:
             packed = self._packed_now()
             crossed = [self._runtime.use_part_on_current_stream(packed, place) for place in self._needs[name]]
         where: Where = {"object": rows, "operation": "gather", "column": name, "step": self._runtime.step}
-        gathered = rows.gathered(self._runtime, crossed, where)
+        column = self.state.host.layout.columns[name]
+        dtype = column.dtype if isinstance(column, TensorColumn) else torch.int64
+        gathered = rows.gathered(self._runtime, crossed, dtype, where)
         if self._exposed.get(name) is not gathered.tensor:
             contents = rows.contents(self._runtime) if levels.full else None
             if contents is not None:

@@ -12,11 +12,11 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar, get_origin, overlo
 import numpy as np
 import torch
 
-from batchstate._arrays import Array, converted, shape_of
+from batchstate._arrays import Array, padding_row, shape_of
 from batchstate.errors import DeclarationError, ShapeError
 from batchstate.indices import Slots, index_type
 from batchstate.mirror import Contract, MirroredTensor, parse_contract
-from batchstate.runtime import numpy_dtype
+from batchstate.runtime import host_dtype, numpy_dtype
 
 T = TypeVar("T")
 Self_ = TypeVar("Self_")
@@ -70,6 +70,8 @@ class TensorColumn(Column):
         contract: the weakest contract that the column takes.
         unit: index space of the values, or None for plain numbers.
         holds: the same, where the column was declared with it.
+        np_dtype: of the values on the host.
+        bits_of: `dtype`, if the host has only the bits of its values; else None.
         counted: whether the values can be computed: integers that have no index space.
     """
 
@@ -83,11 +85,11 @@ class TensorColumn(Column):
         if holds is not None:
             _check_holds(numpy_dtype(dtype), pad, contract, holds)
             self.value_type = index_type(holds)
-        self.np_dtype = numpy_dtype(dtype)
+        self.np_dtype, self.bits_of = host_dtype(dtype)
         self.shape = shape_of(shape, "a column")
         self.contract = contract
-        self.counted = self.np_dtype.kind in "iu" and self.unit is None
-        row = np.zeros((), self.np_dtype) if pad is None else converted(pad, self.np_dtype, "pad")
+        self.counted = self.np_dtype.kind in "iu" and self.unit is None and self.bits_of is None
+        row = padding_row(pad, self.np_dtype, self.bits_of, "pad")
         if row.shape not in ((), self.shape):
             raise ShapeError(
                 f"a pad of {list(row.shape)} for rows of {list(self.shape)}",
@@ -189,6 +191,7 @@ def mirrored(
         DtypeError, ValueOverflowError: numpy lacks the dtype, or `pad` does not go into it.
         DeclarationError: another contract; indices that are not integers, that have bounds, or a pad other than 0.
     """
+    numpy_dtype(dtype)  # refuses what has no host side
     weakest = parse_contract(contract)
     if weakest not in (Contract.EXACT, Contract.UPPER_BOUND):
         raise DeclarationError(

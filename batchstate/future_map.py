@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import check_dense, converted, put_rows, select_rows, shape_of
+from batchstate._arrays import carried, check_dense, put_rows, select_rows, shape_of
 from batchstate._relay import (
     DEVICE,
     HOST,
@@ -45,7 +45,7 @@ from batchstate.indices import Slots
 from batchstate.invariants import times_checked
 from batchstate.mirror import Contract, DeviceSide, MirroredTensor, ReadyTensor
 from batchstate.pools import SlotPool
-from batchstate.runtime import NUMPY_DTYPES, Fence, Runtime, Stream, dtype_meant, numpy_dtype
+from batchstate.runtime import NUMPY_DTYPES, Fence, Runtime, Stream, dtype_meant, host_dtype, numpy_dtype
 from batchstate.runtime.base import Download
 from batchstate.tables import Table
 from batchstate.violations import Code, Where
@@ -842,7 +842,7 @@ def _check_device_values(
 
 def _host_values(value: object, field: RelayField, num_rows: tuple[int, int], what: str) -> Array:
     """The live rows of host values for `field`, in an array of their own."""
-    array: Array = converted(value, numpy_dtype(field.dtype), what)
+    array: Array = carried(value, *host_dtype(field.dtype), what)
     if array.shape == (0,) and num_rows[0] == 0:
         array = np.empty((0, *field.shape), array.dtype)  # an empty list knows no shape of a row
     _check_shape(array.shape, field, num_rows, what)

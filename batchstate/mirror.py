@@ -27,6 +27,7 @@ from batchstate._arrays import (
     add,
     amounts,
     as_array,
+    carried,
     check_bound_can_move,
     check_dense,
     concatenate,
@@ -37,6 +38,7 @@ from batchstate._arrays import (
     kept_rows,
     natural_dtype,
     negated,
+    padding_row,
     replace_rows,
     row_indices,
     select_rows,
@@ -62,6 +64,7 @@ from batchstate.runtime import (
     Runtime,
     Stream,
     check_runtime,
+    host_dtype,
     numpy_dtype,
     torch_dtype,
 )
@@ -744,8 +747,7 @@ class MirroredTensor(HostValues):
         return result
 
     def _pad_row(self, value: object, what: str) -> Array:
-        dtype = numpy_dtype(self.dtype)
-        row = np.zeros((), dtype) if value is None else converted(value, dtype, what)
+        row = padding_row(value, *host_dtype(self.dtype), what)
         if row.ndim and row.shape != self.shape[1:]:
             raise ShapeError(
                 f"{what}: a pad of {list(row.shape)}", value=row.shape, remedy="pass one number or one row"
@@ -777,9 +779,8 @@ class MirroredTensor(HostValues):
                     value=values._pool_id,
                     remedy="keep one column for each pool",
                 )
-        new = converted(
-            values.exact_host(what) if isinstance(values, MirroredTensor) else values, numpy_dtype(self.dtype), what
-        )
+        given = values.exact_host(what) if isinstance(values, MirroredTensor) else values
+        new = carried(given, *host_dtype(self.dtype), what)
         shape = (len(index), *self.shape[1:])
         if new.ndim and new.shape != shape:
             raise ShapeError(f"{what}: {list(new.shape)} for {list(shape)}", value=new.shape, remedy="one row each")

@@ -13,14 +13,14 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._allocator import size_of
-from batchstate._arrays import Array, copy_into
+from batchstate._arrays import Array, copy_into, of_dtype
 from batchstate._origin import DerivedArrays, Origin
 from batchstate._rows import HostRows, Layout, RowState
 from batchstate._upload import Extras, append_needs, extra_array, joined_writes, named_arrays
 from batchstate.batch import Batch
 from batchstate.columns import Column, MirroredColumn, SlotColumn, TensorColumn
 from batchstate.errors import ArgumentError, DeclarationError, DeviceError, DtypeError, ShapeError
-from batchstate.mirror import Contract, DeviceSide, ReadyTensor, write_count
+from batchstate.mirror import Contract, DeviceSide, ReadyTensor, rows_of, write_count
 from batchstate.runtime import Fence, FixedMemory, PackedUpload, Runtime, check_fence, check_runtime
 from batchstate.runtime.memory import ALIGNMENT, Place, packed_places, view_at
 from batchstate.tables import TableWrite
@@ -96,11 +96,15 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         by_name = {**dict(zip(self._extras, places[len(places) - len(self._extras) :], strict=True)), **own}
         self._views = {
             **_packed_views(self._fixed.memory, layout, places, self.rows),
-            **{name: view_at(self._fixed.memory, place) for name, place in by_name.items()},
+            **{name: self._view(name, place) for name, place in by_name.items()},
         }
         self._fixed_part = self._fixed.memory[:used]
         self._packed_part = self._fixed.memory[:packed]
         self.receive(batch.empty(runtime), (), self._extras)
+
+    def _view(self, name: str, place: Place) -> torch.Tensor:
+        column, view = self._columns.get(name), view_at(self._fixed.memory, place)
+        return of_dtype(view, column.dtype) if isinstance(column, TensorColumn) else view
 
     def __repr__(self) -> str:
         return f"StaticBuffers({self._batch.__name__}, {self.num_reqs} requests in {self.rows} rows)"
@@ -189,7 +193,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
             self.num_reqs = batch.num_reqs
             for name, rows in state.device.items():
                 crossed = [packed.view(skipped + place) for place in needs[name]]
-                gathered = rows.gathered(self.runtime, crossed, {**where, "column": name})
+                gathered = rows.gathered(self.runtime, crossed, self[name].dtype, {**where, "column": name})
                 source = gathered.on_current_stream(self.runtime)
                 target = self._views[name].data  # our own writes are none from outside
                 self.runtime.launch(
@@ -222,7 +226,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         if levels.full and not self.runtime.checks_suspended():
             for name, rows in held.items():
                 of_column: Where = {**where, "column": name}
-                invariants.mirror_foreign_write("device", rows, self.runtime.inspect(self[name]), **of_column)
+                invariants.mirror_foreign_write("device", rows, rows_of(self.runtime, self[name]), **of_column)
             self._held = held
         before, self._write_count = self._write_count, write_count(self._fixed.memory)
         if before is not None and self._write_count is not None:
@@ -292,7 +296,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         Raises:
             Violation: MIRROR_EQUAL, MIRROR_BOUND, TAIL_STALE.
         """
-        self._held = {name: self.runtime.inspect(view) for name, view in self._views.items()}
+        self._held = {name: rows_of(self.runtime, view) for name, view in self._views.items()}
         for name, device in self._held.items():
             column = self._columns.get(name)
             where: Where = {"object": self, "operation": "to_static", "column": name, "step": self.runtime.step}

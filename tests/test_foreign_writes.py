@@ -91,7 +91,7 @@ def built(rt: Runtime, pool: SlotPool, n: int) -> Decode:
     values: dict[str, object] = {"slots": pool.take(n), "requests": ["a"] * n}
     for name, column in COLUMNS.items():
         numbers = np.full((n, *column.shape), 1 if column.np_dtype.kind == "b" else 4, column.np_dtype)
-        device = rt.upload([numbers]).view(0)
+        device = rt.upload([numbers]).view(0).view(column.dtype)
         if name in ("accepted", "drafts"):
             values[name] = MirroredTensor.from_pair(rt, numbers + 50, device.clone(), contract="upper_bound")
         elif name != "slots":

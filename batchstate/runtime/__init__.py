@@ -4,7 +4,7 @@ Nothing else in the library names a stream, an event or pinned memory, so the sa
 plain CPU and on test devices. `open_runtime` opens the runtime of a device.
 """
 
-from batchstate.runtime._dtypes import NUMPY_DTYPES, dtype_meant, numpy_dtype, torch_dtype
+from batchstate.runtime._dtypes import NUMPY_DTYPES, dtype_meant, host_dtype, numpy_dtype, torch_dtype
 from batchstate.runtime.base import Counters, FixedMemory, Runtime, check_runtime
 from batchstate.runtime.devices import AcceleratorRuntime, CpuRuntime, open_runtime
 from batchstate.runtime.fences import DoneFence, Fence, Stream, check_fence
@@ -26,6 +26,7 @@ __all__ = [
     "check_fence",
     "check_runtime",
     "dtype_meant",
+    "host_dtype",
     "numpy_dtype",
     "open_runtime",
     "torch_dtype",

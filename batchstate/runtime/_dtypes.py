@@ -22,6 +22,9 @@ NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
     torch.float32: np.dtype(np.float32),
     torch.float64: np.dtype(np.float64),
 }
+BITS = {torch.bfloat16: torch.int16}
+"""Dtypes that numpy lacks, and the integers as which their bits lie on the host and cross to the device."""
+
 TORCH_DTYPES = {dtype: torch_one for torch_one, dtype in NUMPY_DTYPES.items()}
 
 
@@ -35,6 +38,15 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
         return NUMPY_DTYPES[dtype]
     except (KeyError, TypeError):
         raise _unshared(dtype) from None
+
+
+def host_dtype(dtype: torch.dtype) -> tuple[np.dtype[Any], torch.dtype | None]:
+    """Numpy's dtype in which values of `dtype` lie on the host, and `dtype` itself if that has their bits alone.
+
+    Raises:
+        DtypeError: none.
+    """
+    return numpy_dtype(BITS.get(dtype, dtype)), dtype if dtype in BITS else None
 
 
 def torch_dtype(dtype: npt.DTypeLike) -> torch.dtype:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, initialize, multiple, rule
 
 from batchstate import invariants, levels
+from batchstate._arrays import of_dtype
 from batchstate.batch import Batch
 from batchstate.columns import MirroredColumn, TensorColumn, device_only, host_list, mirrored, slot_column
 from batchstate.errors import (
@@ -24,7 +25,7 @@ from batchstate.errors import (
     ValueOverflowError,
 )
 from batchstate.indices import Pages, Slots
-from batchstate.mirror import Contract, MirroredTensor
+from batchstate.mirror import Contract, MirroredTensor, rows_of
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
 from batchstate.selfcheck.machines.mirrored_tensor import TRIED, Operations, check_reported, write_uncounted
@@ -50,6 +51,7 @@ class Decode(Batch):
     drafts = mirrored(torch.int32, shape=(2,), contract="upper_bound")
     last_token = device_only(torch.int64, pad=3)
     hidden = device_only(torch.float32, shape=(2,))
+    states = device_only(torch.bfloat16, shape=(2,), pad=1.5)
     requests = host_list()
 
 
@@ -151,7 +153,7 @@ class Rows:
         devices = {name: self.batch[name].device for name in COLUMNS}
         ask(self.batch.check, "check")
         for name in COLUMNS:
-            device = self.batch.runtime.inspect(devices[name])
+            device = rows_of(self.batch.runtime, devices[name])
             where = f"model of {self.batch!r}"
             ask(
                 invariants.mirror_equal, self.side(name, "device"), device, object=where, column=name, operation="check"
@@ -198,7 +200,8 @@ def _bound(batch: Decode) -> MirroredTensor:
 
 def _found(batch: Decode, name: str, n: int) -> torch.Tensor:
     """What a kernel found for `n` rows of a column."""
-    return batch.runtime.upload([np.zeros((n, *COLUMNS[name].shape), COLUMNS[name].np_dtype)]).view(0).clone()
+    zeros = np.zeros((n, *COLUMNS[name].shape), COLUMNS[name].np_dtype)
+    return of_dtype(batch.runtime.upload([zeros]).view(0).clone(), COLUMNS[name].dtype)
 
 
 def _slots(batch: Decode, numbers: list[int], pool: int = 10**9) -> Slots:
@@ -215,6 +218,7 @@ def _alone(batch: Decode, slots: object) -> Decode:
     row = batch.filter([]).pad(1)
     columns = {name: row[name].np for name in ("seq_lens", "small", "temperature", "greedy", "bias", "accepted")}
     zeros = {"drafts": np.zeros((1, 2), np.int32), "last_token": [0], "hidden": np.zeros((1, 2), np.float32)}
+    zeros["states"] = np.zeros((1, 2), np.int16)
     return Decode.build(batch.runtime, slots=slots, requests=["one"], **columns, **zeros)
 
 
@@ -304,6 +308,7 @@ MISUSES: tuple[Misuse[Decode], ...] = (
         lambda one: one.update_device("last_token", [0], one.filter([1])["last_token"]),
         _has_two,
     ),
+    Misuse("hidden states as numbers", (DtypeError,), lambda one: one.replace(states=[[0.5, 1]] * len(one)), _has_rows),
     Misuse("replace something undeclared", (DeclarationError,), lambda one: one.replace(seqlens=[1] * len(one))),
     Misuse("replace too many rows", (ShapeError,), lambda one: one.replace(seq_lens=[1] * (len(one) + 1))),
     Misuse("replace an exact column to a bound", (ContractError,), lambda one: one.replace(seq_lens=_bound(one))),
@@ -491,7 +496,7 @@ class BatchMachine(Machine):
         device = numbers(name, n, first)
         form = ("array", "list", "value")[(first + len(name)) % 3]
         if not isinstance(column, MirroredColumn):
-            given: object = self.on_device(device) if form == "value" else device
+            given: object = of_dtype(self.on_device(device), column.dtype) if form == "value" else device
             return given, [Cell(None, one) for one in device]
         if name in BOUNDED and bounds:
             host = device + (np.arange(n) % 3).reshape(-1, *[1] * (device.ndim - 1)).astype(device.dtype)
@@ -602,7 +607,7 @@ class BatchMachine(Machine):
         target=BATCHES,
         one=BATCHES,
         data=st.data(),
-        name=st.sampled_from((*BOUNDED, "last_token", "hidden")),
+        name=st.sampled_from((*BOUNDED, "last_token", "states")),
         spare=st.integers(0, 2),
         look=st.booleans(),
     )
@@ -611,7 +616,7 @@ class BatchMachine(Machine):
         rows = list(_rows(data.draw(keep_lists(len(one)), label="rows")))
         found = numbers(name, len(rows), 200)
         bound = found + found.dtype.type(spare) if name in BOUNDED else None
-        batch = one.batch.update_device(name, rows, self.on_device(found), bound)
+        batch = one.batch.update_device(name, rows, of_dtype(self.on_device(found), COLUMNS[name].dtype), bound)
         cells = {row: Cell(None if bound is None else bound[at], found[at]) for at, row in enumerate(rows)}
         self.reached("some rows verified, and read with the others", look and 0 < len(rows) < len(one))
         changed = one.changed(batch, name, lambda at, cell: cells.get(at, cell))
@@ -679,7 +684,7 @@ class BatchMachine(Machine):
         padded = Rows(one.batch, one.rows, one.bounded, size - len(one))
         for name in COLUMNS:
             where = f"graph input of {one.batch!r}"
-            device = self.rt.inspect(captured[name])
+            device = rows_of(self.rt, captured[name])
             ask(
                 invariants.mirror_equal,
                 padded.side(name, "device"),
@@ -789,7 +794,7 @@ class BatchMachine(Machine):
         agree(alone.contract, packed.contract, "contract", packed)
         if alone.contract is not Contract.DEVICE_ONLY:
             agree_on(alone.np, packed.np, "host side", packed)
-        both = self.rt.inspect(alone.device), self.rt.inspect(packed.device)
+        both = rows_of(self.rt, alone.device), rows_of(self.rt, packed.device)
         ask(invariants.mirror_equal, *both, object=packed, column=packed.name, operation="both ways")
         if isinstance(alone, Slots) and isinstance(packed, Slots):
             agree_on(alone.generations, packed.generations, "generations", packed)

@@ -425,6 +425,7 @@ class FutureMapMachine(Machine):
     LAGS = True
     TARGETS = (
         "overwriting unread refused",
+        "a field that numpy lacks seeded by bits",
         "read before the publish refused",
         "read a second time refused",
         "handle of a slot used again refused",
@@ -628,6 +629,13 @@ class FutureMapMachine(Machine):
                 made[name] = self.on_device(array).to(self.model.fields[name].dtype)
         return made
 
+    def _from_host(self, name: str, array: Array) -> Array:
+        """Host values: numbers, or the bits of a dtype that numpy lacks."""
+        if self.model.fields[name].dtype is not torch.bfloat16:
+            return array
+        self.reached("a field that numpy lacks seeded by bits")
+        return torch.from_numpy(array).to(torch.bfloat16).view(torch.int16).numpy()
+
     def _published(
         self,
         requests: Sequence[RelayRequest],
@@ -702,7 +710,6 @@ class FutureMapMachine(Machine):
         if cleared:
             self._clear_way(requests, names)
         from_host = {"device": (), "host": names, "both": names[:1]}[way]
-        from_host = tuple(name for name in from_host if self.model.fields[name].dtype is not torch.bfloat16)
         values = self._values(requests, names)
         slots = self._padded(requests, pads)
         rows = {
@@ -712,7 +719,7 @@ class FutureMapMachine(Machine):
         unread = any(self.model.unread(one, name) for one in requests for name in names)
         with self.rt.use(self.streams[stream]):
             published: Mapping[str, Any] = self._device_values(rows, mirrored) | {
-                name: rows[name] for name in from_host
+                name: self._from_host(name, rows[name]) for name in from_host
             }
             if unread:
                 self.reached("overwriting unread refused")
