@@ -291,3 +291,85 @@ def test_an_operator_without_a_cpu_kernel_has_a_stand_in() -> None:
         assert {race.kind for race in rt.races} == {RaceKind.READ_AFTER_WRITE}
     finally:
         library._destroy()
+
+
+def _in_an_old_thread(start: threading.Event, made: list[Any]) -> None:
+    start.wait()
+    try:
+        made.append(torch.zeros(1, device="cuda"))
+    except (AssertionError, NotImplementedError) as error:
+        made.append(error)
+
+
+def test_rows_of_the_table_of_what_is_not_covered() -> None:
+    """Each as the page says it."""
+    start, made = threading.Event(), list[Any]()
+    thread = threading.Thread(target=_in_an_old_thread, args=(start, made))
+    thread.start()
+    early = torch.tensor
+    with cuda_on_cpu(on_race="collect") as rt:
+        start.set()
+        thread.join()
+        assert isinstance(made[0], Exception)
+        with pytest.raises(RuntimeError, match="not linked with support for cuda"):
+            early([1], device="cuda")
+        with torch.autocast("cuda", enabled=False):
+            pass
+        weights = torch.ones(2, device="cuda", requires_grad=True)
+        side = Stream()
+        synchronize()
+        with torch.cuda.stream(side):
+            loss = (weights * 2).sum()
+        side.synchronize()
+        loss.backward()
+        assert weights.grad is not None
+        assert weights.grad.tolist() == [2, 2]
+        streams = [Stream() for _ in range(40)]
+        assert len({one.stream_id for one in streams}) == 40
+        rt.name_stream(streams[0], "mine")
+        assert rt.clock(streams[0].stream_id).name == "mine"
+        numbers, graph, branch = torch.zeros(2, device="cuda"), torch.cuda.CUDAGraph(), Stream()
+        with torch.cuda.graph(graph):
+            branch.wait_stream(current_stream())
+            with torch.cuda.stream(branch):
+                numbers.add_(1)
+            doubled = numbers * 2  # does not wait for the branch
+            current_stream().wait_stream(branch)
+        graph.replay()
+        assert doubled.tolist() == [2, 2]
+        for name in ("share_memory_", "new"):
+            with pytest.raises(ArgumentError, match=f"Tensor.{name}"):
+                getattr(numbers, name)()
+    assert rt.races == ()
+
+
+def test_threads_that_outlive_the_window_go_on() -> None:
+    """As if there had been no window; what they hold are tensors of the CPU."""
+    ready, over, seen = threading.Event(), threading.Event(), list[Any]()
+
+    def work() -> None:
+        mine = torch.zeros(2, device="cuda")
+        ready.set()
+        over.wait()
+        seen.append((mine + 1).device.type)
+
+    with cuda_on_cpu():
+        worker = threading.Thread(target=work)
+        worker.start()
+        ready.wait()
+    over.set()
+    worker.join()
+    assert seen == ["cpu"]
+
+
+def test_device_reads_factories_and_views_keep_nothing() -> None:
+    """Ten thousand of each leave no memory in the books and no comparisons behind."""
+    with cuda_on_cpu() as rt:
+        table = torch.zeros(8, 8, device="cuda")
+        before = rt.comparisons
+        for _ in range(10_000):
+            assert table[3].is_cuda
+            torch.empty(4, device="cuda")
+        assert len(rt.tracer.allocations) == 1
+        assert rt.comparisons == before
+        assert torch.cuda.memory_allocated() == 256

@@ -72,7 +72,7 @@ def model() -> Any:
         return LlamaForCausalLM(config).eval()
 
 
-def tokens(of: Any, *, asynchronous: bool, persistent: bool = False) -> list[list[int]]:
+def tokens(of: Any, *, asynchronous: bool, persistent: bool = False, graphs: bool = False) -> list[list[int]]:
     """What it generates for the prompts."""
     out = of.generate_batch(
         PROMPTS,
@@ -80,7 +80,11 @@ def tokens(of: Any, *, asynchronous: bool, persistent: bool = False) -> list[lis
             max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0, bos_token_id=1
         ),
         continuous_batching_config=ContinuousBatchingConfig(
-            use_async_batching=asynchronous, use_cuda_graph=False, num_blocks=32, max_batch_tokens=32, page_size=8
+            use_async_batching=asynchronous,
+            use_cuda_graph=graphs,
+            num_blocks=32,
+            max_batch_tokens=32,
+            page_size=8,
         ),
         persistent_manager=persistent,
     )
@@ -121,7 +125,9 @@ def cleared(_: Any) -> None:
     torch.cuda.default_stream().synchronize()
 
 
-def run(*, edge: bool, before_reset: Callable[[Any], object] = nothing) -> tuple[CudaRuntime, list[list[list[int]]]]:
+def run(
+    *, edge: bool, graphs: bool = False, before_reset: Callable[[Any], object] = nothing
+) -> tuple[CudaRuntime, list[list[list[int]]]]:
     """Two sessions of one manager; with the missing edge, or as they are."""
     wanted = expected()
     assert wanted
@@ -132,7 +138,7 @@ def run(*, edge: bool, before_reset: Callable[[Any], object] = nothing) -> tuple
         windows.enter_context(around(ContinuousBatchingAsyncIOs, "__init__", added, nothing))
         windows.enter_context(around(ContinuousBatchingAsyncIOs, "reset", added, before_reset))
         engine = model().cuda()
-        got = [tokens(engine, asynchronous=True, persistent=True) for _ in range(2)]
+        got = [tokens(engine, asynchronous=True, persistent=True, graphs=graphs) for _ in range(2)]
         engine.destroy_cached_continuous_batching_manager()
     return rt, got
 
@@ -181,6 +187,20 @@ def test_with_that_edge_nothing_is_found() -> None:
     assert got == [expected()] * 2
     assert max(rt.in_flight_depths) == 2
     assert sum(depth == 2 for depth in rt.in_flight_depths) >= len(rt.in_flight_depths) - 2
+
+
+def test_with_graphs_its_warm_up_races() -> None:
+    """Captured and replayed, with the right tokens and the same depth; buffers are cleared under a warm-up.
+
+    A warm-up whose graph exists replays it, and the host waits for nothing. The next warm-up then clears the same
+    pinned buffers, and the reset before the first step those of the device. What a warm-up computes is not read.
+    """
+    rt, got = run(edge=True, graphs=True)
+    assert got == [expected()] * 2
+    assert max(rt.in_flight_depths) == 2
+    assert {race.second.step for race in rt.races} == {0}
+    assert {where(race)[1] for race in rt.races} <= set(RESETS)
+    assert {race.second.lane for race in rt.races} <= {"host", "default"}
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ up when they are called. So names that the code has imported early go on working
 
 import contextlib
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,8 @@ _unseen = torch._C._is_torch_function_all_disabled
 _MISSING = object()
 
 
+_DYNAMO = "torch._dynamo.device_interface"
+
 _POOLS = (
     "_cuda_beginAllocateCurrentThreadToPool",
     "_cuda_beginAllocateToPool",
@@ -57,7 +60,6 @@ def replaced(rt: "CudaRuntime", stands_for: Mapping[str, Callable[..., Any]]) ->
     Raises:
         ArgumentError: there is no such attribute or operator.
     """
-    importlib.import_module("torch._dynamo")  # which dispatch modes import: before it could find a device
     c: Any = torch._C
     cuda: Any = torch.cuda
     answers = _answers(rt)
@@ -84,9 +86,18 @@ def replaced(rt: "CudaRuntime", stands_for: Mapping[str, Callable[..., Any]]) ->
         ):
             for name, value in attributes.items():
                 _replace(stack, owner, name, value)
+        if _DYNAMO not in sys.modules:
+            stack.callback(_forget_stream)
         torch.get_device_module.cache_clear()
         stack.callback(torch.get_device_module.cache_clear)
         yield
+
+
+def _forget_stream() -> None:
+    """Dynamo, if it was imported in the window, has taken a function of it."""
+    module: Any = sys.modules.get(_DYNAMO)
+    if module is not None:
+        module.get_cuda_stream = None
 
 
 def _replace(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any, final
 
 import torch
 
+from batchstate._source_lines import SourceLine
 from batchstate.errors import DeviceError
 from batchstate.runtime import Runtime
 from batchstate.testing.cuda._graphs import Capture, Node
@@ -16,7 +17,7 @@ from batchstate.testing.race.tracer import RaceTracer
 from batchstate.testing.tracing.clocks import StreamClock
 from batchstate.testing.tracing.dispatch import TracedCall, untraced
 from batchstate.testing.tracing.memory import MemoryKind
-from batchstate.testing.tracing.operations import MemoryAccess, Operation, tensors_in
+from batchstate.testing.tracing.operations import MemoryAccess, Operation, tensors_in, tensors_of
 from batchstate.testing.tracing.regions import of_tensor
 
 CUDA = torch.device("cuda", 0)
@@ -83,9 +84,9 @@ class CudaTracer(RaceTracer):
             return False
         return found is not None and found.kind is MemoryKind.DEVICE
 
-    def allocate(self, tensor: torch.Tensor, kind: MemoryKind) -> RaceAllocation:
+    def allocate(self, tensor: torch.Tensor, kind: MemoryKind, at: SourceLine | None = None) -> RaceAllocation:
         """Notes whose memory a new tensor is, and counts that of the device."""
-        allocation = super().allocate(tensor, kind)
+        allocation = super().allocate(tensor, kind, at)
         if kind is MemoryKind.DEVICE:
             self._bytes[allocation] = tensor.untyped_storage().nbytes()
             self.allocated += self._bytes[allocation]
@@ -115,7 +116,7 @@ class CudaTracer(RaceTracer):
                     pinned = self.allocations.pinned_at(result)
                 return result if pinned is None else pinned
             return result
-        tensors = [one for value in (*args, *kwargs.values()) for one in tensors_in(value)]
+        tensors = tensors_of(args, kwargs)
         place, named = kwargs.get("device"), dict(kwargs)
         if place is not None:
             if place.type not in ("cuda", "cpu"):

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from batchstate._source_lines import source_line
+from batchstate._source_lines import SourceLine, source_line
 from batchstate.errors import ArgumentError
 from batchstate.runtime import Runtime
 from batchstate.testing.race.detector import Detector, RaceAllocation
@@ -80,10 +80,10 @@ class RaceTracer(Tracer[RaceAllocation]):
         self.allocate(tensor, kind)
         return tensor
 
-    def allocate(self, tensor: torch.Tensor, kind: MemoryKind) -> RaceAllocation:
-        """Notes whose memory a new tensor is."""
+    def allocate(self, tensor: torch.Tensor, kind: MemoryKind, at: SourceLine | None = None) -> RaceAllocation:
+        """Notes whose memory a new tensor is, and where it was made."""
         stream = None if kind in HOST_KINDS else self.current()
-        return self.allocations.add(tensor, RaceAllocation(self._name(tensor), kind, stream, source_line(2)))
+        return self.allocations.add(tensor, RaceAllocation(self._name(tensor), kind, stream, at or source_line(2)))
 
     def allocate_on_device(self, tensor: torch.Tensor, entry: Entry) -> RaceAllocation:
         """New device memory, written by an event.
@@ -92,7 +92,7 @@ class RaceTracer(Tracer[RaceAllocation]):
             Race: it may be memory that another stream still uses.
         """
         __tracebackhide__ = True
-        allocation = self.allocate(tensor, MemoryKind.DEVICE)
+        allocation = self.allocate(tensor, MemoryKind.DEVICE, entry.source_line)
         region = of_tensor(tensor)
         if region is not None:
             entry.writes = (*entry.writes, (allocation.name, region))

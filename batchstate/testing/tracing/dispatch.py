@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchstate.errors import ArgumentError, DeviceError
 from batchstate.testing.tracing.memory import HOST_KINDS, A, Allocations, MemoryKind
-from batchstate.testing.tracing.operations import Operation, tensors_in
+from batchstate.testing.tracing.operations import Operation, tensors_in, tensors_of
 
 HOST_CALLS = frozenset(("__array__", "cpu", "is_pinned", "numpy", "pin_memory", "record_stream", "to", "tolist"))
 """Calls of tensors that may bring numbers to the host, or say who else uses the memory."""
@@ -74,7 +74,7 @@ class Tracer(abc.ABC, Generic[A]):
                     pinned = self.allocations.pinned_at(result)
                 return pinned if pinned is not None else self._lift(result, from_factory) if self.on_cpu else result
             return result
-        tensors = [one for value in (*args, *kwargs.values()) for one in tensors_in(value)]
+        tensors = tensors_of(args, kwargs)
         copies, non_blocking = operation.name == "copy_", False
         if copies:
             non_blocking = bool(kwargs.get("non_blocking", len(args) > 2 and args[2]))
@@ -273,6 +273,10 @@ class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         super().__init__()  # type: ignore[no-untyped-call]
         self._tracer = tracer
         self._called = called
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else each call goes through a wrapper of torch's that takes longer than a small operation
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -181,6 +181,15 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
                 yield one
 
 
+def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors among all arguments of a call."""
+    found: list[torch.Tensor] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, torch.Tensor | list | tuple):
+            found += tensors_in(value)
+    return found
+
+
 def _along(args: Sequence[Any], read: ReadIndex) -> ByteRegion | None:
     return of_rows(args[0], args[1], read(args[2]))
 
