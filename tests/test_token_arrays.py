@@ -13,12 +13,13 @@ from batchstate.errors import (
     BatchStateError,
     DeclarationError,
     DtypeError,
+    OwnerThreadError,
     ShapeError,
     ValueOverflowError,
 )
 from batchstate.runtime import Runtime
 from batchstate.violations import Code
-from tests.doubles import refused
+from tests.doubles import in_a_thread, refused
 from tests.forward_world import Running, World
 
 
@@ -320,3 +321,19 @@ def test_values_of_tokens_at_fixed_addresses(rt: Runtime, world: World, full: No
         for name in ("input_ids", "types", "positions"):
             found = inputs.arrays["types"] if name == "types" else getattr(inputs, name)
             assert found.data_ptr() == addresses[name]
+
+
+def test_requests_without_a_batch_are_checked(rt: Runtime, world: World) -> None:
+    """Where no batch does it, a plan refuses a request in two rows, and one that has left; and a second thread."""
+    slots = world.take([3, 4])
+    ids = [[1], [2]]
+    for pages in (world.pages, None):
+        twice = ForwardPlan.of(slots.take([0, 0]), [3, 3], prompt_ids=ids, pages=pages)
+        refused(Code.SLOT_SHARED, twice.upload)
+    plan = ForwardPlan.of(slots, [3, 4], prompt_ids=ids, pages=world.pages)
+    assert isinstance(in_a_thread(plan.upload), OwnerThreadError)
+    uploaded = plan.upload()
+    assert isinstance(in_a_thread(lambda: ForwardInputs.of(plan, uploaded)), OwnerThreadError)
+    world.pages.release_requests(slots.take([1]))
+    refused(Code.DERIVED_STALE, plan.upload)
+    refused(Code.DERIVED_STALE, lambda: ForwardInputs.of(plan, uploaded))

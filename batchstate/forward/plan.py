@@ -372,10 +372,15 @@ class ForwardPlan:
             the device tensors of the extras.
 
         Raises:
-            As `Batch.upload`, and DERIVED_STALE of the plan itself.
+            As `Batch.upload`, and SLOT_SHARED, at `cheap`: a request stands in two rows.
         """
-        self.check(None, "upload")
         runtime, slots = self.slots.runtime, self.slots.np
+        runtime.check_owner(f"{_WHAT}.upload")
+        self.check(None, "upload")
+        if self.pages is not None:
+            self.pages.slots.rows_of(self.slots, "upload", unique=True, padded=True)
+        elif levels.cheap:
+            invariants.slot_shared(slots, object=self, operation="upload", step=runtime.step)
         check_writes(writes, f"{_WHAT}.upload")
         arrays = named_arrays({} if extras is None else extras, "upload")
         upload, uploaded, scatter = packed_step(runtime, [slots], writes, self.extras | dict(arrays))
