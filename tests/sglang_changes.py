@@ -124,6 +124,14 @@ CHANGES: dict[str, tuple[Point, ...]] = {
             ),
         ),
         Point(
+            "slot 0, shared slots and liveness in the fuzz of an engine's own class",
+            "`ScheduleBatch.req_pool_indices`",
+            (
+                "test_twin_slots.py::test_a_right_class_is_never_accused",
+                "test_twin_slots.py::test_what_goes_wrong_with_slots_is_found",
+            ),
+        ),
+        Point(
             "tables by location, whose rows belong to the owner of the page",
             "`full_to_swa_index_mapping`",
             ("test_tables.py::test_a_stale_map_to_the_window_is_not_read", "mutant map_written_per_page"),

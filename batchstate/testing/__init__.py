@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from batchstate.testing.tracing.dispatch import raw_kernel as raw_kernel
     from batchstate.testing.tracing.runtime import DeviceEvent as DeviceEvent
     from batchstate.testing.twins import Twin as Twin
+    from batchstate.testing.twins import TwinSlots as TwinSlots
     from batchstate.testing.twins import TwinSpec as TwinSpec
     from batchstate.testing.twins import fuzz_twins as fuzz_twins
     from batchstate.testing.twins import twin_machine as twin_machine
@@ -75,7 +76,7 @@ else:
             "sync_guard": "no_hidden_sync",
             "tracing.dispatch": "raw_kernel",
             "tracing.runtime": "DeviceEvent",
-            "twins": "Twin TwinSpec fuzz_twins twin_machine",
+            "twins": "Twin TwinSlots TwinSpec fuzz_twins twin_machine",
         },
         needs="hypothesis",
         extra="testing",

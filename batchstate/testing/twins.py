@@ -22,7 +22,7 @@ Further operations are a line each, with a model of what becomes of the rows: `o
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar, Generic, TypeVar, final
@@ -44,7 +44,7 @@ from batchstate.testing.strategies import keep_lists
 from batchstate.violations import Where
 from batchstate.watch.rows import Snapshot, address_range
 
-__all__ = ["Twin", "TwinSpec", "fuzz_twins", "twin_machine"]
+__all__ = ["Twin", "TwinSlots", "TwinSpec", "fuzz_twins", "twin_machine"]
 
 Array = npt.NDArray[Any]
 
@@ -81,6 +81,30 @@ class Twin:
 
 @final
 @attrs.frozen(eq=False)
+class TwinSlots:
+    """Where a batch class has the slots of its requests, and which slots have an owner.
+
+    No row of any batch may then have slot 0, which is for padded rows alone, and no two rows one slot. Slots of batches
+    that `TwinSpec.copy` keeps are not looked at.
+
+    Attributes:
+        attribute: name of the attribute with the slot of each request; one of the twins or of `rows`.
+        live: returns the slots that have an owner in the engine's pool. They have to be those of the rows, no more and
+            no fewer: what an operation drops, it gives back, or the call in the spec does. None if nobody knows.
+        begin: called where an example begins, to make the engine's pool anew.
+    """
+
+    attribute: str
+    live: Callable[[], Iterable[int]] | None = None
+    begin: Callable[[], object] | None = None
+
+
+def _slots_of(slots: "str | TwinSlots | None") -> TwinSlots | None:
+    return TwinSlots(slots) if isinstance(slots, str) else slots
+
+
+@final
+@attrs.frozen(eq=False)
 class TwinSpec(Generic[B, R]):
     """What the fuzzer has to know of a batch class.
 
@@ -109,6 +133,7 @@ class TwinSpec(Generic[B, R]):
             may have any value. Where several batches come out, both return a tuple. `(call, model, strategy)` draws
             one more argument, which both take last. The model is asked after the call: which rows leave may be read
             off the requests.
+        slots: the attribute with the slot of each request, or `TwinSlots`, which also says which slots have an owner.
         num_rows: how many requests the batch has.
         least_rows: 0, or 1 for a class that is never empty.
         most_rows: of a batch that is built.
@@ -131,6 +156,7 @@ class TwinSpec(Generic[B, R]):
     idle: Callable[[], B] | None = None
     copy: Callable[[B], B] | None = None
     ops: Mapping[str, tuple[Any, ...]] = attrs.field(factory=dict)
+    slots: TwinSlots | None = attrs.field(default=None, converter=_slots_of)
 
     def __attrs_post_init__(self) -> None:
         names = self.attribute_names
@@ -145,6 +171,12 @@ class TwinSpec(Generic[B, R]):
                 f"{self.name}: {', '.join(unknown)} in `lazy` or `padding`, and not in `twins` or `rows`",
                 value=unknown,
                 remedy="name attributes of the twins, or of `rows`",
+            )
+        if self.slots is not None and self.slots.attribute not in names:
+            raise ArgumentError(
+                f"{self.name}: slots in {self.slots.attribute!r}, which is neither in `twins` nor in `rows`",
+                value=self.slots.attribute,
+                remedy=f"use one of: {', '.join(names)}",
             )
         if not names:
             raise ArgumentError(f"{self.name}: no attributes", value=names, remedy="name the twins of the class")
@@ -171,6 +203,8 @@ def twin_machine(spec: TwinSpec[Any, Any]) -> type[Machine]:
     """
     hooks = [hook for name, hook in _HOOKS.items() if getattr(spec, name) is not None]
     targets = (*_TwinMachine.TARGETS, *(target for _, target in hooks), *(_called(name) for name in spec.ops))
+    if spec.slots is not None:
+        targets = (*targets, _SLOTS_LEFT)
     if spec.advance is None:
         targets = tuple(target for target in targets if target != _ADVANCED)
     names = {"spec": spec, "TARGETS": targets, "__doc__": f"Fuzzes {spec.name}."}
@@ -202,12 +236,14 @@ class _Tracked:
     name: str
     rows: list[Row] = attrs.field(factory=list)
     dtypes: dict[str, str] = attrs.field(factory=dict)
+    kept: bool = False  # a copy, whose requests belong to another batch
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(f"<{self.name}>")
 
 
 _ADVANCED = "a batch advanced"
+_SLOTS_LEFT = "slots of rows that left"
 
 
 class _TwinMachine(Machine):
@@ -231,12 +267,17 @@ class _TwinMachine(Machine):
         """No batch yet."""
         self.open()
         self.alive: list[_Tracked] = []
+        self.launched: list[int] = []  # slots of batches that were padded in place
+        self.had: set[int] = set()
+        if self.spec.slots is not None and self.spec.slots.begin is not None:
+            self.spec.slots.begin()
 
     def check(self) -> None:
         """The twins of every batch agree, and no operation on one batch changed another."""
         for tracked in self.alive:
             found = self._check_pairs(tracked, "check")
             self._agrees(tracked, tracked.rows, found, tracked.dtypes, "an operation on another batch changed it")
+        self._check_slots("check")
 
     # Rules
 
@@ -302,8 +343,49 @@ class _TwinMachine(Machine):
         tracked.rows = [{name: one.values[at] for name, one in found.items()} for at in range(len(rows))]
         tracked.dtypes = {name: one.dtype for name, one in found.items()}
         self.reached("an empty batch", not rows)
+        tracked.kept = operation == "copy" and self.spec.slots is not None
         self.alive.append(tracked)
+        self._check_slots(operation)
         return tracked
+
+    def _slots(self, tracked: _Tracked) -> list[int]:
+        """The slots of the requests of a batch, where they are made."""
+        attribute = None if self.spec.slots is None else self.spec.slots.attribute
+        return [int(row[attribute]) for row in tracked.rows if attribute in row]
+
+    def _slot_names(self) -> list[str]:
+        """The attributes with slots, both sides."""
+        attribute = None if self.spec.slots is None else self.spec.slots.attribute
+        pairs = [*((twin.host, twin.device) for twin in self.spec.twins), *((name,) for name in self.spec.rows)]
+        return [name for pair in pairs if attribute in pair for name in pair]
+
+    def _check_slots(self, operation: str) -> None:
+        """Each request has a slot of its own, which is live, and no slot is live without one."""
+        spec = self.spec.slots
+        if spec is None:
+            return
+        held: list[int] = []
+        for tracked in self.alive:
+            if not tracked.kept:
+                slots = self._slots(tracked)
+                where: Where = {"object": tracked.name, "operation": operation, "column": spec.attribute}
+                invariants.sentinel_escaped(np.array(slots, dtype=np.int64), **where)
+                invariants.slot_zero_allocated(np.array(slots, dtype=np.int64), **where)
+                held += slots
+        where = {"object": self.spec.name, "operation": operation, "column": spec.attribute}
+        rows = np.array(held, dtype=np.int64)
+        invariants.slot_shared(rows, **where)
+        self.reached(_SLOTS_LEFT, bool(self.had.difference(held)))
+        self.had.update(held)
+        if spec.live is None:
+            return
+        live = {int(slot) for slot in spec.live()}
+        current = np.array([1 if slot in live else -1 for slot in held], dtype=np.int64)
+        invariants.slot_stale_handle(rows, np.ones_like(rows), current, **where)
+        lost = np.array(sorted(live.difference(held, self.launched)), dtype=np.int64)
+        if operation == "check":
+            problem = f"{lost.size} slots have an owner in the pool, and no row of a batch has them"
+            invariants.slot_conservation(0, 0, len(live) - lost.size, len(live), leaked=lost, problem=problem, **where)
 
     def run_op(self, name: str, inputs: Sequence[_Tracked], returned: Any, modelled: Any) -> Any:
         """Notes what came out of one of `TwinSpec.ops`, by the class and by the model."""
@@ -412,13 +494,15 @@ class _Padding(_TwinMachine):
         rows = {name: n + more * (name in self.spec.padding) for name in self.spec.attribute_names}
         found = self._check_pairs(padded, "pad", rows)
         self._agrees(padded, tracked.rows, found, tracked.dtypes, "pad moved rows")
-        for name, value in self.spec.padding.items():
+        on_slot_zero = {*self._slot_names()}.intersection(self.spec.padding)
+        for name, value in {**self.spec.padding, **dict.fromkeys(on_slot_zero, 0)}.items():
             if value is not None and name in found:
                 tail = found[name].values[n:]
                 invariants.tail_stale(tail, value, n, object=padded.name, operation="pad", column=name)
         self.reached("a padded batch", more > 0)
         if returned is tracked.batch:  # in place: it was for that launch
             self.alive.remove(tracked)
+            self.launched += self._slots(tracked)
             return multiple()
         return tracked
 
@@ -455,8 +539,8 @@ class _Copying(_TwinMachine):
         if self.spec.copy is None:
             return multiple()
         self.reached("a batch copied")
-        kept = self.spec.copy(tracked.batch)
-        return self._track(kept, tracked.rows, "copy", tracked)
+        kept = self._track(self.spec.copy(tracked.batch), tracked.rows, "copy", tracked)
+        return multiple() if kept.kept else kept
 
 
 _HOOKS = {
