@@ -25,7 +25,7 @@ from batchstate.violations import Where
 __all__ = ["HybridSlotPool", "StateTurns"]
 
 _ONLY = "state"
-"""The kind where there is one that nobody named."""
+"""The kind where one has no name."""
 
 
 @final

@@ -512,7 +512,7 @@ class MirroredTensor(HostValues):
             slots: handles, as `batch.slots`.
 
         Raises:
-            ArgumentError: `slots` are no handles, or it is not known to which requests the rows belong.
+            ArgumentError: `slots` are not handles, or it is not known to which requests the rows belong.
             Violation: DERIVED_STALE: a request has no row here.
         """
         what, handles, own = self._what("aligned"), cast(object, slots), self.row_set
@@ -1099,7 +1099,7 @@ def numbers_of(values: object, slots: MirroredTensor, wanted: RowSet, what: str)
 
     Raises:
         ShapeError: not one row for each of `slots`.
-        ArgumentError: `slots` are no handles.
+        ArgumentError: `slots` are not handles.
         Violation: DERIVED_STALE: a request of `wanted` is not among `slots`.
     """
     handles = slots.row_set if isinstance(cast(object, slots), MirroredTensor) and slots.unit == "slot" else None

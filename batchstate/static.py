@@ -187,7 +187,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         for name, rows in state.device.items():
             rows.check_sources(self.runtime, {**where, "column": name})  # before anything is written
         self._fixed.await_readers()
-        self._version = 0  # if what follows fails, what the buffers hold is no batch
+        self._version = 0  # if what follows fails, the buffers do not hold a batch
         try:
             copied, packed, skipped = self._copied(fixed, others)
             self.num_reqs = batch.num_reqs

@@ -290,7 +290,7 @@ class Table:
 
     @property
     def memory(self) -> torch.Tensor:
-        """All rows, whoever owns them: for checks, and for the address, which never changes. `device_for` is to read.
+        """All rows, of every owner: for checks, and for the address, which never changes. `device_for` is to read.
 
         Safe to read on the current stream, as `device_for`.
         """

@@ -119,7 +119,7 @@ def test_an_engine_that_dies_keeps_its_findings(script: Script, capsys: pytest.C
 def test_wrong_files_are_refused(script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No script, and a baseline that is none: exit 2, before anything runs."""
     assert main(["race", "run", str(tmp_path / "none.py")]) == 2
-    assert "there is no such script" in capsys.readouterr().err
+    assert "this script does not exist" in capsys.readouterr().err
     (tmp_path / "other.json").write_text('{"format": "another"}')
     assert main(["race", "run", "--baseline", str(tmp_path / "other.json"), script("print('ran')")]) == 2
     printed = capsys.readouterr()

@@ -255,7 +255,7 @@ def test_port_taken_by_the_next_instance(here: EngineSide, there: PeerProcess) -
 def test_an_open_port_wants_a_trusted_network() -> None:
     """Mooncake's ports let in whoever calls: without the word of its user the engine does not open."""
     for host, where in (("127.0.0.1", "the loopback"), ("localhost", "the loopback"), ("192.0.2.1", "all interfaces")):
-        with pytest.raises(ArgumentError, match=f"Mooncake listens on {where}, and lets whoever") as caught:
+        with pytest.raises(ArgumentError, match=f"Mooncake listens on {where}, and lets every caller") as caught:
             open_engine("mooncake", host=host)
         assert "trusted_network=True" in caught.value.remedy
 

@@ -79,7 +79,7 @@ def test_an_open_port_wants_a_trusted_network(
     """UCX's port lets in whoever calls, and noise ends it: without the word of its user the engine does not open."""
     if interface is None and tls is None:  # shared memory; but the environment wins
         monkeypatch.setenv("UCX_TLS", "posix, tcp")
-    with pytest.raises(ArgumentError, match=r"UCX listens on .*, and lets whoever") as caught:
+    with pytest.raises(ArgumentError, match=r"UCX listens on .*, and lets every caller") as caught:
         NixlEngine(interface=interface, tls=tls)
     assert "trusted_network=True" in caught.value.remedy
 

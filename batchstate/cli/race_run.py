@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     accepted = frozenset() if args.baseline is None else accepted_in(args.baseline)
     if not args.script.is_file():
         raise ArgumentError(
-            f"{args.script}: there is no such script", value=str(args.script), remedy="name a file of Python code"
+            f"{args.script}: this script does not exist", value=str(args.script), remedy="name a file of Python code"
         )
     with cuda_on_cpu(on_race="collect") as rt:
         error = _run(args.script, arguments)

@@ -113,5 +113,5 @@ def _check(header: dict[str, Any], arrays: dict[str, Array]) -> None:
 
 
 def damaged(what: str, problem: str) -> ArgumentError:
-    """The error of bytes that are no plan."""
+    """The error of bytes that are not a plan."""
     return ArgumentError(f"{what}: {problem}", value=problem, remedy=_REMEDY)

@@ -440,8 +440,8 @@ class ForwardPlan:
 
         Raises:
             DtypeError: no bytes.
-            ArgumentError: bytes that are no plan, or were changed on the way; no owner; pages of other slots, or with
-                fewer tokens than the plan.
+            ArgumentError: bytes that are not a plan, or were changed on the way; no owner; pages of other slots, or
+                with fewer tokens than the plan.
             Violation: SLOT_STALE_HANDLE, SLOT_OUT_OF_RANGE: the ranks have come to different requests;
                 DERIVED_STALE, at `cheap`: to different lengths.
         """

@@ -25,14 +25,14 @@ class TokenArray:
     It goes the way that prompt ids go: laid out request by request, and uploaded at forward entry, on its stream.
 
     Args:
-        rows: for each request its values [query_len, *shape], or None where all of them are `fill`; None for all.
+        rows: for each request its values `[query_len, *shape]`, or None where all of them are `fill`; None for all.
         dtype: of the values; one that numpy has.
         shape: of the value of one token.
         fill: the value of the tokens of other requests, and of padding; zero of the dtype by default.
         non_negative: -1 among the values is a placeholder that has escaped (`SENTINEL_ESCAPED`, at `cheap`).
 
     Raises:
-        DtypeError: a dtype that numpy lacks, or a fill that is no such number.
+        DtypeError: a dtype that numpy lacks, or a fill that is not such a number.
         ShapeError, ArgumentError: not a shape.
         ValueOverflowError: a fill outside of the dtype.
     """
@@ -54,7 +54,7 @@ class TokenArray:
         return f"TokenArray({self.dtype}, shape={self.shape})"
 
     def known(self, query_lens: Ints, num_rows: int, what: str) -> list[Array | None]:
-        """The values of each request, dtype[query_len, *shape]; None where it has none.
+        """The values of each request, dtype `[query_len, *shape]`; None where it has none.
 
         Args:
             query_lens: tokens of each request.
@@ -108,7 +108,7 @@ class TokenArray:
         return known
 
     def laid_out(self, known: Sequence[Array | None], starts: Ints, size: int) -> Array:
-        """The values of all tokens, one request after the other, `fill` elsewhere: dtype[size, *shape].
+        """The values of all tokens, one request after the other, `fill` elsewhere: dtype `[size, *shape]`.
 
         `starts` int64[n + 1] says where the tokens of each request begin.
         """

@@ -360,7 +360,7 @@ class Runtime(abc.ABC):
         self._index_spaces[space] = max(number, self._index_spaces.get(space, 0))
 
     def check_indices(self, indices: Array, space: str, *, declared: bool = True, **where: Unpack[Where]) -> None:
-        """Refuses what is no index of a space: negative placeholders, and what lies beyond its capacity. O(n).
+        """Refuses what is not an index of a space: negative placeholders, and what lies beyond its capacity. O(n).
 
         Args:
             indices: integers of any shape.

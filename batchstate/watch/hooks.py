@@ -93,7 +93,7 @@ class Hooked:
         )
 
     def stop(self) -> None:
-        """Takes the hooks away. A method that somebody else has wrapped since keeps a hook that does nothing."""
+        """Takes the hooks away. A method that was wrapped again since keeps a hook that does nothing."""
         with _installing:
             self._active = False
             while self._undo:

@@ -1,8 +1,8 @@
 """What is declared of a batch class, and the questions that follow from it.
 
-A declaration names columns of somebody else's object. A name is a path: each part between dots is an attribute, the key
-of a dictionary or the number of an entry (`sampling_info.temperatures`, `block_table.0.num_blocks_per_row`). Where a
-part is None, the column is not in use, and nothing is asked of it. A function of the batch does as well.
+A declaration names columns of an object that others wrote. A name is a path: each part between dots is an attribute,
+the key of a dictionary or the number of an entry (`sampling_info.temperatures`, `block_table.0.num_blocks_per_row`).
+Where a part is None, the column is not in use, and nothing is asked of it. A function of the batch does as well.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence

@@ -1,7 +1,7 @@
 """A listener among strangers: what is taken comes from the one who knows the secret, and that one always gets in.
 
 Strangers are silent, send noise, replay what they have seen, reflect what they are told, and call in crowds. Between
-the two sides of a connection somebody changes, drops, repeats, swaps and reflects messages. Endpoints are damaged.
+the two sides of a connection an attacker changes, drops, repeats, swaps and reflects messages. Endpoints are damaged.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ KEPT = 150
 @final
 @attrs.define(eq=False)
 class Relay:
-    """Two ends of a connection, and somebody between them who passes messages on as they please.
+    """Two ends of a connection, and an attacker between them who passes messages on, changed or not.
 
     Attributes:
         ends: of the two sides.
@@ -77,7 +77,7 @@ class Relay:
 
 
 class StrangersMachine(Machine):
-    """A listener, those who call it, and a connection on which somebody meddles."""
+    """A listener, those who call it, and a connection which an attacker disturbs."""
 
     NAME = "strangers"
     TARGETS = (
@@ -237,7 +237,7 @@ class StrangersMachine(Machine):
         size=st.sampled_from([0, 1, 30, 300]),
     )
     def message(self, side: int, how: str, at: int, size: int) -> None:
-        """One side says something, and somebody changes it on its way."""
+        """One side says something, and an attacker changes it on its way."""
         relay, message = self.relay, self.dice.randbytes(size)
         travels = relay.say(side, message)
         to = 1 - side

@@ -58,7 +58,7 @@ def replaced(rt: "CudaRuntime", stands_for: Mapping[str, Callable[..., Any]]) ->
         stands_for: `module.attribute` of the code, or `namespace::operator` of torch -> what runs in its place.
 
     Raises:
-        ArgumentError: there is no such attribute or operator.
+        ArgumentError: the attribute or operator does not exist.
     """
     c: Any = torch._C
     cuda: Any = torch.cuda

@@ -2,7 +2,7 @@
 
 Memory that is freed while another stream may still use it is a race as well. A caching allocator gives it to the next
 allocation on the stream it was allocated on, at once and without waiting: for that stream its own order suffices, and
-other streams are protected only where the allocator was told of them (`record_stream`). So it is no race when it is
+other streams are protected only where the allocator was told of them (`record_stream`). So it is not a race when it is
 freed, and is one when its stream allocates again before that use is ordered. Which allocation gets it is the
 allocator's affair: any counts.
 """
@@ -304,7 +304,7 @@ class Detector:
                             self._found(allocation, other, found, entry, region, first_writes=False, second_writes=True)
 
     def _check_written(self, allocation: RaceAllocation, fresh: Entry, entry: Entry, region: ByteRegion) -> None:
-        """A read of fresh memory finds something that was written; padded rows beside written ones are no finding."""
+        """A read of fresh memory finds something that was written; padded rows beside written ones do not count."""
         __tracebackhide__ = True
         if allocation.written is None or not allocation.written.overlaps(region):
             self.report(

@@ -52,7 +52,7 @@ class EventKind(StrEnum):
 
 def _strings(values: Iterable[str]) -> tuple[str, ...]:
     if isinstance(values, str):
-        raise TypeError(f"{values!r} is no list of strings")
+        raise TypeError(f"{values!r} is not a list of strings")
     return tuple(values)
 
 

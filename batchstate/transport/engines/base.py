@@ -480,11 +480,11 @@ def check_trusted(why: str, trusted_network: bool) -> None:
     """Refuses to open a port of which the library behind an engine asks no client for anything.
 
     Raises:
-        ArgumentError: the caller has not said that nobody else reaches it.
+        ArgumentError: the caller has not said that no other caller reaches it.
     """
     if trusted_network is not True:
         raise ArgumentError(
-            f"{why}, and lets whoever reaches its port write into registered memory",
+            f"{why}, and lets every caller of its port write into registered memory",
             value=trusted_network,
             remedy="keep all but the workers out by a firewall or a network namespace, and pass trusted_network=True; "
             'or open "tcp", which lets in only who knows a secret',

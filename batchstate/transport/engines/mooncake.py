@@ -13,7 +13,7 @@ Guarantees:
 Warning: Mooncake listens on two ports, and asks no client for anything: a process that reaches them can read and write
 the registered memory. It binds them to all interfaces, whatever `host` says; where `host` is on the loopback, as it is
 by default, this engine ties them to that device before any memory is registered. So the engine opens only for who says
-that the network lets nobody else there, on the loopback too: `trusted_network=True`. Tags, the end of a peer and its
+that the network keeps others away, on the loopback too: `trusted_network=True`. Tags, the end of a peer and its
 name go over a connection of this engine's own, bound to `host` alone, on which both sides prove that they know the
 secret.
 """

@@ -18,7 +18,7 @@ Guarantees, each tested between two processes:
 
 Warning: UCX asks no client of its TCP port for anything: a process that speaks its protocol can write into this one,
 and noise behind its magic number ends it. Nothing here can change that. So an engine with a port opens only for who
-says that the network lets nobody else there, on the loopback too: `trusted_network=True`.
+says that the network keeps others away, on the loopback too: `trusted_network=True`.
 
 Through shared memory UCX does not notice that a peer is gone; this engine does, by its process. A peer that is killed
 in the moment in which it puts a message into the queue of another process can stop that queue: then open a new engine.
