@@ -27,6 +27,7 @@ from benchmarks.pools import (
     slots_against_lists,
     slots_of_random_sizes,
 )
+from benchmarks.slot_readback import against_read_back
 from benchmarks.timing import PRECISE, QUICK, THOROUGH, Effort
 
 Make = Callable[[], Comparison | Absent]
@@ -96,6 +97,7 @@ def comparisons(runtime: Runtime, *, quick: bool) -> Mapping[str, Make]:
     for busy in forward_inputs.FORWARD_US[:1] if quick else forward_inputs.FORWARD_US:
         overlap = partial(forward_inputs.overlapped_against_synchronous, runtime, busy_us=busy)
         makers[f"overlapped steps, forwards of {busy} us"] = overlap
+        makers[f"slots read back, forwards of {busy} us"] = partial(against_read_back, runtime, busy_us=busy)
     makers[f"prefill of {arrivals.REQUESTS} requests"] = partial(arrivals.prefill, runtime)
     makers["handles joined"] = partial(arrivals.joined_handles, runtime)
     makers["one slot"] = partial(arrivals.one_slot, runtime)
