@@ -6,7 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from batchstate import ForwardInputs, ForwardPlan, HiSparse, HostKVPool, PagePool, SlotPool, Slots
+from batchstate import (
+    ForwardInputs,
+    ForwardPlan,
+    FutureMap,
+    HiSparse,
+    HostKVPool,
+    MirroredTensor,
+    PagePool,
+    SlotPool,
+    Slots,
+    relay_field,
+)
 from batchstate.errors import ArgumentError, BatchStateError, ContractError, DtypeError, ShapeError
 from batchstate.runtime import Runtime
 from batchstate.violations import Code
@@ -141,6 +152,13 @@ class Tiered:
         host = HostKVPool(rt, 40, 2, layers=1, item_shape=(1,), dtype=torch.int64)
         kv = rt.device_zeros((self.pages.location_capacity, 1), torch.int64)
         self.tier = HiSparse(self.pages, host, [kv], hot_tokens=4)
+        fields = {name: relay_field(torch.int64, shape) for name, shape in (("ids", (3,)), ("lens", ()))}
+        self.relay = FutureMap(self.slots, fields)
+
+    def places(self, slot: int, index: list[int]) -> list[int]:
+        """Where tokens of a request lie in its pages."""
+        pages = self.pages.page_table[slot]
+        return [int(pages[at // 2]) * 2 + at % 2 for at in index]
 
     def inside(self, lengths: list[int]) -> Slots:
         """Requests of the tier that decode."""
@@ -184,6 +202,37 @@ def test_requests_inside_and_outside_the_tier(rt: Runtime, full: None) -> None:
     world.tier.verify()
 
 
+@pytest.mark.parametrize("bounded", [False, True])
+def test_drafts_inside_and_outside_the_tier(rt: Runtime, full: None, bounded: bool) -> None:
+    """Both kinds verify drafts in one plan; with bounds the device finds the rows of the ring."""
+    world = Tiered(rt)
+    inside, outside = world.inside([9, 2]), world.outside([5])
+    slots = Slots.cat([outside, inside])
+    true, spare = [8, 12, 5], int(bounded)
+    world.relay.publish(slots, ids=[[1, 2, 3]] * 3, lens=[5, 9, 2])
+    added = world.pages.extend(outside, [8 + spare])
+    bounds: Any = true
+    if bounded:
+        device = rt.upload([np.array(true)]).view(0)
+        bounds = MirroredTensor.from_pair(rt, [9, 12, 5], device, contract="upper_bound")
+    last = world.tier.map_last_location(inside.pad(3), [12, 5, 0], 3)
+    batch = Running.build(rt, slots=slots, seq_lens=bounds)
+    plan = ForwardPlan.of(batch.slots, batch.seq_lens, 3, pages=world.pages, tier=last)
+    assert plan.bounded == bounded
+    uploaded = batch.upload(writes=[last.entry(world.table), added.entry()], extras=plan.extras)
+    world.tier.back_up(last, uploaded)
+    inputs = world.relay.resolve_forward_inputs(plan, uploaded, ids="ids", lengths="lens", req_to_token=world.table)
+    number = slots.np.tolist()
+    assert values(rt, inputs.positions) == [5, 6, 7, 9, 10, 11, 2, 3, 4]
+    assert values(rt, inputs.kv_lens) == true
+    assert values(rt, inputs.slot_mapping) == [
+        *world.places(number[0], [5, 6, 7]),
+        *world.places(number[1], [1, 2, 3]),
+        *world.places(number[2], [2, 3, 0]),
+    ]
+    assert values(rt, uploaded["hot_from"]) == [0, 9, 1]
+
+
 def test_the_tier_is_asked_first(rt: Runtime) -> None:
     """Requests of the tier that were not mapped, or at other positions, are refused; so is what kernels cannot read."""
     world = Tiered(rt)
@@ -194,7 +243,7 @@ def test_the_tier_is_asked_first(rt: Runtime) -> None:
         ForwardPlan.of(everyone, [10, 4, 5], **ids)
     last = world.tier.map_last_location(inside, [10, 4])
     for lens, queries in (([11, 4, 5], 1), ([10, 4, 5], [1, 2, 1])):
-        with pytest.raises(ArgumentError, match="mapped one at another position"):
+        with pytest.raises(ArgumentError, match="mapped others"):
             ForwardPlan.of(
                 everyone,
                 lens,

@@ -80,7 +80,7 @@ class Sources:
                 value="upper_bound",
                 remedy="name the field that was published with the true ones: lengths=...",
             )
-        table, width = self.req_to_token, plan.max_kv_len
+        table, width = self.req_to_token, int(plan.kv_ends.max(initial=0))
         if table is not None and (
             table.dtype.is_floating_point
             or len(table.shape) != 2
@@ -278,9 +278,11 @@ class ForwardInputs:
             positions = launch(_positions, lengths, width, dtype, reads=(lengths,), name="true positions", operations=2)
         mapping = None
         if self.slot_mapping is not None and sources.req_to_token is not None:
-            table, offset = sources.req_to_token.device_for(self.plan.relayed), uploaded.get("relay_kv_offset")
-            reads = (table, positions, slots) if offset is None else (table, positions, slots, offset)
-            arguments = (table, slots, positions, width, self.slot_mapping.dtype, offset)
+            table = sources.req_to_token.device_for(self.plan.relayed)
+            names = "relay_kv_offset", "relay_kv_window"
+            moved = tuple(uploaded[name] if name in self.plan.extras else None for name in names)
+            reads = (table, positions, slots, *(one for one in moved if one is not None))
+            arguments = (table, slots, positions, width, self.slot_mapping.dtype, *moved)
             mapping = launch(_looked_up, *arguments, reads=reads, name="true slot mapping", operations=2)
         lens = self.kv_lens if direct else torch.empty_like(lengths, dtype=self.kv_lens.dtype)
         launch(torch.add, lengths, width, out=lens, reads=(lengths,), writes=(lens,), name="true KV lengths")
@@ -426,10 +428,15 @@ def _looked_up(
     width: int,
     dtype: torch.dtype,
     offset: torch.Tensor | None,
+    window: torch.Tensor | None,
 ) -> torch.Tensor:
-    """dtype[n * width]: the table's element for each position, `width` per request, `offset` further on."""
+    """dtype[n * width]: the table's element for each position, `width` per request, as by `ForwardPlan.kv_index`."""
     columns = positions.view(-1, width)
-    return table[slots[:, None], columns if offset is None else columns + offset[:, None]].reshape(-1).to(dtype)
+    if offset is not None:
+        columns = columns + offset[:, None]
+    if window is not None:
+        columns = columns % window[:, None]
+    return table[slots[:, None], columns].reshape(-1).to(dtype)
 
 
 def _ends(starts: torch.Tensor, lengths: torch.Tensor) -> None:

@@ -235,7 +235,7 @@ class ForwardPlan:
                 request samples that puts in none.
             ValueOverflowError: lengths or tokens beyond int32, which kernels take.
             ContractError: `flashinfer` with bounds, whose page counts the host would have to know; requests of the
-                host tier with bounds, or with layouts, whose kernels do not read host memory.
+                host tier with layouts, whose kernels do not read host memory.
             DeclarationError: an unknown layout, or array of indices; a token array with a name that is taken.
             Violation: DERIVED_STALE, at `cheap`: slots and lengths of two sets of rows, or exact lengths that are not
                 those that the pages were given; SENTINEL_ESCAPED: a negative id; SLOT_ZERO_ALLOCATED: a padded row
@@ -295,11 +295,11 @@ class ForwardPlan:
         window = None
         if tier is not None:
             window = _window(tier, row_set, lens, queries, where)
-            if pages is None or bounds is not None or offset is not None or names:
+            if pages is None or offset is not None or names:
                 raise ContractError(
-                    f"{_WHAT}: {tier!r} without pages, or with bounds, kv_offset or layouts",
+                    f"{_WHAT}: {tier!r} without pages, or with kv_offset or layouts",
                     value=tier,
-                    remedy="pass pages and exact lengths; attention of the host tier reads `hot_from` and its tables",
+                    remedy="pass pages; attention of the host tier reads `hot_from` and its tables",
                 )
         epochs = None if pages is None else pages.epochs
         plan = cls(
@@ -340,8 +340,8 @@ class ForwardPlan:
         arrays = plan._arrays(rows, starts, positions, names)
         if tier is not None:
             hot_from = np.zeros(num_rows, dtype=np.int64)
-            at = row_set.rows_of(tier.slots.row_set, repr(tier), **where)
-            hot_from[slice(num_reqs) if at is None else at] = tier.hot_from
+            at = _tier_rows(tier, row_set, where)
+            hot_from[at] = tier.hot_from[: at.size]
             further = {name: array.copy() for name, array in tier.extras.items() if name.startswith("backup_")}
             arrays |= {"hot_from": hot_from, **further}
         plan.extras = DerivedArrays(arrays, plan.origin)
@@ -609,8 +609,10 @@ class ForwardPlan:
             arrays["relay_tokens"] = self.relay_tokens()
             if self.bounded:
                 arrays["relay_rows"] = self.relay_rows
-        if self.bounded and self.pages is not None and self.kv_offset is not None:
-            arrays["relay_kv_offset"] = self.kv_offset[self.relay_rows]
+        if self.bounded and self.pages is not None:
+            for name, numbers in (("relay_kv_offset", self.kv_offset), ("relay_kv_window", self.kv_window)):
+                if numbers is not None:
+                    arrays[name] = numbers[self.relay_rows]
         return arrays
 
     def _indices(self, name: str, values: Ints, size: int) -> npt.NDArray[np.integer]:
@@ -653,7 +655,8 @@ class ForwardPlan:
         fed = self.query_lens > 0
         pages.check_readable(live.np[fed], self.kv_starts[fed], "plan", window=self._reach)
         if self._exact and levels.cheap:
-            pages.check_committed(live.np, ends, "plan")
+            outside = slice(None) if self.kv_window is None else self.kv_window == NO_END  # the tier checks its own
+            pages.check_committed(live.np[outside], ends[outside], "plan")
 
 
 # Arguments
@@ -682,6 +685,17 @@ def _per_request(numbers: object, num_reqs: int, num_rows: int, what: str) -> In
     return np.full(num_reqs, found, dtype=np.int64) if found.ndim == 0 else found[:num_reqs]
 
 
+def _live(tier: LastLocation) -> Slots:
+    """The requests of a step of the host tier, without padding."""
+    return tier.slots.split([n := int(np.count_nonzero(tier.slots.np)), len(tier.slots) - n])[0]
+
+
+def _tier_rows(tier: LastLocation, row_set: RowSet, where: Where) -> Ints:
+    """The rows of these requests in a plan, int64[n]."""
+    found = row_set.rows_of(_live(tier).row_set, repr(tier), **where)
+    return np.arange(np.count_nonzero(tier.slots.np)) if found is None else found
+
+
 def _window(tier: object, row_set: RowSet, lens: Ints, queries: Ints, where: Where) -> Ints:
     """Tokens of each request that its pages hold at the most, int64[num_reqs]; `NO_END` outside of the tier."""
     if not isinstance(tier, LastLocation):
@@ -691,20 +705,15 @@ def _window(tier: object, row_set: RowSet, lens: Ints, queries: Ints, where: Whe
             remedy="pass what `HiSparse.map_last_location` returned",
         )
     window = np.full(len(lens), NO_END, dtype=np.int64)
-    if tier.positions.size != tier.slots.np.size or not tier.slots.np.all():
-        raise ArgumentError(
-            f"{_WHAT}: {tier!r} of {tier.positions.size} tokens, or with padding",
-            value=tier,
-            remedy="map one token of each request where requests outside of the tier are in the plan",
-        )
-    found = row_set.rows_of(tier.slots.row_set, repr(tier), **where)
-    rows = np.arange(len(lens)) if found is None else found
+    rows, mapped = _tier_rows(tier, row_set, where), np.flatnonzero(tier.owners.np)
     window[rows] = tier.hot_tokens
-    wrong = rows[(lens[rows] != tier.positions + 1) | (queries[rows] != 1)]
+    counts = np.bincount(tier.owners.np[mapped], minlength=int(tier.slots.np.max(initial=0)) + 1)[_live(tier).np]
+    ends = tier.positions[mapped][np.cumsum(counts) - 1] + 1
+    wrong = rows[(lens[rows] != ends) | (queries[rows] != counts)]
     if wrong.size:
         row = int(wrong[0])
         raise ArgumentError(
-            f"{_WHAT}: row {row} puts in {queries[row]} tokens of {lens[row]}, {tier!r} mapped one at another position",
+            f"{_WHAT}: row {row} puts in {queries[row]} tokens of {lens[row]}, {tier!r} mapped others",
             value=int(lens[row]),
             remedy="map the last location of the same lengths, in the same step",
         )
