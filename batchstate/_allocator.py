@@ -269,14 +269,18 @@ class PendingQueue:
         """The groups whose fences are complete, oldest first. Queries each fence once; they stay in the queue."""
         groups = tuple(self._groups)
         answers = transaction.query([fence for fence, _ in groups])
-        ready = [group for group, complete in zip(groups, answers, strict=True) if complete]
-        return [(fence, parts[0] if len(parts) == 1 else np.concatenate(parts)) for fence, parts in ready]
+        ready = []
+        for (fence, parts), complete in zip(groups, answers, strict=True):
+            if complete:
+                ready.append((fence, parts[0] if len(parts) == 1 else np.concatenate(parts)))
+        return ready
 
     def remove(self, done: Sequence[tuple[QueriedFence, Ints]]) -> None:
         """Removes groups that `completed` has returned."""
         gone = {id(fence) for fence, _ in done}
         self._groups = [group for group in self._groups if id(group[0]) not in gone]
-        self.count -= sum(indices.size for _, indices in done)
+        for _, indices in done:
+            self.count -= indices.size
 
     def groups(self) -> list[tuple[QueriedFence, Ints]]:
         """The fences and what is behind each, oldest first. Queries nothing."""
@@ -512,12 +516,14 @@ class Allocator:
                 self._check_reaped(indices, where)
         self.transaction.operation = "reap"
         self._queue.remove(done)
+        reaped = 0
         for _, indices in done:
             self._push_free(indices)
+            reaped += indices.size
         self.transaction.operation = None
         if levels.cheap:
             self.check_conservation("reap")
-        return sum(indices.size for _, indices in done)
+        return reaped
 
     def _push_free(self, indices: Ints) -> None:
         self._states[indices] = FREE_MARK

@@ -8,7 +8,7 @@ waited for, since its own order does.
 import enum
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import final
+from typing import Any, final
 
 import attrs
 import numpy as np
@@ -146,14 +146,16 @@ class PublishedRows:
         generations: theirs, int64[n].
         read_on: the stream of the last gather, and the field's memory and the slots on the device, safe to use there.
         publications: the publishes that the entries come from.
+        kinds: dtype, shape and bytes of their values, for the copy to the host.
     """
 
-    __slots__ = ("_entries", "_numbers", "generations", "live", "publications", "read_on", "rows")
+    __slots__ = ("_entries", "_numbers", "generations", "kinds", "live", "publications", "read_on", "rows")
 
     live: Slots
 
-    def __init__(self, entries: Entries, rows: Ints, generations: Ints) -> None:
+    def __init__(self, entries: Entries, rows: Ints, generations: Ints, dtype: "np.dtype[Any]") -> None:
         self.rows, self.generations = rows, generations
+        self.kinds = [(dtype, rows.shape, rows.size * dtype.itemsize)]
         self.read_on: tuple[Stream, torch.Tensor, torch.Tensor] | None = None
         self.publications: list[Publication] = []
         self._entries = entries
@@ -263,16 +265,23 @@ class RelayEntries(SlotListener):
                         )
 
     def publish(
-        self, rows: Ints, generations: Ints, names: Iterable[str], by: str, fence: Fence, readers: int = 0
+        self,
+        rows: Ints,
+        generations: Ints,
+        names: Iterable[str],
+        by: str,
+        fence: Fence,
+        stream: Stream,
+        readers: int = 0,
     ) -> Publication:
-        """Notes a publish for slots int64[n] of these generations on the current stream; `fence` is behind it, its own.
+        """Notes a publish for slots int64[n] of these generations on `stream`; `fence` is behind it, its own.
 
         `readers` have its values already.
 
         Raises:
             Violation: FUTURE_ORDER, at `cheap`: another publish shares the fence, which is not complete.
         """
-        publication = self._add(by, fence)
+        publication = self._add(by, fence, stream)
         for name in names:
             entries = self.fields[name]
             entries.generation[rows] = generations
@@ -283,7 +292,7 @@ class RelayEntries(SlotListener):
 
     def mark_failed(self, rows: Ints, names: Collection[str], by: str, fence: Fence) -> None:
         """Notes a publish that failed half way: the memory of `names` was written, and the entries are unwritten."""
-        publication = self._add(by, fence)
+        publication = self._add(by, fence, self._runtime.current_stream)
         self.clear(rows, names)
         for name in names:
             self.fields[name].last_writer[rows] = publication.number
@@ -410,10 +419,9 @@ class RelayEntries(SlotListener):
             self._by_fence = {id(one.fence): one for one in self.publications.values()}
             self.prune_at = max(16, 2 * len(self.publications))
 
-    def _add(self, by: str, fence: Fence) -> Publication:
-        """A new publish on the current stream."""
+    def _add(self, by: str, fence: Fence, stream: Stream) -> Publication:
+        """A new publish on `stream`."""
         self._count += 1
-        stream = self._runtime.current_stream
         publication = Publication(self._count, by, stream, fence, {stream.key})
         if levels.cheap:
             times_checked[FUTURE_ORDER] += 1

@@ -31,6 +31,7 @@ class StepLayout:
 
     Attributes:
         places: of the columns in the copy, one for each array of the batch's `Layout`.
+        num_places: how many.
         nbytes: of the copy.
         ones, everyone: int64[n], 1 for each, and 0 to n - 1.
         query_start_loc, last_token_indices: on the device, int32[n + 1] and int64[n].
@@ -45,6 +46,7 @@ class StepLayout:
         "everyone",
         "last_token_indices",
         "nbytes",
+        "num_places",
         "ones",
         "places",
         "query_start_loc",
@@ -60,6 +62,7 @@ class StepLayout:
             shape = (len(pad), pitch(n, pad.dtype)) if i < layout.num_groups else (n, *pad.shape[1:])
             self.places.append((size, pad.dtype, shape))
             size += -(-int(np.prod(shape)) * pad.itemsize // ALIGNMENT) * ALIGNMENT
+        self.num_places = len(self.places)
         self._starts = size, size + _WIDE * pitch(n, INT64) * INT64.itemsize
         self.nbytes = self._starts[1] + _NARROW * pitch(n, INT32) * INT32.itemsize
         self._views: dict[StagingBlock, list[Array]] = {}

@@ -265,6 +265,7 @@ class StepPlanner:
             and set(self._results) <= set(self._ids)
         )
         self._place, self._table = batch._layout.places[seq_lens], pages.req_to_token
+        self._row_width = 0 if self._table is None else self._table.shape[1]
         self._requests: _Requests | None = None  # of the last decode step
         self._most = min(self._slots.size, _MOST_IN_ONE_PIECE)
         self._make_constants()
@@ -551,8 +552,9 @@ class StepPlanner:
         written, owners = (at, locations), [(requests.rows, requests.generations)]
         further: list[Array] = []
         if table is not None:
-            written = self._pages.whole_pages(at, start, locations, table.shape[1])
-            own = [write for write in writes if write.table is table]  # one at most, since they are joined
+            width = self._row_width
+            written = self._pages.whole_pages(at, start, locations, width)
+            own = [write for write in writes if write.table is table] if writes else ()  # one at most: they are joined
             if own:
                 writes = [write for write in writes if write.table is not table]
                 pairs = zip(written, (own[0].index, own[0].values), strict=True)
@@ -561,17 +563,18 @@ class StepPlanner:
                 owners += [(one.np, one.generations) for one in own[0].owners]
             if written[0] is not at:
                 further += (written[0], written[1].astype(np.int32))
-        base = len(layout.places)
-        first_write = base + len(further)
+        base = layout.num_places
+        first_write = base + len(further) if further else base
         for write in writes:
             further += (write.index, write.values)
-        first_entry = base + len(further)
+        first_entry = base
         if entries is not None:
+            first_entry += len(further)
             further += entries.arrays
         named = {}
-        for name, array in extras.items():
+        for name in extras:
             named[name] = base + len(further)
-            further.append(extra_array(name, array))
+            further.append(extra_array(name, extras[name]))
         places, nbytes = layout.places, layout.nbytes
         if further:
             added, size = packed_places(further)
@@ -589,13 +592,13 @@ class StepPlanner:
         for i, write in enumerate(writes):
             write.table.apply(write, upload.shared(first_write + 2 * i), upload.shared(first_write + 2 * i + 1))
         if entries is not None:
-            entries.launch([upload.shared(first_entry + i) for i in range(len(entries.arrays))])
+            entries.launch([upload.shared(first_entry + i) for i, _ in enumerate(entries.arrays)])
         return upload, beside, Extras(runtime, upload, named, dict(extras), row_set=requests.row_set)
 
     def _uploaded_slots(self, requests: _Requests, upload: PackedUpload) -> Slots:
         """The slots have crossed with the first step of these requests: later ones, and the relay, use them there."""
         place = self._kind._layout.places[self._slot_column]
-        column = upload.group(place.array, place.dtype, requests.rows.size)[cast(int, place.member)]
+        column = upload.row(place.array, cast(int, place.member), place.dtype, requests.rows.size)
         return Slots(
             self._runtime,
             requests.rows,
@@ -622,9 +625,7 @@ class StepPlanner:
                 self._layouts_by_size.clear()
             starts, last = (one.tensor for one in self._constants)
             layout = self._layouts_by_size[n] = StepLayout(n, self._kind._layout, starts[: n + 1], last[:n])
-        requests = _Requests(
-            layout, batch.row_set, rows, generations, 0 if self._table is None else self._table.shape[1]
-        )
+        requests = _Requests(layout, batch.row_set, rows, generations, self._row_width)
         requests.held_at = self._slots.changes
         requests.known = self._relay.published_rows(self._ids[0], rows, generations)
         return requests
@@ -657,7 +658,7 @@ class StepPlanner:
             last.on_current_stream(runtime)
         if levels.cheap and starts.tensor._version + last.tensor._version != self._written:
             self._report_constants()
-        ids, slots = self._relay.gather_again(requests.known, self._ids[0])
+        ids, slots = self._relay.gather_again(requests.known, self._ids[0], stream)
         plan._used = True
         positions, mapping, _, kv_lens, _ = step._beside
         inputs = ForwardInputs(
@@ -700,8 +701,8 @@ class StepPlanner:
                 "StepPlanner: publish without a relay", value=None, remedy="declare the planner with one: relay=..."
             )
         name = self._ids[0] if self._ids else ""
-        if requests is not None and len(values) == 1 and name in values:
-            value = values[name]
+        if requests is not None and len(values) == 1:
+            value = values.get(name)
             if (
                 type(value) is torch.Tensor
                 and value.dtype is torch.int64

@@ -274,7 +274,7 @@ def test_a_step_is_one_copy_one_scatter_one_gather_and_one_scatter_of_ids(rt: Ru
             step.results.resolve()
 
 
-MOST_CALLS = 245
+MOST_CALLS = 196
 
 
 @pytest.mark.parametrize("level", ["off", "cheap"])

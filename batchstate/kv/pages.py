@@ -607,7 +607,8 @@ class PagePool:
         target = self._token_table(table)
         rows = self.slots.rows_of(slots, operation, unique=True)
         first, stop = self._table.first[rows], self._table.num_pages[rows]
-        columns, owners = arange_per_row(first, stop - first), rows.repeat(stop - first)
+        counts = stop - first
+        columns, owners = arange_per_row(first, counts), rows.repeat(counts)
         pages, width = self._table.pages[owners, columns].astype(np.int64), target.shape[-1]
         origin = Origin("token rows", self.runtime.step, slots, self.epochs, self.epochs.last)
         rest, size = np.arange(self.page_size), self.page_size
@@ -1145,7 +1146,7 @@ class PagePool:
     def _check_lengths(self, shorter: Ints, longer: Ints, operation: str, explain: Explain = _totals) -> None:
         """0 <= shorter <= longer <= the most a request may have."""
         high = longer.view(np.uint64)  # in which negative numbers are the largest
-        if not np.count_nonzero(high > self._most) and (
+        if b"\1" not in (high > self._most).tobytes() and (  # a fraction of what `np.count_nonzero` takes for few
             shorter is longer or not np.count_nonzero(shorter.view(np.uint64) > high)
         ):
             times_checked[LENGTH_ORDER] += 1

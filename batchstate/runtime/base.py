@@ -144,7 +144,8 @@ class Download:
             Violation: STAGING_REUSED, at `cheap`: the memory was given to another copy meanwhile.
         """
         if self._arrays is None:
-            self._runtime.refuse_capture(f"{self.name}: resolve")
+            if self._runtime.capturing:
+                self._runtime.refuse_capture(f"{self.name}: resolve")
             if not self.done.query():
                 self.done.wait()
             self._lent = False  # from here on the block is given back below, or is already another's
@@ -334,7 +335,7 @@ class Runtime(abc.ABC):
             Violation: STAGING_OVERRUN, at `cheap`: more steps are in flight than were declared.
         """
         self.check_owner("next_step")
-        if levels.cheap and not self.checks_suspended():
+        if levels.cheap and not (self.capturing and self.checks_suspended()):
             oldest = self._staging.oldest_step()
             if oldest is not None:
                 invariants.staging_overrun(
@@ -542,8 +543,24 @@ class Runtime(abc.ABC):
         packed = parts[0] if len(parts) == 1 else None
         if len(parts) > 1:
             packed = self.launch(torch.cat, parts, reads=parts, name=f"{name}: pack")
-        stream = self.current_stream
-        block = self._landing.take(0 if packed is None else packed.numel())
+        return self.land(packed, kinds, name, self.current_stream)
+
+    def land(
+        self,
+        packed: torch.Tensor | None,
+        kinds: Sequence[tuple[np.dtype[Any], tuple[int, ...], int]],
+        name: str,
+        stream: Stream,
+    ) -> Download:
+        """The second half of `download`: one copy of bytes uint8[nbytes]. For the library.
+
+        Args:
+            packed: the bytes, or None where there are none.
+            kinds: dtype, shape and bytes of each tensor in them.
+            name: for reports.
+            stream: the current one.
+        """
+        block = self._landing.take(0 if packed is None else packed.nbytes)
         try:
             if packed is not None:
                 self._copied_to_host(block, packed)

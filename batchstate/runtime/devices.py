@@ -46,7 +46,7 @@ class CpuRuntime(Runtime):
         return torch.from_numpy(block.bytes[:nbytes].copy())
 
     def _copied_to_host(self, block: StagingBlock, source: torch.Tensor) -> None:
-        block.bytes[: source.numel()] = source.numpy()
+        block.bytes[: source.nbytes] = source.numpy()
 
     def _read_back(self, source: torch.Tensor) -> Array:
         copy: Array = source.detach().numpy().copy()

@@ -106,7 +106,7 @@ class Staging:
     def give_up(self, block: StagingBlock) -> None:
         """Gives back a block that no copy reads or writes any more."""
         block.lending = 0
-        self._free.setdefault(len(block.bytes), []).append(block)
+        self._free.setdefault(block.bytes.size, []).append(block)
 
     def reap(self) -> None:
         """Makes every block free whose copy has run, oldest first on each stream."""
@@ -222,6 +222,13 @@ class PackedUpload:
         typed = self._typed_as(dtype)
         first = typed.storage_offset() + start // dtype.itemsize
         return typed.as_strided((num_columns, num_rows), (pitch, 1), first).unbind(0)
+
+    def row(self, index: int, member: int, dtype: np.dtype[Any], num_rows: int) -> torch.Tensor:
+        """One column of what `group` gives."""
+        start, _, (_, pitch) = self._places[index]
+        typed = self._typed_as(dtype)
+        first = typed.storage_offset() + start // dtype.itemsize + member * pitch
+        return typed.as_strided((num_rows,), (1,), first)
 
     def _typed_as(self, dtype: np.dtype[Any]) -> torch.Tensor:
         typed = self._typed.get(dtype)
