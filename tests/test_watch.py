@@ -3,8 +3,10 @@
 import copy
 import dataclasses
 import gc
+import itertools
 import logging
 import pickle
+import re
 import threading
 import weakref
 from typing import Any
@@ -12,10 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from batchstate import Violation
 from batchstate.errors import ArgumentError, BatchStateError, DeclarationError
 from batchstate.levels import checks
+from batchstate.testing import fuzz_twins
 from batchstate.violations import Code
 from batchstate.watch import Watched, watch
 
@@ -555,3 +559,97 @@ def test_a_violation_is_pickled(full: None, monkeypatch: pytest.MonkeyPatch) -> 
     with watched(), pytest.raises(Violation) as caught:
         drive()
     assert pickle.loads(pickle.dumps(caught.value)).remedy == caught.value.remedy
+
+
+# The same declaration, fuzzed
+
+
+def fuzz(watching: Watched, **calls: Any) -> Any:
+    """What the fuzzer finds with the declaration."""
+    spec = watching.spec(
+        row=st.integers(1, 7),
+        build=Engine,
+        filter=Engine.filter_batch,
+        merge=Engine.merge_batch,
+        advance=Engine.prepare_for_decode,
+        **calls,
+    )
+    return fuzz_twins(spec, examples=15, shrink=False)
+
+
+@pytest.fixture
+def declared() -> Watched:
+    """A declaration whose hooks are gone: the fuzzer alone looks."""
+    watching = watched()
+    watching.stop()
+    return watching
+
+
+def test_the_fuzzer_takes_the_declaration(declared: Watched) -> None:
+    """A clean class is clean, and a column that never differed is said to have proved nothing."""
+    result = fuzz(declared)
+    assert result.failure is None, result.failure
+    assert result.reached["batches merged"]
+    assert result.reached["a batch advanced"]
+    assert result.unproved == ("sampling.seeds",)  # None throughout
+
+
+@pytest.mark.parametrize(
+    ("bug", "code"),
+    [
+        ("one side", "ROW_COUNT"),
+        ("order", "MODEL"),
+        ("indices", "SLOT_OUT_OF_RANGE DERIVED_STALE"),
+        ("shift", "DERIVED_STALE"),
+        ("sum", "DERIVED_STALE"),
+        ("host", "MIRROR_EQUAL"),
+        ("twice", "MODEL"),
+    ],
+)
+def test_the_fuzzer_finds_what_the_watch_finds(
+    declared: Watched, monkeypatch: pytest.MonkeyPatch, bug: str, code: str
+) -> None:
+    """One declaration for both; a report of the model names column, row and both values."""
+    monkeypatch.setattr(Engine, "bug", bug)
+    result = fuzz(declared)
+    assert result.code in code.split()
+    if code == "MODEL":
+        assert re.search(
+            r"'(sampling\.temperatures|seq_lens\w*)', row \d+: expected [\d.]+, found [\d.]+", result.failure
+        )
+
+
+def test_rows_by_key_are_fuzzed() -> None:
+    """A class that puts rows where it likes, and lets single requests join, is fuzzed as it is."""
+    number = itertools.count()
+
+    def add(rows: Rows, n: int) -> None:
+        rows.add(f"request {next(number)}", list(range(n)), n / 4)
+        rows.refresh()
+
+    def build(lengths: list[int]) -> Rows:
+        rows = Rows()
+        for n in lengths:
+            add(rows, n)
+        return rows
+
+    def keep_rows(rows: Rows, keep: list[int]) -> None:
+        for name in [name for row, name in enumerate(rows.ids) if row not in keep]:
+            rows.remove(str(name))
+        rows.condense()
+        rows.refresh()
+
+    with watched_rows() as watching:
+        pass
+    spec = watching.spec(row=st.integers(1, 4), build=build, filter=keep_rows, add=add, most_rows=3)
+    result = fuzz_twins(spec, examples=10, steps=4)
+    assert result.failure is None, result.failure
+    assert result.reached["a request joined"]
+
+
+def test_a_spec_is_whole(declared: Watched) -> None:
+    """A spec without a way to join, or with columns named twice, is refused."""
+    with pytest.raises(ArgumentError, match="neither `merge` nor `add`"):
+        fuzz_twins(declared.spec(row=st.integers(1, 7), build=Engine, filter=Engine.filter_batch))
+    with pytest.raises(ArgumentError, match="beside what is declared"):
+        fuzz(declared, rows=["reqs"])

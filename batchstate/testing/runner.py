@@ -46,6 +46,8 @@ class MachineResult:
         race: the report of a race, to be kept and drawn; None for everything else.
         first_failure: examples run until the first failure, that one included; None without a failure.
         reached: coverage target -> times reached.
+        unproved: columns of a class under `fuzz_twins` that held one value in all rows of all examples: what moves them
+            may be wrong, and nothing has shown it. Draw rows in which they differ.
     """
 
     name: str
@@ -59,6 +61,7 @@ class MachineResult:
     race: RaceReport | None
     first_failure: int | None
     reached: Mapping[str, int]
+    unproved: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The figures, for JSON."""

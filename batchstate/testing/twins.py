@@ -36,13 +36,14 @@ from hypothesis.stateful import Bundle, consumes, initialize, multiple, precondi
 from hypothesis.strategies import SearchStrategy
 
 from batchstate import invariants
-from batchstate.errors import ArgumentError
+from batchstate.errors import ArgumentError, BatchStateError
 from batchstate.mirror import Contract, parse_contract
 from batchstate.testing.machine import DisagreementError, Machine
 from batchstate.testing.runner import STEPS, MachineResult, error_of, run_machine, with_replay
 from batchstate.testing.strategies import keep_lists
 from batchstate.violations import Where
-from batchstate.watch.rows import Snapshot, address_range
+from batchstate.watch.batches import WatchedSpec
+from batchstate.watch.rows import Declaration, Place, Snapshot, address_range
 
 __all__ = ["Twin", "TwinSlots", "TwinSpec", "fuzz_twins", "twin_machine"]
 
@@ -50,6 +51,9 @@ Array = npt.NDArray[Any]
 
 Row = dict[str, Any]
 """One request of a batch: attribute -> its entry. An attribute that is not there may have any value."""
+
+KEY = "<key>"
+"""Under this name a row of a class that is watched says whose it is."""
 
 B = TypeVar("B")
 R = TypeVar("R")
@@ -137,15 +141,19 @@ class TwinSpec(Generic[B, R]):
         num_rows: how many requests the batch has.
         least_rows: 0, or 1 for a class that is never empty.
         most_rows: of a batch that is built.
+        add: lets one request, drawn from `row`, join a batch; for a class that does not merge.
+        ascending: `filter` takes ascending row numbers only.
+        declared: of a class that is watched, its columns, in the place of `twins`, `rows` and `lazy`. With a key, rows
+            are known by it and may change places; columns that are None are not in use.
     """
 
     name: str
     row: SearchStrategy[R]
     build: Callable[[list[R]], B]
     filter: Callable[[B, list[int]], B | None]
-    merge: Callable[[B, B], B | None]
-    twins: Sequence[Twin]
     num_rows: Callable[[B], int]
+    merge: Callable[[B, B], B | None] | None = None
+    twins: Sequence[Twin] = ()
     advance: Callable[[B], B | None] | None = None
     rows: Sequence[str] = ()
     least_rows: int = 0
@@ -157,6 +165,9 @@ class TwinSpec(Generic[B, R]):
     copy: Callable[[B], B] | None = None
     ops: Mapping[str, tuple[Any, ...]] = attrs.field(factory=dict)
     slots: TwinSlots | None = attrs.field(default=None, converter=_slots_of)
+    add: Callable[[B, R], B | None] | None = None
+    ascending: bool = False
+    declared: Declaration | None = None
 
     def __attrs_post_init__(self) -> None:
         names = self.attribute_names
@@ -186,34 +197,61 @@ class TwinSpec(Generic[B, R]):
                 value=(self.least_rows, self.most_rows),
                 remedy="use 0 <= least_rows <= most_rows, most_rows at least 1",
             )
+        if self.merge is None and self.add is None:
+            raise ArgumentError(
+                f"{self.name}: neither `merge` nor `add`", value=None, remedy="say how requests join a batch"
+            )
+        if self.declared is not None and (self.twins or self.rows or self.lazy):
+            raise ArgumentError(
+                f"{self.name}: `twins`, `rows` or `lazy` beside what is declared",
+                value=(self.twins, self.rows, self.lazy),
+                remedy="declare the columns in `watch` alone",
+            )
         for name, op in self.ops.items():
             _check_op(self.name, name, op)
+
+    @classmethod
+    def of(cls, spec: "TwinSpec[Any, Any] | WatchedSpec") -> "TwinSpec[Any, Any]":
+        """The same as a `TwinSpec`."""
+        return spec if isinstance(spec, TwinSpec) else cls(declared=spec.declared, **spec.calls)
 
     @property
     def attribute_names(self) -> list[str]:
         """Both names of each twin, then `rows`."""
+        if self.declared is not None:
+            return list(self.declared.columns)
         return [name for twin in self.twins for name in (twin.host, twin.device)] + list(self.rows)
 
 
-def twin_machine(spec: TwinSpec[Any, Any]) -> type[Machine]:
+def twin_machine(spec: TwinSpec[Any, Any] | WatchedSpec) -> type[Machine]:
     """A state machine for the class; collect its `TestCase`, or run it with `fuzz_twins`.
 
     Args:
         spec: what the class is.
     """
+    spec = TwinSpec.of(spec)
     hooks = [hook for name, hook in _HOOKS.items() if getattr(spec, name) is not None]
     targets = (*_TwinMachine.TARGETS, *(target for _, target in hooks), *(_called(name) for name in spec.ops))
     if spec.slots is not None:
         targets = (*targets, _SLOTS_LEFT)
-    if spec.advance is None:
-        targets = tuple(target for target in targets if target != _ADVANCED)
-    names = {"spec": spec, "TARGETS": targets, "__doc__": f"Fuzzes {spec.name}."}
+    out_of_reach = {
+        _ADVANCED: spec.advance is None,
+        _MERGED: spec.merge is None,
+        _REORDERED: spec.ascending,
+    }
+    targets = tuple(target for target in targets if not out_of_reach.get(target, False))
+    names = {"spec": spec, "TARGETS": targets, "first_entries": {}, "varied": set(), "__doc__": f"Fuzzes {spec.name}."}
     names |= {name: _rule_of(name, *op) for name, op in spec.ops.items()}
     return type(f"{spec.name}Machine", tuple(machine for machine, _ in hooks) or (_TwinMachine,), names)
 
 
 def fuzz_twins(
-    spec: TwinSpec[Any, Any], *, examples: int = 100, seed: int = 0, steps: int = STEPS, shrink: bool = True
+    spec: TwinSpec[Any, Any] | WatchedSpec,
+    *,
+    examples: int = 100,
+    seed: int = 0,
+    steps: int = STEPS,
+    shrink: bool = True,
 ) -> MachineResult:
     """Fuzzes the class; arguments and errors as for `run_machine`.
 
@@ -221,10 +259,13 @@ def fuzz_twins(
         ArgumentError: a batch just built lacks an attribute that the spec names, or the attribute has no rows. Checked
             before the fuzzing begins, so that a typo is not taken for a bug of the class.
     """
+    spec = TwinSpec.of(spec)
     _check_spec(spec)
-    result = run_machine(twin_machine(spec), examples=examples, seed=seed, steps=steps, shrink=shrink)
+    machine: Any = twin_machine(spec)
+    result = run_machine(machine, examples=examples, seed=seed, steps=steps, shrink=shrink)
     replay = f"fuzz_twins(spec, examples={examples}, seed={seed}, steps={steps})  # the TwinSpec of {spec.name}"
-    return with_replay(attrs.evolve(result, name=spec.name), replay)
+    unproved = tuple(name for name in spec.attribute_names if name not in machine.varied)
+    return with_replay(attrs.evolve(result, name=spec.name, unproved=unproved), replay)
 
 
 @final
@@ -242,7 +283,7 @@ class _Tracked:
         printer.text(f"<{self.name}>")
 
 
-_ADVANCED = "a batch advanced"
+_ADVANCED, _MERGED, _REORDERED = "a batch advanced", "batches merged", "rows in another order"
 _SLOTS_LEFT = "slots of rows that left"
 
 
@@ -252,13 +293,15 @@ class _TwinMachine(Machine):
     NAME = "twins"
     TARGETS = (
         "rows left",
-        "rows in another order",
-        "batches merged",
+        _REORDERED,
+        _MERGED,
         _ADVANCED,
         "an empty batch",
     )
 
     spec: ClassVar[TwinSpec[Any, Any]]
+    first_entries: ClassVar[dict[str, Any]]
+    varied: ClassVar[set[str]]
 
     batches = Bundle("batches")
 
@@ -293,23 +336,24 @@ class _TwinMachine(Machine):
     def filter(self, tracked: _Tracked, data: st.DataObject) -> _Tracked:
         """Some requests stay, perhaps in another order."""
         n = self.spec.num_rows(tracked.batch)
-        keep = data.draw(
-            keep_lists(n).map(_as_rows).filter(lambda rows: len(rows) >= self.spec.least_rows), label="keep"
-        )
+        drawn = keep_lists(n).map(_as_rows).map(lambda rows: sorted(rows) if self.spec.ascending else rows)
+        keep = data.draw(drawn.filter(lambda rows: len(rows) >= self.spec.least_rows), label="keep")
         self.reached("rows left", len(keep) < n)
-        self.reached("rows in another order", sorted(keep) != keep)
+        if not self.spec.ascending:
+            self.reached(_REORDERED, sorted(keep) != keep)
         self.alive.remove(tracked)
         batch = _result(self.spec.filter(tracked.batch, keep), tracked)
         return self._track(batch, [tracked.rows[at] for at in keep], "filter", tracked)
 
+    @precondition(lambda self: self.spec.merge is not None)
     @rule(target=batches, first=consumes(batches), second=consumes(batches))
     def merge(self, first: _Tracked, second: _Tracked) -> _Tracked:
         """Two batches become one."""
-        if first is second:
+        if first is second or self.spec.merge is None:
             return first
         self.alive.remove(first)
         self.alive.remove(second)
-        self.reached("batches merged", len(first.rows) + len(second.rows) > 0)
+        self.reached(_MERGED, len(first.rows) + len(second.rows) > 0)
         batch = _result(self.spec.merge(first.batch, second.batch), first)
         return self._track(batch, first.rows + second.rows, "merge", first, second)
 
@@ -321,7 +365,11 @@ class _TwinMachine(Machine):
             return tracked
         self.alive.remove(tracked)
         self.reached(_ADVANCED, len(tracked.rows) > 0)
-        return self._track(_result(self.spec.advance(tracked.batch), tracked), [{}] * len(tracked.rows), "advance")
+        rows: Sequence[Row] = [{}] * len(tracked.rows)
+        if (declared := self.spec.declared) is not None:
+            added = declared.adds.get(getattr(self.spec.advance, "__name__", ""), {})
+            rows = [declared.advanced(row, added) for row in tracked.rows]
+        return self._track(_result(self.spec.advance(tracked.batch), tracked), rows, "advance")
 
     # Checks
 
@@ -337,10 +385,15 @@ class _TwinMachine(Machine):
         tracked = _Tracked(batch, f"{self.spec.name} after {operation}")
         where: Where = {"object": tracked.name, "operation": operation}
         invariants.row_count(len(rows), {"num_rows": self.spec.num_rows(batch)}, **where)
+        rows = self._in_their_order(rows, tracked)
         found = {name: one.copied() for name, one in self._check_pairs(tracked, operation).items()}
         problem = f"{operation} moved other rows than it was told to"
         self._agrees(tracked, rows, found, _dtypes_of(made_of), problem)
         tracked.rows = [{name: one.values[at] for name, one in found.items()} for at in range(len(rows))]
+        self._note_variety(found)
+        if self.spec.declared is not None:
+            for row, key in zip(tracked.rows, self.spec.declared.key_list(batch), strict=False):
+                row[KEY] = key
         tracked.dtypes = {name: one.dtype for name, one in found.items()}
         self.reached("an empty batch", not rows)
         tracked.kept = operation == "copy" and self.spec.slots is not None
@@ -387,6 +440,24 @@ class _TwinMachine(Machine):
             problem = f"{lost.size} slots have an owner in the pool, and no row of a batch has them"
             invariants.slot_conservation(0, 0, len(live) - lost.size, len(live), leaked=lost, problem=problem, **where)
 
+    def _note_variety(self, found: dict[str, Snapshot]) -> None:
+        for name, one in found.items():
+            if name not in self.varied and len(one.values):
+                first = self.first_entries.setdefault(name, one.values[0])
+                if not all(_same(first, entry) for entry in one.values):
+                    self.varied.add(name)
+
+    def _in_their_order(self, rows: Sequence[Row], tracked: _Tracked) -> Sequence[Row]:
+        """The rows in the order in which the class has them now, if it knows them by key."""
+        by_key = {row[KEY]: row for row in rows if KEY in row}
+        if not by_key or self.spec.declared is None or self.spec.declared.key is None:
+            return rows
+        keys = self.spec.declared.key_list(tracked.batch)
+        lost = [key for key in by_key if key not in keys]
+        if lost:
+            raise DisagreementError(f"{tracked.name}: requests were lost: {_listed(lost)}\n  found    {_listed(keys)}")
+        return [by_key.get(key, {}) for key in keys[: len(rows)]]
+
     def run_op(self, name: str, inputs: Sequence[_Tracked], returned: Any, modelled: Any) -> Any:
         """Notes what came out of one of `TwinSpec.ops`, by the class and by the model."""
         if not isinstance(modelled, tuple):
@@ -411,6 +482,9 @@ class _TwinMachine(Machine):
         self, tracked: _Tracked, operation: str, rows: dict[str, int] | None = None
     ) -> dict[str, Snapshot]:
         """Checks the twins of a batch, of as many rows as it says or as `rows` says; the attributes that are made."""
+        if self.spec.declared is not None:
+            self.spec.declared.check(tracked.batch, Place(self.spec.name, operation, None, _raised), full=True)
+            return self.spec.declared.snapshot(tracked.batch, self.spec.num_rows(tracked.batch)).columns
         values = {name: self._value(tracked.batch, name) for name in self.spec.attribute_names}
         found = {name: Snapshot.of(value) for name, value in values.items() if value is not None}
         wanted = dict.fromkeys(found, self.spec.num_rows(tracked.batch)) if rows is None else rows
@@ -456,6 +530,8 @@ class _TwinMachine(Machine):
         """
         for name in dict.fromkeys(name for row in rows for name in row):
             expected = {at: row[name] for at, row in enumerate(rows) if name in row}
+            if name == KEY or (self.spec.declared is not None and name not in found):
+                continue
             if name not in self.spec.attribute_names:
                 raise ArgumentError(
                     f"{tracked.name}: the model has {name!r}, which is neither in `twins` nor in `rows`",
@@ -472,7 +548,8 @@ class _TwinMachine(Machine):
             for at, entry in expected.items():
                 if not _same(entry, now.values[at]):
                     raise DisagreementError(
-                        f"{tracked.name}: {problem}: {name!r}, row {at}\n"
+                        f"{tracked.name}: {problem}: {name!r}, row {at}: expected {_shown(entry)}, "
+                        f"found {_shown(now.values[at])}\n"
                         f"  expected {_listed(expected.values())}\n"
                         f"  found    {_listed(now.values[at] for at in expected)}"
                     )
@@ -543,7 +620,24 @@ class _Copying(_TwinMachine):
         return multiple() if kept.kept else kept
 
 
+class _Adding(_TwinMachine):
+    """A class that requests join one at a time."""
+
+    batches = _TwinMachine.batches
+
+    @rule(target=batches, tracked=consumes(batches), data=st.data())
+    def add(self, tracked: _Tracked, data: st.DataObject) -> _Tracked:
+        """A request joins."""
+        if self.spec.add is None:
+            return tracked
+        self.alive.remove(tracked)
+        self.reached("a request joined", len(tracked.rows) > 0)
+        batch = _result(self.spec.add(tracked.batch, data.draw(self.spec.row, label="row")), tracked)
+        return self._track(batch, [*tracked.rows, {}], "add", tracked)
+
+
 _HOOKS = {
+    "add": (_Adding, "a request joined"),
     "pad": (_Padding, "a padded batch"),
     "idle": (_Idling, "an idle step"),
     "copy": (_Copying, "a batch copied"),
@@ -627,7 +721,15 @@ def _same(expected: Any, found: Any) -> bool:
 
 
 def _listed(entries: Any) -> list[Any]:
-    return [one.tolist() if isinstance(one, np.generic | np.ndarray) else one for one in entries]
+    return [_shown(one) for one in entries]
+
+
+def _shown(entry: Any) -> Any:
+    return entry.tolist() if isinstance(entry, np.generic | np.ndarray) else entry
+
+
+def _raised(error: BatchStateError) -> None:
+    raise error
 
 
 def _result(returned: Any, before: _Tracked) -> Any:
@@ -664,6 +766,9 @@ def _check_spec(spec: TwinSpec[Any, Any]) -> None:
     if error_of(build) is not None or not batches:
         return
     batch = batches[0]
+    if spec.declared is not None:
+        _found(spec, "what is declared", partial(spec.declared.snapshot, batch))
+        return
     _found(spec, "num_rows", lambda: spec.num_rows(batch))
     for name in spec.attribute_names:
         if name in spec.lazy:

@@ -4,8 +4,9 @@
 else is needed: no test library, no runtime of this library. `batchstate.set_checks` says how much is checked.
 """
 
-from batchstate.watch.batches import Watched, watch
+from batchstate.watch.batches import Watched, WatchedSpec, watch
 from batchstate.watch.hooks import WatchCounters
+from batchstate.watch.pools import WatchedPool, watch_copy, watch_pages, watch_slots
 from batchstate.watch.rows import Declaration, Snapshot
 
 __all__ = [
@@ -13,5 +14,10 @@ __all__ = [
     "Snapshot",
     "WatchCounters",
     "Watched",
+    "WatchedPool",
+    "WatchedSpec",
     "watch",
+    "watch_copy",
+    "watch_pages",
+    "watch_slots",
 ]

@@ -18,12 +18,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
+import attrs
+
 from batchstate import levels
 from batchstate.errors import ArgumentError, BatchStateError, DeclarationError
 from batchstate.watch.hooks import Hook, Hooked, OnViolation, hooks_of
 from batchstate.watch.rows import Declaration, Get, Name, Place, Rows
 
-__all__ = ["Watched", "watch"]
+__all__ = ["Watched", "WatchedSpec", "watch"]
 
 
 @final
@@ -43,6 +45,17 @@ class Watched(Hooked):
     def __repr__(self) -> str:
         return f"Watched({self.name}, {'active' if self._active else 'stopped'}, {self.counters.calls} calls)"
 
+    def spec(self, **calls: Any) -> "WatchedSpec":
+        """The same declaration for the fuzzer: `batchstate.testing.fuzz_twins(watched.spec(row=..., build=..., ...))`.
+
+        Args:
+            **calls: what else the fuzzer has to know, as in `batchstate.testing.TwinSpec`: `row`, `build`, `filter`,
+                and `merge` or `add`; perhaps `advance`, `ops`, `pad`, `copy`, `ascending`, `least_rows`.
+        """
+        return WatchedSpec(
+            self.declared, {"num_rows": self.declared.count, "name": self.name, "least_rows": 1, **calls}
+        )
+
     def check(self, batch: object, operation: str = "check", *, full: bool | None = None) -> None:
         """Asks everything of one object now; `full` by default as the level of checks says.
 
@@ -58,7 +71,7 @@ class Watched(Hooked):
         except BatchStateError:
             raise
         except Exception as error:  # of a name or a function in the declaration
-            self.report(_misdeclared(self.name, place.operation, error))
+            self.report(misdeclared(self.name, place.operation, error))
 
     def _around(
         self,
@@ -93,6 +106,15 @@ class Watched(Hooked):
             return result
         finally:
             self.leave(subject)
+
+
+@final
+@attrs.frozen(eq=False)
+class WatchedSpec:
+    """What is declared of a class, and the calls that a fuzzer makes. `fuzz_twins` and `twin_machine` take it."""
+
+    declared: Declaration
+    calls: Mapping[str, Any]
 
 
 def watch(
@@ -178,7 +200,8 @@ def watch(
     return watched
 
 
-def _misdeclared(name: str, operation: str, error: Exception) -> DeclarationError:
+def misdeclared(name: str, operation: str, error: Exception) -> DeclarationError:
+    """The error of a declaration whose name or function failed."""
     found = DeclarationError(
         f"watch of {name}, {operation}: {type(error).__name__}: {error}",
         value=str(error),

@@ -67,12 +67,14 @@ class Snapshot:
         return cls("object", objects)
 
     def copied(self) -> Self:
-        """The same in memory of its own; of lists, dictionaries and sets among the entries there are copies."""
+        """The same in memory of its own; of lists, dictionaries, sets and tensors among the entries too."""
         values = self.values.copy()
         if values.dtype.kind == "O":
             for row, entry in enumerate(values):
                 if isinstance(entry, _COPIED):
                     values[row] = entry.copy()
+                elif isinstance(entry, torch.Tensor | np.ndarray):
+                    values[row] = entry.tolist()
         return attrs.evolve(self, values=values)
 
 
@@ -314,6 +316,10 @@ class Declaration:
             inside = np.arange(column.values.shape[1]) < counts[:, None]
             column = attrs.evolve(column, values=np.where(inside, column.values, np.zeros_like(column.values[:1, :1])))
         return column
+
+    def advanced(self, row: Mapping[str, Any], added: Mapping[str, int]) -> dict[str, Any]:
+        """The entries of a row that are known behind a method that adds."""
+        return {name: entry + added.get(name, 0) for name, entry in row.items() if name in added}
 
     # Questions
 

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 
-from batchstate.watch import Watched, watch
+from batchstate.watch import Watched, WatchedSpec, watch
 from benchmarks.adoption.placeholders import stand_in
 
 stand_in()
@@ -185,6 +186,27 @@ def drive(seed: int, steps: int = 40, after_each: Callable[[Any], object] = id) 
         else:
             batch.prepare_for_decode()
         after_each(batch)
+
+
+ROWS = st.tuples(
+    st.integers(1, 9),
+    st.sampled_from([0.5, 1.0]),
+    st.sampled_from(TOP_KS),
+    st.booleans(),
+    st.sampled_from([None, {"3": 1.0}]),
+)
+
+
+def spec(watched: Watched) -> WatchedSpec:
+    """The same declaration for the fuzzer."""
+    return watched.spec(
+        row=ROWS,
+        build=build,
+        filter=lambda batch, keep: batch.filter_batch(keep_indices=keep),
+        merge=lambda batch, other: batch.merge_batch(other),
+        advance=ScheduleBatch.prepare_for_decode,
+        ascending=True,
+    )
 
 
 def endless(text: str) -> bool:

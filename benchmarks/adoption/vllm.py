@@ -11,8 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 
-from batchstate.watch import Watched, watch
+from batchstate.watch import Watched, WatchedSpec, watch
 from benchmarks.adoption.placeholders import stand_in
 
 stand_in()
@@ -124,6 +125,35 @@ def drive(seed: int, steps: int = 20, after_each: Callable[[Any], object] = id) 
         batch.condense()
         batch.refresh_metadata()
         after_each(batch)
+
+
+ROWS = st.tuples(
+    st.integers(1, 8),
+    st.sampled_from([0.0, 0.5, 1.0]),
+    st.sampled_from([1.0, 0.5]),
+    st.sampled_from([0, 5]),
+    st.sampled_from([0.0, 0.5]),
+)
+
+
+def keep_rows(batch: Any, keep: list[int]) -> None:
+    """Some requests leave, as `GPUModelRunner` lets them."""
+    names = batch.req_ids
+    for name in [name for row, name in enumerate(names) if row not in keep]:
+        batch.remove_request(name)
+    batch.condense()
+    batch.refresh_metadata()
+
+
+def join(batch: Any, row: Row) -> None:
+    """A request joins."""
+    add(batch, [row])
+    batch.refresh_metadata()
+
+
+def spec(watched: Watched) -> WatchedSpec:
+    """The same declaration for the fuzzer: it lets single requests join."""
+    return watched.spec(row=ROWS, build=build, filter=keep_rows, add=join)
 
 
 def endless(text: str) -> bool:

@@ -1,0 +1,275 @@
+"""Watching pools of pages and slots, and staging buffers, that others wrote."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias, final
+
+import numpy as np
+import numpy.typing as npt
+
+from batchstate import invariants, levels
+from batchstate.errors import ArgumentError, BatchStateError
+from batchstate.watch.batches import misdeclared
+from batchstate.watch.hooks import Hook, Hooked, OnViolation, hooks_of
+from batchstate.watch.rows import Name, Place, Snapshot, getter, rows_of
+
+__all__ = ["WatchedPool", "watch_copy", "watch_pages", "watch_slots"]
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+Question: TypeAlias = Callable[[Any, Place], None]
+
+
+@final
+class WatchedPool(Hooked):
+    """A pool, or what manages it, that is watched, until `stop` or the end of a `with` block.
+
+    Attributes:
+        counters: what happened so far.
+    """
+
+    def __init__(
+        self, cls: type, question: Callable[..., None], what: str, on_violation: OnViolation, every: int
+    ) -> None:
+        super().__init__(cls.__name__, on_violation, every)
+        self.cls = cls
+        self._question = question
+        self._what = what
+
+    def __repr__(self) -> str:
+        return f"WatchedPool({self._what} of {self.name}, {self.counters.calls} calls)"
+
+    def check(self, pool: object, operation: str = "check") -> None:
+        """Asks everything of one object now."""
+        self._ask(pool, Place(self.name, operation, None, self.report))
+
+    def _ask(self, pool: object, place: Place, *args: Any) -> None:
+        try:
+            self._question(pool, place, *args)
+        except BatchStateError:
+            raise
+        except Exception as error:  # of a name or a function in the declaration
+            self.report(misdeclared(self.name, place.operation, error))
+
+    def _around(
+        self, name: str, pass_on: bool, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        subject = next((one for one in (*args, *kwargs.values()) if isinstance(one, self.cls)), None)
+        if subject is None or not self.enter(subject):
+            return function(*args, **kwargs)
+        try:
+            step = self.due()
+            result = function(*args, **kwargs)
+            if step:
+                place = Place(self.name, f"after {name}", step, self.report)
+                self._ask(subject, place, *((args[1:],) if pass_on else ()))
+            return result
+        finally:
+            self.leave(subject)
+
+
+def _ints(values: Any) -> Ints:
+    if values is None:
+        return np.empty(0, np.int64)
+    if not hasattr(values, "shape"):
+        values = list(values)
+    return np.asarray(Snapshot.of(values).values).astype(np.int64).reshape(-1)
+
+
+def _install(
+    cls: type,
+    after: Collection[Hook],
+    question: Callable[..., None],
+    what: str,
+    on_violation: OnViolation,
+    every: int,
+    *,
+    pass_on: bool = False,
+) -> WatchedPool:
+    if not isinstance(cls, type):
+        raise ArgumentError(f"{what}: expected a class, got {cls!r}", value=cls, remedy="pass the class itself")
+    hooks = hooks_of(cls.__name__, cls, after, "after")
+    if not hooks:
+        raise ArgumentError(f"{what} of {cls.__name__}: no method is named", value=None, remedy="name them in `after`")
+    watched = WatchedPool(cls, question, what, on_violation, every)
+    watched.install(cls, {hook: partial(watched._around, hook[1], pass_on) for hook in hooks})
+    return watched
+
+
+def watch_pages(
+    cls: type,
+    *,
+    after: Collection[Hook],
+    holders: Callable[[Any], Iterable[Any]],
+    free: Name,
+    references: Callable[[Any], Mapping[int, int]] | None = None,
+    cached: Name | None = None,
+    num_pages: Name | int | None = None,
+    on_violation: OnViolation = "raise",
+    every: int = 1,
+) -> WatchedPool:
+    """Checks who holds which page, against the free list and the reference counts, round methods of a class.
+
+    Args:
+        cls: what has the pages: a cache, an allocator, a block manager.
+        after: methods after which they are counted.
+        holders: the pages of each holder: of each request, and of each other part that keeps pages, as a radix tree.
+        free: the pages that can be handed out.
+        references: page -> how many holders are recorded. A held page that it lacks has one. Without it, a page may
+            have any number of holders.
+        cached: pages that nobody holds and that are kept for their content.
+        num_pages: how many pages there are in all. With it, a page that is nowhere is a leak.
+        on_violation: `raise`, `log` (once for each place), or a function that gets the violation.
+        every: check each n-th call.
+
+    Raises:
+        ArgumentError: `cls` is not a class, or a method does not exist.
+        DeclarationError: a method is watched already.
+    """
+    read_free, read_cached = getter(free), None if cached is None else getter(cached)
+    size = num_pages if num_pages is None or isinstance(num_pages, int) else getter(num_pages)
+
+    def question(pool: Any, place: Place) -> None:
+        lists = [_ints(pages) for pages in holders(pool)]
+        used = np.concatenate(lists) if lists else np.empty(0, np.int64)
+        freed = _ints(read_free(pool))
+        kept = _ints(read_cached(pool)) if read_cached is not None else np.empty(0, np.int64)
+        pages, where = np.unique(np.concatenate([used, freed, kept]), return_inverse=True)
+        at_used, at_free, at_kept = np.split(where.reshape(-1), [len(used), len(used) + len(freed)])
+        holding = np.bincount(at_used, minlength=len(pages))
+        listed = np.bincount(at_free, minlength=len(pages))
+        recorded = holding.copy()
+        if references is not None:
+            counts = references(pool)
+            expected = np.array([counts.get(page, 1) for page in pages.tolist()], dtype=np.int64)
+            recorded = np.where(holding > 0, expected, 0)
+        recorded[listed > 0] = -1
+        recorded[at_kept] = 0
+        place.ask(
+            invariants.page_owner,
+            holding - listed,
+            recorded,
+            pages=pages,
+            column="pages",
+            remedy=f"look at what `{place.object}.{place.operation.rpartition(' ')[2]}` frees, shares or takes: a page "
+            "goes to the free list when its last holder has let go, once",
+        )
+        if size is not None:
+            total = size if isinstance(size, int) else int(size(pool))
+            place.ask(
+                invariants.slot_conservation,
+                int((listed > 0).sum()),
+                len(np.unique(kept)),
+                int(((holding > 0) & (listed == 0)).sum()),
+                total,
+                problem=f"of {total} pages {total - len(pages)} are nowhere: not free, not cached, held by nobody",
+                column="pages",
+                remedy="an exit of a request (finish, abort, retraction, error) did not give its pages back",
+            )
+
+    return _install(cls, after, question, "watch_pages", on_violation, every)
+
+
+def watch_slots(
+    cls: type,
+    *,
+    after: Collection[Hook],
+    live: Name,
+    free: Name,
+    size: Name | int | None = None,
+    zero: bool = False,
+    on_violation: OnViolation = "raise",
+    every: int = 1,
+) -> WatchedPool:
+    """Checks that each slot is free or has one request, round methods of a class.
+
+    Args:
+        cls: what has the slots, or what knows the requests.
+        after: methods after which they are counted.
+        live: the slots of all requests.
+        free: the slots that can be handed out.
+        size: how many there are in all. With it, a slot that is nowhere is a leak.
+        zero: whether slot 0 may have a request; in most engines it is padding.
+        on_violation: `raise`, `log` (once for each place), or a function that gets the violation.
+        every: check each n-th call.
+
+    Raises:
+        ArgumentError: `cls` is not a class, or a method does not exist.
+        DeclarationError: a method is watched already.
+    """
+    read_live, read_free = getter(live), getter(free)
+    read_size = size if size is None or isinstance(size, int) else getter(size)
+
+    def question(pool: Any, place: Place) -> None:
+        used, freed = _ints(read_live(pool)), _ints(read_free(pool))
+        method = f"`{place.object}.{place.operation.rpartition(' ')[2]}`"
+        if not zero:
+            place.ask(
+                invariants.slot_zero_allocated,
+                np.concatenate([used, freed]),
+                column="slots",
+                remedy="slot 0 is padding: padded rows write it; say `zero=True` if it is not so here",
+            )
+        place.ask(
+            invariants.slot_shared, used + 1, column="slots", remedy=f"two requests write one row: look in {method}"
+        )
+        place.ask(
+            invariants.slot_double_free,
+            freed,
+            ~np.isin(freed, used),
+            column="slots",
+            remedy=f"a slot in the free list still has a request, or stands there twice: look in {method}",
+        )
+        if read_size is not None:
+            total = read_size if isinstance(read_size, int) else int(read_size(pool))
+            place.ask(
+                invariants.slot_conservation,
+                len(freed),
+                0,
+                len(used),
+                total,
+                column="slots",
+                remedy="an exit of a request (finish, abort, retraction, error) did not give its slot back",
+            )
+
+    return _install(cls, after, question, "watch_slots", on_violation, every)
+
+
+def watch_copy(
+    cls: type,
+    method: str,
+    *,
+    host: Name,
+    device: Name,
+    on_violation: OnViolation = "raise",
+    every: int = 1,
+) -> WatchedPool:
+    """Checks at `full` that a staging buffer's copy to the device brought what the host side holds.
+
+    Args:
+        cls: the buffer.
+        method: copies; its first argument, if it is a number, says how many rows.
+        host: the side that is copied.
+        device: where it goes.
+        on_violation: `raise`, `log` (once for each place), or a function that gets the violation.
+        every: check each n-th call.
+
+    Raises:
+        ArgumentError: `cls` is not a class, or the method does not exist.
+        DeclarationError: the method is watched already.
+    """
+    read_host, read_device = getter(host), getter(device)
+
+    def question(buffer: Any, place: Place, args: Sequence[Any] = ()) -> None:
+        if not levels.full:
+            return
+        source, target = read_host(buffer), read_device(buffer)
+        n = args[0] if args and isinstance(args[0], int) else rows_of(source)
+        place.ask(
+            invariants.mirror_equal,
+            Snapshot.of(source, n).values,
+            Snapshot.of(target, n).values,
+            column=f"{host} / {device}",
+            remedy="the host side was written while its copy was under way, or fewer rows were copied than are used",
+        )
+
+    return _install(cls, [method], question, "watch_copy", on_violation, every, pass_on=True)
