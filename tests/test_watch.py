@@ -20,6 +20,7 @@ from batchstate import Violation
 from batchstate.errors import ArgumentError, BatchStateError, DeclarationError
 from batchstate.levels import checks
 from batchstate.testing import fuzz_twins
+from batchstate.testing.devices import open_device, window_of
 from batchstate.violations import Code
 from batchstate.watch import Watched, watch
 
@@ -173,8 +174,8 @@ def test_cheap_reads_no_device_values(monkeypatch: pytest.MonkeyPatch) -> None:
     with checks("cheap"), watched() as watching:
         for _ in range(4):
             watching.check(batch)
-    with checks("full"), watched() as watching, pytest.raises(AssertionError, match="device tensor"):
-        watching.declared._check_pair(watching.declared.pairs[0], batch, 2, None)  # type: ignore[arg-type]
+    with checks("full"), watched() as watching, pytest.raises(DeclarationError, match="of a device tensor"):
+        watching.check(batch)
 
 
 def test_cheap_asks_derived_values_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,6 +468,69 @@ def test_objects_are_copied_pickled_and_die() -> None:
     assert pickle.loads(data).greedy is False
 
 
+# In production: a step later, without a wait
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim:lazy", "sim:random", "sim:pct"])
+def test_a_write_on_the_device_is_named_without_a_wait(device: str) -> None:
+    """A kernel writes one row: named by column, row and step within `every` steps, 0 syncs, one launch and one copy."""
+    found: list[BatchStateError] = []
+    with window_of(open_device(device, seed=3)) as rt:
+        batch = Engine([3, 4, 5])
+        for name in ("seq_lens", "orig_seq_lens"):
+            setattr(batch, name, rt.upload([getattr(batch, name).numpy()]).view(0).clone())
+        options: dict[str, Any] = {"lag": 1, "every": 4, "runtime": rt, "on_violation": found.append}
+        with watched(moves=[], adds={}, **options) as watching:
+            before = rt.counters.snapshot()
+            for step in range(40):
+                batch.prepare_for_decode()
+                if step == 17:
+                    batch.seq_lens[1] += 5
+            spent = rt.counters - before
+            watching.flush()
+        counters = watching.counters
+        rt.synchronize()
+    assert spent.forced_syncs == spent.fence_waits == spent.check_reads == 0
+    assert spent.device_operations == spent.device_to_host_copies == counters.samples
+    assert counters.samples + counters.skipped == 10  # `sim:lazy` runs nothing before somebody waits
+    assert counters.compared == counters.samples
+    first = found[0]
+    assert isinstance(first, Violation)
+    assert (first.code, first.column, first.row) == (Code.MIRROR_EQUAL, "seq_lens_cpu / seq_lens", 1)
+    assert first.step in range(18, 18 + 5)
+
+
+def test_the_audit_raises_before_a_later_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `lag=1` a call that was wrong is reported by the next one, before that one has done anything."""
+    batch = Engine([3, 4])
+    with watched(lag=1):
+        batch.prepare_for_decode()
+        batch.prepare_for_decode()
+        monkeypatch.setattr(Engine, "bug", "host")
+        batch.prepare_for_decode()
+        before = batch.seq_lens
+        with pytest.raises(Violation) as caught:
+            batch.prepare_for_decode()
+    assert batch.seq_lens is before
+    assert (caught.value.code, caught.value.operation, caught.value.step) == (
+        Code.MIRROR_EQUAL,
+        "after prepare_for_decode",
+        3,
+    )
+
+
+def test_the_audit_of_threads(full: None) -> None:
+    """Each thread has samples of its own, and compares them."""
+    with watched(lag=1) as watching:
+        threads = [threading.Thread(target=drive) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    figures = watching.counters.as_dict()
+    assert (figures["samples"], figures["compared"], figures["violations"]) == (16, 12, 0)
+
+
 # What is refused
 
 
@@ -495,6 +559,7 @@ class Odd:
         ({"when": {"top_p": "fresh"}}, "top_p in `when`, and not in `pairs` or `rows`"),
         ({"upto": {"tokens": "n"}}, "tokens in `upto`"),
         ({"adds": {"prepare_for_decode": {"sum": 1}}}, "names sum, not in"),
+        ({"lag": 0}, "expected lag=1 or more, got 0"),
         ({"every": 0}, "expected every=1 or more, got 0"),
         ({"on_violation": "print"}, "expected on_violation 'raise', 'log' or a function, got 'print'"),
     ],
@@ -597,7 +662,7 @@ def test_the_fuzzer_takes_the_declaration(declared: Watched) -> None:
 @pytest.mark.parametrize(
     ("bug", "code"),
     [
-        ("one side", "ROW_COUNT"),
+        ("one side", "ROW_COUNT MIRROR_EQUAL"),
         ("order", "MODEL"),
         ("indices", "SLOT_OUT_OF_RANGE DERIVED_STALE"),
         ("shift", "DERIVED_STALE"),

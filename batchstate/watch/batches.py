@@ -22,6 +22,8 @@ import attrs
 
 from batchstate import levels
 from batchstate.errors import ArgumentError, BatchStateError, DeclarationError
+from batchstate.runtime import Runtime
+from batchstate.watch._audit import Audit
 from batchstate.watch.hooks import Hook, Hooked, OnViolation, hooks_of
 from batchstate.watch.rows import Declaration, Get, Name, Place, Rows
 
@@ -37,13 +39,22 @@ class Watched(Hooked):
         counters: what happened so far.
     """
 
-    def __init__(self, cls: type, declared: Declaration, on_violation: OnViolation, every: int) -> None:
+    def __init__(
+        self,
+        cls: type,
+        declared: Declaration,
+        on_violation: OnViolation,
+        every: int,
+        lag: int | None,
+        runtime: Runtime | None,
+    ) -> None:
         super().__init__(cls.__name__, on_violation, every)
         self.cls = cls
         self.declared = declared
+        self._audit = None if lag is None else Audit(declared, self.counters, lag, runtime)
 
     def __repr__(self) -> str:
-        return f"Watched({self.name}, {'active' if self._active else 'stopped'}, {self.counters.calls} calls)"
+        return f"Watched({self.name}, {'active' if self.active else 'stopped'}, {self.counters.calls} calls)"
 
     def spec(self, **calls: Any) -> "WatchedSpec":
         """The same declaration for the fuzzer: `batchstate.testing.fuzz_twins(watched.spec(row=..., build=..., ...))`.
@@ -55,6 +66,11 @@ class Watched(Hooked):
         return WatchedSpec(
             self.declared, {"num_rows": self.declared.count, "name": self.name, "least_rows": 1, **calls}
         )
+
+    def flush(self) -> None:
+        """Waits for the samples of this thread that are under way, and compares them."""
+        if self._audit is not None:
+            self._audit.compare(None)
 
     def check(self, batch: object, operation: str = "check", *, full: bool | None = None) -> None:
         """Asks everything of one object now; `full` by default as the level of checks says.
@@ -82,14 +98,18 @@ class Watched(Hooked):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        step, due = self.due()
+        audit = self._audit
+        if audit is not None and audit.under_way:
+            audit.compare(step)
+        if not due:
+            return function(*args, **kwargs)
         subjects = [one for one in (*args, *kwargs.values()) if isinstance(one, self.cls)]
         subject = subjects[0] if subjects else None
         if subject is None or not self.enter(subject):
             return function(*args, **kwargs)
         try:
-            step, full, declared = self.due(), levels.full, self.declared
-            if not step:
-                return function(*args, **kwargs)
+            full, declared = levels.full and audit is None, self.declared
             if before:
                 self._check(subject, Place(self.name, f"before {name}", step, self.report), full)
             added = declared.adds.get(name)
@@ -101,6 +121,8 @@ class Watched(Hooked):
             place = Place(self.name, f"after {name}", step, self.report)
             if after:
                 self._check(out, place, full)
+                if audit is not None and declared.count(out):
+                    audit.sample(out, place, step)
             if kept and (n := declared.count(out)):
                 declared.check_kept(kept, declared.snapshot(out, n), added, place, whole=after)
             return result
@@ -136,6 +158,8 @@ def watch(
     implied: Mapping[str, Get] | None = None,
     on_violation: OnViolation = "raise",
     every: int = 1,
+    lag: int | None = None,
+    runtime: Runtime | None = None,
 ) -> Watched:
     """Checks a batch class that others wrote, round its own methods.
 
@@ -165,6 +189,10 @@ def watch(
         implied: column -> what it has to be at least: a flag may be set without need, a maximum too large.
         on_violation: `raise`, `log` (once for each place), or a function that gets the violation.
         every: check each n-th call.
+        lag: for production. Pairs are compared at every level but `off`, without a wait: the device sides are packed
+            and copied in the background, and compared so many hooked calls later, or once they have arrived. Nothing
+            else on the device is read.
+        runtime: the device, for `lag`; by default it is opened when the first sample is taken.
 
     Raises:
         ArgumentError: `cls` is not a class, a method does not exist, or the declaration contradicts itself.
@@ -194,7 +222,11 @@ def watch(
         moves=moves,
         adds=adds,
     )
-    watched = Watched(cls, declared, on_violation, every)
+    if lag is not None and (type(lag) is not int or lag < 1):
+        raise ArgumentError(
+            f"watch of {name}: expected lag=1 or more, got {lag!r}", value=lag, remedy="1 compares at the next call"
+        )
+    watched = Watched(cls, declared, on_violation, every, lag, runtime)
     hooks = [*begins, *ends, *movers]
     watched.install(cls, {hook: partial(watched._around, hook[1], hook in begins, hook in ends) for hook in hooks})
     return watched

@@ -56,6 +56,7 @@ class Hooked:
     Attributes:
         counters: what happened so far.
         name: of what is watched, for reports.
+        active: whether the hooks do anything.
     """
 
     def __init__(self, name: str, on_violation: OnViolation, every: int) -> None:
@@ -76,7 +77,7 @@ class Hooked:
         self._lock = threading.Lock()
         self._thread = threading.local()
         self._logged: set[tuple[Any, ...]] = set()
-        self._active = False
+        self.active = False
         self._undo: list[tuple[Any, str, Any, Any]] = []
 
     def __enter__(self) -> Self:
@@ -95,7 +96,7 @@ class Hooked:
     def stop(self) -> None:
         """Takes the hooks away. A method that was wrapped again since keeps a hook that does nothing."""
         with _installing:
-            self._active = False
+            self.active = False
             while self._undo:
                 owner, name, hook, before = self._undo.pop()
                 if vars(owner).get(name) is hook:
@@ -126,22 +127,13 @@ class Hooked:
                 raise ArgumentError(
                     f"watch of {self.name}: {error}", value=owner, remedy="watch a class that is written in Python"
                 ) from error
-            self._active = True
+            self.active = True
 
-    @property
-    def active(self) -> bool:
-        """Whether hooks are there and checks are not off."""
-        return self._active and levels.cheap
-
-    def due(self) -> int:
-        """Counts a call; its number if it is to be checked, else 0."""
+    def due(self) -> tuple[int, bool]:
+        """Counts a call: its number, and whether it is to be checked."""
         with self._lock:
-            counters = self.counters
-            number = counters.calls = counters.calls + 1
-            if (number - 1) % self._every:
-                return 0
-            counters.checked += 1
-            return number
+            number = self.counters.calls = self.counters.calls + 1
+        return number, (number - 1) % self._every == 0
 
     def report(self, error: BatchStateError) -> None:
         """Raises what was found, logs it, or calls what was given for it."""
@@ -160,13 +152,15 @@ class Hooked:
             self._on_violation(error)
 
     def enter(self, subject: object) -> bool:
-        """Whether this thread is not yet inside a hooked call of this object; marks it if so."""
+        """Whether this thread is not yet inside a checked call of this object; marks it if so, and counts it."""
         inside: set[int] | None = getattr(self._thread, "inside", None)
         if inside is None:
             inside = self._thread.inside = set()
         if id(subject) in inside:
             return False
         inside.add(id(subject))
+        with self._lock:
+            self.counters.checked += 1
         return True
 
     def leave(self, subject: object) -> None:
@@ -221,7 +215,7 @@ def _wrapped(hooked: Hooked, method: Any, around: Around) -> Any:
 
     @functools.wraps(function)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        if not hooked.active:
+        if not (hooked.active and levels.cheap):
             return function(*args, **kwargs)
         return around(function, args, kwargs)
 

@@ -54,14 +54,13 @@ class WatchedPool(Hooked):
         self, name: str, pass_on: bool, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         subject = next((one for one in (*args, *kwargs.values()) if isinstance(one, self.cls)), None)
-        if subject is None or not self.enter(subject):
+        step, due = self.due()
+        if subject is None or not due or not self.enter(subject):
             return function(*args, **kwargs)
         try:
-            step = self.due()
             result = function(*args, **kwargs)
-            if step:
-                place = Place(self.name, f"after {name}", step, self.report)
-                self._ask(subject, place, *((args[1:],) if pass_on else ()))
+            place = Place(self.name, f"after {name}", step, self.report)
+            self._ask(subject, place, *((args[1:],) if pass_on else ()))
             return result
         finally:
             self.leave(subject)

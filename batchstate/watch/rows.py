@@ -5,7 +5,7 @@ the key of a dictionary or the number of an entry (`sampling_info.temperatures`,
 Where a part is None, the column is not in use, and nothing is asked of it. A function of the batch does as well.
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Self, TypeAlias, final
 
@@ -323,7 +323,7 @@ class Declaration:
 
     # Questions
 
-    def check(self, batch: Any, place: Place, *, full: bool, pairs: bool = True) -> None:
+    def check(self, batch: Any, place: Place, *, full: bool) -> None:
         """Asks everything of a batch as it stands.
 
         Args:
@@ -331,7 +331,6 @@ class Declaration:
             place: for reports.
             full: read columns on the device too. Else only what the host holds, and of derived values one per call,
                 in turn.
-            pairs: whether sides are compared now, at `full`.
         """
         n = self.count(batch)
         if not n:
@@ -344,9 +343,8 @@ class Declaration:
                 self._check_implied(name, get, want, batch, place)
             for name, (get, flags) in self.indices.items():
                 self._check_indices(name, get, flags, batch, n, place)
-            if pairs:
-                for pair in self.pairs:
-                    self._check_pair(pair, batch, n, place)
+            for pair, host, device in self.sides(batch, n):
+                self._check_pair(pair, host, device, batch, n, place)
         elif self.derived or self.implied:
             turn = self._turn
             self._turn = (turn + 1) % (len(self.derived) + len(self.implied))
@@ -454,12 +452,16 @@ class Declaration:
             remedy=f"row numbers change when rows move: make {name!r} anew in {_method(place)}, or shift it on a merge",
         )
 
-    def _check_pair(self, pair: Pair, batch: Any, n: int, place: Place) -> None:
-        host, device = self.columns[pair.host](batch), self.columns[pair.device](batch)
-        if host is None or device is None or not (self.uses(pair.host, batch) and self.uses(pair.device, batch)):
-            return
-        if rows_of(host) < n or rows_of(device) < n:
-            return  # ROW_COUNT has said so
+    def sides(self, batch: Any, n: int) -> Iterator[tuple[Pair, Any, Any]]:
+        """Both sides of each pair in use. A side that is too short is left out: ROW_COUNT says so."""
+        for pair in self.pairs:
+            host, device = self.columns[pair.host](batch), self.columns[pair.device](batch)
+            if host is None or device is None or not (self.uses(pair.host, batch) and self.uses(pair.device, batch)):
+                continue
+            if rows_of(host) >= n and rows_of(device) >= n:
+                yield pair, host, device
+
+    def _check_pair(self, pair: Pair, host: Any, device: Any, batch: Any, n: int, place: Place) -> None:
         ranges = address_range(host), address_range(device)
         if ranges[0] is not None and ranges[1] is not None:
             place.ask(

@@ -1,0 +1,110 @@
+"""Comparison of two sides without a wait: the device side travels to the host by itself, and is compared a step later.
+
+The device sides are packed on the stream that the engine uses, so that what it writes next comes behind, and copied on
+a private stream behind an event of its own. One launch and one copy for a sample, whatever the number of columns.
+"""
+
+import threading
+from collections import deque
+from typing import Any, final
+
+import attrs
+import numpy as np
+import torch
+
+from batchstate.runtime import Runtime, Stream, open_runtime
+from batchstate.runtime.base import Download
+from batchstate.watch.hooks import WatchCounters
+from batchstate.watch.rows import Declaration, Pair, Place, Snapshot
+
+MOST_UNDER_WAY = 8
+"""Samples whose copies may be under way. While there are so many, no more are taken."""
+
+
+@final
+@attrs.frozen(eq=False)
+class _Sample:
+    """Host sides as they were, and the device sides of the same moment on their way."""
+
+    call: int
+    place: Place
+    hosts: list[tuple[Pair, Snapshot]]
+    kinds: list[tuple[torch.dtype, torch.Size]]
+    download: Download
+
+
+@final
+@attrs.define(eq=False)
+class _Lane:
+    """The samples of one thread: a runtime belongs to one."""
+
+    runtime: Runtime
+    stream: Stream
+    samples: deque[_Sample] = attrs.field(factory=deque)
+
+
+@final
+class Audit:
+    """Samples on their way. `under_way` says roughly how many, so that a call that has none asks nothing."""
+
+    def __init__(self, declared: Declaration, counters: WatchCounters, lag: int, runtime: Runtime | None) -> None:
+        self.under_way = 0
+        self._declared = declared
+        self._counters = counters
+        self._lag = lag
+        self._runtime = runtime
+        self._thread = threading.local()
+
+    def _lane(self, device: torch.device | None = None) -> _Lane | None:
+        lane: _Lane | None = getattr(self._thread, "lane", None)
+        if lane is None and device is not None:
+            runtime = self._runtime or open_runtime(str(device))
+            if runtime.owner.ident != threading.get_ident():
+                return None  # a runtime that was passed belongs to another thread
+            lane = self._thread.lane = _Lane(runtime, runtime.stream("watch"))
+        return lane
+
+    def sample(self, batch: Any, place: Place, call: int) -> None:
+        """Takes a sample. Never waits."""
+        hosts, parts = [], []
+        n = self._declared.count(batch)
+        for pair, host, device in self._declared.sides(batch, n):
+            if isinstance(device, torch.Tensor) and not {pair.host, pair.device} & set(self._declared.upto):
+                hosts.append((pair, Snapshot.of(host, n).copied()))
+                parts.append(device[:n].detach())
+        lane = self._lane(parts[0].device) if parts else None
+        if lane is None or lane.runtime.capturing or len(lane.samples) >= MOST_UNDER_WAY:
+            self._counters.skipped += 1
+            return
+        runtime, made_on = lane.runtime, lane.runtime.current_stream
+        flat = [part.contiguous().view(-1).view(torch.uint8) for part in parts]
+        packed = runtime.launch(torch.cat, flat, reads=flat, name="watch: pack")
+        with runtime.use(lane.stream):
+            runtime.use_on_current_stream(packed, made_on)
+            download = runtime.download([packed], name="watch")
+        kinds = [(part.dtype, part.shape) for part in parts]
+        lane.samples.append(_Sample(call, place, hosts, kinds, download))
+        self._counters.samples += 1
+        self.under_way += 1
+
+    def compare(self, call: int | None) -> None:
+        """Compares what has arrived and is old enough; with None everything, and waits for it."""
+        lane = self._lane()
+        while lane is not None and lane.samples and (call is None or not lane.runtime.capturing):
+            sample = lane.samples[0]
+            if call is not None and (call - sample.call < self._lag or not sample.download.ready()):
+                return
+            lane.samples.popleft()
+            self.under_way -= 1
+            self._counters.compared += 1
+            self._compare(sample)
+
+    def _compare(self, sample: _Sample) -> None:
+        (packed,) = sample.download.resolve()
+        start = 0
+        for (pair, host), (dtype, shape) in zip(sample.hosts, sample.kinds, strict=True):
+            nbytes = shape.numel() * dtype.itemsize
+            part = np.array(packed[start : start + nbytes])
+            start += nbytes
+            device = torch.from_numpy(part).view(dtype).view(shape)
+            self._declared.compare(pair, host, Snapshot.of(device), sample.place)
