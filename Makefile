@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo disaggregated traffic test lint format types docs pytest fuzz bench gpu wheel pins clean
+.PHONY: help setup demo disaggregated traffic test lint format types docs pytest fuzz bench gpu peers wheel pins clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -91,6 +91,15 @@ bench: $(READY)  ## measure what the operations and the checks cost
 gpu: $(READY)  ## what only a GPU can show, in eight minutes; ARGS='--json FILE' keeps every figure
 	@$(PY) -m benchmarks.gpu $(ON_DEVICE) $(ARGS)
 
+# Released engines without their dependencies, in an environment of their own. torch goes first, as above.
+PEERS := .venv-peers
+peers:  ## watch and fuzz SGLang and vLLM as released, then with a statement less; ARGS='--json FILE'
+	@test -x $(PEERS)/bin/python || { echo "set-up: $(PEERS)"; $(PYTHON) -m venv $(PEERS); }
+	@$(PEERS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
+	@$(PEERS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt '.[cli,testing,engine]' aiohttp msgspec pydantic requests
+	@$(PEERS)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps sglang==0.5.23 vllm==0.33.0
+	@$(PEERS)/bin/python -W ignore -m benchmarks.adoption $(ARGS)
+
 wheel: $(READY)  ## sdist and wheel in dist/
 	$(PY) -m build --no-isolation --outdir dist
 
@@ -98,5 +107,5 @@ pins:  ## refresh constraints.txt with the newest releases (torch keeps its vers
 	@sh .ci/refresh-pins "$(PYTHON)"
 
 clean:  ## remove everything made here, .venv too; keeps the examples that hypothesis found
-	rm -rf $(VENV) build dist docs/_build docs/reference/api .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS) build dist docs/_build docs/reference/api .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -427,6 +427,21 @@ def test_inherited_methods_are_hooked_in_the_subclass_alone() -> None:
     assert "prepare_for_decode" not in vars(Sub)
 
 
+def test_base_and_subclass_are_watched_apart() -> None:
+    """Objects of the subclass are checked by its declaration, once, in whatever order the two are watched."""
+
+    class Sub(Engine):
+        pass
+
+    for first, second in ((Engine, Sub), (Sub, Engine)):
+        with watched(first) as one, watched(second) as other:
+            Sub([2]).prepare_for_decode()
+            sub = one if first is Sub else other
+            assert (sub.counters.calls, one.counters.calls + other.counters.calls) == (1, 1)
+            Engine([2]).prepare_for_decode()
+            assert one.counters.calls == other.counters.calls == 1
+
+
 def test_a_hook_under_another_does_nothing_once_stopped() -> None:
     """Who wraps a watched method keeps what he wrapped: the hook below lets calls through."""
 

@@ -111,8 +111,14 @@ def _append(ended: list[list[int]], states: Callable[[], list[int]]) -> None:
     ended.append(states())
 
 
-def judge(engine: Any, *, seeds: int = 12) -> list[dict[str, Any]]:
-    """Deletes every statement of an engine's targets, and runs its driver without checks and under its declaration."""
+def judge(engine: Any, *, seeds: int = 12, fuzz: Callable[[], object] | None = None) -> list[dict[str, Any]]:
+    """Deletes every statement of an engine's targets, and runs its driver without checks and under its declaration.
+
+    Args:
+        engine: one of the modules beside this one.
+        seeds: histories of its driver.
+        fuzz: raises what the fuzzer finds; asked of real deletions.
+    """
 
     def states() -> list[int]:
         found: list[int] = []
@@ -140,4 +146,5 @@ def judge(engine: Any, *, seeds: int = 12) -> list[dict[str, Any]]:
             real = ended != [whole]
             rows.append({"class": owner.__name__, "method": method, "text": one.text, "real": real, "crash": crash})
             rows[-1]["watch"] = found
+            rows[-1]["fuzz"] = in_place_of(one, partial(outcome, fuzz)) if real and fuzz is not None else None
     return rows

@@ -3,6 +3,7 @@
 Stubbed are its configuration, of which its methods read flags, and the allocation of KV.
 """
 
+import copy
 import itertools
 import random
 from array import array
@@ -207,6 +208,25 @@ def spec(watched: Watched) -> WatchedSpec:
         advance=ScheduleBatch.prepare_for_decode,
         ascending=True,
     )
+
+
+COST_ROWS = 256
+
+
+def step_of(num_rows: int) -> Callable[[], None]:
+    """A step of the scheduler: some requests leave, four join, all decode. What it changes is put back by copies."""
+    base = build([(5 + row % 9, 1.0, 10, True, None) for row in range(num_rows)])
+    joining = build([(4, 1.0, 10, True, None)] * 4)
+    keep = [row for row in range(num_rows) if row % 37 != 5]
+
+    def step() -> None:
+        batch = copy.copy(base)
+        batch.sampling_info = copy.copy(base.sampling_info)
+        batch.filter_batch(keep_indices=keep)
+        batch.merge_batch(joining)
+        batch.prepare_for_decode()
+
+    return step
 
 
 def endless(text: str) -> bool:

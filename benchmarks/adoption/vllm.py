@@ -156,6 +156,23 @@ def spec(watched: Watched) -> WatchedSpec:
     return watched.spec(row=ROWS, build=build, filter=keep_rows, add=join)
 
 
+COST_ROWS = 60
+
+
+def step_of(num_rows: int) -> Callable[[], None]:
+    """A step: two requests leave, two join, rows are moved together and the device sides are copied."""
+    batch = build([(5, 0.5, 0.5, 5, 0.5)] * num_rows)
+
+    def step() -> None:
+        for name in (batch.req_ids[3], batch.req_ids[num_rows // 2]):
+            batch.remove_request(name)
+        batch.condense()
+        add(batch, [(5, 0.5, 0.5, 5, 0.5)] * 2)
+        batch.refresh_metadata()
+
+    return step
+
+
 def endless(text: str) -> bool:
     """Without it `condense` never ends."""
     return text == "last_req_index -= 1"

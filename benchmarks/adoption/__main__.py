@@ -1,0 +1,136 @@
+"""`python -m benchmarks.adoption`: the checks on released engines, watched, fuzzed, and with a statement less."""
+
+import argparse
+import contextlib
+import importlib
+import io
+import json
+import logging
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from batchstate.levels import checks
+from batchstate.runtime import open_runtime
+from batchstate.testing import fuzz_twins
+from benchmarks.adoption.deletions import judge
+from benchmarks.machine import machine
+from benchmarks.peers.installed import version_of
+
+ENGINES = ("sglang", "vllm")
+
+
+def found_of(engine: Any, *, seeds: int, examples: int, fuzz_deletions: bool) -> dict[str, Any]:
+    """What watch and fuzzer find in an engine as it is, and without a statement."""
+    with checks("full"):
+        with engine.declare() as watched:
+            for seed in range(seeds):
+                engine.drive(seed)
+        spec = engine.spec(watched)
+        fuzzed = fuzz_twins(spec, examples=examples, shrink=False)
+
+        def fuzz() -> None:
+            result = fuzz_twins(spec, examples=max(examples // 3, 1), shrink=False)
+            if result.failure is not None:
+                raise LookupError(result.code)
+
+        rows = judge(engine, seeds=seeds, fuzz=fuzz if fuzz_deletions else None)
+    real = [row for row in rows if row["real"]]
+    return {
+        "clean": {"calls": watched.counters.calls, "violations": watched.counters.violations.total()},
+        "fuzzed": {"examples": fuzzed.examples, "failure": fuzzed.failure, "unproved": list(fuzzed.unproved)},
+        "deletions": len(rows),
+        "real": len(real),
+        "found_by_watch": sum(row["watch"] is not None for row in real),
+        "found_by_fuzzer": sum(row["fuzz"] is not None for row in real) if fuzz_deletions else None,
+        "missed_by_watch": [f"{row['class']}.{row['method']}: {row['text']}" for row in real if row["watch"] is None],
+    }
+
+
+WAYS: dict[str, tuple[str, dict[str, Any]] | None] = {
+    "bare": None,
+    "off": ("off", {}),
+    "cheap": ("cheap", {}),
+    "full": ("full", {}),
+    "lag=1, every=100": ("cheap", {"lag": 1, "every": 100}),
+}
+
+
+def cost_of(engine: Any, *, num_rows: int, rounds: int) -> dict[str, Any]:
+    """A round of watched operations in each way, the ways taking turns: user CPU to the bare one, and Python calls."""
+    step = engine.step_of(num_rows)
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    calls: dict[str, int] = {}
+    watches = contextlib.ExitStack()
+    for turn in range(rounds + 1):
+        for way, options in WAYS.items():
+            with watches:
+                if options is not None:
+                    watches.enter_context(checks(options[0]))
+                    watches.enter_context(engine.declare(**options[1]))
+                if not turn:
+                    calls[way] = _python_calls(step)
+                start = time.thread_time()
+                for _ in range(20):
+                    step()
+                seconds[way].append(time.thread_time() - start)
+    ratios = {
+        way: [one / bare for one, bare in zip(taken, seconds["bare"], strict=True)] for way, taken in seconds.items()
+    }
+    return {
+        "rows": num_rows,
+        "ratio": {way: round(statistics.median(ratio), 3) for way, ratio in ratios.items()},
+        "python_calls": calls,
+        "bare_us": round(min(bare) / 20 * 1e6),
+    }
+
+
+def _python_calls(step: Any) -> int:
+    count = 0
+
+    def note(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(note)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs what is asked for; 1 if an engine as released was accused."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.adoption", description=__doc__)
+    parser.add_argument("engines", nargs="*", default=ENGINES, help="sglang, vllm (default: both)")
+    parser.add_argument("--seeds", type=int, default=12)
+    parser.add_argument("--examples", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--no-fuzz", action="store_true", help="do not fuzz the engines without a statement")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")
+    report: dict[str, Any] = {"machine": machine(open_runtime("cpu")), "engines": {}}
+    accused = 0
+    for name in options.engines:
+        engine = importlib.import_module(f"benchmarks.adoption.{name}")
+        logging.disable(logging.CRITICAL)
+        with contextlib.redirect_stderr(io.StringIO()):
+            found = found_of(engine, seeds=options.seeds, examples=options.examples, fuzz_deletions=not options.no_fuzz)
+            found["cost"] = cost_of(engine, num_rows=engine.COST_ROWS, rounds=options.rounds)
+        found["version"] = version_of(name)
+        report["engines"][name] = found
+        accused += found["clean"]["violations"] + (found["fuzzed"]["failure"] is not None)
+        print(json.dumps({name: found}, indent=1))
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    return int(accused > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
