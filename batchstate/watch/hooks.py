@@ -191,7 +191,7 @@ def _method(watched: str, owner: Any, name: str) -> Any:
     function = method.__func__ if isinstance(method, classmethod | staticmethod) else method
     if getattr(function, _WATCHER, None) is not None:
         if name not in vars(owner):  # the base is watched: of the subclass's objects, its own declaration is asked
-            whole = function.__wrapped__
+            whole: Any = vars(function)["__wrapped__"]
             return type(method)(whole) if isinstance(method, classmethod | staticmethod) else whole
         raise DeclarationError(
             f"{owner.__name__}.{name} is watched already",

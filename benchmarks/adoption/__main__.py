@@ -85,7 +85,7 @@ def cost_of(engine: Any, *, num_rows: int, rounds: int) -> dict[str, Any]:
         "rows": num_rows,
         "ratio": {way: round(statistics.median(ratio), 3) for way, ratio in ratios.items()},
         "python_calls": calls,
-        "bare_us": round(min(bare) / 20 * 1e6),
+        "bare_us": round(min(seconds["bare"]) / 20 * 1e6),
     }
 
 
