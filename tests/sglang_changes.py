@@ -137,4 +137,79 @@ CHANGES: dict[str, tuple[Point, ...]] = {
             ("test_tables.py::test_a_stale_map_to_the_window_is_not_read", "mutant map_written_per_page"),
         ),
     ),
+    "#25945: deferred inputs": (
+        Point(
+            "ids of prompts wait on the host, and cross at forward entry, on its stream",
+            "`prefill_input_ids_cpu`, `resolve_forward_inputs`",
+            (
+                "test_forward_inputs.py::test_inputs_are_made_on_the_forwards_stream",
+                "mutant lazy_ids_taken_for_a_prompt",
+            ),
+        ),
+        Point(
+            "one path for prompts, decodes and both",
+            "`mix_running_indices`",
+            ("test_forward_inputs.py::test_ids_of_any_batch", "mutant stand_in_embedded", "machine future_map"),
+        ),
+        Point(
+            "inputs are installed once",
+            "one-shot fields that are cleared when they were read",
+            ("test_forward_inputs.py::test_a_plan_is_used_once", "mutant inputs_made_twice"),
+        ),
+        Point(
+            "every other value of a token goes the way of its id, by name",
+            "`token_type_ids`, `encoder_input_ids`, `mrope_positions`",
+            (
+                "test_token_arrays.py::test_values_of_tokens_go_the_way_of_ids",
+                "test_token_arrays.py::test_values_of_tokens_at_fixed_addresses",
+                "mutant token_types_of_the_step_before",
+            ),
+        ),
+        Point(
+            "forwards that take no ids",
+            "`PPProxyTensors` of a pipeline rank above 0",
+            (
+                "test_token_arrays.py::test_a_rank_without_ids",
+                "test_token_arrays.py::test_true_lengths_without_ids",
+                "mutant later_rank_takes_no_lengths",
+            ),
+        ),
+        Point(
+            "tokens of an encoder before the prompt, in the same pages",
+            "`encoder_lens`, `encoder_out_cache_loc`",
+            (
+                "test_kv_offset.py::test_kv_lies_behind_the_encoder",
+                "test_kv_offset.py::test_true_lengths_behind_the_encoder",
+                "test_kv_offset.py::test_page_lists_begin_behind_the_encoder",
+                "mutant encoder_tokens_not_counted",
+            ),
+        ),
+        Point(
+            "a wrong slot mapping is found",
+            "`out_cache_loc`",
+            ("test_token_arrays.py::test_full_compares_the_slot_mapping_with_the_pages",),
+        ),
+        Point(
+            "requests of the host tier and others in one batch and one plan",
+            "HiSparse requests beside those of `ScheduleBatch`",
+            (
+                "test_kv_offset.py::test_requests_inside_and_outside_the_tier",
+                "test_kv_offset.py::test_drafts_inside_and_outside_the_tier",
+                "mutant tier_request_planned_as_any_other",
+            ),
+        ),
+        Point(
+            "the true lengths, where the host knows bounds",
+            "`resolve_seq_lens_cpu`, `seq_lens` of the relay",
+            ("test_forward_inputs.py::test_lengths_that_only_the_device_knows", "mutant gather_before_publish"),
+        ),
+        Point(
+            "an idle rank, and the size of a graph",
+            "`prepare_for_idle`, padding of `ForwardBatch`",
+            (
+                "test_forward_inputs.py::test_an_idle_step",
+                "test_forward_inputs.py::test_padded_rows_may_have_an_entry_everywhere",
+            ),
+        ),
+    ),
 }
