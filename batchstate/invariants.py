@@ -640,6 +640,30 @@ def row_unwritten(rows: Ints, written: Ints, current: Ints, **where: Unpack[Wher
 
 
 @invariant(
+    "full",
+    "write the map when the pages are allocated, with the upload of the step, and clear it (`table.clear`) when what "
+    "it names is given back",
+    ("sglang #27586", "sglang #25385", "sglang #25834", "sglang #35501"),
+)
+def table_link(rows: Ints, expected: Ints, actual: Ints, **where: Unpack[Where]) -> Breach | None:
+    """A map from one pool to another names where the other has the same token, and 0 where that was given back.
+
+    All integer[n]: of the locations `rows`, what the other pool says and what the map says.
+    Cost: reads the map back. Broken by a map that keeps its entries when a window moves on, and by one that names
+    places of the wrong pool: the next table of a chain is then read for another request.
+    """
+    if (row := first_row(expected != actual)) is None:
+        return None
+    return Breach(
+        f"location {rows[row]} is mapped to another place than its token has",
+        expected=expected[row] if expected[row] else "0: it was given back",
+        actual=actual[row],
+        row=row,
+        slot=int(rows[row]),
+    )
+
+
+@invariant(
     "cheap",
     "plan each forward with `state_turns`, and declare it with `launched` once: a request counts its own turns",
     ("sglang #22542", "sglang #37837", "sglang #23496"),

@@ -159,6 +159,7 @@ class Table:
         runtime: the device.
         space: the pool whose indices name its rows.
         holds: index space of its values (`slot`, `page`, `location`, ...), or None for plain numbers.
+        of: the pool that its values are of, where the table was made with it.
     """
 
     def __init__(
@@ -169,6 +170,7 @@ class Table:
         self._write_name = f"{name}: write"
         self.runtime = space.runtime
         self.holds = holds
+        self.of: IndexSpace | None = None
         self._memory = device
         invariants.table_capacity(self.capacity, space.capacity, **self._where("table"))
         self._dtype = numpy_dtype(device.dtype)
@@ -273,6 +275,11 @@ class Table:
         if self._changes is None:
             self._changes = Changes(self.capacity, f"rows of table {self.name!r}")
         return self._changes
+
+    def written_for(self, rows: Ints, generations: Ints) -> npt.NDArray[np.bool_]:
+        """For the library: which of `rows` int64[n] are written for owners of these generations, bool[n]."""
+        written: npt.NDArray[np.bool_] = self._written[rows] == generations
+        return written
 
     def written(self, handles: Handles) -> npt.NDArray[np.bool_]:
         """Which rows their owners have written, bool[n]. Raises what `write` raises for handles."""
@@ -552,6 +559,12 @@ class Table:
             array = converted(values, self._dtype, what)
         if self.holds is not None and self._dtype.kind in "iu":
             self.runtime.check_indices(array, self.holds, declared=False, **self._where("write"))
+        if self.of is not None:
+            if isinstance(values, Handles):
+                self.of.rows_of(values, what, padded=True)
+            else:
+                numbers = array.reshape(-1).astype(np.int64)
+                invariants.slot_out_of_range(numbers, self.of.capacity, **self._where("write"))
         return array
 
     # Checks

@@ -124,6 +124,15 @@ CHANGES: dict[str, tuple[Point, ...]] = {
             ),
         ),
         Point(
+            "the chain of tables by slot, location and location, inside the invariants",
+            "`req_to_token` -> `full_to_swa` -> `state_loc` of DeepSeek V4",
+            (
+                "test_pages.py::test_the_chain_of_a_window_and_its_states",
+                "mutant map_kept_where_a_window_moved_on",
+                "mutant map_of_the_wrong_pool",
+            ),
+        ),
+        Point(
             "slot 0, shared slots and liveness in the fuzz of an engine's own class",
             "`ScheduleBatch.req_pool_indices`",
             (

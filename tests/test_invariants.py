@@ -74,6 +74,7 @@ CASES: dict[Code, tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = {
     ),
     Code.PAGE_OWNER: ((ints([0, 1, 2]), ints([0, 1, 1])), (ints([0, -1]), ints([0, -1])), {"slot": 2}),
     Code.PAGE_UNWRITTEN: ((ints([4, 8]), ints([4, 7])), (ints([4, 8]), ints([4, 9])), {"row": 1, "actual": 8}),
+    Code.TABLE_LINK: ((ints([8]), ints([0]), ints([5])), (ints([8]), ints([5]), ints([5])), {"slot": 8, "actual": 5}),
     Code.PAGE_RELEASED: ((ints([4, 3]), ints([0, 4])), (ints([4, 3]), ints([4, 0])), {"row": 1, "actual": 3}),
     Code.PAGE_ZERO_FINITE: ((np.array([True, False]),), (np.array([True, True]),), {"row": 1, "slot": 0}),
     Code.PAGE_ALIGNMENT: ((ints([16, 17]), 16), (ints([16, 32]), 16), {"row": 1, "actual": 17}),

@@ -372,6 +372,63 @@ def test_shared_pages_before_a_window_stay_with_the_others(slots: SlotPool, page
     pages.expect_idle()
 
 
+def test_the_chain_of_a_window_and_its_states(rt: Runtime, slots: SlotPool, pages: PagePool, full: None) -> None:
+    """`req_to_token` -> `full_to_swa` -> `state_loc`, as DeepSeek V4 has it: a link that is broken is named."""
+    swa = PagePool(rt, slots, 12, 4, max_tokens_per_request=16, name="swa")
+    states = PagePool(rt, slots, 12, 4, max_tokens_per_request=16, name="states")
+    req_to_token = slots.table("req_to_token", (16,), holds="location")
+    full_to_swa = pages.table("full_to_swa", of=swa)
+    state_loc = swa.table("state_loc", of=states)
+    one, two = slots.take(1), slots.take(1)
+    states.extend(two, 3)  # so that numbers differ
+    swa.extend(Slots.cat([two, one]), [9, 10])
+    extension, last = pages.extend(one, 10), states.extend(one, 10).locations
+    swa.commit(one, 10)
+    pages.commit(one, 10)
+    here, there = extension.locations, swa.locations(one, 0, 10)
+    for write in (
+        extension.entry(req_to_token),
+        full_to_swa.entry(here, None, there),
+        state_loc.entry(there, None, last),
+    ):
+        write.launch()
+    row = rt.inspect(req_to_token.device_for(one))[one.np[0], :10]
+    chained = rt.inspect(state_loc.device_for(there))[rt.inspect(full_to_swa.device_for(here))[row]]
+    assert chained.tolist() == last.np.tolist()
+    pages.verify()
+    swa.verify()
+    for wrong in (here, last):  # places of another pool
+        with pytest.raises(ArgumentError):
+            full_to_swa.entry(here, None, wrong)
+    refused(Code.SLOT_OUT_OF_RANGE, lambda: full_to_swa.entry(here, None, [swa.location_capacity] * 10))
+    full_to_swa.write(here.take([3]), None, there.np[4:5])  # the place of the next token
+    broken = refused(Code.TABLE_LINK, lambda: pages.advance(one))
+    assert (broken.slot, broken.actual, broken.column) == (here.np[3], there.np[4], "full_to_swa")
+    full_to_swa.write(here.take([3]), None, there.take([3]))
+    swa.truncate(one, first=6)
+    assert refused(Code.TABLE_LINK, lambda: pages.advance(one)).actual == there.np[0]
+    full_to_swa.clear(here.take([0, 1, 2, 3]))
+    pages.advance(one)
+    states.truncate(one, first=9)
+    assert refused(Code.TABLE_LINK, lambda: swa.advance(one)).column == "state_loc"
+
+
+@pytest.mark.parametrize(
+    "options", [{"by": "page"}, {"shape": (2,)}, {"holds": "page"}, {"of": "itself"}, {"of": "others"}, {"of": 3}]
+)
+def test_maps_to_what_cannot_be_mapped_are_refused(
+    rt: Runtime, slots: SlotPool, pages: PagePool, options: dict[str, Any]
+) -> None:
+    """A map goes from locations to those of another page pool of the same slots and page size."""
+    swa = PagePool(rt, slots, 4, 4, max_tokens_per_request=16, name="swa")
+    small = PagePool(rt, slots, 4, 2, max_tokens_per_request=16, name="small")
+    strangers = PagePool(rt, SlotPool(rt, 8), 4, 4, max_tokens_per_request=16, name="strangers")
+    named = {"itself": pages, "others": strangers, None: swa, 3: small}
+    arguments = {**options, "of": named[options.get("of")]}
+    with pytest.raises(ArgumentError, match="map locations"):
+        pages.table("map", **arguments)
+
+
 @pytest.mark.parametrize("misuse", PagePoolMachine.MISUSES, ids=lambda misuse: str(misuse.name))
 def test_misuse_is_refused(slots: SlotPool, pages: PagePool, misuse: Misuse[tuple[PagePool, Slots]]) -> None:
     """What cannot be meant is refused as the table of the machine says, and changes nothing."""

@@ -312,6 +312,7 @@ class PagePool:
         self._space_of_locations = PageSpace(self._references, Locations, self.page_size)
         self._space_of_pages = PageSpace(self._references, Pages, 1)
         self._tables: list[Table] = []
+        self._maps: list[tuple[Table, PagePool]] = []
         runtime.declare_indices("page", self.num_pages + 1)
         runtime.declare_indices("location", self.location_capacity)
         self.writes = KVWrites(runtime, slots.capacity)  # for the library
@@ -444,6 +445,7 @@ class PagePool:
         *,
         by: Literal["location", "page"] = "location",
         holds: str | None = None,
+        of: "PagePool | None" = None,
         host: bool = False,
     ) -> Table:
         """A new zeroed table with one row of `shape` per location or per page, those of page 0 included.
@@ -456,15 +458,19 @@ class PagePool:
             dtype: one that numpy has too.
             by: what names its rows.
             holds: index space of the values, if they are indices.
+            of: another page pool over the same slots, where the table maps each location to that of the same token
+                there, as from all of KV memory to that of a sliding window. Locations of other pools are then refused,
+                and at `full` each row that is written is compared with where that pool has the token (TABLE_LINK).
             host: keep the same values on the host too.
 
         Raises:
-            As `SlotPool.table`. ArgumentError: another `by`.
+            As `SlotPool.table`. ArgumentError: another `by`; `of` is no page pool of these slots with as many tokens
+                per page, or the table is not by location, of one location each.
         """
         self.runtime.check_owner(f"{self.name}: table")
-        table = Table.new(self._space(by), name, shape, dtype, holds=holds, host=host)
-        self._tables.append(table)
-        return table
+        space = self._mapped_space(by, holds, tuple(shape), of)
+        table = Table.new(space, name, shape, dtype, holds="location" if of else holds, host=host)
+        return self._added(table, of)
 
     def adopt(
         self,
@@ -473,13 +479,54 @@ class PagePool:
         *,
         by: Literal["location", "page"] = "location",
         holds: str | None = None,
+        of: "PagePool | None" = None,
         host: bool = False,
     ) -> Table:
-        """A table by location or page over an engine's own tensor. Arguments and errors as for `SlotPool.adopt`."""
+        """A table by location or page over an engine's own tensor. Arguments and errors as for `SlotPool.adopt`.
+
+        `of` is as for `table`.
+        """
         self.runtime.check_owner(f"{self.name}: adopt")
-        table = Table.adopted(self._space(by), tensor, name, holds=holds, host=host)
+        space = self._mapped_space(by, holds, tuple(getattr(tensor, "shape", ()))[1:], of)
+        return self._added(Table.adopted(space, tensor, name, holds="location" if of else holds, host=host), of)
+
+    def _mapped_space(self, by: str, holds: str | None, shape: tuple[int, ...], of: "PagePool | None") -> PageSpace:
+        """What indexes a table, which may map to another pool."""
+        space = self._space(by)
+        untyped: object = of
+        if untyped is None:
+            return space
+        there = isinstance(untyped, PagePool) and untyped is not self and untyped.slots is self.slots
+        equal = isinstance(untyped, PagePool) and untyped.page_size == self.page_size
+        if not there or not equal or by != "location" or shape or holds not in (None, "location"):
+            raise ArgumentError(
+                f"{self.name}: a table by {by}, {list(shape)} each, that holds {holds or 'location'} of {of!r}",
+                value=of,
+                remedy="map locations to those of another PagePool of the same slots and the same page size",
+            )
+        return space
+
+    def _added(self, table: Table, of: "PagePool | None") -> Table:
+        table.of = None if of is None else of._space_of_locations
         self._tables.append(table)
+        if of is not None:
+            self._maps.append((table, of))
         return table
+
+    def _check_map(self, table: Table, of: "PagePool", operation: str) -> None:
+        """Each row of a map that is written for a token of a live request names where `of` has that token."""
+        lengths = np.minimum(self._table.committed, of._table.committed)
+        rows = np.flatnonzero(lengths)
+        counts = lengths[rows]
+        owners, positions = rows.repeat(counts), arange_per_row(np.zeros_like(counts), counts)
+        here, there = (pool._table.pages_at(owners, positions) for pool in (self, of))
+        at = np.flatnonzero(here)
+        size, offset = self.page_size, positions[at] % self.page_size
+        locations, expected = here[at] * size + offset, np.where(there[at] > 0, there[at] * size + offset, 0)
+        written = table.written_for(locations, self._references.generations.of(here[at]))
+        actual = self.runtime.inspect(table.memory)[locations].astype(np.int64)
+        where: Where = {**self._where(operation), "column": table.name}
+        invariants.table_link(locations[written], expected[written], actual[written], **where)
 
     def _space(self, by: str) -> PageSpace:
         for space in (self._space_of_locations, self._space_of_pages):
@@ -1099,6 +1146,9 @@ class PagePool:
     def _verify_tables(self, operation: str) -> None:
         for table in self._tables:
             table.check(operation)
+        if not self.runtime.capturing:
+            for table, of in self._maps:
+                self._check_map(table, of, operation)
 
     def expect_idle(self) -> None:
         """Checks that no slot and no lease holds a page; pending pages are not a leak.

@@ -11,7 +11,7 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from batchstate import levels
 from batchstate.errors import ArgumentError, DtypeError, PoolExhaustedError, ShapeError
-from batchstate.indices import Handles, Pages, Slots
+from batchstate.indices import Handles, Locations, Pages, Slots
 from batchstate.kv.pages import Extension, PageLease, PagePool
 from batchstate.pools import SlotPool
 from batchstate.selfcheck.machines.pools import PoolMachine
@@ -312,6 +312,8 @@ class PagePoolMachine(PoolMachine):
         "pages before a window given back",
         "truncated into what was given back refused",
         "a prefix that was given back refused",
+        "a map to another pool read",
+        "a map cleared where a window moved on",
         "exhausted while pending would suffice",
         "exhausted for good",
         "released behind step N while N+1 is in flight",
@@ -337,6 +339,9 @@ class PagePoolMachine(PoolMachine):
         self.table = self.slots.table("req_to_token", (self.most,), holds="location", host=True)
         tensor = self.rt.device_zeros((self.pages.location_capacity,), torch.int64)
         self.by_location = self.pages.adopt(tensor, "by location", by="location")
+        self.swa = PagePool(self.rt, self.slots, 5 * size, page_size, max_tokens_per_request=self.most, name="swa")
+        self.full_to_swa = self.pages.table("full_to_swa", (), torch.int32, of=self.swa)
+        self.swa_to_state = self.swa.table("swa_to_state", (), torch.int32, by="page")
         self.by_page = self.pages.table("by page", (), torch.int64, by="page", host=True)
         self.rows: dict[tuple[Table, int], tuple[int, int]] = {}  # (table, row) -> generation of the writer, value
         self.named: list[tuple[Table, Handles]] = []  # rows that were given to a request
@@ -664,6 +669,53 @@ class PagePoolMachine(PoolMachine):
                 agree(total - front, len(self.pages.locations(self.held[slot], front, total)), "tokens in the window")
         if leave:
             self._finish(slots, None)
+
+    @HAS_REQUESTS
+    @rule(data=st.data(), window=st.integers(1, 4), leave=st.booleans())
+    def map_to_window(self, data: st.DataObject, window: int, leave: bool) -> None:
+        """A chain of tables: the second pool has the same tokens, then those of a window alone; a map names them."""
+        slot = self.some(data)[0]
+        handle, holding = self.held[slot], self.model.requests[slot]
+        length = len(holding.stamps)
+        if holding.front or any(self.model.holders(page) > 1 for page in holding.pages) or not length:
+            return
+        self._commit(slot, length)
+        self.swa.release(handle)
+        places = self.swa.extend(handle, length).locations
+        here = self.pages.locations(handle, 0, length)
+        self.full_to_swa.entry(here, None, places).launch()
+        states = self.swa.pages_of(handle)
+        self.swa_to_state.write(states, None, states.np + 100)
+        with self.refused(ArgumentError):
+            self.full_to_swa.entry(here, None, here)
+        with self.refused(Code.SLOT_OUT_OF_RANGE):
+            self.full_to_swa.entry(here, None, np.full(length, self.swa.location_capacity))
+        self._check_chain(slot, 0)
+        self.reached("a map to another pool read")
+        first = max(0, length - window)
+        self.swa.truncate(handle, first=first)
+        gone = int(self.swa.first_positions(handle)[0])
+        self._clear_map(here.filter(np.arange(gone)))
+        self.reached("a map cleared where a window moved on", gone > 0)
+        self._check_chain(slot, gone)
+        if leave:
+            self._finish([slot], None)
+
+    def _clear_map(self, gone: Locations) -> None:
+        if len(gone):
+            self.full_to_swa.clear(gone)
+
+    def _check_chain(self, slot: int, first: int) -> None:
+        """Position -> location -> location in the window -> state, through the tables, ends where the pools say."""
+        handle, holding, size = self.held[slot], self.model.requests[slot], self.pages.page_size
+        if not levels.full:
+            return
+        full = np.array([self.model.location(holding, position) for position in range(len(holding.stamps))])
+        found = self.rt.inspect(self.full_to_swa.device_for(self.pages.locations(handle, 0, full.size)))[full]
+        row, at = self.swa.page_table[slot].astype(np.int64), np.arange(full.size)
+        agree_on(np.where(at < first, 0, row[at // size] * size + at % size).astype(np.int32), found, "a map")
+        states = self.rt.inspect(self.swa_to_state.device_for(self.swa.pages_of(handle)))[found[first:] // size]
+        agree_on((row[at // size] + 100)[first:].astype(np.int32), states, "states at the end of a chain")
 
     # Sharing
 
