@@ -35,6 +35,7 @@ from batchstate.indices import Handles, Slots
 from batchstate.invariants import times_checked
 from batchstate.mirror import MirroredTensor
 from batchstate.runtime import Fence, Runtime
+from batchstate.runtime.agreement import Agreement, Queried, QueriedFence
 from batchstate.violations import Code, Where
 
 Ints = npt.NDArray[np.int64]
@@ -58,14 +59,6 @@ def size_of(value: SupportsIndex, what: str, *, least: int = 0, most: int = MOST
         ArgumentError: too small or too large.
     """
     return count(value, what, least=least, most=most)
-
-
-class Queried(Protocol):
-    """What can be asked whether it is complete."""
-
-    def query(self) -> bool:
-        """Whether it is complete."""
-        ...
 
 
 @final
@@ -109,11 +102,13 @@ class Transaction:
         )
 
     def query(self, fences: Sequence[Queried]) -> list[bool]:
-        """Whether each fence is complete. Never waits.
+        """Whether each fence is complete, or, in a group of ranks, agreed to be. Never waits.
 
         A fence is code of the engine: it may raise, and may call the pool. While it does nothing is complete, so that
         no fence is queried by its own query.
         """
+        if self._runtime.agreement is not None:  # what is known here alone does not count
+            return [isinstance(fence, QueriedFence) and fence.complete for fence in fences]
         if self._querying is not None and _is_running(self._querying):  # a flag could be left set by an interrupt
             return [False] * len(fences)
         self._querying = sys._getframe()
@@ -218,28 +213,6 @@ def joined(*fences: Fence | None) -> Fence | None:
 
 @final
 @attrs.define(eq=False)
-class QueriedFence:
-    """A fence and its answer. Completion is final: once it was seen, `fence` is not queried again.
-
-    Attributes:
-        fence: the fence.
-        step: of the runtime, when the first indices were freed behind it.
-        complete: whether it has answered that it is.
-    """
-
-    fence: Fence
-    step: int
-    complete: bool = attrs.field(default=False, init=False)
-
-    def query(self) -> bool:
-        """Whether it is complete. Never waits."""
-        if not self.complete:
-            self.complete = bool(self.fence.query())
-        return self.complete
-
-
-@final
-@attrs.define(eq=False)
 class PendingQueue:
     """Groups of indices, each behind its fence. Groups leave in any order, as their fences complete.
 
@@ -256,13 +229,14 @@ class PendingQueue:
     def __repr__(self) -> str:
         return f"PendingQueue({self.count} behind {len(self._groups)} fences)"
 
-    def defer(self, fence: Fence, indices: Ints, step: int) -> None:
-        """Keeps a copy of `indices`, freed in `step`, until `fence` is complete."""
+    def defer(self, fence: Fence, indices: Ints, step: int, agreement: Agreement | None = None) -> None:
+        """Keeps a copy of `indices`, freed in `step`, until `fence` is complete, or agreed to be."""
         copy = indices.copy()
         if self._groups and self._groups[-1][0].fence is fence:  # one query for all that one step frees
             self._groups[-1][1].append(copy)
         else:
-            self._groups.append((QueriedFence(fence, step), [copy]))
+            queried = QueriedFence(fence, step) if agreement is None else agreement.watch(fence, step)
+            self._groups.append((queried, [copy]))
         self.count += copy.size
 
     def completed(self, transaction: Transaction) -> list[tuple[QueriedFence, Ints]]:
@@ -432,6 +406,8 @@ class Allocator:
         self._states[indices] = LIVE_MARK
         if levels.full or self._taken_at:
             self._note_lines(indices)
+        if self.runtime.agreement is not None:
+            self.runtime.agreement.note(indices)
         self.taken_total += n
         self.live = live = self.live + n
         if live > self.peak_live:
@@ -464,11 +440,13 @@ class Allocator:
         if not n:
             return
         self.transaction.operation = operation
+        if self.runtime.agreement is not None:
+            self.runtime.agreement.note(indices)
         if after is None:
             self._push_free(indices)
         else:
             self._states[indices] = PENDING_MARK
-            self._queue.defer(after, indices, self.runtime.step)
+            self._queue.defer(after, indices, self.runtime.step, self.runtime.agreement)
         self.live -= n
         self.freed_total += n
         if levels.cheap:

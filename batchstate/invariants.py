@@ -684,6 +684,27 @@ def state_turn(slots: Ints, newest: Ints, reads: Ints, **where: Unpack[Where]) -
     )
 
 
+@invariant(
+    "always",
+    "make the same calls on every rank, in the same order; decide by what is agreed, as `Agreement.watch` says it",
+    ("sglang #36928", "sglang #28039"),
+)
+def ranks_differ(fences: Ints, digests: Ints, **where: Unpack[Where]) -> Breach | None:
+    """The ranks of a group have freed behind as many fences, and their pools have handed out the same indices.
+
+    Cost: once per exchange, one comparison per rank. Broken by a rank that reaps what it alone has seen complete: it
+    has other free slots than the rest, and admits what they cannot.
+    """
+    if (row := first_row((fences != fences[:1]) | (digests != digests[:1]))) is None:
+        return None
+    return Breach(
+        f"rank {row} of {len(fences)} has handed out or freed other indices than rank 0",
+        expected=f"{fences[0]} fences, digest {digests[0]:08x}",
+        actual=f"{fences[row]} fences, digest {digests[row]:08x}",
+        row=row,
+    )
+
+
 # Pages and token lengths.
 
 

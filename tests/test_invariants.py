@@ -72,6 +72,11 @@ CASES: dict[Code, tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = {
         (ints([4, 0]), ints([7, 0]), ints([7, 0])),
         {"row": 1, "slot": 5, "expected": "state 8", "actual": "state 9"},
     ),
+    Code.RANKS_DIFFER: (
+        (ints([4, 4, 4]), ints([7, 7, 9])),
+        (ints([4, 4]), ints([7, 7])),
+        {"row": 2, "expected": "4 fences, digest 00000007"},
+    ),
     Code.PAGE_OWNER: ((ints([0, 1, 2]), ints([0, 1, 1])), (ints([0, -1]), ints([0, -1])), {"slot": 2}),
     Code.PAGE_UNWRITTEN: ((ints([4, 8]), ints([4, 7])), (ints([4, 8]), ints([4, 9])), {"row": 1, "actual": 8}),
     Code.TABLE_LINK: ((ints([8]), ints([0]), ints([5])), (ints([8]), ints([5]), ints([5])), {"slot": 8, "actual": 5}),

@@ -14,6 +14,7 @@ from batchstate._arrays import arange_per_row
 from batchstate.indices import Handles
 from batchstate.mirror import Contract
 from batchstate.runtime import Fence, Runtime, Stream
+from batchstate.runtime.agreement import QueriedFence
 from batchstate.violations import Where
 
 Ints = npt.NDArray[np.int64]
@@ -241,7 +242,7 @@ class PageReferences:
         self.shared = 0
         self._tickets = 0
         self._read_by = np.zeros(num_pages + 1, dtype=np.int64)  # ticket of the last fence noted for the page
-        self._readers: list[tuple[int, Fence]] = []  # by ticket, ascending; not known to be complete
+        self._readers: list[tuple[int, QueriedFence]] = []  # by ticket, ascending; not known to be complete
 
     def take(self, n: int, operation: str) -> Ints:
         """Takes `n` pages with one reference each, int64[n]. `query_fences` comes first, before anything is checked.
@@ -312,7 +313,7 @@ class PageReferences:
         # on counts as read: too careful at times, never too little.
         late = self._read_by[pages] >= self._readers[0][0]
         if late.any():
-            fences = tuple(fence for _, fence in self._readers)
+            fences = tuple(queried.fence for _, queried in self._readers)
             everything = AllFences(fences if after is None else (*fences, after))
             self.allocator.release(pages[late], everything, operation)
             pages = pages[~late]
@@ -323,9 +324,11 @@ class PageReferences:
     def _note_reader(self, pages: Ints, fence: Fence) -> None:
         if not pages.size:
             return
-        if not self._readers or self._readers[-1][1] is not fence:
+        if not self._readers or self._readers[-1][1].fence is not fence:
             self._tickets += 1
-            self._readers.append((self._tickets, fence))
+            group, step = self.runtime.agreement, self.runtime.step
+            queried = QueriedFence(fence, step) if group is None else group.watch(fence, step)
+            self._readers.append((self._tickets, queried))
         self._read_by[pages] = self._readers[-1][0]
 
     def query_fences(self) -> int:
@@ -336,7 +339,7 @@ class PageReferences:
         reaped = self.allocator.reap()
         if self._readers and not self.runtime.capturing:  # last: what is free now was read by none that is still open
             readers = tuple(self._readers)
-            answers = self.transaction.query([fence for _, fence in readers])
+            answers = self.transaction.query([queried for _, queried in readers])
             complete = {ticket for (ticket, _), answer in zip(readers, answers, strict=True) if answer}
             self._readers = [reader for reader in self._readers if reader[0] not in complete]
         return reaped

@@ -30,6 +30,7 @@ from batchstate.kv.last_location import LastLocation
 from batchstate.kv.pages import Extension, PagePool
 from batchstate.mirror import Contract, MirroredTensor
 from batchstate.runtime import Fence, Runtime, check_fence
+from batchstate.runtime.agreement import QueriedFence
 from batchstate.violations import Violation, Where
 
 __all__ = ["HiSparse", "LastLocation", "TierState"]
@@ -83,7 +84,7 @@ class HiSparse:
         self._transaction = self._requests.transaction
         self._stream = self.runtime.stream("host tier")
         self._open: LastLocation | None = None
-        self._staging: list[tuple[Slots, Fence]] = []
+        self._staging: list[tuple[Slots, QueriedFence]] = []
         self.slots.add_listener(self._requests)
         pages.add_release_check(self._requests.check_pages)
 
@@ -245,7 +246,8 @@ class HiSparse:
             self._transaction.operation = None
             raise
         own = AllFences((copied,))  # `poll_staged` knows the copy by its fence, and on a CPU all fences are one
-        self._staging.append((slots, own))
+        group, step = self.runtime.agreement, self.runtime.step
+        self._staging.append((slots, QueriedFence(own, step) if group is None else group.watch(own, step)))
         self._requests.fences.update(dict.fromkeys(rows.tolist(), own))
         self._transaction.operation = None
 
@@ -262,7 +264,7 @@ class HiSparse:
         copied = [group for group, complete in zip(staging, answers, strict=True) if complete]
         ready = 0
         for slots, fence in copied:
-            ready += self._make_ready(slots, fence)
+            ready += self._make_ready(slots, fence.fence)
         done = {id(group) for group in copied}
         self._staging = [group for group in self._staging if id(group) not in done]
         return ready

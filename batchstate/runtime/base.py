@@ -24,6 +24,7 @@ from batchstate import invariants, levels
 from batchstate.errors import ArgumentError, CaptureError, DtypeError, OwnerThreadError, ShapeError
 from batchstate.invariants import times_checked
 from batchstate.runtime._dtypes import numpy_dtype
+from batchstate.runtime.agreement import Agreement
 from batchstate.runtime.fences import Fence, Stream
 from batchstate.runtime.memory import (
     KnownMemory,
@@ -242,10 +243,28 @@ class Runtime(abc.ABC):
         self._persistent: list[weakref.ref[torch.Tensor]] = []
         self._known_memory = KnownMemory() if self.remember_memory and device.type == "cpu" else None
         self._suspension_logged = False
+        self.agreement: Agreement | None = None
 
     def __repr__(self) -> str:
         kind, device = type(self).__name__, str(self.device)
         return f"{kind}(device={device!r}, steps_in_flight={self.steps_in_flight}, step={self.step})"
+
+    def join_group(self) -> Agreement:
+        """Makes the pools of this runtime go by what all ranks of a group have seen complete; see `Agreement`.
+
+        Raises:
+            ArgumentError: it has joined one already, or a step has begun.
+        """
+        self.check_owner("join_group")
+        if self.agreement is not None or self.step:
+            raise ArgumentError(
+                f"join_group of {self!r}"
+                + (", which is in a group" if self.agreement else ", which has begun to work"),
+                value=self.step,
+                remedy="join once, when the runtime was opened: what was freed before has no number that ranks share",
+            )
+        self.agreement = Agreement()
+        return self.agreement
 
     # What a device implements
 

@@ -107,6 +107,7 @@ class Lease:
         state_row: the row granted for states; 0 for none.
         retried: whether there was another attempt after it.
         ended: a fence: true when no writer can write the memory any more. Never before the state is final.
+        delivered: a fence: true when the lease is DELIVERED.
     """
 
     request: str
@@ -121,9 +122,11 @@ class Lease:
     state_row: int = 0
     retried: bool = False
     ended: "Ended" = attrs.field(init=False, repr=False)
+    delivered: "Delivered" = attrs.field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         self.ended = Ended(self)
+        self.delivered = Delivered(self)
 
     def become(self, state: LeaseState, reason: str = "") -> bool:
         """Makes the state final; False, and nothing changes, where it is already."""
@@ -174,6 +177,18 @@ class Ended:
                 remedy="poll the receiver, pass it its messages, and `peer_ended` when a supervisor saw a writer's end",
                 in_flight=True,
             )
+
+
+@final
+@attrs.frozen(eq=False)
+class Delivered:
+    """A fence in the life of a lease: all rows are there. Never, where it fails. For ranks that admit together."""
+
+    lease: Lease
+
+    def query(self) -> bool:
+        """Whether the lease is DELIVERED."""
+        return self.lease.state is LeaseState.DELIVERED
 
 
 @final

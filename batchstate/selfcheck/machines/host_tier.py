@@ -755,7 +755,7 @@ class HostTierMachine(Machine):
         with self.on(self.apart):
             if not self._tried(lambda: self.tier.admit_staged(slots, most, after=after), "host locations"):
                 return False
-        self.copies.append((self.rt.step, self.tier._staging[-1][1]))
+        self.copies.append((self.rt.step, self.tier._staging[-1][1].fence))
         for request, n in zip(requests, most.tolist(), strict=True):
             request.state, request.max_tokens = STAGED, n
             request.ranges = self.tier._requests.ranges[request.number]

@@ -1,0 +1,130 @@
+"""`Agreement`: which fences all ranks of a group have seen complete, so that their pools come to the same answers.
+
+Ranks of one group make the same calls, and their devices finish at different times. A pool that reaps what it sees
+complete has other free slots than its peers a moment later, and so hands out others. With an agreement a fence counts
+as complete when every rank has reported it, and from the same call on everywhere::
+
+    agreement = runtime.join_group()  # before the pools are used
+    reports = all_gather(agreement.report())  # once a step: a few integers, over whatever the engine has
+    agreement.agree(reports)
+
+A fence has the number in which it was first handed to the library, the same on every rank. One that completes late, as
+that of a writer that is gone, holds back what is behind it, and nothing else.
+"""
+
+import zlib
+from collections.abc import Sequence
+from typing import Any, Protocol, final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from batchstate import invariants
+from batchstate.errors import ArgumentError
+
+
+class Queried(Protocol):
+    """What can be asked whether it is complete."""
+
+    def query(self) -> bool:
+        """Whether it is complete. Never waits."""
+        ...
+
+
+@final
+@attrs.define(eq=False)
+class QueriedFence:
+    """A fence and its answer. Completion is final: once it was seen, `fence` is not queried again.
+
+    Attributes:
+        fence: the fence.
+        step: of the runtime, when the first indices were freed behind it.
+        complete: whether it has answered that it is; with an agreement, whether all ranks have agreed that it is.
+    """
+
+    fence: Any
+    step: int
+    complete: bool = attrs.field(default=False, init=False)
+
+    def query(self) -> bool:
+        """Whether it is complete. Never waits."""
+        if not self.complete:
+            self.complete = bool(self.fence.query())
+        return self.complete
+
+
+@final
+class Agreement:
+    """One rank's part. Made by `Runtime.join_group`; belongs to the runtime's thread."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, QueriedFence] = {}
+        self._newest = 0
+        self._digest = 0
+        self._reported: list[int] = []
+
+    def __repr__(self) -> str:
+        return f"Agreement({len(self._open)} of {self._newest} fences open)"
+
+    def watch(self, fence: Queried, step: int = 0) -> QueriedFence:
+        """Gives a fence the next number. It is `complete` when every rank has reported it.
+
+        For an engine's own decisions too: `agreement.watch(lease.delivered)`, and admit when it is complete.
+
+        Raises:
+            ArgumentError: not a fence.
+        """
+        if not callable(getattr(fence, "query", None)):
+            raise ArgumentError(f"watch {fence!r}", value=fence, remedy="pass a fence, or what else has `query()`")
+        self._newest += 1
+        watched = self._open[self._newest] = QueriedFence(fence, step)
+        return watched
+
+    def note(self, indices: npt.NDArray[np.int64]) -> None:
+        """Adds what a pool has handed out or taken back to the digest that ranks compare. For the library."""
+        self._digest = zlib.crc32(indices.tobytes(), self._digest)
+
+    @property
+    def open(self) -> int:
+        """Fences that are not agreed on."""
+        return len(self._open)
+
+    def report(self) -> list[int]:
+        """What this rank tells the others: how far it is, and the numbers of the fences that are complete here.
+
+        Asks each open fence; never waits.
+        """
+        seen = [number for number, watched in tuple(self._open.items()) if watched.fence.query()]
+        self._reported = [self._newest, self._digest, *seen]
+        return list(self._reported)
+
+    def agree(self, reports: Sequence[Sequence[int]]) -> int:
+        """Counts as complete what every rank has reported; says how many fences these are.
+
+        Args:
+            reports: of all ranks of the group, this one's last included, in any order.
+
+        Raises:
+            ArgumentError: not reports, or this rank's is not among them. Nothing was counted.
+            Violation: RANKS_DIFFER: the ranks have not made the same calls, or got other indices. Nothing was counted.
+        """
+        heard = [list(one) if isinstance(one, list | tuple) else [] for one in reports]
+        if not all(len(one) >= 2 and all(type(number) is int for number in one) for one in heard):
+            raise ArgumentError(
+                f"agree on {reports!r:.200}", value=reports, remedy="pass what `report` of each returned"
+            )
+        if not self._reported or self._reported not in heard:
+            raise ArgumentError(
+                f"{self!r}: agree on reports of {len(heard)} ranks without this one's last",
+                value=len(heard),
+                remedy="exchange `report()` among all ranks, and pass all of them to each",
+            )
+        invariants.ranks_differ(
+            np.array([one[0] for one in heard]), np.array([one[1] for one in heard]), object=self, operation="agree"
+        )
+        agreed = sorted(set.intersection(*(set(one[2:]) for one in heard)))
+        self._reported = []
+        for number in agreed:
+            self._open.pop(number).complete = True
+        return len(agreed)
