@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, ClassVar, Self, SupportsIndex, TypeVar, Unpack, final
+from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsIndex, TypeVar, Unpack, final
 
 import attrs
 import numpy as np
@@ -24,7 +24,6 @@ from batchstate import invariants, levels
 from batchstate.errors import ArgumentError, CaptureError, DtypeError, OwnerThreadError, ShapeError
 from batchstate.invariants import times_checked
 from batchstate.runtime._dtypes import numpy_dtype
-from batchstate.runtime.agreement import Agreement
 from batchstate.runtime.fences import Fence, Stream
 from batchstate.runtime.memory import (
     KnownMemory,
@@ -36,6 +35,9 @@ from batchstate.runtime.memory import (
     packed_places,
 )
 from batchstate.violations import Code, Where
+
+if TYPE_CHECKING:
+    from batchstate.runtime.agreement import Agreement
 
 
 @attrs.define
@@ -249,7 +251,7 @@ class Runtime(abc.ABC):
         kind, device = type(self).__name__, str(self.device)
         return f"{kind}(device={device!r}, steps_in_flight={self.steps_in_flight}, step={self.step})"
 
-    def join_group(self) -> Agreement:
+    def join_group(self) -> "Agreement":
         """Makes the pools of this runtime go by what all ranks of a group have seen complete; see `Agreement`.
 
         Raises:
@@ -263,6 +265,8 @@ class Runtime(abc.ABC):
                 value=self.step,
                 remedy="join once, when the runtime was opened: what was freed before has no number that ranks share",
             )
+        from batchstate.runtime.agreement import Agreement  # few join one
+
         self.agreement = Agreement()
         return self.agreement
 
