@@ -88,8 +88,10 @@ class RowSet:
         handles = self.handles
         return None if handles is None else RowSet(0, (handles[0][rows], handles[1][rows]), self.pool_id)
 
-    def check_same(self, other: "RowSet", what: str, **where: Unpack[Where]) -> None:
+    def check_same(self, other: "RowSet", what: object, **where: Unpack[Where]) -> None:
         """Refuses `other`, the rows of `what`, unless row i of both belongs to one request.
+
+        `what` is a value, which is described only where it is refused, or words.
 
         Raises:
             Violation: DERIVED_STALE, at `cheap`.
@@ -102,7 +104,8 @@ class RowSet:
         differ = self._differ(other)
 
         def explain(row: int) -> tuple[str, object, object]:
-            problem = f"{what} was derived from {other!r}, and is used for {self!r}"
+            named = what if isinstance(what, str) else getattr(what, "label", repr(what))
+            problem = f"{named} was derived from {other!r}, and is used for {self!r}"
             return problem, self._named(row), other._named(row)
 
         invariants.derived_stale(differ, explain, **where)
@@ -238,7 +241,7 @@ class Origin:
             Violation: DERIVED_STALE, at `cheap`.
         """
         if self.rows is not None:
-            rows.check_same(self.rows, repr(self), **where)
+            rows.check_same(self.rows, self, **where)
 
 
 @final

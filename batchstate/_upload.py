@@ -275,7 +275,7 @@ def packed_step(
 
     def scatter() -> None:
         for i, write in enumerate(joined):
-            write.table.apply(write, upload.view(first_write + 2 * i), upload.view(first_write + 2 * i + 1))
+            write.table.launch_checked(write, upload.view(first_write + 2 * i), upload.view(first_write + 2 * i + 1))
 
     return upload, Extras(runtime, upload, places, dict(extras)), scatter
 

@@ -570,7 +570,7 @@ class Batch(metaclass=BatchType):
             theirs = one.row_set if isinstance(one, MirroredTensor) and levels.cheap else None
             ours = None if theirs is None else self.row_set.taken(index)
             if theirs is not None and ours is not None:
-                ours.check_same(theirs, repr(one), **self._where("update_device", column))
+                ours.check_same(theirs, one, **self._where("update_device", column))
         if levels.full and isinstance(values, MirroredTensor):
             values.check("update_device")
         new = device_rows(declared, values, index.size, self.runtime, what)
@@ -933,7 +933,7 @@ class Batch(metaclass=BatchType):
     def _check_same_rows(self, value: object, operation: str, column: str | None = None) -> None:
         """Refuses a value whose rows are of other requests; one that does not say is taken as it is."""
         if isinstance(value, MirroredTensor) and value.row_set is not None and levels.cheap:
-            self.row_set.check_same(value.row_set, value.label, **self._where(operation, column))
+            self.row_set.check_same(value.row_set, value, **self._where(operation, column))
 
     def _tensor_column(self, name: str, what: str) -> TensorColumn:
         known: object = name

@@ -352,7 +352,7 @@ class FutureMap:
             field, what = self._fields[name], f"{self.name}: publish of {name!r}"
             if isinstance(value, (torch.Tensor, MirroredTensor)):
                 if isinstance(value, MirroredTensor) and value.row_set is not None:
-                    slots.row_set.check_same(value.row_set, value.label, **self._entries.where("publish", name))
+                    slots.row_set.check_same(value.row_set, value, **self._entries.where("publish", name))
                 _check_device_values(value, field, num_rows, self.runtime, what)
                 device[name] = value
             else:
@@ -791,8 +791,11 @@ class PackedPublish:
 
 def _unpadded(slots: Slots) -> Slots:
     """The rows before the padding at their end."""
-    zeros = int(np.count_nonzero(slots.np == 0))
-    padded = zeros and not slots.np[len(slots) - zeros :].any()
+    rows = slots.np
+    if not rows.size or rows[-1]:
+        return slots
+    zeros = int(np.count_nonzero(rows == 0))
+    padded = not rows[len(slots) - zeros :].any()
     return slots.split([len(slots) - zeros, zeros])[0] if padded else slots
 
 

@@ -34,6 +34,7 @@ class Handles(MirroredTensor):
         self.held_at = -1
         if rest.get("generations") is None:
             rest["generations"] = np.zeros(rest["shape"][0], dtype=np.int64)
+        rest["generations"].setflags(write=False)  # once, and not for each read
         super().__init__(runtime, host, device, **rest)
 
     @classmethod
@@ -79,7 +80,9 @@ class Handles(MirroredTensor):
         """
         plain = super().from_host(runtime, values, dtype=dtype, contract=contract, name=name or cls.__name__)
         numbers = plain.np.copy()
-        own = converted(plain.generations if generations is None else generations, np.dtype(np.int64), "generations")
+        own = converted(
+            plain.generations if generations is None else generations, np.dtype(np.int64), "generations"
+        ).copy()
         if own.shape != numbers.shape or numbers.ndim != 1:
             raise ShapeError(
                 f"{list(own.shape)} generations for {list(numbers.shape)} {cls.unit}s",
@@ -92,9 +95,7 @@ class Handles(MirroredTensor):
     @property
     def generations(self) -> npt.NDArray[np.int64]:
         """The generation of each handle, int64[n], read-only."""
-        view: npt.NDArray[np.int64] = self._generations.view()  # type: ignore[union-attr]
-        view.setflags(write=False)
-        return view
+        return self._generations  # type: ignore[return-value]
 
     @property
     def pool_id(self) -> int:

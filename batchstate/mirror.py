@@ -840,7 +840,7 @@ class MirroredTensor(HostValues):
         self.check(operation)
         amount = amounts(n, len(self), what)
         if isinstance(n, MirroredTensor) and n.row_set is not None and self._row_set is not None:
-            self._row_set.check_same(n.row_set, n.label, **self._where(operation))
+            self._row_set.check_same(n.row_set, n, **self._where(operation))
         if sign < 0:
             amount = negated(amount, what)
         if self.contract is Contract.UPPER_BOUND:

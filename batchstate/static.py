@@ -203,7 +203,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
                     batch.device_side.start_from(name, gathered)
             for i, write in enumerate(joined):
                 at = skipped + first_write + 2 * i
-                write.table.apply(write, packed.view(at), packed.view(at + 1))
+                write.table.launch_checked(write, packed.view(at), packed.view(at + 1))
         finally:  # after the scatters too, which read the copy; and also where one of them failed
             self._fixed.note_write()
             self._write_count = write_count(self._fixed.memory)

@@ -590,7 +590,9 @@ class StepPlanner:
             sides = (beside[2], beside[4]) if written[0] is at else (upload.shared(base), upload.shared(base + 1))
             table.scatter(*sides, *written, owners)
         for i, write in enumerate(writes):
-            write.table.apply(write, upload.shared(first_write + 2 * i), upload.shared(first_write + 2 * i + 1))
+            write.table.launch_checked(
+                write, upload.shared(first_write + 2 * i), upload.shared(first_write + 2 * i + 1)
+            )
         if entries is not None:
             entries.launch([upload.shared(first_entry + i) for i, _ in enumerate(entries.arrays)])
         return upload, beside, Extras(runtime, upload, named, dict(extras), row_set=requests.row_set)

@@ -347,7 +347,7 @@ class Table:
         """
         rows = self.space.rows_of(handles, f"{self.name}: write")
         if isinstance(values, MirroredTensor) and handles.row_set is not None and values.row_set is not None:
-            handles.row_set.check_same(values.row_set, values.label, **self._where("write"))
+            handles.row_set.check_same(values.row_set, values, **self._where("write"))
         return self.entry_of(rows, positions, values, handles)
 
     def entry_of(
@@ -421,6 +421,10 @@ class Table:
             As `check_write`. Nothing was launched.
         """
         self.check_write(write)
+        self.launch_checked(write, index, values)
+
+    def launch_checked(self, write: TableWrite, index: torch.Tensor, values: torch.Tensor) -> None:
+        """For the library: as `apply`, for a write that this operation has checked by `check_write`."""
         if write.index.size:
             owners = [(one.np, one.generations) for one in write.owners]
             self.scatter(index, values, write.index, write.values, owners)

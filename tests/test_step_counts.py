@@ -1,13 +1,18 @@
 """A whole decode step, counted: no copy, launch, allocation or call of torch for a column, and none more with time."""
 
 import gc
+import sys
 import tracemalloc
+from collections import Counter
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from batchstate import Runtime, checks
+from batchstate import Batch, ForwardPlan, FutureMap, PagePool, Runtime, SlotPool, checks, mirrored, slot_column
+from batchstate.future_map import relay_field
 from benchmarks.counts import COLUMNS, LIMITS, TorchOperations, counted_steps
 from benchmarks.whole_steps import EngineState
 
@@ -16,6 +21,16 @@ SMALL = 32
 LIFE = 4
 """Steps that a request lives in a batch of that size, of which eight leave in each step."""
 MANY = 100 * LIFE
+
+
+class Decode(Batch):
+    """What a decode step has at the least."""
+
+    slots = slot_column()
+    seq_lens = mirrored(torch.int64)
+    bound = mirrored(torch.int64)
+
+
 SMALLEST = 90
 """Bytes, and less than the smallest array takes. numpy fills lists of freed memory meanwhile, with half of that."""
 
@@ -102,6 +117,57 @@ def test_arrays_that_are_kept_are_noticed(rt: Runtime) -> None:
         gc.enable()
     assert after - before > MANY * SMALLEST
     assert cycles == MANY
+
+
+def calls_of_a_step_of_parts(rt: Runtime, rows: int) -> Counter[str]:
+    """Python functions of the library that a steady decode step calls, composed of its parts; how often each."""
+    pool = SlotPool(rt, rows)
+    table = pool.table("req_to_token", (64,), torch.int32, holds="location")
+    pages = PagePool(rt, pool, 4 * rows, 16, max_tokens_per_request=64, req_to_token=table)
+    relay = FutureMap(pool, {"last_token": relay_field(torch.int64, read_by="both")})
+    slots, lens = pool.take(rows), np.full(rows, 17)
+    pages.extend(slots, lens)
+    relay.publish(slots, last_token=np.ones(rows, np.int64))
+    batch = Decode.build(rt, slots=slots, seq_lens=lens, bound=lens)
+
+    def step() -> None:
+        nonlocal batch
+        rt.next_step()
+        batch = batch.next_batch(advance="seq_lens")
+        grown = pages.advance(batch.slots, 1)
+        plan = ForwardPlan.of(batch.slots, batch.seq_lens, pages=pages)
+        uploaded = batch.upload(writes=[grown.entry()], extras=plan.extras)
+        inputs = relay.resolve_forward_inputs(plan, uploaded, ids="last_token")
+        relay.publish(plan.sampled_slots, last_token=inputs.input_ids + 1)
+        relay.prefetch(plan.sampled_slots, "last_token")["last_token"].np.sum()
+
+    for _ in range(8):
+        step()
+    calls: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and "/batchstate/" in frame.f_code.co_filename:
+            calls[frame.f_code.co_qualname] += 1
+
+    sys.setprofile(note)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_parts_of_a_step_ask_each_question_once(rt: Runtime) -> None:
+    """A table write is checked once, nothing is described, padding is sought once, and rows add no call."""
+    with checks("cheap"):
+        small, large = (calls_of_a_step_of_parts(rt, rows) for rows in (16, 256))
+    assert small == large
+    assert small["Table.check_write"] == small["Table.launch_checked"] == 1
+    assert [name for name in small if name.endswith((".label", ".__repr__"))] == []
+    assert small["Generations.check_held"] == 1, (
+        "the same handles are asked for liveness again, and nothing has changed"
+    )
+    assert sum(small.values()) <= 610
 
 
 def _memory(state: Any, steps: int) -> tuple[int, int, int]:

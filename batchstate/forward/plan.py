@@ -255,14 +255,15 @@ class ForwardPlan:
         named = checked_arrays(token_arrays, _WHAT)
         if pages is not None and not isinstance(pages, PagePool):
             raise ArgumentError(f"{_WHAT}: pages are {type(pages).__name__}", value=pages, remedy="pass a PagePool")
-        num_rows, used = len(slots), np.flatnonzero(slots.np)
+        numbers_of_slots = slots.np
+        num_rows, used = len(slots), np.flatnonzero(numbers_of_slots)
         num_reqs = int(used[-1]) + 1 if used.size else 0  # behind them lie padded rows
         where: Where = {"object": _WHAT, "operation": "plan", "step": slots.runtime.step}
-        invariants.slot_zero_allocated(slots.np[:num_reqs], **where)
+        invariants.slot_zero_allocated(numbers_of_slots[:num_reqs], **where)
         row_set = slots.row_set
         for numbers in (seq_lens, query_lens):
             if isinstance(numbers, MirroredTensor) and numbers.row_set is not None:
-                row_set.check_same(numbers.row_set, numbers.label, **where)
+                row_set.check_same(numbers.row_set, numbers, **where)
         lens, bounds = _lengths(seq_lens, num_reqs, num_rows)
         queries = _per_request(query_lens, num_reqs, num_rows, f"{_WHAT}: query_lens")
         _check_queries(queries, lens)
@@ -275,11 +276,11 @@ class ForwardPlan:
         check_range(0, padded_tokens, _INT32, what)
         int32 = frozenset(int32)
         id_dtype = torch.int32 if _IDS in int32 else torch.int64
-        ids = TokenArray(prompt_ids, id_dtype, fill=_STAND_IN, non_negative=True)
-        known = ids.known(queries, num_rows, f"{_WHAT}: prompt_ids")
+        ids = None if prompt_ids is None else TokenArray(prompt_ids, id_dtype, fill=_STAND_IN, non_negative=True)
+        known = [] if ids is None else ids.known(queries, num_rows, f"{_WHAT}: prompt_ids")
         values = {name: one.known(queries, num_rows, f"{_WHAT}: {name}") for name, one in named.items()}
         fed = queries > 0
-        if prompt_ids is not None:
+        if ids is not None:
             fed &= np.fromiter((one is None for one in known), np.bool_, num_reqs)
         if not has_ids and bounds is None:
             fed[:] = False
@@ -329,7 +330,7 @@ class ForwardPlan:
         )
         if pages is not None:
             plan._check_lengths(pages)
-        if has_ids and any(one is not None and len(one) for one in known):
+        if has_ids and ids is not None and any(one is not None and len(one) for one in known):
             laid = ids.laid_out(known, starts, padded_tokens)
             laid[num_tokens:] = laid[plan.relay_tokens()] = 0
             ids.check(laid, {**where, "column": _IDS})
