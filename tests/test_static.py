@@ -448,7 +448,7 @@ def test_a_failed_scatter_leaves_the_buffers_with_the_new_batch(rt: Runtime, mon
     def fail(*args: object) -> None:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(table, "apply", fail)
+    monkeypatch.setattr(table, "launch_checked", fail)
     with pytest.raises(RuntimeError, match="no memory"):
         three.filter([1]).to_static(buffers, writes=[table.entry(slots, [0] * 3, [1, 2, 3])])
     assert (buffers.num_reqs, held(buffers)["seq_lens"]) == (1, [2, 0, 0, 0])
