@@ -451,6 +451,64 @@ def empty_that_is_not_filled(racy: bool) -> Any:
     return scratch + 1
 
 
+class CpuGpuBuffer:
+    """One value for host and device, as vLLM has it: pinned memory, its numpy array, and memory of the device."""
+
+    def __init__(self, size: int) -> None:
+        self.cpu = torch.zeros(size, dtype=torch.int32, pin_memory=True)
+        self.gpu = torch.zeros_like(self.cpu, device="cuda")
+        self.np = self.cpu.numpy()
+
+    def copy_to_gpu(self, n: int) -> torch.Tensor:
+        """Its first rows, on the device."""
+        return self.gpu[:n].copy_(self.cpu[:n], non_blocking=True)
+
+
+@idiom(RaceKind.STAGING_REFILLED)
+def buffers_of_host_and_device(racy: bool) -> Any:
+    """The next step prepares its inputs in the pinned side while the last copy may not have run."""
+    lengths, copied, seen = CpuGpuBuffer(8), Event(), []
+    for step in range(3):
+        if not racy:
+            copied.synchronize()
+        lengths.np[:4] = step
+        seen.append(lengths.copy_to_gpu(4) + 1)
+        copied.record()
+    torch.cuda.synchronize()
+    return seen
+
+
+@idiom(RaceKind.HOST_READS_EARLY)
+def output_copied_by_a_stream_of_its_own(racy: bool) -> Any:
+    """Sampled tokens go to the host on a copy stream, a step later they are taken out."""
+    copies = Stream()
+    sampled = torch.arange(4, device="cuda")
+    copies.wait_stream(current_stream())
+    with torch.cuda.stream(copies):
+        on_host = sampled.to("cpu", non_blocking=True)
+        sampled.record_stream(copies)
+        ready = Event()
+        ready.record()
+    if not racy:
+        ready.synchronize()
+    return on_host.tolist()
+
+
+@idiom(RaceKind.READ_AFTER_WRITE)
+def future_tokens_of_an_overlapped_scheduler(racy: bool) -> Any:
+    """The next batch takes tokens that are still being computed from a map on the device, by negative ids."""
+    schedule, forward = Stream(), Stream()
+    future = torch.zeros(8, dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(forward):
+        future[1:3] = torch.argmax(torch.eye(2, device="cuda"), dim=-1)
+    if not racy:
+        schedule.wait_stream(forward)
+    with torch.cuda.stream(schedule):
+        ids = torch.tensor([5, -1, -2]).pin_memory().to("cuda", non_blocking=True)
+        return torch.where(ids < 0, future[torch.clamp(-ids, min=0)], ids)
+
+
 @idiom(None)
 def a_safe_module_moved_and_run(racy: bool) -> Any:
     """Whatever runs on one stream alone is in order: a module, its buffers, a copy of it, and printing."""

@@ -337,6 +337,13 @@ def test_rows_of_the_table_of_what_is_not_covered() -> None:
             current_stream().wait_stream(branch)
         graph.replay()
         assert doubled.tolist() == [2, 2]
+        assert torch.compile(lambda x: x + 1)(numbers).is_cuda  # runs as it is written
+        with pytest.raises(NotImplementedError, match=r"torch.sparse_coo"):
+            numbers.to_sparse()
+        torch.save(doubled, "/dev/null")
+        torch._foreach_copy_([doubled], [torch.ones(2)])
+        assert doubled.tolist() == [1, 1]
+        assert "CUDA" in torch.cuda.memory_summary()
         for name in ("share_memory_", "new"):
             with pytest.raises(ArgumentError, match=f"Tensor.{name}"):
                 getattr(numbers, name)()

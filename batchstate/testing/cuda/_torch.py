@@ -86,7 +86,11 @@ def replaced(rt: "CudaRuntime", stands_for: Mapping[str, Callable[..., Any]]) ->
         ):
             for name, value in attributes.items():
                 _replace(stack, owner, name, value)
-        if _DYNAMO not in sys.modules:
+        if _DYNAMO in sys.modules:
+            stack.enter_context(
+                torch.compiler.set_stance("force_eager")
+            )  # what was compiled before runs as it is written
+        else:
             stack.callback(_forget_stream)
         torch.get_device_module.cache_clear()
         stack.callback(torch.get_device_module.cache_clear)
@@ -231,7 +235,7 @@ def _of_cuda(rt: "CudaRuntime") -> Attributes:
         "_initialized": True,
         "_cached_device_count": None,
         "_exchange_device": _exchange_device,
-        "_maybe_exchange_device": _exchange_device,
+        "_maybe_exchange_device": lambda index: _exchange_device(index),  # dynamo tells the two apart
         "_get_device_properties": lambda index: properties,
         "_cudart": SimpleNamespace(
             cudaMemGetInfo=rt.memory_info, cudaProfilerStart=lambda: 0, cudaProfilerStop=lambda: 0
@@ -299,6 +303,7 @@ def _of_torch() -> Attributes:
     return {
         "tensor": lambda data, *args, **kwargs: placed(tensor, data, args, kwargs, copies=True),
         "as_tensor": lambda data, *args, **kwargs: placed(as_tensor, data, args, kwargs, copies=False),
+        "compile": _eager,
         "asarray": lambda obj, *args, **kwargs: placed(asarray, obj, args, kwargs, copies=False),
         "Generator": Meta("Generator", (), {"__module__": "torch"}),
         "Stream": generic(torch.cuda.Stream, make_stream),
@@ -309,6 +314,11 @@ def _of_torch() -> Attributes:
 def device_of(device: Any) -> torch.device:
     """What a `device=` argument says; a number is one of CUDA."""
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
+def _eager(model: Any = None, **_: Any) -> Any:
+    """What `torch.compile` returns: the code itself. What a compiler makes of it for a GPU does not run here."""
+    return _eager if model is None else model
 
 
 def _autocast(init: Callable[..., None]) -> Callable[..., None]:
@@ -408,7 +418,7 @@ def _of_tensors(rt: "CudaRuntime") -> Attributes:
         return torch.tensor(data, **given)
 
     def set_item(self: torch.Tensor, key: Any, value: Any) -> None:
-        if isinstance(value, int | float | complex) and on_device(self):
+        if not isinstance(value, torch.Tensor) and on_device(self):
             with tracer.filling():
                 _base.__setitem__(self, key, value)
         else:

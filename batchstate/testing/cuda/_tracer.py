@@ -148,13 +148,18 @@ class CudaTracer(RaceTracer):
         if operation.name == "_foreach_copy_" and of_device:
             for target, source in zip(args[0], args[1], strict=True):
                 target.copy_(source, *args[2:], **kwargs)
-            return args[0]
+            return None
         if not to_device:
             if of_device and place is None:
                 self._refuse_host_operands(operation, args, tensors)
             return self._on_host(call)
         self._refuse_host_operands(operation, args, tensors if of_device else [])
-        return self._on_device(call)
+        result = self._on_device(call)
+        if isinstance(result, torch.Tensor) and result.layout is not torch.strided:
+            raise NotImplementedError(
+                f"cuda_on_cpu has no model of {result.layout} tensors on {CUDA} ({operation.name})"
+            )
+        return result
 
     def _crosses(self, target: torch.Tensor, source: torch.Tensor) -> bool:
         return (self.kind_of(target) is MemoryKind.DEVICE) is not (self.kind_of(source) is MemoryKind.DEVICE)

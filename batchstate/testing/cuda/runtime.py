@@ -229,8 +229,12 @@ class CudaRuntime(RaceRuntime):
         """Bytes that are alive; no cache keeps more."""
         both = {"current": self._tracer.allocated, "peak": self._tracer.most_allocated, "allocated": 0, "freed": 0}
         bytes_of = {"all": dict(both), "small_pool": dict.fromkeys(both, 0), "large_pool": dict(both)}
+        nothing = {pool: dict.fromkeys(both, 0) for pool in bytes_of}
         names = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
-        return {**dict.fromkeys(names, bytes_of), "num_ooms": 0, "num_alloc_retries": 0}
+        others = ("allocation", "segment", "active", "inactive_split", "inactive_split_bytes")
+        counts = dict.fromkeys(("num_ooms", "num_alloc_retries", "num_sync_all_streams", "max_split_size"), 0)
+        single = dict.fromkeys(("oversize_allocations", "oversize_segments"), dict.fromkeys(both, 0))
+        return {**dict.fromkeys(names, bytes_of), **dict.fromkeys(others, nothing), **single, **counts}
 
 
 def _over(kind: type) -> type:
