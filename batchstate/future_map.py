@@ -71,6 +71,7 @@ class RelayField:
         readers: bits of those that take each publish once: `DEVICE`, `HOST`.
         non_negative: whether a negative value is a stand-in that escaped.
         must_read: whether an entry that a reader has not taken must not be overwritten.
+        ragged: whether a forward may put in the first numbers of an entry alone.
     """
 
     dtype: torch.dtype
@@ -78,6 +79,7 @@ class RelayField:
     readers: int
     non_negative: bool
     must_read: bool
+    ragged: bool = False
 
     @property
     def readers_named(self) -> str:
@@ -92,6 +94,7 @@ def relay_field(
     read_by: str = "device",
     non_negative: bool = False,
     must_read: bool = True,
+    ragged: bool = False,
 ) -> RelayField:
     """Declares a field of a `FutureMap`.
 
@@ -105,9 +108,12 @@ def relay_field(
             sees it, and at `full` on the device too.
         must_read: whether overwriting what was not read is a violation. Not for what is wanted now and then, such as
             log-probabilities.
+        ragged: requests have different numbers of values, such as the drafts of an n-gram or a tree, and `shape` is the
+            most, `(k,)`. A forward puts in the first ones of each request, as many as its plan says; what follows them
+            may hold anything. Lists of unequal lengths are published with -1 behind them.
 
     Raises:
-        DeclarationError: another reader.
+        DeclarationError: another reader; a ragged field that is not one row of signed integers.
         DtypeError: no torch dtype, one that cannot be moved, or one that the host cannot read.
         ShapeError: `shape` is not a sequence.
         ArgumentError, DtypeError: it holds something else than counts.
@@ -126,7 +132,13 @@ def relay_field(
     if readers & HOST or non_negative:
         numpy_dtype(dtype)
     sizes = shape_of(shape, "a relay field")
-    return RelayField(dtype, sizes, readers, bool(non_negative), bool(must_read))
+    if ragged and (len(sizes) != 1 or dtype not in (torch.int32, torch.int64)):
+        raise DeclarationError(
+            f"a ragged relay field of {dtype}{list(sizes)}",
+            value=sizes,
+            remedy="declare the most values of a request, as relay_field(torch.int64, (k,), ragged=True)",
+        )
+    return RelayField(dtype, sizes, readers, bool(non_negative), bool(must_read), bool(ragged))
 
 
 @final
@@ -187,7 +199,7 @@ class Prefetched(Mapping[str, MirroredTensor]):
                 self._check_order()
             values = {}
             for (name, field), array, device in zip(self._fields.items(), arrays, self._rows, strict=True):
-                if levels.cheap and field.non_negative:
+                if levels.cheap and field.non_negative and not field.ragged:
                     where: Where = {**self._where, "column": name}
                     invariants.sentinel_escaped(array.reshape(-1), **where)
                 values[name] = MirroredTensor(
@@ -357,7 +369,7 @@ class FutureMap:
                 device[name] = value
             else:
                 host[name] = _host_values(value, field, num_rows, what)
-                if field.non_negative:
+                if field.non_negative and not field.ragged:
                     invariants.sentinel_escaped(host[name].reshape(-1), **self._entries.where("publish", name))
         by = self._entries.by("publish")
         self._entries.check_overwrite(live.np, values, by)
@@ -457,7 +469,8 @@ class FutureMap:
         return rows
 
     def _check_gathered(self, field: str, rows: torch.Tensor) -> None:
-        if levels.full and self._fields[field].non_negative and not self.runtime.checks_suspended():
+        declared = self._fields[field]
+        if levels.full and declared.non_negative and not (declared.ragged or self.runtime.checks_suspended()):
             invariants.sentinel_escaped(self.runtime.inspect(rows).reshape(-1), **self._entries.where("gather", field))
 
     # The same requests in step after step: `StepPlanner` calls these.
@@ -636,7 +649,17 @@ class FutureMap:
         self._check_fields(read, operation)
         if len(set(read)) < len(read):
             raise DeclarationError(f"{self.name}: inputs from fields {read}", value=read, remedy="name each field once")
-        width = sum(_id_width(name, self._fields[name], plan.id_dtype, self.name) for name in names)
+        widths = [_id_width(name, self._fields[name], plan.id_dtype, self.name) for name in names]
+        width = least = sum(widths)
+        ragged = [name for name in names if self._fields[name].ragged]
+        if ragged and ragged != [*names[-1:]]:
+            raise DeclarationError(
+                f"{self.name}: inputs from fields {names}, of which {', '.join(ragged)} is ragged",
+                value=names,
+                remedy="name one ragged field, and name it last: the ids of a request are one behind the other",
+            )
+        if ragged:
+            least -= widths[-1]
         if not names and plan.relay_rows.size:
             width = int(plan.query_lens[plan.relay_rows[0]])
         if lengths is not None:
@@ -659,7 +682,7 @@ class FutureMap:
             gathered.append(field)
             return self._gathered(publications, field, slots.device, by)
 
-        sources = Sources(self.runtime, gather, names, width, lengths, req_to_token)
+        sources = Sources(self.runtime, gather, names, width, lengths, req_to_token, least)
         sources.check(plan, uploaded, self.name)
         if len(plan.relayed):
             self._check_fields(read, operation, DEVICE)
@@ -851,11 +874,20 @@ def _check_device_values(
 
 def _host_values(value: object, field: RelayField, num_rows: tuple[int, int], what: str) -> Array:
     """The live rows of host values for `field`, in an array of their own."""
+    if field.ragged:
+        value = _filled(value, field.shape[0])
     array: Array = carried(value, *host_dtype(field.dtype), what)
     if array.shape == (0,) and num_rows[0] == 0:
         array = np.empty((0, *field.shape), array.dtype)  # an empty list knows no shape of a row
     _check_shape(array.shape, field, num_rows, what)
     return array[: num_rows[0]]
+
+
+def _filled(value: object, width: int) -> object:
+    """Lists of up to `width` values each, as rows with -1 behind them; anything else as it is."""
+    if not isinstance(value, list | tuple) or not all(isinstance(row, list | tuple) for row in value):
+        return value
+    return [[*row, *[-1] * (width - len(row))] for row in value]
 
 
 def _check_shape(shape: tuple[int, ...], field: RelayField, num_rows: tuple[int, int], what: str) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import Array, put_rows
+from batchstate._arrays import Array, put_rows, select_rows
 from batchstate._upload import Extras
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, ShapeError
 from batchstate.forward.plan import NO_END, ForwardPlan
@@ -33,9 +33,10 @@ class Sources:
         runtime: the device.
         gather: takes entries of a relay field.
         ids: fields whose entries end to end are the ids of a request.
-        width: tokens of each request that the relay feeds.
+        width: tokens of each request that the relay feeds; the most, where the last field is ragged.
         lengths: field with the tokens in KV memory before this step, or None.
         req_to_token: [slot, position] -> token, or None.
+        least: the fewest tokens of such a request.
     """
 
     runtime: Runtime
@@ -44,6 +45,7 @@ class Sources:
     width: int
     lengths: str | None
     req_to_token: Table | None
+    least: int = 0
 
     def check(self, plan: ForwardPlan, uploaded: Extras, what: str) -> None:
         """Refuses a plan that these cannot serve; see `FutureMap.resolve_forward_inputs`."""
@@ -67,10 +69,12 @@ class Sources:
                 value=self.ids,
                 remedy="leave `ids` out, or plan with has_ids=True",
             )
-        for row in plan.relay_rows[plan.query_lens[plan.relay_rows] != self.width].tolist():
+        queries = plan.query_lens[plan.relay_rows]
+        for row in plan.relay_rows[(queries > self.width) | (queries < (self.least or self.width))].tolist():
+            most = f"{self.least} to {self.width}" if self.least < self.width else f"{self.width}"
             raise ShapeError(
                 f"{what}: the request in row {row} puts in {plan.query_lens[row]} tokens, "
-                f"and the relay has {self.width} for it in {', '.join(self.ids) or self.lengths}",
+                f"and the relay has {most} for it in {', '.join(self.ids) or self.lengths}",
                 value=int(plan.query_lens[row]),
                 remedy="pass its ids to the plan, or name the fields that hold them all",
             )
@@ -98,6 +102,21 @@ class Sources:
                 value=None,
                 remedy="pass req_to_token=, from which the device looks up where the KV really goes",
             )
+
+    def put_in(self, plan: ForwardPlan) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Which of `width` numbers of each request it puts in, int64[tokens], and how many, int64[requests].
+
+        None where each puts in all. Else one copy.
+        """
+        queries = plan.query_lens[plan.relay_rows]
+        if not queries.size or not np.count_nonzero(queries != self.width):
+            return None
+        if plan.direct:  # padded rows too
+            queries = np.full(plan.num_rows, queries[0])
+        ends = np.cumsum(queries)
+        first = np.arange(queries.size) * self.width - (ends - queries)
+        packed = self.runtime.upload([np.arange(ends[-1]) + np.repeat(first, queries), queries])
+        return packed.view(0), packed.view(1)
 
 
 @final
@@ -191,6 +210,7 @@ class ForwardInputs:
         if uploaded.slots is not None and np.array_equal(uploaded.slots[0], slots.np):
             slots = with_device(slots, uploaded.slots[1])  # at fixed addresses
         relayed = slots if plan.direct else _uploaded_handles(relayed, uploaded, "relay_slots")
+        put_in = sources.put_in(plan) if plan.has_ids else None
         arrays: dict[str, torch.Tensor] = {}
         if plan.deferred and plan.token_arrays:
             deferred = runtime.upload(list(plan.token_arrays.values()))
@@ -204,12 +224,13 @@ class ForwardInputs:
             plan=plan,
             slots=slots.device,
             sampled_slots=slots if sampled is plan.slots else _uploaded_handles(sampled, uploaded, "sample_slots"),
-            ids=_ids(plan, uploaded, known, relayed, sources) if plan.has_ids else None,
+            ids=_ids(plan, uploaded, known, relayed, sources, put_in) if plan.has_ids else None,
             arrays=arrays,
             **{name: uploaded[name] for name in _TENSORS if name in plan.extras},
         )
         if plan.bounded and sources.lengths is not None:
-            inputs._correct_lengths(uploaded, sources.gather(relayed, sources.lengths), relayed.device, sources)
+            lengths = sources.gather(relayed, sources.lengths)
+            inputs._correct_lengths(uploaded, lengths, relayed.device, sources, put_in)
         if levels.full:
             inputs.check(runtime)
         plan.note_written()
@@ -265,7 +286,14 @@ class ForwardInputs:
                     step=runtime.step,
                 )
 
-    def _correct_lengths(self, uploaded: Extras, lengths: torch.Tensor, slots: torch.Tensor, sources: Sources) -> None:
+    def _correct_lengths(
+        self,
+        uploaded: Extras,
+        lengths: torch.Tensor,
+        slots: torch.Tensor,
+        sources: Sources,
+        put_in: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> None:
         """Sets positions, KV lengths and slot mapping of requests of which the host knows a bound.
 
         `lengths` are those before this step. Changes tensors that were uploaded for this forward alone.
@@ -282,10 +310,15 @@ class ForwardInputs:
             names = "relay_kv_offset", "relay_kv_window"
             moved = tuple(uploaded[name] if name in self.plan.extras else None for name in names)
             reads = (table, positions, slots, *(one for one in moved if one is not None))
-            arguments = (table, slots, positions, width, self.slot_mapping.dtype, *moved)
+            arguments = (table, slots, positions, width, self.slot_mapping.dtype, *moved, put_in is not None)
             mapping = launch(_looked_up, *arguments, reads=reads, name="true slot mapping", operations=2)
+        added: torch.Tensor | int = width
+        if put_in is not None:
+            added = put_in[1]
+            positions = _some(launch, positions, put_in[0])
+            mapping = None if mapping is None else _some(launch, mapping, put_in[0])
         lens = self.kv_lens if direct else torch.empty_like(lengths, dtype=self.kv_lens.dtype)
-        launch(torch.add, lengths, width, out=lens, reads=(lengths,), writes=(lens,), name="true KV lengths")
+        launch(torch.add, lengths, added, out=lens, reads=(lengths,), writes=(lens,), name="true KV lengths")
         if direct:  # all rows and nothing else: the true ones replace what was planned
             self.positions, self.slot_mapping = positions, mapping
         else:
@@ -341,7 +374,7 @@ class ForwardInputs:
             "column": "kv_lens",
             "step": runtime.step,
         }
-        true = before.astype(plan.seq_lens.dtype) + sources.width
+        true = before.astype(plan.seq_lens.dtype) + plan.query_lens[rows]
         invariants.mirror_bound(plan.seq_lens[rows], true, **where)
         if plan.bounds is not None and not plan.bounds.open_windows:
             column = runtime.inspect(plan.bounds.device)
@@ -394,7 +427,12 @@ def with_device(handles: Slots, side: DeviceSide) -> Slots:
 
 
 def _ids(
-    plan: ForwardPlan, uploaded: Extras, known: torch.Tensor | None, relayed: Slots, sources: Sources
+    plan: ForwardPlan,
+    uploaded: Extras,
+    known: torch.Tensor | None,
+    relayed: Slots,
+    sources: Sources,
+    put_in: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
     """The ids of all tokens, from the host, from the relay, or from both."""
     launch = sources.runtime.launch
@@ -404,11 +442,18 @@ def _ids(
     ids = parts[0].reshape(-1)
     if len(parts) > 1:
         ids = launch(_end_to_end, parts, reads=parts, name="ids of requests")
+    if put_in is not None:
+        ids = _some(launch, ids, put_in[0])
     if known is None:
         return ids
     tokens = uploaded["relay_tokens"]
     launch(put_rows, known, tokens, ids, reads=(tokens, ids), writes=(known,), name="ids from the relay")
     return known
+
+
+def _some(launch: Callable[..., torch.Tensor], numbers: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Those that requests put in, of as many numbers for each."""
+    return launch(select_rows, numbers, index, reads=(numbers, index), name="ids put in")
 
 
 def _end_to_end(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -429,13 +474,19 @@ def _looked_up(
     dtype: torch.dtype,
     offset: torch.Tensor | None,
     window: torch.Tensor | None,
+    fewer: bool,
 ) -> torch.Tensor:
-    """dtype[n * width]: the table's element for each position, `width` per request, as by `ForwardPlan.kv_index`."""
+    """dtype[n * width]: the table's element for each position, `width` per request, as by `ForwardPlan.kv_index`.
+
+    With `fewer` a request may put in fewer, and the others lie anywhere in its row.
+    """
     columns = positions.view(-1, width)
     if offset is not None:
         columns = columns + offset[:, None]
     if window is not None:
         columns = columns % window[:, None]
+    if fewer:
+        columns = columns.clamp(max=table.shape[1] - 1)
     return table[slots[:, None], columns].reshape(-1).to(dtype)
 
 

@@ -41,11 +41,14 @@ _PADS = st.sampled_from([0, 0, 1, 2])
 _OFTEN = st.sampled_from([True, True, True, False])
 
 
-def declared(hidden: torch.dtype) -> dict[str, RelayField]:
-    """One field for each reader, with and without a shape; `hidden` has a dtype that numpy may lack."""
+def declared(hidden: torch.dtype, ragged: bool = False) -> dict[str, RelayField]:
+    """One field for each reader, with and without a shape; `hidden` has a dtype that numpy may lack.
+
+    With `ragged` requests put in different numbers of drafts.
+    """
     return {
         "token": relay_field(torch.int64, read_by="both", non_negative=True),
-        "drafts": relay_field(torch.int64, (_NUM_DRAFTS,), non_negative=True),
+        "drafts": relay_field(torch.int64, (_NUM_DRAFTS,), non_negative=True, ragged=ragged),
         "lengths": relay_field(torch.int64, read_by="both"),
         "accepted": relay_field(torch.int64, read_by="host"),
         "hidden": relay_field(hidden, (2, 3)),
@@ -426,6 +429,7 @@ class FutureMapMachine(Machine):
     TARGETS = (
         "overwriting unread refused",
         "a field that numpy lacks seeded by bits",
+        "fewer drafts than there is room for",
         "read before the publish refused",
         "read a second time refused",
         "handle of a slot used again refused",
@@ -458,8 +462,8 @@ class FutureMapMachine(Machine):
         "results of a former owner refused",
     )
 
-    @initialize(size=st.integers(2, 5), hidden=st.sampled_from([torch.float32, torch.bfloat16]))
-    def begin(self, size: int, hidden: torch.dtype) -> None:
+    @initialize(size=st.integers(2, 5), hidden=st.sampled_from([torch.float32, torch.bfloat16]), ragged=st.booleans())
+    def begin(self, size: int, hidden: torch.dtype, ragged: bool) -> None:
         """Opens a relay so small that slots are used again and again."""
         self.open()
         self.streams = {name: self.rt.stream(name) for name in ("forward", "seeding")}
@@ -475,7 +479,7 @@ class FutureMapMachine(Machine):
             req_to_token=self.table,
         )
         self.pages.register_kv(self.rt.device_zeros((self.pages.location_capacity, 2), torch.float32, name="kv"))
-        fields = declared(hidden)
+        fields = declared(hidden, ragged)
         self.relay = FutureMap(self.pool, fields)
         self.model = RelayModel(fields)
         self.foreign = SlotPool(self.rt, 1, name="other").take(1)
@@ -617,6 +621,9 @@ class FutureMapMachine(Machine):
             self.numbers += 1
             numbers = np.arange(int(np.prod(shape))).reshape(shape) + 7 * self.numbers
             values[name] = numbers if name != "hidden" else (numbers % 251).astype(np.float32)
+            if self.model.fields[name].ragged:  # each request has its own number of them
+                counts = (np.arange(len(requests)) + self.numbers) % (1 + _NUM_DRAFTS)
+                values[name][np.arange(_NUM_DRAFTS) >= counts[:, None]] = -1
         return values
 
     def _device_values(self, values: Mapping[str, Array], mirrored: bool = False) -> dict[str, Any]:
@@ -1030,7 +1037,7 @@ class FutureMapMachine(Machine):
         if part.prompt is not None:
             return list(part.prompt)
         found = {name: self.model.take([part.request], name, DEVICE, 1) for name in shape.takes}
-        return [int(number) for name in shape.ids for number in found[name].reshape(-1)]
+        return [int(number) for name in shape.ids for number in found[name].reshape(-1)][: part.query]
 
     def _check_inputs(self, launched: Launched, ids_of_parts: Sequence[list[int]]) -> None:
         """Builds the inputs of a forward again, token by token, and compares."""
@@ -1085,6 +1092,9 @@ class FutureMapMachine(Machine):
         if not decodes and who == "decodes":
             return None
         query = shape.width if decodes else data.draw(st.integers(1, 3), label="tokens of a prompt")
+        if decodes and "drafts" in shape.ids and self.model.fields["drafts"].ragged:
+            query = 1 + int(np.count_nonzero(np.asarray(self.model.peek(one, "drafts")) >= 0))
+            self.reached("fewer drafts than there is room for", query < shape.width)
         if one.bound + one.encoder + query > _MOST_TOKENS:
             return None
         if decodes:
