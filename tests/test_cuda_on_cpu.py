@@ -4,6 +4,7 @@
 
 import contextlib
 import copy
+import sys
 import threading
 from typing import Any
 
@@ -380,3 +381,48 @@ def test_device_reads_factories_and_views_keep_nothing() -> None:
         assert len(rt.tracer.allocations) == 1
         assert rt.comparisons == before
         assert torch.cuda.memory_allocated() == 256
+
+
+def test_events_that_complete_at_once_hide_one_idiom() -> None:
+    """With eager events the racy idiom that asks once is in order, as it may be on a device; nothing else changes."""
+    for name, (kind, program) in IDIOMS.items():
+        for racy in (True, False):
+            with cuda_on_cpu(on_race="collect", fences="eager") as rt:
+                program(racy)
+            assert bool(rt.races) is bool(racy and kind and name != "event_asked_once"), name
+
+
+def test_threads_take_turns() -> None:
+    """Four threads with a stream each, switched often: right values, nothing found, and the current stream stays."""
+    wrong: list[object] = []
+
+    def work() -> None:
+        mine, host, numbers = Stream(), torch.zeros(4, pin_memory=True), torch.zeros(4, device="cuda")
+        mine.wait_stream(current_stream())
+        with torch.cuda.stream(mine):
+            doubled = numbers
+            for step in range(100):
+                host.fill_(step)
+                numbers.copy_(host, non_blocking=True)
+                copied = mine.record_event()
+                doubled = numbers * 2
+                copied.synchronize()
+                if current_stream() != mine:
+                    wrong.append(step)
+            mine.synchronize()
+            if doubled.tolist() != [198] * 4:
+                wrong.append(doubled.tolist())
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with cuda_on_cpu(on_race="collect") as rt:
+            threads = [threading.Thread(target=work) for _ in range(4)]
+            for one in threads:
+                one.start()
+            for one in threads:
+                one.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert wrong == []
+    assert rt.races == ()
