@@ -146,6 +146,76 @@ CHANGES: dict[str, tuple[Point, ...]] = {
             ("test_tables.py::test_a_stale_map_to_the_window_is_not_read", "mutant map_written_per_page"),
         ),
     ),
+    "#26425: request slots on both sides": (
+        Point(
+            "the host has the slots of a step before anything runs",
+            "`req_pool_indices_cpu`, in the place of `req_pool_indices.cpu()` in each step",
+            ("test_step_cost.py::test_one_copy_and_one_operation_a_step", "mutant filter_forgets_host"),
+        ),
+        Point(
+            "both sides of the slots move with every operation on rows",
+            "`filter_batch`, `merge_batch`, `split`",
+            ("machine batch", "mutant merge_forgets_column", "mutant filter_forgets_device"),
+        ),
+        Point(
+            "an engine's own class is fuzzed with all its operations, one line each",
+            "`split_batch`, `mix_with_running`, `prepare_for_idle`, `prepare_for_prebuilt`, `retract_decode`",
+            (
+                "test_twin_ops.py::test_a_correct_class_is_left_in_peace",
+                "test_twin_ops.py::test_a_broken_operation_is_found",
+            ),
+        ),
+        Point(
+            "handles of which a side was written are refused by each pool, table and relay",
+            "`req_to_token_pool.free`, `alloc_for_decode`",
+            ("test_foreign_writes.py::test_handles_are_compared_when_they_are_used",),
+        ),
+    ),
+    "#26020: one owner of both sides": (
+        Point(
+            "what is written into either side is reported by the next operation, whichever it is",
+            "`seq_lens`, `seq_lens_cpu`, `seq_lens_sum`, kept by hand",
+            (
+                "test_foreign_writes.py::test_batch_reports_before_it_replaces",
+                "test_foreign_writes.py::test_value_reports_before_it_replaces",
+                "test_foreign_writes.py::test_every_operation_is_tried",
+                "mutant plan_of_a_step_overrules_a_write",
+            ),
+        ),
+        Point(
+            "the inputs of a graph hold what was sent to them",
+            "the buffers of `CudaGraphRunner`",
+            ("test_foreign_writes.py::test_fixed_addresses_are_compared_before_they_are_used",),
+        ),
+        Point(
+            "the host plans with bounds while the device knows better",
+            "`seq_lens_cpu` under speculation",
+            ("test_foreign_writes.py::test_bounds_are_compared_before_anybody_reads_them", "mutant bound_exceeded"),
+        ),
+        Point(
+            "some rows are set from the device: those that a mixed step has verified",
+            "`accept_length`, `new_seq_lens`",
+            ("mutant verified_rows_go_to_the_first", "mutant bounds_of_verified_rows_forgotten"),
+        ),
+        Point(
+            "numbers of drafts that differ from request to request",
+            "the n-gram and tree drafts of `SpecInput`",
+            (
+                "test_ragged_drafts.py::test_each_request_puts_in_its_own_number",
+                "test_ragged_drafts.py::test_lengths_that_the_host_bounds",
+                "mutant drafts_of_the_request_before",
+            ),
+        ),
+        Point(
+            "hidden states in bfloat16, seeded from the host by bits",
+            "`hidden_states` of `EagleDraftInput`",
+            (
+                "test_bits.py::test_rows_seeded_by_bits_move_like_others",
+                "test_bits.py::test_a_relay_is_seeded_by_bits",
+                "mutant bits_taken_for_numbers",
+            ),
+        ),
+    ),
     "#25945: deferred inputs": (
         Point(
             "ids of prompts wait on the host, and cross at forward entry, on its stream",
