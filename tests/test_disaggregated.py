@@ -83,7 +83,7 @@ class Both:
     ) -> None:
         self.unheard = unheard  # attempts whose first token is never told
         self.network = Network(seed)
-        workers = 1 + options.prefill_degree
+        workers = 1 + options.prefill_workers
         if is_tool(device):  # which watches one runtime at a time: the workers share it, and its steps
             runtimes = [open_device(device, seed=seed, steps_in_flight=2 * workers)] * workers
         else:
@@ -164,6 +164,22 @@ def test_tokens_are_those_of_transformers(device: str, page_size: int, degree: i
     assert both.decode.in_flight_depth_max == 2
     written = sum(prefill.bytes_written for prefill, _ in both.prefills)
     assert written == both.decode.arrivals.transferred_bytes > 0
+
+
+def test_two_stages_of_two_ranks_into_a_host_tier_without_pages(device: str) -> None:
+    """Each worker sends its heads of its layers; the host tier has pages of 1 token, the prefill of 16."""
+    if is_tool(device):
+        pytest.skip("five workers share the runtime of a tool")
+    options = Options(
+        requests=12, prefill_degree=2, prefill_stages=2, host_page_size=1, max_running=6, checks="full", staged=0.1
+    )
+    both = Both(device, options, Faults(delay=2, split=0.5), seed=4)
+    assert both.mismatches() == 0
+    assert both.decode.leaks == 0
+    written = [prefill.bytes_written for prefill, _ in both.prefills]
+    assert sum(written) == both.decode.arrivals.transferred_bytes > 0
+    assert len(written) == 4
+    assert min(written) == max(written)
 
 
 def test_a_first_token_that_is_never_told(device: str) -> None:

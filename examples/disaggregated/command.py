@@ -22,12 +22,13 @@ def run(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if args.role == "prefill" and (args.listen is None or args.connect):
         parser.error("--role prefill needs --listen HOST:PORT, and takes no --connect")
-    if args.role == "decode" and len(args.connect) != args.prefill_degree:
-        parser.error(f"--role decode needs --connect HOST:PORT for each of {args.prefill_degree} prefill workers")
+    workers = args.prefill_degree * args.prefill_stages
+    if args.role == "decode" and len(args.connect) != workers:
+        parser.error(f"--role decode needs --connect HOST:PORT for each of {workers} prefill workers")
     if args.role is None and (args.listen or args.connect or args.rank):
         parser.error("--listen, --connect and --rank go with --role")
-    if not 0 <= args.rank < args.prefill_degree:
-        parser.error(f"--rank {args.rank} of {args.prefill_degree}: ranks count from 0")
+    if not 0 <= args.rank < workers:
+        parser.error(f"--rank {args.rank} of {workers}: ranks count from 0, stage by stage")
     if args.kill_prefill_after is not None and args.role is not None:
         parser.error("--kill-prefill-after needs the supervisor, which starts both processes: leave --role out")
     authkey = os.environ.get(AUTHKEY, "").encode()
@@ -45,7 +46,8 @@ def run(arguments: list[str] | None = None) -> int:
     from examples.disaggregated.worker import check_degree, random_model, requests_of
 
     names = (
-        "transport", "requests", "page_size", "hot_tokens", "prefill_degree", "staged", "seed", "checks", "family",
+        "transport", "requests", "page_size", "hot_tokens", "prefill_degree", "prefill_stages",
+        "host_page_size", "staged", "seed", "checks", "family",
         "host", "interface", "trusted_network", "kill_prefill_after", "max_prompt",
     )  # fmt: skip
     options = Options(device=common.chosen_device(args.device), **{name: getattr(args, name) for name in names})
@@ -114,6 +116,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--page-size", metavar="N", type=common.whole(1), default=16, help="tokens a page, as 1, 16, 64 (default: 16)")
     add("--hot-tokens", metavar="N", type=common.whole(2), default=32, help="of a request, on the device (default: 32)")
     add("--prefill-degree", metavar="N", type=common.whole(1), default=1, help="prefill processes that share the heads")
+    add("--prefill-stages", metavar="N", type=common.whole(1), default=1, help="pipeline stages that share the layers")
+    add("--host-page-size", metavar="N", type=int, choices=(0, 1), default=0, help="1: no pages in the host tier")
     add("--staged", metavar="SHARE", type=common.share, default=0.1, help="share prefilled by decode (default: 0.1)")
     add("--kill-prefill-after", metavar="N", type=common.whole(1), help="kill and restart it after N deliveries")
     add("--max-prompt", metavar="N", type=common.whole(1), default=512, help="longest prompt (default: %(default)s)")

@@ -57,7 +57,7 @@ class DecodeWorker:
         self, parts: Parts, options: Options, requests: Sequence[Request], *, clock: Clock = time.monotonic
     ) -> None:
         self.runtime, self._options = parts.runtime, options
-        model, size = parts.model, options.page_size
+        model, size = parts.model, options.host_page_size or options.page_size
         longest = max(len(request.prompt) for request in requests)
         most = max(request.kv_limit for request in requests)
         width = max(longest, options.hot_tokens)
@@ -89,7 +89,7 @@ class DecodeWorker:
         )
         regions = registered(parts.engine, layout, [one.memory for one in self.host.contiguous_buffers()])
         receiver = Receiver(parts.engine, described(parts.engine, layout, "decode"), regions)
-        writers = tuple(writer_name(rank) for rank in range(options.prefill_degree))
+        writers = tuple(writer_name(rank) for rank in range(options.prefill_workers))
         self.arrivals = Arrivals(
             self.tier, self.slots, receiver, writers, lease_seconds=options.lease_seconds, clock=clock
         )

@@ -21,9 +21,11 @@ class Options:
     Attributes:
         transport: name of the engine.
         requests: how many are served.
-        page_size: tokens a page, of the prefill's pool and of the host tier.
+        page_size: tokens a page, of the prefill's pool and, unless `host_page_size` says another, of the host tier.
+        host_page_size: tokens a page of the host tier: 0 for `page_size`, or 1 whatever that is.
         hot_tokens: most tokens of a request that the decode worker's device holds.
-        prefill_degree: prefill processes, each with its share of the heads.
+        prefill_degree: prefill processes of a pipeline stage, each with its share of the heads.
+        prefill_stages: stages, each with its share of the layers; processes are numbered stage by stage.
         staged: share of the requests that the decode worker prefills itself and stages out to the host.
         seed: of the model and the requests.
         device: torch's name.
@@ -44,6 +46,8 @@ class Options:
     page_size: int = attrs.field(default=16, validator=ge(1))
     hot_tokens: int = attrs.field(default=32, validator=ge(2))
     prefill_degree: int = attrs.field(default=1, validator=ge(1))
+    prefill_stages: int = attrs.field(default=1, validator=ge(1))
+    host_page_size: int = attrs.field(default=0, validator=in_((0, 1)))
     staged: float = 0.1
     seed: int = 0
     device: str = "cpu"
@@ -57,6 +61,11 @@ class Options:
     max_prompt: int = attrs.field(default=512, validator=ge(1))
     lease_seconds: float = 30.0
     patience: float = 60.0
+
+    @property
+    def prefill_workers(self) -> int:
+        """How many prefill processes there are."""
+        return self.prefill_degree * self.prefill_stages
 
 
 def writer_name(rank: int) -> str:

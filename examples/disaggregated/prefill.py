@@ -128,7 +128,7 @@ class PrefillWorker:
         self._relay = FutureMap(
             self.slots, {"first_token": relay_field(torch.int64, read_by="host", non_negative=True)}
         )
-        layout = layout_of(self._model, size, rank, options.prefill_degree)
+        layout = layout_of(self._model, size, rank, options.prefill_degree, options.prefill_stages)
         with self.runtime.use(self._stream):
             self._kv = ShardedKV.of(self._model.new_kv(self.pages.location_capacity), layout)
         regions = registered(parts.engine, layout, buffers_of(self._kv.share))

@@ -88,7 +88,7 @@ class Supervisor:
 
     def run(self) -> dict[str, Any]:
         """See `supervise`."""
-        prefills = [self._started_prefill(rank) for rank in range(self._options.prefill_degree)]
+        prefills = [self._started_prefill(rank) for rank in range(self._options.prefill_workers)]
         decode = self._started("decode", decode_process, self._options, self._authkey)
         end = time.monotonic() + SERVED_IN
         while time.monotonic() < end:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from batchstate import checks
-from batchstate.errors import HandshakeError
+from batchstate.errors import ArgumentError, HandshakeError
 from batchstate.runtime import Runtime
 from batchstate.testing.devices import open_device
 from batchstate.transport.engines.base import Engine
@@ -78,16 +78,23 @@ def random_model(options: Options, device: torch.device) -> Model:
     return Model.random(options.family, device=device, seed=options.seed)
 
 
-def layout_of(model: Model, page_size: int, rank: int = 0, degree: int = 1) -> KVLayout:
-    """How one rank keeps the KV of a token.
+def layout_of(model: Model, page_size: int, number: int = 0, degree: int = 1, stages: int = 1) -> KVLayout:
+    """How one worker of `degree` ranks and `stages` stages keeps the KV of a token.
 
     Raises:
-        ArgumentError: the heads cannot be shared by so many ranks.
+        ArgumentError: heads or layers cannot be shared by so many.
     """
     config = model.lm.config
-    heads, names = int(config.num_key_value_heads), layer_names(int(config.num_hidden_layers))
+    layers, heads = int(config.num_hidden_layers), int(config.num_key_value_heads)
+    if stages > layers:
+        raise ArgumentError(
+            f"{stages} stages of {layers} layers", value=stages, remedy="use as many as there are layers"
+        )
+    stage, rank = divmod(number, degree)
+    names = layer_names(layers)
+    first, stop = (2 * (layers * edge // stages) for edge in (stage, stage + 1))
     item_bytes = held_by(rank, degree, heads).heads * int(config.head_dim) * model.dtype.itemsize
-    return KVLayout(page_size, str(model.dtype), names, item_bytes, rank, degree, heads)
+    return KVLayout(page_size, str(model.dtype), names, item_bytes, rank, degree, heads, stage=names[first:stop])
 
 
 def check_degree(options: Options, model: Model) -> None:
@@ -96,12 +103,14 @@ def check_degree(options: Options, model: Model) -> None:
     Raises:
         ArgumentError: so it is.
     """
-    layout_of(model, options.page_size, 0, options.prefill_degree)
+    layout_of(model, options.page_size, 0, options.prefill_degree, options.prefill_stages)
 
 
 def registered(engine: Engine, layout: KVLayout, buffers: list[torch.Tensor]) -> list[Region]:
-    """One region a layer, under the layer's name."""
-    return [engine.register(one, name) for one, name in zip(buffers, layout.layers, strict=True)]
+    """One region for each layer of the worker's stage, under the layer's name; `buffers` are those of all layers."""
+    return [
+        engine.register(one, name) for one, name in zip(buffers, layout.layers, strict=True) if name in layout.stage
+    ]
 
 
 def described(engine: Engine, layout: KVLayout, worker: str) -> Description:
@@ -167,6 +176,7 @@ def shared_of(options: Options, model: Model, rank: int) -> dict[str, Any]:
     return {
         "--transport": options.transport,
         "--prefill-degree": options.prefill_degree,
+        "--prefill-stages": options.prefill_stages,
         "--rank": rank,
         "--seed": options.seed,
         "--family": options.family,
