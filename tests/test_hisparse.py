@@ -632,6 +632,40 @@ def test_a_step_that_cannot_be_meant_is_refused(rt: Runtime) -> None:
     tier.verify()
 
 
+def test_what_the_tier_waits_for_is_one_question() -> None:
+    """Staging, writers, backups and freed host memory stand in one list; an idle tier has none of them."""
+    late = LateRuntime()
+    world = World(late, host_pages=60)
+    tier = world.tier
+    assert (tier.in_flight(), tier.stats.ready) == ([], 0)
+    tier.expect_idle()
+    staged = world.prefill([4])
+    tier.admit_staged(staged, 10, after=late.record())
+    writer = ManualStream("writer")
+    ended = writer.record()
+    arriving = world.reserve([3], 5, writer=ended)
+    stats = tier.stats
+    assert (stats.staged, stats.direct, stats.ready, stats.to_back_up) == (1, 1, 0, False)
+    assert (stats.host.live, stats.host.pending) == (15, 0)
+    found = {one.what: (one.slots.tolist(), one.tokens) for one in tier.in_flight()}
+    assert found == {"staging": ([1], 10), "arriving": ([2], 5), "backup": ([], 0)}
+    refused(Code.SLOT_CONSERVATION, tier.expect_idle)
+    tier.abort(arriving)
+    tier.abort(staged)
+    found = {one.what: (one.slots.tolist(), one.tokens) for one in tier.in_flight()}
+    assert found["pending"][0] == []
+    assert sum(one.tokens for one in tier.in_flight()) == 15
+    tier.expect_idle()
+    late.synchronize()
+    tier.host.reap()
+    assert [(one.what, one.tokens) for one in tier.in_flight() if one.tokens] == [("pending", 5)]
+    writer.complete()
+    assert tier.stats.host.free == tier.stats.host.size
+    lone = world.host.take([2], [0])
+    refused(Code.SLOT_CONSERVATION, tier.expect_idle)
+    world.host.free(lone)
+
+
 class Stepping(Batch):
     """Slots alone."""
 

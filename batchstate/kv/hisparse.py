@@ -15,6 +15,7 @@ device, and nothing depends on how long a context is.
 from collections.abc import Mapping, Sequence
 from typing import SupportsIndex, TypeVar, cast, final
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -25,7 +26,7 @@ from batchstate._arrays import amounts, arange_per_row, count
 from batchstate.errors import ArgumentError, CaptureError, DeviceError
 from batchstate.indices import HostLocations, Locations, Slots
 from batchstate.kv._tier import IN_TIER, KVCopier, TierRequests, TierState
-from batchstate.kv.host_pool import HostKVPool, HostRanges
+from batchstate.kv.host_pool import HostKVPool, HostRanges, HostStats
 from batchstate.kv.last_location import LastLocation
 from batchstate.kv.pages import Extension, PagePool
 from batchstate.mirror import Contract, MirroredTensor
@@ -33,7 +34,7 @@ from batchstate.runtime import Fence, Runtime, check_fence
 from batchstate.runtime.agreement import QueriedFence
 from batchstate.violations import Violation, Where
 
-__all__ = ["HiSparse", "LastLocation", "TierState"]
+__all__ = ["HiSparse", "InFlight", "LastLocation", "TierState", "TierStats"]
 
 Ints = npt.NDArray[np.int64]
 V = TypeVar("V", Locations, HostLocations)
@@ -42,6 +43,45 @@ V = TypeVar("V", Locations, HostLocations)
 def _host_only(unit: type[V], runtime: Runtime, numbers: Ints) -> V:
     """A value of an index space of which only the host has the numbers int64[n]."""
     return unit(runtime, numbers, None, dtype=torch.int64, shape=numbers.shape, contract=Contract.HOST_ONLY)
+
+
+@final
+@attrs.frozen
+class TierStats:
+    """The host tier in numbers.
+
+    Attributes:
+        staged, direct, ready: requests by their state.
+        to_back_up: whether a step is planned whose backup is not launched.
+        host: the pool of host locations, pending ones included.
+    """
+
+    staged: int
+    direct: int
+    ready: int
+    to_back_up: bool
+    host: HostStats
+
+
+@final
+@attrs.frozen(eq=False)
+class InFlight:
+    """Something that the host tier waits for.
+
+    Attributes:
+        what: `staging`: copies out to the host; `arriving`: a writer in another process that may still write; `backup`:
+            the newest copies of a stream; `pending`: host locations that are free behind it.
+        fence: complete when it is over.
+        slots: the requests, int64[n]; none for backups, and for host locations of requests that have left.
+        tokens: host locations that wait.
+        step: of the runtime, when it began, or None where that is not known.
+    """
+
+    what: str
+    fence: Fence
+    slots: Ints
+    tokens: int
+    step: int | None = None
 
 
 @final
@@ -118,6 +158,53 @@ class HiSparse:
         wanted = np.broadcast_to(amounts(counts, rows.size, operation), rows.shape)
         found = self._requests.first_locations(rows, wanted)
         return HostLocations.from_host(self.runtime, found, contract=Contract.HOST_ONLY)
+
+    @property
+    def stats(self) -> TierStats:
+        """The tier in numbers, after a reap of the host locations."""
+        self._begin("stats")
+        held = self._requests.states[list(self._requests.ranges)]
+        staged, direct, ready = (int(np.count_nonzero(held == state)) for state in IN_TIER)
+        return TierStats(staged, direct, ready, self._open is not None, self.host.stats)
+
+    def in_flight(self) -> list[InFlight]:
+        """What the tier waits for, whatever it is: copies, writers, and memory behind either. Queries no fence.
+
+        An entry that stays here for more steps than are in flight never completes: its copy was never launched, or
+        its writer is gone and nobody has said so.
+        """
+        self._begin("in_flight")
+        requests, none = self._requests, np.empty(0, dtype=np.int64)
+        found = []
+        for slots, queried in self._staging:
+            waiting = slots.np[[requests.fences.get(slot) is queried.fence for slot in slots.np.tolist()]]
+            if waiting.size:
+                tokens = int(requests.max_tokens[waiting].sum())
+                found.append(InFlight("staging", queried.fence, waiting, tokens, queried.step))
+        for slot, ranges in requests.ranges.items():
+            if ranges.writer is not None:
+                found.append(InFlight("arriving", ranges.writer, np.array([slot]), len(ranges)))
+        found += [InFlight("backup", fence, none, 0) for fence in self._copier.fences]
+        for queried, tokens in self.host.pending():
+            found.append(InFlight("pending", queried.fence, none, tokens, queried.step))
+        return found
+
+    def expect_idle(self) -> None:
+        """Checks that no request is in the tier, and no host location is live.
+
+        Pending host locations are not leaks: `in_flight` says what they wait for.
+
+        Raises:
+            Violation: SLOT_CONSERVATION, naming requests that are left, or host locations.
+        """
+        self._begin("expect_idle")
+        left = np.fromiter(self._requests.ranges, dtype=np.int64, count=len(self._requests.ranges))
+        if left.size:
+            stats = self.host.stats
+            invariants.slot_conservation(
+                stats.free, stats.pending, 0, stats.size, leaked=left, **self._where("expect_idle")
+            )
+        self.host.expect_idle()
 
     # Admission
 

@@ -20,6 +20,7 @@ from batchstate._allocator import FREE, MOST_TOKENS, Allocator, Transaction, joi
 from batchstate._arrays import amounts, arange_per_row, as_array
 from batchstate.errors import ArgumentError, DtypeError, ShapeError
 from batchstate.runtime import Fence, MappedMemory, Runtime, check_fence, check_runtime
+from batchstate.runtime.agreement import QueriedFence
 from batchstate.tables import read_only
 from batchstate.violations import Where
 
@@ -497,6 +498,11 @@ class HostKVPool:
         return reaped
 
     # Queries
+
+    def pending(self) -> list[tuple[QueriedFence, int]]:
+        """The fences that freed host locations wait for, oldest first, and how many locations each. Queries none."""
+        self._transaction.enter(f"{self.name}: pending")
+        return [(queried, pages.size * self.page_size) for queried, pages in self._allocator.pending_groups()]
 
     def check_held(self, ranges: HostRanges, operation: str) -> None:
         """Refuses ranges of another pool, and ranges that were freed.

@@ -23,8 +23,8 @@ class Report:
         mismatches: requests whose tokens differ from those of `model.generate`; 0 where a violation ended the run.
         violations: 0 or 1, since a run ends at the first; `broken` is its report.
         leaks: slots, pages and host locations missing at the end, in all workers.
-        page_size, host_page_size, hot_tokens, prefill_degree, prefill_stages, device, checks, kill_prefill_after: of the
-            options.
+        page_size, host_page_size, hot_tokens, prefill_degree, prefill_stages, device, checks: of the options.
+        kill_prefill_after: of the options.
         not_longer_than_hot, longer_than_hot: requests by their prompts: those that fit into the hot buffer, and others.
         direct, staged: requests by how they came into the host tier: attempts delivered, and prefilled by decode.
         retried: attempts that failed and were made again.
@@ -152,7 +152,8 @@ def show_report(report: Report) -> None:
                     Row(
                         "delivered",
                         f"{report.direct:,}",
-                        f"by {report.prefill_stages} x {report.prefill_degree} prefill processes, in pages of {report.page_size}",
+                        f"by {report.prefill_stages} x {report.prefill_degree} prefill processes, "
+                        f"in pages of {report.page_size}",
                     ),
                     Row("staged", f"{report.staged:,}", "prefilled by the decode worker, copied out to the host"),
                     Row("bytes", f"{report.transferred_bytes:,}", f"{rate:,.1f} MiB/s of serving, not of the wire"),

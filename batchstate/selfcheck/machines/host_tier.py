@@ -422,8 +422,12 @@ class HostTierMachine(Machine):
         self.reached("requests outside beside some inside", len(outside) == 2)
 
     def _check_owners(self) -> None:
-        stats = self.host.stats
+        stats = self.tier.stats.host
         agree(stats.size, stats.free + stats.pending + stats.live, "free + pending + live host locations")
+        counts = tuple(len(self.of(state)) for state in (STAGED, DIRECT, READY))
+        agree(counts, (self.tier.stats.staged, self.tier.stats.direct, self.tier.stats.ready), "requests by state")
+        pending = sum(one.tokens for one in self.tier.in_flight() if one.what == "pending")
+        agree(stats.pending, pending, "host locations that wait for something")
         everything: list[int] = []
         for request in self.requests:
             if request.ranges is not None:
@@ -1059,7 +1063,7 @@ class HostTierMachine(Machine):
         self.rt.synchronize()
         self.slots.expect_idle()
         self.pages.expect_idle()
-        self.host.expect_idle()
+        self.tier.expect_idle()
         for _ in range(4):
             self._write_late()
             ask(self.host.verify)
