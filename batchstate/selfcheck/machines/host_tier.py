@@ -231,6 +231,11 @@ def _next(it: It) -> Ints:
     return it[0].lengths(it[1]) + 1
 
 
+def _backed(it: It) -> Ints:
+    """Tokens that were there before the last step: what came behind may have been rejected."""
+    return it[0]._requests.backed[it[1].np]
+
+
 MISUSES: tuple[Misuse[It], ...] = (
     Misuse("reserve what is in the tier", _TIER, lambda it: it[0].reserve(it[1], 1, 1), _inside),
     Misuse("reserve what is on the device", (ArgumentError,), lambda it: it[0].reserve(it[1], 1, 1), _hot),
@@ -258,7 +263,7 @@ MISUSES: tuple[Misuse[It], ...] = (
     Misuse("abort what is outside", _TIER, lambda it: it[0].abort(it[1]), _outside),
     Misuse("abort behind a number", (ArgumentError,), lambda it: it[0].abort(it[1], after=3), _inside),  # type: ignore[arg-type]
     Misuse("abort one twice", (Code.SLOT_SHARED,), lambda it: it[0].abort(it[1].take([0, 0])), _inside),
-    Misuse("decode no new token", _LENGTHS, lambda it: it[0].map_last_location(it[1], _next(it) - 1), _ready),
+    Misuse("decode no new token", _LENGTHS, lambda it: it[0].map_last_location(it[1], _backed(it)), _ready),
     Misuse("decode two tokens", _LENGTHS, lambda it: it[0].map_last_location(it[1], _next(it) + 1), _ready),
     Misuse("decode none", (ArgumentError,), lambda it: it[0].map_last_location(it[1], _next(it) - 1, 0), _ready),
     Misuse(
@@ -808,7 +813,6 @@ class HostTierMachine(Machine):
 
     # Decoding
 
-    @_READY
     @rule(
         data=st.data(),
         times=st.integers(1, 5),
@@ -834,7 +838,12 @@ class HostTierMachine(Machine):
 
         `packed`: indices go with the step's copy. `late`: planned before the results of the step before are known.
         """
-        requests = self._some(data, self.of(READY))
+        if not self.of(READY):
+            arriving = self._reserve(1, times, 9, times)
+            if not arriving or not self._admit(arriving, True):
+                return
+        roomy = [one for one in self.of(READY) if one.max_tokens - one.length > self.tier.hot_tokens + drafts]
+        requests = self._some(data, roomy if late and roomy else self.of(READY))
         for _ in range(times):
             if not self._decode(requests, packed, mirrored, drafts, accepted, late, padded):
                 return
@@ -1076,6 +1085,8 @@ class HostTierMachine(Machine):
         """The host waits for the device and begins anew, now and then; what a writer may write stays pending."""
         if among:
             return
+        if not self.of(DIRECT):
+            self._reserve(1, 2, 1, 1)
         self._resolve(0)
         self.rt.synchronize()
         self.reached("cleared beside a writer that has not ended", any(one.state is DIRECT for one in self.requests))

@@ -32,7 +32,7 @@ from batchstate.testing.machine import Machine, agree, ask
 from batchstate.violations import Code
 
 LONGEST, PAGE_SIZE = 20, 4
-SIZE, NUM_PAGES = 6, 24
+SIZE, NUM_PAGES = 6, 18
 
 
 @final
