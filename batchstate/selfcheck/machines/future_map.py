@@ -462,8 +462,8 @@ class FutureMapMachine(Machine):
         "results of a former owner refused",
     )
 
-    @initialize(size=st.integers(2, 5), hidden=st.sampled_from([torch.float32, torch.bfloat16]), ragged=st.booleans())
-    def begin(self, size: int, hidden: torch.dtype, ragged: bool) -> None:
+    @initialize(size=st.integers(2, 5), hidden=st.sampled_from([torch.float32, torch.bfloat16]))
+    def begin(self, size: int, hidden: torch.dtype) -> None:
         """Opens a relay so small that slots are used again and again."""
         self.open()
         self.streams = {name: self.rt.stream(name) for name in ("forward", "seeding")}
@@ -479,7 +479,7 @@ class FutureMapMachine(Machine):
             req_to_token=self.table,
         )
         self.pages.register_kv(self.rt.device_zeros((self.pages.location_capacity, 2), torch.float32, name="kv"))
-        fields = declared(hidden, ragged)
+        fields = declared(hidden, ragged=hidden is torch.bfloat16)
         self.relay = FutureMap(self.pool, fields)
         self.model = RelayModel(fields)
         self.foreign = SlotPool(self.rt, 1, name="other").take(1)
