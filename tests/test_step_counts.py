@@ -13,6 +13,7 @@ import torch
 
 from batchstate import Batch, ForwardPlan, FutureMap, PagePool, Runtime, SlotPool, checks, mirrored, slot_column
 from batchstate.future_map import relay_field
+from batchstate.tables import Table, TableWrite
 from benchmarks.counts import COLUMNS, LIMITS, TorchOperations, counted_steps
 from benchmarks.whole_steps import EngineState
 
@@ -155,6 +156,23 @@ def calls_of_a_step_of_parts(rt: Runtime, rows: int) -> Counter[str]:
     finally:
         sys.setprofile(None)
     return calls
+
+
+def test_locations_of_a_pool_are_not_checked_again(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole step writes into its token table what the page pool made and checked; `full` alone asks once more."""
+    state, asked, entry_of = EngineState(rt, num_columns=2, rows=SMALL), [], Table.entry_of
+
+    def noted(self: Table, *args: Any) -> TableWrite:
+        asked.append(self)
+        return entry_of(self, *args)
+
+    monkeypatch.setattr(Table, "entry_of", noted)
+    with checks("cheap"):
+        state.step()
+    assert not asked
+    with checks("full"):
+        state.step()
+    assert len(asked) == 1
 
 
 def test_parts_of_a_step_ask_each_question_once(rt: Runtime) -> None:

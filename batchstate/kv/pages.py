@@ -168,7 +168,7 @@ class Extension:
             width,
             None if one_each else counts,
         )
-        if target is own and not levels.full:  # the pool made and checked all
+        if self._pool._is_token_table(target) and not levels.full:  # the pool made and checked all
             return target.planned(index, locations, self._writers(), self._origin)
         rows, positions = np.divmod(index, width)
         return target.entry_of(rows, positions, self._pool._locations(locations), self._writers(), self._origin)
@@ -669,6 +669,13 @@ class PagePool:
             return target.planned(index.reshape(-1), locations, slots, origin)
         numbers = ((index - positions) // width).reshape(-1)
         return target.entry_of(numbers, positions.reshape(-1), self._locations(locations), slots, origin)
+
+    def _is_token_table(self, table: Table) -> bool:
+        """Whether each location of the pool goes into a table that is declared to hold locations."""
+        if table is self.req_to_token:
+            return True
+        fits = table.dtype is torch.int64 or (table.dtype is torch.int32 and self.location_capacity <= 2**31)
+        return fits and table.holds == "location"
 
     def _token_table(self, table: Table | None) -> Table:
         """The table, or by default the pool's, that records locations of its slots."""
