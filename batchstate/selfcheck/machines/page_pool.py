@@ -615,7 +615,6 @@ class PagePoolMachine(PoolMachine):
         lengths = [max(0, len(self.model.requests[slot].stamps) - back) for slot in slots]
         first = [self.model.requests[slot].front * self.pages.page_size for slot in slots]
         if any(length < least for length, least in zip(lengths, first, strict=True)):
-            self.reached("truncated into what was given back refused")
             with self.refused(Code.LENGTH_ORDER):
                 self.pages.truncate(self.handles(slots), np.array(lengths, dtype=np.int64), after=fence)
             return
@@ -662,6 +661,9 @@ class PagePoolMachine(PoolMachine):
             self.reached("pages before a window given back", front > 0)
             self._forward([slot])
             if front:
+                self.reached("truncated into what was given back refused")
+                with self.refused(Code.LENGTH_ORDER):
+                    self.pages.truncate(self.held[slot], front - 1)
                 with self.refused(Code.PAGE_RELEASED):
                     self.pages.hold(self.held[slot], self.pages.page_size)
                 with self.refused(Code.PAGE_RELEASED):
