@@ -165,7 +165,7 @@ def watch(
 
     A name is a path (`sampling_info.temperatures`, `buffers.seq_lens`, `block_table.0.num_blocks`): attributes, keys of
     dictionaries, numbers of entries; `not ` before a path turns it round. A function of the batch does as well, and
-    `(label, function)` gives it a name. A column that is None is not in use.
+    `(label, function)` gives it a name; as a column it is called at `full` alone. A column that is None is not in use.
 
     Args:
         cls: the class.

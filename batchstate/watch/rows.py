@@ -32,6 +32,9 @@ _ONLY_TORCH = frozenset(
 
 _COPIED = (list, dict, set)
 
+ASK_DERIVED = 4
+"""Calls at `cheap` for one question about derived values: each goes through the requests in Python."""
+
 
 @final
 @attrs.frozen(eq=False)
@@ -70,7 +73,9 @@ class Snapshot:
         """The same in memory of its own; of lists, dictionaries, sets and tensors among the entries too."""
         values = self.values.copy()
         if values.dtype.kind == "O":
-            for row, entry in enumerate(values):
+            kinds = set(map(type, values))
+            mutable = any(issubclass(kind, (*_COPIED, torch.Tensor, np.ndarray)) for kind in kinds)
+            for row, entry in enumerate(values if mutable else ()):
                 if isinstance(entry, _COPIED):
                     values[row] = entry.copy()
                 elif isinstance(entry, torch.Tensor | np.ndarray):
@@ -88,17 +93,21 @@ def address_range(value: Any) -> tuple[int, int] | None:
     return None
 
 
-def getter(name: Name) -> Get:
-    """Reads a declared name from a batch. None where a part of its path is None."""
-    if not isinstance(name, str):
-        return name
-    if name.startswith("not "):
-        inner = getter(name.removeprefix("not "))
-        return lambda batch: not inner(batch)
-    parts = name.split(".")
+@final
+class _Path:
+    """Reads a path step by step: through dictionaries, by number, and past a part that is None."""
 
-    def step_by_step(batch: Any) -> Any:
-        for part in parts:
+    def __init__(self, path: str) -> None:
+        self._parts = path.split(".")
+        self._at_once = attrgetter(path) if _is_plain(path) else None
+
+    def __call__(self, batch: Any) -> Any:
+        if self._at_once is not None:
+            try:
+                return self._at_once(batch)
+            except AttributeError:
+                pass
+        for part in self._parts:
             if batch is None:
                 return None
             if isinstance(batch, Mapping):
@@ -107,17 +116,19 @@ def getter(name: Name) -> Get:
                 batch = batch[int(part)] if part.isdigit() else getattr(batch, part)
         return batch
 
-    if not all(part.isidentifier() for part in parts):
-        return step_by_step
-    at_once = attrgetter(name)
 
-    def get(batch: Any) -> Any:
-        try:
-            return at_once(batch)
-        except AttributeError:
-            return step_by_step(batch)
+def _is_plain(path: str) -> bool:
+    return all(part.isidentifier() for part in path.split("."))
 
-    return get if len(parts) > 1 else at_once
+
+def getter(name: Name) -> Get:
+    """Reads a declared name from a batch. None where a part of its path is None."""
+    if not isinstance(name, str):
+        return name
+    if name.startswith("not "):
+        inner = getter(name.removeprefix("not "))
+        return lambda batch: not inner(batch)
+    return attrgetter(name) if name.isidentifier() else _Path(name)
 
 
 @final
@@ -205,6 +216,9 @@ class Declaration:
         self.pairs = [self._pair(pair) for pair in pairs]
         for one in list(rows.items()) if isinstance(rows, Mapping) else list(rows):
             self._column(one)
+        self._named = {name: get for name, get in self.columns.items() if isinstance(get, attrgetter | _Path)}
+        plain = [name for name in self._named if _is_plain(name)]
+        self._at_once = attrgetter(*plain) if 1 < len(plain) == len(self._named) else None
         self.num_rows = getter(num_rows)
         self.key = None if key is None else getter(key)
         self.when = {name: _truth(getter(condition)) for name, condition in (when or {}).items()}
@@ -215,7 +229,7 @@ class Declaration:
         self.derived = [(name, getter(name), want) for name, want in (derived or {}).items()]
         self.implied = [(name, getter(name), want) for name, want in (implied or {}).items()]
         self.dtypes: dict[str, Any] = {}
-        self._turn = 0
+        self._turn = self._calls = 0
         self._refuse_unknown()
 
     def __repr__(self) -> str:
@@ -329,13 +343,13 @@ class Declaration:
         Args:
             batch: an object of the class.
             place: for reports.
-            full: read columns on the device too. Else only what the host holds, and of derived values one per call,
-                in turn.
+            full: read columns on the device too. Else only what the host holds, and in each fourth call one of the
+                derived values, in turn.
         """
         n = self.count(batch)
         if not n:
             return  # engines leave an empty batch as it was, since they never read it
-        self._check_lengths(batch, n, place)
+        self._check_lengths(batch, n, place, full=full)
         if full:
             for name, get, want in self.derived:
                 self._check_derived(name, get, want, batch, place)
@@ -346,6 +360,9 @@ class Declaration:
             for pair, host, device in self.sides(batch, n):
                 self._check_pair(pair, host, device, batch, n, place)
         elif self.derived or self.implied:
+            self._calls += 1
+            if self._calls % ASK_DERIVED:
+                return
             turn = self._turn
             self._turn = (turn + 1) % (len(self.derived) + len(self.implied))
             if turn < len(self.derived):
@@ -354,22 +371,34 @@ class Declaration:
             else:
                 self._check_implied(*self.implied[turn - len(self.derived)], batch, place)
 
-    def _check_lengths(self, batch: Any, n: int, place: Place) -> None:
+    def _values(self, batch: Any, *, full: bool) -> Iterable[tuple[str, Any]]:
+        """Columns, those with a path by one call where each is an attribute that is there; functions only if `full`."""
+        if full:
+            return [(name, get(batch)) for name, get in self.columns.items()]
+        if self._at_once is not None:
+            try:
+                return zip(self._named, self._at_once(batch), strict=True)
+            except AttributeError:  # of a part that is None
+                pass
+        return [(name, get(batch)) for name, get in self._named.items()]
+
+    def _check_lengths(self, batch: Any, n: int, place: Place, *, full: bool) -> None:
         dtypes, buffers = self.dtypes, self.buffers
-        for name, get in self.columns.items():
-            value = get(batch)
+        for name, value in self._values(batch, full=full):
             if value is None:
                 continue
-            try:
-                shape = value.shape
-            except AttributeError:
-                if isinstance(value, Mapping):
-                    if value and max(value) >= n:
-                        self._check_range(name, np.array(sorted(value)), n, place)
-                elif len(value) != n:
+            if isinstance(value, torch.Tensor):
+                rows = value.size(0) if value.dim() else -1
+            elif isinstance(value, np.ndarray):
+                rows = value.shape[0] if value.ndim else -1
+            elif isinstance(value, Mapping):
+                if value and max(value) >= n:
+                    self._check_range(name, np.array(sorted(value)), n, place)
+                continue
+            else:
+                if len(value) != n:
                     self._report_length(name, n, len(value), place)
                 continue
-            rows = shape[0] if shape else -1
             if rows != n and (rows < n or not buffers):
                 self._report_length(name, n, rows, place)
             elif (known := dtypes.get(name)) is not value.dtype:

@@ -60,6 +60,10 @@ WAYS: dict[str, tuple[str, dict[str, Any]] | None] = {
 }
 
 
+STEPS = 100
+"""Steps of a turn, so that a sample in a hundred calls is taken in each."""
+
+
 def cost_of(engine: Any, *, num_rows: int, rounds: int) -> dict[str, Any]:
     """A round of watched operations in each way, the ways taking turns: user CPU to the bare one, and Python calls."""
     step = engine.step_of(num_rows)
@@ -72,10 +76,11 @@ def cost_of(engine: Any, *, num_rows: int, rounds: int) -> dict[str, Any]:
                 if options is not None:
                     watches.enter_context(checks(options[0]))
                     watches.enter_context(engine.declare(**options[1]))
+                step()
                 if not turn:
                     calls[way] = _python_calls(step)
                 start = time.thread_time()
-                for _ in range(20):
+                for _ in range(STEPS):
                     step()
                 seconds[way].append(time.thread_time() - start)
     ratios = {
@@ -85,7 +90,7 @@ def cost_of(engine: Any, *, num_rows: int, rounds: int) -> dict[str, Any]:
         "rows": num_rows,
         "ratio": {way: round(statistics.median(ratio), 3) for way, ratio in ratios.items()},
         "python_calls": calls,
-        "bare_us": round(min(seconds["bare"]) / 20 * 1e6),
+        "bare_us": round(min(seconds["bare"]) / STEPS * 1e6),
     }
 
 
