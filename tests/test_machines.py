@@ -20,9 +20,10 @@ EXAMPLES = {
     "future_map": 120,
     "steps": 60,
     "overlap": 35,
-    "host_tier": 60,
+    "host_tier": 150,
     "transfers": 40,
     "strangers": 30,
+    "ranks": 40,
     "failures": 60,
     "watched": 30,
 }
