@@ -24,7 +24,8 @@ def test_machines_have_no_race(name: str, fences: str, device: str) -> None:
 
     result = run_machine(MACHINES[name], examples=8, steps=20, seed=5, runtimes=open_one, level="cheap")
     assert result.failure is None, result.failure
-    assert sum(one.accesses for one in opened) > 0 or name in ("slot_pool", "strangers")  # these have no device memory
+    # The first two have no device memory; ranks have runtimes of their own, one each.
+    assert sum(one.accesses for one in opened) > 0 or name in ("slot_pool", "strangers", "ranks")
     assert not any(one.races for one in opened)
     assert not any(one.synchronised for one in opened), "a machine waits inside torch"
     if fences == "race" and name in OVERLAPPED:
