@@ -290,7 +290,7 @@ def kept_rows(keep: object, num_rows: int, what: str) -> Rows:
         raise ArgumentError(
             f"{what}: row {rows[copy]} is kept twice",
             value=int(rows[copy]),
-            remedy="name each row once; `take` repeats rows",
+            remedy="name each row once; a mask has one boolean per row, such as [True, False, True]",
         )
     return rows
 

@@ -539,9 +539,12 @@ def _not_counted(column: Column | None, name: str, columns: Mapping[str, Column]
         return DtypeError(
             f"{label} holds {column.unit or column.np_dtype}",
             value=column.dtype,
-            remedy="only integers without an index space are computed; set others with `update` or `replace`",
+            remedy="`advance` adds to columns of integers that are not indices; set others with `update` or `replace`",
         )
-    return DeclarationError(f"{label} is not a tensor column", value=name, remedy=one_of(columns, name))
+    tensors = [one for one, declared in columns.items() if isinstance(declared, TensorColumn)]
+    if column is not None:
+        return DeclarationError(f"{label} holds Python objects", value=name, remedy=one_of(tensors, name))
+    return DeclarationError(f"{label} is not declared", value=name, remedy=one_of(tensors, name))
 
 
 def amounts_by_column(columns: Iterable[str] | Mapping[str, object], n: object, what: str) -> Mapping[str, object]:
@@ -638,7 +641,7 @@ class ColumnInputs:
                 raise DtypeError(
                     f"{label}: expected slots, got numbers",
                     value=value,
-                    remedy="pass what `pool.take` returned; wrap numbers of your own allocator in `Slots.from_host`",
+                    remedy="pass what `pool.take` returned; of your own allocator, `Slots.from_host(runtime, numbers)`",
                 )
             self.host[name] = _host_rows(column, value, num_rows, runtime, label)
             self.exact.append(name)
@@ -677,7 +680,9 @@ def num_rows_of(values: Mapping[str, object], what: str) -> int:
             return len(value)  # type: ignore[arg-type]
         except TypeError:  # also of what has a length in general, and none as it is: an array of no dimensions
             raise ArgumentError(
-                f"{what}: column {name!r} has no rows", value=value, remedy="pass one row per request"
+                f"{what}: column {name!r}: expected one row per request, got {value!r}",
+                value=value,
+                remedy="pass a list, array or tensor with one row per request; slots are what `pool.take` returned",
             ) from None
     raise ArgumentError(f"{what}: no columns", value=(), remedy="use `empty` for a batch of no requests")
 
@@ -749,7 +754,9 @@ def _check_value(column: TensorColumn, value: MirroredTensor, runtime: Runtime, 
 
 def _check_shape(column: TensorColumn, shape: tuple[int, ...], num_rows: int, label: str) -> None:
     if shape != (num_rows, *column.shape):
-        if shape[1:] == column.shape:
+        if not shape:
+            problem = f"{label}: expected one row per request, got one number"
+        elif shape[1:] == column.shape:
             problem = f"{label} has {shape[0]} rows, expected {num_rows}, as the other columns have"
         else:
             problem = f"{label}: expected shape {[num_rows, *column.shape]}, got {list(shape)}"

@@ -60,13 +60,25 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], str, str]] = {
         "has 1 rows, expected 2",
         "one row per request",
     ),
+    "a number for a column": (
+        lambda it: without(it.batch, seq_lens=5),
+        "per request, got one number",
+        "one row per request",
+    ),
+    "a number for slots": (lambda it: without(it.batch, slots=3), "per request, got 3", "`pool.take`"),
+    "numbers for slots": (lambda it: without(it.batch, slots=[1, 2]), "expected slots", "from_host(runtime, numbers)"),
+    "a mask of 0 and 1": (lambda it: it.batch.filter([1, 1]), "row 1 is kept twice", "one boolean per row"),
     "mirrored(np.int64)": (lambda it: mirrored(np.int64), "expected a torch dtype", "pass torch.int64"),  # type: ignore[arg-type]
     "mirrored(int)": (lambda it: mirrored(int), "expected a torch dtype", "pass torch.int64"),  # type: ignore[arg-type]
     "mirrored('tokens')": (lambda it: mirrored("tokens"), "got 'tokens'", "such as torch.int64"),  # type: ignore[arg-type]
     "relay_field(int)": (lambda it: relay_field(int), "expected a torch dtype", "pass torch.int64"),  # type: ignore[arg-type]
     "relay of a list": (lambda it: FutureMap(it.pool, ["tok"]), "expected fields by name", "relay_field("),  # type: ignore[arg-type]
-    "advance misspelt": (lambda it: it.batch.advance("seq_len"), "'seq_len'", "mean 'seq_lens'"),
-    "advance of objects": (lambda it: it.batch.advance("requests"), "requests", "slots, seq_lens, last_token"),
+    "advance misspelt": (lambda it: it.batch.advance("seq_len"), "'seq_len' is not declared", "mean 'seq_lens'"),
+    "advance of objects": (
+        lambda it: it.batch.advance("requests"),
+        "holds Python objects",
+        "slots, seq_lens, last_token",
+    ),
     "b[0]": (lambda it: it.batch[0], "expected the name of a column, got 0", "batch.filter(rows)"),
     "b[:1]": (lambda it: it.batch[:1], "expected the name of a column", "batch.filter(rows)"),
     "b['seq_len']": (lambda it: it.batch["seq_len"], "'seq_len'", "mean 'seq_lens'"),
