@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo disaggregated traffic test lint format types docs pytest fuzz bench gpu peers wheel pins clean
+.PHONY: help setup demo disaggregated transformers traffic test lint format types docs pytest fuzz bench gpu peers wheel pins clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -55,6 +55,9 @@ demo: $(READY)  ## a real model served one step ahead, every token compared with
 
 disaggregated: $(READY)  ## prefill in one process, decode in another, KV written straight across
 	@$(PY) -m examples.disaggregated $(ON_DEVICE) $(ARGS)
+
+transformers: $(READY)  ## transformers' continuous batching, with its state on batchstate
+	@$(PY) -m examples.transformers_batching $(ON_DEVICE) $(ARGS)
 
 traffic: $(READY)  ## an hour of requests through an engine that lacks only the model
 	@$(PY) -m batchstate traffic --checks cheap $(ON_DEVICE) $(ARGS)
