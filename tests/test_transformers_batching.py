@@ -73,17 +73,21 @@ def test_tokens_are_the_same_when_pages_run_out(model: Any, monkeypatch: pytest.
     assert [one.generated_tokens for one in outputs] == [one.generated_tokens for one in expected]
 
 
+def settings() -> ContinuousBatchingConfig:
+    """Of short sessions, without what the example does not take over."""
+    return ContinuousBatchingConfig(num_blocks=20, max_batch_tokens=64, use_cuda_graph=False, use_async_batching=False)
+
+
 def test_sessions_follow_each_other(model: Any) -> None:
     """A manager that persists serves a second session in another thread."""
     asked = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    settings = ContinuousBatchingConfig(num_blocks=20, max_batch_tokens=64, use_async_batching=False)
     sessions = []
     with comparison._quiet(), adopted():
         for _ in range(2):
             answered = model.generate_batch(
                 prompts_of(3, seed=1),
                 generation_config=asked,
-                continuous_batching_config=settings,
+                continuous_batching_config=settings(),
                 progress_bar=False,
                 persistent_manager=True,
             )
@@ -188,10 +192,9 @@ def test_a_mistake_ends_the_run_with_a_report(
 def test_several_answers_to_a_prompt_are_refused(model: Any) -> None:
     """Forks are not taken over, and the error says so."""
     asked = GenerationConfig(max_new_tokens=5, num_return_sequences=2, do_sample=True, eos_token_id=-1, pad_token_id=0)
-    settings = ContinuousBatchingConfig(num_blocks=20, max_batch_tokens=64, use_async_batching=False)
     with comparison._quiet(), adopted():
         answered = model.generate_batch(
-            prompts_of(2, seed=1), generation_config=asked, continuous_batching_config=settings, progress_bar=False
+            prompts_of(2, seed=1), generation_config=asked, continuous_batching_config=settings(), progress_bar=False
         )
     assert {one.error for one in answered.values()} == {
         "expected one answer to each prompt, got num_return_sequences above 1"
@@ -202,8 +205,7 @@ def test_several_answers_to_a_prompt_are_refused(model: Any) -> None:
 def test_sliding_windows_are_refused(model: Any, layers: str) -> None:
     """A model with sliding windows in some or all of its layers is refused before anything runs."""
     model.config.layer_types, model.config.sliding_window = layers.split(), 16
-    settings = ContinuousBatchingConfig(num_blocks=20, max_batch_tokens=64, use_async_batching=False)
     with comparison._quiet(), adopted():
-        manager = ContinuousBatchingManager(model, GenerationConfig(do_sample=False, eos_token_id=-1), settings)
+        manager = ContinuousBatchingManager(model, GenerationConfig(do_sample=False, eos_token_id=-1), settings())
         with pytest.raises((NotImplementedError, TypeError), match=r"^expected a (model with full|cache with Pooled)"):
             manager._create_batch_processor()
