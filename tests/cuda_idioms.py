@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.cuda import Event, Stream, current_stream  # imported before there is a device
+from torch.cuda import Event, Stream, current_stream, synchronize  # imported before there is a device
 
 from batchstate.testing.race.report import RaceKind
 
@@ -211,6 +211,52 @@ def double_buffering(racy: bool) -> Any:
             moved.append(staged.to("cuda", non_blocking=True))
             copied.record(side)
     return moved
+
+
+def _double_buffer(*, waits_for_use: bool, waits_for_fill: bool) -> Any:
+    copies, default, out = Stream(), current_stream(), []
+    buffers = [(torch.empty(4, device="cuda"), Event(), Event()) for _ in range(2)]
+    for step in range(6):
+        buffer, filled, used = buffers[step % 2]
+        host = torch.full((4,), float(step)).pin_memory()
+        with torch.cuda.stream(copies):
+            if waits_for_use:
+                copies.wait_event(used)
+            buffer.copy_(host, non_blocking=True)
+            filled.record()
+        if waits_for_fill:
+            default.wait_event(filled)
+        out.append(buffer * 2)
+        used.record()
+    synchronize()
+    return [one.tolist() for one in out]
+
+
+@idiom(RaceKind.WRITE_AFTER_READ)
+def double_buffer_of_the_device_refilled_in_use(racy: bool) -> Any:
+    """Buffers that `torch.empty` makes on the default stream are filled by another, which waits for the last use."""
+    return _double_buffer(waits_for_use=not racy, waits_for_fill=True)
+
+
+@idiom(RaceKind.READ_AFTER_WRITE)
+def double_buffer_of_the_device_read_early(racy: bool) -> Any:
+    """The same; the default stream waits until they are filled, or does not."""
+    return _double_buffer(waits_for_use=True, waits_for_fill=not racy)
+
+
+@idiom(RaceKind.FREED_IN_USE)
+def empty_gets_what_its_stream_has_freed(racy: bool) -> Any:
+    """What was freed is in use on the default stream; a new buffer may be that memory, and another stream fills it."""
+    copies = Stream()
+    scratch = torch.ones(4, device="cuda")
+    total = scratch * 2
+    del scratch
+    buffer = torch.empty(4, device="cuda")
+    if not racy:
+        copies.wait_stream(current_stream())
+    with torch.cuda.stream(copies):
+        buffer.copy_(torch.ones(4).pin_memory(), non_blocking=True)
+    return total, buffer
 
 
 @idiom(RaceKind.READ_AFTER_WRITE)

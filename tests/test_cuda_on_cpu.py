@@ -158,6 +158,34 @@ def test_reports_speak_of_the_code_and_of_torch() -> None:
     assert "batchstate" not in str(race).replace("tests", "")
 
 
+def test_a_use_behind_no_allocation_is_said_as_such() -> None:
+    """Freed memory that is in use; the remedy is a wait for the stream that allocates, not `record_stream`."""
+    with cuda_on_cpu(on_race="collect") as rt:
+        IDIOMS["empty_gets_what_its_stream_has_freed"][1](True)
+    (race,) = rt.races
+    assert race.problem == (
+        "memory is used on 'copies' with no order behind its allocation on 'default', "
+        "whose earlier work may still use that block"
+    )
+    assert race.first.does == "allocates"
+    assert race.suggestion == "`copies.wait_stream(torch.cuda.default_stream())` before copy to device"
+
+
+def test_a_remedy_names_an_event_that_has_a_name() -> None:
+    """One that `wait_stream` has recorded in between has none."""
+    with cuda_on_cpu(on_race="collect") as rt:
+        copies = Stream()
+        used = Event()
+        buffer = torch.zeros(4, device="cuda")
+        synchronize()
+        buffer.clone()
+        Stream().wait_stream(current_stream())
+        used.record()
+        with torch.cuda.stream(copies):
+            buffer.fill_(1)
+    assert rt.races[0].suggestion.startswith("`copies.wait_event(used)` before fill_")
+
+
 def test_threads_that_start_inside_are_traced() -> None:
     """Torch's modes are of one thread each, and so is the current stream."""
     seen: list[Any] = []

@@ -186,6 +186,36 @@ def test_memory_freed_in_use_is_remembered_after_a_race(rt: RaceRuntime) -> None
     assert len(sums) == 2
 
 
+@pytest.mark.parametrize("freed", ["nothing", "unused", "used", "used, and waited for"])
+def test_memory_that_an_allocation_may_have_got(rt: RaceRuntime, freed: str) -> None:
+    """An allocation without a write orders nothing; what its stream has freed before may still be in use."""
+    forward = other(rt)
+    used = None
+    if freed != "nothing":
+        scratch = rt.device_empty((4,), torch.int64)
+        if freed != "unused":
+            scratch.fill_(1)
+            used = rt.record()
+        del scratch
+    memory = rt.device_empty((4,), torch.int64)
+    with rt.use(forward):
+        if freed == "used":
+            with pytest.raises(Race) as caught:
+                memory.fill_(2)
+            report = caught.value.report
+            assert (report.kind, report.first.does, report.second.does) == (
+                RaceKind.FREED_IN_USE,
+                "allocates",
+                "writes",
+            )
+            assert report.problem.startswith("memory is used on 'other' with no order behind its allocation on ")
+            assert report.problem.endswith("whose earlier work may still use that block")
+        else:
+            if used is not None:
+                rt.wait(used)
+            memory.fill_(2)
+
+
 def test_a_copy_from_pageable_memory_is_not_waited_for_to_its_end() -> None:
     """The host waits until its numbers were taken; a reader on the device waits for the copy."""
     with RaceRuntime(on_race="collect") as rt:

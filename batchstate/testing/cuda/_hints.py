@@ -20,7 +20,7 @@ def torch_hint_for(
     """As `hint_for`, in the words of torch."""
     if kind is RaceKind.UNWRITTEN_READ:
         return hint_for(history, stream, kind, first, second, dropped)
-    if kind is RaceKind.FREED_IN_USE:
+    if kind is RaceKind.FREED_IN_USE and first.does != "allocates":
         where = "" if dropped is None or dropped.line is None else f", dropped at {dropped.line},"
         return Hint(
             f"nothing keeps the memory{where} until stream {first.lane!r} is done with it",
@@ -37,8 +37,8 @@ def torch_hint_for(
             f"the recording at {early.source_line.line} comes before it",
         )
     missing = f"{who} never waits for {first.operation} on stream {first.lane!r}"
-    behind = history.fence_behind(stream, first.event, first.step)
-    if behind is not None and not behind.name.startswith("an event"):
+    behind = history.fence_behind(stream, first.event, first.step, named="event ")
+    if behind is not None:
         wait = f"{_event(behind.name)}.synchronize()" if on_host else _waits(second.lane, behind.name)
         return Hint(missing, f"`{wait}` before {second.operation}; it is recorded behind at {behind.source_line.line}")
     said = _named(first.lane)

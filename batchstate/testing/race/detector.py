@@ -5,6 +5,9 @@ allocation on the stream it was allocated on, at once and without waiting: for t
 other streams are protected only where the allocator was told of them (`record_stream`). So it is not a race when it is
 freed, and is one when its stream allocates again before that use is ordered. Which allocation gets it is the
 allocator's affair: any counts.
+
+An allocation that writes nothing (`torch.empty`) takes no time on its stream. Another stream that uses the memory need
+not come behind it, but behind whatever used memory that this stream had got back before.
 """
 
 from collections.abc import Callable, Sequence
@@ -165,7 +168,8 @@ class RaceAllocation(Allocation):
         kept_for: streams for which it is kept alive.
         first_write: the event that wrote it first, for memory that is undecided.
         dropped: where its last tensor was dropped.
-        fresh: the event that allocated it, while some of it was not written since; None for all other memory.
+        fresh: the event that allocated it without writing it; None for all other memory.
+        reused: stream -> its newest use of memory that this allocation may have got; None where `fresh` is.
         written: what was written of it since then.
     """
 
@@ -178,6 +182,7 @@ class RaceAllocation(Allocation):
         "kept_for",
         "name",
         "reads",
+        "reused",
         "writes",
         "written",
     )
@@ -195,6 +200,7 @@ class RaceAllocation(Allocation):
         self.first_write: Entry | None = None
         self.dropped: SourceLine | None = None
         self.fresh: Entry | None = None
+        self.reused: dict[int, int] | None = None
         self.written: ByteRegion | None = None
 
     def __str__(self) -> str:
@@ -238,6 +244,7 @@ class Detector:
         self._reported: set[tuple[object, ...]] = set()
         self._reads_over: dict[int, int] = {}
         self._freed: dict[int, list[RaceAllocation]] = {}
+        self._got_back: dict[int, dict[int, int]] = {}
 
     # Events
 
@@ -357,12 +364,16 @@ class Detector:
         __tracebackhide__ = True
         event, before = found
         common = before.common(region) or region
-        kind = _kind_of(allocation, entry, first_writes, second_writes)
+        kind, does = _kind_of(allocation, entry, first_writes, second_writes), "writes" if first_writes else "reads"
+        if allocation.reused is not None and allocation.fresh is not None and event == allocation.fresh.number:
+            if all(entry.stream.knows(*use) for use in allocation.reused.items()):
+                return
+            kind, does = RaceKind.FREED_IN_USE, "allocates"
         self.report(
             kind,
             allocation,
             rows_of(allocation.name, common),
-            self.access(event, other, "writes" if first_writes else "reads", allocation, before),
+            self.access(event, other, does, allocation, before),
             self.access(entry.number, entry.stream.number, "writes" if second_writes else "reads", allocation, region),
         )
 
@@ -381,14 +392,24 @@ class Detector:
     def freed(self, allocation: RaceAllocation) -> None:
         """The last tensor of a piece of memory is gone. Reports nothing: it may be called anywhere."""
         stream = allocation.allocated_on if allocation.kind is MemoryKind.DEVICE else None
-        if stream is not None and self.waits is not None:
-            for logs in (allocation.writes, allocation.reads):
-                for other, log in logs.items():
-                    if other != stream.number:
-                        self.waits.needs(stream.number, other, log.newest(), None)
-        if stream is not None and self.unordered(allocation, stream) is not None:
+        if stream is None:
+            return
+        got_back = self._got_back.setdefault(stream.number, {})
+        for logs in (allocation.writes, allocation.reads):
+            for other, log in logs.items():
+                if self.waits is not None and other != stream.number:
+                    self.waits.needs(stream.number, other, log.newest(), None)
+                used = allocation.fresh is None or allocation.fresh.number != log.newest()
+                if used and other not in allocation.kept_for:
+                    got_back[other] = max(got_back.get(other, 0), log.newest())
+        if self.unordered(allocation, stream) is not None:
             allocation.dropped = source_line(2)
             self._freed.setdefault(stream.number, []).append(allocation)
+
+    def unwritten(self, allocation: RaceAllocation, entry: Entry) -> None:
+        """An event has allocated memory, and written nothing."""
+        allocation.fresh = entry
+        allocation.reused = dict(self._got_back.get(entry.stream.number, ()))
 
     def allocates(self, stream: StreamClock, entry: Entry) -> None:
         """An event of a stream allocates memory.
@@ -426,7 +447,7 @@ class Detector:
         missing, suggestion = self._hint_for(self.history, stream, kind, first, second, allocation.dropped)
         report = RaceReport(
             kind=kind,
-            problem=f"{_PROBLEMS[kind]}: {_between(kind, first, second)}",
+            problem=_problem(kind, first, second),
             memory=str(allocation),
             rows=rows,
             first=first,
@@ -459,10 +480,15 @@ _PROBLEMS = {
 }
 
 
-def _between(kind: RaceKind, first: Access, second: Access) -> str:
+def _problem(kind: RaceKind, first: Access, second: Access) -> str:
     if kind is RaceKind.UNWRITTEN_READ:
-        return f"{_short(second)} finds what {_short(first)} left there"
-    return f"nothing orders {_short(second)} behind {_short(first)}"
+        return f"{_PROBLEMS[kind]}: {_short(second)} finds what {_short(first)} left there"
+    if first.does == "allocates":
+        return (
+            f"memory is used on {_where(second)} with no order behind its allocation on {_where(first)}, "
+            "whose earlier work may still use that block"
+        )
+    return f"{_PROBLEMS[kind]}: nothing orders {_short(second)} behind {_short(first)}"
 
 
 def _kind_of(allocation: RaceAllocation, entry: Entry, first_writes: bool, second_writes: bool) -> RaceKind:
@@ -478,5 +504,8 @@ def _kind_of(allocation: RaceAllocation, entry: Entry, first_writes: bool, secon
 
 
 def _short(access: Access) -> str:
-    where = "the host" if access.lane == HOST else repr(access.lane)
-    return f"{access.operation} on {where}"
+    return f"{access.operation} on {_where(access)}"
+
+
+def _where(access: Access) -> str:
+    return "the host" if access.lane == HOST else repr(access.lane)

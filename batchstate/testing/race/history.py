@@ -100,10 +100,14 @@ class History:
         at = number - entries[0].number
         return entries[at] if 0 <= at < len(entries) else None
 
-    def fence_behind(self, stream: StreamClock, event: int, step: int) -> Entry | None:
-        """The first fence recorded on a stream behind an event, in the same step: a later one has another purpose."""
+    def fence_behind(self, stream: StreamClock, event: int, step: int, named: str = "") -> Entry | None:
+        """The first fence recorded on a stream behind an event, in the same step: a later one has another purpose.
+
+        `named` is how its name begins.
+        """
         for entry in self._entries:
-            if entry.number > event and entry.kind is EventKind.FENCE and entry.stream is stream:
+            fence = entry.number > event and entry.kind is EventKind.FENCE and entry.stream is stream
+            if fence and entry.name.startswith(named):
                 return entry if entry.step == step else None
         return None
 
@@ -174,7 +178,7 @@ def hint_for(
     `stream` is that of the first access; `dropped` is where the last tensor of freed memory was dropped.
     """
     behind = history.fence_behind(stream, first.event, first.step)
-    if kind is RaceKind.FREED_IN_USE:
+    if kind is RaceKind.FREED_IN_USE and first.does != "allocates":
         where = "" if dropped is None or dropped.line is None else f", dropped at {dropped.line},"
         hold = "" if behind is None else f", or keep the tensor until {behind.name} is complete"
         return Hint(

@@ -334,7 +334,7 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         with untraced():
             tensor = self._inner._device_memory(shape, dtype)
         entry = self._detector.event(self._known_current(), EventKind.ALLOCATION, "empty")
-        self._tracer.allocate_on_device(tensor, entry).fresh = entry
+        self._detector.unwritten(self._tracer.allocate_on_device(tensor, entry), entry)
         return tensor
 
     def _mapped(self, shape: tuple[int, ...], dtype: torch.dtype) -> MappedMemory:

@@ -204,7 +204,7 @@ class RaceTracer(Tracer[RaceAllocation]):
             if self.allocations.of(one) is None and (self.on_cpu or one.device.type != "cpu"):
                 allocation = self.allocate_on_device(one, entry)
                 if operation.name in _EMPTY:
-                    allocation.fresh = entry
+                    self.detector.unwritten(allocation, entry)
         if waits:
             self._synchronise(operation.name, entry.stream.seen)
         elif operation.name == "_to_copy" and not self.on_cpu:
@@ -305,7 +305,9 @@ class RaceTracer(Tracer[RaceAllocation]):
                 hidden=first is None or first.hidden,
             )
             self.detector.note(allocation.first_write, [(allocation, region, True)])
-            allocation.fresh = allocation.first_write if name in _EMPTY else None
+            allocation.fresh = None
+            if name in _EMPTY:
+                self.detector.unwritten(allocation, allocation.first_write)
 
     # Copies between host and device
 
