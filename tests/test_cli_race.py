@@ -106,6 +106,14 @@ def test_race_refuses_a_report_that_does_not_hang_together(saved: Path, capsys: 
     assert not (saved.parent / "race.html").exists()
 
 
+def test_race_with_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+    """A script in the place of a report, with arguments or without, is a `run` that was forgotten."""
+    for arguments in ([], ["--steps", "3"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(["race", "serve.py", *arguments])
+        assert "did you mean `batchstate race run serve.py`?" in capsys.readouterr().err
+
+
 def test_race_without_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A file that is not there is an error that names it."""
     assert main(["race", str(tmp_path / "none.json")]) == 2

@@ -76,6 +76,22 @@ def test_a_script_that_does_not_race(script: Script, capsys: pytest.CaptureFixtu
     assert "0 findings" in capsys.readouterr().out
 
 
+def test_waits_are_said_to_hide_races(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the host waited for is in order; one is no plural."""
+    source = "torch.zeros(1, device='cuda')\n"
+    assert main(["race", "run", script(source)]) == 0
+    assert "; 1 access checked, 0 waits inside of torch\n" in capsys.readouterr().out
+    assert main(["race", "run", script(source + "torch.zeros(1, device='cuda').item()\n")]) == 0
+    assert ", 1 wait inside of torch, which can hide races\n" in capsys.readouterr().out
+
+
+def test_without_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+    """Only the script is missing: arguments are optional."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["race", "run"])
+    assert "required: SCRIPT\n" in capsys.readouterr().err
+
+
 def test_accepted_findings_do_not_count(script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A file of earlier findings is the baseline, also where lines have moved; new ones fail."""
     out = tmp_path / "accepted.json"

@@ -22,7 +22,7 @@ _WIDTH, _MOST = 100, 140
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
-    parser.add_argument("report", metavar="REPORT", type=Path, help="file that a race report was saved to")
+    parser.add_argument("report", metavar="REPORT", type=_report, help="file that a race report was saved to")
     parser.add_argument(
         "--out",
         metavar="FILE",
@@ -75,6 +75,15 @@ def _text(report: "RaceReport") -> str:
 
 _DRAWN: dict[str, Callable[["RaceReport"], str]] = {".html": _page, ".htm": _page, ".json": _trace, ".txt": _text}
 """Suffix of a file -> what draws its content."""
+
+
+def _report(text: str) -> Path:
+    path = Path(text)
+    if path.suffix.lower() == ".py":
+        raise argparse.ArgumentTypeError(
+            f"{text} is a script, not a race report; did you mean `batchstate race run {text}`?"
+        )
+    return path
 
 
 def _picture(text: str) -> Path:

@@ -19,12 +19,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "batchstate race run [--json FILE] [--baseline FILE] SCRIPT [ARGS ...]"
     _add_options(parser)
     parser.add_argument("script", metavar="SCRIPT", type=Path, help="a Python script; it imports nothing of batchstate")
-    parser.add_argument(
+    arguments = parser.add_argument(
         "arguments",
         metavar="ARGS",
         nargs=argparse.REMAINDER,
         help="arguments of the script; options of this command are taken out, unless they stand behind `--`",
     )
+    arguments.required = False  # or argparse lists it as missing together with SCRIPT
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +68,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"{race}\n")
     known, waits = len(rt.races) - len(new), sum(rt.synchronised.values())
     count = f"{len(new)} finding{'s' * (len(new) != 1)}{f', {known} accepted' * bool(known)}"
-    print(f"{count}; {rt.accesses} accesses checked, {waits} waits inside of torch")
+    checked = f"{rt.accesses} access{'es' * (rt.accesses != 1)} checked"
+    waited = f"{waits} wait{'s' * (waits != 1)} inside of torch"
+    hides = ", which can hide races" * bool(waits)
+    print(f"{count}; {checked}, {waited}{hides}")
     if error is not None:
         print(f"batchstate: {args.script}: {error}", file=sys.stderr)
         return 2
