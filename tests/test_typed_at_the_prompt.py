@@ -1,4 +1,4 @@
-"""Tutorials and the README are typed line by line at the prompt, where a line directly under a loop is an error."""
+"""Tutorials, README and the page of `watch` are typed at the prompt, where a line directly under a loop is an error."""
 
 import re
 import subprocess
@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", *(str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("docs/tutorial/*.md")))]
+PAGES = [
+    "README.md",
+    "docs/how-to/watch-an-engine.md",
+    *(str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("docs/tutorial/*.md"))),
+]
 
 _BLOCK = re.compile(r"(<!-- skip: next[^>]*-->)?\s*```python\n(.*?)```", re.DOTALL)
 

@@ -7,6 +7,7 @@ import itertools
 import logging
 import pickle
 import re
+import sys
 import threading
 import weakref
 from typing import Any
@@ -328,15 +329,133 @@ def test_rows_by_key_in_long_buffers(full: None) -> None:
     ("forget", "column", "code"),
     [
         ("tokens", "tokens", Code.ROW_KEPT),
-        ("counts", "tokens", Code.ROW_KEPT),
+        ("counts", "counts", Code.ROW_KEPT),
         ("generators", "generators", Code.SLOT_OUT_OF_RANGE),
     ],
 )
 def test_a_row_that_stays_behind_is_found(full: None, forget: str, column: str, code: Code) -> None:
-    """What `condense` leaves behind is named with its row."""
+    """What `condense` leaves behind is named with column and request, a column of lengths before what it measures."""
     with watched_rows(), pytest.raises(Violation) as caught:
         condensed(forget)
     assert (caught.value.code, caught.value.column) == (code, column)
+    assert ("request 'd'" in caught.value.problem) == (code is Code.ROW_KEPT)
+
+
+def test_a_pair_of_lengths_is_compared_first(full: None) -> None:
+    """Of two pairs, the one whose column says how long the rows of the other are is reported, whatever their order."""
+
+    class Ragged:
+        def __init__(self) -> None:
+            self.lengths, self.lengths_gpu = torch.tensor([2, 3]), torch.tensor([2, 2])
+            self.tokens, self.tokens_gpu = torch.ones(2, 4), torch.ones(2, 4)
+            self.tokens_gpu[1, 2] = 9
+
+        def step(self) -> None:
+            pass
+
+    pairs = [("tokens", "tokens_gpu"), ("lengths", "lengths_gpu")]
+    upto = {"tokens": "lengths", "tokens_gpu": "lengths"}
+    with (
+        watch(Ragged, after=["step"], num_rows=lambda batch: 2, pairs=pairs, upto=upto) as watching,
+        pytest.raises(Violation) as caught,
+    ):
+        watching.check(Ragged())
+    assert caught.value.column == "lengths / lengths_gpu"
+
+
+def test_long_buffers_that_were_not_declared_are_told(full: None) -> None:
+    """Of a tensor longer than the batch at its first check the remedy names `buffers`; of one that grew later not."""
+    rows, batch = condensed(), Engine([3, 4])
+    watching = watch(Rows, after=["condense"], num_rows="num", rows=["top_p_cpu"])
+    with watching, pytest.raises(Violation, match=r"has 8 rows in a batch of 3") as caught:
+        watching.check(rows)
+    assert "declare buffers=True" in caught.value.remedy
+    with watched() as watching:
+        watching.check(batch)
+        batch.seq_lens = torch.cat([batch.seq_lens, batch.seq_lens])
+        with pytest.raises(Violation) as caught:
+            watching.check(batch)
+    assert "buffers" not in caught.value.remedy
+
+
+def _bad(batch: Any) -> Any:
+    raise ArgumentError("a function of the declaration failed")
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"key": "requests"}, "key: AttributeError: .* no attribute 'requests'"),
+    ({"key": lambda batch: 3}, "key: TypeError"),
+    ({"num_rows": "size"}, "num_rows: AttributeError"),
+    ({"num_rows": _bad}, "num_rows: ArgumentError: a function of the declaration failed"),
+    ({"rows": ["temps"]}, "column 'temps': AttributeError"),
+    ({"rows": ["sampling.greedy"]}, "column 'sampling.greedy': TypeError"),
+    ({"rows": [("made", _bad)]}, "a function of the declaration failed"),
+    ({"derived": {"sampling.greedy": lambda batch: batch.total}}, r"derived\['sampling.greedy'\]: AttributeError"),
+    ({"implied": {"sampling.greedy": lambda batch: "many"}}, r"implied\['sampling.greedy'\]: "),
+    ({"when": {"seq_lens": "fresh"}}, r"when\['seq_lens'\]: AttributeError"),
+    ({"upto": {"extra.masks": "num"}}, r"upto\['extra.masks'\]: AttributeError"),
+    ({"indices": {"mask": "extra.masks"}}, r"indices\['mask'\]: AttributeError"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG)
+@pytest.mark.parametrize("lag", [None, 1])
+def test_a_failing_declaration_leaves_the_engine_alone(
+    full: None, changes: dict[str, Any], message: str, lag: int | None
+) -> None:
+    """Whatever of a declaration fails: the method runs, and the error says which argument it was."""
+    found: list[BatchStateError] = []
+    with watched(before=["filter_batch"], lag=lag, on_violation=found.append, **changes) as watching:
+        batch = drive()
+        batch.filter_batch([1])
+        watching.flush()
+    assert batch.seq_lens.tolist() == [6]
+    assert not [error for error in found if not isinstance(error, DeclarationError)]
+    said = [str(error) for error in found if re.search(message, str(error))]
+    if lag is None:
+        assert said
+        assert len(said) == len(found)
+        with watched(**changes), pytest.raises(DeclarationError, match=message):
+            drive()
+
+
+def test_each_failing_argument_is_logged_once(full: None, caplog: pytest.LogCaptureFixture) -> None:
+    """With `log`, two arguments that fail are two lines, however often they fail, and no call of the engine is lost."""
+    with caplog.at_level(logging.ERROR), watched(key="requests", num_rows="size", on_violation="log"):
+        assert drive().seq_lens.tolist() == [2, 6, 5, 7]
+    assert sorted(re.findall(r": (key|num_rows): ", caplog.text)) == ["key", "num_rows"]
+
+
+def test_what_a_function_for_violations_raises_goes_on(full: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of `on_violation` itself is the caller's, and is not taken for a failure of the declaration."""
+
+    def refuse(error: BatchStateError) -> None:
+        raise KeyError("mine")
+
+    monkeypatch.setattr(Engine, "bug", "host")
+    with watched(adds={}, on_violation=refuse) as watching, pytest.raises(KeyError, match="mine"):
+        Engine([3]).prepare_for_decode()
+    assert watching.counters.as_dict()["violations"] == 1
+
+
+def test_cheap_makes_few_python_calls() -> None:
+    """A checked call at `cheap` makes at most as many calls of Python functions as it did when this was written."""
+    calls = 0
+
+    def note(frame: Any, event: str, arg: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    batch = Engine([3, 4])
+    plain = {"pairs": [("seq_lens_cpu", "seq_lens")], "rows": ["orig_seq_lens"], "moves": [], "adds": {}}
+    with checks("cheap"), watched(**plain, derived={}, implied={}, indices={}):
+        batch.prepare_for_decode()
+        sys.setprofile(note)
+        try:
+            batch.prepare_for_decode()
+        finally:
+            sys.setprofile(None)
+    assert calls <= 14
 
 
 # What happens to a violation
@@ -573,6 +692,27 @@ class Odd:
         ({"when": {"top_p": "fresh"}}, "top_p in `when`, and not in `pairs` or `rows`"),
         ({"upto": {"tokens": "n"}}, "tokens in `upto`"),
         ({"adds": {"prepare_for_decode": {"sum": 1}}}, "names sum, not in"),
+        ({"pairs": [("a", "b", "uper_bound")]}, "'exact' or 'upper_bound' in its third place.*\n.*mean 'upper_bound'"),
+        ({"pairs": ("a", "b")}, r"`pairs` is \('a', 'b'\), expected a list of pairs"),
+        ({"pairs": None}, "`pairs` is None"),
+        ({"rows": "reqs"}, "`rows` is 'reqs', expected a list of columns"),
+        ({"num_rows": 3}, "`num_rows` is 3, expected a name or a function"),
+        ({"key": ["reqs"]}, r"`key` is \['reqs'\], expected a name or a function"),
+        ({"derived": ["seq_lens_sum"]}, r"`derived` is \['seq_lens_sum'\], expected a dictionary"),
+        ({"derived": {"x": "sum"}}, r"`derived\['x'\]` is 'sum', expected a function of the batch"),
+        ({"implied": 5}, "`implied` is 5, expected a dictionary"),
+        ({"when": ["seq_lens"]}, r"`when` is \['seq_lens'\], expected a dictionary"),
+        ({"when": {"seq_lens": 3}}, r"`when\['seq_lens'\]` is 3, expected a name or a function"),
+        ({"upto": "seq_lens"}, "`upto` is 'seq_lens', expected a dictionary"),
+        ({"upto": {"reqs": None}}, r"`upto\['reqs'\]` is None"),
+        ({"indices": ["masked"]}, r"`indices` is \['masked'\], expected a dictionary"),
+        ({"adds": {"prepare_for_decode": "seq_lens"}}, r"`adds\['prepare_for_decode'\]` is 'seq_lens'"),
+        ({"buffers": 1}, "`buffers` is 1, expected True or False"),
+        ({"moves": "filter_batch"}, "`moves` is the text 'filter_batch'"),
+        ({"before": None}, "`before` is None, expected a list"),
+        ({"after": [3]}, "expected in `after` the name of a method, got 3"),
+        ({"after": [drive]}, "expected in `after` the name of a method, got <function drive"),
+        ({"pairs": [], "rows": [], "derived": {}, "implied": {}, "indices": {}, "adds": {}}, "no column is declared"),
         ({"lag": 0}, "expected lag=1 or more, got 0"),
         ({"every": 0}, "expected every=1 or more, got 0"),
         ({"on_violation": "print"}, "expected on_violation 'raise', 'log' or a function, got 'print'"),
@@ -599,15 +739,22 @@ def test_a_wrong_declaration_is_refused(arguments: dict[str, Any], message: str)
 def test_what_cannot_be_hooked_is_refused(cls: Any, method: str, message: str) -> None:
     """Coroutines, properties, things that are no class, and classes in C."""
     with pytest.raises(ArgumentError, match=message):
-        watch(cls, after=[method], num_rows=len)
+        watch(cls, after=[method], num_rows=len, rows=["rows"])
+
+
+def test_functions_of_the_class_are_named_by_themselves() -> None:
+    """`after=[Engine.filter_batch]` is the method of that name."""
+    with watched(after=[Engine.filter_batch], moves=[Engine.filter_batch], adds={}) as watching:
+        drive()
+    assert watching.counters.checked == 1
 
 
 def test_a_method_is_watched_once() -> None:
     """A second watch of a method is refused, of other methods not, and after `stop` it is allowed."""
     with watched() as first:
         with pytest.raises(DeclarationError, match=r"Engine\.merge_batch is watched already"):
-            watch(Engine, after=["merge_batch"], num_rows="batch_size")
-        with watch(Engine, before=["batch_size"], num_rows="batch_size"):
+            watch(Engine, after=["merge_batch"], num_rows="batch_size", rows=["reqs"])
+        with watch(Engine, before=["batch_size"], num_rows="batch_size", rows=["reqs"]):
             pass
         drive()
     first.stop()
@@ -724,6 +871,30 @@ def test_rows_by_key_are_fuzzed() -> None:
     result = fuzz_twins(spec, examples=10, steps=4)
     assert result.failure is None, result.failure
     assert result.reached["a request joined"]
+
+
+def test_a_fixed_buffer_is_fuzzed_within_its_length() -> None:
+    """With `max_rows` no merge and no join makes a batch longer than its buffers, and both are still reached."""
+    sizes: list[int] = []
+
+    def merge(batch: Engine, other: Engine) -> None:
+        batch.merge_batch(other)
+        sizes.append(batch.batch_size())
+
+    def add(batch: Engine, n: int) -> None:
+        merge(batch, Engine([n]))
+
+    with watched() as watching:
+        pass
+    calls: dict[str, Any] = {"row": st.integers(1, 7), "build": Engine, "filter": Engine.filter_batch, "merge": merge}
+    result = fuzz_twins(watching.spec(**calls, add=add, max_rows=5), examples=15, shrink=False)
+    assert result.failure is None, result.failure
+    assert 4 < max(sizes) <= 5
+    sizes.clear()
+    fuzz_twins(watching.spec(**calls, add=add), examples=15, shrink=False)
+    assert max(sizes) > 5
+    with pytest.raises(ArgumentError, match="max_rows=3, and 4 rows are built"):
+        fuzz_twins(watching.spec(**calls, max_rows=3))
 
 
 def test_a_spec_is_whole(declared: Watched) -> None:

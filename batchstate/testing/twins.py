@@ -141,6 +141,7 @@ class TwinSpec(Generic[B, R]):
         num_rows: how many requests the batch has.
         least_rows: 0, or 1 for a class that is never empty.
         most_rows: of a batch that is built.
+        max_rows: of any batch, for a class with buffers of a fixed length: no merge, `add` or `pad` exceeds it.
         add: lets one request, drawn from `row`, join a batch; for a class that does not merge.
         ascending: `filter` takes ascending row numbers only.
         declared: of a class that is watched, its columns, in the place of `twins`, `rows` and `lazy`. With a key, rows
@@ -158,6 +159,7 @@ class TwinSpec(Generic[B, R]):
     rows: Sequence[str] = ()
     least_rows: int = 0
     most_rows: int = 4
+    max_rows: int | None = None
     lazy: Sequence[str] = ()
     pad: Callable[[B, int], B | None] | None = None
     padding: Mapping[str, object] = attrs.field(factory=dict)
@@ -196,6 +198,12 @@ class TwinSpec(Generic[B, R]):
                 f"{self.name}: {self.least_rows} to {self.most_rows} rows",
                 value=(self.least_rows, self.most_rows),
                 remedy="use 0 <= least_rows <= most_rows, most_rows at least 1",
+            )
+        if self.max_rows is not None and self.max_rows < self.most_rows:
+            raise ArgumentError(
+                f"{self.name}: max_rows={self.max_rows}, and {self.most_rows} rows are built",
+                value=self.max_rows,
+                remedy=f"use max_rows of {self.most_rows} or more, or a smaller most_rows",
             )
         if self.merge is None and self.add is None:
             raise ArgumentError(
@@ -347,10 +355,12 @@ class _TwinMachine(Machine):
 
     @precondition(lambda self: self.spec.merge is not None)
     @rule(target=batches, first=consumes(batches), second=consumes(batches))
-    def merge(self, first: _Tracked, second: _Tracked) -> _Tracked:
+    def merge(self, first: _Tracked, second: _Tracked) -> Any:
         """Two batches become one."""
         if first is second or self.spec.merge is None:
             return first
+        if self._is_full(len(first.rows) + len(second.rows)):
+            return multiple(first, second)
         self.alive.remove(first)
         self.alive.remove(second)
         self.reached(_MERGED, len(first.rows) + len(second.rows) > 0)
@@ -370,6 +380,10 @@ class _TwinMachine(Machine):
             added = declared.adds.get(getattr(self.spec.advance, "__name__", ""), {})
             rows = [declared.advanced(row, added) for row in tracked.rows]
         return self._track(_result(self.spec.advance(tracked.batch), tracked), rows, "advance")
+
+    def _is_full(self, num_rows: int) -> bool:
+        """Whether so many rows are more than a batch can have."""
+        return self.spec.max_rows is not None and num_rows > self.spec.max_rows
 
     # Checks
 
@@ -566,6 +580,7 @@ class _Padding(_TwinMachine):
         if self.spec.pad is None:
             return tracked
         n = self.spec.num_rows(tracked.batch)
+        more = more if self.spec.max_rows is None else min(more, self.spec.max_rows - n)
         returned = _result(self.spec.pad(tracked.batch, n + more), tracked)
         padded = _Tracked(returned, f"{self.spec.name} after pad")
         rows = {name: n + more * (name in self.spec.padding) for name in self.spec.attribute_names}
@@ -628,7 +643,7 @@ class _Adding(_TwinMachine):
     @rule(target=batches, tracked=consumes(batches), data=st.data())
     def add(self, tracked: _Tracked, data: st.DataObject) -> _Tracked:
         """A request joins."""
-        if self.spec.add is None:
+        if self.spec.add is None or self._is_full(len(tracked.rows) + 1):
             return tracked
         self.alive.remove(tracked)
         self.reached("a request joined", len(tracked.rows) > 0)

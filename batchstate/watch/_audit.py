@@ -68,6 +68,8 @@ class Audit:
         """Takes a sample. Never waits."""
         hosts, parts = [], []
         n = self._declared.count(batch)
+        if not n:
+            return
         for pair, host, device in self._declared.sides(batch, n):
             if isinstance(device, torch.Tensor) and not {pair.host, pair.device} & set(self._declared.upto):
                 hosts.append((pair, Snapshot.of(host, n).copied()))

@@ -21,7 +21,7 @@ from typing import Any, final
 import attrs
 
 from batchstate import levels
-from batchstate.errors import ArgumentError, BatchStateError, DeclarationError
+from batchstate.errors import ArgumentError
 from batchstate.runtime import Runtime
 from batchstate.watch._audit import Audit
 from batchstate.watch.hooks import Hook, Hooked, OnViolation, hooks_of
@@ -61,7 +61,7 @@ class Watched(Hooked):
 
         Args:
             **calls: what else the fuzzer has to know, as in `batchstate.testing.TwinSpec`: `row`, `build`, `filter`,
-                and `merge` or `add`; perhaps `advance`, `ops`, `pad`, `copy`, `ascending`, `least_rows`.
+                and `merge` or `add`; perhaps `advance`, `ops`, `pad`, `copy`, `ascending`, `least_rows`, `max_rows`.
         """
         return WatchedSpec(
             self.declared, {"num_rows": self.declared.count, "name": self.name, "least_rows": 1, **calls}
@@ -70,7 +70,7 @@ class Watched(Hooked):
     def flush(self) -> None:
         """Waits for the samples of this thread that are under way, and compares them."""
         if self._audit is not None:
-            self._audit.compare(None)
+            self.ask("flush", self._audit.compare, None)
 
     def check(self, batch: object, operation: str = "check", *, full: bool | None = None) -> None:
         """Asks everything of one object now; `full` by default as the level of checks says.
@@ -79,15 +79,8 @@ class Watched(Hooked):
             Violation: with `on_violation="raise"`.
             DeclarationError: the object lacks what is declared.
         """
-        self._check(batch, Place(self.name, operation, None, self.report), levels.full if full is None else full)
-
-    def _check(self, batch: object, place: Place, full: bool) -> None:
-        try:
-            self.declared.check(batch, place, full=full)
-        except BatchStateError:
-            raise
-        except Exception as error:  # of a name or a function in the declaration
-            self.report(misdeclared(self.name, place.operation, error))
+        place = Place(self.name, operation, None, self.report)
+        self.ask(operation, self.declared.check, batch, place, full=levels.full if full is None else full)
 
     def _around(
         self,
@@ -101,7 +94,7 @@ class Watched(Hooked):
         step, due = self.due()
         audit = self._audit
         if audit is not None and audit.under_way:
-            audit.compare(step)
+            self.ask(f"before {name}", audit.compare, step)
         if not due:
             return function(*args, **kwargs)
         subjects = [one for one in (*args, *kwargs.values()) if isinstance(one, self.cls)]
@@ -111,20 +104,21 @@ class Watched(Hooked):
         try:
             full, declared = levels.full and audit is None, self.declared
             if before:
-                self._check(subject, Place(self.name, f"before {name}", step, self.report), full)
+                place = Place(self.name, f"before {name}", step, self.report)
+                self.ask(place.operation, declared.check, subject, place, full=full)
             added = declared.adds.get(name)
-            kept: list[Rows] = []
+            kept: list[Rows] | None = None
             if full and (added is not None or name in declared.moves):
-                kept = [declared.snapshot(one) for one in subjects]
+                kept = self.ask(f"before {name}", lambda: [declared.snapshot(one) for one in subjects])
             result = function(*args, **kwargs)
             out = result if isinstance(result, self.cls) else subject
             place = Place(self.name, f"after {name}", step, self.report)
             if after:
-                self._check(out, place, full)
-                if audit is not None and declared.count(out):
-                    audit.sample(out, place, step)
-            if kept and (n := declared.count(out)):
-                declared.check_kept(kept, declared.snapshot(out, n), added, place, whole=after)
+                self.ask(place.operation, declared.check, out, place, full=full)
+                if audit is not None:
+                    self.ask(place.operation, audit.sample, out, place, step)
+            if kept:
+                self.ask(place.operation, declared.check_moved, kept, out, added, place, whole=after)
             return result
         finally:
             self.leave(subject)
@@ -148,7 +142,7 @@ def watch(
     pairs: Iterable[Sequence[Any]] = (),
     rows: Iterable[Name] | Mapping[str, Get] = (),
     key: Name | None = None,
-    moves: Collection[str] = (),
+    moves: Collection[Hook] = (),
     adds: Mapping[str, Mapping[str, int]] | None = None,
     when: Mapping[str, Name] | None = None,
     upto: Mapping[str, Name] | None = None,
@@ -170,13 +164,13 @@ def watch(
     Args:
         cls: the class.
         num_rows: how many requests a batch has.
-        after: methods after which a batch is whole, and is checked: names, or `(class or module, "name")` for functions
-            elsewhere that take the batch as an argument.
+        after: methods after which a batch is whole, and is checked: names, functions of the class, or
+            `(class or module, "name")` for functions elsewhere that take the batch as an argument.
         before: methods before which it is checked.
         pairs: `(host, device)` columns that are one value, or `(host, device, "upper_bound")`. Their dtypes may differ,
             and a column may be in several pairs.
         rows: further columns with one entry per request: tensors, arrays, lists, or dictionaries from row to entry.
-        key: the column that says whose each row is: request ids, or request objects.
+        key: the column that says whose each row is: request ids, or request objects; None is a row without a request.
         moves: methods that move rows and change no entry. At `full` each request has to have what it had; of methods
             that are not in `after`, the device sides of pairs may come later.
         adds: method -> column -> what the method adds to each entry of it, compared at `full`.
@@ -202,7 +196,9 @@ def watch(
         raise ArgumentError(f"watch: expected a class, got {cls!r}", value=cls, remedy="pass the class itself")
     name = cls.__name__
     ends, begins = hooks_of(name, cls, after, "after"), hooks_of(name, cls, before, "before")
-    movers = hooks_of(name, cls, [*moves, *(adds or {})], "moves")
+    movers = hooks_of(name, cls, moves, "moves")
+    moving = [method for _, method in movers]
+    movers += [] if adds is None else hooks_of(name, cls, adds, "adds")
     if not ends and not begins and not movers:
         raise ArgumentError(
             f"watch of {name}: no method is named", value=None, remedy="name methods in `after` or `before`"
@@ -219,7 +215,7 @@ def watch(
         indices=indices,
         derived=derived,
         implied=implied,
-        moves=moves,
+        moves=moving,
         adds=adds,
     )
     if lag is not None and (type(lag) is not int or lag < 1):
@@ -230,14 +226,3 @@ def watch(
     hooks = [*begins, *ends, *movers]
     watched.install(cls, {hook: partial(watched._around, hook[1], hook in begins, hook in ends) for hook in hooks})
     return watched
-
-
-def misdeclared(name: str, operation: str, error: Exception) -> DeclarationError:
-    """The error of a declaration whose name or function failed."""
-    found = DeclarationError(
-        f"watch of {name}, {operation}: {type(error).__name__}: {error}",
-        value=str(error),
-        remedy="correct the declaration, or the batch lacks what it has to have here",
-    )
-    found.__cause__ = error
-    return found

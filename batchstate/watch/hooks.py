@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from types import ModuleType, TracebackType
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias, final
 
 import attrs
 
@@ -15,12 +15,20 @@ from batchstate import levels
 from batchstate.errors import ArgumentError, BatchStateError, DeclarationError
 from batchstate.violations import Violation
 
-Hook: TypeAlias = str | tuple[Any, str]
+Hook: TypeAlias = str | Callable[..., Any] | tuple[Any, str]
 OnViolation: TypeAlias = Literal["raise", "log"] | Callable[[BatchStateError], object]
 
 _log = logging.getLogger("batchstate.watch")
 _installing = threading.Lock()
 _WATCHER = "_batchstate_watcher"
+
+
+@final
+class _Found(BaseException):
+    """On its way out of a check: what `on_violation` raises, which is no failure of a declaration."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
 
 
 @attrs.define
@@ -136,20 +144,47 @@ class Hooked:
         return number, (number - 1) % self._every == 0
 
     def report(self, error: BatchStateError) -> None:
-        """Raises what was found, logs it, or calls what was given for it."""
-        code = error.code.value if isinstance(error, Violation) else type(error).__name__
+        """Raises what was found, logs it, or calls what was given for it. Only for questions of `ask`."""
+        if isinstance(error, Violation):
+            code = error.code.value
+            place: tuple[Any, ...] = (code, error.operation, error.column)
+        else:
+            code = type(error).__name__
+            place = (code, str(error.value))
         with self._lock:
             self.counters.violations[code] += 1
-            place = (code, getattr(error, "operation", None), getattr(error, "column", None))
             new = place not in self._logged
             self._logged.add(place)
         if self._on_violation == "raise":
-            raise error
+            raise _Found(error)
         if self._on_violation == "log":
             if new:
                 _log.error("%s", error)
-        else:
+            return
+        try:
             self._on_violation(error)
+        except Exception as own:
+            raise _Found(own) from None
+
+    def ask(self, operation: str, question: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Asks a question, and returns what it returns; None if a name or a function of the declaration failed.
+
+        Raises:
+            Violation, DeclarationError: with `on_violation="raise"`.
+        """
+        try:
+            try:
+                return question(*args, **options)
+            except Exception as error:
+                self.report(_misdeclared(self.name, operation, error))
+        except _Found as found:
+            stop = found.error
+        else:
+            return None
+        try:
+            raise stop
+        finally:
+            del stop  # its traceback has this frame
 
     def enter(self, subject: object) -> bool:
         """Whether this thread is not yet inside a checked call of this object; marks it if so, and counts it."""
@@ -166,6 +201,20 @@ class Hooked:
     def leave(self, subject: object) -> None:
         """Ends what `enter` began."""
         self._thread.inside.discard(id(subject))
+
+
+def _misdeclared(name: str, operation: str, error: Exception) -> DeclarationError:
+    """The error of a declaration whose name or function failed; `Declaration` knows which argument it was."""
+    problem, value = f"{type(error).__name__}: {error}", str(error)
+    if isinstance(error, DeclarationError):
+        problem, value = error.problem, str(error.value)
+    found = DeclarationError(
+        f"watch of {name}, {operation}: {problem}",
+        value=value,
+        remedy="correct the declaration, or the batch lacks what it has to have here",
+    )
+    found.__cause__ = error.__cause__ or error
+    return found
 
 
 Around: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -226,14 +275,30 @@ def _wrapped(hooked: Hooked, method: Any, around: Around) -> Any:
     return type(method)(watched) if isinstance(method, classmethod | staticmethod) else watched
 
 
-def hooks_of(name: str, owner: type, hooks: Collection[Hook], what: str) -> list[tuple[Any, str]]:
+def hooks_of(name: str, owner: type, hooks: object, what: str) -> list[tuple[Any, str]]:
     """Hooks as (class, method).
 
     Raises:
-        ArgumentError: something else than a collection of names and pairs.
+        ArgumentError: something else than a collection of names, functions of the class, and pairs.
     """
-    if isinstance(hooks, str):
+    if isinstance(hooks, str) or not isinstance(hooks, Collection):
         raise ArgumentError(
-            f"watch of {name}: `{what}` is the text {hooks!r}", value=hooks, remedy=f"pass a list: {what}=[{hooks!r}]"
+            f"watch of {name}: `{what}` is {'the text ' if isinstance(hooks, str) else ''}{hooks!r}, expected a list",
+            value=hooks,
+            remedy=f"leave `{what}` out" if hooks is None else f"pass a list: {what}=[{hooks!r}]",
         )
-    return [(owner, hook) if isinstance(hook, str) else (hook[0], hook[1]) for hook in hooks]
+    found: list[tuple[Any, str]] = []
+    for hook in hooks:
+        if isinstance(hook, str):
+            found.append((owner, hook))
+        elif isinstance(hook, tuple) and len(hook) == 2 and isinstance(hook[1], str):
+            found.append(hook)
+        elif callable(hook) and getattr(owner, getattr(hook, "__name__", ""), None) == hook:
+            found.append((owner, hook.__name__))
+        else:
+            raise ArgumentError(
+                f"watch of {name}: expected in `{what}` the name of a method, got {hook!r}",
+                value=hook,
+                remedy="name a method of the class, or pass (class or module, 'name')",
+            )
+    return found

@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchstate import invariants, levels
-from batchstate.errors import ArgumentError, BatchStateError
-from batchstate.watch.batches import misdeclared
+from batchstate.errors import ArgumentError
 from batchstate.watch.hooks import Hook, Hooked, OnViolation, hooks_of
 from batchstate.watch.rows import Name, Place, Snapshot, getter, rows_of
 
@@ -40,15 +39,7 @@ class WatchedPool(Hooked):
 
     def check(self, pool: object, operation: str = "check") -> None:
         """Asks everything of one object now."""
-        self._ask(pool, Place(self.name, operation, None, self.report))
-
-    def _ask(self, pool: object, place: Place, *args: Any) -> None:
-        try:
-            self._question(pool, place, *args)
-        except BatchStateError:
-            raise
-        except Exception as error:  # of a name or a function in the declaration
-            self.report(misdeclared(self.name, place.operation, error))
+        self.ask(operation, self._question, pool, Place(self.name, operation, None, self.report))
 
     def _around(
         self, name: str, pass_on: bool, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -60,7 +51,7 @@ class WatchedPool(Hooked):
         try:
             result = function(*args, **kwargs)
             place = Place(self.name, f"after {name}", step, self.report)
-            self._ask(subject, place, *((args[1:],) if pass_on else ()))
+            self.ask(place.operation, self._question, subject, place, *((args[1:],) if pass_on else ()))
             return result
         finally:
             self.leave(subject)

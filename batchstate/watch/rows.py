@@ -5,6 +5,7 @@ the key of a dictionary or the number of an entry (`sampling_info.temperatures`,
 Where a part is None, the column is not in use, and nothing is asked of it. A function of the batch does as well.
 """
 
+import contextlib
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Self, TypeAlias, final
@@ -15,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants
-from batchstate.errors import ArgumentError, BatchStateError
+from batchstate.errors import ArgumentError, BatchStateError, DeclarationError, one_of
 from batchstate.invariants import Invariant, times_checked
 from batchstate.violations import Violation, Where
 
@@ -31,6 +32,9 @@ _ONLY_TORCH = frozenset(
 """Floats that numpy lacks (bfloat16, the 8-bit ones). float32 holds each of their values."""
 
 _COPIED = (list, dict, set)
+
+_PLAIN_KEYS = (str, int, bytes, tuple)
+"""Types of request ids. Other objects are known by identity."""
 
 ASK_DERIVED = 4
 """Calls at `cheap` for one question about derived values: each goes through the requests in Python."""
@@ -145,10 +149,14 @@ class Pair:
 @final
 @attrs.frozen(eq=False)
 class Rows:
-    """Entries of every column in use at one moment, and whose they are, on the host and in memory of its own."""
+    """Entries of every column in use at one moment, and whose they are, on the host and in memory of its own.
+
+    `names` has the ids of requests, by row, for reports.
+    """
 
     keys: dict[Hashable, int]
     columns: dict[str, Snapshot]
+    names: dict[int, str]
 
 
 Report: TypeAlias = Callable[[BatchStateError], None]
@@ -165,7 +173,15 @@ class Place:
     step: int | None
     report: Report
 
-    def ask(self, invariant: Invariant[...], *args: Any, column: str, remedy: str, **options: Any) -> bool:
+    def ask(
+        self,
+        invariant: Invariant[...],
+        *args: Any,
+        column: str,
+        remedy: str,
+        names: Mapping[int, str] | None = None,
+        **options: Any,
+    ) -> bool:
         """Asks an invariant, counted, and reports in words that make sense for a class that others wrote."""
         times_checked[invariant.code] += 1
         breach = invariant.question(*args, **options)
@@ -174,6 +190,8 @@ class Place:
         where: Where = {"object": self.object, "operation": self.operation, "column": column}
         if self.step is not None:
             where["step"] = self.step
+        if names and breach.row is not None and breach.row in names:
+            breach = attrs.evolve(breach, problem=f"{breach.problem}: request {names[breach.row]}")
         self.report(Violation(invariant.code, attrs.evolve(breach, column=column), remedy=remedy, where=where))
         return False
 
@@ -185,6 +203,37 @@ def rows_of(value: Any) -> int:
 
 def _truth(get: Get) -> Get:
     return lambda batch: bool(get(batch))
+
+
+_NAME = "a name or a function of the batch"
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) or callable(value)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str)
+
+
+def _is_flat(pairs: object) -> bool:
+    """Whether it is one pair, where a list of pairs is meant."""
+    return isinstance(pairs, tuple) and pairs != () and all(isinstance(one, str) for one in pairs)
+
+
+def _failed(argument: str, error: Exception) -> DeclarationError:
+    return DeclarationError(f"{argument}: {type(error).__name__}: {error}", value=argument)
+
+
+@contextlib.contextmanager
+def _blaming(argument: str) -> Iterator[None]:
+    """Says which argument of the declaration failed. What happens at `cheap` does the same without a call."""
+    try:
+        yield
+    except BatchStateError:
+        raise
+    except Exception as error:
+        raise _failed(argument, error) from error
 
 
 @final
@@ -209,6 +258,17 @@ class Declaration:
         adds: Mapping[str, Mapping[str, int]] | None = None,
     ) -> None:
         self.name = name
+        self._refuse("num_rows", num_rows, _is_name(num_rows), _NAME)
+        self._refuse("key", key, key is None or _is_name(key), _NAME)
+        self._refuse("buffers", buffers, type(buffers) is bool, "True or False")
+        self._refuse("pairs", pairs, _is_list(pairs) and not _is_flat(pairs), "a list of pairs: pairs=[(host, device)]")
+        self._refuse("rows", rows, _is_list(rows), "a list of columns, or a dictionary from label to function")
+        self._refuse_map("when", when, _is_name, _NAME)
+        self._refuse_map("upto", upto, _is_name, _NAME)
+        self._refuse_map("indices", indices, lambda one: one is None or _is_name(one), f"{_NAME}, or None")
+        self._refuse_map("derived", derived, callable, "a function of the batch")
+        self._refuse_map("implied", implied, callable, "a function of the batch")
+        self._refuse_map("adds", adds, lambda one: isinstance(one, Mapping), "a dictionary from column to number")
         self.buffers = buffers
         self.moves = frozenset(moves)
         self.adds = {method: dict(columns) for method, columns in (adds or {}).items()}
@@ -216,6 +276,11 @@ class Declaration:
         self.pairs = [self._pair(pair) for pair in pairs]
         for one in list(rows.items()) if isinstance(rows, Mapping) else list(rows):
             self._column(one)
+        self._counts = {counts for counts in (upto or {}).values() if counts in self.columns}
+        self.pairs.sort(key=lambda pair: not self._counts & {pair.host, pair.device})
+        self.columns = {
+            name: self.columns[name] for name in sorted(self.columns, key=lambda one: one not in self._counts)
+        }
         self._named = {name: get for name, get in self.columns.items() if isinstance(get, attrgetter | _Path)}
         plain = [name for name in self._named if _is_plain(name)]
         self._at_once = attrgetter(*plain) if 1 < len(plain) == len(self._named) else None
@@ -228,12 +293,32 @@ class Declaration:
         }
         self.derived = [(name, getter(name), want) for name, want in (derived or {}).items()]
         self.implied = [(name, getter(name), want) for name, want in (implied or {}).items()]
+        if not (self.columns or self.derived or self.implied or self.indices):
+            raise ArgumentError(
+                f"watch of {self.name}: no column is declared",
+                value=None,
+                remedy="name columns in `pairs`, `rows`, `derived`, `implied` or `indices`",
+            )
         self.dtypes: dict[str, Any] = {}
         self._turn = self._calls = 0
         self._refuse_unknown()
 
     def __repr__(self) -> str:
         return f"Declaration({self.name!r}, {len(self.columns)} columns, {len(self.pairs)} pairs)"
+
+    def _refuse(self, argument: str, value: object, right: bool, expected: str) -> None:
+        if not right:
+            raise ArgumentError(
+                f"watch of {self.name}: `{argument}` is {value!r}, expected {expected}",
+                value=value,
+                remedy=f"correct `{argument}`",
+            )
+
+    def _refuse_map(self, argument: str, value: object, right: Callable[[Any], bool], expected: str) -> None:
+        known = value is None or isinstance(value, Mapping)
+        self._refuse(argument, value, known, f"a dictionary from a name to {expected}")
+        for name, one in value.items() if isinstance(value, Mapping) else ():
+            self._refuse(f"{argument}[{name!r}]", one, isinstance(name, str) and right(one), expected)
 
     def _column(self, name: Any) -> str:
         if isinstance(name, str):
@@ -256,7 +341,13 @@ class Declaration:
 
     def _pair(self, pair: Any) -> Pair:
         parts = tuple(pair) if isinstance(pair, Sequence) and not isinstance(pair, str) else ()
-        if len(parts) not in (2, 3) or (len(parts) == 3 and parts[2] not in ("exact", "upper_bound")):
+        if len(parts) == 3 and parts[2] not in ("exact", "upper_bound"):
+            raise ArgumentError(
+                f"watch of {self.name}: expected a pair with 'exact' or 'upper_bound' in its third place, got {pair!r}",
+                value=pair,
+                remedy=one_of(("exact", "upper_bound"), parts[2]),
+            )
+        if len(parts) not in (2, 3):
             raise ArgumentError(
                 f"watch of {self.name}: expected a pair (host, device) or (host, device, 'upper_bound'), got {pair!r}",
                 value=pair,
@@ -293,22 +384,34 @@ class Declaration:
 
     def count(self, batch: Any) -> int:
         """How many requests the batch has."""
-        number = self.num_rows(batch)
-        return int(number() if callable(number) else number)
+        try:
+            number = self.num_rows(batch)
+            return int(number() if callable(number) else number)
+        except Exception as error:
+            raise _failed("num_rows", error) from error
 
     def uses(self, name: str, batch: Any) -> bool:
         """Whether the condition of a column, if it has one, holds."""
         condition = self.when.get(name)
-        return condition is None or condition(batch)
+        if condition is None:
+            return True
+        try:
+            return bool(condition(batch))
+        except Exception as error:
+            raise _failed(f"when[{name!r}]", error) from error
 
     def key_list(self, batch: Any) -> list[Hashable]:
         """Whose each row is: ids as they are, other objects by identity; None is a row without a request."""
         if self.key is None:
             return []
-        value = self.key(batch)
-        if hasattr(value, "tolist"):
-            value = value.tolist()
-        return [one if one is None or isinstance(one, str | int | bytes | tuple) else id(one) for one in value]
+        return [one if one is None or isinstance(one, _PLAIN_KEYS) else id(one) for one in self._requests(batch)]
+
+    def _requests(self, batch: Any) -> list[Any]:
+        if self.key is None:
+            return []
+        with _blaming("key"):
+            value = self.key(batch)
+            return list(value.tolist() if hasattr(value, "tolist") else value)
 
     def snapshot(self, batch: Any, num_rows: int | None = None) -> Rows:
         """The columns in use, of `num_rows` rows (by default of as many as there are keys, or as the batch says)."""
@@ -316,19 +419,24 @@ class Declaration:
         n = num_rows if num_rows is not None else len(keys) if self.key is not None else self.count(batch)
         found = {}
         for name, get in self.columns.items():
-            value = get(batch)
-            if value is None or not self.uses(name, batch):
-                continue
-            if isinstance(value, Mapping) or rows_of(value) >= n:
-                found[name] = self._read(name, value, batch, n).copied()
-        return Rows({key: row for row, key in enumerate(keys[:n]) if key is not None}, found)
+            with _blaming(f"column {name!r}"):
+                value = get(batch)
+                if value is None or not self.uses(name, batch):
+                    continue
+                if isinstance(value, Mapping) or rows_of(value) >= n:
+                    found[name] = self._read(name, value, batch, n).copied()
+        names = {row: _shown(one) for row, one in enumerate(self._requests(batch)[:n]) if one is not None}
+        return Rows({key: row for row, key in enumerate(keys[:n]) if key is not None}, found, names)
 
     def _read(self, name: str, value: Any, batch: Any, n: int) -> Snapshot:
-        column = Snapshot.of(value, n)
+        with _blaming(f"column {name!r}"):
+            column = Snapshot.of(value, n)
         if name in self.upto and n:
-            counts = np.asarray(Snapshot.of(self.upto[name](batch), n).values).astype(np.int64)
-            inside = np.arange(column.values.shape[1]) < counts[:, None]
-            column = attrs.evolve(column, values=np.where(inside, column.values, np.zeros_like(column.values[:1, :1])))
+            with _blaming(f"upto[{name!r}]"):
+                counts = np.asarray(Snapshot.of(self.upto[name](batch), n).values).astype(np.int64)
+                inside = np.arange(column.values.shape[1]) < counts[:, None]
+                nothing = np.zeros_like(column.values[:1, :1])
+                column = attrs.evolve(column, values=np.where(inside, column.values, nothing))
         return column
 
     def advanced(self, row: Mapping[str, Any], added: Mapping[str, int]) -> dict[str, Any]:
@@ -373,14 +481,18 @@ class Declaration:
 
     def _values(self, batch: Any, *, full: bool) -> Iterable[tuple[str, Any]]:
         """Columns, those with a path by one call where each is an attribute that is there; functions only if `full`."""
-        if full:
-            return [(name, get(batch)) for name, get in self.columns.items()]
-        if self._at_once is not None:
+        if not full and self._at_once is not None:
             try:
                 return zip(self._named, self._at_once(batch), strict=True)
             except AttributeError:  # of a part that is None
                 pass
-        return [(name, get(batch)) for name, get in self._named.items()]
+        found, name = [], ""
+        try:
+            for name, get in (self.columns if full else self._named).items():
+                found.append((name, get(batch)))
+        except Exception as error:
+            raise _failed(f"column {name!r}", error) from error
+        return found
 
     def _check_lengths(self, batch: Any, n: int, place: Place, *, full: bool) -> None:
         dtypes, buffers = self.dtypes, self.buffers
@@ -396,11 +508,15 @@ class Declaration:
                     self._check_range(name, np.array(sorted(value)), n, place)
                 continue
             else:
-                if len(value) != n:
-                    self._report_length(name, n, len(value), place)
+                try:
+                    rows = len(value)
+                except TypeError as error:
+                    raise _failed(f"column {name!r}", error) from error
+                if rows != n:
+                    self._report_length(name, n, rows, place)
                 continue
             if rows != n and (rows < n or not buffers):
-                self._report_length(name, n, rows, place)
+                self._report_length(name, n, rows, place, first=name not in dtypes)
             elif (known := dtypes.get(name)) is not value.dtype:
                 if known is None:
                     dtypes[name] = value.dtype
@@ -415,13 +531,15 @@ class Declaration:
                         f"read other numbers; give an empty {name!r} its dtype too",
                     )
 
-    def _report_length(self, name: str, n: int, rows: int, place: Place) -> None:
+    def _report_length(self, name: str, n: int, rows: int, place: Place, *, first: bool = False) -> None:
+        hint = "; or, if columns are buffers longer than the batch, declare buffers=True" if first and rows > n else ""
         place.ask(
             invariants.row_count,
             n,
             {name: rows},
             column=name,
-            remedy=f"look in {_method(place)} for the line that treats {name!r}: every column moves with the requests",
+            remedy=f"look in {_method(place)} for the line that treats {name!r}: every column moves with the requests"
+            f"{hint}",
         )
 
     def _check_range(self, name: str, indices: Array, n: int, place: Place) -> None:
@@ -434,11 +552,14 @@ class Declaration:
         )
 
     def _check_derived(self, name: str, get: Get, want: Get, batch: Any, place: Place) -> None:
-        found = get(batch)
-        if found is None:
-            return
-        expected = want(batch)
-        stale = not _equal(found, expected)
+        try:
+            found = get(batch)
+            if found is None:
+                return
+            expected = want(batch)
+            stale = not _equal(found, expected)
+        except Exception as error:
+            raise _failed(f"derived[{name!r}]", error) from error
         place.ask(
             invariants.derived_stale,
             np.array(stale),
@@ -448,31 +569,33 @@ class Declaration:
         )
 
     def _check_implied(self, name: str, get: Get, want: Get, batch: Any, place: Place) -> None:
-        found = get(batch)
-        if found is None:
-            return
-        needed = want(batch)
+        try:
+            found = get(batch)
+            if found is None:
+                return
+            needed = want(batch)
+            stale = not found >= needed
+        except Exception as error:
+            raise _failed(f"implied[{name!r}]", error) from error
         place.ask(
             invariants.derived_stale,
-            np.array(not found >= needed),
+            np.array(stale),
             lambda _: (f"{name!r} leaves out what the rows need", f"at least {needed}", found),
             column=name,
             remedy=f"{_method(place)} lets a request in that needs {name!r}: combine it with that of the others",
         )
 
     def _check_indices(self, name: str, get: Get, flags: Get | None, batch: Any, n: int, place: Place) -> None:
-        value = get(batch)
-        if value is not None:
-            found = np.asarray(Snapshot.of(value).values).astype(np.int64).reshape(-1)
-            self._check_range(name, found, n, place)
-        elif flags is None:
-            return
-        else:
+        with _blaming(f"indices[{name!r}]"):
+            value, chosen = get(batch), None if flags is None else flags(batch)
             found = np.empty(0, np.int64)
-        chosen = None if flags is None else flags(batch)
-        if chosen is None:
+            if value is not None:
+                found = np.asarray(Snapshot.of(value).values).astype(np.int64).reshape(-1)
+            expected = None if chosen is None else np.flatnonzero(Snapshot.of(chosen, n).values)
+        if value is not None:
+            self._check_range(name, found, n, place)
+        if expected is None:
             return
-        expected = np.flatnonzero(Snapshot.of(chosen, n).values)
         place.ask(
             invariants.derived_stale,
             np.array(found.tolist() != expected.tolist()),
@@ -484,10 +607,20 @@ class Declaration:
     def sides(self, batch: Any, n: int) -> Iterator[tuple[Pair, Any, Any]]:
         """Both sides of each pair in use. A side that is too short is left out: ROW_COUNT says so."""
         for pair in self.pairs:
-            host, device = self.columns[pair.host](batch), self.columns[pair.device](batch)
-            if host is None or device is None or not (self.uses(pair.host, batch) and self.uses(pair.device, batch)):
-                continue
-            if rows_of(host) >= n and rows_of(device) >= n:
+            try:
+                host, device = self.columns[pair.host](batch), self.columns[pair.device](batch)
+                if (
+                    host is None
+                    or device is None
+                    or not (self.uses(pair.host, batch) and self.uses(pair.device, batch))
+                ):
+                    continue
+                whole = rows_of(host) >= n and rows_of(device) >= n
+            except DeclarationError:  # of `when`
+                raise
+            except Exception as error:
+                raise _failed(f"pair {pair.name}", error) from error
+            if whole:
                 yield pair, host, device
 
     def _check_pair(self, pair: Pair, host: Any, device: Any, batch: Any, n: int, place: Place) -> None:
@@ -521,6 +654,13 @@ class Declaration:
             f"line that changes {pair.host!r} or {pair.device!r} without the other",
         )
 
+    def check_moved(
+        self, before: list[Rows], batch: Any, added: Mapping[str, int] | None, place: Place, *, whole: bool
+    ) -> None:
+        """`check_kept` of a batch as it stands."""
+        if n := self.count(batch):
+            self.check_kept(before, self.snapshot(batch, n), added, place, whole=whole)
+
     def check_kept(
         self, before: list[Rows], after: Rows, added: Mapping[str, int] | None, place: Place, *, whole: bool
     ) -> None:
@@ -550,6 +690,7 @@ class Declaration:
                     expected,
                     now.values[new],
                     rows=new,
+                    names=after.names,
                     column=name,
                     remedy=f"{_method(place)} {'advances' if plus else 'moves'} rows: let it treat {name!r} as it "
                     "treats the other columns",
@@ -558,6 +699,13 @@ class Declaration:
 
 def _method(place: Place) -> str:
     return f"`{place.object}.{place.operation.rpartition(' ')[2]}`"
+
+
+def _shown(request: Any) -> str:
+    """A request in a report: its id, as SGLang or vLLM calls it."""
+    if isinstance(request, _PLAIN_KEYS):
+        return repr(request)
+    return repr(getattr(request, "rid", getattr(request, "request_id", type(request).__name__)))
 
 
 def _equal(found: Any, expected: Any) -> bool:
