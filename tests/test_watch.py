@@ -447,7 +447,12 @@ def test_cheap_makes_few_python_calls() -> None:
         calls += event == "call"
 
     batch = Engine([3, 4])
-    plain = {"pairs": [("seq_lens_cpu", "seq_lens")], "rows": ["orig_seq_lens"], "moves": [], "adds": {}}
+    plain: dict[str, Any] = {
+        "pairs": [("seq_lens_cpu", "seq_lens")],
+        "rows": ["orig_seq_lens"],
+        "moves": [],
+        "adds": {},
+    }
     with checks("cheap"), watched(**plain, derived={}, implied={}, indices={}):
         batch.prepare_for_decode()
         sys.setprofile(note)
