@@ -432,6 +432,7 @@ def test_a_plain_fence_of_a_writer_has_to_be_complete(rt: Runtime) -> None:
     writer.complete()
     world.tier.admit_direct(slots)
     world.tier.finish(slots)
+    rt.synchronize()
     world.expect_idle()
 
 

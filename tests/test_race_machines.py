@@ -9,6 +9,9 @@ from batchstate.testing.devices import open_device
 OVERLAPPED = {"engine", "future_map", "steps", "overlap", "host_tier"}
 """Machines that run forwards."""
 
+WAITS = {"watched": {"index"}}
+"""Calls of torch that may wait: the class that is watched is not of this library, and indexes with a list."""
+
 
 @pytest.mark.parametrize("fences", ["race", "race:prompt"])
 @pytest.mark.parametrize("name", list(MACHINES))
@@ -27,6 +30,7 @@ def test_machines_have_no_race(name: str, fences: str, device: str) -> None:
     # The first two have no device memory; ranks have runtimes of their own, one each.
     assert sum(one.accesses for one in opened) > 0 or name in ("slot_pool", "strangers", "ranks")
     assert not any(one.races for one in opened)
-    assert not any(one.synchronised for one in opened), "a machine waits inside torch"
+    waits = {call for one in opened for call in one.synchronised}
+    assert waits <= WAITS.get(name, set()), "a machine waits inside torch"
     if fences == "race" and name in OVERLAPPED:
         assert max(one.in_flight_depth_max for one in opened) >= 2

@@ -17,7 +17,7 @@ import torch
 from batchstate import levels, open_runtime
 from batchstate.errors import HandshakeError, PoolExhaustedError, TransferError
 from batchstate.indices import Locations
-from batchstate.kv.host_pool import HostKVPool, HostRanges
+from batchstate.kv.host_pool import HostKVPool, HostRanges, KVBuffer
 from batchstate.transport.engines.in_process import GRACE_STEPS, Faults, InProcessEngine, Network
 from batchstate.transport.handshake import Description
 from batchstate.transport.layout import KVLayout
@@ -27,6 +27,8 @@ from batchstate.transport.sender import Sender, Transfer, TransferState
 Bytes = npt.NDArray[np.uint8]
 LAYERS = ("keys", "values")
 HEADS, HEAD_BYTES = 2, 3
+STATES, STATE_BYTES = 12, 5
+"""Rows for states that requests can have at once, and bytes of one: each rank has all of it."""
 SENTINEL = 0xEE
 PAGES = {1: 24, 16: 8, 64: 6}
 """Pages of every pool, by page size."""
@@ -38,8 +40,9 @@ HURRICANE = attrs.evolve(STORM, delay=4, failed=0.05, unknown=0.12, stuck=0.3, l
 _runtime = open_runtime("cpu")
 
 
-def layout(page_size: int, rank: int, degree: int) -> KVLayout:
-    return KVLayout(page_size, "uint8", LAYERS, HEADS * HEAD_BYTES // degree, rank, degree, HEADS)
+def layouts(page_size: int, rank: int, degree: int) -> tuple[KVLayout, KVLayout]:
+    of_kv = KVLayout(page_size, "uint8", LAYERS, HEADS * HEAD_BYTES // degree, rank, degree, HEADS)
+    return of_kv, KVLayout(page_size, "uint8", ("state",), STATE_BYTES, rank, degree, replicated=True, per_request=True)
 
 
 @attrs.define(eq=False)
@@ -63,19 +66,20 @@ class Decode:
     engine: InProcessEngine
     receiver: Receiver
     pool: HostKVPool
+    states: HostKVPool
     memories: list[Bytes]
     shadow: list[Bytes]
 
 
 @attrs.define(eq=False)
 class Request:
-    """What the oracle knows of one attempt of one request."""
+    """What the oracle knows of one attempt of one request: what it took, and the rows and bytes of each buffer."""
 
     lease: Lease
     num_tokens: int
-    ranges: HostRanges | None = None
+    taken: list[tuple[HostKVPool, HostRanges]] = attrs.field(factory=list)
     kv: list[Bytes] = attrs.field(factory=list)
-    tokens: Any = None
+    rows: list[npt.NDArray[np.int64]] = attrs.field(factory=list)
     freed: bool = False
     ended: bool = False
     told: LeaseState | None = None
@@ -123,23 +127,24 @@ class World:
             item_shape=(HEADS, HEAD_BYTES),
             dtype=torch.uint8,
         )
+        states = HostKVPool(_runtime, STATES, layers=[KVBuffer("state", (STATE_BYTES,), torch.uint8)])
         engine = InProcessEngine(self.network, self.faults, max_rows=8)
-        buffers = pool.contiguous_buffers()
+        buffers = (*pool.contiguous_buffers(), *states.contiguous_buffers())
         regions = [engine.register(buffer.memory, buffer.name) for buffer in buffers]
-        memories = [buffer.memory.numpy().reshape(-1, HEADS * HEAD_BYTES) for buffer in buffers]
+        memories = [buffer.memory.numpy().reshape(-1, buffer.item_bytes) for buffer in buffers]
         for memory in memories:
             memory[:] = SENTINEL
-        description = Description("decode", engine.instance, layout(self.page_size, 0, 1), engine.endpoint())
+        description = Description("decode", engine.instance, layouts(self.page_size, 0, 1), engine.endpoint())
         receiver = Receiver(engine, description, regions, clock=self.clock, grace_seconds=GRACE_STEPS)
-        return Decode(engine, receiver, pool, memories, [memory.copy() for memory in memories])
+        return Decode(engine, receiver, pool, states, memories, [memory.copy() for memory in memories])
 
     def _writer(self, rank: int) -> Writer:
         name = f"prefill-{rank}"
         engine = InProcessEngine(self.network, self.faults, max_rows=self.dice.choice((2, 6, 1024)))
-        mine = layout(self.page_size, rank, self.degree)
-        tokens = (PAGES[self.page_size] + 1) * self.page_size
-        memories = [np.full((tokens, mine.item_bytes), 0x11, dtype=np.uint8) for _ in LAYERS]
-        regions = [engine.register(memory, name) for memory, name in zip(memories, LAYERS, strict=True)]
+        mine, pages = layouts(self.page_size, rank, self.degree), PAGES[self.page_size] + 1
+        memories = [np.full((pages * self.page_size, mine[0].item_bytes), 0x11, dtype=np.uint8) for _ in LAYERS]
+        memories.append(np.full((pages, STATE_BYTES), 0x11, dtype=np.uint8))
+        regions = [engine.register(memory, layer) for memory, layer in zip(memories, (*LAYERS, "state"), strict=True)]
         description = Description(name, engine.instance, mine, engine.endpoint())
         sender = Sender(
             engine,
@@ -186,18 +191,23 @@ class World:
             return
         try:
             with self._pool_at_work():
-                if num_tokens:
-                    (request.ranges,) = self.decode.pool.take(num_tokens, 1, writer=made.ended)
+                for pool, n in ((self.decode.pool, num_tokens), (self.decode.states, 1)):
+                    request.taken += [(pool, one) for one in pool.take([n] * bool(n), [1] * bool(n), writer=made.ended)]
         except PoolExhaustedError:
             receiver.abort(made)
             return
         if self.dice.random() < 0.05:
             receiver.abort(made)
             return
-        ranges = np.empty((0, 2), dtype=np.int64) if request.ranges is None else request.ranges.table
-        request.tokens = locations_of(ranges)[:num_tokens]
-        request.kv = [self.values.integers(0, 256, (num_tokens, HEADS * HEAD_BYTES), dtype=np.uint8) for _ in LAYERS]
-        receiver.grant(made, request.ranges)
+        state = request.taken[-1][1]
+        ranges = request.taken[0][1] if num_tokens else None
+        tokens = np.empty(0, dtype=np.int64) if ranges is None else ranges.locations(0, num_tokens)
+        request.rows = [*(tokens for _ in LAYERS), state.locations()]
+        request.kv = [
+            self.values.integers(0, 256, (rows.size, memory.shape[1]), dtype=np.uint8)
+            for rows, memory in zip(request.rows, self.decode.memories, strict=True)
+        ]
+        receiver.grant(made, ranges, state)
         self.transfers += 1
 
     def request_of(self, transfer: Transfer) -> Request | None:
@@ -218,7 +228,8 @@ class World:
                 writer.free += pages
                 for page in pages:  # KV of another request
                     for memory in writer.memories:
-                        memory[page * self.page_size : (page + 1) * self.page_size] = self.dice.randint(0, 255)
+                        size = self._page_rows(memory)
+                        memory[page * size : (page + 1) * size] = self.dice.randint(0, 255)
             else:
                 writer.busy.append((pages, fence))
         for transfer in writer.sender.transfers():
@@ -232,7 +243,7 @@ class World:
             return
         size, total = self.page_size, transfer.grant.num_tokens
         if transfer not in writer.pages:
-            needed = -(-total // size)
+            needed = max(-(-total // size), 1)  # the first has the state's row too
             if needed > len(writer.free):
                 return
             self.dice.shuffle(writer.free)
@@ -240,21 +251,26 @@ class World:
             self._fill(writer, request, writer.pages[transfer])
         last = self.dice.random() < 0.6
         end = total if last else transfer.sent + self.dice.randint(0, (total - transfer.sent) // size) * size
-        rows = tokens_on(writer.pages[transfer], size)[transfer.sent : end]
+        sources = Locations.from_host(_runtime, tokens_on(writer.pages[transfer], size)[transfer.sent : end])
+        row = writer.pages[transfer][0] if last else 0
         try:
-            writer.sender.send(
-                transfer, Locations.from_host(_runtime, rows), transfer.sent, last, after=_runtime.record()
-            )
+            writer.sender.send(transfer, sources, transfer.sent, last, after=_runtime.record(), state_row=row)
         except TransferError:
             assert transfer.state is TransferState.FAILED
 
     def _fill(self, writer: Writer, request: Request, pages: list[int]) -> None:
-        """The forward of this rank: its heads of the request's KV, on its own pages."""
+        """The forward of this rank: its heads of the request's KV and the state, on its own pages."""
         rank = self.writers.index(writer)
         width = HEADS * HEAD_BYTES // self.degree
         rows = tokens_on(pages, self.page_size)[: request.num_tokens]
-        for memory, kv in zip(writer.memories, request.kv, strict=True):
+        *of_kv, states = writer.memories
+        for memory, kv in zip(of_kv, request.kv, strict=False):
             memory[rows] = kv[:, rank * width : (rank + 1) * width]
+        states[pages[0]] = request.kv[-1]
+
+    def _page_rows(self, memory: Bytes) -> int:
+        """Rows of a page of a writer: tokens of KV, or one state."""
+        return len(memory) // (PAGES[self.page_size] + 1)
 
     # Messages
 
@@ -350,9 +366,11 @@ class World:
             request.told = lease.state
             self.finished.append(lease.state)
             if lease.state is LeaseState.DELIVERED:
-                for memory, shadow, kv in zip(self.decode.memories, self.decode.shadow, request.kv, strict=True):
-                    assert (memory[request.tokens] == kv).all(), f"{lease} is delivered, its bytes are not"
-                    memory[request.tokens] = shadow[request.tokens] = ~kv  # decoding goes on, on its own memory
+                for memory, shadow, rows, kv in zip(
+                    self.decode.memories, self.decode.shadow, request.rows, request.kv, strict=True
+                ):
+                    assert (memory[rows] == kv).all(), f"{lease} is delivered, its bytes are not"
+                    memory[rows] = shadow[rows] = ~kv  # decoding goes on, on its own memory
                     request.ended = True
                 assert lease.ended.query(), f"{lease} is delivered, and has not ended"
         self.look()
@@ -362,33 +380,35 @@ class World:
         for request in self.requests:
             if request.told is None or request.freed or self.dice.random() < 0.5:
                 continue
-            if request.ranges is not None:
-                with self._pool_at_work():
-                    self.decode.pool.free(request.ranges)
+            with self._pool_at_work():
+                for pool, ranges in request.taken:
+                    pool.free(ranges)
             request.freed = True
             if request.told is not LeaseState.DELIVERED and self.dice.random() < 0.5:
                 self.begin(request.lease)
         with self._pool_at_work():
             self.decode.pool.reap()
+            self.decode.states.reap()
         self.requests = [request for request in self.requests if not request.freed or not request.lease.ended.query()]
 
     def look(self) -> None:
         """Compares every byte. Memory of leases that have not ended may change, and nothing else may."""
         decode = self.decode
-        quiet = np.ones(len(decode.shadow[0]), dtype=np.bool_)
+        quiet = [np.ones(len(shadow), dtype=np.bool_) for shadow in decode.shadow]
         for request in self.requests:
-            if request.tokens is None or request.ended:
+            if not request.rows or request.ended:
                 continue
             if request.lease.ended.query():
                 self._check_nothing_under_way(request)
                 request.ended = True
-                for memory, shadow in zip(decode.memories, decode.shadow, strict=True):
-                    shadow[request.tokens] = memory[request.tokens]
+                for memory, shadow, rows in zip(decode.memories, decode.shadow, request.rows, strict=True):
+                    shadow[rows] = memory[rows]
             else:
-                quiet[request.tokens] = False
-        for memory, shadow in zip(decode.memories, decode.shadow, strict=True):
-            changed = np.flatnonzero((memory != shadow).any(axis=1) & quiet)
-            assert not changed.size, f"host tokens {changed[:8]} were written while no lease had them"
+                for still, rows in zip(quiet, request.rows, strict=True):
+                    still[rows] = False
+        for memory, shadow, still in zip(decode.memories, decode.shadow, quiet, strict=True):
+            changed = np.flatnonzero((memory != shadow).any(axis=1) & still)
+            assert not changed.size, f"host rows {changed[:8]} were written while no lease had them"
 
     @contextlib.contextmanager
     def _pool_at_work(self) -> Iterator[None]:
@@ -404,14 +424,14 @@ class World:
 
     def _check_nothing_under_way(self, request: Request) -> None:
         for piece in self.network.under_way(self.decode.engine):
-            for memory in self.decode.memories:
-                token = (piece.target - memory.ctypes.data) // memory.shape[1]
-                assert token not in request.tokens, f"{request.lease} has ended, and a write to {token} is under way"
+            for memory, rows in zip(self.decode.memories, request.rows, strict=True):
+                row = (piece.target - memory.ctypes.data) // memory.shape[1]
+                assert row not in rows, f"{request.lease} has ended, and a write to {row} is under way"
 
     def _check_nothing_read(self, writer: Writer, pages: list[int]) -> None:
         for piece in self.network.under_way(writer.engine):
             for memory in writer.memories:
-                page = (piece.source - memory.ctypes.data) // (memory.shape[1] * self.page_size)
+                page = (piece.source - memory.ctypes.data) // (memory.shape[1] * self._page_rows(memory))
                 assert page not in pages, f"source page {page} counts as free, and a write still reads it"
 
     # Histories
@@ -478,11 +498,12 @@ class World:
             self._round()
         with self._pool_at_work():
             for request in self.requests:
-                if not request.freed and request.ranges is not None:
-                    self.decode.pool.free(request.ranges)
-        self.decode.pool.verify()
-        stats = self.decode.pool.stats
-        assert stats.free == stats.size, f"memory was lost: {stats}"
+                for pool, ranges in request.taken if not request.freed else ():
+                    pool.free(ranges)
+        for pool in (self.decode.pool, self.decode.states):
+            pool.verify()
+            stats = pool.stats
+            assert stats.free == stats.size, f"memory was lost: {stats}"
         assert not self.decode.receiver.leases()
 
     def _round(self) -> None:
@@ -498,11 +519,6 @@ class World:
 def tokens_on(pages: list[int], page_size: int) -> npt.NDArray[np.int64]:
     """Every token of these pages, in order."""
     return (np.array(pages, dtype=np.int64)[:, None] * page_size + np.arange(page_size, dtype=np.int64)).reshape(-1)
-
-
-def locations_of(ranges: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Every token of these ranges, in order."""
-    return np.concatenate([np.arange(a, a + n, dtype=np.int64) for a, n in ranges.tolist()] or [ranges.reshape(-1)])
 
 
 def history(seed: int, steps: int = 160) -> World:

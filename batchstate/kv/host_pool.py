@@ -197,7 +197,8 @@ class KVBuffer:
         item_shape: of one row.
         dtype: of the elements.
         on_device: whether it is device memory, which kernels read at the device's speed. The pool's locations are its
-            rows all the same. The host tier backs up nothing into it: a step's kernel writes the new rows itself.
+            rows all the same. The host tier backs up nothing into it: a step's kernel writes the new rows itself. The
+            pool waits once, when it is made, until it is zeroed: a writer in another process is on no stream.
 
     Raises:
         ArgumentError, DtypeError, ShapeError: a value of another type, or sizes that are not positive integers.
@@ -306,6 +307,8 @@ class HostKVPool:
         self.backed = tuple(
             memory.device for memory, one in zip(self._memory, self.specs, strict=True) if not one.on_device
         )
+        if any(one.on_device for one in self.specs):
+            runtime.record().wait()  # a writer in another process is on no stream that could wait for the zeros
         # What the host can address; where the device has memory of its own, only kernels look at it.
         self._visible = tuple(one for one in self._memory if one.host.device.type == "cpu")
         self._free = FreeRanges(1, self.num_pages)
@@ -595,7 +598,8 @@ class HostKVPool:
         invariants.slot_stale_handle(pages, self._generation, expected, **self._where("verify"))
         self._check_poison(pages[1:], "verify")
         for memory in self._visible if levels.full else ():
-            padding = memory.host[: self.page_size].float().reshape(self.page_size, -1)
+            rows = memory.bytes.reshape(self.location_capacity, -1)[: self.page_size]
+            padding = torch.from_numpy(rows.copy()).view(memory.host.dtype).float()
             invariants.page_zero_finite(torch.isfinite(padding).all(1).numpy(), **self._where("verify"))
 
     def expect_idle(self) -> None:
