@@ -220,6 +220,16 @@ def test_torch_is_as_it_was(ends: str) -> None:
         torch.zeros(1, device="cuda")
 
 
+def test_a_default_device_works_inside_and_after() -> None:
+    """`with torch.device(...)` goes by a set of functions that torch makes once: inside of the window and after it."""
+    torch.utils._device._device_constructors.cache_clear()
+    with cuda_on_cpu(), torch.device("cuda"):
+        assert torch.zeros(1).is_cuda
+    with torch.device("meta"):
+        assert torch.zeros(1).is_meta
+        assert torch.arange(3).is_meta
+
+
 def test_a_race_that_the_code_catches_is_raised_at_the_end() -> None:
     """Code that catches every exception hides none."""
     with pytest.raises(Race) as caught, cuda_on_cpu(), contextlib.suppress(Exception):

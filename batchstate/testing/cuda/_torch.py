@@ -5,6 +5,7 @@ up when they are called. So names that the code has imported early go on working
 """
 
 import contextlib
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils._device
 
 from batchstate.errors import ArgumentError
 from batchstate.testing.cuda._streams import (
@@ -92,9 +94,17 @@ def replaced(rt: "CudaRuntime", stands_for: Mapping[str, Callable[..., Any]]) ->
             )  # what was compiled before runs as it is written
         else:
             stack.callback(_forget_stream)
-        torch.get_device_module.cache_clear()
-        stack.callback(torch.get_device_module.cache_clear)
+        _forget_functions()
+        stack.callback(_forget_functions)
         yield
+
+
+def _forget_functions() -> None:
+    """Torch keeps sets of its own functions, such as those that a default device is for; they are replaced here."""
+    for module in (torch, torch.overrides, torch.utils._device):
+        for one in tuple(vars(module).values()):
+            if isinstance(one, functools._lru_cache_wrapper):
+                one.cache_clear()
 
 
 def _forget_stream() -> None:
