@@ -252,6 +252,14 @@ class StepMachine(Machine):
         self.in_flight.append(Launched(requests, expected, step.results, done))
         self.reached("two steps in flight", len(self.in_flight) == 2)
 
+    @precondition(lambda self: self._fits())
+    @rule(times=st.integers(2, 5))
+    def decode_on(self, times: int) -> None:
+        """Several steps of the same requests."""
+        for _ in range(times):
+            if self._fits():
+                self.step(False, set(), [])
+
     def _arrived(self, lens: list[int]) -> StepBatch:
         """Requests that were prefilled elsewhere, and the first token of each."""
         lens = lens[: self.slots.stats.free]
