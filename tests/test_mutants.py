@@ -31,10 +31,11 @@ from batchstate.selfcheck.mutants.registry import mutant
 from batchstate.tables import Table
 from batchstate.testing import run_machine
 from batchstate.violations import Code
+from batchstate.watch import Watched
 
 ASKED = (
     *((owner, "verify") for owner in (SlotPool, HybridSlotPool, PagePool, HostKVPool, HiSparse)),
-    *((owner, "check") for owner in (MirroredTensor, Batch, FutureMap, Table)),
+    *((owner, "check") for owner in (MirroredTensor, Batch, FutureMap, Table, Watched)),
     (Invariant, "__call__"),
 )
 """What a machine may ask for, and an engine does not."""

@@ -366,8 +366,11 @@ MISUSES: tuple[Misuse[RelayCase], ...] = (
     _refused("publish None in a list", DtypeError, _publish(token=lambda case: [None] * case.n)),
     _refused("publish more than int64", ValueOverflowError, _publish(token=lambda case: [2**63] * case.n)),
     _refused("publish a stand-in", Code.SENTINEL_ESCAPED, _publish(token=lambda case: [0] * (case.n - 1) + [-1])),
-    _refused(
-        "publish a stand-in among drafts", Code.SENTINEL_ESCAPED, _publish(drafts=lambda case: [[0, -1]] * case.n)
+    Misuse(
+        "publish a stand-in among drafts",
+        (Code.SENTINEL_ESCAPED,),
+        _publish(drafts=lambda case: [[0, -1]] * case.n),
+        lambda case: not case.relay.fields["drafts"].ragged,
     ),
     _refused(
         "publish a device field and a bad host field",
@@ -462,9 +465,24 @@ class FutureMapMachine(Machine):
         "results of a former owner refused",
     )
 
-    @initialize(size=st.integers(2, 5), hidden=st.sampled_from([torch.float32, torch.bfloat16]))
-    def begin(self, size: int, hidden: torch.dtype) -> None:
-        """Opens a relay so small that slots are used again and again."""
+    @initialize(
+        size=st.integers(2, 5),
+        hidden=st.sampled_from([torch.float32, torch.bfloat16]),
+        data=st.data(),
+        waiting=st.integers(0, 3),
+        encoder=st.sampled_from([0, 0, 1, 3]),
+        shapes=st.tuples(_SHAPES, _SHAPES),
+    )
+    def begin(
+        self,
+        size: int,
+        hidden: torch.dtype,
+        data: st.DataObject,
+        waiting: int,
+        encoder: int,
+        shapes: tuple[Shape, Shape],
+    ) -> None:
+        """Opens a relay so small that slots are used again and again; requests that are `waiting` decode."""
         self.open()
         self.streams = {name: self.rt.stream(name) for name in ("forward", "seeding")}
         self.streams["default"] = self.rt.current_stream
@@ -489,6 +507,9 @@ class FutureMapMachine(Machine):
         self.steps: deque[list[Fence]] = deque()
         self.published_on: dict[tuple[str, int], Stream] = {}
         self.numbers = 0
+        if waiting:
+            self.arrive(waiting, False, encoder)
+            self.run_ahead(data, shapes, False, False)
 
     # Checks
 
@@ -951,10 +972,11 @@ class FutureMapMachine(Machine):
         return launched
 
     @precondition(lambda self: bool(self.requests))
-    @rule(data=st.data(), change=st.sampled_from(("nothing", "grow", "truncate", "release", "other rows")))
+    @rule(data=st.data(), change=st.sampled_from(("other rows", "nothing", "grow", "truncate", "release")))
     def plan_late(self, data: st.DataObject, change: str) -> None:
         """A plan and a table write are used late: not once their pages have changed, and not for other rows."""
-        requests = [one for one in self._chosen(data) if one.length + one.encoder < _MOST_TOKENS]
+        chosen = self.requests if change == "other rows" else self._chosen(data)
+        requests = [one for one in chosen if one.length + one.encoder < _MOST_TOKENS]
         if not requests:
             return
         self._next_step()
@@ -1174,5 +1196,6 @@ class FutureMapMachine(Machine):
     def misuse(self, misuse: Misuse[RelayCase]) -> None:
         """What cannot be meant is refused, and changes nothing."""
         case = RelayCase(self.relay, self._handles(self.requests), self.foreign)
-        with self.refused(*misuse.expected):
-            misuse.call(case)
+        if misuse.applies(case):
+            with self.refused(*misuse.expected):
+                misuse.call(case)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from batchstate.testing.machine import Machine, agree
+from batchstate.testing.machine import Machine, agree, ask
 from batchstate.testing.strategies import keep_lists
 from batchstate.watch import watch
 
@@ -124,5 +124,6 @@ class WatchedMachine(Machine):
         self.reached("a long request", self.batch.has_long)
 
     def check(self) -> None:
-        """No call went by unseen."""
+        """No call went by unseen, and nothing is wrong between calls either."""
         agree(self.watched.counters.calls, self.watched.counters.checked, "calls that were checked")
+        ask(self.watched.check, self.batch)
