@@ -509,6 +509,7 @@ class FutureMapMachine(Machine):
         self.numbers = 0
         if waiting:
             self.arrive(waiting, False, encoder)
+            self.write(data, ("hidden",), "default", 0, "host", False, False)
             self.run_ahead(data, shapes, False, False)
 
     # Checks
