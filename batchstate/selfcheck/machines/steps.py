@@ -226,6 +226,8 @@ class StepMachine(Machine):
         except PoolExhaustedError:
             self.reached("pages run out")
             self.pages.release_requests(joining.slots)
+            while self.in_flight:  # a step without a launch: an engine reads what is under way, and tries again
+                self.read()
             return
         one_piece = step._requests is not None
         self.reached("a decode step in one piece", one_piece)
