@@ -28,6 +28,7 @@ from batchstate import (
     slot_column,
 )
 from batchstate.errors import ArgumentError, BatchStateError, CaptureError, DeclarationError
+from batchstate.indices import Slots
 from batchstate.invariants import times_checked
 from batchstate.selfcheck.mutants.diffs import changed
 from batchstate.step import PlannedStep
@@ -85,22 +86,16 @@ class World:
         extension = self.pages.extend(slots, lens)
         self.pages.commit(slots, lens)
         self.relay.publish(slots, last=10 * slots.np)
-        n = len(lens)
-        joining = Running.build(
-            self.rt,
-            slots=slots,
-            seq_lens=lens,
-            temperature=slots.np / np.float32(7),
-            seed=slots.np,
-            greedy=slots.np % 2 == 0,
-            pair=np.arange(2 * n, dtype=np.int16).reshape(n, 2),
-        )
+        joining = self.built(slots, lens)
         joining.upload(writes=[extension.entry()])
         self.batch = self.batch.merge(joining) if len(self.batch) else joining
 
     def arrived(self, lens: list[int]) -> Running:
         """Requests that were prefilled elsewhere."""
-        slots = self.pages.take_requests(lens)
+        return self.built(self.pages.take_requests(lens), lens)
+
+    def built(self, slots: Slots, lens: list[int]) -> Running:
+        """A batch of these requests."""
         n = len(lens)
         return Running.build(
             self.rt,

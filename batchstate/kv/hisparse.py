@@ -171,7 +171,7 @@ class HiSparse:
         """What the tier waits for, whatever it is: copies, writers, and memory behind either. Queries no fence.
 
         An entry that stays here for more steps than are in flight never completes: its copy was never launched, or
-        its writer is gone and nobody has said so.
+        its writer is gone and that was not declared.
         """
         self._begin("in_flight")
         requests, none = self._requests, np.empty(0, dtype=np.int64)

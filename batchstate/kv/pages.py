@@ -464,7 +464,7 @@ class PagePool:
             host: keep the same values on the host too.
 
         Raises:
-            As `SlotPool.table`. ArgumentError: another `by`; `of` is no page pool of these slots with as many tokens
+            As `SlotPool.table`. ArgumentError: another `by`; `of` is not a page pool of these slots with as many tokens
                 per page, or the table is not by location, of one location each.
         """
         self.runtime.check_owner(f"{self.name}: table")

@@ -94,7 +94,7 @@ class TwinSlots:
     Attributes:
         attribute: name of the attribute with the slot of each request; one of the twins or of `rows`.
         live: returns the slots that have an owner in the engine's pool. They have to be those of the rows, no more and
-            no fewer: what an operation drops, it gives back, or the call in the spec does. None if nobody knows.
+            no fewer: what an operation drops, it gives back, or the call in the spec does. None if it is not known.
         begin: called where an example begins, to make the engine's pool anew.
     """
 
