@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._allocator import Allocator, Generations, Transaction, size_of
+from batchstate._allocator import Allocator, Generations, SlotListener, Transaction, size_of
 from batchstate._arrays import as_array, count
 from batchstate.errors import DtypeError
 from batchstate.indices import Slots
@@ -82,50 +82,6 @@ class PendingSlots:
     slots: Ints
     fence: Fence
     step: int
-
-
-class SlotListener:
-    """Takes part in every take and free of a `SlotPool`, for something else that a slot owns.
-
-    The pool first calls `before_take` or `before_free` of all its listeners, then `check_take`, `check_free` or
-    `check_release`, and changes nothing if one raises. Each method here does nothing; a subclass overrides what it
-    needs. Only the first two may run code of the engine, such as fences; while `on_take`, `on_free` or `on_clear` runs,
-    the pool refuses calls. `SlotPool.clear` frees all live slots, and then calls `on_clear`.
-    """
-
-    def before_take(self) -> None:
-        """Queries fences that decide what is free."""
-
-    def before_free(self, slots: Slots) -> None:
-        """Queries fences that decide whether slots may be freed. The handles have not been checked yet."""
-
-    def check_take(self, n: int) -> None:
-        """Refuses if what `n` slots need is not there. Changes nothing."""
-
-    def on_take(self, rows: Ints) -> None:
-        """Gives the slots `rows` int64[n] what they need. On an error it has changed nothing."""
-
-    def check_free(self, rows: Ints, operation: str) -> None:
-        """Refuses if the slots may not be freed now. Changes nothing."""
-
-    def check_release(self, rows: Ints, operation: str) -> None:
-        """Refuses if the slots may not be freed now, with all that they own. Changes nothing."""
-        self.check_free(rows, operation)
-
-    def check_clear(self, operation: str) -> None:
-        """Refuses if something is behind a fence that is not complete. Changes nothing."""
-
-    def on_clear(self) -> None:
-        """Begins anew. No slot is live, and nothing is pending."""
-
-    def on_free(self, rows: Ints, after: Fence | None) -> None:
-        """Releases what the slots own, behind the same fence."""
-
-    def check_conservation(self, live: int, operation: str) -> None:
-        """Refuses if what is owned does not go with `live` slots. Costs O(1)."""
-
-    def verify(self) -> None:
-        """Checks every invariant of what the slots own from scratch."""
 
 
 class SlotPool:

@@ -5,7 +5,8 @@ from typing import Any, final
 
 import numpy as np
 
-from batchstate.kv.pages import PageLease, PagePool
+from batchstate.kv.leases import PageLease
+from batchstate.kv.pages import PagePool
 from batchstate.levels import Level, checks
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime

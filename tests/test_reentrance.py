@@ -12,7 +12,8 @@ from batchstate import levels
 from batchstate.errors import ArgumentError, BatchStateError, PoolBrokenError, PoolExhaustedError
 from batchstate.hybrid import HybridSlotPool
 from batchstate.indices import Slots
-from batchstate.kv.pages import PageLease, PagePool
+from batchstate.kv.leases import PageLease
+from batchstate.kv.pages import PagePool
 from batchstate.pools import SlotListener, SlotPool
 from batchstate.runtime import CpuRuntime, Runtime
 from batchstate.violations import Violation

@@ -3,19 +3,24 @@
 All work on slot and page numbers that `PagePool` has checked.
 """
 
-from typing import final
+from typing import TYPE_CHECKING, final
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 
 from batchstate import invariants, levels
-from batchstate._allocator import LIVE_BYTE, AllFences, Allocator, Generations, Transaction
+from batchstate._allocator import LIVE_BYTE, AllFences, Allocator, Generations, SlotListener, Transaction
 from batchstate._arrays import arange_per_row
-from batchstate.indices import Handles
+from batchstate.indices import Handles, Slots
+from batchstate.kv import _lengths
 from batchstate.mirror import Contract
 from batchstate.runtime import Fence, Runtime, Stream
 from batchstate.runtime.agreement import QueriedFence
 from batchstate.violations import Where
+
+if TYPE_CHECKING:
+    from batchstate.kv.pages import PagePool
 
 Ints = npt.NDArray[np.int64]
 
@@ -450,3 +455,167 @@ class PageSpace:
 
     def _pages(self, numbers: Ints) -> Ints:
         return numbers if self.per_page == 1 else numbers // self._per_page
+
+
+@final
+class PageOwners(SlotListener):
+    """The pages of slots. Slots are taken without pages and get them by growing; they leave with them, or without."""
+
+    def __init__(self, pool: "PagePool") -> None:
+        self._table, self._references, self._leases = pool._table, pool._references, pool._leases
+        self._writes = pool.writes
+        self._slots = pool.slots
+        self._epochs, self._shares = pool.epochs, pool.shares
+        self._seen: _Seen | None = None  # at the last `verify`
+
+    def before_free(self, slots: Slots) -> None:
+        """Queries the fences that pages wait for, which nothing that follows asks."""
+        self._references.query_fences()
+
+    def check_free(self, rows: Ints, operation: str) -> None:
+        """Refuses to free slots alone that have pages, which would never be released.
+
+        Raises:
+            Violation: SLOT_CONSERVATION, naming slots.
+        """
+        owned = self._table.num_pages[rows] - self._table.first[rows]
+        if np.count_nonzero(owned):
+            owners = rows[owned > 0]
+            names = ", ".join(str(slot) for slot in owners[:8]) + (", ..." if owners.size > 8 else "")
+            self._refuse(
+                owners,
+                int(owned.sum()),
+                operation,
+                problem=f"these slots still own {int(owned.sum())} pages: {names}",
+                remedy="use `pages.release_requests(slots, after=...)`, which frees a request with all it has",
+            )
+
+    def check_release(self, rows: Ints, operation: str) -> None:
+        """Whole requests leave with their pages."""
+
+    def on_free(self, rows: Ints, after: Fence | None) -> None:
+        """Releases the pages of requests that leave."""
+        if np.count_nonzero(self._table.num_pages[rows]):
+            self.cut_all(rows, after, "release_requests")
+
+    def check_clear(self, operation: str) -> None:
+        """Refuses if pages are pending, or read by a forward in flight."""
+        self._references.check_none_pending(operation)
+
+    def on_clear(self) -> None:
+        """Leases are given back, and the pages come in order again."""
+        for lease in self._leases.values():
+            self._references.drop(lease.pages, None, "clear")
+            lease.released = True
+        self._leases.clear()
+        self._references.allocator.sort_free()
+
+    def cut_all(self, rows: Ints, after: Fence | None, operation: str) -> None:
+        """Leaves each row nothing."""
+        none = np.zeros(rows.size, dtype=np.int64)
+        self.cut(rows, none, none, after, operation, rows)
+
+    def cut(
+        self,
+        rows: Ints,
+        totals: Ints,
+        keep: Ints,
+        after: Fence | None,
+        operation: str,
+        losing: Ints,
+        front: Ints | None = None,
+    ) -> None:
+        """Leaves each row `totals` tokens and pages `front` to `keep`; `losing` are those with less than before."""
+        references = self._references
+        references.transaction.operation = operation
+        pages = self._table.cut(rows, keep)
+        if front is not None:
+            pages = np.concatenate([pages, self._table.cut_front(rows, front)])
+        self._table.committed[rows] = totals
+        if losing.size:
+            self._epochs.note(losing, operation, references.runtime.step)
+        self._writes.cut(rows, totals)
+        references.drop(pages, after, operation)
+
+    def _refuse(
+        self, owners: Ints, pages: int, operation: str, *, problem: str | None = None, remedy: str | None = None
+    ) -> None:
+        allocator = self._references.allocator
+        invariants.slot_conservation(
+            allocator.free,
+            allocator.pending,
+            allocator.live - pages,
+            allocator.size,
+            leaked=owners,
+            problem=problem,
+            remedy=remedy,
+            object=allocator.label,
+            operation=operation,
+        )
+
+    def verify(self) -> None:
+        """Checks every invariant of the pages from scratch, and that each belongs to a live slot or a lease."""
+        table, references = self._table, self._references
+        num_pages = references.allocator.size
+        where: Where = {
+            "object": references.allocator.label,
+            "operation": "verify",
+            "step": references.runtime.step,
+        }
+        held = [lease.pages for lease in self._leases.values()]
+        leased = np.bincount(np.concatenate([np.empty(0, dtype=np.int64), *held]), minlength=num_pages + 1)
+        references.verify(table.holders(num_pages) + leased)
+        size = table.page_size
+        invariants.length_order(table.committed, table.num_pages * size, table.width * size, **where)
+        invariants.length_order(
+            self._writes.tokens, table.committed, table.width * size, explain=_lengths.overwritten, **where
+        )
+        # Each row names pages exactly from the first that was not given back up to its last one.
+        columns = np.arange(table.width)
+        named = (table.pages != 0) & (columns < table.num_pages[:, None]) & (columns >= table.first[:, None])
+        invariants.page_owner(named.sum(axis=1), table.num_pages - table.first, **where)
+        invariants.length_order(table.first * size, table.committed, table.width * size, **where)
+        owners = np.flatnonzero(table.num_pages)
+        orphans = owners[~self._slots.is_live(owners)]
+        if orphans.size:
+            self._refuse(orphans, int((table.num_pages - table.first)[orphans].sum()), "verify")
+        self._check_changes(where)
+
+    def _check_changes(self, where: Where) -> None:
+        """A slot that has lost tokens, pages or the sole use of one since the last time has a change noted for that."""
+        table, held_alone = self._table, self._references.further[self._table.pages] == 0
+        now = _Seen(
+            table.pages.copy(), table.committed.copy(), held_alone, self._epochs.rows.copy(), self._shares.rows.copy()
+        )
+        before, self._seen = self._seen, now
+        if before is None:
+            return
+        there = before.pages != 0
+        lost = (now.committed < before.committed) | (there & (now.pages != before.pages)).any(axis=1)
+        shared = (there & (now.pages == before.pages) & before.held_alone & ~held_alone).any(axis=1)
+        for changes, changed, noted in (
+            (self._epochs, lost, now.epochs != before.epochs),
+            (self._shares, shared & ~lost, now.shares != before.shares),
+        ):
+            invariants.derived_stale(
+                changed & ~noted,
+                lambda slot, what=changes.what: (  # type: ignore[misc]
+                    f"the {what} of slot {slot} have changed, and what was derived from them is not refused",
+                    "a change noted for the slot",
+                    "none",
+                ),
+                slots=np.arange(changed.size),
+                **where,
+            )
+
+
+@final
+@attrs.frozen(eq=False)
+class _Seen:
+    """The pages of all slots, as `verify` saw them."""
+
+    pages: npt.NDArray[np.int32]
+    committed: Ints
+    held_alone: npt.NDArray[np.bool_]
+    epochs: Ints
+    shares: Ints

@@ -16,19 +16,22 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._allocator import MOST_TOKENS, size_of
-from batchstate._arrays import amounts, arange_per_row, as_array, converted, count, shape_of
+from batchstate._arrays import amounts, arange_per_row, as_array, count, shape_of
 from batchstate._origin import Changes, Origin
-from batchstate.errors import ArgumentError, DeviceError, DtypeError, ShapeError
+from batchstate.errors import ArgumentError, DeviceError, ShapeError
 from batchstate.indices import Locations, Pages, Slots
 from batchstate.invariants import times_checked
-from batchstate.kv._page_state import ONE, KVWrites, PageReferences, PageSpace, PageTable
+from batchstate.kv import _lengths
+from batchstate.kv._page_state import ONE, KVWrites, PageOwners, PageReferences, PageSpace, PageTable
+from batchstate.kv._page_tables import check_buffers, check_map, check_map_to, check_page_zero, check_req_to_token
+from batchstate.kv.leases import PageLease
 from batchstate.mirror import MirroredTensor, lined_up
-from batchstate.pools import SlotListener, SlotPool
-from batchstate.runtime import Fence, Runtime, check_fence, check_runtime, numpy_dtype
+from batchstate.pools import SlotPool
+from batchstate.runtime import Fence, Runtime, check_fence, check_runtime
 from batchstate.tables import Table, TableWrite, read_only
 from batchstate.violations import Code, Where
 
-__all__ = ["Extension", "PageLease", "PagePool", "PageStats"]
+__all__ = ["Extension", "PagePool", "PageStats"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -56,42 +59,6 @@ class PageStats:
     live: int
     shared: int
     leases: int
-
-
-@final
-@attrs.define(eq=False)
-class PageLease:
-    """Pages held without a slot: the first `tokens` tokens of a request, kept after it, or pages taken before one.
-
-    Made by `PagePool.hold` and `PagePool.take`; give it back with `release`.
-
-    Attributes:
-        tokens: how many tokens; whole pages.
-        released: whether it was given back.
-    """
-
-    _pages: Ints
-    tokens: int
-    _release: "Callable[[PageLease, Ints, Fence | None], None]"
-    _written: int  # tokens whose writes are launched, and the stream that wrote them last; the pool keeps both
-    _writer: int
-    released: bool = attrs.field(default=False, init=False)
-
-    def __repr__(self) -> str:
-        return f"PageLease({self.tokens} tokens, {self._pages.size} pages{', released' if self.released else ''})"
-
-    @property
-    def pages(self) -> Ints:
-        """int64[tokens / page_size], in the order of their tokens; a read-only view."""
-        return read_only(self._pages)
-
-    def release(self, *, after: Fence | None = None) -> None:
-        """Gives the references back, at once or when `after` is complete.
-
-        Raises:
-            Violation: SLOT_DOUBLE_FREE: it was given back before.
-        """
-        self._release(self, self._pages, after)
 
 
 @final
@@ -183,69 +150,6 @@ class Extension:
         )
 
 
-# The problem and the remedy where token lengths are out of order, in the words of the operation. Each takes the two
-# lengths that LENGTH_ORDER compares, the shorter first, and the most a request may have.
-
-Explain = Callable[[int, int, int], tuple[str, str]]
-
-
-def _further(committed: int, asked: int, most: int) -> tuple[str, str]:
-    return (
-        f"{asked} tokens asked for, a request may have {most} (max_tokens_per_request)",
-        "finish the request, or make the PagePool with a larger max_tokens_per_request",
-    )
-
-
-def _totals(committed: int, asked: int, most: int) -> tuple[str, str]:
-    if asked > most:
-        return _further(committed, asked, most)
-    if asked < 0:
-        return f"{asked} tokens asked for", "pass 0 or more"
-    return (
-        f"{asked} tokens asked for in all, and {committed} are committed",
-        "lengths are totals and cannot shrink here; `truncate` takes tokens back, `advance` adds",
-    )
-
-
-def _uncommitted(asked: int, allocated: int, most: int) -> tuple[str, str]:
-    return (
-        f"{asked} tokens are to be committed, {allocated} are allocated",
-        "`grow` first, or `extend`, which does both",
-    )
-
-
-def _truncated(asked: int, committed: int, most: int) -> tuple[str, str]:
-    return (
-        f"truncation to {asked} tokens, of {committed} that are committed",
-        "pass a total from 0 to what is committed; `extend` and `advance` add tokens",
-    )
-
-
-def _beyond(asked: int, there: int, most: int) -> tuple[str, str]:
-    return (
-        f"position {asked} is to be the first, of {there} tokens",
-        "pass 0 to as many as stay committed; to give everything back, `release` the pages",
-    )
-
-
-def _behind_the_front(first: int, asked: int, most: int) -> tuple[str, str]:
-    return (
-        f"truncation to {asked} tokens, and the pages of the first {first} were given back",
-        "`release` the pages of the request, and let it begin anew",
-    )
-
-
-def _overwritten(written: int, committed: int, most: int) -> tuple[str, str]:
-    return (
-        f"{written} tokens count as written, of {committed} that are committed",
-        "report it: what is given back is to be written anew",
-    )
-
-
-def _short_prefix(asked: int, there: int, most: int) -> tuple[str, str]:
-    return f"a prefix of {asked} tokens asked for, {there} are committed", "commit the tokens first, or ask for fewer"
-
-
 @final
 class PagePool:
     """Pages 1 to num_pages for the requests of one slot pool. Location t lies on page t // page_size.
@@ -313,21 +217,21 @@ class PagePool:
         self._space_of_pages = PageSpace(self._references, Pages, 1)
         self._tables: list[Table] = []
         self._maps: list[tuple[Table, PagePool]] = []
+        self._kv: tuple[torch.Tensor, ...] = ()
         runtime.declare_indices("page", self.num_pages + 1)
         runtime.declare_indices("location", self.location_capacity)
         self.writes = KVWrites(runtime, slots.capacity)  # for the library
-        self._kv: tuple[torch.Tensor, ...] = ()
         self._leases: dict[int, PageLease] = {}  # by id, those that are not released
         self.epochs = Changes(slots.capacity, "pages")
         self.shares = Changes(slots.capacity, "holders of the pages")
-        self._req_to_token = req_to_token
         if req_to_token is not None:
-            self._check_req_to_token(req_to_token)
+            check_req_to_token(self, req_to_token)
+        self._req_to_token = req_to_token
         self._most = np.array(self.max_tokens_per_request, dtype=np.uint64)
         self._ones = np.ones(256, dtype=np.int64)
         self._take, self._release_lease = f"{name}: take", f"{name}: release a lease"
         self._release_checks: list[Callable[[Ints, str], None]] = []
-        self._listener = _PageOwners(self)
+        self._listener = PageOwners(self)
         slots.add_listener(self._listener)
 
     def __repr__(self) -> str:
@@ -415,7 +319,7 @@ class PagePool:
                 remedy="name one slot, and positions in ascending order",
             )
         lengths = np.array([end], dtype=np.int64)
-        self._check_lengths(lengths, self._table.committed[rows], operation, _short_prefix)
+        self._check_lengths(lengths, self._table.committed[rows], operation, _lengths.short_prefix)
         self._check_written(lengths, self.writes.tokens[rows], operation)
         self.check_readable(rows, np.array([begin]), operation, window=1)
         positions = np.arange(begin, end, dtype=np.int64)
@@ -468,7 +372,7 @@ class PagePool:
                 per page, or the table is not by location, of one location each.
         """
         self.runtime.check_owner(f"{self.name}: table")
-        space = self._mapped_space(by, holds, tuple(shape), of)
+        space = self._space(by, holds, tuple(shape), of)
         table = Table.new(space, name, shape, dtype, holds="location" if of else holds, host=host)
         return self._added(table, of)
 
@@ -487,54 +391,28 @@ class PagePool:
         `of` is as for `table`.
         """
         self.runtime.check_owner(f"{self.name}: adopt")
-        space = self._mapped_space(by, holds, tuple(getattr(tensor, "shape", ()))[1:], of)
+        space = self._space(by, holds, tuple(getattr(tensor, "shape", ()))[1:], of)
         return self._added(Table.adopted(space, tensor, name, holds="location" if of else holds, host=host), of)
 
-    def _mapped_space(self, by: str, holds: str | None, shape: tuple[int, ...], of: "PagePool | None") -> PageSpace:
+    def _space(self, by: str, holds: str | None, shape: tuple[int, ...], of: "PagePool | None") -> PageSpace:
         """What indexes a table, which may map to another pool."""
-        space = self._space(by)
-        untyped: object = of
-        if untyped is None:
-            return space
-        there = isinstance(untyped, PagePool) and untyped is not self and untyped.slots is self.slots
-        equal = isinstance(untyped, PagePool) and untyped.page_size == self.page_size
-        if not there or not equal or by != "location" or shape or holds not in (None, "location"):
+        spaces = {space.kind.unit: space for space in (self._space_of_locations, self._space_of_pages)}
+        if by not in spaces:
             raise ArgumentError(
-                f"{self.name}: a table by {by}, {list(shape)} each, that holds {holds or 'location'} of {of!r}",
-                value=of,
-                remedy="map locations to those of another PagePool of the same slots and the same page size",
+                f"{self.name}: a table by {by!r}",
+                value=by,
+                remedy='pass by="location" or by="page"; slots have their own',
             )
-        return space
+        if of is not None:
+            check_map_to(self, by, holds, shape, of)
+        return spaces[by]
 
     def _added(self, table: Table, of: "PagePool | None") -> Table:
-        table.of = None if of is None else of._space_of_locations
         self._tables.append(table)
         if of is not None:
+            table.of = of._space_of_locations
             self._maps.append((table, of))
         return table
-
-    def _check_map(self, table: Table, of: "PagePool", operation: str) -> None:
-        """Each row of a map that is written for a token of a live request names where `of` has that token."""
-        lengths = np.minimum(self._table.committed, of._table.committed)
-        rows = np.flatnonzero(lengths)
-        counts = lengths[rows]
-        owners, positions = rows.repeat(counts), arange_per_row(np.zeros_like(counts), counts)
-        here, there = (pool._table.pages_at(owners, positions) for pool in (self, of))
-        at = np.flatnonzero(here)
-        size, offset = self.page_size, positions[at] % self.page_size
-        locations, expected = here[at] * size + offset, np.where(there[at] > 0, there[at] * size + offset, 0)
-        written = table.written_for(locations, self._references.generations.of(here[at]))
-        actual = self.runtime.inspect(table.memory)[locations].astype(np.int64)
-        where: Where = {**self._where(operation), "column": table.name}
-        invariants.table_link(locations[written], expected[written], actual[written], **where)
-
-    def _space(self, by: str) -> PageSpace:
-        for space in (self._space_of_locations, self._space_of_pages):
-            if space.kind.unit == by:
-                return space
-        raise ArgumentError(
-            f"{self.name}: a table by {by!r}", value=by, remedy='pass by="location" or by="page"; slots have their own'
-        )
 
     def register_kv(self, *buffers: torch.Tensor) -> None:
         """Says which KV memory the locations index, so that `full` can check that page 0, which is padding, is finite.
@@ -550,18 +428,7 @@ class PagePool:
             ArgumentError: not tensors.
         """
         self.runtime.check_owner(f"{self.name}: register_kv")
-        for one in buffers:
-            what, given = f"{self.name}: register_kv", type(one).__name__
-            if not isinstance(one, torch.Tensor):
-                raise ArgumentError(f"{what} of {given}", value=one, remedy="pass tensors of the device")
-            if one.device != self.runtime.device:
-                raise DeviceError(f"{what}: a tensor on {one.device}", value=one.device, remedy="use one device")
-            if not one.ndim or one.shape[0] not in (self.location_capacity, self.num_pages + 1):
-                raise ShapeError(
-                    f"{what}: {list(one.shape)}",
-                    value=tuple(one.shape),
-                    remedy=f"pass [{self.location_capacity}, ...] or [{self.num_pages + 1}, ...]",
-                )
+        check_buffers(self, buffers)
         self._kv += buffers
 
     def check_kv(self, operation: str = "check_kv") -> None:
@@ -570,12 +437,8 @@ class PagePool:
         Raises:
             Violation: PAGE_ZERO_FINITE.
         """
-        if not levels.full or self.runtime.checks_suspended():
-            return
-        for buffer in self._kv:
-            page = buffer[: self.page_size if buffer.shape[0] == self.location_capacity else 1]
-            finite = torch.isfinite(page.float()).reshape(page.shape[0], -1).all(1)
-            invariants.page_zero_finite(self.runtime.inspect(finite), **self._where(operation))
+        if levels.full and not self.runtime.checks_suspended():
+            check_page_zero(self, self._kv, operation)
 
     def reap(self) -> int:
         """Makes free the pending pages whose fences are complete; says how many. Never waits."""
@@ -733,7 +596,7 @@ class PagePool:
         start = table.committed[rows]
         self._check_lengths(start, totals, "commit")
         allocated, most = table.num_pages[rows] * self.page_size, table.width * self.page_size
-        invariants.length_order(totals, allocated, most, explain=_uncommitted, **self._where("commit"))
+        invariants.length_order(totals, allocated, most, explain=_lengths.uncommitted, **self._where("commit"))
         self._check_writable(rows, start, totals - start, "commit")
         self.transaction.operation = "commit"
         self.writes.launched(rows, totals)
@@ -746,7 +609,7 @@ class PagePool:
         tokens = np.atleast_1d(amounts(total, 1, f"{self.name}: commit"))
         self._held(lease, "commit")
         there = np.array([lease.tokens])
-        invariants.length_order(tokens, there, lease.tokens, explain=_uncommitted, **self._where("commit"))
+        invariants.length_order(tokens, there, lease.tokens, explain=_lengths.uncommitted, **self._where("commit"))
         if lease._written:
             self.writes.wait(np.array([lease._writer]))
         self.transaction.operation = "commit"
@@ -775,7 +638,7 @@ class PagePool:
             As `grow` and `commit`. Nothing was changed.
         """
         rows, totals = self._begin_with(slots, total_lens, "extend")
-        return self._extend(slots, rows, self._table.committed[rows], totals, "extend", _totals)
+        return self._extend(slots, rows, self._table.committed[rows], totals, "extend", _lengths.totals)
 
     def advance(self, slots: Slots, num_new_tokens: object = 1) -> Extension:
         """Grows and commits each slot by `num_new_tokens`: what a decode step does, O(requests).
@@ -803,7 +666,7 @@ class PagePool:
             return self._advance_by_one(slots, rows)
         start = self._table.committed[rows]
         # A sum that wraps is less than `start`, so that the check of the lengths finds it.
-        return self._extend(slots, rows, start, start + counts, "advance", _further)
+        return self._extend(slots, rows, start, start + counts, "advance", _lengths.further)
 
     def _advance_by_one(self, slots: Slots, rows: Ints) -> Extension:
         """The hot path of decoding: nothing is ragged."""
@@ -831,7 +694,7 @@ class PagePool:
             As `grow`, and PAGE_OWNER as `commit`.
         """
         table, references = self._table, self._references
-        self._check_lengths(totals, totals, operation, _further)
+        self._check_lengths(totals, totals, operation, _lengths.further)
         columns, index, pages = table.next_pages(rows, start)
         if references.shared:
             references.check_exclusive(pages, operation)
@@ -884,7 +747,7 @@ class PagePool:
         self._table.committed[rows] = totals
 
     def _extend(
-        self, slots: Slots, rows: Ints, start: Ints, totals: Ints, operation: str, explain: Explain
+        self, slots: Slots, rows: Ints, start: Ints, totals: Ints, operation: str, explain: _lengths.Explain
     ) -> Extension:
         """Allocates and commits each row from `start` to `totals`."""
         self._check_lengths(start, totals, operation, explain)
@@ -916,8 +779,7 @@ class PagePool:
         return Extension(slots, positions, locations, counts, owners, self, origin)
 
     def _locations(self, numbers: Ints) -> Locations:
-        space = self._space_of_locations
-        return cast(Locations, space.handles(numbers))
+        return cast(Locations, self._space_of_locations.handles(numbers))
 
     # Sharing
 
@@ -1052,7 +914,7 @@ class PagePool:
         invariants.page_alignment(length, self.page_size, **self._where(operation))
         there = np.array([available], dtype=np.int64)
         most = max(available, self.max_tokens_per_request)  # a lease may hold more than a request may have
-        invariants.length_order(length, there, most, explain=_short_prefix, **self._where(operation))
+        invariants.length_order(length, there, most, explain=_lengths.short_prefix, **self._where(operation))
         if isinstance(source, Slots) and tokens:
             self.check_readable(source.np, length, operation)
         self._check_written(length, written, operation)
@@ -1100,13 +962,13 @@ class PagePool:
         committed = table.committed[rows]
         totals = committed if ends is None else _each(ends, rows)
         self._check_release(rows, operation)
-        self._check_lengths(totals, committed, operation, _truncated)
+        self._check_lengths(totals, committed, operation, _lengths.truncated)
         keep, front = table.pages_needed(totals), table.first[rows]
-        self._check_lengths(front * self.page_size, totals, operation, _behind_the_front)
+        self._check_lengths(front * self.page_size, totals, operation, _lengths.behind_the_front)
         loses = (totals < committed) | (keep < table.num_pages[rows])
         if begins is not None:
             starts = _each(begins, rows)
-            self._check_lengths(starts, totals, operation, _beyond)
+            self._check_lengths(starts, totals, operation, _lengths.beyond)
             new_front = np.maximum(starts // self.page_size, front)
             loses |= new_front > front
             front = new_front
@@ -1155,7 +1017,7 @@ class PagePool:
             table.check(operation)
         if not self.runtime.capturing:
             for table, of in self._maps:
-                self._check_map(table, of, operation)
+                check_map(self, table, of, operation)
 
     def expect_idle(self) -> None:
         """Checks that no slot and no lease holds a page; pending pages are not a leak.
@@ -1200,7 +1062,9 @@ class PagePool:
             numbers = lined_up(numbers, slots.row_set, what)
         return amounts(numbers, len(slots), what)
 
-    def _check_lengths(self, shorter: Ints, longer: Ints, operation: str, explain: Explain = _totals) -> None:
+    def _check_lengths(
+        self, shorter: Ints, longer: Ints, operation: str, explain: _lengths.Explain = _lengths.totals
+    ) -> None:
         """0 <= shorter <= longer <= the most a request may have."""
         high = longer.view(np.uint64)  # in which negative numbers are the largest
         if b"\1" not in (high > self._most).tobytes() and (  # a fraction of what `np.count_nonzero` takes for few
@@ -1218,39 +1082,6 @@ class PagePool:
         partial = np.flatnonzero((counts > 0) & (start % self.page_size > 0))
         self._references.check_exclusive(self._table.pages_at(rows[partial], start[partial]), operation)
 
-    def _check_req_to_token(self, table: Table) -> None:
-        """Refuses a table of other slots, with rows too short for a request, or with values that are not locations."""
-        untyped: object = table
-        if not isinstance(untyped, Table):
-            raise ArgumentError(
-                f"{self.name}: req_to_token is {table!r}",
-                value=table,
-                remedy=f"make it with `table(...)` of {self.slots!r}",
-            )
-        if table.space is not self.slots:
-            raise ArgumentError(
-                f"{self.name}: req_to_token {table!r} is indexed by another pool, {table.space.name!r}",
-                value=table,
-                remedy=f"make it with `table(...)` of {self.slots!r}",
-            )
-        shape, dtype = table.shape, numpy_dtype(table.dtype)
-        if dtype.kind not in "iu":
-            raise DtypeError(
-                f"{self.name}: req_to_token of {dtype}", value=dtype, remedy="tokens are integers: use int32 or int64"
-            )
-        where = self._where("req_to_token")
-        invariants.table_capacity(table.capacity, self.slots.capacity, **where)
-        if table.holds not in (None, "location"):
-            invariants.unit_mismatch("location", table.holds, **where)
-        most = self.max_tokens_per_request
-        if len(shape) != 2 or shape[1] < most:
-            raise ShapeError(
-                f"{self.name}: rows of {list(shape[1:])} for {most} tokens",
-                value=shape,
-                remedy="make the table with `slots.table(name, (max_tokens_per_request,), holds='location')`",
-            )
-        converted(np.array([self.location_capacity - 1]), dtype, f"{self.name}: req_to_token")
-
     def _where(self, operation: str) -> Where:
         return {"object": f"PagePool {self.name!r}", "operation": operation, "step": self.runtime.step}
 
@@ -1262,165 +1093,3 @@ def _each(numbers: Ints, rows: Ints) -> Ints:
     each = np.empty(rows.size, dtype=np.int64)
     each[:] = numbers
     return each
-
-
-@final
-class _PageOwners(SlotListener):
-    """The pages of slots. Slots are taken without pages and get them by growing; they leave with them, or without."""
-
-    def __init__(self, pool: PagePool) -> None:
-        self._table, self._references, self._leases = pool._table, pool._references, pool._leases
-        self._writes = pool.writes
-        self._slots = pool.slots
-        self._epochs, self._shares = pool.epochs, pool.shares
-        self._seen: _Seen | None = None  # at the last `verify`
-
-    def before_free(self, slots: Slots) -> None:
-        """Queries the fences that pages wait for, which nothing that follows asks."""
-        self._references.query_fences()
-
-    def check_free(self, rows: Ints, operation: str) -> None:
-        """Refuses to free slots alone that have pages, which would never be released.
-
-        Raises:
-            Violation: SLOT_CONSERVATION, naming slots.
-        """
-        owned = self._table.num_pages[rows] - self._table.first[rows]
-        if np.count_nonzero(owned):
-            owners = rows[owned > 0]
-            names = ", ".join(str(slot) for slot in owners[:8]) + (", ..." if owners.size > 8 else "")
-            self._refuse(
-                owners,
-                int(owned.sum()),
-                operation,
-                problem=f"these slots still own {int(owned.sum())} pages: {names}",
-                remedy="use `pages.release_requests(slots, after=...)`, which frees a request with all it has",
-            )
-
-    def check_release(self, rows: Ints, operation: str) -> None:
-        """Whole requests leave with their pages."""
-
-    def on_free(self, rows: Ints, after: Fence | None) -> None:
-        """Releases the pages of requests that leave."""
-        if np.count_nonzero(self._table.num_pages[rows]):
-            self.cut_all(rows, after, "release_requests")
-
-    def check_clear(self, operation: str) -> None:
-        """Refuses if pages are pending, or read by a forward in flight."""
-        self._references.check_none_pending(operation)
-
-    def on_clear(self) -> None:
-        """Leases are given back, and the pages come in order again."""
-        for lease in self._leases.values():
-            self._references.drop(lease.pages, None, "clear")
-            lease.released = True
-        self._leases.clear()
-        self._references.allocator.sort_free()
-
-    def cut_all(self, rows: Ints, after: Fence | None, operation: str) -> None:
-        """Leaves each row nothing."""
-        none = np.zeros(rows.size, dtype=np.int64)
-        self.cut(rows, none, none, after, operation, rows)
-
-    def cut(
-        self,
-        rows: Ints,
-        totals: Ints,
-        keep: Ints,
-        after: Fence | None,
-        operation: str,
-        losing: Ints,
-        front: Ints | None = None,
-    ) -> None:
-        """Leaves each row `totals` tokens and pages `front` to `keep`; `losing` are those with less than before."""
-        references = self._references
-        references.transaction.operation = operation
-        pages = self._table.cut(rows, keep)
-        if front is not None:
-            pages = np.concatenate([pages, self._table.cut_front(rows, front)])
-        self._table.committed[rows] = totals
-        if losing.size:
-            self._epochs.note(losing, operation, references.runtime.step)
-        self._writes.cut(rows, totals)
-        references.drop(pages, after, operation)
-
-    def _refuse(
-        self, owners: Ints, pages: int, operation: str, *, problem: str | None = None, remedy: str | None = None
-    ) -> None:
-        allocator = self._references.allocator
-        invariants.slot_conservation(
-            allocator.free,
-            allocator.pending,
-            allocator.live - pages,
-            allocator.size,
-            leaked=owners,
-            problem=problem,
-            remedy=remedy,
-            object=allocator.label,
-            operation=operation,
-        )
-
-    def verify(self) -> None:
-        """Checks every invariant of the pages from scratch, and that each belongs to a live slot or a lease."""
-        table, references = self._table, self._references
-        num_pages = references.allocator.size
-        where: Where = {
-            "object": references.allocator.label,
-            "operation": "verify",
-            "step": references.runtime.step,
-        }
-        held = [lease.pages for lease in self._leases.values()]
-        leased = np.bincount(np.concatenate([np.empty(0, dtype=np.int64), *held]), minlength=num_pages + 1)
-        references.verify(table.holders(num_pages) + leased)
-        size = table.page_size
-        invariants.length_order(table.committed, table.num_pages * size, table.width * size, **where)
-        invariants.length_order(self._writes.tokens, table.committed, table.width * size, explain=_overwritten, **where)
-        # Each row names pages exactly from the first that was not given back up to its last one.
-        columns = np.arange(table.width)
-        named = (table.pages != 0) & (columns < table.num_pages[:, None]) & (columns >= table.first[:, None])
-        invariants.page_owner(named.sum(axis=1), table.num_pages - table.first, **where)
-        invariants.length_order(table.first * size, table.committed, table.width * size, **where)
-        owners = np.flatnonzero(table.num_pages)
-        orphans = owners[~self._slots.is_live(owners)]
-        if orphans.size:
-            self._refuse(orphans, int((table.num_pages - table.first)[orphans].sum()), "verify")
-        self._check_changes(where)
-
-    def _check_changes(self, where: Where) -> None:
-        """A slot that has lost tokens, pages or the sole use of one since the last time has a change noted for that."""
-        table, held_alone = self._table, self._references.further[self._table.pages] == 0
-        now = _Seen(
-            table.pages.copy(), table.committed.copy(), held_alone, self._epochs.rows.copy(), self._shares.rows.copy()
-        )
-        before, self._seen = self._seen, now
-        if before is None:
-            return
-        there = before.pages != 0
-        lost = (now.committed < before.committed) | (there & (now.pages != before.pages)).any(axis=1)
-        shared = (there & (now.pages == before.pages) & before.held_alone & ~held_alone).any(axis=1)
-        for changes, changed, noted in (
-            (self._epochs, lost, now.epochs != before.epochs),
-            (self._shares, shared & ~lost, now.shares != before.shares),
-        ):
-            invariants.derived_stale(
-                changed & ~noted,
-                lambda slot, what=changes.what: (  # type: ignore[misc]
-                    f"the {what} of slot {slot} have changed, and what was derived from them is not refused",
-                    "a change noted for the slot",
-                    "none",
-                ),
-                slots=np.arange(changed.size),
-                **where,
-            )
-
-
-@final
-@attrs.frozen(eq=False)
-class _Seen:
-    """The pages of all slots, as `verify` saw them."""
-
-    pages: npt.NDArray[np.int32]
-    committed: Ints
-    held_alone: npt.NDArray[np.bool_]
-    epochs: Ints
-    shares: Ints

@@ -1,0 +1,108 @@
+"""Checks of what a page pool is given to go with: tables over its pages, the token table, maps, and KV memory."""
+
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchstate import invariants
+from batchstate._arrays import arange_per_row, converted
+from batchstate.errors import ArgumentError, DeviceError, DtypeError, ShapeError
+from batchstate.runtime import numpy_dtype
+from batchstate.tables import Table
+from batchstate.violations import Where
+
+if TYPE_CHECKING:
+    from batchstate.kv.pages import PagePool
+
+Ints = npt.NDArray[np.int64]
+
+
+def check_map_to(pool: "PagePool", by: str, holds: str | None, shape: tuple[int, ...], of: "PagePool") -> None:
+    """Refuses a table that cannot map each location of the pool to that of the same token in `of`."""
+    untyped = cast(object, of)
+    same_slots = isinstance(untyped, type(pool)) and untyped is not pool and untyped.slots is pool.slots
+    fits = by == "location" and not shape and holds in (None, "location")
+    if not same_slots or of.page_size != pool.page_size or not fits:
+        raise ArgumentError(
+            f"{pool.name}: a table by {by}, {list(shape)} each, that holds {holds or 'location'} of {of!r}",
+            value=of,
+            remedy="map locations to those of another PagePool of the same slots and the same page size",
+        )
+
+
+def check_map(pool: "PagePool", table: Table, of: "PagePool", operation: str) -> None:
+    """Each row of a map that is written for a token of a live request names where `of` has that token."""
+    lengths = np.minimum(pool._table.committed, of._table.committed)
+    rows = np.flatnonzero(lengths)
+    counts = lengths[rows]
+    owners, positions = rows.repeat(counts), arange_per_row(np.zeros_like(counts), counts)
+    here, there = (one._table.pages_at(owners, positions) for one in (pool, of))
+    at = np.flatnonzero(here)
+    size, offset = pool.page_size, positions[at] % pool.page_size
+    locations, expected = here[at] * size + offset, np.where(there[at] > 0, there[at] * size + offset, 0)
+    written = table.written_for(locations, pool._references.generations.of(here[at]))
+    actual = pool.runtime.inspect(table.memory)[locations].astype(np.int64)
+    where: Where = {**pool._where(operation), "column": table.name}
+    invariants.table_link(locations[written], expected[written], actual[written], **where)
+
+
+def check_buffers(pool: "PagePool", buffers: tuple[torch.Tensor, ...]) -> None:
+    """Refuses KV memory that locations or pages do not index."""
+    for one in buffers:
+        what, given = f"{pool.name}: register_kv", type(one).__name__
+        if not isinstance(one, torch.Tensor):
+            raise ArgumentError(f"{what} of {given}", value=one, remedy="pass tensors of the device")
+        if one.device != pool.runtime.device:
+            raise DeviceError(f"{what}: a tensor on {one.device}", value=one.device, remedy="use one device")
+        if not one.ndim or one.shape[0] not in (pool.location_capacity, pool.num_pages + 1):
+            raise ShapeError(
+                f"{what}: {list(one.shape)}",
+                value=tuple(one.shape),
+                remedy=f"pass [{pool.location_capacity}, ...] or [{pool.num_pages + 1}, ...]",
+            )
+
+
+def check_page_zero(pool: "PagePool", buffers: tuple[torch.Tensor, ...], operation: str) -> None:
+    """Checks that page 0 of KV memory is finite."""
+    for buffer in buffers:
+        page = buffer[: pool.page_size if buffer.shape[0] == pool.location_capacity else 1]
+        finite = torch.isfinite(page.float()).reshape(page.shape[0], -1).all(1)
+        invariants.page_zero_finite(pool.runtime.inspect(finite), **pool._where(operation))
+
+
+def check_req_to_token(pool: "PagePool", table: Table) -> None:
+    """Refuses a table of other slots, with rows too short for a request, or with values that are not locations."""
+    untyped: object = table
+    if not isinstance(untyped, Table):
+        raise ArgumentError(
+            f"{pool.name}: req_to_token is {table!r}",
+            value=table,
+            remedy=f"make it with `table(...)` of {pool.slots!r}",
+        )
+    if table.space is not pool.slots:
+        raise ArgumentError(
+            f"{pool.name}: req_to_token {table!r} is indexed by another pool, {table.space.name!r}",
+            value=table,
+            remedy=f"make it with `table(...)` of {pool.slots!r}",
+        )
+    shape, dtype = table.shape, numpy_dtype(table.dtype)
+    if dtype.kind not in "iu":
+        raise DtypeError(
+            f"{pool.name}: req_to_token of {dtype}",
+            value=dtype,
+            remedy="tokens are integers: use int32 or int64",
+        )
+    where = pool._where("req_to_token")
+    invariants.table_capacity(table.capacity, pool.slots.capacity, **where)
+    if table.holds not in (None, "location"):
+        invariants.unit_mismatch("location", table.holds, **where)
+    most = pool.max_tokens_per_request
+    if len(shape) != 2 or shape[1] < most:
+        raise ShapeError(
+            f"{pool.name}: rows of {list(shape[1:])} for {most} tokens",
+            value=shape,
+            remedy="make the table with `slots.table(name, (max_tokens_per_request,), holds='location')`",
+        )
+    converted(np.array([pool.location_capacity - 1]), dtype, f"{pool.name}: req_to_token")
