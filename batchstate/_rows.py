@@ -1,9 +1,9 @@
 """The rows of a batch: on the host in a few packed arrays, on the device alone, and as Python objects.
 
 Columns of one number per row, whether of shape () or (1,), are packed into one group per item size: all 8-byte columns
-are one array int64[k, n], all 4-byte ones int32[k, n], and so on. A column of more numbers per row is an array of its
-own, [n, ...]. So moving rows is one numpy call per group, and costs the same for 4 columns as for 40. Each column is a
-contiguous row of its group, viewed with the column's own dtype.
+are one array int64[k, n], all 4-byte ones int32[k, n], and so on. A column of more numbers per row is a group of its
+own, [1, n, ...]. So moving rows is one numpy call per group, and costs the same for 4 columns as for 40. Each column is
+a contiguous row of its group, viewed with the column's own dtype.
 
 Columns without an exact host side stay the tensors that they came from, and an index into their rows: moving rows
 changes the index on the host, launches nothing, and the rows are gathered when they are read. The index, padded
@@ -68,14 +68,14 @@ class Place:
     """Where a column lies.
 
     Attributes:
-        array: index among all arrays, packed groups first.
-        member: row of the packed group, or None for a column that is an array of its own.
+        group: index among the groups.
+        member: row of the group.
         dtype: of the column.
         shape: of one row.
     """
 
-    array: int
-    member: int | None
+    group: int
+    member: int
     dtype: "np.dtype[np.generic]"
     shape: tuple[int, ...]
 
@@ -88,27 +88,25 @@ class Layout:
     Attributes:
         columns: all declarations of the class.
         places: column -> place; a slot column has a second entry for its generations.
-        names: for each array a name for reports: its column, or the size of its items.
-        pads: for each array one padded row, with the rows' axis of length 1.
-        num_groups: how many of the arrays are packed groups, with the rows along axis 1; the others follow them.
+        names: for each group a name for reports: the size of its items, or its only column.
+        pads: for each group one padded row, [k, 1, ...].
     """
 
     columns: Mapping[str, Column]
     places: Mapping[str, Place]
     names: tuple[str, ...]
     pads: tuple[Array, ...]
-    num_groups: int
 
     @classmethod
     def of(cls, columns: Mapping[str, Column]) -> Self:
         """Groups the columns: widest first, in the order of declaration within a width."""
         groups: dict[int, list[tuple[str, MirroredColumn]]] = {}
-        wide: list[MirroredColumn] = []
+        alone: list[MirroredColumn] = []
         for column in columns.values():
             if not isinstance(column, MirroredColumn):
                 continue
             if math.prod(column.shape) != 1:
-                wide.append(column)
+                alone.append(column)
                 continue
             group = groups.setdefault(column.np_dtype.itemsize, [])
             group.append((column.name, column))
@@ -122,144 +120,11 @@ class Layout:
                 places[name] = Place(len(pads), member, column.np_dtype, column.shape)
             names.append(f"{width}-byte columns")
             pads.append(np.stack([column.pad.reshape(1).view(f"i{width}") for _, column in group]))
-        for column in wide:
-            places[column.name] = Place(len(pads), None, column.np_dtype, column.shape)
+        for column in alone:
+            places[column.name] = Place(len(pads), 0, column.np_dtype, column.shape)
             names.append(column.name)
-            pads.append(column.pad.reshape(1, *column.shape).copy())
-        return cls(columns, places, tuple(names), tuple(pads), len(groups))
-
-
-@final
-class HostRows:
-    """The rows of the mirrored columns on the host. Immutable: operations return new arrays, or share untouched ones.
-
-    Attributes:
-        layout: places of the columns.
-        groups: int[k, n] each, one row per column.
-        wide: columns of more numbers per row, [n, ...] each.
-    """
-
-    # What a step does runs a few times in each: numpy's methods with arguments by position, and no loop where there are
-    # no wide columns.
-
-    __slots__ = ("groups", "layout", "wide")
-
-    def __init__(self, layout: Layout, groups: Sequence[Array], wide: Sequence[Array]) -> None:
-        self.layout = layout
-        self.groups = groups
-        self.wide = wide
-
-    @classmethod
-    def of(cls, layout: Layout, columns: Mapping[str, Array], num_rows: int) -> "HostRows":
-        """From one array per place, each [num_rows, ...]."""
-        arrays = [
-            np.empty((len(pad), num_rows) if i < layout.num_groups else (num_rows, *pad.shape[1:]), pad.dtype)
-            for i, pad in enumerate(layout.pads)
-        ]
-        rows = cls(layout, arrays[: layout.num_groups], arrays[layout.num_groups :])
-        rows._fill(columns)
-        return rows
-
-    @classmethod
-    def padding(cls, layout: Layout, num_rows: int) -> "HostRows":
-        """Padded rows alone."""
-        return cls(
-            layout,
-            [np.repeat(pad, num_rows, axis=1) for pad in layout.pads[: layout.num_groups]],
-            [np.repeat(pad, num_rows, axis=0) for pad in layout.pads[layout.num_groups :]],
-        )
-
-    def __repr__(self) -> str:
-        return f"HostRows({', '.join(f'{name}: {rows} rows' for name, rows in self.lengths().items())})"
-
-    def column(self, name: str) -> Array:
-        """The values of a column, a view [n, ...]."""
-        place = self.layout.places[name]
-        if place.member is None:
-            return self.wide[place.array - self.layout.num_groups]
-        values: Array = self.groups[place.array][place.member]
-        if values.dtype is not place.dtype:
-            values = values.view(place.dtype)
-        return values.reshape(-1, *place.shape) if place.shape else values
-
-    def have(self, num_rows: int) -> bool:
-        """Whether each array has so many rows, counted on its own."""
-        for group in self.groups:
-            if group.shape[1] != num_rows:
-                return False
-        return not self.wide or {len(one) for one in self.wide} == {num_rows}
-
-    def lengths(self) -> dict[str, int]:
-        """Rows of each array, counted on its own."""
-        rows = [*(group.shape[1] for group in self.groups), *(len(one) for one in self.wide)]
-        return dict(zip(self.layout.names, rows, strict=True))
-
-    def taken(self, rows: Rows) -> "HostRows":
-        """The rows at checked indices int64[k]."""
-        return HostRows(
-            self.layout,
-            [group.take(rows, 1, None, "wrap") for group in self.groups],  # checked already: "wrap" is the fastest mode
-            self.wide and [one.take(rows, 0, None, "wrap") for one in self.wide],
-        )
-
-    def merged(self, other: "HostRows") -> "HostRows":
-        """These rows, then those of `other`."""
-        return HostRows(
-            self.layout,
-            [np.concatenate(pair, 1) for pair in zip(self.groups, other.groups, strict=True)],
-            self.wide and [np.concatenate(pair) for pair in zip(self.wide, other.wide, strict=True)],
-        )
-
-    def sliced(self, start: int, stop: int) -> "HostRows":
-        """Rows start to stop, as copies: the columns of a group must stay contiguous."""
-        return HostRows(
-            self.layout,
-            [group[:, start:stop].copy() for group in self.groups],
-            [one[start:stop].copy() for one in self.wide],
-        )
-
-    def padded(self, count: int) -> "HostRows":
-        """These rows, then `count` padded rows."""
-        return self.merged(HostRows.padding(self.layout, count))
-
-    def copied(self, columns: Iterable[str]) -> "HostRows":
-        """The same rows, with `columns` in memory of their own; other arrays are shared."""
-        layout, groups, wide = self.layout, list(self.groups), list(self.wide)
-        for name in columns:
-            i = layout.places[name].array
-            if i >= layout.num_groups:
-                wide[i - layout.num_groups] = self.wide[i - layout.num_groups].copy()
-            elif groups[i] is self.groups[i]:  # not copied yet, for another column of the group
-                groups[i] = groups[i].copy()
-        return HostRows(layout, groups, wide)
-
-    def replaced(self, columns: Mapping[str, Array]) -> "HostRows":
-        """The same rows with other values in some columns."""
-        rows = self.copied(columns)
-        rows._fill(columns)
-        return rows
-
-    def _fill(self, columns: Mapping[str, Array]) -> None:
-        places, groups = self.layout.places, self.groups
-        for name, values in columns.items():
-            place = places[name]
-            if place.member is None or place.shape:
-                self.column(name)[...] = values
-            else:  # as `column`, for what a step does for each column
-                row = groups[place.array][place.member]
-                if row.dtype is not place.dtype:
-                    row = row.view(place.dtype)
-                row[...] = values
-
-    def aligned(self) -> list[Array]:
-        """All arrays as they cross to the device: each column of a group begins at a multiple of `ALIGNMENT`."""
-        arrays = [*self.groups, *self.wide]
-        for i, group in enumerate(self.groups):
-            spare = -group.shape[1] * group.itemsize % ALIGNMENT // group.itemsize
-            if spare:
-                arrays[i] = np.zeros((len(group), group.shape[1] + spare), dtype=group.dtype)
-                arrays[i][:, : group.shape[1]] = group
-        return arrays
+            pads.append(column.pad.reshape(1, 1, *column.shape).copy())
+        return cls(columns, places, tuple(names), tuple(pads))
 
 
 @final
@@ -412,34 +277,73 @@ class RowState:
     """The rows of one batch, in three parts that move alike. An operation makes another one; no two batches share it.
 
     Attributes:
-        host: rows of the mirrored columns.
+        layout: places of the mirrored columns.
+        groups: rows of the mirrored columns on the host, [k, n, ...] each. Never written: operations make new arrays,
+            or share those that they leave as they are.
         device: columns whose host side is not a copy. A batch that has gathered a column replaces its rows here.
         objects: Python objects by column, object[num_reqs].
     """
 
-    __slots__ = ("device", "host", "objects")
+    # What a step does runs a few times in each: numpy's methods with arguments by position, and no call in between.
 
-    def __init__(self, host: HostRows, device: Mapping[str, DeviceRows], objects: Mapping[str, Array]) -> None:
-        self.host = host
+    __slots__ = ("device", "groups", "layout", "objects")
+
+    def __init__(
+        self,
+        layout: Layout,
+        groups: Sequence[Array],
+        device: Mapping[str, DeviceRows],
+        objects: Mapping[str, Array],
+    ) -> None:
+        self.layout = layout
+        self.groups = groups
         self.device = device
         self.objects = objects
 
+    @classmethod
+    def of(cls, layout: Layout, inputs: "ColumnInputs", num_rows: int) -> "RowState":
+        """From values of all columns."""
+        groups = [np.empty((len(pad), num_rows, *pad.shape[2:]), pad.dtype) for pad in layout.pads]
+        state = cls(layout, groups, inputs.device, inputs.objects)
+        state._fill(inputs.host)
+        return state
+
+    @classmethod
+    def padding(cls, layout: Layout, num_rows: int) -> "RowState":
+        """Padded rows alone, of the mirrored columns."""
+        return cls(layout, [np.repeat(pad, num_rows, axis=1) for pad in layout.pads], {}, {})
+
     def __repr__(self) -> str:
-        return f"RowState({self.host!r}, {len(self.device)} device columns, {len(self.objects)} object columns)"
+        groups = ", ".join(f"{name}: {rows} rows" for name, rows in self.lengths().items())
+        return f"RowState({groups}; {len(self.device)} device columns, {len(self.objects)} object columns)"
+
+    def column(self, name: str) -> Array:
+        """The values of a mirrored column, a view [n, ...]."""
+        place = self.layout.places[name]
+        values: Array = self.groups[place.group][place.member]
+        if values.dtype is not place.dtype:
+            values = values.view(place.dtype)
+        return values.reshape(len(values), *place.shape) if place.shape else values
 
     def have(self, num_rows: int, num_reqs: int) -> bool:
         """Whether each part of each column has as many rows as the batch, and objects for each request."""
-        if not self.host.have(num_rows):
-            return False
+        for group in self.groups:
+            if group.shape[1] != num_rows:
+                return False
         for rows in self.device.values():
             if len(rows.rows) != num_rows:
                 return False
         return not self.objects or {len(objects) for objects in self.objects.values()} == {num_reqs}
 
+    def lengths(self) -> dict[str, int]:
+        """Rows of each group, counted on its own."""
+        return {name: group.shape[1] for name, group in zip(self.layout.names, self.groups, strict=True)}
+
     def taken(self, index: Rows) -> "RowState":
         """The rows at checked indices int64[k]."""
         return RowState(
-            self.host.taken(index),
+            self.layout,
+            [group.take(index, 1, None, "wrap") for group in self.groups],  # "wrap" is the fastest mode
             self.device and {name: rows.taken(index) for name, rows in self.device.items()},
             self.objects and {name: one.take(index, 0, None, "wrap") for name, one in self.objects.items()},
         )
@@ -451,7 +355,8 @@ class RowState:
             names = (*self.device, *(name for name in other.device if name not in self.device))
             device = {name: self._device_rows(name).merged(other._device_rows(name)) for name in names}
         return RowState(
-            self.host.merged(other.host),
+            self.layout,
+            [np.concatenate(pair, 1) for pair in zip(self.groups, other.groups, strict=True)],
             device,
             self.objects and {name: np.concatenate((one, other.objects[name])) for name, one in self.objects.items()},
         )
@@ -460,26 +365,62 @@ class RowState:
         known = self.device.get(column)
         if known is not None:
             return known
-        values = self.host.column(column)
+        values = self.column(column)
         return DeviceRows.of(values, len(values))
 
     def sliced(self, start: int, stop: int) -> "RowState":
-        """Rows start to stop."""
+        """Rows start to stop, as copies: the columns of a group must stay contiguous."""
         index = np.arange(start, stop, dtype=np.int64)
         return RowState(
-            self.host.sliced(start, stop),
+            self.layout,
+            [group[:, start:stop].copy() for group in self.groups],
             {name: rows.taken(index) for name, rows in self.device.items()},
             {name: one[start:stop].copy() for name, one in self.objects.items()},
         )
 
     def padded(self, count: int) -> "RowState":
         """These rows, then `count` padded rows; they have no objects."""
-        device = {}
-        for name, rows in self.device.items():
-            column = self.host.layout.columns[name]
+        padding = RowState.padding(self.layout, count)
+        for name in self.device:
+            column = self.layout.columns[name]
             if isinstance(column, TensorColumn):
-                device[name] = rows.merged(DeviceRows.of(np.repeat(column.pad[None], count, axis=0), count))
-        return RowState(self.host.padded(count), device, self.objects)
+                padding.device = {
+                    **padding.device,
+                    name: DeviceRows.of(np.repeat(column.pad[None], count, axis=0), count),
+                }
+        padding.objects = {name: objects[:0] for name, objects in self.objects.items()}
+        return self.merged(padding)
+
+    def _copied(self, columns: Iterable[str]) -> "RowState":
+        """The same rows, with the groups of `columns` in memory of their own; the others are shared."""
+        groups = list(self.groups)
+        for name in columns:
+            i = self.layout.places[name].group
+            if groups[i] is self.groups[i]:  # not copied yet, for another column of the group
+                groups[i] = groups[i].copy()
+        return RowState(self.layout, groups, self.device, self.objects)
+
+    def _fill(self, columns: Mapping[str, Array]) -> None:
+        places, groups = self.layout.places, self.groups
+        for name, values in columns.items():
+            place = places[name]
+            if place.shape:
+                self.column(name)[...] = values
+            else:  # as `column`, for what a step does for each column
+                row = groups[place.group][place.member]
+                if row.dtype is not place.dtype:
+                    row = row.view(place.dtype)
+                row[...] = values
+
+    def aligned(self) -> list[Array]:
+        """All groups as they cross to the device: each column of one begins at a multiple of `ALIGNMENT`."""
+        arrays = list(self.groups)
+        for i, group in enumerate(arrays):
+            spare = -group.shape[1] * group.itemsize % ALIGNMENT // group.itemsize
+            if spare and group.ndim == 2:
+                arrays[i] = np.zeros((len(group), group.shape[1] + spare), dtype=group.dtype)
+                arrays[i][:, : group.shape[1]] = group
+        return arrays
 
     def shifted(self, added: Mapping[str, object], num_rows: int, what: str, *, in_place: bool = False) -> "RowState":
         """With integers added to some columns.
@@ -497,10 +438,8 @@ class RowState:
             ValueOverflowError: a value would leave the column's dtype.
             ContractError: a bound of an unsigned dtype is lowered.
         """
-        host, device = self.host, self.device
-        places, columns = host.layout.places, host.layout.columns
-        if not in_place:
-            host = host.copied([name for name in added if name in places])
+        places, columns = self.layout.places, self.layout.columns
+        state = self if in_place else self._copied([name for name in added if name in places])
         same: object = None  # the amount of the column before, which mostly is that of all
         amount = _NOTHING
         for name, by in added.items():
@@ -511,27 +450,32 @@ class RowState:
             if by is not same or by is None:
                 amount, same = amounts(by, num_rows, label), by
             if name in places:
-                if name in device:
-                    check_bound_can_move(host.column(name), amount, label)
-                shift(host.column(name), across(amount, 1 + len(column.shape)) if amount.ndim else amount, label)
-            if name in device:
-                device = {**device, name: device[name].shifted(amount)}
-        return RowState(host, device, self.objects)
+                values = state.column(name)
+                if name in state.device:
+                    check_bound_can_move(values, amount, label)
+                shift(values, across(amount, 1 + len(column.shape)) if amount.ndim else amount, label)
+            if name in state.device:
+                state.device = {**state.device, name: state.device[name].shifted(amount)}
+        return state
 
     def overwritten(self, column: str, rows: Rows, new: DeviceRows, bound: Array | None) -> "RowState":
         """With `new` in checked rows int64[k] of the device side of a column, and `bound` there on the host."""
-        old, host = self._device_rows(column), self.host
+        old = self._device_rows(column)
         index = np.arange(len(old), dtype=np.int64)
         index[rows] = len(old) + np.arange(rows.size)
+        state = self._copied(() if bound is None else (column,))
         if bound is not None:
-            host = host.copied((column,))
-            host.column(column)[rows] = bound
-        return RowState(host, {**self.device, column: old.merged(new).taken(index)}, self.objects)
+            state.column(column)[rows] = bound
+        state.device = {**self.device, column: old.merged(new).taken(index)}
+        return state
 
     def replaced(self, new: "ColumnInputs") -> "RowState":
         """With other values in some columns."""
-        device = {name: rows for name, rows in self.device.items() if name not in new.exact}
-        return RowState(self.host.replaced(new.host), device | new.device, {**self.objects, **new.objects})
+        state = self._copied(new.host)
+        state._fill(new.host)
+        state.device = {name: rows for name, rows in self.device.items() if name not in new.exact} | new.device
+        state.objects = {**self.objects, **new.objects}
+        return state
 
 
 def _not_counted(column: Column | None, name: str, columns: Mapping[str, Column], label: str) -> Exception:

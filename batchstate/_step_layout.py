@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchstate._rows import HostRows, Layout
+from batchstate._rows import Layout
 from batchstate.runtime import PackedUpload
 from batchstate.runtime.memory import ALIGNMENT, Place, StagingBlock
 
@@ -40,7 +40,6 @@ class StepLayout:
     __slots__ = (
         "_beside",
         "_n",
-        "_num_groups",
         "_starts",
         "_views",
         "everyone",
@@ -53,13 +52,13 @@ class StepLayout:
     )
 
     def __init__(self, n: int, layout: Layout, query_start_loc: torch.Tensor, last_token_indices: torch.Tensor) -> None:
-        self._n, self._num_groups = n, layout.num_groups
+        self._n = n
         self.ones, self.everyone = np.ones(n, dtype=np.int64), np.arange(n)
         self.query_start_loc, self.last_token_indices = query_start_loc, last_token_indices
         self.places: list[Place] = []
         size = 0
-        for i, pad in enumerate(layout.pads):
-            shape = (len(pad), pitch(n, pad.dtype)) if i < layout.num_groups else (n, *pad.shape[1:])
+        for pad in layout.pads:
+            shape = (len(pad), pitch(n, pad.dtype)) if pad.ndim == 2 else (1, n, *pad.shape[2:])
             self.places.append((size, pad.dtype, shape))
             size += -(-int(np.prod(shape)) * pad.itemsize // ALIGNMENT) * ALIGNMENT
         self.num_places = len(self.places)
@@ -74,20 +73,17 @@ class StepLayout:
             )
         ]
 
-    def fill(self, block: StagingBlock, host: HostRows, beside: Sequence[Array]) -> None:
+    def fill(self, block: StagingBlock, groups: Sequence[Array], beside: Sequence[Array]) -> None:
         """Writes the columns, and the rows int64[n] beside them, to where they go in `block`."""
         views = self._views.get(block)
         if views is None:
             memory = block.bytes
-            views = [self._rows_at(memory, at, dtype, shape[0]) for at, dtype, shape in self.places[: self._num_groups]]
-            views.extend(self._rows_at(memory, self._starts[0], INT64, _WIDE))
-            views.extend(self._rows_at(memory, self._starts[1], INT32, _NARROW))
+            views = [self._rows_at(memory, *place) for place in self.places]
+            views.extend(self._rows_at(memory, self._starts[0], INT64, (_WIDE, pitch(self._n, INT64))))
+            views.extend(self._rows_at(memory, self._starts[1], INT32, (_NARROW, pitch(self._n, INT32))))
             self._views[block] = views
-        for view, values in zip(views, (*host.groups, *beside), strict=True):
+        for view, values in zip(views, (*groups, *beside), strict=True):
             view[...] = values
-        if host.wide:
-            for wide, place in zip(host.wide, self.places[self._num_groups :], strict=True):
-                block.write(wide, place[0])
 
     def beside(self, upload: PackedUpload) -> list[torch.Tensor]:
         """The rows beside the columns, on the device: [n] each. A write in place into one is none into a column."""
@@ -97,9 +93,7 @@ class StepLayout:
             rows += memory.view(dtype).as_strided(shape, strides, first).unbind(0)
         return rows
 
-    def _rows_at(self, memory: Array, start: int, dtype: "np.dtype[Any]", count: int) -> Array:
-        """`count` rows of `n` numbers, from byte `start` on."""
-        n = self._n
-        each = pitch(n, dtype)
-        rows: Array = memory[start : start + count * each * dtype.itemsize].view(dtype).reshape(count, each)[:, :n]
+    def _rows_at(self, memory: Array, start: int, dtype: "np.dtype[Any]", shape: tuple[int, ...]) -> Array:
+        """An array of `shape` from byte `start` on, the first `n` rows of it."""
+        rows: Array = np.ndarray(shape, dtype, memory, start)[:, : self._n]
         return rows

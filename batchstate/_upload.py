@@ -124,7 +124,7 @@ class BatchDevice:
         arrays: list[Array] = []
         needs: dict[str, range] = {}
         if self._packed is None:
-            arrays += self.state.host.aligned()
+            arrays += self.state.aligned()
             if self.state.device:
                 needs = append_needs(arrays, self.state)
         elif not writes and not extras:
@@ -187,12 +187,12 @@ class BatchDevice:
         return None
 
     def _differing(self, packed: PackedUpload) -> str:
-        host = self.state.host
+        state = self.state
         if not self._runtime.capturing:
-            for name in host.layout.places:
-                if name in host.layout.columns and name not in self.state.device:
+            for name in state.layout.places:
+                if name in state.layout.columns and name not in state.device:
                     device = self._runtime.inspect(self._shared(name, packed))
-                    if host.column(name).tobytes() != device.tobytes():
+                    if state.column(name).tobytes() != device.tobytes():
                         return name
         return ""
 
@@ -205,17 +205,14 @@ class BatchDevice:
 
     def _shared(self, name: str, packed: PackedUpload) -> torch.Tensor:
         """A column as a view of the copy; no launch."""
-        host = self.state.host
-        place = host.layout.places[name]
-        if place.member is None:
-            return packed.shared(place.array)
-        kind = place.array, place.dtype
+        place = self.state.layout.places[name]
+        kind = place.group, place.dtype
         group = self._groups.get(kind)
+        num_rows = self.state.groups[place.group].shape[1]  # alignment follows the rows
         if group is None:
-            num_rows = host.groups[place.array].shape[1]  # alignment follows the rows
-            group = self._groups[kind] = packed.group(place.array, place.dtype, num_rows)
+            group = self._groups[kind] = packed.group(place.group, place.dtype, num_rows)
         column = group[place.member]
-        return column.view(-1, *place.shape) if place.shape else column
+        return column.view(num_rows, *place.shape) if place.shape else column
 
     def _gathered(self, name: str, rows: DeviceRows) -> ReadyTensor:
         if self._runtime.capturing and rows.as_it_is() is None:
@@ -226,7 +223,7 @@ class BatchDevice:
             packed = self._packed_now()
             crossed = [self._runtime.use_part_on_current_stream(packed, place) for place in self._needs[name]]
         where: Where = {"object": rows, "operation": "gather", "column": name, "step": self._runtime.step}
-        column = self.state.host.layout.columns[name]
+        column = self.state.layout.columns[name]
         dtype = column.dtype if isinstance(column, TensorColumn) else torch.int64
         gathered = rows.gathered(self._runtime, crossed, dtype, where)
         if self._exposed.get(name) is not gathered.tensor:
@@ -284,7 +281,7 @@ def append_needs(arrays: list[Array], state: RowState) -> dict[str, range]:
     """Appends what each column's gathering needs on the device; column -> its places among the arrays."""
     needs = {}
     for name, rows in state.device.items():
-        column = state.host.layout.columns[name]
+        column = state.layout.columns[name]
         if isinstance(column, TensorColumn):
             wanted = rows.arrays(column.dtype, 1 + len(column.shape))
             needs[name] = range(len(arrays), len(arrays) + len(wanted))

@@ -26,7 +26,6 @@ from batchstate._origin import DerivedArrays, RowSet
 from batchstate._rows import (
     GENERATION_SUFFIX,
     ColumnInputs,
-    HostRows,
     Layout,
     RowState,
     amounts_by_column,
@@ -161,7 +160,7 @@ class Batch(metaclass=BatchType):
             )
         num_rows = num_rows_of(columns, f"{cls.__name__}.build")
         inputs = ColumnInputs.read(cls._columns, columns, num_rows, runtime, f"{cls.__name__}.build")
-        state = RowState(HostRows.of(cls._layout, inputs.host, num_rows), inputs.device, inputs.objects)
+        state = RowState.of(cls._layout, inputs, num_rows)
         batch = cls(runtime, state, num_rows, num_rows, inputs.pool_id or 0)
         if levels.cheap:
             batch.check("build")
@@ -269,11 +268,11 @@ class Batch(metaclass=BatchType):
             contract = Contract.UPPER_BOUND if mirrored else Contract.DEVICE_ONLY
         generations: Array | None = None
         if name == self._slot_column:
-            generations = self._state.host.column(name + GENERATION_SUFFIX)
+            generations = self._state.column(name + GENERATION_SUFFIX)
         device = self.device_side
         return column.value_type(
             self.runtime,
-            self._state.host.column(name) if mirrored else None,
+            self._state.column(name) if mirrored else None,
             DeviceSide(functools.partial(device.column, name), gathered_from=functools.partial(device.rows, name)),
             dtype=column.dtype,
             shape=(self.num_rows, *column.shape),
@@ -290,7 +289,7 @@ class Batch(metaclass=BatchType):
     def row_set(self) -> RowSet:
         """To which requests the rows belong; the same for all batches made of this one while no row moves."""
         if self._row_set is None:
-            column, slots = self._state.host.column, self._slot_column
+            column, slots = self._state.column, self._slot_column
             handles = None if slots is None else lambda: (column(slots), column(slots + GENERATION_SUFFIX))
             self._row_set = RowSet(self._row_number, handles, self._pool_id)
         return self._row_set
@@ -521,7 +520,7 @@ class Batch(metaclass=BatchType):
         if new.shape != shape and new.shape != declared.shape:
             raise ShapeError(f"{what}: {list(new.shape)} for {list(shape)}", value=new.shape, remedy="one row each")
         check_indices(declared, new, self.runtime, what)
-        values_now = self._state.host.column(column).copy()
+        values_now = self._state.column(column).copy()
         values_now[index] = new
         state = self._state.replaced(ColumnInputs(host={column: values_now}))
         return self._derived("update", state, self.num_reqs, moved=False)
@@ -830,8 +829,8 @@ class Batch(metaclass=BatchType):
         if known is not None and pool is not None and self.num_reqs == self.num_rows:
             pool.rows_of(known, operation)
         elif pool is not None and self._slot_column is not None:
-            host, live = self._state.host, slice(self.num_reqs)
-            slots, held = host.column(self._slot_column), host.column(self._slot_column + GENERATION_SUFFIX)
+            column, live = self._state.column, slice(self.num_reqs)
+            slots, held = column(self._slot_column), column(self._slot_column + GENERATION_SUFFIX)
             pool.check_held(slots[live], held[live], operation)
 
     def _check_read_columns(self, operation: str) -> None:
@@ -850,7 +849,7 @@ class Batch(metaclass=BatchType):
             return
         where = self._where(operation)
         # Counted apart: a bounded column has rows on both sides, under one name.
-        invariants.row_count(self.num_rows, state.host.lengths(), **where)
+        invariants.row_count(self.num_rows, state.lengths(), **where)
         invariants.row_count(self.num_rows, {name: len(rows) for name, rows in state.device.items()}, **where)
         if state.objects:
             invariants.row_count(self.num_reqs, {name: len(one) for name, one in state.objects.items()}, **where)
@@ -858,7 +857,7 @@ class Batch(metaclass=BatchType):
     def _check_slots(self, operation: str) -> None:
         if self._slot_column is None:
             return
-        slots = self._state.host.column(self._slot_column)
+        slots = self._state.column(self._slot_column)
         if self.num_reqs != self.num_rows:
             slots = slots[: self.num_reqs]
         if not invariants.live_slots_hold(slots):
@@ -872,7 +871,7 @@ class Batch(metaclass=BatchType):
             return
         for name, column in self._columns.items():
             if isinstance(column, MirroredColumn):
-                tail = self._state.host.column(name)[self.num_reqs :]
+                tail = self._state.column(name)[self.num_reqs :]
                 invariants.tail_stale(tail, column.pad, self.num_reqs, **self._where(operation, name))
 
     # Helpers

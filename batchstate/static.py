@@ -15,7 +15,7 @@ from batchstate import invariants, levels
 from batchstate._allocator import size_of
 from batchstate._arrays import Array, copy_into, of_dtype
 from batchstate._origin import DerivedArrays, Origin
-from batchstate._rows import HostRows, Layout, RowState
+from batchstate._rows import Layout, RowState
 from batchstate._upload import Extras, append_needs, extra_array, joined_writes, named_arrays
 from batchstate.batch import Batch
 from batchstate.columns import Column, MirroredColumn, SlotColumn, TensorColumn
@@ -87,7 +87,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
             raise ArgumentError(f"extras are named as columns: {twice}", value=twice, remedy="rename the extras")
         writes = 32 * self.rows if num_writes is None else size_of(num_writes, "StaticBuffers: num_writes")
         layout = Layout.of(self._columns)
-        arrays = [*HostRows.padding(layout, self.rows).aligned(), *self._extras.values()]
+        arrays = [*RowState.padding(layout, self.rows).aligned(), *self._extras.values()]
         places, used = packed_places(arrays)
         capacity = used + writes * _BYTES_PER_WRITE + 2 * ALIGNMENT + _bytes_to_gather(self._columns, self.rows)
         packed = -(-capacity // ALIGNMENT) * ALIGNMENT
@@ -175,7 +175,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         padded = batch if batch.num_rows == self.rows else batch.pad(self.rows)
         state = padded.device_side.state
         joined = joined_writes(self.runtime, writes) if writes else []
-        fixed = state.host.aligned()
+        fixed = state.aligned()
         first_extra = len(fixed)
         fixed += arrays.values()
         others: list[Array] = []
@@ -213,7 +213,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
                 self._held = {name: rows for name, rows in self._held.items() if name in self._columns}
         self._version, self._origin = batch.version, extras.origin if isinstance(extras, DerivedArrays) else None
         places = {name: first_extra + i for i, name in enumerate(arrays)}
-        return Extras(self.runtime, copied, places, dict(extras), self._slots_of(state.host, copied))
+        return Extras(self.runtime, copied, places, dict(extras), self._slots_of(state, copied))
 
     def _check_unwritten(self, operation: str) -> None:
         """The buffers were not written from outside since the last step; reported once, as the next one rewrites them.
@@ -232,10 +232,10 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         if before is not None and self._write_count is not None:
             invariants.mirror_foreign_write("device", before, self._write_count, **where)
 
-    def _slots_of(self, host: HostRows, copied: PackedUpload) -> tuple[Array, DeviceSide] | None:
+    def _slots_of(self, state: RowState, copied: PackedUpload) -> tuple[Array, DeviceSide] | None:
         for name, column in self._columns.items():
             if isinstance(column, SlotColumn):
-                return host.column(name), DeviceSide(ReadyTensor.uploaded(self._views[name], copied))
+                return state.column(name), DeviceSide(ReadyTensor.uploaded(self._views[name], copied))
         return None
 
     def _copied(self, fixed: list[Array], others: list[Array]) -> tuple[PackedUpload, PackedUpload, int]:
@@ -307,7 +307,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
             rows = state.device.get(name)
             if isinstance(column, MirroredColumn):
                 invariant = invariants.mirror_equal if rows is None else invariants.mirror_bound
-                invariant(state.host.column(name), device, **where)
+                invariant(state.column(name), device, **where)
             contents = None if rows is None else rows.contents(self.runtime)
             if contents is not None:
                 invariants.mirror_equal(contents[1], device, **where)
@@ -321,10 +321,8 @@ def _packed_views(
     for name, column in layout.columns.items():
         if isinstance(column, MirroredColumn):
             place = layout.places[name]
-            view = view_at(memory, places[place.array])
-            if place.member is not None:
-                view = view.view(column.dtype)[place.member, :num_rows].view(num_rows, *place.shape)
-            views[name] = view
+            group = view_at(memory, places[place.group]).view(column.dtype)
+            views[name] = group[place.member, :num_rows].view(num_rows, *place.shape)
     return views
 
 

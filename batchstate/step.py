@@ -27,7 +27,7 @@ from batchstate._arrays import count as counted
 from batchstate._arrays import kept_rows
 from batchstate._origin import DerivedArrays, Origin, RowSet
 from batchstate._relay import PublishedRows
-from batchstate._rows import GENERATION_SUFFIX, HostRows, RowState
+from batchstate._rows import GENERATION_SUFFIX, RowState
 from batchstate._step_layout import StepLayout
 from batchstate._upload import BatchDevice, Extras, extra_array, joined_writes
 from batchstate.batch import Batch
@@ -388,7 +388,7 @@ class StepPlanner:
 
     def _numbers(self, batch: Batch) -> tuple[Ints, Ints]:
         """Slots and generations, int64[n]."""
-        column = batch._state.host.column
+        column = batch._state.column
         return column(self._slot_column), column(self._slot_column + GENERATION_SUFFIX)
 
     def _composed(
@@ -492,9 +492,9 @@ class StepPlanner:
         elif requests.held_at != self._slots.changes or levels.full:  # something was taken or freed since
             self._slots.check_rows(requests.rows, requests.generations, _OPERATION)
             requests.held_at = self._slots.changes
-        host, place, rows = state.host, self._place, requests.rows
-        groups = list(host.groups)
-        group = groups[place.array] = groups[place.array].copy()
+        place, rows = self._place, requests.rows
+        groups = list(state.groups)
+        group = groups[place.group] = groups[place.group].copy()
         lens = group[place.member]
         start = lens.copy()
         pages.check_committed(rows, start, _OPERATION)
@@ -502,12 +502,11 @@ class StepPlanner:
         lens += _ONE
         locations = pages.next_locations(rows, start, lens, _OPERATION)
         self._slots.transaction.operation = None  # the requests have grown; nothing is committed yet
-        moved = HostRows(host.layout, groups, host.wide)
+        moved = RowState(state.layout, groups, state.device, state.objects)
         upload, beside, uploaded = self._sent(requests, moved, (start, locations, lens), joined, arrays, entries)
         pages.commit_rows(rows, lens)
-        moved_state = RowState(moved, state.device, state.objects)
-        device = BatchDevice.of_upload(runtime, moved_state, upload)
-        advanced = batch._derived(_OPERATION, moved_state, num_reqs, windows={}, moved=False, device=device)
+        device = BatchDevice.of_upload(runtime, moved, upload)
+        advanced = batch._derived(_OPERATION, moved, num_reqs, windows={}, moved=False, device=device)
         if not same:
             requests.slots = requests.known.live = self._uploaded_slots(requests, upload)
             self._requests = requests
@@ -536,7 +535,7 @@ class StepPlanner:
     def _sent(
         self,
         requests: _Requests,
-        host: HostRows,
+        state: RowState,
         tokens: tuple[Ints, Ints, Ints],
         writes: Sequence[TableWrite],
         extras: Mapping[str, object],
@@ -581,7 +580,7 @@ class StepPlanner:
             places = [*places, *((nbytes + first, dtype, shape) for first, dtype, shape in added)]
             nbytes += size
         block = runtime.staging_block(nbytes)
-        layout.fill(block, host, (start, locations, at, lens, locations))
+        layout.fill(block, state.groups, (start, locations, at, lens, locations))
         for array, place in zip(further, places[base:], strict=True):
             block.write(array, place[0])
         upload = runtime.send(block, nbytes, places)
@@ -600,7 +599,7 @@ class StepPlanner:
     def _uploaded_slots(self, requests: _Requests, upload: PackedUpload) -> Slots:
         """The slots have crossed with the first step of these requests: later ones, and the relay, use them there."""
         place = self._kind._layout.places[self._slot_column]
-        column = upload.row(place.array, cast(int, place.member), place.dtype, requests.rows.size)
+        column = upload.row(place.group, place.member, place.dtype, requests.rows.size)
         return Slots(
             self._runtime,
             requests.rows,

@@ -181,8 +181,8 @@ def test_a_slot_in_two_rows_is_reported(rt: Runtime, pool: SlotPool, abcd: Decod
 
 def test_a_column_of_another_length_is_reported(rt: Runtime, abcd: Decode) -> None:
     """A packed group that lost a row is found by the next check, with its name."""
-    host = abcd.device_side.state.host
-    host.groups = [host.groups[0][:, :3], *host.groups[1:]]
+    state = abcd.device_side.state
+    state.groups = [state.groups[0][:, :3], *state.groups[1:]]
     violation = refused(Code.ROW_COUNT, lambda: abcd.check())
     assert violation.column == "8-byte columns"
 
@@ -375,7 +375,7 @@ def test_a_write_into_the_device_side_of_a_column_is_reported(
 def test_a_write_into_the_host_side_of_a_batch_is_reported(rt: Runtime, abcd: Decode, full: None) -> None:
     """A write into the packed host rows does not reach the device, and is found."""
     before = rt.inspect(abcd.seq_lens.device).tolist()
-    abcd.device_side.state.host.column("seq_lens")[0] += 1
+    abcd.device_side.state.column("seq_lens")[0] += 1
     assert rt.inspect(abcd.seq_lens.device).tolist() == before
     with pytest.raises(Violation) as caught:
         abcd.check()

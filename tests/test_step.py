@@ -516,7 +516,9 @@ def test_full_compares_the_copy_of_the_step(rt: Runtime) -> None:
         assert step.batch["seed"].device.tolist() == [1, 2]
         assert (rt.counters - before).host_to_device_copies == 1
         wrong = changed(
-            "step:StepPlanner._sent", "layout.fill(block, host,", "layout.fill(block, host.taken(lens * 0),"
+            "step:StepPlanner._sent",
+            "layout.fill(block, state.groups,",
+            "layout.fill(block, state.taken(lens * 0).groups,",
         )
         with wrong, pytest.raises(Violation) as caught:
             world.planner.plan(step.batch)

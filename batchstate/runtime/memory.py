@@ -214,11 +214,13 @@ class PackedUpload:
         return _strided(self._typed_as(dtype), start // dtype.itemsize, shape)
 
     def group(self, index: int, dtype: np.dtype[Any], num_rows: int) -> tuple[torch.Tensor, ...]:
-        """The columns of the packed group `index` [k, n] as `dtype`, of the same width, the first `num_rows` of each.
+        """The columns of the group `index` [k, n, ...] as `dtype`, of the same width, the first `num_rows` of each.
 
         All in one call: a view of each costs several times as much. A write into one counts as one into the buffer.
         """
-        start, _, (num_columns, pitch) = self._places[index]
+        start, _, (num_columns, pitch, *shape) = self._places[index]
+        if shape:
+            return self.shared(index).unbind(0)
         typed = self._typed_as(dtype)
         first = typed.storage_offset() + start // dtype.itemsize
         return typed.as_strided((num_columns, num_rows), (pitch, 1), first).unbind(0)

@@ -1,7 +1,7 @@
 """A slot changes hands while a forward still uses it, or while an old handle is still good for it."""
 
 from batchstate._allocator import Ints
-from batchstate._rows import GENERATION_SUFFIX, HostRows
+from batchstate._rows import GENERATION_SUFFIX, RowState
 from batchstate.selfcheck.mutants.registry import Patch, mutant
 from batchstate.violations import Code
 
@@ -10,11 +10,11 @@ from batchstate.violations import Code
 def generations_not_filtered(patch: Patch) -> None:
     """`filter` moves the slots and forgets their generations: the rows hold handles of others."""
 
-    def taken(self: HostRows, rows: Ints) -> HostRows:
-        result: HostRows = original(self, rows)
+    def taken(self: RowState, rows: Ints) -> RowState:
+        result: RowState = original(self, rows)
         for name in self.layout.places:
             if name.endswith(GENERATION_SUFFIX):
                 result.column(name)[...] = self.column(name)[: rows.size]
         return result
 
-    original = patch(HostRows, "taken", taken)
+    original = patch(RowState, "taken", taken)
