@@ -147,12 +147,18 @@ def never_by_itself(device: str) -> bool:
     return is_tool(device) and device.startswith("race") and "prompt" not in device
 
 
-@pytest.mark.parametrize(("page_size", "degree"), [(1, 2), (16, 1), (64, 2)])
-def test_tokens_are_those_of_transformers(device: str, page_size: int, degree: int) -> None:
-    """Whatever the page and the prefill's degree: requests on both sides of the hot buffer, direct and staged."""
+@pytest.mark.parametrize(("page_size", "degree", "speculate"), [(1, 2, 0), (16, 1, 0), (64, 2, 0), (1, 2, 3)])
+def test_tokens_are_those_of_transformers(device: str, page_size: int, degree: int, speculate: int) -> None:
+    """Whatever page, prefill's degree and guesses: requests on both sides of the hot buffer, direct and staged."""
     staged = 0.0 if never_by_itself(device) else 0.3
     options = Options(
-        requests=16, page_size=page_size, prefill_degree=degree, max_running=8, checks="full", staged=staged
+        requests=16,
+        page_size=page_size,
+        prefill_degree=degree,
+        speculate=speculate,
+        max_running=8,
+        checks="full",
+        staged=staged,
     )
     both = Both(device, options, Faults(delay=2, split=0.5), seed=page_size)
     assert both.mismatches() == 0
@@ -162,22 +168,32 @@ def test_tokens_are_those_of_transformers(device: str, page_size: int, degree: i
     assert lengths == {False, True}
     assert (both.decode.mixed_steps > 0) == (staged > 0)
     assert both.decode.in_flight_depth_max == 2
+    assert (both.decode.accepted > 0) == (speculate > 0)
+    assert both.decode.accepted <= both.decode.drafted
     written = sum(prefill.bytes_written for prefill, _ in both.prefills)
     assert written == both.decode.arrivals.transferred_bytes > 0
 
 
 def test_two_stages_of_two_ranks_into_a_host_tier_without_pages(device: str) -> None:
-    """Each worker sends its heads of its layers; the host tier has pages of 1 token, the prefill of 16."""
+    """Each worker sends its heads of its layers; pages of 16 in prefill, of 1 in the host tier, which takes guesses."""
     if is_tool(device):
         pytest.skip("five workers share the runtime of a tool")
     options = Options(
-        requests=12, prefill_degree=2, prefill_stages=2, host_page_size=1, max_running=6, checks="full", staged=0.1
+        requests=12,
+        prefill_degree=2,
+        prefill_stages=2,
+        host_page_size=1,
+        speculate=3,
+        max_running=6,
+        checks="full",
+        staged=0.1,
     )
     both = Both(device, options, Faults(delay=2, split=0.5), seed=4)
     assert both.mismatches() == 0
     assert both.decode.leaks == 0
     written = [prefill.bytes_written for prefill, _ in both.prefills]
     assert sum(written) == both.decode.arrivals.transferred_bytes > 0
+    assert both.decode.accepted > 0
     assert len(written) == 4
     assert min(written) == max(written)
 
@@ -385,19 +401,22 @@ def test_workers_started_unlike_each_other_refuse_each_other() -> None:
         agreed(Channel(theirs, "decode"), other)
 
 
-def report_with(killed: int, kill_prefill_after: int | None) -> Report:
+def report_with(killed: int, retried: int, kill_prefill_after: int | None) -> Report:
     """A report of a run in which everything is right."""
     right: dict[str, Any] = {one.name: 0 for one in attrs.fields(Report)}
-    return Report(**right | {"broken": None, "killed": killed, "kill_prefill_after": kill_prefill_after})
+    return Report(
+        **right | {"broken": None, "killed": killed, "retried": retried, "kill_prefill_after": kill_prefill_after}
+    )
 
 
 def test_a_kill_that_never_came_is_told() -> None:
-    """A run that is to kill a worker, and delivers too few requests, has not shown recovery: it is not clean."""
-    assert report_with(0, None).clean
-    assert report_with(1, 3).clean
-    missed = report_with(0, 3)
-    assert not missed.clean
-    assert "no worker was killed, since only 0 requests were delivered" in str(missed.unkilled)
+    """A run whose kill comes too late, or fails no attempt, has not shown recovery: it is not clean."""
+    assert report_with(0, 0, None).clean
+    assert report_with(1, 2, 3).clean
+    for killed in (0, 3):
+        missed = report_with(killed, 0, 3)
+        assert not missed.clean
+        assert f"{killed} kills of a worker failed 0 attempts, with 0 requests" in str(missed.unkilled)
 
 
 def test_malformed_messages_are_refused() -> None:

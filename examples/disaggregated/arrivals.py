@@ -15,6 +15,7 @@ token, has failed too.
 import contextlib
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import final
 
 import attrs
@@ -60,6 +61,7 @@ class Arrivals:
         slots: of the requests.
         receiver: its engine writes into the tier's memory.
         writers: names of the prefill workers, all of which write a part of each request.
+        room: host locations that a request takes, growth included.
         lease_seconds: after which an attempt is given up. Its memory still waits for its writers.
         clock: seconds, never going back.
 
@@ -78,6 +80,7 @@ class Arrivals:
         slots: SlotPool,
         receiver: Receiver,
         writers: tuple[str, ...],
+        room: Callable[[Request], int],
         *,
         lease_seconds: float,
         clock: Clock = time.monotonic,
@@ -88,7 +91,7 @@ class Arrivals:
         self.delivered = 0
         self.retried = 0
         self.transferred_bytes = 0
-        self._tier, self._slots, self._writers = tier, slots, writers
+        self._tier, self._slots, self._writers, self._room = tier, slots, writers, room
         self._lease_seconds, self._clock = lease_seconds, clock
         self._token_bytes = tier.host.item_bytes * len(tier.host.layers)
         self._channels: dict[str, Channel] = {}
@@ -102,11 +105,11 @@ class Arrivals:
         """Whether a request is waiting or on its way."""
         return bool(self.waiting or self._open or self._complete)
 
-    @property
-    def written(self) -> bool:
-        """Whether requests are being written, and none of those asked for only lacks its first token."""
-        states = [arrival.lease.state for arrival in self._open.values()]
-        return bool(states) and LeaseState.DELIVERED not in states
+    def writes(self, name: str) -> bool:
+        """Whether a writer that is here has part of a request left to write."""
+        leases = [arrival.lease for arrival in self._open.values()]
+        open_writers = [one for lease in leases if lease.state is LeaseState.WAITING for one in lease.writers]
+        return name in self._channels and any(one.worker.name == name and not one.complete for one in open_writers)
 
     @property
     def connected(self) -> bool:
@@ -240,7 +243,7 @@ class Arrivals:
             return False
         self.waiting.popleft()
         slot = self._slots.take(1)
-        (ranges,) = self._tier.reserve(slot, len(request.prompt), request.kv_limit, writer=lease.ended)
+        (ranges,) = self._tier.reserve(slot, len(request.prompt), self._room(request), writer=lease.ended)
         self.receiver.grant(lease, ranges)
         arrival = Arrival(request, slot, lease, self._clock())
         self._open[lease.serial] = self._by_name[lease.request, lease.attempt] = arrival
@@ -251,7 +254,7 @@ class Arrivals:
     def room_for(self, request: Request, *, besides: int = 0) -> bool:
         """Whether there is a slot, besides some for others, and host locations, for one more."""
         size = self._tier.host.page_size
-        return self._slots.stats.free > besides and self._tier.host.stats.free >= -(-request.kv_limit // size) * size
+        return self._slots.stats.free > besides and self._tier.host.stats.free >= -(-self._room(request) // size) * size
 
     def _say(self) -> None:
         messages, self.receiver.outbox = self.receiver.outbox, []

@@ -46,7 +46,7 @@ def run(arguments: list[str] | None = None) -> int:
     from examples.disaggregated.worker import check_degree, random_model, requests_of
 
     names = (
-        "transport", "requests", "page_size", "hot_tokens", "prefill_degree", "prefill_stages",
+        "transport", "requests", "page_size", "hot_tokens", "speculate", "prefill_degree", "prefill_stages",
         "host_page_size", "staged", "seed", "checks", "family",
         "host", "interface", "trusted_network", "kill_prefill_after", "max_prompt",
     )  # fmt: skip
@@ -115,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--requests", metavar="N", type=common.whole(1), default=200, help="default: %(default)s")
     add("--page-size", metavar="N", type=common.whole(1), default=16, help="tokens a page, as 1, 16, 64 (default: 16)")
     add("--hot-tokens", metavar="N", type=common.whole(2), default=32, help="of a request, on the device (default: 32)")
+    add("--speculate", metavar="N", type=common.whole(0), default=0, help="tokens guessed in each decode step")
     add("--prefill-degree", metavar="N", type=common.whole(1), default=1, help="prefill processes that share the heads")
     add("--prefill-stages", metavar="N", type=common.whole(1), default=1, help="pipeline stages that share the layers")
     add("--host-page-size", metavar="N", type=int, choices=(0, 1), default=0, help="1: no pages in the host tier")

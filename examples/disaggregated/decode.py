@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from batchstate import ForwardPlan, HostKVPool, PagePool, PoolExhaustedError, SlotPool, Slots
+from batchstate import Contract, ForwardPlan, HostKVPool, PagePool, PoolExhaustedError, SlotPool, Slots
 from batchstate.kv.hisparse import HiSparse
 from batchstate.runtime import Fence
 from batchstate.tables import TableWrite
@@ -51,6 +52,7 @@ class DecodeWorker:
         in_flight_depth_max: the most turns of which results were unread at once.
         quarantined_max: the most host locations of failed attempts that could not be handed out again.
         result_copies: copies to the host that carried results.
+        drafted, accepted: tokens that were guessed for requests that ran, and those of them that were right.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class DecodeWorker:
         self.runtime, self._options = parts.runtime, options
         model, size = parts.model, options.host_page_size or options.page_size
         longest = max(len(request.prompt) for request in requests)
-        most = max(request.kv_limit for request in requests)
+        most = max(options.room(request) for request in requests)
         width = max(longest, options.hot_tokens)
         self.slots = SlotPool(self.runtime, options.max_running)
         self._hot_table = self.slots.table("hot_row_to_token", (width,), torch.int32, holds="location")
@@ -85,13 +87,13 @@ class DecodeWorker:
         hot = model.new_kv(self.pages.location_capacity)
         self.tier = HiSparse(self.pages, self.host, buffers_of(hot), hot_tokens=options.hot_tokens)
         self._forward = TierForward(
-            model, self.pages, TieredKV(hot, self.host.buffers), self._hot_table, self._host_table
+            model, self.pages, TieredKV(hot, self.host.buffers), self._hot_table, self._host_table, options.speculate
         )
         regions = registered(parts.engine, layout, [one.memory for one in self.host.contiguous_buffers()])
         receiver = Receiver(parts.engine, described(parts.engine, layout, "decode"), regions)
         writers = tuple(writer_name(rank) for rank in range(options.prefill_workers))
         self.arrivals = Arrivals(
-            self.tier, self.slots, receiver, writers, lease_seconds=options.lease_seconds, clock=clock
+            self.tier, self.slots, receiver, writers, options.room, lease_seconds=options.lease_seconds, clock=clock
         )
         self._eos = frozenset(model.eos_token_ids)
         self._stream = self.runtime.stream("schedule")
@@ -104,7 +106,7 @@ class DecodeWorker:
         self._staged: set[int] = set()
         self.steps = self.mixed_steps = self.staged = self.quarantined_max = self.in_flight_depth_max = (
             self.result_copies
-        ) = 0
+        ) = self.drafted = self.accepted = 0
         draw = np.random.default_rng(options.seed)
         for request in requests:
             if draw.random() < options.staged:
@@ -162,6 +164,8 @@ class DecodeWorker:
             launched.append(self._prefill(self._here.popleft()))
         for one in launched:
             self._last_step = one.done
+            for request in one.requests:
+                request.in_flight += 1
             self.result_copies += 1
         return launched
 
@@ -170,7 +174,7 @@ class DecodeWorker:
     def _leave(self) -> None:
         batch = self._batch
         ended = np.array([request.state == "finished" for request in batch.requests], dtype=np.bool_)
-        leaves = ended | (batch.seq_lens.np >= batch.kv_limits.np)  # with results still on their way
+        leaves = ended | (self._confirmed() >= batch.kv_limits.np)  # with results still on their way
         if leaves.any():
             self.tier.finish(batch.filter(leaves).slots, after=self._last_step)
             self._batch = batch.filter(~leaves)
@@ -188,7 +192,7 @@ class DecodeWorker:
             request.append([arrival.first_token], self._eos)
             if self._goes_on(slot, request):
                 self._writes.append(hot.entry())
-                self._forward.relay.publish(slot, last_token=[arrival.first_token])
+                self._forward.publish_known(slot, request.prompt, arrival.first_token)
                 self._batch = self._batch.merge(self._row(slot, request))
 
     def _join_staged(self, staged: list[TierBatch]) -> None:
@@ -202,10 +206,10 @@ class DecodeWorker:
 
         If so, its row of the host table is written, growth included: no step writes it again.
         """
-        room = request.kv_limit
-        if request.state == "finished" or room == len(request.prompt):
+        if request.state == "finished" or request.kv_limit == len(request.prompt):
             self.tier.finish(slot, after=self._last_step)
             return False
+        room = self._options.room(request)
         rows = slot.take(np.zeros(room, dtype=np.int64))
         self._writes.append(self._host_table.entry(rows, np.arange(room), self.tier.host_locations(slot, room)))
         return True
@@ -222,14 +226,14 @@ class DecodeWorker:
     # Forwards
 
     def _decode(self) -> Launched:
-        batch = self._batch.advance("seq_lens", 1)
-        location = self.tier.map_last_location(batch.slots, batch.seq_lens)
-        plan = ForwardPlan.of(batch.slots, batch.seq_lens, 1)
+        width, confirmed = 1 + self._options.speculate, self._confirmed()
+        batch = self._batch.advance("seq_lens", width)
+        location = self.tier.map_last_location(batch.slots, batch.seq_lens, width, confirmed=confirmed)
+        plan = ForwardPlan.of(batch.slots, batch.seq_lens, width)
         self._writes.append(location.entry(self._hot_table))
         extras = {**plan.extras, **location.extras}
         uploaded = batch.upload(writes=self._taken_writes(), extras=extras)
-        launched = self._forward.decode(batch, plan, location, self.tier, uploaded)
-        self._batch = batch
+        launched, self._batch = self._forward.decode(batch, plan, location, self.tier, uploaded)
         self.steps += 1
         kinds = {request.number in self._staged for request in batch.requests}
         self.mixed_steps += len(kinds) == 2
@@ -244,7 +248,7 @@ class DecodeWorker:
         plan = ForwardPlan.of(slot, [length], [length], prompt_ids=[request.prompt], pages=self.pages)
         uploaded = batch.upload(writes=self._taken_writes(), extras=plan.extras)
         launched = self._forward.prefill(batch, plan, uploaded)
-        self.tier.admit_staged(slot, request.kv_limit, after=launched.done)
+        self.tier.admit_staged(slot, self._options.room(request), after=launched.done)
         self._staging.append(batch)
         self._staged.add(request.number)
         self.staged += 1
@@ -254,8 +258,27 @@ class DecodeWorker:
         writes, self._writes = self._writes, []
         return writes
 
+    def _confirmed(self) -> npt.NDArray[np.int64]:
+        """Tokens of each running request that have KV for certain: a forward under way brings at least one more."""
+        return self._known() + self._under_way()
+
+    def _known(self) -> npt.NDArray[np.int64]:
+        return np.array([len(one.prompt) + len(one.output) - 1 for one in self._batch.requests], np.int64)
+
+    def _under_way(self) -> npt.NDArray[np.int64]:
+        return np.array([request.in_flight for request in self._batch.requests], np.int64)
+
     def _read(self, turn: list[Launched]) -> None:
         for launched in turn:
-            tokens = launched.results["output"].np.tolist()
-            for request, token in zip(launched.requests, tokens, strict=True):
-                request.append([token], self._eos)
+            outputs, lens = (launched.results[name].np.tolist() for name in ("outputs", "seq_lens"))
+            for request, tokens, length in zip(launched.requests, outputs, lens, strict=True):
+                new = length + 1 - len(request.prompt) - len(request.output)
+                request.in_flight -= 1
+                if request.output and request.state != "finished":  # else a prefill, which guesses nothing, or too late
+                    self.drafted += self._options.speculate
+                    self.accepted += new - 1
+                request.append(tokens[:new], self._eos)
+        if self._batch.seq_lens.contract is Contract.UPPER_BOUND:
+            bounds = self._known() + (1 + self._options.speculate) * self._under_way()
+            known = np.minimum(self._batch.seq_lens.np, bounds)
+            self._batch = self._batch.tighten("seq_lens", known, slots=self._batch.slots)

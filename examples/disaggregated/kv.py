@@ -128,8 +128,3 @@ class TieredKV:
             torch.where(run.on_device, keys, self.host[2 * layer][run.host_rows]),
             torch.where(run.on_device, values, self.host[2 * layer + 1][run.host_rows]),
         )
-
-
-def hot_rows(positions: torch.Tensor, hot_tokens: int) -> torch.Tensor:
-    """The row of a hot buffer that takes each position: it fills up, and then goes round."""
-    return torch.where(positions < hot_tokens, positions, positions % hot_tokens)

@@ -7,9 +7,13 @@ from attrs.validators import ge, in_
 
 if TYPE_CHECKING:
     from examples.engine.model import Family
+    from examples.engine.request import Request
 
 AUTHKEY = "BATCHSTATE_AUTHKEY"
 """Environment variable with the secret that both workers know; any process that has it may talk to them."""
+
+MOST_RESTARTS = 3
+"""Prefill workers that are started in the place of others."""
 
 TRANSPORTS = ("tcp", "nixl", "mooncake")
 
@@ -24,6 +28,7 @@ class Options:
         page_size: tokens a page, of the prefill's pool and, unless `host_page_size` says another, of the host tier.
         host_page_size: tokens a page of the host tier: 0 for `page_size`, or 1 whatever that is.
         hot_tokens: most tokens of a request that the decode worker's device holds.
+        speculate: tokens that a decode step guesses for each request, and verifies with the last one.
         prefill_degree: prefill processes of a pipeline stage, each with its share of the heads.
         prefill_stages: stages, each with its share of the layers; processes are numbered stage by stage.
         staged: share of the requests that the decode worker prefills itself and stages out to the host.
@@ -35,7 +40,8 @@ class Options:
         interface: network interface of NIXL; without one, shared memory of this machine.
         trusted_network: that the network lets nobody but the workers reach ports of NIXL's and Mooncake's libraries.
         max_running: requests that the decode worker has at once, those on their way included.
-        kill_prefill_after: prefill 0 is killed when so many requests have been delivered; None for never.
+        kill_prefill_after: prefill 0 is killed when so many requests have been delivered, and again, a few times, until
+            that has failed an attempt; None for never.
         max_prompt: tokens of the longest prompt that a prefill worker takes.
         lease_seconds: after which an attempt is given up, and made again.
         patience: seconds without any progress after which a worker gives up.
@@ -45,6 +51,7 @@ class Options:
     requests: int = attrs.field(default=200, validator=ge(1))
     page_size: int = attrs.field(default=16, validator=ge(1))
     hot_tokens: int = attrs.field(default=32, validator=ge(2))
+    speculate: int = attrs.field(default=0, validator=ge(0))
     prefill_degree: int = attrs.field(default=1, validator=ge(1))
     prefill_stages: int = attrs.field(default=1, validator=ge(1))
     host_page_size: int = attrs.field(default=0, validator=in_((0, 1)))
@@ -66,6 +73,10 @@ class Options:
     def prefill_workers(self) -> int:
         """How many prefill processes there are."""
         return self.prefill_degree * self.prefill_stages
+
+    def room(self, request: "Request") -> int:
+        """Host locations that a request takes: two steps may map guesses behind the last token of its answer."""
+        return request.kv_limit + 2 * self.speculate
 
 
 def writer_name(rank: int) -> str:

@@ -23,7 +23,8 @@ class Report:
         mismatches: requests whose tokens differ from those of `model.generate`; 0 where a violation ended the run.
         violations: 0 or 1, since a run ends at the first; `broken` is its report.
         leaks: slots, pages and host locations missing at the end, in all workers.
-        page_size, host_page_size, hot_tokens, prefill_degree, prefill_stages, device, checks: of the options.
+        page_size, host_page_size, hot_tokens, speculate, prefill_degree, prefill_stages, device, checks: of the
+            options.
         kill_prefill_after: of the options.
         not_longer_than_hot, longer_than_hot: requests by their prompts: those that fit into the hot buffer, and others.
         direct, staged: requests by how they came into the host tier: attempts delivered, and prefilled by decode.
@@ -33,6 +34,7 @@ class Report:
         quarantined: of these, at the end.
         transferred_bytes: KV that was delivered.
         seconds: of the serving.
+        drafted, accepted: tokens guessed for requests that ran, and those of them that were right.
         steps, prefill_steps: decode steps, and forwards of the prefill workers.
         mixed_steps: decode steps in which direct and staged requests ran together.
         in_flight_depth_max: the most decode turns of which the results were unread at once.
@@ -50,6 +52,7 @@ class Report:
     leaks: int
     page_size: int
     hot_tokens: int
+    speculate: int
     prefill_degree: int
     prefill_stages: int
     host_page_size: int
@@ -66,6 +69,8 @@ class Report:
     quarantined: int
     transferred_bytes: int
     seconds: float
+    drafted: int
+    accepted: int
     steps: int
     mixed_steps: int
     prefill_steps: int
@@ -76,12 +81,13 @@ class Report:
 
     @property
     def unkilled(self) -> str | None:
-        """Why the run does not show what it was asked to show: no worker was killed. None if it does."""
-        if self.kill_prefill_after is None or self.killed:
+        """Why the run does not show what it was asked to show: no kill has failed an attempt. None if it does."""
+        if self.kill_prefill_after is None or (self.killed and self.retried):
             return None
         return (
-            f"--kill-prefill-after {self.kill_prefill_after}: no worker was killed, since only {self.direct} requests "
-            "were delivered; kill after fewer, or serve more --requests, or a smaller share of them --staged"
+            f"--kill-prefill-after {self.kill_prefill_after}: {self.killed} kills of a worker failed {self.retried} "
+            f"attempts, with {self.direct} requests delivered; kill after fewer, or serve more --requests, or a "
+            "smaller share of them --staged"
         )
 
     @property
@@ -167,6 +173,7 @@ def show_report(report: Report) -> None:
                 "Decode steps",
                 [
                     Row("steps", f"{report.steps:,}", f"besides {report.prefill_steps:,} forwards of prefill"),
+                    Row("guesses", f"{report.drafted:,}", f"{report.accepted:,} of them right"),
                     Row("mixed", f"{report.mixed_steps:,}", "steps with direct and staged requests"),
                     Row("in flight at once", f"{report.in_flight_depth_max}", "launched and not read, at most"),
                     Row("forced syncs", f"{report.forced_syncs:,}", "", report.forced_syncs > 0),

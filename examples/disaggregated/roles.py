@@ -13,7 +13,7 @@ from batchstate import Violation
 from examples.disaggregated.arrivals import Arrivals, WriterFailedError
 from examples.disaggregated.channel import TRIES_FOR, Channel, ChannelClosedError, Door, Kind, call
 from examples.disaggregated.decode import DecodeWorker
-from examples.disaggregated.options import Options, writer_name
+from examples.disaggregated.options import MOST_RESTARTS, Options, writer_name
 from examples.disaggregated.prefill import PrefillWorker
 from examples.disaggregated.worker import STARTS_IN, Parts, agreed, introduced, shared_of
 from examples.engine.model import Model
@@ -172,6 +172,8 @@ def serve_decode(
         "steps": worker.steps,
         "mixed_steps": worker.mixed_steps,
         "staged": worker.staged,
+        "drafted": worker.drafted,
+        "accepted": worker.accepted,
         "retried": worker.arrivals.retried,
         "delivered": worker.arrivals.delivered,
         "transferred_bytes": worker.arrivals.transferred_bytes,
@@ -227,13 +229,13 @@ class Joining:
 def _serve_requests(worker: DecodeWorker, options: Options, joining: Joining, supervisor: Channel | None) -> None:
     patience = Patience(options.patience, "decode")
     arrivals = worker.arrivals
-    told = False
+    kills = 0
     while worker.busy or worker.quarantined or _kill_pends(options, joining, arrivals):
         if supervisor is not None:
             joining.heed(supervisor)
-            if not told and _kill_is_due(options, arrivals):
-                told, ended = True, joining.ended
-                supervisor.say(delivered=arrivals.delivered)
+            if kills < MOST_RESTARTS and _kill_is_due(options, arrivals):
+                kills, ended = kills + 1, joining.ended
+                supervisor.say(kill=0)
                 while joining.ended == ended:  # what is on its way must not arrive before the kill
                     joining.heed(supervisor)
                     time.sleep(NAP)
@@ -246,17 +248,15 @@ def _serve_requests(worker: DecodeWorker, options: Options, joining: Joining, su
 
 
 def _kill_is_due(options: Options, arrivals: Arrivals) -> bool:
-    """Whether enough is delivered for prefill 0 to be killed, and a request is on its way, if any is left."""
-    if options.kill_prefill_after is None or arrivals.delivered < options.kill_prefill_after:
+    """Whether enough is delivered for prefill 0 to be killed, which writes a request, and no kill has hit one yet."""
+    if options.kill_prefill_after is None or arrivals.delivered < options.kill_prefill_after or arrivals.retried:
         return False
-    return arrivals.written or not arrivals.busy
+    return arrivals.writes(writer_name(0))
 
 
 def _kill_pends(options: Options, joining: Joining, arrivals: Arrivals) -> bool:
-    """Whether prefill 0 is being killed, or the next one is not here: who says farewell must not be killed in it."""
-    if options.kill_prefill_after is None or arrivals.delivered < options.kill_prefill_after:
-        return False
-    return not joining.ended or not arrivals.connected
+    """Whether the next prefill 0 is not here: who says farewell must not be killed in it."""
+    return bool(options.kill_prefill_after is not None and joining.ended and not arrivals.connected)
 
 
 def _farewells(worker: DecodeWorker, supervisor: Channel | None) -> dict[str, dict[str, Any]]:

@@ -21,16 +21,13 @@ import attrs
 from batchstate import BatchStateError, Violation
 from batchstate.transport.connection import Listener, new_secret
 from examples.disaggregated.channel import Channel, ChannelClosedError, Kind
-from examples.disaggregated.options import Options, writer_name
+from examples.disaggregated.options import MOST_RESTARTS, Options, writer_name
 from examples.disaggregated.worker import open_engine
 
 SERVED_IN = 900.0
 """Seconds after which a run is given up."""
 ENDS_IN = 60.0
 """Seconds that a worker may take to end once it has said all, on a machine that is busy."""
-
-MOST_RESTARTS = 3
-"""Prefill workers that are started in the place of others."""
 
 
 class RunFailedError(Exception):
@@ -104,10 +101,9 @@ class Supervisor:
                     return {**figures, "killed": self._killed}
                 if "joined" in words:
                     prefills[words["joined"]].joined = True
-                after = self._options.kill_prefill_after
-                if not self._killed and after is not None and words.get("delivered", 0) >= after:
-                    self._killed = 1
-                    prefills[0].process.kill()
+                if "kill" in words:
+                    self._killed += 1
+                    prefills[words["kill"]].process.kill()
             if not decode.open and not decode.process.is_alive():
                 raise RunFailedError(f"the decode worker has ended with exit code {decode.process.exitcode}")
             time.sleep(0.001)
