@@ -343,7 +343,7 @@ class FutureMap:
             tensors |= {name: packed.view(i) for i, name in enumerate(host, 1)}
         else:
             index = self._index(slots, live)
-        self._scatter(live, index, tensors, host, by)
+        self._scatter(live.np, live.generations, index, tensors, host, by)
 
     def _checked_publish(
         self, slots: Slots, values: Mapping[str, object]
@@ -368,33 +368,48 @@ class FutureMap:
                 _check_device_values(value, field, num_rows, self.runtime, what)
                 device[name] = value
             else:
-                host[name] = _host_values(value, field, num_rows, what)
-                if field.non_negative and not field.ragged:
-                    invariants.sentinel_escaped(host[name].reshape(-1), **self._entries.where("publish", name))
+                host[name] = self._checked_host_values(name, value, num_rows)
         by = self._entries.by("publish")
         self._entries.check_overwrite(live.np, values, by)
         return live, device, host, by
 
-    def packed(self, slots: Slots, values: Mapping[str, object]) -> "PackedPublish":
-        """A publish of host values that cross with the copy of a step. For the library.
+    def packed(self, rows: Array, generations: Array, values: Mapping[str, object]) -> "PackedPublish":
+        """A publish of host values that cross with the copy of a step, for checked handles. For the library.
 
         Raises:
             As `publish`; ArgumentError: values that are on the device already.
         """
-        live, device, host, by = self._checked_publish(slots, values)
-        if device:
-            raise ArgumentError(
-                f"{self.name}: {', '.join(device)} from the device, with the copy of a step",
-                value=list(device),
-                remedy="publish what a forward has made with `publish`",
-            )
-        return PackedPublish(self, live, host, by, [live.np, *host.values()])
+        self._check_fields(values, "publish")
+        host: dict[str, Array] = {}
+        for name, value in values.items():
+            if isinstance(value, (torch.Tensor, MirroredTensor)):
+                raise ArgumentError(
+                    f"{self.name}: {name!r} from the device, with the copy of a step",
+                    value=name,
+                    remedy="publish what a forward has made with `publish`",
+                )
+            host[name] = self._checked_host_values(name, value, (rows.size, rows.size))
+        by = self._entries.by("publish")
+        self._entries.check_overwrite(rows, host, by)
+        return PackedPublish(self, rows, generations, host, by)
+
+    def _checked_host_values(self, name: str, value: object, num_rows: tuple[int, int]) -> Array:
+        field = self._fields[name]
+        array = _host_values(value, field, num_rows, f"{self.name}: publish of {name!r}")
+        if field.non_negative and not field.ragged:
+            invariants.sentinel_escaped(array.reshape(-1), **self._entries.where("publish", name))
+        return array
 
     def _scatter(
-        self, live: Slots, index: torch.Tensor, values: Mapping[str, torch.Tensor], known: Iterable[str], by: str
+        self,
+        rows: Array,
+        generations: Array,
+        index: torch.Tensor,
+        values: Mapping[str, torch.Tensor],
+        known: Iterable[str],
+        by: str,
     ) -> None:
         """Launches and notes a publish; `index` and `values` are safe on this stream. The host has those `known`."""
-        rows = live.np
         self._entries.wait_to_overwrite(rows, values, by)
         launched: list[str] = []
         self._transaction.operation = "publish"
@@ -405,7 +420,7 @@ class FutureMap:
                 self.runtime.launch(put_rows, memory, index, tensor, reads=reads, writes=(memory,), name=label)
                 launched.append(name)
             stream = self.runtime.current_stream
-            self._entries.publish(rows, live.generations, values, by, self.runtime.record(), stream)
+            self._entries.publish(rows, generations, values, by, self.runtime.record(), stream)
             self._entries.take(rows, known, HOST)
         except BaseException as error:
             self._publish_failed(rows, launched if isinstance(error, Exception) else list(values), by)
@@ -427,9 +442,11 @@ class FutureMap:
             DeclarationError: no such field. Handles: as for `SlotPool.check_handles`.
         """
         self._check_fields(fields, "discard")
-        live = self._live(slots, "discard")
+        self._discard(self._live(slots, "discard").np, fields or self._fields)
+
+    def _discard(self, rows: Array, names: Iterable[str]) -> None:
         self._transaction.operation = "discard"
-        self._entries.clear(live.np, fields or self._fields)
+        self._entries.clear(rows, names)
         self._transaction.operation = None
 
     # Reading
@@ -785,31 +802,32 @@ class FutureMap:
 @final
 @attrs.frozen(eq=False)
 class PackedPublish:
-    """A checked publish of host values, which is launched once they have crossed. Made by `FutureMap.packed`.
-
-    Attributes:
-        arrays: what has to cross first: the slots, and the values of each field.
-    """
+    """A checked publish of host values, which is launched once they have crossed. Made by `FutureMap.packed`."""
 
     _relay: FutureMap
-    _live: Slots
+    _rows: Array
+    _generations: Array
     _values: Mapping[str, Array]
     _by: str
-    arrays: list[Array]
 
-    def launch(self, sides: Sequence[torch.Tensor]) -> None:
-        """Scatters them on the current stream; `sides` are the device sides of `arrays`."""
-        values = dict(zip(self._values, sides[1:], strict=True))
-        self._relay._scatter(self._live, sides[0], values, self._values, self._by)
+    @property
+    def arrays(self) -> list[Array]:
+        """What has to cross first: the values of each field."""
+        return [*self._values.values()]
+
+    def launch(self, index: torch.Tensor, sides: Sequence[torch.Tensor]) -> None:
+        """Scatters them on the current stream; `index` is the slots on the device, `sides` those of `arrays`."""
+        values = dict(zip(self._values, sides, strict=True))
+        self._relay._scatter(self._rows, self._generations, index, values, self._values, self._by)
 
     def launch_alone(self) -> None:
         """The same with a copy of their own."""
-        packed = self._relay.runtime.upload(self.arrays)
-        self.launch([packed.view(i) for i in range(len(self.arrays))])
+        packed = self._relay.runtime.upload([self._rows, *self.arrays])
+        self.launch(packed.view(0), [packed.view(1 + i) for i in range(len(self._values))])
 
     def take_back(self) -> None:
         """The entries are unwritten again."""
-        self._relay.discard(self._live, *self._values)
+        self._relay._discard(self._rows, self._values)
 
 
 def _unpadded(slots: Slots) -> Slots:

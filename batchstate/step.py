@@ -36,13 +36,13 @@ from batchstate.errors import ArgumentError, DeclarationError, one_of
 from batchstate.forward.inputs import ForwardInputs
 from batchstate.forward.plan import ForwardPlan
 from batchstate.forward.token_array import TokenArray
-from batchstate.future_map import FutureMap, PackedPublish, Prefetched
+from batchstate.future_map import FutureMap, Prefetched
 from batchstate.indices import Slots
 from batchstate.kv.pages import PagePool
 from batchstate.mirror import Contract, DeviceSide, ReadyTensor
 from batchstate.runtime import Fence, PackedUpload
 from batchstate.runtime.memory import packed_places
-from batchstate.tables import TableWrite
+from batchstate.tables import Table, TableWrite
 from batchstate.violations import Where
 
 Ints = npt.NDArray[np.int64]
@@ -293,7 +293,8 @@ class StepPlanner:
         """Plans a step, and sends it to the device on the current stream: one copy, and a scatter for each table.
 
         Some requests may leave before, with all that they have, and others join. Each that runs gets pages for the
-        tokens that it puts in, and they count as committed.
+        tokens that it puts in, and they count as committed. Of those that join with tokens of which no row of the token
+        table was written, as after `PagePool.take_requests`, the step writes the rows too.
 
         Args:
             batch: the requests, with their lengths before the step.
@@ -330,8 +331,10 @@ class StepPlanner:
             batch._check_writes(writes, _OPERATION)
         if levels.full:
             batch._check_unwritten(_OPERATION)
-        leaving, entries = None, None
-        if keep is not None or joining is not None:
+        leaving: Ints | None = None
+        arrived = 0 if joining is None else joining.num_reqs
+        own = keep is not None or joining is not None
+        if own:
             batch, leaving = self._turned_over(batch, keep, joining, after)
         if published is not None and self._alone:
             raise ArgumentError(
@@ -339,9 +342,7 @@ class StepPlanner:
                 value=published,
                 remedy="declare the planner with one: relay=...",
             )
-        if published is not None and joining is not None:
-            entries = self._relay.packed(self._handles(joining), published)
-        elif published is not None or (after is not None and leaving is None):
+        if joining is None if published is not None else after is not None and leaving is None:
             raise ArgumentError(
                 "StepPlanner: plan with published= or after=, and none joins or leaves",
                 value=after if published is None else published,
@@ -355,13 +356,19 @@ class StepPlanner:
             and _each_puts_in_one(batch.num_reqs, query_lens, prompt_ids, samples)
             and self._decodes(batch)
         ):
-            step = self._decode(batch, writes, extras, entries)
+            step = self._decode(batch, writes, extras, published, arrived, own and not levels.full)
         else:
             padding = pad_rows, pad_tokens
-            if entries is not None:
+            joined = None if joining is None else self._handles(joining)
+            entries = None
+            if published is not None and joined is not None:
+                rows = self._slots.rows_of(joined, _OPERATION, unique=True)
+                entries = self._relay.packed(rows, joined.generations, published)
                 entries.launch_alone()
             try:
-                step = self._composed(batch, query_lens, prompt_ids, samples, padding, writes, extras, token_arrays)
+                step = self._composed(
+                    batch, query_lens, prompt_ids, samples, padding, writes, extras, token_arrays, joined
+                )
             except BaseException:
                 if entries is not None:
                     entries.take_back()
@@ -401,8 +408,9 @@ class StepPlanner:
         writes: Sequence[TableWrite],
         extras: Mapping[str, object] | None,
         token_arrays: Mapping[str, TokenArray] | None,
+        joined: Slots | None,
     ) -> PlannedStep:
-        """Any step, from the parts."""
+        """Any step, from the parts. The requests `joined` are the last ones."""
         pages = self._pages
         advanced = batch.advance(self._seq_lens, query_lens)
         slots, lens = self._handles(advanced), advanced[self._seq_lens]
@@ -434,11 +442,20 @@ class StepPlanner:
             )
             if pages.req_to_token is not None:
                 writes = (extension.entry(), *writes)
+                if joined is not None:
+                    new = self._without_token_row(joined.np, joined.generations)
+                    writes = (pages.entry(joined.filter(new)), *writes) if new.size else writes
             uploaded = sent.upload(writes=writes, extras=plan.extras | dict(extras or {}))
         except BaseException:
             pages.truncate(slots, before)
             raise
         return PlannedStep(self, advanced, sent, plan, uploaded)
+
+    def _without_token_row(self, rows: Ints, generations: Ints) -> Ints:
+        """Which of some requests have tokens that no step here has put into the token table, int64[k]."""
+        table = cast(Table, self._table)
+        missing: Ints = (~table.written_for(rows, generations) & self._pages.have_tokens(rows)).nonzero()[0]
+        return missing
 
     def _make_constants(self) -> None:
         """Makes what is the same in every decode step: where the one token of each request begins, and is."""
@@ -474,9 +491,15 @@ class StepPlanner:
         batch: Batch,
         writes: Sequence[TableWrite],
         extras: Mapping[str, object] | None,
-        entries: PackedPublish | None,
+        published: Mapping[str, object] | None,
+        arrived: int,
+        own: bool,
     ) -> PlannedStep:
-        """A step in which each request puts in one token that the relay has."""
+        """A step in which each request puts in one token that the relay has.
+
+        The last `arrived` requests have joined with it, and `published` is for them. A batch of its `own` was made for
+        the step, which no caller has seen: its lengths are moved where they are.
+        """
         runtime, pages = self._runtime, self._pages
         references = pages._references
         if references.allocator._queue.count or references._readers:
@@ -492,23 +515,36 @@ class StepPlanner:
         elif requests.held_at != self._slots.changes or levels.full:  # something was taken or freed since
             self._slots.check_rows(requests.rows, requests.generations, _OPERATION)
             requests.held_at = self._slots.changes
-        place, rows = self._place, requests.rows
-        groups = list(state.groups)
-        group = groups[place.group] = groups[place.group].copy()
-        lens = group[place.member]
+        place, rows, entries, moved = self._place, requests.rows, None, state
+        if published is not None:
+            at = rows.size - arrived
+            entries = self._relay.packed(rows[at:], requests.generations[at:], published)
+        if not own:
+            groups = list(state.groups)
+            groups[place.group] = groups[place.group].copy()
+            moved = RowState(state.layout, groups, state.device, state.objects)
+        lens = moved.groups[place.group][place.member]
         start = lens.copy()
         pages.check_committed(rows, start, _OPERATION)
         pages.check_readable(rows, start, _OPERATION, window=self._window)
         lens += _ONE
         locations = pages.next_locations(rows, start, lens, _OPERATION)
         self._slots.transaction.operation = None  # the requests have grown; nothing is committed yet
-        moved = RowState(state.layout, groups, state.device, state.objects)
-        upload, beside, uploaded = self._sent(requests, moved, (start, locations, lens), joined, arrays, entries)
+        values = entries.arrays if entries is not None else ()
+        upload, beside, uploaded, crossed = self._sent(
+            requests, moved, (start, locations, lens), joined, arrays, values, arrived
+        )
+        slots = requests.slots if same else self._uploaded_slots(requests, upload)
+        if entries is not None:
+            entries.launch(slots.device[rows.size - arrived :], crossed)
         pages.commit_rows(rows, lens)
         device = BatchDevice.of_upload(runtime, moved, upload)
-        advanced = batch._derived(_OPERATION, moved, num_reqs, windows={}, moved=False, device=device)
+        if own:
+            advanced, batch._device = batch, device
+        else:
+            advanced = batch._derived(_OPERATION, moved, num_reqs, windows={}, moved=False, device=device)
         if not same:
-            requests.slots = requests.known.live = self._uploaded_slots(requests, upload)
+            requests.slots = requests.known.live = slots
             self._requests = requests
         if levels.full:
             pages.verify()
@@ -539,11 +575,13 @@ class StepPlanner:
         tokens: tuple[Ints, Ints, Ints],
         writes: Sequence[TableWrite],
         extras: Mapping[str, object],
-        entries: PackedPublish | None,
-    ) -> tuple[PackedUpload, list[torch.Tensor], Extras]:
-        """One copy of the columns, of what the forward takes besides, and of what the engine adds; then the scatters.
+        values: Sequence[Array],
+        arrived: int,
+    ) -> tuple[PackedUpload, list[torch.Tensor], Extras, list[torch.Tensor]]:
+        """One copy of the columns, of what the forward takes besides, and of what is added; then the table's scatters.
 
-        `tokens` are the positions of the tokens, their locations, and the lengths with them.
+        `tokens` are the positions of the tokens, their locations, and the lengths with them; the last `arrived`
+        requests have joined, and `values` are theirs. Returns these last.
         """
         runtime, table, layout = self._runtime, self._table, requests.layout
         start, locations, lens = tokens
@@ -553,12 +591,16 @@ class StepPlanner:
         if table is not None:
             width = self._row_width
             written = self._pages.whole_pages(at, start, locations, width)
+            if arrived:
+                rows, generations = requests.rows[-arrived:], requests.generations[-arrived:]
+                new = self._without_token_row(rows, generations)
+                if new.size:
+                    there = self._pages.token_rows(rows[new], width)
+                    written = np.concatenate((written[0], there[0])), np.concatenate((written[1], there[1]))
             own = [write for write in writes if write.table is table] if writes else ()  # one at most: they are joined
             if own:
                 writes = [write for write in writes if write.table is not table]
-                pairs = zip(written, (own[0].index, own[0].values), strict=True)
-                index, values = (np.concatenate(pair) for pair in pairs)
-                written = index, values
+                written = np.concatenate((written[0], own[0].index)), np.concatenate((written[1], own[0].values))
                 owners += [(one.np, one.generations) for one in own[0].owners]
             if written[0] is not at:
                 further += (written[0], written[1].astype(np.int32))
@@ -566,10 +608,8 @@ class StepPlanner:
         first_write = base + len(further) if further else base
         for write in writes:
             further += (write.index, write.values)
-        first_entry = base
-        if entries is not None:
-            first_entry += len(further)
-            further += entries.arrays
+        first_value = base + len(further)
+        further += values
         named = {}
         for name in extras:
             named[name] = base + len(further)
@@ -592,9 +632,8 @@ class StepPlanner:
             write.table.launch_checked(
                 write, upload.shared(first_write + 2 * i), upload.shared(first_write + 2 * i + 1)
             )
-        if entries is not None:
-            entries.launch([upload.shared(first_entry + i) for i, _ in enumerate(entries.arrays)])
-        return upload, beside, Extras(runtime, upload, named, dict(extras), row_set=requests.row_set)
+        crossed = [upload.shared(first_value + i) for i, _ in enumerate(values)]
+        return upload, beside, Extras(runtime, upload, named, dict(extras), row_set=requests.row_set), crossed
 
     def _uploaded_slots(self, requests: _Requests, upload: PackedUpload) -> Slots:
         """The slots have crossed with the first step of these requests: later ones, and the relay, use them there."""

@@ -78,9 +78,8 @@ class Steady:
         plan, done = self._planner.plan, self._runtime.record
         if self._churn:
             joining = self._arrived(self._some)
-            writes = [self._pages.entry(joining.slots)]
             first = {"last": np.ones(self._churn, dtype=np.int64)}
-            return plan(self._batch, keep=self._keep, joining=joining, after=done(), published=first, writes=writes)
+            return plan(self._batch, keep=self._keep, joining=joining, after=done(), published=first)
         if self._batch.seq_lens.np[0] == LONGEST - 1:
             self._pages.release_requests(self._batch.slots, after=done())
             self._batch = self._arrived(self._first)

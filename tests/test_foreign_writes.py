@@ -274,7 +274,6 @@ BY_HANDLE: dict[type, dict[str, Callable[[World], object]]] = {
     FutureMap: {
         "states": lambda it: it.relay.states(it.two, "ids"),
         "publish": lambda it: it.relay.publish(it.two, ids=[7, 8]),
-        "packed": lambda it: it.relay.packed(it.two, {"ids": [7, 8]}),
         "discard": lambda it: it.relay.discard(it.two),
         "gather": lambda it: it.relay.gather(it.two, "ids"),
         "prefetch": lambda it: it.relay.prefetch(it.two, "ids"),

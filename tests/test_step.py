@@ -125,7 +125,6 @@ class World:
             after=self.rt.record(),
             joining=joining,
             published={"last": 10 * joining.slots.np},
-            writes=[self.pages.entry(joining.slots)],
         )
 
     def leave(self, rows: list[int]) -> None:
@@ -760,3 +759,21 @@ def test_handles_of_many_are_joined_at_once(rt: Runtime) -> None:
     assert type(joined).cat(parts).device.tolist() == joined.np.tolist()
     with pytest.raises(ArgumentError):
         type(joined).cat([joined, other.take(1)])
+
+
+@pytest.mark.parametrize("in_one_piece", [True, False])
+def test_rows_of_requests_that_arrive_are_written_with_the_step(rt: Runtime, in_one_piece: bool) -> None:
+    """No caller has to name them, and a caller that has written or names them does no harm."""
+    world = World.of(rt, in_one_piece=in_one_piece)
+    world.join([3])
+    table = world.pages.req_to_token
+    assert table is not None
+    for named in ("by the step", "before it", "with it"):
+        joining = world.arrived([6])
+        entry = world.pages.entry(joining.slots)
+        if named == "before it":
+            entry.launch()
+        with checks("full"):
+            world.step(joining=joining, published={"last": [7]}, writes=[entry] if named == "with it" else [])
+        row = rt.inspect(table.memory)[joining.slots.np[0], :7]
+        assert row.tolist() == world.pages.locations(joining.slots, 0, 7).np.tolist()

@@ -50,7 +50,8 @@ class PageTable:
         self.fronted = False
         self.committed = np.zeros(capacity, dtype=np.int64)
         self._flat = self.pages.reshape(-1)
-        self._rest = np.arange(1, page_size)
+        self._within = np.arange(page_size)
+        self._rest = self._within[1:]
         self._size, self._rounding, self._width = np.array(page_size), np.array(page_size - 1), np.array(self.width)
 
     def pages_needed(self, lengths: Ints) -> Ints:
@@ -101,6 +102,20 @@ class PageTable:
             left = np.minimum(size - 1 - there % self._size, width - 1 - there)
             rests = [arange_per_row(one[last] + ONE, left) for one in (index, locations)]
         return np.concatenate([index, rests[0]]), np.concatenate([locations, rests[1]])
+
+    def token_rows(self, rows: Ints, width: int) -> tuple[Ints, Ints]:
+        """See `PagePool.token_rows`."""
+        size, first, stop = self.page_size, self.first[rows], self.num_pages[rows]
+        counts = stop - first
+        columns, owners = arange_per_row(first, counts), rows.repeat(counts)
+        pages = self._flat[owners * self._width + columns].astype(np.int64)
+        begins = columns * self._size
+        index = ((owners * width + begins)[:, None] + self._within).reshape(-1)
+        locations = ((pages * self._size)[:, None] + self._within).reshape(-1)
+        if int(stop.max(initial=0)) * size > width >= int(self.committed[rows].max(initial=0)):
+            there = (begins[:, None] + self._within).reshape(-1) < width  # the last page goes on behind the row
+            index, locations = index[there], locations[there]
+        return index, locations
 
     def append(self, rows: Ints, counts: Ints, pages: Ints) -> None:
         """Gives each row `counts` further pages; `pages` are those of all rows in turn."""

@@ -516,22 +516,26 @@ class PagePool:
         operation = "entry"
         target = self._token_table(table)
         rows = self.slots.rows_of(slots, operation, unique=True)
-        first, stop = self._table.first[rows], self._table.num_pages[rows]
-        counts = stop - first
-        columns, owners = arange_per_row(first, counts), rows.repeat(counts)
-        pages, width = self._table.pages[owners, columns].astype(np.int64), target.shape[-1]
+        width = max(target.shape[-1], int(self._table.committed[rows].max(initial=0)))  # longer requests are refused
         origin = Origin("token rows", self.runtime.step, slots, self.epochs, self.epochs.last)
-        rest, size = np.arange(self.page_size), self.page_size
-        positions = (columns * size)[:, None] + rest
-        index, locations = (owners * width)[:, None] + positions, (pages * size)[:, None] + rest
-        if int(stop.max(initial=0)) * size > width >= int(self._table.committed[rows].max(initial=0)):
-            there = positions < width  # the last page goes on behind the row
-            positions, index, locations = positions[there], index[there], locations[there]
-        locations = locations.reshape(-1)
+        index, locations = self.token_rows(rows, width)
         if target is self.req_to_token and not levels.full:  # the pool made and checked all
-            return target.planned(index.reshape(-1), locations, slots, origin)
-        numbers = ((index - positions) // width).reshape(-1)
-        return target.entry_of(numbers, positions.reshape(-1), self._locations(locations), slots, origin)
+            return target.planned(index, locations, slots, origin)
+        owners, positions = np.divmod(index, width)
+        return target.entry_of(owners, positions, self._locations(locations), slots, origin)
+
+    def have_tokens(self, rows: Ints) -> npt.NDArray[np.bool_]:
+        """Which of the live slots `rows` int64[n] have committed tokens, bool[n]. For the library."""
+        return self._table.committed[rows] > ZERO
+
+    def token_rows(self, rows: Ints, width: int) -> tuple[Ints, Ints]:
+        """For all tokens of slots, to the end of each page: elements of a token table, and locations. For the library.
+
+        Args:
+            rows: live slots int64[n].
+            width: elements of a row of the table.
+        """
+        return self._table.token_rows(rows, width)
 
     def _is_token_table(self, table: Table) -> bool:
         """Whether each location of the pool goes into a table that is declared to hold locations."""

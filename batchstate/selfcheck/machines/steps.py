@@ -220,7 +220,6 @@ class StepMachine(Machine):
             options |= {"keep": np.array(stays), "after": after}
         if len(joining):
             options |= {"joining": joining, "published": {"token": [one.tokens[-1] for one in joining.requests]}}
-            options["writes"] = [self.pages.entry(joining.slots)]
         try:
             step = self.planner.plan(self.batch, queries, prompt_ids=prompts, **options)
         except PoolExhaustedError:
@@ -236,7 +235,7 @@ class StepMachine(Machine):
         self.reached("a page begins", one_piece and bool((self.batch.seq_lens.np % PAGE_SIZE == 0).any()))
         self.reached("a mixed step", None in prompts and any(ids is not None for ids in prompts))
         self.reached("padded", padded)
-        self.reached("requests leave and arrive with a step in one piece", one_piece and len(options) == 5)
+        self.reached("requests leave and arrive with a step in one piece", one_piece and len(options) == 4)
         self.reached("tokens of an encoder", any(one.encoder for one in requests))
         expected = [(one.tokens[-1] + 1 + one.adds) % 1000 for one in requests]
         with self.rt.use(self.side):
