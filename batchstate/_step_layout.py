@@ -15,10 +15,6 @@ Array = npt.NDArray[Any]
 
 INT64, INT32 = np.dtype(np.int64), np.dtype(np.int32)
 
-_WIDE, _NARROW = 3, 2
-"""Rows beside the columns: positions, slot mapping and indices of the table write, int64; and KV lengths and values of
-the table write, int32."""
-
 
 def pitch(n: int, dtype: "np.dtype[Any]") -> int:
     """Elements from one row of `n` to the next: each begins at a multiple of `ALIGNMENT`."""
@@ -40,7 +36,6 @@ class StepLayout:
     __slots__ = (
         "_beside",
         "_n",
-        "_starts",
         "_views",
         "everyone",
         "last_token_indices",
@@ -62,36 +57,31 @@ class StepLayout:
             self.places.append((size, pad.dtype, shape))
             size += -(-int(np.prod(shape)) * pad.itemsize // ALIGNMENT) * ALIGNMENT
         self.num_places = len(self.places)
-        self._starts = size, size + _WIDE * pitch(n, INT64) * INT64.itemsize
-        self.nbytes = self._starts[1] + _NARROW * pitch(n, INT32) * INT32.itemsize
+        self._beside: list[slice] = []  # of positions and slot mapping, int64, and KV lengths, int32, in elements
+        for dtype in (INT64, INT64, INT32):
+            first = size // dtype.itemsize
+            self._beside.append(slice(first, first + n))
+            size += pitch(n, dtype) * dtype.itemsize
+        self.nbytes = size
         self._views: dict[StagingBlock, list[Array]] = {}
-        self._beside = [
-            (dtype, (count, n), (pitch(n, place), 1), at // place.itemsize)
-            for at, dtype, place, count in (
-                (self._starts[0], torch.int64, INT64, _WIDE),
-                (self._starts[1], torch.int32, INT32, _NARROW),
-            )
-        ]
 
     def fill(self, block: StagingBlock, groups: Sequence[Array], beside: Sequence[Array]) -> None:
-        """Writes the columns, and the rows int64[n] beside them, to where they go in `block`."""
+        """Writes the columns, and positions, slot mapping and KV lengths beside them, to where they go in `block`."""
         views = self._views.get(block)
         if views is None:
             memory = block.bytes
             views = [self._rows_at(memory, *place) for place in self.places]
-            views.extend(self._rows_at(memory, self._starts[0], INT64, (_WIDE, pitch(self._n, INT64))))
-            views.extend(self._rows_at(memory, self._starts[1], INT32, (_NARROW, pitch(self._n, INT32))))
+            (positions, mapping, lens), wide = self._beside, memory.view(INT64)
+            views += (wide[positions], wide[mapping], memory.view(INT32)[lens])
             self._views[block] = views
         for view, values in zip(views, (*groups, *beside), strict=True):
             view[...] = values
 
-    def beside(self, upload: PackedUpload) -> list[torch.Tensor]:
-        """The rows beside the columns, on the device: [n] each. A write in place into one is none into a column."""
+    def beside(self, upload: PackedUpload) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Positions, slot mapping and KV lengths on the device, [n] each. A write into one is none into a column."""
         memory = upload.buffer.data  # which begins where its storage does
-        rows: list[torch.Tensor] = []
-        for dtype, shape, strides, first in self._beside:
-            rows += memory.view(dtype).as_strided(shape, strides, first).unbind(0)
-        return rows
+        wide, (positions, mapping, lens) = memory.view(torch.int64), self._beside
+        return wide[positions], wide[mapping], memory.view(torch.int32)[lens]
 
     def _rows_at(self, memory: Array, start: int, dtype: "np.dtype[Any]", shape: tuple[int, ...]) -> Array:
         """An array of `shape` from byte `start` on, the first `n` rows of it."""

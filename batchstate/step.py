@@ -23,8 +23,8 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
+from batchstate._arrays import arange_per_row, kept_rows
 from batchstate._arrays import count as counted
-from batchstate._arrays import kept_rows
 from batchstate._origin import DerivedArrays, Origin, RowSet
 from batchstate._relay import PublishedRows
 from batchstate._rows import GENERATION_SUFFIX, RowState
@@ -48,6 +48,9 @@ from batchstate.violations import Where
 Ints = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
 
+_Written = tuple[tuple[Ints, Ints], Ints, Ints]
+"""Rows of a table and their owners' generations, and elements of the flat table with their values."""
+
 _ONE = np.array(1)  # numpy takes as long to convert one number as to add 100 of them
 
 
@@ -62,20 +65,87 @@ class _Requests:
         rows, generations: their numbers, int64[n].
         held_at: `changes` of the slot pool when they were last found live.
         known: their ids in the relay.
-        first_element: int64[n], where the row of each begins in the flat `req_to_token`.
+        row_width: elements of a row of `req_to_token`.
+        first_element: int64[n], where the row of each begins in it, flat.
         written: whether all tokens before this step's are.
+        steps: taken so far, one behind the other with nothing between.
+        state: of the batch after the last of these.
+        epoch: of the pages then.
+        locations: of the tokens of that step, int64[n]: one further on goes the next token, but where a page begins.
+        longest: tokens of the longest before the second of them.
+        phases: int64[n], steps from the second one to that in which a page begins, less whole pages.
+        begins: whether a page begins for any, by phase.
     """
 
-    __slots__ = ("first_element", "generations", "held_at", "known", "layout", "row_set", "rows", "slots", "written")
+    __slots__ = (
+        "begins",
+        "epoch",
+        "first_element",
+        "generations",
+        "held_at",
+        "known",
+        "layout",
+        "locations",
+        "longest",
+        "phases",
+        "row_set",
+        "row_width",
+        "rows",
+        "slots",
+        "state",
+        "steps",
+        "written",
+    )
 
     slots: Slots
     known: PublishedRows
+    locations: Ints
+    longest: int
+    phases: Ints
+    begins: list[bool]
 
     def __init__(self, layout: StepLayout, row_set: RowSet, rows: Ints, generations: Ints, row_width: int) -> None:
         self.layout, self.row_set, self.rows, self.generations = layout, row_set, rows, generations
         self.held_at = -1
-        self.first_element = rows * row_width
+        self.row_width, self.first_element = row_width, rows * row_width
         self.written = False
+        self.steps, self.epoch = 0, -1
+        self.state: RowState | None = None
+
+    def places(self, pages: PagePool, start: Ints, totals: Ints) -> tuple[Ints, _Written | None]:
+        """Where the next token of each goes, int64[n], and what is written into the token table, if anything.
+
+        From the second step on each page is written as a whole: at once what is left of those that began before, then
+        each that begins. `start` are the lengths, `totals` those after.
+        """
+        owners = self.rows, self.generations
+        rows, size, steps = self.rows, pages.page_size, self.steps
+        if steps < 2:
+            pages.check_totals(totals, _OPERATION)
+            locations = pages.next_locations(rows, start, _OPERATION)
+            at = self.first_element + start
+            if not steps:
+                return locations, (owners, *pages.whole_pages(at, start, locations, self.row_width))
+            self.phases = -start % size
+            self.begins = np.bincount(self.phases, minlength=size).astype(np.bool_).tolist()
+            self.longest = int(start.max())
+            begun: Ints = self.layout.everyone
+        else:
+            pages.check_totals(totals, _OPERATION, self.longest + steps)
+            if pages._references.shared:  # asks of each page who else has it
+                locations = pages.next_locations(rows, start, _OPERATION)
+            else:
+                locations = self.locations + _ONE
+            phase = (steps - 1) % size
+            if not self.begins[phase]:
+                return locations, None
+            begun = (self.phases == phase).nonzero()[0]
+            rows, start = rows[begun], start[begun]
+            owners = rows, self.generations[begun]
+            locations[begun] = pages.next_locations(rows, start, _OPERATION)
+            at = self.first_element[begun] + start
+        left = np.minimum(size - start % size, self.row_width - start)
+        return locations, (owners, arange_per_row(at, left), arange_per_row(locations[begun], left))
 
 
 def _each_puts_in_one(n: int, query_lens: object, prompt_ids: Sequence[object] | None, samples: object) -> bool:
@@ -264,8 +334,7 @@ class StepPlanner:
             and pages.req_to_token.dtype == torch.int32
             and set(self._results) <= set(self._ids)
         )
-        self._place, self._table = batch._layout.places[seq_lens], pages.req_to_token
-        self._row_width = 0 if self._table is None else self._table.shape[1]
+        self._place, self._table = batch._layout.places[seq_lens], cast(Table, pages.req_to_token)
         self._requests: _Requests | None = None  # of the last decode step
         self._most = min(self._slots.size, _MOST_IN_ONE_PIECE)
         self._make_constants()
@@ -453,8 +522,7 @@ class StepPlanner:
 
     def _without_token_row(self, rows: Ints, generations: Ints) -> Ints:
         """Which of some requests have tokens that no step here has put into the token table, int64[k]."""
-        table = cast(Table, self._table)
-        missing: Ints = (~table.written_for(rows, generations) & self._pages.have_tokens(rows)).nonzero()[0]
+        missing: Ints = (~self._table.written_for(rows, generations) & self._pages.have_tokens(rows)).nonzero()[0]
         return missing
 
     def _make_constants(self) -> None:
@@ -528,16 +596,21 @@ class StepPlanner:
         pages.check_committed(rows, start, _OPERATION)
         pages.check_readable(rows, start, _OPERATION, window=self._window)
         lens += _ONE
-        locations = pages.next_locations(rows, start, lens, _OPERATION)
+        if requests.state is not state or requests.epoch != pages.epochs.last:
+            requests.steps = 0
+        locations, written = requests.places(pages, start, lens)
         self._slots.transaction.operation = None  # the requests have grown; nothing is committed yet
         values = entries.arrays if entries is not None else ()
+        tokens = start, locations, lens
         upload, beside, uploaded, crossed = self._sent(
-            requests, moved, (start, locations, lens), joined, arrays, values, arrived
+            requests, moved, tokens, written, joined, arrays, values, arrived
         )
         slots = requests.slots if same else self._uploaded_slots(requests, upload)
         if entries is not None:
             entries.launch(slots.device[rows.size - arrived :], crossed)
         pages.commit_rows(rows, lens)
+        requests.state, requests.epoch, requests.locations = moved, pages.epochs.last, locations
+        requests.steps += 1
         device = BatchDevice.of_upload(runtime, moved, upload)
         if own:
             advanced, batch._device = batch, device
@@ -573,37 +646,37 @@ class StepPlanner:
         requests: _Requests,
         state: RowState,
         tokens: tuple[Ints, Ints, Ints],
+        written: _Written | None,
         writes: Sequence[TableWrite],
         extras: Mapping[str, object],
         values: Sequence[Array],
         arrived: int,
-    ) -> tuple[PackedUpload, list[torch.Tensor], Extras, list[torch.Tensor]]:
+    ) -> tuple[PackedUpload, Sequence[torch.Tensor], Extras, list[torch.Tensor]]:
         """One copy of the columns, of what the forward takes besides, and of what is added; then the table's scatters.
 
-        `tokens` are the positions of the tokens, their locations, and the lengths with them; the last `arrived`
-        requests have joined, and `values` are theirs. Returns these last.
+        `tokens` are the positions of the tokens, their locations, and the lengths with them; `written` is for the token
+        table. The last `arrived` requests have joined, and `values` are theirs. Returns these last.
         """
         runtime, table, layout = self._runtime, self._table, requests.layout
-        start, locations, lens = tokens
-        at = requests.first_element + start
-        written, owners = (at, locations), [(requests.rows, requests.generations)]
         further: list[Array] = []
-        if table is not None:
-            width = self._row_width
-            written = self._pages.whole_pages(at, start, locations, width)
+        scattered = None
+        if written is not None:
+            owner, index, places_written = written
+            owners = [owner]
             if arrived:
                 rows, generations = requests.rows[-arrived:], requests.generations[-arrived:]
                 new = self._without_token_row(rows, generations)
                 if new.size:
-                    there = self._pages.token_rows(rows[new], width)
-                    written = np.concatenate((written[0], there[0])), np.concatenate((written[1], there[1]))
+                    there = self._pages.token_rows(rows[new], requests.row_width)
+                    index, places_written = (np.concatenate(pair) for pair in zip(written[1:], there, strict=True))
             own = [write for write in writes if write.table is table] if writes else ()  # one at most: they are joined
             if own:
                 writes = [write for write in writes if write.table is not table]
-                written = np.concatenate((written[0], own[0].index)), np.concatenate((written[1], own[0].values))
+                index = np.concatenate((index, own[0].index))
+                places_written = np.concatenate((places_written, own[0].values))
                 owners += [(one.np, one.generations) for one in own[0].owners]
-            if written[0] is not at:
-                further += (written[0], written[1].astype(np.int32))
+            scattered = index, places_written, owners
+            further += (index, places_written.astype(np.int32))
         base = layout.num_places
         first_write = base + len(further) if further else base
         for write in writes:
@@ -620,14 +693,13 @@ class StepPlanner:
             places = [*places, *((nbytes + first, dtype, shape) for first, dtype, shape in added)]
             nbytes += size
         block = runtime.staging_block(nbytes)
-        layout.fill(block, state.groups, (start, locations, at, lens, locations))
+        layout.fill(block, state.groups, tokens)
         for array, place in zip(further, places[base:], strict=True):
             block.write(array, place[0])
         upload = runtime.send(block, nbytes, places)
         beside = layout.beside(upload)
-        if table is not None:
-            sides = (beside[2], beside[4]) if written[0] is at else (upload.shared(base), upload.shared(base + 1))
-            table.scatter(*sides, *written, owners)
+        if scattered is not None:
+            table.scatter(upload.shared(base), upload.shared(base + 1), *scattered)
         for i, write in enumerate(writes):
             write.table.launch_checked(
                 write, upload.shared(first_write + 2 * i), upload.shared(first_write + 2 * i + 1)
@@ -665,7 +737,7 @@ class StepPlanner:
                 self._layouts_by_size.clear()
             starts, last = (one.tensor for one in self._constants)
             layout = self._layouts_by_size[n] = StepLayout(n, self._kind._layout, starts[: n + 1], last[:n])
-        requests = _Requests(layout, batch.row_set, rows, generations, self._row_width)
+        requests = _Requests(layout, batch.row_set, rows, generations, self._table.shape[1])
         requests.held_at = self._slots.changes
         requests.known = self._relay.published_rows(self._ids[0], rows, generations)
         return requests
@@ -700,7 +772,7 @@ class StepPlanner:
             self._report_constants()
         ids, slots = self._relay.gather_again(requests.known, self._ids[0], stream)
         plan._used = True
-        positions, mapping, _, kv_lens, _ = step._beside
+        positions, mapping, kv_lens = step._beside
         inputs = ForwardInputs(
             plan=plan,
             slots=slots,

@@ -247,8 +247,10 @@ def test_on_a_device_that_lags(device: str) -> None:
 
 
 @pytest.mark.parametrize("level", ["off", "cheap"])
-def test_a_step_is_one_copy_one_scatter_one_gather_and_one_scatter_of_ids(rt: Runtime, level: str) -> None:
-    """One copy to the device and one back, three operations, no wait; staging does not grow."""
+def test_a_step_is_one_copy_a_gather_and_a_scatter_of_ids_and_a_scatter_where_pages_begin(
+    rt: Runtime, level: str
+) -> None:
+    """One copy to the device and one back, no wait; the table is written in the first two steps, and page by page."""
     with checks(level):
         world = World.of(rt)
         world.join([3] * 8)
@@ -260,7 +262,9 @@ def test_a_step_is_one_copy_one_scatter_one_gather_and_one_scatter_of_ids(rt: Ru
             step.publish(last=inputs.input_ids)
             spent = rt.counters - before
             world.batch = step.batch  # type: ignore[assignment]
-            assert (spent.host_to_device_copies, spent.device_to_host_copies, spent.device_operations) == (1, 1, 3)
+            written = n < 2 or (3 + n) % PAGE_SIZE == 0
+            assert (spent.host_to_device_copies, spent.device_to_host_copies) == (1, 1)
+            assert spent.device_operations == 2 + written
             assert spent.forced_syncs == spent.fence_waits == 0
             assert spent.device_allocations == 1
             if n > 1 and rt.device.type == "cpu":
@@ -268,7 +272,31 @@ def test_a_step_is_one_copy_one_scatter_one_gather_and_one_scatter_of_ids(rt: Ru
             step.results.resolve()
 
 
-MOST_CALLS = 196
+def test_a_token_table_that_was_written_token_by_token_is_filled_to_the_end_of_each_page(rt: Runtime) -> None:
+    """Steps that write whole pages miss no token of a page that began before them, after tokens went back too."""
+    world = World.of(rt)
+    slots, lens = world.slots.take(3), [5, 8, 2]
+    owners = slots.np.repeat(lens)
+    extension = world.pages.extend(slots, lens)
+    table = world.pages.req_to_token
+    assert table is not None
+    world.relay.publish(slots, last=slots.np)
+    world.batch = world.built(slots, lens)
+    world.batch.upload(writes=[table.entry_of(owners, extension.positions, extension.locations.np, slots)])
+    for k in range(9):
+        if k == 5:  # a token goes back, and comes again
+            world.pages.truncate(world.batch.slots, world.batch.seq_lens.np - 1)
+            world.batch = world.batch.advance("seq_lens", -1)
+        step = world.planner.plan(world.batch)
+        step.publish(last=step.inputs().input_ids)
+        world.batch = step.batch  # type: ignore[assignment]
+        for slot, length in zip(slots.np, world.batch.seq_lens.np, strict=True):
+            places = np.arange(length)
+            held = world.pages.page_table[slot][places // PAGE_SIZE] * PAGE_SIZE + places % PAGE_SIZE
+            assert rt.inspect(table.memory)[slot][:length].tolist() == held.tolist()
+
+
+MOST_CALLS = 168
 
 
 @pytest.mark.parametrize("level", ["off", "cheap"])
@@ -284,8 +312,8 @@ def test_python_calls_of_a_steady_step(level: str, monkeypatch: pytest.MonkeyPat
 def _calls_of_a_step(n: int) -> int:
     rt = open_runtime("cpu")
     world = World.of(rt, n, pages=8 * n)
-    world.join([5] * n)  # in three steps no page begins
-    calls = 0
+    world.join([5] * n)  # in the last three steps no page begins, and what stays was made before them
+    calls, counts = 0, []
 
     def count(frame: object, event: str, argument: object) -> None:
         nonlocal calls
@@ -293,7 +321,7 @@ def _calls_of_a_step(n: int) -> int:
 
     before = None
     with no_collector():
-        for _ in range(3):
+        for left in reversed(range(11)):
             calls = 0
             sys.setprofile(count)
             try:
@@ -307,7 +335,9 @@ def _calls_of_a_step(n: int) -> int:
                 sys.setprofile(None)
             world.batch = step.batch  # type: ignore[assignment]
             before = step
-    return calls
+            if left < 3:
+                counts.append(calls)
+    return min(counts)  # one of three takes staging memory back, if no check does that in each
 
 
 def test_what_is_broken_is_reported_as_by_the_parts(rt: Runtime) -> None:
@@ -517,7 +547,7 @@ def test_full_compares_the_copy_of_the_step(rt: Runtime) -> None:
         wrong = changed(
             "step:StepPlanner._sent",
             "layout.fill(block, state.groups,",
-            "layout.fill(block, state.taken(lens * 0).groups,",
+            "layout.fill(block, state.taken(tokens[0] * 0).groups,",
         )
         with wrong, pytest.raises(Violation) as caught:
             world.planner.plan(step.batch)

@@ -676,29 +676,39 @@ class PagePool:
         """The hot path of decoding: nothing is ragged."""
         start = self._table.committed[rows]
         totals = start + ONE
-        locations = self.next_locations(rows, start, totals, "advance")
+        self.check_totals(totals, "advance")
+        locations = self.next_locations(rows, start, "advance")
         self.commit_rows(rows, totals)
         self.transaction.operation = None
         if rows.size > self._ones.size:
             self._ones = np.ones(2 * rows.size, dtype=np.int64)
         return self._extension(slots, rows, start, locations, self._ones[: rows.size])
 
-    def next_locations(self, rows: Ints, start: Ints, totals: Ints, operation: str) -> Ints:
+    def check_totals(self, totals: Ints, operation: str, longest: int | None = None) -> None:
+        """Refuses lengths int64[n] beyond what a request may have; `longest` is the most, if known. For the library.
+
+        Raises:
+            Violation: LENGTH_ORDER.
+        """
+        if longest is not None and longest <= self.max_tokens_per_request:
+            times_checked[LENGTH_ORDER] += 1
+        else:
+            self._check_lengths(totals, totals, operation, _lengths.further)
+
+    def next_locations(self, rows: Ints, start: Ints, operation: str) -> Ints:
         """Where the KV of each request's next token goes, int64[n]; takes a page where one begins. For the library.
 
         Nothing is committed. Leaves the mark of the transaction, which the caller takes away.
 
         Args:
             rows: live slots int64[n], each once.
-            start: their committed tokens.
-            totals: `start` + 1.
+            start: their committed tokens, of which `check_totals` has found that one more may follow.
             operation: for reports.
 
         Raises:
             As `grow`, and PAGE_OWNER as `commit`.
         """
         table, references = self._table, self._references
-        self._check_lengths(totals, totals, operation, _lengths.further)
         columns, index, pages = table.next_pages(rows, start)
         if references.shared:
             references.check_exclusive(pages, operation)
