@@ -5,7 +5,7 @@ one kind or of several, each with a pool and a count of its own; a request may h
 states is a table indexed by SLOTS for each kind, one row per slot, whose values are state indices. State 0 is padding.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, SupportsIndex, final
 
 import attrs
@@ -286,17 +286,25 @@ class HybridSlotPool(SlotPool):
             CaptureError: writing while the current stream is captured. Nothing was taken.
             ArgumentError, DtypeError, ShapeError: no such kind, or not one count for each slot. Nothing was taken.
         """
+        wanted = {} if states is None else self._wanted(n, states)
+        return self._with_states(lambda: super(HybridSlotPool, self).take(n, reserved=reserved), wanted, write)
+
+    def take_with(self, n: int, give: Callable[[Ints], None]) -> Slots:
+        """See `SlotPool.take_with`; each slot gets `states_per_slot`."""
+        return self._with_states(lambda: super(HybridSlotPool, self).take_with(n, give), {}, True)
+
+    def _with_states(self, take: Callable[[], Slots], wanted: Mapping[str, Ints], write: bool) -> Slots:
+        """Slots with states, as many as `wanted` of each kind."""
         if write and self.runtime.capturing:
             raise CaptureError(
                 f"{self.name}: take writes to the device, which a captured stream does not allow",
                 remedy="take with write=False, and pack `state_entry` with an upload after the capture",
             )
-        wanted = {} if states is None else self._wanted(n, states)
         before = {kind: owner.wanted for kind, owner in self._owners.items()}  # of a take whose fence calls this one
         try:
             for kind, owner in self._owners.items():
                 owner.wanted = wanted.get(kind)
-            slots = super().take(n, reserved=reserved)
+            slots = take()
         finally:
             for kind, owner in self._owners.items():
                 owner.wanted = before[kind]

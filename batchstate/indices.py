@@ -49,7 +49,11 @@ class Handles(MirroredTensor):
         name: str = "",
     ) -> Self:
         """For pools: takes over both arrays, int64[n]. `pool_id` is that of the pool."""
-        return cls(
+        handles = cls.__new__(cls)  # what a pool makes for each take: without a second dictionary of arguments
+        handles.held_at = -1
+        generations.setflags(write=False)
+        MirroredTensor.__init__(
+            handles,
             runtime,
             numbers,
             None,
@@ -60,6 +64,7 @@ class Handles(MirroredTensor):
             generations=generations,
             pool_id=pool_id,
         )
+        return handles
 
     @classmethod
     def from_host(

@@ -5,7 +5,7 @@ slot without harm. A slot freed behind a fence can be taken again only after the
 uses it. Bookkeeping is numpy on the host, on the owning thread; no operation here waits for the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self, SupportsIndex, final
 
 import attrs
@@ -173,14 +173,23 @@ class SlotPool:
             PoolBrokenError: an earlier operation was interrupted.
             Violation: SLOT_ZERO_DIRTY, MIRROR_EQUAL, at `full`: a table is damaged. Nothing was taken.
         """
+        self.transaction.enter(self._take)
+        return self._taken(n if type(n) is int and n >= 0 else count(n, f"{self._take}: n"), reserved, None)
+
+    def take_with(self, n: int, give: Callable[[Ints], None]) -> Slots:
+        """`take`, in which `give(rows)` gives the slots int64[n] what else they own. For the library.
+
+        It runs as the last `on_take` does: what a listener of the pool releases with the slots, it may give.
+        """
+        return self._taken(n, False, give)
+
+    def _taken(self, wanted: int, reserved: bool, give: Callable[[Ints], None] | None) -> Slots:
         transaction, allocator = self.transaction, self._allocator
-        transaction.enter(self._take)
-        wanted = n if type(n) is int and n >= 0 else count(n, f"{self._take}: n")
         allocator.reap()
         for query in self._before_take:
             query()
         allocator.check_available(wanted, reserved=reserved)
-        for listener in self._listeners:
+        for listener in self._taking:
             listener.check_take(wanted)
         if levels.full:
             self._verify_tables("take")
@@ -188,9 +197,11 @@ class SlotPool:
         done: list[SlotListener] = []
         try:
             slots = self._generations.new_handles(rows)
-            for listener in self._listeners:
+            for listener in self._taking:
                 listener.on_take(rows)
                 done.append(listener)
+            if give is not None:
+                give(rows)
             transaction.operation = None
             self._check_after("take")
             return slots
@@ -207,8 +218,9 @@ class SlotPool:
             Violation: the pool is not what it was, and stays broken.
         """
         self.transaction.operation = self._take
-        for listener in done:
-            listener.on_free(rows, None)
+        for listener in self._listeners:
+            if listener in done or listener not in self._taking:
+                listener.on_free(rows, None)
         self._allocator.release(rows, None, self._take)
         self._verify_host()
         self.transaction.operation = None
@@ -317,9 +329,12 @@ class SlotPool:
 
     def _set_listeners(self, listeners: list[SlotListener]) -> None:
         self._listeners = listeners
-        # Most query nothing: they are not asked.
+        # Most do nothing at most events: they are not asked.
         self._before_take = [one.before_take for one in listeners if _overrides(one, "before_take")]
         self._before_free = [one.before_free for one in listeners if _overrides(one, "before_free")]
+        self._taking = [one for one in listeners if _overrides(one, "check_take", "on_take")]
+        self._releasing = [one for one in listeners if _overrides(one, "check_free", "check_release")]
+        self._counting = [one for one in listeners if _overrides(one, "check_conservation")]
 
     # Tables
 
@@ -430,7 +445,7 @@ class SlotPool:
         for query in self._before_free:
             query(slots)
         rows = self._generations.rows_to_free(slots, operation)
-        for listener in self._listeners:
+        for listener in self._releasing:
             (listener.check_release if whole else listener.check_free)(rows, operation)
         if levels.full:
             self._verify_tables(operation)
@@ -440,7 +455,7 @@ class SlotPool:
 
     def _check_after(self, operation: str) -> None:
         if levels.cheap:
-            for listener in self._listeners:
+            for listener in self._counting:
                 listener.check_conservation(self._allocator.live, operation)
             if levels.full:
                 self._verify_host()
@@ -483,5 +498,5 @@ class SlotPool:
         self._allocator.expect_idle("expect_idle")
 
 
-def _overrides(listener: SlotListener, method: str) -> bool:
-    return getattr(type(listener), method) is not getattr(SlotListener, method)
+def _overrides(listener: SlotListener, *methods: str) -> bool:
+    return any(getattr(type(listener), method) is not getattr(SlotListener, method) for method in methods)

@@ -88,7 +88,7 @@ def test_repr_counts(pool: HybridSlotPool) -> None:
 
 def test_finds_a_mapping_that_was_not_written(pool: HybridSlotPool) -> None:
     """A slot whose states never reached the device is found where they are read."""
-    with changed("hybrid:HybridSlotPool.take", "table.write(slots, None, self.states_of(slots, kind))", "pass"):
+    with changed("hybrid:HybridSlotPool._with_states", "table.write(slots, None, self.states_of(slots, kind))", "pass"):
         slots = pool.take(1)
     refused(Code.ROW_UNWRITTEN, lambda: pool.state_table().device_for(slots))
 

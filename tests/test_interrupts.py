@@ -222,6 +222,7 @@ OPERATIONS: dict[str, tuple[type[World], Operation]] = {
     "share from a lease": (World, lambda w: w.pages.share(w.lease, w.c, 2)),
     "hold": (World, lambda w: w.pages.hold(w.b, 2)),
     "take pages": (World, lambda w: w.pages.take(3)),
+    "take_requests": (World, lambda w: w.pages.take_requests([3])),
     "release a lease": (World, lambda w: w.lease.release(after=w.shut)),
     "truncate": (World, lambda w: w.pages.truncate(w.a, 2)),
     "release": (World, lambda w: w.pages.release(w.both)),

@@ -485,19 +485,16 @@ class PagePool:
         self._check_lengths(totals, totals, operation)
         needed = self._table.pages_needed(totals)
         total = int(needed.sum())
-        self._references.allocator.check_available(total)
-        slots = self.slots.take(totals.size)
-        try:
-            rows = slots.np
+
+        def give(rows: Ints) -> None:
             if total:
                 self._table.append(rows, needed, self._references.take(total, operation))
-            self.transaction.operation = operation
             self._table.committed[rows] = totals
             self.writes.launched(rows, totals)
-        except Exception:
-            self.slots.free(slots)
-            raise
-        self.transaction.operation = None
+
+        if total > self._references.allocator.free:
+            self._references.allocator.check_available(total)
+        slots = self.slots.take_with(totals.size, give)
         self._check_after()
         return slots
 
