@@ -52,6 +52,13 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", type=new_file, help="also write the figures to FILE, for machines")
 
 
+def add_report(parser: argparse.ArgumentParser) -> None:
+    """`--report FILE`; see `batchstate.cli._page`."""
+    parser.add_argument(
+        "--report", metavar="FILE", type=new_file, help="also write the run as one HTML page to FILE, for a browser"
+    )
+
+
 def chosen_device(name: str | None) -> str:
     """The device that was asked for, or else an accelerator if there is one. Imports torch."""
     if name is not None:

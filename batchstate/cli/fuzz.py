@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_seed(parser, default=None)
     options.add_device_or_tool(parser)
     options.add_json(parser)
+    options.add_report(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,10 +43,28 @@ def run(args: argparse.Namespace) -> int:
     total = args.examples * len(machines)
     with progress("fuzz", total) as update:
         report = fuzz(device, args.examples, seed, machines, progress=lambda done, name: update(min(done, total), name))
-    show(f"seed {report.seed}, on {report.device}", _sections(report))
+    title, sections = f"seed {report.seed}, on {report.device}", _sections(report)
+    show(title, sections)
     _show_failures(report)
     options.write_json(args.json, report.as_dict())
+    if args.report is not None:
+        from batchstate.cli._page import Failure, page
+
+        failures = [Failure(one.name, one.failure) for one in report.machines if one.failure is not None]
+        args.report.write_text(page("fuzz", title, [*sections, *_reached(report)], failures), encoding="utf-8")
     return 1 if report.violations else 0
+
+
+def _reached(report: "FuzzReport") -> list[Section]:
+    """How often each machine came into the situations that it looks for."""
+    return [
+        Section(
+            f"Reached by {result.name}",
+            [Row(target, f"{times:,}", "times") for target, times in result.reached.items()],
+        )
+        for result in report.machines
+        if result.reached
+    ]
 
 
 def _sections(report: "FuzzReport") -> list[Section]:

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from batchstate.cli import _output as options
 from batchstate.cli._output import Row, Section, progress, show
 
 if TYPE_CHECKING:
+    from batchstate.cli._page import Chart
     from batchstate.traffic import TrafficProgress, TrafficReport
 
 NAME = "traffic"
@@ -45,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how much is checked during the run (default: %(default)s)",
     )
     options.add_json(parser)
+    options.add_report(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,6 +62,12 @@ def run(args: argparse.Namespace) -> int:
         workload = fitted_workload(args.requests, args.seed)
     else:
         workload = fitted_workload(seed=args.seed)
+    heard: list[TrafficProgress] = []
+
+    def on_progress(at: "TrafficProgress") -> None:
+        heard.append(at)
+        update(at.done, _remark(at))
+
     with progress("traffic", len(workload)) as update:
         report = run_traffic(
             workload,
@@ -67,18 +76,50 @@ def run(args: argparse.Namespace) -> int:
             seed=args.seed,
             aborts=args.aborts,
             checks=args.checks,
-            progress=lambda at: update(at.done, _remark(at)),
+            progress=on_progress,
         )
-    show(f"{report.requests:,} requests from {report.workload}, on {report.device}", _sections(report))
+    title, sections = f"{report.requests:,} requests from {report.workload}, on {report.device}", _sections(report)
+    show(title, sections)
     if report.broken is not None:
         print(f"\n{report.broken}", file=sys.stderr)
     options.write_json(args.json, report.as_dict())
+    if args.report is not None:
+        from batchstate.cli._page import Failure, page
+
+        failures = [Failure("traffic", report.broken)] if report.broken else []
+        args.report.write_text(page("traffic", title, sections, failures, _charts(report, heard)), encoding="utf-8")
     return 0 if report.clean else 1
 
 
 def _remark(at: "TrafficProgress") -> str:
     minutes, seconds = divmod(int(at.simulated_seconds), 60)
     return f"{minutes:02d}:{seconds:02d} simulated, {at.running} running, {at.waiting} waiting, {at.tokens:,} tokens"
+
+
+def _charts(report: "TrafficReport", heard: "Sequence[TrafficProgress]") -> "list[Chart]":
+    from batchstate.cli._page import Chart
+
+    seconds = [at.simulated_seconds for at in heard]
+    spans = list(zip([None, *heard], heard, strict=False))
+
+    def per_step(name: str) -> list[float]:
+        """The mean of a total over the steps between two calls."""
+        return [
+            (getattr(at, name) - (getattr(before, name) if before else 0))
+            / max(at.steps - (before.steps if before else 0), 1)
+            for before, at in spans
+        ]
+
+    return [
+        Chart("Requests running", "requests", seconds, [at.running for at in heard]),
+        Chart("Requests waiting", "requests", seconds, [at.waiting for at in heard]),
+        Chart("Slots in use", "slots", seconds, [at.slots for at in heard]),
+        Chart("Pages in use", f"of {report.pages:,} pages", seconds, [at.pages for at in heard], most=report.pages),
+        Chart("Steps", "steps", seconds, [at.steps for at in heard]),
+        Chart("Copies to the device", "per step", seconds, per_step("host_to_device_copies")),
+        Chart("Device operations", "per step", seconds, per_step("device_operations")),
+        Chart("Host time", "us per step", seconds, [1e6 * value for value in per_step("host_seconds")]),
+    ]
 
 
 def _sections(report: "TrafficReport") -> list[Section]:

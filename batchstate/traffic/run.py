@@ -104,8 +104,8 @@ class TrafficReport:
         return attrs.asdict(self)
 
 
-STEPS_BETWEEN_PROGRESS = 64
-"""Steps between two calls of `progress`: some hundredths of a second."""
+STEPS_BETWEEN_PROGRESS = 16
+"""Steps between two calls of `progress`: some milliseconds."""
 
 
 @final
@@ -121,6 +121,11 @@ class TrafficProgress:
         tokens: tokens generated.
         steps: steps launched.
         simulated_seconds: the clock.
+        slots: slots that have an owner.
+        pages: pages that have an owner.
+        host_to_device_copies: since the run began.
+        device_operations: since the run began.
+        host_seconds: host time of all steps.
     """
 
     done: int
@@ -130,6 +135,11 @@ class TrafficProgress:
     tokens: int
     steps: int
     simulated_seconds: float
+    slots: int
+    pages: int
+    host_to_device_copies: int
+    device_operations: int
+    host_seconds: float
 
 
 @final
@@ -144,13 +154,19 @@ class _Measured:
     peak_pages: int = 0
     most_copies: int = 0
     most_operations: int = 0
+    total_ns: int = 0
+    copies: int = 0
+    operations: int = 0
 
     def add(self, result: StepResult, host_ns: int, copies: int, operations: int, pages: int) -> None:
         self.host_ns.append(host_ns)
+        self.total_ns += host_ns
         self.tokens += result.generated
         self.computed += result.computed
         self.peak_running = max(self.peak_running, result.running)
         self.peak_pages = max(self.peak_pages, pages)
+        self.copies += copies
+        self.operations += operations
         self.most_copies = max(self.most_copies, copies)
         self.most_operations = max(self.most_operations, operations)
 
@@ -193,6 +209,11 @@ class TrafficRun:
         self._measured = _Measured()
 
     @property
+    def steps(self) -> int:
+        """Steps launched."""
+        return len(self._measured.host_ns)
+
+    @property
     def progress(self) -> TrafficProgress:
         """Where the run is."""
         engine, measured = self.engine, self._measured
@@ -202,8 +223,13 @@ class TrafficRun:
             running=len(engine.batch),
             waiting=len(engine.waiting),
             tokens=measured.tokens,
-            steps=len(measured.host_ns),
+            steps=self.steps,
             simulated_seconds=self.clock,
+            slots=engine.slots.stats.live,
+            pages=engine.pages.stats.live,
+            host_to_device_copies=measured.copies,
+            device_operations=measured.operations,
+            host_seconds=measured.total_ns / 1e9,
         )
 
     def step(self) -> bool:
@@ -311,7 +337,7 @@ def run_traffic(
     with levels.checks(checks):
         try:
             while run.step():
-                if progress is not None and run.progress.steps % STEPS_BETWEEN_PROGRESS == 0:
+                if progress is not None and run.steps % STEPS_BETWEEN_PROGRESS == 0:
                     progress(run.progress)
         except Violation as violation:
             violations.append(violation)
