@@ -1,0 +1,78 @@
+"""The wheel: what is in it, and that it runs the ten-minutes page with nothing but what it requires."""
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.test_typed_at_the_prompt import ROOT, typed
+
+UNMET = re.compile(r";.*\bextra\b|platform_system|sys_platform|python_version <")
+"""Requirements of an extra, or of other platforms."""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built as `make wheel` builds it."""
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def required(requirements: list[str]) -> Iterator[str]:
+    """The installed distributions that these requirements bring, with all that they require."""
+    known: set[str] = set()
+    while requirements:
+        line = requirements.pop()
+        name = re.split(r"[^\w.-]", line, maxsplit=1)[0]
+        if UNMET.search(line) or name in known:
+            continue
+        known.add(name)
+        requirements += importlib.metadata.requires(name) or []
+        yield name
+
+
+def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:
+    """The wheel has every file of the package, its types marker and licence, and nothing else."""
+    names = set(zipfile.ZipFile(wheel).namelist())
+    package = {str(file.relative_to(ROOT)) for file in (ROOT / "batchstate").rglob("*") if file.is_file()}
+    package = {name for name in package if "__pycache__" not in name}
+    assert {name for name in names if ".dist-info/" not in name} == package
+    assert "batchstate/py.typed" in names
+    assert any(name.endswith("/licenses/LICENSE") for name in names)
+
+
+def test_ten_minutes_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    """The ten-minutes page runs at a prompt that finds the wheel and what it requires, and no other package."""
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    (metadata,) = site.glob("*.dist-info/METADATA")
+    needed = re.findall(r"^Requires-Dist: (.*)$", metadata.read_text(), re.MULTILINE)
+    for name in required(needed):
+        for file in importlib.metadata.files(name) or []:
+            top = file.parts[0]
+            source = Path(str(importlib.metadata.distribution(name).locate_file(top)))
+            if top != ".." and not top.endswith((".pth", "__pycache__")) and not (site / top).exists():
+                (site / top).symlink_to(source)
+    begin = f"import sys; sys.path.insert(0, {str(site)!r})"
+    page = (ROOT / "docs/tutorial/ten-minutes.md").read_text()
+    code = typed(page) + "import batchstate\nprint(batchstate.__file__)\n"
+    run = subprocess.run(
+        [sys.executable, "-I", "-S", "-W", "error", "-q", "-i", "-c", begin],
+        input=code, capture_output=True, text=True, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert re.findall(r"^\S*(?:Error|Violation|Race)\b.*", run.stderr, re.MULTILINE) == []
+    assert "stream 'default' never waits for sub on stream 'forward'" in run.stdout
+    assert run.stdout.splitlines()[-1] == str(site / "batchstate/__init__.py")
+    missing = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", f"{begin}; import hypothesis"], capture_output=True, check=False
+    )
+    assert b"No module named 'hypothesis'" in missing.stderr
