@@ -4,15 +4,17 @@ To add one, give `comparisons` a name and a function that makes it. A way that n
 an `Absent`; it gets a row that says so.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, final
 
 import attrs
 
+from batchstate.errors import TransferError
 from batchstate.runtime import Runtime
 from batchstate.traffic import Workload, fitted_workload, run_traffic
-from benchmarks import arrivals, curves, forward_inputs, steady_steps, transfers, whole_steps
+from benchmarks import arrivals, curves, forward_inputs, staging, steady_steps, transfers, whole_steps
 from benchmarks.builds.priced_checks import NOTHING_LEFT, against_deleted, decode_step, of_cheap, of_full, whole_step
 from benchmarks.comparisons import Absent, Asked, Comparison, MismatchError, Row, run
 from benchmarks.counts import COLUMNS, Count, counted_steps
@@ -127,6 +129,7 @@ def works(runtime: Runtime, *, quick: bool, hour: Workload | None = None) -> lis
     if not quick:
         some.append(Work("the real hour of traffic", lambda results: results.lines.append(served(runtime, hour))))
     some.append(Work(f"transfers over {TRANSPORT}", partial(_transfer, runtime, quick)))
+    some.append(Work(f"direct against staged transfer over {TRANSPORT}", partial(_staging, runtime, quick)))
     some += [Work(f"counts of a whole step, {n} columns", partial(_count, runtime, n)) for n in COLUMNS]
     some += [
         Work(f"scaling of {one}", partial(_sweep, runtime, one, effort)) for one in curves.curves(runtime, quick=quick)
@@ -151,6 +154,16 @@ def _compare(runtime: Runtime, make: Make, quick: bool, results: Results) -> Non
 def _transfer(runtime: Runtime, quick: bool, results: Results) -> None:
     for rows in transfers.run_all(runtime, [TRANSPORT], quick=quick):
         results.lines += rows
+
+
+def _staging(runtime: Runtime, quick: bool, results: Results) -> None:
+    try:
+        rows, counts = staging.measured(runtime, TRANSPORT, transfers.effort_of(quick=quick), quick=quick)
+    except TransferError as error:
+        print(f"benchmarks: without {TRANSPORT}: {error}", file=sys.stderr)
+        return
+    results.lines += rows
+    results.counts += counts
 
 
 def _count(runtime: Runtime, num_columns: int, results: Results) -> None:

@@ -16,6 +16,7 @@ from batchstate.transport.engines.base import Engine
 from batchstate.transport.engines.mooncake import MooncakeEngine
 from batchstate.transport.engines.nixl import NixlEngine
 from batchstate.transport.engines.tcp import TcpEngine
+from batchstate.transport.regions import Ints
 from benchmarks.baselines.bare_engines import Bare, BareGloo, BareMooncake, BareNixl, Bytes
 
 ANSWERS_IN_S = 120.0
@@ -55,9 +56,15 @@ class Receiver:
         """Sets every byte."""
         self._memory[:] = value
 
-    def digest(self) -> bytes:
-        """Of every byte."""
-        return digest(self._memory)
+    def digest(self, nbytes: int | None = None) -> bytes:
+        """Of every byte, or of the first."""
+        return digest(self._memory[:nbytes])
+
+    def copy_rows(self, first: int, targets: Ints, nbytes: int) -> int:
+        """Copies rows of so many bytes, which lie one behind the other from row `first` on; how many bytes."""
+        rows = self._memory[: self._memory.size // nbytes * nbytes].reshape(-1, nbytes)
+        rows[targets] = rows[first : first + targets.size]
+        return int(targets.size) * nbytes
 
     def idle(self) -> None:
         """Lets the engines get on."""

@@ -78,6 +78,9 @@ class Link:
         bare: the other.
         memory: uint8[...], what is sent from.
         call: asks the receiver.
+
+    Attributes:
+        sent: bytes that our engine has written.
     """
 
     def __init__(self, engine: Engine, bare: Bare, memory: Bytes, call: Callable[..., Any]) -> None:
@@ -87,6 +90,7 @@ class Link:
         self._peer: Peer = engine.connect(ours)
         bare.connect(theirs)
         self._tags = itertools.count()
+        self.sent = 0
 
     def mover(self, work: Work, pages: tuple[Ints, Ints], ranges: Ints, *, coalesce: bool) -> Move:
         """Our way."""
@@ -109,6 +113,7 @@ class Link:
             TransferError: a write failed.
         """
         handles = [self.engine.write(self._peer, rows, b"%d" % next(self._tags)) for rows in writes]
+        self.sent += sum(rows.nbytes for rows in writes)
         for handle in handles:
             wait_until(partial(self._ended, handle))
             if handle.status is not Status.DONE:
@@ -180,6 +185,11 @@ def works_of(*, quick: bool) -> Sequence[Work]:
     return FEW if quick else MANY
 
 
+def effort_of(*, quick: bool) -> Effort:
+    """How often a transfer is measured."""
+    return QUICK if quick else THOROUGH
+
+
 def run_all(runtime: Runtime, transports: Sequence[str], *, quick: bool) -> Iterator[list[Row]]:
     """The rows of each work over each transport in turn. One that cannot be opened here is named on stderr.
 
@@ -187,7 +197,7 @@ def run_all(runtime: Runtime, transports: Sequence[str], *, quick: bool) -> Iter
         MismatchError: what landed differs.
         TransferError: a transfer failed.
     """
-    works, effort = works_of(quick=quick), QUICK if quick else THOROUGH
+    works, effort = works_of(quick=quick), effort_of(quick=quick)
     for transport in transports:
         with contextlib.ExitStack() as stack:
             try:

@@ -14,7 +14,7 @@ from batchstate.levels import Level, checks, current_checks
 from batchstate.runtime import Runtime
 from batchstate.traffic import fitted_workload, run_traffic
 from batchstate.transport.engines.base import Engine
-from benchmarks import suite, transfers, watched
+from benchmarks import staging, suite, transfers, watched
 from benchmarks.__main__ import main
 from benchmarks.baselines.free_lists import LinkedBlocks, PopList, SliceList, TensorList, shuffled
 from benchmarks.baselines.twin_columns import ARRAYS, TENSORS, HostKind
@@ -150,6 +150,15 @@ def test_adjacent_rows_are_asked_for_more(rt: Runtime) -> None:
     pytest.importorskip("nixl")
     rows = [row for some in transfers.run_all(rt, ["nixl"], quick=True) for row in some]
     assert {("scattered" in row.task, row.target) for row in rows} == {(True, 0.9), (False, 5.0)}
+
+
+def test_a_direct_transfer_moves_half_the_bytes_of_a_staged_one(rt: Runtime) -> None:
+    """Both leave the same rows, which is compared first; the copy out of the buffer reads and writes all again."""
+    rows, counts = staging.measured(rt, "tcp", TINY, quick=True)
+    (row,) = rows
+    assert (row.way, row.baseline) == (staging.DIRECT, staging.STAGED)
+    (work,) = staging.QUICK_PROMPTS.values()
+    assert [count.count for count in counts] == [n * work.num_rows * work.nbytes for n in (2, 4)]
 
 
 def test_rows_that_land_in_wrong_places_are_found(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
