@@ -99,7 +99,7 @@ PEERS := .venv-peers
 peers:  ## watch and fuzz SGLang and vLLM as released, then with a statement less; ARGS='--json FILE'
 	@test -x $(PEERS)/bin/python || { echo "set-up: $(PEERS)"; $(PYTHON) -m venv $(PEERS); }
 	@$(PEERS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
-	@$(PEERS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt '.[cli,testing,engine]' aiohttp msgspec pydantic requests
+	@$(PEERS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt '.[cli,testing,engine]' aiohttp msgspec pillow pydantic requests
 	@$(PEERS)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps sglang==0.5.23 vllm==0.33.0
 	@$(PEERS)/bin/python -W ignore -m benchmarks.adoption $(ARGS)
 

@@ -498,7 +498,7 @@ class _TwinMachine(Machine):
         """Checks the twins of a batch, of as many rows as it says or as `rows` says; the attributes that are made."""
         if self.spec.declared is not None:
             self.spec.declared.check(tracked.batch, Place(self.spec.name, operation, None, _raised), full=True)
-            return self.spec.declared.snapshot(tracked.batch, self.spec.num_rows(tracked.batch)).columns
+            return self.spec.declared.columns_of(tracked.batch, self.spec.num_rows(tracked.batch))
         values = {name: self._value(tracked.batch, name) for name in self.spec.attribute_names}
         found = {name: Snapshot.of(value) for name, value in values.items() if value is not None}
         wanted = dict.fromkeys(found, self.spec.num_rows(tracked.batch)) if rows is None else rows

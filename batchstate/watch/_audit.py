@@ -14,8 +14,8 @@ import torch
 
 from batchstate.runtime import Runtime, Stream, open_runtime
 from batchstate.runtime.base import Download
-from batchstate.watch.hooks import WatchCounters
-from batchstate.watch.rows import Declaration, Pair, Place, Snapshot
+from batchstate.watch.hooks import Hooked
+from batchstate.watch.rows import Array, Declaration, Pair, Place, copy_of, entries_of
 
 MOST_UNDER_WAY = 8
 """Samples whose copies may be under way. While there are so many, no more are taken."""
@@ -28,7 +28,7 @@ class _Sample:
 
     call: int
     place: Place
-    hosts: list[tuple[Pair, Snapshot]]
+    hosts: list[tuple[Pair, Array | list[Any]]]
     kinds: list[tuple[torch.dtype, torch.Size]]
     download: Download
 
@@ -45,12 +45,11 @@ class _Lane:
 
 @final
 class Audit:
-    """Samples on their way. `under_way` says roughly how many, so that a call that has none asks nothing."""
+    """Samples on their way, of what is hooked: its `pending` says roughly how many."""
 
-    def __init__(self, declared: Declaration, counters: WatchCounters, lag: int, runtime: Runtime | None) -> None:
-        self.under_way = 0
+    def __init__(self, declared: Declaration, hooked: Hooked, lag: int, runtime: Runtime | None) -> None:
         self._declared = declared
-        self._counters = counters
+        self._hooked = hooked
         self._lag = lag
         self._runtime = runtime
         self._thread = threading.local()
@@ -72,11 +71,11 @@ class Audit:
             return
         for pair, host, device in self._declared.sides(batch, n):
             if isinstance(device, torch.Tensor) and not {pair.host, pair.device} & set(self._declared.upto):
-                hosts.append((pair, Snapshot.of(host, n).copied()))
+                hosts.append((pair, copy_of(entries_of(host, n))))
                 parts.append(device[:n].detach())
         lane = self._lane(parts[0].device) if parts else None
         if lane is None or lane.runtime.capturing or len(lane.samples) >= MOST_UNDER_WAY:
-            self._counters.skipped += 1
+            self._hooked.counters.skipped += 1
             return
         runtime, made_on = lane.runtime, lane.runtime.current_stream
         flat = [part.contiguous().view(-1).view(torch.uint8) for part in parts]
@@ -86,8 +85,8 @@ class Audit:
             download = runtime.download([packed], name="watch")
         kinds = [(part.dtype, part.shape) for part in parts]
         lane.samples.append(_Sample(call, place, hosts, kinds, download))
-        self._counters.samples += 1
-        self.under_way += 1
+        self._hooked.counters.samples += 1
+        self._hooked.pending += 1
 
     def compare(self, call: int | None) -> None:
         """Compares what has arrived and is old enough; with None everything, and waits for it."""
@@ -97,8 +96,8 @@ class Audit:
             if call is not None and (call - sample.call < self._lag or not sample.download.ready()):
                 return
             lane.samples.popleft()
-            self.under_way -= 1
-            self._counters.compared += 1
+            self._hooked.pending -= 1
+            self._hooked.counters.compared += 1
             self._compare(sample)
 
     def _compare(self, sample: _Sample) -> None:
@@ -109,4 +108,4 @@ class Audit:
             part = np.array(packed[start : start + nbytes])
             start += nbytes
             device = torch.from_numpy(part).view(dtype).view(shape)
-            self._declared.compare(pair, host, Snapshot.of(device), sample.place)
+            self._declared.compare(pair, host, entries_of(device), sample.place)

@@ -15,7 +15,6 @@ From here on each of these calls is checked: at `cheap` by lengths, dtypes and w
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, final
 
 import attrs
@@ -24,7 +23,7 @@ from batchstate import levels
 from batchstate.errors import ArgumentError
 from batchstate.runtime import Runtime
 from batchstate.watch._audit import Audit
-from batchstate.watch.hooks import Hook, Hooked, OnViolation, hooks_of
+from batchstate.watch.hooks import Around, Hook, Hooked, OnViolation, hooks_of
 from batchstate.watch.rows import Declaration, Get, Name, Place, Rows
 
 __all__ = ["Watched", "WatchedSpec", "watch"]
@@ -51,7 +50,7 @@ class Watched(Hooked):
         super().__init__(cls.__name__, on_violation, every)
         self.cls = cls
         self.declared = declared
-        self._audit = None if lag is None else Audit(declared, self.counters, lag, runtime)
+        self._audit = None if lag is None else Audit(declared, self, lag, runtime)
 
     def __repr__(self) -> str:
         return f"Watched({self.name}, {'active' if self.active else 'stopped'}, {self.counters.calls} calls)"
@@ -82,46 +81,45 @@ class Watched(Hooked):
         place = Place(self.name, operation, None, self.report)
         self.ask(operation, self.declared.check, batch, place, full=levels.full if full is None else full)
 
-    def _around(
-        self,
-        name: str,
-        before: bool,
-        after: bool,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        step, due = self.due()
-        audit = self._audit
-        if audit is not None and audit.under_way:
-            self.ask(f"before {name}", audit.compare, step)
-        if not due:
-            return function(*args, **kwargs)
-        subjects = [one for one in (*args, *kwargs.values()) if isinstance(one, self.cls)]
-        subject = subjects[0] if subjects else None
-        if subject is None or not self.enter(subject):
-            return function(*args, **kwargs)
-        try:
-            full, declared = levels.full and audit is None, self.declared
-            if before:
-                place = Place(self.name, f"before {name}", step, self.report)
-                self.ask(place.operation, declared.check, subject, place, full=full)
-            added = declared.adds.get(name)
-            kept: list[Rows] | None = None
-            if full and (added is not None or name in declared.moves):
-                kept = self.ask(f"before {name}", lambda: [declared.snapshot(one) for one in subjects])
-            result = function(*args, **kwargs)
-            out = result if isinstance(result, self.cls) else subject
-            place = Place(self.name, f"after {name}", step, self.report)
-            if after:
-                self.ask(place.operation, declared.check, out, place, full=full)
-                if audit is not None:
-                    self.ask(place.operation, audit.sample, out, place, step)
-            if kept:
-                self.ask(place.operation, declared.check_moved, kept, out, added, place, whole=after)
-            return result
-        finally:
-            self.leave(subject)
+    def around(self, name: str, before: bool, after: bool) -> Around:
+        """What runs in the place of a method, made once for each."""
+        cls, declared, audit, report = self.cls, self.declared, self._audit, self.report
+        began, ended = f"before {name}", f"after {name}"
+        added = declared.adds.get(name)
+        moving = added is not None or name in declared.moves
+
+        def run(step: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if audit is not None and self.pending:
+                self.ask(began, audit.compare, step)
+                if not self.due(step):
+                    return function(*args, **kwargs)
+            subject = args[0] if args else None
+            if not isinstance(subject, cls):
+                subject = next((one for one in (*args, *kwargs.values()) if isinstance(one, cls)), None)
+            if subject is None or not self.enter(subject):
+                return function(*args, **kwargs)
+            try:
+                full = levels.full and audit is None
+                if before:
+                    self.ask(began, declared.check, subject, Place(self.name, began, step, report), full=full)
+                kept: list[Rows] | None = None
+                if full and moving:
+                    subjects = [one for one in (*args, *kwargs.values()) if isinstance(one, cls)]
+                    kept = self.ask(began, lambda: [declared.snapshot(one, names=added) for one in subjects])
+                result = function(*args, **kwargs)
+                out = result if isinstance(result, cls) else subject
+                place = Place(self.name, ended, step, report)
+                if after:
+                    self.ask(ended, declared.check, out, place, full=full)
+                    if audit is not None:
+                        self.ask(ended, audit.sample, out, place, step)
+                if kept:
+                    self.ask(ended, declared.check_kept, kept, out, added, place, whole=after)
+                return result
+            finally:
+                self.leave(subject)
+
+        return run
 
 
 @final
@@ -224,5 +222,5 @@ def watch(
         )
     watched = Watched(cls, declared, on_violation, every, lag, runtime)
     hooks = [*begins, *ends, *movers]
-    watched.install(cls, {hook: partial(watched._around, hook[1], hook in begins, hook in ends) for hook in hooks})
+    watched.install(cls, {hook: watched.around(hook[1], hook in begins, hook in ends) for hook in hooks})
     return watched

@@ -65,6 +65,7 @@ class Hooked:
         counters: what happened so far.
         name: of what is watched, for reports.
         active: whether the hooks do anything.
+        pending: how many answers are on their way, which each call looks for.
     """
 
     def __init__(self, name: str, on_violation: OnViolation, every: int) -> None:
@@ -85,6 +86,7 @@ class Hooked:
         self._lock = threading.Lock()
         self._thread = threading.local()
         self._logged: set[tuple[Any, ...]] = set()
+        self.pending = 0
         self.active = False
         self._undo: list[tuple[Any, str, Any, Any]] = []
 
@@ -137,11 +139,16 @@ class Hooked:
                 ) from error
             self.active = True
 
-    def due(self) -> tuple[int, bool]:
-        """Counts a call: its number, and whether it is to be checked."""
+    def count(self) -> int:
+        """Counts a call: its number, or 0 if nothing is to be done in it."""
         with self._lock:
             number = self.counters.calls = self.counters.calls + 1
-        return number, (number - 1) % self._every == 0
+        every = self._every
+        return number if every == 1 or number % every == 1 or self.pending else 0
+
+    def due(self, number: int) -> bool:
+        """Whether a call is to be checked."""
+        return self._every == 1 or number % self._every == 1
 
     def report(self, error: BatchStateError) -> None:
         """Raises what was found, logs it, or calls what was given for it. Only for questions of `ask`."""
@@ -217,8 +224,9 @@ def _misdeclared(name: str, operation: str, error: Exception) -> DeclarationErro
     return found
 
 
-Around: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Runs a method, given as a plain function, with its arguments, and asks what there is to ask before and after."""
+Around: TypeAlias = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Runs a method with its arguments, and asks what is to be asked before and after: number of the call, the method as a
+plain function, arguments."""
 
 
 def _method(watched: str, owner: Any, name: str) -> Any:
@@ -267,9 +275,9 @@ def _wrapped(hooked: Hooked, method: Any, around: Around) -> Any:
 
     @functools.wraps(function)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        if not (hooked.active and levels.cheap):
+        if not (hooked.active and levels.cheap and (number := hooked.count())):
             return function(*args, **kwargs)
-        return around(function, args, kwargs)
+        return around(number, function, args, kwargs)
 
     setattr(watched, _WATCHER, hooked)
     return type(method)(watched) if isinstance(method, classmethod | staticmethod) else watched

@@ -1,7 +1,6 @@
 """Watching pools of pages and slots, and staging buffers, that others wrote."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -9,7 +8,7 @@ import numpy.typing as npt
 
 from batchstate import invariants, levels
 from batchstate.errors import ArgumentError
-from batchstate.watch.hooks import Hook, Hooked, OnViolation, hooks_of
+from batchstate.watch.hooks import Around, Hook, Hooked, OnViolation, hooks_of
 from batchstate.watch.rows import Name, Place, Snapshot, getter, rows_of
 
 __all__ = ["WatchedPool", "watch_copy", "watch_pages", "watch_slots"]
@@ -41,20 +40,23 @@ class WatchedPool(Hooked):
         """Asks everything of one object now."""
         self.ask(operation, self._question, pool, Place(self.name, operation, None, self.report))
 
-    def _around(
-        self, name: str, pass_on: bool, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        subject = next((one for one in (*args, *kwargs.values()) if isinstance(one, self.cls)), None)
-        step, due = self.due()
-        if subject is None or not due or not self.enter(subject):
-            return function(*args, **kwargs)
-        try:
-            result = function(*args, **kwargs)
-            place = Place(self.name, f"after {name}", step, self.report)
-            self.ask(place.operation, self._question, subject, place, *((args[1:],) if pass_on else ()))
-            return result
-        finally:
-            self.leave(subject)
+    def around(self, name: str, pass_on: bool) -> Around:
+        """What runs in the place of a method."""
+        ended = f"after {name}"
+
+        def run(step: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            subject = next((one for one in (*args, *kwargs.values()) if isinstance(one, self.cls)), None)
+            if subject is None or not self.enter(subject):
+                return function(*args, **kwargs)
+            try:
+                result = function(*args, **kwargs)
+                place = Place(self.name, ended, step, self.report)
+                self.ask(ended, self._question, subject, place, *((args[1:],) if pass_on else ()))
+                return result
+            finally:
+                self.leave(subject)
+
+        return run
 
 
 def _ints(values: Any) -> Ints:
@@ -81,7 +83,7 @@ def _install(
     if not hooks:
         raise ArgumentError(f"{what} of {cls.__name__}: no method is named", value=None, remedy="name them in `after`")
     watched = WatchedPool(cls, question, what, on_violation, every)
-    watched.install(cls, {hook: partial(watched._around, hook[1], pass_on) for hook in hooks})
+    watched.install(cls, {hook: watched.around(hook[1], pass_on) for hook in hooks})
     return watched
 
 

@@ -68,12 +68,12 @@ def support(batch: Any) -> Any:
 
 def some(test: Callable[[Any], Any]) -> Callable[[Any], bool]:
     """Whether a request of the batch has it."""
-    return lambda batch: any(test(req) for req in batch.reqs)
+    return lambda batch: any(map(test, batch.reqs))
 
 
 def wants(test: Callable[[Any], Any]) -> Callable[[Any], bool]:
     """Whether a request of the batch is sampled so."""
-    return some(lambda req: test(req.sampling_params))
+    return lambda batch: any(map(test, [req.sampling_params for req in batch.reqs]))
 
 
 # fmt: off
