@@ -487,11 +487,11 @@ class Allocator:
         if not done:
             return 0
         if levels.cheap:
-            where = self._where("reap")
             for fence, indices in done:
                 if not fence.complete:
-                    invariants.slot_in_flight(indices, np.ones(indices.size, dtype=np.bool_), **where)
-                self._check_reaped(indices, where)
+                    in_flight = np.ones(indices.size, dtype=np.bool_)
+                    invariants.slot_in_flight(indices, in_flight, **self._where("reap"))
+                self._check_reaped(indices, "reap")
         self.transaction.operation = "reap"
         self._queue.remove(done)
         reaped = 0
@@ -624,7 +624,7 @@ class Allocator:
         everything = np.concatenate([live, free, pending])
         if self.repeated(everything):
             invariants.slot_shared(everything, **where)
-        self._check_reaped(pending, where)
+        self._check_reaped(pending, operation)
         for part, end, size in ((ordinary, self.size + 1, self.size), (reserved, self.capacity, self.reserve)):
             states = self._states[end - size : end]
             held = [int(np.count_nonzero(states == state)) for state in (PENDING, LIVE)]
@@ -647,12 +647,13 @@ class Allocator:
         invariants.slot_in_flight(indices, self._states_of(indices) == PENDING, **where)
         invariants.slot_shared(np.concatenate([self.live_indices(), indices]), **where)
 
-    def _check_reaped(self, indices: Ints, where: Where) -> None:
+    def _check_reaped(self, indices: Ints, operation: str) -> None:
         """Checks that what leaves the queue is what entered it."""
         times_checked[OUT_OF_RANGE] += 1
         times_checked[DOUBLE_FREE] += 1
         if self.all_are(indices, PENDING_BYTE) and not self.repeated(indices):  # the fast form of both
             return
+        where = self._where(operation)
         invariants.slot_out_of_range(indices, self.capacity, **where)
         invariants.slot_double_free(indices, self._states_of(indices) == PENDING, **where)
 
@@ -788,7 +789,7 @@ class Generations:
         rows: Ints = slots.np
         if slots.runtime is not self._runtime:
             raise DeviceError(f"{self.name}: {slots!r} has another runtime", value=slots, remedy="use one runtime")
-        if slots.pool_id != self.pool_id and (np.count_nonzero(rows) if padded else rows.size):
+        if slots._pool_id != self.pool_id and (np.count_nonzero(rows) if padded else rows.size):
             other = _pools.get(slots.pool_id)
             raise ArgumentError(
                 f"{operation}: {kind.unit}s of {'no pool' if other is None else f'pool {other.name!r}'} "
@@ -796,7 +797,7 @@ class Generations:
                 value=slots,
                 remedy=f"use {kind.unit}s with the pool that handed them out, and with what was made over it",
             )
-        return rows, slots.generations
+        return rows, slots._generations  # type: ignore[return-value]
 
     def _all_held(self, rows: Ints, held: Ints) -> bool:
         """Whether each handle is live and of its slot's present owner: the fast form of four invariants, O(n).

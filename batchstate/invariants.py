@@ -117,7 +117,7 @@ def first_duplicate(values: Ints, *, ignore_zero: bool = False) -> int | None:
         return None
     in_order = values.copy()
     in_order.sort()
-    if not np.count_nonzero(in_order[1:] == in_order[:-1]):
+    if 1 not in (in_order[1:] == in_order[:-1]).tobytes():
         return None
     order = np.argsort(values, kind="stable")
     copies = in_order[1:] == in_order[:-1]
@@ -128,7 +128,7 @@ def first_duplicate(values: Ints, *, ignore_zero: bool = False) -> int | None:
 
 def first_row(hits: Mask) -> int | None:
     """The first row of bool[n, ...] with a hit, or None."""
-    if not np.count_nonzero(hits):  # a microsecond less than `any`
+    if 1 not in hits.tobytes():  # a fraction of what `np.count_nonzero` takes, and that takes less than `any`
         return None
     return int(_rows(hits).argmax())
 
@@ -522,7 +522,7 @@ def live_slots_hold(slots: Ints) -> bool:
         if slots.item(slots.argmax()) > _DENSE * slots.size + _FEW:
             in_order = slots.copy()
             in_order.sort()
-            hold = in_order.item(0) > 0 and not np.count_nonzero(in_order[1:] == in_order[:-1])
+            hold = in_order.item(0) > 0 and 1 not in (in_order[1:] == in_order[:-1]).tobytes()
         else:
             try:
                 uses = np.bincount(slots)

@@ -203,7 +203,8 @@ class SlotPool:
             if give is not None:
                 give(rows)
             transaction.operation = None
-            self._check_after("take")
+            if self._counting or levels.full:
+                self._check_after("take")
             return slots
         except BaseException as error:
             # After an interrupt of a listener it is not known what it has done: the mark stays.
@@ -311,7 +312,8 @@ class SlotPool:
             listener.on_free(rows, after)
         self._allocator.release(rows, after, operation)
         self.transaction.operation = None
-        self._check_after(operation)
+        if self._counting or levels.full:
+            self._check_after(operation)
 
     def reap(self) -> int:
         """Makes free the pending slots whose fences are complete; says how many. Never waits."""

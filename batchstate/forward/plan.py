@@ -268,7 +268,7 @@ class ForwardPlan:
         queries = _per_request(query_lens, num_reqs, num_rows, f"{_WHAT}: query_lens")
         _check_queries(queries, lens)
         rows, starts = np.repeat(np.arange(num_reqs, dtype=np.int64), queries), _offsets(queries)
-        positions = np.arange(starts[-1], dtype=np.int64) + (lens - queries - starts[:-1])[rows]
+        positions = np.arange(starts[-1], dtype=np.int64) + (lens - queries - starts[:-1]).repeat(queries)
         num_tokens = int(starts[-1])
         what = f"{_WHAT}: pad_tokens"
         reach = None if window is None else count(window, f"{_WHAT}: window", least=1)
@@ -281,7 +281,7 @@ class ForwardPlan:
         values = {name: one.known(queries, num_rows, f"{_WHAT}: {name}") for name, one in named.items()}
         fed = queries > 0
         if ids is not None:
-            fed &= np.fromiter((one is None for one in known), np.bool_, num_reqs)
+            fed &= np.array([one is None for one in known], dtype=np.bool_)
         if not has_ids and bounds is None:
             fed[:] = False
         relay_rows = np.flatnonzero(fed)
@@ -776,5 +776,6 @@ def _padded(values: npt.NDArray[np.integer], size: int, fill: int, dtype: npt.DT
 
 def _locations(pages: npt.NDArray[np.int32], rows: Ints, positions: Ints, page_size: int) -> Ints:
     """Where the KV at `positions` of the requests in `rows` lies, int64; `pages` int32[num_reqs, m] of each request."""
-    found: Ints = pages[rows, positions // page_size] * np.int64(page_size) + positions % page_size
+    columns = positions // page_size  # a remainder would cost as much as all that follows
+    found: Ints = (pages[rows, columns] - columns) * page_size + positions
     return found

@@ -83,11 +83,10 @@ class TokenArray:
             if values is None:
                 known.append(None)
                 continue
-            array: Array
-            if type(values) is np.ndarray and values.dtype == dtype:
-                array = values  # it is copied when it is laid out
-            else:
-                array = converted(values, dtype, f"{what} of row {row}")
+            if type(values) is np.ndarray and values.dtype is dtype and values.shape == (query, *self.shape):
+                known.append(values)  # it is copied when it is laid out
+                continue
+            array: Array = converted(values, dtype, f"{what} of row {row}")
             if array.shape == (0,) and self.shape:
                 array = np.empty((0, *self.shape), dtype)  # an empty list knows no shape of a token
             if array.ndim != 1 + len(self.shape) or array.shape[1:] != self.shape:

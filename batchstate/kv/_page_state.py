@@ -210,7 +210,7 @@ class KVWrites:
         """
         if self._streams != [self.runtime.current_stream]:  # nothing looks at single slots while there is one stream
             self._change_writer(rows)
-        behind = starts is None or not np.count_nonzero(gaps := self.tokens[rows] < starts)
+        behind = starts is None or 1 not in (gaps := self.tokens[rows] < starts).tobytes()
         if not behind:
             rows, stops = rows[~gaps], stops[~gaps]
         self.tokens[rows] = stops
@@ -510,7 +510,7 @@ class PageOwners(SlotListener):
 
     def on_free(self, rows: Ints, after: Fence | None) -> None:
         """Releases the pages of requests that leave."""
-        if np.count_nonzero(self._table.num_pages[rows]):
+        if 1 in (self._table.num_pages[rows] > ZERO).tobytes():
             self.cut_all(rows, after, "release_requests")
 
     def check_clear(self, operation: str) -> None:

@@ -655,26 +655,25 @@ class PagePool:
             As `grow` and `commit`. Nothing was changed.
         """
         if type(num_new_tokens) is int and num_new_tokens == 1:
-            return self._advance_by_one(slots, self._begin(slots, "advance"))
+            rows = self._begin(slots, "advance")
+            start = self._table.committed[rows]
+            totals = start + ONE
+            self.check_totals(totals, "advance")
+            return self._extend_by_one(slots, rows, start, totals, "advance")
         rows, counts = self._begin_with(slots, num_new_tokens, "advance")
-        if np.count_nonzero(counts < 0):
+        if 1 in (counts < ZERO).tobytes():
             raise ArgumentError(
                 f"{self.name}: advance by {counts.min()}",
                 value=int(counts.min()),
                 remedy="advance by 0 or more; `truncate` takes tokens back",
             )
-        if rows.size and not np.count_nonzero(counts != 1):
-            return self._advance_by_one(slots, rows)
         start = self._table.committed[rows]
         # A sum that wraps is less than `start`, so that the check of the lengths finds it.
         return self._extend(slots, rows, start, start + counts, "advance", _lengths.further)
 
-    def _advance_by_one(self, slots: Slots, rows: Ints) -> Extension:
-        """The hot path of decoding: nothing is ragged."""
-        start = self._table.committed[rows]
-        totals = start + ONE
-        self.check_totals(totals, "advance")
-        locations = self.next_locations(rows, start, "advance")
+    def _extend_by_one(self, slots: Slots, rows: Ints, start: Ints, totals: Ints, operation: str) -> Extension:
+        """The hot path of decoding: nothing is ragged. The lengths are checked."""
+        locations = self.next_locations(rows, start, operation)
         self.commit_rows(rows, totals)
         self.transaction.operation = None
         if rows.size > self._ones.size:
@@ -763,6 +762,8 @@ class PagePool:
         """Allocates and commits each row from `start` to `totals`."""
         self._check_lengths(start, totals, operation, explain)
         counts = totals - start
+        if rows.size and 1 not in (counts != ONE).tobytes():
+            return self._extend_by_one(slots, rows, start, totals, operation)
         self._check_writable(rows, start, counts, operation)
         self._allocate(rows, totals, operation)
         self._table.committed[rows] = totals
@@ -1078,8 +1079,8 @@ class PagePool:
     ) -> None:
         """0 <= shorter <= longer <= the most a request may have."""
         high = longer.view(np.uint64)  # in which negative numbers are the largest
-        if b"\1" not in (high > self._most).tobytes() and (  # a fraction of what `np.count_nonzero` takes for few
-            shorter is longer or not np.count_nonzero(shorter.view(np.uint64) > high)
+        if 1 not in (high > self._most).tobytes() and (  # a fraction of what `np.count_nonzero` takes
+            shorter is longer or 1 not in (shorter.view(np.uint64) > high).tobytes()
         ):
             times_checked[LENGTH_ORDER] += 1
             return
