@@ -11,7 +11,7 @@ rows and added amounts cross in the batch's packed copy.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set, Sized
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set, Sized
 from typing import Any, Self, final
 
 import attrs
@@ -90,12 +90,14 @@ class Layout:
         places: column -> place; a slot column has a second entry for its generations.
         names: for each group a name for reports: the size of its items, or its only column.
         pads: for each group one padded row, [k, 1, ...].
+        row_bytes: column -> bytes of one row of it.
     """
 
     columns: Mapping[str, Column]
     places: Mapping[str, Place]
     names: tuple[str, ...]
     pads: tuple[Array, ...]
+    row_bytes: Mapping[str, int]
 
     @classmethod
     def of(cls, columns: Mapping[str, Column]) -> Self:
@@ -124,7 +126,8 @@ class Layout:
             places[column.name] = Place(len(pads), 0, column.np_dtype, column.shape)
             names.append(column.name)
             pads.append(column.pad.reshape(1, 1, *column.shape).copy())
-        return cls(columns, places, tuple(names), tuple(pads))
+        row_bytes = {name: math.prod(place.shape) * place.dtype.itemsize for name, place in places.items()}
+        return cls(columns, places, tuple(names), tuple(pads), row_bytes)
 
 
 @final
@@ -282,11 +285,13 @@ class RowState:
             or share those that they leave as they are.
         device: columns whose host side is not a copy. A batch that has gathered a column replaces its rows here.
         objects: Python objects by column, object[num_reqs].
+        changed: mirrored columns whose values the operation that made these rows may have changed; None where it moved
+            rows.
     """
 
     # What a step does runs a few times in each: numpy's methods with arguments by position, and no call in between.
 
-    __slots__ = ("device", "groups", "layout", "objects")
+    __slots__ = ("changed", "device", "groups", "layout", "objects")
 
     def __init__(
         self,
@@ -299,6 +304,7 @@ class RowState:
         self.groups = groups
         self.device = device
         self.objects = objects
+        self.changed: Collection[str] | None = None
 
     @classmethod
     def of(cls, layout: Layout, inputs: "ColumnInputs", num_rows: int) -> "RowState":
@@ -391,14 +397,16 @@ class RowState:
         padding.objects = {name: objects[:0] for name, objects in self.objects.items()}
         return self.merged(padding)
 
-    def _copied(self, columns: Iterable[str]) -> "RowState":
-        """The same rows, with the groups of `columns` in memory of their own; the others are shared."""
+    def copied(self, columns: Collection[str]) -> "RowState":
+        """The same rows, with the groups of `columns` in memory of their own, to be changed; the others are shared."""
         groups = list(self.groups)
         for name in columns:
             i = self.layout.places[name].group
             if groups[i] is self.groups[i]:  # not copied yet, for another column of the group
                 groups[i] = groups[i].copy()
-        return RowState(self.layout, groups, self.device, self.objects)
+        state = RowState(self.layout, groups, self.device, self.objects)
+        state.changed = columns
+        return state
 
     def _fill(self, columns: Mapping[str, Array]) -> None:
         places, groups = self.layout.places, self.groups
@@ -439,7 +447,7 @@ class RowState:
             ContractError: a bound of an unsigned dtype is lowered.
         """
         places, columns = self.layout.places, self.layout.columns
-        state = self if in_place else self._copied([name for name in added if name in places])
+        state = self if in_place else self.copied([name for name in added if name in places])
         same: object = None  # the amount of the column before, which mostly is that of all
         amount = _NOTHING
         for name, by in added.items():
@@ -463,7 +471,7 @@ class RowState:
         old = self._device_rows(column)
         index = np.arange(len(old), dtype=np.int64)
         index[rows] = len(old) + np.arange(rows.size)
-        state = self._copied(() if bound is None else (column,))
+        state = self.copied(() if bound is None else (column,))
         if bound is not None:
             state.column(column)[rows] = bound
         state.device = {**self.device, column: old.merged(new).taken(index)}
@@ -471,7 +479,7 @@ class RowState:
 
     def replaced(self, new: "ColumnInputs") -> "RowState":
         """With other values in some columns."""
-        state = self._copied(new.host)
+        state = self.copied(new.host)
         state._fill(new.host)
         state.device = {name: rows for name, rows in self.device.items() if name not in new.exact} | new.device
         state.objects = {**self.objects, **new.objects}

@@ -1,6 +1,6 @@
 """The device side of a batch: every column, the step's table writes and its extra arrays in one packed copy."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, final
 
 import attrs
@@ -30,16 +30,16 @@ class Extras(Mapping[str, torch.Tensor]):
         row_set: to which requests the rows of the batch belong.
     """
 
-    _runtime: Runtime
-    _upload: PackedUpload | None
-    _places: Mapping[str, int]
+    _runtime: Runtime | None = None
+    _upload: PackedUpload | None = None
+    _places: Mapping[str, int] = attrs.field(factory=dict)
     arrays: Mapping[str, object] = attrs.field(factory=dict)
     slots: tuple[Array, DeviceSide] | None = None
     row_set: RowSet | None = None
 
     def __getitem__(self, name: str) -> torch.Tensor:
         place = self._places.get(name)
-        if place is None or self._upload is None:
+        if place is None or self._upload is None or self._runtime is None:
             raise KeyError(f"no extra {name!r}; {one_of(self._places, name) if self._places else 'there are none'}")
         return self._runtime.use_part_on_current_stream(self._upload, place)
 
@@ -71,6 +71,56 @@ class StaticAddresses(Protocol):
 
 
 @final
+class SentColumns:
+    """The mirrored columns that one copy brought to the device, as all batches know them that have them from it.
+
+    Attributes:
+        packed: the copy.
+        places: column -> its array in the copy; None for all columns, in their groups.
+        write_count: torch's count of writes in place into the copy when it was made, or None.
+        exposed: column -> the view of it that was given out, and torch's count of writes into that before.
+    """
+
+    __slots__ = ("_groups", "exposed", "packed", "places", "write_count")
+
+    def __init__(self, packed: PackedUpload, places: Mapping[str, int] | None = None) -> None:
+        self.packed = packed
+        self.places = places
+        self.write_count = write_count(packed.buffer)
+        self.exposed: dict[str, tuple[torch.Tensor, int | None]] = {}
+        self._groups: dict[tuple[int, np.dtype[np.generic]], tuple[torch.Tensor, ...]] = {}
+
+    def shared(self, name: str, state: RowState) -> torch.Tensor:
+        """A column as a view of the copy; no launch. A write into it counts as one into the copy."""
+        if self.places is not None:
+            return self.packed.shared(self.places[name])
+        place = state.layout.places[name]
+        num_rows = state.groups[place.group].shape[1]  # alignment follows the rows
+        kind = place.group, place.dtype
+        group = self._groups.get(kind)
+        if group is None:
+            group = self._groups[kind] = self.packed.group(place.group, place.dtype, num_rows)
+        column = group[place.member]
+        return column.view(num_rows, *place.shape) if place.shape else column
+
+    def view(self, name: str, state: RowState) -> torch.Tensor:
+        """A column as the same view each time, which counts writes in place of its own: they name their column."""
+        known = self.exposed.get(name)
+        if known is None:
+            view = self.shared(name, state).data
+            known = self.exposed[name] = view, write_count(view)
+        return known[0]
+
+    def is_large_for(self, nbytes: int) -> bool:
+        """Whether the copy is too large to be kept for columns of so many bytes."""
+        return self.packed.buffer.nbytes > max(KEPT_BYTES, 2 * nbytes)
+
+
+KEPT_BYTES = 1 << 16
+"""A copy of more bytes, less than half of them of columns in use, is not kept for these: they cross again."""
+
+
+@final
 class BatchDevice:
     """The device side of a batch, which does not exist before its first use.
 
@@ -79,31 +129,57 @@ class BatchDevice:
 
     Attributes:
         state: the rows of the batch. Once a column is gathered, its device rows are what was gathered.
+        uploaded: whether all columns have crossed.
     """
 
-    __slots__ = ("_exposed", "_groups", "_needs", "_packed", "_runtime", "_write_count", "_write_counts", "state")
+    __slots__ = ("_gathered_views", "_later", "_needs", "_runtime", "_sent", "_unsent", "state", "uploaded")
 
     def __init__(self, runtime: Runtime, state: RowState) -> None:
         self._runtime = runtime
         self.state = state
-        self._packed: PackedUpload | None = None
-        self._write_count: int | None = None
-        self._needs: dict[str, range] = {}
-        self._groups: dict[tuple[int, np.dtype[np.generic]], tuple[torch.Tensor, ...]] = {}
-        self._exposed: dict[str, torch.Tensor] = {}
-        self._write_counts: list[tuple[str, torch.Tensor, int]] = []
+        self.uploaded = False
+        self._sent: SentColumns | None = None  # once there is one, all mirrored columns are in it, but these:
+        self._later: Mapping[str, SentColumns] = {}  # that crossed after it
+        self._unsent: Collection[str] = ()  # that have yet to cross
+        self._needs: dict[str, tuple[PackedUpload, range]] = {}
+        self._gathered_views: dict[str, tuple[torch.Tensor, int | None]] = {}
 
     @classmethod
     def of_upload(cls, runtime: Runtime, state: RowState, upload: PackedUpload) -> "BatchDevice":
         """Of rows that have crossed in `upload`, without columns whose host side is not a copy."""
         device = cls(runtime, state)
-        device._packed, device._write_count = upload, write_count(upload.buffer)
+        device._sent, device.uploaded = SentColumns(upload), True
         return device
 
-    @property
-    def uploaded(self) -> bool:
-        """Whether the columns have crossed."""
-        return self._packed is not None
+    def kept(self, state: RowState) -> "BatchDevice | None":
+        """The device side of a batch of the same rows: columns that did not change stay as they crossed.
+
+        None where nothing has crossed, or where what stays is little of a large copy.
+        """
+        sent, changed = self._sent, state.changed
+        if sent is None or changed is None:
+            return None
+        sizes, num_rows = state.layout.row_bytes, state.groups[0].shape[1] if state.groups else 0
+        unsent = dict.fromkeys(name for name in (*self._unsent, *changed) if name in state.layout.columns)
+        later = {name: one for name, one in self._later.items() if name not in unsent}
+        for one in set(later.values()):
+            names = [name for name, its in later.items() if its is one]
+            if one.is_large_for(num_rows * sum(sizes[name] for name in names)):
+                unsent |= dict.fromkeys(names)
+        stay = sum(sizes.values()) - sum(sizes[name] for name in {*unsent, *later})
+        if sent.is_large_for(num_rows * stay):
+            return None
+        device = BatchDevice(self._runtime, state)
+        device._sent, device._unsent = sent, unsent
+        device._later = {name: one for name, one in later.items() if name not in unsent}
+        device._needs = {
+            name: needs for name, needs in self._needs.items() if state.device.get(name) is self.state.device.get(name)
+        }
+        return device
+
+    def has(self, name: str) -> bool:
+        """Whether a mirrored column has crossed."""
+        return self._sent is not None and name not in self._unsent
 
     def upload(self, writes: Sequence[TableWrite], extras: Mapping[str, object]) -> Extras:
         """Uploads what has not crossed yet in one copy, then launches one scatter for each table that is written.
@@ -121,21 +197,36 @@ class BatchDevice:
             Violation: SLOT_STALE_HANDLE: a slot of a write belongs to another request since it was made.
             ArgumentError: one element is written twice, at level `full`.
         """
+        state, sent, first = self.state, self._sent, not self.uploaded
         arrays: list[Array] = []
+        places: dict[str, int] = {}
         needs: dict[str, range] = {}
-        if self._packed is None:
-            arrays += self.state.aligned()
-            if self.state.device:
-                needs = append_needs(arrays, self.state)
-        elif not writes and not extras:
-            return Extras(self._runtime, None, {})
+        if first:
+            if sent is None:
+                arrays = state.aligned()
+            else:
+                names = [name for name in self._unsent if name not in state.device]
+                places = {name: i for i, name in enumerate(names)}
+                arrays = [state.column(name) for name in names]
+            if state.device:
+                needs = append_needs(arrays, state, self._needs)
+        if not (arrays or writes or extras or sent is None):
+            self.uploaded, self._unsent = True, ()
+            return Extras()
         upload, uploaded, scatter = packed_step(self._runtime, arrays, writes, extras)
-        if self._packed is None:
-            self._needs, self._write_count = needs, write_count(upload.buffer)
-            self._packed = upload  # last: an interrupt before leaves the batch as it was
-        scatter()
-        if self.state.device:  # last: it may have to wait for the stream that made the sources
-            for name, rows in self.state.device.items():
+        if first:
+            crossed = SentColumns(upload, None if sent is None else places)
+            for name, at in needs.items():
+                self._needs[name] = upload, at
+            if sent is None:
+                self._sent = crossed
+            elif places:
+                self._later = {**self._later, **dict.fromkeys(places, crossed)}
+            self._unsent, self.uploaded = (), True  # last: an interrupt before leaves the batch as it was
+        if scatter is not None:
+            scatter()
+        if state.device:  # last: it may have to wait for the stream that made the sources
+            for name, rows in state.device.items():
                 if len(rows.sources) > MOST_SOURCES or rows.wasteful():
                     self._gathered(name, rows)
         return uploaded
@@ -145,31 +236,40 @@ class BatchDevice:
         return self.state.device.get(name)
 
     def column(self, name: str) -> ReadyTensor:
-        """The device side of a column; uploads the whole batch if that has not happened yet."""
-        packed = self._packed or self._packed_now()
+        """The device side of a column; unless it is there, all that has not crossed yet is uploaded."""
         rows = self.state.device.get(name)
+        if not self.uploaded and not (self.has(name) and (rows is None or rows.as_it_is() is not None)):
+            self.upload((), {})
         if rows is not None:
             return self._gathered(name, rows)
-        view = self._exposed.get(name)
-        if view is None:
-            # `.data` counts writes in place of its own: a write then names its column.
-            view = self._expose(name, self._shared(name, packed).data)
-        return ReadyTensor(view, packed.stream, packed.ready, packed.synchronised)
+        sent = self._sent_with(name)
+        return ReadyTensor.uploaded(sent.view(name, self.state), sent.packed)
 
     def columns(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """The device sides of several columns, safe on the current stream. What `column` does, for all at once."""
-        packed = self._packed_now()
-        self._runtime.use_on_current_stream(
-            packed.buffer, packed.stream, packed.ready, synchronised=packed.synchronised
-        )
+        if not self.uploaded:
+            self.upload((), {})
         sides = {}
+        used = None
         for name in names:
             rows = self.state.device.get(name)
-            if rows is None:
-                sides[name] = self._shared(name, packed)
-            else:
+            if rows is not None:
                 sides[name] = self._gathered(name, rows).on_current_stream(self._runtime)
+                continue
+            sent = self._sent_with(name)
+            if sent is not used:
+                packed, used = sent.packed, sent
+                self._runtime.use_on_current_stream(
+                    packed.buffer, packed.stream, packed.ready, synchronised=packed.synchronised
+                )
+            sides[name] = sent.shared(name, self.state)
         return sides
+
+    def _sent_with(self, name: str) -> SentColumns:
+        sent = self._later.get(name, self._sent) if self._later else self._sent
+        if sent is None:  # pragma: no cover - `upload` sets it
+            raise RuntimeError("the batch has not been uploaded")
+        return sent
 
     def written(self) -> tuple[str, int, int] | None:
         """A column that was written from outside, and torch's count of writes in place before and now; or None.
@@ -177,42 +277,29 @@ class BatchDevice:
         One look for all that `columns` returned, whatever their number: then the name is found by comparing the sides,
         and is empty if none differs.
         """
-        packed = self._packed
-        if packed is not None and self._write_count is not None and packed.buffer._version != self._write_count:
-            return self._differing(packed), self._write_count, packed.buffer._version
-        for name, exposed, before in self._write_counts:
-            now = exposed._version
-            if now != before:
-                return name, before, now
+        if self._sent is None:
+            return None
+        for sent in (self._sent, *self._later.values()):
+            if sent.write_count is not None and sent.packed.buffer._version != sent.write_count:
+                return self._differing(sent), sent.write_count, sent.packed.buffer._version
+            for name, (view, before) in sent.exposed.items():
+                if before is not None and view._version != before and self.has(name) and self._sent_with(name) is sent:
+                    return name, before, view._version
+        for name, (view, before) in self._gathered_views.items():
+            if before is not None and view._version != before:
+                return name, before, view._version
         return None
 
-    def _differing(self, packed: PackedUpload) -> str:
+    def _differing(self, sent: SentColumns) -> str:
         state = self.state
         if not self._runtime.capturing:
             for name in state.layout.places:
-                if name in state.layout.columns and name not in state.device:
-                    device = self._runtime.inspect(self._shared(name, packed))
+                known = name in state.layout.columns and name not in state.device
+                if known and self.has(name) and self._sent_with(name) is sent:
+                    device = self._runtime.inspect(sent.shared(name, state))
                     if state.column(name).tobytes() != device.tobytes():
                         return name
         return ""
-
-    def _expose(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        self._exposed[name] = tensor
-        before = write_count(tensor)
-        if before is not None:
-            self._write_counts.append((name, tensor, before))
-        return tensor
-
-    def _shared(self, name: str, packed: PackedUpload) -> torch.Tensor:
-        """A column as a view of the copy; no launch."""
-        place = self.state.layout.places[name]
-        kind = place.group, place.dtype
-        group = self._groups.get(kind)
-        num_rows = self.state.groups[place.group].shape[1]  # alignment follows the rows
-        if group is None:
-            group = self._groups[kind] = packed.group(place.group, place.dtype, num_rows)
-        column = group[place.member]
-        return column.view(num_rows, *place.shape) if place.shape else column
 
     def _gathered(self, name: str, rows: DeviceRows) -> ReadyTensor:
         if self._runtime.capturing and rows.as_it_is() is None:
@@ -220,17 +307,17 @@ class BatchDevice:
             self._runtime.refuse_capture(f"gathering column {name!r}")
         crossed: list[torch.Tensor] = []
         if name in self._needs:
-            packed = self._packed_now()
-            crossed = [self._runtime.use_part_on_current_stream(packed, place) for place in self._needs[name]]
+            packed, places = self._needs[name]
+            crossed = [self._runtime.use_part_on_current_stream(packed, place) for place in places]
         where: Where = {"object": rows, "operation": "gather", "column": name, "step": self._runtime.step}
         column = self.state.layout.columns[name]
         dtype = column.dtype if isinstance(column, TensorColumn) else torch.int64
         gathered = rows.gathered(self._runtime, crossed, dtype, where)
-        if self._exposed.get(name) is not gathered.tensor:
+        if self._gathered_views.get(name, (None,))[0] is not gathered.tensor:
             contents = rows.contents(self._runtime) if levels.full else None
             if contents is not None:
                 invariants.mirror_equal(contents[0], rows_of(self._runtime, gathered.tensor), **where)
-            self._expose(name, gathered.tensor)
+            self._gathered_views[name] = gathered.tensor, write_count(gathered.tensor)
             self.start_from(name, gathered, None if contents is None else contents[0])
         return gathered
 
@@ -248,18 +335,13 @@ class BatchDevice:
         self._needs.pop(name, None)
         self.state.device = {**self.state.device, name: DeviceRows.of(DeviceSide(gathered, contents), num_rows)}
 
-    def _packed_now(self) -> PackedUpload:
-        if self._packed is None:
-            self.upload((), {})
-        if self._packed is None:  # pragma: no cover - `upload` sets it
-            raise RuntimeError("the batch has not been uploaded")
-        return self._packed
-
 
 def packed_step(
     runtime: Runtime, arrays: list[Array], writes: Sequence[TableWrite], extras: Mapping[str, object]
-) -> tuple[PackedUpload, Extras, Callable[[], None]]:
+) -> tuple[PackedUpload, Extras, Callable[[], None] | None]:
     """One copy of `arrays`, table writes and extras; what was uploaded of these, and what launches the scatters."""
+    if not (writes or extras):
+        return runtime.upload(arrays), Extras(), None
     joined = joined_writes(runtime, writes) if writes else []
     first_write = len(arrays)
     for write in joined:
@@ -274,15 +356,18 @@ def packed_step(
         for i, write in enumerate(joined):
             write.table.launch_checked(write, upload.view(first_write + 2 * i), upload.view(first_write + 2 * i + 1))
 
-    return upload, Extras(runtime, upload, places, dict(extras)), scatter
+    return upload, Extras(runtime, upload, places, dict(extras)), scatter if joined else None
 
 
-def append_needs(arrays: list[Array], state: RowState) -> dict[str, range]:
-    """Appends what each column's gathering needs on the device; column -> its places among the arrays."""
+def append_needs(arrays: list[Array], state: RowState, known: Collection[str] = ()) -> dict[str, range]:
+    """Appends what each column's gathering needs on the device; column -> its places among the arrays.
+
+    Columns that are `known` have it there already.
+    """
     needs = {}
     for name, rows in state.device.items():
         column = state.layout.columns[name]
-        if isinstance(column, TensorColumn):
+        if isinstance(column, TensorColumn) and name not in known:
             wanted = rows.arrays(column.dtype, 1 + len(column.shape))
             needs[name] = range(len(arrays), len(arrays) + len(wanted))
             arrays += wanted

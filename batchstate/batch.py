@@ -21,7 +21,7 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._allocator import Generations
-from batchstate._arrays import MOST_ROWS, Array, converted, count, counts, kept_rows
+from batchstate._arrays import MOST_ROWS, Array, Rows, converted, count, counts, kept_rows
 from batchstate._origin import DerivedArrays, RowSet
 from batchstate._rows import (
     GENERATION_SUFFIX,
@@ -339,9 +339,10 @@ class Batch(metaclass=BatchType):
             ArgumentError: an index twice, or a padded batch.
             Violation: DERIVED_STALE, at `cheap`: a mask of other requests.
         """
-        index = kept_rows(keep, self._begin("filter"), f"{type(self).__name__}.filter")
-        if isinstance(keep, MirroredTensor):
-            self._check_mask(keep, "filter")
+        num_reqs = self._begin("filter")
+        index = self._kept(keep, num_reqs, "filter")
+        if index is None:
+            return self._derived("filter", self._state.copied(()), num_reqs, moved=False)
         return self._derived("filter", self._state.taken(index), index.size)
 
     def merge(self, other: Self) -> Self:
@@ -355,7 +356,7 @@ class Batch(metaclass=BatchType):
         """
         num_reqs = self._begin("merge")
         self._check_joins(other, num_reqs, "merge")
-        return self._joined("merge", self._state.merged(other._state), num_reqs, other)
+        return self._derived("merge", self._state.merged(other._state), num_reqs, joined=other)
 
     def next_batch(
         self,
@@ -382,27 +383,31 @@ class Batch(metaclass=BatchType):
         what = f"{type(self).__name__}.next_batch"
         num_reqs = self._begin("next_batch")
         state = self._state
-        if keep is not None:
-            index = kept_rows(keep, num_reqs, what)
-            if isinstance(keep, MirroredTensor):
-                self._check_mask(keep, "next_batch")
+        index = None if keep is None else self._kept(keep, num_reqs, "next_batch")
+        if index is not None:
             state, num_reqs = state.taken(index), index.size
-        kept = num_reqs
+        in_all = num_reqs
         if joining is not None:
-            self._check_joins(joining, kept, "next_batch")
-            state, num_reqs = state.merged(joining._state), kept + joining.num_reqs
+            self._check_joins(joining, num_reqs, "next_batch")
+            state, in_all = state.merged(joining._state), num_reqs + joining.num_reqs
         added: Mapping[str, object] = {}
         if type(advance) is not tuple or advance:
             added = amounts_by_column(advance, n, what)
         elif type(n) is not int or n != 1:
             raise ArgumentError(f"{what}: n={n!r} of no column", value=n, remedy="name columns: advance='seq_lens'")
-        if added or state is self._state:
-            state = state.shifted(added, num_reqs, what, in_place=state is not self._state)
-        return (
-            self._derived("next_batch", state, num_reqs, moved=keep is not None)
-            if joining is None
-            else self._joined("next_batch", state, kept, joining)
-        )
+        same = state is self._state
+        if added or same:
+            state = state.shifted(added, in_all, what, in_place=not same)
+        return self._derived("next_batch", state, num_reqs, moved=not same, joined=joining)
+
+    def _kept(self, keep: object, num_reqs: int, operation: str) -> Rows | None:
+        """The rows that a filter keeps; None where it keeps them all as they are."""
+        index = kept_rows(keep, num_reqs, f"{type(self).__name__}.{operation}")
+        if type(keep) is not np.ndarray and isinstance(keep, MirroredTensor) and keep.dtype is torch.bool:
+            self._check_same_rows(keep, operation)  # row indices say nothing of theirs
+        if index.size == num_reqs and (index == np.arange(num_reqs)).all():
+            return None
+        return index
 
     def _check_joins(self, other: Self, num_reqs: int, operation: str) -> None:
         if type(other) is not type(self):
@@ -420,20 +425,6 @@ class Batch(metaclass=BatchType):
                 value=other._pool_id,
                 remedy="requests of one batch take their slots from one pool",
             )
-
-    def _joined(self, operation: str, state: RowState, num_reqs: int, other: Self) -> Self:
-        """A batch of `num_reqs` requests of this one, then those of `other`."""
-        windows, theirs = self._open_windows(), other._open_windows()
-        batch = self._derived(
-            operation,
-            state,
-            num_reqs + other.num_reqs,
-            pool_id=self._pool_id if num_reqs else other._pool_id,
-            windows={**windows, **theirs} if theirs else windows,
-        )
-        if other.num_reqs and levels.cheap:
-            batch._check_slots(operation)
-        return batch
 
     def split(self, sizes: Sequence[int]) -> list[Self]:
         """Consecutive batches of the given sizes, which sum to the number of requests.
@@ -693,14 +684,10 @@ class Batch(metaclass=BatchType):
                 At `cheap` SLOT_STALE_HANDLE: a request has left; DERIVED_STALE: the extras of a plan of other rows, or
                 of pages that have changed since, or a table write of such pages.
         """
-        self._check_writes(writes, "upload")
-        arrays = self._checked_extras(extras, "upload")
-        self._check_unwritten("upload")
-        if levels.cheap:
-            self.check_live("upload")
-        device = self.device_side
+        arrays = self._checked_step(writes, extras, "upload")
+        device = self._device or self.device_side
         first = not device.uploaded
-        if first:
+        if first and (self._exposed or self._windows):
             self._check_host_is_fresh("upload")
         uploaded = device.upload(writes, arrays)
         if arrays:  # by which a plan knows them
@@ -745,12 +732,9 @@ class Batch(metaclass=BatchType):
                 value=buffers,
                 remedy="pass StaticBuffers",
             )
-        self._check_writes(writes, "to_static")
-        self._check_unwritten("to_static")
-        if levels.cheap:
-            self.check_live("to_static")
+        arrays = self._checked_step(writes, extras, "to_static")
         self._check_host_is_fresh("to_static")
-        uploaded = buffers.receive(self, writes, self._checked_extras(extras, "to_static"))
+        uploaded = buffers.receive(self, writes, arrays)
         uploaded.row_set = self.row_set
         return uploaded
 
@@ -760,13 +744,23 @@ class Batch(metaclass=BatchType):
             if name not in self._state.device:
                 invariants.mirror_stale_read("host", stale_reasons(windows, "host"), **self._where(operation, name))
 
-    def _check_writes(self, writes: object, operation: str) -> None:
+    def _checked_step(
+        self, writes: object, extras: Mapping[str, object] | None, operation: str
+    ) -> Mapping[str, object]:
+        """Checks what is to be sent, and returns the extra arrays."""
         if type(writes) is not tuple or writes:
-            check_writes(writes, f"{type(self).__name__}.{operation}")
+            self._check_writes(writes, operation)
+        arrays = {} if extras is None else self._checked_extras(extras, operation)
+        if levels.full or self._exposed or self._device is not None:
+            self._check_unwritten(operation)
+        if levels.cheap and self._pool_id:
+            self.check_live(operation)
+        return arrays
 
-    def _checked_extras(self, extras: Mapping[str, object] | None, operation: str) -> Mapping[str, object]:
-        if extras is None:
-            return {}
+    def _check_writes(self, writes: object, operation: str) -> None:
+        check_writes(writes, f"{type(self).__name__}.{operation}")
+
+    def _checked_extras(self, extras: Mapping[str, object], operation: str) -> Mapping[str, object]:
         arrays = named_arrays(extras, f"{type(self).__name__}.{operation}")
         if isinstance(extras, DerivedArrays) and levels.cheap:
             where = self._where(operation)
@@ -795,11 +789,11 @@ class Batch(metaclass=BatchType):
     def _check_unwritten(self, operation: str) -> None:
         """What was written from outside is reported before an operation replaces it: at `full` by comparing the sides.
 
-        Every operation begins with it.
+        Every operation begins with it, unless there is nothing that could have been written.
         """
         if levels.full:
             self.check(operation)
-        elif levels.cheap and (self._exposed or self._device is not None):
+        elif levels.cheap:
             self._check_read_columns(operation)
 
     def _check_sides(self, operation: str) -> None:
@@ -814,7 +808,7 @@ class Batch(metaclass=BatchType):
                     contents = rows.contents(self.runtime)
                     if contents is not None:
                         check_indices(column, contents[1], self.runtime, operation)
-            elif self.device_side.uploaded:
+            elif self.device_side.has(name):
                 value._device.tensor(self.runtime)  # a view of the copy
             value.check(operation)
 
@@ -888,34 +882,49 @@ class Batch(metaclass=BatchType):
         moved: bool = True,
         same_rows: bool = False,
         device: BatchDevice | None = None,
+        joined: Self | None = None,
     ) -> Self:
         """The result of an operation, checked.
 
         `moved` is False if no row moved, so that there are none to count; `same_rows` says that those that did belong
-        to the same requests as before. `device` is its device side, if it has crossed already.
+        to the same requests as before. `device` is its device side, if it has crossed already; else the columns that
+        did not change keep theirs. The requests of `joined` come behind `num_reqs` of this one.
         """
+        if pool_id is None:
+            pool_id = self._pool_id
+        if windows is None:
+            windows = self._open_windows() if self._exposed or self._windows else NO_WINDOWS
+        if joined is not None:
+            if joined._exposed or joined._windows:
+                windows = {**windows, **joined._open_windows()}
+            if not num_reqs:
+                pool_id = joined._pool_id
+            num_reqs += joined.num_reqs
         batch = type(self)(
             self.runtime,
             state,
             num_reqs,
             num_reqs if num_rows is None else num_rows,
-            self._pool_id if pool_id is None else pool_id,
-            self._open_windows() if windows is None else windows,
+            pool_id,
+            windows,
             self._row_number if same_rows or not moved else 0,
         )
-        batch._device = device
+        if device is not None:
+            batch._device = device
+        elif self._device is not None:
+            batch._device = self._device.kept(state)
         if levels.full:
             batch.check(operation)
         elif levels.cheap and moved:
             batch._check_rows(operation)
+        if levels.cheap and joined is not None and joined.num_reqs:
+            batch._check_slots(operation)
         return batch
 
     def _begin(self, operation: str) -> int:
         """Checks before an operation: nothing that is exposed was written, and the batch has no padding."""
-        if levels.full:
+        if levels.full or self._exposed or self._device is not None:
             self._check_unwritten(operation)
-        elif levels.cheap and (self._exposed or self._device is not None):
-            self._check_read_columns(operation)
         if self.num_rows != self.num_reqs:
             raise ArgumentError(
                 f"{type(self).__name__}.{operation}: a batch padded from {self.num_reqs} to {self.num_rows} rows",
@@ -923,11 +932,6 @@ class Batch(metaclass=BatchType):
                 remedy="keep the batch from before `pad`; a padded one is for one launch",
             )
         return self.num_reqs
-
-    def _check_mask(self, keep: MirroredTensor, operation: str) -> None:
-        """Refuses a mask of other requests; row indices say nothing of theirs."""
-        if keep.dtype is torch.bool:
-            self._check_same_rows(keep, operation)
 
     def _check_same_rows(self, value: object, operation: str, column: str | None = None) -> None:
         """Refuses a value whose rows are of other requests; one that does not say is taken as it is."""

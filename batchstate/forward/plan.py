@@ -385,7 +385,8 @@ class ForwardPlan:
         check_writes(writes, f"{_WHAT}.upload")
         arrays = named_arrays({} if extras is None else extras, "upload")
         upload, uploaded, scatter = packed_step(runtime, [slots], writes, self.extras | dict(arrays))
-        scatter()
+        if scatter is not None:
+            scatter()
         uploaded.row_set = self.slots.row_set
         uploaded.slots = slots, DeviceSide(ReadyTensor.uploaded(upload.view(0), upload))
         return uploaded

@@ -6,6 +6,7 @@ address stays is `FixedMemory`: the device orders its reads and writes.
 
 import abc
 import contextlib
+import itertools
 import logging
 import operator
 import os
@@ -226,6 +227,7 @@ class Runtime(abc.ABC):
         step: number of the present step, raised by `next_step`.
         counters: running totals.
         owner: the thread that may use it.
+        new_version: gives a number that no other value of this runtime has.
         remember_memory: of all runtimes of a CPU: whether they remember from their beginning which memory is the
             device's. Set where `no_hidden_sync` is imported.
     """
@@ -240,7 +242,7 @@ class Runtime(abc.ABC):
         self.owner = owner_of_this_thread()
         self._staging = Staging(self._allocate_staging, depth=self.steps_in_flight + 1)
         self._landing = Staging(self._allocate_staging, depth=self.steps_in_flight + 1)
-        self._versions = 0
+        self.new_version: Callable[[], int] = itertools.count(1).__next__
         self._index_spaces: dict[str, int] = {}
         self._persistent: list[weakref.ref[torch.Tensor]] = []
         self._known_memory = KnownMemory() if self.remember_memory and device.type == "cpu" else None
@@ -408,11 +410,6 @@ class Runtime(abc.ABC):
         if capacity is not None:
             invariants.slot_out_of_range(flat, capacity, **where)
 
-    def new_version(self) -> int:
-        """A number no other value of this runtime has."""
-        self._versions += 1
-        return self._versions
-
     # Memory
 
     def device_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -488,7 +485,8 @@ class Runtime(abc.ABC):
             DtypeError: an array of anything but numbers.
             ShapeError: `into` is too small.
         """
-        self.check_owner("upload")
+        if threading.get_ident() != self.owner.ident:
+            self.check_owner("upload")
         if self.capturing:
             self.refuse_capture("an upload")
         try:

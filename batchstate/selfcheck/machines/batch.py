@@ -28,6 +28,7 @@ from batchstate.indices import Pages, Slots
 from batchstate.mirror import Contract, MirroredTensor, rows_of
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
+from batchstate.runtime.memory import ALIGNMENT
 from batchstate.selfcheck.machines.mirrored_tensor import TRIED, Operations, check_reported, write_uncounted
 from batchstate.static import StaticBuffers
 from batchstate.tables import TableWrite
@@ -408,6 +409,7 @@ class BatchMachine(Machine):
         "a graph of another batch refused",
         "bounds tightened by results in another order",
         "some rows verified, and read with the others",
+        "what did not change stayed on the device",
     )
 
     @initialize()
@@ -602,6 +604,24 @@ class BatchMachine(Machine):
         changed = one.changed(one.batch.replace(**{name: value}), name, lambda at, _: cells[at])
         bounded = one.bounded | {name} if name in BOUNDED and bounds else one.bounded - {name}
         return self.kept(Rows(changed.batch, changed.rows, bounded), look=look)
+
+    @rule(target=BATCHES, one=BATCHES, name=st.sampled_from(list(COLUMNS)[1:]), first=st.integers(0, 9))
+    def replace_what_crossed(self, one: Rows, name: str, first: int) -> Rows:
+        """Where no row moves, the columns that did not change stay on the device, and one that did crosses alone."""
+        one.batch.on_device()
+        value, cells = self.column(name, len(one), first, bounds=False)
+        before = self.rt.counters.snapshot()
+        batch = one.batch.filter(range(len(one))).replace(requests=list(one.batch.requests))
+        batch.on_device()
+        agree(0, (self.rt.counters - before).host_to_device_bytes, "bytes copied of a batch in which nothing changed")
+        batch = batch.replace(**{name: value})
+        batch.on_device()
+        at_most = len(one) * (COLUMNS[name].pad.nbytes + 8) + 2 * ALIGNMENT  # the rows, and an index of them
+        spent = self.rt.counters - before
+        agree(True, spent.host_to_device_bytes <= at_most, f"{spent} copied for {name}, expected {at_most} bytes")
+        self.reached("what did not change stayed on the device", len(one) > 0)
+        changed = one.changed(batch, name, lambda at, _: cells[at])
+        return self.kept(Rows(changed.batch, changed.rows, one.bounded - {name}), look=True)
 
     @rule(
         target=BATCHES,
