@@ -279,13 +279,15 @@ class BatchDevice:
         """
         if self._sent is None:
             return None
-        for sent in (self._sent, *self._later.values()):
+        for sent in (self._sent, *self._later.values()) if self._later else (self._sent,):
             if sent.write_count is not None and sent.packed.buffer._version != sent.write_count:
                 return self._differing(sent), sent.write_count, sent.packed.buffer._version
-            for name, (view, before) in sent.exposed.items():
+            for name in sent.exposed:
+                view, before = sent.exposed[name]
                 if before is not None and view._version != before and self.has(name) and self._sent_with(name) is sent:
                     return name, before, view._version
-        for name, (view, before) in self._gathered_views.items():
+        for name in self._gathered_views:
+            view, before = self._gathered_views[name]
             if before is not None and view._version != before:
                 return name, before, view._version
         return None

@@ -923,8 +923,10 @@ class Batch(metaclass=BatchType):
 
     def _begin(self, operation: str) -> int:
         """Checks before an operation: nothing that is exposed was written, and the batch has no padding."""
-        if levels.full or self._exposed or self._device is not None:
+        if levels.full:
             self._check_unwritten(operation)
+        elif levels.cheap and (self._exposed or self._device is not None):
+            self._check_read_columns(operation)
         if self.num_rows != self.num_reqs:
             raise ArgumentError(
                 f"{type(self).__name__}.{operation}: a batch padded from {self.num_reqs} to {self.num_rows} rows",
