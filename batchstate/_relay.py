@@ -6,7 +6,6 @@ waited for, since its own order does.
 """
 
 import enum
-import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, final
 
@@ -52,7 +51,7 @@ class Publication:
 
     Attributes:
         number: from 1, in the order of the calls.
-        by: the operation, step and stream, for reports.
+        step: of the runtime.
         stream: where it was enqueued.
         fence: behind it.
         ordered: keys of the streams that are ordered behind it.
@@ -62,13 +61,18 @@ class Publication:
     """
 
     number: int
-    by: str
+    step: int
     stream: Stream
     fence: Fence
     ordered: set[object]
     reads: dict[Stream, Fence] = attrs.field(factory=dict)
     ordered_reads: set[tuple[Stream, object]] = attrs.field(factory=set)
     published: list[tuple[Ints, Ints]] = attrs.field(factory=list)
+
+    @property
+    def by(self) -> str:
+        """The operation, step and stream, for reports."""
+        return described("publish", self.step, self.stream)
 
     def needed(self) -> bool:
         """Whether an entry comes from it, or a writer may have to wait for it or for a read of it. Never waits."""
@@ -91,9 +95,10 @@ class Entries:
         last_writer: int64[capacity], of the last publish into this memory, also when the entry is unwritten again: the
             next writer still comes behind that publish, and behind the streams that read it.
         taken: uint8[capacity], bits of the readers that have taken it.
+        changes: how often any of these was written: while it stays, entries are as they were found.
     """
 
-    __slots__ = ("_all", "generation", "last_writer", "must_read", "number", "readers", "taken")
+    __slots__ = ("_all", "changes", "generation", "last_writer", "must_read", "number", "readers", "taken")
 
     def __init__(self, readers: int, must_read: bool, capacity: int) -> None:
         self.readers = readers
@@ -103,17 +108,31 @@ class Entries:
         self.number = np.zeros(capacity, dtype=np.int64)
         self.last_writer = np.zeros(capacity, dtype=np.int64)
         self.taken = np.zeros(capacity, dtype=np.uint8)
+        self.changes = 0
 
     def clear(self, rows: Ints) -> None:
         """Makes the entries of `rows` unwritten. The last writers and readers of their memory stay known."""
+        self.changes += 1
         self.generation[rows] = 0
         self.number[rows] = 0
         self.taken[rows] = 0
+
+    def publish(self, rows: Ints, generations: Ints, number: int, readers: int) -> None:
+        """Publish `number` has written the entries of `rows`, and `readers` have its values."""
+        self.changes += 1
+        self.generation[rows] = generations
+        self.number[rows] = self.last_writer[rows] = number
+        self.taken[rows] = readers
 
     def unread(self, rows: Ints) -> Mask:
         """Whether each entry is published, and a reader has not taken it. bool[n]."""
         wanted: Mask = (self.number[rows] != 0) & ((self.taken[rows] & self.readers) != self.readers)
         return wanted
+
+    def take(self, rows: Ints, reader: int) -> None:
+        """Notes that `reader` has taken the entries of `rows`."""
+        self.changes += 1
+        self.taken[rows] |= _BITS[reader]
 
     def all_taken(self, rows: Ints) -> bool:
         """Whether every reader has taken each entry: the fast form of FUTURE_UNREAD_OVERWRITTEN."""
@@ -145,11 +164,12 @@ class PublishedRows:
         rows: their slots, int64[n].
         generations: theirs, int64[n].
         read_on: the stream of the last gather, and the field's memory and the slots on the device, safe to use there.
-        publications: the publishes that the entries come from.
+        publications: the publishes that the entries come from, which nothing has written since.
+        taken: bits of the readers that have taken all of them.
         kinds: dtype, shape and bytes of their values, for the copy to the host.
     """
 
-    __slots__ = ("_entries", "_numbers", "generations", "kinds", "live", "publications", "read_on", "rows")
+    __slots__ = ("_changes", "entries", "generations", "kinds", "live", "publications", "read_on", "rows", "taken")
 
     live: Slots
 
@@ -158,32 +178,40 @@ class PublishedRows:
         self.kinds = [(dtype, rows.shape, rows.size * dtype.itemsize)]
         self.read_on: tuple[Stream, torch.Tensor, torch.Tensor] | None = None
         self.publications: list[Publication] = []
-        self._entries = entries
-        self._numbers = b""
+        self.entries = entries
+        self.taken = 0
+        self._changes = -1
 
-    def published(self, publication: Publication) -> None:
-        """All entries come from `publication`."""
-        self.publications = [publication]
-        self._numbers = publication.number.to_bytes(8, sys.byteorder) * self.rows.size
+    @property
+    def unchanged(self) -> bool:
+        """Whether they are as `noted`: nothing has written any entry of the field since. O(1)."""
+        return self.entries.changes == self._changes
 
-    def gathered(self, publications: list[Publication]) -> None:
-        """The entries come from `publications`."""
-        self.publications = publications
-        self._numbers = self._entries.number[self.rows].tobytes()
+    def noted(self, publications: list[Publication], taken: int) -> None:
+        """The entries come from `publications`, and these readers have taken all of them."""
+        self.publications, self.taken, self._changes = publications, taken, self.entries.changes
 
-    def to_be_read(self, reader: int) -> bool:
-        """Whether the entries come from `publications`, and `reader` may take them. O(n)."""
-        entries, rows = self._entries, self.rows
-        return entries.number[rows].tobytes() == self._numbers and entries.to_be_read(rows, self.generations, reader)
+    def take(self, reader: int, publications: list[Publication]) -> None:
+        """Notes that `reader` has taken them, as they come from `publications`."""
+        entries, rows = self.entries, self.rows
+        if self.unchanged:
+            self.taken |= reader
+            entries.changes += 1
+            entries.taken[rows] = self.taken
+            self._changes += 1
+            return
+        entries.take(rows, reader)
+        if entries.last_writer[rows].tobytes() == entries.number[rows].tobytes():
+            taken = entries.taken[rows]
+            if taken.tobytes() == taken[:1].tobytes() * rows.size:
+                self.noted(publications, int(taken[0]))
 
     def in_order(self, stream: Stream) -> bool:
-        """Whether the last gather has put `stream` behind all that a publish of these entries waits for. O(n)."""
-        if self.read_on is None or self.read_on[0] is not stream:
+        """Whether the last gather has put `stream` behind all that a publish of these entries waits for. O(1)."""
+        publications = self.publications
+        if self.read_on is None or self.read_on[0] is not stream or len(publications) != 1 or not self.unchanged:
             return False
-        for publication in self.publications:
-            if len(publication.reads) > 1:
-                return False
-        return self._entries.last_writer[self.rows].tobytes() == self._numbers
+        return len(publications[0].reads) <= 1 and stream.key in publications[0].ordered
 
 
 @final
@@ -219,7 +247,7 @@ class RelayEntries(SlotListener):
 
     # Writing
 
-    def check_overwrite(self, rows: Ints, names: Iterable[str], by: str) -> None:
+    def check_overwrite(self, rows: Ints, names: Iterable[str]) -> None:
         """Refuses to publish over entries that a reader still has to take.
 
         Raises:
@@ -236,12 +264,12 @@ class RelayEntries(SlotListener):
                     rows,
                     unread,
                     self._writer(entries, rows),
-                    by,
+                    self.by("publish"),
                     READERS[entries.readers],
                     **self.where("publish", name),
                 )
 
-    def wait_to_overwrite(self, rows: Ints, names: Iterable[str], by: str) -> None:
+    def wait_to_overwrite(self, rows: Ints, names: Iterable[str]) -> None:
         """Puts the current stream behind the last publishes into these entries, and behind the streams that read them.
 
         Raises:
@@ -251,7 +279,7 @@ class RelayEntries(SlotListener):
         for name in names:
             numbers = _each(self.fields[name].last_writer[rows])
             publications = [self.publications[number] for number in numbers if number in self.publications]
-            self.wait_to_read(publications, stream, by, "publish")
+            self.wait_to_read(publications, stream, "publish")
             for publication in publications:
                 waited = self._wait_for_reads(publication, stream)
                 if levels.cheap:
@@ -259,7 +287,7 @@ class RelayEntries(SlotListener):
                         invariants.future_order(
                             reader == stream or reader in waited,
                             f"a read on stream {reader.name!r} of {publication.by}",
-                            by,
+                            self.by("publish"),
                             "a wait for that read",
                             **self.where("publish"),
                         )
@@ -269,7 +297,6 @@ class RelayEntries(SlotListener):
         rows: Ints,
         generations: Ints,
         names: Iterable[str],
-        by: str,
         fence: Fence,
         stream: Stream,
         readers: int = 0,
@@ -281,18 +308,16 @@ class RelayEntries(SlotListener):
         Raises:
             Violation: FUTURE_ORDER, at `cheap`: another publish shares the fence, which is not complete.
         """
-        publication = self._add(by, fence, stream)
+        publication = self._add(fence, stream)
         for name in names:
             entries = self.fields[name]
-            entries.generation[rows] = generations
-            entries.number[rows] = entries.last_writer[rows] = publication.number
-            entries.taken[rows] = readers
+            entries.publish(rows, generations, publication.number, readers)
             publication.published.append((entries.number, rows))
         return publication
 
-    def mark_failed(self, rows: Ints, names: Collection[str], by: str, fence: Fence) -> None:
+    def mark_failed(self, rows: Ints, names: Collection[str], fence: Fence) -> None:
         """Notes a publish that failed half way: the memory of `names` was written, and the entries are unwritten."""
-        publication = self._add(by, fence, self._runtime.current_stream)
+        publication = self._add(fence, self._runtime.current_stream)
         self.clear(rows, names)
         for name in names:
             self.fields[name].last_writer[rows] = publication.number
@@ -310,7 +335,6 @@ class RelayEntries(SlotListener):
         generations: Ints,
         names: Iterable[str],
         reader: int,
-        by: str,
         operation: str,
         *,
         again: bool = False,
@@ -330,7 +354,7 @@ class RelayEntries(SlotListener):
                 for code in READ_CODES:
                     times_checked[code] += 1
             elif levels.cheap:
-                where, writer = self.where(operation, name), self._writer(entries, rows)
+                where, writer, by = self.where(operation, name), self._writer(entries, rows), self.by(operation)
                 invariants.future_unwritten(rows, numbers != 0, by, **where)
                 invariants.future_generation(rows, entries.generation[rows], generations, writer, by, **where)
                 taken = (entries.taken[rows] & reader) != 0
@@ -344,7 +368,7 @@ class RelayEntries(SlotListener):
         """The publishes that entries come from, each once."""
         return [self.publications[number] for number in _each(self.fields[name].number[rows]) if number]
 
-    def wait_to_read(self, publications: Sequence[Publication], stream: Stream, by: str, operation: str) -> None:
+    def wait_to_read(self, publications: Sequence[Publication], stream: Stream, operation: str) -> None:
         """Puts `stream` behind the publishes.
 
         Raises:
@@ -360,7 +384,7 @@ class RelayEntries(SlotListener):
                 if key in publication.ordered:
                     times_checked[FUTURE_ORDER] += 1
                 else:
-                    writer = publication.by
+                    writer, by = publication.by, self.by(operation, stream)
                     invariants.future_order(False, writer, by, f"a wait for {writer}", **self.where(operation))
 
     def note_read(self, publications: Sequence[Publication], stream: Stream, fence: Fence) -> None:
@@ -374,7 +398,7 @@ class RelayEntries(SlotListener):
     def take(self, rows: Ints, names: Iterable[str], reader: int) -> None:
         """Notes that `reader` has taken entries."""
         for name in names:
-            self.fields[name].taken[rows] |= _BITS[reader]
+            self.fields[name].take(rows, reader)
 
     # The listener of the slot pool
 
@@ -400,8 +424,7 @@ class RelayEntries(SlotListener):
 
     def by(self, operation: str, stream: Stream | None = None) -> str:
         """The reader or writer of now: operation, step and stream, by default the current one."""
-        name = (stream or self._runtime.current_stream).name
-        return f"{operation} in step {self._runtime.step} on stream {name!r}"
+        return described(operation, self._runtime.step, stream or self._runtime.current_stream)
 
     def where(self, operation: str, field: str | None = None) -> Where:
         """Where an invariant is checked."""
@@ -419,15 +442,17 @@ class RelayEntries(SlotListener):
             self._by_fence = {id(one.fence): one for one in self.publications.values()}
             self.prune_at = max(16, 2 * len(self.publications))
 
-    def _add(self, by: str, fence: Fence, stream: Stream) -> Publication:
+    def _add(self, fence: Fence, stream: Stream) -> Publication:
         """A new publish on `stream`."""
         self._count += 1
-        publication = Publication(self._count, by, stream, fence, {stream.key})
+        publication = Publication(self._count, self._runtime.step, stream, fence, {stream.key})
         if levels.cheap:
             times_checked[FUTURE_ORDER] += 1
             shared = self._by_fence.get(id(publication.fence))
             if shared is not None and not publication.fence.query():
-                invariants.future_order(False, shared.by, by, "a fence for each publish", **self.where("publish"))
+                invariants.future_order(
+                    False, shared.by, publication.by, "a fence for each publish", **self.where("publish")
+                )
         self.publications[self._count] = self._by_fence[id(fence)] = publication
         return publication
 
@@ -448,6 +473,11 @@ class RelayEntries(SlotListener):
             return "an older publish" if publication is None else publication.by
 
         return writer
+
+
+def described(operation: str, step: int, stream: Stream) -> str:
+    """A reader or writer, for reports."""
+    return f"{operation} in step {step} on stream {stream.name!r}"
 
 
 def _each(numbers: Ints) -> list[int]:

@@ -31,6 +31,7 @@ from batchstate._relay import (
     HOST,
     READ_CODES,
     READERS,
+    UNREAD_OVERWRITTEN,
     Entries,
     EntryState,
     Publication,
@@ -333,7 +334,7 @@ class FutureMap:
                 requests; FUTURE_UNREAD_OVERWRITTEN and FUTURE_ORDER at `cheap`. Nothing was
                 published.
         """
-        live, device, host, by = self._checked_publish(slots, values)
+        live, device, host = self._checked_publish(slots, values)
         if not len(live):
             return
         tensors = {name: _live_rows(value, len(live)) for name, value in device.items()}
@@ -343,11 +344,11 @@ class FutureMap:
             tensors |= {name: packed.view(i) for i, name in enumerate(host, 1)}
         else:
             index = self._index(slots, live)
-        self._scatter(live.np, live.generations, index, tensors, host, by)
+        self._scatter(live.np, live.generations, index, tensors, host)
 
     def _checked_publish(
         self, slots: Slots, values: Mapping[str, object]
-    ) -> tuple[Slots, dict[str, torch.Tensor | MirroredTensor], dict[str, Array], str]:
+    ) -> tuple[Slots, dict[str, torch.Tensor | MirroredTensor], dict[str, Array]]:
         """What `publish` checks before it changes anything: the live rows, values on the device and on the host."""
         self._check_call("publish")
         if not values:
@@ -369,9 +370,8 @@ class FutureMap:
                 device[name] = value
             else:
                 host[name] = self._checked_host_values(name, value, num_rows)
-        by = self._entries.by("publish")
-        self._entries.check_overwrite(live.np, values, by)
-        return live, device, host, by
+        self._entries.check_overwrite(live.np, values)
+        return live, device, host
 
     def packed(self, rows: Array, generations: Array, values: Mapping[str, object]) -> "PackedPublish":
         """A publish of host values that cross with the copy of a step, for checked handles. For the library.
@@ -389,9 +389,8 @@ class FutureMap:
                     remedy="publish what a forward has made with `publish`",
                 )
             host[name] = self._checked_host_values(name, value, (rows.size, rows.size))
-        by = self._entries.by("publish")
-        self._entries.check_overwrite(rows, host, by)
-        return PackedPublish(self, rows, generations, host, by)
+        self._entries.check_overwrite(rows, host)
+        return PackedPublish(self, rows, generations, host)
 
     def _checked_host_values(self, name: str, value: object, num_rows: tuple[int, int]) -> Array:
         field = self._fields[name]
@@ -407,10 +406,9 @@ class FutureMap:
         index: torch.Tensor,
         values: Mapping[str, torch.Tensor],
         known: Iterable[str],
-        by: str,
     ) -> None:
         """Launches and notes a publish; `index` and `values` are safe on this stream. The host has those `known`."""
-        self._entries.wait_to_overwrite(rows, values, by)
+        self._entries.wait_to_overwrite(rows, values)
         launched: list[str] = []
         self._transaction.operation = "publish"
         try:
@@ -420,19 +418,19 @@ class FutureMap:
                 self.runtime.launch(put_rows, memory, index, tensor, reads=reads, writes=(memory,), name=label)
                 launched.append(name)
             stream = self.runtime.current_stream
-            self._entries.publish(rows, generations, values, by, self.runtime.record(), stream)
+            self._entries.publish(rows, generations, values, self.runtime.record(), stream)
             self._entries.take(rows, known, HOST)
         except BaseException as error:
-            self._publish_failed(rows, launched if isinstance(error, Exception) else list(values), by)
+            self._publish_failed(rows, launched if isinstance(error, Exception) else list(values))
             raise
         self._transaction.operation = None
         if levels.full:
             self.check("publish")
 
-    def _publish_failed(self, rows: Array, written: Collection[str], by: str) -> None:
+    def _publish_failed(self, rows: Array, written: Collection[str]) -> None:
         """Notes a publish that torch could not launch, or that was interrupted: a device takes no launch back."""
         if written:
-            self._entries.mark_failed(rows, written, by, self.runtime.record())
+            self._entries.mark_failed(rows, written, self.runtime.record())
         self._transaction.operation = None
 
     def discard(self, slots: Slots, *fields: str) -> None:
@@ -469,16 +467,16 @@ class FutureMap:
         """
         self._check_call("gather")
         self._check_fields((field,), "gather", DEVICE)
-        live, by = self._live(slots, "gather"), self._entries.by("gather")
-        publications = self._entries.check_read(live.np, live.generations, (field,), DEVICE, by, "gather")
-        values = self._gathered(publications, field, slots.device, by)
+        live = self._live(slots, "gather")
+        publications = self._entries.check_read(live.np, live.generations, (field,), DEVICE, "gather")
+        values = self._gathered(publications, field, slots.device)
         self._entries.take(live.np, (field,), DEVICE)
         return values
 
-    def _gathered(self, publications: Sequence[Publication], field: str, index: torch.Tensor, by: str) -> torch.Tensor:
+    def _gathered(self, publications: Sequence[Publication], field: str, index: torch.Tensor) -> torch.Tensor:
         """Launches and notes a gather of checked entries; `index` is safe on this stream."""
         stream = self.runtime.current_stream
-        self._entries.wait_to_read(publications, stream, by, "gather")
+        self._entries.wait_to_read(publications, stream, "gather")
         rows = self._select(field, index)
         if publications:
             self._entries.note_read(publications, stream, self.runtime.record(stream))
@@ -504,15 +502,13 @@ class FutureMap:
         if self._transaction.operation is not None:
             self._transaction.enter("gather")
         entries = self._entries
-        if known.to_be_read(DEVICE):
-            publications, by = known.publications, known.publications[0].by
+        if known.unchanged and not known.taken & DEVICE:
+            publications = known.publications
             for code in READ_CODES if levels.cheap else ():
                 times_checked[code] += 1
         else:
-            by = entries.by("gather")
-            publications = entries.check_read(known.rows, known.generations, (field,), DEVICE, by, "gather")
-            known.gathered(publications)
-        entries.wait_to_read(publications, stream, by, "gather")
+            publications = entries.check_read(known.rows, known.generations, (field,), DEVICE, "gather")
+        entries.wait_to_read(publications, stream, "gather")
         if known.read_on is None or known.read_on[0] is not stream:
             known.read_on = stream, self._memory_of(field), known.live.device
         _, memory, index = known.read_on
@@ -523,7 +519,7 @@ class FutureMap:
         if levels.full:
             self._check_gathered(field, gathered)
         self._transaction.operation = "gather"
-        entries.take(known.rows, (field,), DEVICE)
+        known.take(DEVICE, publications)
         self._transaction.operation = None
         return gathered, index
 
@@ -539,13 +535,15 @@ class FutureMap:
         if len(entries.publications) >= entries.prune_at:
             entries.prune()
         stream = self.runtime.current_stream
-        by = entries.by("publish", stream)
-        entries.check_overwrite(known.rows, names, by)
+        if known.unchanged and known.taken & declared.readers == declared.readers:
+            times_checked[UNREAD_OVERWRITTEN] += levels.cheap
+        else:
+            entries.check_overwrite(known.rows, names)
         if known.read_on is not None and known.in_order(stream):
             _, memory, index = known.read_on
         else:
             memory, index = self._memory_of(field), known.live.device
-            entries.wait_to_overwrite(known.rows, names, by)
+            entries.wait_to_overwrite(known.rows, names)
         name = self._publish_names[field]
         readers, launched = HOST if to_host else 0, False
         self._transaction.operation = "publish"
@@ -553,10 +551,10 @@ class FutureMap:
             self.runtime.launch(put_rows, memory, index, values, reads=(index, values), writes=(memory,), name=name)
             launched = True
             fence = self.runtime.record(stream)
-            publication = entries.publish(known.rows, known.generations, names, by, fence, stream, readers)
-            known.published(publication)
+            publication = entries.publish(known.rows, known.generations, names, fence, stream, readers)
+            known.noted([publication], readers)
         except BaseException as error:
-            self._publish_failed(known.rows, names if launched or not isinstance(error, Exception) else (), by)
+            self._publish_failed(known.rows, names if launched or not isinstance(error, Exception) else ())
             raise
         self._transaction.operation = None
         if levels.full:
@@ -596,12 +594,12 @@ class FutureMap:
             raise DeclarationError(
                 f"{self.name}: prefetch of {fields}", value=fields, remedy="name each field once, and at least one"
             )
-        live, by = self._live(slots, "prefetch"), self._entries.by("prefetch")
-        publications = self._entries.check_read(live.np, live.generations, fields, HOST, by, "prefetch")
+        live = self._live(slots, "prefetch")
+        publications = self._entries.check_read(live.np, live.generations, fields, HOST, "prefetch")
         with self.runtime.use(self._private):
             index = self._index(slots, live)
             stream = self.runtime.current_stream
-            self._entries.wait_to_read(publications, stream, self._entries.by("prefetch"), "prefetch")
+            self._entries.wait_to_read(publications, stream, "prefetch")
             rows = [self._select(name, index) for name in fields]
             read = self.runtime.record(stream)
             self._entries.note_read(publications, stream, read)
@@ -691,20 +689,18 @@ class FutureMap:
         gathered: list[str] = []  # taken when all has succeeded
 
         def gather(slots: Slots, field: str) -> torch.Tensor:
-            live, by = _unpadded(slots), self._entries.by("gather")
+            live = _unpadded(slots)
             again = field in gathered
-            publications = self._entries.check_read(
-                live.np, live.generations, (field,), DEVICE, by, "gather", again=again
-            )
+            publications = self._entries.check_read(live.np, live.generations, (field,), DEVICE, "gather", again=again)
             gathered.append(field)
-            return self._gathered(publications, field, slots.device, by)
+            return self._gathered(publications, field, slots.device)
 
         sources = Sources(self.runtime, gather, names, width, lengths, req_to_token, least)
         sources.check(plan, uploaded, self.name)
         if len(plan.relayed):
             self._check_fields(read, operation, DEVICE)
-            relayed, by = plan.relayed, self._entries.by(operation)
-            self._entries.check_read(relayed.np, relayed.generations, read, DEVICE, by, operation)
+            relayed = plan.relayed
+            self._entries.check_read(relayed.np, relayed.generations, read, DEVICE, operation)
         plan.check_unused()
         inputs = ForwardInputs.resolve(plan, uploaded, sources)
         if lengths is not None and not plan.bounded:
@@ -729,7 +725,7 @@ class FutureMap:
             operation = "resolve_forward_inputs"
             publications = self._entries.publications_of(relayed.np, lengths)
             stream = self.runtime.current_stream
-            self._entries.wait_to_read(publications, stream, self._entries.by(operation), operation)
+            self._entries.wait_to_read(publications, stream, operation)
             true = self.runtime.inspect(self._memory_of(lengths).index_select(0, index))
             invariants.mirror_equal(before.astype(true.dtype), true, **self._entries.where(operation, lengths))
 
@@ -808,7 +804,6 @@ class PackedPublish:
     _rows: Array
     _generations: Array
     _values: Mapping[str, Array]
-    _by: str
 
     @property
     def arrays(self) -> list[Array]:
@@ -818,7 +813,7 @@ class PackedPublish:
     def launch(self, index: torch.Tensor, sides: Sequence[torch.Tensor]) -> None:
         """Scatters them on the current stream; `index` is the slots on the device, `sides` those of `arrays`."""
         values = dict(zip(self._values, sides, strict=True))
-        self._relay._scatter(self._rows, self._generations, index, values, self._values, self._by)
+        self._relay._scatter(self._rows, self._generations, index, values, self._values)
 
     def launch_alone(self) -> None:
         """The same with a copy of their own."""
