@@ -184,7 +184,7 @@ OfRequests = RowSet | HasRows
 
 
 @final
-@attrs.frozen(eq=False, repr=False)
+@attrs.define(eq=False, repr=False)
 class Origin:
     """The rows that something was derived from, and what else its values depend on.
 

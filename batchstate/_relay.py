@@ -229,6 +229,7 @@ class RelayEntries(SlotListener):
 
     Attributes:
         fields: name -> entries.
+        label: of the relay, for reports.
         publications: number -> publish, as long as an entry comes from it or the device may still be at it.
         prune_at: at how many publishes `prune` looks which are still needed.
     """
@@ -241,7 +242,7 @@ class RelayEntries(SlotListener):
         self._by_fence: dict[int, Publication] = {}  # by the fence's id, which the publish keeps alive
         self._runtime = runtime
         self._is_live = is_live
-        self._label = label
+        self.label = label
         self._count = 0
         self.prune_at = 16
 
@@ -428,7 +429,7 @@ class RelayEntries(SlotListener):
 
     def where(self, operation: str, field: str | None = None) -> Where:
         """Where an invariant is checked."""
-        where: Where = {"object": self._label, "operation": operation, "step": self._runtime.step}
+        where: Where = {"object": self.label, "operation": operation, "step": self._runtime.step}
         if field is not None:
             where["column"] = field
         return where

@@ -162,7 +162,7 @@ class Prefetched(Mapping[str, MirroredTensor]):
         read: tuple[Stream, Fence],
         download: Download,
         publications: Sequence[Publication],
-        where: Where,
+        relay: str,
     ) -> None:
         self.slots = slots
         self._fields = fields
@@ -170,11 +170,15 @@ class Prefetched(Mapping[str, MirroredTensor]):
         self._read = read  # the stream that selected the rows, and a fence behind that
         self._download = download
         self._publications = publications
-        self._where = where
+        self._relay = relay
         self._values: dict[str, MirroredTensor] | None = None
 
     def __repr__(self) -> str:
         return f"Prefetched({', '.join(self._fields)} of {len(self.slots)} requests)"
+
+    @property
+    def _where(self) -> Where:
+        return {"object": self._relay, "operation": "resolve", "step": self._download.step}
 
     # Two prefetches are never equal; a mapping would compare values, and wait for them.
     __eq__ = object.__eq__
@@ -567,9 +571,7 @@ class FutureMap:
         flat = values if values.is_contiguous() else values.contiguous()
         download = self.runtime.land(flat.view(torch.uint8), known.kinds, self.name, stream)
         here = stream, download.done
-        return Prefetched(
-            known.live, {field: declared}, (None,), here, download, (publication,), entries.where("resolve")
-        )
+        return Prefetched(known.live, {field: declared}, (None,), here, download, (publication,), entries.label)
 
     def prefetch(self, slots: Slots, *fields: str) -> Prefetched:
         """Starts to bring entries to the host, over the relay's private stream, in one copy. Does not wait.
@@ -608,8 +610,8 @@ class FutureMap:
         self._entries.take(live.np, fields, HOST)
         self._transaction.operation = None
         declared = {name: self._fields[name] for name in fields}
-        where = self._entries.where("resolve")
-        return Prefetched(live, declared, rows, (self._private, read), download, publications, where)
+        label = self._entries.label
+        return Prefetched(live, declared, rows, (self._private, read), download, publications, label)
 
     def resolve(self, slots: Slots, field: str) -> MirroredTensor:
         """One field as an exact value, both sides from one read of the relay. Waits for its publish and its copy.

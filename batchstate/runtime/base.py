@@ -105,6 +105,7 @@ class Download:
     Attributes:
         done: the fence behind the copy.
         name: for reports.
+        step: of the runtime, when it was asked for.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class Download:
         self._landing = landing
         self._block = block
         self._lending = block.lending
-        self._step = runtime.step
+        self.step = runtime.step
         self._kinds = kinds
         self._stream = stream
         self._arrays: list[Array] | None = None
@@ -131,7 +132,7 @@ class Download:
 
     def __del__(self) -> None:
         if self._lent:
-            self._landing.release(self._block, self.done, self._step, self._stream.key)
+            self._landing.release(self._block, self.done, self.step, self._stream.key)
 
     def __repr__(self) -> str:
         return f"Download({self.name!r}, {len(self._kinds)} arrays)"
@@ -158,7 +159,7 @@ class Download:
                 if lent == self._lending:
                     times_checked[_STAGING_REUSED] += 1
                 else:
-                    invariants.staging_reused(self._lending, lent, object=self, operation="resolve", step=self._step)
+                    invariants.staging_reused(self._lending, lent, object=self, operation="resolve", step=self.step)
             arrays, start = [], 0
             for dtype, shape, nbytes in self._kinds:
                 # Copied as bytes: in the block a number may stand where it is not aligned.
