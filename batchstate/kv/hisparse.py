@@ -22,7 +22,7 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._allocator import AllFences
-from batchstate._arrays import amounts, arange_per_row, count
+from batchstate._arrays import MOST_ROWS, amounts, arange_per_row, count
 from batchstate.errors import ArgumentError, CaptureError, DeviceError
 from batchstate.indices import HostLocations, Locations, Slots
 from batchstate.kv._tier import IN_TIER, KVCopier, TierRequests, TierState
@@ -633,7 +633,7 @@ class HiSparse:
             CaptureError: the stream is captured.
         """
         self._begin("back_up")
-        if plan is not self._open or plan.launched:
+        if self._open is None or plan is not self._open or plan.launched:
             raise ArgumentError(
                 f"back_up of {plan!r}, which is not the plan of this step",
                 value=plan,
@@ -757,7 +757,7 @@ def _too_far(asked: int, capacity: int, most: int) -> tuple[str, str]:
 
 def _padded(numbers: Ints, size: SupportsIndex) -> Ints:
     """`numbers` with zeros behind them, int64[size]. ArgumentError: there are more."""
-    width = count(size, "backups")
+    width = count(size, "backups", most=MOST_ROWS)
     if numbers.size > width:
         raise ArgumentError(
             f"{numbers.size} tokens to back up, and room for {width}",

@@ -109,8 +109,11 @@ class Agreement:
             ArgumentError: not reports, or this rank's is not among them. Nothing was counted.
             Violation: RANKS_DIFFER: the ranks have not made the same calls, or got other indices. Nothing was counted.
         """
-        heard = [list(one) if isinstance(one, list | tuple) else [] for one in reports]
-        if not all(len(one) >= 2 and all(type(number) is int for number in one) for one in heard):
+        given = reports if isinstance(reports, list | tuple) else []
+        heard = [list(one) if isinstance(one, list | tuple) else [] for one in given]
+        if not heard or not all(
+            len(one) >= 2 and all(type(number) is int and 0 <= number < 2**63 for number in one) for one in heard
+        ):
             raise ArgumentError(
                 f"agree on {reports!r:.200}", value=reports, remedy="pass what `report` of each returned"
             )
