@@ -10,20 +10,22 @@ import re
 import sys
 import threading
 import weakref
+from collections import Counter
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
 
-from batchstate import Violation
+from batchstate import Batch, SlotPool, Violation, mirrored, slot_column
 from batchstate.errors import ArgumentError, BatchStateError, DeclarationError
 from batchstate.levels import checks
 from batchstate.testing import fuzz_twins
 from batchstate.testing.devices import open_device, window_of
 from batchstate.violations import Code
-from batchstate.watch import Watched, watch
+from batchstate.watch import Watched, audit, watch
 
 Req = type("Req", (), {})
 
@@ -655,6 +657,48 @@ def test_the_audit_raises_before_a_later_call(monkeypatch: pytest.MonkeyPatch) -
         "after prepare_for_decode",
         3,
     )
+
+
+class Decode(Batch):
+    slots = slot_column()
+    seq_lens = mirrored(torch.int64)
+    scales = mirrored(torch.float32)
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim:random", "sim:pct", "race"])
+def test_a_batch_of_the_library_is_audited(device: str) -> None:
+    """A kernel that writes a row is named within `every` calls, 0 syncs, one launch and one copy a sample; not else."""
+    found: list[BatchStateError] = []
+    with checks("cheap"), window_of(open_device(device, seed=3)) as rt:
+        pool = SlotPool(rt, size=8)
+        batch = Decode.build(rt, slots=pool.take(3), seq_lens=[3, 4, 5], scales=[0.5, 1.0, 2.0])
+        with audit(Decode, every=4, on_violation=found.append) as watching:
+            spent: Counter[str] = Counter()
+            for step in range(40):
+                lens = batch.on_device("seq_lens")["seq_lens"]
+                if step == 16:
+                    assert not found
+                    rt.launch(lens.data[1:2].add_, 5, writes=[lens], name="a kernel")
+                before = rt.counters.snapshot()
+                batch = batch.advance("seq_lens") if step % 4 < 2 else batch.filter([0, 1, 2])
+                spent.update(attrs.asdict(rt.counters - before))
+            watching.flush()
+        rt.synchronize()
+    assert spent["forced_syncs"] == spent["fence_waits"] == spent["check_reads"] == 0
+    counters = watching.counters
+    assert spent["device_operations"] == spent["device_to_host_copies"] == counters.samples == counters.compared
+    assert counters.samples + counters.skipped == 10  # under the race detector nothing has arrived before `flush`
+    (violation,) = [one for one in found if isinstance(one, Violation)]
+    assert (violation.code, violation.object, violation.operation) == (Code.MIRROR_EQUAL, "Decode", "before advance")
+    assert (violation.column, violation.row, violation.step) == ("seq_lens / seq_lens.device", 1, 17)
+
+
+def test_what_is_no_batch_is_not_audited() -> None:
+    """Another class is sent to `watch`, and a batch class is audited once."""
+    with pytest.raises(ArgumentError, match="expected a subclass of Batch"):
+        audit(Engine)  # type: ignore[arg-type]
+    with audit(Decode), pytest.raises(DeclarationError, match="watched already"):
+        audit(Decode)
 
 
 def test_the_audit_of_threads(full: None) -> None:

@@ -54,10 +54,13 @@ class Audit:
         self._runtime = runtime
         self._thread = threading.local()
 
-    def _lane(self, device: torch.device | None = None) -> _Lane | None:
+    def _lane(self, batch: Any = None, device: torch.device | None = None) -> _Lane | None:
         lane: _Lane | None = getattr(self._thread, "lane", None)
+        own = getattr(batch, "runtime", None)
+        if lane is not None and isinstance(own, Runtime) and lane.runtime is not own and not lane.samples:
+            lane = None  # a runtime may end before the watch does
         if lane is None and device is not None:
-            runtime = self._runtime or open_runtime(str(device))
+            runtime = self._runtime or (own if isinstance(own, Runtime) else open_runtime(str(device)))
             if runtime.owner.ident != threading.get_ident():
                 return None  # a runtime that was passed belongs to another thread
             lane = self._thread.lane = _Lane(runtime, runtime.stream("watch"))
@@ -72,8 +75,10 @@ class Audit:
         for pair, host, device in self._declared.sides(batch, n):
             if isinstance(device, torch.Tensor) and not {pair.host, pair.device} & set(self._declared.upto):
                 hosts.append((pair, copy_of(entries_of(host, n))))
-                parts.append(device[:n].detach())
-        lane = self._lane(parts[0].device) if parts else None
+                parts.append(device.detach()[:n])
+        if not parts:
+            return
+        lane = self._lane(batch, parts[0].device)
         if lane is None or lane.runtime.capturing or len(lane.samples) >= MOST_UNDER_WAY:
             self._hooked.counters.skipped += 1
             return

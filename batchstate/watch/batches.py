@@ -15,18 +15,24 @@ From here on each of these calls is checked: at `cheap` by lengths, dtypes and w
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, final
 
 import attrs
 
 from batchstate import levels
+from batchstate.batch import Batch
+from batchstate.columns import MirroredColumn
 from batchstate.errors import ArgumentError
 from batchstate.runtime import Runtime
 from batchstate.watch._audit import Audit
 from batchstate.watch.hooks import Around, Hook, Hooked, OnViolation, hooks_of
 from batchstate.watch.rows import Declaration, Get, Name, Place, Rows
 
-__all__ = ["Watched", "WatchedSpec", "watch"]
+__all__ = ["Watched", "WatchedSpec", "audit", "watch"]
+
+OPERATIONS = ("filter", "merge", "next_batch", "split", "advance", "update", "replace")
+"""Operations of a `Batch` that leave it behind for another one."""
 
 
 @final
@@ -101,7 +107,10 @@ class Watched(Hooked):
             try:
                 full = levels.full and audit is None
                 if before:
-                    self.ask(began, declared.check, subject, Place(self.name, began, step, report), full=full)
+                    place = Place(self.name, began, step, report)
+                    self.ask(began, declared.check, subject, place, full=full)
+                    if audit is not None:
+                        self.ask(began, audit.sample, subject, place, step)
                 kept: list[Rows] | None = None
                 if full and moving:
                     subjects = [one for one in (*args, *kwargs.values()) if isinstance(one, cls)]
@@ -184,7 +193,8 @@ def watch(
         lag: for production. Pairs are compared at every level but `off`, without a wait: the device sides are packed
             and copied in the background, and compared so many hooked calls later, or once they have arrived. Nothing
             else on the device is read.
-        runtime: the device, for `lag`; by default it is opened when the first sample is taken.
+        runtime: the device, for `lag`; by default the batch's own (`batch.runtime`), or one that is opened when the
+            first sample is taken.
 
     Raises:
         ArgumentError: `cls` is not a class, a method does not exist, or the declaration contradicts itself.
@@ -224,3 +234,51 @@ def watch(
     hooks = [*begins, *ends, *movers]
     watched.install(cls, {hook: watched.around(hook[1], hook in begins, hook in ends) for hook in hooks})
     return watched
+
+
+def audit(
+    cls: type[Batch],
+    *,
+    before: Collection[Hook] = OPERATIONS,
+    every: int = 100,
+    lag: int = 1,
+    on_violation: OnViolation = "log",
+) -> Watched:
+    """Compares both sides of a `Batch` in production: what `watch(..., lag=1)` does, with the columns as declared.
+
+    Before an operation takes the place of a batch whose columns have crossed, their device sides are sampled: one
+    launch, one copy, no wait. What a kernel wrote is named by column and row some calls later. Columns whose sides
+    may differ (under a bound, or in a stale window) and those with one side are left out.
+
+    Args:
+        cls: a batch class.
+        before: operations before which it is sampled.
+        every: sample before each n-th of them.
+        lag: calls until a sample is compared, at least.
+        on_violation: `raise`, `log` (once for each place), or a function that gets the violation.
+
+    Raises:
+        ArgumentError: `cls` is not a batch class, or has no such operation.
+        DeclarationError: it is audited already.
+    """
+    given: object = cls
+    if not (isinstance(given, type) and issubclass(given, Batch)):
+        raise ArgumentError(
+            f"audit: expected a subclass of Batch, got {cls!r}", value=cls, remedy="for other classes use `watch`"
+        )
+    names = [name for name, column in cls.columns().items() if isinstance(column, MirroredColumn)]
+    pairs = [((name, partial(_host_side, name)), (f"{name}.device", partial(_device_side, name))) for name in names]
+    return watch(cls, num_rows="num_rows", before=before, pairs=pairs, every=every, lag=lag, on_violation=on_violation)
+
+
+def _both_hold(name: str, batch: Batch) -> bool:
+    side = batch.device_side
+    return side.uploaded and side.rows(name) is None and not batch[name].open_windows
+
+
+def _host_side(name: str, batch: Batch) -> Any:
+    return batch[name].np if _both_hold(name, batch) else None
+
+
+def _device_side(name: str, batch: Batch) -> Any:
+    return batch.device_side.column(name).on_current_stream(batch.runtime) if _both_hold(name, batch) else None
