@@ -4,15 +4,18 @@ All of Hypothesis' settings are passed, none come from a profile: where the envi
 loads one that tries the same examples every time. Here the seed alone decides.
 """
 
+import contextlib
 import time
 import unittest
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, final
+from unittest import mock
 
 import attrs
 from hypothesis import HealthCheck, Phase, Verbosity, seed, settings
 from hypothesis.database import ExampleDatabase
+from hypothesis.internal.conjecture import providers
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from batchstate.errors import ArgumentError
@@ -136,7 +139,7 @@ def run_machine(
         verbosity=Verbosity.normal,
     )
     start = time.perf_counter()
-    with session(runtimes, level=level, on_example=on_example, automatic=automatic) as found:
+    with _same_examples(), session(runtimes, level=level, on_example=on_example, automatic=automatic) as found:
         error = error_of(lambda: run_state_machine_as_test(_named(machine, seed, derandomize), settings=profile))
     seconds = time.perf_counter() - start
     return MachineResult(
@@ -152,6 +155,24 @@ def run_machine(
         first_failure=None if error is None else found.first_failure,
         reached={target: found.reached[machine.NAME, target] for target in machine.TARGETS},
     )
+
+
+@contextlib.contextmanager
+def _same_examples() -> Iterator[None]:
+    """A window in which Hypothesis draws no numbers and words from the source of the modules that are loaded.
+
+    It mixes them in, one draw in twenty: with other modules in the process, the same seed would try other examples.
+    """
+    if not hasattr(providers, "_get_local_constants"):  # a release that does not do so
+        yield
+        return
+    none = type(providers.GLOBAL_CONSTANTS)()
+    with mock.patch.object(providers, "_get_local_constants", lambda: none):
+        providers.CONSTANTS_CACHE.cache.clear()
+        try:
+            yield
+        finally:
+            providers.CONSTANTS_CACHE.cache.clear()
 
 
 def _named(machine: type[Machine], number: int, derandomize: bool) -> Any:

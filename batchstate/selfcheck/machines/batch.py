@@ -29,7 +29,7 @@ from batchstate.mirror import Contract, MirroredTensor, rows_of
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
 from batchstate.runtime.memory import ALIGNMENT
-from batchstate.selfcheck.machines.mirrored_tensor import TRIED, Operations, check_reported, write_uncounted
+from batchstate.selfcheck.machines.mirrored_tensor import Operations, check_reported, write_uncounted
 from batchstate.static import StaticBuffers
 from batchstate.tables import TableWrite
 from batchstate.testing.machine import Machine, Misuse, agree, agree_on, ask
@@ -423,6 +423,7 @@ class BatchMachine(Machine):
         self.owners = self.pool.take(8)
         self.graphs = {rows: Graph.of(self.rt, rows) for rows in GRAPH_ROWS}
         self.requests = 0
+        self.tried_all = False
 
     def check(self) -> None:
         """The newest batches are as they were, and those whose device sides were read have them still."""
@@ -832,7 +833,7 @@ class BatchMachine(Machine):
         if not levels.full or (side == "host" and not isinstance(COLUMNS[column], MirroredColumn)):
             return
         other = self.built([3], first, bounds=not bounds).batch
-        for at in range(chosen, chosen + TRIED):
+        for at in range(chosen, chosen + (1 if self.tried_all else len(OPERATIONS))):
             victim = self.built([1, 2], first, bounds=bounds).batch
             if uploaded:
                 victim.upload()
@@ -841,6 +842,7 @@ class BatchMachine(Machine):
                 OPERATIONS, at % len(OPERATIONS), Written(victim, other, self.graphs[GRAPH_ROWS[0]].buffers), column, 1
             )
             self.reached("write from outside found")
+        self.tried_all = True
 
     @rule(one=BATCHES, misuse=st.sampled_from(MISUSES))
     def misuse(self, one: Rows, misuse: Misuse[Decode]) -> None:

@@ -196,9 +196,6 @@ def check_reported(operations: Operations, chosen: int, victim: Any, column: str
     disagree(f"row {row} of {column} of {victim!r} was written, and no operation noticed")
 
 
-TRIED = 4
-"""Operations tried at once, each on a victim of its own."""
-
 _WRITTEN = (Code.MIRROR_FOREIGN_WRITE, Code.MIRROR_EQUAL, Code.MIRROR_BOUND)
 
 _FAR = 2**63 - 1
@@ -229,6 +226,7 @@ class MirroredTensorMachine(Machine):
     def begin(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         """Opens the runtime. Most values of one example have one dtype and shape, so that they go together."""
         self.alive: list[Modelled] = []
+        self.tried_all = False
         self.dtype, self.shape = dtype, shape
         self.open()
 
@@ -518,7 +516,7 @@ class MirroredTensorMachine(Machine):
         """A write in place is found by the next operation, whether torch saw it or not."""
         if not levels.full or not one.device.size or (side == "host" and one.host is None):
             return
-        for at in range(chosen, chosen + TRIED):
+        for at in range(chosen, chosen + (1 if self.tried_all else len(OPERATIONS))):
             victim = one.value.take(range(len(one)))  # in memory of its own
             if bound and one.host is not None and victim.unit is None:
                 victim = victim.weaken("upper_bound")
@@ -531,6 +529,7 @@ class MirroredTensorMachine(Machine):
                 memory.copy_(memory.clone())
             check_reported(OPERATIONS, at % len(OPERATIONS), victim, victim.name, row)
             self.reached("write from outside found")
+        self.tried_all = True
 
     @rule(one=VALUES, misuse=st.sampled_from(MISUSES))
     def misuse(self, one: Modelled, misuse: Misuse[MirroredTensor]) -> None:
