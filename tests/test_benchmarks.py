@@ -14,7 +14,7 @@ from batchstate.levels import Level, checks, current_checks
 from batchstate.runtime import Runtime
 from batchstate.traffic import fitted_workload, run_traffic
 from batchstate.transport.engines.base import Engine
-from benchmarks import staging, suite, transfers, watched
+from benchmarks import curves, staging, suite, transfers, watched
 from benchmarks.__main__ import main
 from benchmarks.baselines.free_lists import LinkedBlocks, PopList, SliceList, TensorList, shuffled
 from benchmarks.baselines.twin_columns import ARRAYS, TENSORS, HostKind
@@ -44,6 +44,8 @@ def test_a_quick_run_reports_everything_under_the_documented_names(
         return []
 
     monkeypatch.setattr(transfers, "run_all", move)
+    monkeypatch.setattr(suite, "QUICK", TINY)
+    monkeypatch.setattr(curves, "QUICK", TINY)
     target = tmp_path / "rows.json"
     assert main(["--quick", "--device", device, "--json", str(target)]) == 0
     report = json.loads(target.read_text())

@@ -1,5 +1,6 @@
 """`run_machine` and `fuzz`: deterministic by seed, honest about what they found, and able to replay it."""
 
+import importlib
 import json
 from pathlib import Path
 
@@ -57,6 +58,15 @@ def test_same_seed_same_examples() -> None:
     """The seed alone decides what is tried."""
     assert traced(Recorder, 5) == traced(Recorder, 5)
     assert traced(Recorder, 5) != traced(Recorder, 6)
+
+
+def test_modules_that_are_loaded_change_no_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hypothesis draws numbers that it finds in the source of loaded modules; a run by seed does not."""
+    before = traced(Recorder, 5)
+    (tmp_path / "loaded_meanwhile.py").write_text(f"NUMBERS = {list(range(1000, 2000))}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("loaded_meanwhile")
+    assert traced(Recorder, 5) == before
 
 
 @pytest.mark.parametrize("name", list(MACHINES))
@@ -180,13 +190,13 @@ def test_command_line_keeps_a_race(
 ) -> None:
     """A race is shrunk, reported, and kept in a file that `batchstate race` draws."""
     monkeypatch.chdir(tmp_path)
-    with MUTANTS["table_written_under_a_reader"].switched_on():
-        arguments = ["fuzz", "--machine", "overlap", "--seed", "2", "--examples", "20", "--device", "race"]
+    with MUTANTS["kv_written_elsewhere_read_without_wait"].switched_on():
+        arguments = ["fuzz", "--machine", "page_pool", "--seed", "2", "--examples", "20", "--device", "race"]
         assert main(arguments) == 1
     errors = capsys.readouterr().err
     assert "The shortest program that shows it" in errors
-    assert "batchstate race race-overlap.json --out race.html" in errors
-    report = RaceReport.load(tmp_path / "race-overlap.json")
-    assert report.kind is RaceKind.WRITE_AFTER_READ
-    assert main(["race", "race-overlap.json", "--out", "race.html"]) == 0
+    assert "batchstate race race-page_pool.json --out race.html" in errors
+    report = RaceReport.load(tmp_path / "race-page_pool.json")
+    assert report.kind is RaceKind.READ_AFTER_WRITE
+    assert main(["race", "race-page_pool.json", "--out", "race.html"]) == 0
     assert "missing edge" in (tmp_path / "race.html").read_text()

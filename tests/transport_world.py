@@ -2,10 +2,14 @@
 
 One `World` is one history. Whatever it does comes from one seed. The oracle never asks the library what it believes:
 it looks at the bytes of the decode worker's memory, and at what the network still has under way.
+
+    python -m tests.transport_world FIRST COUNT   # runs as many histories, from that seed on
 """
 
 import contextlib
 import random
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -532,4 +536,21 @@ def history(seed: int, steps: int = 160) -> World:
     return world
 
 
-__all__ = ["World", "history"]
+def histories(first: int, count: int) -> tuple[int, Counter[LeaseState]]:
+    """The transfers of `count` histories, and how their leases ended."""
+    transfers, ends = 0, Counter[LeaseState]()
+    for seed in range(first, first + count):
+        try:
+            world = history(seed)
+        except Exception as error:
+            error.add_note(f"in history({seed})")
+            raise
+        transfers += world.transfers
+        ends.update(world.finished)
+    return transfers, ends
+
+
+__all__ = ["World", "histories", "history"]
+
+if __name__ == "__main__":
+    print("{} transfers: {}".format(*histories(int(sys.argv[1]), int(sys.argv[2]))))

@@ -167,7 +167,7 @@ def _same_examples() -> Iterator[None]:
         yield
         return
     none = type(providers.GLOBAL_CONSTANTS)()
-    with mock.patch.object(providers, "_get_local_constants", lambda: none):
+    with mock.patch.object(providers, "_get_local_constants", return_value=none):
         providers.CONSTANTS_CACHE.cache.clear()
         try:
             yield

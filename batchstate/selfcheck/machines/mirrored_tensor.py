@@ -1,6 +1,7 @@
 """`MirroredTensor` against numpy: every operation, every contract, device sides made and not made."""
 
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
@@ -198,6 +199,9 @@ def check_reported(operations: Operations, chosen: int, victim: Any, column: str
 
 _WRITTEN = (Code.MIRROR_FOREIGN_WRITE, Code.MIRROR_EQUAL, Code.MIRROR_BOUND)
 
+_KEPT = 8
+"""Values that are compared after every rule: the newest."""
+
 _FAR = 2**63 - 1
 """An amount that takes most numbers out of their dtype."""
 
@@ -231,9 +235,18 @@ class MirroredTensorMachine(Machine):
         self.open()
 
     def check(self) -> None:
-        """Every value ever made is as it was, since values are immutable."""
-        for one in self.alive:
+        """The newest values are as they were, since values are immutable; the others are looked at in the end."""
+        for one in self.alive[-_KEPT:]:
             one.check()
+
+    def teardown(self) -> None:
+        """Every value ever made is as it was."""
+        try:
+            if sys.exc_info()[0] is None and not self.session.automatic:
+                for one in self.alive:
+                    one.check()
+        finally:
+            super().teardown()
 
     def snapshot(self) -> object:
         """Host sides, device sides that are made, and what else a value is."""

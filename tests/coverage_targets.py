@@ -1,0 +1,21 @@
+"""Runs a machine until it has reached all of its coverage targets."""
+
+import pytest
+
+from batchstate.testing import Machine, run_machine
+
+EXAMPLES, ROUNDS = 20, 8
+"""Examples of one round, each with a seed of its own, and most rounds: `batchstate fuzz` is there to run many more."""
+
+
+def reach_all(machine: type[Machine], device: str, *, steps: int = 50) -> None:
+    """Fails where the machine fails, or where a target is left after the last round."""
+    missed = set(machine.TARGETS)
+    for seed in range(1, ROUNDS + 1):
+        result = run_machine(machine, device=device, examples=EXAMPLES, steps=steps, seed=seed)
+        assert result.failure is None, result.failure
+        assert result.examples == EXAMPLES
+        missed -= {target for target, times in result.reached.items() if times}
+        if not missed:
+            return
+    pytest.fail(f"{machine.NAME} never reached: {sorted(missed)}")
