@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from batchstate.kv.hisparse import HiSparse as HiSparse
     from batchstate.kv.host_pool import HostKVPool as HostKVPool
     from batchstate.kv.pages import PagePool as PagePool
+    from batchstate.kv.prefix_cache import PrefixCache as PrefixCache
     from batchstate.levels import Level as Level
     from batchstate.levels import checks as checks
     from batchstate.levels import set_checks as set_checks
@@ -59,6 +60,7 @@ else:
             "kv.hisparse": "HiSparse",
             "kv.host_pool": "HostKVPool",
             "kv.pages": "PagePool",
+            "kv.prefix_cache": "PrefixCache",
             "levels": "Level checks set_checks",
             "mirror": "Contract MirroredTensor",
             "pools": "SlotPool",

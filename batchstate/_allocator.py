@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from types import FrameType
-from typing import NoReturn, Protocol, SupportsIndex, final
+from typing import NoReturn, Protocol, SupportsIndex, TypeVar, final
 
 import attrs
 import numpy as np
@@ -149,6 +149,9 @@ class FreeIndices(Protocol):
         ...
 
 
+Free = TypeVar("Free", bound=FreeIndices)
+
+
 @final
 class FreeList:
     """Free ones among the indices `first` to `last`, as a stack: the last freed are the first taken.
@@ -255,6 +258,18 @@ class PendingQueue:
         self._groups = [group for group in self._groups if id(group[0]) not in gone]
         for _, indices in done:
             self.count -= indices.size
+
+    def withdraw(self, indices: Ints) -> list[tuple[QueriedFence, Ints]]:
+        """Takes `indices` out of the queue; the fences that they were behind, and which were behind each."""
+        found = []
+        for fence, parts in self._groups:
+            for at, part in enumerate(parts):
+                hits = np.isin(part, indices)
+                if np.count_nonzero(hits):
+                    parts[at] = part[~hits]
+                    found.append((fence, part[hits]))
+        self.count -= sum(part.size for _, part in found)
+        return found
 
     def groups(self) -> list[tuple[QueriedFence, Ints]]:
         """The fences and what is behind each, oldest first. Queries nothing."""
@@ -413,6 +428,29 @@ class Allocator:
         if live > self.peak_live:
             self.peak_live = live
         return indices
+
+    def revive(self, indices: Ints, operation: str) -> list[tuple[QueriedFence, Ints]]:
+        """Makes unowned indices live that were taken from the free list, or withdraws them if they are pending.
+
+        Returns:
+            the fences that pending ones were behind, and which were behind each.
+        """
+        self.transaction.operation = operation
+        fences = self._queue.withdraw(indices) if self._queue.count else []
+        self._states[indices] = LIVE_MARK
+        if levels.full or self._taken_at:
+            self._note_lines(indices)
+        if self.runtime.agreement is not None:
+            self.runtime.agreement.note(indices)
+        self.taken_total += indices.size
+        self.live += indices.size
+        self.peak_live = max(self.peak_live, self.live)
+        return fences
+
+    def replace_free_list(self, make: Callable[[FreeIndices], Free]) -> Free:
+        """Has the ordinary free ones kept by another list, which takes them over, and returns it."""
+        self._ordinary = made = make(self._ordinary)
+        return made
 
     def _note_lines(self, indices: Ints) -> None:
         """Remembers, at `full`, the lines that led to taking `indices`, innermost first."""

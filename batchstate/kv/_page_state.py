@@ -20,6 +20,7 @@ from batchstate.runtime.agreement import QueriedFence
 from batchstate.violations import Where
 
 if TYPE_CHECKING:
+    from batchstate.kv._cached_pages import CachedPages
     from batchstate.kv.pages import PagePool
 
 Ints = npt.NDArray[np.int64]
@@ -58,6 +59,12 @@ class PageTable:
         """Pages that `lengths` tokens need, int64[n]."""
         needed: Ints = (lengths + self._rounding) // self._size
         return needed
+
+    def put(self, row: int, pages: Ints) -> Ints:
+        """Puts `pages` where the first ones of a row are, and returns those, int64[n]."""
+        old = self.pages[row, : pages.size].astype(np.int64)
+        self.pages[row, : pages.size] = pages
+        return old
 
     def pages_at(self, rows: Ints, positions: Ints) -> Ints:
         """The page of each position of a request, int64[n]; 0 beyond the last page of a row."""
@@ -198,6 +205,13 @@ class KVWrites:
                 if writer < len(self._streams) and self._streams[writer] != current:
                     self.runtime.wait(self.runtime.record(self._streams[writer]))
 
+    def behind(self, writers: Ints) -> int:
+        """The stream behind all of `writers` int64[n]: theirs if it is one, else the current stream, which waits."""
+        if len(self._streams) < 2 or not np.count_nonzero(writers != writers[:1]):
+            return int(writers[0]) if writers.size else 0
+        self.wait(writers)
+        return self.writer()
+
     def wait_for_slots(self, rows: Ints) -> None:
         """Makes the current stream wait for all writes of these slots."""
         self.wait(self._writer[rows[self.tokens[rows] > 0]])
@@ -251,6 +265,7 @@ class PageReferences:
         generations: of the pages.
         further: int64[num_pages + 1], references beyond the first, which being live stands for; 0 for other pages.
         shared: pages with further references. While there are none, nothing looks at single pages.
+        cached: pages under a key, which stay readable when they are free; None without a `PrefixCache`.
     """
 
     def __init__(self, runtime: Runtime, num_pages: int, *, label: str, name: str, transaction: Transaction) -> None:
@@ -260,6 +275,7 @@ class PageReferences:
         self.generations = Generations(runtime, self.allocator, name=name)
         self.further = np.zeros(num_pages + 1, dtype=np.int64)
         self.shared = 0
+        self.cached: CachedPages | None = None
         self._tickets = 0
         self._read_by = np.zeros(num_pages + 1, dtype=np.int64)  # ticket of the last fence noted for the page
         self._readers: list[tuple[int, QueriedFence]] = []  # by ticket, ascending; not known to be complete
@@ -281,7 +297,29 @@ class PageReferences:
             self.allocator.release(pages, None, operation)
             self.transaction.operation = None
             raise
+        if self.cached is not None and levels.cheap and b"\1" in self.cached.cached[pages].tobytes():
+            held = self.cached.cached[pages].astype(np.int64)
+            invariants.page_owner(held, np.zeros_like(held), pages=pages, **self._where(operation))
         return pages
+
+    def revive(self, pages: Ints, operation: str) -> None:
+        """Adds a reference to each of `pages`, cached and named once each, whether they have one, are free or pending.
+
+        A pending one is still read by forwards that were launched before. It is read only, so that the new holder need
+        not wait for them; but who gets the page after it does.
+        """
+        allocator, cached = self.allocator, self.cached
+        states = allocator.states[pages].tobytes()
+        if LIVE_BYTE in states:
+            live = allocator.live_among(pages)
+            self.add(pages[live], 1, operation)
+            pages = pages[~live]
+        if cached is not None and pages.size:
+            behind = allocator.revive(pages, operation)
+            cached.revive(pages, pages.size - sum(part.size for _, part in behind) if behind else pages.size)
+            for fence, part in behind:
+                self._note_reader(part, fence)
+            allocator.check_conservation(operation)
 
     def add(self, pages: Ints, times: int, operation: str) -> None:
         """Adds `times` references to each of `pages`, which are live and named once each."""
@@ -341,13 +379,17 @@ class PageReferences:
             self._check_unread(pages, operation)
         return pages
 
-    def _note_reader(self, pages: Ints, fence: Fence) -> None:
+    def _note_reader(self, pages: Ints, fence: Fence | QueriedFence) -> None:
         if not pages.size:
             return
-        if not self._readers or self._readers[-1][1].fence is not fence:
+        known = fence.fence if isinstance(fence, QueriedFence) else fence
+        if not self._readers or self._readers[-1][1].fence is not known:
             self._tickets += 1
             group, step = self.runtime.agreement, self.runtime.step
-            queried = QueriedFence(fence, step) if group is None else group.watch(fence, step)
+            if isinstance(fence, QueriedFence):
+                queried = fence
+            else:
+                queried = QueriedFence(fence, step) if group is None else group.watch(fence, step)
             self._readers.append((self._tickets, queried))
         self._read_by[pages] = self._readers[-1][0]
 
@@ -386,13 +428,17 @@ class PageReferences:
             invariants.slot_in_flight(pages, read, **self._where(operation))
 
     def check_exclusive(self, pages: Ints, operation: str) -> None:
-        """Refuses a write into a page that has further references; page 0 stands for a page not allocated yet.
+        """Refuses a write into a page that has further references, or is cached; page 0 stands for none yet.
 
         Raises:
             Violation: PAGE_OWNER.
         """
-        if self.shared and np.count_nonzero(self.further[pages]):
-            held = self.further[pages] + 1
+        if not self.shared and self.cached is None:
+            return
+        held = self.further[pages] + 1
+        if self.cached is not None:
+            held += self.cached.cached[pages]
+        if np.count_nonzero(held != ONE):
             invariants.page_owner(held, np.ones_like(held), pages=pages, **self._where(operation))
 
     def verify(self, holders: Ints) -> None:
@@ -418,6 +464,8 @@ class PageReferences:
         if lost.size:  # as many references as holders, none, and yet it cannot be taken: it would never come back
             invariants.page_owner(holders[lost], np.ones_like(lost), pages=lost, **where)
         shared = np.flatnonzero(holders > 1)
+        if self.cached is not None:
+            self.cached.verify(self.allocator.states, self.generations.of(every), where)
         if shared.size != self.shared:  # at 0 nothing would ask a page how many hold it
             counted, count = np.array([shared.size]), np.array([self.shared])
             invariants.page_owner(counted, count, pages=shared[:1] if shared.size else None, **where)
@@ -523,6 +571,8 @@ class PageOwners(SlotListener):
             self._references.drop(lease.pages, None, "clear")
             lease.released = True
         self._leases.clear()
+        if self._references.cached is not None:
+            self._references.cached.clear()
         self._references.allocator.sort_free()
 
     def cut_all(self, rows: Ints, after: Fence | None, operation: str) -> None:

@@ -1,7 +1,6 @@
 """`PageLease`: pages held without a slot."""
 
-from collections.abc import Callable
-from typing import final
+from typing import TYPE_CHECKING, SupportsIndex, final
 
 import attrs
 import numpy as np
@@ -9,6 +8,9 @@ import numpy.typing as npt
 
 from batchstate.runtime import Fence
 from batchstate.tables import read_only
+
+if TYPE_CHECKING:
+    from batchstate.kv.pages import PagePool
 
 __all__ = ["PageLease"]
 
@@ -18,9 +20,9 @@ Ints = npt.NDArray[np.int64]
 @final
 @attrs.define(eq=False)
 class PageLease:
-    """Pages held without a slot: the first `tokens` tokens of a request, kept after it, or pages taken before one.
+    """Pages held without a slot: tokens of a request, kept after it, pages taken before one, or a cached prefix.
 
-    Made by `PagePool.hold` and `PagePool.take`; give it back with `release`.
+    Made by `PagePool.hold`, `PagePool.take` and `PrefixCache.match`; give it back with `release`.
 
     Attributes:
         tokens: how many tokens; whole pages.
@@ -29,7 +31,7 @@ class PageLease:
 
     _pages: Ints
     tokens: int
-    _release: "Callable[[PageLease, Ints, Fence | None], None]"
+    _pool: "PagePool"
     _written: int  # tokens whose writes are launched, and the stream that wrote them last; the pool keeps both
     _writer: int
     released: bool = attrs.field(default=False, init=False)
@@ -48,4 +50,15 @@ class PageLease:
         Raises:
             Violation: SLOT_DOUBLE_FREE: it was given back before.
         """
-        self._release(self, self._pages, after)
+        self._pool._end_lease(self, self._pages, after)
+
+    def split(self, num_tokens: SupportsIndex) -> "tuple[PageLease, PageLease]":
+        """Cuts the lease in two: its first `num_tokens` tokens, and the others. This one counts as released then.
+
+        As a node of a radix tree is split where two prompts part.
+
+        Raises:
+            Violation: PAGE_ALIGNMENT, LENGTH_ORDER: `num_tokens` are not whole pages, or more than there are.
+            ArgumentError: it was released before.
+        """
+        return self._pool._split(self, num_tokens)

@@ -33,6 +33,9 @@ from batchstate.violations import Code, Where
 
 __all__ = ["Extension", "PagePool", "PageStats"]
 
+Source = Slots | PageLease | Sequence[PageLease]
+"""Whose tokens others begin with."""
+
 Ints = npt.NDArray[np.int64]
 
 LENGTH_ORDER, DERIVED_STALE = Code.LENGTH_ORDER, Code.DERIVED_STALE
@@ -706,7 +709,7 @@ class PagePool:
         """
         table, references = self._table, self._references
         columns, index, pages = table.next_pages(rows, start)
-        if references.shared:
+        if references.shared or references.cached is not None:
             references.check_exclusive(pages, operation)
         new = (pages == ZERO).nonzero()[0]
         if new.size:
@@ -818,11 +821,11 @@ class PagePool:
         self._references.query_fences()
         return self._lease(self._references.take(wanted, "take"), 0, 0)
 
-    def share(self, source: Slots | PageLease, target: Slots, num_tokens: SupportsIndex) -> Extension:
+    def share(self, source: Source, target: Slots, num_tokens: SupportsIndex) -> Extension:
         """Lets `target` begin with the first `num_tokens` tokens of `source`: pages get further holders, with no copy.
 
         Args:
-            source: one live handle, or a lease.
+            source: one live handle, a lease, or leases of which each goes on where the one before ends.
             target: live handles without pages.
             num_tokens: whole pages; at most what the source has committed.
 
@@ -832,7 +835,7 @@ class PagePool:
         Raises:
             Violation: PAGE_ALIGNMENT, LENGTH_ORDER; PAGE_UNWRITTEN, at `cheap`: no work was launched that writes them;
                 PAGE_RELEASED: the source has given some back.
-            ArgumentError: a target has pages already, or the source is not one slot or not a lease of this pool.
+            ArgumentError: a target has pages already, or the source is not one slot or not leases of this pool.
         """
         operation = "share"
         tokens = self._tokens(num_tokens, operation)
@@ -856,28 +859,105 @@ class PagePool:
         self.transaction.operation = None
         return self._ragged(target, rows, np.zeros(rows.size, dtype=np.int64), lengths, operation)
 
-    def hold(self, slots: Slots, num_tokens: SupportsIndex) -> PageLease:
-        """Keeps the first `num_tokens` tokens of one slot when the slot is gone: one reference to each of their pages.
+    def hold(self, slots: Slots, num_tokens: SupportsIndex, *, first: SupportsIndex = 0) -> PageLease:
+        """Keeps tokens of one slot when the slot is gone: one reference to each of their pages.
+
+        Args:
+            slots: one live handle.
+            num_tokens: where they end, as a length; whole pages.
+            first: where they begin: those before are held otherwise, or not at all.
 
         Raises:
             Violation: PAGE_ALIGNMENT, LENGTH_ORDER, PAGE_RELEASED; PAGE_UNWRITTEN, at `cheap`.
             ArgumentError: not one slot.
         """
-        tokens = self._tokens(num_tokens, "hold")
+        tokens, begin = self._tokens(num_tokens, "hold"), self._tokens(first, "hold")
         self.transaction.enter(f"{self.name}: hold")
         pages, writer = self._prefix(slots, tokens, "hold")
+        pages = pages[self._whole_pages(begin, tokens, "hold") :]
         self._references.add(pages, 1, "hold")
         self._note_share(slots, "hold")
         return self._lease(pages, pages.size * self.page_size, writer)
 
-    def _note_share(self, source: Slots | PageLease, operation: str) -> None:
+    def rebase(
+        self, slots: Slots, source: Source, num_tokens: SupportsIndex, *, after: Fence | None = None
+    ) -> Extension:
+        """Puts a live request onto the pages of another that begins alike, and gives its own copies of them back.
+
+        As a prefix cache does when it finds, once a prefill is done, that it has the prefix already. Plans and
+        extensions of the request that were made before are refused from then on; its token row is to be written anew.
+
+        Args:
+            slots: one live handle.
+            source: as for `share`; what it holds has to be the same tokens.
+            num_tokens: whole pages; at most what is committed on both sides.
+            after: the forward-done fence of the last forward that uses the pages that the request gives back.
+
+        Returns:
+            these tokens as tokens of the request, for its row of a token table.
+
+        Raises:
+            Violation: as `share`; PAGE_RELEASED also if the request has given back some of them.
+            ArgumentError: not one slot, or not a source.
+        """
+        operation = "rebase"
+        tokens = self._tokens(num_tokens, operation)
+        check_fence(after, f"{self.name}: {operation}")
+        rows = self._begin(self._one(slots, operation), operation)
+        pages, writer = self._prefix(source, tokens, operation)
+        length, table = np.array([pages.size * self.page_size]), self._table
+        self._check_lengths(length, table.committed[rows], operation, _lengths.short_prefix)
+        if tokens:
+            self.check_readable(rows, length, operation)
+        self._check_release(rows, operation)
+        row = int(rows[0])
+        changed = pages != table.pages[row, : pages.size]
+        if np.count_nonzero(changed):
+            self._references.add(pages[changed], 1, operation)
+            own = table.put(row, pages)[changed]
+            self.epochs.note(rows, operation, self.runtime.step)
+            self._note_share(source, operation)
+            written = max(tokens, int(self.writes.tokens[row]))
+            self.writes.begin(rows, written, self.writes.behind(np.array([writer, self.writes.writer_of(row)])))
+            self._references.drop(own, after, operation)
+        self.transaction.operation = None
+        return self._ragged(slots, rows, np.zeros(1, dtype=np.int64), length, operation)
+
+    def _split(self, lease: PageLease, num_tokens: SupportsIndex) -> tuple[PageLease, PageLease]:
+        tokens = self._tokens(num_tokens, "split")
+        self.transaction.enter(f"{self.name}: split")
+        pages, at = self._held(lease, "split").pages, self._whole_pages(tokens, lease.tokens, "split")
+        self.transaction.operation = "split"
+        del self._leases[id(lease)]
+        lease.released = True
+        size = self.page_size
+        parts = [
+            PageLease(
+                part, part.size * size, self, max(0, min(lease._written - begin, part.size * size)), lease._writer
+            )
+            for part, begin in ((pages[:at], 0), (pages[at:], tokens))
+        ]
+        self._leases.update({id(part): part for part in parts})
+        self.transaction.operation = None
+        self._check_after()
+        return parts[0], parts[1]
+
+    def _whole_pages(self, tokens: int, most: int, operation: str) -> int:
+        """How many pages `tokens` tokens are, which have to be whole pages and at most `most`."""
+        length = np.array([tokens], dtype=np.int64)
+        invariants.page_alignment(length, self.page_size, **self._where(operation))
+        there = np.array([most], dtype=np.int64)
+        invariants.length_order(length, there, most, explain=_lengths.short_prefix, **self._where(operation))
+        return tokens // self.page_size
+
+    def _note_share(self, source: Source, operation: str) -> None:
         """Pages of the source have further holders from now on, and are no longer its own to write."""
         if isinstance(source, Slots):
             self.shares.note(source.np, operation, self.runtime.step)
 
     def _lease(self, pages: Ints, written: int, writer: int) -> PageLease:
         """A lease of pages that have a reference for it already. One that the caller does not get is given back."""
-        lease = PageLease(pages, pages.size * self.page_size, self._end_lease, written, writer)
+        lease = PageLease(pages, pages.size * self.page_size, self, written, writer)
         self._leases[id(lease)] = lease
         self.transaction.operation = None
         try:
@@ -908,18 +988,29 @@ class PagePool:
     def _tokens(self, num_tokens: SupportsIndex, operation: str) -> int:
         return size_of(num_tokens, f"{self.name}: {operation}: num_tokens", most=MOST_TOKENS)
 
-    def _prefix(self, source: Slots | PageLease, tokens: int, operation: str) -> tuple[Ints, int]:
+    def _one(self, slots: Slots, operation: str) -> Slots:
+        if self.slots.rows_of(slots, operation).size != 1:
+            raise ArgumentError(
+                f"{self.name}: {operation} of {len(slots)} slots", value=len(slots), remedy="name one slot"
+            )
+        return slots
+
+    def _prefix(self, source: Source, tokens: int, operation: str) -> tuple[Ints, int]:
         """The pages of the first `tokens` tokens of a slot or lease, checked, a new array; and who wrote them."""
         if isinstance(source, PageLease):
             available, pages = source.tokens, self._held(source, operation).pages
             written, writer = np.array([source._written]), source._writer
+        elif isinstance(source, Sequence):
+            leases = [self._held(lease, operation) for lease in source]
+            available = sum(lease.tokens for lease in leases)
+            pages = np.concatenate([np.empty(0, dtype=np.int64), *(lease.pages for lease in leases)])
+            full = [lease._written == lease.tokens for lease in leases]
+            first_part = leases[: full.index(False) + 1] if False in full else leases
+            written = np.array([sum(lease._written for lease in first_part)])
+            writer = self.writes.behind(np.array([lease._writer for lease in leases], dtype=np.int64))
         else:
-            rows = self.slots.rows_of(source, operation)
-            if rows.size != 1:
-                raise ArgumentError(
-                    f"{self.name}: {operation} from {rows.size} slots", value=rows.size, remedy="name one source"
-                )
-            row = int(rows[0])
+            row = int(self.slots.rows_of(self._one(source, operation), operation)[0])
+            rows = np.array([row])
             available, pages = int(self._table.committed[row]), self._table.pages[row]
             written, writer = self.writes.tokens[rows], self.writes.writer_of(row)
         length = np.array([tokens], dtype=np.int64)
@@ -1089,7 +1180,7 @@ class PagePool:
 
     def _check_writable(self, rows: Ints, start: Ints, counts: Ints, operation: str) -> None:
         """Tokens are added in pages with one holder. Only the first page of each row can be an old one."""
-        if not self._references.shared:
+        if not self._references.shared and self._references.cached is None:
             return
         partial = np.flatnonzero((counts > 0) & (start % self.page_size > 0))
         self._references.check_exclusive(self._table.pages_at(rows[partial], start[partial]), operation)

@@ -1,0 +1,254 @@
+"""`PrefixCache`: pages that stay readable under a key when their requests are gone, until their memory is needed."""
+
+from collections.abc import Collection, Hashable, Sequence
+from typing import SupportsIndex, final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from batchstate import invariants, levels
+from batchstate._allocator import size_of
+from batchstate.errors import ArgumentError
+from batchstate.indices import Slots
+from batchstate.kv._cached_pages import CachedPages
+from batchstate.kv.leases import PageLease
+from batchstate.kv.pages import PagePool
+
+__all__ = ["CacheFit", "PrefixCache", "PrefixCacheStats"]
+
+Ints = npt.NDArray[np.int64]
+
+
+@final
+@attrs.frozen
+class PrefixCacheStats:
+    """A prefix cache in numbers.
+
+    Attributes:
+        keys: cached pages.
+        idle: those without a holder; they are counted among the free pages of the pool.
+        queried: pages that `match` was asked for, since the cache was made.
+        hits: pages that it found.
+        evicted: pages that were taken for others, or evicted, before anything else was done with their keys.
+    """
+
+    keys: int
+    idle: int
+    queried: int
+    hits: int
+    evicted: int
+
+
+@final
+@attrs.frozen
+class CacheFit:
+    """What admitting a request would do.
+
+    Attributes:
+        hits: pages of its prefix that are cached.
+        fits: whether the others can be taken now. Pages that wait for a fence do not count.
+        evicted: the keys that would be evicted for them, in that order.
+    """
+
+    hits: int
+    fits: bool
+    evicted: tuple[Hashable, ...]
+
+
+@final
+class PrefixCache:
+    """The pages of a pool that can be found by key.
+
+    A key stands for all tokens up to the end of its page: a hash of them, or a tuple of the key before and the page's
+    own tokens. A cached page is not written any more. When its last holder leaves, the page is free, and it
+    stays in the cache until it is needed: taking pages takes those without a key first, then the cached ones, the
+    first released before others, and of those released together the end of a prefix before its beginning. Costs
+    O(pages that are named).
+
+    Args:
+        pages: the pool; one cache each.
+
+    Raises:
+        ArgumentError: not a page pool, or one that has a cache.
+    """
+
+    def __init__(self, pages: PagePool) -> None:
+        untyped: object = pages
+        if not isinstance(untyped, PagePool):
+            raise ArgumentError(
+                f"expected a PagePool, got {type(pages).__name__}",
+                value=pages,
+                remedy="pass the pool to cache pages of",
+            )
+        self.pages = pages
+        self._references = pages._references
+        self._match = f"{pages.name}: match"
+        pages.transaction.enter(f"{pages.name}: PrefixCache")
+        if self._references.cached is not None:
+            raise ArgumentError(
+                f"{pages.name} has a prefix cache", value=pages, remedy="use the one that was made first"
+            )
+        self._cached = self._references.cached = self._references.allocator.replace_free_list(CachedPages)
+        self._queried = self._hits = 0
+
+    def __repr__(self) -> str:
+        return f"PrefixCache({self.pages.name!r}, {len(self)} keys, {self._cached.idle} idle)"
+
+    def __len__(self) -> int:
+        """Cached pages."""
+        return len(self._cached.pages)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._cached.pages
+
+    @property
+    def stats(self) -> PrefixCacheStats:
+        """The cache in numbers, after `reap`."""
+        self.pages.reap()
+        cached = self._cached
+        return PrefixCacheStats(len(cached.pages), cached.idle, self._queried, self._hits, cached.evicted)
+
+    def insert(self, owner: Slots | PageLease, keys: Sequence[Hashable], *, first: SupportsIndex = 0) -> int:
+        """Caches pages of a request or lease under `keys`, while it holds them.
+
+        A key that is there keeps its page: the owner then has a copy of its own, and `PagePool.rebase` can put it onto
+        the cached one.
+
+        Args:
+            owner: one live handle, or a lease.
+            keys: of its pages from `first` on, in order, each once.
+            first: how many pages come before: those that are cached already need not be named again.
+
+        Returns:
+            how many keys are there for another page.
+
+        Raises:
+            Violation: PAGE_UNWRITTEN, at `cheap`: no work was launched that writes the pages. LENGTH_ORDER: they are
+                not committed. PAGE_RELEASED: they were given back.
+            ArgumentError: keys that repeat or cannot be hashed; a page that is cached under another key; not one slot.
+        """
+        pool, operation, cached = self.pages, "insert", self._cached
+        named, skipped = _checked(keys, f"{pool.name}: insert"), size_of(first, f"{pool.name}: insert: first")
+        pool.transaction.enter(f"{pool.name}: insert")
+        pages, writer = pool._prefix(owner, (skipped + len(named)) * pool.page_size, operation)
+        pages = pages[skipped:]
+        there = list(map(cached.pages.get, named))
+        under_a_key = cached.cached[pages]
+        if np.count_nonzero(under_a_key) or there.count(None) < len(named):
+            numbers = pages.tolist()
+            other = [page for page, old, has in zip(numbers, there, under_a_key, strict=True) if has and old != page]
+            if other:
+                raise ArgumentError(
+                    f"{pool.name}: insert: page {other[0]} is cached under another key",
+                    value=cached.keys_of(np.array(other[:1]))[0],
+                    remedy="`remove` that key first, or pass `first` and the keys behind it",
+                )
+            new = [at for at, old in enumerate(there) if old is None]
+            duplicates = sum(old is not None and old != page for page, old in zip(numbers, there, strict=True))
+            pages, named = pages[new], [named[at] for at in new]
+        else:
+            duplicates = 0
+        pool.transaction.operation = operation
+        cached.enter(pages, named, self._references.generations.of(pages), writer)
+        pool._note_share(owner, operation)
+        pool.transaction.operation = None
+        pool._check_after()
+        return duplicates
+
+    def match(self, keys: Sequence[Hashable]) -> PageLease:
+        """Holds the longest prefix of `keys` that is cached; share it, then release the lease.
+
+        Returns:
+            a lease of the pages of the first keys, up to the first that is not there: it may have no pages.
+
+        Raises:
+            Violation: SLOT_STALE_HANDLE, at `cheap`: a page was given to another since.
+            ArgumentError: keys that repeat or cannot be hashed.
+        """
+        pool, references, cached = self.pages, self._references, self._cached
+        pool.transaction.enter(self._match)
+        references.query_fences()
+        try:
+            pages = cached.find(keys)
+        except TypeError:
+            pages = cached.find(_checked(keys, self._match))
+        if references.allocator.repeated(pages):
+            _checked(keys, self._match)
+        if levels.cheap:
+            held, current = cached.generations[pages], references.generations.of(pages)
+            if held.tobytes() != current.tobytes():
+                invariants.slot_stale_handle(pages, held, current, **pool._where("match"))
+        writer = pool.writes.behind(cached.writers[pages])
+        references.revive(pages, "match")
+        self._queried += len(keys)
+        self._hits += pages.size
+        return pool._lease(pages, pages.size * pool.page_size, writer)
+
+    def fit(self, num_pages: SupportsIndex, keys: Sequence[Hashable] = ()) -> CacheFit:
+        """Says what would be evicted to admit a request of `num_pages` pages that begins with `keys`. Changes nothing.
+
+        Raises:
+            ArgumentError: keys that repeat or cannot be hashed, or more than pages.
+        """
+        pool, cached = self.pages, self._cached
+        named, wanted = _checked(keys, f"{pool.name}: fit"), size_of(num_pages, f"{pool.name}: fit: num_pages")
+        if len(named) > wanted:
+            raise ArgumentError(
+                f"{pool.name}: fit: {len(named)} keys for {wanted} pages", value=len(named), remedy="a page has one key"
+            )
+        pool.reap()
+        found = cached.find(named)
+        idle = cached.among_idle(found)
+        missing = wanted - len(found)
+        short = missing - (cached.count - cached.idle)
+        oldest = cached.oldest(min(short + idle.size, cached.idle)) if short > 0 else idle[:0]
+        evicted = oldest[~np.isin(oldest, idle)][: max(short, 0)]
+        fits = missing <= cached.count - idle.size
+        return CacheFit(len(found), fits, tuple(cached.keys_of(evicted)) if fits else ())
+
+    def evict(self, num_pages: SupportsIndex) -> int:
+        """Takes the keys from the `num_pages` pages that would be evicted first, or all there are; says how many."""
+        number = size_of(num_pages, f"{self.pages.name}: evict: num_pages")
+        self.pages.reap()
+        self.pages.transaction.operation = "evict"
+        return self._done(self._cached.evict(number))
+
+    def remove(self, keys: Collection[Hashable]) -> int:
+        """Takes these keys out, a chain or a single one; their pages stay with their holders. Says how many were there.
+
+        Raises:
+            ArgumentError: keys that repeat or cannot be hashed.
+        """
+        found = map(self._cached.pages.get, _checked(keys, f"{self.pages.name}: remove"))
+        pages = np.array([page for page in found if page is not None], dtype=np.int64)
+        self.pages.transaction.enter(f"{self.pages.name}: remove")
+        self.pages.transaction.operation = "remove"
+        self._cached.remove(pages)
+        return self._done(int(pages.size))
+
+    def clear(self) -> int:
+        """Takes all keys out, as after new weights; says how many there were."""
+        return self.remove(self._cached.pages)
+
+    def _done(self, number: int) -> int:
+        self.pages.transaction.operation = None
+        self.pages._check_after()
+        return number
+
+
+def _checked(keys: Collection[Hashable], what: str) -> list[Hashable]:
+    """The keys as a list."""
+    try:
+        listed = list(keys)
+        if isinstance(keys, (str, bytes)) or len(set(listed)) < len(listed):
+            raise ArgumentError(
+                f"{what}: expected distinct keys, got {keys!r}", value=keys, remedy="name each key once"
+            )
+    except TypeError as error:
+        raise ArgumentError(
+            f"{what}: expected keys that can be hashed, got {keys!r}",
+            value=keys,
+            remedy="pass a list of hashes, or of tuples of tokens",
+        ) from error
+    return listed
