@@ -649,6 +649,8 @@ class PageOwners(SlotListener):
     def _check_changes(self, where: Where) -> None:
         """A slot that has lost tokens, pages or the sole use of one since the last time has a change noted for that."""
         table, held_alone = self._table, self._references.further[self._table.pages] == 0
+        if self._references.cached is not None:
+            held_alone &= ~self._references.cached.cached[table.pages]
         now = _Seen(
             table.pages.copy(), table.committed.copy(), held_alone, self._epochs.rows.copy(), self._shares.rows.copy()
         )

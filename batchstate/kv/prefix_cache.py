@@ -145,7 +145,7 @@ class PrefixCache:
                     remedy="`remove` that key first, or pass `first` and the keys behind it",
                 )
             new = [at for at, old in enumerate(there) if old is None]
-            duplicates = sum(old is not None and old != page for page, old in zip(numbers, there, strict=True))
+            duplicates = sum(old not in (None, page) for page, old in zip(numbers, there, strict=True))
             pages, named = pages[new], [named[at] for at in new]
         else:
             duplicates = 0
@@ -170,9 +170,9 @@ class PrefixCache:
         pool.transaction.enter(self._match)
         references.query_fences()
         try:
-            pages = cached.find(keys)
+            pages = cached.find(keys if type(keys) is list else _checked(keys, self._match))
         except TypeError:
-            pages = cached.find(_checked(keys, self._match))
+            pages = cached.find(_checked(keys, self._match))  # which says what is wrong
         if references.allocator.repeated(pages):
             _checked(keys, self._match)
         if levels.cheap:
@@ -182,7 +182,7 @@ class PrefixCache:
         writer = pool.writes.behind(cached.writers[pages])
         references.revive(pages, "match")
         self._queried += len(keys)
-        self._hits += pages.size
+        self._hits += len(pages)
         return pool._lease(pages, pages.size * pool.page_size, writer)
 
     def fit(self, num_pages: SupportsIndex, keys: Sequence[Hashable] = ()) -> CacheFit:

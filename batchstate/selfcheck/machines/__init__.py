@@ -9,6 +9,7 @@ from batchstate.selfcheck.machines.mirrored_tensor import MirroredTensorMachine
 from batchstate.selfcheck.machines.overlap import OverlapMachine
 from batchstate.selfcheck.machines.page_pool import PagePoolMachine
 from batchstate.selfcheck.machines.pools import HybridMachine, SlotPoolMachine
+from batchstate.selfcheck.machines.prefix_cache import PrefixCacheMachine
 from batchstate.selfcheck.machines.ranks import RanksMachine
 from batchstate.selfcheck.machines.steps import StepMachine
 from batchstate.selfcheck.machines.strangers import StrangersMachine
@@ -23,6 +24,7 @@ _ALL: tuple[type[Machine], ...] = (
     BatchMachine,
     SlotPoolMachine,
     PagePoolMachine,
+    PrefixCacheMachine,
     HybridMachine,
     EngineMachine,
     FutureMapMachine,

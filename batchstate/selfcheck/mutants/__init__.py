@@ -29,6 +29,7 @@ _ORDER = (
     "leaks",
     "slot_zero",
     "pages",
+    "prefix_cache",
     "derived",
     "states",
     "units",
