@@ -142,13 +142,10 @@ class PrefixCacheMachine(PoolMachine):
             for at in range(one.first, one.written):
                 found = self.memory.get(pages[(at - one.first) // size] * size + at % size)
                 agree(tuple(one.tokens[: at + 1]), found, "KV at a position of", one)
-        order = self._evictions()
-        stayed = [key for key in self.order if key in order]
-        agree(stayed, order[: len(stayed)], "the order of eviction")
-        self.order = order
+        self._look()
         if not self.steps.depth:
             idle = {key for key, page in self.keys.items() if page not in held}
-            agree(idle, set(order), "cached pages without a holder")
+            agree(idle, set(self.order), "cached pages without a holder")
 
     # Requests
 
@@ -162,6 +159,13 @@ class PrefixCacheMachine(PoolMachine):
     def _keys(self, tokens: list[int]) -> list[Key]:
         size = self.pages.page_size
         return [tuple(tokens[:stop]) for stop in range(size, len(tokens) + 1, size)]
+
+    def _look(self) -> None:
+        """Which cached pages are free now: new ones stand behind those that were."""
+        order = self._evictions()
+        stayed = [key for key in self.order if key in order]
+        agree(stayed, order[: len(stayed)], "the order of eviction")
+        self.order = order
 
     def _evictions(self) -> list[Key]:
         return list(self.cache.fit(self.pages.stats.free).evicted)  # type: ignore[arg-type]
@@ -200,6 +204,7 @@ class PrefixCacheMachine(PoolMachine):
         return [int(at >= text * self.pages.page_size) for at in range(start, min(stop, self.most))]
 
     def _admit(self, drawn: tuple[int, int], insert: bool) -> None:
+        self._look()
         handle, prompt = self.slots.take(1), self._text(drawn[0], 0, drawn[1])
         one, keys = Held(handle, drawn[0]), self._keys(prompt[:-1])
         fit = self.cache.fit(-(-len(prompt) // self.pages.page_size), keys)
@@ -275,6 +280,7 @@ class PrefixCacheMachine(PoolMachine):
             self._extend(self.requests[slot], more, forward, side)
 
     def _extend(self, one: Held, more: int, forward: bool, side: bool = False) -> None:
+        self._look()
         size = self.pages.page_size
         tokens = self._text(one.text, len(one.tokens), len(one.tokens) + more)
         held = [page for other in (*self.requests.values(), *self.leases) for page in self._pages(other)]
@@ -355,7 +361,6 @@ class PrefixCacheMachine(PoolMachine):
         for prompt in prompts:
             while self.requests:
                 self._leave(next(iter(self.requests)), None)
-            self.check()  # asks which pages are free
             self._admit(prompt, insert)
 
     # The cache
@@ -470,7 +475,7 @@ class PrefixCacheMachine(PoolMachine):
     @rule(number=st.integers(0, 3))
     def evict(self, number: int) -> None:
         """The oldest lose their keys."""
-        self.check()  # asks which are free
+        self._look()
         gone = self.order[:number]
         agree(len(gone), self.cache.evict(number), "evicted")
         self._forget(gone)
