@@ -138,6 +138,43 @@ def test_a_tag_without_a_mac_is_not_believed(side: EngineSide, tls: str) -> None
         assert [one.tag for one in side.completions()] == [b"the secret"]
 
 
+def test_tags_between_processes_of_a_machine_pass_no_queue_of_ucx() -> None:
+    """A writer killed while it puts a message into UCX's queue stops it for all: without a port none goes there.
+
+    What lies in the mailbox and is no tag is not believed, and where it is full a write waits until it is emptied.
+    """
+    with contextlib.closing(EngineSide(NixlEngine)) as side, contextlib.closing(EngineSide(NixlEngine)) as writer:
+        for each in (side, writer):
+            each.register(4096, 0)
+        endpoint = side.endpoint()
+        name = writer.connect(endpoint)
+        box = side.engine._mailbox.path  # type: ignore[attr-defined]
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+            for noise in (b"", b"\0", b"x" * 500, writer.engine.instance.encode() + b"\0" + bytes(40)):
+                stranger.sendto(noise, box)
+        assert side.engine.completions() == []
+        tags = [b"tag %d" % number for number in range(2000)]
+        for tag in tags:
+            writer.write(name, Copies([0], [0], [0], [0], [8]), tag)
+        ends = [writer.poll(tag) for tag in tags]
+        assert set(ends) == {Status.DONE, Status.PENDING}
+        assert side.engine._agent.getNotifs({}, side.engine._backends) == {}  # type: ignore[attr-defined]
+        arrived: list[bytes] = []
+        while len(arrived) < len(tags):
+            arrived += [one.tag for one in side.engine.completions()]
+            ends = [writer.poll(tag) for tag in tags]
+        assert sorted(arrived) == sorted(tags)
+        assert set(ends) == {Status.DONE}
+        side.engine.close()
+        assert not os.path.exists(os.path.dirname(box))
+        writer.write(name, Copies([0], [0], [0], [0], [8]), b"gone")
+        assert writer.poll(b"gone") is Status.UNKNOWN
+        assert "its mailbox is gone" in writer.handles[b"gone"].reason
+        writer.disconnect(name)
+        with pytest.raises(HandshakeError, match="its mailbox is not in this file system"):
+            writer.connect(endpoint)
+
+
 def test_without_nixl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine without its package names the extra."""
     monkeypatch.setitem(sys.modules, "nixl", None)

@@ -1,4 +1,4 @@
-"""The NIXL engine (UCX): one-sided writes, with the tag as a notification that NIXL sends behind the data.
+"""The NIXL engine (UCX): one-sided writes, with the tag behind the data.
 
 Guarantees, each tested between two processes:
 
@@ -6,8 +6,10 @@ Guarantees, each tested between two processes:
   same user. With one, UCX listens there; a name that does not exist is an error.
 * A tag is believed only with a MAC under the receiver's secret. NIXL's loader gets the metadata of a peer only from an
   endpoint whose MAC is right, and NIXL's own listening thread is off.
-* A tag arrives after the last byte of its data. NIXL sends it from the writer's `poll`: a write that is never polled
-  never delivers its tag, though its data lands.
+* A tag arrives after the last byte of its data. It is sent from the writer's `poll`: a write that is never polled
+  never delivers its tag, though its data lands. Over an interface it is a notification of NIXL's. Through shared memory
+  it is a datagram, which the kernel hands over whole or not at all: UCX's own messages lie in one queue, and a writer
+  that is killed while it puts one there stops that queue for all writers (NIXL 1.5.1; seen at 156 instructions).
 * A write that failed once it was posted is UNKNOWN, never FAILED: NIXL does not say which rows went, it cannot stop
   them, and after a lost connection a live peer still applies what its sockets hold. Such a write is drained only
   when the peer's process is known to have ended. On the same machine (and in the same PID namespace) the engine sees
@@ -20,8 +22,7 @@ Warning: UCX asks no client of its TCP port for anything: a process that speaks 
 and noise behind its magic number ends it. Nothing here can change that. So an engine with a port opens only for who
 says that the network keeps others away, on the loopback too: `trusted_network=True`.
 
-Through shared memory UCX does not notice that a peer is gone; this engine does, by its process. A peer that is killed
-in the moment in which it puts a message into the queue of another process can stop that queue: then open a new engine.
+Through shared memory UCX does not notice that a peer is gone; this engine does, by its process.
 
 `write` copies on the calling thread what the transport takes at once: all of it between processes of one machine
 (`cma`), what fits into the sockets with `tcp`.
@@ -33,6 +34,9 @@ import importlib
 import json
 import os
 import select
+import shutil
+import socket
+import tempfile
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,28 +127,88 @@ _NO_PORT = {"ucx_error_handling_mode": "none"}
 """Of NIXL's backend: with "peer", its default, UCX opens only with a transport that has a connection."""
 
 _NATIVE = record(
-    agent=binary, places=array(row(number(), row(text("DRAM|VRAM"), number()))), process=array(text(), most=4)
+    agent=binary,
+    places=array(row(number(), row(text("DRAM|VRAM"), number()))),
+    process=array(text(), most=4),
+    mailbox=text(),
 )
 """This engine's part of an endpoint."""
 
 
 @final
+class Mailbox:
+    """Takes datagrams of processes of this machine and user: it lies in a folder that no other user may enter.
+
+    Raises:
+        TransferError: the folder for temporary files cannot have it.
+
+    Attributes:
+        path: where it is.
+        close: lets it go; twice is fine.
+    """
+
+    MOST = 4096
+    """Bytes of a datagram."""
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        folder = tempfile.mkdtemp(prefix="batchstate-")
+        self.path = os.path.join(folder, "tags")
+        self.close = weakref.finalize(self, _close_mailbox, self._socket, folder)
+        try:
+            self._socket.bind(self.path)
+        except OSError as error:
+            self.close()
+            raise TransferError(
+                f"no socket at {self.path}: {error}", value=self.path, remedy="set TMPDIR to a folder with a short path"
+            ) from error
+
+    def send(self, path: str, message: bytes) -> bool:
+        """Sends a datagram to another mailbox; False where that is full.
+
+        Raises:
+            OSError: it is gone.
+        """
+        try:
+            self._socket.sendto(message, path)
+        except BlockingIOError:
+            return False
+        return True
+
+    def received(self) -> list[bytes]:
+        """What has come."""
+        found: list[bytes] = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                found.append(self._socket.recv(self.MOST))
+        return found
+
+
+def _close_mailbox(one: socket.socket, folder: str) -> None:
+    one.close()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@final
 @attrs.define(eq=False)
 class _Link:
-    """A peer: its NIXL name, where its regions lie, its process, and whether NIXL was told to let it go."""
+    """A peer: its NIXL name, where its regions lie, its process and mailbox, and whether NIXL was told to let it go."""
 
     name: str
     places: dict[int, _Place]
     process: Process
+    mailbox: str
     cut: bool = False
 
 
 @final
 @attrs.define(eq=False)
 class _Request:
-    """A NIXL transfer request, or None where none is held, and why it could not be posted."""
+    """A NIXL transfer request, or None where none is held; what is to be mailed behind it; and why it has failed."""
 
     number: int | None
+    mail: bytes = b""
     error: str = ""
 
 
@@ -210,6 +274,7 @@ class NixlEngine(Engine):
                 ) from error
         self._places: dict[int, _Place] = {}
         self._native: dict[int, Any] = {}
+        self._mailbox = None if self.has_port else Mailbox()
 
     # Memory
 
@@ -235,14 +300,15 @@ class NixlEngine(Engine):
 
     def _endpoint(self) -> bytes:
         agent = base64.b64encode(self._agent.getLocalMD()).decode()
-        return json.dumps({"agent": agent, "places": list(self._places.items()), "process": here()}).encode()
+        box = {"mailbox": "" if self._mailbox is None else self._mailbox.path}
+        return json.dumps({"agent": agent, "places": list(self._places.items()), "process": here()} | box).encode()
 
     def _connect(self, peer: Peer, endpoint: bytes) -> None:
         fields = parsed_native(endpoint, _NATIVE, f"the endpoint of {peer.instance}")
         places = dict(fields["places"])
         if not peer.regions.keys() <= places.keys():
             raise _no_endpoint(peer, "it does not say where its regions lie")
-        link = _Link(peer.instance, places, Process(fields["process"]))
+        link = _Link(peer.instance, places, Process(fields["process"]), fields["mailbox"])
         if link.process.ended():
             raise TransferError(
                 f"peer {peer.instance} is gone: its process has ended",
@@ -255,6 +321,8 @@ class NixlEngine(Engine):
                 value=peer.instance,
                 remedy="name an interface on both sides, or open tcp; shared memory joins processes of one machine",
             )
+        if (self._mailbox is None) != (not link.mailbox) or (link.mailbox and not os.path.exists(link.mailbox)):
+            raise _no_endpoint(peer, "its tags go another way, or its mailbox is not in this file system")
         try:
             name = self._agent.loadRemoteMD(fields["agent"])
         except self._errors as error:
@@ -282,11 +350,15 @@ class NixlEngine(Engine):
         if peer.lost is None:
             tag = _tag_mac(peer.secret, self.instance, handle.tag) + handle.tag
             try:
+                if self._mailbox is not None:
+                    handle.native.mail, tag = b"%s\0%s" % (self.instance.encode(), tag), b""
                 if len(copies):
                     rows = (
                         self._rows(self._places, copies.source_regions, sources, copies.lengths),
                         self._rows(link.places, copies.target_regions, targets, copies.lengths),
                     )
+                elif self._mailbox is not None:
+                    return
                 elif self._regions and peer.regions:  # a row of no bytes: its end says that the tag has left
                     ours, theirs = next(iter(self._regions.values())), next(iter(peer.regions.values()))
                     rows = tuple(
@@ -323,14 +395,16 @@ class NixlEngine(Engine):
 
     def _poll(self, handle: Handle) -> Status:
         request: _Request = handle.native
-        if request.number is None:
-            return Status.DONE
         if not request.error:
             try:
-                state = self._agent.getXferStatus(request.number)
+                state = self._nixl.NIXL_SUCCESS
+                if request.number is not None:
+                    state = self._agent.getXferStatus(request.number)
                 if state == self._nixl.NIXL_SUCCESS:
                     self._release(request)
-                    return Status.DONE
+                    if self._mailed(request, handle.peer.native):
+                        return Status.DONE
+                    state = self._nixl.NIXL_IN_PROG
                 self._look(handle.peer)
                 if state == self._nixl.NIXL_IN_PROG and handle.peer.lost is None:
                     return Status.PENDING
@@ -338,8 +412,16 @@ class NixlEngine(Engine):
             except self._errors as error:
                 self._notice_loss(handle.peer, error)
                 request.error = str(error)
+            except OSError as error:
+                request.error = f"its mailbox is gone ({error})"
         handle.reason = request.error
         return Status.UNKNOWN
+
+    def _mailed(self, request: _Request, link: _Link) -> bool:
+        """Sends what is to be mailed behind a write that has landed; False where it has to wait."""
+        if request.mail and self._mailbox is not None and self._mailbox.send(link.mailbox, request.mail):
+            request.mail = b""
+        return not request.mail
 
     def _drained(self, handle: Handle) -> bool:
         if not handle.peer.native.process.ended():
@@ -351,11 +433,13 @@ class NixlEngine(Engine):
     def _completions(self) -> list[Delivery]:
         for peer in self._peers.values():
             self._look(peer)
-        arrived = self._agent.getNotifs({}, self._backends)
+        arrived = [(who, tag) for who, tags in self._agent.getNotifs({}, self._backends).items() for tag in tags]
+        if self._mailbox is not None:
+            parts = [one.partition(b"\0") for one in self._mailbox.received()]
+            arrived = [(who.decode("utf-8", "replace"), tag) for who, _, tag in parts]
         return [
             Delivery(tag[MAC:], instance)
-            for instance, tags in arrived.items()
-            for tag in tags
+            for instance, tag in arrived
             if invariants.peer_unknown.holds(_tag_mac(self._secret, instance, tag[MAC:]), tag[:MAC])
         ]
 
@@ -368,6 +452,8 @@ class NixlEngine(Engine):
             with contextlib.suppress(*self._errors):
                 self._agent.deregisterMem(native, self._backends)
         self._native.clear()
+        if self._mailbox is not None:
+            self._mailbox.close()
         self._backends = []
         self._agent = None
 
