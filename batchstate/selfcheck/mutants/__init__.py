@@ -21,6 +21,7 @@ from batchstate.selfcheck.mutants.runner import (
 _ORDER = (
     "drift",
     "watched",
+    "plain_torch",
     "graph_inputs",
     "sides",
     "reuse",
