@@ -8,7 +8,7 @@ wider than a byte: moving and adding integers is the same on signed bits, so tho
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,21 @@ from batchstate.errors import (
     ValueOverflowError,
 )
 from batchstate.invariants import first_duplicate
+
+if TYPE_CHECKING:
+    from batchstate.mirror import MirroredTensor
+
+# What public methods take: arrays and CPU tensors of any dtype, whose dtype is checked at run time; elements of
+# sequences by their types. `str` is none of them.
+Integer: TypeAlias = "int | np.integer[Any]"
+Number: TypeAlias = "float | np.number[Any] | np.bool_"
+Vector: TypeAlias = "npt.NDArray[Any] | torch.Tensor | MirroredTensor"
+Selection: TypeAlias = "Sequence[Integer | np.bool_] | Vector"
+"""Rows: a mask, or indices."""
+Amount: TypeAlias = "Integer | Sequence[Integer | np.bool_] | Vector"
+"""Integers to add, or to grow to: one for all rows, or one per row."""
+Values: TypeAlias = "Number | Sequence[Number] | Sequence[Sequence[Number]] | Vector"
+"""Values of some rows: one for all, one per row, or rows of several numbers."""
 
 Array = npt.NDArray[Any]
 Rows = npt.NDArray[np.int64]

@@ -21,7 +21,7 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._allocator import Generations
-from batchstate._arrays import MOST_ROWS, Array, Rows, converted, count, counts, kept_rows
+from batchstate._arrays import MOST_ROWS, Amount, Array, Rows, Selection, Values, converted, count, counts, kept_rows
 from batchstate._origin import DerivedArrays, RowSet
 from batchstate._rows import (
     GENERATION_SUFFIX,
@@ -329,7 +329,7 @@ class Batch(metaclass=BatchType):
 
     # Moving rows
 
-    def filter(self, keep: object) -> Self:
+    def filter(self, keep: "Selection") -> Self:
         """The requests that `keep` names, in its order: a mask bool[num_reqs], or unique row indices.
 
         Raises:
@@ -361,10 +361,10 @@ class Batch(metaclass=BatchType):
     def next_batch(
         self,
         *,
-        keep: object = None,
+        keep: "Selection | None" = None,
         joining: Self | None = None,
-        advance: str | Iterable[str] | Mapping[str, object] = (),
-        n: object = 1,
+        advance: "str | Iterable[str] | Mapping[str, Amount]" = (),
+        n: "Amount" = 1,
     ) -> Self:
         """Some requests leave, others join, and counts move on: what a decode step does, as one operation.
 
@@ -466,7 +466,7 @@ class Batch(metaclass=BatchType):
 
     # Changing values
 
-    def advance(self, columns: str | Iterable[str] | Mapping[str, object], n: object = 1) -> Self:
+    def advance(self, columns: "str | Iterable[str] | Mapping[str, Amount]", n: "Amount" = 1) -> Self:
         """The same batch with integers added to one or several integer columns.
 
         Args:
@@ -488,7 +488,7 @@ class Batch(metaclass=BatchType):
             self._check_same_rows(amount, "advance", name)
         return self._derived("advance", state, num_reqs, moved=False)
 
-    def update(self, column: str, rows: object, values: object) -> Self:
+    def update(self, column: str, rows: "Selection", values: "Values") -> Self:
         """The same batch with other values in some rows of one mirrored column, on both sides.
 
         Args:
@@ -516,7 +516,7 @@ class Batch(metaclass=BatchType):
         state = self._state.replaced(ColumnInputs(host={column: values_now}))
         return self._derived("update", state, self.num_reqs, moved=False)
 
-    def update_device(self, column: str, rows: object, values: object, bound: object = None) -> Self:
+    def update_device(self, column: str, rows: "Selection", values: "Values", bound: object = None) -> Self:
         """The same batch with values that the device has found in some rows: those that a mixed step has verified.
 
         Nothing is launched: the rows are gathered with the others when they are read.

@@ -21,8 +21,11 @@ from batchstate import invariants, levels
 from batchstate._arrays import (
     LARGE,
     MOST_ROWS,
+    Amount,
     Array,
     Rows,
+    Selection,
+    Values,
     across,
     add,
     amounts,
@@ -583,7 +586,7 @@ class MirroredTensor(HostValues):
 
     # Moving rows
 
-    def filter(self, keep: object) -> Self:
+    def filter(self, keep: "Selection") -> Self:
         """The rows that `keep` names, in its order.
 
         Args:
@@ -597,7 +600,7 @@ class MirroredTensor(HostValues):
         """
         return self._taken(kept_rows(keep, len(self), self._what("filter")), "filter")
 
-    def take(self, rows: object) -> Self:
+    def take(self, rows: "Selection") -> Self:
         """The rows at `rows` (int[k]), which may repeat.
 
         Raises:
@@ -754,7 +757,7 @@ class MirroredTensor(HostValues):
             )
         return row
 
-    def update(self, rows: object, values: object) -> Self:
+    def update(self, rows: "Selection", values: "Values") -> Self:
         """The same value with other values in some rows, on both sides.
 
         Args:
@@ -815,13 +818,13 @@ class MirroredTensor(HostValues):
 
     # Arithmetic
 
-    def __add__(self, n: object) -> Self:
+    def __add__(self, n: "Amount") -> Self:
         return self._added(n, 1)
 
-    def __radd__(self, n: object) -> Self:
+    def __radd__(self, n: "Amount") -> Self:
         return self._added(n, 1)
 
-    def __sub__(self, n: object) -> Self:
+    def __sub__(self, n: "Amount") -> Self:
         return self._added(n, -1)
 
     def _added(self, n: object, sign: int) -> Self:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import arange_per_row, kept_rows
+from batchstate._arrays import Amount, Selection, arange_per_row, kept_rows
 from batchstate._arrays import count as counted
 from batchstate._origin import DerivedArrays, Origin, RowSet
 from batchstate._relay import PublishedRows
@@ -345,9 +345,9 @@ class StepPlanner:
     def plan(
         self,
         batch: Batch,
-        query_lens: object = 1,
+        query_lens: "Amount" = 1,
         *,
-        keep: object = None,
+        keep: "Selection | None" = None,
         joining: Batch | None = None,
         after: Fence | None = None,
         published: Mapping[str, object] | None = None,
@@ -447,7 +447,7 @@ class StepPlanner:
         return step
 
     def _turned_over(
-        self, batch: Batch, keep: object, joining: Batch | None, after: Fence | None
+        self, batch: Batch, keep: "Selection | None", joining: Batch | None, after: Fence | None
     ) -> tuple[Batch, Ints | None]:
         """The batch that runs, and the slots of those that leave, checked and not released yet."""
         leaving: Ints | None = None
@@ -470,7 +470,7 @@ class StepPlanner:
     def _composed(
         self,
         batch: Batch,
-        query_lens: object,
+        query_lens: "Amount",
         prompt_ids: Sequence[object] | None,
         samples: object,
         padding: tuple[SupportsIndex | None, SupportsIndex | None],

@@ -319,7 +319,7 @@ def test_a_stale_side_cannot_be_read(rt: Runtime) -> None:
         ([0, 1, 2, 3, 3], ArgumentError),
     ],
 )
-def test_bad_keep_lists(lens: MirroredTensor, keep: object, error: type[Exception]) -> None:
+def test_bad_keep_lists(lens: MirroredTensor, keep: Any, error: type[Exception]) -> None:
     """A keep list that cannot be meant raises a typed error, launches nothing and changes nothing."""
     before = lens.runtime.counters.snapshot()
     with pytest.raises(error, match="seq_lens: filter"):
@@ -329,7 +329,7 @@ def test_bad_keep_lists(lens: MirroredTensor, keep: object, error: type[Exceptio
 
 
 @pytest.mark.parametrize("keep", [[], np.array([], dtype=np.int64), np.zeros(4, dtype=bool), ()])
-def test_empty_keep_lists(lens: MirroredTensor, keep: object, full: None) -> None:
+def test_empty_keep_lists(lens: MirroredTensor, keep: Any, full: None) -> None:
     """An empty keep list gives a value of no rows, which all operations take."""
     value = lens.filter(keep)
     assert both(value) == []

@@ -3,6 +3,7 @@
 import contextlib
 import random
 from collections.abc import Callable
+from typing import Any
 
 import attrs
 import numpy as np
@@ -93,7 +94,7 @@ class World:
     def some(self) -> Slots:
         return self.dice.choice(self.live) if self.live else self.slots.take(0)
 
-    def lengths(self) -> int | Lengths:
+    def lengths(self) -> Any:
         number = self.dice.randrange(9)
         return Lengths(self, number) if self.dice.random() < 0.2 else number
 

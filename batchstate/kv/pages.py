@@ -16,7 +16,7 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._allocator import MOST_TOKENS, size_of
-from batchstate._arrays import amounts, arange_per_row, as_array, count, shape_of
+from batchstate._arrays import Amount, amounts, arange_per_row, as_array, count, shape_of
 from batchstate._origin import Changes, Origin
 from batchstate.errors import ArgumentError, DeviceError, ShapeError
 from batchstate.indices import Locations, Pages, Slots
@@ -458,7 +458,7 @@ class PagePool:
 
     # Growing
 
-    def take_requests(self, total_lens: object) -> Slots:
+    def take_requests(self, total_lens: "Amount") -> Slots:
         """Takes a slot for each of n requests, and pages for tokens whose KV is there: they arrive with all they have.
 
         The counterpart of `release_requests`, for requests that were prefilled elsewhere. The tokens count as
@@ -559,7 +559,7 @@ class PagePool:
             )
         return target
 
-    def grow(self, slots: Slots, total_lens: object) -> None:
+    def grow(self, slots: Slots, total_lens: "Amount") -> None:
         """Allocates pages until each slot has room for `total_lens` tokens. Commits nothing, releases nothing.
 
         Args:
@@ -577,7 +577,7 @@ class PagePool:
         self.transaction.operation = None
         self._check_after()
 
-    def commit(self, owner: Slots | PageLease, total_lens: object) -> None:
+    def commit(self, owner: Slots | PageLease, total_lens: "Amount") -> None:
         """Declares that work which the current stream has been given writes the first `total_lens` tokens.
 
         At least as many as are committed, and at most as many as are allocated. From here on they can be shared, held
@@ -632,7 +632,7 @@ class PagePool:
         self._check_written(self._table.committed[rows], self.writes.tokens[rows], "wait_written")
         self.writes.wait_for_slots(rows)
 
-    def extend(self, slots: Slots, total_lens: object) -> Extension:
+    def extend(self, slots: Slots, total_lens: "Amount") -> Extension:
         """Grows and commits each slot to `total_lens` tokens.
 
         Returns:
@@ -644,7 +644,7 @@ class PagePool:
         rows, totals = self._begin_with(slots, total_lens, "extend")
         return self._extend(slots, rows, self._table.committed[rows], totals, "extend", _lengths.totals)
 
-    def advance(self, slots: Slots, num_new_tokens: object = 1) -> Extension:
+    def advance(self, slots: Slots, num_new_tokens: "Amount" = 1) -> Extension:
         """Grows and commits each slot by `num_new_tokens`: what a decode step does, O(requests).
 
         Args:
@@ -1039,7 +1039,12 @@ class PagePool:
     # Releasing
 
     def truncate(
-        self, slots: Slots, total_lens: object = None, *, first: object = None, after: Fence | None = None
+        self,
+        slots: Slots,
+        total_lens: "Amount | None" = None,
+        *,
+        first: "Amount | None" = None,
+        after: Fence | None = None,
     ) -> None:
         """Takes tokens back: behind, those of rejected speculation, and in front, those before a sliding window.
 

@@ -235,7 +235,7 @@ MISUSES: tuple[Misuse[Decode], ...] = (
     Misuse("a mask too long", (ShapeError,), lambda one: one.filter(np.ones(len(one) + 1, np.bool_))),
     Misuse("a row kept twice", (ArgumentError,), lambda one: one.filter([0, 0]), _has_rows),
     Misuse("a negative row kept", (RowIndexError,), lambda one: one.filter([-1])),
-    Misuse("half a row kept", (DtypeError,), lambda one: one.filter([0.5])),
+    Misuse("half a row kept", (DtypeError,), lambda one: one.filter([0.5])),  # type: ignore[list-item]
     Misuse("a merge with itself", (Code.SLOT_SHARED,), lambda one: one.merge(one), _has_rows),
     Misuse(
         "a merge with another declaration",
@@ -255,7 +255,7 @@ MISUSES: tuple[Misuse[Decode], ...] = (
     Misuse("advance slots", (DtypeError,), lambda one: one.advance("slots", 1)),
     Misuse("advance the requests", (DeclarationError,), lambda one: one.advance("requests", 1)),
     Misuse("advance one column twice", (ArgumentError,), lambda one: one.advance(["accepted", "accepted"], 1)),
-    Misuse("advance by a half", (DtypeError,), lambda one: one.advance("seq_lens", 0.5)),
+    Misuse("advance by a half", (DtypeError,), lambda one: one.advance("seq_lens", 0.5)),  # type: ignore[arg-type]
     Misuse("advance beyond uint8", (ValueOverflowError,), lambda one: one.advance("small", 256), _has_rows),
     Misuse("one amount too many", (ShapeError,), lambda one: one.advance("seq_lens", np.ones(len(one) + 1, np.int64))),
     Misuse("update the slots", (ArgumentError,), lambda one: one.update("slots", [], [])),

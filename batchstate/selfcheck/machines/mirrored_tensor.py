@@ -74,8 +74,8 @@ MISUSES: tuple[Misuse[MirroredTensor], ...] = (
     Misuse("more rows kept than there are", (ArgumentError,), lambda one: one.filter([0] * (len(one) + 1)), _has_rows),
     Misuse("a negative row kept", (RowIndexError,), lambda one: one.filter([-1])),
     Misuse("a row beyond the last taken", (RowIndexError,), lambda one: one.take([len(one)])),
-    Misuse("half a row taken", (DtypeError,), lambda one: one.take([0.5])),
-    Misuse("rows by name", (DtypeError,), lambda one: one.filter(["first"])),
+    Misuse("half a row taken", (DtypeError,), lambda one: one.take([0.5])),  # type: ignore[list-item]
+    Misuse("rows by name", (DtypeError,), lambda one: one.filter(["first"])),  # type: ignore[list-item]
     Misuse("a rectangle of rows", (ShapeError,), lambda one: one.filter(np.zeros((1, 1), np.int64))),
     Misuse("merge with a list", (DeclarationError,), lambda one: one.merge([1])),  # type: ignore[arg-type]
     Misuse("merge of two runtimes", (DeviceError,), lambda one: one.merge(_other_runtime(one))),

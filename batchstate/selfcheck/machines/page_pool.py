@@ -237,7 +237,7 @@ def _made(it: It, **options: Any) -> PagePool:
 _MISUSES: tuple[Misuse[It], ...] = (
     Misuse("grow to -1", (Code.LENGTH_ORDER,), lambda it: it[0].grow(it[1], -1)),
     Misuse("grow beyond a row", (Code.LENGTH_ORDER,), lambda it: it[0].grow(it[1], it[0].max_tokens_per_request + 1)),
-    Misuse("grow to half a token", (DtypeError,), lambda it: it[0].grow(it[1], 0.5)),
+    Misuse("grow to half a token", (DtypeError,), lambda it: it[0].grow(it[1], 0.5)),  # type: ignore[arg-type]
     Misuse("one length too many", (ShapeError,), lambda it: it[0].grow(it[1], np.array([1, 1]))),
     Misuse("advance by -1", (ArgumentError,), lambda it: it[0].advance(it[1], -1)),
     Misuse("advance beyond int64", (Code.LENGTH_ORDER,), lambda it: it[0].advance(it[1], 2**63 - 1)),
@@ -248,7 +248,7 @@ _MISUSES: tuple[Misuse[It], ...] = (
         lambda it: it[0].truncate(it[1], first=it[0].committed(it[1]) + 1),
     ),
     Misuse("give back before -1", (Code.LENGTH_ORDER,), lambda it: it[0].truncate(it[1], first=-1)),
-    Misuse("give back half a token", (DtypeError,), lambda it: it[0].truncate(it[1], first=0.5)),
+    Misuse("give back half a token", (DtypeError,), lambda it: it[0].truncate(it[1], first=0.5)),  # type: ignore[arg-type]
     Misuse("give back for too many", (ShapeError,), lambda it: it[0].truncate(it[1], first=np.array([0, 0]))),
     Misuse("truncate to -1", (Code.LENGTH_ORDER,), lambda it: it[0].truncate(it[1], -1)),
     Misuse("take -1 pages", (ArgumentError,), lambda it: it[0].take(-1)),
