@@ -62,6 +62,9 @@ class Extras(Mapping[str, torch.Tensor]):
         return len(self._places)
 
 
+NO_EXTRAS = Extras()
+
+
 class StaticAddresses(Protocol):
     """Memory that stays, as `Batch.to_static` knows it: `batchstate.static.StaticBuffers`."""
 
@@ -212,7 +215,7 @@ class BatchDevice:
                 needs = append_needs(arrays, state, self._needs)
         if not (arrays or writes or extras or sent is None):
             self.uploaded, self._unsent = True, ()
-            return Extras()
+            return NO_EXTRAS
         upload, uploaded, scatter = packed_step(self._runtime, arrays, writes, extras)
         if first:
             crossed = SentColumns(upload, None if sent is None else places)
@@ -343,7 +346,7 @@ def packed_step(
 ) -> tuple[PackedUpload, Extras, Callable[[], None] | None]:
     """One copy of `arrays`, table writes and extras; what was uploaded of these, and what launches the scatters."""
     if not (writes or extras):
-        return runtime.upload(arrays), Extras(), None
+        return runtime.upload(arrays), NO_EXTRAS, None
     joined = joined_writes(runtime, writes) if writes else []
     first_write = len(arrays)
     for write in joined:

@@ -340,7 +340,7 @@ class Batch(metaclass=BatchType):
             Violation: DERIVED_STALE, at `cheap`: a mask of other requests.
         """
         num_reqs = self._begin("filter")
-        index = self._kept(keep, num_reqs, "filter")
+        index = self._kept(keep, num_reqs, f"{type(self).__name__}.filter")
         if index is None:
             return self._derived("filter", self._state.copied(()), num_reqs, moved=False)
         return self._derived("filter", self._state.taken(index), index.size)
@@ -383,7 +383,7 @@ class Batch(metaclass=BatchType):
         what = f"{type(self).__name__}.next_batch"
         num_reqs = self._begin("next_batch")
         state = self._state
-        index = None if keep is None else self._kept(keep, num_reqs, "next_batch")
+        index = None if keep is None else self._kept(keep, num_reqs, what)
         if index is not None:
             state, num_reqs = state.taken(index), index.size
         in_all = num_reqs
@@ -400,11 +400,11 @@ class Batch(metaclass=BatchType):
             state = state.shifted(added, in_all, what, in_place=not same)
         return self._derived("next_batch", state, num_reqs, moved=not same, joined=joining)
 
-    def _kept(self, keep: object, num_reqs: int, operation: str) -> Rows | None:
+    def _kept(self, keep: object, num_reqs: int, what: str) -> Rows | None:
         """The rows that a filter keeps; None where it keeps them all as they are."""
-        index = kept_rows(keep, num_reqs, f"{type(self).__name__}.{operation}")
+        index = kept_rows(keep, num_reqs, what)
         if type(keep) is not np.ndarray and isinstance(keep, MirroredTensor) and keep.dtype is torch.bool:
-            self._check_same_rows(keep, operation)  # row indices say nothing of theirs
+            self._check_same_rows(keep, what.partition(".")[2])  # row indices say nothing of theirs
         if index.size == num_reqs and (index == np.arange(num_reqs)).all():
             return None
         return index
@@ -685,7 +685,9 @@ class Batch(metaclass=BatchType):
                 of pages that have changed since, or a table write of such pages.
         """
         arrays = self._checked_step(writes, extras, "upload")
-        device = self._device or self.device_side
+        device = self._device
+        if device is None:
+            device = self._device = BatchDevice(self.runtime, self._state)
         first = not device.uploaded
         if first and (self._exposed or self._windows):
             self._check_host_is_fresh("upload")

@@ -13,8 +13,10 @@ import torch
 
 from batchstate import Batch, ForwardPlan, FutureMap, PagePool, Runtime, SlotPool, checks, mirrored, slot_column
 from batchstate.future_map import relay_field
+from batchstate.runtime import open_runtime
 from batchstate.tables import Table, TableWrite
 from benchmarks.counts import COLUMNS, LIMITS, TorchOperations, counted_steps
+from benchmarks.decode_steps import Scene
 from benchmarks.whole_steps import EngineState
 
 SMALL = 32
@@ -156,6 +158,48 @@ def calls_of_a_step_of_parts(rt: Runtime, rows: int) -> Counter[str]:
     finally:
         sys.setprofile(None)
     return calls
+
+
+MOST_OF_A_BATCH = {"off": (50, 10), "cheap": (55, 16)}
+"""Python calls, and calls of numpy, of a decode step of the batch alone: leave, join, advance, upload."""
+
+
+@pytest.mark.parametrize("level", list(MOST_OF_A_BATCH))
+def test_calls_of_the_batch_alone(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many for 12 columns of 16 rows as for 40 of 256, and not more than are declared here."""
+    monkeypatch.setattr(Runtime, "remember_memory", False)
+    with checks(level):
+        counts = [_calls_of_the_batch(*size) for size in ((12, 16), (40, 16), (12, 256), (40, 256))]
+    assert counts == counts[:1] * 4
+    assert all(made <= most for made, most in zip(counts[0], MOST_OF_A_BATCH[level], strict=True)), counts[0]
+
+
+def _calls_of_the_batch(num_columns: int, rows: int) -> tuple[int, int]:
+    """Python functions, and functions of numpy, that a step calls once it has been made several times."""
+    scene = Scene.of(open_runtime("cpu"), num_columns=num_columns, rows=rows, churn=2)
+    functions = arrays = 0
+
+    def note(frame: FrameType, event: str, called: Any) -> None:
+        nonlocal functions, arrays
+        if event == "c_call":
+            owner = getattr(called, "__self__", None)
+            arrays += isinstance(owner, np.ndarray) or getattr(owner, "__name__", "").startswith("numpy")
+        elif event == "call":
+            of_numpy = "/numpy/" in frame.f_code.co_filename  # the dispatcher of a function written in C
+            functions, arrays = functions + (not of_numpy), arrays + of_numpy
+
+    gc.disable()
+    try:
+        for _ in range(4):
+            functions = arrays = 0
+            sys.setprofile(note)
+            try:
+                scene.packed_step()
+            finally:
+                sys.setprofile(None)
+    finally:
+        gc.enable()
+    return functions, arrays
 
 
 def test_locations_of_a_pool_are_not_checked_again(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -350,18 +350,18 @@ MISUSES: tuple[Misuse[Decode], ...] = (
 )
 
 OPERATIONS: Operations = (
-    ("filter", lambda it: it.one.filter(range(len(it.one)))),
+    ("filter", lambda it: it.one.filter(range(len(it.one))[::-1])),
     ("merge", lambda it: it.one.merge(it.other)),
     ("merge", lambda it: it.other.merge(it.one)),
     ("next_batch", lambda it: it.one.next_batch(advance="seq_lens", n=0)),
     ("next_batch", lambda it: it.other.next_batch(joining=it.one)),
     ("split", lambda it: it.one.split([len(it.one)])),
     ("pad", lambda it: it.one.pad(len(it.one))),
-    ("advance", lambda it: it.one.advance("seq_lens", 0)),
-    ("update", lambda it: it.one.update("seq_lens", [], [])),
+    ("advance", lambda it: it.one.advance(it.counted, 0)),
+    ("update", lambda it: it.one.update(it.copied, [], [])),
     ("update_device", lambda it: it.one.update_device("last_token", [], _found(it.one, "last_token", 0))),
     ("tighten", lambda it: it.one.tighten("accepted", it.one["accepted"].np, slots=it.one.slots)),
-    ("replace", lambda it: it.one.replace(seq_lens=it.one["seq_lens"].np.copy())),
+    ("replace", lambda it: it.one.replace(**{it.copied: it.one[it.copied].np.copy()})),
     ("upload", lambda it: it.one.upload()),
     ("on_device", lambda it: it.one.on_device()),
     ("to_static", lambda it: it.one.to_static(it.graph, extras={"positions": np.zeros(3, np.int32)})),
@@ -372,11 +372,27 @@ OPERATIONS: Operations = (
 @final
 @attrs.frozen
 class Written:
-    """A batch that was written from outside, and what operations on it need: one of other requests, and a graph."""
+    """A batch that was written from outside, and what operations on it need: one of other requests, and a graph.
+
+    The device side of a column that an operation does not change stays, and with it what was written there: operations
+    that give one column other values take the `written` one, where they can.
+    """
 
     one: Decode
     other: Decode
     graph: StaticBuffers
+    written: str = "seq_lens"
+
+    @property
+    def counted(self) -> str:
+        """A column of numbers that can be computed."""
+        return self.written if self.written in COUNTED else "seq_lens"
+
+    @property
+    def copied(self) -> str:
+        """A column with an exact host side, but the slots."""
+        of_both = isinstance(COLUMNS[self.written], MirroredColumn) and self.written != "slots"
+        return self.written if of_both and self.one[self.written].contract is Contract.EXACT else "seq_lens"
 
 
 BATCHES = Bundle("batches")
@@ -839,7 +855,11 @@ class BatchMachine(Machine):
                 victim.upload()
             write_uncounted(victim[column], side, 1)
             check_reported(
-                OPERATIONS, at % len(OPERATIONS), Written(victim, other, self.graphs[GRAPH_ROWS[0]].buffers), column, 1
+                OPERATIONS,
+                at % len(OPERATIONS),
+                Written(victim, other, self.graphs[GRAPH_ROWS[0]].buffers, column),
+                column,
+                1,
             )
             self.reached("write from outside found")
         self.tried_all = True

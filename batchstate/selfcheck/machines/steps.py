@@ -328,7 +328,7 @@ class StepMachine(Machine):
         committed = self.pages.committed(self.batch.slots)
         for chosen in range(len(OPERATIONS)):
             try:
-                step = self.planner.plan(self.batch.filter(range(len(self.batch))))  # in memory of its own
+                step = self.planner.plan(self.batch.split([len(self.batch)])[0])  # in memory of its own
             except PoolExhaustedError:
                 return
             write_uncounted(step.sent[column], side, 0)
