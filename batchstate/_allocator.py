@@ -307,6 +307,7 @@ class Allocator:
         live, pending: how many are taken, and how many are behind a fence.
         peak_live: the most that were ever taken at once.
         taken_total, freed_total: how many were ever taken and released.
+        takes: calls of `take`.
     """
 
     def __init__(
@@ -329,6 +330,7 @@ class Allocator:
         self.live = 0
         self.peak_live = 0
         self.taken_total = 0
+        self.takes = 0
         self.freed_total = 0
         self._ordinary = free_list(1, size)
         self._reserved = free_list(size + 1, size + reserve)
@@ -424,6 +426,7 @@ class Allocator:
         if self.runtime.agreement is not None:
             self.runtime.agreement.note(indices)
         self.taken_total += n
+        self.takes += 1
         self.live = live = self.live + n
         if live > self.peak_live:
             self.peak_live = live

@@ -94,7 +94,7 @@ class Entries:
         number: int64[capacity], of the publish; 0 where it is unwritten.
         last_writer: int64[capacity], of the last publish into this memory, also when the entry is unwritten again: the
             next writer still comes behind that publish, and behind the streams that read it.
-        taken: uint8[capacity], bits of the readers that have taken it.
+        taken: uint8[capacity], bits of the readers that have taken it; of an unwritten one none has anything to take.
         changes: how often any of these was written: while it stays, entries are as they were found.
     """
 
@@ -107,7 +107,7 @@ class Entries:
         self.generation = np.zeros(capacity, dtype=np.int64)
         self.number = np.zeros(capacity, dtype=np.int64)
         self.last_writer = np.zeros(capacity, dtype=np.int64)
-        self.taken = np.zeros(capacity, dtype=np.uint8)
+        self.taken = np.full(capacity, readers, dtype=np.uint8)
         self.changes = 0
 
     def clear(self, rows: Ints) -> None:
@@ -115,7 +115,7 @@ class Entries:
         self.changes += 1
         self.generation[rows] = 0
         self.number[rows] = 0
-        self.taken[rows] = 0
+        self.taken[rows] = self._all
 
     def publish(self, rows: Ints, generations: Ints, number: int, readers: int) -> None:
         """Publish `number` has written the entries of `rows`, and `readers` have its values."""

@@ -40,6 +40,7 @@ class SlotStats:
         live: slots that have an owner.
         taken_total, freed_total: since the pool was created.
         peak_live: the most that were ever live at once.
+        takes: calls that took some. As many as `taken_total` says that each slot is taken by a call of its own.
     """
 
     size: int
@@ -51,6 +52,7 @@ class SlotStats:
     taken_total: int
     freed_total: int
     peak_live: int
+    takes: int
 
     @classmethod
     def of(cls, allocator: Allocator) -> Self:
@@ -65,6 +67,7 @@ class SlotStats:
             taken_total=allocator.taken_total,
             freed_total=allocator.freed_total,
             peak_live=allocator.peak_live,
+            takes=allocator.takes,
         )
 
 

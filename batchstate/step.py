@@ -15,7 +15,8 @@ relay has the one token of each request, runs as one piece. Each invariant is th
 numbers go to staging memory through views that were made when these requests first came.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, SupportsIndex, cast, final
 
 import numpy as np
@@ -425,23 +426,21 @@ class StepPlanner:
             and _each_puts_in_one(batch.num_reqs, query_lens, prompt_ids, samples)
             and self._decodes(batch)
         ):
-            step = self._decode(batch, writes, extras, published, arrived, own and not levels.full)
-        else:
-            padding = pad_rows, pad_tokens
-            joined = None if joining is None else self._handles(joining)
-            entries = None
-            if published is not None and joined is not None:
-                rows = self._slots.rows_of(joined, _OPERATION, unique=True)
-                entries = self._relay.packed(rows, joined.generations, published)
-                entries.launch_alone()
-            try:
-                step = self._composed(
-                    batch, query_lens, prompt_ids, samples, padding, writes, extras, token_arrays, joined
-                )
-            except BaseException:
-                if entries is not None:
-                    entries.take_back()
-                raise
+            release = None if leaving is None else partial(self._slots.release_rows, leaving, after, _OPERATION)
+            return self._decode(batch, writes, extras, published, arrived, own and not levels.full, release)
+        padding = pad_rows, pad_tokens
+        joined = None if joining is None else self._handles(joining)
+        entries = None
+        if published is not None and joined is not None:
+            rows = self._slots.rows_of(joined, _OPERATION, unique=True)
+            entries = self._relay.packed(rows, joined.generations, published)
+            entries.launch_alone()
+        try:
+            step = self._composed(batch, query_lens, prompt_ids, samples, padding, writes, extras, token_arrays, joined)
+        except BaseException:
+            if entries is not None:
+                entries.take_back()
+            raise
         if leaving is not None:
             self._slots.release_rows(leaving, after, _OPERATION)
         return step
@@ -453,9 +452,9 @@ class StepPlanner:
         leaving: Ints | None = None
         if keep is not None:
             index = kept_rows(keep, batch.num_reqs, f"StepPlanner: {_OPERATION}")
-            gone = np.ones(batch.num_reqs, dtype=np.bool_)
-            gone[index] = False
-            rows = gone.nonzero()[0]
+            stays = np.zeros(batch.num_reqs, dtype=np.bool_)
+            stays[index] = True
+            rows = (~stays).nonzero()[0]
             if rows.size:
                 numbers, generations = self._numbers(batch)
                 handles = Slots.of_pool(self._runtime, numbers[rows], generations[rows], pool_id=batch._pool_id)
@@ -562,11 +561,13 @@ class StepPlanner:
         published: Mapping[str, object] | None,
         arrived: int,
         own: bool,
+        release: Callable[[], None] | None,
     ) -> PlannedStep:
         """A step in which each request puts in one token that the relay has.
 
         The last `arrived` requests have joined with it, and `published` is for them. A batch of its `own` was made for
-        the step, which no caller has seen: its lengths are moved where they are.
+        the step, which no caller has seen: its lengths are moved where they are. `release` lets others leave, once the
+        step is sent.
         """
         runtime, pages = self._runtime, self._pages
         references = pages._references
@@ -609,6 +610,8 @@ class StepPlanner:
         if entries is not None:
             entries.launch(slots.device[rows.size - arrived :], crossed)
         pages.commit_rows(rows, lens)
+        if release is not None:
+            release()  # before the plan notes when pages last changed, so that it need not look whose
         requests.state, requests.epoch, requests.locations = moved, pages.epochs.last, locations
         requests.steps += 1
         device = BatchDevice.of_upload(runtime, moved, upload)

@@ -1,11 +1,17 @@
 """What a whole decode step costs in things that can be counted, which do not vary with the machine."""
 
+import sys
+from collections.abc import Callable
 from typing import Any, final
 
 import attrs
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from batchstate.levels import Level, checks
 from batchstate.runtime import Runtime
+from benchmarks.baselines.request_loops import PAGE_SIZE
+from benchmarks.steady_steps import Steady
+from benchmarks.timing import no_collector
 from benchmarks.whole_steps import EngineState
 
 COLUMNS = (2, 12, 40)
@@ -62,6 +68,40 @@ class TorchOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Counts a call, and makes it."""
         self.names.append(str(func))
         return func(*args, **(kwargs or {}))
+
+
+CALLS = 180
+"""The most calls of a decode step, of Python functions and of functions in C, for any number of requests."""
+
+
+def counted_calls(runtime: Runtime) -> list[Count]:
+    """The calls of one steady decode step, benchmark included, and of one with churn."""
+    counts = []
+    for churn, limit in ((False, CALLS), (True, None)):
+        for n in (1, 256):
+            steady = Steady(runtime, n, max(1, n // 8) if churn else 0)
+            for _ in range(2 * PAGE_SIZE + 3):  # then no page begins
+                steady.step()
+            work = f"decode step{' with churn' * churn}, {n} requests"
+            counts.append(Count(work, "calls", _calls(steady.step), limit))
+    return counts
+
+
+def _calls(run: Callable[[], object]) -> int:
+    made = 0
+
+    def note(frame: object, event: str, argument: object) -> None:
+        nonlocal made
+        made += event in ("call", "c_call")
+
+    with no_collector(), checks(Level.CHEAP):
+        run()
+        sys.setprofile(note)
+        try:
+            run()
+        finally:
+            sys.setprofile(None)
+    return made
 
 
 def counted_steps(runtime: Runtime, *, num_columns: int, rows: int = 256) -> list[Count]:

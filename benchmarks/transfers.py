@@ -29,7 +29,7 @@ from benchmarks.report import show
 from benchmarks.timing import Contender, Effort, one_thread
 from benchmarks.transfer_peers import ENGINES, digest, receiver
 
-SCATTERED, ADJACENT = 0.9, 5.0
+SCATTERED, ADJACENT = 0.9, 4.0
 """What is asked of the ratios. For adjacent rows nothing is asked of an engine that packs its rows: none costs much."""
 
 THOROUGH = Effort(rounds=31, sample_us=0)  # a run takes long enough to be a sample

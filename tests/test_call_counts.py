@@ -9,6 +9,7 @@ import pytest
 from batchstate import PagePool, Runtime, SlotPool, checks
 from batchstate.indices import Slots
 from benchmarks.arrivals import Prefill
+from benchmarks.steady_steps import Steady
 from benchmarks.timing import no_collector
 
 
@@ -58,6 +59,18 @@ def _joined(rt: Runtime) -> Callable[[], object]:
 
 def _prefill(rt: Runtime) -> Callable[[], object]:
     return Prefill(rt, [[1] * 10] * 64).step
+
+
+def _churn(rt: Runtime, n: int) -> Callable[[], object]:
+    return Steady(rt, n, max(1, n // 8)).step
+
+
+def test_calls_of_a_step_with_churn(rt: Runtime) -> None:
+    """An eighth of the requests leave and as many join: nearly as many calls for 256 as for one."""
+    with checks("cheap"):
+        few, many = calls(_churn(rt, 1)), calls(_churn(rt, 256))
+    assert few <= 745
+    assert many <= few + 40
 
 
 @pytest.mark.parametrize(

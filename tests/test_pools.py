@@ -146,14 +146,14 @@ def test_arguments_are_checked_at_level_off(rt: Runtime) -> None:
 
 
 def test_statistics_add_up(rt: Runtime) -> None:
-    """The sum of free, pending and live is size + reserve, and totals and the peak are kept."""
+    """The sum of free, pending and live is size + reserve; totals, the peak and the number of calls are kept."""
     pool = SlotPool(rt, 6, reserve=2)
     slots = pool.take(5)
     pool.free(slots.take([0]))
     pool.free(slots.take([1, 2]), after=Gate())
     stats = pool.stats
     assert (stats.free, stats.free_reserved, stats.pending, stats.live) == (4, 2, 2, 2)
-    assert (stats.taken_total, stats.freed_total, stats.peak_live) == (5, 3, 5)
+    assert (stats.taken_total, stats.freed_total, stats.peak_live, stats.takes) == (5, 3, 5, 1)
     assert pool.live_slots().tolist() == slots.np[3:].tolist()
 
 

@@ -14,7 +14,6 @@ from benchmarks.builds.unchecked import Build, second_build, unchecked_build
 from benchmarks.comparisons import Asked, Comparison, require_equal
 from benchmarks.timing import Contender
 
-CHEAP = Asked(limit=1.15)
 NOTHING_LEFT = Asked(limit=1.01)
 """Of the step of a batch. A whole step is long and touches much memory: a per cent of it cannot be told."""
 
@@ -34,9 +33,9 @@ MakeStep = Callable[[Import, Any], Step]
 """Makes a step from the modules of a build, and its runtime."""
 
 
-def of_cheap(comparison: Comparison) -> Comparison:
-    """Of a comparison of levels, `cheap` against `off`, as exactly as can be, and what is asked of it."""
-    asks = {("checks off", "checks cheap"): CHEAP}
+def of_cheap(comparison: Comparison, *, limit: float | None = None) -> Comparison:
+    """Of a comparison of levels, `cheap` against `off`, as exactly as can be, and the most that it may be."""
+    asks = {("checks off", "checks cheap"): Asked(limit=limit)}
     return attrs.evolve(comparison, baselines=_named("checks cheap", comparison), asks=asks, paired=True)
 
 

@@ -122,6 +122,10 @@ class RealProcessor:
         self._processor.prepare_next_batch()
 
 
+TARGETS = {64: 12.0, 256: 35.0}
+"""The least ratio for so many requests."""
+
+
 def against_continuous_batching(runtime: Runtime, *, num_requests: int = 256) -> Comparison | Absent:
     """Ids, positions, cumulative lengths, indices of logits and block table of a decode step."""
     task = f"inputs of a decode step, {num_requests:,} requests"
@@ -140,6 +144,7 @@ def against_continuous_batching(runtime: Runtime, *, num_requests: int = 256) ->
             ours=[Contender(f"{OURS} {level.value}", ours.step, level) for level in (Level.CHEAP, Level.OFF)],
             baselines=[Contender(name, real.step)],
             verify=verify,
+            target=TARGETS.get(num_requests),
         )
 
     return or_absent(task, f"{OURS} {Level.CHEAP.value}", name, make)
