@@ -307,7 +307,7 @@ class Allocator:
         live, pending: how many are taken, and how many are behind a fence.
         peak_live: the most that were ever taken at once.
         taken_total, freed_total: how many were ever taken and released.
-        takes: calls of `take`.
+        takes: calls of `take` for at least one.
     """
 
     def __init__(
@@ -426,7 +426,7 @@ class Allocator:
         if self.runtime.agreement is not None:
             self.runtime.agreement.note(indices)
         self.taken_total += n
-        self.takes += 1
+        self.takes += n > 0
         self.live = live = self.live + n
         if live > self.peak_live:
             self.peak_live = live
