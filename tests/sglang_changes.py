@@ -291,4 +291,102 @@ CHANGES: dict[str, tuple[Point, ...]] = {
             ),
         ),
     ),
+    "#21591: direct transfer into the host tier": (
+        Point(
+            "KV is written where it stays, and nothing is staged on the decode worker's device",
+            "`admit_request_direct` of HiSparse",
+            (
+                "test_hisparse.py::test_requests_decode",
+                "test_transport_sessions.py::test_a_request_arrives_where_it_was_granted",
+                "test_benchmarks.py::test_a_direct_transfer_moves_half_the_bytes_of_a_staged_one",
+                "machine host_tier",
+            ),
+        ),
+        Point(
+            "a host pool of single tokens, and a prefill of larger pages",
+            "page size 1 of `MLATokenToKVPoolHost`, and that of the prefill",
+            (
+                "test_transport_handshake.py::test_pages_of_one_token_fit_all_pages",
+                "test_transport_sessions.py::test_pages_of_another_size_are_said_in_the_log",
+                "test_transport_plan.py::test_moved_bytes_are_those_of_the_request",
+            ),
+        ),
+        Point(
+            "a prefill of other stages and ranks, and one lease over all of its writers",
+            "`target_tp_ranks`, `target_pp_ranks`, `required_dst_info_num`",
+            (
+                "test_transport_plan.py::test_every_stage_and_rank_of_a_source_is_needed_once",
+                "test_transport_plan.py::test_rows_of_the_layers_that_both_sides_have",
+                "test_disaggregated.py::test_two_stages_of_two_ranks_into_a_host_tier_without_pages",
+                "mutant one_writer_ends_the_lease",
+            ),
+        ),
+        Point(
+            "index keys and states in device memory, with the same lease",
+            "`state_data_ptrs`, `state_item_lens`, `state_types`",
+            (
+                "test_transport_sessions.py::test_two_stages_deliver_kv_index_keys_and_a_state",
+                "mutant state_of_another_request",
+                "machine transfers",
+            ),
+        ),
+        Point(
+            "memory is free of a writer when that has ended, whatever became of the request",
+            "`KVPoll.Failed`, `abort`, the bootstrap room that is used again",
+            (
+                "test_host_pool.py::test_memory_of_a_writer_waits_for_its_end",
+                "mutant ended_with_the_state",
+                "mutant suspicion_ends_a_writer",
+                "test_disaggregated.py::test_a_killed_prefill_worker_is_followed_by_another",
+            ),
+        ),
+        Point(
+            "all KV is there before a request decodes: behind the data, of every rank and chunk",
+            "`required_prefill_response_num`, `update_status`",
+            ("mutant tags_counted_not_ids", "mutant last_chunk_is_enough", "mutant decodes_without_admission"),
+        ),
+        Point(
+            "several tokens a step, of bounded lengths too, and steps of a graph's size",
+            "`speculative_num_draft_tokens`, padded `ForwardBatch`",
+            (
+                "test_hisparse.py::test_a_padded_step_of_several_tokens_has_one_size",
+                "mutant one_backup_for_several_tokens",
+                "mutant guesses_backed_up_once",
+                "mutant padding_backed_up_over_a_request",
+                "mutant hot_buffer_grows_by_one",
+            ),
+        ),
+        Point(
+            "prefilled here and staged out, beside what came directly",
+            "`admit_request_into_staging`, `collect_ready_reqs`",
+            (
+                "test_disaggregated.py::test_tokens_are_those_of_transformers",
+                "mutant settles_before_the_copy",
+                "mutant staging_flag_never_cleared",
+            ),
+        ),
+        Point(
+            "what the tier waits for, and that nothing is left",
+            "the leak check of the scheduler's idle loop",
+            ("test_hisparse.py::test_what_the_tier_waits_for_is_one_question", "mutant abort_forgets_the_host"),
+        ),
+        Point(
+            "the ranks of a decode group come to the same answers",
+            "`poll_and_all_reduce`",
+            (
+                "test_agreement.py::test_two_ranks_have_the_same_slots_and_admissions",
+                "mutant one_rank_reaps_what_it_sees",
+                "machine ranks",
+            ),
+        ),
+        Point(
+            "which positions of a long context a step reads",
+            "the indexer and its top-k",
+            (
+                BUSINESS
+                + "the model chooses positions; the library says where each lies, in the hot buffer or in host "
+                "memory",
+            ),
+        ),
+    ),
 }
