@@ -4,6 +4,7 @@ A worker that brings KV from outside writes until it ends, at the worst moments.
 """
 
 import functools
+import operator
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import final
@@ -791,25 +792,27 @@ class HostTierMachine(Machine):
         n=st.integers(1, 2),
         length=st.integers(1, MOST_TOKENS - 1),
         more=st.integers(0, 9),
-        then=st.sampled_from(["ask too early", "abort", "wait", "wait"]),
+        aborted=st.booleans().map(operator.not_),
+        waits=st.booleans().map(operator.not_),
         times=st.integers(0, 9),
     )
-    def prefill_and_stage(self, n: int, length: int, more: int, then: str, times: int) -> None:
-        """Prefill and stage; then ask too early, abort and prefill others, or wait until it is copied, and decode."""
+    def prefill_and_stage(self, n: int, length: int, more: int, aborted: bool, waits: bool, times: int) -> None:
+        """Prefill and stage; abort and prefill others on the same pages; ask too early, or wait, and decode."""
         requests = self._prefill(n, length)
         if not requests or not self._stage(requests, more, True):
             return
-        if then == "ask too early":
-            self.poll_staged()
-        elif then == "abort":
+        if aborted:
             self._abort(requests, False)
             if self.last is not None:
                 self.last.wait()  # for the forward, and not for the copy
-            self._prefill(n, length)
-        else:
+            requests = self._prefill(n, length)
+            if not requests or not self._stage(requests, more, True):
+                return
+        if waits:
             self.rt.synchronize()
-            self.poll_staged()
-            self._decode_on(requests, times)
+        self.poll_staged()
+        if waits:
+            self._decode_on(requests, times, drafts=3)
 
     # Decoding
 
