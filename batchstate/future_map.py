@@ -15,6 +15,7 @@ overwriting one unread, is reported at level `cheap`, on the host, before anythi
 The relay is always on: an engine that waits for each step uses it as one that runs ahead does.
 """
 
+import math
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast, final
@@ -40,7 +41,7 @@ from batchstate._relay import (
 )
 from batchstate._upload import Extras
 from batchstate.errors import ArgumentError, CaptureError, DeclarationError, DeviceError, DtypeError, ShapeError, one_of
-from batchstate.forward.inputs import ForwardInputs, Sources, check_parts
+from batchstate.forward.inputs import ForwardInputs, Sources, check_parts, end_to_end
 from batchstate.forward.plan import ForwardPlan
 from batchstate.indices import Slots
 from batchstate.invariants import times_checked
@@ -57,6 +58,10 @@ Array = npt.NDArray[Any]
 
 _MOVABLE = {*NUMPY_DTYPES, torch.bfloat16, torch.complex64, torch.complex128}
 """Dtypes that torch moves by index on every device."""
+
+_MOST_IN_RECORD = 256
+"""Bytes of the largest entry that lies in a record with others. Larger ones, such as hidden states, lie by themselves:
+there a copy of the values into one piece costs more than a launch."""
 
 _READ_BY = {"device": DEVICE, "host": HOST, "both": DEVICE | HOST}
 
@@ -81,6 +86,11 @@ class RelayField:
     non_negative: bool
     must_read: bool
     ragged: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one entry."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def readers_named(self) -> str:
@@ -279,10 +289,9 @@ class FutureMap:
         capacity = slots.capacity
         for field, one in self._fields.items():
             shape_of(one.shape, f"{name}: {field}", rows=capacity)
-        self._memory = {
-            field: self.runtime.device_zeros((capacity, *one.shape), one.dtype, name=f"{name}: {field}")
-            for field, one in self._fields.items()
-        }
+        self._record: torch.Tensor | None = None  # uint8[capacity, nbytes], the entries of all small fields of a slot
+        self._places: dict[str, slice] = {}  # of these in it
+        self._memory = self._allocated(capacity)
         self._entries = RelayEntries(
             self.runtime,
             {field: Entries(one.readers, one.must_read, capacity) for field, one in self._fields.items()},
@@ -300,6 +309,39 @@ class FutureMap:
 
     def __repr__(self) -> str:
         return f"FutureMap({self.name!r}, {', '.join(self._fields)})"
+
+    def _allocated(self, capacity: int) -> dict[str, torch.Tensor]:
+        """The memory of each field [capacity, *shape]. Entries of small ones lie side by side in a record per slot."""
+        small = {name: one for name, one in self._fields.items() if 0 < one.nbytes <= _MOST_IN_RECORD}
+        memory = {}
+        if len(small) > 1:
+            end = 0
+            for name in sorted(small, key=lambda name: -small[name].dtype.itemsize):  # so that each is aligned
+                self._places[name] = slice(end, end + small[name].nbytes)
+                end += small[name].nbytes
+            width = end + -end % max(one.dtype.itemsize for one in small.values())
+            named = f"{self.name}: {', '.join(self._places)}"
+            self._record = record = self.runtime.device_zeros((capacity, width), torch.uint8, name=named)
+            for name, place in self._places.items():
+                memory[name] = record[:, place].view(small[name].dtype).view(capacity, *small[name].shape)
+        for name, one in self._fields.items():
+            if name not in memory:
+                shape = capacity, *one.shape
+                memory[name] = self.runtime.device_zeros(shape, one.dtype, name=f"{self.name}: {name}")
+        return memory
+
+    def _runs(self, names: Iterable[str]) -> list[list[str]]:
+        """The names in runs that lie side by side in the record; alone where one is not in it."""
+        runs: list[list[str]] = []
+        end = -1
+        places = self._places
+        for name in sorted(names, key=lambda name: places[name].start if name in places else -1):
+            if name in places and places[name].start == end:
+                runs[-1].append(name)
+            else:
+                runs.append([name])
+            end = places[name].stop if name in places else -1
+        return runs
 
     @property
     def fields(self) -> Mapping[str, RelayField]:
@@ -416,11 +458,20 @@ class FutureMap:
         launched: list[str] = []
         self._transaction.operation = "publish"
         try:
-            for name, tensor in values.items():
-                memory, reads = self._memory_of(name), (index, tensor)
-                label = self._publish_names[name]
-                self.runtime.launch(put_rows, memory, index, tensor, reads=reads, writes=(memory,), name=label)
-                launched.append(name)
+            runs = self._runs(values)
+            if len(values) == 2:  # two launches one by one, too
+                runs = [[name] for name in values]
+            for run in runs:
+                memory, tensor, label = self._memory_of(run[0]), values[run[0]], self._publish_names[run[0]]
+                if len(run) > 1:
+                    parts = [values[name] for name in run]
+                    label = f"{self.name}: {', '.join(run)}"
+                    tensor = self.runtime.launch(_as_record, parts, reads=parts, name=f"{label}: pack")
+                    memory = self._part_of_record(run)
+                self.runtime.launch(
+                    put_rows, memory, index, tensor, reads=(index, tensor), writes=(memory,), name=label
+                )
+                launched += run
             stream = self.runtime.current_stream
             self._entries.publish(rows, generations, values, self.runtime.record(), stream)
             self._entries.take(rows, known, HOST)
@@ -473,23 +524,30 @@ class FutureMap:
         self._check_fields((field,), "gather", DEVICE)
         live = self._live(slots, "gather")
         publications = self._entries.check_read(live.np, live.generations, (field,), DEVICE, "gather")
-        values = self._gathered(publications, field, slots.device)
+        values = self._gathered(publications, (field,), slots.device)
         self._entries.take(live.np, (field,), DEVICE)
         return values
 
-    def _gathered(self, publications: Sequence[Publication], field: str, index: torch.Tensor) -> torch.Tensor:
-        """Launches and notes a gather of checked entries; `index` is safe on this stream."""
+    def _gathered(
+        self, publications: Sequence[Publication], fields: Sequence[str], index: torch.Tensor
+    ) -> torch.Tensor:
+        """Launches and notes a gather of checked entries, end to end; `index` is safe on this stream."""
         stream = self.runtime.current_stream
         self._entries.wait_to_read(publications, stream, "gather")
-        rows = self._select(field, index)
+        alone = len(fields) == 1
+        rows = self._select(fields[0], index) if alone else self._select_several(fields, index)
         if publications:
             self._entries.note_read(publications, stream, self.runtime.record(stream))
-        self._check_gathered(field, rows)
+        if levels.full:
+            widths = [math.prod(self._fields[field].shape) for field in fields]
+            for i, field in enumerate(fields):
+                first = sum(widths[:i])
+                self._check_gathered(field, rows if alone else rows[:, first : first + widths[i]])
         return rows
 
     def _check_gathered(self, field: str, rows: torch.Tensor) -> None:
         declared = self._fields[field]
-        if levels.full and declared.non_negative and not (declared.ragged or self.runtime.checks_suspended()):
+        if declared.non_negative and not (declared.ragged or self.runtime.checks_suspended()):
             invariants.sentinel_escaped(self.runtime.inspect(rows).reshape(-1), **self._entries.where("gather", field))
 
     # The same requests in step after step: `StepPlanner` calls these.
@@ -690,12 +748,12 @@ class FutureMap:
         self._live(plan.slots, operation)
         gathered: list[str] = []  # taken when all has succeeded
 
-        def gather(slots: Slots, field: str) -> torch.Tensor:
+        def gather(slots: Slots, *fields: str) -> torch.Tensor:
             live = _unpadded(slots)
-            again = field in gathered
-            publications = self._entries.check_read(live.np, live.generations, (field,), DEVICE, "gather", again=again)
-            gathered.append(field)
-            return self._gathered(publications, field, slots.device)
+            again = fields[0] in gathered
+            publications = self._entries.check_read(live.np, live.generations, fields, DEVICE, "gather", again=again)
+            gathered.extend(fields)
+            return self._gathered(publications, fields, slots.device)
 
         sources = Sources(self.runtime, gather, names, width, lengths, req_to_token, least)
         sources.check(plan, uploaded, self.name)
@@ -792,9 +850,23 @@ class FutureMap:
             self._memory[field], self._zeroed_on, self._zeroed, synchronised=self._synchronised[field]
         )
 
+    def _part_of_record(self, run: Sequence[str]) -> torch.Tensor:
+        """The bytes [capacity, nbytes] of fields that lie side by side, safe on the current stream."""
+        self._memory_of(run[0])  # one allocation for all
+        return cast(torch.Tensor, self._record)[:, self._places[run[0]].start : self._places[run[-1]].stop]
+
     def _select(self, name: str, index: torch.Tensor) -> torch.Tensor:
         memory = self._memory_of(name)
         return self.runtime.launch(select_rows, memory, index, reads=(memory, index), name=self._gather_names[name])
+
+    def _select_several(self, names: Sequence[str], index: torch.Tensor) -> torch.Tensor:
+        """The entries of fields of one dtype, end to end for each request, [n, width]: one launch where they lie so."""
+        if self._runs(names) == [[*names]]:
+            memory = self._part_of_record(names).view(self._fields[names[0]].dtype)
+            label = f"{self.name}: gather {', '.join(names)}"
+            return self.runtime.launch(select_rows, memory, index, reads=(memory, index), name=label)
+        parts = [self._select(name, index) for name in names]
+        return self.runtime.launch(end_to_end, parts, reads=parts, name="ids of requests")
 
 
 @final
@@ -825,6 +897,11 @@ class PackedPublish:
     def take_back(self) -> None:
         """The entries are unwritten again."""
         self._relay._discard(self._rows, self._values)
+
+
+def _as_record(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The bytes of values [n, *shape], those of one request behind each other, uint8[n, nbytes]. One kernel."""
+    return end_to_end([part.contiguous().view(part.shape[0], -1).view(torch.uint8) for part in parts])
 
 
 def _unpadded(slots: Slots) -> Slots:

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchstate import Contract, MirroredTensor, Pages, Slots, checks
+from batchstate import Contract, ForwardPlan, MirroredTensor, Pages, Slots, checks
 from batchstate.batch import Batch
 from batchstate.columns import mirrored, slot_column
 from batchstate.errors import (
@@ -83,7 +84,9 @@ def whole(relay: FutureMap) -> tuple[Any, ...]:
         name: [getattr(one, part).tolist() for part in ("generation", "number", "last_writer", "taken")]
         for name, one in relay._entries.fields.items()
     }
-    memory = {name: relay.runtime.inspect(one.view(torch.uint8)).tolist() for name, one in relay._memory.items()}
+    memory = {
+        name: relay.runtime.inspect(one.contiguous().view(torch.uint8)).tolist() for name, one in relay._memory.items()
+    }
     reads = {number: dict(one.reads) for number, one in relay._entries.publications.items()}
     return entries, memory, reads, attrs.evolve(relay.runtime.counters, check_reads=0)
 
@@ -215,6 +218,49 @@ def test_costs(rt: Runtime, pool: SlotPool, relay: FutureMap) -> None:
     assert cost(lambda: relay.discard(slots)) == (0, 0, 0)
     relay.publish(slots, outputs=outputs)
     assert cost(lambda: relay.prefetch(slots, "outputs")) == (1, 0, 1)
+
+
+def test_any_number_of_fields_is_published_in_two_launches_and_ids_are_gathered_in_one(rt: Runtime) -> None:
+    """Dtypes and shapes do not matter; a large field goes by itself. Each field has its values, and no other's."""
+    pool = SlotPool(rt, 6)
+    fields = {
+        "accepted": relay_field(torch.int32, must_read=False),
+        "last": relay_field(torch.int64),
+        "drafts": relay_field(torch.int64, (3,), ragged=True),
+        "greedy": relay_field(torch.bool, must_read=False),
+        "gate": relay_field(torch.bfloat16, (2,), must_read=False),
+        "hidden": relay_field(torch.bfloat16, (512,), must_read=False),
+    }
+    relay = FutureMap(pool, fields)
+    slots, count = pool.take(4).take([3, 0, 2]), [0]
+    _ = slots.device
+    values = {
+        name: on_device(rt, np.arange(1, 1 + 3 * math.prod(one.shape)).reshape(3, *one.shape), one.dtype)
+        for name, one in fields.items()
+    }
+
+    def launches(act: Callable[[], Any]) -> Any:
+        before = rt.counters.device_operations
+        result = act()
+        count[0] = rt.counters.device_operations - before
+        return result
+
+    small = {name: values[name] for name in fields if name != "hidden"}
+    launches(lambda: relay.publish(slots, **small))
+    assert count == [2]
+    for name, value in small.items():
+        if name not in ("last", "drafts"):
+            assert torch.equal(relay.gather(slots, name), value)
+    plan = ForwardPlan.of(slots, [9, 9, 9], 4)
+    inputs = launches(lambda: relay.resolve_forward_inputs(plan, plan.upload(), ids=("last", "drafts")))
+    assert count == [1]
+    expected = np.concatenate([rt.inspect(small["last"])[:, None], rt.inspect(small["drafts"])], axis=1)
+    assert rt.inspect(inputs.input_ids).tolist() == expected.reshape(-1).tolist()
+    assert inputs.input_ids.is_contiguous()
+    launches(lambda: relay.publish(slots, **values))
+    assert count == [3]
+    assert torch.equal(relay.gather(slots, "hidden"), values["hidden"])
+    relay.check()
 
 
 def test_a_prefetch_never_waits() -> None:

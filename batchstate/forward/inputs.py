@@ -31,7 +31,7 @@ class Sources:
 
     Attributes:
         runtime: the device.
-        gather: takes entries of a relay field.
+        gather: takes entries of relay fields; of several, end to end for each request, [n, width].
         ids: fields whose entries end to end are the ids of a request.
         width: tokens of each request that the relay feeds; the most, where the last field is ragged.
         lengths: field with the tokens in KV memory before this step, or None.
@@ -40,7 +40,7 @@ class Sources:
     """
 
     runtime: Runtime
-    gather: Callable[[Slots, str], torch.Tensor]
+    gather: Callable[..., torch.Tensor]
     ids: tuple[str, ...]
     width: int
     lengths: str | None
@@ -196,7 +196,7 @@ class ForwardInputs:
                 value=plan,
                 remedy="pass ids of all requests to the plan, or call `FutureMap.resolve_forward_inputs`",
             )
-        sources = Sources(runtime, lambda slots, field: slots.device, (), 0, None, None)
+        sources = Sources(runtime, lambda slots, *fields: slots.device, (), 0, None, None)
         sources.check(plan, uploaded, "ForwardInputs")
         plan.check_unused()
         inputs = cls.resolve(plan, uploaded, sources)
@@ -438,10 +438,7 @@ def _ids(
     launch = sources.runtime.launch
     if known is not None and not len(plan.relay_rows):
         return known
-    parts = [sources.gather(relayed, name) for name in sources.ids]
-    ids = parts[0].reshape(-1)
-    if len(parts) > 1:
-        ids = launch(_end_to_end, parts, reads=parts, name="ids of requests")
+    ids = sources.gather(relayed, *sources.ids).reshape(-1)
     if put_in is not None:
         ids = _some(launch, ids, put_in[0])
     if known is None:
@@ -456,9 +453,9 @@ def _some(launch: Callable[..., torch.Tensor], numbers: torch.Tensor, index: tor
     return launch(select_rows, numbers, index, reads=(numbers, index), name="ids put in")
 
 
-def _end_to_end(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Entries [n] and [n, k] of each request, one behind the other. One kernel."""
-    return torch.cat([part.reshape(part.shape[0], -1) for part in parts], dim=1).reshape(-1)
+def end_to_end(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Values [n] and [n, k] of each request, one behind the other, [n, width]. One kernel."""
+    return torch.cat([part.reshape(part.shape[0], -1) for part in parts], dim=1)
 
 
 def _positions(lengths: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
