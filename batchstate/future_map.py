@@ -360,7 +360,10 @@ class FutureMap:
     # Writing
 
     def publish(self, slots: Slots, /, **values: object) -> None:
-        """Makes values known to the next forward and to the host, on the current stream: a scatter a field, one fence.
+        """Makes values known to the next forward and to the host, on the current stream: two launches, one fence.
+
+        So it is for any number of fields that lie side by side, as small ones of one element size do in the order of
+        their declaration, larger elements first; others go by themselves, with a launch each.
 
         Publish what is certain early, such as lengths right after verification, in a call of its own: readers on other
         streams wait for this publish, and for nothing that the forward does behind it. Values that the host has, for
