@@ -18,6 +18,7 @@ from batchstate.levels import checks
 from batchstate.runtime import open_runtime
 from batchstate.testing import fuzz_twins
 from benchmarks.adoption.deletions import judge
+from benchmarks.adoption.prefix_cache import compare
 from benchmarks.machine import machine
 from benchmarks.peers.installed import version_of
 
@@ -132,6 +133,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report["engines"][name] = found
         accused += found["clean"]["violations"] + (found["fuzzed"]["failure"] is not None)
         print(json.dumps({name: found}, indent=1))
+    if "vllm" in options.engines:
+        report["prefix_cache"] = [compare(num_pages, rounds=20 * options.rounds) for num_pages in (1, 16, 64, 256)]
+        print(json.dumps({"prefix_cache": report["prefix_cache"]}, indent=1))
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     return int(accused > 0)
