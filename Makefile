@@ -67,9 +67,10 @@ test: lint  ## everything CI runs: lint, types, docs, tests
 	@$(MAKE) --no-print-directory docs & docs=$$!; $(MAKE) --no-print-directory types; types=$$?; wait $$docs && exit $$types
 	@$(MAKE) --no-print-directory pytest
 
-lint: $(READY)  ## ruff: rules and format
+lint: $(READY)  ## ruff: rules and format; codespell: spelling
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
+	$(PY) -m codespell_lib README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md $(wildcard docs/*.md docs/*/*.md) batchstate benchmarks examples tests
 
 format: $(READY)  ## ruff: repair what can be repaired
 	$(PY) -m ruff check --fix

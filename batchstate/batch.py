@@ -1,5 +1,7 @@
 """`Batch`: declared columns of one batch of requests, moved as one.
 
+A class declares them::
+
     class Decode(Batch):
         slots = slot_column()
         seq_lens = mirrored(torch.int64)

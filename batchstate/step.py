@@ -1,13 +1,15 @@
 """`StepPlanner`: the steps of an engine, declared once: what follows from the declaration is not computed in each step.
 
+An engine makes one planner, and asks it for each step::
+
     planner = StepPlanner(Running, pages=pages, relay=relay, ids="last_token", results=("last_token",))
 
-    step = planner.plan(batch)                 # each request puts in one token; one copy, one scatter
-    inputs = step.inputs()                     # at forward entry, on its stream
-    step.publish(last_token=sampled)           # to the next step, and on the way to the host
+    step = planner.plan(batch)  # each request puts in one token; one copy, one scatter
+    inputs = step.inputs()  # at forward entry, on its stream
+    step.publish(last_token=sampled)  # to the next step, and on the way to the host
     batch = step.batch
     ...
-    step.results["last_token"].np              # a step later
+    step.results["last_token"].np  # a step later
 
 A step is `Batch.advance`, `PagePool.advance`, `ForwardPlan.of`, `Batch.upload`, `FutureMap.resolve_forward_inputs`,
 `publish` and `prefetch`, one after the other: so run prefills, mixed steps and speculation. A decode step, in which the

@@ -42,6 +42,7 @@ napoleon_attr_annotations = False  # it writes `object_` as text, and docutils t
 # The docs build without a network, so names of other projects are not looked up. Our own have to resolve,
 # except private names, one-letter type variables, and those in folders that users do not import from.
 INSIDE = "traffic|runtime|testing|selfcheck|transport"
+default_role = "code"  # single backticks in docstrings
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", rf"(?!batchstate\.).*|batchstate\.(.*\.)?(_.*|[A-Z])|batchstate\.({INSIDE})\.\w+\..*")
@@ -131,10 +132,21 @@ def _keep_colons(_app: Sphinx, what: str, _name: str, _obj: object, _options: ob
         lines[:0] = ["..", ""]  # an empty comment takes the place of the first line
 
 
+def _hide_constructor(
+    _app: Sphinx, what: str, _name: str, obj: Any, _options: object, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None] | None:
+    """A class that users do not call shows no arguments."""
+    if what != "class":
+        return None
+    said = f"{getattr(getattr(obj, '__init__', None), '__doc__', None) or ''} {obj.__doc__ or ''}"
+    return ("", returns) if signature and re.search(r"For the library|\bMade by\b", said) else None
+
+
 def setup(app: Sphinx) -> None:
     """Sphinx calls this."""
     app.add_config_value("api_modules", _write_api_pages(), "env")
     app.connect("autodoc-process-docstring", _keep_colons, priority=400)  # before Napoleon
+    app.connect("autodoc-process-signature", _hide_constructor)
     app.connect("autodoc-process-bases", _hide_inner_bases)
     app.connect("autodoc-skip-member", _is_of_another_page)
     app.connect("missing-reference", _resolve_where_exported)

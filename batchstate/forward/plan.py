@@ -1,5 +1,7 @@
 """`ForwardPlan`: the host's part of a forward's inputs, computed in numpy and uploaded in the step's one copy.
 
+One call makes the plan of a step::
+
     plan = ForwardPlan.of(batch.slots, batch.seq_lens, query_lens, prompt_ids=ids, pages=pages)
     uploaded = batch.upload(writes=[extension.entry()], extras=plan.extras)
     inputs = relay.resolve_forward_inputs(plan, uploaded, ids="last_token")  # at forward entry, on its stream
