@@ -22,6 +22,7 @@ from batchstate import (
     slot_column,
 )
 from batchstate.errors import BatchStateError
+from batchstate.kv.pages import PagePool
 
 
 class Decode(Batch):
@@ -134,6 +135,64 @@ def test_the_error_says_what_to_type(it: SimpleNamespace, typed: str) -> None:
     problem, _, told = str(caught.value).partition("remedy: ")
     assert says in problem
     assert remedy in (told or problem)
+
+
+WRITTEN = {
+    # what is typed: (what the error says, what it tells to do)
+    "SlotPool(rt, '8')": ("size is '8', expected an integer", "pass an integer"),
+    "SlotPool(rt, 0)": ("size is 0, expected >= 1", "pass 1 or more"),
+    "pool.take(2.0)": ("n is 2.0, expected an integer", "pass an integer"),
+    "pool.take(99)": ("99 requested", "make the pool"),
+    "pool.free(1)": ("expected handles, got 1", "as the pool returns them"),
+    "pool.free(batch)": ("expected handles, got Rows(", "as the pool returns them"),
+    "pool.free(batch.slots, after=rt)": ("expected a fence as `after`, got CpuRuntime", "Runtime.record()"),
+    "pool.free(batch.slots, after=True)": ("expected a fence as `after`, got True", "Runtime.record()"),
+    "pool.table('t', 4, torch.int32)": ("shape is 4", "a tuple, as `(8,)`"),
+    "pool.table('t', (4,), 'int32')": ("expected a torch dtype, got 'int32'", "torch.int32"),
+    "pages.extend(pool, 3)": ("expected handles, got SlotPool", "as the pool returns them"),
+    "pages.extend([1, 2], [3, 3])": ("expected handles, got [1, 2]", "as the pool returns them"),
+    "pages.extend(batch.slots, [3])": ("[1] amounts for 2 rows", "one per row"),
+    "pages.commit(batch.slots, 99)": ("99 tokens asked for, a request may have 64 (max_tokens_per_request)", ""),
+    "pages.share(batch.slots, batch.slots, 3)": ("share of 2 slots", "one slot"),
+    "Rows.build(rt)": ("no value for slots, seq_lens, requests", "every declared column"),
+    "Rows.build(rt, slots=[1, 2], seq_lens=[1, 2], requests=[1, 2])": ("expected slots, got numbers", "pool.take"),
+    "Rows.build(rt, slots=batch.slots, seq_lens=['a', 'b'], requests=[1, 2])": ("expected numbers", "pass numbers"),
+    "Rows.build(rt, slots=batch.slots, seq_lens=[1, 2], requests=None)": ("expected a sequence", "one object"),
+    "batch.merge([batch])": ("expected another Rows, got [Rows(", "one class"),
+    "batch.merge(None)": ("expected another Rows, got None", "one class"),
+    "batch.next_batch(keep=[5])": ("row 5, expected rows of 0 to 1", "from this value"),
+    "batch.upload(extras=[1])": ("extras are [1]", "name -> host array"),
+    "batch.upload(extras={'x': 'abc'})": ("extra 'x': expected numbers, got 'abc'", "pass numbers"),
+    "batch.upload(writes=pages)": ("writes are PagePool", "Table.entry"),
+    "open_runtime('gpu')": ("unknown device 'gpu'", "'cuda'"),
+    "torch.cat([batch.seq_lens, batch.seq_lens])": ("expected a tensor, got a MirroredTensor", "`.device`"),
+    "setattr(batch, 'seq_lens', 3)": ("was assigned to", "batch.replace(seq_lens=...)"),
+    "bool(batch.seq_lens)": ("is ambiguous", "`.any()`"),
+    "int(batch.seq_lens)": ("is not one number", "`.np[row]`"),
+}
+
+
+class Rows(Batch):
+    """A batch as in the README."""
+
+    slots = slot_column()
+    seq_lens = mirrored(torch.int64)
+    requests = host_list()
+
+
+def test_what_is_typed_wrong_is_answered() -> None:
+    """Each of these lines is a typed error that shows what was given, and says what to pass instead."""
+    rt = open_runtime("cpu")
+    pool = SlotPool(rt, 8)
+    pages = PagePool(rt, pool, 32, 4, max_tokens_per_request=64)
+    batch = Rows.build(rt, slots=pool.take(2), seq_lens=[5, 3], requests=["a", "b"])
+    names = {**globals(), "rt": rt, "pool": pool, "pages": pages, "batch": batch}
+    for line, (says, remedy) in WRITTEN.items():
+        with pytest.raises(BatchStateError) as caught:
+            eval(line, names)
+        problem, _, told = str(caught.value).partition("remedy")
+        assert says in problem, line
+        assert remedy in told, line
 
 
 @pytest.mark.parametrize("name", ["cuda", "cpu", "to", "numpy", "item", "clone", "mean", "size", "data_ptr"])
