@@ -36,8 +36,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 LONGEST = """
-    machines mutants disaggregated transport_faults overlap_machine sim_engine twins transport_engines race_machines
-    benchmarks engine_machine sim_schedulers render_browser fuzz benchmark_report pytest_plugin engine_race
+    mutants machines disaggregated sim_engine twins race_machines sim_schedulers transport_engines fuzz overlap_machine
+    benchmarks transport_faults engine_machine render_browser benchmark_report pytest_plugin engine_race
 """
 """Test files of ten seconds and more. They run first, so that no process is left with one of them alone in the end."""
 

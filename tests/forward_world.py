@@ -96,3 +96,10 @@ class World:
     def states(self, slots: Slots, field: str) -> list[str]:
         """The states of a field as words."""
         return [str(state) for state in self.relay.states(slots, field)]
+
+
+def values(rt: Runtime, tensor: torch.Tensor | None) -> list[Any]:
+    """A device tensor as numbers."""
+    assert tensor is not None
+    numbers: list[Any] = rt.inspect(tensor).tolist()
+    return numbers

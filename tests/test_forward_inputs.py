@@ -30,7 +30,7 @@ from batchstate.testing import LateRuntime, no_hidden_sync
 from batchstate.testing.devices import open_device
 from batchstate.violations import Code
 from tests.doubles import fake_accelerator, in_a_thread, refused
-from tests.forward_world import LONGEST, PAGE_SIZE, Running, World
+from tests.forward_world import LONGEST, PAGE_SIZE, Running, World, values
 
 some = settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 
@@ -39,13 +39,6 @@ some = settings(max_examples=50, deadline=None, suppress_health_check=list(Healt
 def world(rt: Runtime) -> World:
     """8 requests at most."""
     return World.of(rt)
-
-
-def values(rt: Runtime, tensor: torch.Tensor | None) -> list[Any]:
-    """A device tensor as numbers."""
-    assert tensor is not None
-    numbers: list[Any] = rt.inspect(tensor).tolist()
-    return numbers
 
 
 # Ids

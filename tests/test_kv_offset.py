@@ -22,7 +22,7 @@ from batchstate.errors import ArgumentError, BatchStateError, ContractError, Dty
 from batchstate.runtime import Runtime
 from batchstate.violations import Code
 from tests.doubles import refused
-from tests.forward_world import PAGE_SIZE, Running, World
+from tests.forward_world import PAGE_SIZE, Running, World, values
 
 ENCODER = [5, 0, 4]
 LENS = [3, 6, 2]
@@ -32,13 +32,6 @@ LENS = [3, 6, 2]
 def world(rt: Runtime) -> World:
     """8 requests at most."""
     return World.of(rt)
-
-
-def values(rt: Runtime, tensor: torch.Tensor | None) -> list[Any]:
-    """A device tensor as numbers."""
-    assert tensor is not None
-    numbers: list[Any] = rt.inspect(tensor).tolist()
-    return numbers
 
 
 def mixed(world: World) -> Slots:

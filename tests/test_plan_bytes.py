@@ -16,8 +16,7 @@ from batchstate.runtime import Runtime
 from batchstate.testing.devices import open_device
 from batchstate.violations import Code
 from tests.doubles import refused
-from tests.forward_world import Running, World
-from tests.test_token_arrays import values
+from tests.forward_world import Running, World, values
 
 NAMES = ("slots", "input_ids", "positions", "slot_mapping", "query_start_loc", "kv_lens", "last_token_indices")
 

@@ -20,20 +20,13 @@ from batchstate.errors import (
 from batchstate.runtime import Runtime
 from batchstate.violations import Code
 from tests.doubles import in_a_thread, refused
-from tests.forward_world import Running, World
+from tests.forward_world import Running, World, values
 
 
 @pytest.fixture
 def world(rt: Runtime) -> World:
     """8 requests at most."""
     return World.of(rt)
-
-
-def values(rt: Runtime, tensor: torch.Tensor | None) -> list[Any]:
-    """A device tensor as numbers."""
-    assert tensor is not None
-    numbers: list[Any] = rt.inspect(tensor).tolist()
-    return numbers
 
 
 PROMPTS = [[11, 12, 13], None, [31]]
