@@ -258,6 +258,7 @@ BY_HANDLE: dict[type, dict[str, Callable[[World], object]]] = {
         "advance": lambda it: it.pages.advance(it.two, 1),
         "hold": lambda it: it.pages.hold(it.two, 1),
         "truncate": lambda it: it.pages.truncate(it.two, [0, 0]),
+        "rebase": lambda it: it.pages.rebase(it.two, it.two, 1),  # handles are asked before their number
         "release": lambda it: it.pages.release(it.two),
         "release_requests": lambda it: it.pages.release_requests(it.two),
     },
