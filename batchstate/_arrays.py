@@ -479,7 +479,7 @@ def check_bound_can_move(values: Array, amount: Amounts, what: str) -> None:
     if down >= 0:
         return
     floor = _LIMITS[values.dtype][0] // 2
-    if floor == 0 or values.min() + down < floor:
+    if floor == 0 or int(values.min()) + down < floor:
         raise ContractError(
             f"{what}: {down} added to a bound of {values.dtype}, whose device side may be smaller and wrap",
             value=down,

@@ -268,7 +268,8 @@ def test_table_is_free_behind_read_done(
     late: LateRuntime, lagging_model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The token table is rewritten behind the last forward's read-done, long before its forward-done."""
-    engine = started(late, lagging_model, SMALL, some_requests(lagging_model, 3, seed=17, longest=8))
+    settings = attrs.evolve(SMALL, page_size=1)  # a page begins in every step, so the table is written in every step
+    engine = started(late, lagging_model, settings, some_requests(lagging_model, 3, seed=17, longest=8))
     table, run = engine.scheduler.pages.req_to_token, engine.scheduler.forward.run
     assert table is not None
     read_until, read_done, steps = table.read_until, list[Fence](), list[Step]()

@@ -659,7 +659,7 @@ def test_pages_that_were_taken_back_are_noticed(rt: Runtime, world: World) -> No
 
 @pytest.mark.parametrize(
     ("width", "padding", "prompt", "copies", "launches"),
-    [(1, 0, False, 0, 5), (3, 0, False, 0, 9), (1, 1, False, 0, 9), (3, 1, False, 0, 13), (3, 0, True, 1, 13)],
+    [(1, 0, False, 0, 5), (3, 0, False, 0, 7), (1, 1, False, 0, 9), (3, 1, False, 0, 11), (3, 0, True, 1, 11)],
 )
 def test_what_true_lengths_cost(
     rt: Runtime, world: World, width: int, padding: int, prompt: bool, copies: int, launches: int

@@ -279,3 +279,6 @@ def test_a_signed_bound_does_not_wrap(rt: Runtime, level: str) -> None:
         with pytest.raises(ContractError, match="wrap"):
             Bounded.build(rt, most=value).advance("most", -10)
         assert (value + 5).np.tolist() == [-55, 105]
+        lowest = MirroredTensor.from_pair(rt, np.array([-128, 100], np.int8), device, contract="upper_bound")
+        with pytest.raises(ContractError, match="wrap"):
+            _ = lowest - 1  # the bound itself would wrap
