@@ -332,6 +332,68 @@ def test_policy_of_a_radix_tree(pages: PagePool, level: str) -> None:
         pages.expect_idle()
 
 
+@pytest.mark.parametrize("level", ["off", "cheap", "full"])
+def test_a_request_has_a_page_at_one_place(pages: PagePool, level: str) -> None:
+    """Leases that hold a page twice, or a page that the request has elsewhere, are refused, and nothing has changed."""
+    with levels.checks(level):
+        ada, eve = prefilled(pages, 8), pages.slots.take(1)
+        one, both, second = pages.hold(ada, 4), pages.hold(ada, 8), pages.hold(ada, 8, first=4)
+        with pytest.raises(ArgumentError, match="at two places"):
+            pages.share([one, one], eve, 8)
+        with pytest.raises(ArgumentError, match="at two places"):
+            pages.share([one, both], eve, 12)
+        with pytest.raises(ArgumentError, match="at two places"):
+            pages.rebase(ada, [one, one], 8)
+        with pytest.raises(ArgumentError, match="at two places"):
+            pages.rebase(ada, second, 4)
+        pages.share([one, both], eve, 4)
+        pages.release_requests(ada)
+        pages.release_requests(eve)
+        for lease in (one, both, second):
+            lease.release()
+        pages.verify()
+        assert pages.stats.free == 9
+
+
+def test_keys_of_a_match_are_read_once(pages: PagePool) -> None:
+    """Keys without a length, such as a generator's, are matched as a list is."""
+    cache = PrefixCache(pages)
+    ada = prefilled(pages, 8)
+    cache.insert(ada, ["a", "ab"])
+    pages.release_requests(ada)
+    keys: Any = (key for key in ["a", "ab", "abc"])
+    hit = cache.match(keys)
+    assert (hit.pages.tolist(), cache.stats.queried, cache.stats.hits) == ([1, 2], 3, 2)
+
+
+class Meddling:
+    """A key that takes another out while it is compared."""
+
+    def __init__(self, name: str, meddle: Callable[[], object]) -> None:
+        self.name, self.meddle = name, meddle
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __eq__(self, other: object) -> bool:
+        self.meddle()
+        return isinstance(other, str) and other == self.name
+
+
+@pytest.mark.parametrize("level", ["cheap", "full"])
+def test_a_page_that_loses_its_key_while_it_is_matched_is_refused(pages: PagePool, level: str) -> None:
+    """Keys are code of the engine: a page found by a key that is gone by then is not handed out, as it may be free."""
+    with levels.checks(level):
+        cache = PrefixCache(pages)
+        ada = prefilled(pages, 8)
+        cache.insert(ada, ["a", Meddling("ab", lambda: cache.remove(["a"]))])
+        pages.release_requests(ada)
+        refused(Code.SLOT_STALE_HANDLE, lambda: cache.match(["a", "ab"]))
+        taken = pages.take(9)
+        pages.verify()
+        assert sorted(taken.pages.tolist()) == list(range(1, 10))
+
+
 def calls(operation: Callable[[], object]) -> int:
     """Python functions that it calls."""
     number = 0

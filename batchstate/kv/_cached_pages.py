@@ -169,6 +169,7 @@ class CachedPages:
         """Takes the keys from cached pages, which are none of the free ones any more, or not free."""
         deque(map(self.pages.pop, self._key_of[pages].tolist()), 0)  # the fastest way to delete many
         self.cached[pages] = False
+        self.generations[pages] = 0  # which no page has that was taken: found before, it is refused
 
     def revive(self, pages: Ints, free: int) -> None:
         """Cached pages get a holder, of which `free` are free until now."""

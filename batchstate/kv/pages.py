@@ -835,7 +835,8 @@ class PagePool:
         Raises:
             Violation: PAGE_ALIGNMENT, LENGTH_ORDER; PAGE_UNWRITTEN, at `cheap`: no work was launched that writes them;
                 PAGE_RELEASED: the source has given some back.
-            ArgumentError: a target has pages already, or the source is not one slot or not leases of this pool.
+            ArgumentError: a target has pages already; the source is not one slot or not leases of this pool, or has a
+                page twice.
         """
         operation = "share"
         tokens = self._tokens(num_tokens, operation)
@@ -898,7 +899,7 @@ class PagePool:
 
         Raises:
             Violation: as `share`; PAGE_RELEASED also if the request has given back some of them.
-            ArgumentError: not one slot, or not a source.
+            ArgumentError: not one slot, or not a source; the request would have a page at two places.
         """
         operation = "rebase"
         tokens = self._tokens(num_tokens, operation)
@@ -913,6 +914,8 @@ class PagePool:
         row = int(rows[0])
         changed = pages != table.pages[row, : pages.size]
         if np.count_nonzero(changed):
+            behind = table.pages[row, pages.size : int(table.num_pages[row])]
+            self._check_distinct(np.concatenate([pages, behind]), source, operation)
             self._references.add(pages[changed], 1, operation)
             own = table.put(row, pages)[changed]
             self.epochs.note(rows, operation, self.runtime.step)
@@ -1004,6 +1007,7 @@ class PagePool:
             leases = [self._held(lease, operation) for lease in source]
             available = sum(lease.tokens for lease in leases)
             pages = np.concatenate([np.empty(0, dtype=np.int64), *(lease.pages for lease in leases)])
+            self._check_distinct(pages[: tokens // self.page_size], source, operation)
             full = [lease._written == lease.tokens for lease in leases]
             first_part = leases[: full.index(False) + 1] if False in full else leases
             written = np.array([sum(lease._written for lease in first_part)])
@@ -1022,6 +1026,15 @@ class PagePool:
             self.check_readable(source.np, length, operation)
         self._check_written(length, written, operation)
         return pages[: tokens // self.page_size].astype(np.int64), writer
+
+    def _check_distinct(self, pages: Ints, source: Source, operation: str) -> None:
+        """A request has a page at one place only: each place counts as a holder."""
+        if self._references.allocator.repeated(pages):
+            raise ArgumentError(
+                f"{self.name}: {operation} of {source!r}, after which a request would have a page at two places",
+                value=source,
+                remedy="pass leases of different pages, each of which goes on where the one before ends",
+            )
 
     def _check_written(self, tokens: Ints, written: Ints, operation: str) -> None:
         if levels.cheap:

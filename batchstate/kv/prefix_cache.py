@@ -169,8 +169,9 @@ class PrefixCache:
         pool, references, cached = self.pages, self._references, self._cached
         pool.transaction.enter(self._match)
         references.query_fences()
+        keys = keys if type(keys) is list else _checked(keys, self._match)
         try:
-            pages = cached.find(keys if type(keys) is list else _checked(keys, self._match))
+            pages = cached.find(keys)
         except TypeError:
             pages = cached.find(_checked(keys, self._match))  # which says what is wrong
         if references.allocator.repeated(pages):
