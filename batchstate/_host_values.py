@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from batchstate._arrays import Array
-from batchstate.errors import ArgumentError, DeclarationError, DeviceError, DtypeError, ShapeError
+from batchstate.errors import ArgumentError, DeclarationError, DeviceError, DtypeError, ShapeError, attribute
 
 _INSTEAD = {
     "cuda": "`.device` is the device side, uploaded where necessary",
@@ -19,7 +19,10 @@ _INSTEAD = {
     "size": "`.shape` and `len(value)` give its size",
     "clone": "values are immutable: no copy is needed",
     "mean": "compute it on `.np`, the host side",
+    "append": "`.merge(other)` returns a value with the rows of both",
+    "free": "the pool that gave handles takes them back: `pool.free(slots, after=fence)`",
 }
+_IN_PLACE = "values are immutable: `+`, `-` and `.update(rows, values)` return a new one"
 
 
 class HostValues:
@@ -166,10 +169,10 @@ class HostValues:
 
     if not TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> NoReturn:
-            """Says which side has what a tensor would have; an `AttributeError`, so that `hasattr` works."""
-            hint = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
+        def __getattr__(self, name: str) -> Any:
+            """Says which side has what a tensor would have."""
+            in_place = {name: _IN_PLACE} if name.endswith("_") and not name.startswith("_") else {}
+            return attribute(self, name, _INSTEAD | in_place)
 
 
 def _largest(values: Array) -> int:

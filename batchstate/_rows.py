@@ -578,9 +578,8 @@ class ColumnInputs:
             elif isinstance(column, HostColumn):
                 inputs.objects[name] = _object_rows(value, num_rows, label)
             else:
-                raise DeclarationError(
-                    f"{label} is not declared", value=name, remedy=f"declare it, or {one_of(columns, name)}"
-                )
+                known = f", or {one_of(columns, name)}" if columns else ", in a subclass of `Batch`"
+                raise DeclarationError(f"{label} is not declared", value=name, remedy=f"declare it{known}")
         return inputs
 
     def _read_mirrored(

@@ -16,7 +16,7 @@ the step's table writes and extra arrays.
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, NoReturn, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, SupportsIndex
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ from batchstate._rows import (
 )
 from batchstate._upload import BatchDevice, Extras, StaticAddresses, check_writes, named_arrays
 from batchstate.columns import Column, DeviceColumn, MirroredColumn, SlotColumn, TensorColumn, declared_columns
-from batchstate.errors import ArgumentError, ContractError, DeclarationError, DeviceError, ShapeError, one_of
+from batchstate.errors import ArgumentError, ContractError, DeclarationError, DeviceError, ShapeError, attribute, one_of
 from batchstate.indices import Slots
 from batchstate.mirror import Contract, DeviceSide, MirroredTensor, StaleWindow, numbers_of, stale_reasons
 from batchstate.runtime import Runtime, check_runtime
@@ -51,6 +51,23 @@ Windows = Mapping[str, tuple[StaleWindow, ...]]
 NO_WINDOWS: Windows = MappingProxyType({})
 
 _ROW_COUNT = Code.ROW_COUNT
+
+_MERGE = "`batch.merge(other)` returns a batch with the rows of both"
+_FILTER = "`batch.filter(keep)` returns a batch of the rows to keep"
+_BY_NAME = "`batch['name']` is one column, `batch.to_dict()` the host side of all, `batch.columns()` what is declared"
+_INSTEAD = {
+    **dict.fromkeys(("keys", "values", "items", "get", "fields"), _BY_NAME),
+    **dict.fromkeys(("append", "extend", "concat", "cat", "merge_batch"), _MERGE),
+    **dict.fromkeys(("pop", "remove", "select", "drop", "filter_batch"), _FILTER),
+    **dict.fromkeys(
+        ("to", "cuda", "sync"), "`batch.upload()` sends all columns; `.device` of a column is its device side"
+    ),
+    **dict.fromkeys(("cpu", "numpy"), "`batch.to_dict()` has the host side of each column"),
+    **dict.fromkeys(("copy", "clone"), "batches are immutable: no copy is needed"),
+    **dict.fromkeys(
+        ("size", "shape"), "`len(batch)` is the number of requests, `batch.num_rows` that of rows, with padding"
+    ),
+}
 
 
 class BatchType(type):
@@ -234,6 +251,24 @@ class Batch(metaclass=BatchType):
 
     def __iter__(self) -> NoReturn:
         raise self._not_a_name(None)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Says what this library calls it; `seq_lens_cpu` is a side of the column `seq_lens`."""
+            column, _, side = name.rpartition("_")
+            if column in self._tensor_columns and side in ("cpu", "host", "np", "gpu", "cuda", "device"):
+                both = f"`.{column}` has both sides: `.{column}.np` or `.host` on the host, `.{column}.device`"
+                return attribute(self, name, {name: both})
+            return attribute(self, name, _INSTEAD)
+
+        def __setitem__(self, column: object, value: object) -> NoReturn:
+            """Refuses, as an assignment to the attribute is refused."""
+            raise DeclarationError(
+                f"{type(self).__name__}[{column!r}] was assigned to",
+                value=column,
+                remedy="batches are immutable: batch = batch.replace(column=values)",
+            )
 
     def _not_a_name(self, given: object) -> DeclarationError:
         """The error of an index that is not a column's name."""

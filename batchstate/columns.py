@@ -59,6 +59,13 @@ class Column:
             remedy=f"batches are immutable: batch = batch.replace({self.name}=...)",
         )
 
+    def __delete__(self, instance: object) -> None:
+        raise DeclarationError(
+            f"column {self.name!r} of a batch was deleted",
+            value=self.name,
+            remedy="every batch of a class has its columns: declare another class without this one",
+        )
+
 
 class TensorColumn(Column):
     """A column of numbers.

@@ -9,7 +9,7 @@ operation leaves a pool as it was, or with the operation done, or broken: then e
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 
@@ -57,6 +57,22 @@ def one_of(names: Iterable[str], got: object) -> str:
     close = difflib.get_close_matches(got, names, n=1) if isinstance(got, str) else []
     meant = f"did you mean {close[0]!r}? " if close else ""
     return f"{meant}use one of: {', '.join(names)}"
+
+
+def attribute(instance: object, name: str, instead: Mapping[str, str]) -> Any:
+    """What a `__getattr__` answers: Python's own error, with what to write instead if `instead` has the name.
+
+    An error inside of a property of that name stays as it was raised.
+
+    Raises:
+        AttributeError: the object has no such attribute; `hasattr` works.
+    """
+    try:
+        return object.__getattribute__(instance, name)
+    except AttributeError as error:
+        if name not in instead or hasattr(type(instance), name):
+            raise
+        raise AttributeError(f"{error}; {instead[name]}", name=name, obj=instance) from None
 
 
 def _rebuild(cls: type[BatchStateError], args: tuple[Any, ...]) -> BatchStateError:

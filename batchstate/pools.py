@@ -6,7 +6,7 @@ uses it. Bookkeeping is numpy on the host, on the owning thread; no operation he
 """
 
 from collections.abc import Callable, Sequence
-from typing import Self, SupportsIndex, final
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex, final
 
 import attrs
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from batchstate import invariants, levels
 from batchstate._allocator import Allocator, Generations, SlotListener, Transaction, size_of
 from batchstate._arrays import as_array, count
-from batchstate.errors import DtypeError
+from batchstate.errors import DtypeError, attribute
 from batchstate.indices import Slots
 from batchstate.runtime import Fence, Runtime, check_fence, check_runtime
 from batchstate.tables import Table
@@ -24,6 +24,16 @@ from batchstate.tables import Table
 __all__ = ["PendingSlots", "SlotListener", "SlotPool", "SlotStats"]
 
 Ints = npt.NDArray[np.int64]
+
+_TAKE = "`pool.take(n)` returns the handles of `n` slots"
+_FREE = "`pool.free(slots, after=fence)` takes handles back, as `take` returned them"
+_STATS = "`pool.stats` has `free`, `pending` and `live`"
+_INSTEAD = {
+    **dict.fromkeys(("alloc", "allocate", "acquire", "get", "pop"), _TAKE),
+    **dict.fromkeys(("release", "put", "give_back", "dealloc", "deallocate", "append"), _FREE),
+    **dict.fromkeys(("available", "available_size", "num_free", "free_slots", "used", "num_used", "full"), _STATS),
+    "reset": "`pool.clear()` frees every slot",
+}
 
 
 @final
@@ -125,6 +135,12 @@ class SlotPool:
             f"SlotPool({self.name!r}, size={self.size}, reserve={self.reserve}, "
             f"free={allocator.free}, pending={allocator.pending}, live={allocator.live})"
         )
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Says what this library calls it."""
+            return attribute(self, name, _INSTEAD)
 
     @property
     def pool_id(self) -> int:

@@ -87,6 +87,9 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], str, str]] = {
     "dict(b)": (lambda it: dict(it.batch), "not iterable", "batch.to_dict()"),
     "b.replace misspelt": (lambda it: it.batch.replace(seq_len=[1, 2]), "'seq_len'", "mean 'seq_lens'"),
     "b.seq_lens = ...": (lambda it: setattr(it.batch, "seq_lens", [1]), "assigned", "batch.replace(seq_lens=...)"),
+    "b['seq_lens'] = ...": (lambda it: it.batch.__setitem__("seq_lens", [1]), "assigned", "batch.replace("),
+    "del b.seq_lens": (lambda it: delattr(it.batch, "seq_lens"), "was deleted", "declare another class"),
+    "Batch.build": (lambda it: Batch.build(it.runtime, seq_lens=[1]), "is not declared", "in a subclass of `Batch`"),
     "filter(0)": (lambda it: it.batch.filter(0), "got the number 0", "list of row indices"),
     "filter([2])": (lambda it: it.batch.filter([2]), "row 2, expected rows of 0 to 1", "from this value"),
     "filter([-1])": (lambda it: it.batch.filter([-1]), "row -1", "do not count from the end"),
@@ -203,6 +206,60 @@ def test_what_a_tensor_has_and_a_value_has_not(it: SimpleNamespace, name: str) -
         getattr(it.lens, name)
     with pytest.raises(AttributeError, match=r"no attribute 'nonsense'$"):
         it.lens.nonsense  # noqa: B018
+
+
+ABSENT = {
+    # what is typed: what the AttributeError says
+    "batch.keys()": "`batch.to_dict()`",
+    "batch.append(1)": "`batch.merge(other)`",
+    "batch.pop()": "`batch.filter(keep)`",
+    "batch.to('cuda')": "`batch.upload()`",
+    "batch.clone()": "immutable",
+    "batch.shape": "`len(batch)`",
+    "batch.seq_lens_cpu": "`.seq_lens.np`",
+    "batch.seq_lens.add_(1)": "`.update(rows, values)`",
+    "batch.slots.free()": "`pool.free(slots, after=fence)`",
+    "pool.alloc(1)": "`pool.take(n)`",
+    "pool.release(batch.slots)": "`pool.free(slots, after=fence)`",
+    "pool.available_size()": "`pool.stats`",
+    "pages.alloc(1)": "`pages.extend(slots, total_lens)`",
+    "pages.free(batch.slots)": "`pages.release_requests(slots, after=fence)`",
+    "pages.block_table": "`pages.page_table`",
+    "pages.block_size": "`pages.page_size`",
+}
+
+
+def test_a_name_from_elsewhere_is_answered() -> None:
+    """A method known from a list, a tensor or another pool is an AttributeError that says what to write here."""
+    rt = open_runtime("cpu")
+    pool = SlotPool(rt, 8)
+    pages = PagePool(rt, pool, 32, 4, max_tokens_per_request=64)
+    batch = Rows.build(rt, slots=pool.take(2), seq_lens=[5, 3], requests=["a", "b"])
+    for line, says in ABSENT.items():
+        with pytest.raises(AttributeError) as caught:
+            eval(line, {"pool": pool, "pages": pages, "batch": batch})
+        assert "has no attribute" in str(caught.value), line
+        assert says in str(caught.value), line
+    one: Any
+    for one in (batch, pool, pages):
+        assert not hasattr(one, "alloc")
+        with pytest.raises(AttributeError, match=r"no attribute 'nonsense'$"):
+            one.nonsense  # noqa: B018
+
+
+def test_an_error_inside_of_a_property_is_not_hidden() -> None:
+    """A property that fails raises its own error, although its name is one that has a pointer."""
+
+    class Shaped(Batch):
+        seq_lens = mirrored(torch.int64)
+
+        @property
+        def shape(self) -> object:
+            """Reads a name that is missing."""
+            return object().missing  # type: ignore[attr-defined]
+
+    with pytest.raises(AttributeError, match="'object' object has no attribute 'missing'"):
+        Shaped.build(open_runtime("cpu"), seq_lens=[1]).shape  # noqa: B018
 
 
 def test_values_act_like_their_host_side(it: SimpleNamespace) -> None:

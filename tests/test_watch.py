@@ -388,6 +388,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"key": "requests"}, "key: AttributeError: .* no attribute 'requests'"),
     ({"key": lambda batch: 3}, "key: TypeError"),
     ({"num_rows": "size"}, "num_rows: AttributeError"),
+    ({"num_rows": "reqs"}, r"num_rows: expected a number, got a list; .*lambda batch: len\("),
     ({"num_rows": _bad}, "num_rows: ArgumentError: a function of the declaration failed"),
     ({"rows": ["temps"]}, "column 'temps': AttributeError"),
     ({"rows": ["sampling.greedy"]}, "column 'sampling.greedy': TypeError"),

@@ -7,7 +7,7 @@ is numpy on the host, O(what changes), on the owning thread; nothing here touche
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal, SupportsIndex, cast, final
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, cast, final
 
 import attrs
 import numpy as np
@@ -18,7 +18,7 @@ from batchstate import invariants, levels
 from batchstate._allocator import MOST_TOKENS, size_of
 from batchstate._arrays import Amount, amounts, arange_per_row, as_array, count, shape_of
 from batchstate._origin import Changes, Origin
-from batchstate.errors import ArgumentError, DeviceError, ShapeError
+from batchstate.errors import ArgumentError, DeviceError, ShapeError, attribute
 from batchstate.indices import Locations, Pages, Slots
 from batchstate.invariants import times_checked
 from batchstate.kv import _lengths
@@ -40,6 +40,23 @@ Ints = npt.NDArray[np.int64]
 
 LENGTH_ORDER, DERIVED_STALE = Code.LENGTH_ORDER, Code.DERIVED_STALE
 ZERO = np.array(0)  # numpy takes as long to convert one number as to compare 100 of them
+
+
+_EXTEND = "`pages.extend(slots, total_lens)` gives requests their pages, `pages.take(n)` takes pages for no request yet"
+_RELEASE = "`pages.release_requests(slots, after=fence)` frees slots with their pages, `pages.release` the pages alone"
+_STATS = "`pages.stats` has `free`, `pending` and `live`"
+_TABLE = "`pages.page_table` has the pages of each slot"
+_INSTEAD = {
+    **dict.fromkeys(("alloc", "allocate", "append", "get", "pop"), _EXTEND),
+    **dict.fromkeys(("free", "dealloc", "deallocate", "put"), _RELEASE),
+    **dict.fromkeys(
+        ("available", "available_size", "num_free", "num_free_blocks", "free_pages", "free_blocks"), _STATS
+    ),
+    **dict.fromkeys(("block_table", "block_tables", "page_tables"), _TABLE),
+    "block_size": "it is called `pages.page_size`",
+    "num_blocks": "it is called `pages.num_pages`",
+    **dict.fromkeys(("reset", "clear"), "`pages.slots.clear()` frees every slot with its pages"),
+}
 
 
 @final
@@ -243,6 +260,12 @@ class PagePool:
             f"PagePool({self.name!r}, {self.num_pages} pages of {self.page_size}, "
             f"free={pages.free}, pending={pages.pending}, live={pages.live})"
         )
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Says what this library calls it."""
+            return attribute(self, name, _INSTEAD)
 
     @property
     def req_to_token(self) -> Table | None:

@@ -440,10 +440,17 @@ class Declaration:
 
     def count(self, batch: Any) -> int:
         """How many requests the batch has."""
+        number: Any = None
         try:
             number = self.num_rows(batch)
             return int(number() if callable(number) else number)
         except Exception as error:
+            if isinstance(number, list | tuple | dict):
+                raise DeclarationError(
+                    f"num_rows: expected a number, got a {type(number).__name__}; its length is "
+                    "`num_rows=lambda batch: len(...)`",
+                    value="num_rows",
+                ) from error
             raise _failed("num_rows", error) from error
 
     def uses(self, name: str, batch: Any) -> bool:
