@@ -405,7 +405,7 @@ class RowState:
             if groups[i] is self.groups[i]:  # not copied yet, for another column of the group
                 groups[i] = groups[i].copy()
         state = RowState(self.layout, groups, self.device, self.objects)
-        state.changed = columns
+        state.changed = tuple(columns)  # without the arrays that a mapping has for them
         return state
 
     def _fill(self, columns: Mapping[str, Array]) -> None:

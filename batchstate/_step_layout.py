@@ -49,6 +49,8 @@ class StepLayout:
     def __init__(self, n: int, layout: Layout, query_start_loc: torch.Tensor, last_token_indices: torch.Tensor) -> None:
         self._n = n
         self.ones, self.everyone = np.ones(n, dtype=np.int64), np.arange(n)
+        for shared in (self.ones, self.everyone):  # by all steps of so many requests, whose plans hand them out
+            shared.setflags(write=False)
         self.query_start_loc, self.last_token_indices = query_start_loc, last_token_indices
         self.places: list[Place] = []
         size = 0

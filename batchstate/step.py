@@ -626,6 +626,7 @@ class StepPlanner:
             self._requests = requests
         if levels.full:
             pages.verify()
+        locations.setflags(write=False)  # from which the next step goes on
         origin = Origin(_OPERATION, runtime.step, requests.row_set, pages.epochs, pages.epochs.last)
         plan = ForwardPlan(
             slots=requests.slots,

@@ -681,3 +681,15 @@ def test_one_look_at_live_slots_answers_for_three_invariants(numbers: list[int],
         {one.code for one in three} if hold else set()
     )
     assert hold == (not any(one.question(slots) for one in three))
+
+
+def test_replaced_values_are_not_kept_alive() -> None:
+    """A batch copies the rows that it is given, and does not keep the array, which may be part of a large one."""
+    runtime = open_device("cpu")
+    decode = Decode.build(runtime, **rows(SlotPool(runtime, 2), "ab"))
+    large = np.zeros((2, 100), dtype=np.float32)
+    known = weakref.ref(large)
+    replaced = decode.replace(temperature=large[:, 0])
+    del large
+    assert known() is None
+    assert len(replaced) == 2

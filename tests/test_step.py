@@ -807,3 +807,15 @@ def test_rows_of_requests_that_arrive_are_written_with_the_step(rt: Runtime, in_
             world.step(joining=joining, published={"last": [7]}, writes=[entry] if named == "with it" else [])
         row = rt.inspect(table.memory)[joining.slots.np[0], :7]
         assert row.tolist() == world.pages.locations(joining.slots, 0, 7).np.tolist()
+
+
+def test_what_later_steps_use_cannot_be_written() -> None:
+    """What a plan of a decode step has in common with later steps is read-only."""
+    with open_runtime("cpu") as rt:
+        world = World.of(rt)
+        world.join([3, 4])
+        plan = world.step()[0].plan
+        mapping: Any = plan.extras["slot_mapping"]
+        for shared in (plan.query_lens, plan.relay_rows, plan.sample_rows, mapping):
+            with pytest.raises(ValueError, match="read-only"):
+                shared[0] = 5
