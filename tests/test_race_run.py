@@ -77,7 +77,7 @@ def test_a_script_that_does_not_race(script: Script, capsys: pytest.CaptureFixtu
 
 
 def test_waits_are_said_to_hide_races(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
-    """What the host waited for is in order; one is no plural."""
+    """What the host waited for is in order, with a singular for one."""
     source = "torch.zeros(1, device='cuda')\n"
     assert main(["race", "run", script(source)]) == 0
     assert "; 1 access checked, 0 waits inside of torch\n" in capsys.readouterr().out

@@ -141,7 +141,7 @@ def test_a_tag_without_a_mac_is_not_believed(side: EngineSide, tls: str) -> None
 def test_tags_between_processes_of_a_machine_pass_no_queue_of_ucx() -> None:
     """A writer killed while it puts a message into UCX's queue stops it for all: without a port none goes there.
 
-    What lies in the mailbox and is no tag is not believed, and where it is full a write waits until it is emptied.
+    Messages in the mailbox that are not tags are dropped, and where it is full a write waits until it is emptied.
     """
     with contextlib.closing(EngineSide(NixlEngine)) as side, contextlib.closing(EngineSide(NixlEngine)) as writer:
         for each in (side, writer):

@@ -25,7 +25,7 @@ _WATCHER = "_batchstate_watcher"
 
 @final
 class _Found(BaseException):
-    """On its way out of a check: what `on_violation` raises, which is no failure of a declaration."""
+    """Carries what `on_violation` raises out of a check; it does not count as a failing declaration."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error

@@ -46,7 +46,7 @@ class SteadyScheduler(FIFOScheduler):  # type: ignore[misc]
         return scheduled  # type: ignore[no-any-return]
 
     def _same_requests(self) -> bool:
-        """Whether all requests of the last step go on, and nobody else can join them."""
+        """Whether all requests of the last step go on, and no other request can join them."""
         active = self.active_requests
         if len(active) != len(self.batch) or (self.waiting_requests and len(active) < self.max_requests_per_batch):
             return False

@@ -1,7 +1,7 @@
 """Plain torch code that says `cuda`, in a window of `cuda_on_cpu`: each use comes behind the one before, in some way.
 
 The code knows nothing of this library and has no race, so its mutants show which edges the front end has to see. On a
-build of torch with CUDA there is no such window, and examples are empty.
+build of torch with CUDA the window cannot be opened, and examples are empty.
 """
 
 from typing import Any, final
