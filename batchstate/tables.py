@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import Array, as_array, converted, select_rows, shape_of, signed_twin
+from batchstate._arrays import Array, as_array, converted, read_only, select_rows, shape_of, signed_twin
 from batchstate._origin import Changes, Origin, RowSet
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, RowIndexError, ShapeError
 from batchstate.indices import Handles
@@ -71,13 +71,6 @@ class IndexSpace(Protocol):
             Violation: SLOT_ZERO_ALLOCATED, SLOT_OUT_OF_RANGE, SLOT_STALE_HANDLE, UNIT_MISMATCH.
         """
         ...
-
-
-def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A read-only view of `array`."""
-    view = array.view()
-    view.setflags(write=False)  # half the time that `flags.writeable = False` takes
-    return view
 
 
 @final

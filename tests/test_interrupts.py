@@ -70,7 +70,7 @@ class World:
             [one.tolist() for one in (slots._owners["state"].mapping, table.pages, table.num_pages, table.committed)],
             references.further.tolist(),
             references.shared,
-            [(lease.pages.tolist(), lease._written) for lease in pages._leases.values()],
+            [(lease.pages.tolist(), lease._written) for lease in pages._sharing.leases.values()],
             pages.writes.tokens.tolist(),
             [(entries.number != 0).tolist() + entries.taken.tolist() for entries in relay.fields.values()],
             None if self.table.host_memory is None else (self.table.host_memory.tolist(), self.table._written.tolist()),
@@ -99,7 +99,7 @@ class World:
         """All leave; then everything can be taken, once."""
         self.slots.verify()
         self.shut.done = True
-        for lease in list(self.pages._leases.values()):
+        for lease in list(self.pages._sharing.leases.values()):
             lease.release()
         self.pages.release_requests(self.slots_of(self.slots.live_slots().tolist()))
         self.slots.expect_idle()

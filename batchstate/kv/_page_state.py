@@ -525,7 +525,7 @@ class PageOwners(SlotListener):
     """The pages of slots. Slots are taken without pages and get them by growing; they leave with them, or without."""
 
     def __init__(self, pool: "PagePool") -> None:
-        self._table, self._references, self._leases = pool._table, pool._references, pool._leases
+        self._table, self._references, self._leases = pool._table, pool._references, pool._sharing.leases
         self._writes = pool.writes
         self._slots = pool.slots
         self._epochs, self._shares = pool.epochs, pool.shares

@@ -17,11 +17,10 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._allocator import FREE, MOST_TOKENS, Allocator, Transaction, joined, size_of
-from batchstate._arrays import amounts, arange_per_row, as_array
+from batchstate._arrays import amounts, arange_per_row, as_array, read_only
 from batchstate.errors import ArgumentError, DtypeError, ShapeError
 from batchstate.runtime import Fence, MappedMemory, Runtime, check_fence, check_runtime
 from batchstate.runtime.agreement import QueriedFence
-from batchstate.tables import read_only
 from batchstate.violations import Where
 
 __all__ = ["HostBuffer", "HostKVPool", "HostRanges", "HostStats", "KVBuffer"]

@@ -6,11 +6,11 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from batchstate._arrays import read_only
 from batchstate.runtime import Fence
-from batchstate.tables import read_only
 
 if TYPE_CHECKING:
-    from batchstate.kv.pages import PagePool
+    from batchstate.kv._sharing import PageSharing
 
 __all__ = ["PageLease"]
 
@@ -31,7 +31,7 @@ class PageLease:
 
     _pages: Ints
     tokens: int
-    _pool: "PagePool"
+    _sharing: "PageSharing"
     _written: int  # tokens whose writes are launched, and the stream that wrote them last; the pool keeps both
     _writer: int
     released: bool = attrs.field(default=False, init=False)
@@ -50,7 +50,7 @@ class PageLease:
         Raises:
             Violation: SLOT_DOUBLE_FREE: it was given back before.
         """
-        self._pool._end_lease(self, self._pages, after)
+        self._sharing.end(self, self._pages, after)
 
     def split(self, num_tokens: SupportsIndex) -> "tuple[PageLease, PageLease]":
         """Cuts the lease in two: its first `num_tokens` tokens, and the others. This one counts as released then.
@@ -61,4 +61,4 @@ class PageLease:
             Violation: PAGE_ALIGNMENT, LENGTH_ORDER: `num_tokens` are not whole pages, or more than there are.
             ArgumentError: it was released before.
         """
-        return self._pool._split(self, num_tokens)
+        return self._sharing.split(self, num_tokens)

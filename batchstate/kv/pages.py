@@ -16,7 +16,7 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._allocator import MOST_TOKENS, size_of
-from batchstate._arrays import Amount, amounts, arange_per_row, as_array, count, shape_of
+from batchstate._arrays import Amount, amounts, arange_per_row, as_array, count, read_only, shape_of
 from batchstate._origin import Changes, Origin
 from batchstate.errors import ArgumentError, DeviceError, ShapeError, attribute
 from batchstate.indices import Locations, Pages, Slots
@@ -24,17 +24,15 @@ from batchstate.invariants import times_checked
 from batchstate.kv import _lengths
 from batchstate.kv._page_state import ONE, KVWrites, PageOwners, PageReferences, PageSpace, PageTable
 from batchstate.kv._page_tables import check_buffers, check_map, check_map_to, check_page_zero, check_req_to_token
+from batchstate.kv._sharing import PageSharing, Source
 from batchstate.kv.leases import PageLease
 from batchstate.mirror import MirroredTensor, lined_up
 from batchstate.pools import SlotPool
 from batchstate.runtime import Fence, Runtime, check_fence, check_runtime
-from batchstate.tables import Table, TableWrite, read_only
+from batchstate.tables import Table, TableWrite
 from batchstate.violations import Code, Where
 
 __all__ = ["Extension", "PagePool", "PageStats"]
-
-Source = Slots | PageLease | Sequence[PageLease]
-"""Whose tokens others begin with."""
 
 Ints = npt.NDArray[np.int64]
 
@@ -140,13 +138,13 @@ class Extension:
                 since. Else see `Table.entry`.
             RowIndexError: see `Table.entry`.
         """
-        own, target = self._pool.req_to_token, self._pool._token_table(table)
+        target = self._pool._token_table(table)
         self._pool.slots.check_handles(self.owners, "entry")
         if levels.cheap:
             self._check("entry")
         width, counts = target.shape[-1], self.counts
-        if target is not own and self.positions.max(initial=0) >= width:  # which is refused
-            return target.entry_of(self.slots, self.positions, self.locations, self.owners, self._origin)
+        if target is not self._pool.req_to_token:
+            width = max(width, int(self.positions.max(initial=0)) + 1)  # longer requests are refused
         one_each = counts.size == len(self) == np.count_nonzero(counts)
         index, locations = self._pool.whole_pages(
             self.slots * width + self.positions,
@@ -155,10 +153,7 @@ class Extension:
             width,
             None if one_each else counts,
         )
-        if self._pool._is_token_table(target) and not levels.full:  # the pool made and checked all
-            return target.planned(index, locations, self._writers(), self._origin)
-        rows, positions = np.divmod(index, width)
-        return target.entry_of(rows, positions, self._pool._locations(locations), self._writers(), self._origin)
+        return self._pool._token_write(target, width, index, locations, self._writers(), self._origin)
 
     def _writers(self) -> Slots:
         """The requests that have got tokens."""
@@ -241,7 +236,6 @@ class PagePool:
         runtime.declare_indices("page", self.num_pages + 1)
         runtime.declare_indices("location", self.location_capacity)
         self.writes = KVWrites(runtime, slots.capacity)  # for the library
-        self._leases: dict[int, PageLease] = {}  # by id, those that are not released
         self.epochs = Changes(slots.capacity, "pages")
         self.shares = Changes(slots.capacity, "holders of the pages")
         if req_to_token is not None:
@@ -249,8 +243,8 @@ class PagePool:
         self._req_to_token = req_to_token
         self._most = np.array(self.max_tokens_per_request, dtype=np.uint64)
         self._ones = np.ones(256, dtype=np.int64)
-        self._take, self._release_lease = f"{name}: take", f"{name}: release a lease"
         self._release_checks: list[Callable[[Ints, str], None]] = []
+        self._sharing = PageSharing(self)
         self._listener = PageOwners(self)
         slots.add_listener(self._listener)
 
@@ -288,7 +282,7 @@ class PagePool:
             pending=pages.pending,
             live=pages.live,
             shared=self._references.shared,
-            leases=len(self._leases),
+            leases=len(self._sharing.leases),
         )
 
     @property
@@ -358,7 +352,7 @@ class PagePool:
             ArgumentError: a lease that this pool does not hold. Handles as for `SlotPool.check_handles`.
         """
         if isinstance(owner, PageLease):
-            pages = self._held(owner, "pages_of").pages
+            pages = self._sharing.held(owner, "pages_of").pages
         else:
             rows = self.slots.rows_of(owner, "pages_of")
             table = self._table.pages[rows]
@@ -542,10 +536,7 @@ class PagePool:
         width = max(target.shape[-1], int(self._table.committed[rows].max(initial=0)))  # longer requests are refused
         origin = Origin("token rows", self.runtime.step, slots, self.epochs, self.epochs.last)
         index, locations = self.token_rows(rows, width)
-        if target is self.req_to_token and not levels.full:  # the pool made and checked all
-            return target.planned(index, locations, slots, origin)
-        owners, positions = np.divmod(index, width)
-        return target.entry_of(owners, positions, self._locations(locations), slots, origin)
+        return self._token_write(target, width, index, locations, slots, origin)
 
     def have_tokens(self, rows: Ints) -> npt.NDArray[np.bool_]:
         """Which of the live slots `rows` int64[n] have committed tokens, bool[n]. For the library."""
@@ -559,6 +550,15 @@ class PagePool:
             width: elements of a row of the table.
         """
         return self._table.token_rows(rows, width)
+
+    def _token_write(
+        self, target: Table, width: int, index: Ints, locations: Ints, owners: Slots, origin: Origin
+    ) -> TableWrite:
+        """The write of `locations` into elements `index` of a flat token table with rows of `width`."""
+        if self._is_token_table(target) and width == target.shape[-1] and not levels.full:
+            return target.planned(index, locations, owners, origin)  # the pool made and checked all
+        rows, positions = np.divmod(index, width)
+        return target.entry_of(rows, positions, self._locations(locations), owners, origin)
 
     def _is_token_table(self, table: Table) -> bool:
         """Whether each location of the pool goes into a table that is declared to hold locations."""
@@ -597,8 +597,7 @@ class PagePool:
         rows, totals = self._begin_with(slots, total_lens, "grow")
         self._check_lengths(totals, totals, "grow")
         self._allocate(rows, totals, "grow")
-        self.transaction.operation = None
-        self._check_after()
+        self._done()
 
     def commit(self, owner: Slots | PageLease, total_lens: "Amount") -> None:
         """Declares that work which the current stream has been given writes the first `total_lens` tokens.
@@ -616,7 +615,7 @@ class PagePool:
             ArgumentError: a lease that this pool does not hold.
         """
         if isinstance(owner, PageLease):
-            self._commit_lease(owner, total_lens)
+            self._sharing.commit(owner, total_lens)
             return
         rows, totals = self._begin_with(owner, total_lens, "commit")
         table = self._table
@@ -628,20 +627,7 @@ class PagePool:
         self.transaction.operation = "commit"
         self.writes.launched(rows, totals)
         table.committed[rows] = totals
-        self.transaction.operation = None
-        self._check_after()
-
-    def _commit_lease(self, lease: PageLease, total: object) -> None:
-        self.transaction.enter(f"{self.name}: commit")
-        tokens = np.atleast_1d(amounts(total, 1, f"{self.name}: commit"))
-        self._held(lease, "commit")
-        there = np.array([lease.tokens])
-        invariants.length_order(tokens, there, lease.tokens, explain=_lengths.uncommitted, **self._where("commit"))
-        if lease._written:
-            self.writes.wait(np.array([lease._writer]))
-        self.transaction.operation = "commit"
-        lease._written, lease._writer = int(tokens[0]), self.writes.writer()
-        self.transaction.operation = None
+        self._done()
 
     def wait_written(self, slots: Slots) -> None:
         """Makes the current stream wait, on the device, for the writes of all committed tokens on other streams.
@@ -839,10 +825,7 @@ class PagePool:
             ArgumentError, DtypeError: `n` is not a count.
             OwnerThreadError: called from a second thread.
         """
-        self.transaction.enter(self._take)
-        wanted = n if type(n) is int and n >= 0 else count(n, f"{self._take}: n")
-        self._references.query_fences()
-        return self._lease(self._references.take(wanted, "take"), 0, 0)
+        return self._sharing.take(n)
 
     def share(self, source: Source, target: Slots, num_tokens: SupportsIndex) -> Extension:
         """Lets `target` begin with the first `num_tokens` tokens of `source`: pages get further holders, with no copy.
@@ -861,27 +844,7 @@ class PagePool:
             ArgumentError: a target has pages already; the source is not one slot or not leases of this pool, or has a
                 page twice.
         """
-        operation = "share"
-        tokens = self._tokens(num_tokens, operation)
-        rows = self._begin(target, operation)
-        pages, writer = self._prefix(source, tokens, operation)
-        have = self._table.num_pages[rows]
-        if np.count_nonzero(have):
-            slot = int(rows[have > 0][0])
-            raise ArgumentError(
-                f"{self._references.allocator.label}: {operation} into slot {slot}, which has pages already",
-                value=slot,
-                remedy="share a prefix before the request gets pages of its own, or release those",
-            )
-        lengths = np.full(rows.size, pages.size * self.page_size, dtype=np.int64)
-        self._check_lengths(lengths, lengths, operation)
-        self._references.add(pages, rows.size, operation)
-        self._table.append(rows, np.full(rows.size, pages.size, dtype=np.int64), np.tile(pages, rows.size))
-        self._table.committed[rows] = lengths
-        self._note_share(source, operation)
-        self.writes.begin(rows, pages.size * self.page_size, writer)
-        self.transaction.operation = None
-        return self._ragged(target, rows, np.zeros(rows.size, dtype=np.int64), lengths, operation)
+        return self._sharing.share(source, target, num_tokens)
 
     def hold(self, slots: Slots, num_tokens: SupportsIndex, *, first: SupportsIndex = 0) -> PageLease:
         """Keeps tokens of one slot when the slot is gone: one reference to each of their pages.
@@ -895,13 +858,7 @@ class PagePool:
             Violation: PAGE_ALIGNMENT, LENGTH_ORDER, PAGE_RELEASED; PAGE_UNWRITTEN, at `cheap`.
             ArgumentError: not one slot.
         """
-        tokens, begin = self._tokens(num_tokens, "hold"), self._tokens(first, "hold")
-        self.transaction.enter(f"{self.name}: hold")
-        pages, writer = self._prefix(slots, tokens, "hold")
-        pages = pages[self._whole_pages(begin, tokens, "hold") :]
-        self._references.add(pages, 1, "hold")
-        self._note_share(slots, "hold")
-        return self._lease(pages, pages.size * self.page_size, writer)
+        return self._sharing.hold(slots, num_tokens, first)
 
     def rebase(
         self, slots: Slots, source: Source, num_tokens: SupportsIndex, *, after: Fence | None = None
@@ -924,153 +881,7 @@ class PagePool:
             Violation: as `share`; PAGE_RELEASED also if the request has given back some of them.
             ArgumentError: not one slot, or not a source; the request would have a page at two places.
         """
-        operation = "rebase"
-        tokens = self._tokens(num_tokens, operation)
-        check_fence(after, f"{self.name}: {operation}")
-        rows = self._begin(self._one(slots, operation), operation)
-        pages, writer = self._prefix(source, tokens, operation)
-        length, table = np.array([pages.size * self.page_size]), self._table
-        self._check_lengths(length, table.committed[rows], operation, _lengths.short_prefix)
-        if tokens:
-            self.check_readable(rows, length, operation)
-        self._check_release(rows, operation)
-        row = int(rows[0])
-        changed = pages != table.pages[row, : pages.size]
-        if np.count_nonzero(changed):
-            behind = table.pages[row, pages.size : int(table.num_pages[row])]
-            self._check_distinct(np.concatenate([pages, behind]), source, operation)
-            self._references.add(pages[changed], 1, operation)
-            own = table.put(row, pages)[changed]
-            self.epochs.note(rows, operation, self.runtime.step)
-            self._note_share(source, operation)
-            written = max(tokens, int(self.writes.tokens[row]))
-            self.writes.begin(rows, written, self.writes.behind(np.array([writer, self.writes.writer_of(row)])))
-            self._references.drop(own, after, operation)
-        self.transaction.operation = None
-        return self._ragged(slots, rows, np.zeros(1, dtype=np.int64), length, operation)
-
-    def _split(self, lease: PageLease, num_tokens: SupportsIndex) -> tuple[PageLease, PageLease]:
-        tokens = self._tokens(num_tokens, "split")
-        self.transaction.enter(f"{self.name}: split")
-        pages, at = self._held(lease, "split").pages, self._whole_pages(tokens, lease.tokens, "split")
-        self.transaction.operation = "split"
-        del self._leases[id(lease)]
-        lease.released = True
-        size = self.page_size
-        parts = [
-            PageLease(
-                part, part.size * size, self, max(0, min(lease._written - begin, part.size * size)), lease._writer
-            )
-            for part, begin in ((pages[:at], 0), (pages[at:], tokens))
-        ]
-        self._leases.update({id(part): part for part in parts})
-        self.transaction.operation = None
-        self._check_after()
-        return parts[0], parts[1]
-
-    def _whole_pages(self, tokens: int, most: int, operation: str) -> int:
-        """How many pages `tokens` tokens are, which have to be whole pages and at most `most`."""
-        length = np.array([tokens], dtype=np.int64)
-        invariants.page_alignment(length, self.page_size, **self._where(operation))
-        there = np.array([most], dtype=np.int64)
-        invariants.length_order(length, there, most, explain=_lengths.short_prefix, **self._where(operation))
-        return tokens // self.page_size
-
-    def _note_share(self, source: Source, operation: str) -> None:
-        """Pages of the source have further holders from now on, and are no longer its own to write."""
-        if isinstance(source, Slots):
-            self.shares.note(source.np, operation, self.runtime.step)
-
-    def _lease(self, pages: Ints, written: int, writer: int) -> PageLease:
-        """A lease of pages that have a reference for it already. One that the caller does not get is given back."""
-        lease = PageLease(pages, pages.size * self.page_size, self, written, writer)
-        self._leases[id(lease)] = lease
-        self.transaction.operation = None
-        try:
-            self._check_after()
-            return lease
-        except BaseException:
-            self._drop_lease(lease, pages, None, self._take)
-            raise
-
-    def _end_lease(self, lease: PageLease, pages: Ints, after: Fence | None) -> None:
-        self.transaction.enter(self._release_lease)
-        if after is not None:
-            check_fence(after, self._release_lease)
-        operation = "release a lease"
-        self._references.query_fences()
-        if self._leases.get(id(lease)) is not lease:
-            named = pages if pages.size else np.zeros(1, dtype=np.int64)
-            invariants.slot_double_free(named, np.zeros(named.size, dtype=np.bool_), **self._where(operation))
-        self._drop_lease(lease, pages, after, operation)
-        self._check_after()
-
-    def _drop_lease(self, lease: PageLease, pages: Ints, after: Fence | None, operation: str) -> None:
-        self._references.drop(pages, after, operation)
-        self._leases.pop(id(lease), None)  # a check that fails may be one of what it holds
-        lease.released = True
-        self.transaction.operation = None
-
-    def _tokens(self, num_tokens: SupportsIndex, operation: str) -> int:
-        return size_of(num_tokens, f"{self.name}: {operation}: num_tokens", most=MOST_TOKENS)
-
-    def _one(self, slots: Slots, operation: str) -> Slots:
-        if self.slots.rows_of(slots, operation).size != 1:
-            raise ArgumentError(
-                f"{self.name}: {operation} of {len(slots)} slots", value=len(slots), remedy="name one slot"
-            )
-        return slots
-
-    def _prefix(self, source: Source, tokens: int, operation: str) -> tuple[Ints, int]:
-        """The pages of the first `tokens` tokens of a slot or lease, checked, a new array; and who wrote them."""
-        if isinstance(source, PageLease):
-            available, pages = source.tokens, self._held(source, operation).pages
-            written, writer = np.array([source._written]), source._writer
-        elif isinstance(source, Sequence):
-            leases = [self._held(lease, operation) for lease in source]
-            available = sum(lease.tokens for lease in leases)
-            pages = np.concatenate([np.empty(0, dtype=np.int64), *(lease.pages for lease in leases)])
-            self._check_distinct(pages[: tokens // self.page_size], source, operation)
-            full = [lease._written == lease.tokens for lease in leases]
-            first_part = leases[: full.index(False) + 1] if False in full else leases
-            written = np.array([sum(lease._written for lease in first_part)])
-            writer = self.writes.behind(np.array([lease._writer for lease in leases], dtype=np.int64))
-        else:
-            row = int(self.slots.rows_of(self._one(source, operation), operation)[0])
-            rows = np.array([row])
-            available, pages = int(self._table.committed[row]), self._table.pages[row]
-            written, writer = self.writes.tokens[rows], self.writes.writer_of(row)
-        length = np.array([tokens], dtype=np.int64)
-        invariants.page_alignment(length, self.page_size, **self._where(operation))
-        there = np.array([available], dtype=np.int64)
-        most = max(available, self.max_tokens_per_request)  # a lease may hold more than a request may have
-        invariants.length_order(length, there, most, explain=_lengths.short_prefix, **self._where(operation))
-        if isinstance(source, Slots) and tokens:
-            self.check_readable(source.np, length, operation)
-        self._check_written(length, written, operation)
-        return pages[: tokens // self.page_size].astype(np.int64), writer
-
-    def _check_distinct(self, pages: Ints, source: Source, operation: str) -> None:
-        """A request has a page at one place only: each place counts as a holder."""
-        if self._references.allocator.repeated(pages):
-            raise ArgumentError(
-                f"{self.name}: {operation} of {source!r}, after which a request would have a page at two places",
-                value=source,
-                remedy="pass leases of different pages, each of which goes on where the one before ends",
-            )
-
-    def _check_written(self, tokens: Ints, written: Ints, operation: str) -> None:
-        if levels.cheap:
-            invariants.page_unwritten(tokens, written, **self._where(operation))
-
-    def _held(self, lease: PageLease, operation: str) -> PageLease:
-        if self._leases.get(id(lease)) is not lease:
-            raise ArgumentError(
-                f"{self.name}: {operation} of {lease!r}, which this pool does not hold",
-                value=lease,
-                remedy="use a lease before it is released, in the pool that made it",
-            )
-        return lease
+        return self._sharing.rebase(slots, source, num_tokens, after)
 
     # Releasing
 
@@ -1117,8 +928,7 @@ class PagePool:
             loses |= new_front > front
             front = new_front
         self._listener.cut(rows, totals, keep, after, operation, rows[loses], None if begins is None else front)
-        self.transaction.operation = None
-        self._check_after()
+        self._done()
 
     def release(self, slots: Slots, *, after: Fence | None = None) -> None:
         """Releases every page of the slots, which stay live. See `release_requests` for requests that leave."""
@@ -1126,8 +936,7 @@ class PagePool:
         rows = self._begin(slots, "release")
         self._check_release(rows, "release")
         self._listener.cut_all(rows, after, "release")
-        self.transaction.operation = None
-        self._check_after()
+        self._done()
 
     def release_requests(self, slots: Slots, *, after: Fence | None = None) -> None:
         """As `SlotPool.release_requests`: requests leave with their pages, those of other pools and all else."""
@@ -1171,6 +980,11 @@ class PagePool:
         """
         self.transaction.enter(f"{self.name}: expect_idle")
         self._references.allocator.expect_idle("expect_idle")
+
+    def _done(self) -> None:
+        """An operation has changed all that it changes."""
+        self.transaction.operation = None
+        self._check_after()
 
     def _check_after(self) -> None:
         if levels.full:
@@ -1218,6 +1032,10 @@ class PagePool:
             return
         most = self.max_tokens_per_request
         invariants.length_order(shorter, longer, most, explain=explain, **self._where(operation))
+
+    def _check_written(self, tokens: Ints, written: Ints, operation: str) -> None:
+        if levels.cheap:
+            invariants.page_unwritten(tokens, written, **self._where(operation))
 
     def _check_writable(self, rows: Ints, start: Ints, counts: Ints, operation: str) -> None:
         """Tokens are added in pages with one holder. Only the first page of each row can be an old one."""

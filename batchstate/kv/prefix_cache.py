@@ -131,7 +131,7 @@ class PrefixCache:
         pool, operation, cached = self.pages, "insert", self._cached
         named, skipped = _checked(keys, f"{pool.name}: insert"), size_of(first, f"{pool.name}: insert: first")
         pool.transaction.enter(f"{pool.name}: insert")
-        pages, writer = pool._prefix(owner, (skipped + len(named)) * pool.page_size, operation)
+        pages, writer = pool._sharing.prefix(owner, (skipped + len(named)) * pool.page_size, operation)
         pages = pages[skipped:]
         there = list(map(cached.pages.get, named))
         under_a_key = cached.cached[pages]
@@ -151,9 +151,8 @@ class PrefixCache:
             duplicates = 0
         pool.transaction.operation = operation
         cached.enter(pages, named, self._references.generations.of(pages), writer)
-        pool._note_share(owner, operation)
-        pool.transaction.operation = None
-        pool._check_after()
+        pool._sharing.note(owner, operation)
+        pool._done()
         return duplicates
 
     def match(self, keys: Sequence[Hashable]) -> PageLease:
@@ -184,7 +183,7 @@ class PrefixCache:
         references.revive(pages, "match")
         self._queried += len(keys)
         self._hits += len(pages)
-        return pool._lease(pages, pages.size * pool.page_size, writer)
+        return pool._sharing.lease(pages, pages.size * pool.page_size, writer)
 
     def fit(self, num_pages: SupportsIndex, keys: Sequence[Hashable] = ()) -> CacheFit:
         """Says what would be evicted to admit a request of `num_pages` pages that begins with `keys`. Changes nothing.
@@ -233,8 +232,7 @@ class PrefixCache:
         return self.remove(self._cached.pages)
 
     def _done(self, number: int) -> int:
-        self.pages.transaction.operation = None
-        self.pages._check_after()
+        self.pages._done()
         return number
 
 

@@ -315,10 +315,10 @@ class FailureMachine(Machine):
         if what == "take":  # it may have been over
             self.live = [self.slots._generations.handles(rows) for rows in self.slots.live_slots()[:, None]]
         elif what == "hold":
-            self.leases = list(self.pages._leases.values())
+            self.leases = list(self.pages._sharing.leases.values())
         elif what == "clear":
             self.live = [one for one in self.live if self.slots.is_live(one.np)[0]]
-            self.leases = list(self.pages._leases.values())
+            self.leases = list(self.pages._sharing.leases.values())
             agree(bool(self.live), self.slots.stats.live > 0, "requests after a clear that was interrupted")
         else:
             self.live = [one for one in self.live if self.slots.is_live(one.np)[0]]

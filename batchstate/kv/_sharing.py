@@ -1,0 +1,245 @@
+"""Who holds pages besides the one request that wrote them: leases, and requests that begin with the same tokens."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, SupportsIndex, final
+
+import numpy as np
+import numpy.typing as npt
+
+from batchstate import invariants
+from batchstate._allocator import MOST_TOKENS, size_of
+from batchstate._arrays import amounts, count
+from batchstate.errors import ArgumentError
+from batchstate.indices import Slots
+from batchstate.kv import _lengths
+from batchstate.kv.leases import PageLease
+from batchstate.runtime import Fence, check_fence
+
+if TYPE_CHECKING:
+    from batchstate.kv.pages import Extension, PagePool
+
+Source = Slots | PageLease | Sequence[PageLease]
+"""Whose tokens others begin with."""
+
+Ints = npt.NDArray[np.int64]
+
+
+@final
+class PageSharing:
+    """The further holders of a pool's pages. What each method does is said where `PagePool` and `PageLease` call it.
+
+    Attributes:
+        leases: by id, those that are not released.
+    """
+
+    def __init__(self, pool: "PagePool") -> None:
+        self._pool = pool
+        self._slots, self._table, self._references = pool.slots, pool._table, pool._references
+        self._writes, self._transaction = pool.writes, pool.transaction
+        self.leases: dict[int, PageLease] = {}
+        self._take, self._release = f"{pool.name}: take", f"{pool.name}: release a lease"
+
+    def __repr__(self) -> str:
+        return f"PageSharing({self._pool.name!r}, {len(self.leases)} leases)"
+
+    # Leases
+
+    def take(self, n: SupportsIndex) -> PageLease:
+        """See `PagePool.take`."""
+        self._transaction.enter(self._take)
+        wanted = n if type(n) is int and n >= 0 else count(n, f"{self._take}: n")
+        self._references.query_fences()
+        return self.lease(self._references.take(wanted, "take"), 0, 0)
+
+    def hold(self, slots: Slots, num_tokens: SupportsIndex, first: SupportsIndex) -> PageLease:
+        """See `PagePool.hold`."""
+        tokens, begin = self._tokens(num_tokens, "hold"), self._tokens(first, "hold")
+        self._transaction.enter(f"{self._pool.name}: hold")
+        pages, writer = self.prefix(slots, tokens, "hold")
+        pages = pages[self._whole_pages(begin, tokens, "hold") :]
+        self._references.add(pages, 1, "hold")
+        self.note(slots, "hold")
+        return self.lease(pages, pages.size * self._pool.page_size, writer)
+
+    def lease(self, pages: Ints, written: int, writer: int) -> PageLease:
+        """A lease of pages that have a reference for it already. One that the caller does not get is given back."""
+        lease = PageLease(pages, pages.size * self._pool.page_size, self, written, writer)
+        self.leases[id(lease)] = lease
+        self._transaction.operation = None
+        try:
+            self._pool._check_after()
+            return lease
+        except BaseException:
+            self._drop(lease, pages, None, self._take)
+            raise
+
+    def held(self, lease: PageLease, operation: str) -> PageLease:
+        """The lease, which this pool made and which is not released."""
+        if self.leases.get(id(lease)) is not lease:
+            raise ArgumentError(
+                f"{self._pool.name}: {operation} of {lease!r}, which this pool does not hold",
+                value=lease,
+                remedy="use a lease before it is released, in the pool that made it",
+            )
+        return lease
+
+    def commit(self, lease: PageLease, total: object) -> None:
+        """See `PagePool.commit`."""
+        self._transaction.enter(f"{self._pool.name}: commit")
+        tokens = np.atleast_1d(amounts(total, 1, f"{self._pool.name}: commit"))
+        there = np.array([self.held(lease, "commit").tokens])
+        where = self._pool._where("commit")
+        invariants.length_order(tokens, there, lease.tokens, explain=_lengths.uncommitted, **where)
+        if lease._written:
+            self._writes.wait(np.array([lease._writer]))
+        self._transaction.operation = "commit"
+        lease._written, lease._writer = int(tokens[0]), self._writes.writer()
+        self._transaction.operation = None
+
+    def split(self, lease: PageLease, num_tokens: SupportsIndex) -> tuple[PageLease, PageLease]:
+        """See `PageLease.split`."""
+        tokens = self._tokens(num_tokens, "split")
+        self._transaction.enter(f"{self._pool.name}: split")
+        pages, at = self.held(lease, "split").pages, self._whole_pages(tokens, lease.tokens, "split")
+        self._transaction.operation = "split"
+        del self.leases[id(lease)]
+        lease.released = True
+        size = self._pool.page_size
+        parts = [
+            PageLease(
+                part, part.size * size, self, max(0, min(lease._written - begin, part.size * size)), lease._writer
+            )
+            for part, begin in ((pages[:at], 0), (pages[at:], tokens))
+        ]
+        self.leases.update({id(part): part for part in parts})
+        self._pool._done()
+        return parts[0], parts[1]
+
+    def end(self, lease: PageLease, pages: Ints, after: Fence | None) -> None:
+        """See `PageLease.release`."""
+        self._transaction.enter(self._release)
+        if after is not None:
+            check_fence(after, self._release)
+        operation = "release a lease"
+        self._references.query_fences()
+        if self.leases.get(id(lease)) is not lease:
+            named = pages if pages.size else np.zeros(1, dtype=np.int64)
+            where = self._pool._where(operation)
+            invariants.slot_double_free(named, np.zeros(named.size, dtype=np.bool_), **where)
+        self._drop(lease, pages, after, operation)
+        self._pool._check_after()
+
+    def _drop(self, lease: PageLease, pages: Ints, after: Fence | None, operation: str) -> None:
+        self._references.drop(pages, after, operation)
+        self.leases.pop(id(lease), None)  # a check that fails may be one of what it holds
+        lease.released = True
+        self._transaction.operation = None
+
+    # Requests that begin with tokens of others
+
+    def share(self, source: Source, target: Slots, num_tokens: SupportsIndex) -> "Extension":
+        """See `PagePool.share`."""
+        operation, pool = "share", self._pool
+        tokens = self._tokens(num_tokens, operation)
+        rows = pool._begin(target, operation)
+        pages, writer = self.prefix(source, tokens, operation)
+        have = self._table.num_pages[rows]
+        if np.count_nonzero(have):
+            slot = int(rows[have > 0][0])
+            raise ArgumentError(
+                f"{self._references.allocator.label}: {operation} into slot {slot}, which has pages already",
+                value=slot,
+                remedy="share a prefix before the request gets pages of its own, or release those",
+            )
+        lengths = np.full(rows.size, tokens, dtype=np.int64)
+        pool._check_lengths(lengths, lengths, operation)
+        self._references.add(pages, rows.size, operation)
+        self._table.append(rows, np.full(rows.size, pages.size, dtype=np.int64), np.tile(pages, rows.size))
+        self._table.committed[rows] = lengths
+        self.note(source, operation)
+        self._writes.begin(rows, tokens, writer)
+        self._transaction.operation = None
+        return pool._ragged(target, rows, np.zeros(rows.size, dtype=np.int64), lengths, operation)
+
+    def rebase(self, slots: Slots, source: Source, num_tokens: SupportsIndex, after: Fence | None) -> "Extension":
+        """See `PagePool.rebase`."""
+        operation, pool, table = "rebase", self._pool, self._table
+        tokens = self._tokens(num_tokens, operation)
+        check_fence(after, f"{pool.name}: {operation}")
+        rows = pool._begin(self._one(slots, operation), operation)
+        pages, writer = self.prefix(source, tokens, operation)
+        length = np.array([tokens])
+        pool._check_lengths(length, table.committed[rows], operation, _lengths.short_prefix)
+        if tokens:
+            pool.check_readable(rows, length, operation)
+        pool._check_release(rows, operation)
+        row = int(rows[0])
+        changed = pages != table.pages[row, : pages.size]
+        if np.count_nonzero(changed):
+            behind = table.pages[row, pages.size : int(table.num_pages[row])]
+            self._check_distinct(np.concatenate([pages, behind]), source, operation)
+            self._references.add(pages[changed], 1, operation)
+            own = table.put(row, pages)[changed]
+            pool.epochs.note(rows, operation, pool.runtime.step)
+            self.note(source, operation)
+            written = max(tokens, int(self._writes.tokens[row]))
+            self._writes.begin(rows, written, self._writes.behind(np.array([writer, self._writes.writer_of(row)])))
+            self._references.drop(own, after, operation)
+        self._transaction.operation = None
+        return pool._ragged(slots, rows, np.zeros(1, dtype=np.int64), length, operation)
+
+    def note(self, source: Source, operation: str) -> None:
+        """Pages of the source have further holders from now on, and are no longer its own to write."""
+        if isinstance(source, Slots):
+            self._pool.shares.note(source.np, operation, self._pool.runtime.step)
+
+    def prefix(self, source: Source, tokens: int, operation: str) -> tuple[Ints, int]:
+        """The pages of the first `tokens` tokens of a source, checked, a new array; and who wrote them."""
+        if isinstance(source, PageLease):
+            available, pages = source.tokens, self.held(source, operation).pages
+            written, writer = np.array([source._written]), source._writer
+        elif isinstance(source, Sequence):
+            leases = [self.held(lease, operation) for lease in source]
+            available = sum(lease.tokens for lease in leases)
+            pages = np.concatenate([np.empty(0, dtype=np.int64), *(lease.pages for lease in leases)])
+            self._check_distinct(pages[: tokens // self._pool.page_size], source, operation)
+            full = [lease._written == lease.tokens for lease in leases]
+            first_part = leases[: full.index(False) + 1] if False in full else leases
+            written = np.array([sum(lease._written for lease in first_part)])
+            writer = self._writes.behind(np.array([lease._writer for lease in leases], dtype=np.int64))
+        else:
+            row = int(self._slots.rows_of(self._one(source, operation), operation)[0])
+            rows = np.array([row])
+            available, pages = int(self._table.committed[row]), self._table.pages[row]
+            written, writer = self._writes.tokens[rows], self._writes.writer_of(row)
+        number, length = self._whole_pages(tokens, available, operation), np.array([tokens], dtype=np.int64)
+        if isinstance(source, Slots) and tokens:
+            self._pool.check_readable(source.np, length, operation)
+        self._pool._check_written(length, written, operation)
+        return pages[:number].astype(np.int64), writer
+
+    def _tokens(self, num_tokens: SupportsIndex, operation: str) -> int:
+        return size_of(num_tokens, f"{self._pool.name}: {operation}: num_tokens", most=MOST_TOKENS)
+
+    def _one(self, slots: Slots, operation: str) -> Slots:
+        if self._slots.rows_of(slots, operation).size != 1:
+            raise ArgumentError(
+                f"{self._pool.name}: {operation} of {len(slots)} slots", value=len(slots), remedy="name one slot"
+            )
+        return slots
+
+    def _whole_pages(self, tokens: int, available: int, operation: str) -> int:
+        """How many pages `tokens` tokens are, which have to be whole pages and at most `available`."""
+        length, there, where = np.array([tokens]), np.array([available]), self._pool._where(operation)
+        invariants.page_alignment(length, self._pool.page_size, **where)
+        invariants.length_order(length, there, available, explain=_lengths.short_prefix, **where)
+        return tokens // self._pool.page_size
+
+    def _check_distinct(self, pages: Ints, source: Source, operation: str) -> None:
+        """A request has a page at one place only: each place counts as a holder."""
+        if self._references.allocator.repeated(pages):
+            raise ArgumentError(
+                f"{self._pool.name}: {operation} of {source!r}, after which a request would have a page at two places",
+                value=source,
+                remedy="pass leases of different pages, each of which goes on where the one before ends",
+            )
