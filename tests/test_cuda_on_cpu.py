@@ -421,6 +421,44 @@ def test_device_reads_factories_and_views_keep_nothing() -> None:
         assert torch.cuda.memory_allocated() == 256
 
 
+CALLS = {"a factory": 125, "a view": 18, "where it lies": 15}
+"""Functions that one call of torch enters at most, of Python and of C: a factory of 35 us took 150."""
+
+
+def test_what_it_costs_in_calls() -> None:
+    """A factory, a view and `.device` stay cheap, whatever was made before; time is the machine's, calls are not."""
+    with cuda_on_cpu():
+        table = torch.zeros(8, 8, device="cuda")
+        programs = {
+            "a factory": lambda: torch.empty(4, device="cuda"),
+            "a view": lambda: table[3],
+            "where it lies": lambda: (table.device, table.is_cuda),
+        }
+        kept: list[torch.Tensor] = []
+        for _ in range(2):
+            found = {name: _calls(program) for name, program in programs.items()}
+            for name, most in CALLS.items():
+                assert found[name] <= most, found
+            kept += [torch.empty(4, device="cuda") for _ in range(1000)]
+
+
+def _calls(program: Any) -> int:
+    """Functions that ten runs of a program enter, by run."""
+    count = 0
+
+    def seen(_: Any, event: str, __: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(seen)
+    try:
+        for _ in range(10):
+            program()
+    finally:
+        sys.setprofile(None)
+    return count // 10
+
+
 def test_events_that_complete_at_once_hide_one_idiom() -> None:
     """With eager events the racy idiom that asks once is in order, as it may be on a device; nothing else changes."""
     for name, (kind, program) in IDIOMS.items():

@@ -82,7 +82,8 @@ def test_waits_are_said_to_hide_races(script: Script, capsys: pytest.CaptureFixt
     assert main(["race", "run", script(source)]) == 0
     assert "; 1 access checked, 0 waits inside of torch\n" in capsys.readouterr().out
     assert main(["race", "run", script(source + "torch.zeros(1, device='cuda').item()\n")]) == 0
-    assert ", 1 wait inside of torch, which can hide races\n" in capsys.readouterr().out
+    assert ", 1 wait inside of torch, which can hide races:\n       1 of item at " in (out := capsys.readouterr().out)
+    assert out.endswith("program.py:13 in <module>\n")
 
 
 def test_without_a_script(capsys: pytest.CaptureFixture[str]) -> None:

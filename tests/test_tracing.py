@@ -502,7 +502,7 @@ def test_a_name_outlives_its_tensor() -> None:
     """It has the number, dtype and shape that the memory was first seen with."""
     name = Name(7, torch.zeros(3, 2, dtype=torch.int32))
     assert str(name) == "tensor 7 int32[3, 2]"
-    assert math.prod(name.shape) * name.itemsize == 24
+    assert math.prod(name.shape) * name.dtype.itemsize == 24
 
 
 # What both runtimes refuse

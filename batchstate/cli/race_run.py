@@ -13,6 +13,12 @@ from batchstate.errors import ArgumentError
 NAME = "race run"
 SUMMARY = "run a script that says cuda on this CPU, and report every pair of accesses that nothing orders"
 
+_MOST_WAITS = 10
+"""Lines that make the host wait and are printed."""
+
+_CALLED = {"_local_scalar_dense": "item", "copy_": "a copy that blocks", "_to_copy": "to"}
+"""What code says for an operation of torch that makes the host wait."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
@@ -54,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     new = [race for race in rt.races if identity(race) not in accepted]
     if error is None and not rt.accesses:
         error = "nothing was done on a device of cuda, so that nothing was checked"
+    waits = [(name, *at.words(), count) for (name, at), count in rt.waited_at.most_common()]
     figures: dict[str, Any] = {
         "format": FORMAT,
         "script": str(args.script),
@@ -61,17 +68,24 @@ def run(args: argparse.Namespace) -> int:
         "new": len(new),
         "accesses": rt.accesses,
         "synchronised": dict(rt.synchronised),
+        "waits": [
+            {"operation": name, "line": line, "caller": caller, "count": count} for name, line, caller, count in waits
+        ],
         "error": error,
     }
     write_json(args.json, figures)
     for race in new:
         print(f"{race}\n")
-    known, waits = len(rt.races) - len(new), sum(rt.synchronised.values())
+    known, waited = len(rt.races) - len(new), sum(rt.synchronised.values())
     count = f"{len(new)} finding{'s' * (len(new) != 1)}{f', {known} accepted' * bool(known)}"
     checked = f"{rt.accesses} access{'es' * (rt.accesses != 1)} checked"
-    waited = f"{waits} wait{'s' * (waits != 1)} inside of torch"
-    hides = ", which can hide races" * bool(waits)
-    print(f"{count}; {checked}, {waited}{hides}")
+    hides = ", which can hide races:" * bool(waited)
+    print(f"{count}; {checked}, {waited} wait{'s' * (waited != 1)} inside of torch{hides}")
+    for name, line, caller, times in waits[:_MOST_WAITS]:
+        called = f", called at {caller}" * (caller is not None)
+        print(f"  {times:6} of {_CALLED.get(name, name)} at {line}{called}")
+    if len(waits) > _MOST_WAITS:
+        print(f"  and those of {len(waits) - _MOST_WAITS} more lines; --json FILE lists all")
     if error is not None:
         print(f"batchstate: {args.script}: {error}", file=sys.stderr)
         return 2

@@ -7,11 +7,10 @@ from typing import Any, final
 
 import torch
 
-from batchstate._source_lines import SourceLine
 from batchstate.errors import DeviceError
 from batchstate.runtime import Runtime
 from batchstate.testing.cuda._graphs import Capture, Node
-from batchstate.testing.race.detector import Detector, RaceAllocation
+from batchstate.testing.race.detector import Detector
 from batchstate.testing.race.report import EventKind
 from batchstate.testing.race.tracer import RaceTracer
 from batchstate.testing.tracing.clocks import StreamClock
@@ -51,7 +50,6 @@ class CudaTracer(RaceTracer):
     Attributes:
         lock: held by whichever thread is told of an operation.
         ended: whether the window is over; threads that go on run as if there had been none.
-        allocated, most_allocated: bytes of device memory alive, now and at most.
     """
 
     def __init__(
@@ -64,8 +62,6 @@ class CudaTracer(RaceTracer):
         super().__init__(detector, inner, clock_of, note_sync)
         self.lock = threading.RLock()
         self.ended = False
-        self.allocated = self.most_allocated = 0
-        self._bytes: dict[RaceAllocation, int] = {}
         self._filling = threading.local()
         self._captures: dict[int, Capture] = {}  # thread -> what it captures
 
@@ -83,20 +79,6 @@ class CudaTracer(RaceTracer):
         except (RuntimeError, NotImplementedError):  # without a storage: a wrapper of another library
             return False
         return found is not None and found.kind is MemoryKind.DEVICE
-
-    def allocate(self, tensor: torch.Tensor, kind: MemoryKind, at: SourceLine | None = None) -> RaceAllocation:
-        """Notes whose memory a new tensor is, and counts that of the device."""
-        allocation = super().allocate(tensor, kind, at)
-        if kind is MemoryKind.DEVICE:
-            self._bytes[allocation] = tensor.untyped_storage().nbytes()
-            self.allocated += self._bytes[allocation]
-            self.most_allocated = max(self.most_allocated, self.allocated)
-        return allocation
-
-    def died(self, allocation: RaceAllocation) -> None:
-        """The last tensor of a piece of memory is gone."""
-        self.allocated -= self._bytes.pop(allocation, 0)
-        self.detector.freed(allocation)
 
     def _is_checked(self, tensor: torch.Tensor) -> bool:
         return self.allocations.of(tensor) is not None

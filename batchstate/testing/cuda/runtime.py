@@ -219,15 +219,20 @@ class CudaRuntime(RaceRuntime):
 
     def memory_info(self, device: object = 0) -> tuple[int, int]:
         """Bytes that are free, and all: as declared, less what is alive."""
-        return max(0, self.memory - self._tracer.allocated), self.memory
+        return max(0, self.memory - self._tracer.allocations.nbytes), self.memory
 
     def reset_peak(self, device: object = 0) -> None:
         """Forgets what was the most at once."""
-        self._tracer.most_allocated = self._tracer.allocated
+        self._tracer.allocations.most_nbytes = self._tracer.allocations.nbytes
 
     def memory_stats(self, device: object = 0) -> dict[str, Any]:
         """Bytes that are alive; no cache keeps more."""
-        both = {"current": self._tracer.allocated, "peak": self._tracer.most_allocated, "allocated": 0, "freed": 0}
+        both = {
+            "current": self._tracer.allocations.nbytes,
+            "peak": self._tracer.allocations.most_nbytes,
+            "allocated": 0,
+            "freed": 0,
+        }
         bytes_of = {"all": dict(both), "small_pool": dict.fromkeys(both, 0), "large_pool": dict(both)}
         nothing = {pool: dict.fromkeys(both, 0) for pool in bytes_of}
         names = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")

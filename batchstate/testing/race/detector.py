@@ -335,6 +335,13 @@ class Detector:
                 mine = logs[own] = Log()
             mine.add(entry.number, region, done)
 
+    def note_first(self, entry: Entry, allocation: RaceAllocation, region: ByteRegion) -> None:
+        """Notes the write of the event that has made the memory: there is nothing to compare it with."""
+        self.accesses += 1
+        log = allocation.writes[entry.stream.number] = Log()
+        log.events.append(entry.number)
+        log.regions.append(region)
+
     def unordered(self, allocation: RaceAllocation, stream: StreamClock) -> tuple[int, tuple[int, ByteRegion]] | None:
         """A stream that uses the memory unknown to `stream`, with its newest such use; None if there is none.
 

@@ -4,6 +4,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, final
 
+import torch
+
 from batchstate._source_lines import SourceLine
 from batchstate.testing.race.report import Access, Event, EventKind, RaceKind
 from batchstate.testing.tracing.clocks import HOST, StreamClock
@@ -130,10 +132,11 @@ def described(name: Name, region: ByteRegion) -> str:
 
 def rows_of(name: Name, region: ByteRegion) -> str:
     """Which rows, elements or bytes a region is, seen as the tensor that the memory was first seen as."""
-    row = name.itemsize
+    row = name.dtype.itemsize
     for length in name.shape[1:]:
         row *= length
-    if not name.shape or not row or region.hi > row * name.shape[0] or (name.kind == "uint8" and len(name.shape) == 1):
+    as_bytes = name.dtype is torch.uint8 and len(name.shape) == 1
+    if not name.shape or not row or region.hi > row * name.shape[0] or as_bytes:
         return _listed("byte", region.intervals(), region.more)
     word = "element" if len(name.shape) == 1 else "row"
     intervals = region.intervals()

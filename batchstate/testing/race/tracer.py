@@ -96,8 +96,7 @@ class RaceTracer(Tracer[RaceAllocation]):
         region = of_tensor(tensor)
         if region is not None:
             entry.writes = (*entry.writes, (allocation.name, region))
-            self.detector.check(entry, [(allocation, region, True)])
-            self.detector.note(entry, [(allocation, region, True)])
+            self.detector.note_first(entry, allocation, region)
         self.detector.allocates(entry.stream, entry)
         return allocation
 
@@ -193,10 +192,12 @@ class RaceTracer(Tracer[RaceAllocation]):
 
     def _on_device(self, call: TracedCall) -> Any:
         __tracebackhide__ = True
-        operation, func, args, kwargs, _ = call
-        accesses = operation.accesses(args, kwargs, self._read_index)
-        accesses = [one for one in accesses if self._is_checked(one.tensor)]
-        waits = operation.waits(args, kwargs, self.kind_of)  # before undecided operands become the device's
+        operation, func, args, kwargs, tensors = call
+        accesses, waits = [], False
+        if tensors:
+            accesses = operation.accesses(args, kwargs, self._read_index)
+            accesses = [one for one in accesses if self._is_checked(one.tensor)]
+            waits = operation.waits(args, kwargs, self.kind_of)  # before undecided operands become the device's
         entry, checked = self.begin(EventKind.OPERATION, operation.name, accesses)
         result = func(*args, **kwargs)
         self.end(entry, checked)

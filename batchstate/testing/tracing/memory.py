@@ -32,22 +32,20 @@ class Name:
 
     Attributes:
         number: in the order in which pieces were first seen, from 1.
-        shape, itemsize: of the tensor that it was first seen as.
-        kind: dtype of that tensor.
-        label: what the library calls it, or else its number.
+        shape, dtype: of the tensor that it was first seen as.
+        label: what the library calls it; empty where it goes by its number.
     """
 
-    __slots__ = ("itemsize", "kind", "label", "number", "shape")
+    __slots__ = ("dtype", "label", "number", "shape")
 
     def __init__(self, number: int, tensor: torch.Tensor) -> None:
         self.number = number
-        self.shape = tuple(tensor.shape)
-        self.itemsize = tensor.element_size()
-        self.kind = str(tensor.dtype).removeprefix("torch.")
-        self.label = f"tensor {number}"
+        self.shape: tuple[int, ...] = tensor.shape
+        self.dtype = tensor.dtype
+        self.label = ""
 
     def __str__(self) -> str:
-        return f"{self.label} {self.kind}{list(self.shape)}"
+        return f"{self.label or f'tensor {self.number}'} {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
 class Allocation:
@@ -55,12 +53,14 @@ class Allocation:
 
     Attributes:
         kind: whose it is.
+        nbytes: of it; 0 where it is not the device's.
     """
 
-    __slots__ = ("kind",)
+    __slots__ = ("kind", "nbytes")
 
     def __init__(self, kind: MemoryKind) -> None:
         self.kind = kind
+        self.nbytes = 0
 
 
 A = TypeVar("A", bound=Allocation)
@@ -79,9 +79,13 @@ class Allocations(Generic[A]):
 
     Args:
         died: called with a piece as soon as the last tensor of it is gone.
+
+    Attributes:
+        nbytes, most_nbytes: of device memory that is alive, now and at most.
     """
 
     def __init__(self, died: Callable[[A], None]) -> None:
+        self.nbytes = self.most_nbytes = 0
         self._known: dict[int, tuple[_Life, A]] = {}
         self._pinned: dict[int, _Life] = {}
         self._died = died
@@ -101,10 +105,17 @@ class Allocations(Generic[A]):
         """Knows the memory of a tensor as this, in place of what it was known as."""
         storage = tensor.untyped_storage()
         life = _Life(storage, self._ended)
-        life.key = storage._cdata
-        self._known[life.key] = (life, allocation)
-        if allocation.kind is MemoryKind.PINNED:
-            self._pinned[life.key] = life
+        key = life.key = storage._cdata
+        if key in self._known:
+            self.nbytes -= self._known[key][1].nbytes
+        self._known[key] = (life, allocation)
+        if allocation.kind is MemoryKind.DEVICE:
+            allocation.nbytes = storage.nbytes()
+            self.nbytes += allocation.nbytes
+            if self.nbytes > self.most_nbytes:
+                self.most_nbytes = self.nbytes
+        elif allocation.kind is MemoryKind.PINNED:
+            self._pinned[key] = life
         return allocation
 
     def pinned_at(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -130,5 +141,6 @@ class Allocations(Generic[A]):
         if found is not None and found[0] is life:
             del self._known[life.key]
             self._pinned.pop(life.key, None)
+            self.nbytes -= found[1].nbytes
             if not self._closed:
                 self._died(found[1])

@@ -8,6 +8,7 @@ from typing import Any, Generic, Self, TypeVar, final
 
 import torch
 
+from batchstate._source_lines import SourceLine, source_line
 from batchstate.errors import ArgumentError
 from batchstate.runtime import Fence, Runtime, Stream
 from batchstate.testing.tracing.dispatch import Tracer, tracing, untraced
@@ -84,13 +85,13 @@ class TracedRuntime(Runtime, Generic[S]):
         inner: has the streams and their windows.
 
     Attributes:
-        synchronised: calls of torch that made the host wait, by name. They count as forced syncs.
+        waited_at: calls of torch that made the host wait, by name and source line. They count as forced syncs.
     """
 
     _tracer: Tracer[Any]
 
     def __init__(self, inner: Runtime) -> None:
-        self.synchronised: Counter[str] = Counter()
+        self.waited_at: Counter[tuple[str, SourceLine]] = Counter()
         self._inner = inner
         self._streams: dict[object, S] = {}
         self._window: contextlib.ExitStack | None = None
@@ -139,8 +140,16 @@ class TracedRuntime(Runtime, Generic[S]):
         return self._known_stream(self._inner.current_stream)
 
     def _note_sync(self, name: str) -> None:
-        self.synchronised[name] += 1
+        self.waited_at[name, source_line(2)] += 1
         self.counters.forced_syncs += 1
+
+    @property
+    def synchronised(self) -> Counter[str]:
+        """Calls of torch that made the host wait, by name."""
+        found: Counter[str] = Counter()
+        for (name, _), times in self.waited_at.items():
+            found[name] += times
+        return found
 
     @property
     def pageable_copies(self) -> int:
