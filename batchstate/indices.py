@@ -24,6 +24,7 @@ class Handles(MirroredTensor):
     Pools make them. The generations go wherever the rows go; padded rows are index 0, generation 0.
     """
 
+    _space: ClassVar[int] = 0
     __slots__ = ("held_at",)
 
     def __init__(self, runtime: Runtime, host: Array | None, device: DeviceSide | None, **rest: Any) -> None:
@@ -36,6 +37,8 @@ class Handles(MirroredTensor):
             rest["generations"] = np.zeros(rest["shape"][0], dtype=np.int64)
         rest["generations"].setflags(write=False)  # once, and not for each read
         super().__init__(runtime, host, device, **rest)
+        if device is None and self.contract is Contract.EXACT and not self._windows and self._pool_id:
+            self._plain = 4 * self._pool_id + self._space
 
     @classmethod
     def of_pool(
@@ -64,6 +67,8 @@ class Handles(MirroredTensor):
             generations=generations,
             pool_id=pool_id,
         )
+        if pool_id and contract is Contract.EXACT:
+            handles._plain = 4 * pool_id + cls._space
         return handles
 
     @classmethod
@@ -112,6 +117,7 @@ class Slots(Handles):
     """Rows of requests in every slot-indexed table. Made by `SlotPool.take`; padded rows are slot 0."""
 
     unit: ClassVar[str | None] = "slot"
+    _space: ClassVar[int] = 1
     __slots__ = ()
 
     @property
@@ -126,6 +132,7 @@ class Pages(Handles):
     """KV pages. Made by `PagePool.pages_of` and by leases. Page 0 is padding."""
 
     unit: ClassVar[str | None] = "page"
+    _space: ClassVar[int] = 2
     __slots__ = ()
 
 
@@ -133,6 +140,7 @@ class Locations(Handles):
     """Places of tokens in device KV memory, each with the generation of its page. Those of page 0 are padding."""
 
     unit: ClassVar[str | None] = "location"
+    _space: ClassVar[int] = 3
     __slots__ = ()
 
 

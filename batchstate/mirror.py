@@ -280,6 +280,7 @@ class MirroredTensor(HostValues):
         "_generations",
         "_host",
         "_host_tensor",
+        "_plain",
         "_pool_id",
         "_row_set",
         "_seen",
@@ -326,6 +327,7 @@ class MirroredTensor(HostValues):
         self._windows = windows
         self._generations = generations
         self._pool_id = pool_id
+        self._plain = 0  # of handles with nothing but a host side of their own, which pool and space they are of
         self._row_set = row_set
         self._exposed = exposed
         self._seen = host.copy() if levels.full and host is not None else None
@@ -483,6 +485,7 @@ class MirroredTensor(HostValues):
         return self._host_tensor
 
     def _expose(self) -> None:
+        self._plain = 0
         if self._exposed is not None:
             self._exposed.append(self)
             self._exposed = None  # once is enough, and a list that its members know would be a cycle
@@ -495,12 +498,17 @@ class MirroredTensor(HostValues):
             Violation: MIRROR_STALE_READ inside a stale window of the device side.
         """
         self._check_fresh("device")
+        return self._own_device()
+
+    def _own_device(self) -> torch.Tensor:
+        self._plain = 0
         return self._device.tensor(self.runtime)
 
     @property
     def device_side(self) -> DeviceSide:
         """The device side, which may not exist yet. For the library: batches and relays take it over as it is."""
         self._check_fresh("device")
+        self._plain = 0
         return self._device
 
     @property
@@ -641,7 +649,7 @@ class MirroredTensor(HostValues):
         if not isinstance(untyped, list | tuple) or not untyped or not isinstance(untyped[0], MirroredTensor):
             raise ArgumentError("cat of no values", value=untyped, remedy="pass a list of at least one value")
         first = values[0]
-        if first._pool_id and not levels.full and _all_plain(values, first):
+        if first._plain and not levels.full and _all_plain(values, first._plain):
             joined_host, numbers = joined_rows([one._host for one in values]), [one._generations for one in values]
             return first._derived(
                 joined_host, None, joined_host.shape, "cat", generations=joined_rows(numbers), row_set=None
@@ -668,7 +676,7 @@ class MirroredTensor(HostValues):
             value._device.existing is not None for value in values
         ):
             first.runtime.refuse_capture("a merge")  # its kernel would not run now, and its result would be kept
-            parts = [value._device.tensor(first.runtime) for value in values]
+            parts = [value._own_device() for value in values]
             device = first.runtime.launch(concatenate, parts, reads=parts, name="cat")
         windows = tuple(dict.fromkeys(window for value in values for window in value._windows))
         rows = sum(len(value) for value in values)
@@ -884,7 +892,7 @@ class MirroredTensor(HostValues):
         if levels.full:
             self.check("weaken")
         host = None if wanted is Contract.DEVICE_ONLY else self._host
-        device = self._device.tensor(self.runtime) if wanted is not Contract.EXACT else self._device_if_needed()
+        device = self._own_device() if wanted is not Contract.EXACT else self._device_if_needed()
         return self._derived(host, device, self.shape, "weaken", contract=wanted, row_set=self._row_set)
 
     def tighten(self, bound: object) -> Self:
@@ -1068,20 +1076,12 @@ class MirroredTensor(HostValues):
             )
 
 
-def _all_plain(values: "Sequence[MirroredTensor]", first: "MirroredTensor") -> bool:
+def _all_plain(values: "Sequence[MirroredTensor]", plain: int) -> bool:
     """Whether all are handles of one pool with a host side alone, so that there is nothing to check or to weaken."""
-    kind, pool, exact = type(first), first._pool_id, Contract.EXACT
-    for one in values:
-        if (
-            type(one) is not kind
-            or one._pool_id != pool
-            or one._windows
-            or one._host_tensor is not None
-            or one.contract is not exact
-            or type(one._device._source) is ReadyTensor
-        ):
-            return False
-    return True
+    try:
+        return [one._plain for one in values].count(plain) == len(values)
+    except AttributeError:  # something else than a value
+        return False
 
 
 def lined_up(values: object, wanted: RowSet | None, what: str) -> object:

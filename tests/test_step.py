@@ -791,6 +791,32 @@ def test_handles_of_many_are_joined_at_once(rt: Runtime) -> None:
         type(joined).cat([joined, other.take(1)])
 
 
+def test_joined_handles_are_checked_once_a_side_was_read(rt: Runtime) -> None:
+    """A handle whose device side, host tensor or window somebody has is checked before it is joined with others."""
+    pool = SlotPool(rt, 8)
+
+    def parts() -> list[Slots]:
+        return [pool.take(1), pool.take(1)]
+
+    with checks("cheap"):
+        for side in ("device", "host", "device_side"):
+            first, second = parts()
+            theirs = getattr(second, side)
+            joined = Slots.cat([first, second])
+            assert joined.device.tolist() == [*first.np.tolist(), *second.np.tolist()]
+            (theirs.tensor(rt) if side == "device_side" else theirs).add_(1)
+            with pytest.raises(Violation, match="MIRROR_FOREIGN_WRITE"):
+                Slots.cat([first, second])
+            pool.free(first)
+        first, second = parts()
+        with second.stale("host", reason="being resolved"):
+            joined = Slots.cat([first, second])
+            with pytest.raises(Violation, match="MIRROR_STALE_READ"):
+                _ = joined.np
+        with pytest.raises(DeclarationError):
+            Slots.cat([first, 3])  # type: ignore[list-item]
+
+
 @pytest.mark.parametrize("in_one_piece", [True, False])
 def test_rows_of_requests_that_arrive_are_written_with_the_step(rt: Runtime, in_one_piece: bool) -> None:
     """No caller has to name them, and a caller that has written or names them does no harm."""
