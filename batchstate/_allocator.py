@@ -35,7 +35,7 @@ from batchstate.indices import Handles, Slots
 from batchstate.invariants import times_checked
 from batchstate.mirror import MirroredTensor
 from batchstate.runtime import Fence, Runtime
-from batchstate.runtime.agreement import Agreement, Queried, QueriedFence
+from batchstate.runtime.agreement import Queried, QueriedFence
 from batchstate.violations import Code, Where
 
 Ints = npt.NDArray[np.int64]
@@ -70,7 +70,7 @@ class Transaction:
         label: of the pool, for reports.
     """
 
-    __slots__ = ("_owner", "_querying", "_runtime", "label", "operation")
+    __slots__ = ("_last", "_owner", "_querying", "_runtime", "label", "operation")
 
     def __init__(self, runtime: Runtime, label: str) -> None:
         self._runtime = runtime
@@ -78,6 +78,7 @@ class Transaction:
         self.label = label
         self.operation: str | None = None
         self._querying: FrameType | None = None
+        self._last: QueriedFence | None = None
 
     def __repr__(self) -> str:
         return f"Transaction({self.label}, {self.operation})"
@@ -100,6 +101,14 @@ class Transaction:
             remedy="it was interrupted, or could not be undone: make the pool anew with all that is over it. If it is "
             "running, do not call the pool from a listener, a finalizer or a signal handler",
         )
+
+    def watch(self, fence: Fence) -> QueriedFence:
+        """The answer of a fence behind which something is freed now: one for all that a step frees behind it."""
+        last, runtime = self._last, self._runtime
+        if last is None or last.fence is not fence or last.complete or last.step != runtime.step:
+            group, step = runtime.agreement, runtime.step
+            last = self._last = QueriedFence(fence, step) if group is None else group.watch(fence, step)
+        return last
 
     def query(self, fences: Sequence[Queried]) -> list[bool]:
         """Whether each fence is complete, or, in a group of ranks, agreed to be. Never waits.
@@ -232,14 +241,13 @@ class PendingQueue:
     def __repr__(self) -> str:
         return f"PendingQueue({self.count} behind {len(self._groups)} fences)"
 
-    def defer(self, fence: Fence, indices: Ints, step: int, agreement: Agreement | None = None) -> None:
-        """Keeps a copy of `indices`, freed in `step`, until `fence` is complete, or agreed to be."""
+    def defer(self, fence: QueriedFence, indices: Ints) -> None:
+        """Keeps a copy of `indices` until `fence` is complete, or agreed to be."""
         copy = indices.copy()
-        if self._groups and self._groups[-1][0].fence is fence:  # one query for all that one step frees
+        if self._groups and self._groups[-1][0].fence is fence.fence:
             self._groups[-1][1].append(copy)
         else:
-            queried = QueriedFence(fence, step) if agreement is None else agreement.watch(fence, step)
-            self._groups.append((queried, [copy]))
+            self._groups.append((fence, [copy]))
         self.count += copy.size
 
     def completed(self, transaction: Transaction) -> list[tuple[QueriedFence, Ints]]:
@@ -487,7 +495,7 @@ class Allocator:
             self._push_free(indices)
         else:
             self._states[indices] = PENDING_MARK
-            self._queue.defer(after, indices, self.runtime.step, self.runtime.agreement)
+            self._queue.defer(self.transaction.watch(after), indices)
         self.live -= n
         self.freed_total += n
         if levels.cheap:
@@ -786,9 +794,8 @@ class Generations:
             current = np.where(self._allocator.live_among(rows), self._generations[rows], -1)
             invariants.slot_stale_handle(rows, held, current, **where)
 
-    def rows_to_free(self, slots: Slots, operation: str) -> Ints:
-        """The same for handles that are about to be freed: dead and repeated ones are SLOT_DOUBLE_FREE."""
-        rows, held = self.numbers_of(slots, Slots, operation)
+    def check_to_free(self, rows: Ints, held: Ints, operation: str) -> None:
+        """The same for slots that are about to be freed: dead and repeated ones are SLOT_DOUBLE_FREE."""
         times_checked[DOUBLE_FREE] += 1
         if not self._all_held(rows, held) or self._allocator.repeated(rows):
             where = self._where(operation)
@@ -796,7 +803,6 @@ class Generations:
             invariants.slot_zero_allocated(rows, **where)
             invariants.slot_double_free(rows, self._allocator.live_among(rows), **where)
             invariants.slot_stale_handle(rows, held, self._generations[rows], **where)
-        return rows
 
     def handles(self, rows: Ints) -> Slots:
         """Handles of the present owners of `rows`, int64[n], which are live: for checks."""
@@ -866,8 +872,8 @@ class SlotListener:
     def before_take(self) -> None:
         """Queries fences that decide what is free."""
 
-    def before_free(self, slots: Slots) -> None:
-        """Queries fences that decide whether slots may be freed. The handles have not been checked yet."""
+    def before_free(self, rows: Ints) -> None:
+        """Queries fences that decide whether slots may be freed: numbers that have not been checked yet, int64[n]."""
 
     def check_take(self, n: int) -> None:
         """Refuses if what `n` slots need is not there. Changes nothing."""

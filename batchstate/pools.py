@@ -25,6 +25,8 @@ __all__ = ["PendingSlots", "SlotListener", "SlotPool", "SlotStats"]
 
 Ints = npt.NDArray[np.int64]
 
+_NO_ROWS: Ints = np.empty(0, dtype=np.int64)
+
 _TAKE = "`pool.take(n)` returns the handles of `n` slots"
 _FREE = "`pool.free(slots, after=fence)` takes handles back, as `take` returned them"
 _STATS = "`pool.stats` has `free`, `pending` and `live`"
@@ -207,9 +209,10 @@ class SlotPool:
         allocator.reap()
         for query in self._before_take:
             query()
-        allocator.check_available(wanted, reserved=reserved)
-        for listener in self._taking:
-            listener.check_take(wanted)
+        if self._taking:  # else `allocator.take` asks
+            allocator.check_available(wanted, reserved=reserved)
+            for listener in self._taking:
+                listener.check_take(wanted)
         if levels.full:
             self._verify_tables("take")
         rows = allocator.take(wanted, "take", reserved=reserved)
@@ -272,15 +275,22 @@ class SlotPool:
         Raises:
             As `free`; and what the owners of the slots' memory refuse, such as TIER_STATE.
         """
-        self.release_rows(self.check_leaving(slots, after), after, "release_requests")
-
-    def check_leaving(self, slots: Slots, after: Fence | None) -> Ints:
-        """The first half of `release_requests`, for the library: the numbers int64[n], checked."""
         operation = "release_requests"
         self.transaction.enter(operation)
         if after is not None:
             check_fence(after, f"{self.name}: {operation}")
-        return self._rows_to_free(slots, operation, whole=True)
+        self._release(self._rows_to_free(slots, operation, whole=True), after, operation)
+
+    def check_leaving(self, rows: Ints, generations: Ints, after: Fence | None, operation: str) -> None:
+        """`release_requests`, but for the release itself: `release_rows`. For the library.
+
+        `rows` and `generations` int64[n] are those of handles of this pool.
+        """
+        if after is not None:
+            check_fence(after, f"{self.name}: {operation}")
+        for query in self._before_free:
+            query(rows)
+        self._check_to_free(rows, generations, operation, self._releasing_whole)
 
     def clear(self) -> None:
         """Frees every slot with all that hangs on the pool, and begins anew: slots and pages come in order, from 1.
@@ -302,7 +312,7 @@ class SlotPool:
         for query in self._before_take:
             query()
         for query_free in self._before_free:
-            query_free(self._generations.handles(self.live_slots()))
+            query_free(self.live_slots())
         rows = self.live_slots()
         self._allocator.check_none_pending(operation)
         for listener in self._listeners:
@@ -354,7 +364,10 @@ class SlotPool:
         self._before_take = [one.before_take for one in listeners if _overrides(one, "before_take")]
         self._before_free = [one.before_free for one in listeners if _overrides(one, "before_free")]
         self._taking = [one for one in listeners if _overrides(one, "check_take", "on_take")]
-        self._releasing = [one for one in listeners if _overrides(one, "check_free", "check_release")]
+        self._releasing_alone = [one.check_free for one in listeners if _overrides(one, "check_free")]
+        self._releasing_whole = [
+            one.check_release for one in listeners if _overrides(one, "check_free", "check_release")
+        ]
         self._counting = [one for one in listeners if _overrides(one, "check_conservation")]
 
     # Tables
@@ -463,14 +476,22 @@ class SlotPool:
 
     def _rows_to_free(self, slots: Slots, operation: str, *, whole: bool = False) -> Ints:
         """What is checked before slots are freed, alone or as whole requests; their numbers, int64[n]."""
+        untyped: object = slots
         for query in self._before_free:
-            query(slots)
-        rows = self._generations.rows_to_free(slots, operation)
-        for listener in self._releasing:
-            (listener.check_release if whole else listener.check_free)(rows, operation)
+            query(slots.np if isinstance(untyped, Slots) else _NO_ROWS)
+        rows, held = self._generations.numbers_of(slots, Slots, operation)
+        self._check_to_free(rows, held, operation, self._releasing_whole if whole else self._releasing_alone)
+        return rows
+
+    def _check_to_free(
+        self, rows: Ints, held: Ints, operation: str, checks: Sequence[Callable[[Ints, str], None]]
+    ) -> None:
+        """What is checked of slots int64[n] of these generations before they are freed, once fences were queried."""
+        self._generations.check_to_free(rows, held, operation)
+        for check in checks:
+            check(rows, operation)
         if levels.full:
             self._verify_tables(operation)
-        return rows
 
     # Checks
 

@@ -458,9 +458,11 @@ class StepPlanner:
             stays[index] = True
             rows = (~stays).nonzero()[0]
             if rows.size:
+                if batch._pool_id != self._slots.pool_id:
+                    self._slots.rows_of(self._handles(batch), _OPERATION)  # refuses them
                 numbers, generations = self._numbers(batch)
-                handles = Slots.of_pool(self._runtime, numbers[rows], generations[rows], pool_id=batch._pool_id)
-                leaving = self._slots.check_leaving(handles, after)
+                leaving = numbers[rows]
+                self._slots.check_leaving(leaving, generations[rows], after, _OPERATION)
         return batch.next_batch(keep=keep, joining=joining), leaving
 
     def _numbers(self, batch: Batch) -> tuple[Ints, Ints]:

@@ -243,7 +243,6 @@ BY_HANDLE: dict[type, dict[str, Callable[[World], object]]] = {
         "free": lambda it: it.slots.free(it.two),
         "check_handles": lambda it: it.slots.check_handles(it.two, "check"),
         "rows_of": lambda it: it.slots.rows_of(it.two, "rows_of"),
-        "check_leaving": lambda it: it.slots.check_leaving(it.two, None),
         "release_requests": lambda it: it.slots.release_requests(it.two),
     },
     PagePool: {

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from batchstate import invariants, levels
 from batchstate._allocator import LIVE_BYTE, AllFences, Allocator, Generations, SlotListener, Transaction
 from batchstate._arrays import arange_per_row
-from batchstate.indices import Handles, Slots
+from batchstate.indices import Handles
 from batchstate.kv import _lengths
 from batchstate.mirror import Contract
 from batchstate.runtime import Fence, Runtime, Stream
@@ -385,11 +385,7 @@ class PageReferences:
         known = fence.fence if isinstance(fence, QueriedFence) else fence
         if not self._readers or self._readers[-1][1].fence is not known:
             self._tickets += 1
-            group, step = self.runtime.agreement, self.runtime.step
-            if isinstance(fence, QueriedFence):
-                queried = fence
-            else:
-                queried = QueriedFence(fence, step) if group is None else group.watch(fence, step)
+            queried = fence if isinstance(fence, QueriedFence) else self.transaction.watch(fence)
             self._readers.append((self._tickets, queried))
         self._read_by[pages] = self._readers[-1][0]
 
@@ -531,7 +527,7 @@ class PageOwners(SlotListener):
         self._epochs, self._shares = pool.epochs, pool.shares
         self._seen: _Seen | None = None  # at the last `verify`
 
-    def before_free(self, slots: Slots) -> None:
+    def before_free(self, rows: Ints) -> None:
         """Queries the fences that pages wait for, which nothing that follows asks."""
         self._references.query_fences()
 

@@ -11,7 +11,6 @@ import torch
 from batchstate import invariants
 from batchstate._allocator import Transaction, joined
 from batchstate.errors import ArgumentError, CaptureError, DtypeError, ShapeError
-from batchstate.indices import Slots
 from batchstate.kv.host_pool import HostKVPool, HostRanges
 from batchstate.kv.pages import PagePool
 from batchstate.pools import SlotListener
@@ -282,10 +281,9 @@ class TierRequests(SlotListener):
         self.states[rows] = TierState.OUTSIDE
         self.releasing = rows[:0]
 
-    def before_free(self, slots: Slots) -> None:
+    def before_free(self, rows: Ints) -> None:
         """Queries the fences of the copies and of the slots' writers."""
-        untyped: object = slots
-        self.query_fences(slots.np.tolist() if isinstance(untyped, Slots) else [])
+        self.query_fences(rows.tolist())
 
     def query_fences(self, slots: Iterable[int]) -> None:
         """Queries the fences that `fence_of` names for slots; they are code of the engine. Asks none under capture."""

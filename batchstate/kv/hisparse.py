@@ -696,7 +696,8 @@ class HiSparse:
         self._begin(operation)
         check_fence(after, operation)
         requests = self._requests
-        requests.before_free(slots)
+        untyped: object = slots
+        requests.before_free(slots.np if isinstance(untyped, Slots) else np.empty(0, dtype=np.int64))
         rows = self.slots.rows_of(slots, operation, unique=True)
         requests.check_state(rows, allowed, operation)
         staged = rows[requests.states[rows] == TierState.STAGED].tolist()

@@ -494,12 +494,11 @@ class PagePool:
             ShapeError, DtypeError: `total_lens` are not n integers.
         """
         operation = "take_requests"
-        given = as_array(total_lens, f"{self.name}: {operation}")
+        what = f"{self.name}: {operation}"
+        given = as_array(total_lens, what)
         if given.ndim != 1:
-            raise ShapeError(
-                f"{self.name}: {operation} of {total_lens!r}", value=total_lens, remedy="pass one length per request"
-            )
-        totals = amounts(given, given.size, f"{self.name}: {operation}")
+            raise ShapeError(f"{what} of {total_lens!r}", value=total_lens, remedy="pass one length per request")
+        totals = amounts(given, given.size, what)
         self.transaction.enter(operation)
         self._references.query_fences()
         self._check_lengths(totals, totals, operation)
