@@ -91,6 +91,9 @@ class Layout:
         names: for each group a name for reports: the size of its items, or its only column.
         pads: for each group one padded row, [k, 1, ...].
         row_bytes: column -> bytes of one row of it.
+        plain: column of one number per row that names no index -> its dtype: an array of that dtype is taken as it is.
+        kinds: groups with each dtype that columns of one number per row in them have.
+        members: such a column -> its kind, and its row of the group.
     """
 
     columns: Mapping[str, Column]
@@ -98,6 +101,9 @@ class Layout:
     names: tuple[str, ...]
     pads: tuple[Array, ...]
     row_bytes: Mapping[str, int]
+    plain: Mapping[str, "np.dtype[Any]"]
+    kinds: "tuple[tuple[int, np.dtype[Any]], ...]"
+    members: Mapping[str, tuple[int, int]]
 
     @classmethod
     def of(cls, columns: Mapping[str, Column]) -> Self:
@@ -127,7 +133,15 @@ class Layout:
             names.append(column.name)
             pads.append(column.pad.reshape(1, 1, *column.shape).copy())
         row_bytes = {name: math.prod(place.shape) * place.dtype.itemsize for name, place in places.items()}
-        return cls(columns, places, tuple(names), tuple(pads), row_bytes)
+        plain = {
+            name: one.np_dtype
+            for name, one in columns.items()
+            if type(one) is MirroredColumn and not one.shape and one.holds is None
+        }
+        single = {name: place for name, place in places.items() if not place.shape}
+        kinds = list(dict.fromkeys((place.group, place.dtype) for place in single.values()))
+        members = {name: (kinds.index((place.group, place.dtype)), place.member) for name, place in single.items()}
+        return cls(columns, places, tuple(names), tuple(pads), row_bytes, plain, tuple(kinds), members)
 
 
 @final
@@ -409,16 +423,14 @@ class RowState:
         return state
 
     def _fill(self, columns: Mapping[str, Array]) -> None:
-        places, groups = self.layout.places, self.groups
+        groups, members = self.groups, self.layout.members
+        views = [groups[group].view(dtype) for group, dtype in self.layout.kinds]
         for name, values in columns.items():
-            place = places[name]
-            if place.shape:
+            member = members.get(name)
+            if member is None:
                 self.column(name)[...] = values
-            else:  # as `column`, for what a step does for each column
-                row = groups[place.group][place.member]
-                if row.dtype is not place.dtype:
-                    row = row.view(place.dtype)
-                row[...] = values
+            else:
+                views[member[0]][member[1]] = values
 
     def aligned(self) -> list[Array]:
         """All groups as they cross to the device: each column of one begins at a multiple of `ALIGNMENT`."""
@@ -481,7 +493,7 @@ class RowState:
         """With other values in some columns."""
         state = self.copied(new.host)
         state._fill(new.host)
-        state.device = {name: rows for name, rows in self.device.items() if name not in new.exact} | new.device
+        state.device = {name: rows for name, rows in self.device.items() if name not in new.host} | new.device
         state.objects = {**self.objects, **new.objects}
         return state
 
@@ -537,20 +549,16 @@ class ColumnInputs:
         host: host rows of mirrored columns (and generations of slots).
         device: rows of columns whose host side is not a copy.
         objects: Python objects, object[n].
-        exact: mirrored columns with exact values, so that older device rows of theirs no longer count.
         pool_id: the pool of the slots; None without slots.
     """
 
     host: dict[str, Array] = attrs.field(factory=dict)
     device: dict[str, DeviceRows] = attrs.field(factory=dict)
     objects: dict[str, Objects] = attrs.field(factory=dict)
-    exact: list[str] = attrs.field(factory=list)
     pool_id: int | None = None
 
     @classmethod
-    def read(
-        cls, columns: Mapping[str, Column], values: Mapping[str, object], num_rows: int, runtime: Runtime, what: str
-    ) -> Self:
+    def read(cls, layout: Layout, values: Mapping[str, object], num_rows: int, runtime: Runtime, what: str) -> Self:
         """Checks and sorts values for some columns.
 
         Raises:
@@ -562,12 +570,12 @@ class ColumnInputs:
             Violation: UNIT_MISMATCH, MIRROR_STALE_READ.
         """
         inputs = cls()
+        columns, plain, host, shape = layout.columns, layout.plain, inputs.host, (num_rows,)
         for name, value in values.items():
-            column = columns.get(name)
-            if type(value) is np.ndarray and type(column) is MirroredColumn and column.takes_as_it_is(value, num_rows):
-                inputs.host[name] = value  # which is copied into the rows of the batch
-                inputs.exact.append(name)
+            if type(value) is np.ndarray and value.dtype is plain.get(name) and value.shape == shape:
+                host[name] = value  # which is copied into the rows of the batch
                 continue
+            column = columns.get(name)
             label = f"{what}: column {name!r}"
             if levels.full and isinstance(value, MirroredTensor):
                 value.check(what)
@@ -595,7 +603,6 @@ class ColumnInputs:
                     remedy="pass what `pool.take` returned; of your own allocator, `Slots.from_host(runtime, numbers)`",
                 )
             self.host[name] = _host_rows(column, value, num_rows, runtime, label)
-            self.exact.append(name)
             if of_slots:
                 self.host[name + GENERATION_SUFFIX] = np.zeros(num_rows, dtype=np.int64)
                 self.pool_id = 0
@@ -608,13 +615,11 @@ class ColumnInputs:
                 value=value.contract.value,
                 remedy="resolve the value, or declare the column with contract='upper_bound'",
             )
-        self.host[name] = value.np
+        self.host[name] = numbers = value.np
         _check_shape(column, value.shape, num_rows, label)
-        check_indices(column, value.np, runtime, label)
+        check_indices(column, numbers, runtime, label)
         if bounded:
             self.device[name] = DeviceRows.of(value.device_side, num_rows)
-        else:
-            self.exact.append(name)
         if isinstance(value, Slots):
             self.host[name + GENERATION_SUFFIX] = value.generations
             self.pool_id = value.pool_id

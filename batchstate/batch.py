@@ -167,7 +167,7 @@ class Batch(metaclass=BatchType):
             Violation: SLOT_SHARED, SLOT_ZERO_ALLOCATED, SENTINEL_ESCAPED, UNIT_MISMATCH.
         """
         check_runtime(runtime, f"{cls.__name__}.build")
-        missing = [name for name in cls._columns if name not in columns]
+        missing = columns.keys() != cls._columns.keys() and [name for name in cls._columns if name not in columns]
         if missing:
             unknown = [name for name in columns if name not in cls._columns]
             also = f", but values for {', '.join(unknown)}, which it does not declare" if unknown else ""
@@ -178,13 +178,15 @@ class Batch(metaclass=BatchType):
                 remedy=f"{meant}give every declared column its value",
             )
         num_rows = num_rows_of(columns, f"{cls.__name__}.build")
-        inputs = ColumnInputs.read(cls._columns, columns, num_rows, runtime, f"{cls.__name__}.build")
+        inputs = ColumnInputs.read(cls._layout, columns, num_rows, runtime, f"{cls.__name__}.build")
         state = RowState.of(cls._layout, inputs, num_rows)
         batch = cls(runtime, state, num_rows, num_rows, inputs.pool_id or 0)
-        if levels.cheap:
+        if levels.full:
             batch.check("build")
-        else:
-            batch._check_slots("build")  # slots from a caller are checked at every level
+            return batch
+        if levels.cheap:
+            batch._check_rows("build")
+        batch._check_slots("build")  # slots from a caller are checked at every level
         return batch
 
     @classmethod
@@ -639,8 +641,8 @@ class Batch(metaclass=BatchType):
                 value=bound,
                 remedy="pass a result of the relay, or slots= with the slots of the rows: slots=batch.slots",
             )
-        lower = value.tighten(bound).np.copy()
-        state = self._state.replaced(ColumnInputs(host={column: lower}))
+        lower, now = value.tighten(bound).np.copy(), self._state
+        state = now.replaced(ColumnInputs(host={column: lower}, device={column: now.device[column]}))
         return self._derived("tighten", state, self.num_reqs, moved=False)
 
     def replace(self, /, **columns: object) -> Self:
@@ -652,7 +654,7 @@ class Batch(metaclass=BatchType):
         """
         what = f"{type(self).__name__}.replace"
         num_reqs = self._begin("replace")
-        inputs = ColumnInputs.read(self._columns, columns, num_reqs, self.runtime, what)
+        inputs = ColumnInputs.read(self._layout, columns, num_reqs, self.runtime, what)
         if inputs.pool_id is None:
             for name, value in columns.items():
                 self._check_same_rows(value, "replace", name)

@@ -121,10 +121,6 @@ class TensorColumn(Column):
 class MirroredColumn(TensorColumn):
     """Both sides, moved in the batch's one copy."""
 
-    def takes_as_it_is(self, values: Array, num_rows: int) -> bool:
-        """Whether there is nothing to convert and no index to check, in an array of `num_rows` rows."""
-        return values.dtype is self.np_dtype and self.holds is None and values.shape == (num_rows, *self.shape)
-
 
 class SlotColumn(MirroredColumn):
     """The batch's slots with their generations. Padded rows point at slot 0."""
