@@ -173,7 +173,7 @@ class PoolExhaustedError(BatchStateError, RuntimeError):
         self.pending = pending
         self.size = size
         self.free_reserved = free_reserved
-        problem = f"{pool}: {requested} requested, {free} free, {pending} pending behind a fence"
+        problem = f"{pool}: {requested} requested, {free} free, {pending} pending on a fence"
         if free_reserved:
             problem += f"; {free_reserved} more are free in the reserve, for `take(n, reserved=True)` alone"
         if size is not None and requested > size:

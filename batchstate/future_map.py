@@ -734,7 +734,7 @@ class FutureMap:
             raise DeclarationError(
                 f"{self.name}: inputs from fields {names}, of which {', '.join(ragged)} is ragged",
                 value=names,
-                remedy="name one ragged field, and name it last: the ids of a request are one behind the other",
+                remedy="name one ragged field, and name it last: the ids of a request are in one sequence",
             )
         if ragged:
             least -= widths[-1]
@@ -814,7 +814,7 @@ class FutureMap:
         if self.runtime.capturing:
             raise CaptureError(
                 f"{self.name}: {operation} while the stream is captured: replays would bypass the relay's bookkeeping",
-                remedy="gather before the replay, into the graph's inputs, and publish its outputs behind it",
+                remedy="gather before the replay, into the graph's inputs, and publish its outputs after it",
             )
 
     def _check_fields(self, names: Iterable[object], operation: str, reader: int = 0) -> None:

@@ -593,7 +593,7 @@ def slot_in_flight(slots: Ints, in_flight: Mask, *, behind: str | None = None, *
     return Breach(
         f"index {slots[row]} changes owner while a forward may still use it",
         expected="its fence complete",
-        actual=f"pending behind {behind}" if behind else "its fence pending",
+        actual=f"pending on {behind}" if behind else "its fence pending",
         row=row,
         slot=int(slots[row]),
     )
@@ -752,7 +752,7 @@ def page_alignment(tokens: Ints, page_size: int, **where: Unpack[Where]) -> Brea
 @invariant(
     "cheap",
     "publish after the forward that writes the tokens is launched: `resolve_forward_inputs` notes it, or call "
-    "`pages.commit(slots, total_lens)` behind the launch",
+    "`pages.commit(slots, total_lens)` after the launch",
     ("sglang #22453", "sglang #27258", "vllm #36013"),
 )
 def page_unwritten(tokens: Ints, written: Ints, **where: Unpack[Where]) -> Breach | None:
@@ -968,7 +968,7 @@ def future_order(ordered: bool, writer: str, reader: str, missing: str, **where:
     """
     if ordered:
         return None
-    problem = f"nothing orders {reader} behind {writer}"
+    problem = f"nothing orders {reader} after {writer}"
     return Breach(problem, expected=missing, actual="no wait for that fence", writer=writer, reader=reader)
 
 
@@ -1032,7 +1032,7 @@ def staging_reused(held: int, current: int, **where: Unpack[Where]) -> Breach | 
 
 @invariant(
     "test",
-    "let the stream of the second access wait for a fence recorded behind the first",
+    "let the stream of the second access wait for a fence recorded after the first",
     ("sglang #18744", "sglang #26376", "sglang #30471", "sglang #34076", "vllm #24527", "vllm #36013", "vllm #29623"),
 )
 def race(ordered: bool, problem: str, missing: str, remedy: str | None = None, **where: Unpack[Where]) -> Breach | None:

@@ -198,7 +198,7 @@ def launched() -> RaceReport:
     second = work("schedule", "index_fill_ (marks: clear)", 110, writes=[f"{MARKS} row 1"])
     return report(
         kind=RaceKind.WRITE_AFTER_READ,
-        problem=f"nothing orders {second.name} on 'schedule' behind {first.name} on 'forward'",
+        problem=f"nothing orders {second.name} on 'schedule' after {first.name} on 'forward'",
         memory=f"{MARKS}, allocated on 'default' at {engine}:20 in make",
         rows="row 1",
         first=access(first, "reads", f"row 1 of {MARKS}"),

@@ -164,7 +164,7 @@ def test_a_use_behind_no_allocation_is_said_as_such() -> None:
         IDIOMS["empty_gets_what_its_stream_has_freed"][1](True)
     (race,) = rt.races
     assert race.problem == (
-        "memory is used on 'copies' with no order behind its allocation on 'default', "
+        "memory is used on 'copies' with no order after its allocation on 'default', "
         "whose earlier work may still use that block"
     )
     assert race.first.does == "allocates"

@@ -166,7 +166,7 @@ def test_the_hint_names_a_fence_that_is_too_early() -> None:
         numbers.add_(1)
     report = caught.value.report
     assert report.missing == "stream 'default' waits for fence 1, which was recorded before add_ on stream 'other'"
-    assert report.suggestion.startswith("record the fence behind add_")
+    assert report.suggestion.startswith("record the fence after add_")
 
 
 def test_memory_freed_in_use_is_remembered_after_a_race(rt: RaceRuntime) -> None:
@@ -208,7 +208,7 @@ def test_memory_that_an_allocation_may_have_got(rt: RaceRuntime, freed: str) -> 
                 "allocates",
                 "writes",
             )
-            assert report.problem.startswith("memory is used on 'other' with no order behind its allocation on ")
+            assert report.problem.startswith("memory is used on 'other' with no order after its allocation on ")
             assert report.problem.endswith("whose earlier work may still use that block")
         else:
             if used is not None:

@@ -106,7 +106,7 @@ def test_the_suggestion_asks_for_a_fence_where_there_is_none() -> None:
     """One that was recorded before the access is of no use."""
     report = overlapped(recorded=False)
     assert report.suggestion == (
-        "record a fence on stream 'left' behind fill_, and wait for it on stream 'right' before clone"
+        "record a fence on stream 'left' after fill_, and wait for it on stream 'right' before clone"
     )
 
 
@@ -121,7 +121,7 @@ def test_a_report_has_both_sides_with_their_lines() -> None:
     assert first.site.startswith("tests/test_race_reports.py:")
     assert first.site.endswith("in overlapped")
     assert report.memory.startswith("tensor 1 int64[8, 4], allocated on 'default' at tests/test_race_reports.py:")
-    assert "nothing orders clone on 'right' behind fill_ on 'left'" in str(report)
+    assert "nothing orders clone on 'right' after fill_ on 'left'" in str(report)
 
 
 def test_the_events_of_a_report_end_with_its_second_access() -> None:

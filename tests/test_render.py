@@ -327,7 +327,7 @@ def test_page_sets_the_operations_of_its_sentences_as_code() -> None:
     """In the headline and the other sentences the ends of an operation's name can be seen."""
     page = race_html(launched())
     write, read = "<code>index_fill_ (marks: clear)</code>", "<code>index_select (attend)</code>"
-    assert f"<h1>Nothing orders {write} on &#x27;schedule&#x27; behind {read} on &#x27;forward&#x27;</h1>" in page
+    assert f"<h1>Nothing orders {write} on &#x27;schedule&#x27; after {read} on &#x27;forward&#x27;</h1>" in page
     assert f"never waits for {read} on stream" in page
     assert f"before {write}</p>" in page
     assert sentence("add adds to `add_` and an address", "add") == (

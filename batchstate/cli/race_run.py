@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "arguments",
         metavar="ARGS",
         nargs=argparse.REMAINDER,
-        help="arguments of the script; options of this command are taken out, unless they stand behind `--`",
+        help="arguments of the script; options of this command are taken out, unless they come after `--`",
     )
     arguments.required = False  # or argparse lists it as missing together with SCRIPT
 

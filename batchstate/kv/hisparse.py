@@ -594,7 +594,7 @@ class HiSparse:
                 f"slot {rows[row]} has {length[row]} tokens with {length[row] - before[row]} new ones, of those before "
                 f"{settled[row]} confirmed; it had {least[row]} to {last[row]}",
                 value=int(length[row]),
-                remedy="go on behind tokens that were mapped, each request once a step; `tokens` says how many are new",
+                remedy="go on after tokens that were mapped, each request once a step; `tokens` says how many are new",
             )
         invariants.length_order(
             length - settled, np.full_like(length, self.hot_tokens), self.hot_tokens, explain=_too_far, **where

@@ -142,7 +142,7 @@ class PrefixCache:
                 raise ArgumentError(
                     f"{pool.name}: insert: page {other[0]} is cached under another key",
                     value=cached.keys_of(np.array(other[:1]))[0],
-                    remedy="`remove` that key first, or pass `first` and the keys behind it",
+                    remedy="`remove` that key first, or pass `first` and the keys after it",
                 )
             new = [at for at, old in enumerate(there) if old is None]
             duplicates = sum(old not in (None, page) for page, old in zip(numbers, there, strict=True))

@@ -91,7 +91,7 @@ class AllocatorModel:
             if not 1 <= index <= last:
                 disagree(f"index {index} was handed out of 1 to {last}")
             if index in self.live or index in self.pending:
-                state = "live" if index in self.live else f"pending behind {self.pending[index]}"
+                state = "live" if index in self.live else f"pending on {self.pending[index]}"
                 disagree(f"index {index} was handed out although it is {state}")
             self.live.add(index)
             self.generations[index] += 1

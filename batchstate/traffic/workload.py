@@ -213,7 +213,7 @@ def fitted_workload(num_requests: int = HOUR_REQUESTS, seed: int = 0) -> Workloa
     lowest, highest = _LONG_ANSWER_CONTEXTS
     long_answer = (lowest <= context) & (context <= highest)
     generated = np.where(long_answer, _draw(rng, _LONG_ANSWER, num_requests), _draw(rng, _SHORT_ANSWER, num_requests))
-    return Workload(arrival - arrival[0], context, generated, source=f"fitted hour, seed {seed}")
+    return Workload(arrival - arrival[0], context, generated, source=f"a fitted hour, seed {seed}")
 
 
 def _draw(rng: np.random.Generator, quantiles: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:

@@ -78,7 +78,7 @@ def check_chunk(first: int, num_tokens: int, total: int, page_size: int, last: b
         raise ArgumentError(
             f"a {'last ' if last else ''}chunk ends at token {end} of {whole}",
             value=end,
-            remedy="end the last chunk where the prompt ends, and no chunk behind it",
+            remedy="end the last chunk where the prompt ends, and send no chunk after it",
         )
     if not last and end % size:
         raise ArgumentError(

@@ -475,7 +475,7 @@ def _kept_behind(lease: Lease, ranges: object) -> Ints:
     if ranges is None:
         return np.empty((0, 2), dtype=np.int64)
     if not isinstance(ranges, HostRanges) or ranges.writer is not lease.ended:
-        kept = f"kept behind {ranges.writer!r}" if isinstance(ranges, HostRanges) else "not known to be kept"
+        kept = f"kept until {ranges.writer!r}" if isinstance(ranges, HostRanges) else "not known to be kept"
         raise ArgumentError(
             f"{lease!r}: grant of {ranges!r}, {kept}",
             value=ranges,

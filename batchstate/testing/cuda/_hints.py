@@ -33,14 +33,14 @@ def torch_hint_for(
     if early is not None:
         return Hint(
             f"{who} waits for {early.name}, which was recorded before {first.operation} on stream {first.lane!r}",
-            f"`{_event(early.name)}.record({_named(first.lane)})` behind {first.operation}: "
+            f"`{_event(early.name)}.record({_named(first.lane)})` after {first.operation}: "
             f"the recording at {early.source_line.line} comes before it",
         )
     missing = f"{who} never waits for {first.operation} on stream {first.lane!r}"
     behind = history.fence_behind(stream, first.event, first.step, named="event ")
     if behind is not None:
         wait = f"{_event(behind.name)}.synchronize()" if on_host else _waits(second.lane, behind.name)
-        return Hint(missing, f"`{wait}` before {second.operation}; it is recorded behind at {behind.source_line.line}")
+        return Hint(missing, f"`{wait}` before {second.operation}; it is recorded after it at {behind.source_line.line}")
     said = _named(first.lane)
     wait = f"{said}.synchronize()" if on_host else f"{_named(second.lane)}.wait_stream({said})"
     return Hint(missing, f"`{wait}` before {second.operation}")

@@ -492,10 +492,10 @@ def _problem(kind: RaceKind, first: Access, second: Access) -> str:
         return f"{_PROBLEMS[kind]}: {_short(second)} finds what {_short(first)} left there"
     if first.does == "allocates":
         return (
-            f"memory is used on {_where(second)} with no order behind its allocation on {_where(first)}, "
+            f"memory is used on {_where(second)} with no order after its allocation on {_where(first)}, "
             "whose earlier work may still use that block"
         )
-    return f"{_PROBLEMS[kind]}: nothing orders {_short(second)} behind {_short(first)}"
+    return f"{_PROBLEMS[kind]}: nothing orders {_short(second)} after {_short(first)}"
 
 
 def _kind_of(allocation: RaceAllocation, entry: Entry, first_writes: bool, second_writes: bool) -> RaceKind:

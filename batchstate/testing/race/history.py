@@ -200,11 +200,11 @@ def hint_for(
     if early is not None:
         return Hint(
             f"{who} waits for {early.name}, which was recorded before {first.operation} on stream {first.lane!r}",
-            f"record the fence behind {first.operation}: "
+            f"record the fence after {first.operation}: "
             f"{early.name} (recorded at {early.source_line.line}) comes before it",
         )
     if behind is None:
-        what = f"record a fence on stream {first.lane!r} behind {first.operation}, and wait for it"
+        what = f"record a fence on stream {first.lane!r} after {first.operation}, and wait for it"
     else:
         what = f"wait for {behind.name} (recorded on stream {first.lane!r} at {behind.source_line.line})"
     return Hint(

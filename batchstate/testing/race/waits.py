@@ -46,7 +46,7 @@ class WideWait:
         return (
             f"{who} waits for {self.fence} of stream {self.of!r} at {self.site}, step {self.step}: it {needed}\n"
             f"  need not   {', '.join(self.spare)}\n"
-            f"  remedy     wait for a fence that is recorded behind what has to be ordered, and no later"
+            f"  remedy     wait for a fence that is recorded after what has to be ordered, and no later"
         )
 
 
