@@ -40,7 +40,7 @@ def torch_hint_for(
     behind = history.fence_behind(stream, first.event, first.step, named="event ")
     if behind is not None:
         wait = f"{_event(behind.name)}.synchronize()" if on_host else _waits(second.lane, behind.name)
-        return Hint(missing, f"`{wait}` before {second.operation}; it is recorded after it at {behind.source_line.line}")
+        return Hint(missing, f"`{wait}` before {second.operation}; the event is recorded at {behind.source_line.line}")
     said = _named(first.lane)
     wait = f"{said}.synchronize()" if on_host else f"{_named(second.lane)}.wait_stream({said})"
     return Hint(missing, f"`{wait}` before {second.operation}")
