@@ -139,7 +139,7 @@ def _sections(report: "TrafficReport") -> list[Section]:
                     f"but {report.tokens_delivered:,} delivered" if duplicated else "each exactly once",
                     duplicated,
                 ),
-                Row("tokens prefilled", f"{report.prefill_tokens:,}", "prompt tokens computed, repeats after retraction included"),
+                Row("tokens prefilled", f"{report.prefill_tokens:,}", "prompt tokens computed, also after retractions"),
                 Row("simulated time", f"{minutes:,.1f} min", f"{report.steps:,} steps of the engine"),
                 Row("real time", f"{report.seconds:,.1f} s", f"{faster:,.0f} times as fast"),
             ],
