@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate._rows import Layout
-from batchstate.runtime import PackedUpload
+from batchstate.runtime import PackedUpload, Runtime
 from batchstate.runtime.memory import ALIGNMENT, Place, StagingBlock
 
 Array = npt.NDArray[Any]
@@ -66,6 +66,12 @@ class StepLayout:
             size += pitch(n, dtype) * dtype.itemsize
         self.nbytes = size
         self._views: dict[StagingBlock, list[Array]] = {}
+
+    def send(self, runtime: Runtime, groups: Sequence[Array], beside: Sequence[Array]) -> PackedUpload:
+        """One copy of the columns, and of positions, slot mapping and KV lengths beside them."""
+        block = runtime.staging_block(self.nbytes)
+        self.fill(block, groups, beside)
+        return runtime.send(block, self.nbytes, self.places)
 
     def fill(self, block: StagingBlock, groups: Sequence[Array], beside: Sequence[Array]) -> None:
         """Writes the columns, and positions, slot mapping and KV lengths beside them, to where they go in `block`."""

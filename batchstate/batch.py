@@ -40,7 +40,7 @@ from batchstate.columns import Column, DeviceColumn, MirroredColumn, SlotColumn,
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, DeviceError, ShapeError, attribute, one_of
 from batchstate.indices import Slots
 from batchstate.mirror import Contract, DeviceSide, MirroredTensor, StaleWindow, numbers_of, stale_reasons
-from batchstate.runtime import Runtime, check_runtime
+from batchstate.runtime import PackedUpload, Runtime, check_runtime
 from batchstate.tables import TableWrite
 from batchstate.violations import Code, Where
 
@@ -91,6 +91,7 @@ class Batch(metaclass=BatchType):
 
     __slots__ = (
         "__weakref__",
+        "_crossed",
         "_device",
         "_exposed",
         "_pool_id",
@@ -142,7 +143,8 @@ class Batch(metaclass=BatchType):
         self._row_number = row_number or self.version
         self._row_set: RowSet | None = None
         self._state = state
-        self._device: BatchDevice | None = None
+        self._device: BatchDevice | None = None  # once it is used
+        self._crossed: PackedUpload | None = None  # the copy that has all columns, where a step sent them
         self._pool_id = pool_id
         self._windows = windows
         self._values: dict[str, Any] = {}
@@ -348,7 +350,11 @@ class Batch(metaclass=BatchType):
         """The device side and the rows that it is made of. For the library; most batches of a step need none."""
         device = self._device
         if device is None:
-            device = self._device = BatchDevice(self.runtime, self._state)
+            if self._crossed is None:
+                device = BatchDevice(self.runtime, self._state)
+            else:
+                device = BatchDevice.of_upload(self.runtime, self._state, self._crossed)
+            self._device = device
         return device
 
     def objects(self, column: str) -> tuple[Any, ...]:
@@ -725,8 +731,10 @@ class Batch(metaclass=BatchType):
         """
         arrays = self._checked_step(writes, extras, "upload")
         device = self._device
-        if device is None:
+        if device is None and self._crossed is None:
             device = self._device = BatchDevice(self.runtime, self._state)
+        elif device is None:
+            device = self.device_side
         first = not device.uploaded
         if first and (self._exposed or self._windows):
             self._check_host_is_fresh("upload")
@@ -922,14 +930,13 @@ class Batch(metaclass=BatchType):
         windows: Windows | None = None,
         moved: bool = True,
         same_rows: bool = False,
-        device: BatchDevice | None = None,
         joined: Self | None = None,
     ) -> Self:
         """The result of an operation, checked.
 
         `moved` is False if no row moved, so that there are none to count; `same_rows` says that those that did belong
-        to the same requests as before. `device` is its device side, if it has crossed already; else the columns that
-        did not change keep theirs. The requests of `joined` come behind `num_reqs` of this one.
+        to the same requests as before. The columns that did not change keep their device side. The requests of `joined`
+        come behind `num_reqs` of this one.
         """
         if pool_id is None:
             pool_id = self._pool_id
@@ -950,16 +957,24 @@ class Batch(metaclass=BatchType):
             windows,
             self._row_number if same_rows or not moved else 0,
         )
-        if device is not None:
-            batch._device = device
-        elif self._device is not None:
-            batch._device = self._device.kept(state)
+        if self._device is not None or self._crossed is not None:
+            batch._device = self.device_side.kept(state)
         if levels.full:
             batch.check(operation)
         elif levels.cheap and moved:
             batch._check_rows(operation)
         if levels.cheap and joined is not None and joined.num_reqs:
             batch._check_slots(operation)
+        return batch
+
+    def _sent(self, state: RowState, crossed: PackedUpload, operation: str) -> Self:
+        """The same requests with the columns of `state`, all of which have crossed in one copy. For a planned step."""
+        batch = type(self)(
+            self.runtime, state, self.num_reqs, self.num_rows, self._pool_id, NO_WINDOWS, self._row_number
+        )
+        batch._crossed, batch._row_set = crossed, self._row_set
+        if levels.full:
+            batch.check(operation)
         return batch
 
     def _begin(self, operation: str) -> int:

@@ -53,7 +53,7 @@ READINGS: dict[type, frozenset[str]] = {
         }
     ),
     StepPlanner: frozenset(),
-    PlannedStep: frozenset({"publish", "results"}),
+    PlannedStep: frozenset({"plan", "publish", "results"}),
 }
 """What makes a batch or value, or reads one side of it, and replaces nothing."""
 

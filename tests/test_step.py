@@ -27,6 +27,7 @@ from batchstate import (
     relay_field,
     slot_column,
 )
+from batchstate._planned_step import DecodeStep
 from batchstate.errors import ArgumentError, BatchStateError, CaptureError, DeclarationError
 from batchstate.indices import Slots
 from batchstate.invariants import times_checked
@@ -77,7 +78,8 @@ class World:
         relay = FutureMap(slots, fields)
         options = {"ids": "last", "results": ("last",), **options}
         planner = StepPlanner(Running, pages=pool, relay=relay, **options)
-        planner._in_one_piece &= in_one_piece
+        if not in_one_piece:
+            planner._decode_steps = None
         return cls(rt, slots, pool, relay, planner, Running.empty(rt), in_one_piece)
 
     def join(self, lens: list[int]) -> None:
@@ -205,12 +207,12 @@ def test_in_one_piece_as_by_the_parts(level: str, events: list[tuple[str, Any]])
                     world.batch = world.batch.replace(temperature=np.full(n, value, np.float32))
                 elif event == "turn over" and value[1] and n + len(value[1]) <= world.slots.size and longest < LONGEST:
                     step, one = world.turn_over([row for row in value[0] if row < n], value[1])
-                    assert (step._requests is not None) == world.in_one_piece
+                    assert isinstance(step, DecodeStep) == world.in_one_piece
                     found.append(step.results["last"].np.tolist())
                     seen.append(one)
                 elif event == "step" and n and longest < LONGEST:
                     step, one = world.step()
-                    assert (step._requests is not None) == world.in_one_piece
+                    assert isinstance(step, DecodeStep) == world.in_one_piece
                     found.append(step.results["last"].np.tolist())
                     seen.append(one)
             if seen:
@@ -399,7 +401,7 @@ def test_what_is_a_decode_step(rt: Runtime, arguments: dict[str, Any], in_one_pi
     world = World.of(rt)
     world.join([3, 4])
     step = world.planner.plan(world.batch, **arguments)
-    assert (step._requests is not None) == in_one_piece
+    assert isinstance(step, DecodeStep) == in_one_piece
     inputs = step.inputs()
     assert rt.inspect(inputs.input_ids)[:2].tolist() == [10, 20]
     assert (len(step.batch), step.sent.num_rows) == (2, arguments.get("pad_rows", 2))
@@ -518,7 +520,7 @@ def test_device_columns_extras_and_table_writes(rt: Runtime) -> None:
         before = rt.counters.snapshot()
         write = marks.entry(batch.slots, None, [k, 10 * k])
         step = planner.plan(batch, writes=[write], extras={"salt": np.array([k])})
-        assert step._requests is not None
+        assert isinstance(step, DecodeStep)
         inputs = step.inputs()
         spent = rt.counters - before
         assert (spent.host_to_device_copies, spent.device_operations) == (1, 3)  # two scatters and a gather
@@ -545,9 +547,9 @@ def test_full_compares_the_copy_of_the_step(rt: Runtime) -> None:
         assert step.batch["seed"].device.tolist() == [1, 2]
         assert (rt.counters - before).host_to_device_copies == 1
         wrong = changed(
-            "step:StepPlanner._sent",
-            "layout.fill(block, state.groups,",
-            "layout.fill(block, state.taken(tokens[0] * 0).groups,",
+            "step:StepPlanner._decode",
+            "columns = moved.groups",
+            "columns = [one[:, rows * 0] for one in moved.groups]",
         )
         with wrong, pytest.raises(Violation) as caught:
             world.planner.plan(step.batch)

@@ -125,7 +125,7 @@ class ForwardInputs:
     """One forward's inputs on the device. Made by `FutureMap.resolve_forward_inputs`, or by `of` without a relay.
 
     Attributes:
-        plan: what the host knows of it. It says which of the int64 tensors are int32.
+        plan: what the host knows of the forward. It says which of the int64 tensors are int32.
         slots: int64[num_rows]; 0 for padded rows.
         sampled_slots: handles of the requests that sample, for `publish`.
         positions: int64[num_padded_tokens].
@@ -139,7 +139,7 @@ class ForwardInputs:
         kv_page_indptr, kv_page_indices, kv_last_page_len: flashinfer's `paged_kv_*`, or None.
     """
 
-    plan: ForwardPlan
+    _plan: ForwardPlan | Callable[[], ForwardPlan]
     slots: torch.Tensor
     sampled_slots: Slots
     positions: torch.Tensor
@@ -157,6 +157,13 @@ class ForwardInputs:
 
     def __repr__(self) -> str:
         return f"ForwardInputs({self.plan!r})"
+
+    @property
+    def plan(self) -> ForwardPlan:
+        """What the host knows of the forward."""
+        if not isinstance(self._plan, ForwardPlan):
+            self._plan = self._plan()
+        return self._plan
 
     @property
     def input_ids(self) -> torch.Tensor:

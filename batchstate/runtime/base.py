@@ -360,9 +360,10 @@ class Runtime(abc.ABC):
         Raises:
             Violation: STAGING_OVERRUN, at `cheap`: more steps are in flight than were declared.
         """
-        self.check_owner("next_step")
+        if threading.get_ident() != self.owner.ident:
+            self.check_owner("next_step")
         if levels.cheap and not (self.capturing and self.checks_suspended()):
-            oldest = self._staging.oldest_step()
+            oldest = self._staging.reap()
             if oldest is not None:
                 invariants.staging_overrun(
                     oldest, self.step + 1, self.steps_in_flight, object=self, operation="next_step", step=self.step

@@ -108,28 +108,27 @@ class Staging:
         block.lending = 0
         self._free.setdefault(block.bytes.size, []).append(block)
 
-    def reap(self) -> None:
-        """Makes every block free whose copy has run, oldest first on each stream."""
+    def reap(self) -> int | None:
+        """Makes every block free whose copy has run, oldest first on each stream.
+
+        Returns:
+            step of the oldest copy that has not run, or None.
+        """
+        oldest: int | None = None
         # A copy: giving up an abandoned download, which a collection of garbage may do here, adds a stream.
         for stream, in_flight in list(self._in_flight.items()):
             while in_flight and in_flight[0][0].query():
                 self.give_up(in_flight.popleft()[2])
-            if not in_flight and stream in self._in_flight:  # an engine may make its streams anew in each step
+            if in_flight:
+                oldest = in_flight[0][1] if oldest is None else min(oldest, in_flight[0][1])
+            elif stream in self._in_flight:  # an engine may make its streams anew in each step
                 del self._in_flight[stream]
+        return oldest
 
     def clear(self) -> None:
         """Lets go of the blocks that are free."""
         self.reap()
         self._free.clear()
-
-    def oldest_step(self) -> int | None:
-        """Step of the oldest upload that has not run, or None."""
-        self.reap()
-        oldest: int | None = None
-        for in_flight in tuple(self._in_flight.values()):
-            if in_flight and (oldest is None or in_flight[0][1] < oldest):
-                oldest = in_flight[0][1]
-        return oldest
 
     def _make(self, size: int) -> StagingBlock:
         tensor = self.allocate(size)

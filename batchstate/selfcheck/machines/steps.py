@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from batchstate import levels
+from batchstate._planned_step import DecodeStep
 from batchstate.batch import Batch
 from batchstate.columns import HostColumn, host_list, mirrored, slot_column
 from batchstate.errors import PoolExhaustedError
@@ -209,7 +210,8 @@ class StepMachine(Machine):
         if len(self.in_flight) == 2:
             self.read()
         self.rt.next_step()
-        before = self.planner._requests
+        steps = self.planner._decode_steps
+        before = None if steps is None else steps.requests
         rows = len(requests) + 1 if padded else None
         kinds = None if all(ids is None for ids in prompts) else {"kinds": TokenArray(prompts, torch.int32, fill=9)}
         options: dict[str, Any] = {"pad_rows": rows, "pad_tokens": queries.sum() + 1} if padded else {}
@@ -228,10 +230,11 @@ class StepMachine(Machine):
             while self.in_flight:  # a step without a launch: an engine reads what is under way, and tries again
                 self.read()
             return
-        one_piece = step._requests is not None
+        requests_of = step._requests if isinstance(step, DecodeStep) else None
+        one_piece = requests_of is not None
         self.reached("a decode step in one piece", one_piece)
-        self.reached("the same requests again", one_piece and step._requests is before)
-        self.reached("others in their place", one_piece and before is not None and step._requests is not before)
+        self.reached("the same requests again", one_piece and requests_of is before)
+        self.reached("others in their place", one_piece and before is not None and requests_of is not before)
         self.reached("a page begins", one_piece and bool((self.batch.seq_lens.np % PAGE_SIZE == 0).any()))
         self.reached("a mixed step", None in prompts and any(ids is not None for ids in prompts))
         self.reached("padded", padded)

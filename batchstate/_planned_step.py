@@ -1,0 +1,422 @@
+"""`PlannedStep`, what `StepPlanner` makes; a decode step in one piece; and what stays the same from one to the next."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchstate import invariants, levels
+from batchstate._arrays import arange_per_row
+from batchstate._origin import DerivedArrays, Origin, RowSet
+from batchstate._relay import PublishedRows
+from batchstate._rows import Layout, RowState
+from batchstate._step_layout import StepLayout
+from batchstate._upload import Extras
+from batchstate.batch import Batch
+from batchstate.errors import ArgumentError
+from batchstate.forward.inputs import ForwardInputs
+from batchstate.forward.plan import ForwardPlan
+from batchstate.indices import Slots
+from batchstate.invariants import times_checked
+from batchstate.kv.pages import PagePool
+from batchstate.mirror import ReadyTensor
+from batchstate.runtime import PackedUpload
+from batchstate.violations import Code, Where
+
+if TYPE_CHECKING:
+    from batchstate.future_map import FutureMap, Prefetched
+
+Ints = npt.NDArray[np.int64]
+Array = npt.NDArray[Any]
+
+Written = tuple[tuple[Ints, Ints], Ints, Ints]
+"""Rows of a table and their owners' generations, and elements of the flat table with their values."""
+
+OPERATION = "plan"
+ONE = np.array(1)  # numpy takes as long to convert one number as to add 100 of them
+
+_DERIVED_STALE, _CONSUMED = Code.DERIVED_STALE, Code.FUTURE_CONSUMED
+
+MOST_LAYOUTS = 256
+"""Numbers of requests of which a planner remembers the layout."""
+
+
+@final
+@attrs.frozen(eq=False)
+class Declared:
+    """What a planner was declared with, as far as its steps need it; see `StepPlanner`."""
+
+    pages: PagePool
+    relay: "FutureMap | None"
+    ids: tuple[str, ...]
+    lengths: str | None
+    results: tuple[str, ...]
+    has_ids: bool
+
+    def publish(self, slots: Slots, values: Mapping[str, object]) -> "Prefetched | None":
+        """Publishes, and sends the results to the host; see `PlannedStep.publish`."""
+        if self.relay is None:
+            raise ArgumentError(
+                "StepPlanner: publish without a relay", value=None, remedy="declare the planner with one: relay=..."
+            )
+        self.relay.publish(slots, **values)
+        return self.relay.prefetch(slots, *self.results) if self.results else None
+
+
+class PlannedStep:
+    """A step that was planned and uploaded. Made by `StepPlanner.plan`.
+
+    Attributes:
+        batch: of this step: the lengths count the tokens that each request puts in.
+        sent: the same as it went to the device, with padded rows if there are any.
+        extras: what was uploaded beside the columns, by name: arrays of the engine, and those of the plan if the step
+            is not planned as one piece.
+    """
+
+    __slots__ = ("_declared", "_plan", "_results", "_sampled", "batch", "extras", "sent")
+
+    def __init__(self, declared: Declared, batch: Batch, sent: Batch, plan: ForwardPlan, extras: Extras) -> None:
+        """For the library."""
+        self.batch, self.sent, self.extras = batch, sent, extras
+        self._declared = declared
+        self._plan: ForwardPlan | None = plan
+        self._sampled = plan.sampled_slots  # from the inputs on with the device side that was uploaded with the step
+        self._results: Prefetched | None = None
+
+    def __repr__(self) -> str:
+        return f"PlannedStep({self.plan!r})"
+
+    @property
+    def plan(self) -> ForwardPlan:
+        """What the host knows of the forward."""
+        if self._plan is None:
+            self._plan = self._made_plan()
+        return self._plan
+
+    def _made_plan(self) -> ForwardPlan:
+        raise NotImplementedError  # pragma: no cover - only a decode step makes its plan when it is asked for
+
+    def inputs(self) -> ForwardInputs:
+        """The inputs of the forward, at its entry, on its stream; see `FutureMap.resolve_forward_inputs`.
+
+        In a decode step `query_start_loc` and `last_token_indices` are memory that later steps read too.
+
+        Raises:
+            As `FutureMap.resolve_forward_inputs`.
+        """
+        declared = self._declared
+        if levels.full:
+            self.sent._check_unwritten("inputs")
+        if declared.relay is None:
+            inputs = ForwardInputs.of(self.plan, self.extras)
+        else:
+            inputs = declared.relay.resolve_forward_inputs(
+                self.plan,
+                self.extras,
+                ids=declared.ids if declared.has_ids else (),
+                lengths=declared.lengths,
+                req_to_token=declared.pages.req_to_token,
+            )
+        self._sampled = inputs.sampled_slots
+        return inputs
+
+    def publish(self, **values: object) -> None:
+        """Makes what the forward has found known to the next step, and sends the results to the host.
+
+        Args:
+            **values: field -> value, one entry for each request that samples; see `FutureMap.publish`.
+
+        Raises:
+            As `FutureMap.publish` and `prefetch`.
+        """
+        self._results = self._declared.publish(self._sampled, values)
+
+    @property
+    def results(self) -> "Prefetched":
+        """The fields that the planner was declared with, on their way to the host; reading one waits for the copy.
+
+        Raises:
+            ArgumentError: nothing was published yet, or no results were declared.
+        """
+        if self._results is None:
+            raise ArgumentError(
+                f"{self!r} has no results",
+                value=self,
+                remedy="publish first, and name the fields that the host reads: StepPlanner(..., results=...)",
+            )
+        return self._results
+
+
+@final
+class DecodeSteps:
+    """What all decode steps of one planner have in common.
+
+    Attributes:
+        relay: with the ids.
+        field: of the relay, whose entries are the ids.
+        to_host: whether the host reads what is published.
+        requests: those of the last step, or None.
+    """
+
+    def __init__(self, pages: PagePool, relay: "FutureMap", field: str, to_host: bool, most: int) -> None:
+        self._runtime, self._pages = pages.runtime, pages
+        self.relay, self.field, self.to_host = relay, field, to_host
+        self.requests: DecodeRequests | None = None
+        self._most = most
+        self._make_constants()
+
+    def _make_constants(self) -> None:
+        """Makes what is the same in every decode step: where the one token of each request begins, and is."""
+        runtime, n = self._runtime, self._most
+        with torch.inference_mode(False):  # else torch would not count what is written into them
+            made = [
+                runtime.launch(torch.arange, n, dtype=dtype, device=runtime.device, name="StepPlanner: constants")
+                for n, dtype in ((n + 1, torch.int32), (n, torch.int64))
+            ]
+        stream, ready = runtime.current_stream, runtime.record()
+        self._constants = [ReadyTensor(one, stream, ready, set()) for one in made]
+        self._layouts: dict[int, StepLayout] = {}
+        self._starts, self._last = made
+        self._writes = self._starts._version + self._last._version
+
+    def layout(self, n: int, columns: Layout) -> StepLayout:
+        """That of steps of `n` requests."""
+        layout = self._layouts.get(n)
+        if layout is None:
+            if len(self._layouts) >= MOST_LAYOUTS:
+                self._layouts.clear()
+            layout = self._layouts[n] = StepLayout(n, columns, self._starts[: n + 1], self._last[:n])
+        return layout
+
+    def constants_on(self, stream: object) -> None:
+        """Makes what all steps read safe on the current `stream`.
+
+        Raises:
+            Violation: MIRROR_FOREIGN_WRITE, at `cheap`: a forward wrote into it. It is made anew, and reported once.
+        """
+        if stream is not self._constants[0].stream:
+            for one in self._constants:
+                one.on_current_stream(self._runtime)
+        if levels.cheap and self._starts._version + self._last._version != self._writes:
+            before, now = self._writes, self._starts._version + self._last._version
+            self._make_constants()
+            self.requests = None
+            where: Where = {
+                "object": "StepPlanner",
+                "operation": "inputs",
+                "column": "query_start_loc, last_token_indices",
+                "step": self._runtime.step,
+            }
+            invariants.mirror_foreign_write("device", before, now, **where)
+
+
+@final
+class DecodeRequests:
+    """The requests of consecutive decode steps, and what stays the same until one joins or leaves.
+
+    Attributes:
+        layout: of the copies, and what follows from the number of requests alone.
+        row_set: that of the batch.
+        slots: handles; their device side is that of the first of these steps, and they are made when it has crossed.
+        rows, generations: their numbers, int64[n].
+        held_at: `changes` of the slot pool when they were last found live.
+        known: their ids in the relay.
+        row_width: elements of a row of `req_to_token`.
+        first_element: int64[n], where the row of each begins in it, flat.
+        written: whether all tokens before this step's are.
+        steps: taken so far, one behind the other with nothing between.
+        state: of the batch after the last of these.
+        epoch: of the pages then.
+        locations: of the tokens of that step, int64[n]: one further on goes the next token, but where a page begins.
+        longest: tokens of the longest before the second of them.
+        phases: int64[n], steps from the second one to that in which a page begins, less whole pages.
+        begins: whether a page begins for any, by phase.
+    """
+
+    __slots__ = (
+        "begins",
+        "epoch",
+        "first_element",
+        "generations",
+        "held_at",
+        "known",
+        "layout",
+        "locations",
+        "longest",
+        "phases",
+        "row_set",
+        "row_width",
+        "rows",
+        "slots",
+        "state",
+        "steps",
+        "written",
+    )
+
+    slots: Slots
+    known: PublishedRows
+    locations: Ints
+    longest: int
+    phases: Ints
+    begins: list[bool]
+
+    def __init__(self, layout: StepLayout, row_set: RowSet, rows: Ints, generations: Ints, row_width: int) -> None:
+        self.layout, self.row_set, self.rows, self.generations = layout, row_set, rows, generations
+        self.held_at = -1
+        self.row_width, self.first_element = row_width, rows * row_width
+        self.written = False
+        self.steps, self.epoch = 0, -1
+        self.state: RowState | None = None
+
+    def places(self, pages: PagePool, start: Ints, totals: Ints) -> tuple[Ints, Written | None]:
+        """Where the next token of each goes, int64[n], and what is written into the token table, if anything.
+
+        From the second step on each page is written as a whole: at once what is left of those that began before, then
+        each that begins. `start` are the lengths, `totals` those after.
+        """
+        owners = self.rows, self.generations
+        rows, size, steps = self.rows, pages.page_size, self.steps
+        if steps < 2:
+            pages.check_totals(totals, OPERATION)
+            locations = pages.next_locations(rows, start, OPERATION)
+            at = self.first_element + start
+            if not steps:
+                return locations, (owners, *pages.whole_pages(at, start, locations, self.row_width))
+            self.phases = -start % size
+            self.begins = np.bincount(self.phases, minlength=size).astype(np.bool_).tolist()
+            self.longest = int(start.max())
+            begun: Ints = self.layout.everyone
+        else:
+            pages.check_totals(totals, OPERATION, self.longest + steps)
+            if pages._references.shared:  # asks of each page who else has it
+                locations = pages.next_locations(rows, start, OPERATION)
+            else:
+                locations = self.locations + ONE
+            phase = (steps - 1) % size
+            if not self.begins[phase]:
+                return locations, None
+            begun = (self.phases == phase).nonzero()[0]
+            rows, start = rows[begun], start[begun]
+            owners = rows, self.generations[begun]
+            locations[begun] = pages.next_locations(rows, start, OPERATION)
+            at = self.first_element[begun] + start
+        left = np.minimum(size - start % size, self.row_width - start)
+        return locations, (owners, arange_per_row(at, left), arange_per_row(locations[begun], left))
+
+
+@final
+class DecodeStep(PlannedStep):
+    """A decode step that was planned in one piece. Its `ForwardPlan` is made when it is asked for."""
+
+    __slots__ = ("_changed", "_lens", "_locations", "_requests", "_shared", "_steps", "_upload", "_used", "step")
+
+    def __init__(
+        self,
+        declared: Declared,
+        steps: DecodeSteps,
+        requests: DecodeRequests,
+        batch: Batch,
+        extras: Extras,
+        upload: PackedUpload,
+        lens: Ints,
+        locations: Ints,
+    ) -> None:
+        self._declared, self._steps, self._requests, self._upload = declared, steps, requests, upload
+        self.batch = self.sent = batch
+        self.extras = extras
+        self._lens, self._locations = lens, locations
+        pages = declared.pages
+        self._changed, self._shared = pages.epochs.last, pages.shares.last
+        self.step = batch.runtime.step
+        self._plan = self._results = None
+        self._used = False
+
+    def _made_plan(self) -> ForwardPlan:
+        requests, pages, n = self._requests, self._declared.pages, self._lens.size
+        for shared in (self._lens, self._locations):  # with the batch, and with the step after this one
+            shared.setflags(write=False)
+        origin = Origin(OPERATION, self.step, requests.row_set, pages.epochs, self._changed)
+        return ForwardPlan(
+            slots=requests.slots,
+            num_reqs=n,
+            num_tokens=n,
+            num_padded_tokens=n,
+            query_lens=requests.layout.ones,
+            seq_lens=self._lens,
+            bounds=None,
+            relay_rows=requests.layout.everyone,
+            relayed=requests.slots,
+            sample_rows=requests.layout.everyone,
+            sampled_slots=requests.slots,
+            extras=DerivedArrays({"slot_mapping": self._locations}, origin),
+            origin=origin,
+            shares=self._shared,
+            pages=pages,
+            used=self._used,
+        )
+
+    def inputs(self) -> ForwardInputs:
+        """As of any step."""
+        steps, requests, upload, lens = self._steps, self._requests, self._upload, self._lens
+        pages = self._declared.pages
+        runtime = pages.runtime
+        if levels.full:
+            self.sent._check_unwritten("inputs")
+        if self._plan is None and (pages.epochs.last, pages.shares.last, False) == (
+            self._changed,
+            self._shared,
+            self._used,
+        ):
+            times_checked[_DERIVED_STALE] += levels.cheap
+            times_checked[_CONSUMED] += levels.cheap
+        else:
+            self.plan.check(None, "inputs")
+            self.plan.check_unused()
+        stream = runtime.current_stream
+        if stream is not upload.stream:
+            runtime.use_on_current_stream(upload.buffer, upload.stream, upload.ready, synchronised=upload.synchronised)
+        steps.constants_on(stream)
+        ids, slots = steps.relay.gather_again(requests.known, steps.field, stream)
+        self._used = True
+        if self._plan is not None:
+            self._plan.use()
+        layout = requests.layout
+        positions, mapping, kv_lens = layout.beside(upload)
+        inputs = ForwardInputs(
+            lambda: self.plan,
+            slots,
+            requests.slots,
+            positions,
+            layout.query_start_loc,
+            kv_lens,
+            layout.last_token_indices,
+            mapping,
+            ids=ids,
+        )
+        if levels.full:
+            ends = np.arange(lens.size + 1)
+            sent = {"positions": lens - 1, "kv_lens": lens, "query_start_loc": ends, "last_token_indices": ends[:-1]}
+            inputs.check(runtime, sent)
+        begin = None if requests.written else lens - ONE
+        requests.written = pages.writes.launched(requests.rows, lens, begin)
+        return inputs
+
+    def publish(self, **values: object) -> None:
+        """As of any step."""
+        steps, requests = self._steps, self._requests
+        if len(values) == 1:
+            value = values.get(steps.field)
+            if (
+                type(value) is torch.Tensor
+                and value.dtype is torch.int64
+                and value.shape == requests.rows.shape
+                and value.device == steps.relay.runtime.device
+                and value.layout is torch.strided
+                and not value.requires_grad
+            ):
+                self._results = steps.relay.publish_again(requests.known, steps.field, value, to_host=steps.to_host)
+                return
+        self._results = self._declared.publish(requests.slots, values)
