@@ -288,10 +288,10 @@ class StepPlanner:
             rows = (~stays).nonzero()[0]
             if rows.size:
                 if batch._pool_id != self._slots.pool_id:
-                    self._slots.rows_of(self._handles(batch), _OPERATION)  # refuses them
+                    self._slots.rows_of(self._handles(batch), OPERATION)  # refuses them
                 numbers, generations = self._numbers(batch)
                 leaving = numbers[rows]
-                self._slots.check_leaving(leaving, generations[rows], after, _OPERATION)
+                self._slots.check_leaving(leaving, generations[rows], after, OPERATION)
         return batch.next_batch(keep=keep, joining=joining), leaving
 
     def _numbers(self, batch: Batch) -> tuple[Ints, Ints]:
