@@ -461,9 +461,8 @@ class FutureMap:
         launched: list[str] = []
         self._transaction.operation = "publish"
         try:
-            runs = self._runs(values)
-            if len(values) == 2:  # two launches one by one, too
-                runs = [[name] for name in values]
+            # Two launches one by one, too.
+            runs = self._runs(values) if len(values) > 2 else [[name] for name in values]
             for run in runs:
                 memory, tensor, label = self._memory_of(run[0]), values[run[0]], self._publish_names[run[0]]
                 if len(run) > 1:

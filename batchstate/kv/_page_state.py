@@ -112,16 +112,19 @@ class PageTable:
 
     def token_rows(self, rows: Ints, width: int) -> tuple[Ints, Ints]:
         """See `PagePool.token_rows`."""
-        size, first, stop = self.page_size, self.first[rows], self.num_pages[rows]
-        counts = stop - first
-        columns, owners = arange_per_row(first, counts), rows.repeat(counts)
-        pages = self._flat[owners * self._width + columns].astype(np.int64)
-        begins = columns * self._size
-        index = ((owners * width + begins)[:, None] + self._within).reshape(-1)
-        locations = ((pages * self._size)[:, None] + self._within).reshape(-1)
-        if int(stop.max(initial=0)) * size > width >= int(self.committed[rows].max(initial=0)):
-            there = (begins[:, None] + self._within).reshape(-1) < width  # the last page goes on behind the row
-            index, locations = index[there], locations[there]
+        size, counts = self.page_size, self.num_pages[rows]
+        most = counts.item(counts.argmax()) * size if rows.size else 0
+        at = rows * self._width
+        if self.fronted:
+            first = self.first[rows]
+            at, counts = at + first, counts - first
+        at = arange_per_row(at, counts)  # in the flat table, where a row goes on for this many locations less or more
+        further = (rows * (width - self.width * size)).repeat(counts)
+        index = ((at * self._size + further)[:, None] + self._within).reshape(-1)
+        locations = ((self._flat[at].astype(np.int64) * self._size)[:, None] + self._within).reshape(-1)
+        if most > width >= int(self.committed[rows].max(initial=0)):
+            there = (at % self.width * size)[:, None] + self._within < width  # the last page goes on behind the row
+            index, locations = index[there.reshape(-1)], locations[there.reshape(-1)]
         return index, locations
 
     def append(self, rows: Ints, counts: Ints, pages: Ints) -> None:
@@ -287,8 +290,8 @@ class PageReferences:
             PoolExhaustedError: fewer are free. Nothing was taken.
             Violation: see `Allocator.take`; SLOT_IN_FLIGHT also for a page that a former sharer's forward still reads.
         """
-        self.allocator.check_available(n)
         if levels.cheap and self._readers:
+            self.allocator.check_available(n)
             self._check_unread(self.allocator.next_free(n), operation)
         pages = self.allocator.take(n, operation)
         try:

@@ -169,6 +169,8 @@ def view_at(buffer: torch.Tensor, place: Place) -> torch.Tensor:
 
 def _strided(typed: torch.Tensor, first: int, shape: tuple[int, ...]) -> torch.Tensor:
     """`shape` from element `first` on, in one call instead of a slice and a view."""
+    if len(shape) == 1:
+        return typed.as_strided(shape, (1,), typed.storage_offset() + first)
     strides, size = [1] * len(shape), 1
     for axis in range(len(shape) - 1, -1, -1):
         strides[axis] = size
