@@ -23,7 +23,7 @@ from batchstate.transport.layout import KVLayout
 from batchstate.transport.plan import chunked, coalesced, expand_pages, location_rows, owned_by
 from batchstate.transport.regions import Copies, Ints
 from benchmarks.baselines.bare_engines import Bare, Bytes, Move, wait_until
-from benchmarks.comparisons import Comparison, MismatchError, Row, require_equal, run
+from benchmarks.comparisons import Asked, Comparison, MismatchError, Row, require_equal, run
 from benchmarks.machine import machine
 from benchmarks.report import show
 from benchmarks.timing import Contender, Effort, one_thread
@@ -31,6 +31,8 @@ from benchmarks.transfer_peers import ENGINES, digest, receiver
 
 SCATTERED, ADJACENT = 0.9, 4.0
 """What is asked of the ratios. For adjacent rows nothing is asked of an engine that packs its rows: none costs much."""
+
+FLOOR = "floor: one copy in memory"
 
 THOROUGH = Effort(rounds=31, sample_us=0)  # a run takes long enough to be a sample
 QUICK = Effort(rounds=5, sample_us=0)
@@ -134,7 +136,10 @@ def tokens_of(work: Work) -> tuple[Ints, Ints, Ints]:
 
 
 def comparison(link: Link, work: Work) -> Comparison:
-    """Our way against the bare engine's; for adjacent rows, also against ours with each row for itself."""
+    """Our way against the bare engine's; for adjacent rows, also against ours with each row for itself.
+
+    And against the floor, of which nothing is asked: one copy of as many bytes within this process.
+    """
     target = SCATTERED if not work.adjacent else ADJACENT if link.engine.capabilities.one_sided else None
     sources, targets, ranges = tokens_of(work)
     name = link.engine.name
@@ -143,7 +148,14 @@ def comparison(link: Link, work: Work) -> Comparison:
     if work.adjacent:
         others = {f"{name}, not coalesced": link.mover(work, (sources, targets), ranges, coalesce=False)} | others
 
+    source, target_memory = (np.full(work.num_rows * work.nbytes, n, dtype=np.uint8) for n in (1, 2))
+
+    def copy() -> None:
+        np.copyto(target_memory, source)
+
     def verify() -> None:
+        copy()
+        require_equal("copied bytes", digest(target_memory), digest(source))
         wanted = np.full(work.memory, 0xEE, dtype=np.uint8).reshape(-1, work.nbytes)
         wanted[targets] = link.memory[: work.memory].reshape(-1, work.nbytes)[sources]
         whole = np.concatenate((wanted.reshape(-1), np.full(link.memory.size - work.memory, 0xEE, dtype=np.uint8)))
@@ -155,9 +167,9 @@ def comparison(link: Link, work: Work) -> Comparison:
     return Comparison(
         task=f"transfer of {work}, {name}",
         ours=[Contender(way, move) for way, move in ours.items()],
-        baselines=[Contender(way, move) for way, move in others.items()],
+        baselines=[*(Contender(way, move) for way, move in others.items()), Contender(FLOOR, copy)],
         verify=verify,
-        target=target,
+        asks={(way, other): Asked(target=target) for way in ours for other in others},
     )
 
 

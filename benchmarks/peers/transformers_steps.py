@@ -1,26 +1,30 @@
-"""transformers' continuous batching, preparing a decode step, against the same inputs made from batch and pages.
+"""transformers' continuous batching, preparing a decode step, against the same inputs made by a `StepPlanner`.
 
 Its own scheduler, cache and processor prepare the step, synchronously, in the way that goes with FlashAttention: a
-block table and no mask. The forward that would read them is not run, so the model is a configuration only. No request
-needs a new block.
+block table and no mask. The forward that would read them is not run, so the model is a configuration only. Theirs is
+set back after each step, and no request needs a new block. Ours decodes on, takes pages as they begin, and also
+publishes the tokens that were sampled, for the step after.
 """
 
 import logging
 import queue
 from types import SimpleNamespace
-from typing import Any, final
+from typing import Any, cast, final
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchstate.batch import Batch, Extras
+from batchstate.batch import Batch
 from batchstate.columns import mirrored, slot_column
-from batchstate.forward.plan import ForwardPlan
+from batchstate.forward.inputs import ForwardInputs
+from batchstate.future_map import FutureMap, relay_field
 from batchstate.kv.pages import PagePool
 from batchstate.levels import Level
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
+from batchstate.step import StepPlanner
 from benchmarks.comparisons import Absent, Comparison, require_equal
 from benchmarks.peers.installed import named, or_absent, peer, theirs
 from benchmarks.timing import Contender
@@ -30,7 +34,9 @@ Ints = npt.NDArray[np.int64]
 PAGE_SIZE = 16
 CONTEXT = 100
 """Tokens of each request; no multiple of the page size, so that the next token needs no new page."""
-OURS = "batch, pages and plan, checks"
+LONGEST = 256
+"""Tokens at which our requests leave, and as many arrive."""
+OURS = "StepPlanner, checks"
 MODULES = (
     "cache",
     "cb_logits_processors",
@@ -47,32 +53,81 @@ class Running(Batch):
 
     slots = slot_column()
     seq_lens = mirrored(torch.int64)
-    last_tokens = mirrored(torch.int64)
+
+
+@final
+@attrs.frozen(eq=False)
+class Prepared:
+    """A step of ours.
+
+    Attributes:
+        inputs: of the forward.
+        kv_start_loc: int32[requests + 1], on the device.
+        block_table: int32[requests, pages], on the device; it stays there until a page begins.
+    """
+
+    inputs: ForwardInputs
+    kv_start_loc: torch.Tensor
+    block_table: torch.Tensor
 
 
 @final
 class OurStep:
-    """The requests, their pages, and the tokens that they sampled last."""
+    """The requests, their pages, and the tokens that they sample."""
 
     def __init__(self, runtime: Runtime, tokens: Ints) -> None:
         num_requests = len(tokens)
-        pool = SlotPool(runtime, num_requests)
-        num_pages = num_requests * (CONTEXT // PAGE_SIZE + 1)
-        self.pages = PagePool(runtime, pool, num_pages, PAGE_SIZE, max_tokens_per_request=CONTEXT + PAGE_SIZE)
-        slots = pool.take(num_requests)
-        self._lens = np.full(num_requests, CONTEXT, dtype=np.int64)
-        self.pages.extend(slots, self._lens)
-        self._tokens = tokens
-        self._batch = Running.build(runtime, slots=slots, seq_lens=self._lens, last_tokens=np.zeros_like(tokens))
+        self._runtime, self._tokens = runtime, tokens
+        self._slots = SlotPool(runtime, 2 * num_requests)
+        self._pages = PagePool(
+            runtime,
+            self._slots,
+            2 * num_requests * (LONGEST // PAGE_SIZE),
+            PAGE_SIZE,
+            max_tokens_per_request=LONGEST,
+            req_to_token=self._slots.table("req_to_token", (LONGEST,), torch.int32, holds="location"),
+        )
+        self._relay = FutureMap(self._slots, {"last_token": relay_field(torch.int64)})
+        self._planner = StepPlanner(Running, pages=self._pages, relay=self._relay, ids="last_token")
+        self._sampled = torch.from_numpy(tokens.copy()).to(runtime.device)
+        self._batch: Running | None = None
+        self._table: torch.Tensor | None = None
+        self.begin()
 
-    def step(self) -> tuple[Running, Extras]:
-        """Tokens in, lengths and pages one on, all that the forward reads in one copy; then the pages back again."""
-        batch = self._batch.replace(last_tokens=self._tokens).advance("seq_lens", 1)
-        self.pages.advance(batch.slots)
-        plan = ForwardPlan.of(batch.slots, batch.seq_lens, pages=self.pages, layouts="flash_attention")
-        uploaded = batch.upload(extras=plan.extras)
-        self.pages.truncate(batch.slots, self._lens)
-        return batch, uploaded
+    def begin(self) -> None:
+        """All leave. Others arrive with a prompt whose KV is there, and with their first token."""
+        if self._batch is not None:
+            self._pages.release_requests(self._batch.slots)
+        lens = np.full(len(self._tokens), CONTEXT, dtype=np.int64)
+        slots = self._pages.take_requests(lens)
+        self._pages.entry(slots).launch()
+        self._relay.publish(slots, last_token=self._tokens)
+        self._batch = Running.build(self._runtime, slots=slots, seq_lens=lens)
+        self._lens, self._table = lens, None
+
+    def step(self) -> Prepared:
+        """One token of each request goes in: all that the forward reads, in one copy."""
+        self._runtime.next_step()
+        if self._lens[0] == LONGEST:
+            self.begin()
+        batch = cast(Running, self._batch)
+        begins = self._table is None or bool((self._lens % PAGE_SIZE == 0).any())
+        self._lens = self._lens + 1
+        starts = np.zeros(self._lens.size + 1, dtype=np.int32)
+        np.cumsum(self._lens, out=starts[1:])
+        extras = {"kv_start_loc": starts}
+        if begins:
+            slots = batch.slots
+            self._pages.grow(slots, self._lens)
+            width = -(-int(self._lens.max()) // PAGE_SIZE)
+            extras["block_table"] = self._pages.page_table[slots.np, :width].astype(np.int32)
+        step = self._planner.plan(batch, extras=extras)
+        if begins:
+            self._table = step.extras["block_table"]
+        inputs = step.inputs()
+        step.publish(last_token=self._sampled)
+        self._batch = cast(Running, step.batch)
+        return Prepared(inputs, step.extras["kv_start_loc"], cast(torch.Tensor, self._table))
 
 
 @final
@@ -133,15 +188,18 @@ def against_continuous_batching(runtime: Runtime, *, num_requests: int = 256) ->
 
     def make() -> Comparison:
         tokens = np.random.default_rng(num_requests).integers(1, 64, num_requests)
-        real, ours = RealProcessor(tokens, runtime.device), OurStep(runtime, tokens)
+        real = RealProcessor(tokens, runtime.device)
+        ours = {level: OurStep(runtime, tokens) for level in (Level.CHEAP, Level.OFF)}
 
         def verify() -> None:
             real.step()
-            _require_equal_inputs(ours, real.inputs)
+            for one in ours.values():
+                one.begin()
+                _require_equal_inputs(one, real.inputs)
 
         return Comparison(
             task=task,
-            ours=[Contender(f"{OURS} {level.value}", ours.step, level) for level in (Level.CHEAP, Level.OFF)],
+            ours=[Contender(f"{OURS} {level.value}", one.step, level) for level, one in ours.items()],
             baselines=[Contender(name, real.step)],
             verify=verify,
             target=TARGETS.get(num_requests),
@@ -152,21 +210,21 @@ def against_continuous_batching(runtime: Runtime, *, num_requests: int = 256) ->
 
 def _require_equal_inputs(ours: OurStep, inputs: Any) -> None:
     """The inputs are the same; which blocks a request has is for each side to choose, but not how many, nor twice."""
-    batch, uploaded = ours.step()
-    num_requests = len(batch)
+    step = ours.step()
+    num_requests = step.inputs.plan.num_reqs
     pairs = {
-        "ids": (batch.last_tokens.device, inputs.input_ids[:num_requests]),
-        "positions": (uploaded["positions"], inputs.position_ids[:num_requests]),
-        "query_start_loc": (uploaded["query_start_loc"], inputs.cumulative_seqlens_q[: num_requests + 1]),
+        "ids": (step.inputs.input_ids, inputs.input_ids[:num_requests]),
+        "positions": (step.inputs.positions, inputs.position_ids[:num_requests]),
+        "query_start_loc": (step.inputs.query_start_loc, inputs.cumulative_seqlens_q[: num_requests + 1]),
         "kv_start_loc": (
-            uploaded["kv_start_loc"],
+            step.kv_start_loc,
             inputs.cumulative_seqlens_k["full_attention"][: num_requests + 1],
         ),
-        "indices of logits": (uploaded["last_token_indices"], inputs.logits_indices[:num_requests]),
+        "indices of logits": (step.inputs.last_token_indices, inputs.logits_indices[:num_requests]),
     }
     for name, (mine, other) in pairs.items():
         require_equal(name, mine.cpu().to(torch.int32), other.cpu().to(torch.int32))
-    ours_table = uploaded["block_table"].cpu().numpy()
+    ours_table = step.block_table.cpu().numpy()
     their_table = inputs.block_table[0, :num_requests].cpu().numpy()
     ours_used, theirs_used = ours_table > 0, their_table >= 0
     require_equal("blocks of each request", ours_used.sum(axis=1), theirs_used.sum(axis=1))
