@@ -211,7 +211,8 @@ class PublishedRows:
         publications = self.publications
         if self.read_on is None or self.read_on[0] is not stream or len(publications) != 1 or not self.unchanged:
             return False
-        return len(publications[0].reads) <= 1 and stream.key in publications[0].ordered
+        reads = publications[0].reads  # another stream's too, if a prefetch has failed after it read
+        return len(reads) <= 1 and next(iter(reads), stream) is stream and stream.key in publications[0].ordered
 
 
 @final

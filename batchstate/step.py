@@ -269,7 +269,7 @@ class StepPlanner:
         try:
             step = self._composed(batch, query_lens, prompt_ids, samples, padding, writes, extras, token_arrays, joined)
         except BaseException:
-            if entries is not None:
+            if entries is not None and self._slots.transaction.operation is None:  # else a part was interrupted
                 entries.take_back()
             raise
         if leaving is not None:
@@ -348,7 +348,8 @@ class StepPlanner:
                     writes = (pages.entry(joined.filter(new)), *writes) if new.size else writes
             uploaded = sent.upload(writes=writes, extras=plan.extras | dict(extras or {}))
         except BaseException:
-            pages.truncate(slots, before)
+            if self._slots.transaction.operation is None:  # else a part was interrupted
+                pages.truncate(slots, before)
             raise
         return PlannedStep(self._declared, advanced, sent, plan, uploaded)
 

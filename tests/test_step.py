@@ -31,6 +31,7 @@ from batchstate._planned_step import DecodeStep
 from batchstate.errors import ArgumentError, BatchStateError, CaptureError, DeclarationError
 from batchstate.indices import Slots
 from batchstate.invariants import times_checked
+from batchstate.selfcheck.machines.failures import PlantedError, failing
 from batchstate.selfcheck.mutants.diffs import changed
 from batchstate.step import PlannedStep
 from batchstate.testing.fences import LateRuntime
@@ -165,6 +166,29 @@ class World:
             for name in ("query_lens", "seq_lens", "relay_rows", "sample_rows", "num_tokens", "max_kv_len")
         }
         return step, seen
+
+
+def test_a_prefetch_that_failed_is_waited_for() -> None:
+    """It has read on the relay's stream before its copy failed: the next publish of these requests waits for that."""
+    world = World.of(open_runtime("cpu"), results=())
+    world.relay._entries.fields["last"].must_read = False
+    rt, waited = world.rt, []
+    world.join([3, 5])
+    for _ in range(3):
+        world.step()
+    with failing(rt, "download", 1), pytest.raises(PlantedError):
+        world.relay.prefetch(world.batch.slots, "last")
+    real = rt.wait
+
+    def wait(fence: Any, **options: Any) -> None:
+        waited.append(fence)
+        real(fence, **options)
+
+    rt.wait = wait  # type: ignore[method-assign]
+    world.planner.plan(world.batch).publish(last=torch.tensor([1, 2]))
+    (publication,) = world.relay._entries.publications_of(world.batch.slots.np, "last")
+    assert len(waited) == 1
+    assert not publication.reads
 
 
 EVENTS = st.lists(

@@ -108,6 +108,8 @@ class Download:
         step: of the runtime, when it was asked for.
     """
 
+    _lent = False  # until it is made
+
     def __init__(
         self,
         runtime: "Runtime",

@@ -8,6 +8,7 @@ import ctypes
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, final
 
 import attrs
@@ -317,4 +318,4 @@ class KnownMemory:
             storage = tensor.untyped_storage()  # one object for as long as any tensor shares the memory
             key, alive = storage._cdata, self._alive
             if key not in alive:
-                alive[key] = weakref.ref(storage, lambda _: alive.pop(key, None))
+                alive[key] = weakref.ref(storage, partial(alive.pop, key))  # the reference is its default
