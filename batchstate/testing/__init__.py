@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from batchstate.testing.cuda import CudaRuntime as CudaRuntime
+    from batchstate.testing.cuda import CudaSimRuntime as CudaSimRuntime
     from batchstate.testing.cuda import cuda_on_cpu as cuda_on_cpu
     from batchstate.testing.cuda import declared_kernel as declared_kernel
     from batchstate.testing.devices import open_device as open_device
@@ -62,7 +63,7 @@ else:
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "cuda": "CudaRuntime cuda_on_cpu declared_kernel",
+            "cuda": "CudaRuntime CudaSimRuntime cuda_on_cpu declared_kernel",
             "devices": "open_device window_of",
             "fences": "LateRuntime ManualFence ManualStream",
             "machine": "DisagreementError Machine Misuse OpenRuntime MachineSession session",

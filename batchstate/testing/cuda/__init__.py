@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from batchstate.testing.cuda._kernels import declared_kernel as declared_kernel
     from batchstate.testing.cuda.runtime import CudaRuntime as CudaRuntime
+    from batchstate.testing.cuda.runtime import CudaSimRuntime as CudaSimRuntime
     from batchstate.testing.cuda.runtime import cuda_on_cpu as cuda_on_cpu
 else:
     from batchstate._lazy import lazy_names
 
     __all__, __getattr__, __dir__ = lazy_names(
-        __name__, {"_kernels": "declared_kernel", "runtime": "CudaRuntime cuda_on_cpu"}
+        __name__, {"_kernels": "declared_kernel", "runtime": "CudaRuntime CudaSimRuntime cuda_on_cpu"}
     )

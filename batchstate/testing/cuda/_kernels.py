@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from batchstate.errors import ArgumentError
-from batchstate.testing.cuda import runtime
+from batchstate.testing.cuda._window import open_window
 from batchstate.testing.tracing.dispatch import raw_kernel
 
 P = ParamSpec("P")
@@ -20,8 +20,9 @@ def declared_kernel(
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Declares what a kernel of its own accesses, by the names of its arguments; lists and tuples of tensors too.
 
-    Inside of a window of `cuda_on_cpu` a call is one operation of the current stream with these accesses, and the
-    function runs at once, unseen. Elsewhere it is the function. Pass it as `stands_for`, or decorate the launcher.
+    Inside of a window of `cuda_on_cpu` a call is one operation of the current stream with these accesses. The function
+    runs at once, unseen; on the simulated device it runs late, and what it returns is dropped. Elsewhere it is the
+    function. Pass it as `stands_for`, or decorate the launcher.
 
     Args:
         reads: names of arguments that it reads.
@@ -41,13 +42,19 @@ def declared_kernel(
 
         @functools.wraps(function)
         def launch(*args: P.args, **kwargs: P.kwargs) -> T:
-            rt = runtime.open_window()
+            rt = open_window()
             if rt is None:
                 return function(*args, **kwargs)
-            given = signature.bind(*args, **kwargs).arguments
+            given, names = signature.bind(*args, **kwargs).arguments, tuple(kwargs)
+
+            def kernel(*values: Any) -> T:
+                return function(*values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)))
+
             with rt.lock:
                 return rt.launch(
-                    raw_kernel(functools.partial(function, *args, **kwargs)),
+                    raw_kernel(kernel),
+                    *args,
+                    *kwargs.values(),
                     reads=_tensors(given, reads),
                     writes=_tensors(given, writes),
                     name=function.__name__,

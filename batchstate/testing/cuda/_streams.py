@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from batchstate.errors import ArgumentError
-from batchstate.testing.cuda._graphs import Capture
 from batchstate.testing.cuda._names import assigned_name
 from batchstate.testing.cuda._tracer import CUDA
 
 if TYPE_CHECKING:
-    from batchstate.testing.cuda.runtime import CudaRuntime
+    from batchstate.testing.cuda._window import CudaWindow
 
 _CUDA_TYPE = 1
 """Number of the device type, as `c10::DeviceType` has it."""
@@ -26,7 +25,7 @@ def ended(one: object) -> ArgumentError:
     )
 
 
-def stream_methods(rt: "CudaRuntime") -> dict[str, Any]:
+def stream_methods(rt: "CudaWindow[Any]") -> dict[str, Any]:
     """Attributes for `torch._C._CudaStreamBase`."""
 
     def new(cls: Any, device: Any = None, priority: int = 0, **given: Any) -> Any:
@@ -62,7 +61,7 @@ def stream_methods(rt: "CudaRuntime") -> dict[str, Any]:
     }
 
 
-def event_methods(rt: "CudaRuntime") -> dict[str, Any]:
+def event_methods(rt: "CudaWindow[Any]") -> dict[str, Any]:
     """Attributes for `torch._C._CudaEventBase`."""
 
     def new(cls: Any, **given: Any) -> Any:
@@ -114,7 +113,7 @@ def event_methods(rt: "CudaRuntime") -> dict[str, Any]:
     }
 
 
-def graph_methods(rt: "CudaRuntime") -> dict[str, Any]:
+def graph_methods(rt: "CudaWindow[Any]") -> dict[str, Any]:
     """Attributes for `torch._C._CUDAGraph`."""
 
     def new(cls: Any, keep_graph: bool = False) -> Any:
@@ -125,8 +124,7 @@ def graph_methods(rt: "CudaRuntime") -> dict[str, Any]:
 
     def begin(self: Any, pool: Any = None, capture_error_mode: str = "global") -> None:
         rt.refuse_while_capturing("capture_begin")
-        self.capture = Capture()
-        rt.tracer.begin_capture(self.capture)
+        self.capture = rt.tracer.begin_capture()
 
     def end(self: Any) -> None:
         rt.tracer.end_capture()

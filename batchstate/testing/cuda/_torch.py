@@ -28,7 +28,7 @@ from batchstate.testing.cuda._tracer import CPU, CUDA, check_declared
 from batchstate.testing.tracing.memory import MemoryKind
 
 if TYPE_CHECKING:
-    from batchstate.testing.cuda.runtime import CudaRuntime
+    from batchstate.testing.cuda._window import CudaWindow
 
 Attributes = dict[str, Any]
 _base: Any = torch._C.TensorBase
@@ -52,7 +52,7 @@ class NotModelledError(ArgumentError, AttributeError):
 
 
 @contextlib.contextmanager
-def replaced(rt: "CudaRuntime", stands_for: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+def replaced(rt: "CudaWindow[Any]", stands_for: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """A window in which torch has a device `cuda:0`; afterwards torch is as it was.
 
     Args:
@@ -160,7 +160,7 @@ def _stand_in(stack: contextlib.ExitStack, name: str, function: Callable[..., An
 # The C functions
 
 
-def _answers(rt: "CudaRuntime") -> Attributes:
+def _answers(rt: "CudaWindow[Any]") -> Attributes:
     def not_modelled(name: str) -> Any:
         if name.startswith("_cuda"):
             raise NotModelledError(
@@ -221,7 +221,7 @@ def _answers(rt: "CudaRuntime") -> Attributes:
     }
 
 
-def _of_cuda(rt: "CudaRuntime") -> Attributes:
+def _of_cuda(rt: "CudaWindow[Any]") -> Attributes:
     major, minor = rt.capability
     properties = SimpleNamespace(
         name=rt.name,
@@ -252,10 +252,6 @@ def _of_cuda(rt: "CudaRuntime") -> Attributes:
         ),
         "default_generators": (torch.Generator(),),
     }
-
-
-def _of_graphs(rt: "CudaRuntime") -> Attributes:
-    return {"_cuda_isCurrentStreamCapturing": lambda: rt.capturing, "_graph_pool_handle": lambda: (0, 1)}
 
 
 def _exchange_device(index: int) -> int:
@@ -363,7 +359,7 @@ def _destination(args: list[Any], kwargs: Mapping[str, Any]) -> tuple[Any, torch
     return device, dtype, bool(flags.get("non_blocking", False)), bool(flags.get("copy", False))
 
 
-def _of_tensors(rt: "CudaRuntime") -> Attributes:
+def _of_tensors(rt: "CudaWindow[Any]") -> Attributes:
     tracer = rt.tracer
     on_device, cast_base = tracer.on_device, _base.to
     real_device = _base.device.__get__
@@ -409,8 +405,7 @@ def _of_tensors(rt: "CudaRuntime") -> Attributes:
 
     def record_stream(self: torch.Tensor, stream: Any) -> None:
         if on_device(self):
-            with rt.lock:
-                tracer.keep_for(self, rt.clock(stream.stream_id))
+            rt.keep_for(self, stream.stream_id)
 
     deepcopy: Any = torch.Tensor.__deepcopy__
 

@@ -1,118 +1,29 @@
 """`cuda_on_cpu`: a window in which plain torch code that says `cuda` runs on a CPU, and races in it are found."""
 
-import contextlib
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Literal, final
-
-import torch
+from typing import Any, Literal, final, overload
 
 from batchstate.errors import ArgumentError
-from batchstate.runtime import CpuRuntime, Stream
+from batchstate.runtime import Stream
 from batchstate.testing.cuda._hints import torch_hint_for
-from batchstate.testing.cuda._streams import ended
-from batchstate.testing.cuda._torch import replaced
-from batchstate.testing.cuda._tracer import CudaTracer
+from batchstate.testing.cuda._race import CudaRaceTracer
+from batchstate.testing.cuda._sim import CudaSimTracer
+from batchstate.testing.cuda._window import CudaWindow
+from batchstate.testing.devices import PROMPT, RACE, SIM
 from batchstate.testing.race.detector import OnRace, Race
 from batchstate.testing.race.report import EventKind
-from batchstate.testing.race.runtime import RaceFence, RaceRuntime
-from batchstate.testing.tracing.clocks import StreamClock, unused_name
-from batchstate.testing.tracing.dispatch import dispatching
-
-_open: list["CudaRuntime"] = []
-"""The window that is open in this process, if one is."""
+from batchstate.testing.race.runtime import RaceRuntime
+from batchstate.testing.sim.device import DeviceStream
+from batchstate.testing.sim.runtime import SimRuntime
+from batchstate.testing.tracing.clocks import StreamClock
 
 
 @final
-class _Cpu(CpuRuntime):
-    """A CPU on which each thread has a current stream of its own, as in torch."""
+class CudaRuntime(CudaWindow[StreamClock], RaceRuntime):
+    """The race detector behind `torch.cuda`. Made by `cuda_on_cpu`."""
 
-    def __init__(self) -> None:
-        self._local = threading.local()
-        super().__init__()
-
-    @property
-    def _current(self) -> Stream:
-        return getattr(self._local, "stream", self._first)
-
-    @_current.setter
-    def _current(self, stream: Stream) -> None:
-        if not hasattr(self, "_first"):
-            self._first = stream
-        self._local.stream = stream
-
-
-@final
-class CudaRuntime(RaceRuntime):
-    """The race detector behind `torch.cuda`. Made by `cuda_on_cpu`.
-
-    Attributes:
-        name, memory, capability: of the device, as `torch.cuda` answers.
-        lock: held while something of the device happens; threads take turns.
-        stack: streams that `with stream:` will make current again.
-    """
-
-    _tracer: CudaTracer
-
-    def __init__(
-        self,
-        *,
-        on_race: OnRace,
-        fences: Literal["lazy", "eager"],
-        name: str,
-        memory: int,
-        capability: tuple[int, int],
-        stands_for: Mapping[str, Callable[..., Any]],
-        note_waits: bool,
-    ) -> None:
-        self.name, self.memory, self.capability = name, memory, capability
-        self._stands_for = dict(stands_for)
-        self._polled: dict[int, RaceFence] = {}
-        self._made: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._raised_by: BaseException | None = None
-        super().__init__(_Cpu(), on_race=on_race, fences=fences, note_waits=note_waits, hint_for=torch_hint_for)
-        self.lock = self._tracer.lock
-        self.stack: list[int] = []
-        first = self._inner.current_stream
-        self._numbers: dict[object, int] = {first.key: 0}
-        self._by_number: list[Stream] = [first]
-
-    # The window
-
-    @property
-    def tracer(self) -> CudaTracer:
-        """What is told of every operation."""
-        return self._tracer
-
-    def check_owner(self, operation: str) -> None:
-        """Any thread may use it: they take turns, and are one host."""
-
-    def _new_tracer(self) -> CudaTracer:
-        return CudaTracer(self._detector, self._inner, self._known_stream, self._note_sync)
-
-    @contextlib.contextmanager
-    def _tracing(self) -> Iterator[None]:
-        if _open:
-            raise ArgumentError(
-                "cuda_on_cpu inside of cuda_on_cpu", value=_open[0], remedy="use the runtime of the window that is open"
-            )
-        if torch.cuda.is_available() or not isinstance(vars(torch._C._CudaStreamBase).get("__init__"), type(ended)):
-            raise ArgumentError(
-                "this torch was built for CUDA",
-                value=torch.__version__,
-                remedy="use a CPU-only build of torch; on a GPU use `RaceRuntime(open_runtime('cuda'))`",
-            )
-        _open.append(self)
-        try:
-            with replaced(self, self._stands_for), _in_new_threads(self), dispatching(self._tracer):
-                yield
-        finally:
-            self._tracer.ended = True
-            _open.clear()
-            for one in list(self._made):
-                one.__class__ = _over(type(one))
+    _tracer: CudaRaceTracer
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -130,168 +41,69 @@ class CudaRuntime(RaceRuntime):
         elif self._detector.raised:
             raise self._detector.raised[0]
 
-    # Streams
+    def _new_tracer(self) -> CudaRaceTracer:
+        return CudaRaceTracer(self._detector, self._inner, self._known_stream, self._note_sync)
 
-    @property
-    def capturing(self) -> bool:
-        """Whether this thread captures a graph."""
-        return self._tracer.capture is not None
+    def _wait_for_device(self) -> None:
+        self._detector.event(self._detector.clocks.host, EventKind.WAIT, "wait for the device")
+        super()._wait_for_device()
 
-    @property
-    def current_id(self) -> int:
-        """Number of the current stream of this thread."""
-        return self._numbers[self._inner.current_stream.key]
-
-    def made(self, one: Any) -> None:
-        """A stream, an event or a graph was made in the window."""
-        self._made.add(one)
-
-    def new_stream(self, name: str | None) -> int:
-        """A new stream; returns its number."""
-        with self.lock:
-            number = len(self._by_number)
-            stream = self.stream(name or f"stream {number}")
-            self._by_number.append(stream)
-            self._numbers[stream.key] = number
-            return number
-
-    def set_current(self, number: int) -> None:
-        """Makes a stream the current one of this thread."""
-        self._inner._current = self._by_number[number]  # type: ignore[attr-defined]
-
-    def name_stream(self, stream: Any, name: str) -> None:
-        """Says what reports call a stream whose name is not seen: one made in a list, or by a library."""
-        clock = self.clock(stream.stream_id)
-        clock.name = unused_name(name, [one.name for one in self._detector.clocks.streams if one is not clock])
-
-    def clock(self, number: int) -> StreamClock:
-        """The clock of a stream."""
-        return self._known_stream(self._by_number[number])
-
-    def record_event(self, event: Any, stream: Any) -> RaceFence | None:
-        """`event.record(stream)`. Inside of a capture it belongs to the graph, and is not recorded."""
-        if self.capturing:
-            return event.fence  # type: ignore[no-any-return]
-        number = self.current_id if stream is None else stream.stream_id
-        with self.lock:
-            return self._recorded(self._by_number[number], "an event" if event.name is None else f"event {event.name}")
-
-    def stream_waits(self, stream: Any, fence: RaceFence) -> None:
-        """`event.wait(stream)`."""
-        if not self.capturing:
-            with self.lock:
-                self.wait(fence, stream=self._by_number[self.current_id if stream is None else stream.stream_id])
-
-    def stream_done(self, number: int) -> bool:
-        """`stream.query()`: whether the host knows that all of it has run."""
-        self.refuse_while_capturing("Stream.query")
-        with self.lock:
-            clock = self.clock(number)
-            if self._detector.clocks.host.knows(clock.number, clock.work):
-                return True
-            asked = self._polled.get(number)
-            if asked is None or clock.work > asked.event:
-                asked = self._polled[number] = self._recorded(self._by_number[number], "all of the stream")
-            return asked.query()
-
-    def wait_for_stream(self, number: int) -> None:
-        """`stream.synchronize()`."""
-        self.refuse_while_capturing("Stream.synchronize")
-        with self.lock:
-            self._recorded(self._by_number[number], "all of the stream").wait()
-
-    def wait_for_everything(self) -> None:
-        """`torch.cuda.synchronize()`."""
-        self.refuse_while_capturing("torch.cuda.synchronize")
-        with self.lock:
-            self._detector.event(self._detector.clocks.host, EventKind.WAIT, "wait for the device")
-            self.synchronize()
-
-    def refuse_while_capturing(self, what: str) -> None:
-        """Refuses what waits for the device while this thread captures a graph.
-
-        Raises:
-            RuntimeError: it does.
-        """
-        self._tracer.refuse_capture(what)
-
-    # Memory
-
-    def memory_info(self, device: object = 0) -> tuple[int, int]:
-        """Bytes that are free, and all: as declared, less what is alive."""
-        return max(0, self.memory - self._tracer.allocations.nbytes), self.memory
-
-    def reset_peak(self, device: object = 0) -> None:
-        """Forgets what was the most at once."""
-        self._tracer.allocations.most_nbytes = self._tracer.allocations.nbytes
-
-    def memory_stats(self, device: object = 0) -> dict[str, Any]:
-        """Bytes that are alive; no cache keeps more."""
-        both = {
-            "current": self._tracer.allocations.nbytes,
-            "peak": self._tracer.allocations.most_nbytes,
-            "allocated": 0,
-            "freed": 0,
-        }
-        bytes_of = {"all": dict(both), "small_pool": dict.fromkeys(both, 0), "large_pool": dict(both)}
-        nothing = {pool: dict.fromkeys(both, 0) for pool in bytes_of}
-        names = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
-        others = ("allocation", "segment", "active", "inactive_split", "inactive_split_bytes")
-        counts = dict.fromkeys(("num_ooms", "num_alloc_retries", "num_sync_all_streams", "max_split_size"), 0)
-        single = dict.fromkeys(("oversize_allocations", "oversize_segments"), dict.fromkeys(both, 0))
-        return {**dict.fromkeys(names, bytes_of), **dict.fromkeys(others, nothing), **single, **counts}
+    def _is_idle(self, stream: Stream) -> bool:
+        clock = self._known_stream(stream)
+        return self._detector.clocks.host.knows(clock.number, clock.work)
 
 
-def _over(kind: type) -> type:
-    """The class of a stream, event or graph whose window is over: any use is an error."""
+@final
+class CudaSimRuntime(CudaWindow[DeviceStream], SimRuntime):
+    """The simulated device behind `torch.cuda`. Made by `cuda_on_cpu`."""
 
-    def refuse(self: Any, name: str) -> Any:
-        if name.startswith("__") or name in ("stream_id", "device", "name"):
-            return object.__getattribute__(self, name)
-        raise ended(self)
+    _tracer: CudaSimTracer
 
-    return type(f"Ended{kind.__name__}", (kind,), {"__getattribute__": refuse, "__repr__": object.__repr__})
+    def _new_tracer(self) -> CudaSimTracer:
+        return CudaSimTracer(*self._of_tracer())
 
-
-def open_window() -> CudaRuntime | None:
-    """The runtime of the window that is open, or None."""
-    return _open[0] if _open else None
+    def _is_idle(self, stream: Stream) -> bool:
+        return not self.pending(stream)
 
 
-@contextlib.contextmanager
-def _in_new_threads(rt: CudaRuntime) -> Iterator[None]:
-    """A window in which threads that start are traced too: torch's modes are of one thread each."""
-    start = threading.Thread.start
-
-    def traced_start(self: threading.Thread) -> None:
-        run = self.run
-
-        def traced_run() -> None:
-            del self.run
-            with dispatching(rt.tracer):
-                run()
-
-        self.run = traced_run  # type: ignore[method-assign]
-        start(self)
-
-    threading.Thread.start = traced_start  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        threading.Thread.start = start  # type: ignore[method-assign]
-
-
+@overload
 def cuda_on_cpu(
+    device: Literal["race", "race:prompt"] = "race",
     *,
     on_race: OnRace = "raise",
-    fences: Literal["lazy", "eager"] = "lazy",
+    name: str = ...,
+    memory: int = ...,
+    capability: tuple[int, int] = ...,
+    stands_for: Mapping[str, Callable[..., Any]] | None = None,
+    note_waits: bool = False,
+) -> CudaRuntime: ...
+@overload
+def cuda_on_cpu(
+    device: str,
+    *,
+    on_race: OnRace = "raise",
+    seed: int = 0,
+    name: str = ...,
+    memory: int = ...,
+    capability: tuple[int, int] = ...,
+    stands_for: Mapping[str, Callable[..., Any]] | None = None,
+    note_waits: bool = False,
+) -> CudaRuntime | CudaSimRuntime: ...
+def cuda_on_cpu(
+    device: str = RACE,
+    *,
+    on_race: OnRace = "raise",
+    seed: int = 0,
     name: str = "cuda_on_cpu",
     memory: int = 80 << 30,
     capability: tuple[int, int] = (9, 0),
     stands_for: Mapping[str, Callable[..., Any]] | None = None,
     note_waits: bool = False,
-) -> CudaRuntime:
+) -> CudaRuntime | CudaSimRuntime:
     """A window in which torch has a device `cuda:0`, on a CPU-only build, and every access to its memory is checked.
+
+    Or, on the simulated device, one in which streams run late, in an order that a scheduler picks, so that a race makes
+    wrong values.
 
     Code that says `device="cuda"`, `.cuda()`, `pin_memory()`, `torch.cuda.Stream` and so on runs as it is, in this
     thread and in threads that start inside of the window. After the window torch is as it was.
@@ -303,9 +115,11 @@ def cuda_on_cpu(
             print(race)
 
     Args:
+        device: as `open_device` has it: `"race"`, the race detector; `"race:prompt"`, where an event is complete as
+            soon as the host asks; or `"sim"`, the simulated device, where `"sim:lazy"` names the scheduler.
         on_race: `"raise"` the first race as `Race` where it happens, and once more at the end of the window if the
             code has caught it; or `"collect"` them in `races`.
-        fences: see `RaceRuntime`: when an event is complete that the host asks.
+        seed: of the scheduler of the simulated device.
         name: of the device, as `torch.cuda` answers.
         memory: of the device, in bytes.
         capability: of the device, major and minor.
@@ -320,12 +134,18 @@ def cuda_on_cpu(
     Raises:
         ArgumentError: on entry: a window is open, torch was built for CUDA, or `stands_for` names what does not exist.
     """
-    return CudaRuntime(
-        on_race=on_race,
-        fences=fences,
-        name=name,
-        memory=memory,
-        capability=capability,
-        stands_for=stands_for or {},
-        note_waits=note_waits,
-    )
+    described: dict[str, Any] = {
+        "name": name,
+        "memory": memory,
+        "capability": capability,
+        "stands_for": stands_for or {},
+    }
+    tool, _, rest = device.partition(":")
+    if tool == SIM:
+        return CudaSimRuntime(**described, seed=seed, scheduler=rest or "random")
+    if device not in (RACE, f"{RACE}:{PROMPT}"):
+        raise ArgumentError(
+            f"cuda_on_cpu of device {device!r}", value=device, remedy="use 'race', 'race:prompt', 'sim' or 'sim:NAME'"
+        )
+    fences: Literal["eager", "lazy"] = "eager" if rest else "lazy"
+    return CudaRuntime(**described, on_race=on_race, fences=fences, note_waits=note_waits, hint_for=torch_hint_for)

@@ -95,11 +95,12 @@ class Openings:
                 opened.runtime.wait_for_everything()  # type: ignore[union-attr]
 
     @contextlib.contextmanager
-    def cuda_window(self, device: str, baseline: str | None) -> Iterator[None]:
+    def cuda_window(self, device: str, seed: int, baseline: str | None) -> Iterator[None]:
         """A window of `cuda_on_cpu` for one test, its fixtures included.
 
         Args:
-            device: `race`, or `race:prompt` for eager events.
+            device: as `cuda_on_cpu` takes it.
+            seed: of the scheduler of a simulated device.
             baseline: file of findings that are accepted, or None.
         """
         from pathlib import Path
@@ -108,8 +109,8 @@ class Openings:
         from batchstate.testing.race.findings import accepted_in
 
         accepted = frozenset() if baseline is None else accepted_in(Path(baseline))
-        with cuda_on_cpu(on_race="collect", fences="eager" if device == "race:prompt" else "lazy") as runtime:
-            opened = Opened(device, 0, runtime, accepted=accepted)
+        with cuda_on_cpu(device, on_race="collect", seed=seed) as runtime:
+            opened = Opened(device, seed, runtime, getattr(runtime, "scheduler", None), accepted)
             self._now.append(opened)
             try:
                 yield

@@ -80,8 +80,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--cuda-on-cpu",
         action="store_true",
-        help="with --batchstate-device race: code that says cuda runs on this CPU, in a window of `cuda_on_cpu` for "
-        "each test, and a test in which it races fails",
+        help="with --batchstate-device race or sim:NAME: code that says cuda runs on this CPU, in a window of "
+        "`cuda_on_cpu` for each test; a test fails if it races, or fails in the order that sim picks",
     )
     group.addoption(
         "--batchstate-baseline",
@@ -96,8 +96,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Registers the mark, and sets the level of checks if one was asked for."""
     config.addinivalue_line("markers", _MARK_HELP)
     config.stash[_under_way] = _UnderWay()
-    if config.getoption("cuda_on_cpu") and not str(_asked(config, "device")).startswith("race"):
-        raise pytest.UsageError("batchstate: --cuda-on-cpu needs --batchstate-device race or race:prompt")
+    if config.getoption("cuda_on_cpu") and str(_asked(config, "device")).partition(":")[0] not in ("race", "sim"):
+        raise pytest.UsageError("batchstate: --cuda-on-cpu needs --batchstate-device race, race:prompt or sim:NAME")
     if config.getoption("batchstate_baseline") and not config.getoption("cuda_on_cpu"):
         raise pytest.UsageError("batchstate: --batchstate-baseline needs --cuda-on-cpu")
     if config.getoption("batchstate_checks") or config.getini("batchstate_checks"):
@@ -190,7 +190,8 @@ def _cuda_of(config: pytest.Config) -> contextlib.AbstractContextManager[None]:
     if not config.getoption("cuda_on_cpu"):
         return contextlib.nullcontext()
     device, baseline = str(_asked(config, "device")), config.getoption("batchstate_baseline")
-    return _openings(config.stash[_under_way]).cuda_window(device, baseline)
+    seed = config.getoption("batchstate_seed") or 0
+    return _openings(config.stash[_under_way]).cuda_window(device, seed, baseline)
 
 
 def _level_of(item: pytest.Item) -> contextlib.AbstractContextManager[None]:

@@ -359,8 +359,8 @@ class RaceTracer(Tracer[RaceAllocation]):
         self._synchronise(name, entry.stream.seen)
         return values
 
-    def _new_on_device(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        result = torch.empty_like(like, dtype=dtype)
+    def _new_on_device(self, like: torch.Tensor, dtype: torch.dtype, **layout: Any) -> torch.Tensor:
+        result = torch.empty_like(like, dtype=dtype, **layout)
         self.allocate_on_device(result, self.access(EventKind.ALLOCATION, "empty", ()))
         return result
 

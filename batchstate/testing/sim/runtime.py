@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, TypeVar, final
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -32,7 +32,6 @@ from batchstate.testing.tracing.runtime import TracedRuntime
 T = TypeVar("T")
 
 
-@final
 class SimRuntime(TracedRuntime[DeviceStream]):
     """A device on CPU tensors. Streams run late in a `with` window of it, and at once outside.
 
@@ -45,13 +44,21 @@ class SimRuntime(TracedRuntime[DeviceStream]):
         scheduler: a name out of `PORTFOLIO`: which stream runs next, and when.
         seed: of its choices: the same seed gives the same run.
         steps_in_flight: see `Runtime`.
+        inner: a fresh CPU runtime, used through this one alone, which has the streams and their windows.
 
     Attributes:
         scheduler, seed: as given; with the program they say all there is to say of a run.
         synchronised: calls of torch that made the host wait for the current stream, by name.
     """
 
-    def __init__(self, *, scheduler: str = "random", seed: int = 0, steps_in_flight: int = 2) -> None:
+    def __init__(
+        self,
+        inner: CpuRuntime | None = None,
+        *,
+        scheduler: str = "random",
+        seed: int = 0,
+        steps_in_flight: int = 2,
+    ) -> None:
         self.scheduler = scheduler
         self.seed = seed
         self._device = Device(scheduler_of(scheduler, seed), lambda: self.step)
@@ -59,12 +66,18 @@ class SimRuntime(TracedRuntime[DeviceStream]):
         self._fences = itertools.count(1)
         self._mapped_at: set[int] = set()
         self._speculative = SpeculativeRead(self._device, lambda memory: memory.ctypes.data in self._mapped_at)
-        super().__init__(CpuRuntime(steps_in_flight=steps_in_flight))
-        self._tracer: SimTracer = SimTracer(
-            self._device, self._allocator, self._known_current, lambda: self.step, self._keep_alive, self._note_sync
-        )
+        super().__init__(CpuRuntime(steps_in_flight=steps_in_flight) if inner is None else inner)
+        self._tracer: SimTracer = self._new_tracer()
 
-    def __enter__(self) -> "SimRuntime":
+    def _new_tracer(self) -> SimTracer:
+        return SimTracer(*self._of_tracer())
+
+    def _of_tracer(self) -> tuple[Any, ...]:
+        """What a tracer takes."""
+        step, current = (lambda: self.step), self._known_current
+        return self._device, self._allocator, current, step, self._keep_alive, self._note_sync
+
+    def __enter__(self) -> Self:
         """From now on streams run late, and the operations of this thread go to them."""
         super().__enter__()
         self._device.at_once = False
@@ -219,6 +232,9 @@ class SimRuntime(TracedRuntime[DeviceStream]):
     def record(self, stream: Stream | None = None) -> Fence:
         """A fence behind everything enqueued on a stream so far."""
         self.check_owner("record")
+        return self._recorded(stream, "a fence")
+
+    def _recorded(self, stream: Stream | None, name: str) -> Fence:
         queue = self._known_stream(stream or self.current_stream)
         return SimFence(next(self._fences), self._device.mark(queue), self._device, self.counters)
 

@@ -13,7 +13,7 @@ from batchstate._source_lines import source_line
 from batchstate.errors import ArgumentError, DeviceError
 from batchstate.testing.sim.calls import Call, View, packed, written
 from batchstate.testing.sim.device import Block, BlockAllocator, Device, DeviceStream, Task, bytes_of, poison, poisoned
-from batchstate.testing.sim.shapes import NewTensor, UnknownError, results_of
+from batchstate.testing.sim.shapes import META, NewTensor, UnknownError, results_of
 from batchstate.testing.tracing.dispatch import TracedCall, Tracer
 from batchstate.testing.tracing.memory import HOST_KINDS, Allocation, MemoryKind
 
@@ -74,7 +74,6 @@ _LEAVE_EMPTY = frozenset(("empty", "empty_like", "empty_permuted", "empty_stride
 """Operations that allocate, and do nothing on the device."""
 
 
-@final
 class SimTracer(Tracer[SimAllocation]):
     """Gives the device what is the device's.
 
@@ -202,7 +201,7 @@ class SimTracer(Tracer[SimAllocation]):
         try:
             new = results_of(func, args, kwargs)
         except UnknownError:
-            self._device.drain(self._current())
+            self._wait()
             result = self._now(call)
             self.unmodelled[name] += 1  # only now: what torch refuses is not a gap of this model
             return result
@@ -212,7 +211,7 @@ class SimTracer(Tracer[SimAllocation]):
         fresh = [self._allocated(one) for one in new]
         if name not in _LEAVE_EMPTY:
             targets = [packed(one, self.pack) for one in fresh] if any(new) else []
-            seed = _seed(kwargs) if operation.draws(args, kwargs) else None
+            seed = new_seed(kwargs.get("generator")) if operation.draws(args, kwargs) else None
             self.enqueue(name, Call(func, call_args, call_kwargs, targets, seed), lambda: written([*changed, *targets]))
         results = [
             one if key is None else kwargs[key] if isinstance(key, str) else args[key]
@@ -234,8 +233,8 @@ class SimTracer(Tracer[SimAllocation]):
         self._device.note(self._current(), call.operation.name, self._step())
 
         def keep(one: torch.Tensor) -> torch.Tensor:
-            known = self.kind_of(one) is not None or not _is_plain(one)
-            return one if known else self._copied_to_device(one)
+            old = self.allocations.of(one) is not None or any(one is other for other in call.tensors)
+            return one if old or not _is_plain(one) else self._copied_to_device(one)
 
         return _replaced(result, keep)
 
@@ -265,6 +264,9 @@ class SimTracer(Tracer[SimAllocation]):
 
     def _synchronise(self, name: str) -> None:
         self._note_sync(name)
+        self._wait()
+
+    def _wait(self) -> None:
         self._device.drain(self._current())
 
     # Copies
@@ -305,8 +307,8 @@ class SimTracer(Tracer[SimAllocation]):
         self._synchronise(name)
         return self.keep(tensor.detach().to(dtype, copy=True), MemoryKind.HOST)
 
-    def _new_on_device(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return self.new(NewTensor.like(torch.empty_like(like, dtype=dtype)))
+    def _new_on_device(self, like: torch.Tensor, dtype: torch.dtype, **layout: Any) -> torch.Tensor:
+        return self.new(NewTensor.like(torch.empty_like(like, dtype=dtype, device=META, **layout)))
 
     # Kernels that torch does not see
 
@@ -366,9 +368,9 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.device.type == "cpu"
 
 
-def _seed(kwargs: Mapping[str, Any]) -> int:
+def new_seed(generator: torch.Generator | None = None) -> int:
     """Drawn when an operation is enqueued: what it draws must not depend on when it runs."""
-    return int(torch.randint(1 << 62, (), generator=kwargs.get("generator")))
+    return int(torch.randint(1 << 62, (), generator=generator))
 
 
 def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:

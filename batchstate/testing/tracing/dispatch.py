@@ -234,8 +234,8 @@ class Tracer(abc.ABC, Generic[A]):
         """Runs an operation of the host, or of undecided memory; returns its result."""
 
     @abc.abstractmethod
-    def _new_on_device(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """New device memory of the current stream."""
+    def _new_on_device(self, like: torch.Tensor, dtype: torch.dtype, **layout: Any) -> torch.Tensor:
+        """New device memory of the current stream; `layout` is what `torch.empty_like` takes besides."""
 
     @abc.abstractmethod
     def _copy_blocking(self, target: torch.Tensor, source: torch.Tensor, to_device: bool, non_blocking: bool) -> None:

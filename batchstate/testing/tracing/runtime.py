@@ -123,6 +123,10 @@ class TracedRuntime(Runtime, Generic[S]):
     def _new_stream(self, name: str) -> S:
         """What the tool knows of a new stream."""
 
+    @abc.abstractmethod
+    def _recorded(self, stream: Stream | None, name: str) -> Fence:
+        """A fence behind all that a stream, by default the current one, has so far; `name` is for reports."""
+
     def _known_stream(self, stream: Stream) -> S:
         """What the tool knows of a stream.
 

@@ -1,0 +1,269 @@
+"""The window in which torch has a device `cuda:0`: its streams, events, graphs and memory, for either tool."""
+
+import abc
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar, final
+
+import torch
+
+from batchstate.errors import ArgumentError
+from batchstate.runtime import CpuRuntime, Fence, Stream
+from batchstate.testing.cuda._streams import ended
+from batchstate.testing.cuda._torch import replaced
+from batchstate.testing.cuda._tracer import CudaTracer
+from batchstate.testing.tracing.clocks import HOST, unused_name
+from batchstate.testing.tracing.dispatch import dispatching
+from batchstate.testing.tracing.runtime import TracedRuntime
+
+_open: list["CudaWindow[Any]"] = []
+"""The window that is open in this process, if one is."""
+
+
+@final
+class ThreadedCpu(CpuRuntime):
+    """A CPU on which each thread has a current stream of its own, as in torch."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+        super().__init__()
+
+    @property
+    def _current(self) -> Stream:
+        return getattr(self._local, "stream", self._first)
+
+    @_current.setter
+    def _current(self, stream: Stream) -> None:
+        if not hasattr(self, "_first"):
+            self._first = stream
+        self._local.stream = stream
+
+
+S = TypeVar("S")
+
+
+class CudaWindow(TracedRuntime[S]):
+    """The part of a tool that is behind `torch.cuda`. `cuda_on_cpu` makes one.
+
+    Args:
+        name, memory, capability, stands_for: see `cuda_on_cpu`.
+        given: what the runtime of the tool takes.
+
+    Attributes:
+        name, memory, capability: of the device, as `torch.cuda` answers.
+        lock: held while something of the device happens; threads take turns.
+        stack: streams that `with stream:` will make current again.
+    """
+
+    _tracer: CudaTracer[Any]
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        memory: int,
+        capability: tuple[int, int],
+        stands_for: Mapping[str, Callable[..., Any]],
+        **given: Any,
+    ) -> None:
+        self.name, self.memory, self.capability = name, memory, capability
+        self._stands_for = dict(stands_for)
+        self._polled: dict[int, Fence] = {}
+        self._made: weakref.WeakSet[Any] = weakref.WeakSet()
+        super().__init__(ThreadedCpu(), **given)
+        self.lock = self._tracer.lock
+        self.stack: list[int] = []
+        first = self._inner.current_stream
+        self._numbers: dict[object, int] = {first.key: 0}
+        self._by_number: list[Stream] = [first]
+
+    # The window
+
+    @property
+    def tracer(self) -> CudaTracer[Any]:
+        """What is told of every operation."""
+        return self._tracer
+
+    def check_owner(self, operation: str) -> None:
+        """Any thread may use it: they take turns, and are one host."""
+
+    @contextlib.contextmanager
+    def _tracing(self) -> Iterator[None]:
+        if _open:
+            raise ArgumentError(
+                "cuda_on_cpu inside of cuda_on_cpu", value=_open[0], remedy="use the runtime of the window that is open"
+            )
+        if torch.cuda.is_available() or not isinstance(vars(torch._C._CudaStreamBase).get("__init__"), type(ended)):
+            raise ArgumentError(
+                "this torch was built for CUDA",
+                value=torch.__version__,
+                remedy="use a CPU-only build of torch; on a GPU use `RaceRuntime(open_runtime('cuda'))`",
+            )
+        _open.append(self)
+        try:
+            with replaced(self, self._stands_for), _in_new_threads(self), dispatching(self._tracer):
+                yield
+        finally:
+            self._tracer.ended = True
+            _open.clear()
+            for one in list(self._made):
+                one.__class__ = _over(type(one))
+
+    # Streams
+
+    @property
+    def capturing(self) -> bool:
+        """Whether this thread captures a graph."""
+        return self._tracer.capture is not None
+
+    @property
+    def current_id(self) -> int:
+        """Number of the current stream of this thread."""
+        return self._numbers[self._inner.current_stream.key]
+
+    def made(self, one: Any) -> None:
+        """A stream, an event or a graph was made in the window."""
+        self._made.add(one)
+
+    def new_stream(self, name: str | None) -> int:
+        """A new stream; returns its number."""
+        with self.lock:
+            number = len(self._by_number)
+            stream = self.stream(name or f"stream {number}")
+            self._by_number.append(stream)
+            self._numbers[stream.key] = number
+            return number
+
+    def set_current(self, number: int) -> None:
+        """Makes a stream the current one of this thread."""
+        self._inner._current = self._by_number[number]  # type: ignore[attr-defined]
+
+    def name_stream(self, stream: Any, name: str) -> None:
+        """Says what reports call a stream whose name is not seen: one made in a list, or by a library."""
+        known: Any = self._known_stream(self._by_number[stream.stream_id])
+        others: list[Any] = [one for one in self._streams.values() if one is not known]
+        known.name = unused_name(name, [HOST, *(one.name for one in others)])
+
+    def keep_for(self, tensor: torch.Tensor, number: int) -> None:
+        """`tensor.record_stream(stream)`."""
+        with self.lock:
+            self._keep_alive(tensor, self._by_number[number])
+
+    def record_event(self, event: Any, stream: Any) -> Fence | None:
+        """`event.record(stream)`. Inside of a capture it belongs to the graph, and is not recorded."""
+        if self.capturing:
+            return event.fence  # type: ignore[no-any-return]
+        number = self.current_id if stream is None else stream.stream_id
+        with self.lock:
+            return self._recorded(self._by_number[number], "an event" if event.name is None else f"event {event.name}")
+
+    def stream_waits(self, stream: Any, fence: Fence) -> None:
+        """`event.wait(stream)`."""
+        if not self.capturing:
+            with self.lock:
+                self.wait(fence, stream=self._by_number[self.current_id if stream is None else stream.stream_id])
+
+    def stream_done(self, number: int) -> bool:
+        """`stream.query()`: whether the host knows that all of it has run."""
+        self.refuse_while_capturing("Stream.query")
+        with self.lock:
+            stream = self._by_number[number]
+            if self._is_idle(stream):
+                return True
+            asked = self._polled.get(number)
+            if asked is None or asked.query():  # what came behind it may not have run
+                asked = self._polled[number] = self._recorded(stream, "all of the stream")
+            return asked.query()
+
+    def wait_for_stream(self, number: int) -> None:
+        """`stream.synchronize()`."""
+        self.refuse_while_capturing("Stream.synchronize")
+        with self.lock:
+            self._recorded(self._by_number[number], "all of the stream").wait()
+
+    def wait_for_everything(self) -> None:
+        """`torch.cuda.synchronize()`."""
+        self.refuse_while_capturing("torch.cuda.synchronize")
+        with self.lock:
+            self.synchronize()
+
+    def refuse_while_capturing(self, what: str) -> None:
+        """Refuses what waits for the device while this thread captures a graph.
+
+        Raises:
+            RuntimeError: it does.
+        """
+        self._tracer.refuse_capture(what)
+
+    # What a tool does
+
+    @abc.abstractmethod
+    def _is_idle(self, stream: Stream) -> bool:
+        """Whether all that a stream has is over, as far as the host knows."""
+
+    # Memory
+
+    def memory_info(self, device: object = 0) -> tuple[int, int]:
+        """Bytes that are free, and all: as declared, less what is alive."""
+        return max(0, self.memory - self._tracer.allocations.nbytes), self.memory
+
+    def reset_peak(self, device: object = 0) -> None:
+        """Forgets what was the most at once."""
+        self._tracer.allocations.most_nbytes = self._tracer.allocations.nbytes
+
+    def memory_stats(self, device: object = 0) -> dict[str, Any]:
+        """Bytes that are alive; no cache keeps more."""
+        both = {
+            "current": self._tracer.allocations.nbytes,
+            "peak": self._tracer.allocations.most_nbytes,
+            "allocated": 0,
+            "freed": 0,
+        }
+        bytes_of = {"all": dict(both), "small_pool": dict.fromkeys(both, 0), "large_pool": dict(both)}
+        nothing = {pool: dict.fromkeys(both, 0) for pool in bytes_of}
+        names = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
+        others = ("allocation", "segment", "active", "inactive_split", "inactive_split_bytes")
+        counts = dict.fromkeys(("num_ooms", "num_alloc_retries", "num_sync_all_streams", "max_split_size"), 0)
+        single = dict.fromkeys(("oversize_allocations", "oversize_segments"), dict.fromkeys(both, 0))
+        return {**dict.fromkeys(names, bytes_of), **dict.fromkeys(others, nothing), **single, **counts}
+
+
+def _over(kind: type) -> type:
+    """The class of a stream, event or graph whose window is over: any use is an error."""
+
+    def refuse(self: Any, name: str) -> Any:
+        if name.startswith("__") or name in ("stream_id", "device", "name"):
+            return object.__getattribute__(self, name)
+        raise ended(self)
+
+    return type(f"Ended{kind.__name__}", (kind,), {"__getattribute__": refuse, "__repr__": object.__repr__})
+
+
+def open_window() -> CudaWindow[Any] | None:
+    """The runtime of the window that is open, or None."""
+    return _open[0] if _open else None
+
+
+@contextlib.contextmanager
+def _in_new_threads(rt: CudaWindow[Any]) -> Iterator[None]:
+    """A window in which threads that start are traced too: torch's modes are of one thread each."""
+    start = threading.Thread.start
+
+    def traced_start(self: threading.Thread) -> None:
+        run = self.run
+
+        def traced_run() -> None:
+            del self.run
+            with dispatching(rt.tracer):
+                run()
+
+        self.run = traced_run  # type: ignore[method-assign]
+        start(self)
+
+    threading.Thread.start = traced_start  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        threading.Thread.start = start  # type: ignore[method-assign]
