@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 LONGEST = """
     mutants machines disaggregated sim_engine twins race_machines sim_schedulers transport_engines fuzz overlap_machine
-    benchmarks transport_faults engine_machine render_browser benchmark_report pytest_plugin engine_race
+    benchmarks transport_faults engine_machine render_browser benchmark_report pytest_plugin engine_race cuda_on_sim
 """
 """Test files of ten seconds and more. They run first, so that no process is left with one of them alone in the end."""
 

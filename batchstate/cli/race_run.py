@@ -1,7 +1,12 @@
-"""`batchstate race run`: runs a script of plain torch code that says `cuda`, on a CPU, and reports its races."""
+"""`batchstate race run`: runs a script of plain torch code that says `cuda`, on a CPU, and reports its races.
+
+On the simulated device it reports in which orders of the streams the script comes to another result.
+"""
 
 import argparse
+import itertools
 import runpy
+import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -13,6 +18,9 @@ from batchstate.errors import ArgumentError
 NAME = "race run"
 SUMMARY = "run a script that says cuda on this CPU, and report every pair of accesses that nothing orders"
 
+_ORDERS = "batchstate race orders 1"
+"""Format of the JSON of a run on the simulated device."""
+
 _MOST_WAITS = 10
 """Lines that make the host wait and are printed."""
 
@@ -22,7 +30,7 @@ _CALLED = {"_local_scalar_dense": "item", "copy_": "a copy that blocks", "_to_co
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
-    parser.usage = "batchstate race run [--json FILE] [--baseline FILE] SCRIPT [ARGS ...]"
+    parser.usage = "batchstate race run [--device DEVICE] [--seed N] [--json FILE] [--baseline FILE] SCRIPT [ARGS ...]"
     _add_options(parser)
     parser.add_argument("script", metavar="SCRIPT", type=Path, help="a Python script; it imports nothing of batchstate")
     arguments = parser.add_argument(
@@ -37,6 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
     parser.add_argument(
+        "--device",
+        metavar="DEVICE",
+        help="race (default) or race:prompt, where events are complete as soon as they are asked; sim:NAME, one order "
+        "of the streams; or sim: the script runs once in each order, and what it prints is compared",
+    )
+    parser.add_argument("--seed", metavar="N", type=int, help="of the orders of sim that are drawn (default: 0)")
+    parser.add_argument(
         "--baseline",
         metavar="FILE",
         type=Path,
@@ -46,17 +61,26 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the script: 0 without findings that are new, 1 with some, 2 where it could not be run to its end."""
-    from batchstate.testing.cuda import cuda_on_cpu
+    from batchstate.testing.cuda import CudaRuntime, cuda_on_cpu
     from batchstate.testing.race.findings import FORMAT, accepted_in, findings, identity
 
     arguments = _of_script(args)
+    device, seed = args.device or "race", args.seed or 0
+    if device.partition(":")[0] == "sim" and args.baseline is not None:
+        raise ArgumentError("--baseline with sim", value=device, remedy="accept findings of the race detector")
     accepted = frozenset() if args.baseline is None else accepted_in(args.baseline)
     if not args.script.is_file():
         raise ArgumentError(
             f"{args.script}: this script does not exist", value=str(args.script), remedy="name a file of Python code"
         )
-    with cuda_on_cpu(on_race="collect") as rt:
+    if device == "sim":
+        return _compare(args.script, arguments, seed, args.json)
+    with cuda_on_cpu(device, on_race="collect", seed=seed) as rt:
         error = _run(args.script, arguments)
+    if not isinstance(rt, CudaRuntime):
+        write_json(args.json, {"format": _ORDERS, "script": str(args.script), "device": device, "error": error})
+        print(f"batchstate: {args.script} on {device}: {error or 'it came to its end'}", file=sys.stderr)
+        return 0 if error is None else 1
     new = [race for race in rt.races if identity(race) not in accepted]
     if error is None and not rt.accesses:
         error = "nothing was done on a device of cuda, so that nothing was checked"
@@ -92,6 +116,41 @@ def run(args: argparse.Namespace) -> int:
     return 1 if new else 0
 
 
+def _compare(script: Path, arguments: list[str], seed: int, out: Path | None) -> int:
+    """Runs a script in each order of the streams, in a process each: 0 where it prints the same in all, 1 where not."""
+    from batchstate.testing.sim import PORTFOLIO
+
+    orders: list[dict[str, Any]] = []
+    wanted: list[str] = []
+    for name in PORTFOLIO:
+        command = [sys.executable, "-m", "batchstate", "race", "run", "--device", f"sim:{name}", "--seed", str(seed)]
+        done = subprocess.run([*command, str(script), "--", *arguments], capture_output=True, text=True, check=False)
+        printed = [*done.stdout.splitlines(), *(["it fails: " + _last(done.stderr)] if done.returncode else [])]
+        if name == "eager":
+            wanted = printed
+            if done.returncode:
+                print(done.stderr, file=sys.stderr, end="")
+                return 2
+        orders.append({"device": f"sim:{name}", "exit": done.returncode, "difference": _difference(wanted, printed)})
+    wrong = [one for one in orders if one["difference"] is not None]
+    write_json(out, {"format": _ORDERS, "script": str(script), "seed": seed, "orders": orders, "new": len(wrong)})
+    for one in wrong:
+        expected, got = one["difference"]
+        print(f"{one['device']}: expected {expected!r}, got {got!r}")
+    print(f"{len(wrong)} of {len(orders)} orders of the streams give another result")
+    return 1 if wrong else 0
+
+
+def _last(text: str) -> str:
+    return next(reversed(text.splitlines()), "")
+
+
+def _difference(wanted: list[str], got: list[str]) -> tuple[str, str] | None:
+    """The first line that is another one, of both; None where there is none."""
+    pairs = itertools.zip_longest(wanted, got, fillvalue="nothing")
+    return next(((one, other) for one, other in pairs if one != other), None)
+
+
 def _of_script(args: argparse.Namespace) -> list[str]:
     """The arguments of the script; this command's options among them are taken out, up to `--`."""
     given: list[str] = args.arguments
@@ -99,7 +158,9 @@ def _of_script(args: argparse.Namespace) -> list[str]:
     options = argparse.ArgumentParser(prog="batchstate race run", add_help=False, allow_abbrev=False)
     _add_options(options)
     found, rest = options.parse_known_args(given[:at])
-    args.json, args.baseline = found.json or args.json, found.baseline or args.baseline
+    for name, value in vars(found).items():
+        if value is not None:
+            setattr(args, name, value)
     return rest + given[at + 1 :]
 
 
