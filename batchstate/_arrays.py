@@ -367,8 +367,9 @@ def arange_per_row(starts: Rows, lengths: Rows) -> Rows:
         return np.arange(starts[0], starts[0] + lengths[0], dtype=np.int64)
     ends: Rows = lengths.cumsum()
     total = int(ends[-1]) if ends.size else 0
-    bases: Rows = starts - (ends - lengths)
-    return bases.repeat(lengths) + np.arange(total, dtype=np.int64)
+    values: Rows = (starts - (ends - lengths)).repeat(lengths)
+    values += np.arange(total, dtype=np.int64)
+    return values
 
 
 def joined_rows(parts: Sequence[Array | None]) -> Array:

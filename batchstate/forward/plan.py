@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import Array, amounts, as_array, check_range, count
+from batchstate._arrays import Array, amounts, arange_per_row, as_array, check_range, count
 from batchstate._origin import DerivedArrays, Origin, RowSet
 from batchstate._upload import Extras, check_writes, named_arrays, packed_step
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, DtypeError, ShapeError
@@ -269,8 +269,7 @@ class ForwardPlan:
         lens, bounds = _lengths(seq_lens, num_reqs, num_rows)
         queries = _per_request(query_lens, num_reqs, num_rows, f"{_WHAT}: query_lens")
         _check_queries(queries, lens)
-        rows, starts = np.repeat(np.arange(num_reqs, dtype=np.int64), queries), _offsets(queries)
-        positions = np.arange(starts[-1], dtype=np.int64) + (lens - queries - starts[:-1]).repeat(queries)
+        starts, positions = _offsets(queries), arange_per_row(lens - queries, queries)
         num_tokens = int(starts[-1])
         what = f"{_WHAT}: pad_tokens"
         reach = None if window is None else count(window, f"{_WHAT}: window", least=1)
@@ -340,7 +339,7 @@ class ForwardPlan:
         for name, one in named.items():
             plan.token_arrays[name] = laid = one.laid_out(values[name], starts, padded_tokens)
             one.check(laid, {**where, "column": name})
-        arrays = plan._arrays(rows, starts, positions, names)
+        arrays = plan._arrays(starts, positions, names)
         if tier is not None:
             hot_from = np.zeros(num_rows, dtype=np.int64)
             at = _tier_rows(tier, row_set, where)
@@ -558,9 +557,13 @@ class ForwardPlan:
         """Where the pages have the KV of tokens at the positions int64[num_tokens], int64[num_tokens]. For checks."""
         if self.pages is None:
             return np.zeros_like(positions)
-        rows = np.repeat(np.arange(self.num_reqs, dtype=np.int64), self.query_lens)
+        rows = self._rows_of_tokens()
         index = self.kv_index(rows, positions)
         return _locations(self._page_table(self.pages), rows, index, self.pages.page_size)
+
+    def _rows_of_tokens(self) -> Ints:
+        """The row of each token's request, int64[num_tokens]."""
+        return np.arange(self.num_reqs, dtype=np.int64).repeat(self.query_lens)
 
     def relay_tokens(self) -> Ints:
         """Indices of the relay's ids among the tokens, int64, request by request."""
@@ -568,8 +571,8 @@ class ForwardPlan:
         first = _offsets(self.query_lens)[self.relay_rows] - _offsets(queries)[:-1]
         return np.arange(queries.sum(), dtype=np.int64) + np.repeat(first, queries)
 
-    def _arrays(self, rows: Ints, starts: Ints, positions: Ints, layouts: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-        """What is uploaded, from the rows and positions int64[t] of tokens and the starts int64[n + 1] of requests."""
+    def _arrays(self, starts: Ints, positions: Ints, layouts: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
+        """What is uploaded, from the positions int64[t] of tokens and the starts int64[n + 1] of requests."""
         size, num_rows = self.num_padded_tokens, self.num_rows
         last = starts[1:] - 1
         arrays: dict[str, npt.NDArray[Any]] = {
@@ -584,8 +587,13 @@ class ForwardPlan:
             arrays["last_token_indices"] = self._indices("last_token_indices", sampled, len(sampled))
             arrays["sample_slots"] = self.sampled_slots.np.copy()  # an engine may make a tensor of each
         if self.pages is not None:
-            table, page_size = self._page_table(self.pages), self.pages.page_size
-            mapping = _locations(table, rows, self.kv_index(rows, positions), page_size)
+            page_size = self.pages.page_size
+            if self.kv_offset is None and self.kv_window is None:
+                slots, begins = self.slots.np[: self.num_reqs], self.seq_lens - self.query_lens
+                mapping = self.pages.locations_of(slots, begins, self.query_lens, positions)
+            else:
+                table, rows = self._page_table(self.pages), self._rows_of_tokens()
+                mapping = _locations(table, rows, self.kv_index(rows, positions), page_size)
             arrays["slot_mapping"] = self._indices("slot_mapping", mapping, size)
             if self.bounded and "flashinfer" in layouts:
                 raise ContractError(
@@ -593,10 +601,12 @@ class ForwardPlan:
                     value="upper_bound",
                     remedy="resolve the lengths first: flashinfer counts pages on the host; or use 'flash_attention'",
                 )
-            if layouts and self.kv_offset is not None:
-                table = self._behind_offset(table, page_size)
-            for name in layouts:
-                arrays |= LAYOUTS[name](table, self.seq_lens, page_size, num_rows)
+            if layouts:
+                table = self._page_table(self.pages)
+                if self.kv_offset is not None:
+                    table = self._behind_offset(table, page_size)
+                for name in layouts:
+                    arrays |= LAYOUTS[name](table, self.seq_lens, page_size, num_rows)
         elif layouts:
             raise ArgumentError(
                 f"{_WHAT}: layouts {list(layouts)} without pages", value=layouts, remedy="pass pages=PagePool"
@@ -772,6 +782,8 @@ def _offsets(lengths: Ints) -> Ints:
 
 def _padded(values: npt.NDArray[np.integer], size: int, fill: int, dtype: npt.DTypeLike) -> npt.NDArray[np.integer]:
     """`values` as `dtype`, then `fill` up to `size` elements."""
+    if len(values) == size and values.dtype == dtype:
+        return values
     result = np.full(size, fill, dtype=dtype)
     result[: len(values)] = values
     return result

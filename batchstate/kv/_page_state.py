@@ -82,6 +82,25 @@ class PageTable:
         columns = positions // self._size
         return self.locations_on(self._flat[rows * self._width + columns].astype(np.int64), columns, positions)
 
+    def locations_of(self, rows: Ints, start: Ints, counts: Ints, positions: Ints) -> Ints:
+        """The location of each of `positions`: of each row the `counts` positions from `start` on. Costs O(pages).
+
+        All int64[n] but `positions`, which has those of one row after the other.
+        """
+        if positions.size < 4 * rows.size:  # few on each page: one look for each
+            return self.locations_at(rows.repeat(counts), positions)
+        first, stop = start // self._size, start + counts
+        num_pages = (stop + self._rounding) // self._size - first
+        columns, at = arange_per_row(first, num_pages), arange_per_row(rows * self._width + first, num_pages)
+        tokens = np.full(columns.size, self.page_size, dtype=np.int64)
+        there = num_pages > ZERO
+        ends = num_pages.cumsum()
+        tokens[(ends - num_pages)[there]] -= (start - first * self._size)[there]
+        tokens[(ends - ONE)[there]] -= ((first + num_pages) * self._size - stop)[there]
+        locations: Ints = ((self._flat[at] - columns) * self._size).repeat(tokens)
+        locations += positions
+        return locations
+
     def locations_on(self, pages: Ints, columns: Ints, positions: Ints) -> Ints:
         """The location of each position, which lies in this column, on this page."""
         locations: Ints = (pages - columns) * self._size + positions

@@ -702,6 +702,17 @@ class PagePool:
         else:
             self._check_lengths(totals, totals, operation, _lengths.further)
 
+    def locations_of(self, rows: Ints, start: Ints, counts: Ints, positions: Ints) -> Ints:
+        """Where the KV of `counts` positions of each live slot from `start` on lies, int64[t]. For the library.
+
+        Args:
+            rows: slots int64[n], to which the positions are allocated.
+            start: int64[n].
+            counts: int64[n].
+            positions: these, int64[t], those of one slot after the other.
+        """
+        return self._table.locations_of(rows, start, counts, positions)
+
     def next_locations(self, rows: Ints, start: Ints, operation: str) -> Ints:
         """Where the KV of each request's next token goes, int64[n]; takes a page where one begins. For the library.
 
@@ -790,7 +801,7 @@ class PagePool:
     def _ragged(self, slots: Slots, rows: Ints, start: Ints, counts: Ints, operation: str) -> Extension:
         """The extension of `counts` committed tokens of each row from `start` on."""
         owned_by, positions = rows.repeat(counts), arange_per_row(start, counts)
-        locations = self._table.locations_at(owned_by, positions)
+        locations = self.locations_of(rows, start, counts, positions)
         if levels.cheap and locations.size and int(locations.min()) < self.page_size:
             # A position counted as allocated that is not.
             invariants.slot_zero_allocated(locations // self.page_size, **self._where(operation))
