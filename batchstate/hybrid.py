@@ -379,8 +379,10 @@ class HybridSlotPool(SlotPool):
         rows, states = self.rows_of(turns.slots, operation, padded=True), self._owner(turns.kind)
         self._check_turns(states, rows, turns.reads, operation)
         rows = rows[: np.count_nonzero(rows)]
+        self.transaction.operation = operation
         states.turns[rows] += 1
         states.newest[rows] = turns.writes[: rows.size]
+        self.transaction.operation = None
 
     def _check_turns(self, states: StateOwner, rows: Ints, reads: Ints, operation: str) -> None:
         if levels.cheap:

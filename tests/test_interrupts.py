@@ -69,7 +69,7 @@ class World:
         self.slots.reap()
         self.pages.reap()
 
-    def state(self) -> object:
+    def state(self) -> Any:
         """All that an operation changes, in an order of its own."""
         slots, pages, relay = self.slots, self.pages, self.relay._entries
         references, table = pages._references, pages._table
@@ -77,7 +77,11 @@ class World:
         return (
             [_indices(slots._allocator), _indices(references.allocator)],
             [_indices(one.allocator) for one in owners],
-            [part.tolist() for one in owners for part in (one.mapping, one.turns, one.newest)],
+            [
+                part.tolist()
+                for one in owners
+                for part in (one.mapping, one.turns, one.newest * (one.mapping[:, 0] > 0))
+            ],
             [one.tolist() for one in (table.pages, table.num_pages, table.committed)],
             references.further.tolist(),
             references.shared,
@@ -152,7 +156,7 @@ class Tier(World):
         self.host.reap()
         self.tier.poll_staged()
 
-    def state(self) -> object:
+    def state(self) -> Any:
         host, requests = self.host, self.tier._requests
         own = (requests.states, requests.length, requests.backed, requests.hot_from, requests.max_tokens)
         return (
@@ -226,7 +230,7 @@ class Cached(World):
         self.pages.release_requests(self.b)
         self.b = self.slots.take(1)
 
-    def state(self) -> object:
+    def state(self) -> Any:
         cached = self.pages._references.cached
         assert cached is not None
         return (
@@ -397,7 +401,7 @@ OPERATIONS: dict[str, tuple[type[World], Operation]] = {
 
 
 @functools.cache
-def ends(name: str) -> tuple[object, object]:
+def ends(name: str) -> tuple[Any, Any]:
     """The states before and after an operation."""
     make, operation = OPERATIONS[name]
     old, done = make(), make()
@@ -434,6 +438,8 @@ def outcome(name: str, at: int) -> str:
         return "done"
     if isinstance(world, Stepped):
         return repeated(name, at)
+    if isinstance(world, Cached) and state[0] == old[0]:  # pages were taken, and given back
+        return "as it was, but for keys"
     return "unwritten" if name.startswith("publish") else "something else"
 
 
@@ -453,7 +459,7 @@ def repeated(name: str, at: int) -> str:
 
 def allowed(one: str) -> bool:
     """Whether nothing is lost in silence."""
-    ends = ("as it was", "done", "broken", "unwritten", "half, and finished")
+    ends = ("as it was", "done", "broken", "unwritten", "half, and finished", "as it was, but for keys")
     return one in ends or one.startswith("half, and refused")
 
 

@@ -1,11 +1,13 @@
 """A listener among strangers: what is taken comes from the one who knows the secret, and that one always gets in.
 
 Strangers are silent, send noise, replay what they have seen, reflect what they are told, and call in crowds. Between
-the two sides of a connection an attacker changes, drops, repeats, swaps and reflects messages. Endpoints are damaged.
+the two sides of a connection an attacker changes, drops, repeats, swaps and reflects messages, and so it does with the
+datagrams of a mailbox. Endpoints are damaged.
 """
 
 import contextlib
 import json
+import os
 import random
 import socket
 from typing import final
@@ -30,6 +32,7 @@ from batchstate.transport.connection import (
     _proof,
     new_secret,
 )
+from batchstate.transport.engines._mailbox import Mailbox
 from batchstate.transport.regions import RemoteRegion
 from batchstate.transport.wire import Endpoint
 
@@ -89,6 +92,8 @@ class StrangersMachine(Machine):
         "a message refused",
         "a message taken",
         "an endpoint refused",
+        "mail refused",
+        "mail behind a crowd",
     )
 
     @initialize(seed=st.integers(0, 2**16))
@@ -102,12 +107,17 @@ class StrangersMachine(Machine):
         self.strangers: list[socket.socket] = []
         self.recorded: list[tuple[bytes, bytes]] = []
         self.relay = Relay.opened()
+        writer, *boxes = (Mailbox(f"{number:016x}", self.dice.randbytes(32), "strangers") for number in range(3))
+        self.writer, self.box, self.stolen = writer, boxes[0], boxes[1]  # the last is one that strangers read
+        self.mailed: list[bytes] = []
 
     def teardown(self) -> None:
         """Lets go of all sockets."""
         with contextlib.suppress(AttributeError):  # it never began
             self.listener.close()
             self.relay.close()
+            for box in (self.writer, self.box, self.stolen):
+                box.close()
             for wire in self.strangers:
                 wire.close()
             for connection in self.arrived:
@@ -274,6 +284,44 @@ class StrangersMachine(Machine):
         if relay.sent[0] or relay.sent[1]:  # something was lost, refused, or is not complete
             relay.close()
             self.relay = Relay.opened()
+
+    # Mail
+
+    @rule(
+        how=st.sampled_from(["pass", "pass", "flip", "shorten", "repeat", "rename", "forge"]),
+        noise=st.sampled_from([0, 0, 1, 20]),
+        at=st.integers(0, 400),
+    )
+    def mail(self, how: str, noise: int, at: int) -> None:
+        """A writer mails a tag, and a stranger that has got hold of it does something else with it, among noise."""
+        box, tag = self.box, self.dice.randbytes(1 + at % 128)
+        Mailbox(box._instance, self.secret, "strangers").close()  # the next one removes those without a process
+        there = b"" if os.path.exists(box.path) else b"removed"
+        ask(invariants.peer_unknown, b"", there, object=box, operation="Mailbox")
+        self.writer.send(self.stolen.path, box._secret, tag)
+        travels = self.stolen._socket.recv(4096)
+        at %= len(travels)
+        changed = {
+            "flip": travels[:at] + bytes([travels[at] ^ 1 << self.dice.randrange(8)]) + travels[at + 1 :],
+            "shorten": travels[:-1],
+            "repeat": self.dice.choice([*self.mailed, b""]),
+            "rename": self.box._instance.encode() + travels[16:],
+            "forge": travels[:17] + bytes(MAC) + travels[17 + MAC :],
+        }
+        if how == "pass":
+            self.mailed.append(travels)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+            stranger.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                for _ in range(noise):
+                    stranger.sendto(self.dice.randbytes(at), box.path)
+        taken = [] if noise < 20 else box.received()  # where it is full the writer would come again
+        self.writer._socket.sendto(changed.get(how, travels), box.path)
+        taken += box.received()
+        expected = tag if how == "pass" else b""
+        ask(invariants.peer_unknown, expected, b"".join(one.tag for one in taken), object=box, operation="receiving")
+        self.reached("mail refused", how != "pass")
+        self.reached("mail behind a crowd", how == "pass" and noise > 10)
 
     # Endpoints
 

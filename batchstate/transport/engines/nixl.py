@@ -34,9 +34,6 @@ import importlib
 import json
 import os
 import select
-import shutil
-import socket
-import tempfile
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +46,7 @@ import torch
 from batchstate import invariants
 from batchstate.errors import ArgumentError, HandshakeError, TransferError
 from batchstate.transport.connection import MAC, mac_of
+from batchstate.transport.engines._mailbox import Mailbox
 from batchstate.transport.engines.base import Capabilities, Delivery, Engine, Handle, Peer, Status, check_trusted
 from batchstate.transport.regions import Copies, Ints, Region
 from batchstate.transport.wire import array, binary, number, parsed_native, record, row, text
@@ -136,61 +134,6 @@ _NATIVE = record(
 
 
 @final
-class Mailbox:
-    """Takes datagrams of processes of this machine and user: it lies in a folder that no other user may enter.
-
-    Raises:
-        TransferError: the folder for temporary files cannot have it.
-
-    Attributes:
-        path: where it is.
-        close: lets it go; twice is fine.
-    """
-
-    MOST = 4096
-    """Bytes of a datagram."""
-
-    def __init__(self) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.setblocking(False)
-        folder = tempfile.mkdtemp(prefix="batchstate-")
-        self.path = os.path.join(folder, "tags")
-        self.close = weakref.finalize(self, _close_mailbox, self._socket, folder)
-        try:
-            self._socket.bind(self.path)
-        except OSError as error:
-            self.close()
-            raise TransferError(
-                f"no socket at {self.path}: {error}", value=self.path, remedy="set TMPDIR to a folder with a short path"
-            ) from error
-
-    def send(self, path: str, message: bytes) -> bool:
-        """Sends a datagram to another mailbox; False where that is full.
-
-        Raises:
-            OSError: it is gone.
-        """
-        try:
-            self._socket.sendto(message, path)
-        except BlockingIOError:
-            return False
-        return True
-
-    def received(self) -> list[bytes]:
-        """What has come."""
-        found: list[bytes] = []
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                found.append(self._socket.recv(self.MOST))
-        return found
-
-
-def _close_mailbox(one: socket.socket, folder: str) -> None:
-    one.close()
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-@final
 @attrs.define(eq=False)
 class _Link:
     """A peer: its NIXL name, where its regions lie, its process and mailbox, and whether NIXL was told to let it go."""
@@ -205,10 +148,10 @@ class _Link:
 @final
 @attrs.define(eq=False)
 class _Request:
-    """A NIXL transfer request, or None where none is held; what is to be mailed behind it; and why it has failed."""
+    """A NIXL transfer request, or None where none is held; the tag to be mailed behind it; and why it has failed."""
 
     number: int | None
-    mail: bytes = b""
+    mail: bytes | None = None
     error: str = ""
 
 
@@ -274,7 +217,7 @@ class NixlEngine(Engine):
                 ) from error
         self._places: dict[int, _Place] = {}
         self._native: dict[int, Any] = {}
-        self._mailbox = None if self.has_port else Mailbox()
+        self._mailbox = None if self.has_port else Mailbox(self.instance, self._secret, "".join(here()[:1]))
 
     # Memory
 
@@ -348,10 +291,11 @@ class NixlEngine(Engine):
         handle.native = _Request(None)
         self._look(peer)
         if peer.lost is None:
-            tag = _tag_mac(peer.secret, self.instance, handle.tag) + handle.tag
             try:
                 if self._mailbox is not None:
-                    handle.native.mail, tag = b"%s\0%s" % (self.instance.encode(), tag), b""
+                    handle.native.mail, tag = handle.tag, b""
+                else:
+                    tag = _tag_mac(peer.secret, self.instance, handle.tag) + handle.tag
                 if len(copies):
                     rows = (
                         self._rows(self._places, copies.source_regions, sources, copies.lengths),
@@ -402,7 +346,7 @@ class NixlEngine(Engine):
                     state = self._agent.getXferStatus(request.number)
                 if state == self._nixl.NIXL_SUCCESS:
                     self._release(request)
-                    if self._mailed(request, handle.peer.native):
+                    if self._mailed(request, handle.peer):
                         return Status.DONE
                     state = self._nixl.NIXL_IN_PROG
                 self._look(handle.peer)
@@ -417,11 +361,13 @@ class NixlEngine(Engine):
         handle.reason = request.error
         return Status.UNKNOWN
 
-    def _mailed(self, request: _Request, link: _Link) -> bool:
+    def _mailed(self, request: _Request, peer: Peer) -> bool:
         """Sends what is to be mailed behind a write that has landed; False where it has to wait."""
-        if request.mail and self._mailbox is not None and self._mailbox.send(link.mailbox, request.mail):
-            request.mail = b""
-        return not request.mail
+        if request.mail is not None and self._mailbox is not None:
+            if not self._mailbox.send(peer.native.mailbox, peer.secret, request.mail):
+                return False
+            request.mail = None
+        return True
 
     def _drained(self, handle: Handle) -> bool:
         if not handle.peer.native.process.ended():
@@ -433,13 +379,12 @@ class NixlEngine(Engine):
     def _completions(self) -> list[Delivery]:
         for peer in self._peers.values():
             self._look(peer)
-        arrived = [(who, tag) for who, tags in self._agent.getNotifs({}, self._backends).items() for tag in tags]
         if self._mailbox is not None:
-            parts = [one.partition(b"\0") for one in self._mailbox.received()]
-            arrived = [(who.decode("utf-8", "replace"), tag) for who, _, tag in parts]
+            return self._mailbox.received()
         return [
             Delivery(tag[MAC:], instance)
-            for instance, tag in arrived
+            for instance, tags in self._agent.getNotifs({}, self._backends).items()
+            for tag in tags
             if invariants.peer_unknown.holds(_tag_mac(self._secret, instance, tag[MAC:]), tag[:MAC])
         ]
 

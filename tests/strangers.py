@@ -1,0 +1,246 @@
+"""Strangers in bulk at every socket that an engine has by default, and at the example's control channel.
+
+`python -m tests.strangers [CALLERS [NAME ...]]` prints for each kind how many callers there were, what they were told,
+and the slowest of the workers that came in among them; it returns 1 if one was told or believed, or anything changed.
+Names: tcp, mooncake (its port for tags), nixl (its mailbox, and UCX's socket), control (the example's channel), and
+as root outside: tcp and mooncake from another network namespace, nixl's mailbox as another user.
+"""
+
+import base64
+import contextlib
+import json
+import os
+import queue
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from batchstate.transport.connection import MAC, NONCE, Connection, _hello, _proof, new_secret
+from batchstate.transport.engines.base import Status
+from batchstate.transport.regions import Copies
+from batchstate.transport.wire import Endpoint
+from examples.disaggregated.channel import Door, call
+from tests.test_transport_engines import make
+from tests.transport_peers import NOISE, SENTINEL, EngineSide, PeerProcess, listening, spawn_peer
+
+MIB = 1 << 20
+WORKERS = 12
+"""Workers that come in among the callers of each kind."""
+
+CALLER = """
+import base64, json, os, select, socket, sys
+job = json.loads(sys.stdin.readline())
+if job["user"]:
+    os.setgroups([]); os.setgid(job["user"]); os.setuid(job["user"])
+says = [base64.b64decode(one) for one in job["says"]]
+found = dict(calls=0, reached=0, refused=0, full=0, told=0)
+kept = []
+for number in range(job["callers"]):
+    for target in job["targets"]:
+        unix = isinstance(target, str)
+        one = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) if unix else socket.socket()
+        one.settimeout(5.0)
+        found["calls"] += 1
+        try:
+            one.connect(target.replace("@", chr(0), 1) if unix else tuple(target))
+            found["reached"] += 1
+            one.setblocking(False)
+            one.send(says[number % len(says)])
+        except BlockingIOError:
+            found["full"] += 1
+        except OSError:
+            found["refused"] += 1
+        kept.append((one, unix or number % len(says) in job["answered"]))
+        if len(kept) > 300:
+            old, answered = kept.pop(0)
+            try:
+                found["told"] += 0 if answered else len(old.recv(4096))
+            except OSError:
+                pass
+            old.close()
+    if number % max(1, job["callers"] // job["workers"]) == 0:
+        print("now", flush=True)
+        sys.stdin.readline()
+print(json.dumps(found), flush=True)
+"""
+
+
+def said(secret: bytes) -> tuple[list[bytes], list[int]]:
+    """What callers say, and which of it is a replay that is answered, with bytes that look random."""
+    nonce, other = secrets.token_bytes(NONCE), new_secret()
+    hello = nonce + _hello(secret, nonce)  # of a worker that came in before
+    proof = _proof(secret, nonce + secrets.token_bytes(NONCE))
+    false = nonce + _hello(other, nonce)
+    says = [*NOISE, hello[:40], false, false + _proof(other, nonce + bytes(NONCE)), hello, hello + proof, hello * 20]
+    return says, [number for number, one in enumerate(says) if one.startswith(hello)]
+
+
+@contextlib.contextmanager
+def callers(
+    targets: list[Any], says: list[bytes], answered: list[int], count: int, *before: str, user: int = 0
+) -> Iterator["subprocess.Popen[str]"]:
+    """A process of strangers, started by the command `before`; it stops where a worker is to come in."""
+    command = [*before, sys.executable, "-c", CALLER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        job = {"targets": targets, "says": [base64.b64encode(one).decode() for one in says], "answered": answered}
+        process.stdin.write(json.dumps(job | {"callers": count, "workers": WORKERS, "user": user}) + "\n")
+        process.stdin.flush()
+        yield process
+        process.kill()
+
+
+def among(process: "subprocess.Popen[str]", enter: Callable[[int], float]) -> dict[str, float]:
+    """Lets workers come in while strangers call; the figures, with the slowest of them in seconds."""
+    worst, number = 0.0, 0
+    assert process.stdout is not None
+    assert process.stdin is not None
+    for line in process.stdout:
+        if line != "now\n":
+            return {**json.loads(line), "workers": number, "slowest": round(worst, 3)}
+        process.stdin.write("\n")  # they go on meanwhile
+        process.stdin.flush()
+        worst, number = max(worst, enter(number)), number + 1
+    raise RuntimeError("the strangers ended early")
+
+
+def at_an_engine(kind: str, count: int, outside: bool) -> dict[str, float]:
+    """Strangers at the ports or sockets of one engine in its default configuration."""
+    with spawn_peer(EngineSide, make, kind) as there, contextlib.ExitStack() as stack:
+        there.call("register", MIB, SENTINEL)
+        secret = Endpoint.from_bytes(there.call("endpoint")).secret
+        says, answered = said(secret)
+        targets: list[Any] = [("127.0.0.1", port) for address, port in listening(there.process.pid)]
+        before: list[str] = []
+        if kind == "nixl":
+            targets, answered = unix_sockets(there), []
+            says += mail(there, secret)
+        elif outside:
+            targets = [("10.77.0.1", port) for _, port in targets]
+            before = stack.enter_context(another_network())
+        elif kind == "mooncake":  # its own ports keep no caller of the same network out
+            targets = [("127.0.0.1", port) for address, port in listening(there.process.pid) if address == "0100007F"]
+        user = 65534 if outside and kind == "nixl" else 0
+        tags = [one.tag for one in there.call("completions")]
+
+        def enter(number: int) -> float:
+            with contextlib.closing(EngineSide(make, kind)) as worker:
+                worker.register(MIB, seed=number + 1)
+                tag, start = b"worker %d" % number, time.monotonic()
+                worker.write(worker.connect(there.call("endpoint")), Copies([0], [0], [0], [0], [4096]), tag)
+                assert worker.ended(tag) is Status.DONE
+                there.call("received", tag)
+                took = time.monotonic() - start
+                after = np.concatenate([worker.memory[0][:4096], np.full(MIB - 4096, SENTINEL, np.uint8)])
+                np.testing.assert_array_equal(there.call("read"), after)
+                tags.append(tag)
+                return took
+
+        enter(-1)
+        found = among(stack.enter_context(callers(targets, says, answered, count, *before, user=user)), enter)
+        false = [one.tag for one in there.call("completions") if one.tag not in tags]
+        twice = len(there.call("completions")) - len({one.tag for one in there.call("completions")})
+        assert there.process.is_alive()
+        return found | {"sockets": len(targets), "believed": len(false) + twice}
+
+
+def unix_sockets(there: PeerProcess) -> list[str]:
+    """The sockets of a NIXL engine without a port: its mailbox, and the one by which UCX wakes."""
+    sockets = {os.readlink(one) for one in Path(f"/proc/{there.process.pid}/fd").iterdir() if one.is_symlink()}
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return [row[7] for row in rows if f"socket:[{row[6]}]" in sockets and row[7:] and row[4] == "0002"]
+
+
+def mail(there: PeerProcess, secret: bytes) -> list[bytes]:
+    """A datagram that the engine has believed, as a stranger would send it again, and others made from it."""
+    with contextlib.closing(EngineSide(make, "nixl")) as writer:
+        box = writer.engine._mailbox  # type: ignore[attr-defined]
+        target = next(one for one in unix_sockets(there) if one.startswith("/"))
+        seen = []
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+            path = os.path.join(os.path.dirname(box.path), "stolen")
+            stranger.bind(path)
+            for number in range(3):
+                assert box.send(path, secret, b"seen %d" % number)
+                seen.append(stranger.recv(4096))
+                stranger.sendto(seen[-1], target)
+                there.call("received", b"seen %d" % number)
+    one = seen[0]
+    return [*seen, b"f" * 16 + one[16:], one[:17] + bytes(MAC) + one[17 + MAC :], one + b"x", one[:-1], one * 50]
+
+
+@contextlib.contextmanager
+def another_network() -> Iterator[list[str]]:
+    """A network namespace beside this one, joined to it; how a command is started there. Wants root."""
+    name = f"strangers{os.getpid()}"
+    link, far = f"s{os.getpid()}a"[-15:], f"s{os.getpid()}b"[-15:]
+    lines = [
+        f"netns add {name}",
+        f"link add {link} type veth peer name {far}",
+        f"link set {far} netns {name}",
+        f"addr add 10.77.0.1/24 dev {link}",
+        f"link set {link} up",
+        f"-n {name} addr add 10.77.0.2/24 dev {far}",
+        f"-n {name} link set {far} up",
+    ]
+    try:
+        for line in lines:
+            subprocess.run(["ip", *line.split()], check=True)
+        yield ["ip", "netns", "exec", name]
+    finally:
+        subprocess.run(["ip", "link", "del", link], check=False)
+        subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+def at_the_control_channel(count: int) -> dict[str, float]:
+    """Strangers at the channel of the example, of which each worker has one."""
+    secret = new_secret()
+    says, answered = said(secret)
+    believed: list[Connection] = []
+    door = Door(("127.0.0.1", 0), secret)
+    came: queue.SimpleQueue[Connection] = door._came
+
+    def enter(number: int) -> float:
+        start = time.monotonic()
+        channel = call(door.address, secret, "prefill", 5.0)
+        channel.say(number=number)
+        other = came.get(timeout=5.0)
+        assert json.loads(other.recv_bytes()[1:]) == {"number": number}
+        channel.close()
+        other.close()
+        return time.monotonic() - start
+
+    with callers([door.address], says, answered, count) as process:
+        found = among(process, enter)
+    while not came.empty():
+        believed.append(came.get())
+    door._listener.close()
+    return found | {"sockets": 1, "believed": len(believed)}
+
+
+KINDS = ("tcp", "mooncake", "nixl", "control", "tcp outside", "mooncake outside", "nixl outside")
+
+
+def main(count: str = "2400", *names: str) -> int:
+    """Runs all kinds, or those named."""
+    wrong = 0
+    for name in names or KINDS:
+        kind, _, outside = name.partition(" ")
+        found = (
+            at_the_control_channel(int(count)) if kind == "control" else at_an_engine(kind, int(count), bool(outside))
+        )
+        bad = found["told"] or found["believed"] or found["slowest"] > 2.0
+        wrong += bool(bad)
+        print(f"{name:17}", *(f"{word}: {number}" for word, number in found.items()), "WRONG" * bool(bad), sep="  ")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
