@@ -378,7 +378,7 @@ class PagePoolMachine(PoolMachine):
 
     def handles(self, slots: list[int]) -> Slots:
         """The handles of live slots."""
-        return Slots.cat([self.slots.take(0), *(self.held[slot] for slot in slots)])
+        return Slots.cat([self.held[slot] for slot in slots]) if slots else self.slots.take(0)
 
     def some(self, data: st.DataObject, least: int = 1) -> list[int]:
         """Some live slots."""
@@ -679,6 +679,7 @@ class PagePoolMachine(PoolMachine):
         """A chain of tables: the second pool has the same tokens, then those of a window alone; a map names them."""
         slot = self.some(data)[0]
         handle, holding = self.held[slot], self.model.requests[slot]
+        self.extend_to([slot], [max(len(holding.stamps), min(self.most, window + self.pages.page_size))])
         length = len(holding.stamps)
         if holding.front or any(self.model.holders(page) > 1 for page in holding.pages) or not length:
             return
