@@ -96,7 +96,7 @@ def as_array(values: object, what: str) -> Array:
         raise DtypeError(
             f"{what}: expected numbers, got " + (repr(values) if array.ndim == 0 else f"values of dtype {array.dtype}"),
             value=array.dtype,
-            remedy="pass numbers or booleans",
+            remedy="pass a list of numbers, a numpy array or a CPU tensor",
         )
     return array
 
@@ -237,7 +237,7 @@ def shape_of(shape: object, what: str, *, rows: int = 1) -> tuple[int, ...]:
         DtypeError, ArgumentError: something else than counts, or more elements in `rows` rows than a tensor can have.
     """
     if not isinstance(shape, tuple | list):
-        raise ShapeError(f"{what}: shape is {shape!r}", value=shape, remedy="pass a tuple, as `(8,)`")
+        raise ShapeError(f"{what}: expected a shape, got {shape!r}", value=shape, remedy="pass a tuple, as `(8,)`")
     sizes = tuple(count(size, f"{what}: shape") for size in shape)
     elements = math.prod(sizes) * rows
     if elements > MOST_ELEMENTS:
@@ -256,7 +256,7 @@ def counts(sizes: object, what: str) -> list[int]:
         ArgumentError, DtypeError: not a list of counts.
     """
     if not isinstance(sizes, Iterable):
-        raise ArgumentError(f"{what}: sizes are {sizes!r}", value=sizes, remedy="pass a list of sizes")
+        raise ArgumentError(f"{what}: expected sizes, got {sizes!r}", value=sizes, remedy="pass a list of sizes")
     return [count(size, f"{what}: size") for size in sizes]
 
 
@@ -397,9 +397,9 @@ def amounts(n: object, num_rows: int, what: str) -> Amounts:
         raise DtypeError(f"{what}: expected integers, got {array.dtype}", value=array.dtype, remedy="pass integers")
     if array.ndim and array.shape != (num_rows,):
         raise ShapeError(
-            f"{what}: {list(array.shape)} amounts for {num_rows} rows",
+            f"{what}: expected one number, or {num_rows}, got an array of shape {list(array.shape)}",
             value=array.shape,
-            remedy="pass one, or one per row",
+            remedy="pass one number for all rows, or one number per row",
         )
     if array.size and array.dtype.kind == "u":  # every signed dtype goes into int64
         check_range(0, int(array.max()), np.dtype(np.int64), what)

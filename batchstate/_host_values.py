@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from batchstate._arrays import Array
-from batchstate.errors import ArgumentError, DeclarationError, DeviceError, DtypeError, ShapeError, attribute
+from batchstate._guidance import attribute
+from batchstate.errors import ArgumentError, DeclarationError, DeviceError, DtypeError, ShapeError
 
 _INSTEAD = {
     "cuda": "`.device` is the device side, uploaded where necessary",

@@ -21,7 +21,10 @@ def lazy_names(
 
     def find(name: str) -> Any:
         if name not in modules:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            from batchstate.errors import closest  # at a mistake alone: commands that import nothing start at once
+
+            meant = "" if name.startswith("_") else closest(modules, name)
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{meant and '; '}{meant}")
         root = package.partition(".")[0]
         importlib.import_module(f"{root}.levels")  # first of all: it refuses a wrong level in the environment
         try:

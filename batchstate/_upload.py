@@ -440,7 +440,9 @@ def named_arrays(extras: object, what: str) -> Mapping[str, object]:
     """
     if isinstance(extras, Mapping) and all(isinstance(name, str) for name in extras):
         return extras
-    raise ArgumentError(f"{what}: extras are {extras!r}", value=extras, remedy="pass a mapping: name -> host array")
+    raise ArgumentError(
+        f"{what}: expected extras by name, got {extras!r}", value=extras, remedy="pass a mapping: name -> host array"
+    )
 
 
 def check_writes(writes: object, what: str) -> None:

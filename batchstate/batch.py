@@ -24,6 +24,7 @@ import torch
 from batchstate import invariants, levels
 from batchstate._allocator import Generations
 from batchstate._arrays import MOST_ROWS, Amount, Array, Rows, Selection, Values, converted, count, counts, kept_rows
+from batchstate._guidance import attribute, methods_show_signature, shown
 from batchstate._origin import DerivedArrays, RowSet
 from batchstate._rows import (
     GENERATION_SUFFIX,
@@ -37,7 +38,7 @@ from batchstate._rows import (
 )
 from batchstate._upload import BatchDevice, Extras, StaticAddresses, check_writes, named_arrays
 from batchstate.columns import Column, DeviceColumn, MirroredColumn, SlotColumn, TensorColumn, declared_columns
-from batchstate.errors import ArgumentError, ContractError, DeclarationError, DeviceError, ShapeError, attribute, one_of
+from batchstate.errors import ArgumentError, ContractError, DeclarationError, DeviceError, ShapeError, one_of
 from batchstate.indices import Slots
 from batchstate.mirror import Contract, DeviceSide, MirroredTensor, StaleWindow, numbers_of, stale_reasons
 from batchstate.runtime import PackedUpload, Runtime, check_runtime
@@ -53,6 +54,7 @@ NO_WINDOWS: Windows = MappingProxyType({})
 _ROW_COUNT = Code.ROW_COUNT
 
 _MERGE = "`batch.merge(other)` returns a batch with the rows of both"
+_ADVANCE = "`batch.advance('column', n)` adds to a column"
 _FILTER = "`batch.filter(keep)` returns a batch of the rows to keep"
 _BY_NAME = "`batch['name']` is one column, `batch.to_dict()` the host side of all, `batch.columns()` what is declared"
 _INSTEAD = {
@@ -63,9 +65,11 @@ _INSTEAD = {
         ("to", "cuda", "sync"), "`batch.upload()` sends all columns; `.device` of a column is its device side"
     ),
     **dict.fromkeys(("cpu", "numpy"), "`batch.to_dict()` has the host side of each column"),
+    "device": "`batch.runtime.device` is the device, `batch.on_device()` has the tensors on it",
     **dict.fromkeys(("copy", "clone"), "batches are immutable: no copy is needed"),
     **dict.fromkeys(
-        ("size", "shape"), "`len(batch)` is the number of requests, `batch.num_rows` that of rows, with padding"
+        ("size", "shape", "num_requests", "batch_size", "bs", "len"),
+        "`len(batch)` is the number of requests, `batch.num_rows` that of rows, with padding",
     ),
 }
 
@@ -79,6 +83,7 @@ class BatchType(type):
         return super().__new__(cls, name, bases, namespace, **kwargs)
 
 
+@methods_show_signature(__init__="`build(runtime, ...)` of a subclass of Batch")
 class Batch(metaclass=BatchType):
     """Base of declared batches. Subclass it to declare columns; never to override what is here.
 
@@ -134,7 +139,9 @@ class Batch(metaclass=BatchType):
         if columns or type(state) is not RowState:
             name = type(self).__name__
             raise DeclarationError(
-                f"{name} was called with columns", value=name, remedy=f"make one with `{name}.build(runtime, ...)`"
+                f"expected {name}.build(...), got {name}(...): the class was called with columns, or with none",
+                value=name,
+                remedy=f"make one with `{name}.build(runtime, ...)`, a value for each column by name",
             )
         self.runtime = runtime
         self.num_reqs = num_reqs
@@ -264,7 +271,8 @@ class Batch(metaclass=BatchType):
             if column in self._tensor_columns and side in ("cpu", "host", "np", "gpu", "cuda", "device"):
                 both = f"`.{column}` has both sides: `.{column}.np` or `.host` on the host, `.{column}.device`"
                 return attribute(self, name, {name: both})
-            return attribute(self, name, _INSTEAD)
+            named = f"its columns are {', '.join(self._columns)}"
+            return attribute(self, name, _INSTEAD, named)
 
         def __setitem__(self, column: object, value: object) -> NoReturn:
             """Refuses, as an assignment to the attribute is refused."""
@@ -273,6 +281,19 @@ class Batch(metaclass=BatchType):
                 value=column,
                 remedy="batches are immutable: batch = batch.replace(column=values)",
             )
+
+        def __delitem__(self, column: object) -> NoReturn:
+            raise DeclarationError(
+                f"{type(self).__name__}[{column!r}] was deleted",
+                value=column,
+                remedy="declare another class without the column",
+            )
+
+        def __contains__(self, entry: object) -> NoReturn:
+            raise self._not_a_name(None)
+
+        def __add__(self, other: object) -> NoReturn:
+            raise DeclarationError(f"{type(self).__name__} has no `+`", value=other, remedy=f"{_MERGE}; {_ADVANCE}")
 
     def _not_a_name(self, given: object) -> DeclarationError:
         """The error of an index that is not a column's name."""
@@ -459,10 +480,14 @@ class Batch(metaclass=BatchType):
             raise DeclarationError(
                 f"{operation}: expected another {type(self).__name__}, got {other!r}",
                 value=type(other).__name__,
-                remedy="merge batches of one class",
+                remedy="merge with a batch of the same class",
             )
         if other.runtime is not self.runtime:
-            raise DeviceError(f"{operation} of batches of two runtimes", value=other, remedy="use one runtime")
+            raise DeviceError(
+                f"{operation}: expected a batch of the same runtime, got one of another",
+                value=other,
+                remedy="open one runtime, and build both batches with it",
+            )
         other._begin(operation)
         if self._pool_id != other._pool_id and num_reqs and other.num_reqs:
             raise ArgumentError(
@@ -777,9 +802,9 @@ class Batch(metaclass=BatchType):
         receive = getattr(buffers, "receive", None)
         if receive is None:
             raise ArgumentError(
-                f"{type(self).__name__}.to_static: {type(buffers).__name__} has no fixed addresses",
+                f"{type(self).__name__}.to_static: expected StaticBuffers, got {shown(buffers)}",
                 value=buffers,
-                remedy="pass StaticBuffers",
+                remedy="pass `StaticBuffers(runtime, batch_class, rows=...)`, which have fixed addresses",
             )
         arrays = self._checked_step(writes, extras, "to_static")
         self._check_host_is_fresh("to_static")

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from batchstate._arrays import Array, padding_row, shape_of
+from batchstate._guidance import check_kind, shows_signature
 from batchstate.errors import DeclarationError, ShapeError
 from batchstate.indices import Slots, index_type
 from batchstate.mirror import Contract, MirroredTensor, parse_contract
@@ -171,6 +172,7 @@ def _check_holds(dtype: "np.dtype[Any]", pad: object, contract: Contract, holds:
             )
 
 
+@shows_signature
 def mirrored(
     dtype: torch.dtype,
     *,
@@ -205,11 +207,13 @@ def mirrored(
     return MirroredColumn(dtype, shape, pad, weakest, holds)
 
 
+@shows_signature
 def slot_column() -> SlotColumn:
     """Declares the column of request slots: int64, with generations."""
     return SlotColumn()
 
 
+@shows_signature
 def device_only(
     dtype: torch.dtype, *, shape: Iterable[int] = (), pad: object = None, holds: str | None = None
 ) -> DeviceColumn:
@@ -221,12 +225,14 @@ def device_only(
 def host_list() -> HostColumn[Any]: ...
 @overload
 def host_list(kind: type[T]) -> HostColumn[T]: ...
+@shows_signature
 def host_list(kind: type[Any] = object) -> HostColumn[Any]:
     """Declares a column of Python objects, such as the requests themselves.
 
     Args:
         kind: their class, for type checkers alone: `requests = host_list(Request)`.
     """
+    check_kind(kind, type, "host_list", "pass the class of the objects: host_list(Request)")
     return HostColumn()
 
 

@@ -9,7 +9,7 @@ operation leaves a pool as it was, or with the operation done, or broken: then e
 """
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Self
 
 
@@ -54,25 +54,14 @@ def _crosses(field: object) -> bool:
 def one_of(names: Iterable[str], got: object) -> str:
     """A remedy: the names that exist, the one that `got` resembles first."""
     names = tuple(names)
+    meant = closest(names, got)
+    return f"{meant}{' ' if meant else ''}use one of: {', '.join(names)}"
+
+
+def closest(names: Iterable[str], got: object) -> str:
+    """A question for the name that `got` resembles most; empty where it resembles none."""
     close = difflib.get_close_matches(got, names, n=1) if isinstance(got, str) else []
-    meant = f"did you mean {close[0]!r}? " if close else ""
-    return f"{meant}use one of: {', '.join(names)}"
-
-
-def attribute(instance: object, name: str, instead: Mapping[str, str]) -> Any:
-    """What a `__getattr__` answers: Python's own error, with what to write instead if `instead` has the name.
-
-    An error inside of a property of that name stays as it was raised.
-
-    Raises:
-        AttributeError: the object has no such attribute; `hasattr` works.
-    """
-    try:
-        return object.__getattribute__(instance, name)
-    except AttributeError as error:
-        if name not in instead or hasattr(type(instance), name):
-            raise
-        raise AttributeError(f"{error}; {instead[name]}", name=name, obj=instance) from None
+    return f"did you mean {close[0]!r}?" if close else ""
 
 
 def _rebuild(cls: type[BatchStateError], args: tuple[Any, ...]) -> BatchStateError:
@@ -97,6 +86,10 @@ class RowIndexError(BatchStateError, IndexError):
 
 class ValueOverflowError(BatchStateError, OverflowError):
     """A value does not fit the dtype. Raised on the host before anything is launched."""
+
+
+class CallError(BatchStateError, TypeError):
+    """A call or an operation that the object does not have: arguments that do not fit, `len` of a pool."""
 
 
 class DeclarationError(BatchStateError, TypeError):

@@ -18,7 +18,7 @@ The relay is always on: an engine that waits for each step uses it as one that r
 import math
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast, final
+from typing import TYPE_CHECKING, Any, ClassVar, cast, final
 
 import attrs
 import numpy as np
@@ -27,6 +27,7 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._arrays import carried, check_dense, put_rows, select_rows, shape_of
+from batchstate._guidance import Guided, attribute, check_kind, shows_signature
 from batchstate._relay import (
     DEVICE,
     HOST,
@@ -98,6 +99,7 @@ class RelayField:
         return READERS[self.readers]
 
 
+@shows_signature
 def relay_field(
     dtype: torch.dtype,
     shape: Sequence[int] = (),
@@ -256,8 +258,13 @@ class Prefetched(Mapping[str, MirroredTensor]):
         return len(self._fields)
 
 
+_PUBLISH = "`relay.publish(slots, field=values)` makes values known to the next step"
+_GATHER = "`relay.gather(slots, 'field')` reads a field on the device, `relay.resolve(slots, 'field')` on the host"
+
+
+@shows_signature
 @final
-class FutureMap:
+class FutureMap(Guided):
     """A relay over the slots of one pool. Belongs to the runtime's thread.
 
     Args:
@@ -275,13 +282,14 @@ class FutureMap:
         DeclarationError: no fields, or a value that `relay_field` did not make.
     """
 
+    _INSTEAD: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("stash", "put", "set", "store", "write"), _PUBLISH),
+        **dict.fromkeys(("get", "read", "load"), _GATHER),
+    }
+    _guide = f"{_PUBLISH}; {_GATHER}; `relay.fields` has the declarations"
+
     def __init__(self, slots: SlotPool, fields: Mapping[str, RelayField], *, name: str = "relay") -> None:
-        if not isinstance(slots, SlotPool):
-            raise ArgumentError(
-                f"{name}: expected a SlotPool, got {type(slots).__name__}",
-                value=slots,
-                remedy="pass the pool whose requests the relay serves",
-            )
+        check_kind(slots, SlotPool, name, "pass the pool whose requests the relay serves")
         self.slots = slots
         self.runtime = slots.runtime
         self.name = name
@@ -306,6 +314,13 @@ class FutureMap:
         weakref.finalize(self, slots.remove_listener, self._entries).atexit = False
         self._zeroed_on, self._zeroed = self.runtime.current_stream, self.runtime.record()
         self._synchronised: dict[str, set[object]] = {field: set() for field in self._fields}
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Says how a field is read."""
+            fields = self.__dict__.get("_fields", ())
+            return attribute(self, name, {name: _GATHER} if name in fields else self._INSTEAD)
 
     def __repr__(self) -> str:
         return f"FutureMap({self.name!r}, {', '.join(self._fields)})"

@@ -12,12 +12,14 @@ import numpy.typing as npt
 import torch
 
 from batchstate._arrays import Array, converted, count
+from batchstate._guidance import methods_show_signature
 from batchstate._origin import RowSet
 from batchstate.errors import ShapeError
 from batchstate.mirror import Contract, DeviceSide, MirroredTensor
 from batchstate.runtime import Runtime
 
 
+@methods_show_signature(__init__="`pool.take(n)`, which returns handles")
 class Handles(MirroredTensor):
     """Numbers of an index space with the generation of each: they say whose they are, and go stale with their owner.
 

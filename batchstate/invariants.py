@@ -354,7 +354,7 @@ def sentinel_escaped(indices: Ints, **where: Unpack[Where]) -> Breach | None:
 
 @invariant(
     "always",
-    "convert with a function that names the page size and the token count, or pass the other index",
+    "pass indices of the expected unit; between units convert with the page size and the token count",
     ("sglang #31482", "sglang #24039", "sglang #22453", "sglang #26427"),
 )
 def unit_mismatch(expected: str, actual: str, **where: Unpack[Where]) -> Breach | None:
@@ -364,7 +364,8 @@ def unit_mismatch(expected: str, actual: str, **where: Unpack[Where]) -> Breach 
     """
     if expected == actual:
         return None
-    problem = f"indices of unit {actual!r} were given where {expected!r} is meant"
+    given = "plain numbers" if actual == str(None) else f"indices of unit {actual!r}"
+    problem = f"{given} were given where {expected!r} is meant"
     return Breach(problem, expected=expected, actual=actual)
 
 

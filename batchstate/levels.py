@@ -11,7 +11,9 @@ import contextlib
 import enum
 import os
 from collections.abc import Iterator
+from typing import NoReturn
 
+from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError, one_of
 
 ENVIRONMENT_VARIABLE = "BATCHSTATE_CHECKS"
@@ -24,6 +26,11 @@ class Level(enum.Enum):
     CHEAP = "cheap"
     FULL = "full"
 
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        legal = [level.value for level in cls]
+        raise ArgumentError(f"unknown level of checks {value!r}", value=value, remedy=one_of(legal, value))
+
 
 cheap: bool = True
 full: bool = False
@@ -35,13 +42,7 @@ def parse_level(text: "str | Level") -> Level:
     Raises:
         ArgumentError: the name is none of the legal ones; the message lists them.
     """
-    if isinstance(text, Level):
-        return text
-    try:
-        return Level(text)
-    except ValueError:
-        legal = [level.value for level in Level]
-        raise ArgumentError(f"unknown level of checks {text!r}", value=text, remedy=one_of(legal, text)) from None
+    return Level(text)
 
 
 def current_checks() -> Level:
@@ -49,6 +50,7 @@ def current_checks() -> Level:
     return Level.FULL if full else Level.CHEAP if cheap else Level.OFF
 
 
+@shows_signature
 def set_checks(level: str | Level) -> Level:
     """Sets the level for the whole process and returns the one before.
 
@@ -63,6 +65,7 @@ def set_checks(level: str | Level) -> Level:
     return before
 
 
+@shows_signature
 @contextlib.contextmanager
 def checks(level: str | Level) -> Iterator[None]:
     """A window in which the level is another one."""

@@ -48,6 +48,7 @@ from batchstate._arrays import (
     shifted,
     signed_twin,
 )
+from batchstate._guidance import methods_show_signature
 from batchstate._host_values import HostValues
 from batchstate._origin import RowSet, joined
 from batchstate.errors import (
@@ -88,6 +89,11 @@ class Contract(enum.Enum):
     HOST_ONLY = "host_only"
     """Not uploaded yet; uploaded once, on the stream that first uses it."""
 
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        legal = [one.value for one in cls]
+        raise ArgumentError(f"unknown contract {value!r}", value=value, remedy=one_of(legal, value))
+
 
 _STRENGTH = {Contract.DEVICE_ONLY: 0, Contract.UPPER_BOUND: 1, Contract.EXACT: 2, Contract.HOST_ONLY: 3}
 
@@ -98,13 +104,7 @@ def parse_contract(contract: str | Contract) -> Contract:
     Raises:
         ArgumentError: unknown name.
     """
-    if isinstance(contract, Contract):
-        return contract
-    try:
-        return Contract(contract)
-    except ValueError:
-        legal = [one.value for one in Contract]
-        raise ArgumentError(f"unknown contract {contract!r}", value=contract, remedy=one_of(legal, contract)) from None
+    return Contract(contract)
 
 
 def weaker_contract(first: Contract, second: Contract) -> Contract:
@@ -256,6 +256,7 @@ def stale_reasons(windows: tuple[StaleWindow, ...], side: str) -> tuple[str, ...
     return tuple(window.reason for window in windows if window.open and window.side == side)
 
 
+@methods_show_signature(__init__="MirroredTensor.from_host(runtime, values)")
 class MirroredTensor(HostValues):
     """A vector (rows first, any trailing shape) whose host and device side are kept together.
 

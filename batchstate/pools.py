@@ -6,7 +6,7 @@ uses it. Bookkeeping is numpy on the host, on the owning thread; no operation he
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self, SupportsIndex, final
+from typing import Self, SupportsIndex, final
 
 import attrs
 import numpy as np
@@ -16,7 +16,8 @@ import torch
 from batchstate import invariants, levels
 from batchstate._allocator import Allocator, Generations, SlotListener, Transaction, size_of
 from batchstate._arrays import as_array, count
-from batchstate.errors import DtypeError, attribute
+from batchstate._guidance import Guided, Numbers, shows_signature
+from batchstate.errors import DtypeError
 from batchstate.indices import Slots
 from batchstate.runtime import Fence, Runtime, check_fence, check_runtime
 from batchstate.tables import Table
@@ -30,17 +31,18 @@ _NO_ROWS: Ints = np.empty(0, dtype=np.int64)
 _TAKE = "`pool.take(n)` returns the handles of `n` slots"
 _FREE = "`pool.free(slots, after=fence)` takes handles back, as `take` returned them"
 _STATS = "`pool.stats` has `free`, `pending` and `live`"
-_INSTEAD = {
+_ELSEWHERE = {
     **dict.fromkeys(("alloc", "allocate", "acquire", "get", "pop"), _TAKE),
     **dict.fromkeys(("release", "put", "give_back", "dealloc", "deallocate", "append"), _FREE),
     **dict.fromkeys(("available", "available_size", "num_free", "free_slots", "used", "num_used", "full"), _STATS),
     "reset": "`pool.clear()` frees every slot",
+    **dict.fromkeys(("resize", "grow", "extend"), "a pool keeps its size: make another one, of the size needed"),
 }
 
 
 @final
 @attrs.frozen
-class SlotStats:
+class SlotStats(Numbers):
     """A pool in numbers: free + pending + live = size + reserve.
 
     Attributes:
@@ -99,7 +101,8 @@ class PendingSlots:
     step: int
 
 
-class SlotPool:
+@shows_signature
+class SlotPool(Guided):
     """Slots 1 to size + reserve. Slot 0 is padding and is never taken.
 
     Args:
@@ -112,6 +115,9 @@ class SlotPool:
         ArgumentError, DtypeError: `runtime` is not a runtime; `size` is not a positive integer, or `reserve` not a
             count; their sum does not fit into int32.
     """
+
+    _INSTEAD = _ELSEWHERE
+    _guide = f"{_STATS}, `pool.size` is how many slots it has, `pool.live_slots()` which are taken"
 
     def __init__(
         self, runtime: Runtime, size: SupportsIndex, *, reserve: SupportsIndex = 0, name: str = "slots"
@@ -137,12 +143,6 @@ class SlotPool:
             f"SlotPool({self.name!r}, size={self.size}, reserve={self.reserve}, "
             f"free={allocator.free}, pending={allocator.pending}, live={allocator.live})"
         )
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Says what this library calls it."""
-            return attribute(self, name, _INSTEAD)
 
     @property
     def pool_id(self) -> int:

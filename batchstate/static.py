@@ -14,6 +14,7 @@ import torch
 from batchstate import invariants, levels
 from batchstate._allocator import size_of
 from batchstate._arrays import Array, copy_into, of_dtype
+from batchstate._guidance import shows_signature
 from batchstate._origin import DerivedArrays, Origin
 from batchstate._rows import Layout, RowState
 from batchstate._upload import Extras, append_needs, extra_array, joined_writes, named_arrays
@@ -34,6 +35,7 @@ _BYTES_PER_WRITE = 16
 """Bytes of one element of a table write: its index, and a value of the widest dtype."""
 
 
+@shows_signature
 @final
 class StaticBuffers(Mapping[str, torch.Tensor]):
     """Memory for the columns of a batch class, and for extras, at one number of rows: name -> device tensor.

@@ -28,6 +28,7 @@ import torch
 from batchstate import levels
 from batchstate._arrays import Amount, Selection, kept_rows
 from batchstate._arrays import count as counted
+from batchstate._guidance import Guided, check_kind, shown, shows_signature
 from batchstate._planned_step import (
     ONE,
     OPERATION,
@@ -43,7 +44,7 @@ from batchstate._upload import NO_EXTRAS, Extras, extra_array, joined_writes
 from batchstate.batch import Batch
 from batchstate.columns import MirroredColumn
 from batchstate.errors import ArgumentError, DeclarationError, one_of
-from batchstate.forward.plan import ForwardPlan
+from batchstate.forward.plan import ForwardPlan, checked_layouts
 from batchstate.forward.token_array import TokenArray
 from batchstate.future_map import FutureMap
 from batchstate.indices import Slots
@@ -76,8 +77,9 @@ def _each_puts_in_one(n: int, query_lens: object, prompt_ids: Sequence[object] |
     )
 
 
+@shows_signature
 @final
-class StepPlanner:
+class StepPlanner(Guided):
     """Plans the steps of one batch class. Belongs to the runtime's thread.
 
     Args:
@@ -97,6 +99,8 @@ class StepPlanner:
         ArgumentError: not a batch class, page pool or relay, or not of the same slots.
         DeclarationError: no such column or field.
     """
+
+    _guide = "`planner.plan(batch)` plans a step"
 
     def __init__(
         self,
@@ -135,7 +139,7 @@ class StepPlanner:
         self._kind, self._slot_column, self._seq_lens = batch, batch._slot_column, seq_lens
         names = (ids,) if isinstance(ids, str) else tuple(ids)
         self._declared = Declared(pages, relay, names, lengths, tuple(results), has_ids)
-        self._layouts = layouts
+        self._layouts = checked_layouts(layouts, int32, "StepPlanner")
         self._window = None if window is None else counted(window, "StepPlanner: window", least=1)
         fields = {} if relay is None else relay.fields
         for name in (*names, *results, *(() if lengths is None else (lengths,))):
@@ -222,7 +226,7 @@ class StepPlanner:
             self._runtime.refuse_capture("planning a step")
         if type(batch) is not self._kind:
             raise ArgumentError(
-                f"StepPlanner: plan of {type(batch).__name__}, declared for {self._kind.__name__}",
+                f"StepPlanner: plan: expected a batch of {self._kind.__name__}, got {shown(batch)}",
                 value=batch,
                 remedy="make a planner for each batch class",
             )
@@ -548,14 +552,14 @@ class StepPlanner:
     @staticmethod
     def _check_parts(batch: object, pages: object, relay: object) -> None:
         if not isinstance(batch, type) or not issubclass(batch, Batch):
-            raise ArgumentError(f"StepPlanner of {batch!r}", value=batch, remedy="pass a class that declares columns")
+            problem = f"StepPlanner: expected a subclass of Batch, got {shown(batch)}"
+            raise ArgumentError(
+                problem, value=batch, remedy="pass the class that declares the columns, not a batch of it"
+            )
         for value, kind in ((pages, PagePool), (relay, FutureMap)):
-            if not isinstance(value, kind) and (kind is PagePool or value is not None):
-                raise ArgumentError(
-                    f"StepPlanner: expected a {kind.__name__}, got {type(value).__name__}",
-                    value=value,
-                    remedy="pass pages and relay of the pool that the requests take their slots from",
-                )
+            if kind is PagePool or value is not None:
+                remedy = "pass pages and relay of the pool that the requests take their slots from"
+                check_kind(value, kind, "StepPlanner", remedy)
         if isinstance(pages, PagePool) and isinstance(relay, FutureMap) and pages.slots is not relay.slots:
             raise ArgumentError(
                 f"StepPlanner: {pages!r} and {relay!r} are of two slot pools",

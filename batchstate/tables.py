@@ -9,8 +9,8 @@ Writes are planned on the owning thread; the scatter runs on the stream that is 
 still reads the table (`read_until`) and after earlier writes from other streams. The host never waits.
 """
 
-from collections.abc import Sequence
-from typing import Any, Protocol, Self, final
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol, Self, final
 
 import attrs
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._arrays import Array, as_array, converted, read_only, select_rows, shape_of, signed_twin
+from batchstate._guidance import Guided, shown, shows_signature
 from batchstate._origin import Changes, Origin, RowSet
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, RowIndexError, ShapeError
 from batchstate.indices import Handles
@@ -141,8 +142,13 @@ class TableRows:
         return self._gathered.on_current_stream(self.table.runtime)
 
 
+_DEVICE = "`table.device_for(slots)` is its memory on the device, for a kernel"
+_WRITE = "`table.write(slots, positions, values)` writes, `table.entry(...)` with the next upload"
+
+
+@shows_signature
 @final
-class Table:
+class Table(Guided):
     """Device memory `[capacity, *row_shape]` indexed by the slots, pages or locations of one pool.
 
     Made by `table` and `adopt` of `SlotPool` and `PagePool`.
@@ -154,6 +160,13 @@ class Table:
         holds: index space of its values (`slot`, `page`, `location`, ...), or None for plain numbers.
         of: the pool that its values are of, where the table was made with it.
     """
+
+    _INSTEAD: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("device", "tensor", "data", "gpu", "cuda"), _DEVICE),
+        **dict.fromkeys(("host", "cpu", "np", "numpy"), "`table.host_for(slots)` is its host copy, if it has one"),
+        **dict.fromkeys(("set", "put", "update", "fill"), _WRITE),
+    }
+    _guide = f"{_DEVICE}; `table.gather(slots)` reads rows; {_WRITE}"
 
     def __init__(
         self, space: IndexSpace, device: torch.Tensor, *, name: str, holds: str | None = None, host: Array | None = None
@@ -190,7 +203,9 @@ class Table:
         """For pools, which document it: a table over an engine's own tensor."""
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(
-                f"{name}: adopt of {type(tensor).__name__}", value=tensor, remedy="pass a tensor of the device"
+                f"{name}: expected a tensor to adopt, got {shown(tensor)}",
+                value=tensor,
+                remedy="pass a tensor on the device",
             )
         if tensor.device != space.runtime.device:
             raise DeviceError(

@@ -238,7 +238,7 @@ def test_writes_from_outside_are_reported(rt: Runtime, abcd: Decode) -> None:
         (lambda b: b.upload(writes=[b.seq_lens]), ArgumentError, "entry"),
         (lambda b: b.upload(writes=b.seq_lens), ArgumentError, "entry"),
         (lambda b: b.advance(None), DeclarationError, "expected column names"),
-        (lambda b: b.split(5), ArgumentError, "sizes are 5"),
+        (lambda b: b.split(5), ArgumentError, "expected sizes, got 5"),
         (lambda b: b.pad(6).filter([0]), ArgumentError, "padded from 4 to 6"),
         (lambda b: b.pad(6).merge(b), ArgumentError, "padded from 4 to 6"),
         (lambda b: b.merge(b.pad(6)), ArgumentError, "padded from 4 to 6"),
@@ -298,7 +298,7 @@ def test_batches_that_do_not_go_together(rt: Runtime, pool: SlotPool, abcd: Deco
     """Another declaration, another runtime or another pool is refused by a merge."""
     with pytest.raises(DeclarationError, match="another Decode, got Small"):
         abcd.merge(Small.empty(rt))  # type: ignore[arg-type]
-    with pytest.raises(DeviceError, match="two runtimes"):
+    with pytest.raises(DeviceError, match="of the same runtime"):
         abcd.merge(Decode.empty(open_device(device)))
     with pytest.raises(ArgumentError, match="pools"):
         abcd.merge(Decode.build(rt, **rows(SlotPool(rt, 40), "e")))

@@ -7,11 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import strategies as st
 
+import batchstate
+import batchstate.testing
+import batchstate.transport
+import batchstate.watch
 from batchstate import (
     Batch,
     ForwardPlan,
     FutureMap,
+    PrefixCache,
     SlotPool,
     checks,
     device_only,
@@ -21,8 +27,13 @@ from batchstate import (
     relay_field,
     slot_column,
 )
+from batchstate._guidance import Guided, shows_signature
 from batchstate.errors import BatchStateError
 from batchstate.kv.pages import PagePool
+from batchstate.testing import (
+    TwinSpec,
+)
+from batchstate.transport import KVLayout
 
 
 class Decode(Batch):
@@ -53,8 +64,8 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], str, str]] = {
     # what is typed: (it, what the error says, what it tells to do)
     "R(runtime, seq_lens=...)": (lambda it: Decode(it.runtime, seq_lens=[1]), "called with columns", "Decode.build("),
     "R(runtime)": (lambda it: Decode(it.runtime), "called with columns", "Decode.build("),
-    "R.build('cpu')": (lambda it: Decode.build("cpu"), "expected a runtime, got 'cpu'", "open_runtime"),  # type: ignore[arg-type]
-    "SlotPool('cpu')": (lambda it: SlotPool("cpu", 3), "expected a runtime, got 'cpu'", "open_runtime"),  # type: ignore[arg-type]
+    "R.build('cpu')": (lambda it: Decode.build("cpu"), "expected a Runtime, got 'cpu'", "open_runtime"),  # type: ignore[arg-type]
+    "SlotPool('cpu')": (lambda it: SlotPool("cpu", 3), "expected a Runtime, got 'cpu'", "open_runtime"),  # type: ignore[arg-type]
     "a column misspelt": (lambda it: without(it.batch, seq_lens=None, seq_len=[1, 1]), "seq_len", "mean 'seq_lens'"),
     "a column of one row": (
         lambda it: without(it.batch, seq_lens=[1]),
@@ -93,9 +104,9 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], str, str]] = {
     "filter(0)": (lambda it: it.batch.filter(0), "got the number 0", "list of row indices"),
     "filter([2])": (lambda it: it.batch.filter([2]), "row 2, expected rows of 0 to 1", "from this value"),
     "filter([-1])": (lambda it: it.batch.filter([-1]), "row -1", "do not count from the end"),
-    "filter(slice)": (lambda it: it.batch.filter(slice(1)), "got slice(None, 1, None)", "pass numbers"),
-    "filter('a')": (lambda it: it.batch.filter("a"), "got 'a'", "pass numbers"),
-    "merge(3)": (lambda it: it.batch.merge(3), "expected another Decode, got 3", "one class"),
+    "filter(slice)": (lambda it: it.batch.filter(slice(1)), "got slice(None, 1, None)", "pass a list of numbers"),
+    "filter('a')": (lambda it: it.batch.filter("a"), "got 'a'", "pass a list of numbers"),
+    "merge(3)": (lambda it: it.batch.merge(3), "expected another Decode, got 3", "a batch of the same class"),
     "free([1])": (lambda it: it.pool.free([1]), "expected handles, got [1]", "whose slot"),
     "take(-1)": (lambda it: it.pool.take(-1), "n is -1, expected >= 0", "pass 0 or more"),
     "take('ten')": (lambda it: it.pool.take("ten"), "'ten', expected an integer", "pass an integer"),
@@ -150,22 +161,25 @@ WRITTEN = {
     "pool.free(batch)": ("expected handles, got Rows(", "as the pool returns them"),
     "pool.free(batch.slots, after=rt)": ("expected a fence as `after`, got CpuRuntime", "Runtime.record()"),
     "pool.free(batch.slots, after=True)": ("expected a fence as `after`, got True", "Runtime.record()"),
-    "pool.table('t', 4, torch.int32)": ("shape is 4", "a tuple, as `(8,)`"),
+    "pool.table('t', 4, torch.int32)": ("expected a shape, got 4", "a tuple, as `(8,)`"),
     "pool.table('t', (4,), 'int32')": ("expected a torch dtype, got 'int32'", "torch.int32"),
     "pages.extend(pool, 3)": ("expected handles, got SlotPool", "as the pool returns them"),
     "pages.extend([1, 2], [3, 3])": ("expected handles, got [1, 2]", "as the pool returns them"),
-    "pages.extend(batch.slots, [3])": ("[1] amounts for 2 rows", "one per row"),
+    "pages.extend(batch.slots, [3])": ("expected one number, or 2, got an array of shape [1]", "one number per row"),
     "pages.commit(batch.slots, 99)": ("99 tokens asked for, a request may have 64 (max_tokens_per_request)", ""),
     "pages.share(batch.slots, batch.slots, 3)": ("share of 2 slots", "one slot"),
     "Rows.build(rt)": ("no value for slots, seq_lens, requests", "every declared column"),
     "Rows.build(rt, slots=[1, 2], seq_lens=[1, 2], requests=[1, 2])": ("expected slots, got numbers", "pool.take"),
-    "Rows.build(rt, slots=batch.slots, seq_lens=['a', 'b'], requests=[1, 2])": ("expected numbers", "pass numbers"),
+    "Rows.build(rt, slots=batch.slots, seq_lens=['a', 'b'], requests=[1, 2])": (
+        "expected numbers",
+        "pass a list of numbers",
+    ),
     "Rows.build(rt, slots=batch.slots, seq_lens=[1, 2], requests=None)": ("expected a sequence", "one object"),
-    "batch.merge([batch])": ("expected another Rows, got [Rows(", "one class"),
-    "batch.merge(None)": ("expected another Rows, got None", "one class"),
+    "batch.merge([batch])": ("expected another Rows, got [Rows(", "the same class"),
+    "batch.merge(None)": ("expected another Rows, got None", "the same class"),
     "batch.next_batch(keep=[5])": ("row 5, expected rows of 0 to 1", "from this value"),
-    "batch.upload(extras=[1])": ("extras are [1]", "name -> host array"),
-    "batch.upload(extras={'x': 'abc'})": ("extra 'x': expected numbers, got 'abc'", "pass numbers"),
+    "batch.upload(extras=[1])": ("expected extras by name, got [1]", "name -> host array"),
+    "batch.upload(extras={'x': 'abc'})": ("extra 'x': expected numbers, got 'abc'", "pass a list of numbers"),
     "batch.upload(writes=pages)": ("writes are PagePool", "Table.entry"),
     "open_runtime('gpu')": ("unknown device 'gpu'", "'cuda'"),
     "torch.cat([batch.seq_lens, batch.seq_lens])": ("expected a tensor, got a MirroredTensor", "`.device`"),
@@ -173,6 +187,192 @@ WRITTEN = {
     "bool(batch.seq_lens)": ("is ambiguous", "`.any()`"),
     "int(batch.seq_lens)": ("is not one number", "`.np[row]`"),
 }
+
+
+MORE = {
+    # what is typed: (what the error says, what it tells to do)
+    "SlotPool(8)": ("expected SlotPool(runtime, size, *, reserve=0, name='slots'), got SlotPool(8)", "`open_runtime`"),
+    "SlotPool()": ("got SlotPool()", "give `runtime` and `size` too"),
+    "SlotPool(rt, 8, 2)": ("got SlotPool(a CpuRuntime, 8, 2)", "by name: reserve=..., name=..."),
+    "SlotPool(rt, sizes=8)": ("got SlotPool(a CpuRuntime, sizes=8)", "did you mean 'size'?"),
+    "len(pool)": ("SlotPool has no length", "`pool.size` is how many slots it has"),
+    "list(pool)": ("SlotPool cannot be iterated", "`pool.live_slots()`"),
+    "pool[0]": ("SlotPool has no [...]", "`pool.live_slots()`"),
+    "3 in pool": ("SlotPool cannot be searched with `in`", "`pool.live_slots()`"),
+    "pool.take('3')": ("n is '3', expected an integer", "pass an integer"),
+    "pool.free(3)": ("expected handles, got 3", "as the pool returns them"),
+    "pool.free([1, 2])": ("expected handles, got [1, 2]", "as the pool returns them"),
+    "pool.free(batch.seq_lens)": ("plain numbers were given where 'slot' is meant", "indices of the expected unit"),
+    "pool.stats()": ("SlotStats is not a function", "free"),
+    "pool.stats['free']": ("SlotStats has no [...]", "free"),
+    "pool.adopt(np.zeros((9, 4)), 't')": ("expected a tensor to adopt, got a ndarray", "pass a tensor"),
+    "HybridSlotPool(rt, 8)": ("expected HybridSlotPool(runtime, size, *, states", "give `states` too"),
+    "table[0]": ("Table has no [...]", "`table.gather(slots)`"),
+    "table.write([1, 2], [0, 0], [7, 7])": ("expected handles, got [1, 2]", "as the pool returns them"),
+    "PagePool(rt, 16, 4)": ("got PagePool(a CpuRuntime, 16, 4)", "`slots` is a SlotPool"),
+    "PagePool(pool, 32, 4, max_tokens_per_request=64)": ("got PagePool(a SlotPool, 32, 4", "`runtime` is what"),
+    "PagePool(rt, 8, 32, 4, max_tokens_per_request=64)": ("expected a SlotPool, got 8", "pass the SlotPool"),
+    "PagePool(rt, pool, 32, 4, max_tokens=64)": ("max_tokens=64", "did you mean 'max_tokens_per_request'?"),
+    "len(pages)": ("PagePool has no length", "`pages.num_pages`"),
+    "pages.extend(batch.slots, '5')": ("expected numbers, got '5'", "pass a list of numbers"),
+    "pages.table('t', 4)": ("expected a shape, got 4", "`(8,)`"),
+    "pages.advance([1, 2])": ("expected handles, got [1, 2]", "as the pool returns them"),
+    "PrefixCache(pool)": ("expected a PagePool, got a SlotPool", "pass the pool to cache pages of"),
+    "cache.match('abc')": ("expected a list of keys, got 'abc'", "pass a list: ['abc']"),
+    "cache.match([[1, 2]])": ("expected keys that can be hashed", "tuples of tokens"),
+    "cache['a']": ("PrefixCache has no [...]", "`cache.match(keys)`"),
+    "cache.evict('all')": ("num_pages is 'all', expected an integer", "pass an integer"),
+    "del batch['x']": ("Rows['x'] was deleted", "declare another class"),
+    "batch + batch": ("Rows has no `+`", "`batch.merge(other)`"),
+    "'seq_lens' in batch": ("Rows is not iterable", "`batch['slots']`"),
+    "batch.to_static({})": ("expected StaticBuffers, got {}", "StaticBuffers(runtime"),
+    "slot_column(torch.int64)": ("expected slot_column(), got slot_column(torch.int64)", "give 0 by position"),
+    "host_list([])": ("expected a type, got []", "host_list(Request)"),
+    "mirrored(torch.int64, (4,))": ("got mirrored(torch.int64, (4,))", "by name: shape=..."),
+    "mirrored()": ("expected mirrored(dtype, *", "give `dtype` too"),
+    "FutureMap(rt, {})": ("expected a SlotPool, got a CpuRuntime", "the pool whose requests"),
+    "FutureMap(pool)": ("expected FutureMap(slots, fields, *", "give `fields` too"),
+    "FutureMap(pool, tok=1)": ("got FutureMap(a SlotPool, tok=1)", "use one of: slots, fields, name"),
+    "relay['tok']": ("FutureMap has no [...]", "`relay.gather(slots, 'field')`"),
+    "relay.publish(batch.slots, toc=[1, 2])": ("publish of 'toc'", "did you mean 'tok'?"),
+    "relay.gather(batch.slots, 'toc')": ("gather of 'toc'", "did you mean 'tok'?"),
+    "StepPlanner(Rows)": ("expected StepPlanner(batch, *, pages", "`pages` is a PagePool"),
+    "StepPlanner(batch, pages=pages)": ("expected a subclass of Batch, got a Rows", "not a batch of it"),
+    "StepPlanner(Rows, pages=pool)": ("expected a PagePool, got a SlotPool", "pass pages and relay"),
+    "StepPlanner(Rows, pages=pages, relay=relay, ids='toc')": ("field 'toc' is not declared", "mean 'tok'?"),
+    "StepPlanner(Rows, pages=pages, layouts='flashatention')": ("'flashatention'", "did you mean 'flash_attention'?"),
+    "StepPlanner(Rows, pages=pages, int32=['position'])": ("'position' in int32", "did you mean 'positions'?"),
+    "StepPlanner(Rows, pages=pages).plan(Rows)": ("expected a batch of Rows, got the class Rows", "each batch class"),
+    "StaticBuffers(rt, Rows, 4)": ("got StaticBuffers(a CpuRuntime, the class Rows, 4)", "by name: rows=..."),
+    "Runtime('cpu')": ("got the base class `Runtime`", "`open_runtime('cpu')`"),
+    "open_runtime('cpu', 2)": ("got open_runtime('cpu', 2)", "by name: steps_in_flight=..."),
+    "open_runtime('cpu', steps_in_flight=0)": ("expected steps_in_flight of 1 to", "2 for one step of overlap"),
+    "set_checks('ful')": ("unknown level of checks 'ful'", "did you mean 'full'?"),
+    "Level('ful')": ("unknown level of checks 'ful'", "did you mean 'full'?"),
+    "Contract('exat')": ("unknown contract 'exat'", "did you mean 'exact'?"),
+    "HostKVPool(rt, 4)": ("expected HostKVPool(runtime, num_pages", "give `layers` too"),
+    "HiSparse(pool, pages, 3)": ("expected a PagePool, got a SlotPool", "the KV on the device"),
+    "watch(Engine)": ("expected watch(cls, *, num_rows", "give `num_rows` too"),
+    "watch('Engine', num_rows='n', after=['step'])": ("expected a class, got 'Engine'", "pass the class itself"),
+    "watch(Engine, num_rows='n', after='step')": ("is the text 'step', expected a list", "after=['step']"),
+    "watch(Engine, num_rows='n', after=['stepp'], pairs=[('a', 'b')])": ("has no method 'stepp'", "it has step"),
+    "watch(Engine, num_rows='n', after=['step'])": ("no column is declared", "name columns in `pairs`"),
+    "watch(Engine, num_rows=3, after=['step'])": ("`num_rows` is 3", "pass a name or a function of the batch"),
+    "watch(Engine, num_rows='n', after=['step'], pairs=('a', 'b'))": ("expected a list of pairs", "pairs=[(host"),
+    "watch(Engine, num_rows='n', after=['step'], pair=[('a', 'b')])": ("pair=[('a', 'b')]", "did you mean 'pairs'?"),
+    "watch_slots(Engine)": ("expected watch_slots(cls, *, after, live, free", "give `after`"),
+    "audit(Engine)": ("expected a subclass of Batch", "use `watch`"),
+    "fuzz_twins()": ("expected fuzz_twins(spec, *", "give `spec` too"),
+    "fuzz_twins(Engine)": ("expected a TwinSpec, got the class Engine", "pass a TwinSpec"),
+    "twin(twins=[('a', 'b')])": ("expected a Twin, got ('a', 'b')", "Twin('seq_lens_cpu', 'seq_lens')"),
+    "twin(twins=[])": ("expected twins, got none", "Twin('seq_lens_cpu', 'seq_lens')"),
+    "twin(twins=[Twin('a', 'b')])": ("expected `merge` or `add`, got neither", "how requests join"),
+    "Twin('a')": ("expected Twin(host, device, contract", "give `device` too"),
+    "fuzz_twins(twin(twins=[Twin('len', 'lens_cpu')], add=lambda b, r: b))": ("'len'", ""),
+    "fuzz_pool(SlotPool)": ("expected a PoolSpec, got the class SlotPool", "how to make it"),
+    "run_machine('slots')": ("expected a state machine, got 'slots'", "`twin_machine`"),
+    "RaceRuntime('cpu')": ("expected a Runtime, got 'cpu'", "`open_runtime`"),
+    "no_hidden_sync('cpu').__enter__()": ("expected a Runtime, got 'cpu'", "`open_runtime`"),
+    "cuda_on_cpu('race', 'collect')": ("got cuda_on_cpu('race', 'collect')", "by name: on_race=..."),
+    "open_device('rac')": ("unknown device 'rac'", "'race'"),
+    "open_engine('tpc')": ("no engine is called 'tpc'", "did you mean 'tcp'?"),
+    "open_engine('tcp', prot=1)": ("got TcpEngine(prot=1)", "did you mean 'port'?"),
+    "open_engine('tcp', port='x')": ("port is 'x', expected an integer", "pass an integer"),
+    "KVLayout(4)": ("expected KVLayout(page_size, dtype, layers", "give `dtype` and `layers` and `item_bytes` too"),
+    "KVLayout(4, 'float33', ['a'], 64)": ("expected a dtype, got 'float33'", "'bfloat16'"),
+    "Description('w', 'i', layout, 'here')": ("expected bytes, got 'here'", "`Engine.endpoint()`"),
+    "Receiver('tcp', layout, [])": ("expected an Engine, got 'tcp'", "`open_engine`"),
+    "Sender('tcp', layout, [])": ("expected an Engine, got 'tcp'", "`open_engine`"),
+}
+
+
+def test_more_that_is_typed_wrong_is_answered() -> None:
+    """A call that does not fit says the signature and the call; a pool used as a list, a wrong kind say what to use."""
+    rt = open_runtime("cpu")
+    pool = SlotPool(rt, 8)
+    pages = PagePool(rt, pool, 32, 4, max_tokens_per_request=64)
+    names: dict[str, Any] = {**public(), "rt": rt, "pool": pool, "pages": pages}
+    names["batch"] = Rows.build(rt, slots=pool.take(2), seq_lens=[5, 3], requests=["a", "b"])
+    names["relay"] = FutureMap(pool, {"tok": relay_field(torch.int64)})
+    names["cache"], names["table"] = PrefixCache(pages), pool.table("t", (4,), torch.int32)
+    names["layout"], names["twin"] = KVLayout(4, "float32", ["k", "v"], 64), twin
+    for line, (says, remedy) in MORE.items():
+        with pytest.raises(BatchStateError) as caught:
+            exec(line, names)
+        problem, _, told = str(caught.value).partition("remedy")
+        assert says in problem, (line, str(caught.value))
+        assert remedy in told, (line, str(caught.value))
+
+
+def public() -> dict[str, Any]:
+    """The public names of the package and of its parts."""
+    parts = (batchstate, batchstate.testing, batchstate.transport, batchstate.watch)
+    return {name: getattr(part, name) for part in parts for name in part.__all__} | globals()
+
+
+class Engine:
+    """A batch class as engines have it."""
+
+    def __init__(self, lengths: Any = ()) -> None:
+        self.lens = self.lens_cpu = torch.tensor(lengths)
+
+    def step(self) -> None:
+        """What is watched."""
+
+
+def twin(**rest: Any) -> TwinSpec[Any, Any]:
+    """A specification of `Engine`."""
+    return TwinSpec("Engine", st.integers(1, 9), Engine, lambda batch, keep: batch, lambda batch: 1, **rest)
+
+
+CALLS = {
+    # a call of a method, of which each step makes some: its signature
+    "pool.take()": "expected SlotPool.take(n, *, reserved=False)",
+    "pool.take(count=3)": "expected SlotPool.take(n, *, reserved=False)",
+    "pool.free()": "expected SlotPool.free(slots, *, after=None)",
+    "pool.free(batch.slots, rt.record())": "expected SlotPool.free(slots, *, after=None)",
+    "pages.extend(batch.slots)": "expected PagePool.extend(slots, total_lens)",
+    "batch.update(seq_lens=[1, 2])": "expected Batch.update(column, rows, values)",
+    "batch.upload(1)": "expected Batch.upload(*, writes=(), extras=None)",
+    "batch.filter()": "expected Batch.filter(keep)",
+    "batch.advance(seq_lens=1)": "expected Batch.advance(columns, n=1)",
+    "batch.next_batch([0])": "expected Batch.next_batch(*, keep=None, joining=None, advance=(), n=1)",
+    "Rows.build()": "expected Batch.build(runtime, /, **columns)",
+    "Rows()": "expected `build(runtime, ...)` of a subclass of Batch",
+    "MirroredTensor([1, 2])": "expected MirroredTensor.from_host(runtime, values)",
+    "MirroredTensor.from_host([1, 2])": "expected MirroredTensor.from_host(runtime, values, *, dtype=None",
+    "Slots([1, 2])": "expected `pool.take(n)`, which returns handles",
+    "batch.seq_lens.take()": "expected MirroredTensor.take(rows)",
+    "batch.seq_lens.stale()": "expected MirroredTensor.stale(side, *, reason",
+    "ForwardPlan.of()": "expected ForwardPlan.of(slots, seq_lens, query_lens=1",
+    "rt.stream()": "expected CpuRuntime.stream(name)",
+}
+
+
+def test_a_call_of_a_method_is_answered_with_its_signature() -> None:
+    """A method that is called with other arguments is a TypeError that begins with the signature; no call is added."""
+    rt = open_runtime("cpu")
+    pool = SlotPool(rt, 8)
+    pages = PagePool(rt, pool, 32, 4, max_tokens_per_request=64)
+    batch = Rows.build(rt, slots=pool.take(2), seq_lens=[5, 3], requests=["a", "b"])
+    for line, signature in CALLS.items():
+        with pytest.raises(TypeError) as caught:
+            eval(line, {**public(), "rt": rt, "pool": pool, "pages": pages, "batch": batch})
+        assert str(caught.value).startswith(f"{signature}"), line
+        assert "got another call: " in str(caught.value), line
+    assert not hasattr(SlotPool.take, "__wrapped__")
+    assert not hasattr(Batch.filter, "__wrapped__")
+
+
+def test_an_error_of_the_function_itself_stays() -> None:
+    """A TypeError that the called function raises is not taken for a call that does not fit."""
+
+    class Failing(Guided):
+        def __init__(self, runtime: object) -> None:
+            raise TypeError("of its own")
+
+    with pytest.raises(TypeError, match=r"^of its own$"):
+        shows_signature(Failing)(1)
 
 
 class Rows(Batch):
@@ -216,6 +416,18 @@ ABSENT = {
     "batch.to('cuda')": "`batch.upload()`",
     "batch.clone()": "immutable",
     "batch.shape": "`len(batch)`",
+    "batch.num_requests": "`len(batch)`",
+    "batch.device": "`batch.runtime.device`",
+    "batch.seq_len": "did you mean 'seq_lens'?",
+    "batch.x": "its columns are slots, seq_lens, requests",
+    "pool.resize(9)": "make another one",
+    "pool.stat": "did you mean 'stats'?",
+    "relay.tok": "`relay.gather(slots, 'field')`",
+    "relay.stash(1)": "`relay.publish(slots, field=values)`",
+    "table.device": "`table.device_for(slots)`",
+    "cache.get('a')": "`cache.match(keys)`",
+    "rt.sync()": "`runtime.synchronize()`",
+    "batchstate.SlotPol": "did you mean 'SlotPool'?",
     "batch.seq_lens_cpu": "`.seq_lens.np`",
     "batch.seq_lens.add_(1)": "`.update(rows, values)`",
     "batch.slots.free()": "`pool.free(slots, after=fence)`",
@@ -235,15 +447,18 @@ def test_a_name_from_elsewhere_is_answered() -> None:
     pool = SlotPool(rt, 8)
     pages = PagePool(rt, pool, 32, 4, max_tokens_per_request=64)
     batch = Rows.build(rt, slots=pool.take(2), seq_lens=[5, 3], requests=["a", "b"])
+    names = {"batchstate": batchstate, "rt": rt, "pool": pool, "pages": pages, "batch": batch}
+    names |= {"relay": FutureMap(pool, {"tok": relay_field(torch.int64)})}
+    names |= {"cache": PrefixCache(pages), "table": pool.table("t", (4,), torch.int32)}
     for line, says in ABSENT.items():
         with pytest.raises(AttributeError) as caught:
-            eval(line, {"pool": pool, "pages": pages, "batch": batch})
+            eval(line, names)
         assert "has no attribute" in str(caught.value), line
         assert says in str(caught.value), line
     one: Any
     for one in (batch, pool, pages):
         assert not hasattr(one, "alloc")
-        with pytest.raises(AttributeError, match=r"no attribute 'nonsense'$"):
+        with pytest.raises(AttributeError, match=r"no attribute 'nonsense'($|; its columns are slots, seq_lens)"):
             one.nonsense  # noqa: B018
 
 

@@ -14,7 +14,17 @@ from tests.journeys import JOURNEYS, Journey, files_of
 PACKAGE = Path(batchstate.__file__).parent
 
 LAYERS: dict[str, tuple[str, ...]] = {
-    "invariants": ("batchstate", "_lazy", "_source_lines", "_version", "errors", "levels", "violations", "invariants"),
+    "invariants": (
+        "batchstate",
+        "_lazy",
+        "_source_lines",
+        "_version",
+        "errors",
+        "_guidance",
+        "levels",
+        "violations",
+        "invariants",
+    ),
     "runtime": ("runtime",),
     "mirrored values": ("_arrays", "_origin", "_host_values", "mirror", "indices"),
     "pools": ("tables", "_allocator", "pools", "hybrid"),
@@ -33,7 +43,12 @@ LAYERS: dict[str, tuple[str, ...]] = {
 """From the lowest to the highest: modules of the package, and folders with all that is in them."""
 
 CORE = range(1, 9)
-OUTSIDE = {"_arrays": ("transport", "testing"), "_lazy": ("batchstate", "testing"), "_source_lines": ("testing",)}
+OUTSIDE = {
+    "_arrays": ("transport", "testing"),
+    "_guidance": ("levels", "watch", "transport", "testing"),
+    "_lazy": ("batchstate", "testing"),
+    "_source_lines": ("testing",),
+}
 """Private modules of the package that more than the core may import, and who may."""
 
 MOST_FLOORS = 15

@@ -360,7 +360,7 @@ def test_empty_keep_lists(lens: MirroredTensor, keep: Any, full: None) -> None:
         (lambda v: bool(v), ArgumentError, "ambiguous"),
         (lambda v: v - (-(2**63)), ValueOverflowError, "9223372036854775808"),
         (lambda v: v.pad(5, [7, 8]), ShapeError, "pad"),
-        (lambda v: v.split(5), ArgumentError, "sizes are 5"),
+        (lambda v: v.split(5), ArgumentError, "expected sizes, got 5"),
         (lambda v: v.cat([None]), ArgumentError, "no values"),
         (lambda v: v.merge(MirroredTensor.from_host(v.runtime, [1], dtype=torch.int32)), DtypeError, "int32"),
         (lambda v: v.merge(MirroredTensor.from_host(v.runtime, [[1, 2]])), ShapeError, r"\[2\]"),

@@ -220,8 +220,8 @@ WRONG: dict[str, tuple[type[BatchStateError], str, dict[str, Any]]] = {
     ),
     "fractions": (DtypeError, "types of row 0", {"token_arrays": {"types": TokenArray([[0.5], None])}}),
     "too large": (ValueOverflowError, "row 0", {"token_arrays": {"types": TokenArray([[300], None], torch.uint8)}}),
-    "int32 of what is not there": (DeclarationError, "int32=", {"int32": ["kv_lens"]}),
-    "int32 as a word": (DeclarationError, "int32=", {"int32": "positions"}),
+    "int32 of what is not there": (DeclarationError, "in int32", {"int32": ["kv_lens"]}),
+    "int32 as a word": (DeclarationError, "expected int32 in a tuple", {"int32": "positions"}),
     "ids beyond int32": (ValueOverflowError, "prompt_ids", {"int32": ["input_ids"], "prompt_ids": [[2**31], [1]]}),
 }
 
@@ -273,7 +273,7 @@ def test_refuses_inputs_that_wait(rt: Runtime, world: World) -> None:
         ForwardInputs.of(None, uploaded)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="writes are 5"):
         plan.upload(writes=5)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="extras are"):
+    with pytest.raises(ArgumentError, match="expected extras by name"):
         plan.upload(extras=[1])  # type: ignore[arg-type]
     with pytest.raises(DeclarationError, match="no field for their ids"):
         world.relay.resolve_forward_inputs(plan, uploaded)

@@ -284,7 +284,7 @@ def test_missing_fields_are_refused(field: str) -> None:
         ({"layers": "0.keys"}, ["layers"]),
         ({"layers": [1]}, ["layers"]),
         ({"layers": [["a"]]}, ["layers"]),
-        ({"dtype": None}, ["dtype is None"]),
+        ({"dtype": None}, ["expected a dtype, got None"]),
         ({"replicated": 0}, ["replicated is 0"]),
         ({"per_request": 1}, ["per_request is 1"]),
         ({"stage": 3}, ["stage is 3"]),
@@ -344,7 +344,7 @@ def test_what_is_damaged_reaches_no_loader(data: st.DataObject) -> None:
 def test_a_dtype_is_one_of_torch() -> None:
     """A dtype that torch lacks is refused, and one of two names is the same as the other."""
     for wrong in ("flot32", "Tensor", ""):
-        with pytest.raises(DtypeError, match="dtype is"):
+        with pytest.raises(DtypeError, match="expected a dtype, got"):
             described("b", dtype=wrong)
     assert described("b", dtype="half").layout == described("b", dtype=torch.float16).layout
 

@@ -949,7 +949,7 @@ def test_a_fixed_buffer_is_fuzzed_within_its_length() -> None:
 
 def test_a_spec_is_whole(declared: Watched) -> None:
     """A spec without a way to join, or with columns named twice, is refused."""
-    with pytest.raises(ArgumentError, match="neither `merge` nor `add`"):
+    with pytest.raises(ArgumentError, match="expected `merge` or `add`, got neither"):
         fuzz_twins(declared.spec(row=st.integers(1, 7), build=Engine, filter=Engine.filter_batch))
     with pytest.raises(ArgumentError, match="beside what is declared"):
         fuzz(declared, rows=["reqs"])

@@ -14,7 +14,7 @@ that a forward writes (SGLang: `out_cache_loc`); everywhere else a slot is the r
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, SupportsIndex, final
+from typing import Any, SupportsIndex, cast, final
 
 import attrs
 import numpy as np
@@ -23,9 +23,10 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._arrays import Array, amounts, arange_per_row, as_array, check_range, count
+from batchstate._guidance import methods_show_signature, shown
 from batchstate._origin import DerivedArrays, Origin, RowSet
 from batchstate._upload import Extras, check_writes, named_arrays, packed_step
-from batchstate.errors import ArgumentError, ContractError, DeclarationError, DtypeError, ShapeError
+from batchstate.errors import ArgumentError, ContractError, DeclarationError, DtypeError, ShapeError, one_of
 from batchstate.forward._plan_bytes import packed, unpacked
 from batchstate.forward.token_array import TokenArray, checked_arrays
 from batchstate.indices import Slots
@@ -99,6 +100,25 @@ LAYOUTS: dict[str, Callable[[npt.NDArray[np.int32], Ints, int, int], Arrays]] = 
 """Layout -> its function of `pages` int32[n, m], the pages of each live request, and `kv_lens` int64[n]."""
 
 
+def checked_layouts(layouts: object, int32: object, what: str) -> tuple[str, ...]:
+    """The names of layouts.
+
+    Raises:
+        DeclarationError: `layouts` or `int32` names what there is not.
+    """
+    names = (layouts,) if isinstance(layouts, str) else layouts
+    for name, given, there in (("layouts", names, LAYOUTS), ("int32", int32, _INDICES)):
+        if not isinstance(given, Collection) or isinstance(given, str):
+            problem = f"{what}: expected {name} in a tuple, got {given!r}"
+            remedy = f"pass a tuple of some of: {', '.join(there)}"
+            raise DeclarationError(problem, value=given, remedy=remedy)
+        for one in given:
+            if not isinstance(one, str) or one not in there:
+                raise DeclarationError(f"{what}: unknown name {one!r} in {name}", value=one, remedy=one_of(there, one))
+    return tuple(cast(Collection[str], names))
+
+
+@methods_show_signature(__init__="ForwardPlan.of(slots, seq_lens, query_lens)")
 @final
 @attrs.define(eq=False, repr=False)
 class ForwardPlan:
@@ -244,16 +264,8 @@ class ForwardPlan:
                 before a request; PAGE_RELEASED: a token reads what was given back.
         """
         if not isinstance(slots, Slots):
-            raise DtypeError(f"{_WHAT}: slots are {type(slots).__name__}", value=slots, remedy="pass `batch.slots`")
-        names: Any = (layouts,) if isinstance(layouts, str) else layouts
-        if not isinstance(names, tuple | list) or not all(isinstance(name, str) and name in LAYOUTS for name in names):
-            raise DeclarationError(
-                f"{_WHAT}: layouts {names!r}", value=names, remedy=f"use some of: {', '.join(LAYOUTS)}"
-            )
-        if isinstance(int32, str) or not set(int32) <= set(_INDICES):
-            raise DeclarationError(
-                f"{_WHAT}: int32={int32!r}", value=int32, remedy=f"name some of: {', '.join(_INDICES)}"
-            )
+            raise DtypeError(f"{_WHAT}: expected slots, got {shown(slots)}", value=slots, remedy="pass `batch.slots`")
+        names = checked_layouts(layouts, int32, _WHAT)
         named = checked_arrays(token_arrays, _WHAT)
         if pages is not None and not isinstance(pages, PagePool):
             raise ArgumentError(f"{_WHAT}: pages are {type(pages).__name__}", value=pages, remedy="pass a PagePool")

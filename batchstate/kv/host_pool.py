@@ -18,6 +18,7 @@ import torch
 from batchstate import invariants, levels
 from batchstate._allocator import FREE, MOST_TOKENS, Allocator, Transaction, joined, size_of
 from batchstate._arrays import amounts, arange_per_row, as_array, read_only
+from batchstate._guidance import Guided, Numbers, shows_signature
 from batchstate.errors import ArgumentError, DtypeError, ShapeError
 from batchstate.runtime import Fence, MappedMemory, Runtime, check_fence, check_runtime
 from batchstate.runtime.agreement import QueriedFence
@@ -168,7 +169,7 @@ class HostRanges:
 
 @final
 @attrs.frozen
-class HostStats:
+class HostStats(Numbers):
     """A pool in tokens: free + pending + live = size.
 
     Attributes:
@@ -213,10 +214,14 @@ class KVBuffer:
         if not isinstance(given[0], str) or not isinstance(given[1], bool):
             raise ArgumentError(f"a buffer {self!r}", value=self, remedy="pass a name, and True or False as on_device")
         if not isinstance(self.dtype, torch.dtype):
-            raise DtypeError(f"{self.name}: dtype is {self.dtype!r}", value=self.dtype, remedy="pass a torch.dtype")
+            raise DtypeError(
+                f"buffer {self.name!r}: expected a torch dtype, got {self.dtype!r}",
+                value=self.dtype,
+                remedy="pass a torch.dtype",
+            )
         if not isinstance(self.item_shape, tuple | list):
             raise ShapeError(
-                f"{self.name}: item_shape is {self.item_shape!r}",
+                f"buffer {self.name!r}: expected a shape, got item_shape={self.item_shape!r}",
                 value=self.item_shape,
                 remedy="pass a tuple, as (8, 128)",
             )
@@ -249,8 +254,9 @@ class HostBuffer:
     memory: torch.Tensor = attrs.field(repr=False)
 
 
+@shows_signature
 @final
-class HostKVPool:
+class HostKVPool(Guided):
     """Host locations page_size to (num_pages + 1) * page_size - 1.
 
     Args:
@@ -272,6 +278,8 @@ class HostKVPool:
         backed: those in host memory, which the host tier backs up into and reads.
     """
 
+    _guide = "`host.stats` has `free`, `pending` and `live`, `host.num_pages` is how many pages there are"
+
     def __init__(
         self,
         runtime: Runtime,
@@ -290,7 +298,9 @@ class HostKVPool:
         self.num_pages = size_of(num_pages, f"{name}: num_pages", least=1)
         self.page_size = size_of(page_size, f"{name}: page_size", least=1, most=MOST_TOKENS // (self.num_pages + 1))
         if isinstance(layers, bool | str) or not isinstance(layers, int | Sequence):
-            raise ArgumentError(f"{name}: layers are {layers!r}", value=layers, remedy="pass names, or how many")
+            raise ArgumentError(
+                f"{name}: expected layers, got {layers!r}", value=layers, remedy="pass names, or how many"
+            )
         self.specs = tuple(
             one if isinstance(one, KVBuffer) else KVBuffer(str(one), item_shape, dtype)  # type: ignore[arg-type]
             for one in (range(layers) if isinstance(layers, int) else layers)

@@ -7,7 +7,7 @@ is numpy on the host, O(what changes), on the owning thread; nothing here touche
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, cast, final
+from typing import Literal, SupportsIndex, cast, final
 
 import attrs
 import numpy as np
@@ -17,8 +17,9 @@ import torch
 from batchstate import invariants, levels
 from batchstate._allocator import MOST_TOKENS, size_of
 from batchstate._arrays import Amount, amounts, arange_per_row, as_array, count, read_only, shape_of
+from batchstate._guidance import Guided, Numbers, check_kind, shows_signature
 from batchstate._origin import Changes, Origin
-from batchstate.errors import ArgumentError, DeviceError, ShapeError, attribute
+from batchstate.errors import ArgumentError, DeviceError, ShapeError
 from batchstate.indices import Locations, Pages, Slots
 from batchstate.invariants import times_checked
 from batchstate.kv import _lengths
@@ -44,7 +45,7 @@ _EXTEND = "`pages.extend(slots, total_lens)` gives requests their pages, `pages.
 _RELEASE = "`pages.release_requests(slots, after=fence)` frees slots with their pages, `pages.release` the pages alone"
 _STATS = "`pages.stats` has `free`, `pending` and `live`"
 _TABLE = "`pages.page_table` has the pages of each slot"
-_INSTEAD = {
+_ELSEWHERE = {
     **dict.fromkeys(("alloc", "allocate", "append", "get", "pop"), _EXTEND),
     **dict.fromkeys(("free", "dealloc", "deallocate", "put"), _RELEASE),
     **dict.fromkeys(
@@ -59,7 +60,7 @@ _INSTEAD = {
 
 @final
 @attrs.frozen
-class PageStats:
+class PageStats(Numbers):
     """A page pool in numbers: free + pending + live = num_pages.
 
     Attributes:
@@ -165,8 +166,9 @@ class Extension:
         )
 
 
+@shows_signature
 @final
-class PagePool:
+class PagePool(Guided):
     """Pages 1 to num_pages for the requests of one slot pool. Location t lies on page t // page_size.
 
     Args:
@@ -192,6 +194,9 @@ class PagePool:
         DeviceError: `slots` belongs to another runtime.
     """
 
+    _INSTEAD = _ELSEWHERE
+    _guide = f"{_STATS}, `pages.num_pages` is how many there are; {_TABLE}"
+
     def __init__(
         self,
         runtime: Runtime,
@@ -204,12 +209,7 @@ class PagePool:
         req_to_token: Table | None = None,
     ) -> None:
         check_runtime(runtime, name)
-        if not isinstance(slots, SlotPool):
-            raise ArgumentError(
-                f"{name}: expected a pool of slots, got {type(slots).__name__}",
-                value=slots,
-                remedy="pass the SlotPool or HybridSlotPool whose slots own the pages",
-            )
+        check_kind(slots, SlotPool, name, "pass the SlotPool or HybridSlotPool whose slots own the pages")
         self.runtime = runtime
         self.name = name
         self.slots = slots
@@ -254,12 +254,6 @@ class PagePool:
             f"PagePool({self.name!r}, {self.num_pages} pages of {self.page_size}, "
             f"free={pages.free}, pending={pages.pending}, live={pages.live})"
         )
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Says what this library calls it."""
-            return attribute(self, name, _INSTEAD)
 
     @property
     def req_to_token(self) -> Table | None:
@@ -392,7 +386,7 @@ class PagePool:
                 per page, or the table is not by location, of one location each.
         """
         self.runtime.check_owner(f"{self.name}: table")
-        space = self._space(by, holds, tuple(shape), of)
+        space = self._space(by, holds, shape_of(shape, name), of)
         table = Table.new(space, name, shape, dtype, holds="location" if of else holds, host=host)
         return self._added(table, of)
 

@@ -1,7 +1,7 @@
 """`PrefixCache`: pages that stay readable under a key when their requests are gone, until their memory is needed."""
 
-from collections.abc import Collection, Hashable, Sequence
-from typing import SupportsIndex, final
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import ClassVar, SupportsIndex, final
 
 import attrs
 import numpy as np
@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from batchstate import invariants, levels
 from batchstate._allocator import size_of
+from batchstate._guidance import Guided, Numbers, check_kind, shows_signature
 from batchstate.errors import ArgumentError
 from batchstate.indices import Slots
 from batchstate.kv._cached_pages import CachedPages
@@ -22,7 +23,7 @@ Ints = npt.NDArray[np.int64]
 
 @final
 @attrs.frozen
-class PrefixCacheStats:
+class PrefixCacheStats(Numbers):
     """A prefix cache in numbers.
 
     Attributes:
@@ -56,8 +57,13 @@ class CacheFit:
     evicted: tuple[Hashable, ...]
 
 
+_MATCH = "`cache.match(keys)` finds the pages of a prefix, `key in cache` one page"
+_INSERT = "`cache.insert(owner, keys)` gives pages their keys"
+
+
+@shows_signature
 @final
-class PrefixCache:
+class PrefixCache(Guided):
     """The pages of a pool that can be found by key.
 
     A key stands for all tokens up to the end of its page: a hash of them, or a tuple of the key before and the page's
@@ -73,14 +79,15 @@ class PrefixCache:
         ArgumentError: not a page pool, or one that has a cache.
     """
 
+    _INSTEAD: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("get", "lookup", "find", "find_longest_cache_hit", "match_prefix"), _MATCH),
+        **dict.fromkeys(("put", "set", "add", "cache_full_blocks"), _INSERT),
+        **dict.fromkeys(("pop", "free"), "`cache.evict(num_pages)` and `cache.remove(keys)` forget pages"),
+    }
+    _guide = f"{_MATCH}; {_INSERT}"
+
     def __init__(self, pages: PagePool) -> None:
-        untyped: object = pages
-        if not isinstance(untyped, PagePool):
-            raise ArgumentError(
-                f"expected a PagePool, got {type(pages).__name__}",
-                value=pages,
-                remedy="pass the pool to cache pages of",
-            )
+        check_kind(pages, PagePool, "PrefixCache", "pass the pool to cache pages of")
         self.pages = pages
         self._references = pages._references
         self._match = f"{pages.name}: match"
@@ -240,7 +247,11 @@ def _checked(keys: Collection[Hashable], what: str) -> list[Hashable]:
     """The keys as a list."""
     try:
         listed = list(keys)
-        if isinstance(keys, (str, bytes)) or len(set(listed)) < len(listed):
+        if isinstance(keys, (str, bytes)):
+            raise ArgumentError(
+                f"{what}: expected a list of keys, got {keys!r}", value=keys, remedy=f"pass a list: [{keys!r}]"
+            )
+        if len(set(listed)) < len(listed):
             raise ArgumentError(
                 f"{what}: expected distinct keys, got {keys!r}", value=keys, remedy="name each key once"
             )

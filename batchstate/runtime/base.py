@@ -12,7 +12,7 @@ import operator
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsIndex, TypeVar, Unpack, final
 
@@ -22,7 +22,8 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate.errors import ArgumentError, CaptureError, DtypeError, OwnerThreadError, ShapeError
+from batchstate._guidance import Guided, check_kind, shows_signature
+from batchstate.errors import ArgumentError, CallError, CaptureError, DtypeError, OwnerThreadError, ShapeError
 from batchstate.invariants import times_checked
 from batchstate.runtime._dtypes import numpy_dtype
 from batchstate.runtime.fences import Fence, Stream
@@ -218,7 +219,8 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_disown)  # the child has copies of pools, and no device of its own
 
 
-class Runtime(abc.ABC):
+@shows_signature
+class Runtime(Guided, abc.ABC):
     """One device as the library uses it. Belongs to the thread that made it.
 
     A new kind of device implements the methods marked abstract; the rest is shared. `open_runtime` makes the one for a
@@ -236,6 +238,24 @@ class Runtime(abc.ABC):
     """
 
     remember_memory: ClassVar[bool] = False
+
+    _INSTEAD: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("sync", "wait_all"), "`runtime.synchronize()` waits for the device"),
+        **dict.fromkeys(("fence", "event", "record_event", "Event"), "`runtime.record()` returns a fence"),
+        **dict.fromkeys(("streams", "new_stream", "Stream"), "`runtime.stream(name)` makes a stream"),
+    }
+
+    _guide = "`runtime.counters` has its numbers, `runtime.device` is the device"
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        """Refuses the base class, with the function that makes a runtime."""
+        if cls is Runtime:
+            raise CallError(
+                "expected a kind of runtime, got the base class `Runtime`",
+                value=cls,
+                remedy="`open_runtime('cpu')` or `open_runtime('cuda')` returns a runtime",
+            )
+        return super().__new__(cls)
 
     def __init__(self, device: torch.device, *, steps_in_flight: int = 2) -> None:
         self.device = device
@@ -498,7 +518,9 @@ class Runtime(abc.ABC):
         except (AttributeError, TypeError) as error:
             if isinstance(error, DtypeError):
                 raise
-            raise DtypeError(f"upload of {arrays!r}", value=arrays, remedy="pass a list of numpy arrays") from None
+            raise DtypeError(
+                f"upload: expected arrays, got {arrays!r}", value=arrays, remedy="pass a list of numpy arrays"
+            ) from None
         if into is not None and into.numel() < nbytes:
             raise ShapeError(f"upload of {nbytes} bytes into {into.numel()}", value=nbytes, remedy="pass more memory")
         block = self.staging_block(nbytes)
@@ -739,10 +761,10 @@ class Runtime(abc.ABC):
 
     # For test tools. The first two are hooks: a tool overrides them, and here they do nothing.
 
-    def name_memory(self, tensor: torch.Tensor, name: str) -> None:  # noqa: B027
+    def name_memory(self, tensor: torch.Tensor, name: str) -> None:
         """Says what reports call the memory of a tensor."""
 
-    def host_accesses(self, memory: torch.Tensor, start: int, stop: int, name: str, *, writes: bool) -> None:  # noqa: B027
+    def host_accesses(self, memory: torch.Tensor, start: int, stop: int, name: str, *, writes: bool) -> None:
         """Says that the host, or a peer, is about to read or write pinned memory that the device uses too.
 
         Args:
@@ -772,18 +794,13 @@ def check_runtime(runtime: object, what: str) -> None:
     Raises:
         ArgumentError: `runtime` is something else.
     """
-    if not isinstance(runtime, Runtime):
-        raise ArgumentError(
-            f"{what}: expected a runtime, got {runtime!r}",
-            value=runtime,
-            remedy="pass what `open_runtime` returns",
-        )
+    check_kind(runtime, Runtime, what, "pass what `open_runtime` returns: runtime = open_runtime('cpu')")
 
 
 def _declared_depth(steps_in_flight: SupportsIndex) -> int:
     """`steps_in_flight` as a positive int."""
     remedy = "declare 1 for a synchronous engine, 2 for one step of overlap"
-    problem = f"steps_in_flight is {steps_in_flight!r}"
+    problem = f"expected steps_in_flight of 1 to {MOST_STEPS}, got {steps_in_flight!r}"
     if isinstance(steps_in_flight, bool):
         raise DtypeError(problem, value=steps_in_flight, remedy=remedy)
     try:

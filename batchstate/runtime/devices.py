@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import torch
 
+from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError
 from batchstate.runtime.base import Array, Counters, Runtime
 from batchstate.runtime.fences import DoneFence, Fence, Stream, foreign_fence
@@ -17,6 +18,7 @@ _DONE = DoneFence()
 _ids = itertools.count()
 
 
+@shows_signature
 class CpuRuntime(Runtime):
     """A plain CPU as device: every operation runs at once, and streams have a name and no concurrency.
 
@@ -107,6 +109,7 @@ class EventFence:
         self.event.synchronize()
 
 
+@shows_signature
 class AcceleratorRuntime(Runtime):
     """Runs on an accelerator through `torch.get_device_module(device)`.
 
@@ -259,6 +262,7 @@ def _device_module(device: torch.device) -> Any:
         return None
 
 
+@shows_signature
 def open_runtime(device: str | torch.device = "cpu", *, steps_in_flight: int = 2) -> Runtime:
     """The runtime of a device.
 

@@ -11,6 +11,8 @@ from typing import final
 import attrs
 import torch
 
+from batchstate._arrays import count
+from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError
 from batchstate.runtime import Fence, Stream
 from batchstate.runtime.base import Array
@@ -18,6 +20,7 @@ from batchstate.runtime.devices import CpuRuntime
 from batchstate.testing.tracing.clocks import Clocks, StreamClock
 
 
+@shows_signature
 @final
 @attrs.define(eq=False)
 class ManualFence:
@@ -46,6 +49,7 @@ class ManualFence:
         self._stream.complete_until(self)
 
 
+@shows_signature
 @final
 @attrs.define(eq=False)
 class ManualStream:
@@ -148,6 +152,7 @@ def is_behind(after: Fence, before: Fence) -> bool:
     return any(before is fence or before in fence._foreign for fence in after._runtime._before(after._seen))
 
 
+@shows_signature
 @final
 class LateRuntime(CpuRuntime):
     """A CPU runtime whose operations run at once and whose fences complete late.
@@ -170,7 +175,7 @@ class LateRuntime(CpuRuntime):
 
         With them completes whatever their streams had to wait for.
         """
-        done = 0
+        done, n = 0, count(n, "complete: n")
         while done < n and (oldest := self._oldest(stream)) is not None:
             self._complete_before(oldest._seen)
             done += 1

@@ -18,6 +18,8 @@ from hypothesis.database import ExampleDatabase
 from hypothesis.internal.conjecture import providers
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
+from batchstate._arrays import count
+from batchstate._guidance import shown, shows_signature
 from batchstate.errors import ArgumentError
 from batchstate.levels import Level, parse_level
 from batchstate.testing.devices import is_tool, open_device
@@ -78,6 +80,7 @@ class MachineResult:
         }
 
 
+@shows_signature
 def run_machine(
     machine: type[Machine],
     *,
@@ -114,14 +117,17 @@ def run_machine(
     Raises:
         ArgumentError: `examples` or `steps` below 1, a negative seed, or an unknown device or level.
     """
+    given: object = machine
+    if not (isinstance(given, type) and issubclass(given, Machine)):
+        remedy = "pass the class that `twin_machine` or `pool_machine` returns, or a subclass of `Machine`"
+        problem = f"run_machine: expected a state machine, got {shown(machine)}"
+        raise ArgumentError(problem, value=machine, remedy=remedy)
     if level is None:
         level = Level.CHEAP if is_tool(device) else Level.FULL
     level = parse_level(level)  # before anything runs: an unknown level is not a failure of the machine
     for name, value in (("examples", examples), ("steps", steps)):
-        if value < 1:
-            raise ArgumentError(f"run_machine: {name} is {value}", value=value, remedy="pass 1 or more")
-    if seed < 0:
-        raise ArgumentError(f"run_machine: seed is {seed}", value=seed, remedy="pass 0 or more")
+        count(value, f"run_machine: {name}", least=1)
+    count(seed, "run_machine: seed")
     if runtimes is None:
         open_device(device)  # an unknown device is not a failure of the machine either
         runtimes = partial(open_device, device, seed=seed)

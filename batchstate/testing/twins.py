@@ -36,6 +36,7 @@ from hypothesis.stateful import Bundle, consumes, initialize, multiple, precondi
 from hypothesis.strategies import SearchStrategy
 
 from batchstate import invariants
+from batchstate._guidance import check_kind, shows_signature
 from batchstate.errors import ArgumentError, BatchStateError
 from batchstate.mirror import Contract, parse_contract
 from batchstate.testing.machine import DisagreementError, Machine
@@ -59,6 +60,7 @@ B = TypeVar("B")
 R = TypeVar("R")
 
 
+@shows_signature
 @final
 @attrs.frozen
 class Twin:
@@ -83,6 +85,7 @@ class Twin:
             )
 
 
+@shows_signature
 @final
 @attrs.frozen(eq=False)
 class TwinSlots:
@@ -107,6 +110,7 @@ def _slots_of(slots: "str | TwinSlots | None") -> TwinSlots | None:
     return TwinSlots(slots) if isinstance(slots, str) else slots
 
 
+@shows_signature
 @final
 @attrs.frozen(eq=False)
 class TwinSpec(Generic[B, R]):
@@ -172,6 +176,8 @@ class TwinSpec(Generic[B, R]):
     declared: Declaration | None = None
 
     def __attrs_post_init__(self) -> None:
+        for twin in self.twins:
+            check_kind(twin, Twin, f"{self.name}: twins", "name both sides: Twin('seq_lens_cpu', 'seq_lens')")
         names = self.attribute_names
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -192,7 +198,8 @@ class TwinSpec(Generic[B, R]):
                 remedy=f"use one of: {', '.join(names)}",
             )
         if not names:
-            raise ArgumentError(f"{self.name}: no attributes", value=names, remedy="name the twins of the class")
+            remedy = "name the twins of the class: twins=[Twin('seq_lens_cpu', 'seq_lens')]"
+            raise ArgumentError(f"{self.name}: expected twins, got none", value=names, remedy=remedy)
         if not 0 <= self.least_rows <= self.most_rows or not self.most_rows:
             raise ArgumentError(
                 f"{self.name}: {self.least_rows} to {self.most_rows} rows",
@@ -207,7 +214,9 @@ class TwinSpec(Generic[B, R]):
             )
         if self.merge is None and self.add is None:
             raise ArgumentError(
-                f"{self.name}: neither `merge` nor `add`", value=None, remedy="say how requests join a batch"
+                f"{self.name}: expected `merge` or `add`, got neither",
+                value=None,
+                remedy="say how requests join a batch: merge=Batch.merge",
             )
         if self.declared is not None and (self.twins or self.rows or self.lazy):
             raise ArgumentError(
@@ -221,7 +230,10 @@ class TwinSpec(Generic[B, R]):
     @classmethod
     def of(cls, spec: "TwinSpec[Any, Any] | WatchedSpec") -> "TwinSpec[Any, Any]":
         """The same as a `TwinSpec`."""
-        return spec if isinstance(spec, TwinSpec) else cls(declared=spec.declared, **spec.calls)
+        if isinstance(spec, WatchedSpec):
+            return cls(declared=spec.declared, **spec.calls)
+        check_kind(spec, TwinSpec, "fuzzing of a batch class", "pass a TwinSpec of it, or `watched.spec(...)`")
+        return spec
 
     @property
     def attribute_names(self) -> list[str]:
@@ -231,6 +243,7 @@ class TwinSpec(Generic[B, R]):
         return [name for twin in self.twins for name in (twin.host, twin.device)] + list(self.rows)
 
 
+@shows_signature
 def twin_machine(spec: TwinSpec[Any, Any] | WatchedSpec) -> type[Machine]:
     """A state machine for the class; collect its `TestCase`, or run it with `fuzz_twins`.
 
@@ -253,6 +266,7 @@ def twin_machine(spec: TwinSpec[Any, Any] | WatchedSpec) -> type[Machine]:
     return type(f"{spec.name}Machine", tuple(machine for machine, _ in hooks) or (_TwinMachine,), names)
 
 
+@shows_signature
 def fuzz_twins(
     spec: TwinSpec[Any, Any] | WatchedSpec,
     *,

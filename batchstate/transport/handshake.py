@@ -10,6 +10,7 @@ from typing import Any, Self, final
 
 import attrs
 
+from batchstate._guidance import check_kind, shows_signature
 from batchstate.errors import ArgumentError, DtypeError, HandshakeError
 from batchstate.transport.layout import KVLayout, Layouts, check_fit
 from batchstate.transport.wire import MOST_BYTES, Endpoint, array, binary, check_mac, parsed, record, sealed, text
@@ -22,7 +23,9 @@ MOST_LAYOUTS = 64
 def _layouts(value: object) -> Layouts:
     layouts = (value,) if isinstance(value, KVLayout) else tuple(value) if isinstance(value, list | tuple) else ()
     if not 0 < len(layouts) <= MOST_LAYOUTS or not all(isinstance(one, KVLayout) for one in layouts):
-        raise ArgumentError(f"layouts are {value!r:.80}", value=value, remedy="pass one KVLayout or a list of them")
+        raise ArgumentError(
+            f"expected layouts, got {value!r:.80}", value=value, remedy="pass one KVLayout or a list of them"
+        )
     if len({(one.rank, one.degree) for one in layouts}) > 1:
         raise ArgumentError(
             f"layouts of ranks {[(one.rank, one.degree) for one in layouts]}",
@@ -39,6 +42,11 @@ def _layouts(value: object) -> Layouts:
     return layouts
 
 
+def _is_bytes(_: object, __: object, endpoint: bytes) -> None:
+    check_kind(endpoint, bytes, "Description: endpoint", "pass what `Engine.endpoint()` returned")
+
+
+@shows_signature
 @final
 @attrs.frozen
 class Description:
@@ -55,7 +63,7 @@ class Description:
     worker: str
     instance: str
     layouts: Layouts = attrs.field(converter=_layouts)
-    endpoint: bytes = attrs.field(repr=False)
+    endpoint: bytes = attrs.field(repr=False, validator=_is_bytes)
 
     @property
     def layout(self) -> KVLayout:

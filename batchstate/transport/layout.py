@@ -14,6 +14,7 @@ import attrs
 import torch
 
 from batchstate._arrays import count
+from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError, DtypeError, HandshakeError
 
 MOST_RANKS = 65_536
@@ -61,13 +62,17 @@ def held_by(rank: int, degree: int, heads: int) -> Held:
 def _dtype(value: object) -> str:
     name = str(value).removeprefix("torch.")
     if not isinstance(value, str | torch.dtype) or name not in _DTYPES:
-        raise DtypeError(f"dtype is {value!r}"[:80], value=value, remedy="pass the name of torch's, as 'bfloat16'")
+        raise DtypeError(
+            f"expected a dtype, got {value!r}"[:80], value=value, remedy="pass the name of torch's, as 'bfloat16'"
+        )
     return _DTYPES[name]
 
 
 def _layers(value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not value or not all(isinstance(one, str) and one for one in value):
-        raise ArgumentError(f"layers are {value!r}", value=value, remedy="pass a tuple of names, one per buffer")
+        raise ArgumentError(
+            f"expected layers, got {value!r}", value=value, remedy="pass a tuple of names, one per buffer"
+        )
     if len(set(value)) < len(value):
         name, times = Counter(value).most_common(1)[0]
         raise ArgumentError(f"layer {name!r} is named {times} times", value=name, remedy="name each buffer once")
@@ -80,6 +85,7 @@ def _stage(value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
+@shows_signature
 @final
 @attrs.frozen
 class KVLayout:

@@ -20,6 +20,7 @@ import attrs
 import numpy as np
 
 from batchstate._arrays import count
+from batchstate._guidance import check_kind, shows_signature
 from batchstate.errors import ArgumentError, TransferError
 from batchstate.kv.host_pool import HostRanges
 from batchstate.transport.engines.base import Delivery, Engine
@@ -209,6 +210,7 @@ class Ignored:
     notices: int = 0
 
 
+@shows_signature
 @final
 class Receiver(Session):
     """One rank of a decode worker. Belongs to the thread of its engine.
@@ -234,6 +236,7 @@ class Receiver(Session):
         clock: Clock = time.monotonic,
         grace_seconds: float = 1.0,
     ) -> None:
+        check_kind(engine, Engine, "Receiver", "pass what `open_engine` returns")
         super().__init__(
             engine,
             description,

@@ -19,6 +19,7 @@ import numpy as np
 
 from batchstate import invariants
 from batchstate._arrays import count
+from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError, BatchStateError, DtypeError, TransferError
 from batchstate.indices import HostLocations, Locations
 from batchstate.mirror import MirroredTensor
@@ -147,6 +148,7 @@ Key = tuple[str, int]
 """Instance of a receiver, and serial of its lease."""
 
 
+@shows_signature
 @final
 class Sender(Session):
     """One rank of a prefill worker. Belongs to the thread of its engine.

@@ -13,6 +13,7 @@ from typing import final
 
 import attrs
 
+from batchstate._guidance import check_kind, shows_signature
 from batchstate.errors import ArgumentError, DtypeError, HandshakeError
 from batchstate.transport.engines.base import Engine, Peer
 from batchstate.transport.handshake import Description, check_peers
@@ -71,6 +72,7 @@ class Worker:
         return [by_name[layer] for layer, _ in buffers_of(self.description.layouts) if layer in by_name]
 
 
+@shows_signature
 class Session(abc.ABC):
     """One rank of a worker that transfers KV: a `Sender` or a `Receiver`. Belongs to the thread of its engine.
 
@@ -100,6 +102,8 @@ class Session(abc.ABC):
         grace_seconds: float,
         connects: bool,
     ) -> None:
+        check_kind(engine, Engine, type(self).__name__, "pass what `open_engine` returns")
+        check_kind(description, Description, type(self).__name__, "describe the worker: Description(...)")
         if description.instance != engine.instance:
             raise ArgumentError(
                 f"the description is of instance {description.instance}, the engine is {engine.instance}",

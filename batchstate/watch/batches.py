@@ -21,6 +21,7 @@ from typing import Any, final
 import attrs
 
 from batchstate import levels
+from batchstate._guidance import shows_signature
 from batchstate.batch import Batch
 from batchstate.columns import MirroredColumn
 from batchstate.errors import ArgumentError
@@ -35,6 +36,7 @@ OPERATIONS = ("filter", "merge", "next_batch", "split", "advance", "update", "re
 """Operations of a `Batch` that leave it behind for another one."""
 
 
+@shows_signature
 @final
 class Watched(Hooked):
     """A class that is watched, until `stop` or the end of a `with` block.
@@ -140,6 +142,7 @@ class WatchedSpec:
     calls: Mapping[str, Any]
 
 
+@shows_signature
 def watch(
     cls: type,
     *,
@@ -236,6 +239,7 @@ def watch(
     return watched
 
 
+@shows_signature
 def audit(
     cls: type[Batch],
     *,

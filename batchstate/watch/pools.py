@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchstate import invariants, levels
+from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError
 from batchstate.watch.hooks import Around, Hook, Hooked, OnViolation, hooks_of
 from batchstate.watch.rows import Name, Place, Snapshot, getter, rows_of
@@ -17,6 +18,7 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 Question: TypeAlias = Callable[[Any, Place], None]
 
 
+@shows_signature
 @final
 class WatchedPool(Hooked):
     """A pool, or what manages it, that is watched, until `stop` or the end of a `with` block.
@@ -87,6 +89,7 @@ def _install(
     return watched
 
 
+@shows_signature
 def watch_pages(
     cls: type,
     *,
@@ -161,6 +164,7 @@ def watch_pages(
     return _install(cls, after, question, "watch_pages", on_violation, every)
 
 
+@shows_signature
 def watch_slots(
     cls: type,
     *,
@@ -226,6 +230,7 @@ def watch_slots(
     return _install(cls, after, question, "watch_slots", on_violation, every)
 
 
+@shows_signature
 def watch_copy(
     cls: type,
     method: str,

@@ -367,7 +367,7 @@ class Declaration:
             raise ArgumentError(
                 f"watch of {self.name}: `{argument}` is {value!r}, expected {expected}",
                 value=value,
-                remedy=f"correct `{argument}`",
+                remedy=f"pass {expected}",
             )
 
     def _refuse_map(self, argument: str, value: object, right: Callable[[Any], bool], expected: str) -> None:

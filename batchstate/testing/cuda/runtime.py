@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Literal, final, overload
 
+from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError
 from batchstate.runtime import Stream
 from batchstate.testing.cuda._hints import torch_hint_for
@@ -89,6 +90,7 @@ def cuda_on_cpu(
     stands_for: Mapping[str, Callable[..., Any]] | None = None,
     note_waits: bool = False,
 ) -> CudaRuntime | CudaSimRuntime: ...
+@shows_signature
 def cuda_on_cpu(
     device: str = RACE,
     *,

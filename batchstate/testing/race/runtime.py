@@ -13,8 +13,9 @@ from typing import Any, Literal, TypeVar, final
 import attrs
 import torch
 
+from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError
-from batchstate.runtime import CpuRuntime, Fence, MappedMemory, Runtime, Stream
+from batchstate.runtime import CpuRuntime, Fence, MappedMemory, Runtime, Stream, check_runtime
 from batchstate.runtime.base import Array
 from batchstate.runtime.fences import foreign_fence
 from batchstate.runtime.memory import StagingBlock
@@ -137,6 +138,7 @@ class RaceFence:
 T = TypeVar("T")
 
 
+@shows_signature
 class RaceRuntime(TracedRuntime[StreamClock]):
     """Checks everything that runs through it, and through torch in a `with` window of it.
 
@@ -169,8 +171,14 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         note_waits: bool = False,
         hint_for: HintFor = hint_for,
     ) -> None:
+        if inner is not None:
+            check_runtime(inner, "RaceRuntime")
         if on_race not in ("raise", "collect"):
-            raise ArgumentError(f"on_race is {on_race!r}", value=on_race, remedy="use 'raise' or 'collect'")
+            raise ArgumentError(
+                f"expected on_race 'raise' or 'collect', got {on_race!r}",
+                value=on_race,
+                remedy="'raise' stops at the first race",
+            )
         if fences not in ("lazy", "eager"):
             raise ArgumentError(f"fences is {fences!r}", value=fences, remedy="use 'lazy' or 'eager'")
         self._detector = Detector(lambda: self.step, on_race, hint_for)

@@ -15,6 +15,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 
+from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError
 from batchstate.runtime import CpuRuntime, Fence, MappedMemory, Stream
 from batchstate.runtime.base import Array
@@ -32,6 +33,7 @@ from batchstate.testing.tracing.runtime import TracedRuntime
 T = TypeVar("T")
 
 
+@shows_signature
 class SimRuntime(TracedRuntime[DeviceStream]):
     """A device on CPU tensors. Streams run late in a `with` window of it, and at once outside.
 

@@ -22,6 +22,7 @@ import attrs
 import numpy as np
 
 from batchstate import invariants
+from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError, HandshakeError, OwnerThreadError, TransferError, one_of
 from batchstate.transport.connection import new_secret
 from batchstate.transport.regions import Copies, Ints, Memory, Region, RemoteRegion, described
@@ -121,6 +122,7 @@ class Handle:
     native: Any = attrs.field(default=None, repr=False)
 
 
+@shows_signature
 class Engine(abc.ABC):
     """One way of writing into another process's memory. Belongs to the thread that made it.
 
@@ -323,7 +325,8 @@ class Engine(abc.ABC):
         Any other error (an interrupt) may come after the write has begun: see `begun`.
         """
         self.check_owner("write")
-        if self._peers.get(peer.instance) is not peer:
+        known: object = peer
+        if not isinstance(known, Peer) or self._peers.get(peer.instance) is not peer:
             raise ArgumentError(f"expected a peer of {self!r}, got {peer!r}", value=peer, remedy="connect to it first")
         if peer.lost is not None:
             raise TransferError(
@@ -501,6 +504,7 @@ ENGINES = tuple(_HOMES)
 """Names that `open_engine` knows. The engine of tests, `InProcessEngine`, needs a network and is made by itself."""
 
 
+@shows_signature
 def open_engine(name: str = "tcp", **options: Any) -> Engine:
     """The engine of this name; what it needs besides the library is imported now.
 

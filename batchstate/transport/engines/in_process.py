@@ -16,6 +16,7 @@ from typing import final
 import attrs
 
 from batchstate import invariants
+from batchstate._guidance import shows_signature
 from batchstate.errors import HandshakeError, TransferError
 from batchstate.transport.engines.base import Capabilities, Delivery, Engine, Handle, Peer, Status
 from batchstate.transport.regions import Copies, Ints, Region
@@ -233,6 +234,7 @@ class Network:
                 self._tags.append((due, flight.reader, Delivery(flight.handle.tag, flight.writer.instance)))
 
 
+@shows_signature
 @final
 class InProcessEngine(Engine):
     """An engine within one process.

@@ -14,6 +14,8 @@ import json
 import queue
 from typing import final
 
+from batchstate._arrays import count
+from batchstate._guidance import check_kind, shows_signature
 from batchstate.errors import ArgumentError
 from batchstate.transport.connection import Connection, Listener, connect
 from batchstate.transport.engines._packing import as_bytes, in_order
@@ -29,6 +31,7 @@ CLOSES_IN = 5.0
 """Seconds that `close` waits for each thread at most; each is woken before."""
 
 
+@shows_signature
 @final
 class TcpEngine(Engine):
     """Writes over a connection for each direction.
@@ -49,6 +52,8 @@ class TcpEngine(Engine):
     capabilities = Capabilities(one_sided=False, max_rows=MOST_ROWS)
 
     def __init__(self, *, host: str = "127.0.0.1", port: int = 0, connect_timeout: float = 10.0) -> None:
+        check_kind(host, str, "TcpEngine: host", "pass a name or an address of this machine, as '127.0.0.1'")
+        port = count(port, "TcpEngine: port", most=65_535)
         super().__init__()
         self._timeout = connect_timeout
         self._inbox = Inbox()
