@@ -368,25 +368,39 @@ class RowState:
             self.objects and {name: one.take(index, 0, None, "wrap") for name, one in self.objects.items()},
         )
 
-    def merged(self, other: "RowState") -> "RowState":
-        """The rows of both. A column that is a copy on one side and no copy on the other is none."""
+    def merged(self, other: "RowState", kept: Rows | None = None) -> "RowState":
+        """The rows of both, of these only those at checked indices `kept` int64[k], if given.
+
+        A column that is a copy on one side and no copy on the other is none.
+        """
         device: Mapping[str, DeviceRows] = self.device or other.device
         if device:
             names = (*self.device, *(name for name in other.device if name not in self.device))
-            device = {name: self._device_rows(name).merged(other._device_rows(name)) for name in names}
-        return RowState(
-            self.layout,
-            [np.concatenate(pair, 1) for pair in zip(self.groups, other.groups, strict=True)],
-            device,
-            self.objects and {name: np.concatenate((one, other.objects[name])) for name, one in self.objects.items()},
-        )
+            device = {name: self._device_rows(name, kept).merged(other._device_rows(name)) for name in names}
+        objects = self.objects
+        if kept is None:
+            groups = [np.concatenate(pair, 1) for pair in zip(self.groups, other.groups, strict=True)]
+        else:
+            # The places of the rows that join are taken along, and filled after: without a second array for each group.
+            size, groups = kept.size, []
+            index = np.zeros(size + (other.groups[0].shape[1] if other.groups else 0), dtype=np.int64)
+            index[:size] = kept
+            for mine, theirs in zip(self.groups, other.groups, strict=True):
+                group = mine.take(index, 1, None, "wrap")
+                group[:, size:] = theirs
+                groups.append(group)
+            if objects:
+                objects = {name: one.take(kept, 0, None, "wrap") for name, one in objects.items()}
+        if objects:
+            objects = {name: np.concatenate((one, other.objects[name])) for name, one in objects.items()}
+        return RowState(self.layout, groups, device, objects)
 
-    def _device_rows(self, column: str) -> DeviceRows:
-        known = self.device.get(column)
-        if known is not None:
-            return known
-        values = self.column(column)
-        return DeviceRows.of(values, len(values))
+    def _device_rows(self, column: str, kept: Rows | None = None) -> DeviceRows:
+        rows = self.device.get(column)
+        if rows is None:
+            values = self.column(column)
+            rows = DeviceRows.of(values, len(values))
+        return rows if kept is None else rows.taken(kept)
 
     def sliced(self, start: int, stop: int) -> "RowState":
         """Rows start to stop, as copies: the columns of a group must stay contiguous."""

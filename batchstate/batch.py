@@ -451,11 +451,13 @@ class Batch(metaclass=BatchType):
         state = self._state
         index = None if keep is None else self._kept(keep, num_reqs, what)
         if index is not None:
-            state, num_reqs = state.taken(index), index.size
+            num_reqs = index.size
         in_all = num_reqs
         if joining is not None:
             self._check_joins(joining, num_reqs, "next_batch")
-            state, in_all = state.merged(joining._state), num_reqs + joining.num_reqs
+            state, in_all = state.merged(joining._state, index), num_reqs + joining.num_reqs
+        elif index is not None:
+            state = state.taken(index)
         added: Mapping[str, object] = {}
         if type(advance) is not tuple or advance:
             added = amounts_by_column(advance, n, what)

@@ -512,6 +512,9 @@ def slot_shared(slots: Ints, **where: Unpack[Where]) -> Breach | None:
 _FEW, _DENSE = 1024, 32
 """Up to so many slots, and so many for each row, a count for each that there may be costs less than a sort."""
 
+_SENTINEL_ESCAPED, _SLOT_ZERO_ALLOCATED = Code.SENTINEL_ESCAPED, Code.SLOT_ZERO_ALLOCATED
+_SLOT_SHARED = Code.SLOT_SHARED
+
 
 def live_slots_hold(slots: Ints) -> bool:
     """Whether the slots of live requests, int64[n], keep SENTINEL_ESCAPED, SLOT_ZERO_ALLOCATED and SLOT_SHARED.
@@ -532,9 +535,9 @@ def live_slots_hold(slots: Ints) -> bool:
             hold = uses.item(0) == 0 and uses.item(uses.argmax()) == 1
         if not hold:
             return False
-    times_checked[Code.SENTINEL_ESCAPED] += 1
-    times_checked[Code.SLOT_ZERO_ALLOCATED] += 1
-    times_checked[Code.SLOT_SHARED] += 1
+    times_checked[_SENTINEL_ESCAPED] += 1
+    times_checked[_SLOT_ZERO_ALLOCATED] += 1
+    times_checked[_SLOT_SHARED] += 1
     return True
 
 
