@@ -433,12 +433,12 @@ def shifted(values: Array, amount: Amounts, what: str) -> Array:
     return result
 
 
-def shift(values: Array, amount: Amounts, what: str) -> None:
+def shift(values: Array, amount: Amounts | int, what: str) -> None:
     """Adds `amount` to `values` in place.
 
     Args:
         values: integers of any dtype, [n, ...], not in use elsewhere.
-        amount: int64, broadcastable to `values`.
+        amount: int64, broadcastable to `values`, or one number.
         what: the operation, for messages.
 
     Raises:
@@ -447,7 +447,9 @@ def shift(values: Array, amount: Amounts, what: str) -> None:
     if not values.size:
         return
     floor, ceiling = _LIMITS[values.dtype]
-    if amount.ndim:
+    if isinstance(amount, int):
+        down = up = amount
+    elif amount.ndim:
         down, up = amount.item(amount.argmin()), amount.item(amount.argmax())
     else:
         down = up = amount.item()
@@ -466,7 +468,12 @@ def shift(values: Array, amount: Amounts, what: str) -> None:
                 remedy="use a wider dtype, or find out why the value is so large",
             )
     # The cast of a negative amount to an unsigned dtype wraps, and so does the sum; for arrays numpy says nothing.
-    np.add(values, amount if amount.dtype is values.dtype else amount.astype(values.dtype), values)
+    if not isinstance(amount, int):
+        np.add(values, amount if amount.dtype is values.dtype else amount.astype(values.dtype), values)
+    elif floor <= amount <= ceiling:
+        np.add(values, amount, values)
+    else:
+        np.add(values, np.array(amount).astype(values.dtype), values)
 
 
 def check_bound_can_move(values: Array, amount: Amounts, what: str) -> None:

@@ -350,9 +350,10 @@ class RowState:
         for group in self.groups:
             if group.shape[1] != num_rows:
                 return False
-        for rows in self.device.values():
-            if len(rows.rows) != num_rows:
-                return False
+        if self.device:
+            for rows in self.device.values():
+                if len(rows.rows) != num_rows:
+                    return False
         return not self.objects or {len(objects) for objects in self.objects.values()} == {num_reqs}
 
     def lengths(self) -> dict[str, int]:
@@ -449,6 +450,8 @@ class RowState:
     def aligned(self) -> list[Array]:
         """All groups as they cross to the device: each column of one begins at a multiple of `ALIGNMENT`."""
         arrays = list(self.groups)
+        if arrays and not arrays[0].shape[1] % ALIGNMENT:
+            return arrays
         for i, group in enumerate(arrays):
             spare = -group.shape[1] * group.itemsize % ALIGNMENT // group.itemsize
             if spare and group.ndim == 2:
@@ -481,6 +484,9 @@ class RowState:
             column = columns.get(name)
             if not isinstance(column, TensorColumn) or not column.counted:
                 raise _not_counted(column, name, columns, label)
+            if type(by) is int and name not in state.device and -(2**63) <= by < 2**63:  # what a decode step adds
+                shift(state.column(name), by, label)
+                continue
             if by is not same or by is None:
                 amount, same = amounts(by, num_rows, label), by
             if name in places:

@@ -36,7 +36,7 @@ from batchstate._rows import (
     device_rows,
     num_rows_of,
 )
-from batchstate._upload import BatchDevice, Extras, StaticAddresses, check_writes, named_arrays
+from batchstate._upload import BatchDevice, Extras, StaticAddresses, check_writes, named_arrays, packed_step
 from batchstate.columns import Column, DeviceColumn, MirroredColumn, SlotColumn, TensorColumn, declared_columns
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, DeviceError, ShapeError, one_of
 from batchstate.indices import Slots
@@ -757,15 +757,17 @@ class Batch(metaclass=BatchType):
                 of pages that have changed since, or a table write of such pages.
         """
         arrays = self._checked_step(writes, extras, "upload")
-        device = self._device
-        if device is None and self._crossed is None:
-            device = self._device = BatchDevice(self.runtime, self._state)
-        elif device is None:
-            device = self.device_side
-        first = not device.uploaded
+        state = self._state
+        alone = self._device is None and self._crossed is None and not state.device
+        first = alone or not self.device_side.uploaded
         if first and (self._exposed or self._windows):
             self._check_host_is_fresh("upload")
-        uploaded = device.upload(writes, arrays)
+        if alone:  # all columns cross now, and nothing else has to be known of them before one is read
+            self._crossed, uploaded, scatter = packed_step(self.runtime, state.aligned(), writes, arrays)
+            if scatter is not None:
+                scatter()
+        else:
+            uploaded = self.device_side.upload(writes, arrays)
         if arrays:  # by which a plan knows them
             uploaded.row_set = self.row_set
         if first and levels.full:
@@ -984,7 +986,7 @@ class Batch(metaclass=BatchType):
             windows,
             self._row_number if same_rows or not moved else 0,
         )
-        if self._device is not None or self._crossed is not None:
+        if state.changed is not None and (self._device is not None or self._crossed is not None):
             batch._device = self.device_side.kept(state)
         if levels.full:
             batch.check(operation)
