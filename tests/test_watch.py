@@ -1,5 +1,6 @@
 """`watch` over classes that know nothing of this library."""
 
+import collections
 import copy
 import dataclasses
 import gc
@@ -25,7 +26,7 @@ from batchstate.levels import checks
 from batchstate.testing import fuzz_twins
 from batchstate.testing.devices import open_device, window_of
 from batchstate.violations import Code
-from batchstate.watch import Watched, audit, watch
+from batchstate.watch import Watched, audit, over_requests, watch
 
 Req = type("Req", (), {})
 
@@ -44,6 +45,8 @@ class Engine:
 
     def __init__(self, lengths: list[int]) -> None:
         self.reqs = [Req() for _ in lengths]
+        for req, length in zip(self.reqs, lengths, strict=True):
+            req.length = length
         self.seq_lens_cpu = torch.tensor(lengths, dtype=torch.int64)
         self.seq_lens = torch.tensor(lengths, dtype=torch.int64)
         self.orig_seq_lens = torch.tensor(lengths, dtype=torch.int32)
@@ -464,6 +467,88 @@ def test_cheap_makes_few_python_calls() -> None:
         finally:
             sys.setprofile(None)
     assert calls <= 14
+
+
+def test_full_makes_few_python_calls(full: None) -> None:
+    """A checked call at `full` makes at most as many calls of Python functions as it did, whatever the rows."""
+    calls: list[int] = []
+
+    def note(frame: Any, event: str, arg: Any) -> None:
+        calls[-1] += event == "call"
+
+    flags = {"not sampling.greedy": over_requests(any, lambda req: req.length != 1)}
+    for n in (2, 256):
+        batch = Engine([3] * n)
+        with watched(derived={"reqs": lambda batch: batch.reqs}, implied=flags):
+            for _ in range(2):
+                batch.filter_batch(list(range(n)))
+                calls.append(0)
+                sys.setprofile(note)
+                try:
+                    batch.prepare_for_decode()
+                finally:
+                    sys.setprofile(None)
+    assert calls[1] == calls[3] <= 98
+
+
+# What follows from the requests
+
+
+@pytest.mark.parametrize("level", ["cheap", "full"])
+def test_a_flag_that_a_request_needs_is_found(level: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flag that ignores who joins is found through the requests, each of which is asked once and not kept alive."""
+    asked: list[int] = []
+
+    def wants(req: Any) -> bool:
+        asked.append(id(req))
+        return bool(req.length != 1)
+
+    flags = {"not sampling.greedy": over_requests(any, wants), "longest": over_requests(max, lambda r: r.length)}
+    with checks(level), watched(implied=flags, derived={}):
+        batch: Any = Engine([1, 1])
+        other = Engine([1])
+        batch.longest = 9
+        for _ in range(4):
+            batch.prepare_for_decode()
+        batch.merge_batch(other)
+        assert len(asked) == len(set(asked)) == (3 if level == "full" else 2)
+        gone = weakref.ref(batch.reqs[0])
+        batch.filter_batch([1, 2])
+        assert gone() is None
+        monkeypatch.setattr(Engine, "bug", "greedy")
+        joining = [Engine([4]) for _ in range(8)]
+        with pytest.raises(Violation) as caught:
+            collections.deque(map(batch.merge_batch, joining), maxlen=0)
+    assert (caught.value.code, caught.value.column) == (Code.DERIVED_STALE, "not sampling.greedy")
+
+
+@pytest.mark.parametrize("flag", [True, torch.tensor(True)])
+def test_a_value_that_was_right_may_become_wrong(full: None, flag: Any) -> None:
+    """What was right for the same requests is not asked again, unless it is another value or may change in place."""
+    batch: Any = Engine([1, 1])
+    batch.short = flag
+    with watched(derived={"short": over_requests(all, lambda req: req.length == 1)}, implied={}) as watching:
+        watching.check(batch)
+        watching.check(batch)
+        batch.short = False if flag is True else flag.fill_(False)
+        with pytest.raises(Violation, match="'short' is not what follows"):
+            watching.check(batch)
+
+
+@pytest.mark.parametrize(
+    ("combine", "function", "message"),
+    [(sum, len, "expected any, all, max or min, got"), (any, "grammar", "expected a function of a request")],
+)
+def test_what_is_not_over_requests_is_refused(combine: Any, function: Any, message: str) -> None:
+    """A sum depends on how many requests say the same, and a name is no function."""
+    with pytest.raises(ArgumentError, match=message):
+        over_requests(combine, function)
+
+
+def test_over_requests_needs_a_key() -> None:
+    """Without `key` it is not known which requests a batch has."""
+    with pytest.raises(ArgumentError, match="`over_requests` without `key`"):
+        watched(key=None, moves=[], adds={}, implied={"not sampling.greedy": over_requests(any, bool)})
 
 
 # What happens to a violation

@@ -44,7 +44,8 @@ from batchstate.testing.runner import STEPS, MachineResult, error_of, run_machin
 from batchstate.testing.strategies import keep_lists
 from batchstate.violations import Where
 from batchstate.watch.batches import WatchedSpec
-from batchstate.watch.rows import Declaration, Place, Snapshot, address_range
+from batchstate.watch.rows import Declaration, Place
+from batchstate.watch.snapshots import Snapshot, address_range
 
 __all__ = ["Twin", "TwinSlots", "TwinSpec", "fuzz_twins", "twin_machine"]
 

@@ -15,7 +15,8 @@ import torch
 from batchstate.runtime import Runtime, Stream, open_runtime
 from batchstate.runtime.base import Download
 from batchstate.watch.hooks import Hooked
-from batchstate.watch.rows import Array, Declaration, Pair, Place, copy_of, entries_of
+from batchstate.watch.rows import Declaration, Pair, Place
+from batchstate.watch.snapshots import Array, copy_of, entries_of
 
 MOST_UNDER_WAY = 8
 """Samples whose copies may be under way. While there are so many, no more are taken."""

@@ -28,7 +28,8 @@ from batchstate.errors import ArgumentError
 from batchstate.runtime import Runtime
 from batchstate.watch._audit import Audit
 from batchstate.watch.hooks import Around, Hook, Hooked, OnViolation, hooks_of
-from batchstate.watch.rows import Declaration, Get, Name, Place, Rows
+from batchstate.watch.rows import Declaration, Get, Name, Place
+from batchstate.watch.snapshots import Rows
 
 __all__ = ["Watched", "WatchedSpec", "audit", "watch"]
 
@@ -120,12 +121,14 @@ class Watched(Hooked):
                 result = function(*args, **kwargs)
                 out = result if isinstance(result, cls) else subject
                 place = Place(self.name, ended, step, report)
+                now: Rows | None = None
                 if after:
-                    self.ask(ended, declared.check, out, place, full=full)
+                    names = (added if moving else ()) if full else ()
+                    now = self.ask(ended, declared.check, out, place, full=full, names=names)
                     if audit is not None:
                         self.ask(ended, audit.sample, out, place, step)
                 if kept:
-                    self.ask(ended, declared.check_kept, kept, out, added, place, whole=after)
+                    self.ask(ended, declared.check_kept, kept, out, added, place, whole=after, now=now)
                 return result
             finally:
                 self.leave(subject)

@@ -10,7 +10,8 @@ from batchstate import invariants, levels
 from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError
 from batchstate.watch.hooks import Around, Hook, Hooked, OnViolation, hooks_of
-from batchstate.watch.rows import Name, Place, Snapshot, getter, rows_of
+from batchstate.watch.rows import Name, Place, getter
+from batchstate.watch.snapshots import Snapshot, rows_of
 
 __all__ = ["WatchedPool", "watch_copy", "watch_pages", "watch_slots"]
 

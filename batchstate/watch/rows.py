@@ -7,120 +7,43 @@ Where a part is None, the column is not in use, and nothing is asked of it. A fu
 
 import contextlib
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import compress
 from operator import attrgetter
-from typing import Any, Self, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from batchstate import invariants
 from batchstate.errors import ArgumentError, BatchStateError, DeclarationError, one_of
 from batchstate.invariants import Invariant, times_checked
 from batchstate.violations import Code, Violation, Where
+from batchstate.watch._requests import Kind, OverRequests, RequestAnswers
+from batchstate.watch.snapshots import (
+    PLAIN_KEYS,
+    Array,
+    Rows,
+    Snapshot,
+    address_range,
+    alike,
+    array_of,
+    copy_of,
+    dtype_of,
+    entries_of,
+    keys_of,
+    picker,
+    rows_of,
+)
 
-Array: TypeAlias = npt.NDArray[Any]
 Get: TypeAlias = Callable[[Any], Any]
 Name: TypeAlias = str | Get
 
-_ONLY_TORCH = frozenset(
-    dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize < 4 and dtype != torch.float16
-)
-"""Floats that numpy lacks (bfloat16, the 8-bit ones). float32 holds each of their values."""
-
-_COPIED = (list, dict, set)
-_NEVER_CHANGE = frozenset({int, float, bool, str, bytes, type(None)})
 _DERIVED_STALE, _ROW_KEPT = Code.DERIVED_STALE, Code.ROW_KEPT
-
-_PLAIN_KEYS = (str, int, bytes, tuple)
-"""Types of request ids. Other objects are known by identity."""
 
 ASK_DERIVED = 16
 """Requests of a batch for each call at `cheap` without a question about derived values, and at least four calls: each
 question goes through the requests in Python, so that the cost of a call does not grow with them."""
-
-
-@final
-@attrs.frozen(eq=False)
-class Snapshot:
-    """A column as it was at one moment, on the host: its dtype and its entries, rows first.
-
-    The dtype tells bfloat16 from the float32 that it is read as; Python objects have `object`.
-    """
-
-    dtype: str
-    values: Array
-
-    @classmethod
-    def of(cls, value: Any, num_rows: int | None = None) -> Self:
-        """The column as it is; the memory may still be the batch's.
-
-        Args:
-            value: a tensor, an array, a sequence, or a dictionary from row to entry.
-            num_rows: how many rows of it count; None for all. A dictionary needs it.
-        """
-        return cls(_dtype_of(value), _array(entries_of(value, num_rows)))
-
-    def copied(self) -> Self:
-        """The same in memory of its own; of lists, dictionaries, sets and tensors among the entries too."""
-        values = self.values
-        return attrs.evolve(self, values=_array(copy_of(values.tolist() if values.dtype.kind == "O" else values)))
-
-
-def _dtype_of(value: Any) -> str:
-    return str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor | np.ndarray) else "object"
-
-
-def entries_of(value: Any, num_rows: int | None = None) -> Array | list[Any]:
-    """The first rows of a column on the host, perhaps in the batch's memory: an array, or a list of Python objects."""
-    if isinstance(value, list):
-        return value[:num_rows]
-    if isinstance(value, torch.Tensor):
-        if not value.is_cpu:
-            value = value[:num_rows].cpu()
-        if value.dtype in _ONLY_TORCH:
-            value = value.float()
-        value = (value.detach() if value.requires_grad else value).numpy()
-    if isinstance(value, np.ndarray):
-        array: Array = value[:num_rows]
-        return array.tolist() if array.dtype.kind == "O" else array
-    if isinstance(value, Mapping):
-        return [value.get(row) for row in range(num_rows or 0)]
-    return list(value[:num_rows])
-
-
-def _array(entries: Array | list[Any]) -> Array:
-    """Python objects as an array of them."""
-    if isinstance(entries, np.ndarray):
-        return entries
-    array = np.empty(len(entries), dtype=object)
-    array[:] = entries
-    return array
-
-
-def copy_of(entries: Array | list[Any]) -> Array | list[Any]:
-    """The same in memory of its own; of lists, dictionaries, sets and tensors among the entries too."""
-    if isinstance(entries, np.ndarray):
-        return entries.copy()
-    for kind in set(map(type, entries)) - _NEVER_CHANGE:
-        if issubclass(kind, _COPIED):
-            entries = [one.copy() if isinstance(one, kind) else one for one in entries]
-        elif issubclass(kind, torch.Tensor | np.ndarray):
-            entries = [one.tolist() if isinstance(one, kind) else one for one in entries]
-    return entries
-
-
-def address_range(value: Any) -> tuple[int, int] | None:
-    """First address and the one after the last, of what lies in host memory; None for other things."""
-    if isinstance(value, torch.Tensor) and value.device.type == "cpu":
-        return value.data_ptr(), value.data_ptr() + value.nbytes
-    if isinstance(value, np.ndarray):
-        start = int(value.__array_interface__["data"][0])
-        return start, start + value.nbytes
-    return None
 
 
 @final
@@ -151,6 +74,11 @@ def _is_plain(path: str) -> bool:
     return all(part.isidentifier() for part in path.split("."))
 
 
+def _all_of(names: list[str]) -> Get | None:
+    """Reads several attributes by one call; None if they are fewer than two, or one is more than an attribute."""
+    return attrgetter(*names) if len(names) > 1 and all(map(_is_plain, names)) else None
+
+
 def getter(name: Name) -> Get:
     """Reads a declared name from a batch. None where a part of its path is None."""
     if not isinstance(name, str):
@@ -174,45 +102,13 @@ class Pair:
 
 @final
 @attrs.frozen(eq=False)
-class Rows:
-    """Entries of every column in use at one moment, on the host, and whose they are.
+class _Derived:
+    """A value of the whole batch, what follows from its rows, and whether it may be larger than that."""
 
-    Attributes:
-        requests: of the rows, kept alive: what is known by identity stays the only one of its number.
-        keys: of the requests; None is a row without one.
-        columns: arrays, or lists of Python objects.
-    """
-
-    requests: list[Any]
-    keys: list[Hashable]
-    columns: dict[str, Array | list[Any]]
-
-    def in_both(self, now: "Rows") -> tuple[Any, Any] | None:
-        """The rows of the requests that are in `now` too, here and there: slices or row numbers; None if none is."""
-        then, keys = self.keys, now.keys
-        n, m = len(then), len(keys)
-        if n and None not in then and n <= m:  # as they were, or joined by others
-            for first in {0, m - n}:
-                if keys[first : first + n] == then:
-                    return slice(None), slice(first, first + n)
-        index = dict(zip(then, range(n), strict=True))
-        index.pop(None, None)
-        found = list(map(index.get, keys))
-        if None in found:
-            new = [row for row, at in enumerate(found) if at is not None]
-            return (np.array([found[row] for row in new]), np.array(new)) if new else None
-        return (np.array(found), slice(None)) if found else None
-
-
-def _picked(columns: Mapping[str, Array | list[Any]], rows: Any) -> dict[str, Any]:
-    """Some rows of each column, by a slice or by their numbers."""
-    listed = [] if isinstance(rows, slice) else rows.tolist()
-    return {
-        name: one[rows]
-        if isinstance(rows, slice) or isinstance(one, np.ndarray)
-        else list(map(one.__getitem__, listed))
-        for name, one in columns.items()
-    }
+    name: str
+    get: Get
+    want: Get
+    bound: bool
 
 
 Report: TypeAlias = Callable[[BatchStateError], None]
@@ -250,11 +146,6 @@ class Place:
             breach = attrs.evolve(breach, problem=f"{breach.problem}: request {_shown(names[breach.row])}")
         self.report(Violation(invariant.code, attrs.evolve(breach, column=column), remedy=remedy, where=where))
         return False
-
-
-def rows_of(value: Any) -> int:
-    """How many rows a column has."""
-    return int(value.shape[0]) if hasattr(value, "shape") else len(value)
 
 
 def _truth(get: Get) -> Get:
@@ -338,8 +229,9 @@ class Declaration:
             name: self.columns[name] for name in sorted(self.columns, key=lambda one: one not in self._counts)
         }
         self._named = {name: get for name, get in self.columns.items() if isinstance(get, attrgetter | _Path)}
-        plain = [name for name in self._named if _is_plain(name)]
-        self._at_once = attrgetter(*plain) if 1 < len(plain) == len(self._named) else None
+        self._functions = {name: get for name, get in self.columns.items() if name not in self._named}
+        self._at_once = _all_of(list(self._named))
+        self._paired = frozenset(name for pair in self.pairs for name in (pair.host, pair.device))
         self.num_rows = getter(num_rows)
         self.key = None if key is None else getter(key)
         self.when = {name: _truth(getter(condition)) for name, condition in (when or {}).items()}
@@ -347,9 +239,16 @@ class Declaration:
         self.indices = {
             name: (getter(name), flags if flags is None else getter(flags)) for name, flags in (indices or {}).items()
         }
-        self.derived = [(name, getter(name), want) for name, want in (derived or {}).items()]
-        self.implied = [(name, getter(name), want) for name, want in (implied or {}).items()]
-        if not (self.columns or self.derived or self.implied or self.indices):
+        self.derived = [
+            _Derived(name, getter(name), want, bound)
+            for bound, wants in ((False, derived), (True, implied))
+            for name, want in (wants or {}).items()
+        ]
+        self._by_request = [one for one in self.derived if isinstance(one.want, OverRequests)]
+        self._by_batch = [one for one in self.derived if one not in self._by_request]
+        self._answers = RequestAnswers([one.want for one in self.derived if isinstance(one.want, OverRequests)])
+        self._by_request_at_once = _all_of([one.name.removeprefix("not ") for one in self._by_request])
+        if not (self.columns or self.derived or self.indices):
             raise ArgumentError(
                 f"watch of {self.name}: no column is declared",
                 value=None,
@@ -429,9 +328,10 @@ class Declaration:
                     value=unknown,
                     remedy="name columns of `pairs` or of `rows`",
                 )
-        if (self.moves or self.adds) and self.key is None:
+        if (self.moves or self.adds or self._by_request) and self.key is None:
             raise ArgumentError(
-                f"watch of {self.name}: `moves` or `adds` without `key`",
+                f"watch of {self.name}: `{'moves` or `adds' if self.moves or self.adds else 'over_requests'}` without "
+                "`key`",
                 value=None,
                 remedy="name the column that says whose each row is, as the list of requests or of their ids",
             )
@@ -465,7 +365,7 @@ class Declaration:
 
     def key_list(self, batch: Any) -> list[Hashable]:
         """Whose each row is: ids as they are, other objects by identity; None is a row without a request."""
-        return _keys(self._requests(batch))
+        return keys_of(self._requests(batch))
 
     def _requests(self, batch: Any) -> list[Any]:
         if self.key is None:
@@ -479,43 +379,51 @@ class Declaration:
             raise _failed("key", error) from error
 
     def snapshot(
-        self, batch: Any, num_rows: int | None = None, *, names: Collection[str] | None = None, copied: bool = True
+        self,
+        batch: Any,
+        num_rows: int | None = None,
+        *,
+        names: Collection[str] | None = None,
+        copied: bool = True,
+        values: Iterable[tuple[str, Any]] | None = None,
     ) -> Rows:
         """The columns in use, of `num_rows` rows (by default of as many as there are keys, or as the batch says).
 
-        Of `names` alone, if they are given; with `copied` in memory of their own.
+        Of `names` alone, if they are given; with `copied` in memory of their own; of `values`, if they are known.
         """
         requests = self._requests(batch)
         n = num_rows if num_rows is not None else len(requests) if self.key is not None else self.count(batch)
-        found = {}
-        for name, get in self.columns.items():
-            if names is not None and name not in names:
+        found, when, upto = {}, self.when, self.upto
+        for name, value in self._values(batch, full=True, names=names) if values is None else values:
+            if (
+                value is None
+                or (names is not None and name not in names)
+                or (name in when and not self.uses(name, batch))
+            ):
                 continue
             try:
-                value = get(batch)
-                if value is None or not self.uses(name, batch):
+                if len(value) < n if type(value) is list else not isinstance(value, Mapping) and rows_of(value) < n:
                     continue
-                if isinstance(value, Mapping) or rows_of(value) >= n:
-                    entries = self._read(name, value, batch, n)
-                    found[name] = copy_of(entries) if copied else entries
+                entries = self._read(name, value, batch, n) if name in upto else entries_of(value, n)
+                found[name] = copy_of(entries) if copied else entries
             except BatchStateError:
                 raise
             except Exception as error:
                 raise _failed(f"column {name!r}", error) from error
         del requests[n:]
-        return Rows(requests, _keys(requests), found)
+        return Rows(requests, found)
 
     def columns_of(self, batch: Any, num_rows: int) -> dict[str, Snapshot]:
         """The columns in use, each with its dtype, in memory of their own."""
         found = self.snapshot(batch, num_rows).columns
-        return {name: Snapshot(_dtype_of(self.columns[name](batch)), _array(one)) for name, one in found.items()}
+        return {name: Snapshot(dtype_of(self.columns[name](batch)), array_of(one)) for name, one in found.items()}
 
     def _read(self, name: str, value: Any, batch: Any, n: int) -> Array | list[Any]:
         entries = entries_of(value, n)
         if name in self.upto and n:
             with _blaming(f"upto[{name!r}]"):
                 counts = np.asarray(entries_of(self.upto[name](batch), n)).astype(np.int64)
-                entries = _array(entries)
+                entries = array_of(entries)
                 inside = np.arange(entries.shape[1]) < counts[:, None]
                 entries = np.where(inside, entries, np.zeros_like(entries[:1, :1]))
         return entries
@@ -526,7 +434,9 @@ class Declaration:
 
     # Questions
 
-    def check(self, batch: Any, place: Place, *, full: bool) -> None:
+    def check(
+        self, batch: Any, place: Place, *, full: bool, names: Collection[str] | None = frozenset()
+    ) -> Rows | None:
         """Asks everything of a batch as it stands.
 
         Args:
@@ -534,55 +444,68 @@ class Declaration:
             place: for reports.
             full: read columns on the device too. Else only what the host holds, and now and then one of the derived
                 values, in turn: in each fourth call, in larger batches less often.
+            names: columns to return besides those of pairs, for `check_kept`; None for all.
+
+        Returns:
+            At `full` what was read, perhaps in the batch's memory; None of an empty batch.
         """
         n = self.count(batch)
         if not n:
-            return  # engines leave an empty batch as it was, since they never read it
-        self._check_lengths(batch, n, place, full=full)
-        if full:
-            for name, get, want in self.derived:
-                self._check_derived(name, get, want, batch, place)
-            for name, get, want in self.implied:
-                self._check_implied(name, get, want, batch, place)
-            for name, (get, flags) in self.indices.items():
-                self._check_indices(name, get, flags, batch, n, place)
-            for pair, host, device in self.sides(batch, n):
-                self._check_pair(pair, host, device, batch, n, place)
-        elif self.derived or self.implied:
-            self._calls += 1
-            if self._calls < max(4, n // ASK_DERIVED):
-                return
-            turn, self._calls = self._turn, 0
-            self._turn = (turn + 1) % (len(self.derived) + len(self.implied))
-            if turn < len(self.derived):
-                if not isinstance(self.derived[turn][1](batch), torch.Tensor):  # it may lie on the device
-                    self._check_derived(*self.derived[turn], batch, place)
-            else:
-                self._check_implied(*self.implied[turn - len(self.derived)], batch, place)
+            return None  # engines leave an empty batch as it was, since they never read it
+        values = self._values(batch, full=full)
+        self._check_lengths(values, n, place)
+        if not full:
+            if self.derived:
+                self._calls += 1
+                if self._calls >= max(4, n // ASK_DERIVED):
+                    one, self._calls = self.derived[self._turn], 0
+                    self._turn = (self._turn + 1) % len(self.derived)
+                    if not isinstance(one.get(batch), torch.Tensor):  # it may lie on the device
+                        self._check_derived(one, batch, place)
+            return None
+        for one in self._by_batch:
+            self._check_derived(one, batch, place)
+        if self._by_request:
+            self._check_by_request(batch, place)
+        for name, (get, flags) in self.indices.items():
+            self._check_indices(name, get, flags, batch, n, place)
+        wanted = None if names is None else self._paired.union(names)
+        now = self.snapshot(batch, n, names=wanted, copied=False, values=values)
+        for pair in self.pairs:
+            if pair.host in now.columns and pair.device in now.columns:
+                self._check_pair(pair, batch, now, place)
+        return now
 
-    def _values(self, batch: Any, *, full: bool) -> Iterable[tuple[str, Any]]:
+    def _values(self, batch: Any, *, full: bool, names: Collection[str] | None = None) -> Iterable[tuple[str, Any]]:
         """Columns, those with a path by one call where each is an attribute that is there; functions only if `full`."""
-        if not full and self._at_once is not None:
+        found: list[tuple[str, Any]] = []
+        rest = self.columns if full else self._named
+        if names is not None:
+            rest = {name: get for name, get in rest.items() if name in names}
+        elif self._at_once is not None:
             try:
-                return zip(self._named, self._at_once(batch), strict=True)
+                named = zip(self._named, self._at_once(batch), strict=True)
             except AttributeError:  # of a part that is None
                 pass
-        found, name = [], ""
+            else:
+                if not full:
+                    return named
+                found, rest = list(named), self._functions
+        name = ""
         try:
-            for name, get in (self.columns if full else self._named).items():
+            for name, get in rest.items():
                 found.append((name, get(batch)))
         except Exception as error:
             raise _failed(f"column {name!r}", error) from error
         return found
 
-    def _check_lengths(self, batch: Any, n: int, place: Place, *, full: bool) -> None:
+    def _check_lengths(self, values: Iterable[tuple[str, Any]], n: int, place: Place) -> None:
         dtypes, buffers, tensor, array = self.dtypes, self.buffers, torch.Tensor, np.ndarray
-        for name, value in self._values(batch, full=full):
+        for name, value in values:
             kind = type(value)
-            if kind is tensor:
-                rows = value.size(0) if value.dim() else -1
-            elif kind is array:
-                rows = value.shape[0] if value.ndim else -1
+            if kind is tensor or kind is array:
+                shape = value.shape
+                rows = shape[0] if shape else -1
             elif value is None or (kind is list and len(value) == n):
                 continue
             else:
@@ -634,44 +557,55 @@ class Declaration:
             remedy=f"{name!r} names rows of this batch of {n}: renumber it in {_method(place)} as rows move",
         )
 
-    def _check_derived(self, name: str, get: Get, want: Get, batch: Any, place: Place) -> None:
+    def _check_by_request(self, batch: Any, place: Place) -> None:
+        """Asks of what follows from the requests alone; nothing more where the same was right for the same before."""
+        answers, found, kinds = self._answers, None, None
         try:
-            found = get(batch)
-            if found is None:
-                return
-            expected = want(batch)
-            holds = _equal(found, expected)
+            kinds = answers.kinds_of(self._requests(batch))
+            if self._by_request_at_once is not None:
+                found = self._by_request_at_once(batch)
+        except AttributeError:  # of a part that is None
+            pass
         except Exception as error:
-            raise _failed(f"derived[{name!r}]", error) from error
-        if holds:
-            times_checked[_DERIVED_STALE] += 1
+            raise _failed("over_requests", error) from error
+        if found is not None and kinds is not None and answers.were_right(found, kinds):
+            times_checked[_DERIVED_STALE] += len(self._by_request)
             return
-        place.ask(
-            invariants.derived_stale,
-            np.array(True),
-            lambda _: (f"{name!r} is not what follows from the rows", expected, found),
-            column=name,
-            remedy=f"{_method(place)} changes rows: let it compute {name!r} again, or set it to None",
-        )
+        right = [self._check_derived(one, batch, place, kinds) for one in self._by_request]
+        if found is not None and kinds is not None and all(right):
+            answers.note_right(found, kinds)
 
-    def _check_implied(self, name: str, get: Get, want: Get, batch: Any, place: Place) -> None:
+    def _check_derived(self, one: _Derived, batch: Any, place: Place, kinds: frozenset[Kind] | None = None) -> bool:
         try:
-            found = get(batch)
+            found = one.get(batch)
             if found is None:
-                return
-            needed = True if found is True else want(batch)  # a flag that is set is never too little
-            holds = bool(found >= needed)
+                return True
+            if one.bound and found is True:  # a flag that is set is never too little
+                expected: Any = True
+            elif isinstance(one.want, OverRequests):
+                kinds = self._answers.kinds_of(self._requests(batch)) if kinds is None else kinds
+                expected = self._answers.combined(one.want, kinds)
+            else:
+                expected = one.want(batch)
+            holds = bool(found >= expected) if one.bound else _equal(found, expected)
         except Exception as error:
-            raise _failed(f"implied[{name!r}]", error) from error
+            raise _failed(f"{'implied' if one.bound else 'derived'}[{one.name!r}]", error) from error
         if holds:
             times_checked[_DERIVED_STALE] += 1
-            return
-        place.ask(
+            return True
+        problem, remedy = (
+            f"{one.name!r} is not what follows from the rows",
+            "changes rows: let it compute {} again, or set it to None",
+        )
+        if one.bound:
+            problem, expected = f"{one.name!r} leaves out what the rows need", f"at least {expected}"
+            remedy = "lets a request in that needs {}: combine it with that of the others"
+        return place.ask(
             invariants.derived_stale,
             np.array(True),
-            lambda _: (f"{name!r} leaves out what the rows need", f"at least {needed}", found),
-            column=name,
-            remedy=f"{_method(place)} lets a request in that needs {name!r}: combine it with that of the others",
+            lambda _: (problem, expected, found),
+            column=one.name,
+            remedy=f"{_method(place)} {remedy.format(repr(one.name))}",
         )
 
     def _check_indices(self, name: str, get: Get, flags: Get | None, batch: Any, n: int, place: Place) -> None:
@@ -680,7 +614,7 @@ class Declaration:
             if value is None and chosen is None:
                 return
             found = np.asarray(entries_of(value) if value is not None else (), np.int64).reshape(-1)
-            expected = None if chosen is None else [row for row, flag in enumerate(entries_of(chosen, n)) if flag]
+            expected = None if chosen is None else list(compress(range(n), entries_of(chosen, n)))
         except BatchStateError:
             raise
         except Exception as error:
@@ -719,20 +653,24 @@ class Declaration:
             if whole:
                 yield pair, host, device
 
-    def _check_pair(self, pair: Pair, host: Any, device: Any, batch: Any, n: int, place: Place) -> None:
-        ranges = address_range(host), address_range(device)
-        if ranges[0] is not None and ranges[1] is not None:
-            place.ask(
-                invariants.mirror_aliased,
-                *ranges,
-                column=pair.name,
-                remedy="one memory cannot disagree with itself: on a CPU make the device side with `.clone()`",
-            )
-        self.compare(pair, self._read(pair.host, host, batch, n), self._read(pair.device, device, batch, n), place)
+    def _check_pair(self, pair: Pair, batch: Any, now: Rows, place: Place) -> None:
+        host, device = address_range(self.columns[pair.host](batch)), address_range(self.columns[pair.device](batch))
+        if host is not None and device is not None:
+            if host[0] < device[1] and device[0] < host[1]:
+                place.ask(
+                    invariants.mirror_aliased,
+                    host,
+                    device,
+                    column=pair.name,
+                    remedy="one memory cannot disagree with itself: on a CPU make the device side with `.clone()`",
+                )
+            else:
+                times_checked[Code.MIRROR_ALIASED] += 1
+        self.compare(pair, now.columns[pair.host], now.columns[pair.device], place)
 
     def compare(self, pair: Pair, host: Array | list[Any], device: Array | list[Any], place: Place) -> None:
         """Asks whether two sides agree, by value: a list or an int32 side may stand beside an int64 one."""
-        right = _array(device)
+        right = array_of(device)
         if isinstance(host, list):
             left = np.array(host, dtype=right.dtype).reshape(right.shape[:1] if not host else -1, *right.shape[1:])
         else:
@@ -743,7 +681,7 @@ class Declaration:
                 elif left.dtype.kind == "f" and right.dtype.kind == "f":
                     left = left.astype(right.dtype)
         invariant: Invariant[...] = invariants.mirror_bound if pair.bound else invariants.mirror_equal
-        if _alike(left, right):
+        if alike(left, right):
             times_checked[invariant.code] += 1
             return
         place.ask(
@@ -756,7 +694,14 @@ class Declaration:
         )
 
     def check_kept(
-        self, before: list[Rows], batch: Any, added: Mapping[str, int] | None, place: Place, *, whole: bool
+        self,
+        before: list[Rows],
+        batch: Any,
+        added: Mapping[str, int] | None,
+        place: Place,
+        *,
+        whole: bool,
+        now: Rows | None = None,
     ) -> None:
         """Asks whether each request of a batch has what it had before, plus what was declared to be added.
 
@@ -766,53 +711,38 @@ class Declaration:
             added: column -> number; only these columns are compared. None for an operation that only moves rows.
             place: for reports.
             whole: whether both sides of a pair have moved by now; else the device side is left alone.
+            now: what `check` read of the batch that came out.
         """
-        n = self.count(batch)
-        if not n:
-            return
-        after = self.snapshot(batch, n, names=added, copied=False)
+        if now is None:
+            n = self.count(batch)
+            if not n:
+                return
+            now = self.snapshot(batch, n, names=added, copied=False)
         behind = frozenset() if whole else {pair.device for pair in self.pairs}
-        compared = [name for name in after.columns if name not in behind]
         for part in before:
-            rows = part.in_both(after)
+            rows = part.in_both(now)
             if rows is None:
                 continue
-            new = _picked({name: after.columns[name] for name in compared if name in part.columns}, rows[1])
-            old = _picked({name: part.columns[name] for name in new}, rows[0])
-            for name, found in new.items():
-                expected, plus = old[name], 0 if added is None else added[name]
+            there, here = picker(rows[0]), picker(rows[1])
+            for name, entries in part.columns.items():
+                if name in behind or name not in now.columns:
+                    continue
+                expected, found, plus = there(entries), here(now.columns[name]), 0 if added is None else added[name]
                 if plus:
                     expected = [one + plus for one in expected] if isinstance(expected, list) else expected + plus
-                if _alike(expected, found) or _alike(expected, found := copy_of(found)):
+                if alike(expected, found) or alike(expected, found := copy_of(found)):
                     times_checked[_ROW_KEPT] += 1
                     continue
                 place.ask(
                     invariants.row_kept,
-                    _array(expected),
-                    _array(found),
-                    rows=np.arange(n)[rows[1]],
-                    names=after.requests,
+                    array_of(expected),
+                    array_of(found),
+                    rows=np.arange(len(now.requests))[rows[1]],
+                    names=now.requests,
                     column=name,
                     remedy=f"{_method(place)} {'advances' if plus else 'moves'} rows: let it treat {name!r} as it "
                     "treats the other columns",
                 )
-
-
-def _alike(expected: Array | list[Any], found: Array | list[Any]) -> bool:
-    """Whether two columns are equal, bit by bit or by `==`: what nearly always holds, without a report."""
-    if isinstance(expected, np.ndarray) and isinstance(found, np.ndarray):
-        return expected.dtype == found.dtype and expected.shape == found.shape and expected.tobytes() == found.tobytes()
-    try:
-        return isinstance(expected, list) and isinstance(found, list) and expected == found
-    except (RuntimeError, ValueError):  # of tensors or arrays among the entries
-        return False
-
-
-def _keys(requests: list[Any]) -> list[Hashable]:
-    kinds = set(map(type, requests))
-    if len(kinds) == 1 and not issubclass(kinds.pop(), (*_PLAIN_KEYS, type(None))):
-        return list(map(id, requests))
-    return [one if one is None or isinstance(one, _PLAIN_KEYS) else id(one) for one in requests]
 
 
 def _method(place: Place) -> str:
@@ -821,7 +751,7 @@ def _method(place: Place) -> str:
 
 def _shown(request: Any) -> str:
     """A request in a report: its id, as SGLang or vLLM calls it."""
-    if isinstance(request, _PLAIN_KEYS):
+    if isinstance(request, PLAIN_KEYS):
         return repr(request)
     return repr(getattr(request, "rid", getattr(request, "request_id", type(request).__name__)))
 

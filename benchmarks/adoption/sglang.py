@@ -8,6 +8,7 @@ import itertools
 import random
 from array import array
 from collections.abc import Callable
+from itertools import compress, count
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from batchstate.watch import Watched, WatchedSpec, watch
+from batchstate.watch import OverRequests, Watched, WatchedSpec, over_requests, watch
 from benchmarks.adoption.placeholders import stand_in
 
 stand_in()
@@ -62,18 +63,12 @@ def decode_steps(batch: Any) -> list[int]:
 def support(batch: Any) -> Any:
     """Of the requests with a mask, the numbers of those that capture support."""
     info = batch.sampling_info
-    flags = zip(info.return_sampling_masks, info.return_sampling_support_logprobs, strict=True)
-    return [number for number, one in enumerate(one for mask, one in flags if mask) if one]
+    return list(compress(count(), compress(info.return_sampling_support_logprobs, info.return_sampling_masks)))
 
 
-def some(test: Callable[[Any], Any]) -> Callable[[Any], bool]:
-    """Whether a request of the batch has it."""
-    return lambda batch: any(map(test, batch.reqs))
-
-
-def wants(test: Callable[[Any], Any]) -> Callable[[Any], bool]:
+def some(wants: Callable[[Any], Any]) -> OverRequests:
     """Whether a request of the batch is sampled so."""
-    return lambda batch: any(map(test, [req.sampling_params for req in batch.reqs]))
+    return over_requests(any, lambda req: wants(req.sampling_params))
 
 
 # fmt: off
@@ -87,17 +82,18 @@ def declare(**options: Any) -> Watched:
         rows=["input_ids", "multimodal_inputs", "top_logprobs_nums", "token_ids_logprobs", "out_cache_loc",
               *(f"sampling_info.{name}" for name in SAMPLING.split()), penalties, decode_steps],
         indices={"sampling_info.sampling_mask_batch_indices": "sampling_info.return_sampling_masks"},
-        derived={"seq_lens_sum": lambda b: int(b.seq_lens_cpu.sum()), "has_grammar": some(lambda r: r.grammar),
+        derived={"seq_lens_sum": lambda b: int(b.seq_lens_cpu.sum()),
                  "sampling_info.sampling_support_logprobs_capture_indices": support,
-                 "return_hidden_states_mode": lambda b: get_batch_return_hidden_states_mode(b.reqs),
-                 **{name: some(attrgetter(name)) for name in ("return_logprob", "return_hidden_states")}},
-        implied={"not sampling_info.is_all_greedy": wants(lambda p: p.top_k > 1),
-                 "sampling_info.is_any_greedy": wants(lambda p: p.top_k <= 1),
-                 "sampling_info.need_top_p_sampling": wants(lambda p: p.top_p != 1),
-                 "sampling_info.need_min_p_sampling": wants(lambda p: p.min_p > 0),
-                 "sampling_info.need_top_k_sampling": wants(lambda p: p.top_k != TOP_K_ALL),
-                 "not sampling_info.npu_top_k_top_p_eligible": wants(lambda p: not 1 <= p.top_k <= 1024),
-                 "sampling_info.max_top_k": lambda b: max(r.sampling_params.top_k for r in b.reqs)}, **options)
+                 "has_grammar": over_requests(any, attrgetter("grammar")),
+                 "return_hidden_states_mode": over_requests(max, attrgetter("return_hidden_states_mode")),
+                 **{n: over_requests(any, attrgetter(n)) for n in ("return_logprob", "return_hidden_states")}},
+        implied={"not sampling_info.is_all_greedy": some(lambda p: p.top_k > 1),
+                 "sampling_info.is_any_greedy": some(lambda p: p.top_k <= 1),
+                 "sampling_info.need_top_p_sampling": some(lambda p: p.top_p != 1),
+                 "sampling_info.need_min_p_sampling": some(lambda p: p.min_p > 0),
+                 "sampling_info.need_top_k_sampling": some(lambda p: p.top_k != TOP_K_ALL),
+                 "not sampling_info.npu_top_k_top_p_eligible": some(lambda p: not 1 <= p.top_k <= 1024),
+                 "sampling_info.max_top_k": over_requests(max, attrgetter("sampling_params.top_k"))}, **options)
 # fmt: on
 
 
