@@ -159,6 +159,9 @@ class DecodeSteps:
         field: of the relay, whose entries are the ids.
         to_host: whether the host reads what is published.
         requests: those of the last step, or None.
+        starts, last: where the one token of each request begins, and is; on the device, int32[most + 1], int64[most].
+        stream: that made these.
+        writes: torch's count of writes into them when they were made.
     """
 
     def __init__(self, pages: PagePool, relay: "FutureMap", field: str, to_host: bool, most: int) -> None:
@@ -176,11 +179,11 @@ class DecodeSteps:
                 runtime.launch(torch.arange, n, dtype=dtype, device=runtime.device, name="StepPlanner: constants")
                 for n, dtype in ((n + 1, torch.int32), (n, torch.int64))
             ]
-        stream, ready = runtime.current_stream, runtime.record()
-        self._constants = [ReadyTensor(one, stream, ready, set()) for one in made]
+        self.stream, ready = runtime.current_stream, runtime.record()
+        self._constants = [ReadyTensor(one, self.stream, ready, set()) for one in made]
         self._layouts: dict[int, StepLayout] = {}
-        self._starts, self._last = made
-        self._writes = self._starts._version + self._last._version
+        self.starts, self.last = made
+        self.writes = self.starts._version + self.last._version
 
     def layout(self, n: int, columns: Layout) -> StepLayout:
         """That of steps of `n` requests."""
@@ -188,7 +191,7 @@ class DecodeSteps:
         if layout is None:
             if len(self._layouts) >= MOST_LAYOUTS:
                 self._layouts.clear()
-            layout = self._layouts[n] = StepLayout(n, columns, self._starts[: n + 1], self._last[:n])
+            layout = self._layouts[n] = StepLayout(n, columns, self.starts[: n + 1], self.last[:n])
         return layout
 
     def constants_on(self, stream: object) -> None:
@@ -197,11 +200,11 @@ class DecodeSteps:
         Raises:
             Violation: MIRROR_FOREIGN_WRITE, at `cheap`: a forward wrote into it. It is made anew, and reported once.
         """
-        if stream is not self._constants[0].stream:
+        if stream is not self.stream:
             for one in self._constants:
                 one.on_current_stream(self._runtime)
-        if levels.cheap and self._starts._version + self._last._version != self._writes:
-            before, now = self._writes, self._starts._version + self._last._version
+        if levels.cheap and self.starts._version + self.last._version != self.writes:
+            before, now = self.writes, self.starts._version + self.last._version
             self._make_constants()
             self.requests = None
             where: Where = {
@@ -378,7 +381,8 @@ class DecodeStep(PlannedStep):
         stream = runtime.current_stream
         if stream is not upload.stream:
             runtime.use_on_current_stream(upload.buffer, upload.stream, upload.ready, synchronised=upload.synchronised)
-        steps.constants_on(stream)
+        if stream is not steps.stream or (levels.cheap and steps.starts._version + steps.last._version != steps.writes):
+            steps.constants_on(stream)
         ids, slots = steps.relay.gather_again(requests.known, steps.field, stream)
         self._used = True
         if self._plan is not None:

@@ -89,7 +89,8 @@ class SentColumns:
     def __init__(self, packed: PackedUpload, places: Mapping[str, int] | None = None) -> None:
         self.packed = packed
         self.places = places
-        self.write_count = write_count(packed.buffer)
+        buffer = packed.buffer
+        self.write_count = None if buffer.is_inference() else buffer._version  # `write_count`, for each step
         self.exposed: dict[str, tuple[torch.Tensor, int | None]] = {}
         self._groups: dict[tuple[int, np.dtype[np.generic]], tuple[torch.Tensor, ...]] = {}
 

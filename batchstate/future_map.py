@@ -18,6 +18,7 @@ The relay is always on: an engine that waits for each step uses it as one that r
 import math
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, ClassVar, cast, final
 
 import attrs
@@ -210,7 +211,8 @@ class Prefetched(Mapping[str, MirroredTensor]):
         """
         if self._values is None:
             runtime = self.slots.runtime
-            runtime.check_owner(f"{self._download.name}: resolve")
+            if get_ident() != runtime.owner.ident:
+                runtime.check_owner(f"{self._download.name}: resolve")
             arrays = self._download.resolve()
             if levels.cheap:
                 self._check_order()
@@ -591,8 +593,8 @@ class FutureMap(Guided):
         if known.read_on is None or known.read_on[0] is not stream:
             known.read_on = stream, self._memory_of(field), known.live.device
         _, memory, index = known.read_on
-        gathered = self.runtime.launch(
-            select_rows, memory, index, reads=(memory, index), name=self._gather_names[field]
+        gathered: torch.Tensor = self.runtime.launch(
+            torch.index_select, memory, 0, index, reads=(memory, index), name=self._gather_names[field]
         )
         entries.note_read(publications, stream, self.runtime.record(stream))
         if levels.full:
@@ -613,7 +615,8 @@ class FutureMap(Guided):
         entries, declared, names = self._entries, self._fields[field], (field,)
         if len(entries.publications) >= entries.prune_at:
             entries.prune()
-        stream = self.runtime.current_stream
+        runtime = self.runtime
+        stream = runtime.current_stream
         if known.unchanged and known.taken & declared.readers == declared.readers:
             times_checked[UNREAD_OVERWRITTEN] += levels.cheap
         else:
@@ -627,10 +630,9 @@ class FutureMap(Guided):
         readers, launched = HOST if to_host else 0, False
         self._transaction.operation = "publish"
         try:
-            self.runtime.launch(put_rows, memory, index, values, reads=(index, values), writes=(memory,), name=name)
+            runtime.launch(memory.index_copy_, 0, index, values, reads=(index, values), writes=(memory,), name=name)
             launched = True
-            fence = self.runtime.record(stream)
-            publication = entries.publish(known.rows, known.generations, names, fence, stream, readers)
+            publication = entries.publish(known.rows, known.generations, names, runtime.record(stream), stream, readers)
             known.noted([publication], readers)
         except BaseException as error:
             self._publish_failed(known.rows, names if launched or not isinstance(error, Exception) else ())
@@ -641,10 +643,10 @@ class FutureMap(Guided):
         if not to_host:
             return None
         # On this stream: what is published may be written over by whatever comes next on it.
-        if self.runtime.capturing:
-            self.runtime.refuse_capture("a download")
+        if runtime.capturing:
+            runtime.refuse_capture("a download")
         flat = values if values.is_contiguous() else values.contiguous()
-        download = self.runtime.land(flat.view(torch.uint8), known.kinds, self.name, stream)
+        download = runtime.land(flat, known.kinds, self.name, stream)
         here = stream, download.done
         return Prefetched(known.live, {field: declared}, (None,), here, download, (publication,), entries.label)
 

@@ -315,7 +315,7 @@ class Runtime(Guided, abc.ABC):
 
     @abc.abstractmethod
     def _copied_to_host(self, block: StagingBlock, source: torch.Tensor) -> None:
-        """Copies device memory uint8[nbytes] into the first bytes of `block`, on the current stream.
+        """Copies a vector, of a dtype that numpy has too, into the first bytes of `block`, on the current stream.
 
         The host does not wait.
         """
@@ -599,10 +599,10 @@ class Runtime(Guided, abc.ABC):
         name: str,
         stream: Stream,
     ) -> Download:
-        """The second half of `download`: one copy of bytes uint8[nbytes]. For the library.
+        """The second half of `download`: one copy. For the library.
 
         Args:
-            packed: the bytes, or None where there are none.
+            packed: the bytes of several tensors, or one vector of a dtype that numpy has; None where there is nothing.
             kinds: dtype, shape and bytes of each tensor in them.
             name: for reports.
             stream: the current one.

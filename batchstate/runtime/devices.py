@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 
 from batchstate._guidance import shows_signature
@@ -48,7 +49,7 @@ class CpuRuntime(Runtime):
         return torch.from_numpy(block.bytes[:nbytes].copy())
 
     def _copied_to_host(self, block: StagingBlock, source: torch.Tensor) -> None:
-        block.bytes[: source.nbytes] = source.numpy()
+        block.bytes[: source.nbytes] = source.numpy().view(np.uint8)
 
     def _read_back(self, source: torch.Tensor) -> Array:
         copy: Array = source.detach().numpy().copy()
@@ -156,7 +157,7 @@ class AcceleratorRuntime(Runtime):
         return into.copy_(block.front(nbytes), non_blocking=True)
 
     def _copied_to_host(self, block: StagingBlock, source: torch.Tensor) -> None:
-        block.front(source.numel()).copy_(source, non_blocking=True)
+        block.front(source.nbytes).copy_(source.view(torch.uint8), non_blocking=True)
 
     def _read_back(self, source: torch.Tensor) -> Array:
         with self._synchronisation_allowed():

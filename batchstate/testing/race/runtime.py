@@ -367,8 +367,9 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         return tensor
 
     def _copied_to_host(self, block: StagingBlock, source: torch.Tensor) -> None:
-        target = block.tensor[: source.numel()]
         with untraced():
+            source = source.view(torch.uint8)
+            target = block.tensor[: source.numel()]
             if self.device.type == "cpu":
                 values = source.clone()
             else:

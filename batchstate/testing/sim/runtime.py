@@ -220,6 +220,7 @@ class SimRuntime(TracedRuntime[DeviceStream]):
 
     def _copied_to_host(self, block: StagingBlock, source: torch.Tensor) -> None:
         with untraced():
+            source = source.view(torch.uint8)
             self._tracer.copy_to_host(source, block.tensor[: source.numel()], "download")
 
     def _read_back(self, source: torch.Tensor) -> Array:
