@@ -678,6 +678,20 @@ def test_one_stream_waits_for_nothing(lanes: Lanes) -> None:
         assert waited == []
 
 
+def test_a_publish_comes_behind_the_one_before_it_though_nothing_was_gathered_between(lanes: Lanes) -> None:
+    """Each publish on another stream waits for the last one into its entries, and for no earlier one."""
+    one, two = lanes.settled("one", "two")
+    relay, slots = lanes.relay, lanes.pool.take(4)
+    for stream in (one, two):
+        lanes.on(stream, lambda: slots.device)
+    lens, before = torch.tensor([5, 6, 7, 8], dtype=torch.int32), []
+    for stream in (one, two, one, one, two):
+        _, waited, recorded = lanes.on(stream, lambda: relay.publish(slots, lens=lens))
+        assert waited == [event for event in before if event.stream is not stream.native]
+        before = recorded
+        relay.discard(slots)
+
+
 @pytest.mark.parametrize("between", ["nothing", "discard", "another owner"])
 def test_a_publish_comes_behind_the_reads_before_it(lanes: Lanes, between: str) -> None:
     """What overwrites entries waits for the private stream that still reads them, also where they ended meanwhile."""

@@ -1,6 +1,7 @@
 """`StepPlanner`: a step planned in one piece is what the parts, called one after the other, make of it."""
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -36,6 +37,7 @@ from batchstate.selfcheck.mutants.diffs import changed
 from batchstate.step import PlannedStep
 from batchstate.testing.fences import LateRuntime
 from benchmarks.timing import no_collector
+from tests.doubles import fake_accelerator
 
 LONGEST, PAGE_SIZE = 24, 4
 
@@ -320,6 +322,40 @@ def test_a_token_table_that_was_written_token_by_token_is_filled_to_the_end_of_e
             places = np.arange(length)
             held = world.pages.page_table[slot][places // PAGE_SIZE] * PAGE_SIZE + places % PAGE_SIZE
             assert rt.inspect(table.memory)[slot][:length].tolist() == held.tolist()
+
+
+def test_what_a_step_publishes_on_another_stream_comes_behind_reads_and_publishes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A publish waits for the gather of another stream, and, where nothing was gathered between, for the publish."""
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    rt, _ = fake_accelerator(monkeypatch)
+    world = World.of(rt)
+    world.join([3, 4])
+    one, two = rt.stream("one"), rt.stream("two")
+    fences: list[Any] = []
+    record = rt.record
+    monkeypatch.setattr(rt, "record", lambda stream=None: fences.append(record(stream)) or fences[-1])
+
+    def run(stream: Any, act: Callable[[], Any]) -> tuple[list[Any], list[Any]]:
+        """The events that the stream waits for, and those that are recorded."""
+        waited, recorded = len(stream.native.waited), len(fences)
+        with rt.use(stream):
+            act()
+        return stream.native.waited[waited:], [fence.event for fence in fences[recorded:]]
+
+    ids = torch.tensor([1, 2])
+    for _ in range(3):
+        step = world.planner.plan(world.batch)
+        _, (gathered, *_) = run(one, step.inputs)
+        waited, (published, *_) = run(two, lambda step=step: step.publish(last=ids))  # type: ignore[misc]
+        assert gathered in waited
+        for stream in (one, two):
+            world.relay.discard(step.batch.slots, "last")
+            waited, recorded = run(stream, lambda step=step: step.publish(last=ids))  # type: ignore[misc]
+            assert waited[:1] == [published]
+            published = recorded[0]
+        world.batch = step.batch  # type: ignore[assignment]
 
 
 MOST_CALLS = 135
