@@ -684,7 +684,8 @@ def test_a_publish_comes_behind_the_one_before_it_though_nothing_was_gathered_be
     relay, slots = lanes.relay, lanes.pool.take(4)
     for stream in (one, two):
         lanes.on(stream, lambda: slots.device)
-    lens, before = torch.tensor([5, 6, 7, 8], dtype=torch.int32), []
+    lens = torch.tensor([5, 6, 7, 8], dtype=torch.int32)
+    before: list[Any] = []
     for stream in (one, two, one, one, two):
         _, waited, recorded = lanes.on(stream, lambda: relay.publish(slots, lens=lens))
         assert waited == [event for event in before if event.stream is not stream.native]
