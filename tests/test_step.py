@@ -357,9 +357,9 @@ def test_what_a_step_publishes_on_another_stream_comes_behind_reads_and_publishe
         assert gathered in waited
         for stream in (one, two):
             world.relay.discard(step.batch["slots"], "last")  # type: ignore[arg-type]
-            waited, recorded = run(stream, lambda step=step: step.publish(last=ids))  # type: ignore[misc]
+            waited, events = run(stream, lambda step=step: step.publish(last=ids))  # type: ignore[misc]
             assert waited[:1] == [published]
-            published = recorded[0]
+            published = events[0]
         world.batch = step.batch  # type: ignore[assignment]
 
 
