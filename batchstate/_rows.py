@@ -321,12 +321,16 @@ class RowState:
         self.changed: Collection[str] | None = None
 
     @classmethod
-    def of(cls, layout: Layout, inputs: "ColumnInputs", num_rows: int) -> "RowState":
-        """From values of all columns."""
+    def of(
+        cls, layout: Layout, values: Mapping[str, object], num_rows: int, runtime: Runtime, what: str
+    ) -> tuple["RowState", int]:
+        """From values of all columns, and the pool of their slots; see `ColumnInputs.read`."""
         groups = [np.empty((len(pad), num_rows, *pad.shape[2:]), pad.dtype) for pad in layout.pads]
+        kinds = [groups[group].view(dtype) for group, dtype in layout.kinds]
+        inputs = ColumnInputs.read(layout, values, num_rows, runtime, what, kinds)
         state = cls(layout, groups, inputs.device, inputs.objects)
         state._fill(inputs.host)
-        return state
+        return state, inputs.pool_id or 0
 
     @classmethod
     def padding(cls, layout: Layout, num_rows: int) -> "RowState":
@@ -438,14 +442,8 @@ class RowState:
         return state
 
     def _fill(self, columns: Mapping[str, Array]) -> None:
-        groups, members = self.groups, self.layout.members
-        views = [groups[group].view(dtype) for group, dtype in self.layout.kinds]
         for name, values in columns.items():
-            member = members.get(name)
-            if member is None:
-                self.column(name)[...] = values
-            else:
-                views[member[0]][member[1]] = values
+            self.column(name)[...] = values
 
     def aligned(self) -> list[Array]:
         """All groups as they cross to the device: each column of one begins at a multiple of `ALIGNMENT`."""
@@ -578,8 +576,18 @@ class ColumnInputs:
     pool_id: int | None = None
 
     @classmethod
-    def read(cls, layout: Layout, values: Mapping[str, object], num_rows: int, runtime: Runtime, what: str) -> Self:
+    def read(
+        cls,
+        layout: Layout,
+        values: Mapping[str, object],
+        num_rows: int,
+        runtime: Runtime,
+        what: str,
+        kinds: Sequence[Array] = (),
+    ) -> Self:
         """Checks and sorts values for some columns.
+
+        Arrays that are taken as they are go into the new rows at once, where these are given by `Layout.kinds`.
 
         Raises:
             DeclarationError: an undeclared name.
@@ -590,10 +598,14 @@ class ColumnInputs:
             Violation: UNIT_MISMATCH, MIRROR_STALE_READ.
         """
         inputs = cls()
-        columns, plain, host, shape = layout.columns, layout.plain, inputs.host, (num_rows,)
+        columns, plain, members, shape = layout.columns, layout.plain, layout.members, (num_rows,)
         for name, value in values.items():
             if type(value) is np.ndarray and value.dtype is plain.get(name) and value.shape == shape:
-                host[name] = value  # which is copied into the rows of the batch
+                if kinds:
+                    kind, member = members[name]
+                    kinds[kind][member] = value
+                else:
+                    inputs.host[name] = value  # which is copied into the rows of the batch
                 continue
             column = columns.get(name)
             label = f"{what}: column {name!r}"

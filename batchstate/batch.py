@@ -187,9 +187,8 @@ class Batch(metaclass=BatchType):
                 remedy=f"{meant}give every declared column its value",
             )
         num_rows = num_rows_of(columns, f"{cls.__name__}.build")
-        inputs = ColumnInputs.read(cls._layout, columns, num_rows, runtime, f"{cls.__name__}.build")
-        state = RowState.of(cls._layout, inputs, num_rows)
-        batch = cls(runtime, state, num_rows, num_rows, inputs.pool_id or 0)
+        state, pool_id = RowState.of(cls._layout, columns, num_rows, runtime, f"{cls.__name__}.build")
+        batch = cls(runtime, state, num_rows, num_rows, pool_id)
         if levels.full:
             batch.check("build")
             return batch
@@ -421,8 +420,8 @@ class Batch(metaclass=BatchType):
             Violation: SLOT_SHARED, at `cheap`: a request stands in both.
         """
         num_reqs = self._begin("merge")
-        self._check_joins(other, num_reqs, "merge")
-        return self._derived("merge", self._state.merged(other._state), num_reqs, joined=other)
+        state, _ = self._turned_over(None, num_reqs, other, "merge")
+        return self._derived("merge", state, num_reqs, joined=other)
 
     def next_batch(
         self,
@@ -448,16 +447,9 @@ class Batch(metaclass=BatchType):
         """
         what = f"{type(self).__name__}.next_batch"
         num_reqs = self._begin("next_batch")
-        state = self._state
         index = None if keep is None else self._kept(keep, num_reqs, what)
-        if index is not None:
-            num_reqs = index.size
-        in_all = num_reqs
-        if joining is not None:
-            self._check_joins(joining, num_reqs, "next_batch")
-            state, in_all = state.merged(joining._state, index), num_reqs + joining.num_reqs
-        elif index is not None:
-            state = state.taken(index)
+        state, num_reqs = self._turned_over(index, num_reqs, joining, "next_batch")
+        in_all = num_reqs + (0 if joining is None else joining.num_reqs)
         added: Mapping[str, object] = {}
         if type(advance) is not tuple or advance:
             added = amounts_by_column(advance, n, what)
@@ -468,6 +460,38 @@ class Batch(metaclass=BatchType):
             state = state.shifted(added, in_all, what, in_place=not same)
         return self._derived("next_batch", state, num_reqs, moved=not same, joined=joining)
 
+    def _turned_over(
+        self, index: Rows | None, num_reqs: int, joining: Self | None, operation: str
+    ) -> tuple[RowState, int]:
+        """The rows of those that stay, all without an `index`, and of `joining`; and how many stay."""
+        state = self._state
+        if index is not None:
+            num_reqs = index.size
+        if joining is not None:
+            if type(joining) is not type(self):
+                raise DeclarationError(
+                    f"{operation}: expected another {type(self).__name__}, got {joining!r}",
+                    value=type(joining).__name__,
+                    remedy="merge with a batch of the same class",
+                )
+            if joining.runtime is not self.runtime:
+                raise DeviceError(
+                    f"{operation}: expected a batch of the same runtime, got one of another",
+                    value=joining,
+                    remedy="open one runtime, and build both batches with it",
+                )
+            joining._begin(operation)
+            if self._pool_id != joining._pool_id and num_reqs and joining.num_reqs:
+                raise ArgumentError(
+                    f"{operation} of slots of pools {self._pool_id} and {joining._pool_id}",
+                    value=joining._pool_id,
+                    remedy="requests of one batch take their slots from one pool",
+                )
+            state = state.merged(joining._state, index)
+        elif index is not None:
+            state = state.taken(index)
+        return state, num_reqs
+
     def _kept(self, keep: object, num_reqs: int, what: str) -> Rows | None:
         """The rows that a filter keeps; None where it keeps them all as they are."""
         index = kept_rows(keep, num_reqs, what)
@@ -476,27 +500,6 @@ class Batch(metaclass=BatchType):
         if index.size == num_reqs and (index == np.arange(num_reqs)).all():
             return None
         return index
-
-    def _check_joins(self, other: Self, num_reqs: int, operation: str) -> None:
-        if type(other) is not type(self):
-            raise DeclarationError(
-                f"{operation}: expected another {type(self).__name__}, got {other!r}",
-                value=type(other).__name__,
-                remedy="merge with a batch of the same class",
-            )
-        if other.runtime is not self.runtime:
-            raise DeviceError(
-                f"{operation}: expected a batch of the same runtime, got one of another",
-                value=other,
-                remedy="open one runtime, and build both batches with it",
-            )
-        other._begin(operation)
-        if self._pool_id != other._pool_id and num_reqs and other.num_reqs:
-            raise ArgumentError(
-                f"{operation} of slots of pools {self._pool_id} and {other._pool_id}",
-                value=other._pool_id,
-                remedy="requests of one batch take their slots from one pool",
-            )
 
     def split(self, sizes: Sequence[int]) -> list[Self]:
         """Consecutive batches of the given sizes, which sum to the number of requests.

@@ -26,8 +26,6 @@ __all__ = ["PendingSlots", "SlotListener", "SlotPool", "SlotStats"]
 
 Ints = npt.NDArray[np.int64]
 
-_NO_ROWS: Ints = np.empty(0, dtype=np.int64)
-
 _TAKE = "`pool.take(n)` returns the handles of `n` slots"
 _FREE = "`pool.free(slots, after=fence)` takes handles back, as `take` returned them"
 _STATS = "`pool.stats` has `free`, `pending` and `live`"
@@ -476,10 +474,9 @@ class SlotPool(Guided):
 
     def _rows_to_free(self, slots: Slots, operation: str, *, whole: bool = False) -> Ints:
         """What is checked before slots are freed, alone or as whole requests; their numbers, int64[n]."""
-        untyped: object = slots
-        for query in self._before_free:
-            query(slots.np if isinstance(untyped, Slots) else _NO_ROWS)
         rows, held = self._generations.numbers_of(slots, Slots, operation)
+        for query in self._before_free:
+            query(rows)
         self._check_to_free(rows, held, operation, self._releasing_whole if whole else self._releasing_alone)
         return rows
 

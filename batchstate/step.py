@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate import levels
-from batchstate._arrays import Amount, Selection, kept_rows
+from batchstate._arrays import Amount, Selection
 from batchstate._arrays import count as counted
 from batchstate._guidance import Guided, check_kind, shown, shows_signature
 from batchstate._planned_step import (
@@ -235,10 +235,11 @@ class StepPlanner(Guided):
         if levels.full:
             batch._check_unwritten(OPERATION)
         leaving: Ints | None = None
-        arrived = 0 if joining is None else joining.num_reqs
-        own = keep is not None or joining is not None
-        if own:
+        given = batch
+        if keep is not None or joining is not None:
             batch, leaving = self._turned_over(batch, keep, joining, after)
+        own = batch is not given  # which no caller has seen
+        arrived = 0 if joining is None else joining.num_reqs
         if published is not None and self._relay is None:
             raise ArgumentError(
                 "StepPlanner: plan with published= and no relay",
@@ -283,10 +284,14 @@ class StepPlanner(Guided):
     def _turned_over(
         self, batch: Batch, keep: "Selection | None", joining: Batch | None, after: Fence | None
     ) -> tuple[Batch, Ints | None]:
-        """The batch that runs, and the slots of those that leave, checked and not released yet."""
+        """The batch that runs, and the slots of those that leave, checked and not released yet.
+
+        It is the same batch where no row moves.
+        """
         leaving: Ints | None = None
-        if keep is not None:
-            index = kept_rows(keep, batch.num_reqs, f"StepPlanner: {OPERATION}")
+        num_reqs = batch._begin(OPERATION)
+        index = None if keep is None else batch._kept(keep, num_reqs, f"StepPlanner.{OPERATION}")
+        if index is not None:
             stays = np.zeros(batch.num_reqs, dtype=np.bool_)
             stays[index] = True
             rows = (~stays).nonzero()[0]
@@ -296,7 +301,10 @@ class StepPlanner(Guided):
                 numbers, generations = self._numbers(batch)
                 leaving = numbers[rows]
                 self._slots.check_leaving(leaving, generations[rows], after, OPERATION)
-        return batch.next_batch(keep=keep, joining=joining), leaving
+        if index is None and joining is None:
+            return batch, None
+        state, num_reqs = batch._turned_over(index, num_reqs, joining, OPERATION)
+        return batch._derived(OPERATION, state, num_reqs, joined=joining), leaving
 
     def _numbers(self, batch: Batch) -> tuple[Ints, Ints]:
         """Slots and generations, int64[n]."""

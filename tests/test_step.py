@@ -735,6 +735,26 @@ def test_no_step_is_planned_while_a_graph_is_captured(rt: Runtime, monkeypatch: 
     world.step()
 
 
+def test_a_mask_that_keeps_all_changes_nothing_of_the_batch_given(rt: Runtime) -> None:
+    """The lengths move on in the batch of the step alone: that of the step before stays what it was."""
+    world = World.of(rt)
+    world.join([3, 5])
+    before = world.batch
+    step, _ = world.step(keep=np.ones(2, dtype=np.bool_))
+    assert before.seq_lens.np.tolist() == [3, 5]
+    assert step.batch["seq_lens"].np.tolist() == [4, 6]
+
+
+@pytest.mark.parametrize("joining", [5, [1], "a"])
+def test_what_joins_has_to_be_a_batch(rt: Runtime, joining: Any) -> None:
+    """Anything else is refused with a typed error, and no slot is released."""
+    world = World.of(rt)
+    world.join([3, 5])
+    with pytest.raises(DeclarationError, match="expected another Running"):
+        world.planner.plan(world.batch, keep=[0], joining=joining)
+    assert world.slots.stats.live == 2
+
+
 def test_requests_leave_and_join_in_one_copy(rt: Runtime) -> None:
     """Columns, token rows, first ids and the step itself cross together: two scatters more than none, no wait."""
     world = World.of(rt)

@@ -15,8 +15,10 @@ from batchstate import Batch, ForwardPlan, FutureMap, PagePool, Runtime, SlotPoo
 from batchstate.future_map import relay_field
 from batchstate.runtime import open_runtime
 from batchstate.tables import Table, TableWrite
+from benchmarks.baselines.request_loops import PAGE_SIZE
 from benchmarks.counts import COLUMNS, LIMITS, TorchOperations, counted_steps
 from benchmarks.decode_steps import Scene
+from benchmarks.steady_steps import Steady
 from benchmarks.whole_steps import EngineState
 
 SMALL = 32
@@ -230,6 +232,33 @@ def test_parts_of_a_step_ask_each_question_once(rt: Runtime) -> None:
         "the same handles are asked for liveness again, and nothing has changed"
     )
     assert sum(small.values()) <= 610
+
+
+MOST_WITH_CHURN = 420
+"""Python functions of the library that a decode step with arrivals calls: admission, batch, plan, inputs, results."""
+
+
+def test_calls_of_a_step_with_churn(rt: Runtime) -> None:
+    """As many when 2 of 16 requests leave and 2 join as when it is 32 of 256, and not more than are declared here."""
+    counts = []
+    for n in (16, 256):
+        steady, calls = Steady(rt, n, n // 8), 0
+
+        def note(frame: FrameType, event: str, _: object) -> None:
+            nonlocal calls
+            calls += event == "call" and "/batchstate/" in frame.f_code.co_filename
+
+        with checks("cheap"):
+            for _ in range(PAGE_SIZE):
+                steady.step()
+            gc.collect()
+            sys.setprofile(note)
+            try:
+                steady.step()
+            finally:
+                sys.setprofile(None)
+        counts.append(calls)
+    assert counts[0] == counts[1] <= MOST_WITH_CHURN
 
 
 def _memory(state: Any, steps: int) -> tuple[int, int, int]:

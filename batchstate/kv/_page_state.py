@@ -560,7 +560,7 @@ class PageOwners(SlotListener):
             Violation: SLOT_CONSERVATION, naming slots.
         """
         owned = self._table.num_pages[rows] - self._table.first[rows]
-        if np.count_nonzero(owned):
+        if 1 in (owned != ZERO).tobytes():
             owners = rows[owned > 0]
             names = ", ".join(str(slot) for slot in owners[:8]) + (", ..." if owners.size > 8 else "")
             self._refuse(
