@@ -83,6 +83,31 @@ def test_the_oldest_goes_first(pages: PagePool) -> None:
     assert (cache.evict(5), len(cache), pages.stats.free) == (1, 0, 9)
 
 
+def test_keys_of_evicted_pages_are_handed_out_once(pages: PagePool) -> None:
+    """With `notices` each evicted key is reported once, in order, whoever took its page; removed keys are not."""
+    cache = PrefixCache(pages, notices=True)
+    ada, bob = prefilled(pages, 12), prefilled(pages, SIZE)
+    cache.insert(ada, ["a", "ab", "abc"])
+    cache.insert(bob, ["b"])
+    pages.release_requests(ada)
+    pages.release_requests(bob)
+    assert cache.take_evicted() == []
+    lease = pages.take(7)  # five pages have no key
+    assert cache.take_evicted() == ["abc", "ab"]
+    with pytest.raises(PoolExhaustedError):
+        pages.take(3)
+    assert (cache.remove(["a"]), cache.evict(1), cache.take_evicted(), cache.take_evicted()) == (1, 1, ["b"], [])
+    assert cache.stats.evicted == 3
+    lease.release()
+
+
+def test_notices_are_asked_for(pages: PagePool) -> None:
+    """Without `notices=True` nothing is kept, and asking says how."""
+    with pytest.raises(ArgumentError, match="keeps no notices") as caught:
+        PrefixCache(pages).take_evicted()
+    assert "notices=True" in str(caught.value)
+
+
 def test_a_hit_on_a_page_behind_a_fence(pages: PagePool) -> None:
     """A cached page is found while the forward of its last holder runs; who gets it later waits for that forward."""
     cache, steps = PrefixCache(pages), ManualStream()
@@ -96,6 +121,18 @@ def test_a_hit_on_a_page_behind_a_fence(pages: PagePool) -> None:
     assert (pages.stats.pending, cache.evict(1)) == (1, 0)
     steps.complete()
     assert (pages.stats.pending, cache.evict(1)) == (0, 1)
+
+
+def test_a_lease_is_committed_to_no_fewer_tokens(pages: PagePool) -> None:
+    """What a lease was committed to stays written: its pages may be cached, and shared by then."""
+    cache = PrefixCache(pages)
+    lease = pages.take(2)
+    pages.commit(lease, 8)
+    cache.insert(lease, ["a", "ab"])
+    refused(Code.LENGTH_ORDER, lambda: pages.commit(lease, 4))
+    pages.commit(lease, 8)
+    lease.release()
+    pages.verify()
 
 
 def test_what_is_cached_is_not_written(pages: PagePool) -> None:

@@ -32,6 +32,7 @@ class CachedPages:
         generations: int64[num_pages + 1], of the pages when they were cached.
         writers: int64[num_pages + 1], the stream that wrote each, of `KVWrites`.
         evicted: how many ever lost their keys to be taken, or by `evict`.
+        notices: their keys, in that order, until somebody takes them; None if they are not kept.
     """
 
     def __init__(self, plain: FreeIndices) -> None:
@@ -43,6 +44,7 @@ class CachedPages:
         self.generations = np.zeros(num, dtype=np.int64)
         self.writers = np.zeros(num, dtype=np.int64)
         self.evicted = 0
+        self.notices: list[Hashable] | None = None
         self._key_of = np.full(num, None, dtype=np.object_)  # of cached pages; what stands there for others is old
         # A queue with holes: an entry counts if its page names this place. Twice as long as it ever has pages, so that
         # closing the holes costs O(1) for each page that enters.
@@ -123,6 +125,8 @@ class CachedPages:
         """Evicts the first pages of the queue, which goes on at `head`."""
         self._head = head
         self._place_of[pages] = -1
+        if self.notices is not None:
+            self.notices += self.keys_of(pages)
         self.forget(pages)
         self.evicted += pages.size
 

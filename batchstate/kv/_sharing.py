@@ -88,6 +88,7 @@ class PageSharing:
         self._transaction.enter(f"{self._pool.name}: commit")
         tokens = np.atleast_1d(amounts(total, 1, f"{self._pool.name}: commit"))
         there = np.array([self.held(lease, "commit").tokens])
+        self._pool._check_lengths(np.array([lease._written]), tokens, "commit")
         where = self._pool._where("commit")
         invariants.length_order(tokens, there, lease.tokens, explain=_lengths.uncommitted, **where)
         if lease._written:

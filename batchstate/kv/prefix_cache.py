@@ -74,6 +74,8 @@ class PrefixCache(Guided):
 
     Args:
         pages: the pool; one cache each.
+        notices: keep the keys of evicted pages for `take_evicted`, as vLLM does for its KV events. They pile up until
+            they are taken.
 
     Raises:
         ArgumentError: not a page pool, or one that has a cache.
@@ -82,11 +84,12 @@ class PrefixCache(Guided):
     _INSTEAD: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("get", "lookup", "find", "find_longest_cache_hit", "match_prefix"), _MATCH),
         **dict.fromkeys(("put", "set", "add", "cache_full_blocks"), _INSERT),
+        "take_events": "`cache.take_evicted()` returns the keys evicted since the last call",
         **dict.fromkeys(("pop", "free"), "`cache.evict(num_pages)` and `cache.remove(keys)` forget pages"),
     }
     _guide = f"{_MATCH}; {_INSERT}"
 
-    def __init__(self, pages: PagePool) -> None:
+    def __init__(self, pages: PagePool, *, notices: bool = False) -> None:
         check_kind(pages, PagePool, "PrefixCache", "pass the pool to cache pages of")
         self.pages = pages
         self._references = pages._references
@@ -97,6 +100,8 @@ class PrefixCache(Guided):
                 f"{pages.name} has a prefix cache", value=pages, remedy="use the one that was made first"
             )
         self._cached = self._references.cached = self._references.allocator.replace_free_list(CachedPages)
+        if notices:
+            self._cached.notices = []
         self._queried = self._hits = 0
 
     def __repr__(self) -> str:
@@ -220,6 +225,24 @@ class PrefixCache(Guided):
         self.pages.reap()
         self.pages.transaction.operation = "evict"
         return self._done(self._cached.evict(number))
+
+    def take_evicted(self) -> list[Hashable]:
+        """The keys evicted since this was last called, in that order: by taking pages, or by `evict`.
+
+        What `remove`, `clear` or the end of the pool took out is not among them. Call it before you insert again, as in
+        each step: a key may come back.
+
+        Raises:
+            ArgumentError: the cache was made without `notices=True`.
+        """
+        if (keys := self._cached.notices) is None:
+            raise ArgumentError(
+                f"{self.pages.name}: take_evicted: the cache keeps no notices",
+                value=self,
+                remedy="make it with PrefixCache(pages, notices=True)",
+            )
+        self._cached.notices = []
+        return keys
 
     def remove(self, keys: Collection[Hashable]) -> int:
         """Takes these keys out, a chain or a single one; their pages stay with their holders. Says how many were there.

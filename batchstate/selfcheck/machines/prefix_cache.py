@@ -106,7 +106,7 @@ class PrefixCacheMachine(PoolMachine):
         self.slots = SlotPool(self.rt, size)
         self.most = 4 * page_size
         self.pages = PagePool(self.rt, self.slots, num_pages, page_size, max_tokens_per_request=self.most)
-        self.cache = PrefixCache(self.pages)
+        self.cache = PrefixCache(self.pages, notices=True)
         self.kv = self.rt.device_zeros((self.pages.location_capacity,), torch.int64, name="kv")
         self._settle()
         self.requests: dict[int, Held] = {}
@@ -191,6 +191,7 @@ class PrefixCacheMachine(PoolMachine):
     def _taken(self, pages: list[int], evicted: tuple[Any, ...]) -> None:
         """Pages were taken, for which these keys were evicted."""
         agree(self.order[: len(evicted)], list(evicted), "evicted keys")
+        agree(list(evicted), self.cache.take_evicted(), "keys that were reported")
         self.order = self.order[len(evicted) :]
         for key in evicted:
             del self.keys[key]
@@ -478,6 +479,7 @@ class PrefixCacheMachine(PoolMachine):
         self._look()
         gone = self.order[:number]
         agree(len(gone), self.cache.evict(number), "evicted")
+        agree(gone, self.cache.take_evicted(), "keys that were reported")
         self._forget(gone)
 
     @rule(data=st.data(), everything=st.booleans())
