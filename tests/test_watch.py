@@ -1032,6 +1032,19 @@ def test_a_fixed_buffer_is_fuzzed_within_its_length() -> None:
         fuzz_twins(watching.spec(**calls, max_rows=3))
 
 
+def test_a_step_is_named(declared: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step adds is found by the name of its method; a function without a name is refused, and no such method."""
+    calls: dict[str, Any] = {"row": st.integers(1, 9), "build": Engine, "filter": Engine.filter_batch}
+    calls["merge"] = Engine.merge_batch
+    monkeypatch.setattr(Engine, "bug", "twice")
+    result = fuzz_twins(declared.spec(**calls, advance="prepare_for_decode"), examples=10, shrink=False)
+    assert "'seq_lens" in str(result.failure)
+    with pytest.raises(ArgumentError, match="`advance` has no name, and `adds` is of prepare_for_decode"):
+        declared.spec(**calls, advance=lambda batch: batch.prepare_for_decode())
+    with pytest.raises(ArgumentError, match="no method 'prepare'"):
+        declared.spec(**calls, advance="prepare")
+
+
 def test_a_spec_is_whole(declared: Watched) -> None:
     """A spec without a way to join, or with columns named twice, is refused."""
     with pytest.raises(ArgumentError, match="expected `merge` or `add`, got neither"):

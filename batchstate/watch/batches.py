@@ -70,7 +70,20 @@ class Watched(Hooked):
         Args:
             **calls: what else the fuzzer has to know, as in `batchstate.testing.TwinSpec`: `row`, `build`, `filter`,
                 and `merge` or `add`; perhaps `advance`, `ops`, `pad`, `copy`, `ascending`, `least_rows`, `max_rows`.
+                `advance` may be the name of a method. What it adds follows from that name, or the function's own.
+
+        Raises:
+            ArgumentError: `advance` has no name, so that it cannot be told which of `adds` it is.
         """
+        advance = calls.get("advance")
+        if isinstance(advance, str):
+            calls["advance"] = _call_of(self.cls, advance)
+        elif advance is not None and self.declared.adds and getattr(advance, "__name__", "<lambda>") == "<lambda>":
+            raise ArgumentError(
+                f"spec of {self.name}: `advance` has no name, and `adds` is of {', '.join(self.declared.adds)}",
+                value=advance,
+                remedy=f"name the method: advance={next(iter(self.declared.adds))!r}",
+            )
         return WatchedSpec(
             self.declared, {"num_rows": self.declared.count, "name": self.name, "least_rows": 1, **calls}
         )
@@ -146,6 +159,20 @@ class WatchedSpec:
 
 
 @shows_signature
+def _call_of(cls: type, name: str) -> Callable[[Any], Any]:
+    """Calls a method of a batch by its name, as it stands at that moment."""
+    if not callable(getattr(cls, name, None)):
+        raise ArgumentError(
+            f"spec of {cls.__name__}: it has no method {name!r}", value=name, remedy="name a method as `advance`"
+        )
+
+    def call(batch: Any) -> Any:
+        return getattr(batch, name)()
+
+    call.__name__ = name
+    return call
+
+
 def watch(
     cls: type,
     *,

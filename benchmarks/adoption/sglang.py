@@ -194,11 +194,6 @@ ROWS = st.tuples(
 )
 
 
-def prepare_for_decode(batch: Any) -> None:
-    """A step, by name: so the fuzzer meets the method as it stands, without a statement too."""
-    batch.prepare_for_decode()
-
-
 def spec(watched: Watched) -> WatchedSpec:
     """The same declaration for the fuzzer."""
     return watched.spec(
@@ -206,7 +201,7 @@ def spec(watched: Watched) -> WatchedSpec:
         build=build,
         filter=lambda batch, keep: batch.filter_batch(keep_indices=keep),
         merge=lambda batch, other: batch.merge_batch(other),
-        advance=prepare_for_decode,
+        advance="prepare_for_decode",
         ascending=True,
     )
 
