@@ -1107,7 +1107,10 @@ def transfer_bounds(
 ) -> Breach | None:
     """Each row [start, start + length) lies in [least, most), and none is empty. All integer[n], bounds also numbers.
 
-    Cost: four comparisons per row. Broken by an index of another space, or by a destination that is not the request's.
+    At `full` a sender also asks it of the place in a token's KV: each row goes to the layer and heads it comes from.
+
+    Cost: four comparisons per row. Broken by an index of another space, by a destination that is not the request's, or
+    by layers of two stages that are paired by position.
     """
     if (row := first_row((starts < least) | (lengths <= 0) | (lengths > most - starts))) is None:
         return None

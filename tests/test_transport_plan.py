@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from batchstate import invariants
 from batchstate.errors import ArgumentError, BatchStateError, DtypeError, HandshakeError, ShapeError, ValueOverflowError
 from batchstate.transport.layout import KVLayout, check_fit, check_sources, held_by, slice_between, sources_of
-from batchstate.transport.plan import check_chunk, chunked, coalesced, expand_pages, location_rows, owned_by
+from batchstate.transport.plan import (
+    check_chunk,
+    check_places,
+    chunked,
+    coalesced,
+    expand_pages,
+    location_rows,
+    owned_by,
+)
 from batchstate.transport.regions import Copies
 from batchstate.violations import Code
 from tests.doubles import refused
@@ -548,3 +556,28 @@ def test_ranks_are_computed_not_searched() -> None:
             writers = tuple(one.rank for one in sources if slice_between(one, target) is not None)
             assert sources_of(target, source_degree) == writers
     assert sources_of(layout(heads=1), 2 * 10**9) == (0,)
+
+
+# Places
+
+
+def test_rows_go_to_the_layer_and_heads_they_come_from() -> None:
+    """Between any two ranks and stages a plan passes; with another layer, or another rank's heads, it does not."""
+    stages = [LAYERS, LAYERS[:1], LAYERS[1:]]
+    for degrees, stage in itertools.product(itertools.product((1, 2, 4), repeat=2), stages):
+        for ranks in itertools.product(*map(range, degrees)):
+            source, target = (
+                layout(heads=4, item_bytes=32 // degree, rank=rank, degree=degree, stage=of)
+                for rank, degree, of in zip(ranks, degrees, (stage, LAYERS), strict=True)
+            )
+            here, there = range(len(stage)), range(10, 13)
+            names = dict(zip(here, stage, strict=True)), dict(zip(there, LAYERS, strict=True))
+            copies = location_rows([3, 5], [8, 1], source, target, here, there)
+            check_places(copies, source, target, *names)
+            if not len(copies):
+                continue
+            others = attrs.evolve(copies, target_regions=10 + (copies.target_regions - 9) % 3)
+            refused(Code.TRANSFER_BOUNDS, functools.partial(check_places, others, source, target, *names))
+            moved = attrs.evolve(copies, source_offsets=copies.source_offsets + 8)
+            if source.degree < 4:
+                refused(Code.TRANSFER_BOUNDS, functools.partial(check_places, moved, source, target, *names))

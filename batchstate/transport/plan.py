@@ -4,8 +4,8 @@ Plain numpy on the host, int64 throughout, at most one sort of the rows. Lengths
 does not go together is refused, so that no token is left out in silence.
 """
 
-from collections.abc import Sequence
-from typing import SupportsIndex
+from collections.abc import Mapping, Sequence
+from typing import SupportsIndex, Unpack
 
 import attrs
 import numpy as np
@@ -16,6 +16,7 @@ from batchstate._arrays import as_array, converted, count
 from batchstate.errors import ArgumentError, DtypeError, ShapeError
 from batchstate.transport.layout import KVLayout, check_fit, slice_between
 from batchstate.transport.regions import Copies, Ints
+from batchstate.violations import Where
 
 _LARGEST = 2**63 - 1
 
@@ -198,6 +199,41 @@ def location_rows(
         np.tile(theirs * target_layout.item_bytes + piece.target_offset, layers),
         np.full(ours.size * layers, piece.nbytes, dtype=np.int64),
     )
+
+
+def check_places(
+    copies: Copies,
+    source: KVLayout,
+    target: KVLayout,
+    source_names: Mapping[int, str],
+    target_names: Mapping[int, str],
+    **where: Unpack[Where],
+) -> None:
+    """Refuses rows that do not go to the place in a token's KV that they come from: its layer, and its heads.
+
+    Args:
+        copies: rows between two ranks, none longer than a token's.
+        source: layout of the rank that is read.
+        target: layout of the rank that is written to.
+        source_names: layer of each region here, by its index.
+        target_names: the same there.
+
+    Raises:
+        Violation: TRANSFER_BOUNDS.
+    """
+    if not len(copies):
+        return
+    places = []
+    for layout, names, regions, offsets in (
+        (source, source_names, copies.source_regions, copies.source_offsets),
+        (target, target_names, copies.target_regions, copies.target_offsets),
+    ):
+        present, which = np.unique(regions, return_inverse=True)
+        layers = np.array([layout.layers.index(names[region]) for region in present.tolist()])[which]
+        token_bytes = layout.head_bytes * (1 if layout.replicated else layout.heads)
+        places.append(layers * token_bytes + layout.held.first * layout.head_bytes + offsets % layout.item_bytes)
+    begin, end = places[0], places[0] + copies.lengths
+    invariants.transfer_bounds(places[1], copies.lengths, begin, end, what="bytes of a token's KV", **where)
 
 
 def coalesced(copies: Copies) -> Copies:

@@ -17,7 +17,7 @@ from typing import SupportsIndex, final
 import attrs
 import numpy as np
 
-from batchstate import invariants
+from batchstate import invariants, levels
 from batchstate._arrays import count
 from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError, BatchStateError, DtypeError, TransferError
@@ -26,7 +26,7 @@ from batchstate.mirror import MirroredTensor
 from batchstate.runtime import Fence, check_fence
 from batchstate.transport.engines.base import Engine, Handle, Status
 from batchstate.transport.handshake import Description
-from batchstate.transport.plan import check_chunk, chunked, coalesced, indices_of, location_rows, owned_by
+from batchstate.transport.plan import check_chunk, check_places, chunked, coalesced, indices_of, location_rows, owned_by
 from batchstate.transport.regions import Copies, Ints, Region
 from batchstate.transport.wire import Grant, Kind, Notice, Tag, packed, unpacked
 from batchstate.transport.workers import Clock, Session, Worker, capacities, regions_by_layout
@@ -341,19 +341,17 @@ class Sender(Session):
         states = self._states(state_row, last)
         theirs = transfer.worker.description
         there = regions_by_layout(theirs, transfer.worker.regions)
-        rows = Copies.cat(
-            [
-                location_rows(
-                    states if ours.per_request else sources,
-                    np.full_like(states, transfer.grant.state_row) if ours.per_request else targets,
-                    *(ours, other, here, regions),
-                )
-                for ours, other, here, regions in zip(
-                    self._description.layouts, theirs.layouts, self._regions, there, strict=True
-                )
-            ]
-        )
-        return chunked(coalesced(rows), self._engine.capabilities.max_rows, self._max_bytes)
+        parts = []
+        for ours, other, here, regions in zip(
+            self._description.layouts, theirs.layouts, self._regions, there, strict=True
+        ):
+            target_states = np.full_like(states, transfer.grant.state_row)
+            pair = (states, target_states) if ours.per_request else (sources, targets)
+            parts.append(location_rows(*pair, ours, other, here, regions))
+            if levels.full and transfer.worker.peer is not None:
+                names = self._names, {at: one.name for at, one in transfer.worker.peer.regions.items()}
+                check_places(parts[-1], ours, other, *names, object=self, operation="send")
+        return chunked(coalesced(Copies.cat(parts)), self._engine.capabilities.max_rows, self._max_bytes)
 
     def _states(self, row: SupportsIndex, last: bool) -> Ints:
         """Where the states lie here, int64[1], with the last tokens; int64[0] before, and where this rank has none."""

@@ -127,6 +127,7 @@ class Session(abc.ABC):
         self._engine = engine
         self._description = description
         self._regions = regions_by_layout(description, regions)
+        self._names = {region.index: region.name for region in regions}
         self._capacity, self._state_capacity = capacities(description, regions)
         self._clock = clock
         self._grace = grace_seconds
