@@ -771,8 +771,8 @@ REFUSED: list[tuple[Callable[[Pair], object], type[Exception], str]] = [
     (lambda pair: pair.receiver.grant(pair.new(), 5), ArgumentError, "not known to be kept"),  # type: ignore[arg-type]
     (lambda pair: pair.receiver.grant(pair.new(), [[8, 12]]), ArgumentError, "not known to be kept"),  # type: ignore[arg-type]
     (lambda pair: pair.receiver.grant(pair.new(), _kept_behind(None)), ArgumentError, "kept until None"),
-    (lambda pair: pair.receiver.grant(pair.new(), _kept_behind(WRITTEN)), ArgumentError, "kept behind DoneFence"),
-    (lambda pair: pair.receiver.grant(pair.new(), _kept_behind(pair.new().ended)), ArgumentError, "kept behind Ended"),
+    (lambda pair: pair.receiver.grant(pair.new(), _kept_behind(WRITTEN)), ArgumentError, "kept until DoneFence"),
+    (lambda pair: pair.receiver.grant(pair.new(), _kept_behind(pair.new().ended)), ArgumentError, "kept until Ended"),
     (lambda pair: grant(pair.receiver, pair.new(), [[8, 4]]), ArgumentError, "ranges"),
     (lambda pair: grant(pair.receiver, pair.new(), [[0, 12]]), ArgumentError, "ranges"),
     (lambda pair: grant(pair.receiver, pair.new(), [[8, 8], [15, 4]]), ArgumentError, "ranges"),
