@@ -103,6 +103,7 @@ peers:  ## watch and fuzz SGLang and vLLM as released, then with a statement les
 	@$(PEERS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt '.[cli,testing,engine]' aiohttp msgspec pillow pydantic requests
 	@$(PEERS)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps sglang==0.5.23 vllm==0.33.0
 	@$(PEERS)/bin/python -W ignore -m benchmarks.adoption $(ARGS)
+	@$(PEERS)/bin/python -W ignore -m benchmarks.adoption.streams
 
 wheel: $(READY)  ## sdist and wheel in dist/
 	$(PY) -m build --no-isolation --outdir dist
