@@ -469,6 +469,7 @@ def test_roles_need_a_secret(capsys: pytest.CaptureFixture[str], monkeypatch: py
             ["--transport", "nixl", "--interface", "lo"],
             "UCX listens on lo with transports cma,posix,tcp, and lets every caller",
         ),
+        (["--transport", "mooncake"], "and pass --trusted-network; or open"),
         (["--transport", "nixl"], "NIXL cannot be imported: "),
         (["--role", "prefill", "--transport", "tcp", "--listen", "192.0.2.1:0"], "cannot listen on 192.0.2.1"),
     ],

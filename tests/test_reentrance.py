@@ -1,7 +1,11 @@
-"""Fences, and whatever else of an engine runs inside of a call of a pool, may call it: nothing gets two owners."""
+"""Fences, and whatever else of an engine runs inside of a call of a pool, may call it: nothing gets two owners.
+
+`python -m tests.test_reentrance SEED COUNT` runs so many histories of each level, from a seed on; the tests run 600.
+"""
 
 import contextlib
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +19,7 @@ from batchstate.hybrid import HybridSlotPool
 from batchstate.indices import Slots
 from batchstate.kv.leases import PageLease
 from batchstate.kv.pages import PagePool
+from batchstate.kv.prefix_cache import PrefixCache
 from batchstate.pools import SlotListener, SlotPool
 from batchstate.runtime import CpuRuntime, Runtime
 from batchstate.violations import Violation
@@ -65,9 +70,10 @@ class World:
         rt = CpuRuntime()
         self.slots = HybridSlotPool(rt, 5, states=9, states_per_slot=2) if seed % 2 else SlotPool(rt, 5)
         self.pages = PagePool(rt, self.slots, 9, 2, max_tokens_per_request=8)
+        self.cache = PrefixCache(self.pages) if seed % 3 else None
         self.live: list[Slots] = []
         self.leases: list[PageLease] = []
-        self.depth = 0
+        self.depth = self.keys = 0
 
     def act(self) -> None:
         """One call; what is refused changes nothing."""
@@ -84,6 +90,9 @@ class World:
             self.leave,
         ]
         calls += [self.truncate, self.share, self.hold, self.drop, self.slots.reap, self.pages.reap]
+        calls += [self.arrive, self.rebase, self.split]
+        if self.cache is not None:
+            calls += [self.insert, self.match, lambda: self.cache and self.cache.evict(1)]
         with contextlib.suppress(ArgumentError, PoolExhaustedError, Violation, LostError):
             self.dice.choice(calls)()
         self.depth -= 1
@@ -99,7 +108,12 @@ class World:
         return Lengths(self, number) if self.dice.random() < 0.2 else number
 
     def take(self) -> None:
-        slots = self.slots.take(self.dice.randrange(1, 3))
+        self.given(self.slots.take(self.dice.randrange(1, 3)))
+
+    def arrive(self) -> None:
+        self.given(self.pages.take_requests([self.dice.randrange(5)]))
+
+    def given(self, slots: Slots) -> None:
         self.live += [slots.take([row]) for row in range(len(slots))]
         owned = [int(one.np[0]) for one in self.live]
         assert len(set(owned)) == len(owned), f"owned twice: {owned}"
@@ -135,6 +149,24 @@ class World:
     def hold(self) -> None:
         self.leases.append(self.pages.take(2) if self.dice.random() < 0.5 else self.pages.hold(self.some(), 2))
 
+    def rebase(self) -> None:
+        self.pages.rebase(self.some(), self.some(), 2, after=self.fence())
+
+    def split(self) -> None:
+        if self.leases:
+            self.leases += self.dice.choice(self.leases).split(2)
+
+    def insert(self) -> None:
+        if self.cache is not None and self.live:
+            slots = self.some()
+            self.pages.commit(slots, self.pages.committed(slots))
+            self.keys += 1
+            self.cache.insert(slots, [self.keys])
+
+    def match(self) -> None:
+        if self.cache is not None:
+            self.leases.append(self.cache.match([self.dice.randrange(self.keys + 1)]))
+
     def drop(self) -> None:
         if self.leases:
             self.dice.choice(self.leases).release(after=self.fence())
@@ -147,15 +179,20 @@ class World:
         assert sorted(int(one.np[0]) for one in self.live) == self.slots.live_slots().tolist()
 
 
-@pytest.mark.parametrize("level", ["off", "cheap"])
-def test_fences_that_call_the_pool_and_raise(level: str) -> None:
-    """In 1,200 histories nothing gets two owners, nothing is lost, and nobody gets page 0."""
-    for seed in range(600):
+def histories(seeds: range, level: str) -> None:
+    """Runs one history for each seed, and checks what came of it."""
+    for seed in seeds:
         world = World(seed)
         with levels.checks(level):
             for _ in range(20):
                 world.act()
         world.check()
+
+
+@pytest.mark.parametrize("level", ["off", "cheap"])
+def test_fences_that_call_the_pool_and_raise(level: str) -> None:
+    """In 1,200 histories nothing gets two owners, nothing is lost, and nobody gets page 0."""
+    histories(range(600), level)
 
 
 @pytest.mark.parametrize("level", ["off", "cheap", "full"])
@@ -224,3 +261,8 @@ def test_a_fence_that_frees_what_is_being_used(rt: Runtime, call: str) -> None:
         calls[call]()
     slots.verify()
     pages.verify()
+
+
+if __name__ == "__main__":
+    for level in ("off", "cheap"):
+        histories(range(int(sys.argv[1]), int(sys.argv[1]) + int(sys.argv[2])), level)

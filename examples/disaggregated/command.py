@@ -59,7 +59,8 @@ def run(arguments: list[str] | None = None) -> int:
         figures = supervise(options) if args.role is None else _decode(options, args.connect, authkey)
         report = report_of(options, reference, requests_of(options, reference), figures)
     except (BatchStateError, ChannelClosedError, WriterFailedError, RunFailedError) as error:
-        print(f"examples.disaggregated: {in_one_line(error)}", file=sys.stderr)
+        says = in_one_line(error).replace("trusted_network=True", "--trusted-network")
+        print(f"examples.disaggregated: {says}", file=sys.stderr)
         return 2
     show_report(report)
     if report.broken is not None:
