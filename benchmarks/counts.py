@@ -1,7 +1,9 @@
 """What a whole decode step costs in things that can be counted, which do not vary with the machine."""
 
 import sys
+from collections import Counter
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, final
 
 import attrs
@@ -70,12 +72,30 @@ class TorchOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+PARTS = {
+    "batchstate.runtime": "runtime",
+    "batchstate._upload": "upload",
+    "batchstate._step_layout": "upload",
+    "batchstate.future_map": "relay",
+    "batchstate._relay": "relay",
+    "batchstate.kv": "pools and tables",
+    "batchstate.pools": "pools and tables",
+    "batchstate.tables": "pools and tables",
+    "batchstate._allocator": "pools and tables",
+    "batchstate.step": "planner",
+    "batchstate._planned_step": "planner",
+    "batchstate.forward": "planner",
+    "batchstate.invariants": "invariants",
+    "batchstate": "batch and values",
+}
+"""Parts of the library that make calls in a step, by the beginning of a module's name: the first that fits."""
+
 CALLS = 180
 """The most calls of a decode step, of Python functions and of functions in C, for any number of requests."""
 
 
 def counted_calls(runtime: Runtime) -> list[Count]:
-    """The calls of one steady decode step, benchmark included, and of one with churn."""
+    """The calls of one steady decode step, benchmark included, and of one with churn: in all, and by part."""
     counts = []
     for churn, limit in ((False, CALLS), (True, None)):
         for n in (1, 256):
@@ -83,16 +103,28 @@ def counted_calls(runtime: Runtime) -> list[Count]:
             for _ in range(2 * PAGE_SIZE + 3):  # then no page begins
                 steady.step()
             work = f"decode step{' with churn' * churn}, {n} requests"
-            counts.append(Count(work, "calls", _calls(steady.step), limit))
+            made = _calls(steady.step)
+            counts.append(Count(work, "calls", made.total(), limit))
+            counts += [Count(work, f"calls, {part}", made[part]) for part in (*dict.fromkeys(PARTS.values()), OTHER)]
     return counts
 
 
-def _calls(run: Callable[[], object]) -> int:
-    made = 0
+OTHER = "benchmark, torch and numpy"
 
-    def note(frame: object, event: str, argument: object) -> None:
-        nonlocal made
-        made += event in ("call", "c_call")
+
+def _part(module: str) -> str:
+    """The part of the library that a module is of."""
+    fits = (part for name, part in PARTS.items() if module == name or module.startswith(f"{name}."))
+    return next(fits, OTHER)
+
+
+def _calls(run: Callable[[], object]) -> Counter[str]:
+    """Calls by part: a function in Python counts for its own module, one in C for that of its caller."""
+    made: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event in ("call", "c_call"):
+            made[str(frame.f_globals.get("__name__"))] += 1
 
     with no_collector(), checks(Level.CHEAP):
         run()
@@ -101,7 +133,10 @@ def _calls(run: Callable[[], object]) -> int:
             run()
         finally:
             sys.setprofile(None)
-    return made
+    by_part: Counter[str] = Counter()
+    for module, number in made.items():
+        by_part[_part(module)] += number
+    return by_part
 
 
 def counted_steps(runtime: Runtime, *, num_columns: int, rows: int = 256) -> list[Count]:

@@ -14,7 +14,7 @@ from batchstate.levels import Level, checks, current_checks
 from batchstate.runtime import Runtime
 from batchstate.traffic import fitted_workload, run_traffic
 from batchstate.transport.engines.base import Engine
-from benchmarks import curves, staging, suite, transfers, watched
+from benchmarks import counts, curves, staging, suite, transfers, watched
 from benchmarks.__main__ import main
 from benchmarks.baselines.free_lists import LinkedBlocks, PopList, SliceList, TensorList, shuffled
 from benchmarks.baselines.twin_columns import ARRAYS, TENSORS, HostKind
@@ -120,6 +120,19 @@ def test_a_run_of_traffic_is_one_row(rt: Runtime, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(suite, "run_traffic", lambda *given, **how: attrs.evolve(run_traffic(*given, **how), leaks=1))
     with pytest.raises(MismatchError, match="1 leaks"):
         served(rt, fitted_workload(20, 3))
+
+
+def test_calls_of_a_step_are_counted_by_part(rt: Runtime) -> None:
+    """The parts of a step make all of its calls, as many for one request as for 256, and none is left out."""
+    found = counts.counted_calls(rt)
+    by_work: dict[str, dict[str, int]] = {}
+    for count in found:
+        by_work.setdefault(count.work, {})[count.counted.partition(", ")[2]] = count.count
+    assert len(by_work) == 4
+    for parts in by_work.values():
+        assert parts.pop("") == sum(parts.values())
+        assert all(parts[name] for name in ("runtime", "relay", "planner", "batch and values"))
+    assert by_work["decode step, 1 requests"] == by_work["decode step, 256 requests"]
 
 
 @pytest.mark.parametrize("adjacent", [False, True])
