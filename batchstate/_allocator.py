@@ -797,7 +797,7 @@ class Generations:
     def check_to_free(self, rows: Ints, held: Ints, operation: str) -> None:
         """The same for slots that are about to be freed: dead and repeated ones are SLOT_DOUBLE_FREE."""
         times_checked[DOUBLE_FREE] += 1
-        if not self._all_held(rows, held) or self._allocator.repeated(rows):
+        if not self._all_held(rows, held) or (rows.size > 1 and self._allocator.repeated(rows)):
             where = self._where(operation)
             invariants.slot_out_of_range(rows, self._allocator.capacity, **where)
             invariants.slot_zero_allocated(rows, **where)

@@ -98,10 +98,10 @@ class Extension:
         Violation: DERIVED_STALE, at `cheap`, by `locations`: some of the tokens were taken back since.
     """
 
-    slots: Ints = attrs.field(converter=read_only)
-    positions: Ints = attrs.field(converter=read_only)
+    slots: Ints
+    positions: Ints
     _numbers: Ints
-    counts: Ints = attrs.field(converter=read_only)
+    counts: Ints
     owners: Slots
     _pool: "PagePool"
     _origin: Origin
@@ -803,6 +803,8 @@ class PagePool(Guided):
 
     def _extension(self, owners: Slots, slots: Ints, positions: Ints, locations: Ints, counts: Ints) -> Extension:
         self._check_after()
+        for array in (slots, positions, counts):  # made for it
+            array.setflags(write=False)
         origin = Origin("extension", self.runtime.step, owners, self.epochs, self.epochs.last)
         return Extension(slots, positions, locations, counts, owners, self, origin)
 
