@@ -88,8 +88,9 @@ class PageSharing:
         self._transaction.enter(f"{self._pool.name}: commit")
         tokens = np.atleast_1d(amounts(total, 1, f"{self._pool.name}: commit"))
         there = np.array([self.held(lease, "commit").tokens])
-        self._pool._check_lengths(np.array([lease._written]), tokens, "commit")
-        where = self._pool._where("commit")
+        where, before = self._pool._where("commit"), np.array([lease._written])
+        most = max(lease.tokens, int(tokens[0]))  # a lease may be longer than a request
+        invariants.length_order(before, tokens, most, explain=_lengths.totals, **where)
         invariants.length_order(tokens, there, lease.tokens, explain=_lengths.uncommitted, **where)
         if lease._written:
             self._writes.wait(np.array([lease._writer]))
