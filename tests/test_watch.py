@@ -491,6 +491,33 @@ def test_full_makes_few_python_calls(full: None) -> None:
     assert calls[1] == calls[3] <= 98
 
 
+@pytest.mark.parametrize(
+    "entries",
+    [[None, [3]], [[3], None], [1, [3]], ["a", [3]], [[3], [4]], [1, torch.tensor([3])], [True, {3}], [{"a": 1}, None]],
+)
+def test_entries_that_change_in_place_are_found(full: None, entries: list[Any]) -> None:
+    """Whatever the kinds of entries in a list: one that a moving method changes in place is named."""
+
+    class Batch:
+        def __init__(self) -> None:
+            self.reqs, self.wants = ["a", "b"], entries
+
+        def move(self, change: bool) -> None:
+            for one in self.wants if change else ():
+                if isinstance(one, list):
+                    one.append(5)
+                elif isinstance(one, torch.Tensor):
+                    one.fill_(5)
+                elif isinstance(one, set | dict):
+                    one.clear()
+
+    with watch(Batch, num_rows=lambda one: 2, after=["move"], moves=["move"], key="reqs", rows=["wants"]):
+        Batch().move(False)
+        with pytest.raises(Violation) as caught:
+            Batch().move(True)
+    assert (caught.value.code, caught.value.column) == (Code.ROW_KEPT, "wants")
+
+
 # What follows from the requests
 
 

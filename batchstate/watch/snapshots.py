@@ -98,11 +98,11 @@ def copy_of(entries: Array | list[Any]) -> Array | list[Any]:
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
             if type(sums_up(entries)) in NEVER_CHANGE:
                 return entries
-    kinds = set(map(type, entries)) - NEVER_CHANGE
-    for kind in kinds:
-        if kinds == {list}:  # the same as below, in half the time
-            entries = list(map(list.copy, entries))
-        elif issubclass(kind, _COPIED):
+    kinds = set(map(type, entries))
+    if kinds == {list}:  # the same as below, in half the time
+        return list(map(list.copy, entries))
+    for kind in kinds - NEVER_CHANGE:
+        if issubclass(kind, _COPIED):
             entries = [one.copy() if isinstance(one, kind) else one for one in entries]
         elif issubclass(kind, torch.Tensor | np.ndarray):
             entries = [one.tolist() if isinstance(one, kind) else one for one in entries]
