@@ -301,6 +301,7 @@ class FutureMap(Guided):
             shape_of(one.shape, f"{name}: {field}", rows=capacity)
         self._record: torch.Tensor | None = None  # uint8[capacity, nbytes], the entries of all small fields of a slot
         self._places: dict[str, slice] = {}  # of these in it
+        self._known_elements: dict[tuple[str, ...], ReadyTensor] = {}  # of fields that lie apart in it
         self._memory = self._allocated(capacity)
         self._entries = RelayEntries(
             self.runtime,
@@ -879,13 +880,30 @@ class FutureMap(Guided):
         return self.runtime.launch(select_rows, memory, index, reads=(memory, index), name=self._gather_names[name])
 
     def _select_several(self, names: Sequence[str], index: torch.Tensor) -> torch.Tensor:
-        """The entries of fields of one dtype, end to end for each request, [n, width]: one launch where they lie so."""
+        """The entries of fields of one dtype, end to end for each request, [n, width]: one launch from the record."""
+        label, dtype = f"{self.name}: gather {', '.join(names)}", self._fields[names[0]].dtype
         if self._runs(names) == [[*names]]:
-            memory = self._part_of_record(names).view(self._fields[names[0]].dtype)
-            label = f"{self.name}: gather {', '.join(names)}"
+            memory = self._part_of_record(names).view(dtype)
             return self.runtime.launch(select_rows, memory, index, reads=(memory, index), name=label)
+        if all(name in self._places for name in names):  # in another order, or with others between
+            elements = self._elements(names, dtype.itemsize)
+            self._memory_of(names[0])  # one allocation for all
+            memory = cast(torch.Tensor, self._record).view(dtype)
+            return self.runtime.launch(
+                _elements_of, memory, index, elements, reads=(memory, index, elements), name=label
+            )
         parts = [self._select(name, index) for name in names]
         return self.runtime.launch(end_to_end, parts, reads=parts, name="ids of requests")
+
+    def _elements(self, names: Sequence[str], size: int) -> torch.Tensor:
+        """Which elements of so many bytes in a record these fields are, int64[width]; they cross once."""
+        known = self._known_elements.get((*names,))
+        if known is None:
+            places = [self._places[name] for name in names]
+            elements = np.concatenate([np.arange(one.start // size, one.stop // size) for one in places])
+            upload = self.runtime.upload([elements])
+            known = self._known_elements[(*names,)] = ReadyTensor.uploaded(upload.view(0), upload)
+        return known.on_current_stream(self.runtime)
 
 
 @final
@@ -921,6 +939,11 @@ class PackedPublish:
 def _as_record(parts: list[torch.Tensor]) -> torch.Tensor:
     """The bytes of values [n, *shape], those of one request behind each other, uint8[n, nbytes]. One kernel."""
     return end_to_end([part.contiguous().view(part.shape[0], -1).view(torch.uint8) for part in parts])
+
+
+def _elements_of(record: torch.Tensor, rows: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
+    """Some elements of some rows, [n, k]. One kernel."""
+    return record[rows[:, None], elements]
 
 
 def _unpadded(slots: Slots) -> Slots:

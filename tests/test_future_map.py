@@ -263,6 +263,27 @@ def test_any_number_of_fields_is_published_in_two_launches_and_ids_are_gathered_
     relay.check()
 
 
+@pytest.mark.parametrize("names", [("last", "drafts"), ("lens", "last"), ("drafts", "lens", "last")])
+def test_ids_of_fields_with_others_between_are_gathered_in_one_launch(rt: Runtime, names: tuple[str, ...]) -> None:
+    """Where fields lie in the record in another order, or not side by side; which elements they are crosses once."""
+    pool = SlotPool(rt, 6)
+    shapes: dict[str, tuple[int, ...]] = {"last": (), "lens": (), "drafts": (3,)}
+    relay = FutureMap(pool, {name: relay_field(torch.int64, shape, must_read=False) for name, shape in shapes.items()})
+    slots = pool.take(4).take([3, 0, 2])
+    _ = slots.device
+    for turn in range(2):
+        numbers = {name: turn + np.arange(3 * math.prod(one)).reshape(3, *one) for name, one in shapes.items()}
+        relay.publish(slots, **{name: on_device(rt, one, torch.int64) for name, one in numbers.items()})
+        expected = np.concatenate([numbers[name].reshape(3, -1) for name in names], axis=1)
+        plan = ForwardPlan.of(slots, [9, 9, 9], expected.shape[1])
+        uploaded, before = plan.upload(), rt.counters.snapshot()
+        inputs = relay.resolve_forward_inputs(plan, uploaded, ids=names)
+        spent = rt.counters - before
+        assert (spent.device_operations, spent.host_to_device_copies) == (1, 1 - turn)
+        assert rt.inspect(inputs.input_ids).tolist() == expected.reshape(-1).tolist()
+        assert inputs.input_ids.is_contiguous()
+
+
 def test_a_prefetch_never_waits() -> None:
     """Asking costs no wait; reading waits for that one copy, once, and for nothing behind it."""
     rt = LateRuntime()
