@@ -65,6 +65,8 @@ _MOST_IN_RECORD = 256
 """Bytes of the largest entry that lies in a record with others. Larger ones, such as hidden states, lie by themselves:
 there a copy of the values into one piece costs more than a launch."""
 
+NO_RECORDS: Mapping[tuple[str, ...], torch.Tensor] = {}
+
 _READ_BY = {"device": DEVICE, "host": HOST, "both": DEVICE | HOST}
 
 
@@ -385,7 +387,8 @@ class FutureMap(Guided):
 
         Publish what is certain early, such as lengths right after verification, in a call of its own: readers on other
         streams wait for this publish, and for nothing that the forward does behind it. Values that the host has, for
-        requests that arrive prebuilt or come back, are uploaded in one copy; they count as read by the host.
+        requests that arrive prebuilt or come back, are uploaded in one copy, with one launch where they lie side by side;
+        they count as read by the host.
 
         Args:
             slots: the requests; live handles, each once. Padded rows at the end are left out.
@@ -405,13 +408,15 @@ class FutureMap(Guided):
         if not len(live):
             return
         tensors = {name: _live_rows(value, len(live)) for name, value in device.items()}
+        records: dict[tuple[str, ...], torch.Tensor] = {}
         if host:
-            packed = self.runtime.upload([live.np, *host.values()])
+            runs = self._runs(host)
+            packed = self.runtime.upload([live.np, *(_host_record([host[name] for name in run]) for run in runs)])
             index = packed.view(0)
-            tensors |= {name: packed.view(i) for i, name in enumerate(host, 1)}
+            records = {tuple(run): packed.view(i) for i, run in enumerate(runs, 1)}
         else:
             index = self._index(slots, live)
-        self._scatter(live.np, live.generations, index, tensors, host)
+        self._scatter(live.np, live.generations, index, tensors, host, records)
 
     def _checked_publish(
         self, slots: Slots, values: Mapping[str, object]
@@ -473,9 +478,14 @@ class FutureMap(Guided):
         index: torch.Tensor,
         values: Mapping[str, torch.Tensor],
         known: Iterable[str],
+        records: Mapping[tuple[str, ...], torch.Tensor] = NO_RECORDS,
     ) -> None:
-        """Launches and notes a publish; `index` and `values` are safe on this stream. The host has those `known`."""
-        self._entries.wait_to_overwrite(rows, values)
+        """Launches and notes a publish; `index` and `values` are safe on this stream. The host has those `known`.
+
+        `records` are further values, of fields side by side in one tensor.
+        """
+        names = [*values, *(name for run in records for name in run)]
+        self._entries.wait_to_overwrite(rows, names)
         launched: list[str] = []
         self._transaction.operation = "publish"
         try:
@@ -492,11 +502,18 @@ class FutureMap(Guided):
                     put_rows, memory, index, tensor, reads=(index, tensor), writes=(memory,), name=label
                 )
                 launched += run
+            for several, tensor in records.items():
+                memory = self._part_of_record(several) if len(several) > 1 else self._memory_of(several[0])
+                label = f"{self.name}: {', '.join(several)}"
+                self.runtime.launch(
+                    put_rows, memory, index, tensor, reads=(index, tensor), writes=(memory,), name=label
+                )
+                launched += several
             stream = self.runtime.current_stream
-            self._entries.publish(rows, generations, values, self.runtime.record(), stream)
+            self._entries.publish(rows, generations, names, self.runtime.record(), stream)
             self._entries.take(rows, known, HOST)
         except BaseException as error:
-            self._publish_failed(rows, launched if isinstance(error, Exception) else list(values))
+            self._publish_failed(rows, launched if isinstance(error, Exception) else names)
             raise
         self._transaction.operation = None
         if levels.full:
@@ -939,6 +956,13 @@ class PackedPublish:
 def _as_record(parts: list[torch.Tensor]) -> torch.Tensor:
     """The bytes of values [n, *shape], those of one request behind each other, uint8[n, nbytes]. One kernel."""
     return end_to_end([part.contiguous().view(part.shape[0], -1).view(torch.uint8) for part in parts])
+
+
+def _host_record(parts: list[Array]) -> Array:
+    """The same on the host; a single one as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate([np.ascontiguousarray(one.reshape(len(one), -1)).view(np.uint8) for one in parts], axis=1)
 
 
 def _elements_of(record: torch.Tensor, rows: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:

@@ -260,6 +260,14 @@ def test_any_number_of_fields_is_published_in_two_launches_and_ids_are_gathered_
     launches(lambda: relay.publish(slots, **values))
     assert count == [3]
     assert torch.equal(relay.gather(slots, "hidden"), values["hidden"])
+    from_host = {name: rt.inspect(value) for name, value in small.items() if name != "gate"}
+    relay.discard(slots)
+    before = rt.counters.snapshot()
+    relay.publish(slots, **from_host)
+    spent = rt.counters - before
+    assert (spent.device_operations, spent.host_to_device_copies) == (2, 1)  # what lies on both sides of the gate
+    for name, array in from_host.items():
+        assert rt.inspect(relay.gather(slots, name)).tolist() == array.tolist()
     relay.check()
 
 
