@@ -387,8 +387,8 @@ class FutureMap(Guided):
 
         Publish what is certain early, such as lengths right after verification, in a call of its own: readers on other
         streams wait for this publish, and for nothing that the forward does behind it. Values that the host has, for
-        requests that arrive prebuilt or come back, are uploaded in one copy, with one launch where they lie side by side;
-        they count as read by the host.
+        requests that arrive prebuilt or come back, are uploaded in one copy; fields side by side are then one array and
+        one launch. They count as read by the host.
 
         Args:
             slots: the requests; live handles, each once. Padded rows at the end are left out.
