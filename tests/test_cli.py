@@ -61,6 +61,43 @@ def test_a_misspelt_command_is_told_the_nearest(capsys: pytest.CaptureFixture[st
     assert "did you mean 'page_pool'?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("fuzz --exmples 3", "did you mean '--examples'? `batchstate fuzz --help`"),
+        ("fuzz --examples ten", "expected an integer >= 1, got 'ten'"),
+        ("race rn script.py", "did you mean 'race run'?"),
+        ("race", "the following arguments are required: REPORT"),
+        ("race run", "`batchstate race run --help`"),
+        ("traffic --aborts 2", "expected a number from 0 to 1, got '2'"),
+        ("mutants no_such", "`batchstate mutants --list`"),
+        ("fuzz --device gpu", "use 'cpu' or 'cuda'"),
+        ("helpp", "unknown command 'helpp'"),
+    ],
+)
+def test_a_mistake_at_the_prompt_is_answered(typed: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A wrong command, option or value ends with 2, what was expected, and what to type."""
+    try:
+        code: object = main(typed.split())
+    except SystemExit as done:
+        code = done.code
+    shown = capsys.readouterr().err
+    assert code == 2
+    assert told in shown
+    assert "remedy: " in shown
+
+
+def test_help_is_a_word_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """`batchstate help fuzz` is `batchstate fuzz --help`; each line of the general help fits 80 columns."""
+    for typed, shown in (["help", "fuzz"], "usage: batchstate fuzz"), (["help"], "begin with:"):
+        with pytest.raises(SystemExit) as done:
+            main(typed)
+        assert done.value.code == 0
+        printed = capsys.readouterr().out
+        assert shown in printed
+        assert max(map(len, printed.splitlines())) <= 80
+
+
 def test_traffic_prints_a_table_and_writes_json(
     tmp_path: Path, device: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

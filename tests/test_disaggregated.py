@@ -433,8 +433,8 @@ def test_malformed_messages_are_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--page-size", "0"], "'0' is not a whole number from 1 on"),
-        (["--hot-tokens", "1"], "'1' is not a whole number from 2 on"),
+        (["--page-size", "0"], "expected an integer >= 1, got '0'"),
+        (["--hot-tokens", "1"], "expected an integer >= 2, got '1'"),
         (["--transport", "pigeons"], "choose from"),
         (["--role", "prefill"], "needs --listen"),
         (["--role", "decode", "--prefill-degree", "2", "--connect", "localhost:1"], "for each of 2 prefill workers"),

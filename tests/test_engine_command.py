@@ -118,10 +118,10 @@ def test_checkpoint_is_loaded(tmp_path: Path, device: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--requests", "0"], "'0' is not a whole number from 1 on"),
+        (["--requests", "0"], "expected an integer >= 1, got '0'"),
         (["--mode", "sideways"], "choose from"),
-        (["--drafts", "-1"], "'-1' is not a whole number from 0 on"),
-        (["--prebuilt", "2"], "'2' is not a share from 0 to 1"),
+        (["--drafts", "-1"], "expected an integer >= 0, got '-1'"),
+        (["--prebuilt", "2"], "expected a number from 0 to 1, got '2'"),
         (["--model", "nowhere"], "'nowhere' is not a folder with a checkpoint"),
         (["--json", "nowhere/figures.json"], "cannot be written"),
         (["--dtype", "int8"], "choose from"),

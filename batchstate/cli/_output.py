@@ -79,7 +79,7 @@ def whole(least: int) -> Callable[[str], int]:
 
     def parse(text: str) -> int:
         if not (text.isascii() and text.isdigit()) or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} on")
+            raise argparse.ArgumentTypeError(f"expected an integer >= {least}, got {text!r}")
         return int(text)
 
     return parse
@@ -92,7 +92,7 @@ def share(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to 1")
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, got {text!r}")
     return value
 
 
@@ -100,7 +100,7 @@ def new_file(text: str) -> Path:
     """The type of options that name a file to write. Checked at the start: a long run should not end in this error."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: no such folder, or a folder itself")
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: expected a file in a folder that exists")
     return path
 
 

@@ -10,7 +10,7 @@ from typing import final
 import attrs
 
 from batchstate.cli._output import Section
-from batchstate.testing.render.html import POLICY, terms, text
+from batchstate.testing.render.html import document, terms, text
 from batchstate.testing.render.style import style_sheet
 
 MOST_POINTS = 240
@@ -110,30 +110,18 @@ def page(
         _part("time", "Over simulated time", f'{_READ}<div class="charts">\n{drawn}</div>\n' if drawn else ""),
         _part("figures", "Figures", f'<div class="figures">\n{tables}</div>\n'),
     ]
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{text(f"{kind}: {title}")}</title>
-<style>
-{style_sheet(40, 40)}{_STYLE}</style>
-</head>
-<body>
-<div class="wrap">
-<header>
+    return document(
+        text(f"{kind}: {title}"),
+        style_sheet(40, 40) + _STYLE,
+        f"""<header>
 <p class="about">batchstate {text(kind)}</p>
 <h1>{text(title)}</h1>
 <p class="verdict {verdict[0]}">{verdict[1]}</p>
 </header>
 <main>
 {"".join(parts)}</main>
-</div>
-</body>
-</html>
-"""
+""",
+    )
 
 
 def _part(name: str, title: str, content: str) -> str:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 NAME = "traffic"
 NUM_PAGES = 10_240
 """The default of `EngineSettings`, known here without importing torch."""
-SUMMARY = "serve an hour of requests with an engine that lacks only the model, and show what the batch state costs"
+SUMMARY = "serve an hour of requests with the model stubbed out, and show what batch state costs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -291,6 +291,35 @@ different lanes are ordered only if arrows lead from the first, down its lane, t
 """
 
 
+def document(title: str, style: str, content: str, *, begin: str = "<body>", end: str = "") -> str:
+    """A whole page of these parts, each of which is HTML. It follows the reader's width and colour scheme.
+
+    Args:
+        title: in the tab.
+        style: style sheets.
+        content: inside of the part as wide as the text.
+        begin: the tag before it.
+        end: what comes behind it.
+    """
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<style>
+{style}</style>
+</head>
+{begin}
+<div class="wrap">
+{content}</div>
+{end}</body>
+</html>
+"""
+
+
 def race_html(report: RaceReport) -> str:
     """The picture of a race as one HTML page, with the report in words and a table of all events.
 
@@ -310,20 +339,10 @@ def race_html(report: RaceReport) -> str:
     narrow, wide = picture.least + 3.8, picture.least + numbers + 6.8
     fits = math.ceil(narrow if wide < 40 else wide)
     body = "few" if picture.least <= _FEW else "many"
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>Race: {text(report.problem)}</title>
-<style>
-{style_sheet(picture.wide + numbers, fits)}</style>
-</head>
-<body style="--numbers:{numbers:.2f}rem">
-<div class="wrap">
-<header>
+    return document(
+        f"Race: {text(report.problem)}",
+        style_sheet(picture.wide + numbers, fits),
+        f"""<header>
 <p class="kind">Race: {text(report.kind)}</p>
 <h1>{_sentence(report, report.problem)}</h1>
 </header>
@@ -331,10 +350,10 @@ def race_html(report: RaceReport) -> str:
 <div class="body {body}">
 {_words(report)}{_figure(report, picture)}</div>
 {_table(report)}</main>
-{_FOOTER}</div>
-{picture.sheets()}</body>
-</html>
-"""
+{_FOOTER}""",
+        begin=f'<body style="--numbers:{numbers:.2f}rem">',
+        end=picture.sheets(),
+    )
 
 
 def _words(report: RaceReport) -> str:
