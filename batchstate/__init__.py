@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from batchstate.levels import set_checks as set_checks
     from batchstate.mirror import Contract as Contract
     from batchstate.mirror import MirroredTensor as MirroredTensor
+    from batchstate.nvtx import set_nvtx as set_nvtx
     from batchstate.pools import SlotPool as SlotPool
     from batchstate.runtime import Runtime as Runtime
     from batchstate.runtime import open_runtime as open_runtime
@@ -63,6 +64,7 @@ else:
             "kv.prefix_cache": "PrefixCache",
             "levels": "Level checks set_checks",
             "mirror": "Contract MirroredTensor",
+            "nvtx": "set_nvtx",
             "pools": "SlotPool",
             "runtime": "Runtime open_runtime",
             "static": "StaticBuffers",

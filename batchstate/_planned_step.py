@@ -23,6 +23,7 @@ from batchstate.indices import Slots
 from batchstate.invariants import times_checked
 from batchstate.kv.pages import PagePool
 from batchstate.mirror import ReadyTensor
+from batchstate.nvtx import ranges
 from batchstate.runtime import PackedUpload
 from batchstate.violations import Code, Where
 
@@ -66,6 +67,7 @@ class Declared:
         return self.relay.prefetch(slots, *self.results) if self.results else None
 
 
+@ranges("inputs", "publish")
 class PlannedStep:
     """A step that was planned and uploaded. Made by `StepPlanner.plan`.
 

@@ -41,6 +41,7 @@ from batchstate.columns import Column, DeviceColumn, MirroredColumn, SlotColumn,
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, DeviceError, ShapeError, one_of
 from batchstate.indices import Slots
 from batchstate.mirror import Contract, DeviceSide, MirroredTensor, StaleWindow, numbers_of, stale_reasons
+from batchstate.nvtx import ranges
 from batchstate.runtime import PackedUpload, Runtime, check_runtime
 from batchstate.tables import TableWrite
 from batchstate.violations import Code, Where
@@ -83,6 +84,7 @@ class BatchType(type):
         return super().__new__(cls, name, bases, namespace, **kwargs)
 
 
+@ranges("build", "filter", "merge", "next_batch", "advance", "update", "pad", "upload", "to_static", "on_device")
 @methods_show_signature(__init__="`build(runtime, ...)` of a subclass of Batch")
 class Batch(metaclass=BatchType):
     """Base of declared batches. Subclass it to declare columns; never to override what is here.

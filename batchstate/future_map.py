@@ -48,6 +48,7 @@ from batchstate.forward.plan import ForwardPlan
 from batchstate.indices import Slots
 from batchstate.invariants import times_checked
 from batchstate.mirror import Contract, DeviceSide, MirroredTensor, ReadyTensor
+from batchstate.nvtx import ranges
 from batchstate.pools import SlotPool
 from batchstate.runtime import NUMPY_DTYPES, Fence, Runtime, Stream, dtype_meant, host_dtype, numpy_dtype
 from batchstate.runtime.base import Download
@@ -266,6 +267,7 @@ _PUBLISH = "`relay.publish(slots, field=values)` makes values known to the next 
 _GATHER = "`relay.gather(slots, 'field')` reads a field on the device, `relay.resolve(slots, 'field')` on the host"
 
 
+@ranges("publish", "gather", "prefetch", "resolve", "resolve_forward_inputs")
 @shows_signature
 @final
 class FutureMap(Guided):

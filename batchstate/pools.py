@@ -19,6 +19,7 @@ from batchstate._arrays import as_array, count
 from batchstate._guidance import Guided, Numbers, shows_signature
 from batchstate.errors import DtypeError
 from batchstate.indices import Slots
+from batchstate.nvtx import ranges
 from batchstate.runtime import Fence, Runtime, check_fence, check_runtime
 from batchstate.tables import Table
 
@@ -99,6 +100,7 @@ class PendingSlots:
     step: int
 
 
+@ranges("take", "free", "release_requests")
 @shows_signature
 class SlotPool(Guided):
     """Slots 1 to size + reserve. Slot 0 is padding and is never taken.

@@ -50,6 +50,7 @@ from batchstate.future_map import FutureMap
 from batchstate.indices import Slots
 from batchstate.kv.pages import PagePool
 from batchstate.mirror import Contract, DeviceSide, ReadyTensor
+from batchstate.nvtx import ranges
 from batchstate.runtime import Fence, PackedUpload
 from batchstate.runtime.memory import packed_places
 from batchstate.tables import Table, TableWrite
@@ -77,6 +78,7 @@ def _each_puts_in_one(n: int, query_lens: object, prompt_ids: Sequence[object] |
     )
 
 
+@ranges("plan")
 @shows_signature
 @final
 class StepPlanner(Guided):

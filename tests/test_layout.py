@@ -21,6 +21,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "_version",
         "errors",
         "_guidance",
+        "nvtx",
         "levels",
         "violations",
         "invariants",

@@ -34,6 +34,7 @@ from batchstate.invariants import times_checked
 from batchstate.kv.last_location import LastLocation
 from batchstate.kv.pages import PagePool
 from batchstate.mirror import Contract, DeviceSide, MirroredTensor, ReadyTensor
+from batchstate.nvtx import ranges
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
 from batchstate.tables import TableWrite
@@ -118,6 +119,7 @@ def checked_layouts(layouts: object, int32: object, what: str) -> tuple[str, ...
     return tuple(cast(Collection[str], names))
 
 
+@ranges("of", "upload")
 @methods_show_signature(__init__="ForwardPlan.of(slots, seq_lens, query_lens)")
 @final
 @attrs.define(eq=False, repr=False)

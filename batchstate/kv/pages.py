@@ -28,6 +28,7 @@ from batchstate.kv._page_tables import check_buffers, check_map, check_map_to, c
 from batchstate.kv._sharing import PageSharing, Source
 from batchstate.kv.leases import PageLease
 from batchstate.mirror import MirroredTensor, lined_up
+from batchstate.nvtx import ranges
 from batchstate.pools import SlotPool
 from batchstate.runtime import Fence, Runtime, check_fence, check_runtime
 from batchstate.tables import Table, TableWrite
@@ -166,6 +167,7 @@ class Extension:
         )
 
 
+@ranges("extend", "advance", "commit", "release_requests")
 @shows_signature
 @final
 class PagePool(Guided):

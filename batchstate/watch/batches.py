@@ -158,7 +158,6 @@ class WatchedSpec:
     calls: Mapping[str, Any]
 
 
-@shows_signature
 def _call_of(cls: type, name: str) -> Callable[[Any], Any]:
     """Calls a method of a batch by its name, as it stands at that moment."""
     if not callable(getattr(cls, name, None)):
@@ -173,6 +172,7 @@ def _call_of(cls: type, name: str) -> Callable[[Any], Any]:
     return call
 
 
+@shows_signature
 def watch(
     cls: type,
     *,
