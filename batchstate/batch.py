@@ -469,7 +469,7 @@ class Batch(metaclass=BatchType):
         state = self._state
         if index is not None:
             num_reqs = index.size
-        if joining is not None:
+        if joining is not None or operation == "merge":
             if type(joining) is not type(self):
                 raise DeclarationError(
                     f"{operation}: expected another {type(self).__name__}, got {joining!r}",
