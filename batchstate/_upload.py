@@ -155,13 +155,13 @@ class BatchDevice:
         device._sent, device.uploaded = SentColumns(upload), True
         return device
 
-    def kept(self, state: RowState) -> "BatchDevice | None":
-        """The device side of a batch of the same rows: columns that did not change stay as they crossed.
+    def kept(self, state: RowState, changed: Collection[str]) -> "BatchDevice | None":
+        """The device side of a batch of the same rows: all columns but those that `changed` stay as they crossed.
 
         None where nothing has crossed, or where what stays is little of a large copy.
         """
-        sent, changed = self._sent, state.changed
-        if sent is None or changed is None:
+        sent = self._sent
+        if sent is None:
             return None
         sizes, num_rows = state.layout.row_bytes, state.groups[0].shape[1] if state.groups else 0
         unsent = dict.fromkeys(name for name in (*self._unsent, *changed) if name in state.layout.columns)

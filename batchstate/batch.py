@@ -991,8 +991,9 @@ class Batch(metaclass=BatchType):
             windows,
             self._row_number if same_rows or not moved else 0,
         )
-        if state.changed is not None and (self._device is not None or self._crossed is not None):
-            batch._device = self.device_side.kept(state)
+        changed = state.changed
+        if changed is not None and (self._device is not None or self._crossed is not None):
+            batch._device = self.device_side.kept(state, changed)
         if levels.full:
             batch.check(operation)
         elif levels.cheap and moved:
