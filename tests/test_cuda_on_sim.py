@@ -23,6 +23,8 @@ from batchstate.testing.cuda import CudaSimRuntime, cuda_on_cpu, declared_kernel
 from batchstate.testing.render import race_text
 from batchstate.testing.sim import PORTFOLIO, DeviceFault
 from tests.cuda_idioms import IDIOMS
+from tests.race_cases import CASES, Case
+from tests.race_cases.plain import PlainCuda
 from tests.test_cuda_on_cpu import attributes, left_over
 
 pytest_plugins = "pytester"
@@ -58,6 +60,9 @@ SHOWN = {
 DRAWS = ("random", "priority", "pct")
 SEEDS = 12
 """Seeds of those, until one shows it."""
+
+MOST = 60
+"""Seeds for the micro-cases: two of them show in few orders."""
 
 
 def values_of(result: Any) -> Any:
@@ -101,6 +106,38 @@ def test_the_table_of_the_page() -> None:
     shown = Counter(scheduler for name in dependent for scheduler in SHOWN.get(name, LAG).split())
     assert len(dependent) == 33
     assert shown == {"lazy": 25, "newest": 2, "oldest": 24, "random": 30, "priority": 33, "pct": 33}
+
+
+PAIRS = sorted({case.pair for case in CASES.values()})
+
+
+def case_values(case: Case, scheduler: str, seed: int = 0) -> Any:
+    """What a micro-case comes to, said in plain torch; None where no value shows it."""
+    torch.manual_seed(0)
+    try:
+        with cuda_on_cpu(f"sim:{scheduler}", seed=seed) as rt:
+            values = case.run(PlainCuda(rt))
+            synchronize()
+            return None if values is None else repr([one.tolist() for one in values])
+    except (DeviceFault, IndexError):  # what a kernel makes of poison
+        return "a fault of the device"
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_race_cases_in_plain_torch(pair: str) -> None:
+    """The safe side of each pair has the right values under all schedulers, the racy one wrong ones under some."""
+    safe, racy = CASES[f"{pair} (safe)"], CASES[f"{pair} (racy)"]
+    right, in_order = case_values(safe, "eager"), case_values(racy, "eager")
+    if right is None:
+        return
+    orders = [(name, seed) for seed in range(MOST) for name in PORTFOLIO if name in DRAWS or not seed]
+    assert [name for name in PORTFOLIO if case_values(safe, name) != right] == []
+    assert any(case_values(racy, name, seed) != in_order for name, seed in orders)
+
+
+def test_how_many_cases_have_values() -> None:
+    """All but three pairs, of which the detector alone can say something."""
+    assert sum(case_values(CASES[f"{pair} (safe)"], "eager") is None for pair in PAIRS) == 3
 
 
 @pytest.fixture

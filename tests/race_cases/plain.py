@@ -5,7 +5,7 @@ from typing import Any, TypeAlias, final
 import torch
 
 from batchstate.runtime import AcceleratorRuntime, CpuRuntime, Stream
-from batchstate.testing.cuda import CudaRuntime
+from batchstate.testing.cuda import CudaRuntime, CudaSimRuntime
 from batchstate.testing.race import RaceRuntime
 from batchstate.testing.sim import SimRuntime
 from batchstate.testing.tracing.dispatch import is_raw
@@ -46,7 +46,7 @@ class PlainCuda(AcceleratorRuntime):
         window: names the streams in reports, and is told of kernels that torch does not see.
     """
 
-    def __init__(self, window: CudaRuntime) -> None:
+    def __init__(self, window: CudaRuntime | CudaSimRuntime) -> None:
         self._window = window
         super().__init__(torch.device("cuda"))
 
