@@ -363,6 +363,26 @@ def test_what_a_step_publishes_on_another_stream_comes_behind_reads_and_publishe
         world.batch = step.batch  # type: ignore[assignment]
 
 
+def test_what_a_plan_shares_with_its_step_is_read_only(rt: Runtime) -> None:
+    """The plan of a decode step is one object, made when it is asked for; its lengths and places cannot be written."""
+    world = World.of(rt)
+    world.join([3, 4])
+    for asked_before in (True, False):
+        step = world.planner.plan(world.batch)
+        plan = step.plan if asked_before else None
+        inputs = step.inputs()
+        assert inputs.plan is step.plan
+        assert plan in (None, step.plan)
+        for array in (step.plan.seq_lens, step.plan.extras["slot_mapping"], step.plan.query_lens):
+            with pytest.raises(ValueError, match="read-only"):
+                array[0] = 0
+        with pytest.raises(Violation) as caught:
+            step.inputs()
+        assert caught.value.code is Code.FUTURE_CONSUMED
+        step.publish(last=inputs.input_ids)
+        world.batch = step.batch  # type: ignore[assignment]
+
+
 MOST_CALLS = 135
 
 
