@@ -237,7 +237,8 @@ def shape_of(shape: object, what: str, *, rows: int = 1) -> tuple[int, ...]:
         DtypeError, ArgumentError: something else than counts, or more elements in `rows` rows than a tensor can have.
     """
     if not isinstance(shape, tuple | list):
-        raise ShapeError(f"{what}: expected a shape, got {shape!r}", value=shape, remedy="pass a tuple, as `(8,)`")
+        one = shape if isinstance(shape, int) else 8
+        raise ShapeError(f"{what}: expected a shape, got {shape!r}", value=shape, remedy=f"pass a tuple, as `({one},)`")
     sizes = tuple(count(size, f"{what}: shape") for size in shape)
     elements = math.prod(sizes) * rows
     if elements > MOST_ELEMENTS:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
+import attrs
+
 from batchstate.errors import ArgumentError, CallError, closest, one_of
 
 T = TypeVar("T")
@@ -123,7 +125,7 @@ def _refused(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwa
         told = [one_of(names, unknown[0])]
     elif len(args) > len(places):
         by_name = ", ".join(f"{key}=..." for key in names if key not in places)
-        told = [f"give {len(places)} by position at most" + (f", the others by name: {by_name}" if by_name else "")]
+        told = [f"give {len(places) or 'none'} by position" + (f", the others by name: {by_name}" if by_name else "")]
     else:
         told = [f"give {' and '.join(f'`{key}`' for key in missing)} too"] if missing else ["give each argument once"]
     return CallError(
@@ -209,7 +211,7 @@ class Numbers(Guided):
 
         @property
         def _guide(self) -> str:
-            return f"read an attribute: {', '.join(one for one in dir(type(self)) if one[0] != '_')}"
+            return f"read an attribute: {', '.join(one.name for one in attrs.fields(type(self)))}"
 
         def __call__(self) -> NoReturn:
             self._refuse("is not a function")

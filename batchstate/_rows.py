@@ -523,7 +523,11 @@ def _not_counted(column: Column | None, name: str, columns: Mapping[str, Column]
             value=column.dtype,
             remedy="`advance` adds to columns of integers that are not indices; set others with `update` or `replace`",
         )
-    tensors = [one for one, declared in columns.items() if isinstance(declared, TensorColumn)]
+    tensors = [
+        one
+        for one, declared in columns.items()
+        if isinstance(declared, TensorColumn) and declared.unit is None and declared.np_dtype.kind in "iu"
+    ]
     if column is not None:
         return DeclarationError(f"{label} holds Python objects", value=name, remedy=one_of(tensors, name))
     return DeclarationError(f"{label} is not declared", value=name, remedy=one_of(tensors, name))

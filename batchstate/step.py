@@ -230,7 +230,7 @@ class StepPlanner(Guided):
             raise ArgumentError(
                 f"StepPlanner: plan: expected a batch of {self._kind.__name__}, got {shown(batch)}",
                 value=batch,
-                remedy="make a planner for each batch class",
+                remedy=f"pass what `{self._kind.__name__}.build` returned; each batch class has a planner of its own",
             )
         if writes:
             batch._check_writes(writes, OPERATION)

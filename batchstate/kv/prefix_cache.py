@@ -57,7 +57,7 @@ class CacheFit:
     evicted: tuple[Hashable, ...]
 
 
-_MATCH = "`cache.match(keys)` finds the pages of a prefix, `key in cache` one page"
+_MATCH = "`cache.match(keys)` finds the pages of a prefix, `key in cache` says if a page is cached"
 _INSERT = "`cache.insert(owner, keys)` gives pages their keys"
 
 
