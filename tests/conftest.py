@@ -1,7 +1,6 @@
 """Fixtures: one runtime per test, on the device that `--device` names."""
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,14 +37,6 @@ def model(device: str) -> Any:
     from tests.engine_cases import model_of
 
     return model_of("llama", device)
-
-
-@pytest.fixture
-def uncollected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batching of transformers that leaves garbage alone: it goes through all that the process has in each session."""
-    from transformers.generation.continuous_batching import continuous_api
-
-    monkeypatch.setattr(continuous_api, "gc", SimpleNamespace(collect=lambda: 0))
 
 
 @pytest.fixture

@@ -51,7 +51,8 @@ def serve(connection: Connection, number: int, steps: int) -> None:
 
 def test_two_ranks_have_the_same_slots_and_admissions() -> None:
     """Two processes, fences that complete at different times: after all steps every answer was the same."""
-    context = get_context("spawn")
+    context = get_context("forkserver")  # torch is imported only once
+    context.set_forkserver_preload([__name__])
     pipe = context.Pipe()
     ends = [context.Pipe() for _ in range(2)]
     processes = [context.Process(target=_relayed, args=(ends[at][1], pipe[at], at, STEPS)) for at in range(2)]

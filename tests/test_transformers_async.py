@@ -46,7 +46,7 @@ def forget_what_was_asked() -> None:
 
 
 @pytest.fixture(autouse=True)
-def quiet(uncollected: None) -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without its log, and without what it remembers of another device."""
     logging.disable(logging.ERROR)
     forget_what_was_asked()

@@ -27,7 +27,7 @@ FIGURES = {"requests", "tokens", "mismatches", "violations", "host_us_per_step",
 
 
 @pytest.fixture(autouse=True)
-def quiet(uncollected: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformers' loop keeps its warnings to itself; a short run times few steps."""
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
     monkeypatch.setattr(comparison, "TURN", 2)

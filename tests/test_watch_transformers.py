@@ -32,8 +32,6 @@ from transformers.generation.continuous_batching.requests import RequestState  #
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, Scheduler  # noqa: E402
 from transformers.generation.logits_process import LogitsProcessorList  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("uncollected")
-
 PAGE_SIZE, NUM_BLOCKS, MAX_TOKENS, MAX_REQUESTS = 16, 24, 48, 4
 CPU = torch.device("cpu")
 
