@@ -23,7 +23,16 @@ from tests.race_cases.tools import expected
 if torch.cuda.is_available() or torch.backends.cuda.is_built():
     pytest.skip("for builds of torch without CUDA", allow_module_level=True)
 
-_LOOKED_AT = (torch, torch.Tensor, torch._C, torch.cuda, torch.cuda.graphs, torch.cuda.memory, threading.Thread)
+_LOOKED_AT = (
+    torch,
+    torch.version,
+    torch.Tensor,
+    torch._C,
+    torch.cuda,
+    torch.cuda.graphs,
+    torch.cuda.memory,
+    threading.Thread,
+)
 
 
 def left_over(before: list[dict[str, Any]]) -> list[str]:
@@ -76,6 +85,8 @@ def test_torch_says_that_there_is_a_device() -> None:
         assert torch.cuda.get_device_name() == "a GPU"
         assert torch.cuda.get_device_capability() == (8, 6)
         assert torch.get_device_module() is torch.cuda
+        assert torch.version.cuda
+        assert torch.cuda.is_bf16_supported()
         on_host = torch.arange(4.0)
         made = [
             on_host.cuda(),

@@ -191,6 +191,12 @@ def test_a_declared_kernel_runs_late(window: CudaSimRuntime) -> None:
     assert target.tolist() == [7, 7, 7, 7]
 
 
+def test_what_a_declared_kernel_returns_is_dropped(window: CudaSimRuntime) -> None:
+    """It has not run by then."""
+    total = declared_kernel(reads=["source"])(lambda source: float(source.sum()))
+    assert total(torch.ones(4, device="cuda")) is None
+
+
 def test_results_whose_shape_depends_on_values_wait(window: CudaSimRuntime) -> None:
     """As on a device; they lie on it, and copies of lists go there one by one."""
     numbers = torch.arange(6, device="cuda")

@@ -38,6 +38,9 @@ _MISSING = object()
 
 _DYNAMO = "torch._dynamo.device_interface"
 
+_VERSION = "12.8"
+"""Of CUDA: code asks it to learn whether the device is one of NVIDIA's."""
+
 _POOLS = (
     "_cuda_beginAllocateCurrentThreadToPool",
     "_cuda_beginAllocateToPool",
@@ -84,6 +87,7 @@ def replaced(rt: "CudaWindow[Any]", stands_for: Mapping[str, Callable[..., Any]]
             (cuda.nvtx, {"_nvtx": _Silent()}),
             (torch.Tensor, _of_tensors(rt)),
             (torch, _of_torch()),
+            (torch.version, {"cuda": _VERSION}),
             (torch.amp.autocast_mode.autocast, {"__init__": _autocast(torch.amp.autocast_mode.autocast.__init__)}),
         ):
             for name, value in attributes.items():
