@@ -64,9 +64,6 @@ STEPS, WARM_UP = 100, 30
 """Steps of a turn, so that a sample in a hundred calls is taken in each, and those before it: where a hook was just put
 the interpreter specialises its code anew."""
 
-LIMITS = {"cheap": 1.15, "full": 1.8, "lag=1, every=100": 1.02}
-"""What a way may cost SGLang at most."""
-
 
 def cost_of(engine: Any, *, num_rows: int, rounds: int) -> dict[str, Any]:
     """A round of watched operations in each way, the ways taking turns: CPU time to the bare one, and Python calls.
@@ -97,7 +94,7 @@ def cost_of(engine: Any, *, num_rows: int, rounds: int) -> dict[str, Any]:
     return {
         "rows": num_rows,
         "ratio": {way: round(sum(taken) / bare, 3) for way, taken in seconds.items()},
-        "limits": LIMITS,
+        "limits": engine.COST_LIMITS,
         "python_calls": calls,
         "bare_us": round(bare / STEPS * 1e6),
     }

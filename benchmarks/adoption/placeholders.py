@@ -18,7 +18,7 @@ ABSENT = (
 )
 """Modules of other devices: an engine asks whether they are there, and has to hear that they are not."""
 
-ENGINES = ("sglang", "vllm")
+ENGINES = ("sglang", "vllm", "minisgl", "nanovllm")
 STOOD_IN: set[str] = set()
 """Modules that were asked for and stood in for."""
 

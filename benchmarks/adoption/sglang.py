@@ -207,6 +207,8 @@ def spec(watched: Watched) -> WatchedSpec:
 
 
 COST_ROWS = 256
+COST_LIMITS = {"cheap": 1.15, "full": 1.8, "lag=1, every=100": 1.02}
+"""What each way is to cost at most. `full` and `lag` miss it: see docs/measurements."""
 
 
 def step_of(num_rows: int) -> Callable[[], None]:

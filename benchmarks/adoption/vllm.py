@@ -157,6 +157,7 @@ def spec(watched: Watched) -> WatchedSpec:
 
 
 COST_ROWS = 60
+COST_LIMITS: dict[str, float] = {}
 
 
 def step_of(num_rows: int) -> Callable[[], None]:
