@@ -749,6 +749,22 @@ def test_the_last_slot_is_refused_like_any_other(rt: Runtime) -> None:
     assert pool.committed(taken).tolist() == [4, 4]
 
 
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_locations_of_ranges_are_those_of_each_position(rt: Runtime, page_size: int) -> None:
+    """Page by page and position by position give the same, also where a request has none, or begins inside a page."""
+    generator = np.random.default_rng(page_size)
+    slots = SlotPool(rt, 6)
+    pool = PagePool(rt, slots, 6 * 40, page_size, max_tokens_per_request=40)
+    held = slots.take(6)
+    pool.extend(held, 40)
+    for _ in range(50):
+        start = generator.integers(0, 20, 6)
+        counts = generator.integers(0, 20, 6) * generator.integers(0, 2, 6)
+        positions = np.concatenate([np.arange(one, one + n) for one, n in zip(start, counts, strict=True)])
+        found = pool.locations_of(held.np, start, counts, positions)
+        assert found.tolist() == pool._table.locations_at(held.np.repeat(counts), positions).tolist()
+
+
 def test_a_lease_may_be_longer_than_a_request(rt: Runtime) -> None:
     """Pages for a cache are not of one request; what a request begins with has to fit its own length."""
     slots = SlotPool(rt, 2)
