@@ -621,6 +621,12 @@ class ColumnInputs:
                 inputs.device[name] = device_rows(column, value, num_rows, runtime, label)
             elif isinstance(column, HostColumn):
                 inputs.objects[name] = _object_rows(value, num_rows, label)
+            elif column is not None:
+                raise DeclarationError(
+                    f"{label}: expected a column of a known kind, got {type(column).__name__}",
+                    value=column,
+                    remedy="derive the class of the column from MirroredColumn, DeviceColumn or HostColumn",
+                )
             else:
                 known = f", or {one_of(columns, name)}" if columns else ", in a subclass of `Batch`"
                 raise DeclarationError(f"{label} is not declared", value=name, remedy=f"declare it{known}")

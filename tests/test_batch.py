@@ -13,7 +13,7 @@ import torch
 
 from batchstate import Code, Contract, MirroredTensor, Runtime, Slots, Violation, checks, invariants
 from batchstate.batch import Batch
-from batchstate.columns import device_only, host_list, mirrored, slot_column
+from batchstate.columns import Column, device_only, host_list, mirrored, slot_column
 from batchstate.errors import (
     ArgumentError,
     ContractError,
@@ -693,3 +693,18 @@ def test_replaced_values_are_not_kept_alive() -> None:
     del large
     assert known() is None
     assert len(replaced) == 2
+
+
+def test_a_column_of_an_unknown_kind_is_refused_with_its_class() -> None:
+    """A direct subclass of `Column` holds nothing that a batch can move."""
+
+    class Odd(Column):
+        pass
+
+    class Holder(Batch):
+        seq_lens = mirrored(torch.int64)
+        odd = Odd()
+
+    with pytest.raises(DeclarationError, match="column 'odd': expected a column of a known kind, got Odd") as refused:
+        Holder.build(open_device("cpu"), seq_lens=[1], odd=[2])
+    assert "derive the class of the column from MirroredColumn" in str(refused.value.remedy)

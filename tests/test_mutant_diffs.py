@@ -178,3 +178,10 @@ def test_malformed_files(paragraph: str, problem: str, monkeypatch: pytest.Monke
     with pytest.raises(DeclarationError, match=problem):
         read("made")
     assert "a" not in MUTANTS
+
+
+def test_the_example_of_the_guide_is_a_mutant() -> None:
+    """The paragraph that CONTRIBUTING.md shows stands in the registry as it is."""
+    root = Path(__file__).parents[1]
+    example = (root / "CONTRIBUTING.md").read_text().split("```text\n[", 1)[1].split("\n```", 1)[0]
+    assert f"[{example}\n" in (root / "batchstate/selfcheck/mutants/reuse.mutants").read_text()

@@ -62,7 +62,7 @@ def test_devices_name_the_kind_of_fences() -> None:
         with pytest.raises(ArgumentError) as refused:
             open_device(wrong)
         assert refused.value.remedy
-    with pytest.raises(ArgumentError, match="use 'raise' or 'collect'"):
+    with pytest.raises(ArgumentError, match="expected on_race 'raise' or 'collect', got 'ignore'"):
         RaceRuntime(on_race="ignore")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="fences is 'now'"):
         RaceRuntime(fences="now")  # type: ignore[arg-type]

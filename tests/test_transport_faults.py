@@ -28,8 +28,9 @@ def test_no_byte_is_wrong_and_none_is_lost() -> None:
 # Mutants: one safety is missing, and some history shows it
 
 REFUSED = ("rows_beyond_the_grant", "granted_without_being_kept")
-REGISTERED = [name for name, one in MUTANTS.items() if one.machine == "transfers" and name not in REFUSED]
-"""Those that the machine finds too, but for calls that are refused before a byte moves: no history makes them."""
+STAGED = ("stages_paired_by_position",)
+REGISTERED = [name for name, one in MUTANTS.items() if one.machine == "transfers" and name not in (*REFUSED, *STAGED)]
+"""Those that the machine finds too, but for what no history has: refused calls, and stages of a pipeline."""
 
 Diff = tuple[str, str, str]
 MISSING: dict[str, list[Diff]] = {

@@ -138,6 +138,8 @@ def _compare(script: Path, arguments: list[str], seed: int, out: Path | None) ->
         expected, got = one["difference"]
         print(f"{one['device']}: expected {expected!r}, got {got!r}")
     print(f"{len(wrong)} of {len(orders)} orders of the streams give another result")
+    if not wrong:
+        print("races may remain: `race run` without --device reports them; or try --seed, and other data in each step")
     return 1 if wrong else 0
 
 

@@ -98,7 +98,7 @@ class EventFence:
     """A recorded event."""
 
     event: Any
-    _counters: Counters
+    _counters: Counters = attrs.field(repr=False)
 
     def query(self) -> bool:
         """Whether the event has happened. Never waits."""

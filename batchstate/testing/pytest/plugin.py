@@ -280,6 +280,7 @@ def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter", config:
     elif config.getoption("batchstate_device") and any(isinstance(report, pytest.TestReport) for report in reports):
         terminalreporter.section("batchstate", yellow=True)
         terminalreporter.write_line(
-            "no test opened a runtime, so --batchstate-device had no effect: let tests take batchstate_runtime",
+            "no test opened a runtime, so --batchstate-device had no effect: let tests take batchstate_runtime; "
+            "or, for plain torch code that says cuda, add --cuda-on-cpu",
             yellow=True,
         )
