@@ -62,7 +62,7 @@ class Forward:
         self.ids: tuple[str, ...] = ("last_token",)
         self.results: tuple[str, ...] = ("last_token",)
         if self._drafts:
-            fields["drafts"] = relay_field(torch.int64, (self._drafts,), non_negative=True)  # beside what it is read with
+            fields["drafts"] = relay_field(torch.int64, (self._drafts,), non_negative=True)  # with its ids
             fields["outputs"] = relay_field(torch.int64, (settings.decode_len,), read_by="host", non_negative=True)
             fields["seq_lens"] = relay_field(torch.int64, read_by="both", non_negative=True)
             self.ids, self.results = ("last_token", "drafts"), ("outputs", "seq_lens")
