@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from batchstate import invariants, levels
 from batchstate._arrays import count
+from batchstate._guidance import shown
 from batchstate._source_lines import Line, users_line
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, PoolBrokenError, PoolExhaustedError
 from batchstate.indices import Handles, Slots
@@ -824,13 +825,9 @@ class Generations:
     ) -> tuple[Ints, Ints]:
         """Numbers and generations of handles that are of this pool, or with `padded` all padding; both int64[n]."""
         if not isinstance(slots, kind):
-            if isinstance(slots, MirroredTensor):
+            if isinstance(slots, MirroredTensor) and slots.unit is not None:
                 invariants.unit_mismatch(str(kind.unit), str(slots.unit), **self._where(operation))
-            raise DtypeError(
-                f"{self.name}: {operation}: expected handles, got {slots!r}",
-                value=slots,
-                remedy=f"pass handles, as the pool returns them; a number does not say whose {kind.unit} it is",
-            )
+            raise self._not_handles(slots, kind, operation)
         if levels.full:
             slots.check(operation)
         rows: Ints = slots.np
@@ -845,6 +842,18 @@ class Generations:
                 remedy=f"use {kind.unit}s with the pool that handed them out, and with what was made over it",
             )
         return rows, slots._generations  # type: ignore[return-value]
+
+    def _not_handles(self, given: object, kind: type[Handles], operation: str) -> DtypeError:
+        """The error of something else where handles of the pool are expected."""
+        unit = f"{kind.unit}s"
+        if isinstance(given, MirroredTensor):
+            got, remedy = f"{given.name or 'a column'!r}, a column of plain numbers", f"pass the {unit}: batch.{unit}"
+        elif hasattr(given, unit) and hasattr(given, "num_reqs"):
+            got, remedy = f"a batch, {given!r}", f"pass its {unit}: batch.{unit}"
+        else:
+            got = shown(given)
+            remedy = f"pass handles, as the pool returns them; a number does not say whose {kind.unit} it is"
+        return DtypeError(f"{self.name}: {operation}: expected {unit}, got {got}", value=given, remedy=remedy)
 
     def _all_held(self, rows: Ints, held: Ints) -> bool:
         """Whether each handle is live and of its slot's present owner: the fast form of four invariants, O(n).

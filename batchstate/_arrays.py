@@ -290,7 +290,7 @@ def kept_rows(keep: object, num_rows: int, what: str) -> Rows:
     """
     if type(keep) is np.ndarray and keep.dtype is _BOOL and keep.shape == (num_rows,):  # what a step of decoding gives
         return keep.nonzero()[0]
-    array = as_array(keep, what)
+    array = keep if isinstance(keep, str | slice) else as_array(keep, what)
     rows = row_indices(array, num_rows, what)
     if array.dtype.kind == "b":
         return rows  # a mask names no row twice
@@ -304,9 +304,9 @@ def kept_rows(keep: object, num_rows: int, what: str) -> Rows:
             copy = first_duplicate(rows)
     if copy is not None:
         raise ArgumentError(
-            f"{what}: row {rows[copy]} is kept twice",
+            f"{what}: row {rows[copy]} appears twice",
             value=int(rows[copy]),
-            remedy="name each row once; a mask has one boolean per row, such as [True, False, True]",
+            remedy="name each row once; integers are row indices, a mask has one boolean per row: [True, False, True]",
         )
     return rows
 
@@ -319,6 +319,12 @@ def row_indices(rows: object, num_rows: int, what: str) -> Rows:
         DtypeError: neither booleans nor integers.
         RowIndexError: an index outside [0, num_rows); negative ones do not count from the end.
     """
+    if isinstance(rows, str | slice) or rows is None:
+        raise DtypeError(
+            f"{what}: expected row indices or a mask, got {rows!r}",
+            value=rows,
+            remedy="pass a list of row indices, such as list(range(2)), or a mask with one boolean per row",
+        )
     array = as_array(rows, what)
     if array.ndim != 1:
         raise ShapeError(
@@ -346,11 +352,11 @@ def row_indices(rows: object, num_rows: int, what: str) -> Rows:
         least, most = int(array.min()), int(array.max())
         wrong = least if least < 0 else most
         raise RowIndexError(
-            f"{what}: row {wrong}, expected rows of 0 to {num_rows - 1}",
+            f"{what}: row {wrong} is out of range, expected rows of 0 to {num_rows - 1}",
             value=wrong,
-            remedy="negative rows do not count from the end"
+            remedy=f"rows do not count from the end; the last one is {num_rows - 1}, len(batch) - 1"
             if wrong < 0
-            else "take the rows from this value, after all earlier filters",
+            else "use row indices of this batch or value: rows are numbered anew after each filter",
         )
     return index
 
@@ -398,7 +404,8 @@ def amounts(n: object, num_rows: int, what: str) -> Amounts:
         raise DtypeError(f"{what}: expected integers, got {array.dtype}", value=array.dtype, remedy="pass integers")
     if array.ndim and array.shape != (num_rows,):
         raise ShapeError(
-            f"{what}: expected one number, or {num_rows}, got an array of shape {list(array.shape)}",
+            f"{what}: expected one number, or one for each of {num_rows} rows, got "
+            + (f"a list of {array.size}" if array.ndim == 1 else f"an array of shape {list(array.shape)}"),
             value=array.shape,
             remedy="pass one number for all rows, or one number per row",
         )

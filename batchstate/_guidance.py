@@ -1,8 +1,9 @@
 """What a call that does not fit is told, and a name or an operation that is known from elsewhere.
 
-Python refuses a call with other arguments before the function runs. What is called now and then, a constructor or a
-function of a module, is wrapped, and the refusal is a `CallError`. A method of each step is not: a wrapper would be one
-more call. Python's own refusal begins with the `__qualname__` of the function, which therefore says the signature.
+Python refuses a call with other arguments before the function runs. What is called now and then, a constructor, a
+function of a module, or a method that a step calls once, is wrapped, and the refusal is a `CallError`. Other methods
+are not: a wrapper would be one more call. Python's own refusal begins with the `__qualname__` of the function, which
+therefore says the signature.
 """
 
 import functools
@@ -22,6 +23,16 @@ _MADE_BY = {
     "slots": "`slots` is a SlotPool",
     "pages": "`pages` is a PagePool",
     "engine": "`engine` is what `open_engine` returns",
+    "num_rows": "`num_rows` is the name of what has the number of requests, or a function of the batch",
+}
+_KINDS = {"runtime": "Runtime", "slots": "SlotPool", "pages": "PagePool", "engine": "Engine"}
+"""Parameters of constructors by name: the class of what belongs there."""
+
+_MEANT = {
+    # a method, or a class: what an unknown argument `key` of it means
+    "FutureMap": "give fields as a mapping: FutureMap(pool, {{{key!r}: relay_field(torch.int64)}})",
+    "update": "for a whole column, batch.replace({key}=...); for some rows, batch.update({key!r}, rows, values)",
+    "advance": "name the column: batch.advance({key!r}, {value})",
 }
 _LONGEST = 40
 
@@ -30,14 +41,18 @@ def shown(value: object) -> str:
     """A value in an error: as it is written if that is short, or else its type."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
+    return repr(value) if _is_plain(value) else _a(type(value))
+
+
+def _is_plain(value: object) -> bool:
     text = repr(value)
-    plain = value is None or isinstance(value, str | int | float | list | tuple | dict) or "torch." in text
-    return text if plain and len(text) <= _LONGEST and "\n" not in text else _a(type(value))
+    plain = value is None or isinstance(value, str | int | float | list | tuple | dict) or text.startswith("torch.")
+    return plain and len(text) <= _LONGEST and "\n" not in text
 
 
 def _a(kind: type) -> str:
     name = kind.__name__
-    return name if kind is bytes else f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
+    return name if kind is bytes else f"{'an' if name[0] in 'AEIOaeio' or name == 'ndarray' else 'a'} {name}"
 
 
 def check_kind(value: object, kind: type, what: str, remedy: str) -> None:
@@ -64,16 +79,21 @@ def shows_signature(target: T) -> T:
     return wrapped  # type: ignore[no-any-return]
 
 
-def methods_show_signature(**instead: str) -> Callable[[T], T]:
-    """A decorator of classes: only methods, those in `instead` with these words. For what is made in each step."""
+def methods_show_signature(*once: str, **instead: str) -> Callable[[T], T]:
+    """A decorator of classes: methods alone, those in `instead` with these words. Those in `once` are wrapped."""
 
     def decorate(cls: T) -> T:
-        for name, method in vars(cls).items():
+        for name, method in [*vars(cls).items()]:
             function = inspect.unwrap(getattr(method, "__func__", method))
-            if isinstance(function, FunctionType) and (name in instead or not name.startswith("_")):
-                plain = f"{cls.__name__}.{name}"  # type: ignore[attr-defined]
+            if not isinstance(function, FunctionType) or (name.startswith("_") and name not in instead):
+                continue
+            plain = f"{cls.__name__}.{name}"  # type: ignore[attr-defined]
+            if name in once:
+                wrapped: Any = _wrapped(function, plain)
+                setattr(cls, name, classmethod(wrapped) if isinstance(method, classmethod) else wrapped)
+            else:
                 expected = instead.get(name) or _signature(plain, function, not isinstance(method, staticmethod))
-                function.__qualname__ = f"expected {expected}, got another call: {plain}"
+                function.__qualname__ = f"expected {expected}; Python says of this call: {plain}"
         return cls
 
     return decorate
@@ -112,27 +132,86 @@ def _wrapped(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 def _refused(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallError:
     """The error of a call that does not fit."""
-    skipped = int(function.__name__ == "__init__")
+    makes = function.__name__ == "__init__"
+    skipped = int(makes or "." in name)
+    columns: Any = ()
+    if "." in name and args:  # a method: of the class that was used
+        columns = getattr(args[0], "_columns", ()) if function.__name__ == "build" else ()
+        name = f"{(args[0] if isinstance(args[0], type) else type(args[0])).__name__}.{function.__name__}"
     parameters = [*inspect.signature(function).parameters.values()][skipped:]
     args = args[skipped:]
-    written = ", ".join([*map(shown, args), *(f"{key}={shown(value)}" for key, value in kwargs.items())])
-    names = [one.name for one in parameters]
+    written = _call(name, [*map(shown, args)], {key: shown(value) for key, value in kwargs.items()})
+    names = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
     unknown = [key for key in kwargs if key not in names]
-    places = [one.name for one in parameters if one.kind is not one.KEYWORD_ONLY]
-    needed = [one.name for one in parameters if one.default is one.empty]
+    places = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    needed = [one.name for one in parameters if one.default is one.empty and one.name in names]
     missing = [key for key in needed if key not in kwargs and key not in places[: len(args)]]
-    if unknown:
-        told = [one_of(names, unknown[0])]
+    problem = f"expected {_signature(name, function, skipped)}, got {written}"
+    by_name = [key for key in names if key not in places]
+    made_by = [text for key, text in _MADE_BY.items() if key in missing and (makes or key not in _KINDS)]
+    swapped = _swapped(places, args) if makes or places[:1] == ["runtime"] else None
+    if swapped is not None:
+        key, value = swapped
+        problem = f"{name}: `{key}` is {shown(value)}, expected a {_KINDS[key]}"
+        at = places.index(key)
+        rest = [_KINDS_REVERSED.get(type(one).__name__) or shown(one) for one in args[at:]]
+        others = {
+            one: shown(kwargs[one]) if one in kwargs else "..." for one in by_name if one in kwargs or one in needed
+        }
+        told = [f"put `{key}` before it: {_call(name, [*places[:at], key, *rest], others)}"]
+    elif unknown and (meant := _MEANT.get(name) or _MEANT.get(function.__name__)):
+        told = [meant.format(key=unknown[0], value=shown(kwargs[unknown[0]]))]
+    elif unknown:
+        told = [one_of(names, unknown[0]) if names else "leave the arguments out"]
+    elif len(args) > len(places) and by_name:
+        first = [shown(one) if _is_plain(one) else key for one, key in zip(args, places, strict=False)]
+        if by_name[0] in kwargs or (not first and not isinstance(args[0], list)):
+            rest_by_name = dict.fromkeys(by_name[:3], "...")
+        else:
+            rest_by_name = {
+                key: shown(one) if _is_plain(one) else "..."
+                for one, key in zip(args[len(places) :], by_name, strict=False)
+            }
+        told = [f"give {_listed(list(rest_by_name))} by name: {_call(name, first, rest_by_name)}"]
     elif len(args) > len(places):
-        by_name = ", ".join(f"{key}=..." for key in names if key not in places)
-        told = [f"give {len(places) or 'none'} by position" + (f", the others by name: {by_name}" if by_name else "")]
+        told = [
+            f"it takes {len(places)} argument{'s' * (len(places) != 1)}"
+            if places
+            else f"it takes no arguments: {name}()"
+        ]
+    elif missing:
+        given = [shown(one) if _is_plain(one) else key for one, key in zip(args, places, strict=False)]
+        rest = [key for key in missing if key in places]
+        fields = dict.fromkeys([*(key for key in missing if key in by_name), *columns], "...")
+        told = [
+            f"{_listed(missing)} {'is' if len(missing) == 1 else 'are'} missing: {_call(name, given + rest, fields)}"
+        ]
     else:
-        told = [f"give {' and '.join(f'`{key}`' for key in missing)} too"] if missing else ["give each argument once"]
+        told = ["give each argument once"]
     return CallError(
-        f"expected {_signature(name, function, skipped)}, got {name}({written})",
-        value=written,
-        remedy="; ".join([*told, *(text for key, text in _MADE_BY.items() if key in needed and not unknown)]),
+        problem, value=written, remedy="; ".join([*told, *(made_by if not unknown and swapped is None else ())])
     )
+
+
+_KINDS_REVERSED = {kind: name for name, kind in _KINDS.items()}
+
+
+def _swapped(places: list[str], args: tuple[Any, ...]) -> tuple[str, Any] | None:
+    """The first argument of another kind than its place takes, and that place."""
+    for key, value in zip(places, args, strict=False):
+        if key in _KINDS and _KINDS[key] not in (one.__name__ for one in type(value).__mro__):
+            return key, value
+    return None
+
+
+def _call(name: str, args: list[str], kwargs: Mapping[str, str]) -> str:
+    return f"{name}({', '.join([*args, *(f'{key}={value}' for key, value in kwargs.items())])})"
+
+
+def _listed(names: list[str]) -> str:
+    """Names in a sentence."""
+    quoted = [f"`{name}`" for name in names]
+    return " and ".join(filter(None, [", ".join(quoted[:-1]), quoted[-1]]))
 
 
 # Names and operations
@@ -192,10 +271,10 @@ class Guided:
             self._refuse("cannot be searched with `in`")
 
         def __getitem__(self, index: object) -> NoReturn:
-            self._refuse("has no [...]")
+            self._refuse("cannot be indexed")
 
         def __setitem__(self, index: object, value: object) -> NoReturn:
-            self._refuse("has no [...] = ...")
+            self._refuse("cannot be assigned to")
 
         def _refuse(self, problem: str) -> NoReturn:
             name = type(self).__name__

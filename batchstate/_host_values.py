@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from batchstate._arrays import Array
-from batchstate._guidance import attribute
+from batchstate._guidance import attribute, shown
 from batchstate.errors import ArgumentError, DeclarationError, DeviceError, DtypeError, ShapeError
 
 _INSTEAD = {
@@ -106,7 +106,7 @@ class HostValues:
 
     def __bool__(self) -> bool:
         raise ArgumentError(
-            f"the truth of {self!r} is ambiguous",
+            f"the truth value of {self!r} is ambiguous",
             value=self.np.shape,
             remedy="use `len(value) > 0`, or `.any()`/`.all()` of a comparison",
         )
@@ -115,7 +115,7 @@ class HostValues:
 
     def __getitem__(self, index: object) -> NoReturn:
         raise DeclarationError(
-            f"{self.label} is not indexed: the result would have one side",
+            f"{self.label} cannot be indexed: the result would have one side",
             value=index,
             remedy="`.np[...]` reads the host side, `.device[...]` the device side; `.take(rows)` and `.filter(mask)` "
             "select rows of both",
@@ -138,7 +138,17 @@ class HostValues:
         )
 
     __mul__ = __rmul__ = __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = _refuse_arithmetic
-    __mod__ = __rmod__ = __pow__ = __rpow__ = __rsub__ = __matmul__ = _refuse_arithmetic
+
+    def __rsub__(self, other: object) -> Any:
+        if isinstance(other, np.ndarray | np.generic):
+            return NotImplemented
+        raise DeclarationError(
+            f"{self.label}: a {type(self).__name__} cannot be subtracted from {shown(other)}",
+            value=other,
+            remedy=f"{shown(other)} - x.np on the host, {shown(other)} - x.device on the device",
+        )
+
+    __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = _refuse_arithmetic
     __and__ = __or__ = __xor__ = __rand__ = __ror__ = __rxor__ = __lshift__ = __rshift__ = _refuse_arithmetic
 
     def _refuse_number(self) -> NoReturn:
@@ -155,14 +165,14 @@ class HostValues:
             f"torch.{getattr(function, '__name__', function)}: expected a tensor, got a {cls.__name__}, "
             "which has two sides",
             value=cls.__name__,
-            remedy="pass `.device`, or `.host` for a tensor on the host",
+            remedy="pass `.device` for the tensor on the device, `.host` for the one on the host",
         )
 
     def __dlpack__(self, *args: object, **kwargs: object) -> NoReturn:
         raise DeviceError(
-            f"{self.label} has two sides: dlpack takes one",
+            f"expected a tensor, got {self.label}, which has two sides",
             value=self.label,
-            remedy="pass `.device`, or `.host` for a tensor on the host",
+            remedy="pass `.device` for the tensor on the device, `.host` for the one on the host",
         )
 
     def __dlpack_device__(self) -> NoReturn:

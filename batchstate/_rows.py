@@ -628,8 +628,8 @@ class ColumnInputs:
                     remedy="derive the class of the column from MirroredColumn, DeviceColumn or HostColumn",
                 )
             else:
-                known = f", or {one_of(columns, name)}" if columns else ", in a subclass of `Batch`"
-                raise DeclarationError(f"{label} is not declared", value=name, remedy=f"declare it{known}")
+                known = one_of(columns, name) if columns else "declare it, in a subclass of `Batch`"
+                raise DeclarationError(f"{label} is not declared", value=name, remedy=known)
         return inputs
 
     def _read_mirrored(
@@ -642,7 +642,8 @@ class ColumnInputs:
                 raise DtypeError(
                     f"{label}: expected slots, got numbers",
                     value=value,
-                    remedy="pass what `pool.take` returned; of your own allocator, `Slots.from_host(runtime, numbers)`",
+                    remedy="pass what `pool.take` returned; if the numbers come from your own allocator, "
+                    "`Slots.from_host(runtime, numbers)`",
                 )
             self.host[name] = _host_rows(column, value, num_rows, runtime, label)
             if of_slots:
@@ -677,8 +678,9 @@ def num_rows_of(values: Mapping[str, object], what: str) -> int:
         try:
             return len(value)  # type: ignore[arg-type]
         except TypeError:  # also of what has a length in general, and none as it is: an array of no dimensions
+            number = "the number " if isinstance(value, int | float) else ""
             raise ArgumentError(
-                f"{what}: column {name!r}: expected one row per request, got {value!r}",
+                f"{what}: column {name!r}: expected one row per request, got {number}{value!r}",
                 value=value,
                 remedy="pass a list, array or tensor with one row per request; slots are what `pool.take` returned",
             ) from None
@@ -755,7 +757,9 @@ def _check_shape(column: TensorColumn, shape: tuple[int, ...], num_rows: int, la
         if not shape:
             problem = f"{label}: expected one row per request, got one number"
         elif shape[1:] == column.shape:
-            problem = f"{label} has {shape[0]} rows, expected {num_rows}, as the other columns have"
+            problem = (
+                f"{label} has {shape[0]} row{'s' * (shape[0] != 1)}, expected {num_rows}, as the other columns have"
+            )
         else:
             problem = f"{label}: expected shape {[num_rows, *column.shape]}, got {list(shape)}"
         raise ShapeError(problem, value=shape, remedy="pass one row per request, each of the declared shape")

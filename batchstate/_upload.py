@@ -454,7 +454,7 @@ def check_writes(writes: object, what: str) -> None:
     """
     if not isinstance(writes, list | tuple) or not all(isinstance(one, TableWrite) for one in writes):
         raise ArgumentError(
-            f"{what}: writes are {writes!r}",
+            f"{what}: expected `writes`, a list of table writes, got {writes!r}",
             value=writes,
             remedy="pass a list of what `Table.entry` or `Extension.entry` returned",
         )

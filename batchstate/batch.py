@@ -85,7 +85,7 @@ class BatchType(type):
 
 
 @ranges("build", "filter", "merge", "next_batch", "advance", "update", "pad", "upload", "to_static", "on_device")
-@methods_show_signature(__init__="`build(runtime, ...)` of a subclass of Batch")
+@methods_show_signature("build", "update", "upload", "filter", "advance", "next_batch")
 class Batch(metaclass=BatchType):
     """Base of declared batches. Subclass it to declare columns; never to override what is here.
 
@@ -128,7 +128,7 @@ class Batch(metaclass=BatchType):
 
     def __init__(
         self,
-        runtime: Runtime,
+        runtime: Runtime = None,  # type: ignore[assignment]
         state: RowState = None,  # type: ignore[assignment]
         num_reqs: int = 0,
         num_rows: int = 0,
@@ -141,7 +141,7 @@ class Batch(metaclass=BatchType):
         if columns or type(state) is not RowState:
             name = type(self).__name__
             raise DeclarationError(
-                f"expected {name}.build(...), got {name}(...): the class was called with columns, or with none",
+                f"{name} cannot be called directly",
                 value=name,
                 remedy=f"make one with `{name}.build(runtime, ...)`, a value for each column by name",
             )
@@ -278,20 +278,25 @@ class Batch(metaclass=BatchType):
         def __setitem__(self, column: object, value: object) -> NoReturn:
             """Refuses, as an assignment to the attribute is refused."""
             raise DeclarationError(
-                f"{type(self).__name__}[{column!r}] was assigned to",
+                f"{type(self).__name__}: cannot assign to column {column!r}",
                 value=column,
-                remedy="batches are immutable: batch = batch.replace(column=values)",
+                remedy=f"a batch is immutable: batch = batch.replace({column}=...)",
             )
 
         def __delitem__(self, column: object) -> NoReturn:
+            known = "" if column in self._columns else f"{type(self).__name__} has no column {column!r}; "
             raise DeclarationError(
-                f"{type(self).__name__}[{column!r}] was deleted",
+                f"{known}cannot delete column {column!r} of a batch",
                 value=column,
-                remedy="declare another class without the column",
+                remedy="a batch is immutable: for other columns, declare another class",
             )
 
         def __contains__(self, entry: object) -> NoReturn:
-            raise self._not_a_name(None)
+            raise DeclarationError(
+                f"{type(self).__name__} cannot be searched with `in`",
+                value=entry,
+                remedy=f"{entry!r} in batch.columns() says whether a column is declared; values are in the columns",
+            )
 
         def __add__(self, other: object) -> NoReturn:
             raise DeclarationError(f"{type(self).__name__} has no `+`", value=other, remedy=f"{_MERGE}; {_ADVANCE}")
@@ -299,7 +304,7 @@ class Batch(metaclass=BatchType):
     def _not_a_name(self, given: object) -> DeclarationError:
         """The error of an index that is not a column's name."""
         name, one = type(self).__name__, next(iter(self._columns), "name")
-        got = f"{name} is not iterable" if given is None else f"{name}: expected the name of a column, got {given!r}"
+        got = f"{name} cannot be iterated" if given is None else f"{name}: expected the name of a column, got {given!r}"
         return DeclarationError(
             got,
             value=given,
@@ -472,9 +477,9 @@ class Batch(metaclass=BatchType):
         if joining is not None or operation == "merge":
             if type(joining) is not type(self):
                 raise DeclarationError(
-                    f"{operation}: expected another {type(self).__name__}, got {joining!r}",
+                    f"{operation}: expected another {type(self).__name__}, got {shown(joining)}",
                     value=type(joining).__name__,
-                    remedy="merge with a batch of the same class",
+                    remedy="pass a batch of the same class, one in each call",
                 )
             if joining.runtime is not self.runtime:
                 raise DeviceError(

@@ -55,14 +55,14 @@ class Column:
 
     def __set__(self, instance: object, value: object) -> None:
         raise DeclarationError(
-            f"column {self.name!r} of a batch was assigned to",
+            f"cannot assign to column {self.name!r} of a batch",
             value=type(value).__name__,
-            remedy=f"batches are immutable: batch = batch.replace({self.name}=...)",
+            remedy=f"a batch is immutable: batch = batch.replace({self.name}=...)",
         )
 
     def __delete__(self, instance: object) -> None:
         raise DeclarationError(
-            f"column {self.name!r} of a batch was deleted",
+            f"cannot delete column {self.name!r} of a batch",
             value=self.name,
             remedy="every batch of a class has its columns: declare another class without this one",
         )

@@ -295,7 +295,7 @@ class FutureMap(Guided):
     _guide = f"{_PUBLISH}; {_GATHER}; `relay.fields` has the declarations"
 
     def __init__(self, slots: SlotPool, fields: Mapping[str, RelayField], *, name: str = "relay") -> None:
-        check_kind(slots, SlotPool, name, "pass the pool whose requests the relay serves")
+        check_kind(slots, SlotPool, "FutureMap: `slots`", "pass the pool whose requests the relay serves")
         self.slots = slots
         self.runtime = slots.runtime
         self.name = name

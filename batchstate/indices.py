@@ -19,7 +19,7 @@ from batchstate.mirror import Contract, DeviceSide, MirroredTensor
 from batchstate.runtime import Runtime
 
 
-@methods_show_signature(__init__="`pool.take(n)`, which returns handles")
+@methods_show_signature()
 class Handles(MirroredTensor):
     """Numbers of an index space with the generation of each: they say whose they are, and go stale with their owner.
 
@@ -29,13 +29,17 @@ class Handles(MirroredTensor):
     _space: ClassVar[int] = 0
     __slots__ = ("held_at",)
 
-    def __init__(self, runtime: Runtime, host: Array | None, device: DeviceSide | None, **rest: Any) -> None:
+    def __init__(
+        self, runtime: Runtime, host: Array | None = None, device: DeviceSide | None = None, **rest: Any
+    ) -> None:
         """For the library. Without generations they have generation 0, which nothing live has.
 
         `held_at` counts the changes of the pool when all of them were last found live; -1 before.
         """
         self.held_at = -1
         if rest.get("generations") is None:
+            if "shape" not in rest:  # then `MirroredTensor` says how to make one
+                super().__init__(runtime, host, device)
             rest["generations"] = np.zeros(rest["shape"][0], dtype=np.int64)
         rest["generations"].setflags(write=False)  # once, and not for each read
         super().__init__(runtime, host, device, **rest)

@@ -11,7 +11,7 @@ import contextlib
 import enum
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar, NamedTuple, NoReturn, Self, SupportsIndex, cast, final
+from typing import Any, ClassVar, NamedTuple, NoReturn, Self, SupportsIndex, cast, final
 
 import attrs
 import numpy as np
@@ -48,11 +48,12 @@ from batchstate._arrays import (
     shifted,
     signed_twin,
 )
-from batchstate._guidance import methods_show_signature
+from batchstate._guidance import methods_show_signature, shown
 from batchstate._host_values import HostValues
 from batchstate._origin import RowSet, joined
 from batchstate.errors import (
     ArgumentError,
+    CallError,
     ContractError,
     DeclarationError,
     DeviceError,
@@ -256,7 +257,22 @@ def stale_reasons(windows: tuple[StaleWindow, ...], side: str) -> tuple[str, ...
     return tuple(window.reason for window in windows if window.open and window.side == side)
 
 
-@methods_show_signature(__init__="MirroredTensor.from_host(runtime, values)")
+_UNSET: Any = object()
+
+
+def _called(cls: type, values: object) -> CallError:
+    """The error of a class that is called directly."""
+    made = f"{cls.__name__}.from_host(runtime, {shown(values)})"
+    if vars(cls).get("unit") is None:
+        return CallError(f"{cls.__name__} cannot be called directly", value=values, remedy=f"make one with {made}")
+    return CallError(
+        f"{cls.__name__} cannot be called directly",
+        value=values,
+        remedy=f"a pool makes them: pool.take(n); for numbers of your own allocator, {made}",
+    )
+
+
+@methods_show_signature("from_host", "stale", "take")
 class MirroredTensor(HostValues):
     """A vector (rows first, any trailing shape) whose host and device side are kept together.
 
@@ -297,12 +313,12 @@ class MirroredTensor(HostValues):
     def __init__(
         self,
         runtime: Runtime,
-        host: Array | None,
-        device: DeviceSide | None,
+        host: Array | None = None,
+        device: DeviceSide | None = None,
         *,
-        dtype: torch.dtype,
-        shape: tuple[int, ...],
-        contract: Contract,
+        dtype: torch.dtype = _UNSET,
+        shape: tuple[int, ...] = (),
+        contract: Contract = Contract.EXACT,
         name: str = "",
         windows: tuple[StaleWindow, ...] = (),
         generations: Array | None = None,
@@ -316,6 +332,8 @@ class MirroredTensor(HostValues):
         `row_set` says to which requests the rows belong, where that is known.
         The value adds itself to `exposed` once its host side can be written from outside, or may be stale.
         """
+        if dtype is _UNSET:
+            raise _called(type(self), runtime if host is None else host)
         self.runtime = runtime
         self.dtype = dtype
         self.shape = shape

@@ -16,7 +16,7 @@ import torch
 from batchstate import invariants, levels
 from batchstate._allocator import Allocator, Generations, SlotListener, Transaction, size_of
 from batchstate._arrays import as_array, count
-from batchstate._guidance import Guided, Numbers, shows_signature
+from batchstate._guidance import Guided, Numbers, methods_show_signature, shows_signature
 from batchstate.errors import DtypeError
 from batchstate.indices import Slots
 from batchstate.nvtx import ranges
@@ -102,6 +102,7 @@ class PendingSlots:
 
 @ranges("take", "free", "release_requests")
 @shows_signature
+@methods_show_signature("take", "free")
 class SlotPool(Guided):
     """Slots 1 to size + reserve. Slot 0 is padding and is never taken.
 
@@ -122,7 +123,7 @@ class SlotPool(Guided):
     def __init__(
         self, runtime: Runtime, size: SupportsIndex, *, reserve: SupportsIndex = 0, name: str = "slots"
     ) -> None:
-        check_runtime(runtime, name)
+        check_runtime(runtime, type(self).__name__)
         ordinary = size_of(size, f"{name}: size", least=1)
         reserved = size_of(reserve, f"{name}: reserve")
         size_of(ordinary + reserved, f"{name}: size + reserve")

@@ -566,10 +566,10 @@ class StepPlanner(Guided):
             raise ArgumentError(
                 problem, value=batch, remedy="pass the class that declares the columns, not a batch of it"
             )
-        for value, kind in ((pages, PagePool), (relay, FutureMap)):
+        for name, value, kind in (("pages", pages, PagePool), ("relay", relay, FutureMap)):
             if kind is PagePool or value is not None:
-                remedy = "pass pages and relay of the pool that the requests take their slots from"
-                check_kind(value, kind, "StepPlanner", remedy)
+                remedy = f"pass {name}={name}, made over the slot pool of the requests: {kind.__name__}(...)"
+                check_kind(value, kind, f"StepPlanner: `{name}`", remedy)
         if isinstance(pages, PagePool) and isinstance(relay, FutureMap) and pages.slots is not relay.slots:
             raise ArgumentError(
                 f"StepPlanner: {pages!r} and {relay!r} are of two slot pools",

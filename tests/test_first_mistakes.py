@@ -62,14 +62,18 @@ def without(batch: Decode, **changed: Any) -> Any:
 
 MISTAKES: dict[str, tuple[Callable[[Any], object], str, str]] = {
     # what is typed: (it, what the error says, what it tells to do)
-    "R(runtime, seq_lens=...)": (lambda it: Decode(it.runtime, seq_lens=[1]), "called with columns", "Decode.build("),
-    "R(runtime)": (lambda it: Decode(it.runtime), "called with columns", "Decode.build("),
+    "R(runtime, seq_lens=...)": (
+        lambda it: Decode(it.runtime, seq_lens=[1]),
+        "Decode cannot be called directly",
+        "Decode.build(",
+    ),
+    "R(runtime)": (lambda it: Decode(it.runtime), "Decode cannot be called directly", "Decode.build("),
     "R.build('cpu')": (lambda it: Decode.build("cpu"), "expected a Runtime, got 'cpu'", "open_runtime"),  # type: ignore[arg-type]
     "SlotPool('cpu')": (lambda it: SlotPool("cpu", 3), "expected a Runtime, got 'cpu'", "open_runtime"),  # type: ignore[arg-type]
     "a column misspelt": (lambda it: without(it.batch, seq_lens=None, seq_len=[1, 1]), "seq_len", "mean 'seq_lens'"),
     "a column of one row": (
         lambda it: without(it.batch, seq_lens=[1]),
-        "has 1 rows, expected 2",
+        "has 1 row, expected 2",
         "one row per request",
     ),
     "a number for a column": (
@@ -77,9 +81,9 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], str, str]] = {
         "per request, got one number",
         "one row per request",
     ),
-    "a number for slots": (lambda it: without(it.batch, slots=3), "per request, got 3", "`pool.take`"),
+    "a number for slots": (lambda it: without(it.batch, slots=3), "per request, got the number 3", "`pool.take`"),
     "numbers for slots": (lambda it: without(it.batch, slots=[1, 2]), "expected slots", "from_host(runtime, numbers)"),
-    "a mask of 0 and 1": (lambda it: it.batch.filter([1, 1]), "row 1 is kept twice", "one boolean per row"),
+    "a mask of 0 and 1": (lambda it: it.batch.filter([1, 1]), "row 1 appears twice", "integers are row indices"),
     "mirrored(np.int64)": (lambda it: mirrored(np.int64), "expected a torch dtype", "pass torch.int64"),  # type: ignore[arg-type]
     "mirrored(int)": (lambda it: mirrored(int), "expected a torch dtype", "pass torch.int64"),  # type: ignore[arg-type]
     "mirrored('tokens')": (lambda it: mirrored("tokens"), "got 'tokens'", "such as torch.int64"),  # type: ignore[arg-type]
@@ -94,20 +98,32 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], str, str]] = {
     "b[0]": (lambda it: it.batch[0], "expected the name of a column, got 0", "batch.filter(rows)"),
     "b[:1]": (lambda it: it.batch[:1], "expected the name of a column", "batch.filter(rows)"),
     "b['seq_len']": (lambda it: it.batch["seq_len"], "'seq_len'", "mean 'seq_lens'"),
-    "list(b)": (lambda it: list(it.batch), "not iterable", "batch.to_dict()"),
-    "dict(b)": (lambda it: dict(it.batch), "not iterable", "batch.to_dict()"),
+    "list(b)": (lambda it: list(it.batch), "cannot be iterated", "batch.to_dict()"),
+    "dict(b)": (lambda it: dict(it.batch), "cannot be iterated", "batch.to_dict()"),
     "b.replace misspelt": (lambda it: it.batch.replace(seq_len=[1, 2]), "'seq_len'", "mean 'seq_lens'"),
-    "b.seq_lens = ...": (lambda it: setattr(it.batch, "seq_lens", [1]), "assigned", "batch.replace(seq_lens=...)"),
-    "b['seq_lens'] = ...": (lambda it: it.batch.__setitem__("seq_lens", [1]), "assigned", "batch.replace("),
-    "del b.seq_lens": (lambda it: delattr(it.batch, "seq_lens"), "was deleted", "declare another class"),
+    "b.seq_lens = ...": (
+        lambda it: setattr(it.batch, "seq_lens", [1]),
+        "cannot assign to column",
+        "batch.replace(seq_lens=...)",
+    ),
+    "b['seq_lens'] = ...": (
+        lambda it: it.batch.__setitem__("seq_lens", [1]),
+        "cannot assign to column 'seq_lens'",
+        "batch.replace(seq_lens=...)",
+    ),
+    "del b.seq_lens": (lambda it: delattr(it.batch, "seq_lens"), "cannot delete column", "declare another class"),
     "Batch.build": (lambda it: Batch.build(it.runtime, seq_lens=[1]), "is not declared", "in a subclass of `Batch`"),
     "filter(0)": (lambda it: it.batch.filter(0), "got the number 0", "list of row indices"),
-    "filter([2])": (lambda it: it.batch.filter([2]), "row 2, expected rows of 0 to 1", "from this value"),
-    "filter([-1])": (lambda it: it.batch.filter([-1]), "row -1", "do not count from the end"),
-    "filter(slice)": (lambda it: it.batch.filter(slice(1)), "got slice(None, 1, None)", "pass a list of numbers"),
-    "filter('a')": (lambda it: it.batch.filter("a"), "got 'a'", "pass a list of numbers"),
+    "filter([2])": (lambda it: it.batch.filter([2]), "row 2 is out of range, expected rows of 0 to 1", "numbered anew"),
+    "filter([-1])": (lambda it: it.batch.filter([-1]), "row -1", "rows do not count from the end; the last one is 1"),
+    "filter(slice)": (
+        lambda it: it.batch.filter(slice(1)),
+        "row indices or a mask, got slice(None, 1, None)",
+        "a list of row indices",
+    ),
+    "filter('a')": (lambda it: it.batch.filter("a"), "row indices or a mask, got 'a'", "a list of row indices"),
     "merge(3)": (lambda it: it.batch.merge(3), "expected another Decode, got 3", "a batch of the same class"),
-    "free([1])": (lambda it: it.pool.free([1]), "expected handles, got [1]", "whose slot"),
+    "free([1])": (lambda it: it.pool.free([1]), "expected slots, got [1]", "whose slot"),
     "take(-1)": (lambda it: it.pool.take(-1), "n is -1, expected >= 0", "pass 0 or more"),
     "take('ten')": (lambda it: it.pool.take("ten"), "'ten', expected an integer", "pass an integer"),
     "take(True)": (lambda it: it.pool.take(True), "True, expected an integer", "pass an integer"),
@@ -116,20 +132,20 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], str, str]] = {
     "flat prompt ids": (
         lambda it: ForwardPlan.of(it.batch.slots, it.lens, 1, prompt_ids=[1, 2]),
         "got the number 1",
-        "one list per request",
+        "a list of lists",
     ),
     "extras misspelt": (
         lambda it: it.batch.upload(extras={"positions": np.zeros(2, np.int64)})["position"],
         "no extra 'position'",
         "mean 'positions'",
     ),
-    "x[0]": (lambda it: it.lens[0], "not indexed", "`.np[...]`"),
-    "x[:1]": (lambda it: it.lens[:1], "not indexed", "`.take(rows)`"),
+    "x[0]": (lambda it: it.lens[0], "cannot be indexed", "`.np[...]`"),
+    "x[:1]": (lambda it: it.lens[:1], "cannot be indexed", "`.take(rows)`"),
     "x[0] = 1": (lambda it: it.lens.__setitem__(0, 1), "immutable", "`.update(rows, values)`"),
     "x * 2": (lambda it: it.lens * 2, "only `+` and `-`", "`.np`"),
     "2 * x": (lambda it: 2 * it.lens, "only `+` and `-`", "`.device`"),
     "x // 16": (lambda it: it.lens // 16, "only `+` and `-`", "`.np`"),
-    "10 - x": (lambda it: 10 - it.lens, "only `+` and `-`", "`.np`"),
+    "10 - x": (lambda it: 10 - it.lens, "cannot be subtracted from 10", "10 - x.np on the host"),
     "float(x)": (lambda it: float(it.lens), "not one number", "`.np[row]`"),
     "int(x)": (lambda it: int(it.lens), "not one number", "`.np[row]`"),
     "if x": (lambda it: bool(it.lens), "ambiguous", "len(value) > 0"),
@@ -157,17 +173,20 @@ WRITTEN = {
     "SlotPool(rt, 0)": ("size is 0, expected >= 1", "pass 1 or more"),
     "pool.take(2.0)": ("n is 2.0, expected an integer", "pass an integer"),
     "pool.take(99)": ("99 requested", "make the pool"),
-    "pool.free(1)": ("expected handles, got 1", "as the pool returns them"),
-    "pool.free(batch)": ("expected handles, got Rows(", "as the pool returns them"),
+    "pool.free(1)": ("expected slots, got 1", "as the pool returns them"),
+    "pool.free(batch)": ("expected slots, got a batch, Rows(", "batch.slots"),
     "pool.free(batch.slots, after=rt)": ("expected a fence as `after`, got CpuRuntime", "Runtime.record()"),
     "pool.free(batch.slots, after=True)": ("expected a fence as `after`, got True", "Runtime.record()"),
     "pool.table('t', 4, torch.int32)": ("expected a shape, got 4", "a tuple, as `(4,)`"),
     "pool.table('t', (4,), 'int32')": ("expected a torch dtype, got 'int32'", "torch.int32"),
-    "pages.extend(pool, 3)": ("expected handles, got SlotPool", "as the pool returns them"),
-    "pages.extend([1, 2], [3, 3])": ("expected handles, got [1, 2]", "as the pool returns them"),
-    "pages.extend(batch.slots, [3])": ("expected one number, or 2, got an array of shape [1]", "one number per row"),
+    "pages.extend(pool, 3)": ("expected slots, got a SlotPool", "as the pool returns them"),
+    "pages.extend([1, 2], [3, 3])": ("expected slots, got [1, 2]", "as the pool returns them"),
+    "pages.extend(batch.slots, [3])": (
+        "expected one number, or one for each of 2 rows, got a list of 1",
+        "one number per row",
+    ),
     "pages.commit(batch.slots, 99)": ("99 tokens asked for, a request may have 64 (max_tokens_per_request)", ""),
-    "pages.share(batch.slots, batch.slots, 3)": ("share of 2 slots", "one slot"),
+    "pages.share(batch.slots, batch.slots, 3)": ("share: expected one slot, got 2", "the slot of one request"),
     "Rows.build(rt)": ("no value for slots, seq_lens, requests", "every declared column"),
     "Rows.build(rt, slots=[1, 2], seq_lens=[1, 2], requests=[1, 2])": ("expected slots, got numbers", "pool.take"),
     "Rows.build(rt, slots=batch.slots, seq_lens=['a', 'b'], requests=[1, 2])": (
@@ -175,15 +194,15 @@ WRITTEN = {
         "pass a list of numbers",
     ),
     "Rows.build(rt, slots=batch.slots, seq_lens=[1, 2], requests=None)": ("expected a sequence", "one object"),
-    "batch.merge([batch])": ("expected another Rows, got [Rows(", "the same class"),
+    "batch.merge([batch])": ("expected another Rows, got a list", "the same class, one in each call"),
     "batch.merge(None)": ("expected another Rows, got None", "the same class"),
-    "batch.next_batch(keep=[5])": ("row 5, expected rows of 0 to 1", "from this value"),
+    "batch.next_batch(keep=[5])": ("row 5 is out of range, expected rows of 0 to 1", "numbered anew after each filter"),
     "batch.upload(extras=[1])": ("expected extras by name, got [1]", "name -> host array"),
     "batch.upload(extras={'x': 'abc'})": ("extra 'x': expected numbers, got 'abc'", "pass a list of numbers"),
-    "batch.upload(writes=pages)": ("writes are PagePool", "Table.entry"),
+    "batch.upload(writes=pages)": ("expected `writes`, a list of table writes, got PagePool", "Table.entry"),
     "open_runtime('gpu')": ("unknown device 'gpu'", "'cuda'"),
     "torch.cat([batch.seq_lens, batch.seq_lens])": ("expected a tensor, got a MirroredTensor", "`.device`"),
-    "setattr(batch, 'seq_lens', 3)": ("was assigned to", "batch.replace(seq_lens=...)"),
+    "setattr(batch, 'seq_lens', 3)": ("cannot assign to column", "batch.replace(seq_lens=...)"),
     "bool(batch.seq_lens)": ("is ambiguous", "`.any()`"),
     "int(batch.seq_lens)": ("is not one number", "`.np[row]`"),
 }
@@ -191,54 +210,63 @@ WRITTEN = {
 
 MORE = {
     # what is typed: (what the error says, what it tells to do)
-    "SlotPool(8)": ("expected SlotPool(runtime, size, *, reserve=0, name='slots'), got SlotPool(8)", "`open_runtime`"),
-    "SlotPool()": ("got SlotPool()", "give `runtime` and `size` too"),
-    "SlotPool(rt, 8, 2)": ("got SlotPool(a CpuRuntime, 8, 2)", "by name: reserve=..., name=..."),
+    "SlotPool(8)": ("`runtime` is 8, expected a Runtime", "SlotPool(runtime, 8)"),
+    "SlotPool()": ("got SlotPool()", "`runtime` and `size` are missing: SlotPool(runtime, size)"),
+    "SlotPool(rt, 8, 2)": (
+        "got SlotPool(a CpuRuntime, 8, 2)",
+        "give `reserve` by name: SlotPool(runtime, 8, reserve=2)",
+    ),
     "SlotPool(rt, sizes=8)": ("got SlotPool(a CpuRuntime, sizes=8)", "did you mean 'size'?"),
     "len(pool)": ("SlotPool has no length", "`pool.size` is how many slots it has"),
     "list(pool)": ("SlotPool cannot be iterated", "`pool.live_slots()`"),
-    "pool[0]": ("SlotPool has no [...]", "`pool.live_slots()`"),
+    "pool[0]": ("SlotPool cannot be indexed", "`pool.live_slots()`"),
     "3 in pool": ("SlotPool cannot be searched with `in`", "`pool.live_slots()`"),
     "pool.take('3')": ("n is '3', expected an integer", "pass an integer"),
-    "pool.free(3)": ("expected handles, got 3", "as the pool returns them"),
-    "pool.free([1, 2])": ("expected handles, got [1, 2]", "as the pool returns them"),
-    "pool.free(batch.seq_lens)": ("plain numbers were given where 'slot' is meant", "indices of the expected unit"),
+    "pool.free(3)": ("expected slots, got 3", "as the pool returns them"),
+    "pool.free([1, 2])": ("expected slots, got [1, 2]", "as the pool returns them"),
+    "pool.free(batch.seq_lens)": ("expected slots, got 'seq_lens', a column of plain numbers", "batch.slots"),
     "pool.stats()": ("SlotStats is not a function", "free"),
-    "pool.stats['free']": ("SlotStats has no [...]", "free"),
-    "pool.adopt(np.zeros((9, 4)), 't')": ("expected a tensor to adopt, got a ndarray", "pass a tensor"),
-    "HybridSlotPool(rt, 8)": ("expected HybridSlotPool(runtime, size, *, states", "give `states` too"),
-    "table[0]": ("Table has no [...]", "`table.gather(slots)`"),
-    "table.write([1, 2], [0, 0], [7, 7])": ("expected handles, got [1, 2]", "as the pool returns them"),
-    "PagePool(rt, 16, 4)": ("got PagePool(a CpuRuntime, 16, 4)", "`slots` is a SlotPool"),
-    "PagePool(pool, 32, 4, max_tokens_per_request=64)": ("got PagePool(a SlotPool, 32, 4", "`runtime` is what"),
+    "pool.stats['free']": ("SlotStats cannot be indexed", "free"),
+    "pool.adopt(np.zeros((9, 4)), 't')": ("expected a tensor to adopt, got an ndarray", "pass a tensor"),
+    "HybridSlotPool(rt, 8)": ("expected HybridSlotPool(runtime, size, *, states", "`states` is missing"),
+    "table[0]": ("Table cannot be indexed", "`table.gather(slots)`"),
+    "table.write([1, 2], [0, 0], [7, 7])": ("expected slots, got [1, 2]", "as the pool returns them"),
+    "PagePool(rt, 16, 4)": ("`slots` is 16, expected a SlotPool", "PagePool(runtime, slots, 16, 4, max_tokens_per"),
+    "PagePool(pool, 32, 4, max_tokens_per_request=64)": (
+        "`runtime` is a SlotPool, expected a Runtime",
+        "PagePool(runtime, slots, 32, 4, max_tokens_per_request=64)",
+    ),
     "PagePool(rt, 8, 32, 4, max_tokens_per_request=64)": ("expected a SlotPool, got 8", "pass the SlotPool"),
     "PagePool(rt, pool, 32, 4, max_tokens=64)": ("max_tokens=64", "did you mean 'max_tokens_per_request'?"),
     "len(pages)": ("PagePool has no length", "`pages.num_pages`"),
     "pages.extend(batch.slots, '5')": ("expected numbers, got '5'", "pass a list of numbers"),
     "pages.table('t', 4)": ("expected a shape, got 4", "`(4,)`"),
-    "pages.advance([1, 2])": ("expected handles, got [1, 2]", "as the pool returns them"),
-    "PrefixCache(pool)": ("expected a PagePool, got a SlotPool", "pass the pool to cache pages of"),
+    "pages.advance([1, 2])": ("expected slots, got [1, 2]", "as the pool returns them"),
+    "PrefixCache(pool)": ("expected a PagePool, got a SlotPool", "PrefixCache(pages)"),
     "cache.match('abc')": ("expected a list of keys, got 'abc'", "pass a list: ['abc']"),
     "cache.match([[1, 2]])": ("expected keys that can be hashed", "tuples of tokens"),
-    "cache['a']": ("PrefixCache has no [...]", "`cache.match(keys)`"),
+    "cache['a']": ("PrefixCache cannot be indexed", "`cache.match(keys)`"),
     "cache.evict('all')": ("num_pages is 'all', expected an integer", "pass an integer"),
-    "del batch['x']": ("Rows['x'] was deleted", "declare another class"),
+    "del batch['x']": ("Rows has no column 'x'; cannot delete", "declare another class"),
     "batch + batch": ("Rows has no `+`", "`batch.merge(other)`"),
-    "'seq_lens' in batch": ("Rows is not iterable", "`batch['slots']`"),
+    "'seq_lens' in batch": ("cannot be searched with `in`", "'seq_lens' in batch.columns()"),
     "batch.to_static({})": ("expected StaticBuffers, got {}", "StaticBuffers(runtime"),
-    "slot_column(torch.int64)": ("expected slot_column(), got slot_column(torch.int64)", "give none by position"),
+    "slot_column(torch.int64)": (
+        "expected slot_column(), got slot_column(torch.int64)",
+        "it takes no arguments: slot_column()",
+    ),
     "host_list([])": ("expected a type, got []", "host_list(Request)"),
-    "mirrored(torch.int64, (4,))": ("got mirrored(torch.int64, (4,))", "by name: shape=..."),
-    "mirrored()": ("expected mirrored(dtype, *", "give `dtype` too"),
+    "mirrored(torch.int64, (4,))": ("got mirrored(torch.int64, (4,))", "mirrored(torch.int64, shape=(4,))"),
+    "mirrored()": ("expected mirrored(dtype, *", "`dtype` is missing: mirrored(dtype)"),
     "FutureMap(rt, {})": ("expected a SlotPool, got a CpuRuntime", "the pool whose requests"),
-    "FutureMap(pool)": ("expected FutureMap(slots, fields, *", "give `fields` too"),
-    "FutureMap(pool, tok=1)": ("got FutureMap(a SlotPool, tok=1)", "use one of: slots, fields, name"),
-    "relay['tok']": ("FutureMap has no [...]", "`relay.gather(slots, 'field')`"),
+    "FutureMap(pool)": ("expected FutureMap(slots, fields, *", "`fields` is missing: FutureMap(slots, fields)"),
+    "FutureMap(pool, tok=1)": ("got FutureMap(a SlotPool, tok=1)", "FutureMap(pool, {'tok': relay_field("),
+    "relay['tok']": ("FutureMap cannot be indexed", "`relay.gather(slots, 'field')`"),
     "relay.publish(batch.slots, toc=[1, 2])": ("publish of 'toc'", "did you mean 'tok'?"),
     "relay.gather(batch.slots, 'toc')": ("gather of 'toc'", "did you mean 'tok'?"),
     "StepPlanner(Rows)": ("expected StepPlanner(batch, *, pages", "`pages` is a PagePool"),
     "StepPlanner(batch, pages=pages)": ("expected a subclass of Batch, got a Rows", "not a batch of it"),
-    "StepPlanner(Rows, pages=pool)": ("expected a PagePool, got a SlotPool", "pass pages and relay"),
+    "StepPlanner(Rows, pages=pool)": ("`pages`: expected a PagePool, got a SlotPool", "pass pages=pages"),
     "StepPlanner(Rows, pages=pages, relay=relay, ids='toc')": ("field 'toc' is not declared", "mean 'tok'?"),
     "StepPlanner(Rows, pages=pages, layouts='flashatention')": ("'flashatention'", "did you mean 'flash_attention'?"),
     "StepPlanner(Rows, pages=pages, int32=['position'])": ("'position' in int32", "did you mean 'positions'?"),
@@ -246,16 +274,19 @@ MORE = {
         "expected a batch of Rows, got the class Rows",
         "pass what `Rows.build` returned",
     ),
-    "StaticBuffers(rt, Rows, 4)": ("got StaticBuffers(a CpuRuntime, the class Rows, 4)", "by name: rows=..."),
+    "StaticBuffers(rt, Rows, 4)": (
+        "got StaticBuffers(a CpuRuntime, the class Rows, 4)",
+        "StaticBuffers(runtime, batch, rows=4)",
+    ),
     "Runtime('cpu')": ("got the base class `Runtime`", "`open_runtime('cpu')`"),
-    "open_runtime('cpu', 2)": ("got open_runtime('cpu', 2)", "by name: steps_in_flight=..."),
+    "open_runtime('cpu', 2)": ("got open_runtime('cpu', 2)", "open_runtime('cpu', steps_in_flight=2)"),
     "open_runtime('cpu', steps_in_flight=0)": ("expected steps_in_flight of 1 to", "2 for one step of overlap"),
     "set_checks('ful')": ("unknown level of checks 'ful'", "did you mean 'full'?"),
     "Level('ful')": ("unknown level of checks 'ful'", "did you mean 'full'?"),
     "Contract('exat')": ("unknown contract 'exat'", "did you mean 'exact'?"),
-    "HostKVPool(rt, 4)": ("expected HostKVPool(runtime, num_pages", "give `layers` too"),
+    "HostKVPool(rt, 4)": ("expected HostKVPool(runtime, num_pages", "`layers` is missing"),
     "HiSparse(pool, pages, 3)": ("expected a PagePool, got a SlotPool", "the KV on the device"),
-    "watch(Engine)": ("expected watch(cls, *, num_rows", "give `num_rows` too"),
+    "watch(Engine)": ("expected watch(cls, *, num_rows", "`num_rows` is the name"),
     "watch('Engine', num_rows='n', after=['step'])": ("expected a class, got 'Engine'", "pass the class itself"),
     "watch(Engine, num_rows='n', after='step')": ("is the text 'step', expected a list", "after=['step']"),
     "watch(Engine, num_rows='n', after=['stepp'], pairs=[('a', 'b')])": ("has no method 'stepp'", "it has step"),
@@ -263,25 +294,25 @@ MORE = {
     "watch(Engine, num_rows=3, after=['step'])": ("`num_rows` is 3", "pass a name or a function of the batch"),
     "watch(Engine, num_rows='n', after=['step'], pairs=('a', 'b'))": ("expected a list of pairs", "pairs=[(host"),
     "watch(Engine, num_rows='n', after=['step'], pair=[('a', 'b')])": ("pair=[('a', 'b')]", "did you mean 'pairs'?"),
-    "watch_slots(Engine)": ("expected watch_slots(cls, *, after, live, free", "give `after`"),
+    "watch_slots(Engine)": ("expected watch_slots(cls, *, after, live, free", "`after`, `live` and `free` are missing"),
     "audit(Engine)": ("expected a subclass of Batch", "use `watch`"),
-    "fuzz_twins()": ("expected fuzz_twins(spec, *", "give `spec` too"),
+    "fuzz_twins()": ("expected fuzz_twins(spec, *", "`spec` is missing"),
     "fuzz_twins(Engine)": ("expected a TwinSpec, got the class Engine", "pass a TwinSpec"),
     "twin(twins=[('a', 'b')])": ("expected a Twin, got ('a', 'b')", "Twin('seq_lens_cpu', 'seq_lens')"),
     "twin(twins=[])": ("expected twins, got none", "Twin('seq_lens_cpu', 'seq_lens')"),
-    "twin(twins=[Twin('a', 'b')])": ("expected `merge` or `add`, got neither", "how requests join"),
-    "Twin('a')": ("expected Twin(host, device, contract", "give `device` too"),
+    "twin(twins=[Twin('a', 'b')])": ("expected `merge` or `add`, got neither", "merge=Engine.merge"),
+    "Twin('a')": ("expected Twin(host, device, contract", "`device` is missing"),
     "fuzz_twins(twin(twins=[Twin('len', 'lens_cpu')], add=lambda b, r: b))": ("'len'", ""),
     "fuzz_pool(SlotPool)": ("expected a PoolSpec, got the class SlotPool", "how to make it"),
     "run_machine('slots')": ("expected a state machine, got 'slots'", "`twin_machine`"),
     "RaceRuntime('cpu')": ("expected a Runtime, got 'cpu'", "`open_runtime`"),
     "no_hidden_sync('cpu').__enter__()": ("expected a Runtime, got 'cpu'", "`open_runtime`"),
-    "cuda_on_cpu('race', 'collect')": ("got cuda_on_cpu('race', 'collect')", "by name: on_race=..."),
+    "cuda_on_cpu('race', 'collect')": ("got cuda_on_cpu('race', 'collect')", "on_race='collect'"),
     "open_device('rac')": ("unknown device 'rac'", "'race'"),
     "open_engine('tpc')": ("no engine is called 'tpc'", "did you mean 'tcp'?"),
     "open_engine('tcp', prot=1)": ("got TcpEngine(prot=1)", "did you mean 'port'?"),
     "open_engine('tcp', port='x')": ("port is 'x', expected an integer", "pass an integer"),
-    "KVLayout(4)": ("expected KVLayout(page_size, dtype, layers", "give `dtype` and `layers` and `item_bytes` too"),
+    "KVLayout(4)": ("expected KVLayout(page_size, dtype, layers", "`dtype`, `layers` and `item_bytes` are missing"),
     "KVLayout(4, 'float33', ['a'], 64)": ("expected a dtype, got 'float33'", "'bfloat16'"),
     "Description('w', 'i', layout, 'here')": ("expected bytes, got 'here'", "`Engine.endpoint()`"),
     "Receiver('tcp', layout, [])": ("expected an Engine, got 'tcp'", "`open_engine`"),
@@ -329,42 +360,56 @@ def twin(**rest: Any) -> TwinSpec[Any, Any]:
 
 
 CALLS = {
-    # a call of a method, of which each step makes some: its signature
-    "pool.take()": "expected SlotPool.take(n, *, reserved=False)",
-    "pool.take(count=3)": "expected SlotPool.take(n, *, reserved=False)",
-    "pool.free()": "expected SlotPool.free(slots, *, after=None)",
-    "pool.free(batch.slots, rt.record())": "expected SlotPool.free(slots, *, after=None)",
-    "pages.extend(batch.slots)": "expected PagePool.extend(slots, total_lens)",
-    "batch.update(seq_lens=[1, 2])": "expected Batch.update(column, rows, values)",
-    "batch.upload(1)": "expected Batch.upload(*, writes=(), extras=None)",
-    "batch.filter()": "expected Batch.filter(keep)",
-    "batch.advance(seq_lens=1)": "expected Batch.advance(columns, n=1)",
-    "batch.next_batch([0])": "expected Batch.next_batch(*, keep=None, joining=None, advance=(), n=1)",
-    "Rows.build()": "expected Batch.build(runtime, /, **columns)",
-    "Rows()": "expected `build(runtime, ...)` of a subclass of Batch",
-    "MirroredTensor([1, 2])": "expected MirroredTensor.from_host(runtime, values)",
-    "MirroredTensor.from_host([1, 2])": "expected MirroredTensor.from_host(runtime, values, *, dtype=None",
-    "Slots([1, 2])": "expected `pool.take(n)`, which returns handles",
-    "batch.seq_lens.take()": "expected MirroredTensor.take(rows)",
-    "batch.seq_lens.stale()": "expected MirroredTensor.stale(side, *, reason",
-    "ForwardPlan.of()": "expected ForwardPlan.of(slots, seq_lens, query_lens=1",
-    "rt.stream()": "expected CpuRuntime.stream(name)",
+    # a call of a method: (what the error says, what it tells to do)
+    "pool.take()": ("expected SlotPool.take(n, *, reserved=False)", "`n` is missing: SlotPool.take(n)"),
+    "pool.take(count=3)": ("expected SlotPool.take(n, *, reserved=False)", "use one of: n, reserved"),
+    "pool.free()": ("expected SlotPool.free(slots, *, after=None)", "SlotPool.free(slots)"),
+    "pool.free(batch.slots, rt.record())": (
+        "SlotPool.free(a Slots, a DoneFence)",
+        "`after` by name: SlotPool.free(slots",
+    ),
+    "pages.extend(batch.slots)": ("expected PagePool.extend(slots, total_lens)", "PagePool.extend(slots, total_lens)"),
+    "batch.update(seq_lens=[1, 2])": ("expected Rows.update(column, rows, values)", "batch.replace(seq_lens=...)"),
+    "batch.upload(1)": ("expected Rows.upload(*, writes=(), extras=None)", "Rows.upload(writes=..., extras=...)"),
+    "batch.filter()": ("expected Rows.filter(keep)", "Rows.filter(keep)"),
+    "batch.advance(seq_lens=1)": ("expected Rows.advance(columns, n=1)", "batch.advance('seq_lens', 1)"),
+    "batch.next_batch([0])": ("expected Rows.next_batch(*, keep=None", "Rows.next_batch(keep=[0])"),
+    "Rows.build()": ("expected Rows.build(runtime, /, **columns)", "Rows.build(runtime, slots=..., seq_lens=..."),
+    "Rows()": ("Rows cannot be called directly", "Rows.build(runtime, ...)"),
+    "MirroredTensor([1, 2])": ("cannot be called directly", "MirroredTensor.from_host(runtime, [1, 2])"),
+    "MirroredTensor.from_host([1, 2])": ("`runtime` is [1, 2], expected", "MirroredTensor.from_host(runtime, [1, 2])"),
+    "Slots([1, 2])": ("Slots cannot be called directly", "Slots.from_host(runtime, [1, 2])"),
+    "batch.seq_lens.take()": ("expected MirroredTensor.take(rows)", "`rows` is missing"),
+    "batch.seq_lens.stale()": ("expected MirroredTensor.stale(side, *, reason", "`side` and `reason` are missing"),
+    "ForwardPlan.of()": ("expected ForwardPlan.of(slots, seq_lens, query_lens=1", "ForwardPlan.of(slots, seq_lens)"),
+    "rt.stream()": ("expected CpuRuntime.stream(name)", "`name` is missing"),
 }
 
 
 def test_a_call_of_a_method_is_answered_with_its_signature() -> None:
-    """A method that is called with other arguments is a TypeError that begins with the signature; no call is added."""
+    """A method called with other arguments is a typed error in whole sentences: the signature, and how to write it."""
     rt = open_runtime("cpu")
     pool = SlotPool(rt, 8)
     pages = PagePool(rt, pool, 32, 4, max_tokens_per_request=64)
     batch = Rows.build(rt, slots=pool.take(2), seq_lens=[5, 3], requests=["a", "b"])
-    for line, signature in CALLS.items():
-        with pytest.raises(TypeError) as caught:
+    for line, (says, remedy) in CALLS.items():
+        with pytest.raises(BatchStateError) as caught:
             eval(line, {**public(), "rt": rt, "pool": pool, "pages": pages, "batch": batch})
-        assert str(caught.value).startswith(f"{signature}"), line
-        assert "got another call: " in str(caught.value), line
-    assert not hasattr(SlotPool.take, "__wrapped__")
-    assert not hasattr(Batch.filter, "__wrapped__")
+        problem, _, told = str(caught.value).partition("remedy")
+        assert isinstance(caught.value, TypeError), line
+        assert says in problem, (line, str(caught.value))
+        assert remedy in told, (line, str(caught.value))
+        assert "positional argument" not in problem, line
+
+
+def test_a_method_called_for_each_request_has_no_wrapper() -> None:
+    """Python's own refusal begins with the signature, and no call is added to those that fit."""
+    batch = Rows.build(open_runtime("cpu"), slots=[], seq_lens=[], requests=[])
+    with pytest.raises(
+        TypeError, match=r"^expected Batch.objects\(column\); Python says of this call: Batch.objects\(\)"
+    ):
+        batch.objects()  # type: ignore[call-arg]
+    assert not hasattr(Batch.objects, "__wrapped__")
 
 
 def test_an_error_of_the_function_itself_stays() -> None:

@@ -770,7 +770,7 @@ REFUSED: list[tuple[Callable[[Pair], object], type[Exception], str]] = [
     # Grants: enough locations, no padding, nothing empty, shared, outside the regions, or of a lease that has not ended
     (lambda pair: pair.receiver.grant(pair.new(), 5), ArgumentError, "not known to be kept"),  # type: ignore[arg-type]
     (lambda pair: pair.receiver.grant(pair.new(), [[8, 12]]), ArgumentError, "not known to be kept"),  # type: ignore[arg-type]
-    (lambda pair: pair.receiver.grant(pair.new(), _kept_behind(None)), ArgumentError, "kept until None"),
+    (lambda pair: pair.receiver.grant(pair.new(), _kept_behind(None)), ArgumentError, "not kept until a writer"),
     (lambda pair: pair.receiver.grant(pair.new(), _kept_behind(WRITTEN)), ArgumentError, "kept until DoneFence"),
     (lambda pair: pair.receiver.grant(pair.new(), _kept_behind(pair.new().ended)), ArgumentError, "kept until Ended"),
     (lambda pair: grant(pair.receiver, pair.new(), [[8, 4]]), ArgumentError, "ranges"),

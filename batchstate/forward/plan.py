@@ -120,7 +120,7 @@ def checked_layouts(layouts: object, int32: object, what: str) -> tuple[str, ...
 
 
 @ranges("of", "upload")
-@methods_show_signature(__init__="ForwardPlan.of(slots, seq_lens, query_lens)")
+@methods_show_signature("of", __init__="ForwardPlan.of(slots, seq_lens, query_lens)")
 @final
 @attrs.define(eq=False, repr=False)
 class ForwardPlan:

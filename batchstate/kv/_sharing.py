@@ -226,7 +226,9 @@ class PageSharing:
     def _one(self, slots: Slots, operation: str) -> Slots:
         if self._slots.rows_of(slots, operation).size != 1:
             raise ArgumentError(
-                f"{self._pool.name}: {operation} of {len(slots)} slots", value=len(slots), remedy="name one slot"
+                f"{self._pool.name}: {operation}: expected one slot, got {len(slots)}",
+                value=len(slots),
+                remedy="pass the slot of one request",
             )
         return slots
 

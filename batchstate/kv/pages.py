@@ -17,7 +17,7 @@ import torch
 from batchstate import invariants, levels
 from batchstate._allocator import MOST_TOKENS, size_of
 from batchstate._arrays import Amount, amounts, arange_per_row, as_array, count, read_only, shape_of
-from batchstate._guidance import Guided, Numbers, check_kind, shows_signature
+from batchstate._guidance import Guided, Numbers, check_kind, methods_show_signature, shows_signature
 from batchstate._origin import Changes, Origin
 from batchstate.errors import ArgumentError, DeviceError, ShapeError
 from batchstate.indices import Locations, Pages, Slots
@@ -169,6 +169,7 @@ class Extension:
 
 @ranges("extend", "advance", "commit", "release_requests")
 @shows_signature
+@methods_show_signature("extend")
 @final
 class PagePool(Guided):
     """Pages 1 to num_pages for the requests of one slot pool. Location t lies on page t // page_size.
@@ -210,8 +211,10 @@ class PagePool(Guided):
         name: str = "pages",
         req_to_token: Table | None = None,
     ) -> None:
-        check_runtime(runtime, name)
-        check_kind(slots, SlotPool, name, "pass the SlotPool or HybridSlotPool whose slots own the pages")
+        check_runtime(runtime, "PagePool")
+        check_kind(
+            slots, SlotPool, "PagePool: `slots`", "pass the SlotPool or HybridSlotPool whose slots own the pages"
+        )
         self.runtime = runtime
         self.name = name
         self.slots = slots

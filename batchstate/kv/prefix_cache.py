@@ -90,7 +90,7 @@ class PrefixCache(Guided):
     _guide = f"{_MATCH}; {_INSERT}"
 
     def __init__(self, pages: PagePool, *, notices: bool = False) -> None:
-        check_kind(pages, PagePool, "PrefixCache", "pass the pool to cache pages of")
+        check_kind(pages, PagePool, "PrefixCache", "pass the PagePool whose pages are cached: PrefixCache(pages)")
         self.pages = pages
         self._references = pages._references
         self._match = f"{pages.name}: match"

@@ -794,7 +794,9 @@ def check_runtime(runtime: object, what: str) -> None:
     Raises:
         ArgumentError: `runtime` is something else.
     """
-    check_kind(runtime, Runtime, what, "pass what `open_runtime` returns: runtime = open_runtime('cpu')")
+    check_kind(
+        runtime, Runtime, f"{what}: `runtime`", "pass what `open_runtime` returns: runtime = open_runtime('cpu')"
+    )
 
 
 def _declared_depth(steps_in_flight: SupportsIndex) -> int:

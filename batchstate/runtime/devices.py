@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 import torch
 
-from batchstate._guidance import shows_signature
+from batchstate._guidance import methods_show_signature, shows_signature
 from batchstate.errors import ArgumentError
 from batchstate.runtime.base import Array, Counters, Runtime
 from batchstate.runtime.fences import DoneFence, Fence, Stream, foreign_fence
@@ -20,6 +20,7 @@ _ids = itertools.count()
 
 
 @shows_signature
+@methods_show_signature("stream")
 class CpuRuntime(Runtime):
     """A plain CPU as device: every operation runs at once, and streams have a name and no concurrency.
 
@@ -111,6 +112,7 @@ class EventFence:
 
 
 @shows_signature
+@methods_show_signature("stream")
 class AcceleratorRuntime(Runtime):
     """Runs on an accelerator through `torch.get_device_module(device)`.
 

@@ -217,7 +217,8 @@ class TwinSpec(Generic[B, R]):
             raise ArgumentError(
                 f"{self.name}: expected `merge` or `add`, got neither",
                 value=None,
-                remedy="say how requests join a batch: merge=Batch.merge",
+                remedy=f"say how requests join a batch, with a method of the class itself: "
+                f"merge={self.name}.merge, or add=...",
             )
         if self.declared is not None and (self.twins or self.rows or self.lazy):
             raise ArgumentError(

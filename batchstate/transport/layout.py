@@ -63,7 +63,9 @@ def _dtype(value: object) -> str:
     name = str(value).removeprefix("torch.")
     if not isinstance(value, str | torch.dtype) or name not in _DTYPES:
         raise DtypeError(
-            f"expected a dtype, got {value!r}"[:80], value=value, remedy="pass the name of torch's, as 'bfloat16'"
+            f"expected a dtype, got {value!r}"[:80],
+            value=value,
+            remedy="pass the name of a torch dtype, such as 'bfloat16'",
         )
     return _DTYPES[name]
 

@@ -478,7 +478,9 @@ def _kept_behind(lease: Lease, ranges: object) -> Ints:
     if ranges is None:
         return np.empty((0, 2), dtype=np.int64)
     if not isinstance(ranges, HostRanges) or ranges.writer is not lease.ended:
-        kept = f"kept until {ranges.writer!r}" if isinstance(ranges, HostRanges) else "not known to be kept"
+        kept = "not known to be kept"
+        if isinstance(ranges, HostRanges):
+            kept = f"kept until {ranges.writer!r}" if ranges.writer is not None else "not kept until a writer has ended"
         raise ArgumentError(
             f"{lease!r}: grant of {ranges!r}, {kept}",
             value=ranges,
