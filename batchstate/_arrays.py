@@ -405,7 +405,7 @@ def amounts(n: object, num_rows: int, what: str) -> Amounts:
     if array.ndim and array.shape != (num_rows,):
         raise ShapeError(
             f"{what}: expected one number, or one for each of {num_rows} rows, got "
-            + (f"a list of {array.size}" if array.ndim == 1 else f"an array of shape {list(array.shape)}"),
+            + (f"a list of {array.size}" if isinstance(n, list) else f"an array of shape {list(array.shape)}"),
             value=array.shape,
             remedy="pass one number for all rows, or one number per row",
         )

@@ -89,9 +89,9 @@ def methods_show_signature(*once: str, **instead: str) -> Callable[[T], T]:
                 continue
             plain = f"{cls.__name__}.{name}"  # type: ignore[attr-defined]
             if name in once:
-                wrapped: Any = _wrapped(function, plain)
+                wrapped: Any = _wrapped(getattr(method, "__func__", method), plain)
                 setattr(cls, name, classmethod(wrapped) if isinstance(method, classmethod) else wrapped)
-            else:
+            elif not function.__qualname__.startswith("expected "):
                 expected = instead.get(name) or _signature(plain, function, not isinstance(method, staticmethod))
                 function.__qualname__ = f"expected {expected}; Python says of this call: {plain}"
         return cls

@@ -84,8 +84,11 @@ class BatchType(type):
         return super().__new__(cls, name, bases, namespace, **kwargs)
 
 
+_UPLOAD = "Batch.upload(*, writes=(), extras=None), as in batch.upload(writes=[entry], extras={'x': array})"
+
+
 @ranges("build", "filter", "merge", "next_batch", "advance", "update", "pad", "upload", "to_static", "on_device")
-@methods_show_signature("build", "update", "upload", "filter", "advance", "next_batch")
+@methods_show_signature("build", "update", "filter", "advance", "next_batch", upload=_UPLOAD)
 class Batch(metaclass=BatchType):
     """Base of declared batches. Subclass it to declare columns; never to override what is here.
 

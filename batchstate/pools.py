@@ -102,7 +102,10 @@ class PendingSlots:
 
 @ranges("take", "free", "release_requests")
 @shows_signature
-@methods_show_signature("take", "free")
+@methods_show_signature(
+    take="SlotPool.take(n, *, reserved=False), as in pool.take(2)",
+    free="SlotPool.free(slots, *, after=None), as in pool.free(slots, after=fence)",
+)
 class SlotPool(Guided):
     """Slots 1 to size + reserve. Slot 0 is padding and is never taken.
 

@@ -200,7 +200,7 @@ def test_writes_from_outside_are_reported(rt: Runtime, abcd: Decode) -> None:
     ("operation", "error", "message"),
     [
         (lambda b: b.filter([0, 0]), ArgumentError, "twice"),
-        (lambda b: b.filter([4]), RowIndexError, "row 4, expected rows of 0 to 3"),
+        (lambda b: b.filter([4]), RowIndexError, "row 4 is out of range, expected rows of 0 to 3"),
         (lambda b: b.filter([-1]), RowIndexError, "row -1"),
         (lambda b: b.filter([True]), ShapeError, "1 rows for 4"),
         (lambda b: b.filter([0.5]), DtypeError, "float64"),
@@ -215,7 +215,7 @@ def test_writes_from_outside_are_reported(rt: Runtime, abcd: Decode) -> None:
         (lambda b: b.advance("nothing", 1), DeclarationError, "'nothing'"),
         (lambda b: b.advance("requests", 1), DeclarationError, "'requests'"),
         (lambda b: b.advance("seq_lens", 0.5), DtypeError, "float64"),
-        (lambda b: b.advance("seq_lens", [1, 2]), ShapeError, r"\[2\]"),
+        (lambda b: b.advance("seq_lens", [1, 2]), ShapeError, "got a list of 2"),
         (lambda b: b.advance("adapter", 253), ValueOverflowError, "256"),
         (lambda b: b.advance(("seq_lens", "adapter"), -1), ValueOverflowError, "-1"),
         (lambda b: b.update("seq_lens", [0, 0], 1), ArgumentError, "twice"),
@@ -223,7 +223,7 @@ def test_writes_from_outside_are_reported(rt: Runtime, abcd: Decode) -> None:
         (lambda b: b.update("adapter", [0], 256), ValueOverflowError, "256"),
         (lambda b: b.update("slots", [0], 1), ArgumentError, "replace"),
         (lambda b: b.update("last_token", [0], 1), ArgumentError, "replace"),
-        (lambda b: b.replace(seq_lens=[1]), ShapeError, "has 1 rows, expected 4"),
+        (lambda b: b.replace(seq_lens=[1]), ShapeError, "has 1 row, expected 4"),
         (lambda b: b.replace(seq_lens=[0.5] * 4), DtypeError, "float64"),
         (lambda b: b.replace(bias=[1, 2, 3, 4]), ShapeError, r"\[4, 3\]"),
         (lambda b: b.replace(requests=["a"]), ShapeError, "1 rows of 4"),
@@ -250,7 +250,7 @@ def test_writes_from_outside_are_reported(rt: Runtime, abcd: Decode) -> None:
         (lambda b: b.pad(6).next_batch(keep=[0]), ArgumentError, "padded from 4 to 6"),
         (lambda b: b.next_batch(keep=[4]), RowIndexError, "row 4"),
         (lambda b: b.next_batch(keep=[1, 1]), ArgumentError, "twice"),
-        (lambda b: b.next_batch(joining=Small.empty(b.runtime)), DeclarationError, "another Decode, got Small"),
+        (lambda b: b.next_batch(joining=Small.empty(b.runtime)), DeclarationError, "another Decode, got a Small"),
         (lambda b: b.next_batch(joining=3), DeclarationError, "got 3"),
         (lambda b: b.next_batch(joining=b), Code.SLOT_SHARED, ""),
         (lambda b: b.next_batch(advance="temperature"), DtypeError, "float32"),
@@ -264,7 +264,7 @@ def test_writes_from_outside_are_reported(rt: Runtime, abcd: Decode) -> None:
         (lambda b: b.advance("seq_lens", -(2**63) - 1), ValueOverflowError, str(-(2**63) - 1)),
         (lambda b: b.advance("seq_lens", 2**64), ValueOverflowError, str(2**64)),
         (lambda b: b.next_batch(keep=[0], n=[1]), ArgumentError, "of no column"),
-        (lambda b: b.next_batch(advance="seq_lens", n=[1, 2]), ShapeError, r"\[2\]"),
+        (lambda b: b.next_batch(advance="seq_lens", n=[1, 2]), ShapeError, "got a list of 2"),
         (lambda b: b.next_batch(keep=[3], advance="adapter", n=253), ValueOverflowError, "256"),
         (lambda b: b.replace(slots=[1, 2, 3, 4]), DtypeError, r"pool\.take"),
         (lambda b: b.replace(slots=Slots.from_host(b.runtime, [1, 0, 2, 3])), Code.SLOT_ZERO_ALLOCATED, ""),
@@ -296,7 +296,7 @@ def test_bad_arguments(abcd: Decode, operation: Any, error: Code | type[Exceptio
 
 def test_batches_that_do_not_go_together(rt: Runtime, pool: SlotPool, abcd: Decode, device: str) -> None:
     """Another declaration, another runtime or another pool is refused by a merge."""
-    with pytest.raises(DeclarationError, match="another Decode, got Small"):
+    with pytest.raises(DeclarationError, match="another Decode, got a Small"):
         abcd.merge(Small.empty(rt))  # type: ignore[arg-type]
     with pytest.raises(DeviceError, match="of the same runtime"):
         abcd.merge(Decode.empty(open_device(device)))

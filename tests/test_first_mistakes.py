@@ -361,16 +361,7 @@ def twin(**rest: Any) -> TwinSpec[Any, Any]:
 
 CALLS = {
     # a call of a method: (what the error says, what it tells to do)
-    "pool.take()": ("expected SlotPool.take(n, *, reserved=False)", "`n` is missing: SlotPool.take(n)"),
-    "pool.take(count=3)": ("expected SlotPool.take(n, *, reserved=False)", "use one of: n, reserved"),
-    "pool.free()": ("expected SlotPool.free(slots, *, after=None)", "SlotPool.free(slots)"),
-    "pool.free(batch.slots, rt.record())": (
-        "SlotPool.free(a Slots, a DoneFence)",
-        "`after` by name: SlotPool.free(slots",
-    ),
-    "pages.extend(batch.slots)": ("expected PagePool.extend(slots, total_lens)", "PagePool.extend(slots, total_lens)"),
     "batch.update(seq_lens=[1, 2])": ("expected Rows.update(column, rows, values)", "batch.replace(seq_lens=...)"),
-    "batch.upload(1)": ("expected Rows.upload(*, writes=(), extras=None)", "Rows.upload(writes=..., extras=...)"),
     "batch.filter()": ("expected Rows.filter(keep)", "Rows.filter(keep)"),
     "batch.advance(seq_lens=1)": ("expected Rows.advance(columns, n=1)", "batch.advance('seq_lens', 1)"),
     "batch.next_batch([0])": ("expected Rows.next_batch(*, keep=None", "Rows.next_batch(keep=[0])"),
@@ -402,14 +393,30 @@ def test_a_call_of_a_method_is_answered_with_its_signature() -> None:
         assert "positional argument" not in problem, line
 
 
-def test_a_method_called_for_each_request_has_no_wrapper() -> None:
-    """Python's own refusal begins with the signature, and no call is added to those that fit."""
-    batch = Rows.build(open_runtime("cpu"), slots=[], seq_lens=[], requests=[])
-    with pytest.raises(
-        TypeError, match=r"^expected Batch.objects\(column\); Python says of this call: Batch.objects\(\)"
-    ):
-        batch.objects()  # type: ignore[call-arg]
-    assert not hasattr(Batch.objects, "__wrapped__")
+PLAIN = {
+    # a call of a method without a wrapper: the signature, and how to write it
+    "pool.take()": "expected SlotPool.take(n, *, reserved=False), as in pool.take(2); Python says",
+    "pool.take(count=3)": "expected SlotPool.take(n, *, reserved=False), as in pool.take(2); Python says",
+    "pool.free()": "expected SlotPool.free(slots, *, after=None), as in pool.free(slots, after=fence); Python says",
+    "pool.free(batch.slots, rt.record())": "expected SlotPool.free(slots, *, after=None), as in pool.free(slots",
+    "pages.extend(batch.slots)": "expected PagePool.extend(slots, total_lens), as in pages.extend(batch.slots, ",
+    "batch.upload(1)": "expected Batch.upload(*, writes=(), extras=None), as in batch.upload(writes=[entry], extras={",
+    "batch.objects()": "expected Batch.objects(column); Python says of this call: Batch.objects() missing",
+}
+
+
+def test_a_method_without_a_wrapper_says_its_signature() -> None:
+    """Python's own refusal begins with the signature and a call that fits; no call is added."""
+    rt = open_runtime("cpu")
+    pool = SlotPool(rt, 8)
+    pages = PagePool(rt, pool, 32, 4, max_tokens_per_request=64)
+    batch = Rows.build(rt, slots=pool.take(2), seq_lens=[5, 3], requests=["a", "b"])
+    for line, says in PLAIN.items():
+        with pytest.raises(TypeError) as caught:
+            eval(line, {"rt": rt, "pool": pool, "pages": pages, "batch": batch})
+        assert str(caught.value).startswith(says), (line, str(caught.value))
+    for method in (SlotPool.take, SlotPool.free, PagePool.extend, Batch.upload):
+        assert not hasattr(method, "__wrapped__")
 
 
 def test_an_error_of_the_function_itself_stays() -> None:

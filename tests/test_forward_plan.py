@@ -259,11 +259,15 @@ def test_a_step_of_no_requests(rt: Runtime, rows: int) -> None:
 
 
 WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
-    "lengths for others": (ShapeError, r"seq_lens: expected one number, or 3, got", {"seq_lens": [5, 6]}),
+    "lengths for others": (ShapeError, r"seq_lens: expected one number, or one for each of 3", {"seq_lens": [5, 6]}),
     "lengths in two dimensions": (ShapeError, r"got an array of shape \[3, 1\]", {"seq_lens": [[5], [6], [7]]}),
     "fractions": (DtypeError, "seq_lens: expected integers, got float64", {"seq_lens": [5.0, 6.0, 7.0]}),
     "no lengths": (DtypeError, "seq_lens", {"seq_lens": None}),
-    "chunks for others": (ShapeError, r"query_lens: expected one number, or 3, got", {"query_lens": [1, 1, 1, 1]}),
+    "chunks for others": (
+        ShapeError,
+        r"query_lens: expected one number, or one for each of 3",
+        {"query_lens": [1, 1, 1, 1]},
+    ),
     "booleans for chunks": (DtypeError, "query_lens: expected integers, got bool", {"query_lens": [True, True, True]}),
     "more in than there is": (ArgumentError, "row 1 puts in 7 tokens of 6", {"query_lens": [1, 7, 1]}),
     "less than nothing in": (ArgumentError, "row 2 puts in -1 tokens of 7", {"query_lens": [1, 1, -1]}),

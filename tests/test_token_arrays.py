@@ -271,7 +271,7 @@ def test_refuses_inputs_that_wait(rt: Runtime, world: World) -> None:
         ForwardInputs.of(plan, uploaded)
     with pytest.raises(ArgumentError, match="expected ForwardPlan"):
         ForwardInputs.of(None, uploaded)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="writes are 5"):
+    with pytest.raises(ArgumentError, match="a list of table writes, got 5"):
         plan.upload(writes=5)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="expected extras by name"):
         plan.upload(extras=[1])  # type: ignore[arg-type]

@@ -94,7 +94,7 @@ class TokenArray:
             if array.ndim != 1 + len(self.shape) or array.shape[1:] != self.shape:
                 each = f" values {list(self.shape)}" if self.shape else ""
                 raise ShapeError(
-                    f"{what} of row {row}: expected a list of its {query} token{'s' * (query != 1)}{each}, got "
+                    f"{what} of row {row}: expected a list of {query}{each}, got "
                     + (f"the number {values}" if array.ndim == 0 else f"shape {list(array.shape)}"),
                     value=array.shape,
                     remedy="pass a list of lists: for each request one value per token, or None",

@@ -169,7 +169,7 @@ class Extension:
 
 @ranges("extend", "advance", "commit", "release_requests")
 @shows_signature
-@methods_show_signature("extend")
+@methods_show_signature(extend="PagePool.extend(slots, total_lens), as in pages.extend(batch.slots, batch.seq_lens)")
 @final
 class PagePool(Guided):
     """Pages 1 to num_pages for the requests of one slot pool. Location t lies on page t // page_size.
