@@ -290,7 +290,7 @@ def kept_rows(keep: object, num_rows: int, what: str) -> Rows:
     """
     if type(keep) is np.ndarray and keep.dtype is _BOOL and keep.shape == (num_rows,):  # what a step of decoding gives
         return keep.nonzero()[0]
-    array = keep if isinstance(keep, str | slice) else as_array(keep, what)
+    array: Any = keep if isinstance(keep, str | slice) else as_array(keep, what)
     rows = row_indices(array, num_rows, what)
     if array.dtype.kind == "b":
         return rows  # a mask names no row twice

@@ -152,7 +152,7 @@ def _truth(get: Get) -> Get:
     return lambda batch: bool(get(batch))
 
 
-_NAME = "a name or a function of the batch"
+_NAME = "a name of an attribute, or a function of the batch"
 
 
 def _is_name(value: object) -> bool:
