@@ -6,6 +6,7 @@ a private stream behind an event of its own. One launch and one copy for a sampl
 
 import threading
 from collections import deque
+from collections.abc import Iterator
 from typing import Any, final
 
 import attrs
@@ -16,7 +17,7 @@ from batchstate.runtime import Runtime, Stream, open_runtime
 from batchstate.runtime.base import Download
 from batchstate.watch.hooks import Hooked
 from batchstate.watch.rows import Declaration, Pair, Place
-from batchstate.watch.snapshots import Array, copy_of, entries_of
+from batchstate.watch.snapshots import Array, copy_of, entries_of, without_tails
 
 MOST_UNDER_WAY = 8
 """Samples whose copies may be under way. While there are so many, no more are taken."""
@@ -25,11 +26,11 @@ MOST_UNDER_WAY = 8
 @final
 @attrs.frozen(eq=False)
 class _Sample:
-    """Host sides as they were, and the device sides of the same moment on their way."""
+    """Host sides as they were, with what counts of each row, and the device sides of the same moment on their way."""
 
     call: int
     place: Place
-    hosts: list[tuple[Pair, Array | list[Any]]]
+    hosts: list[tuple[Pair, Array | list[Any], Any]]
     kinds: list[tuple[torch.dtype, torch.Size]]
     download: Download
 
@@ -74,9 +75,12 @@ class Audit:
         if not n:
             return
         for pair, host, device in self._declared.sides(batch, n):
-            if isinstance(device, torch.Tensor) and not {pair.host, pair.device} & set(self._declared.upto):
-                hosts.append((pair, copy_of(entries_of(host, n))))
+            if isinstance(device, torch.Tensor):
+                counts = self._declared.counts_of(pair, batch, n)
+                hosts.append((pair, copy_of(entries_of(host, n)), counts))
                 parts.append(device.detach()[:n])
+                if isinstance(counts, torch.Tensor):
+                    parts.append(counts)
         if not parts:
             return
         lane = self._lane(batch, parts[0].device)
@@ -108,10 +112,19 @@ class Audit:
 
     def _compare(self, sample: _Sample) -> None:
         (packed,) = sample.download.resolve()
-        start = 0
-        for (pair, host), (dtype, shape) in zip(sample.hosts, sample.kinds, strict=True):
-            nbytes = shape.numel() * dtype.itemsize
-            part = np.array(packed[start : start + nbytes])
-            start += nbytes
-            device = torch.from_numpy(part).view(dtype).view(shape)
-            self._declared.compare(pair, host, entries_of(device), sample.place)
+        parts = _parts_of(packed, sample.kinds)
+        for pair, host, counts in sample.hosts:
+            device = next(parts)
+            if counts is not None:
+                counts = next(parts) if isinstance(counts, torch.Tensor) else counts
+                host, device = without_tails(host, counts), without_tails(device, counts)
+            self._declared.compare(pair, host, device, sample.place)
+
+
+def _parts_of(packed: Array, kinds: list[tuple[torch.dtype, torch.Size]]) -> Iterator[Array | list[Any]]:
+    start = 0
+    for dtype, shape in kinds:
+        nbytes = shape.numel() * dtype.itemsize
+        part = np.array(packed[start : start + nbytes])
+        start += nbytes
+        yield entries_of(torch.from_numpy(part).view(dtype).view(shape))

@@ -15,8 +15,8 @@ From here on each of these calls is checked: at `cheap` by lengths, dtypes and w
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any, final
+from functools import partial, wraps
+from typing import Any, TypeVar, cast, final
 
 import attrs
 
@@ -24,7 +24,7 @@ from batchstate import levels
 from batchstate._guidance import shows_signature
 from batchstate.batch import Batch
 from batchstate.columns import MirroredColumn
-from batchstate.errors import ArgumentError
+from batchstate.errors import ArgumentError, CallError
 from batchstate.runtime import Runtime
 from batchstate.watch._audit import Audit
 from batchstate.watch.hooks import Around, Hook, Hooked, OnViolation, hooks_of
@@ -32,6 +32,8 @@ from batchstate.watch.rows import Declaration, Get, Name, Place
 from batchstate.watch.snapshots import Rows
 
 __all__ = ["Watched", "WatchedSpec", "audit", "watch"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 OPERATIONS = ("filter", "merge", "next_batch", "split", "advance", "update", "replace")
 """Operations of a `Batch` that leave it behind for another one."""
@@ -101,7 +103,10 @@ class Watched(Hooked):
             DeclarationError: the object lacks what is declared.
         """
         place = Place(self.name, operation, None, self.report)
-        self.ask(operation, self.declared.check, batch, place, full=levels.full if full is None else full)
+        try:
+            self.ask(operation, self.declared.check, batch, place, full=levels.full if full is None else full)
+        finally:
+            self.counters.compared += place.compared
 
     def around(self, name: str, before: bool, after: bool) -> Around:
         """What runs in the place of a method, made once for each."""
@@ -120,20 +125,21 @@ class Watched(Hooked):
                 subject = next((one for one in (*args, *kwargs.values()) if isinstance(one, cls)), None)
             if subject is None or not self.enter(subject):
                 return function(*args, **kwargs)
+            full, place = levels.full and audit is None, Place(self.name, ended, step, report)
+            compared = False
             try:
-                full = levels.full and audit is None
                 if before:
-                    place = Place(self.name, began, step, report)
-                    self.ask(began, declared.check, subject, place, full=full)
+                    first = Place(self.name, began, step, report)
+                    self.ask(began, declared.check, subject, first, full=full)
+                    compared = first.compared
                     if audit is not None:
-                        self.ask(began, audit.sample, subject, place, step)
+                        self.ask(began, audit.sample, subject, first, step)
                 kept: list[Rows] | None = None
                 if full and moving:
                     subjects = [one for one in (*args, *kwargs.values()) if isinstance(one, cls)]
                     kept = self.ask(began, lambda: [declared.snapshot(one, names=added) for one in subjects])
                 result = function(*args, **kwargs)
                 out = result if isinstance(result, cls) else subject
-                place = Place(self.name, ended, step, report)
                 now: Rows | None = None
                 if after:
                     names = (added if moving else ()) if full else ()
@@ -144,7 +150,7 @@ class Watched(Hooked):
                     self.ask(ended, declared.check_kept, kept, out, added, place, whole=after, now=now)
                 return result
             finally:
-                self.leave(subject)
+                self.leave(subject, compared=full and (compared or place.compared))
 
         return run
 
@@ -172,6 +178,25 @@ def _call_of(cls: type, name: str) -> Callable[[Any], Any]:
     return call
 
 
+def _without_level(function: F) -> F:
+    """A decorator: the level of checks is not an argument, and who looks for it there is told where it is."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "level" in kwargs:
+            level = kwargs["level"]
+            raise CallError(
+                f"{function.__name__}: it has no `level`: the level of checks belongs to the process",
+                value=level,
+                remedy=f"set it round the calls: `with batchstate.checks({level!r}):`, or for good: "
+                f"`batchstate.set_checks({level!r})`",
+            )
+        return function(*args, **kwargs)
+
+    return cast(F, call)
+
+
+@_without_level
 @shows_signature
 def watch(
     cls: type,
@@ -215,7 +240,7 @@ def watch(
             that are not in `after`, the device sides of pairs may come later.
         adds: method -> column -> what the method adds to each entry of it, compared at `full`.
         when: column -> condition under which it is valid; without it the column and its pairs are left alone.
-        upto: column -> how many entries of each row count; what stands behind is garbage.
+        upto: column -> how many entries of each row count, on both sides of a pair; what stands behind is garbage.
         buffers: tensors and arrays are longer than the batch, and their first `num_rows` rows count.
         indices: column of row numbers of this batch -> a column of flags that says which rows they are, or None if only
             their range is known.
@@ -269,6 +294,7 @@ def watch(
     return watched
 
 
+@_without_level
 @shows_signature
 def audit(
     cls: type[Batch],

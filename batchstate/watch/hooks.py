@@ -39,7 +39,8 @@ class WatchCounters:
         calls: calls of hooked methods.
         checked: of these, calls that were checked.
         samples: device sides copied for a comparison a step later.
-        compared: of these, samples compared by now.
+        compared: checks of `watch` and `audit` in which values were compared: calls at `full` with both sides of a pair
+            or with rows that moved, and samples that have arrived. 0 if there was nothing but lengths and dtypes.
         skipped: samples left out because too many copies were under way.
         violations: found, by code.
     """
@@ -205,8 +206,11 @@ class Hooked:
             self.counters.checked += 1
         return True
 
-    def leave(self, subject: object) -> None:
+    def leave(self, subject: object, *, compared: bool = False) -> None:
         """Ends what `enter` began."""
+        if compared:
+            with self._lock:
+                self.counters.compared += 1
         self._thread.inside.discard(id(subject))
 
 

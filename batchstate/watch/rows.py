@@ -34,6 +34,7 @@ from batchstate.watch.snapshots import (
     keys_of,
     picker,
     rows_of,
+    without_tails,
 )
 
 Get: TypeAlias = Callable[[Any], Any]
@@ -124,6 +125,8 @@ class Place:
     operation: str
     step: int | None
     report: Report
+    compared: bool = False
+    """Whether values were compared here: both sides of a pair, or rows with what they were."""
 
     def ask(
         self,
@@ -223,7 +226,8 @@ class Declaration:
         self.pairs = [self._pair(pair) for pair in pairs]
         for one in list(rows.items()) if isinstance(rows, Mapping) else list(rows):
             self._column(one)
-        self._counts = {counts for counts in (upto or {}).values() if counts in self.columns}
+        upto = self._of_both_sides(upto or {})
+        self._counts = {counts for counts in upto.values() if counts in self.columns}
         self.pairs.sort(key=lambda pair: not self._counts & {pair.host, pair.device})
         self.columns = {
             name: self.columns[name] for name in sorted(self.columns, key=lambda one: one not in self._counts)
@@ -235,7 +239,7 @@ class Declaration:
         self.num_rows = getter(num_rows)
         self.key = None if key is None else getter(key)
         self.when = {name: _truth(getter(condition)) for name, condition in (when or {}).items()}
-        self.upto = {name: getter(counts) for name, counts in (upto or {}).items()}
+        self.upto = {name: getter(counts) for name, counts in upto.items()}
         self.indices = {
             name: (getter(name), flags if flags is None else getter(flags)) for name, flags in (indices or {}).items()
         }
@@ -254,6 +258,14 @@ class Declaration:
                 value=None,
                 remedy="name columns in `pairs`, `rows`, `derived`, `implied` or `indices`",
             )
+        sides = {pair.device for pair in self.pairs}
+        self._counted_on_device = frozenset(name for name, counts in upto.items() if counts in sides)
+        self._unread: list[tuple[str, str | None, Name | None]] = [
+            ("key", None, key),
+            *((f"when[{name!r}]", name, condition) for name, condition in (when or {}).items()),
+            *((f"upto[{name!r}]", name, counts) for name, counts in upto.items()),
+            *((f"indices[{name!r}]", None, one) for name, flags in (indices or {}).items() for one in (name, flags)),
+        ]
         self.dtypes: dict[str, Any] = {}
         self._turn = self._calls = 0
         self._refuse_unknown()
@@ -310,6 +322,15 @@ class Declaration:
             )
         host, device = self._column(parts[0]), self._column(parts[1])
         return Pair(f"{host} / {device}", host, device, parts[2:] == ("upper_bound",))
+
+    def _of_both_sides(self, upto: Mapping[str, Name]) -> dict[str, Name]:
+        """A pair is one value: what counts of one side counts of the other, unless that has a count of its own."""
+        found = dict(upto)
+        for pair in self.pairs * len(self.pairs):  # a column may be in several
+            for one, other in ((pair.host, pair.device), (pair.device, pair.host)):
+                if one in found:
+                    found.setdefault(other, found[one])
+        return found
 
     def _refuse_unknown(self) -> None:
         for what, names in (("when", self.when), ("upto", self.upto)):
@@ -420,13 +441,38 @@ class Declaration:
 
     def _read(self, name: str, value: Any, batch: Any, n: int) -> Array | list[Any]:
         entries = entries_of(value, n)
-        if name in self.upto and n:
+        if n:
             with _blaming(f"upto[{name!r}]"):
-                counts = np.asarray(entries_of(self.upto[name](batch), n)).astype(np.int64)
-                entries = array_of(entries)
-                inside = np.arange(entries.shape[1]) < counts[:, None]
-                entries = np.where(inside, entries, np.zeros_like(entries[:1, :1]))
+                entries = without_tails(entries, entries_of(self.upto[name](batch), n))
         return entries
+
+    def counts_of(self, pair: Pair, batch: Any, n: int) -> Any:
+        """How many entries of each row of a pair count: on the host, or as a tensor of the device; None for all."""
+        name = pair.host
+        if name not in self.upto:
+            return None
+        with _blaming(f"upto[{name!r}]"):
+            counts = self.upto[name](batch)
+            on_device = isinstance(counts, torch.Tensor) and (name in self._counted_on_device or not counts.is_cpu)
+            return counts.detach()[:n] if on_device else np.array(entries_of(counts, n))
+
+    def _read_names(self, batch: Any) -> None:
+        """Looks once for each name that `cheap` never reads, so that a typo does not wait for `full`.
+
+        Of a column that is not in use nothing is asked, and a property, which may read the device, is left alone.
+        """
+        unused = []
+        for one in self._unread:
+            argument, column, name = one
+            if column in self._named and self.columns[column](batch) is None:
+                unused.append(one)
+            elif isinstance(name, str) and column not in self._functions:
+                owner, _, last = name.removeprefix("not ").rpartition(".")
+                with _blaming(argument):
+                    of = getter(owner)(batch) if owner else batch
+                    if not isinstance(getattr(type(of), last, None), property):
+                        _Path(last)(of)
+        self._unread = unused
 
     def advanced(self, row: Mapping[str, Any], added: Mapping[str, int]) -> dict[str, Any]:
         """The entries of a row that are known behind a method that adds."""
@@ -462,6 +508,8 @@ class Declaration:
                     self._turn = (self._turn + 1) % len(self.derived)
                     if not isinstance(one.get(batch), torch.Tensor):  # it may lie on the device
                         self._check_derived(one, batch, place)
+            if self._unread:
+                self._read_names(batch)
             return None
         for one in self._by_batch:
             self._check_derived(one, batch, place)
@@ -544,8 +592,8 @@ class Declaration:
             n,
             {name: rows},
             column=name,
-            remedy=f"look in {_method(place)} for the line that treats {name!r}: every column moves with the requests"
-            f"{hint}",
+            remedy=f"look in {_method(place)} for the line that treats {name!r}: every column moves with the requests; "
+            f"or `num_rows` is wrong{hint}",
         )
 
     def _check_range(self, name: str, indices: Array, n: int, place: Place) -> None:
@@ -670,6 +718,7 @@ class Declaration:
 
     def compare(self, pair: Pair, host: Array | list[Any], device: Array | list[Any], place: Place) -> None:
         """Asks whether two sides agree, by value: a list or an int32 side may stand beside an int64 one."""
+        place.compared = True
         right = array_of(device)
         if isinstance(host, list):
             left = np.array(host, dtype=right.dtype).reshape(right.shape[:1] if not host else -1, *right.shape[1:])
@@ -728,11 +777,15 @@ class Declaration:
                 if name in behind or name not in now.columns:
                     continue
                 expected, found, plus = there(entries), here(now.columns[name]), 0 if added is None else added[name]
+                place.compared = True
                 if plus:
                     expected = [one + plus for one in expected] if isinstance(expected, list) else expected + plus
                 if alike(expected, found) or alike(expected, found := copy_of(found)):
                     times_checked[_ROW_KEPT] += 1
                     continue
+                hint = ""
+                if not whole and any(pair.host == name for pair in self.pairs):
+                    hint = f"; or, if {name!r} is the device side of its pair, name the host side first in `pairs`"
                 place.ask(
                     invariants.row_kept,
                     array_of(expected),
@@ -741,7 +794,7 @@ class Declaration:
                     names=now.requests,
                     column=name,
                     remedy=f"{_method(place)} {'advances' if plus else 'moves'} rows: let it treat {name!r} as it "
-                    "treats the other columns",
+                    f"treats the other columns{hint}",
                 )
 
 

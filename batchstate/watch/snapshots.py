@@ -81,6 +81,13 @@ def entries_of(value: Any, num_rows: int | None = None) -> Array | list[Any]:
     return list(value[:num_rows])
 
 
+def without_tails(entries: Array | list[Any], counts: Any) -> Array:
+    """Zeros in the place of what stands behind the first so many entries of each row."""
+    entries = np.asarray(entries)
+    inside = np.arange(entries.shape[1]) < np.asarray(counts).astype(np.int64)[:, None]
+    return np.where(inside, entries, np.zeros_like(entries[:1, :1]))
+
+
 def array_of(entries: Array | list[Any]) -> Array:
     """Python objects as an array of them."""
     if isinstance(entries, np.ndarray):
