@@ -847,7 +847,8 @@ class Generations:
         """The error of something else where handles of the pool are expected."""
         unit = f"{kind.unit}s"
         if isinstance(given, MirroredTensor):
-            got, remedy = f"{given.name or 'a column'!r}, a column of plain numbers", f"pass the {unit}: batch.{unit}"
+            got = f"{given.name or 'a column'!r}, a column of plain numbers"
+            remedy = "pass the slots: batch.slots" if kind is Slots else f"pass the {unit} that the pool returned"
         elif hasattr(given, unit) and hasattr(given, "num_reqs"):
             got, remedy = f"a batch, {given!r}", f"pass its {unit}: batch.{unit}"
         else:
