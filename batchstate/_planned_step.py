@@ -104,7 +104,7 @@ class PlannedStep:
     def inputs(self) -> ForwardInputs:
         """The inputs of the forward, at its entry, on its stream; see `FutureMap.resolve_forward_inputs`.
 
-        In a decode step `query_start_loc` and `last_token_indices` are memory that later steps read too.
+        In a decode step `slots`, `query_start_loc` and `last_token_indices` are memory that later steps read too.
 
         Raises:
             As `FutureMap.resolve_forward_inputs`.
@@ -217,6 +217,16 @@ class DecodeSteps:
             }
             invariants.mirror_foreign_write("device", before, now, **where)
 
+    def slots_were_written(self, slots: torch.Tensor, operation: str) -> None:
+        """Reports that a forward wrote into the slots that later steps of the same requests read and publish with.
+
+        Raises:
+            Violation: MIRROR_FOREIGN_WRITE. The next step sends them again.
+        """
+        self.requests = None
+        where: Where = {"object": "StepPlanner", "operation": operation, "column": "slots", "step": self._runtime.step}
+        invariants.mirror_foreign_write("device", 0, slots._version, **where)
+
 
 @final
 class DecodeRequests:
@@ -231,7 +241,7 @@ class DecodeRequests:
         known: their ids in the relay.
         row_width: elements of a row of `req_to_token`.
         first_element: int64[n], where the row of each begins in it, flat.
-        written: whether all tokens before this step's are.
+        launched: state of the batch after the last step that was launched, if all tokens up to it are written.
         steps: taken so far, one behind the other with nothing between.
         state: of the batch after the last of these.
         epoch: of the pages then.
@@ -248,6 +258,7 @@ class DecodeRequests:
         "generations",
         "held_at",
         "known",
+        "launched",
         "layout",
         "locations",
         "longest",
@@ -258,7 +269,6 @@ class DecodeRequests:
         "slots",
         "state",
         "steps",
-        "written",
     )
 
     slots: Slots
@@ -272,7 +282,7 @@ class DecodeRequests:
         self.layout, self.row_set, self.rows, self.generations = layout, row_set, rows, generations
         self.held_at = -1
         self.row_width, self.first_element = row_width, rows * row_width
-        self.written = False
+        self.launched: RowState | None = None
         self.steps, self.epoch = 0, -1
         self.state: RowState | None = None
 
@@ -316,13 +326,25 @@ class DecodeRequests:
 class DecodeStep(PlannedStep):
     """A decode step that was planned in one piece. Its `ForwardPlan` is made when it is asked for."""
 
-    __slots__ = ("_changed", "_lens", "_locations", "_requests", "_shared", "_steps", "_upload", "_used", "step")
+    __slots__ = (
+        "_before",
+        "_changed",
+        "_lens",
+        "_locations",
+        "_requests",
+        "_shared",
+        "_steps",
+        "_upload",
+        "_used",
+        "step",
+    )
 
     def __init__(
         self,
         declared: Declared,
         steps: DecodeSteps,
         requests: DecodeRequests,
+        before: RowState,
         batch: Batch,
         extras: Extras,
         upload: PackedUpload,
@@ -330,7 +352,7 @@ class DecodeStep(PlannedStep):
         locations: Ints,
     ) -> None:
         self._declared, self._steps, self._requests, self._upload = declared, steps, requests, upload
-        self.batch = self.sent = batch
+        self._before, self.batch, self.sent = before, batch, batch
         self.extras = extras
         self._lens, self._locations = lens, locations
         pages = declared.pages
@@ -385,6 +407,8 @@ class DecodeStep(PlannedStep):
             runtime.use_on_current_stream(upload.buffer, upload.stream, upload.ready, synchronised=upload.synchronised)
         if stream is not steps.stream or (levels.cheap and steps.starts._version + steps.last._version != steps.writes):
             steps.constants_on(stream)
+        if levels.cheap and (read := requests.known.read_on) is not None and read[2]._version:
+            steps.slots_were_written(read[2], "inputs")
         ids, slots = steps.relay.gather_again(requests.known, steps.field, stream)
         self._used = True
         if self._plan is not None:
@@ -406,13 +430,15 @@ class DecodeStep(PlannedStep):
             ends = np.arange(lens.size + 1)
             sent = {"positions": lens - 1, "kv_lens": lens, "query_start_loc": ends, "last_token_indices": ends[:-1]}
             inputs.check(runtime, sent)
-        begin = None if requests.written else lens - ONE
-        requests.written = pages.writes.launched(requests.rows, lens, begin)
+        begin = None if requests.launched is self._before else lens - ONE
+        requests.launched = self.batch._state if pages.writes.launched(requests.rows, lens, begin) else None
         return inputs
 
     def publish(self, **values: object) -> None:
         """As of any step."""
         steps, requests = self._steps, self._requests
+        if levels.cheap and (read := requests.known.read_on) is not None and read[2]._version:
+            steps.slots_were_written(read[2], "publish")
         if len(values) == 1:
             value = values.get(steps.field)
             if (

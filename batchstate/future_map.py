@@ -611,7 +611,8 @@ class FutureMap(Guided):
             publications = entries.check_read(known.rows, known.generations, (field,), DEVICE, "gather")
         entries.wait_to_read(publications, stream, "gather")
         if known.read_on is None or known.read_on[0] is not stream:
-            known.read_on = stream, self._memory_of(field), known.live.device
+            index = known.live.device.data  # with a count of its own writes
+            known.read_on = stream, self._memory_of(field), index
         _, memory, index = known.read_on
         gathered: torch.Tensor = self.runtime.launch(
             torch.index_select, memory, 0, index, reads=(memory, index), name=self._gather_names[field]

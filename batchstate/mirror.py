@@ -708,7 +708,7 @@ class MirroredTensor(HostValues):
             contract=contract,
             windows=windows,
             generations=np.concatenate(generations) if generations else None,
-            pool_id=max(pools, default=0),
+            pool_id=max(pools, default=first._pool_id),
             row_set=None if generations else joined([value._row_set for value in values]),
         )
 

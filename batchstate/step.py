@@ -446,6 +446,10 @@ class StepPlanner(Guided):
             values = entries.arrays if entries is not None else ()
             upload, uploaded, crossed = self._sent(requests, columns, tokens, written, joined, arrays, values, arrived)
         slots = requests.slots if same else self._uploaded_slots(requests, upload)
+        if own:
+            advanced, batch._device, batch._crossed = batch, None, upload
+        else:
+            advanced = batch._sent(moved, upload, OPERATION)  # at `full` it is compared, before anything is committed
         if entries is not None:
             entries.launch(slots.device[rows.size - arrived :], crossed)
         pages.commit_rows(rows, lens)
@@ -453,17 +457,13 @@ class StepPlanner(Guided):
             release()  # before the plan notes when pages last changed, so that it need not look whose
         requests.state, requests.epoch, requests.locations = moved, pages.epochs.last, locations
         requests.steps += 1
-        if own:
-            advanced, batch._device, batch._crossed = batch, None, upload
-        else:
-            advanced = batch._sent(moved, upload, OPERATION)
         if not same:
             _ = advanced.device_side  # made before a forward can write into the slots, which are a part of the copy
             requests.slots = requests.known.live = slots
             steps.requests = requests
         if levels.full:
             pages.verify()
-        return DecodeStep(self._declared, steps, requests, advanced, uploaded, upload, lens, locations)
+        return DecodeStep(self._declared, steps, requests, state, advanced, uploaded, upload, lens, locations)
 
     def _sent(
         self,

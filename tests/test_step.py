@@ -637,8 +637,10 @@ def test_full_compares_the_copy_of_the_step(rt: Runtime) -> None:
             "columns = [one[:, rows * 0] for one in moved.groups]",
         )
         with wrong, pytest.raises(Violation) as caught:
-            world.planner.plan(step.batch)
-    assert (caught.value.code, caught.value.row) == (Code.MIRROR_EQUAL, 1)
+            world.planner.plan(step.batch, keep=[0, 1], joining=world.arrived([2]), published={"last": [5]})
+        assert (caught.value.code, caught.value.row) == (Code.MIRROR_EQUAL, 1)
+        assert world.pages.committed(step.batch.slots).tolist() == [5, 6]  # of the last step: nothing is half done
+        world.pages.verify()
 
 
 def test_columns_written_from_outside_are_noticed(rt: Runtime) -> None:
@@ -952,3 +954,40 @@ def test_what_later_steps_use_cannot_be_written() -> None:
         for shared in (plan.query_lens, plan.relay_rows, plan.sample_rows, mapping):
             with pytest.raises(ValueError, match="read-only"):
                 shared[0] = 5
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_slots_written_by_a_forward_are_noticed_in_any_step(at: int) -> None:
+    """The slots of a decode step are those of the next ones too: nothing is read or published by what was written."""
+    with open_runtime("cpu") as rt:
+        world = World.of(rt)
+        world.join([3, 4])
+        for _ in range(at):
+            world.step()
+        step = world.planner.plan(world.batch)
+        inputs = step.inputs()
+        inputs.slots.fill_(1)
+        with pytest.raises(Violation) as caught:
+            step.publish(last=inputs.input_ids + 1)
+        assert (caught.value.code, caught.value.column) == (Code.MIRROR_FOREIGN_WRITE, "slots")
+        again = world.planner.plan(step.batch)  # sends them again
+        world.relay.publish(step.batch.slots, last=[7, 8])
+        assert again.inputs().slots.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("in_one_piece", [True, False])
+@pytest.mark.parametrize("dropped", [0, 1, 3])
+def test_tokens_of_a_step_that_was_never_launched_are_not_written(dropped: int, in_one_piece: bool) -> None:
+    """A step that was planned and whose forward never ran leaves a gap: a prefix over it cannot be held."""
+    with open_runtime("cpu") as rt:
+        world = World.of(rt, in_one_piece=in_one_piece)
+        world.join([3, 4])
+        for turn in range(5):
+            if turn != dropped:
+                world.step()
+                continue
+            rt.next_step()
+            world.batch = world.planner.plan(world.batch).batch  # type: ignore[assignment]
+        with pytest.raises(Violation) as caught:
+            world.pages.hold(world.batch.filter([0]).slots, 8)
+        assert caught.value.code is Code.PAGE_UNWRITTEN
