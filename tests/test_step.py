@@ -639,7 +639,7 @@ def test_full_compares_the_copy_of_the_step(rt: Runtime) -> None:
         with wrong, pytest.raises(Violation) as caught:
             world.planner.plan(step.batch, keep=[0, 1], joining=world.arrived([2]), published={"last": [5]})
         assert (caught.value.code, caught.value.row) == (Code.MIRROR_EQUAL, 1)
-        assert world.pages.committed(step.batch.slots).tolist() == [5, 6]  # of the last step: nothing is half done
+        assert world.pages.committed(world.batch.slots).tolist() == [5, 6]  # of the last step: nothing is half done
         world.pages.verify()
 
 
@@ -971,7 +971,7 @@ def test_slots_written_by_a_forward_are_noticed_in_any_step(at: int) -> None:
             step.publish(last=inputs.input_ids + 1)
         assert (caught.value.code, caught.value.column) == (Code.MIRROR_FOREIGN_WRITE, "slots")
         again = world.planner.plan(step.batch)  # sends them again
-        world.relay.publish(step.batch.slots, last=[7, 8])
+        world.relay.publish(world.batch.slots, last=[7, 8])
         assert again.inputs().slots.tolist() == [1, 2]
 
 
