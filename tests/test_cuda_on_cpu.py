@@ -514,3 +514,14 @@ def test_threads_take_turns() -> None:
         sys.setswitchinterval(interval)
     assert wrong == []
     assert rt.races == ()
+
+
+def test_a_default_device_ends_with_the_window() -> None:
+    """`torch.set_default_device("cuda")` inside holds for the window, and no longer."""
+    with cuda_on_cpu(on_race="collect"):
+        torch.set_default_device("cuda")
+        assert torch.zeros(1).is_cuda
+    assert torch.zeros(1).device.type == "cpu"
+    with torch.device("meta"), cuda_on_cpu(on_race="collect"):
+        pass
+    assert torch.zeros(1).device.type == "cpu"

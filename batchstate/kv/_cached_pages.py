@@ -32,7 +32,7 @@ class CachedPages:
         generations: int64[num_pages + 1], of the pages when they were cached.
         writers: int64[num_pages + 1], the stream that wrote each, of `KVWrites`.
         evicted: how many ever lost their keys to be taken, or by `evict`.
-        notices: their keys, in that order, until somebody takes them; None if they are not kept.
+        notices: their keys, in that order, until `take_evicted` takes them; None if they are not kept.
     """
 
     def __init__(self, plain: FreeIndices) -> None:

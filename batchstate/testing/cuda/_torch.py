@@ -69,6 +69,7 @@ def replaced(rt: "CudaWindow[Any]", stands_for: Mapping[str, Callable[..., Any]]
     cuda: Any = torch.cuda
     answers = _answers(rt)
     with contextlib.ExitStack() as stack:
+        stack.callback(_default_device, torch.utils._device.CURRENT_DEVICE)
         for name, function in stands_for.items():
             _stand_in(stack, name, function)
         for owner, attributes in (
@@ -101,6 +102,12 @@ def replaced(rt: "CudaWindow[Any]", stands_for: Mapping[str, Callable[..., Any]]
         _forget_functions()
         stack.callback(_forget_functions)
         yield
+
+
+def _default_device(before: torch.device | None) -> None:
+    """Takes back a `torch.set_default_device("cuda")` of the window, after which torch could make no tensor."""
+    if before != torch.utils._device.CURRENT_DEVICE:
+        torch.set_default_device(before)
 
 
 def _forget_functions() -> None:
