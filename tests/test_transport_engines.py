@@ -443,7 +443,7 @@ def test_killed_receiver(here: EngineSide, there: There, mortal: PeerProcess) ->
     mortal.kill()
     ends = {here.ended(tag, 10) for tag in tags}
     assert ends <= {Status.UNKNOWN, Status.FAILED, Status.DONE}
-    # Failed at once where the end of the peer is known before the write is looked at. Over NIXL all may have been copied.
+    # FAILED at once where the end of the peer is known before a look at the write. NIXL may have copied all of it.
     assert ends & {Status.UNKNOWN, Status.FAILED} or here.engine.name == "nixl"
     until(lambda: here.completions() is not None and here.lost() == [name], "the loss", 10)
     for tag in tags:
