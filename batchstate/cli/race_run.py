@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from batchstate.cli._output import add_json, write_json
+from batchstate.cli._output import add_json, progress, write_json
 from batchstate.errors import ArgumentError
 
 NAME = "race run"
@@ -122,16 +122,20 @@ def _compare(script: Path, arguments: list[str], seed: int, out: Path | None) ->
 
     orders: list[dict[str, Any]] = []
     wanted: list[str] = []
-    for name in PORTFOLIO:
-        command = [sys.executable, "-m", "batchstate", "race", "run", "--device", f"sim:{name}", "--seed", str(seed)]
-        done = subprocess.run([*command, str(script), "--", *arguments], capture_output=True, text=True, check=False)
-        printed = [*done.stdout.splitlines(), *(["it fails: " + _last(done.stderr)] if done.returncode else [])]
-        if name == "eager":
-            wanted = printed
-            if done.returncode:
-                print(done.stderr, file=sys.stderr, end="")
-                return 2
-        orders.append({"device": f"sim:{name}", "exit": done.returncode, "difference": _difference(wanted, printed)})
+    run = [sys.executable, "-m", "batchstate", "race", "run", "--seed", str(seed)]
+    with progress("orders of the streams", len(PORTFOLIO)) as update:
+        for name in PORTFOLIO:
+            update(len(orders), name)
+            command = [*run, "--device", f"sim:{name}", str(script), "--", *arguments]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            printed = [*done.stdout.splitlines(), *(["it fails: " + _last(done.stderr)] if done.returncode else [])]
+            if name == "eager":
+                wanted = printed
+                if done.returncode:
+                    print(done.stderr, file=sys.stderr, end="")
+                    return 2
+            difference = _difference(wanted, printed)
+            orders.append({"device": f"sim:{name}", "exit": done.returncode, "difference": difference})
     wrong = [one for one in orders if one["difference"] is not None]
     write_json(out, {"format": _ORDERS, "script": str(script), "seed": seed, "orders": orders, "new": len(wrong)})
     for one in wrong:
