@@ -96,7 +96,7 @@ def as_array(values: object, what: str) -> Array:
         raise DtypeError(
             f"{what}: expected numbers, got " + (repr(values) if array.ndim == 0 else f"values of dtype {array.dtype}"),
             value=array.dtype,
-            remedy="pass a list of numbers, a numpy array or a CPU tensor",
+            remedy="pass a list of numbers, a numpy array or a CPU tensor, with one per row",
         )
     return array
 
@@ -320,10 +320,11 @@ def row_indices(rows: object, num_rows: int, what: str) -> Rows:
         RowIndexError: an index outside [0, num_rows); negative ones do not count from the end.
     """
     if isinstance(rows, str | slice) or rows is None:
+        example = f"list(range{rows.indices(num_rows)})" if isinstance(rows, slice) else "[0, 1]"
         raise DtypeError(
             f"{what}: expected row indices or a mask, got {rows!r}",
             value=rows,
-            remedy="pass a list of row indices, such as list(range(2)), or a mask with one boolean per row",
+            remedy=f"pass a list of row indices, such as {example}, or a mask with one boolean per row",
         )
     array = as_array(rows, what)
     if array.ndim != 1:

@@ -34,6 +34,17 @@ _MEANT = {
     "update": "for a whole column, batch.replace({key}=...); for some rows, batch.update({key!r}, rows, values)",
     "advance": "name the column: batch.advance({key!r}, {value})",
 }
+_EXAMPLES = {
+    "watch": "watch(Engine, num_rows='num_reqs', after=['step'], pairs=[('seq_lens_cpu', 'seq_lens')])",
+    "Twin": "Twin('seq_lens_cpu', 'seq_lens'), the names of both attributes",
+}
+_INSTANCES = {
+    "Batch": "batch",
+    "MirroredTensor": "value",
+    "Runtime": "runtime",
+    "SlotPool": "pool",
+    "PagePool": "pages",
+}
 _LONGEST = 40
 
 
@@ -138,6 +149,11 @@ def _refused(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwa
     if "." in name and args:  # a method: of the class that was used
         columns = getattr(args[0], "_columns", ()) if function.__name__ == "build" else ()
         name = f"{(args[0] if isinstance(args[0], type) else type(args[0])).__name__}.{function.__name__}"
+        bases = [] if isinstance(args[0], type) else [one.__name__ for one in type(args[0]).__mro__]
+        of = next((_INSTANCES[one] for one in bases if one in _INSTANCES), None)
+    else:
+        of = None
+    to_write = name if of is None else f"{of}.{function.__name__}"
     parameters = [*inspect.signature(function).parameters.values()][skipped:]
     args = args[skipped:]
     written = _call(name, [*map(shown, args)], {key: shown(value) for key, value in kwargs.items()})
@@ -158,7 +174,7 @@ def _refused(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwa
         others = {
             one: shown(kwargs[one]) if one in kwargs else "..." for one in by_name if one in kwargs or one in needed
         }
-        told = [f"put `{key}` before it: {_call(name, [*places[:at], key, *rest], others)}"]
+        told = [f"put `{key}` before it: {_call(to_write, [*places[:at], key, *rest], others)}"]
     elif unknown and (meant := _MEANT.get(name) or _MEANT.get(function.__name__)):
         told = [meant.format(key=unknown[0], value=shown(kwargs[unknown[0]]))]
     elif unknown:
@@ -172,7 +188,7 @@ def _refused(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwa
                 key: shown(one) if _is_plain(one) else "..."
                 for one, key in zip(args[len(places) :], by_name, strict=False)
             }
-        told = [f"give {_listed(list(rest_by_name))} by name: {_call(name, first, rest_by_name)}"]
+        told = [f"give {_listed(list(rest_by_name))} by name: {_call(to_write, first, rest_by_name)}"]
     elif len(args) > len(places):
         told = [
             f"it takes {len(places)} argument{'s' * (len(places) != 1)}"
@@ -183,9 +199,8 @@ def _refused(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwa
         given = [shown(one) if _is_plain(one) else key for one, key in zip(args, places, strict=False)]
         rest = [key for key in missing if key in places]
         fields = dict.fromkeys([*(key for key in missing if key in by_name), *columns], "...")
-        told = [
-            f"{_listed(missing)} {'is' if len(missing) == 1 else 'are'} missing: {_call(name, given + rest, fields)}"
-        ]
+        example = _EXAMPLES.get(name) or _call(to_write, given + rest, fields)
+        told = [f"{_listed(missing)} {'is' if len(missing) == 1 else 'are'} missing: {example}"]
     else:
         told = ["give each argument once"]
     return CallError(

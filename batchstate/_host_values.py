@@ -23,7 +23,10 @@ _INSTEAD = {
     "append": "`.merge(other)` returns a value with the rows of both",
     "free": "the pool that gave handles takes them back: `pool.free(slots, after=fence)`",
 }
-_IN_PLACE = "values are immutable: `+`, `-` and `.update(rows, values)` return a new one"
+_IN_PLACE = (
+    "values are immutable: `+`, `-` and `.update(rows, values)` return a new one; a column changes with its batch: "
+    "`batch = batch.advance(name, 1)`, `batch = batch.update(name, rows, values)`"
+)
 
 
 class HostValues:

@@ -63,7 +63,8 @@ _INSTEAD = {
     **dict.fromkeys(("append", "extend", "concat", "cat", "merge_batch"), _MERGE),
     **dict.fromkeys(("pop", "remove", "select", "drop", "filter_batch"), _FILTER),
     **dict.fromkeys(
-        ("to", "cuda", "sync"), "`batch.upload()` sends all columns; `.device` of a column is its device side"
+        ("to", "cuda", "sync"),
+        "a batch belongs to the device of its runtime: build it with `open_runtime('cuda')`; `batch.upload()` sends it",
     ),
     **dict.fromkeys(("cpu", "numpy"), "`batch.to_dict()` has the host side of each column"),
     "device": "`batch.runtime.device` is the device, `batch.on_device()` has the tensors on it",

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from batchstate import invariants, levels
 from batchstate._allocator import size_of
 from batchstate._guidance import Guided, Numbers, check_kind, shows_signature
-from batchstate.errors import ArgumentError
+from batchstate.errors import ArgumentError, DtypeError
 from batchstate.indices import Slots
 from batchstate.kv._cached_pages import CachedPages
 from batchstate.kv.leases import PageLease
@@ -221,6 +221,12 @@ class PrefixCache(Guided):
 
     def evict(self, num_pages: SupportsIndex) -> int:
         """Takes the keys from the `num_pages` pages that would be evicted first, or all there are; says how many."""
+        if isinstance(num_pages, str) or num_pages is None:
+            raise DtypeError(
+                f"{self.pages.name}: evict: expected a number of pages, got {num_pages!r}",
+                value=num_pages,
+                remedy="pass a number; for all that can be evicted, `cache.evict(pages.num_pages)`",
+            )
         number = size_of(num_pages, f"{self.pages.name}: evict: num_pages")
         self.pages.reap()
         self.pages.transaction.operation = "evict"
