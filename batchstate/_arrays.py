@@ -42,6 +42,8 @@ Values: TypeAlias = "Number | Sequence[Number] | Sequence[Sequence[Number]] | Ve
 
 Array = npt.NDArray[Any]
 Rows = npt.NDArray[np.int64]
+ColumnValues: TypeAlias = "Sequence[Any] | Vector"
+"""What a column is built of: one entry per request."""
 Amounts = npt.NDArray[np.int64]
 
 _BOOL = np.dtype(np.bool_)

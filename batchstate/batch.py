@@ -23,7 +23,19 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._allocator import Generations
-from batchstate._arrays import MOST_ROWS, Amount, Array, Rows, Selection, Values, converted, count, counts, kept_rows
+from batchstate._arrays import (
+    MOST_ROWS,
+    Amount,
+    Array,
+    ColumnValues,
+    Rows,
+    Selection,
+    Values,
+    converted,
+    count,
+    counts,
+    kept_rows,
+)
 from batchstate._guidance import attribute, methods_show_signature, shown
 from batchstate._origin import DerivedArrays, RowSet
 from batchstate._rows import (
@@ -164,7 +176,7 @@ class Batch(metaclass=BatchType):
         self._exposed: list[MirroredTensor] = []  # values that can be written from outside, or have stale windows
 
     @classmethod
-    def build(cls, runtime: Runtime, /, **columns: object) -> Self:
+    def build(cls, runtime: Runtime, /, **columns: ColumnValues) -> Self:
         """A batch from a value for every declared column.
 
         Args:
@@ -206,7 +218,7 @@ class Batch(metaclass=BatchType):
     @classmethod
     def empty(cls, runtime: Runtime) -> Self:
         """A batch of no requests: what an idle step and a first merge start from."""
-        values: dict[str, object] = {}
+        values: dict[str, Any] = {}
         for name, column in cls._columns.items():
             if isinstance(column, TensorColumn):
                 values[name] = np.empty((0, *column.shape), dtype=column.np_dtype)
@@ -692,7 +704,7 @@ class Batch(metaclass=BatchType):
         state = now.replaced(ColumnInputs(host={column: lower}, device={column: now.device[column]}))
         return self._derived("tighten", state, self.num_reqs, moved=False)
 
-    def replace(self, /, **columns: object) -> Self:
+    def replace(self, /, **columns: ColumnValues) -> Self:
         """The same requests with other values for some columns, given as to `build`.
 
         Raises:

@@ -253,8 +253,8 @@ def _asked(runtime: Runtime, num_columns: int, rows: int) -> dict[tuple[str, str
 
 def _values(
     runtime: Runtime, kind: type[Decode], rng: np.random.Generator, *, first_slot: int, rows: int
-) -> dict[str, object]:
-    values: dict[str, object] = {}
+) -> dict[str, Any]:
+    values: dict[str, Any] = {}
     for name, column in kind.columns().items():
         if isinstance(column, TensorColumn):
             values[name] = rng.integers(0, 10_000, rows).astype(column.np_dtype)

@@ -71,7 +71,7 @@ class World:
         return MirroredTensor.from_pair(self.rt, bounds, on_device, contract="upper_bound")
 
     def planned(
-        self, slots: Slots, lens: object, *arguments: Any, rows: int = 0, **named: Any
+        self, slots: Slots, lens: Any, *arguments: Any, rows: int = 0, **named: Any
     ) -> tuple[ForwardPlan, Extras]:
         """A plan for a batch, and what was uploaded for it; `rows` with padding."""
         batch = Running.build(self.rt, slots=slots, seq_lens=lens)

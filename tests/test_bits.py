@@ -1,5 +1,7 @@
 """Columns and relay fields of a dtype that numpy lacks: moved like others, seeded from the host by bits."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -63,7 +65,7 @@ def test_a_relay_is_seeded_by_bits(rt: Runtime, level: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", [NUMBERS, [[1, 2]] * 3, np.zeros((3, 2), np.float16), np.zeros((3, 2), np.int8)])
-def test_numbers_are_no_bits(rt: Runtime, wrong: object) -> None:
+def test_numbers_are_no_bits(rt: Runtime, wrong: Any) -> None:
     """Host values that are not the bits are refused, with the way to get them, and nothing is published."""
     pool = SlotPool(rt, 4)
     relay = FutureMap(pool, {"hidden": relay_field(torch.bfloat16, (2,))})

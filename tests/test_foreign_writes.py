@@ -88,7 +88,7 @@ def tool(request: pytest.FixtureRequest) -> Iterator[Runtime]:
 
 def built(rt: Runtime, pool: SlotPool, n: int) -> Decode:
     """A batch of `n` requests; its bounds are far above the device side: a write does not exceed them."""
-    values: dict[str, object] = {"slots": pool.take(n), "requests": ["a"] * n}
+    values: dict[str, Any] = {"slots": pool.take(n), "requests": ["a"] * n}
     for name, column in COLUMNS.items():
         numbers = np.full((n, *column.shape), 1 if column.np_dtype.kind == "b" else 4, column.np_dtype)
         device = rt.upload([numbers]).view(0).view(column.dtype)

@@ -509,7 +509,7 @@ def run_steps(world: World, speculating: bool) -> None:
     rt, relay, width = world.rt, world.relay, 3 if speculating else 1
     ids = ("last_token", "drafts") if speculating else ("last_token",)
 
-    def lens_of(slots: Slots, lens: list[int]) -> object:
+    def lens_of(slots: Slots, lens: list[int]) -> Any:
         if not speculating:
             return lens
         true = rt.upload([np.array(lens) - 1]).view(0)

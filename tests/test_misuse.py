@@ -58,7 +58,7 @@ class World:
         self.values = MirroredTensor.from_host(rt, [1, 2, 3])
         self.batch = self.build()
 
-    def build(self, **columns: object) -> Requests:
+    def build(self, **columns: Any) -> Requests:
         hidden = torch.zeros(2, device=self.rt.device)
         given = {"slots": self.slots, "lens": [1, 2], "most": [3, 4], "hidden": hidden, "who": ["a", "b"]}
         return Requests.build(self.rt, **given | columns)

@@ -1,5 +1,7 @@
 """What a decode step costs, counted: one copy and at most one device operation, whatever the number of columns."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -38,7 +40,7 @@ def test_one_copy_and_one_operation_a_step(rt: Runtime, num_columns: int, level:
     def arrive(num_reqs: int) -> Base:
         taken = slots.take(num_reqs)
         extension = pages.extend(taken, np.full(num_reqs, 5))
-        columns = {
+        columns: dict[str, Any] = {
             name: np.zeros(num_reqs, dtype=column.np_dtype)  # type: ignore[attr-defined]
             for name, column in declared.columns().items()
         }
@@ -74,7 +76,7 @@ def test_one_copy_and_one_operation_a_step(rt: Runtime, num_columns: int, level:
 def test_a_step_without_table_writes_launches_nothing(rt: Runtime) -> None:
     """Without table writes the copy is all: the columns are views of it."""
     declared = declare(12)
-    columns = {
+    columns: dict[str, Any] = {
         name: np.arange(1, 9).astype(column.np_dtype)  # type: ignore[attr-defined]
         for name, column in declared.columns().items()
     }
@@ -90,7 +92,7 @@ def test_a_step_without_table_writes_launches_nothing(rt: Runtime) -> None:
 def test_bytes_of_a_step_do_not_exceed_the_columns(rt: Runtime) -> None:
     """The copy holds the columns, the slots' generations and at most 16 bytes of alignment a width."""
     declared = declare(12)
-    columns = {
+    columns: dict[str, Any] = {
         name: np.arange(1, 257).astype(column.np_dtype)  # type: ignore[attr-defined]
         for name, column in declared.columns().items()
     }

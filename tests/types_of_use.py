@@ -66,6 +66,8 @@ def refused(rt: Runtime, pool: SlotPool, pages: PagePool, batch: Decode, other: 
     Decode.build("cpu", slots=pool.take(1))  # type: ignore[arg-type]
     mirrored(int)  # type: ignore[arg-type]
     mirrored(np.int64)  # type: ignore[arg-type]
+    Decode.build(rt, slots=pool.take(1), seq_lens=5)  # type: ignore[arg-type]
+    batch.replace(seq_lens=None)  # type: ignore[arg-type]
     batch.filter("first")  # type: ignore[arg-type]
     batch.filter([0.5])  # type: ignore[list-item]
     batch.filter(1)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ The next token of a request is its last one plus one, so the host knows at every
 """
 
 from collections import deque
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
@@ -152,7 +152,7 @@ class Serving:
         slots = self._slots.take(count)
         numbers = np.arange(self._requests, self._requests + count, dtype=np.int64)
         self._requests += count
-        values: dict[str, object] = {
+        values: dict[str, Any] = {
             name: (numbers % 100).astype(column.np_dtype)
             for name, column in self._declared.columns().items()
             if isinstance(column, TensorColumn)

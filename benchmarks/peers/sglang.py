@@ -120,11 +120,9 @@ def _comparison(runtime: Runtime, task: str, name: str, rows: int, churn: int) -
     ours, others = (
         ScheduleColumns.build(
             runtime,
-            **{
-                **values,
-                "req_pool_indices": Slots.from_host(runtime, values["req_pool_indices"]),
-                "reqs": [f"{slot}" for slot in values["req_pool_indices"].tolist()],
-            },
+            req_pool_indices=Slots.from_host(runtime, values["req_pool_indices"]),
+            reqs=[f"{slot}" for slot in values["req_pool_indices"].tolist()],
+            **{name: column for name, column in values.items() if name != "req_pool_indices"},
         )
         for values in (running, joining)
     )

@@ -214,11 +214,15 @@ def _every_slot(number: int) -> Callable[[Decode], Decode]:
     return lambda batch: batch.replace(slots=_slots(batch, [number] * len(batch)))
 
 
-def _alone(batch: Decode, slots: object) -> Decode:
+def _alone(batch: Decode, slots: Any) -> Decode:
     """A batch of one request with the values of the padded row of `batch`."""
     row = batch.filter([]).pad(1)
     columns = {name: row[name].np for name in ("seq_lens", "small", "temperature", "greedy", "bias", "accepted")}
-    zeros = {"drafts": np.zeros((1, 2), np.int32), "last_token": [0], "hidden": np.zeros((1, 2), np.float32)}
+    zeros: dict[str, Any] = {
+        "drafts": np.zeros((1, 2), np.int32),
+        "last_token": [0],
+        "hidden": np.zeros((1, 2), np.float32),
+    }
     zeros["states"] = np.zeros((1, 2), np.int16)
     return Decode.build(batch.runtime, slots=slots, requests=["one"], **columns, **zeros)
 
@@ -493,7 +497,7 @@ class BatchMachine(Machine):
         generations = np.arange(1, len(slots) + 1, dtype=np.int64)
         handles = Slots.from_host(self.rt, slots, generations=generations, pool_id=_POOL)
         requests = self._new_requests(len(slots))
-        values: dict[str, object] = {"slots": handles, "requests": requests}
+        values: dict[str, Any] = {"slots": handles, "requests": requests}
         cells = {"slots": [Cell(one, one) for one in np.array(slots, np.int64)]}
         for name in COLUMNS:
             if name != "slots":
@@ -509,7 +513,7 @@ class BatchMachine(Machine):
         self.requests += n
         return [f"request {self.requests - at}" for at in range(n)]
 
-    def column(self, name: str, n: int, first: int, bounds: bool) -> tuple[object, list[Cell]]:
+    def column(self, name: str, n: int, first: int, bounds: bool) -> tuple[Any, list[Cell]]:
         """A value for a column, as a list, an array or a mirrored value, and what it makes of each request."""
         column = COLUMNS[name]
         device = numbers(name, n, first)
