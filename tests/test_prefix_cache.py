@@ -84,7 +84,7 @@ def test_the_oldest_goes_first(pages: PagePool) -> None:
 
 
 def test_keys_of_evicted_pages_are_handed_out_once(pages: PagePool) -> None:
-    """With `notices` each evicted key is reported once, in order, whoever took its page; removed keys are not."""
+    """With `notices` each evicted key is reported once, in order; removed keys are not."""
     cache = PrefixCache(pages, notices=True)
     ada, bob = prefilled(pages, 12), prefilled(pages, SIZE)
     cache.insert(ada, ["a", "ab", "abc"])

@@ -191,7 +191,7 @@ class PageSharing:
         return pool._ragged(slots, rows, np.zeros(1, dtype=np.int64), length, operation)
 
     def note(self, source: Source, operation: str) -> None:
-        """Pages of the source have further holders from now on, and are no longer its own to write."""
+        """Pages of the source have further holders from now on, and must not be written by it."""
         if isinstance(source, Slots):
             self._pool.shares.note(source.np, operation, self._pool.runtime.step)
 

@@ -23,8 +23,8 @@ _ONLY_TORCH = frozenset(
 
 _COPIED = (list, dict, set)
 _SUMS_UP: dict[type, Callable[[Any], Any]] = {int: sum, bool: sum, float: sum, str: "".join}
-"""What fails, or ends with another type, if an entry is no number or no text: a look at all types takes three times as
-long."""
+"""What fails, or ends with another type, if an entry is neither a number nor text: a look at all types takes
+three times as long."""
 
 
 PLAIN_KEYS = (str, int, bytes, tuple)
