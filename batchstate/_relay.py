@@ -55,9 +55,9 @@ class Publication:
         stream: where it was enqueued.
         fence: behind it.
         ordered: keys of the streams that are ordered behind it.
-        reads: for each stream that has read some of it, a fence behind the last such read.
+        reads: for each stream that has read some of it, a fence behind the last such read; None until one is needed.
         ordered_reads: pairs of a stream that has read, and the key of a stream that is ordered behind that read.
-        published: for each field `Entries.number`, and the rows int64[n] of it that this publish wrote.
+        published: for each field its entries, and the rows int64[n] that this publish wrote.
     """
 
     number: int
@@ -65,21 +65,34 @@ class Publication:
     stream: Stream
     fence: Fence
     ordered: set[object]
-    reads: dict[Stream, Fence] = attrs.field(factory=dict)
+    reads: dict[Stream, Fence | None] = attrs.field(factory=dict)
     ordered_reads: set[tuple[Stream, object]] = attrs.field(factory=set)
-    published: list[tuple[Ints, Ints]] = attrs.field(factory=list)
+    published: "list[tuple[Entries, Ints]]" = attrs.field(factory=list)
 
     @property
     def by(self) -> str:
         """The operation, step and stream, for reports."""
         return described("publish", self.step, self.stream)
 
-    def needed(self) -> bool:
+    def read_fence(self, reader: Stream, runtime: Runtime) -> Fence:
+        """A fence behind the last read on the stream `reader`, recorded when it is first asked for."""
+        fence = self.reads[reader]
+        if fence is None:
+            fence = self.reads[reader] = runtime.record(reader)
+        return fence
+
+    def needed(self, runtime: Runtime) -> bool:
         """Whether an entry comes from it, or a writer may have to wait for it or for a read of it. Never waits."""
+        number = self.number
+        for entries, rows in self.published:
+            if 1 in (entries.last_writer[rows] == number).tobytes():
+                break
+        else:  # each row has a later writer, who has waited for all of it
+            return not self.fence.query()
         return (
-            any(np.count_nonzero(numbers[rows] == self.number) for numbers, rows in self.published)
+            any(1 in (entries.number[rows] == number).tobytes() for entries, rows in self.published)
             or not self.fence.query()
-            or not all(fence.query() for fence in self.reads.values())
+            or not all(self.read_fence(reader, runtime).query() for reader in self.reads)
         )
 
 
@@ -317,7 +330,7 @@ class RelayEntries(SlotListener):
         for name in names:
             entries = self.fields[name]
             entries.publish(rows, generations, publication.number, readers)
-            publication.published.append((entries.number, rows))
+            publication.published.append((entries, rows))
         return publication
 
     def mark_failed(self, rows: Ints, names: Collection[str], fence: Fence) -> None:
@@ -392,8 +405,8 @@ class RelayEntries(SlotListener):
                     writer, by = publication.by, self.by(operation, stream)
                     invariants.future_order(False, writer, by, f"a wait for {writer}", **self.where(operation))
 
-    def note_read(self, publications: Sequence[Publication], stream: Stream, fence: Fence) -> None:
-        """Notes a read on `stream`; `fence` is behind it."""
+    def note_read(self, publications: Sequence[Publication], stream: Stream, fence: Fence | None = None) -> None:
+        """Notes a read on `stream`; `fence` is behind it. Without one, a writer waits for all that `stream` has then."""
         for publication in publications:
             # In this order: a stream that is not known to be ordered behind the read waits once more.
             if publication.ordered_reads:
@@ -443,7 +456,7 @@ class RelayEntries(SlotListener):
     def prune(self) -> None:
         """Now and then forgets the publishes not needed, so that one costs O(rows). Queries fences."""
         if len(self.publications) >= self.prune_at:
-            self.publications = {number: one for number, one in self.publications.items() if one.needed()}
+            self.publications = {n: one for n, one in self.publications.items() if one.needed(self._runtime)}
             self._by_fence = {id(one.fence): one for one in self.publications.values()}
             self.prune_at = max(16, 2 * len(self.publications))
 
@@ -466,7 +479,7 @@ class RelayEntries(SlotListener):
         others = [reader for reader in publication.reads if reader is not stream and reader != stream]
         for reader in others:
             if (reader, stream.key) not in publication.ordered_reads:
-                self._runtime.wait(publication.reads[reader], stream=stream)
+                self._runtime.wait(publication.read_fence(reader, self._runtime), stream=stream)
                 publication.ordered_reads.add((reader, stream.key))
         return others
 

@@ -243,7 +243,7 @@ class Prefetched(Mapping[str, MirroredTensor]):
         """What was read had been published by then, as its own fence says, and has landed."""
         times_checked[Code.FUTURE_ORDER] += 1 + len(self._publications)
         for one in self._publications:
-            if not one.fence.query():
+            if one.fence is not self._download.done and not one.fence.query():
                 invariants.future_order(False, one.by, "the host", f"a wait for {one.by}", **self._where)
         if not self._download.done.query():
             invariants.future_order(False, "the copy from the device", "the host", "a wait for the copy", **self._where)
@@ -576,7 +576,7 @@ class FutureMap(Guided):
         alone = len(fields) == 1
         rows = self._select(fields[0], index) if alone else self._select_several(fields, index)
         if publications:
-            self._entries.note_read(publications, stream, self.runtime.record(stream))
+            self._entries.note_read(publications, stream)
         if levels.full:
             widths = [math.prod(self._fields[field].shape) for field in fields]
             for i, field in enumerate(fields):
@@ -617,7 +617,7 @@ class FutureMap(Guided):
         gathered: torch.Tensor = self.runtime.launch(
             torch.index_select, memory, 0, index, reads=(memory, index), name=self._gather_names[field]
         )
-        entries.note_read(publications, stream, self.runtime.record(stream))
+        entries.note_read(publications, stream)
         if levels.full:
             self._check_gathered(field, gathered)
         self._transaction.operation = "gather"
@@ -637,7 +637,11 @@ class FutureMap(Guided):
         if len(entries.publications) >= entries.prune_at:
             entries.prune()
         runtime = self.runtime
+        if runtime.capturing:
+            runtime.refuse_capture("a publish")
         stream = runtime.current_stream
+        if to_host and not values.is_contiguous():
+            values = values.contiguous()
         if known.unchanged and known.taken & declared.readers == declared.readers:
             times_checked[UNREAD_OVERWRITTEN] += levels.cheap
         else:
@@ -648,12 +652,15 @@ class FutureMap(Guided):
             memory, index = self._memory_of(field), known.live.device
             entries.wait_to_overwrite(known.rows, names)
         name = self._publish_names[field]
-        readers, launched = HOST if to_host else 0, False
+        readers, launched, download = HOST if to_host else 0, False, None
         self._transaction.operation = "publish"
         try:
             runtime.launch(memory.index_copy_, 0, index, values, reads=(index, values), writes=(memory,), name=name)
             launched = True
-            publication = entries.publish(known.rows, known.generations, names, runtime.record(stream), stream, readers)
+            if to_host:  # on this stream, where what is published may be written over later; one fence is behind both
+                download = runtime.land(values, known.kinds, self.name, stream)
+            fence = runtime.record(stream) if download is None else download.done
+            publication = entries.publish(known.rows, known.generations, names, fence, stream, readers)
             known.noted([publication], readers)
         except BaseException as error:
             self._publish_failed(known.rows, names if launched or not isinstance(error, Exception) else ())
@@ -661,13 +668,8 @@ class FutureMap(Guided):
         self._transaction.operation = None
         if levels.full:
             self.check("publish")
-        if not to_host:
+        if download is None:
             return None
-        # On this stream: what is published may be written over by whatever comes next on it.
-        if runtime.capturing:
-            runtime.refuse_capture("a download")
-        flat = values if values.is_contiguous() else values.contiguous()
-        download = runtime.land(flat, known.kinds, self.name, stream)
         here = stream, download.done
         return Prefetched(known.live, {field: declared}, (None,), here, download, (publication,), entries.label)
 

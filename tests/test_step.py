@@ -352,14 +352,17 @@ def test_what_a_step_publishes_on_another_stream_comes_behind_reads_and_publishe
     ids = torch.tensor([1, 2])
     for _ in range(3):
         step = world.planner.plan(world.batch)
-        _, (gathered, *_) = run(one, step.inputs)
-        waited, (published, *_) = run(two, lambda step=step: step.publish(last=ids))  # type: ignore[misc]
+        _, events = run(one, step.inputs)
+        assert not [event for event in events if event.stream is one.native], "a writer that waits records it"
+        waited, events = run(two, lambda step=step: step.publish(last=ids))  # type: ignore[misc]
+        gathered, published = events
+        assert (gathered.stream, published.stream) == (one.native, two.native)
         assert gathered in waited
         for stream in (one, two):
             world.relay.discard(step.batch["slots"], "last")  # type: ignore[arg-type]
             waited, events = run(stream, lambda step=step: step.publish(last=ids))  # type: ignore[misc]
             assert waited[:1] == [published]
-            published = events[0]
+            published = events[-1]
         world.batch = step.batch  # type: ignore[assignment]
 
 
