@@ -13,7 +13,7 @@ import torch
 
 from batchstate import Batch, ForwardPlan, FutureMap, PagePool, Runtime, SlotPool, checks, mirrored, slot_column
 from batchstate.future_map import relay_field
-from batchstate.runtime import open_runtime
+from batchstate.runtime import Fence, Stream, open_runtime
 from batchstate.tables import Table, TableWrite
 from benchmarks.baselines.request_loops import PAGE_SIZE
 from benchmarks.counts import COLUMNS, LIMITS, TorchOperations, counted_steps
@@ -259,6 +259,32 @@ def test_calls_of_a_step_with_churn(rt: Runtime) -> None:
                 sys.setprofile(None)
         counts.append(calls)
     assert counts[0] == counts[1] <= MOST_WITH_CHURN
+
+
+@pytest.mark.parametrize(("churn", "most"), [(0, 2), (2, 5)])
+def test_fences_of_a_decode_step(churn: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device makes an event for each: one behind the copy to it, one behind the publish and the copy from it.
+
+    With churn one behind the table's scatter, one behind the first ids, and the engine's own besides.
+    """
+    runtime = open_runtime("cpu")
+    steady, recorded, record = Steady(runtime, 16, churn), [], runtime.record
+
+    def counted(stream: Stream | None = None) -> Fence:
+        recorded.append(stream)
+        return record(stream)
+
+    monkeypatch.setattr(runtime, "record", counted)
+    with checks("cheap"):
+        for _ in range(PAGE_SIZE):
+            steady.step()
+        counts = set()
+        for _ in range(PAGE_SIZE - 1):  # no page begins where none joins
+            recorded.clear()
+            steady.step()
+            counts.add(len(recorded))
+    assert min(counts) == most
+    assert max(counts) <= most + 1, "where a page begins the table's scatter has one"
 
 
 def _memory(state: Any, steps: int) -> tuple[int, int, int]:
