@@ -406,7 +406,7 @@ class RelayEntries(SlotListener):
                     invariants.future_order(False, writer, by, f"a wait for {writer}", **self.where(operation))
 
     def note_read(self, publications: Sequence[Publication], stream: Stream, fence: Fence | None = None) -> None:
-        """Notes a read on `stream`; `fence` is behind it. Without one, a writer waits for all that `stream` has then."""
+        """Notes a read on `stream`; `fence` is behind it. Without one, a writer waits for all that the stream has."""
         for publication in publications:
             # In this order: a stream that is not known to be ordered behind the read waits once more.
             if publication.ordered_reads:
