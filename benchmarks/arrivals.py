@@ -13,7 +13,7 @@ from batchstate.indices import Slots
 from batchstate.kv.pages import PagePool
 from batchstate.levels import Level
 from batchstate.pools import SlotPool
-from batchstate.runtime import Runtime
+from batchstate.runtime import Fence, Runtime
 from batchstate.step import StepPlanner
 from benchmarks.baselines.request_loops import PAGE_SIZE, PAGES, START, Inputs, PrefillOfLists
 from benchmarks.comparisons import Asked, Comparison, require_equal
@@ -34,14 +34,21 @@ class Prefill:
         n = len(prompts)
         self._runtime, self._kind = runtime, declared(COLUMNS)
         self._prompts = [np.array(one) for one in prompts]
-        self._slots = SlotPool(runtime, n)
+        in_flight = runtime.steps_in_flight
+        self._slots = SlotPool(runtime, in_flight * n)
         table = self._slots.table("req_to_token", (PAGES * PAGE_SIZE,), torch.int32, holds="location")
         self._pages = PagePool(
-            runtime, self._slots, n * PAGES, PAGE_SIZE, max_tokens_per_request=PAGES * PAGE_SIZE, req_to_token=table
+            runtime,
+            self._slots,
+            in_flight * n * PAGES,
+            PAGE_SIZE,
+            max_tokens_per_request=PAGES * PAGE_SIZE,
+            req_to_token=table,
         )
         relay = FutureMap(self._slots, {"last": relay_field(torch.int64, read_by="both")})
         self._planner = StepPlanner(self._kind, pages=self._pages, relay=relay, ids="last")
         self._queries = np.array([len(one) for one in prompts])
+        self._running: deque[Fence] = deque(maxlen=in_flight)
         self._values = {
             name: np.zeros(n, column.np_dtype)
             for name, column in self._kind.columns().items()
@@ -50,11 +57,14 @@ class Prefill:
 
     def step(self) -> Inputs:
         """The step, after which all requests leave."""
+        if len(self._running) == self._running.maxlen:
+            self._running[0].wait()  # whose slots these requests take
         self._runtime.next_step()
         slots = self._slots.take(self._queries.size)
         batch = self._kind.build(self._runtime, slots=slots, **self._values)
         inputs = self._planner.plan(batch, self._queries, prompt_ids=self._prompts).inputs()
-        self._pages.release_requests(slots, after=self._runtime.record())
+        self._running.append(self._runtime.record())
+        self._pages.release_requests(slots, after=self._running[-1])
         return Inputs(inputs.input_ids, inputs.positions, inputs.kv_lens, cast(torch.Tensor, inputs.slot_mapping))
 
 

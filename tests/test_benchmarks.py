@@ -12,10 +12,12 @@ import pytest
 from batchstate.errors import TransferError
 from batchstate.levels import Level, checks, current_checks
 from batchstate.runtime import Runtime
+from batchstate.testing import LateRuntime
 from batchstate.traffic import fitted_workload, run_traffic
 from batchstate.transport.engines.base import Engine
 from benchmarks import counts, curves, staging, suite, transfers, watched
 from benchmarks.__main__ import main
+from benchmarks.arrivals import Prefill
 from benchmarks.baselines.free_lists import LinkedBlocks, PopList, SliceList, TensorList, shuffled
 from benchmarks.baselines.twin_columns import ARRAYS, TENSORS, HostKind
 from benchmarks.comparisons import Absent, Comparison, MismatchError, Row, require_equal, run
@@ -317,3 +319,11 @@ def test_an_unclean_watched_run_is_reported(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr(watched, "run_engine", unclean)
     assert watched.main(["--requests", "1", "--rounds", "1"]) == 1
     assert "RACE" in capsys.readouterr().err
+
+
+def test_arriving_requests_wait_for_the_slots_of_others(late: LateRuntime) -> None:
+    """On a device that lags as many steps run as the engine keeps in flight, and none finds the pool exhausted."""
+    step = Prefill(late, [[1, 2, 3]] * 4).step
+    for _ in range(5):
+        step()
+    assert late.counters.fence_waits == 5 - late.steps_in_flight

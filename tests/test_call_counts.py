@@ -6,11 +6,17 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from batchstate import PagePool, Runtime, SlotPool, checks
+from batchstate import PagePool, Runtime, SlotPool, checks, open_runtime
 from batchstate.indices import Slots
 from benchmarks.arrivals import Prefill
 from benchmarks.steady_steps import Steady
 from benchmarks.timing import no_collector
+
+
+@pytest.fixture
+def rt() -> Runtime:
+    """A CPU, on any machine: an accelerator adds calls for its events, and how many varies with what is pending."""
+    return open_runtime("cpu")
 
 
 def calls(run: Callable[[], object]) -> int:

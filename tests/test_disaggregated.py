@@ -16,6 +16,7 @@ from typing import Any, final
 
 import attrs
 import pytest
+import torch
 
 from batchstate import checks
 from batchstate.errors import HandshakeError, TransferError
@@ -467,7 +468,7 @@ def test_roles_need_a_secret(capsys: pytest.CaptureFixture[str], monkeypatch: py
         (["--host", "192.0.2.1"], "cannot listen on 192.0.2.1:0: "),
         (
             ["--transport", "nixl", "--interface", "lo"],
-            "UCX listens on lo with transports cma,posix,tcp, and lets every caller",
+            "UCX listens on lo with transports cma,posix,tcp{cuda}, and lets every caller",
         ),
         (["--transport", "mooncake"], "and pass --trusted-network; or open"),
         (["--transport", "nixl"], "NIXL cannot be imported: "),
@@ -487,7 +488,7 @@ def test_what_cannot_work_is_told_before_anything_is_started(
     assert main(["--device", torch_device_of(device), *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("examples.disaggregated: ")
-    assert message in line
+    assert message.format(cuda=",cuda" if torch.cuda.is_available() else "") in line
     assert "; " in line  # what to do
 
 

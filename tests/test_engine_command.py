@@ -87,7 +87,7 @@ def test_modes_are_chosen(
     assert (figures["mode"], figures["in_flight_depth_max"]) == (mode, depth)
     assert (figures["accepted_drafts"] > 0) == ("speculative" in mode)
     assert figures["prebuilt"] == 0 or "--prebuilt" not in arguments
-    assert f"on {figures['device']}, {mode}\n" in capsys.readouterr().out
+    assert f"on {device}, {mode}\n" in capsys.readouterr().out
 
 
 def test_trace_gives_the_lengths(tmp_path: Path, device: str) -> None:

@@ -189,8 +189,12 @@ def test_reference_restores_the_model(of_transformers: Model) -> None:
     """After `generate`, also one that fails, the model has its own attention and its own settings again."""
     model = of_transformers
     settings = model.lm.generation_config
-    with pytest.raises(IndexError):
-        generate(model, [[model.vocab_size]], [1], eos_token_ids=())
+
+    def fails(*_: int) -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        generate(model, [[1]], [1], eos_token_ids=(), progress=fails)
     assert model.lm.config._attn_implementation == IMPLEMENTATION
     assert model.lm.generation_config is settings
 

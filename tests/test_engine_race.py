@@ -43,11 +43,13 @@ def serve(race: RaceRuntime, settings: EngineSettings, count: int, *, level: str
     model = model_of("llama", str(race.device))
     with race, checks(level):
         requests = some_requests(model, count, seed=1, prebuilt_every=4)
+        before = race.counters.forced_syncs  # on a GPU one per prebuilt request: its maker waits for the first token
         engine = started(race, model, settings, requests, eos_token_ids=())
         while busy(engine):
             engine.step()
             race.device_empty((1,), torch.int64)  # where prebuilt requests arrive, memory is wanted for others
         nothing_left(engine)
+        assert race.counters.forced_syncs == before
     assert outputs(requests) == right_answers(model, requests)
     return outputs(requests)
 
@@ -59,7 +61,6 @@ def test_engine_has_no_race(race: RaceRuntime, overlap: bool, num_drafts: int, l
     """Every access is ordered, with checks off, and what checks read is never taken for a race; two steps overlap."""
     serve(race, attrs.evolve(TIGHT, overlap=overlap, num_drafts=num_drafts), 10, level=level)
     assert race.races == ()
-    assert race.counters.forced_syncs == 0
     assert race.accesses > 5_000
     if overlap:
         assert race.in_flight_depth_max >= 2

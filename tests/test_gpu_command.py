@@ -356,6 +356,17 @@ def test_the_machine_says_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine._driver() is None
 
 
+def test_a_page_names_the_build_of_torch() -> None:
+    """Its own version does; the one that its distribution is registered under may not."""
+    figures: dict[str, Any] = {"device_name": "a GPU", "cores": 16, "torch": "2.11.0+cu130"}
+    figures["packages"] = {"torch": "2.11.0", "numpy": "2.5.2", "nixl": None}
+    stages = {"machine": attrs.asdict(Outcome("ok", figures=figures))}
+    lines = page({"stages": stages, "device": "cuda:0", "date": "2026-11-23", "commit": "11dd8b8"}).splitlines()
+    assert "| torch | 2.11.0+cu130 |" in lines
+    assert "| numpy | 2.5.2 |" in lines
+    assert not any("nixl" in line for line in lines)
+
+
 # The command
 
 

@@ -299,6 +299,12 @@ def test_memory_of_no_bytes_is_fine() -> None:
     assert bytes_of(torch.empty(0)).size == 0
 
 
+def test_bytes_of_a_device_are_refused() -> None:
+    """Their address is not the host's: reading there would end the process."""
+    with pytest.raises(DeviceError, match="expected memory of the host, got a tensor on meta"):
+        bytes_of(torch.empty(4, device="meta"))
+
+
 def test_a_device_that_does_not_address_host_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch would copy silently, and the copy be another memory."""
     pinned = torch.zeros(4)

@@ -64,6 +64,11 @@ class World:
         return Requests.build(self.rt, **given | columns)
 
 
+def sparse(rt: Runtime) -> torch.Tensor:
+    """float32[2], of a layout without strides."""
+    return torch.ones(2, device=rt.device).to_sparse()
+
+
 MISUSES: dict[str, tuple[type[BatchStateError], Callable[[World], object]]] = {
     "build without a runtime": (ArgumentError, lambda w: Requests.build(None)),  # type: ignore[arg-type]
     "empty without a runtime": (ArgumentError, lambda w: Requests.empty(None)),  # type: ignore[arg-type]
@@ -87,8 +92,8 @@ MISUSES: dict[str, tuple[type[BatchStateError], Callable[[World], object]]] = {
         DtypeError,
         lambda w: MirroredTensor.from_host(w.rt, torch.ones(1, dtype=torch.complex64).conj()),
     ),
-    "a sparse device side": (DtypeError, lambda w: MirroredTensor.from_device(w.rt, torch.eye(2).to_sparse())),
-    "a sparse column": (DtypeError, lambda w: w.build(hidden=torch.ones(2).to_sparse())),
+    "a sparse device side": (DtypeError, lambda w: MirroredTensor.from_device(w.rt, sparse(w.rt))),
+    "a sparse column": (DtypeError, lambda w: w.build(hidden=sparse(w.rt))),
     "a table beyond memory": (ArgumentError, lambda w: w.pool.table("t", (2**60,))),
     "a table beyond int64": (ArgumentError, lambda w: w.pool.table("t", (2**100,))),
     "a table of no dtype": (DtypeError, lambda w: w.pool.table("t", (), None)),  # type: ignore[arg-type]

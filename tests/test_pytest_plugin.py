@@ -24,6 +24,7 @@ from batchstate.violations import Breach, Code, Violation
 pytest_plugins = "pytester"
 
 PLUGIN = "batchstate.testing.pytest.plugin"
+ROOT = Path(__file__).parent.parent
 DRAWN = (race, sim, race_text)  # imported here once: what a run in this process imports first is dropped at its end
 with sim.SimRuntime() as warm:  # so is what torch imports when it first infers a shape
     warm.upload([np.zeros(1)]).view(0).add(1)
@@ -57,6 +58,7 @@ Run = Callable[..., pytest.RunResult]
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs tests of an engine with the plugin, and no other that happens to be installed."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)  # also where batchstate is not installed
     monkeypatch.delenv(levels.ENVIRONMENT_VARIABLE, raising=False)
 
     def run(source: str, *args: str) -> pytest.RunResult:
@@ -93,6 +95,7 @@ def test_a_run_without_it_stays_as_it_was(
 ) -> None:
     """A run whose tests use nothing of it imports nothing for it, and failures say what they always said."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)  # also where batchstate is not installed
     pytester.makeconftest(
         """
         import sys

@@ -226,8 +226,15 @@ def test_a_copy_from_pageable_memory_is_not_waited_for_to_its_end() -> None:
     assert [one.kind for one in rt.races] == [RaceKind.READ_AFTER_WRITE]
 
 
-def test_pinned_memory_of_any_factory_is_pinned(rt: RaceRuntime) -> None:
-    """A CPU has none to pin, and `torch.tensor(..., pin_memory=True)` and `is_pinned` are as on a device."""
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_pinned_memory_of_any_factory_is_pinned(
+    rt: RaceRuntime, monkeypatch: pytest.MonkeyPatch, accelerator: bool
+) -> None:
+    """A CPU has none to pin, and `torch.tensor(..., pin_memory=True)` and `is_pinned` are as on a device.
+
+    So they are where the machine has an accelerator, of which the detector is not told.
+    """
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerator)
     assert torch.tensor([1, 2], pin_memory=True).is_pinned()
     assert torch.empty(2, pin_memory=True).is_pinned()
     assert rt.pinned((2,), torch.int64).is_pinned()

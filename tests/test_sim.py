@@ -11,6 +11,7 @@ from batchstate.errors import ArgumentError, DeviceError
 from batchstate.mirror import MirroredTensor
 from batchstate.testing.sim import DeviceFault, SimRuntime, raw_kernel
 from batchstate.testing.sim.device import LONGEST_QUEUE, PATIENCE
+from batchstate.testing.sim.shapes import NewTensor, results_of
 
 POISON = -2914092361341531
 """What an int64 holds that was never filled."""
@@ -248,6 +249,14 @@ def test_other_operations_do_not_make_the_host_wait(
     assert rt.synchronised == rt.unmodelled == Counter()
     assert rt.pending() > 1
     assert rt.read_back(found).tolist() == wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_what_an_attention_returns_is_foreseen(dtype: torch.dtype) -> None:
+    """Both results have the dtype that was foreseen, also where torch's own answer is another."""
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    operands = [torch.zeros(1, 2, 3, 4, dtype=dtype)] * 3
+    assert results_of(attention, operands, {}) == [NewTensor.like(one) for one in attention(*operands)]
 
 
 def test_an_operation_that_torch_cannot_foresee_waits_and_is_named() -> None:

@@ -6,6 +6,7 @@ Mooncake's must not be left out.
 
 import base64
 import contextlib
+import ctypes
 import functools
 import json
 import os
@@ -14,16 +15,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
 
 from batchstate.errors import ArgumentError, HandshakeError, OwnerThreadError, TransferError
+from batchstate.kv.host_pool import HostKVPool, KVBuffer
+from batchstate.runtime import Runtime
+from batchstate.transport.engines import base
 from batchstate.transport.engines.base import Delivery, Engine, Status, open_engine
 from batchstate.transport.engines.in_process import InProcessEngine, Network
-from batchstate.transport.regions import Copies
+from batchstate.transport.regions import Copies, Region, described
 from batchstate.violations import Violation
 from tests.transport_peers import (
     SENTINEL,
@@ -520,3 +526,73 @@ def test_a_process_ends_with_rows_under_way(kind: str, here: EngineSide) -> None
             output, errors = one.communicate(here.endpoint(), timeout=60)
         assert (one.returncode, output.decode().strip()) == (0, "ended"), errors.decode()
         assert [line for line in errors.decode().splitlines() if not any(word in line for word in STARTS)] == []
+
+
+# Memory of a device
+
+
+@pytest.mark.parametrize("name", ["in-process", "tcp"])
+def test_memory_of_the_device_is_read_and_written(rt: Runtime, name: str) -> None:
+    """From device memory, as prefill's KV is, into the host tier's and into device memory: every byte, and no other."""
+    source = rt.upload([np.arange(64, dtype=np.uint8)]).view(0)
+    host = HostKVPool(
+        rt, 7, layers=[KVBuffer("kv", (8,), torch.uint8), KVBuffer("index", (8,), torch.uint8, on_device=True)]
+    )
+    rt.synchronize()
+    with contextlib.closing(make(name)) as writer, contextlib.closing(make(name)) as reader:
+        writer.register(source, "kv")
+        for one in host.contiguous_buffers():
+            reader.register(one.memory, one.name)
+        peer = writer.connect(reader.endpoint())
+        handle = writer.write(peer, Copies([0, 0], [8, 40], [0, 1], [16, 24], [24, 16]), b"kv")
+
+        def ended() -> bool:
+            _network.step()
+            return writer.poll(handle) is Status.DONE
+
+        until(ended, "the write")
+
+        def arrived() -> bool:
+            _network.step()
+            return reader.completions() != []
+
+        until(arrived, "its tag")
+        found = [rt.inspect(one.memory).reshape(-1).tolist() for one in host.contiguous_buffers()]
+    assert found == [[0] * 16 + list(range(8, 32)) + [0] * 24, [0] * 24 + list(range(40, 56)) + [0] * 24]
+
+
+def test_device_memory_is_copied_by_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a process CUDA's driver copies once memory of a GPU is registered; what it refuses is an error, and so is
+    the registration where there is no driver.
+    """
+    moved: list[int] = []
+    status = 0
+
+    def copy(target: ctypes.c_uint64, source: ctypes.c_uint64, nbytes: ctypes.c_size_t) -> int:
+        moved.append(nbytes.value)
+        ctypes.memmove(target.value or 0, source.value or 0, nbytes.value)
+        return status
+
+    def described_on_a_gpu(*args: Any) -> Region:
+        return attrs.evolve(described(*args), device="cuda")
+
+    monkeypatch.setattr(base, "described", described_on_a_gpu)
+    network = Network()
+    writer, reader = InProcessEngine(network), InProcessEngine(network)
+    source, target = np.arange(8, dtype=np.uint8), np.zeros(8, dtype=np.uint8)
+    with monkeypatch.context() as patch:
+        patch.setattr(ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(f"no {name}")))
+        with pytest.raises(TransferError, match="source lies on cuda, which this engine reaches by CUDA's driver: no"):
+            writer.register(source, "source")
+    driver = SimpleNamespace(cuMemcpy=copy, cuStreamSynchronize=lambda stream: 0)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    writer.register(source, "source")
+    reader.register(target, "target")
+    peer = writer.connect(reader.endpoint())
+    writer.write(peer, Copies([0], [2], [0], [0], [4]), b"first")
+    network.step()
+    assert (target.tolist(), moved) == ([2, 3, 4, 5, 0, 0, 0, 0], [4])
+    status = 700
+    writer.write(peer, Copies([0], [0], [0], [4], [4]), b"second")
+    with pytest.raises(TransferError, match="CUDA does not copy 4 bytes: error 700"):
+        network.step()

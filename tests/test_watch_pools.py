@@ -198,7 +198,12 @@ def free_blocks(allocator: Any) -> list[int]:
 @pytest.fixture
 def allocators() -> Iterator[list[WatchedPool]]:
     """Transformers' allocators of KV blocks, watched."""
-    cache = pytest.importorskip("transformers.generation.continuous_batching.cache")
+    pytest.importorskip(
+        "transformers.generation.continuous_batching.cache_allocators",
+        reason="the declaration is of allocators that this transformers does not have",
+    )
+    from transformers.generation.continuous_batching import cache
+
     watching = [
         watch_pages(
             allocator,

@@ -19,6 +19,8 @@ UNMET = re.compile(r";.*\bextra\b|platform_system|sys_platform|python_version <"
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built as `make wheel` builds it."""
+    for needed in ("build", "hatchling"):
+        pytest.importorskip(needed, reason=f"{needed} is not installed, with which the wheel is built")
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -261,7 +261,17 @@ class MappedMemory:
 
 
 def bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """The memory of a contiguous host tensor, uint8[nbytes], whatever its dtype. The tensor must stay alive."""
+    """The memory of a contiguous host tensor, uint8[nbytes], whatever its dtype. The tensor must stay alive.
+
+    Raises:
+        DeviceError: it is not the host's: reading it there would end the process.
+    """
+    if tensor.device.type != "cpu":
+        raise DeviceError(
+            f"expected memory of the host, got a tensor on {tensor.device}",
+            value=str(tensor.device),
+            remedy="read it with `Runtime.inspect` or `read_back`",
+        )
     nbytes = tensor.numel() * tensor.element_size()
     if not nbytes:
         return np.empty(0, dtype=np.uint8)

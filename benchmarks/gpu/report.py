@@ -139,7 +139,8 @@ def _rated(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _flat(machine: Mapping[str, Any]) -> dict[str, Any]:
     flat = {name: value for name, value in machine.items() if not isinstance(value, dict | list)}
-    return flat | {name: version for name, version in machine.get("packages", {}).items() if version is not None}
+    # torch's own version names its build (`+cu130`), which that of the distribution may leave out.
+    return {name: version for name, version in machine.get("packages", {}).items() if version is not None} | flat
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:

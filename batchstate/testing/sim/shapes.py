@@ -12,6 +12,10 @@ MOST_KNOWN = 1 << 14
 """Answers that are remembered; then all are forgotten."""
 
 
+_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+"""Up to 2.11 torch says of its second result, the log-sum-exp, that it is float32; of float64 it is float64."""
+
+
 class NewTensor(NamedTuple):
     """A tensor that an operation makes."""
 
@@ -57,7 +61,8 @@ def _inferred(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list
         result = func(*map(_meta, args), **named)
     except (RuntimeError, LookupError, ValueError, TypeError) as error:  # whatever torch refuses with
         raise UnknownError from error
-    returned = Operation.of(func).returned
+    operation = Operation.of(func)
+    returned = operation.returned
     if not returned:
         return []
     new: list[Any] = []
@@ -69,6 +74,8 @@ def _inferred(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list
         if isinstance(argument, torch.Tensor) and argument.shape != one.shape:
             raise UnknownError("an argument that would be resized")
         new.append(None)
+    if operation.name == _ATTENTION:
+        new[1] = new[1]._replace(dtype=torch.float64 if args[0].dtype is torch.float64 else torch.float32)
     return new
 
 

@@ -319,7 +319,7 @@ class _Called(TorchFunctionMode):
 
     def _lifted(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A CPU has no memory to pin: there the tool makes a copy that counts as pinned."""
-        if not kwargs.get("pin_memory") or torch.accelerator.is_available():
+        if not kwargs.get("pin_memory") or not self._tracer.on_cpu:
             return func(*args, **kwargs)
         result = func(*args, **{**kwargs, "pin_memory": False})
         done, pinned = self._tracer.host_call("pin_memory", (result,), {})

@@ -11,6 +11,7 @@ write has drained shows. A tag arrives behind its data: once, more often or neve
 
 import ctypes
 import random
+from collections.abc import Callable
 from typing import final
 
 import attrs
@@ -116,7 +117,30 @@ class Flight:
     told: Status = Status.PENDING  # what its writer hears
     over: bool = False  # whether nothing of it can still land
     ends_at: int | None = None  # the step at which what a dead writer left behind is gone
-    kept: dict[Piece, bytes] = attrs.field(factory=dict, repr=False)  # bytes by piece, of a dead writer
+    kept: dict[Piece, "ctypes.Array[ctypes.c_char]"] = attrs.field(factory=dict, repr=False)  # of a dead writer
+
+
+Move = Callable[[int, int, int], object]
+"""Copies bytes: the address to which, the address from which, and how many."""
+
+
+def _moved_by_driver() -> Move:
+    """Copies between any two addresses of host and device memory; CUDA's driver knows from the address which is which.
+
+    Torch's streams do not wait for it, nor it for them: a row is read when it lands, as by a network card.
+
+    Raises:
+        OSError: there is no CUDA driver.
+    """
+    driver = ctypes.CDLL("libcuda.so.1")
+
+    def move(target: int, source: int, nbytes: int) -> None:
+        copied = driver.cuMemcpy(ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(nbytes))
+        status = copied or driver.cuStreamSynchronize(None)  # between device memories the copy returns before its end
+        if status:
+            raise TransferError(f"CUDA does not copy {nbytes} bytes: error {status}", value=status, remedy="see cuda.h")
+
+    return move
 
 
 @final
@@ -129,12 +153,14 @@ class Network:
     Attributes:
         now: steps made.
         writes: writes begun.
+        move: copies bytes within the process. `memmove`, until memory of a GPU is registered.
     """
 
     def __init__(self, seed: int | random.Random = 0) -> None:
         self.dice = seed if isinstance(seed, random.Random) else random.Random(seed)
         self.now = 0
         self.writes = 0
+        self.move: Move = ctypes.memmove
         self.engines: dict[str, InProcessEngine] = {}
         self._flights: list[Flight] = []
         self._tags: list[tuple[int, InProcessEngine, Delivery]] = []
@@ -163,7 +189,7 @@ class Network:
             elif flight.writer is engine:
                 flight.ends_at = self.now + GRACE_STEPS
                 flight.left = flight.left[self.dice.randint(0, len(flight.left)) :]
-                flight.kept = {piece: ctypes.string_at(piece.source, piece.nbytes) for piece in flight.left}
+                flight.kept = {piece: self._copied(piece) for piece in flight.left}
 
     def under_way(self, engine: "InProcessEngine") -> list[Piece]:
         """What writes from or to an engine may still read there or change."""
@@ -218,10 +244,13 @@ class Network:
     def _land(self, flight: Flight, piece: Piece) -> None:
         if not flight.reader.holds(piece):
             return
-        if flight.ends_at is None:
-            ctypes.memmove(piece.target, piece.source, piece.nbytes)
-        else:
-            ctypes.memmove(piece.target, flight.kept[piece], piece.nbytes)
+        source = piece.source if flight.ends_at is None else ctypes.addressof(flight.kept[piece])
+        self.move(piece.target, source, piece.nbytes)
+
+    def _copied(self, piece: Piece) -> "ctypes.Array[ctypes.c_char]":
+        copied = ctypes.create_string_buffer(piece.nbytes)
+        self.move(ctypes.addressof(copied), piece.source, piece.nbytes)
+        return copied
 
     def _finish(self, flight: Flight) -> None:
         flight.told = flight.fate.ends
@@ -269,10 +298,16 @@ class InProcessEngine(Engine):
         )
 
     def _register(self, region: Region) -> None:
-        if region.device != "cpu":
+        if region.device == "cpu":
+            return
+        try:
+            self.network.move = _moved_by_driver()
+        except OSError as error:
             raise TransferError(
-                f"{region.name} lies on {region.device}", value=region.device, remedy="register memory of the host"
-            )
+                f"{region.name} lies on {region.device}, which this engine reaches by CUDA's driver: {error}",
+                value=region.device,
+                remedy="register memory of the host, or of a CUDA device",
+            ) from error
 
     def _unregister(self, region: Region) -> None:
         pass
