@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import attrs
 
-from batchstate.errors import ArgumentError, CallError, closest, one_of
+from batchstate.errors import ArgumentError, CallError, one_of
 
 T = TypeVar("T")
 
@@ -232,31 +232,35 @@ def _listed(names: list[str]) -> str:
 # Names and operations
 
 
-def attribute(instance: object, name: str, instead: Mapping[str, str], otherwise: str = "") -> Any:
-    """What a `__getattr__` answers: Python's own error, with what to write instead if that is known.
+class Elsewhere:
+    """A name that a class does not have and that is known from elsewhere: its AttributeError says what to write here.
 
-    An error inside of a property of that name stays as it was raised.
-
-    Args:
-        instance: whose attribute is asked for.
-        name: of the attribute.
-        instead: name -> what to write instead.
-        otherwise: what else there is.
-
-    Raises:
-        AttributeError: the object has no such attribute; `hasattr` works.
+    One for each such name, where a `__getattr__` would do for all: in Python 3.11 that makes each attribute of each
+    instance several times as slow to read. Of other names Python itself says which they resemble.
     """
-    try:
-        return object.__getattribute__(instance, name)
-    except AttributeError as error:
-        if name.startswith("_") or hasattr(type(instance), name):
-            raise
-        told = instead.get(name)
-        if told is None:
-            told = closest([one for one in dir(type(instance)) if one[0] != "_"], name) or otherwise
-        if not told:
-            raise
-        raise AttributeError(f"{error}; {told}", name=name, obj=instance) from None
+
+    __slots__ = ("_instead", "_name")
+
+    def __init__(self, name: str, instead: str) -> None:
+        self._name = name
+        self._instead = instead
+
+    def __get__(self, instance: object, owner: type) -> NoReturn:
+        kind = f"type object {owner.__name__!r}" if instance is None else f"{owner.__name__!r} object"
+        problem = f"{kind} has no attribute {self._name!r}; {self._instead}"
+        raise AttributeError(problem, name=self._name, obj=owner if instance is None else instance)
+
+
+def point_elsewhere(cls: type, instead: Mapping[str, str]) -> None:
+    """Gives a class the names known from elsewhere, but those that it has."""
+    for name, told in instead.items():
+        if not any(name in vars(one) for one in cls.__mro__):
+            setattr(cls, name, Elsewhere(name, told))
+
+
+def own_names(cls: type) -> list[str]:
+    """What `dir(cls)` says, without names from elsewhere."""
+    return [name for name in type.__dir__(cls) if not isinstance(inspect.getattr_static(cls, name, None), Elsewhere)]
 
 
 class Guided:
@@ -267,11 +271,14 @@ class Guided:
     _INSTEAD: ClassVar[Mapping[str, str]] = {}  # attribute -> what to write instead
     _guide: ClassVar[str] = ""  # what has its numbers and entries
 
-    if not TYPE_CHECKING:
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        point_elsewhere(cls, cls._INSTEAD)
 
-        def __getattr__(self, name: str) -> Any:
-            """Says what this library calls it."""
-            return attribute(self, name, self._INSTEAD)
+    def __dir__(self) -> list[str]:
+        return [*own_names(type(self)), *getattr(self, "__dict__", ())]
+
+    if not TYPE_CHECKING:
 
         def __bool__(self) -> bool:
             return True
@@ -279,14 +286,11 @@ class Guided:
         def __len__(self) -> NoReturn:
             self._refuse("has no length")
 
-        def __iter__(self) -> NoReturn:
-            self._refuse("cannot be iterated")
-
         def __contains__(self, entry: object) -> NoReturn:
             self._refuse("cannot be searched with `in`")
 
-        def __getitem__(self, index: object) -> NoReturn:
-            self._refuse("cannot be indexed")
+        def __getitem__(self, index: object) -> NoReturn:  # Python's iteration asks for entry 0
+            self._refuse("cannot be indexed or iterated")
 
         def __setitem__(self, index: object, value: object) -> NoReturn:
             self._refuse("cannot be assigned to")

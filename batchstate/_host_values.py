@@ -2,12 +2,13 @@
 
 import operator
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
+import torch
 
 from batchstate._arrays import Array
-from batchstate._guidance import attribute, shown
+from batchstate._guidance import own_names, point_elsewhere, shown
 from batchstate.errors import ArgumentError, DeclarationError, DeviceError, DtypeError, ShapeError
 
 _INSTEAD = {
@@ -23,16 +24,22 @@ _INSTEAD = {
     "append": "`.merge(other)` returns a value with the rows of both",
     "free": "the pool that gave handles takes them back: `pool.free(slots, after=fence)`",
 }
-_IN_PLACE = (
+_IN_PLACE = (  # said of methods of torch that write, as `add_`
     "values are immutable: `+`, `-` and `.update(rows, values)` return a new one; a column changes with its batch: "
     "`batch = batch.advance(name, 1)`, `batch = batch.update(name, rows, values)`"
 )
+
+
+_INSTEAD |= {name: _IN_PLACE for name in dir(torch.Tensor) if name.endswith("_") and not name.startswith("_")}
 
 
 class HostValues:
     """Base of `MirroredTensor`: reads of the host side, and refusals that say which side to use."""
 
     __slots__ = ()
+
+    def __dir__(self) -> list[str]:
+        return own_names(type(self))
 
     @property
     def np(self) -> Array:
@@ -181,12 +188,8 @@ class HostValues:
     def __dlpack_device__(self) -> NoReturn:
         self.__dlpack__()
 
-    if not TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> Any:
-            """Says which side has what a tensor would have."""
-            in_place = {name: _IN_PLACE} if name.endswith("_") and not name.startswith("_") else {}
-            return attribute(self, name, _INSTEAD | in_place)
+point_elsewhere(HostValues, _INSTEAD)
 
 
 def _largest(values: Array) -> int:

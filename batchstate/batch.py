@@ -36,7 +36,7 @@ from batchstate._arrays import (
     counts,
     kept_rows,
 )
-from batchstate._guidance import attribute, methods_show_signature, shown
+from batchstate._guidance import methods_show_signature, own_names, point_elsewhere, shown
 from batchstate._origin import DerivedArrays, RowSet
 from batchstate._rows import (
     GENERATION_SUFFIX,
@@ -88,6 +88,10 @@ _INSTEAD = {
 }
 
 
+_SIDES = ("cpu", "host", "np", "gpu", "cuda", "device")
+"""What engines append to the name of a column for one side of it."""
+
+
 class BatchType(type):
     """Makes batch classes without a `__dict__`: an attribute that is not a column cannot be carried beside a batch."""
 
@@ -136,11 +140,14 @@ class Batch(metaclass=BatchType):
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        declared = declared_columns(cls, reserved=frozenset(dir(Batch)) - frozenset(dir(object)))
+        declared = declared_columns(cls, reserved=frozenset(own_names(Batch)) - frozenset(dir(object)))
         cls._columns = declared
         cls._layout = Layout.of(declared)
         cls._tensor_columns = tuple(name for name, one in declared.items() if isinstance(one, TensorColumn))
         cls._slot_column = next((name for name, one in declared.items() if isinstance(one, SlotColumn)), None)
+        for name in cls._tensor_columns:
+            both = f"`.{name}` has both sides: `.{name}.np` or `.host` on the host, `.{name}.device`"
+            point_elsewhere(cls, {f"{name}_{side}": both for side in _SIDES})
 
     def __init__(
         self,
@@ -239,6 +246,9 @@ class Batch(metaclass=BatchType):
             remedy="send the columns' `.np`, and build a batch on the other side",
         )
 
+    def __dir__(self) -> list[str]:
+        return own_names(type(self))
+
     def __repr__(self) -> str:
         padding = f" padded to {self.num_rows}" if self.num_rows != self.num_reqs else ""
         columns = ", ".join(self._columns)
@@ -281,15 +291,6 @@ class Batch(metaclass=BatchType):
         raise self._not_a_name(None)
 
     if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Says what this library calls it; `seq_lens_cpu` is a side of the column `seq_lens`."""
-            column, _, side = name.rpartition("_")
-            if column in self._tensor_columns and side in ("cpu", "host", "np", "gpu", "cuda", "device"):
-                both = f"`.{column}` has both sides: `.{column}.np` or `.host` on the host, `.{column}.device`"
-                return attribute(self, name, {name: both})
-            named = f"its columns are {', '.join(self._columns)}"
-            return attribute(self, name, _INSTEAD, named)
 
         def __setitem__(self, column: object, value: object) -> NoReturn:
             """Refuses, as an assignment to the attribute is refused."""
@@ -1066,3 +1067,6 @@ class Batch(metaclass=BatchType):
         if column is not None:
             where["column"] = column
         return where
+
+
+point_elsewhere(Batch, _INSTEAD)

@@ -19,7 +19,7 @@ import math
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, ClassVar, cast, final
+from typing import Any, ClassVar, cast, final
 
 import attrs
 import numpy as np
@@ -28,7 +28,7 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._arrays import carried, check_dense, put_rows, select_rows, shape_of
-from batchstate._guidance import Guided, attribute, check_kind, shows_signature
+from batchstate._guidance import Guided, check_kind, shows_signature
 from batchstate._relay import (
     DEVICE,
     HOST,
@@ -321,13 +321,6 @@ class FutureMap(Guided):
         weakref.finalize(self, slots.remove_listener, self._entries).atexit = False
         self._zeroed_on, self._zeroed = self.runtime.current_stream, self.runtime.record()
         self._synchronised: dict[str, set[object]] = {field: set() for field in self._fields}
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Says how a field is read."""
-            fields = self.__dict__.get("_fields", ())
-            return attribute(self, name, {name: _GATHER} if name in fields else self._INSTEAD)
 
     def __repr__(self) -> str:
         return f"FutureMap({self.name!r}, {', '.join(self._fields)})"
