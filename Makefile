@@ -18,8 +18,8 @@ ifeq ($(PY),$(VENVPY))
 READY := $(STAMP)
 endif
 
-# On a CPU the tests share the cores, where pytest-xdist is there; on a GPU they take turns.
-PARALLEL = $(if $(DEVICE),,$(shell $(PY) -c 'import os, xdist; print("-n", min(4, len(os.sched_getaffinity(0))), "--dist loadfile --no-loadscope-reorder")' 2>/dev/null))
+# Where pytest-xdist is there the tests share the cores, and a GPU: each process takes a context of it. ARGS='-n 2' asks for fewer.
+PARALLEL = $(shell $(PY) -c 'import os, xdist; print("-n", min($(if $(DEVICE),12,4), len(os.sched_getaffinity(0))), "--dist loadfile --no-loadscope-reorder")' 2>/dev/null)
 
 ON_DEVICE := $(if $(DEVICE),--device $(DEVICE))
 PIP := $(VENVPY) -m pip --disable-pip-version-check --quiet install --constraint constraints.txt

@@ -43,6 +43,19 @@ def model(device: str) -> Any:
     return random_model(device, 0)
 
 
+def test_another_transformers_is_told_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the classes are not there whose places it takes, the command says which version has them, and returns 2."""
+    for name in [one for one in sys.modules if one.startswith("examples.transformers_batching.")]:
+        if not name.endswith("__main__"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers.generation.continuous_batching.cache_allocators", None)
+    assert main(["--requests", "1", "--device", "cpu"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("examples.transformers_batching: needs torch and transformers 5.23, ")
+
+
 def test_command_reports_the_same_tokens(tmp_path: Path, device: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Each request has the tokens of transformers alone, and the file has every figure; all well is 0."""
     file = tmp_path / "figures.json"

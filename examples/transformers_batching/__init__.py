@@ -1,7 +1,7 @@
 """transformers' continuous batching with its block bookkeeping and input preparation on batchstate.
 
-Nothing of transformers is changed. Three subclasses take the places of its own classes while `adopted()` is open; its
-manager, its loop, its model runner and its requests stay what they are. Read it in this order:
+Written for transformers 5.23. Nothing of it is changed. Three subclasses take the places of its own classes while
+`adopted()` is open; its manager, its loop, its model runner and its requests stay what they are. Read it in this order:
 
     blocks       the cache allocator: requests have slots and pages, and give them back together
     scheduling   the scheduler: a step of the same requests as the step before is not scheduled one by one

@@ -15,7 +15,12 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import torch
 
-    from examples.transformers_batching.comparison import compare
+    try:
+        from examples.transformers_batching.comparison import compare
+    except ModuleNotFoundError as error:
+        needed = "needs torch and transformers 5.23, whose classes it takes the places of"
+        print(f"examples.transformers_batching: {needed}: {error}", file=sys.stderr)
+        return 2
 
     device = options.chosen_device(args.device)
     if device == "cpu":

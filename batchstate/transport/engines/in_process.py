@@ -266,7 +266,7 @@ class Network:
 @shows_signature
 @final
 class InProcessEngine(Engine):
-    """An engine within one process.
+    """An engine within one process, for memory of the host and of CUDA devices.
 
     Args:
         network: what it shares with the engines that it can reach.

@@ -49,6 +49,8 @@ FIRST_FAILURES = 20
 """Of so many the message is kept."""
 END = 15.0
 """Seconds before the stage's own end at which the tests are interrupted, so that what they found is still told."""
+MOST_PROCESSES = 12
+"""They share the GPU: each has a context of it, and leaves most of its time to the others."""
 HANGS = 100
 """Seconds after which a test is taken to hang: pytest then prints where each thread stands."""
 
@@ -60,7 +62,7 @@ def run(setting: Setting, notes: Notes) -> None:
     notes.figures["left out"] = [file for file in there if file not in files]
     missing = [file for file in files if file not in there]
     notes.require(not missing, f"no such test files: {missing}")
-    workers = min(len(files), 4, max(1, len(os.sched_getaffinity(0)) // 3))
+    workers = min(len(files), MOST_PROCESSES, max(1, len(os.sched_getaffinity(0)) * 3 // 4))
     notes.figures["processes"] = workers
     shares = [[file for file in files[i::workers] if file not in missing] for i in range(workers)]
     with tempfile.TemporaryDirectory() as folder:
