@@ -472,9 +472,9 @@ class FutureMap(Guided):
         generations: Array,
         index: torch.Tensor,
         values: Mapping[str, torch.Tensor],
-        known: Iterable[str],
+        known: Collection[str],
         records: Mapping[tuple[str, ...], torch.Tensor] = NO_RECORDS,
-    ) -> None:
+    ) -> Publication:
         """Launches and notes a publish; `index` and `values` are safe on this stream. The host has those `known`.
 
         `records` are further values, of fields side by side in one tensor.
@@ -505,14 +505,18 @@ class FutureMap(Guided):
                 )
                 launched += several
             stream = self.runtime.current_stream
-            self._entries.publish(rows, generations, names, self.runtime.record(), stream)
-            self._entries.take(rows, known, HOST)
+            from_host = len(known) == len(names)
+            fence, readers = self.runtime.record(), HOST if from_host else 0
+            publication = self._entries.publish(rows, generations, names, fence, stream, readers)
+            if not from_host:
+                self._entries.take(rows, known, HOST)
         except BaseException as error:
             self._publish_failed(rows, launched if isinstance(error, Exception) else names)
             raise
         self._transaction.operation = None
         if levels.full:
             self.check("publish")
+        return publication
 
     def _publish_failed(self, rows: Array, written: Collection[str]) -> None:
         """Notes a publish that torch could not launch, or that was interrupted: a device takes no launch back."""
@@ -936,10 +940,10 @@ class PackedPublish:
         """What has to cross first: the values of each field."""
         return [*self._values.values()]
 
-    def launch(self, index: torch.Tensor, sides: Sequence[torch.Tensor]) -> None:
+    def launch(self, index: torch.Tensor, sides: Sequence[torch.Tensor]) -> Publication:
         """Scatters them on the current stream; `index` is the slots on the device, `sides` those of `arrays`."""
         values = dict(zip(self._values, sides, strict=True))
-        self._relay._scatter(self._rows, self._generations, index, values, self._values)
+        return self._relay._scatter(self._rows, self._generations, index, values, self._values)
 
     def launch_alone(self) -> None:
         """The same with a copy of their own."""
@@ -1029,7 +1033,10 @@ def _check_device_values(
 
 
 def _host_values(value: object, field: RelayField, num_rows: tuple[int, int], what: str) -> Array:
-    """The live rows of host values for `field`, in an array of their own."""
+    """The live rows of host values for `field`, which are sent on at once: an array may be the caller's own."""
+    if type(value) is np.ndarray and value.dtype is NUMPY_DTYPES.get(field.dtype) and not field.ragged:
+        _check_shape(value.shape, field, num_rows, what)
+        return value[: num_rows[0]]
     if field.ragged:
         value = _filled(value, field.shape[0])
     array: Array = carried(value, *host_dtype(field.dtype), what)

@@ -56,8 +56,9 @@ class Handles(MirroredTensor):
         pool_id: int,
         contract: Contract = Contract.EXACT,
         name: str = "",
+        device: DeviceSide | None = None,
     ) -> Self:
-        """For pools: takes over both arrays, int64[n]. `pool_id` is that of the pool."""
+        """For pools: takes over both arrays, int64[n]. `pool_id` is that of the pool, `device` their device side."""
         handles = cls.__new__(cls)  # what a pool makes for each take: without a second dictionary of arguments
         handles.held_at = -1
         generations.setflags(write=False)
@@ -65,7 +66,7 @@ class Handles(MirroredTensor):
             handles,
             runtime,
             numbers,
-            None,
+            device,
             dtype=torch.int64,
             shape=numbers.shape,
             contract=contract,
@@ -73,7 +74,7 @@ class Handles(MirroredTensor):
             generations=generations,
             pool_id=pool_id,
         )
-        if pool_id and contract is Contract.EXACT:
+        if device is None and pool_id and contract is Contract.EXACT:
             handles._plain = 4 * pool_id + cls._space
         return handles
 

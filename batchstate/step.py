@@ -39,6 +39,7 @@ from batchstate._planned_step import (
     PlannedStep,
     Written,
 )
+from batchstate._relay import HOST, Publication
 from batchstate._rows import GENERATION_SUFFIX, RowState
 from batchstate._upload import NO_EXTRAS, Extras, extra_array, joined_writes
 from batchstate.batch import Batch
@@ -265,7 +266,7 @@ class StepPlanner(Guided):
         ):
             release = None if leaving is None else partial(self._slots.release_rows, leaving, after, OPERATION)
             own = own and not levels.full
-            return self._decode(steps, batch, writes, extras, published, arrived, own, release)
+            return self._decode(steps, batch, writes, extras, published, arrived, own, release, given._row_number)
         padding = pad_rows, pad_tokens
         joined = None if joining is None else self._handles(joining)
         entries = None
@@ -398,12 +399,13 @@ class StepPlanner(Guided):
         arrived: int,
         own: bool,
         release: Callable[[], None] | None,
+        given: int,
     ) -> PlannedStep:
         """A step in which each request puts in one token that the relay has.
 
         The last `arrived` requests have joined with it, and `published` is for them. A batch of its `own` was made for
         the step, which no caller has seen: its lengths are moved where they are. `release` lets others leave, once the
-        step is sent.
+        step is sent. `given` is the number of the rows that the caller's batch had.
         """
         runtime, pages = self._runtime, self._pages
         references = pages._references
@@ -413,8 +415,15 @@ class StepPlanner(Guided):
         joined = joined_writes(runtime, writes) if writes else ()
         arrays = batch._checked_extras(extras, OPERATION) if extras else {}
         state = batch._state
-        requests = steps.requests
+        requests = before = steps.requests
         same = requests is not None and requests.row_set.number == batch._row_number
+        # Those that stay are of the step before, and their entries have not changed: they are not read again.
+        known = before.known if before is not None and not same and before.row_set.number == given else None
+        if known is not None and not (
+            known.unchanged
+            and (not arrived or (published is not None and steps.field in published and known.taken == HOST))
+        ):
+            known = None
         if requests is None or not same:
             requests = self._requests_of(steps, batch)
         elif requests.held_at != self._slots.changes or levels.full:  # something was taken or freed since
@@ -450,8 +459,9 @@ class StepPlanner(Guided):
             advanced, batch._device, batch._crossed = batch, None, upload
         else:
             advanced = batch._sent(moved, upload, OPERATION)  # at `full` it is compared, before anything is committed
+        first: Publication | None = None
         if entries is not None:
-            entries.launch(slots.device[rows.size - arrived :], crossed)
+            first = entries.launch(slots.device[rows.size - arrived :], crossed)
         pages.commit_rows(rows, lens)
         if release is not None:
             release()  # before the plan notes when pages last changed, so that it need not look whose
@@ -460,6 +470,9 @@ class StepPlanner(Guided):
         if not same:
             _ = advanced.device_side  # made before a forward can write into the slots, which are a part of the copy
             requests.slots = requests.known.live = slots
+            if known is not None and (first is not None) == (arrived > 0):
+                publications = known.publications if rows.size > arrived else []
+                requests.known.noted([*publications, first] if first else publications, known.taken)
             steps.requests = requests
         if levels.full:
             pages.verify()
@@ -528,22 +541,22 @@ class StepPlanner(Guided):
                 write, upload.shared(first_write + 2 * i), upload.shared(first_write + 2 * i + 1)
             )
         crossed = [upload.shared(first_value + i) for i, _ in enumerate(values)]
-        return upload, Extras(runtime, upload, named, dict(extras), row_set=requests.row_set), crossed
+        uploaded = NO_EXTRAS
+        if named:
+            uploaded = Extras(runtime, upload, named, dict(extras), row_set=requests.row_set)
+        return upload, uploaded, crossed
 
     def _uploaded_slots(self, requests: DecodeRequests, upload: PackedUpload) -> Slots:
         """The slots have crossed with the first step of these requests: later ones, and the relay, use them there."""
         place = self._kind._layout.places[self._slot_column]
         column = upload.row(place.group, place.member, place.dtype, requests.rows.size)
-        return Slots(
+        return Slots.of_pool(
             self._runtime,
             requests.rows,
-            DeviceSide(ReadyTensor.uploaded(column, upload)),
-            dtype=torch.int64,
-            shape=requests.rows.shape,
-            contract=Contract.EXACT,
-            name=self._slots.name,
-            generations=requests.generations,
+            requests.generations,
             pool_id=self._slots.pool_id,
+            name=self._slots.name,
+            device=DeviceSide(ReadyTensor.uploaded(column, upload)),
         )
 
     def _requests_of(self, steps: DecodeSteps, batch: Batch) -> DecodeRequests:

@@ -37,7 +37,7 @@ from batchstate.selfcheck.mutants.diffs import changed
 from batchstate.step import PlannedStep
 from batchstate.testing.fences import LateRuntime
 from benchmarks.timing import no_collector
-from tests.doubles import fake_accelerator
+from tests.doubles import fake_accelerator, refused
 
 LONGEST, PAGE_SIZE = 24, 4
 
@@ -805,6 +805,33 @@ def test_requests_leave_and_join_in_one_copy(rt: Runtime) -> None:
         world.batch = step.batch  # type: ignore[assignment]
         assert world.batch.seq_lens.np[-1] == joining.seq_lens.np[-1] + 1
         assert world.slots.stats.live == 4
+
+
+@pytest.mark.parametrize("published", [None, {"logit": [1.0]}])
+def test_a_request_that_joins_without_its_first_token_is_noticed(rt: Runtime, published: dict[str, Any] | None) -> None:
+    """Entries of those that stay are not read again; one that joins has to have one, whatever else it has."""
+    world = World.of(rt)
+    world.join([3, 4])
+    world.step()
+    joining = world.arrived([5])
+    keep = np.array([False, True])
+    step = world.planner.plan(world.batch, keep=keep, joining=joining, after=rt.record(), published=published)
+    violation = refused(Code.FUTURE_UNWRITTEN, step.inputs)
+    assert (violation.slot, violation.row) == (int(joining.slots.np[0]), 1)
+
+
+def test_what_happens_to_those_that_stay_between_two_steps_is_noticed(rt: Runtime) -> None:
+    """An entry that was discarded, or taken, since the step before is none for the step in which others join."""
+    for code, act in ((Code.FUTURE_UNWRITTEN, "discard"), (Code.FUTURE_CONSUMED, "gather")):
+        world = World.of(rt)
+        world.join([3, 4])
+        world.step()
+        getattr(world.relay, act)(world.batch.filter([1]).slots, "last")
+        joining = world.arrived([5])
+        first = {"last": 10 * joining.slots.np}
+        keep = np.array([False, True])
+        step = world.planner.plan(world.batch, keep=keep, joining=joining, after=rt.record(), published=first)
+        assert refused(code, step.inputs).row == 0
 
 
 @pytest.mark.parametrize("in_one_piece", [True, False])
