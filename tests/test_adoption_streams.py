@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-if torch.cuda.is_available() or torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
-    pytest.skip("for builds of torch without CUDA", allow_module_level=True)
-
 from benchmarks.adoption import streams
 
 SOURCE = """

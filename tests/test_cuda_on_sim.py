@@ -34,9 +34,6 @@ DRAWN = (
     race_text,
 )  # imported here once: what a run in this process imports first is dropped at its end
 
-if torch.cuda.is_available() or torch.backends.cuda.is_built():
-    pytest.skip("for builds of torch without CUDA", allow_module_level=True)
-
 LAG = "lazy oldest random priority pct"
 """Schedulers under which a stream that has work may lag behind the host and behind newer streams."""
 

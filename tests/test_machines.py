@@ -1,7 +1,6 @@
 """The state machines fail nowhere, and reach every state that gives this meaning."""
 
 import pytest
-import torch
 
 from batchstate.errors import ArgumentError
 from batchstate.levels import Level, current_checks
@@ -16,8 +15,6 @@ from tests.coverage_targets import reach_all
 @pytest.mark.parametrize("name", list(MACHINES))
 def test_coverage_targets_are_reached(name: str, device: str) -> None:
     """A machine fails nowhere, and reaches each of its coverage targets within an ordinary number of examples."""
-    if name == "plain_torch" and torch.version.cuda is not None:
-        pytest.skip("for builds of torch without CUDA")
     reach_all(MACHINES[name], device)
 
 

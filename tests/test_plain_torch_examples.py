@@ -4,12 +4,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from batchstate.cli import main
-
-if torch.cuda.is_available() or torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
-    pytest.skip("for builds of torch without CUDA", allow_module_level=True)
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples" / "plain_torch").glob("*.py"))
 

@@ -19,9 +19,6 @@ pytest_plugins = "pytester"
 
 DRAWN = (CudaRuntime, race_text)  # imported here once: what a run in this process imports first is dropped at its end
 
-if torch.cuda.is_available() or torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
-    pytest.skip("for builds of torch without CUDA", allow_module_level=True)
-
 PROGRAM = """
     import sys
     import torch

@@ -22,9 +22,6 @@ from batchstate.testing.cuda import CudaRuntime, CudaSimRuntime, cuda_on_cpu
 from batchstate.testing.race import RaceReport
 
 pytest.importorskip("transformers.generation.continuous_batching")
-if torch.cuda.is_available() or torch.backends.cuda.is_built():
-    pytest.skip("for builds of torch without CUDA", allow_module_level=True)
-
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor

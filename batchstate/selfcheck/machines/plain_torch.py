@@ -1,7 +1,6 @@
 """Plain torch code that says `cuda`, in a window of `cuda_on_cpu`: each use comes behind the one before, in some way.
 
-The code knows nothing of this library and has no race, so its mutants show which edges the front end has to see. On a
-build of torch with CUDA the window cannot be opened, and examples are empty.
+The code knows nothing of this library and has no race, so its mutants show which edges the front end has to see.
 """
 
 from typing import Any, final
@@ -17,8 +16,6 @@ from batchstate.testing.machine import Machine, ask
 
 cuda: Any = torch.cuda  # its streams and events have no types
 
-IDLE: bool = torch.version.cuda is not None
-
 WAYS = ("event", "event by stream", "stream", "event on the host", "stream on the host", "device", "read back")
 """How a stream comes behind another one."""
 
@@ -33,9 +30,6 @@ class PlainTorchMachine(Machine):
     @initialize()
     def begin(self) -> None:
         """A buffer, three streams and a graph."""
-        if IDLE:
-            self.open()
-            return
         self._windows.enter_context(levels.checks(self.session.level))
         self.rt = self._windows.enter_context(cuda_on_cpu())
         self.streams: list[Any] = [cuda.current_stream(), cuda.Stream(), cuda.Stream()]
@@ -75,8 +69,6 @@ class PlainTorchMachine(Machine):
     @rule(number=st.integers(0, 2), way=st.sampled_from(WAYS), replays=st.booleans())
     def use(self, number: int, way: str, replays: bool) -> None:
         """A stream writes the buffer, by an operation or by the graph."""
-        if IDLE:
-            return
         stream = self.streams[number]
         self._behind(stream, way)
         with cuda.stream(stream):
@@ -90,8 +82,6 @@ class PlainTorchMachine(Machine):
     @rule(number=st.integers(1, 2))
     def lend(self, number: int) -> None:
         """Memory of the first stream is used on another one, which its owner is told, and dropped."""
-        if IDLE:
-            return
         side = self.streams[number]
         lent = torch.ones(4, device="cuda")
         side.wait_stream(self.streams[0])
@@ -105,8 +95,6 @@ class PlainTorchMachine(Machine):
     @rule(pinned=st.booleans())
     def upload(self, pinned: bool) -> None:
         """A source is copied and refilled: at once, or, where it is pinned, when its copy is over."""
-        if IDLE:
-            return
         source = torch.arange(4)
         if pinned:
             source = source.pin_memory()
@@ -120,7 +108,6 @@ class PlainTorchMachine(Machine):
 
     def check(self) -> None:
         """The values are those of a device that runs each operation in turn."""
-        if not IDLE:
-            self._behind(self.streams[0], "stream")
-            found = np.array(self.buffer.tolist())
-            ask(invariants.mirror_equal, np.full(4, float(self.used)), found, object="buffer", operation="check")
+        self._behind(self.streams[0], "stream")
+        found = np.array(self.buffer.tolist())
+        ask(invariants.mirror_equal, np.full(4, float(self.used)), found, object="buffer", operation="check")

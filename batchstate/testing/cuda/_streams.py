@@ -1,13 +1,18 @@
-"""The C side of `torch.cuda.Stream`, `Event` and `CUDAGraph`, which a CPU-only build of torch leaves empty."""
+"""What `torch.cuda.Stream`, `Event`, `CUDAGraph` and `MemPool` make inside of a window.
+
+These classes of torch are of C on a build with CUDA, and nothing below them on a CPU-only build. So what they make here
+are objects of classes of this file, which pass for theirs: `isinstance` goes by `__class__`.
+"""
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 
 from batchstate.errors import ArgumentError
+from batchstate.runtime import Fence
 from batchstate.testing.cuda._names import assigned_name
-from batchstate.testing.cuda._tracer import CUDA
+from batchstate.testing.cuda._tracer import CUDA, NotModelledError
 
 if TYPE_CHECKING:
     from batchstate.testing.cuda._window import CudaWindow
@@ -15,138 +20,214 @@ if TYPE_CHECKING:
 _CUDA_TYPE = 1
 """Number of the device type, as `c10::DeviceType` has it."""
 
-
-def ended(one: object) -> ArgumentError:
-    """The error for a stream, an event or a graph that is used when its window is over."""
-    return ArgumentError(
-        f"a {type(one).__mro__[1].__name__} of `cuda_on_cpu` was used after its window had ended",
-        value=None,
-        remedy="make streams, events and graphs inside of the window that uses them",
-    )
+_cuda: Any = torch.cuda
 
 
-def stream_methods(rt: "CudaWindow[Any]") -> dict[str, Any]:
-    """Attributes for `torch._C._CudaStreamBase`."""
+class _Made:
+    """Something of torch that was made in a window.
 
-    def new(cls: Any, device: Any = None, priority: int = 0, **given: Any) -> Any:
-        made = object.__new__(cls)
-        number = given.get("stream_id")
-        made.stream_id = rt.new_stream(assigned_name()) if number is None else number
-        made.cuda_stream = made.stream_id
-        made.device_index, made.device_type, made.device, made.priority = 0, _CUDA_TYPE, CUDA, priority
-        if number is None:
-            rt.made(made)
-        return made
+    Args:
+        window: in which.
+    """
 
-    def enter(self: Any) -> Any:
-        rt.stack.append(rt.current_id)
-        rt.set_current(self.stream_id)
+    _OF_TORCH: ClassVar[Any]
+
+    def __init__(self, window: "CudaWindow[Any]") -> None:
+        self._window = window
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return self._OF_TORCH
+
+    @property
+    def _rt(self) -> "CudaWindow[Any]":
+        """The window.
+
+        Raises:
+            ArgumentError: it is over.
+        """
+        if self._window.tracer.ended:
+            raise ArgumentError(
+                f"a {self._OF_TORCH.__name__} of `cuda_on_cpu` was used after its window had ended",
+                value=None,
+                remedy="make streams, events and graphs inside of the window that uses them",
+            )
+        return self._window
+
+
+@final
+class _Stream(_Made):
+    _OF_TORCH = _cuda.Stream
+
+    def __init__(self, window: "CudaWindow[Any]", number: int, priority: int) -> None:
+        super().__init__(window)
+        self.stream_id = self.cuda_stream = self.native_handle = number
+        self.device_index, self.device_type, self.device, self.priority = 0, _CUDA_TYPE, CUDA, priority
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _cuda.Stream) and self.stream_id == getattr(other, "stream_id", None)
+
+    def __hash__(self) -> int:
+        return hash(self.stream_id)
+
+    def __repr__(self) -> str:
+        return f"<torch.cuda.Stream device={self.device} cuda_stream={self.cuda_stream:#x}>"
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.cuda_stream
+
+    def __enter__(self) -> "_Stream":
+        self._rt.stack.append(self._rt.current_id)
+        self._rt.set_current(self.stream_id)
         return self
 
-    def leave(self: Any, *_: object) -> None:
-        rt.set_current(rt.stack.pop())
+    def __exit__(self, *_: object) -> None:
+        self._rt.set_current(self._rt.stack.pop())
 
-    return {
-        "__new__": new,
-        "__init__": lambda self, *_, **__: None,
-        "__eq__": lambda self, other: self.stream_id == getattr(other, "stream_id", None),
-        "__hash__": lambda self: hash(self.stream_id),
-        "__enter__": enter,
-        "__exit__": leave,
-        "query": lambda self: rt.stream_done(self.stream_id),
-        "synchronize": lambda self: rt.wait_for_stream(self.stream_id),
-        "priority_range": staticmethod(lambda: (0, -5)),
-        "native_handle": property(lambda self: self.stream_id),
-        "is_capturing": lambda self: rt.capturing,
-    }
+    def wait_event(self, event: Any) -> None:
+        event.wait(self)
+
+    def wait_stream(self, stream: Any) -> None:
+        self.wait_event(stream.record_event())
+
+    def record_event(self, event: Any = None) -> Any:
+        event = _cuda.Event() if event is None else event
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        return self._rt.stream_done(self.stream_id)
+
+    def synchronize(self) -> None:
+        self._rt.wait_for_stream(self.stream_id)
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return 0, -5
+
+    def is_capturing(self) -> bool:
+        return self._rt.capturing
 
 
-def event_methods(rt: "CudaWindow[Any]") -> dict[str, Any]:
-    """Attributes for `torch._C._CudaEventBase`."""
+@final
+class _Event(_Made):
+    _OF_TORCH = _cuda.Event
 
-    def new(cls: Any, **given: Any) -> Any:
-        if given.get("interprocess"):
-            raise NotImplementedError("cuda_on_cpu does not model events between processes (interprocess=True)")
-        made = object.__new__(cls)
-        made.name = assigned_name()
-        made.fence = made.at = None
-        made.timed = bool(given.get("enable_timing"))
-        made.device, made.cuda_event, made.event_id = CUDA, id(made), id(made)
-        rt.made(made)
-        return made
+    def __init__(self, window: "CudaWindow[Any]", name: str | None, timed: bool) -> None:
+        super().__init__(window)
+        self.name, self.device = name, CUDA
+        self.fence: Fence | None = None  # None: never recorded, which counts as complete
+        self.cuda_event = self.event_id = id(self)
+        self._timed, self._at = timed, 0.0
 
-    def record(self: Any, stream: Any = None) -> None:
-        self.fence = rt.record_event(self, stream)
-        self.at = time.perf_counter()
+    def __repr__(self) -> str:
+        return f"<torch.cuda.Event {self.cuda_event:#x}>"
 
-    def wait(self: Any, stream: Any = None) -> None:
-        if self.fence is not None:  # an event that was never recorded is complete
+    def record(self, stream: Any = None) -> None:
+        self.fence = self._rt.record_event(self, stream)
+        self._at = time.perf_counter()
+
+    def wait(self, stream: Any = None) -> None:
+        rt = self._rt
+        if self.fence is not None:
             rt.stream_waits(stream, self.fence)
 
-    def synchronize(self: Any) -> None:
-        rt.refuse_while_capturing("Event.synchronize")
+    def synchronize(self) -> None:
+        self._rt.refuse_while_capturing("Event.synchronize")
         if self.fence is not None:
-            with rt.lock:
+            with self._rt.lock:
                 self.fence.wait()
 
-    def query(self: Any) -> bool:
-        rt.refuse_while_capturing("Event.query")
-        with rt.lock:
+    def query(self) -> bool:
+        self._rt.refuse_while_capturing("Event.query")
+        with self._rt.lock:
             return self.fence is None or bool(self.fence.query())
 
-    def elapsed_time(self: Any, other: Any) -> float:
-        for one in (self, other):
-            if not one.timed:
+    def elapsed_time(self, end_event: "_Event") -> float:
+        for one in (self, end_event):
+            if not one._timed:
                 raise ValueError("Both events must be created with argument 'enable_timing=True'.")
             if one.fence is None:
                 raise ValueError("Both events must be recorded before calculating elapsed time.")
-        return float(other.at - self.at) * 1000.0
-
-    return {
-        "__new__": new,
-        "__init__": lambda self, *_, **__: None,
-        "record": record,
-        "wait": wait,
-        "synchronize": synchronize,
-        "query": query,
-        "elapsed_time": elapsed_time,
-    }
+        return (end_event._at - self._at) * 1000.0
 
 
-def graph_methods(rt: "CudaWindow[Any]") -> dict[str, Any]:
-    """Attributes for `torch._C._CUDAGraph`."""
+@final
+class _Graph(_Made):
+    _OF_TORCH = _cuda.CUDAGraph
+    _capture: Any = None
 
-    def new(cls: Any, keep_graph: bool = False) -> Any:
-        made = object.__new__(cls)
-        made.capture = None
-        rt.made(made)
-        return made
+    def capture_begin(
+        self, pool: Any = None, capture_error_mode: str = "global", check_input_liveness: bool = False
+    ) -> None:
+        self._rt.refuse_while_capturing("capture_begin")
+        self._capture = self._rt.tracer.begin_capture()
 
-    def begin(self: Any, pool: Any = None, capture_error_mode: str = "global") -> None:
-        rt.refuse_while_capturing("capture_begin")
-        self.capture = rt.tracer.begin_capture()
+    def capture_end(self) -> None:
+        self._rt.tracer.end_capture()
 
-    def end(self: Any) -> None:
-        rt.tracer.end_capture()
-
-    def replay(self: Any) -> None:
-        if self.capture is None:
+    def replay(self) -> None:
+        tracer = self._rt.tracer
+        if self._capture is None:
             raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
-        rt.tracer.replay(self.capture)
+        tracer.replay(self._capture)
 
-    def reset(self: Any) -> None:
-        self.capture = None
+    def reset(self) -> None:
+        self._capture = None
 
-    return {
-        "__new__": new,
-        "__init__": lambda self, *_, **__: None,
-        "capture_begin": begin,
-        "capture_end": end,
-        "replay": replay,
-        "reset": reset,
-        "instantiate": lambda self: None,
-        "pool": lambda self: (0, 1),
-    }
+    def instantiate(self) -> None:
+        pass
+
+    def pool(self) -> tuple[int, int]:
+        return 0, 1
+
+
+@final
+class _Pool(_Made):
+    _OF_TORCH = _cuda.MemPool
+    id = (0, 1)
+
+
+def makers(rt: "CudaWindow[Any]") -> list[tuple[Any, dict[str, Any]]]:
+    """Classes of torch, each with its attributes for the length of a window.
+
+    Raises:
+        NotModelledError: from these: a stream or an event is one of a subclass, of another library, of other processes.
+    """
+
+    def plain(cls: type, *those: type) -> None:
+        if cls not in those:
+            raise NotModelledError(
+                f"cuda_on_cpu has no model of {cls.__module__}.{cls.__qualname__}, a subclass of {those[0].__name__}",
+                value=cls,
+                remedy=f"make a torch.cuda.{those[0].__name__}",
+            )
+
+    def stream(cls: Any, device: Any = None, priority: int = 0, **given: Any) -> _Stream:
+        plain(cls, _cuda.Stream, _cuda.ExternalStream)
+        number = given.get("stream_id", given.get("stream_ptr"))
+        with _cuda.device(device):
+            number = rt.new_stream(assigned_name()) if number is None else rt.known_stream(number)
+        return _Stream(rt, number, priority)
+
+    def event(
+        cls: Any,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+        external: bool = False,
+    ) -> _Event:
+        plain(cls, _cuda.Event)
+        if interprocess:
+            raise NotImplementedError("cuda_on_cpu does not model events between processes (interprocess=True)")
+        return _Event(rt, assigned_name(), enable_timing)
+
+    return [
+        (_cuda.Stream, {"__new__": stream, "priority_range": _Stream.priority_range}),
+        (_cuda.Event, {"__new__": event}),
+        (_cuda.CUDAGraph, {"__new__": lambda cls, keep_graph=False: _Graph(rt)}),
+        (_cuda.MemPool, {"__new__": lambda cls, *_, **__: _Pool(rt)}),
+    ]
 
 
 def generic(kind: type, make: Any) -> type:
@@ -164,11 +245,9 @@ def generic(kind: type, make: Any) -> type:
 
 def make_stream(device: Any = None, priority: int = 0, **given: Any) -> Any:
     """What `torch.Stream(device)` is for `cuda`."""
-    kind: Any = torch.cuda.Stream
-    return kind(device, priority, **given)
+    return _cuda.Stream(device, priority, **given)
 
 
 def make_event(device: Any = None, **given: Any) -> Any:
     """What `torch.Event(device)` is for `cuda`."""
-    kind: Any = torch.cuda.Event
-    return kind(**given)
+    return _cuda.Event(**given)

@@ -1,7 +1,8 @@
 """What torch answers inside of the window: the C functions that `torch.cuda` calls, and the methods of tensors.
 
-`torch.cuda` itself stays as it is: on a CPU-only build it is whole but for the C functions below it, which are looked
-up when they are called. So names that the code has imported early go on working. All attributes are put back later.
+`torch.cuda` itself stays as it is: it is whole but for the C functions below it, which are looked up when they are
+called. A CPU-only build lacks them, and those of a build with CUDA are taken away: a GPU, if there is one, is not
+touched. So names that the code has imported early go on working. All attributes are put back later.
 """
 
 import contextlib
@@ -16,15 +17,8 @@ import torch
 import torch.utils._device
 
 from batchstate.errors import ArgumentError
-from batchstate.testing.cuda._streams import (
-    event_methods,
-    generic,
-    graph_methods,
-    make_event,
-    make_stream,
-    stream_methods,
-)
-from batchstate.testing.cuda._tracer import CPU, CUDA, check_declared
+from batchstate.testing.cuda._streams import generic, make_event, make_stream, makers
+from batchstate.testing.cuda._tracer import CPU, CUDA, NotModelledError, check_declared
 from batchstate.testing.tracing.memory import MemoryKind
 
 if TYPE_CHECKING:
@@ -41,6 +35,9 @@ _DYNAMO = "torch._dynamo.device_interface"
 _VERSION = "12.8"
 """Of CUDA: code asks it to learn whether the device is one of NVIDIA's."""
 
+_REFUSED = ("_cuda_", "_accelerator_get", "_accelerator_set")
+"""How functions of `torch._C` begin that must not reach CUDA: without an answer here they are refused by name."""
+
 _POOLS = (
     "_cuda_beginAllocateCurrentThreadToPool",
     "_cuda_beginAllocateToPool",
@@ -48,10 +45,6 @@ _POOLS = (
     "_cuda_releasePool",
 )
 """Functions that choose a memory pool: here each allocation has memory of its own."""
-
-
-class NotModelledError(ArgumentError, AttributeError):
-    """The code under test calls something of CUDA that has no model here."""
 
 
 @contextlib.contextmanager
@@ -70,14 +63,21 @@ def replaced(rt: "CudaWindow[Any]", stands_for: Mapping[str, Callable[..., Any]]
     answers = _answers(rt)
     with contextlib.ExitStack() as stack:
         stack.callback(_default_device, torch.utils._device.CURRENT_DEVICE)
+        for name in [name for name in vars(c) if name.startswith(_REFUSED) and name not in answers]:
+            if not isinstance(vars(c)[name], type):
+                stack.callback(setattr, c, name, vars(c)[name])
+                delattr(c, name)
         for name, function in stands_for.items():
             _stand_in(stack, name, function)
+        if _DYNAMO in sys.modules:
+            stack.enter_context(
+                torch.compiler.set_stance("force_eager")
+            )  # what was compiled before runs as it is written
+        else:
+            stack.callback(_forget_stream)
         for owner, attributes in (
             (c, answers),
-            (c._CudaStreamBase, stream_methods(rt)),
-            (c._CudaEventBase, event_methods(rt)),
-            (c._CUDAGraph, graph_methods(rt)),
-            (c._MemPool, {"__new__": lambda cls, *_: object.__new__(cls), "__init__": _nothing, "id": (0, 1)}),
+            *makers(rt),
             (cuda, _of_cuda(rt)),
             (
                 cuda.graphs,
@@ -93,12 +93,6 @@ def replaced(rt: "CudaWindow[Any]", stands_for: Mapping[str, Callable[..., Any]]
         ):
             for name, value in attributes.items():
                 _replace(stack, owner, name, value)
-        if _DYNAMO in sys.modules:
-            stack.enter_context(
-                torch.compiler.set_stance("force_eager")
-            )  # what was compiled before runs as it is written
-        else:
-            stack.callback(_forget_stream)
         _forget_functions()
         stack.callback(_forget_functions)
         yield
@@ -122,7 +116,7 @@ def _forget_stream() -> None:
     """Dynamo, if it was imported in the window, has taken a function of it."""
     module: Any = sys.modules.get(_DYNAMO)
     if module is not None:
-        module.get_cuda_stream = None
+        module.get_cuda_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def _replace(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
@@ -173,7 +167,7 @@ def _stand_in(stack: contextlib.ExitStack, name: str, function: Callable[..., An
 
 def _answers(rt: "CudaWindow[Any]") -> Attributes:
     def not_modelled(name: str) -> Any:
-        if name.startswith("_cuda"):
+        if name.startswith(_REFUSED):
             raise NotModelledError(
                 f"cuda_on_cpu has no model of torch._C.{name}",
                 value=name,
@@ -254,7 +248,7 @@ def _of_cuda(rt: "CudaWindow[Any]") -> Attributes:
     )
     return {
         "_initialized": True,
-        "_cached_device_count": None,
+        "_cached_device_count": 1,
         "_exchange_device": _exchange_device,
         "_maybe_exchange_device": lambda index: _exchange_device(index),  # dynamo tells the two apart
         "_get_device_properties": lambda index: properties,

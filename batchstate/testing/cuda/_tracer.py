@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from batchstate.errors import DeviceError
+from batchstate.errors import ArgumentError, DeviceError
 from batchstate.testing.tracing.dispatch import TracedCall, Tracer, untraced
 from batchstate.testing.tracing.memory import A, MemoryKind
 from batchstate.testing.tracing.operations import Operation, tensors_of
@@ -17,6 +17,13 @@ CUDA = torch.device("cuda", 0)
 """What the memory of the device answers as its `.device`."""
 
 CPU = torch.device("cpu")
+
+
+_is_cuda = torch._C.TensorBase.is_cuda.__get__  # type: ignore[attr-defined]
+
+
+class NotModelledError(ArgumentError, AttributeError):
+    """The code under test calls something of CUDA that has no model here."""
 
 
 def check_declared(device: torch.device) -> torch.device:
@@ -50,15 +57,28 @@ class CudaTracer(Tracer[A]):
         super().__init__(*given)
         self.lock = threading.RLock()
         self.ended = False
+        self._beside_a_gpu = torch.cuda.is_available()
         self._filling = threading.local()
         self._captures: dict[int, Any] = {}  # thread -> what it captures
 
     # Memory
 
     def kind_of(self, tensor: torch.Tensor) -> MemoryKind:
-        """Where a tensor lies: what was not made on the device is the host's."""
+        """Where a tensor lies: what was not made on the device is the host's.
+
+        Raises:
+            ArgumentError: it lies on a real GPU: it was made outside of the window.
+        """
         known = self.allocations.of(tensor)
-        return MemoryKind.HOST if known is None else known.kind
+        if known is not None:
+            return known.kind
+        if self._beside_a_gpu and _is_cuda(tensor):
+            raise ArgumentError(
+                f"a tensor {list(tensor.shape)} of the GPU of this machine, in a window of `cuda_on_cpu`",
+                value=None,
+                remedy="make it inside of the window; `CUDA_VISIBLE_DEVICES=''` in front shows who makes it outside",
+            )
+        return MemoryKind.HOST
 
     def on_device(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies on the device. Cheap."""

@@ -3,7 +3,6 @@
 import abc
 import contextlib
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, final
 
@@ -11,9 +10,8 @@ import torch
 
 from batchstate.errors import ArgumentError
 from batchstate.runtime import CpuRuntime, Fence, Stream
-from batchstate.testing.cuda._streams import ended
 from batchstate.testing.cuda._torch import replaced
-from batchstate.testing.cuda._tracer import CudaTracer
+from batchstate.testing.cuda._tracer import CudaTracer, NotModelledError
 from batchstate.testing.tracing.clocks import HOST, unused_name
 from batchstate.testing.tracing.dispatch import dispatching
 from batchstate.testing.tracing.runtime import TracedRuntime
@@ -71,7 +69,6 @@ class CudaWindow(TracedRuntime[S]):
         self.name, self.memory, self.capability = name, memory, capability
         self._stands_for = dict(stands_for)
         self._polled: dict[int, Fence] = {}
-        self._made: weakref.WeakSet[Any] = weakref.WeakSet()
         super().__init__(ThreadedCpu(), **given)
         self.lock = self._tracer.lock
         self.stack: list[int] = []
@@ -95,12 +92,8 @@ class CudaWindow(TracedRuntime[S]):
             raise ArgumentError(
                 "cuda_on_cpu inside of cuda_on_cpu", value=_open[0], remedy="use the runtime of the window that is open"
             )
-        if torch.cuda.is_available() or not isinstance(vars(torch._C._CudaStreamBase).get("__init__"), type(ended)):
-            raise ArgumentError(
-                "this torch was built for CUDA",
-                value=torch.__version__,
-                remedy="use a CPU-only build of torch; on a GPU use `RaceRuntime(open_runtime('cuda'))`",
-            )
+        if torch.cuda.is_available():
+            torch.cuda.init()  # type: ignore[no-untyped-call]  # torch does that once, and not inside of a window
         _open.append(self)
         try:
             with replaced(self, self._stands_for), _in_new_threads(self), dispatching(self._tracer):
@@ -108,8 +101,6 @@ class CudaWindow(TracedRuntime[S]):
         finally:
             self._tracer.ended = True
             _open.clear()
-            for one in list(self._made):
-                one.__class__ = _over(type(one))
 
     # Streams
 
@@ -123,10 +114,6 @@ class CudaWindow(TracedRuntime[S]):
         """Number of the current stream of this thread."""
         return self._numbers[self._inner.current_stream.key]
 
-    def made(self, one: Any) -> None:
-        """A stream, an event or a graph was made in the window."""
-        self._made.add(one)
-
     def new_stream(self, name: str | None) -> int:
         """A new stream; returns its number."""
         with self.lock:
@@ -135,6 +122,18 @@ class CudaWindow(TracedRuntime[S]):
             self._by_number.append(stream)
             self._numbers[stream.key] = number
             return number
+
+    def known_stream(self, number: int) -> int:
+        """The number, if a stream has it.
+
+        Raises:
+            NotModelledError: it is the address of a stream that another library has made.
+        """
+        if not 0 <= number < len(self._by_number):
+            raise NotModelledError(
+                f"cuda_on_cpu has no stream {number:#x}", value=number, remedy="make a torch.cuda.Stream in the window"
+            )
+        return number
 
     def set_current(self, number: int) -> None:
         """Makes a stream the current one of this thread."""
@@ -228,17 +227,6 @@ class CudaWindow(TracedRuntime[S]):
         counts = dict.fromkeys(("num_ooms", "num_alloc_retries", "num_sync_all_streams", "max_split_size"), 0)
         single = dict.fromkeys(("oversize_allocations", "oversize_segments"), dict.fromkeys(both, 0))
         return {**dict.fromkeys(names, bytes_of), **dict.fromkeys(others, nothing), **single, **counts}
-
-
-def _over(kind: type) -> type:
-    """The class of a stream, event or graph whose window is over: any use is an error."""
-
-    def refuse(self: Any, name: str) -> Any:
-        if name.startswith("__") or name in ("stream_id", "device", "name"):
-            return object.__getattribute__(self, name)
-        raise ended(self)
-
-    return type(f"Ended{kind.__name__}", (kind,), {"__getattribute__": refuse, "__repr__": object.__repr__})
 
 
 def open_window() -> CudaWindow[Any] | None:

@@ -102,13 +102,13 @@ def cuda_on_cpu(
     stands_for: Mapping[str, Callable[..., Any]] | None = None,
     note_waits: bool = False,
 ) -> CudaRuntime | CudaSimRuntime:
-    """A window in which torch has a device `cuda:0`, on a CPU-only build, and every access to its memory is checked.
+    """A window in which torch has a device `cuda:0` that is the CPU, and every access to its memory is checked.
 
     Or, on the simulated device, one in which streams run late, in an order that a scheduler picks, so that a race makes
     wrong values.
 
     Code that says `device="cuda"`, `.cuda()`, `pin_memory()`, `torch.cuda.Stream` and so on runs as it is, in this
-    thread and in threads that start inside of the window. After the window torch is as it was.
+    thread and in threads that start inside of the window. A GPU is not used. After the window torch is as it was.
 
     Example:
         with cuda_on_cpu(on_race="collect") as rt:
@@ -134,7 +134,7 @@ def cuda_on_cpu(
         the runtime, for `with`.
 
     Raises:
-        ArgumentError: on entry: a window is open, torch was built for CUDA, or `stands_for` names what does not exist.
+        ArgumentError: on entry: a window is open, or `stands_for` names what does not exist.
     """
     described: dict[str, Any] = {
         "name": name,
