@@ -29,6 +29,9 @@ from transformers.generation.continuous_batching.input_outputs import Continuous
 
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9], [11, 12, 13, 14], [3, 1, 4, 1, 5, 9, 2, 6]]
 
+PAGE_SIZE = "page_size" if "page_size" in inspect.signature(ContinuousBatchingConfig).parameters else "block_size"
+"""Its name in transformers 5.23, and in 5.17."""
+
 RESETS = ("_reset_static_tensors", "_setup_static_tensors", "_reset_read_and_write_indices")
 """Functions that clear buffers of the device on the default stream, for which no other stream waits."""
 
@@ -81,7 +84,7 @@ def tokens(of: Any, *, asynchronous: bool, persistent: bool = False, graphs: boo
             use_cuda_graph=graphs,
             num_blocks=32,
             max_batch_tokens=32,
-            page_size=8,
+            **{PAGE_SIZE: 8},
         ),
         persistent_manager=persistent,
     )
@@ -90,8 +93,10 @@ def tokens(of: Any, *, asynchronous: bool, persistent: bool = False, graphs: boo
 
 @functools.cache
 def expected() -> list[list[int]]:
-    """The tokens of its synchronous mode, on the CPU as it is."""
-    return tokens(model(), asynchronous=False)
+    """The tokens of its synchronous mode."""
+    forget_what_was_asked()
+    with cuda_on_cpu(on_race="collect", memory=64 << 20):
+        return tokens(model().cuda(), asynchronous=False)
 
 
 @contextlib.contextmanager
