@@ -39,6 +39,8 @@ from batchstate.transport.wire import Endpoint
 HEAD = MAC + 4
 KEPT = 150
 """Sockets of strangers that are kept open."""
+PATIENCE = 0.002
+"""Seconds that the listener waits for one who has to be heard; for all others it takes what is there."""
 
 
 @final
@@ -134,9 +136,9 @@ class StrangersMachine(Machine):
         expected, actual = b"came in" * wanted, b"came in" * len(self.arrived)
         ask(invariants.peer_unknown, expected, actual, object=self.listener, operation="calling")
 
-    def _turn(self) -> None:
+    def _turn(self, wait: float = 0.0) -> None:
         for _ in range(3):
-            self.listener.turn(0.002)
+            self.listener.turn(wait)
 
     def _reach(self) -> socket.socket:
         wire = socket.create_connection(self.listener.address)
@@ -148,7 +150,7 @@ class StrangersMachine(Machine):
 
     def _said(self, wire: socket.socket, count: int) -> bytes:
         """What the listener answers, maybe nothing."""
-        self._turn()
+        self._turn(PATIENCE)
         with contextlib.suppress(OSError):
             return wire.recv(count)
         return b""
@@ -170,7 +172,7 @@ class StrangersMachine(Machine):
         self._crowd(before)
         wire = self._reach()
         if slow:
-            self._turn()
+            self._turn(PATIENCE)
         nonce = self.dice.randbytes(NONCE)
         hello = nonce + _hello(self.secret, nonce)
         with contextlib.suppress(OSError):
@@ -181,7 +183,7 @@ class StrangersMachine(Machine):
         proof = _proof(self.secret, nonces)
         with contextlib.suppress(OSError):
             wire.sendall(proof)
-        self._turn()
+        self._turn(PATIENCE)
         self._let_in(True)
         self.recorded.append((hello, proof))
         self.reached("let in among strangers", len(self.strangers) > 1)
