@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from multiprocessing import Pipe
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, final
 
@@ -484,12 +484,21 @@ def test_what_cannot_work_is_told_before_anything_is_started(
 ) -> None:
     """Heads that cannot be shared, an address of another machine, an engine that is not installed: one line, and 2."""
     monkeypatch.setitem(sys.modules, "nixl", None)
-    monkeypatch.setattr(SpawnProcess, "start", lambda _: pytest.fail("a worker was started"))
+    monkeypatch.setattr(ForkServerProcess, "start", lambda _: pytest.fail("a worker was started"))
     assert main(["--device", torch_device_of(device), *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("examples.disaggregated: ")
     assert message.format(cuda=",cuda" if torch.cuda.is_available() else "") in line
     assert "; " in line  # what to do
+
+
+def descendants(process: int) -> int:
+    """Processes that it has started, and those that these have started."""
+    try:
+        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    except FileNotFoundError:  # it has ended
+        return 0
+    return sum(1 + descendants(int(child)) for child in children)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="children are looked up in /proc")
@@ -507,9 +516,8 @@ def test_ctrl_c_ends_in_one_line(device: str) -> None:
         start_new_session=True,
     )
     try:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         end = time.monotonic() + 60
-        while len(children.read_text().split()) < 3:  # multiprocessing's tracker, and the two workers
+        while descendants(process.pid) < 4:  # multiprocessing's tracker and fork server, and the two workers
             assert time.monotonic() < end
             time.sleep(0.01)
         os.killpg(process.pid, signal.SIGINT)
