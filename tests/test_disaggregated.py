@@ -505,6 +505,7 @@ def descendants(process: int) -> int:
 def test_ctrl_c_ends_in_one_line(device: str) -> None:
     """A terminal sends it to every process: one line, exit code 130, no process left behind."""
     options = [*WITHOUT_NIXL, "--requests", "5000"]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background of a shell ignore it
     process = subprocess.Popen(
         [sys.executable, "-m", "examples.disaggregated", *options, "--device", torch_device_of(device)],
         cwd=ROOT,
@@ -515,6 +516,7 @@ def test_ctrl_c_ends_in_one_line(device: str) -> None:
         text=True,
         start_new_session=True,
     )
+    signal.signal(signal.SIGINT, before)
     try:
         end = time.monotonic() + 60
         while descendants(process.pid) < 4:  # multiprocessing's tracker and fork server, and the two workers

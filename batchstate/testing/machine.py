@@ -254,7 +254,8 @@ class Machine(RuleBasedStateMachine):
             DisagreementError: the call was accepted, or the refused call left something changed.
         """
         # On the simulated device time stands still meanwhile: what completes by itself was not changed by the call.
-        with getattr(self.rt, "held", contextlib.nullcontext)():
+        held = getattr(type(self.rt), "held", None)
+        with contextlib.nullcontext() if held is None else held(self.rt):
             before = self.snapshot()
             refusal = Refusal()
             try:
