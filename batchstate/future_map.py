@@ -159,6 +159,33 @@ def relay_field(
 
 
 @final
+@attrs.frozen(eq=False)
+class SelectedRecord:
+    """Entries of fields that lie side by side, taken out in one piece.
+
+    Attributes:
+        rows: their bytes, uint8[n, nbytes] on the device.
+        places: of each field in a row of it, with its declaration.
+    """
+
+    rows: torch.Tensor
+    places: Sequence[tuple[slice, RelayField]]
+
+    def columns(self) -> list[torch.Tensor]:
+        """Each field [n, *shape] on the device, as a view."""
+        n = self.rows.shape[0]
+        return [self.rows[:, place].view(field.dtype).view(n, *field.shape) for place, field in self.places]
+
+    def split(self, rows: Array) -> list[Array]:
+        """Each field [n, *shape] on the host, in memory of its own; `rows` has what came of the bytes."""
+        n = len(rows)
+        return [
+            rows[:, place].copy().view(numpy_dtype(field.dtype)).reshape(n, *field.shape)
+            for place, field in self.places
+        ]
+
+
+@final
 class Prefetched(Mapping[str, MirroredTensor]):
     """Fields of some requests, asked for with `FutureMap.prefetch`; row i is that of `slots[i]`.
 
@@ -179,6 +206,7 @@ class Prefetched(Mapping[str, MirroredTensor]):
         download: Download,
         publications: Sequence[Publication],
         relay: str,
+        record: "SelectedRecord | None" = None,
     ) -> None:
         self.slots = slots
         self._fields = fields
@@ -187,6 +215,7 @@ class Prefetched(Mapping[str, MirroredTensor]):
         self._download = download
         self._publications = publications
         self._relay = relay
+        self._record = record  # where the fields came in one piece
         self._values: dict[str, MirroredTensor] | None = None
 
     def __repr__(self) -> str:
@@ -217,6 +246,8 @@ class Prefetched(Mapping[str, MirroredTensor]):
             if get_ident() != runtime.owner.ident:
                 runtime.check_owner(f"{self._download.name}: resolve")
             arrays = self._download.resolve()
+            if self._record is not None:
+                arrays = self._record.split(arrays[0])
             if levels.cheap:
                 self._check_order()
             values = {}
@@ -699,16 +730,17 @@ class FutureMap(Guided):
             index = self._index(slots, live)
             stream = self.runtime.current_stream
             self._entries.wait_to_read(publications, stream, "prefetch")
-            rows = [self._select(name, index) for name in fields]
+            record = self._selected_record(fields, index) if len(fields) > 1 else None
+            rows = [self._select(name, index) for name in fields] if record is None else record.columns()
             read = self.runtime.record(stream)
             self._entries.note_read(publications, stream, read)
-            download = self.runtime.download(rows, name=self.name)
+            download = self.runtime.download(rows if record is None else [record.rows], name=self.name)
         self._transaction.operation = "prefetch"
         self._entries.take(live.np, fields, HOST)
         self._transaction.operation = None
         declared = {name: self._fields[name] for name in fields}
         label = self._entries.label
-        return Prefetched(live, declared, rows, (self._private, read), download, publications, label)
+        return Prefetched(live, declared, rows, (self._private, read), download, publications, label, record)
 
     def resolve(self, slots: Slots, field: str) -> MirroredTensor:
         """One field as an exact value, both sides from one read of the relay. Waits for its publish and its copy.
@@ -897,6 +929,20 @@ class FutureMap(Guided):
     def _select(self, name: str, index: torch.Tensor) -> torch.Tensor:
         memory = self._memory_of(name)
         return self.runtime.launch(select_rows, memory, index, reads=(memory, index), name=self._gather_names[name])
+
+    def _selected_record(self, names: Sequence[str], index: torch.Tensor) -> SelectedRecord | None:
+        """The entries of fields, in one launch; None where they do not lie side by side, each aligned in the piece."""
+        runs = self._runs(names)
+        if len(runs) > 1:
+            return None
+        memory = self._part_of_record(runs[0])
+        start = self._places[runs[0][0]].start
+        if memory.shape[1] % max(self._fields[name].dtype.itemsize for name in names):
+            return None
+        label = f"{self.name}: gather {', '.join(names)}"
+        rows = self.runtime.launch(select_rows, memory, index, reads=(memory, index), name=label)
+        places = [slice(self._places[name].start - start, self._places[name].stop - start) for name in names]
+        return SelectedRecord(rows, [(place, self._fields[name]) for place, name in zip(places, names, strict=True)])
 
     def _select_several(self, names: Sequence[str], index: torch.Tensor) -> torch.Tensor:
         """The entries of fields of one dtype, end to end for each request, [n, width]: one launch from the record."""

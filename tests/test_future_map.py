@@ -26,7 +26,7 @@ from batchstate.errors import (
 from batchstate.future_map import FutureMap, relay_field
 from batchstate.hybrid import HybridSlotPool
 from batchstate.pools import SlotPool
-from batchstate.runtime import AcceleratorRuntime, Fence, Runtime
+from batchstate.runtime import AcceleratorRuntime, Fence, Runtime, numpy_dtype
 from batchstate.selfcheck.machines.future_map import MISUSES, RelayCase, declared
 from batchstate.selfcheck.mutants.diffs import changed
 from batchstate.testing import LateRuntime
@@ -211,13 +211,50 @@ def test_costs(rt: Runtime, pool: SlotPool, relay: FutureMap) -> None:
     assert cost(lambda: relay.publish(slots, lens=lens)) == (1, 0, 0)
     assert cost(lambda: relay.publish(slots, tokens=tokens, outputs=outputs)) == (2, 0, 0)
     assert cost(lambda: relay.gather(slots, "lens")) == (1, 0, 0)
-    assert cost(lambda: relay.prefetch(slots, "tokens", "outputs")) == (3, 0, 1)  # two selections, packed for one copy
+    assert cost(lambda: relay.prefetch(slots, "tokens", "outputs")) == (1, 0, 1)
     assert cost(lambda: relay.states(slots, "tokens")) == (0, 0, 0)
     assert cost(lambda: relay.gather(slots, "tokens")) == (1, 0, 0)
     assert cost(lambda: relay.publish(slots, tokens=[3] * 4, lens=[4] * 4)) == (2, 1, 0)
     assert cost(lambda: relay.discard(slots)) == (0, 0, 0)
     relay.publish(slots, outputs=outputs)
     assert cost(lambda: relay.prefetch(slots, "outputs")) == (1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "launches"),
+    [
+        (("small", "log", "wide", "half", "last"), 1),
+        (("wide", "last"), 1),
+        (("log", "small"), 1),
+        (("last", "log", "small"), 4),  # 20 bytes, in which the next `last` would not be aligned
+        (("last", "small"), 3),  # with another between
+        (("last", "large"), 3),
+    ],
+)
+def test_fields_side_by_side_go_to_the_host_in_one_launch(rt: Runtime, fields: tuple[str, ...], launches: int) -> None:
+    """Whatever their order and dtype; each has its own values on both sides. Others are selected one by one."""
+    pool = SlotPool(rt, 6)
+    declared = {
+        "wide": relay_field(torch.int64, (2, 1), read_by="host"),
+        "last": relay_field(torch.int64, read_by="host"),
+        "log": relay_field(torch.float32, (2,), read_by="host"),
+        "small": relay_field(torch.int32, read_by="host"),
+        "half": relay_field(torch.float16, (2,), read_by="host"),
+        "large": relay_field(torch.float32, (200,), read_by="host"),
+    }
+    relay, slots = FutureMap(pool, declared), pool.take(5).take([4, 1, 2])
+    known = {
+        name: np.arange(3 * int(np.prod(one.shape))).reshape(3, *one.shape) + 10 * i
+        for i, (name, one) in enumerate(declared.items())
+    }
+    relay.publish(slots, **{name: on_device(rt, values, declared[name].dtype) for name, values in known.items()})
+    before = rt.counters.snapshot()
+    found = relay.prefetch(slots, *fields)
+    spent = rt.counters - before
+    assert (spent.device_operations, spent.device_to_host_copies, spent.forced_syncs) == (launches, 1, 0)
+    for name in fields:
+        assert found[name].np.dtype == numpy_dtype(declared[name].dtype)
+        assert found[name].np.tolist() == rt.inspect(found[name].device).tolist() == known[name].tolist()
 
 
 def test_any_number_of_fields_is_published_in_two_launches_and_ids_are_gathered_in_one(rt: Runtime) -> None:
