@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from batchstate.transport.connection import MOST_BYTES, Connection, ConnectionEndedError
-from batchstate.transport.engines._packing import PIECE, gather, pieces, scatter, synchronize
+from batchstate.transport.engines._packing import PIECE, gather, pieces, scatter
 from batchstate.transport.engines.base import MOST_TAG_BYTES, Delivery, Status
 from batchstate.transport.regions import Copies, Ints
 from batchstate.transport.wire import nonce
@@ -90,7 +90,6 @@ class Inbox:
             reason = self.refusal(table)
             if not reason:
                 scatter(self._memories, table[0], table[1], table[2], packed)
-                synchronize(self._memories, table[0])
             return reason
 
     def memories(self) -> dict[int, torch.Tensor]:
