@@ -10,28 +10,27 @@ from collections.abc import Iterator
 from typing import Any, final
 
 import attrs
-import numpy as np
 import torch
 
 from batchstate.runtime import Runtime, Stream, open_runtime
 from batchstate.runtime.base import Download
 from batchstate.watch.hooks import Hooked
 from batchstate.watch.rows import Declaration, Pair, Place
-from batchstate.watch.snapshots import Array, copy_of, entries_of, without_tails
+from batchstate.watch.snapshots import Array, array_from, bytes_of, copy_of, entries_of, without_tails
 
 MOST_UNDER_WAY = 8
 """Samples whose copies may be under way. While there are so many, no more are taken."""
 
 
 @final
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class _Sample:
     """Host sides as they were, with what counts of each row, and the device sides of the same moment on their way."""
 
     call: int
     place: Place
     hosts: list[tuple[Pair, Array | list[Any], Any]]
-    kinds: list[tuple[torch.dtype, torch.Size]]
+    kinds: list[tuple[torch.dtype, torch.Size, int]]
     download: Download
 
 
@@ -70,30 +69,38 @@ class Audit:
 
     def sample(self, batch: Any, place: Place, call: int) -> None:
         """Takes a sample. Never waits."""
-        hosts, parts = [], []
         n = self._declared.count(batch)
         if not n:
             return
-        for pair, host, device in self._declared.sides(batch, n):
+        lane = self._lane(batch)
+        if lane is not None and (len(lane.samples) >= MOST_UNDER_WAY or lane.runtime.capturing):
+            self._hooked.counters.skipped += 1
+            return
+        declared, read = self._declared, {}
+        hosts, parts = [], []
+        for pair, host, device in declared.sides(batch, n):
             if isinstance(device, torch.Tensor):
-                counts = self._declared.counts_of(pair, batch, n)
-                hosts.append((pair, copy_of(entries_of(host, n)), counts))
-                parts.append(device.detach()[:n])
+                counts = declared.counts_of(pair, batch, n)
+                if pair.host not in read:
+                    read[pair.host] = copy_of(entries_of(host, n))
+                hosts.append((pair, read[pair.host], counts))
+                parts.append(device if device.shape[0] == n else device[:n])
                 if isinstance(counts, torch.Tensor):
                     parts.append(counts)
         if not parts:
             return
-        lane = self._lane(batch, parts[0].device)
-        if lane is None or lane.runtime.capturing or len(lane.samples) >= MOST_UNDER_WAY:
-            self._hooked.counters.skipped += 1
-            return
+        if lane is None:
+            lane = self._lane(batch, parts[0].device)
+            if lane is None or lane.runtime.capturing:
+                self._hooked.counters.skipped += 1
+                return
         runtime, made_on = lane.runtime, lane.runtime.current_stream
-        flat = [part.contiguous().view(-1).view(torch.uint8) for part in parts]
+        flat = [bytes_of(part) for part in parts]
         packed = runtime.launch(torch.cat, flat, reads=flat, name="watch: pack")
         with runtime.use(lane.stream):
             runtime.use_on_current_stream(packed, made_on)
             download = runtime.download([packed], name="watch")
-        kinds = [(part.dtype, part.shape) for part in parts]
+        kinds = [(part.dtype, part.shape, one.shape[0]) for part, one in zip(parts, flat, strict=True)]
         lane.samples.append(_Sample(call, place, hosts, kinds, download))
         self._hooked.counters.samples += 1
         self._hooked.pending += 1
@@ -121,10 +128,8 @@ class Audit:
             self._declared.compare(pair, host, device, sample.place)
 
 
-def _parts_of(packed: Array, kinds: list[tuple[torch.dtype, torch.Size]]) -> Iterator[Array | list[Any]]:
+def _parts_of(packed: Array, kinds: list[tuple[torch.dtype, torch.Size, int]]) -> Iterator[Array]:
     start = 0
-    for dtype, shape in kinds:
-        nbytes = shape.numel() * dtype.itemsize
-        part = np.array(packed[start : start + nbytes])
+    for dtype, shape, nbytes in kinds:
+        yield array_from(packed[start : start + nbytes], dtype, shape)
         start += nbytes
-        yield entries_of(torch.from_numpy(part).view(dtype).view(shape))

@@ -66,6 +66,8 @@ class Hooked:
         counters: what happened so far.
         name: of what is watched, for reports.
         active: whether the hooks do anything.
+        every: each so-manieth call is checked, the first among them.
+        lock: of the counters, since hooked methods may run in several threads.
         pending: how many answers are on their way, which each call looks for.
     """
 
@@ -83,8 +85,8 @@ class Hooked:
         self.name = name
         self.counters = WatchCounters()
         self._on_violation = on_violation
-        self._every = every
-        self._lock = threading.Lock()
+        self.every = every
+        self.lock = threading.Lock()
         self._thread = threading.local()
         self._logged: set[tuple[Any, ...]] = set()
         self.pending = 0
@@ -140,16 +142,9 @@ class Hooked:
                 ) from error
             self.active = True
 
-    def count(self) -> int:
-        """Counts a call: its number, or 0 if nothing is to be done in it."""
-        with self._lock:
-            number = self.counters.calls = self.counters.calls + 1
-        every = self._every
-        return number if every == 1 or number % every == 1 or self.pending else 0
-
     def due(self, number: int) -> bool:
         """Whether a call is to be checked."""
-        return self._every == 1 or number % self._every == 1
+        return number % self.every == 1 % self.every
 
     def report(self, error: BatchStateError) -> None:
         """Raises what was found, logs it, or calls what was given for it. Only for questions of `ask`."""
@@ -159,7 +154,7 @@ class Hooked:
         else:
             code = type(error).__name__
             place = (code, str(error.value))
-        with self._lock:
+        with self.lock:
             self.counters.violations[code] += 1
             new = place not in self._logged
             self._logged.add(place)
@@ -202,14 +197,14 @@ class Hooked:
         if id(subject) in inside:
             return False
         inside.add(id(subject))
-        with self._lock:
+        with self.lock:
             self.counters.checked += 1
         return True
 
     def leave(self, subject: object, *, compared: bool = False) -> None:
         """Ends what `enter` began."""
         if compared:
-            with self._lock:
+            with self.lock:
                 self.counters.compared += 1
         self._thread.inside.discard(id(subject))
 
@@ -276,12 +271,17 @@ def _method(watched: str, owner: Any, name: str) -> Any:
 
 def _wrapped(hooked: Hooked, method: Any, around: Around) -> Any:
     function = method.__func__ if isinstance(method, classmethod | staticmethod) else method
+    counters, lock, every = hooked.counters, hooked.lock, hooked.every
+    first = 1 % every
 
     @functools.wraps(function)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        if not (hooked.active and levels.cheap and (number := hooked.count())):
-            return function(*args, **kwargs)
-        return around(number, function, args, kwargs)
+        if levels.cheap and hooked.active:
+            with lock:
+                number = counters.calls = counters.calls + 1
+            if number % every == first or hooked.pending:
+                return around(number, function, args, kwargs)
+        return function(*args, **kwargs)
 
     setattr(watched, _WATCHER, hooked)
     return type(method)(watched) if isinstance(method, classmethod | staticmethod) else watched

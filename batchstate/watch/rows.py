@@ -42,9 +42,10 @@ Name: TypeAlias = str | Get
 
 _DERIVED_STALE, _ROW_KEPT = Code.DERIVED_STALE, Code.ROW_KEPT
 
-ASK_DERIVED = 16
+ASK_DERIVED = 8
 """Requests of a batch for each call at `cheap` without a question about derived values, and at least four calls: each
-question goes through the requests in Python, so that the cost of a call does not grow with them."""
+question goes through the requests in Python, so that the cost of a call does not grow with them. What follows from the
+requests alone is one question together."""
 
 
 @final
@@ -88,6 +89,39 @@ def getter(name: Name) -> Get:
         inner = getter(name.removeprefix("not "))
         return lambda batch: not inner(batch)
     return attrgetter(name) if name.isidentifier() else _Path(name)
+
+
+@final
+class _Reader:
+    """Reads columns: what are attributes by one call, as long as no part of a path is None, the others one by one."""
+
+    def __init__(self, columns: Mapping[str, Get]) -> None:
+        plain = [name for name, get in columns.items() if isinstance(get, attrgetter | _Path) and _is_plain(name)]
+        self._at_once = _all_of(plain)
+        if self._at_once is None:
+            plain = []
+        self._others = [(name, get) for name, get in columns.items() if name not in plain]
+        self._plain = [(name, columns[name]) for name in plain]
+        self.names = [*plain, *(name for name, _ in self._others)]
+
+    def read(self, batch: Any) -> Sequence[Any]:
+        """The value of each of `names`."""
+        others, name = self._others, ""
+        rest: list[Any] = []
+        found: Sequence[Any] | None = None
+        if self._at_once is not None:
+            try:
+                found = self._at_once(batch)
+            except AttributeError:  # of a part that is None
+                others = self._plain + others
+            if not others:
+                return found or ()
+        try:
+            for name, get in others:  # noqa: B007 - said of the one that fails
+                rest.append(get(batch))
+        except Exception as error:
+            raise _failed(f"column {name!r}", error) from error
+        return rest if found is None else [*found, *rest]
 
 
 @final
@@ -234,8 +268,10 @@ class Declaration:
         }
         self._named = {name: get for name, get in self.columns.items() if isinstance(get, attrgetter | _Path)}
         self._functions = {name: get for name, get in self.columns.items() if name not in self._named}
-        self._at_once = _all_of(list(self._named))
         self._paired = frozenset(name for pair in self.pairs for name in (pair.host, pair.device))
+        self._read_all, self._read_named = _Reader(self.columns), _Reader(self._named)
+        self._read_paired = self._reader_of(self._paired)
+        self._read_added = {frozenset(columns): self._reader_of(columns) for columns in self.adds.values()}
         self.num_rows = getter(num_rows)
         self.key = None if key is None else getter(key)
         self.when = {name: _truth(getter(condition)) for name, condition in (when or {}).items()}
@@ -251,6 +287,7 @@ class Declaration:
         self._by_request = [one for one in self.derived if isinstance(one.want, OverRequests)]
         self._by_batch = [one for one in self.derived if one not in self._by_request]
         self._answers = RequestAnswers([one.want for one in self.derived if isinstance(one.want, OverRequests)])
+        self._in_turn = ([self._by_request] if self._by_request else []) + [[one] for one in self._by_batch]
         self._by_request_at_once = _all_of([one.name.removeprefix("not ") for one in self._by_request])
         if not (self.columns or self.derived or self.indices):
             raise ArgumentError(
@@ -359,6 +396,9 @@ class Declaration:
 
     # Reading
 
+    def _reader_of(self, names: Collection[str]) -> "_Reader":
+        return _Reader({name: get for name, get in self.columns.items() if name in names})
+
     def count(self, batch: Any) -> int:
         """How many requests the batch has."""
         number: Any = None
@@ -406,16 +446,20 @@ class Declaration:
         *,
         names: Collection[str] | None = None,
         copied: bool = True,
-        values: Iterable[tuple[str, Any]] | None = None,
+        values: Sequence[Any] | None = None,
     ) -> Rows:
         """The columns in use, of `num_rows` rows (by default of as many as there are keys, or as the batch says).
 
         Of `names` alone, if they are given; with `copied` in memory of their own; of `values`, if they are known.
         """
-        requests = self._requests(batch)
+        requests, reader = self._requests(batch), self._read_all
         n = num_rows if num_rows is not None else len(requests) if self.key is not None else self.count(batch)
         found, when, upto = {}, self.when, self.upto
-        for name, value in self._values(batch, full=True, names=names) if values is None else values:
+        if values is None:
+            if names is not None:
+                reader = self._read_added.get(frozenset(names)) or self._reader_of(names)
+            values = reader.read(batch)
+        for name, value in zip(reader.names, values, strict=True):
             if (
                 value is None
                 or (names is not None and name not in names)
@@ -449,7 +493,7 @@ class Declaration:
     def counts_of(self, pair: Pair, batch: Any, n: int) -> Any:
         """How many entries of each row of a pair count: on the host, or as a tensor of the device; None for all."""
         name = pair.host
-        if name not in self.upto:
+        if not self.upto or name not in self.upto:
             return None
         with _blaming(f"upto[{name!r}]"):
             counts = self.upto[name](batch)
@@ -498,23 +542,21 @@ class Declaration:
         n = self.count(batch)
         if not n:
             return None  # engines leave an empty batch as it was, since they never read it
-        values = self._values(batch, full=full)
-        self._check_lengths(values, n, place)
+        reader = self._read_all if full else self._read_named
+        values = reader.read(batch)
+        self._check_lengths(reader.names, values, n, place)
         if not full:
-            if self.derived:
+            if self._in_turn:
                 self._calls += 1
-                if self._calls >= max(4, n // ASK_DERIVED):
-                    one, self._calls = self.derived[self._turn], 0
-                    self._turn = (self._turn + 1) % len(self.derived)
-                    if not isinstance(one.get(batch), torch.Tensor):  # it may lie on the device
-                        self._check_derived(one, batch, place)
+                if self._calls >= 4 and self._calls >= n // ASK_DERIVED:
+                    self._check_in_turn(batch, place)
             if self._unread:
                 self._read_names(batch)
             return None
         for one in self._by_batch:
             self._check_derived(one, batch, place)
         if self._by_request:
-            self._check_by_request(batch, place)
+            self._check_by_request(batch, place, full=True)
         for name, (get, flags) in self.indices.items():
             self._check_indices(name, get, flags, batch, n, place)
         wanted = None if names is None else self._paired.union(names)
@@ -524,32 +566,9 @@ class Declaration:
                 self._check_pair(pair, batch, now, place)
         return now
 
-    def _values(self, batch: Any, *, full: bool, names: Collection[str] | None = None) -> Iterable[tuple[str, Any]]:
-        """Columns, those with a path by one call where each is an attribute that is there; functions only if `full`."""
-        found: list[tuple[str, Any]] = []
-        rest = self.columns if full else self._named
-        if names is not None:
-            rest = {name: get for name, get in rest.items() if name in names}
-        elif self._at_once is not None:
-            try:
-                named = zip(self._named, self._at_once(batch), strict=True)
-            except AttributeError:  # of a part that is None
-                pass
-            else:
-                if not full:
-                    return named
-                found, rest = list(named), self._functions
-        name = ""
-        try:
-            for name, get in rest.items():
-                found.append((name, get(batch)))
-        except Exception as error:
-            raise _failed(f"column {name!r}", error) from error
-        return found
-
-    def _check_lengths(self, values: Iterable[tuple[str, Any]], n: int, place: Place) -> None:
+    def _check_lengths(self, names: Sequence[str], values: Sequence[Any], n: int, place: Place) -> None:
         dtypes, buffers, tensor, array = self.dtypes, self.buffers, torch.Tensor, np.ndarray
-        for name, value in values:
+        for name, value in zip(names, values, strict=True):
             kind = type(value)
             if kind is tensor or kind is array:
                 shape = value.shape
@@ -605,7 +624,16 @@ class Declaration:
             remedy=f"{name!r} names rows of this batch of {n}: renumber it in {_method(place)} as rows move",
         )
 
-    def _check_by_request(self, batch: Any, place: Place) -> None:
+    def _check_in_turn(self, batch: Any, place: Place) -> None:
+        """Asks of one of the derived values, or of all that follow from the requests; not of what lies on a device."""
+        asked, self._calls = self._in_turn[self._turn], 0
+        self._turn = (self._turn + 1) % len(self._in_turn)
+        if asked is self._by_request:
+            self._check_by_request(batch, place, full=False)
+        elif not isinstance(asked[0].get(batch), torch.Tensor):
+            self._check_derived(asked[0], batch, place)
+
+    def _check_by_request(self, batch: Any, place: Place, *, full: bool) -> None:
         """Asks of what follows from the requests alone; nothing more where the same was right for the same before."""
         answers, found, kinds = self._answers, None, None
         try:
@@ -619,7 +647,8 @@ class Declaration:
         if found is not None and kinds is not None and answers.were_right(found, kinds):
             times_checked[_DERIVED_STALE] += len(self._by_request)
             return
-        right = [self._check_derived(one, batch, place, kinds) for one in self._by_request]
+        asked = [one for one in self._by_request if full or not isinstance(one.get(batch), torch.Tensor)]
+        right = [self._check_derived(one, batch, place, kinds) for one in asked]
         if found is not None and kinds is not None and all(right):
             answers.note_right(found, kinds)
 
@@ -684,18 +713,15 @@ class Declaration:
 
     def sides(self, batch: Any, n: int) -> Iterator[tuple[Pair, Any, Any]]:
         """Both sides of each pair in use. A side that is too short is left out: ROW_COUNT says so."""
+        values = dict(zip(self._read_paired.names, self._read_paired.read(batch), strict=True))
         for pair in self.pairs:
+            host, device = values[pair.host], values[pair.device]
+            if host is None or device is None:
+                continue
+            if self.when and not (self.uses(pair.host, batch) and self.uses(pair.device, batch)):
+                continue
             try:
-                host, device = self.columns[pair.host](batch), self.columns[pair.device](batch)
-                if (
-                    host is None
-                    or device is None
-                    or not (self.uses(pair.host, batch) and self.uses(pair.device, batch))
-                ):
-                    continue
                 whole = rows_of(host) >= n and rows_of(device) >= n
-            except DeclarationError:  # of `when`
-                raise
             except Exception as error:
                 raise _failed(f"pair {pair.name}", error) from error
             if whole:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from batchstate.runtime import numpy_dtype
 from batchstate.watch._requests import NEVER_CHANGE
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -79,6 +80,21 @@ def entries_of(value: Any, num_rows: int | None = None) -> Array | list[Any]:
     if isinstance(value, Mapping):
         return [value.get(row) for row in range(num_rows or 0)]
     return list(value[:num_rows])
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor in one run, where it lies; its own memory if it is contiguous."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return (tensor if tensor.ndim == 1 and tensor.is_contiguous() else tensor.reshape(-1)).view(torch.uint8)
+
+
+def array_from(packed: Array, dtype: torch.dtype, shape: torch.Size) -> Array:
+    """The entries whose bytes these are; they stay in this memory where numpy has the dtype."""
+    if dtype in _ONLY_TORCH:
+        return np.asarray(entries_of(torch.from_numpy(packed.copy()).view(dtype).view(shape)))
+    array: Array = packed.view(numpy_dtype(dtype))
+    return array if len(shape) == 1 else array.reshape(shape)
 
 
 def without_tails(entries: Array | list[Any], counts: Any) -> Array:
