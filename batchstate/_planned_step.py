@@ -1,4 +1,4 @@
-"""`PlannedStep`, what `StepPlanner` makes; a decode step in one piece; and what stays the same from one to the next."""
+"""`PlannedStep`, what `StepPlanner` makes; a decode step; and what stays the same from one step to the next."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, final
@@ -57,12 +57,32 @@ class Declared:
     results: tuple[str, ...]
     has_ids: bool
 
-    def publish(self, slots: Slots, values: Mapping[str, object]) -> "Prefetched | None":
-        """Publishes, and sends the results to the host; see `PlannedStep.publish`."""
+    def published_rows(self, rows: Ints, generations: Ints) -> PublishedRows | None:
+        """What is remembered of the ids of some requests; None without a relay."""
+        return None if self.relay is None else self.relay.published_rows(self.ids[0], rows, generations)
+
+    def publish(
+        self, slots: Slots, values: Mapping[str, object], known: PublishedRows | None = None
+    ) -> "Prefetched | None":
+        """Publishes, and sends the results to the host; see `PlannedStep.publish`.
+
+        `known` are the entries of the ids for these requests, whose handles are checked.
+        """
         if self.relay is None:
             raise ArgumentError(
                 "StepPlanner: publish without a relay", value=None, remedy="declare the planner with one: relay=..."
             )
+        value = values[self.ids[0]] if known is not None and [*values] == [self.ids[0]] else None
+        if (
+            known is not None
+            and type(value) is torch.Tensor
+            and value.dtype is torch.int64
+            and value.shape == known.rows.shape
+            and value.device == self.relay.runtime.device
+            and value.layout is torch.strided
+            and not value.requires_grad
+        ):
+            return self.relay.publish_again(known, self.ids[0], value, to_host=bool(self.results))
         self.relay.publish(slots, **values)
         return self.relay.prefetch(slots, *self.results) if self.results else None
 
@@ -78,10 +98,13 @@ class PlannedStep:
             is not planned as one piece.
     """
 
-    __slots__ = ("_declared", "_plan", "_results", "_sampled", "batch", "extras", "sent")
+    __slots__ = ("_checked", "_declared", "_plan", "_results", "_sampled", "batch", "extras", "sent")
 
-    def __init__(self, declared: Declared, batch: Batch, sent: Batch, plan: ForwardPlan, extras: Extras) -> None:
-        """For the library."""
+    def __init__(
+        self, declared: Declared, batch: Batch, sent: Batch, plan: ForwardPlan, extras: Extras, *, checked: bool = False
+    ) -> None:
+        """For the library. A plan that is `checked` needs to be asked only what may have changed since."""
+        self._checked = checked
         self.batch, self.sent, self.extras = batch, sent, extras
         self._declared = declared
         self._plan: ForwardPlan | None = plan
@@ -114,6 +137,8 @@ class PlannedStep:
             self.sent._check_unwritten("inputs")
         if declared.relay is None:
             inputs = ForwardInputs.of(self.plan, self.extras)
+        elif self._checked:
+            inputs = declared.relay.resolve_checked(self.plan, self.extras, declared.ids)
         else:
             inputs = declared.relay.resolve_forward_inputs(
                 self.plan,
@@ -134,7 +159,12 @@ class PlannedStep:
         Raises:
             As `FutureMap.publish` and `prefetch`.
         """
-        self._results = self._declared.publish(self._sampled, values)
+        declared, sampled, known = self._declared, self._sampled, None
+        if self._checked and len(sampled):
+            known = declared.published_rows(declared.pages.slots.rows_of(sampled, "publish"), sampled.generations)
+        if known is not None:
+            known.live = sampled
+        self._results = declared.publish(sampled, values, known)
 
     @property
     def results(self) -> "Prefetched":
@@ -153,23 +183,19 @@ class PlannedStep:
 
 
 @final
-class DecodeSteps:
-    """What all decode steps of one planner have in common.
+class StepsInOnePiece:
+    """What all steps of one planner have in common that are planned in one piece.
 
     Attributes:
-        relay: with the ids.
-        field: of the relay, whose entries are the ids.
-        to_host: whether the host reads what is published.
-        requests: those of the last step, or None.
+        requests: those of the last decode step, or None.
         starts, last: where the one token of each request begins, and is; on the device, int32[most + 1], int64[most].
         stream: that made these.
         writes: torch's count of writes into them when they were made.
     """
 
-    def __init__(self, pages: PagePool, relay: "FutureMap", field: str, to_host: bool, most: int) -> None:
-        self._runtime, self._pages = pages.runtime, pages
-        self.relay, self.field, self.to_host = relay, field, to_host
-        self.requests: DecodeRequests | None = None
+    def __init__(self, declared: Declared, most: int) -> None:
+        self._runtime = declared.pages.runtime
+        self.requests: StepRequests | None = None
         self._most = most
         self._make_constants()
 
@@ -229,8 +255,8 @@ class DecodeSteps:
 
 
 @final
-class DecodeRequests:
-    """The requests of consecutive decode steps, and what stays the same until one joins or leaves.
+class StepRequests:
+    """The requests of consecutive steps, and what stays the same until one joins or leaves.
 
     Attributes:
         layout: of the copies, and what follows from the number of requests alone.
@@ -238,7 +264,7 @@ class DecodeRequests:
         slots: handles; their device side is that of the first of these steps, and they are made when it has crossed.
         rows, generations: their numbers, int64[n].
         held_at: `changes` of the slot pool when they were last found live.
-        known: their ids in the relay.
+        known: their ids in the relay, if there is one.
         row_width: elements of a row of `req_to_token`.
         first_element: int64[n], where the row of each begins in it, flat.
         launched: state of the batch after the last step that was launched, if all tokens up to it are written.
@@ -272,7 +298,7 @@ class DecodeRequests:
     )
 
     slots: Slots
-    known: PublishedRows
+    known: PublishedRows | None
     locations: Ints
     longest: int
     phases: Ints
@@ -285,6 +311,20 @@ class DecodeRequests:
         self.launched: RowState | None = None
         self.steps, self.epoch = 0, -1
         self.state: RowState | None = None
+
+    def places_of_all(
+        self, pages: PagePool, start: Ints, totals: Ints, counts: Ints
+    ) -> tuple[Ints, Ints, Written]:
+        """Positions and locations of the next `counts` tokens of each, int64[t], and what goes into the token table.
+
+        `start` are the lengths, `totals` those after.
+        """
+        self.steps = 0
+        positions, locations = pages.further_locations(self.rows, start, totals, OPERATION)
+        at = self.first_element.repeat(counts) + positions
+        got = counts > 0
+        written = pages.whole_pages(at, positions, locations, self.row_width, counts)
+        return positions, locations, ((self.rows[got], self.generations[got]), *written)
 
     def places(self, pages: PagePool, start: Ints, totals: Ints) -> tuple[Ints, Written | None]:
         """Where the next token of each goes, int64[n], and what is written into the token table, if anything.
@@ -342,8 +382,8 @@ class DecodeStep(PlannedStep):
     def __init__(
         self,
         declared: Declared,
-        steps: DecodeSteps,
-        requests: DecodeRequests,
+        steps: StepsInOnePiece,
+        requests: StepRequests,
         before: RowState,
         batch: Batch,
         extras: Extras,
@@ -359,7 +399,7 @@ class DecodeStep(PlannedStep):
         self._changed, self._shared = pages.epochs.last, pages.shares.last
         self.step = batch.runtime.step
         self._plan = self._results = None
-        self._used = False
+        self._used, self._checked, self._sampled = False, True, requests.slots
 
     def _made_plan(self) -> ForwardPlan:
         requests, pages, n = self._requests, self._declared.pages, self._lens.size
@@ -407,9 +447,13 @@ class DecodeStep(PlannedStep):
             runtime.use_on_current_stream(upload.buffer, upload.stream, upload.ready, synchronised=upload.synchronised)
         if stream is not steps.stream or (levels.cheap and steps.starts._version + steps.last._version != steps.writes):
             steps.constants_on(stream)
-        if levels.cheap and (read := requests.known.read_on) is not None and read[2]._version:
-            steps.slots_were_written(read[2], "inputs")
-        ids, slots = steps.relay.gather_again(requests.known, steps.field, stream)
+        known, relay, ids = requests.known, self._declared.relay, None
+        if known is None or relay is None:
+            slots = requests.slots.device
+        else:
+            if levels.cheap and (read := known.read_on) is not None and read[2]._version:
+                steps.slots_were_written(read[2], "inputs")
+            ids, slots = relay.gather_again(known, self._declared.ids[0], stream)
         self._used = True
         if self._plan is not None:
             self._plan.use()
@@ -436,19 +480,7 @@ class DecodeStep(PlannedStep):
 
     def publish(self, **values: object) -> None:
         """As of any step."""
-        steps, requests = self._steps, self._requests
-        if levels.cheap and (read := requests.known.read_on) is not None and read[2]._version:
-            steps.slots_were_written(read[2], "publish")
-        if len(values) == 1:
-            value = values.get(steps.field)
-            if (
-                type(value) is torch.Tensor
-                and value.dtype is torch.int64
-                and value.shape == requests.rows.shape
-                and value.device == steps.relay.runtime.device
-                and value.layout is torch.strided
-                and not value.requires_grad
-            ):
-                self._results = steps.relay.publish_again(requests.known, steps.field, value, to_host=steps.to_host)
-                return
-        self._results = self._declared.publish(requests.slots, values)
+        known = self._requests.known
+        if levels.cheap and known is not None and (read := known.read_on) is not None and read[2]._version:
+            self._steps.slots_were_written(read[2], "publish")
+        self._results = self._declared.publish(self._sampled, values, known)

@@ -1,4 +1,4 @@
-"""`StepLayout`: where the numbers of a decode step lie in its one copy. The number of requests alone says it."""
+"""`StepLayout`: where the numbers of a step lie in its one copy, as far as the number of requests alone says it."""
 
 from collections.abc import Sequence
 from typing import Any, final
@@ -23,12 +23,13 @@ def pitch(n: int, dtype: "np.dtype[Any]") -> int:
 
 @final
 class StepLayout:
-    """Places and views for the decode steps of `n` requests.
+    """Places and views for the steps of `n` requests: of the columns, and of what goes beside them in a decode step.
 
     Attributes:
         places: of the columns in the copy, one for each array of the batch's `Layout`.
         num_places: how many.
-        nbytes: of the copy.
+        columns_nbytes: of these.
+        nbytes: of the copy of a decode step.
         ones, everyone: int64[n], 1 for each, and 0 to n - 1.
         query_start_loc, last_token_indices: on the device, int32[n + 1] and int64[n].
     """
@@ -37,6 +38,7 @@ class StepLayout:
         "_beside",
         "_n",
         "_views",
+        "columns_nbytes",
         "everyone",
         "last_token_indices",
         "nbytes",
@@ -58,7 +60,7 @@ class StepLayout:
             shape = (len(pad), pitch(n, pad.dtype)) if pad.ndim == 2 else (1, n, *pad.shape[2:])
             self.places.append((size, pad.dtype, shape))
             size += -(-int(np.prod(shape)) * pad.itemsize // ALIGNMENT) * ALIGNMENT
-        self.num_places = len(self.places)
+        self.num_places, self.columns_nbytes = len(self.places), size
         self._beside: list[slice] = []  # of positions and slot mapping, int64, and KV lengths, int32, in elements
         for dtype in (INT64, INT64, INT32):
             first = size // dtype.itemsize
@@ -74,7 +76,7 @@ class StepLayout:
         return runtime.send(block, self.nbytes, self.places)
 
     def fill(self, block: StagingBlock, groups: Sequence[Array], beside: Sequence[Array]) -> None:
-        """Writes the columns, and positions, slot mapping and KV lengths beside them, to where they go in `block`."""
+        """Writes the columns, and what goes beside them in a decode step, or nothing, to where they go in `block`."""
         views = self._views.get(block)
         if views is None:
             memory = block.bytes
@@ -82,7 +84,7 @@ class StepLayout:
             (positions, mapping, lens), wide = self._beside, memory.view(INT64)
             views += (wide[positions], wide[mapping], memory.view(INT32)[lens])
             self._views[block] = views
-        for view, values in zip(views, (*groups, *beside), strict=True):
+        for view, values in zip(views, (*groups, *beside), strict=False):
             view[...] = values
 
     def beside(self, upload: PackedUpload) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

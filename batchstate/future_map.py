@@ -817,7 +817,30 @@ class FutureMap(Guided):
                 remedy="pass the token table over the relay's pool",
             )
         self._live(plan.slots, operation)
-        gathered: list[str] = []  # taken when all has succeeded
+        sources, gathered = self._sources(names, width, lengths, req_to_token, least)
+        sources.check(plan, uploaded, self.name)
+        if len(plan.relayed):
+            self._check_fields(read, operation, DEVICE)
+            relayed = plan.relayed
+            self._entries.check_read(relayed.np, relayed.generations, read, DEVICE, operation)
+        return self._resolved(plan, uploaded, sources, gathered)
+
+    def resolve_checked(self, plan: ForwardPlan, uploaded: Extras, ids: tuple[str, ...]) -> ForwardInputs:
+        """The same for `StepPlanner`, which has made the plan for this relay, and has sent it.
+
+        What may have changed since is asked: whether the requests are there, their pages, and their entries.
+        """
+        operation = "resolve_forward_inputs"
+        self._check_call(operation)
+        self.slots.rows_of(plan.slots, operation)
+        plan.check(None, operation)
+        return self._resolved(plan, uploaded, *self._sources(ids, 1, None, None, 1))
+
+    def _sources(
+        self, names: tuple[str, ...], width: int, lengths: str | None, req_to_token: Table | None, least: int
+    ) -> tuple[Sources, list[str]]:
+        """Where inputs come from, and the fields that were gathered: these are taken when all has succeeded."""
+        gathered: list[str] = []
 
         def gather(slots: Slots, *fields: str) -> torch.Tensor:
             live = _unpadded(slots)
@@ -826,12 +849,11 @@ class FutureMap(Guided):
             gathered.extend(fields)
             return self._gathered(publications, fields, slots.device)
 
-        sources = Sources(self.runtime, gather, names, width, lengths, req_to_token, least)
-        sources.check(plan, uploaded, self.name)
-        if len(plan.relayed):
-            self._check_fields(read, operation, DEVICE)
-            relayed = plan.relayed
-            self._entries.check_read(relayed.np, relayed.generations, read, DEVICE, operation)
+        return Sources(self.runtime, gather, names, width, lengths, req_to_token, least), gathered
+
+    def _resolved(self, plan: ForwardPlan, uploaded: Extras, sources: Sources, gathered: list[str]) -> ForwardInputs:
+        """The inputs of a checked plan, with the entries that they take."""
+        operation, lengths = "resolve_forward_inputs", sources.lengths
         plan.check_unused()
         inputs = ForwardInputs.resolve(plan, uploaded, sources)
         if lengths is not None and not plan.bounded:

@@ -12,9 +12,10 @@ An engine makes one planner, and asks it for each step::
     step.results["last_token"].np  # a step later
 
 A step is `Batch.advance`, `PagePool.advance`, `ForwardPlan.of`, `Batch.upload`, `FutureMap.resolve_forward_inputs`,
-`publish` and `prefetch`, one after the other: so run prefills, mixed steps and speculation. A decode step, in which the
-relay has the one token of each request, runs as one piece. Each invariant is then checked once for all parts, and
-numbers go to staging memory through views that were made when these requests first came.
+`publish` and `prefetch`. They run as one piece, in which each invariant is checked once for all parts; speculation,
+padded steps and whatever else `StepPlanner` says are composed of these calls, one after the other. A decode step, in
+which the relay has the one token of each request, is the piece at its shortest: numbers go to staging memory through
+views that were made when these requests first came.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -29,18 +30,20 @@ from batchstate import levels
 from batchstate._arrays import Amount, Selection
 from batchstate._arrays import count as counted
 from batchstate._guidance import Guided, check_kind, shown, shows_signature
+from batchstate._origin import Origin
 from batchstate._planned_step import (
     ONE,
     OPERATION,
     Declared,
-    DecodeRequests,
     DecodeStep,
-    DecodeSteps,
     PlannedStep,
+    StepRequests,
+    StepsInOnePiece,
     Written,
 )
-from batchstate._relay import HOST, Publication
+from batchstate._relay import HOST, Publication, PublishedRows
 from batchstate._rows import GENERATION_SUFFIX, RowState
+from batchstate._step_tokens import StepTokens, each_puts_in_one
 from batchstate._upload import NO_EXTRAS, Extras, extra_array, joined_writes
 from batchstate.batch import Batch
 from batchstate.columns import MirroredColumn
@@ -60,23 +63,6 @@ __all__ = ["PlannedStep", "StepPlanner"]
 
 Ints = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
-
-
-def _each_puts_in_one(n: int, query_lens: object, prompt_ids: Sequence[object] | None, samples: object) -> bool:
-    """Whether each of `n` requests puts in the one token that the relay has for it, and samples."""
-    if type(query_lens) is int:
-        if query_lens != 1:
-            return False
-    elif not isinstance(query_lens, np.ndarray) or query_lens.shape != (n,) or np.count_nonzero(query_lens != 1):
-        return False
-    if prompt_ids is not None and (len(prompt_ids) != n or any(ids is not None for ids in prompt_ids)):
-        return False
-    return samples is None or (
-        isinstance(samples, np.ndarray)
-        and samples.dtype == np.bool_
-        and samples.shape == (n,)
-        and np.count_nonzero(samples) == n
-    )
 
 
 @ranges("plan")
@@ -153,14 +139,11 @@ class StepPlanner(Guided):
                     remedy=one_of(fields, name),
                 )
         field = fields[names[0]] if names else None
-        self._in_one_piece = (
-            len(names) == 1
-            and has_ids
+        one_id_each = len(names) == 1 and has_ids and field is not None and field.dtype == torch.int64
+        in_one_piece = (
+            (relay is None or (one_id_each and field is not None and not field.shape))
             and not self._int32
             and kv_offset is None
-            and field is not None
-            and field.dtype == torch.int64
-            and not field.shape
             and lengths is None
             and not layouts
             and column.dtype == torch.int64
@@ -170,11 +153,7 @@ class StepPlanner(Guided):
         )
         self._place, self._table = batch._layout.places[seq_lens], cast(Table, pages.req_to_token)
         self._most = min(self._slots.size, _MOST_IN_ONE_PIECE)
-        self._decode_steps = (
-            DecodeSteps(pages, relay, names[0], bool(results), self._most)
-            if self._in_one_piece and relay is not None
-            else None
-        )
+        self._steps = StepsInOnePiece(self._declared, self._most) if in_one_piece else None
 
     def __repr__(self) -> str:
         return f"StepPlanner({self._pages!r}, {'no relay' if self._relay is None else self._relay!r})"
@@ -255,18 +234,16 @@ class StepPlanner(Guided):
                 value=after if published is None else published,
                 remedy="pass joining= with the requests that are published, keep= with those that stay",
             )
-        steps = self._decode_steps
-        if (
-            steps is not None
-            and pad_rows is None
-            and pad_tokens is None
-            and not token_arrays
-            and _each_puts_in_one(batch.num_reqs, query_lens, prompt_ids, samples)
-            and self._decodes(batch)
-        ):
-            release = None if leaving is None else partial(self._slots.release_rows, leaving, after, OPERATION)
-            own = own and not levels.full
-            return self._decode(steps, batch, writes, extras, published, arrived, own, release, given._row_number)
+        steps, n = self._steps, batch.num_reqs
+        if steps is not None and pad_rows is None and pad_tokens is None and not token_arrays and self._fits(batch):
+            tokens, fed = None, 0 if self._relay is None else 1
+            decodes = (fed or not self._has_ids) and each_puts_in_one(n, query_lens, prompt_ids, samples)
+            if not decodes:
+                tokens = StepTokens.of(n, query_lens, prompt_ids, samples, has_ids=self._has_ids, fed=fed)
+            if decodes or tokens is not None:
+                release = None if leaving is None else partial(self._slots.release_rows, leaving, after, OPERATION)
+                own = own and not levels.full
+                return self._piece(steps, batch, tokens, writes, extras, published, arrived, own, release, given)
         padding = pad_rows, pad_tokens
         joined = None if joining is None else self._handles(joining)
         entries = None
@@ -376,10 +353,10 @@ class StepPlanner(Guided):
     def _handles(self, batch: Batch) -> Slots:
         return cast(Slots, batch[self._slot_column])
 
-    # A decode step in one piece
+    # A step in one piece
 
-    def _decodes(self, batch: Batch) -> bool:
-        """Whether a step that puts in one token of each request can be planned in one piece."""
+    def _fits(self, batch: Batch) -> bool:
+        """Whether a step of the batch can be planned in one piece."""
         device = batch._state.device
         if device and (self._seq_lens in device or any(rows.as_it_is() is None for rows in device.values())):
             return False
@@ -389,23 +366,24 @@ class StepPlanner(Guided):
             and not (batch._exposed and batch._open_windows())
         )
 
-    def _decode(
+    def _piece(
         self,
-        steps: DecodeSteps,
+        steps: StepsInOnePiece,
         batch: Batch,
+        tokens: StepTokens | None,
         writes: Sequence[TableWrite],
         extras: Mapping[str, object] | None,
         published: Mapping[str, object] | None,
         arrived: int,
         own: bool,
         release: Callable[[], None] | None,
-        given: int,
+        given: Batch,
     ) -> PlannedStep:
-        """A step in which each request puts in one token that the relay has.
+        """A step in which each request puts in the one token that the relay has, or `tokens`.
 
         The last `arrived` requests have joined with it, and `published` is for them. A batch of its `own` was made for
         the step, which no caller has seen: its lengths are moved where they are. `release` lets others leave, once the
-        step is sent. `given` is the number of the rows that the caller's batch had.
+        step is sent. `given` is the caller's batch.
         """
         runtime, pages = self._runtime, self._pages
         references = pages._references
@@ -417,22 +395,18 @@ class StepPlanner(Guided):
         state = batch._state
         requests = before = steps.requests
         same = requests is not None and requests.row_set.number == batch._row_number
-        # Those that stay are of the step before, and their entries have not changed: they are not read again.
-        known = before.known if before is not None and not same and before.row_set.number == given else None
-        if known is not None and not (
-            known.unchanged
-            and (not arrived or (published is not None and steps.field in published and known.taken == HOST))
-        ):
-            known = None
+        stayed = None
+        if tokens is None and not same and before is not None and before.row_set.number == given._row_number:
+            stayed = self._entries_of_those_that_stay(before, published, arrived)
         if requests is None or not same:
             requests = self._requests_of(steps, batch)
         elif requests.held_at != self._slots.changes or levels.full:  # something was taken or freed since
             self._slots.check_rows(requests.rows, requests.generations, OPERATION)
             requests.held_at = self._slots.changes
         place, rows, entries, moved = self._place, requests.rows, None, state
-        if published is not None:
+        if published is not None and self._relay is not None:
             at = rows.size - arrived
-            entries = steps.relay.packed(rows[at:], requests.generations[at:], published)
+            entries = self._relay.packed(rows[at:], requests.generations[at:], published)
         if not own:
             groups = list(state.groups)
             groups[place.group] = groups[place.group].copy()
@@ -440,49 +414,88 @@ class StepPlanner(Guided):
         lens = moved.groups[place.group][place.member]
         start = lens.copy() if own else state.groups[place.group][place.member]
         pages.check_committed(rows, start, OPERATION)
-        pages.check_readable(rows, start, OPERATION, window=self._window)
-        lens += ONE
-        if requests.state is not state or requests.epoch != pages.epochs.last:
-            requests.steps = 0
-        locations, written = requests.places(pages, start, lens)
-        self._slots.transaction.operation = None  # the requests have grown; nothing is committed yet
         columns = moved.groups
-        tokens = start, locations, lens
         crossed: Sequence[torch.Tensor] = ()
-        if written is None and not (joined or arrays or entries):
-            upload, uploaded = requests.layout.send(runtime, columns, tokens), NO_EXTRAS
+        beside: tuple[Ints, ...] = ()
+        planned: dict[str, Array] = {}
+        values = entries.arrays if entries is not None else ()
+        if tokens is None:
+            pages.check_readable(rows, start, OPERATION, window=self._window)
+            lens += ONE
+            if requests.state is not state or requests.epoch != pages.epochs.last:
+                requests.steps = 0
+            locations, written = requests.places(pages, start, lens)
+            beside = start, locations, lens
         else:
-            values = entries.arrays if entries is not None else ()
-            upload, uploaded, crossed = self._sent(requests, columns, tokens, written, joined, arrays, values, arrived)
-        slots = requests.slots if same else self._uploaded_slots(requests, upload)
-        if own:
-            advanced, batch._device, batch._crossed = batch, None, upload
-        else:
-            advanced = batch._sent(moved, upload, OPERATION)  # at `full` it is compared, before anything is committed
+            fed = tokens.counts > 0
+            pages.check_readable(rows[fed], start[fed], OPERATION, window=self._window)
+            lens += tokens.counts
+            positions, locations, written = requests.places_of_all(pages, start, lens, tokens.counts)
+            planned = tokens.arrays(rows, positions, locations, lens)
+        self._slots.transaction.operation = None  # the requests have grown; nothing is committed yet
         first: Publication | None = None
-        if entries is not None:
-            first = entries.launch(slots.device[rows.size - arrived :], crossed)
+        try:
+            if written is None and not (joined or arrays or entries or planned):
+                upload, uploaded = requests.layout.send(runtime, columns, beside), NO_EXTRAS
+            else:
+                named = {**planned, **arrays} if planned else arrays
+                upload, uploaded, crossed = self._sent(
+                    requests, columns, beside, written, joined, named, values, arrived
+                )
+            slots = requests.slots if same and tokens is None else self._uploaded_slots(requests, upload)
+            if own:
+                advanced, batch._device, batch._crossed = batch, None, upload
+            else:
+                advanced = batch._sent(moved, upload, OPERATION)  # at `full` it is compared, before it is committed
+            if entries is not None:
+                first = entries.launch(slots.device[rows.size - arrived :], crossed)
+        except BaseException:
+            if self._slots.transaction.operation is None:  # else a part was interrupted
+                pages.truncate(self._handles(batch), start)
+            raise
         pages.commit_rows(rows, lens)
         if release is not None:
             release()  # before the plan notes when pages last changed, so that it need not look whose
-        requests.state, requests.epoch, requests.locations = moved, pages.epochs.last, locations
-        requests.steps += 1
-        if not same:
+        if tokens is not None or not same:
             _ = advanced.device_side  # made before a forward can write into the slots, which are a part of the copy
-            requests.slots = requests.known.live = slots
-            if known is not None and (first is not None) == (arrived > 0):
-                publications = known.publications if rows.size > arrived else []
-                requests.known.noted([*publications, first] if first else publications, known.taken)
-            steps.requests = requests
+        if tokens is None:
+            requests.state, requests.epoch, requests.locations = moved, pages.epochs.last, locations
+            requests.steps += 1
+            if not same:
+                requests.slots = slots
+                if requests.known is not None:
+                    requests.known.live = slots
+                    if stayed is not None and (first is not None) == (arrived > 0):
+                        publications = stayed.publications if rows.size > arrived else []
+                        requests.known.noted([*publications, first] if first else publications, stayed.taken)
+                steps.requests = requests
         if levels.full:
             pages.verify()
-        return DecodeStep(self._declared, steps, requests, state, advanced, uploaded, upload, lens, locations)
+        if tokens is None:
+            return DecodeStep(self._declared, steps, requests, state, advanced, uploaded, upload, lens, locations)
+        for shared in (lens, locations):  # with the batch and the plan
+            shared.setflags(write=False)
+        origin = Origin(OPERATION, runtime.step, requests.row_set, pages.epochs, pages.epochs.last)
+        plan = tokens.plan(slots, lens, planned, pages, origin, has_ids=self._has_ids, reach=self._window)
+        return PlannedStep(self._declared, advanced, advanced, plan, uploaded, checked=True)
+
+    def _entries_of_those_that_stay(
+        self, before: StepRequests, published: Mapping[str, object] | None, arrived: int
+    ) -> PublishedRows | None:
+        """What is known of the entries of the step before, if none has changed: then they are not read again."""
+        known = before.known
+        if known is None or not known.unchanged:
+            return None
+        ids = self._declared.ids[0]
+        if arrived and (published is None or ids not in published or known.taken != HOST):
+            return None
+        return known
 
     def _sent(
         self,
-        requests: DecodeRequests,
+        requests: StepRequests,
         columns: Sequence[Array],
-        tokens: tuple[Ints, Ints, Ints],
+        beside: Sequence[Ints],
         written: Written | None,
         writes: Sequence[TableWrite],
         extras: Mapping[str, object],
@@ -491,8 +504,8 @@ class StepPlanner(Guided):
     ) -> tuple[PackedUpload, Extras, list[torch.Tensor]]:
         """One copy of the columns, of what the forward takes besides, and of what is added; then the table's scatters.
 
-        `tokens` are the positions of the tokens, their locations, and the lengths with them; `written` is for the token
-        table. The last `arrived` requests have joined, and `values` are theirs. Returns these last.
+        `beside` are what the layout has places for beside the columns, if anything; `written` is for the token table.
+        The last `arrived` requests have joined, and `values` are theirs. Returns these last.
         """
         runtime, table, layout = self._runtime, self._table, requests.layout
         further: list[Array] = []
@@ -524,13 +537,13 @@ class StepPlanner(Guided):
         for name in extras:
             named[name] = base + len(further)
             further.append(extra_array(name, extras[name]))
-        places, nbytes = layout.places, layout.nbytes
+        places, nbytes = layout.places, layout.nbytes if beside else layout.columns_nbytes
         if further:
             added, size = packed_places(further)
             places = [*places, *((nbytes + first, dtype, shape) for first, dtype, shape in added)]
             nbytes += size
         block = runtime.staging_block(nbytes)
-        layout.fill(block, columns, tokens)
+        layout.fill(block, columns, beside)
         for array, place in zip(further, places[base:], strict=True):
             block.write(array, place[0])
         upload = runtime.send(block, nbytes, places)
@@ -546,7 +559,7 @@ class StepPlanner(Guided):
             uploaded = Extras(runtime, upload, named, dict(extras), row_set=requests.row_set)
         return upload, uploaded, crossed
 
-    def _uploaded_slots(self, requests: DecodeRequests, upload: PackedUpload) -> Slots:
+    def _uploaded_slots(self, requests: StepRequests, upload: PackedUpload) -> Slots:
         """The slots have crossed with the first step of these requests: later ones, and the relay, use them there."""
         place = self._kind._layout.places[self._slot_column]
         column = upload.row(place.group, place.member, place.dtype, requests.rows.size)
@@ -559,7 +572,7 @@ class StepPlanner(Guided):
             device=DeviceSide(ReadyTensor.uploaded(column, upload)),
         )
 
-    def _requests_of(self, steps: DecodeSteps, batch: Batch) -> DecodeRequests:
+    def _requests_of(self, steps: StepsInOnePiece, batch: Batch) -> StepRequests:
         """What stays the same from now on, of requests that were not those of the step before."""
         rows, generations = self._numbers(batch)
         if batch._pool_id == self._slots.pool_id and levels.cheap:  # then operations of batches refuse a slot twice
@@ -567,9 +580,9 @@ class StepPlanner(Guided):
         else:
             self._slots.rows_of(self._handles(batch), OPERATION, unique=True)
         layout = steps.layout(rows.size, self._kind._layout)
-        requests = DecodeRequests(layout, batch.row_set, rows, generations, self._table.shape[1])
+        requests = StepRequests(layout, batch.row_set, rows, generations, self._table.shape[1])
         requests.held_at = self._slots.changes
-        requests.known = steps.relay.published_rows(steps.field, rows, generations)
+        requests.known = self._declared.published_rows(rows, generations)
         return requests
 
     @staticmethod
@@ -592,4 +605,4 @@ class StepPlanner(Guided):
 
 
 _MOST_IN_ONE_PIECE = 8192
-"""Requests of a decode step that is planned in one piece; one of more is composed of the parts."""
+"""Requests of a step that is planned in one piece; one of more is composed of the parts."""

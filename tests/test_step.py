@@ -70,6 +70,7 @@ class World:
     planner: StepPlanner
     batch: Running
     in_one_piece: bool
+    prompts: dict[tuple[int, int], list[int]] = attrs.field(factory=dict)  # of handles: what was not put in yet
 
     @classmethod
     def of(cls, rt: Runtime, size: int = 8, *, pages: int = 64, in_one_piece: bool = True, **options: Any) -> "World":
@@ -82,7 +83,7 @@ class World:
         options = {"ids": "last", "results": ("last",), **options}
         planner = StepPlanner(Running, pages=pool, relay=relay, **options)
         if not in_one_piece:
-            planner._decode_steps = None
+            planner._steps = None
         return cls(rt, slots, pool, relay, planner, Running.empty(rt), in_one_piece)
 
     def join(self, lens: list[int]) -> None:
@@ -94,6 +95,13 @@ class World:
         joining = self.built(slots, lens)
         joining.upload(writes=[extension.entry()])
         self.batch = self.batch.merge(joining) if len(self.batch) else joining
+
+    def prompted(self, lens: list[int]) -> Running:
+        """Requests whose prompts of so many tokens run in the next steps, three tokens in each."""
+        slots = self.slots.take(len(lens))
+        for slot, generation, n in zip(slots.np.tolist(), slots.generations.tolist(), lens, strict=True):
+            self.prompts[slot, generation] = [100 * slot + i for i in range(n)]
+        return self.built(slots, [0] * len(lens))
 
     def arrived(self, lens: list[int]) -> Running:
         """Requests that were prefilled elsewhere."""
@@ -112,25 +120,39 @@ class World:
             pair=np.arange(2 * n, dtype=np.int16).reshape(n, 2),
         )
 
-    def turn_over(self, gone: list[int], lens: list[int]) -> tuple[PlannedStep, dict[str, Any]]:
+    def turn_over(self, gone: list[int], lens: list[int], prompted: bool = False) -> tuple[PlannedStep, dict[str, Any]]:
         """A step before which requests leave and others come: as one plan, or by the parts one after the other."""
         keep = np.ones(len(self.batch), dtype=np.bool_)
         keep[gone] = False
         if not self.in_one_piece:
-            joining = self.arrived(lens)
+            joining = self.prompted(lens) if prompted else self.arrived(lens)
             joining.upload(writes=[self.pages.entry(joining.slots)])
-            self.relay.publish(joining.slots, last=10 * joining.slots.np)
+            if not prompted:
+                self.relay.publish(joining.slots, last=10 * joining.slots.np)
             leaving, self.batch = self.batch.filter(~keep), self.batch.filter(keep).merge(joining)
             seen = self.step()
             self.pages.release_requests(leaving.slots, after=self.rt.record())
             return seen
-        joining = self.arrived(lens)
-        return self.step(
-            keep=keep,
-            after=self.rt.record(),
-            joining=joining,
-            published={"last": 10 * joining.slots.np},
-        )
+        joining = self.prompted(lens) if prompted else self.arrived(lens)
+        published = None if prompted else {"last": 10 * joining.slots.np}
+        after = self.rt.record() if gone else None
+        return self.step(keep=keep, after=after, joining=joining, published=published)
+
+    def _tokens(self, keep: Any = None, joining: Running | None = None) -> dict[str, Any]:
+        """What each of the requests that run puts in, as arguments of `plan`."""
+        running = self.batch if keep is None else self.batch.filter(keep)
+        running = running if joining is None else running.merge(joining)
+        handles = list(zip(running.slots.np.tolist(), running.slots.generations.tolist(), strict=True))
+        chunks = [self.prompts.get(handle) for handle in handles]
+        if not any(chunks):
+            return {}
+        for handle in handles:
+            self.prompts[handle] = (self.prompts.get(handle) or [])[3:]
+        return {
+            "query_lens": np.array([len(chunk[:3]) if chunk else 1 for chunk in chunks]),
+            "prompt_ids": [chunk[:3] if chunk else None for chunk in chunks],
+            "samples": np.array([not chunk or len(chunk) <= 3 for chunk in chunks]),
+        }
 
     def leave(self, rows: list[int]) -> None:
         """Some requests leave, with all that they have."""
@@ -140,11 +162,13 @@ class World:
         self.batch = self.batch.filter(keep)
 
     def step(self, **options: Any) -> tuple[PlannedStep, dict[str, Any]]:
-        """A decode step: what it gave to the forward, and what both sides of the engine's state are after it."""
+        """A step: what it gave to the forward, and what both sides of the engine's state are after it."""
         self.rt.next_step()
-        step = self.planner.plan(self.batch, **options)
+        tokens = self._tokens(options.get("keep"), options.get("joining"))
+        step = self.planner.plan(self.batch, **tokens, **options)
         inputs = step.inputs()
-        step.publish(last=inputs.input_ids + 1)
+        if len(inputs.last_token_indices):
+            step.publish(last=inputs.input_ids[inputs.last_token_indices] + 1)
         self.batch = step.batch  # type: ignore[assignment]
         read = self.rt.inspect
         seen: dict[str, Any] = {
@@ -165,7 +189,7 @@ class World:
         seen["committed"] = self.pages.committed(self.batch.slots).tolist()
         seen["plan"] = {
             name: np.asarray(getattr(step.plan, name)).tolist()
-            for name in ("query_lens", "seq_lens", "relay_rows", "sample_rows", "num_tokens", "max_kv_len")
+            for name in ("query_lens", "seq_lens", "relay_rows", "sample_rows", "num_tokens", "max_kv_len", "kv_starts")
         }
         return step, seen
 
@@ -193,15 +217,25 @@ def test_a_prefetch_that_failed_is_waited_for() -> None:
     assert not publication.reads
 
 
+def in_one_piece(step: PlannedStep) -> bool:
+    """Whether a step was planned in one piece, and not composed of the parts."""
+    return step._checked
+
+
 EVENTS = st.lists(
     st.one_of(
         st.tuples(st.just("join"), st.lists(st.integers(1, 9), min_size=1, max_size=3)),
+        st.tuples(st.just("prompts"), st.lists(st.integers(1, 8), min_size=1, max_size=2)),
         st.tuples(st.just("leave"), st.lists(st.integers(0, 7), min_size=1, max_size=2, unique=True)),
         st.tuples(st.just("reorder"), st.integers(0, 99)),
         st.tuples(st.just("replace"), st.floats(0, 1, width=32)),
         st.tuples(
             st.just("turn over"),
-            st.tuples(st.lists(st.integers(0, 7), max_size=2, unique=True), st.lists(st.integers(1, 9), max_size=2)),
+            st.tuples(
+                st.lists(st.integers(0, 7), max_size=2, unique=True),
+                st.lists(st.integers(1, 9), max_size=2),
+                st.booleans(),
+            ),
         ),
         st.tuples(st.just("step"), st.just(None)),
         st.tuples(st.just("step"), st.just(None)),
@@ -214,7 +248,7 @@ EVENTS = st.lists(
 @given(events=EVENTS)
 @settings(max_examples=60, deadline=None)
 def test_in_one_piece_as_by_the_parts(level: str, events: list[tuple[str, Any]]) -> None:
-    """After any history, a decode step in one piece leaves what the parts leave, and hands the same to the forward."""
+    """After any history, a step in one piece leaves what the parts leave, and hands the same to the forward."""
     with checks(level):
         worlds = [World.of(open_runtime("cpu"), in_one_piece=one) for one in (True, False)]
         results: list[list[Any]] = [[], []]
@@ -225,6 +259,8 @@ def test_in_one_piece_as_by_the_parts(level: str, events: list[tuple[str, Any]])
                 longest = int(world.batch.seq_lens.max()) if n else 0
                 if event == "join" and n + len(value) <= world.slots.size:
                     world.join(value)
+                elif event == "prompts" and n + len(value) <= world.slots.size:
+                    world.batch = world.batch.merge(world.prompted(value))
                 elif event == "leave":
                     world.leave([row for row in value if row < n])
                 elif event == "reorder":
@@ -232,14 +268,14 @@ def test_in_one_piece_as_by_the_parts(level: str, events: list[tuple[str, Any]])
                 elif event == "replace" and n:
                     world.batch = world.batch.replace(temperature=np.full(n, value, np.float32))
                 elif event == "turn over" and value[1] and n + len(value[1]) <= world.slots.size and longest < LONGEST:
-                    step, one = world.turn_over([row for row in value[0] if row < n], value[1])
-                    assert isinstance(step, DecodeStep) == world.in_one_piece
-                    found.append(step.results["last"].np.tolist())
+                    step, one = world.turn_over([row for row in value[0] if row < n], *value[1:])
+                    assert in_one_piece(step) == world.in_one_piece
+                    found.append(step.results["last"].np.tolist() if step.plan.sample_rows.size else None)
                     seen.append(one)
                 elif event == "step" and n and longest < LONGEST:
                     step, one = world.step()
-                    assert isinstance(step, DecodeStep) == world.in_one_piece
-                    found.append(step.results["last"].np.tolist())
+                    assert in_one_piece(step) == world.in_one_piece
+                    found.append(step.results["last"].np.tolist() if step.plan.sample_rows.size else None)
                     seen.append(one)
             if seen:
                 assert seen[0] == seen[1]
@@ -635,7 +671,7 @@ def test_full_compares_the_copy_of_the_step(rt: Runtime) -> None:
         assert step.batch["seed"].device.tolist() == [1, 2]
         assert (rt.counters - before).host_to_device_copies == 1
         wrong = changed(
-            "step:StepPlanner._decode",
+            "step:StepPlanner._piece",
             "columns = moved.groups",
             "columns = [one[:, rows * 0] for one in moved.groups]",
         )

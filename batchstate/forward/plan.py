@@ -54,7 +54,7 @@ _SENT = ("query_lens", "seq_lens", "relay_rows", "sample_rows", "kv_offset", "kv
 _INDICES = ("input_ids", "positions", "slot_mapping", "last_token_indices")
 """Arrays that are int64 unless they are named in `int32`."""
 
-_STAND_IN = -1
+STAND_IN = -1
 """Where no id is known yet while the host lays them out. The check of SENTINEL_ESCAPED lets none be uploaded."""
 
 
@@ -291,7 +291,7 @@ class ForwardPlan:
         check_range(0, padded_tokens, _INT32, what)
         int32 = frozenset(int32)
         id_dtype = torch.int32 if _IDS in int32 else torch.int64
-        ids = None if prompt_ids is None else TokenArray(prompt_ids, id_dtype, fill=_STAND_IN, non_negative=True)
+        ids = None if prompt_ids is None else TokenArray(prompt_ids, id_dtype, fill=STAND_IN, non_negative=True)
         known = [] if ids is None else ids.known(queries, num_rows, f"{_WHAT}: prompt_ids")
         values = {name: one.known(queries, num_rows, f"{_WHAT}: {name}") for name, one in named.items()}
         fed = queries > 0
@@ -300,7 +300,7 @@ class ForwardPlan:
         if not has_ids and bounds is None:
             fed[:] = False
         relay_rows = np.flatnonzero(fed)
-        sample_rows = _sample_rows(samples, queries, num_rows)
+        sample_rows = rows_that_sample(samples, queries, num_rows)
         offset = None if kv_offset is None else _per_request(kv_offset, num_reqs, num_rows, f"{_WHAT}: kv_offset")
         if offset is not None and (pages is None or np.count_nonzero(offset < 0)):
             raise ArgumentError(
@@ -330,9 +330,9 @@ class ForwardPlan:
             exact=bounds is None,
             reach=reach,
             relay_rows=relay_rows,
-            relayed=_handles(slots, relay_rows),
+            relayed=handles_of(slots, relay_rows),
             sample_rows=sample_rows,
-            sampled_slots=slots if len(sample_rows) == num_reqs else _handles(slots, sample_rows),
+            sampled_slots=slots if len(sample_rows) == num_reqs else handles_of(slots, sample_rows),
             extras={},
             has_ids=has_ids,
             int32=int32,
@@ -487,8 +487,8 @@ class ForwardPlan:
             num_tokens=header["num_tokens"],
             num_padded_tokens=header["num_padded_tokens"],
             bounds=None,
-            relayed=_handles(slots, relay_rows),
-            sampled_slots=slots if len(sample_rows) == num_reqs else _handles(slots, sample_rows),
+            relayed=handles_of(slots, relay_rows),
+            sampled_slots=slots if len(sample_rows) == num_reqs else handles_of(slots, sample_rows),
             extras={},
             origin=Origin("plan", runtime.step, row_set, epochs, 0 if epochs is None else epochs.last),
             pages=pages,
@@ -670,7 +670,7 @@ class ForwardPlan:
 
     def _check_lengths(self, pages: PagePool) -> None:
         """Each request has pages for what it reads; an exact length is the one that the pages were given."""
-        live = self.slots if self.num_rows == self.num_reqs else _handles(self.slots, np.arange(self.num_reqs))
+        live = self.slots if self.num_rows == self.num_reqs else handles_of(self.slots, np.arange(self.num_reqs))
         allocated, ends = pages.allocated(live), self.kv_ends
         short = np.flatnonzero(allocated < ends)
         if short.size:
@@ -690,7 +690,7 @@ class ForwardPlan:
 # Arguments
 
 
-def _handles(slots: Slots, rows: Ints) -> Slots:
+def handles_of(slots: Slots, rows: Ints) -> Slots:
     """The handles in some rows, without a device side of their own."""
     if len(rows) == len(slots):
         return slots
@@ -761,7 +761,7 @@ def _check_queries(queries: Ints, lens: Ints) -> None:
         )
 
 
-def _sample_rows(samples: object, queries: Ints, num_rows: int) -> Ints:
+def rows_that_sample(samples: object, queries: Ints, num_rows: int) -> Ints:
     """Rows that sample, int64[s]; each has a last token."""
     num_reqs = len(queries)
     mask = np.ones(num_reqs, dtype=np.bool_) if samples is None else as_array(samples, f"{_WHAT}: samples")

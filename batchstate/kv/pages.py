@@ -791,6 +791,18 @@ class PagePool(Guided):
         self.transaction.operation = None
         return self._ragged(slots, rows, start, counts, operation)
 
+    def further_locations(self, rows: Ints, start: Ints, totals: Ints, operation: str) -> tuple[Ints, Ints]:
+        """Positions and locations of the tokens of each request from `start` to `totals`, int64[t]. For the library.
+
+        As `next_locations`, of any number of tokens: takes the pages, commits nothing, and leaves the mark.
+        """
+        self._check_lengths(start, totals, operation)
+        counts = totals - start
+        self._check_writable(rows, start, counts, operation)
+        self._allocate(rows, totals, operation)
+        positions = arange_per_row(start, counts)
+        return positions, self._located(rows, start, counts, positions, operation)
+
     def _allocate(self, rows: Ints, totals: Ints, operation: str) -> None:
         missing = np.maximum(self._table.pages_needed(totals) - self._table.num_pages[rows], ZERO)
         total = int(np.add.reduce(missing))
@@ -800,11 +812,15 @@ class PagePool(Guided):
     def _ragged(self, slots: Slots, rows: Ints, start: Ints, counts: Ints, operation: str) -> Extension:
         """The extension of `counts` committed tokens of each row from `start` on."""
         owned_by, positions = rows.repeat(counts), arange_per_row(start, counts)
+        locations = self._located(rows, start, counts, positions, operation)
+        return self._extension(slots, owned_by, positions, locations, counts)
+
+    def _located(self, rows: Ints, start: Ints, counts: Ints, positions: Ints, operation: str) -> Ints:
         locations = self.locations_of(rows, start, counts, positions)
         if levels.cheap and locations.size and int(locations.min()) < self.page_size:
             # A position counted as allocated that is not.
             invariants.slot_zero_allocated(locations // self.page_size, **self._where(operation))
-        return self._extension(slots, owned_by, positions, locations, counts)
+        return locations
 
     def _extension(self, owners: Slots, slots: Ints, positions: Ints, locations: Ints, counts: Ints) -> Extension:
         self._check_after()

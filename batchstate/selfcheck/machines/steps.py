@@ -100,6 +100,7 @@ class StepMachine(Machine):
         "others in their place",
         "a page begins",
         "a mixed step",
+        "a mixed step in one piece",
         "requests leave and arrive with a step in one piece",
         "padded",
         "tokens of an encoder",
@@ -196,8 +197,9 @@ class StepMachine(Machine):
         padded=st.booleans(),
         gone=st.sets(st.integers(0, SIZE - 1), max_size=2),
         arriving=st.lists(st.integers(1, 6), max_size=2),
+        typed=st.booleans(),
     )
-    def step(self, padded: bool, gone: set[int], arriving: list[int]) -> None:
+    def step(self, padded: bool, gone: set[int], arriving: list[int], typed: bool) -> None:
         """Some leave and others arrive; each request puts in its prompt, or the token that it got last."""
         stays = [row not in gone for row in range(len(self.batch))]
         running = [pair for pair, stay in zip(self._with_lengths(), stays, strict=True) if stay]
@@ -210,10 +212,14 @@ class StepMachine(Machine):
         if len(self.in_flight) == 2:
             self.read()
         self.rt.next_step()
-        steps = self.planner._decode_steps
+        steps = self.planner._steps
         before = None if steps is None else steps.requests
         rows = len(requests) + 1 if padded else None
-        kinds = None if all(ids is None for ids in prompts) else {"kinds": TokenArray(prompts, torch.int32, fill=9)}
+        kinds = (
+            None
+            if not typed or all(ids is None for ids in prompts)
+            else {"kinds": TokenArray(prompts, torch.int32, fill=9)}
+        )
         options: dict[str, Any] = {"pad_rows": rows, "pad_tokens": queries.sum() + 1} if padded else {}
         if kinds is not None:
             options["token_arrays"] = kinds
@@ -236,7 +242,9 @@ class StepMachine(Machine):
         self.reached("the same requests again", one_piece and requests_of is before)
         self.reached("others in their place", one_piece and before is not None and requests_of is not before)
         self.reached("a page begins", one_piece and bool((self.batch.seq_lens.np % PAGE_SIZE == 0).any()))
-        self.reached("a mixed step", None in prompts and any(ids is not None for ids in prompts))
+        mixed = None in prompts and any(ids is not None for ids in prompts)
+        self.reached("a mixed step", mixed)
+        self.reached("a mixed step in one piece", mixed and step._checked)
         self.reached("padded", padded)
         self.reached("requests leave and arrive with a step in one piece", one_piece and len(options) == 4)
         self.reached("tokens of an encoder", any(one.encoder for one in requests))
@@ -262,7 +270,7 @@ class StepMachine(Machine):
         """Several steps of the same requests."""
         for _ in range(times):
             if self._fits():
-                self.step(False, set(), [])
+                self.step(False, set(), [], False)
 
     def _arrived(self, lens: list[int]) -> StepBatch:
         """Requests that were prefilled elsewhere, and the first token of each."""
