@@ -328,6 +328,7 @@ class StepPlanner(Guided):
                 kv_offset=None if self._kv_offset is None else sent[self._kv_offset],
                 token_arrays=token_arrays,
                 has_ids=self._has_ids,
+                deferred=False,
                 int32=self._int32,
                 window=self._window,
                 pad_tokens=tokens,

@@ -162,7 +162,7 @@ def test_overlapped_hides_no_synchronisation(rt: Runtime, model: Model, num_draf
 def test_step_costs_one_copy_each_way(
     rt: Runtime, model: Model, monkeypatch: pytest.MonkeyPatch, overlap: bool, num_drafts: int
 ) -> None:
-    """A step of decodes is one copy to the device and one back; ids of prompts cross in one more."""
+    """A step is one copy to the device, ids of prompts included, and one back if a request samples."""
     settings = attrs.evolve(ROOMY, overlap=overlap, num_drafts=num_drafts, max_tokens_per_step=64)
     with checks("cheap"):
         watch = watched(rt, model, settings, monkeypatch)
@@ -171,7 +171,7 @@ def test_step_costs_one_copy_each_way(
     assert len(decodes) > 5
     assert {(launch.uploaded, launch.downloaded) for launch in decodes} == {(1, 1)}
     assert len(prompts) > 2
-    assert {(launch.uploaded, launch.downloaded) for launch in prompts} <= {(2, 0), (2, 1)}
+    assert {(launch.uploaded, launch.downloaded) for launch in prompts} <= {(1, 0), (1, 1)}
     assert watch.forced_syncs == 0
 
 

@@ -391,6 +391,17 @@ OPERATIONS: dict[str, tuple[type[World], Operation]] = {
         Steady,
         lambda w: w.planner.plan(w.batch, keep=[1], joining=w.arrived, published={"token": [9]}, after=w.shut),
     ),
+    "mixed plan": (
+        Steady,
+        lambda w: w.planner.plan(
+            w.batch,
+            [0, 3, 1, 1],
+            prompt_ids=[None, [7, 8, 9], None, None],
+            samples=[False, True, True, True],
+            joining=w.arrived,
+            published={"token": [9]},
+        ),
+    ),
     "plan padded": (
         Steady,
         lambda w: w.planner.plan(w.batch, keep=[1], joining=w.arrived, published={"token": [9]}, pad_rows=4),
