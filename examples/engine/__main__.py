@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
                     Row(
                         "copies a step",
                         f"{report.copies_per_step:.2f}",
-                        "to the device: one; one for prompts; a few for who arrives or comes back",
+                        "to the device: one; a few for who arrives or comes back",
                     ),
                     Row("forced syncs", f"{report.forced_syncs:,}", "", report.forced_syncs > 0),
                 ],
