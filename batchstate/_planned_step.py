@@ -312,9 +312,7 @@ class StepRequests:
         self.steps, self.epoch = 0, -1
         self.state: RowState | None = None
 
-    def places_of_all(
-        self, pages: PagePool, start: Ints, totals: Ints, counts: Ints
-    ) -> tuple[Ints, Ints, Written]:
+    def places_of_all(self, pages: PagePool, start: Ints, totals: Ints, counts: Ints) -> tuple[Ints, Ints, Written]:
         """Positions and locations of the next `counts` tokens of each, int64[t], and what goes into the token table.
 
         `start` are the lengths, `totals` those after.
