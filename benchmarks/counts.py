@@ -84,6 +84,7 @@ PARTS = {
     "batchstate._allocator": "pools and tables",
     "batchstate.step": "planner",
     "batchstate._planned_step": "planner",
+    "batchstate._step_tokens": "planner",
     "batchstate.forward": "planner",
     "batchstate.invariants": "invariants",
     "batchstate": "batch and values",

@@ -33,7 +33,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "KV memory": ("kv",),
     "forward inputs": ("forward",),
     "relay": ("_relay", "future_map"),
-    "steps": ("_step_layout", "_planned_step", "step"),
+    "steps": ("_step_layout", "_step_tokens", "_planned_step", "step"),
     "watch": ("watch",),
     "transport": ("transport",),
     "traffic": ("traffic",),
