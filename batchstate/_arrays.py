@@ -444,13 +444,14 @@ def shifted(values: Array, amount: Amounts, what: str) -> Array:
     return result
 
 
-def shift(values: Array, amount: Amounts | int, what: str) -> None:
+def shift(values: Array, amount: Amounts | int, what: str, column: str | None = None) -> None:
     """Adds `amount` to `values` in place.
 
     Args:
         values: integers of any dtype, [n, ...], not in use elsewhere.
         amount: int64, broadcastable to `values`, or one number.
         what: the operation, for messages.
+        column: whose values they are, for messages.
 
     Raises:
         ValueOverflowError: a sum lies outside the dtype. Nothing was changed.
@@ -473,8 +474,9 @@ def shift(values: Array, amount: Amounts | int, what: str) -> None:
         wrong = np.asarray((exact < floor) | (exact > ceiling), dtype=np.bool_)
         if wrong.any():
             at = np.unravel_index(int(np.argmax(wrong)), values.shape)
+            of = "" if column is None else f": column {column!r}"
             raise ValueOverflowError(
-                f"{what}: row {at[0]} would become {exact[at]}, outside {values.dtype} ({floor} to {ceiling})",
+                f"{what}{of}: row {at[0]} would become {exact[at]}, outside {values.dtype} ({floor} to {ceiling})",
                 value=exact[at],
                 remedy="use a wider dtype, or find out why the value is so large",
             )

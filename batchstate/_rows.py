@@ -478,13 +478,13 @@ class RowState:
         same: object = None  # the amount of the column before, which mostly is that of all
         amount = _NOTHING
         for name, by in added.items():
-            label = f"{what}: column {name!r}"
             column = columns.get(name)
             if not isinstance(column, TensorColumn) or not column.counted:
-                raise _not_counted(column, name, columns, label)
+                raise _not_counted(column, name, columns, f"{what}: column {name!r}")
             if type(by) is int and name not in state.device and -(2**63) <= by < 2**63:  # what a decode step adds
-                shift(state.column(name), by, label)
+                shift(state.column(name), by, what, name)
                 continue
+            label = f"{what}: column {name!r}"
             if by is not same or by is None:
                 amount, same = amounts(by, num_rows, label), by
             if name in places:

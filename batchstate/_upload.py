@@ -134,15 +134,16 @@ class BatchDevice:
     Attributes:
         state: the rows of the batch. Once a column is gathered, its device rows are what was gathered.
         uploaded: whether all columns have crossed.
+        sent: what has crossed; before, nothing of the batch can have been written on the device.
     """
 
-    __slots__ = ("_gathered_views", "_later", "_needs", "_runtime", "_sent", "_unsent", "state", "uploaded")
+    __slots__ = ("_gathered_views", "_later", "_needs", "_runtime", "_unsent", "sent", "state", "uploaded")
 
     def __init__(self, runtime: Runtime, state: RowState) -> None:
         self._runtime = runtime
         self.state = state
         self.uploaded = False
-        self._sent: SentColumns | None = None  # once there is one, all mirrored columns are in it, but these:
+        self.sent: SentColumns | None = None  # once there is one, all mirrored columns are in it, but these:
         self._later: Mapping[str, SentColumns] = {}  # that crossed after it
         self._unsent: Collection[str] = ()  # that have yet to cross
         self._needs: dict[str, tuple[PackedUpload, range]] = {}
@@ -152,7 +153,7 @@ class BatchDevice:
     def of_upload(cls, runtime: Runtime, state: RowState, upload: PackedUpload) -> "BatchDevice":
         """Of rows that have crossed in `upload`, without columns whose host side is not a copy."""
         device = cls(runtime, state)
-        device._sent, device.uploaded = SentColumns(upload), True
+        device.sent, device.uploaded = SentColumns(upload), True
         return device
 
     def kept(self, state: RowState, changed: Collection[str]) -> "BatchDevice | None":
@@ -160,7 +161,7 @@ class BatchDevice:
 
         None where nothing has crossed, or where what stays is little of a large copy.
         """
-        sent = self._sent
+        sent = self.sent
         if sent is None:
             return None
         sizes, num_rows = state.layout.row_bytes, state.groups[0].shape[1] if state.groups else 0
@@ -174,7 +175,7 @@ class BatchDevice:
         if sent.is_large_for(num_rows * stay):
             return None
         device = BatchDevice(self._runtime, state)
-        device._sent, device._unsent = sent, unsent
+        device.sent, device._unsent = sent, unsent
         device._later = {name: one for name, one in later.items() if name not in unsent}
         device._needs = {
             name: needs for name, needs in self._needs.items() if state.device.get(name) is self.state.device.get(name)
@@ -183,7 +184,7 @@ class BatchDevice:
 
     def has(self, name: str) -> bool:
         """Whether a mirrored column has crossed."""
-        return self._sent is not None and name not in self._unsent
+        return self.sent is not None and name not in self._unsent
 
     def upload(self, writes: Sequence[TableWrite], extras: Mapping[str, object]) -> Extras:
         """Uploads what has not crossed yet in one copy, then launches one scatter for each table that is written.
@@ -201,7 +202,7 @@ class BatchDevice:
             Violation: SLOT_STALE_HANDLE: a slot of a write belongs to another request since it was made.
             ArgumentError: one element is written twice, at level `full`.
         """
-        state, sent, first = self.state, self._sent, not self.uploaded
+        state, sent, first = self.state, self.sent, not self.uploaded
         arrays: list[Array] = []
         places: dict[str, int] = {}
         needs: dict[str, range] = {}
@@ -223,7 +224,7 @@ class BatchDevice:
             for name, at in needs.items():
                 self._needs[name] = upload, at
             if sent is None:
-                self._sent = crossed
+                self.sent = crossed
             elif places:
                 self._later = {**self._later, **dict.fromkeys(places, crossed)}
             self._unsent, self.uploaded = (), True  # last: an interrupt before leaves the batch as it was
@@ -270,7 +271,7 @@ class BatchDevice:
         return sides
 
     def _sent_with(self, name: str) -> SentColumns:
-        sent = self._later.get(name, self._sent) if self._later else self._sent
+        sent = self._later.get(name, self.sent) if self._later else self.sent
         if sent is None:  # pragma: no cover - `upload` sets it
             raise RuntimeError("the batch has not been uploaded")
         return sent
@@ -281,9 +282,9 @@ class BatchDevice:
         One look for all that `columns` returned, whatever their number: then the name is found by comparing the sides,
         and is empty if none differs.
         """
-        if self._sent is None:
+        if self.sent is None:
             return None
-        for sent in (self._sent, *self._later.values()) if self._later else (self._sent,):
+        for sent in (self.sent, *self._later.values()) if self._later else (self.sent,):
             if sent.write_count is not None and sent.packed.buffer._version != sent.write_count:
                 return self._differing(sent), sent.write_count, sent.packed.buffer._version
             for name in sent.exposed:

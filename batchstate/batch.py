@@ -101,11 +101,15 @@ class BatchType(type):
         return super().__new__(cls, name, bases, namespace, **kwargs)
 
 
+_NEXT = (
+    "Batch.next_batch(*, keep=None, joining=None, advance=(), n=1), as in "
+    "batch.next_batch(keep=[0], joining=other, advance='seq_lens')"
+)
 _UPLOAD = "Batch.upload(*, writes=(), extras=None), as in batch.upload(writes=[entry], extras={'x': array})"
 
 
 @ranges("build", "filter", "merge", "next_batch", "advance", "update", "pad", "upload", "to_static", "on_device")
-@methods_show_signature("build", "update", "filter", "advance", "next_batch", upload=_UPLOAD)
+@methods_show_signature("build", "update", "filter", "advance", next_batch=_NEXT, upload=_UPLOAD)
 class Batch(metaclass=BatchType):
     """Base of declared batches. Subclass it to declare columns; never to override what is here.
 
@@ -473,7 +477,7 @@ class Batch(metaclass=BatchType):
         num_reqs = self._begin("next_batch")
         index = None if keep is None else self._kept(keep, num_reqs, what)
         state, num_reqs = self._turned_over(index, num_reqs, joining, "next_batch")
-        in_all = num_reqs + (0 if joining is None else joining.num_reqs)
+        in_all = num_reqs if joining is None else num_reqs + joining.num_reqs
         added: Mapping[str, object] = {}
         if type(advance) is not tuple or advance:
             added = amounts_by_column(advance, n, what)
@@ -1038,15 +1042,16 @@ class Batch(metaclass=BatchType):
         """Checks before an operation: nothing that is exposed was written, and the batch has no padding."""
         if levels.full:
             self._check_unwritten(operation)
-        elif levels.cheap and (self._exposed or self._device is not None):
+        elif levels.cheap and (self._exposed or ((device := self._device) is not None and device.sent is not None)):
             self._check_read_columns(operation)
-        if self.num_rows != self.num_reqs:
+        num_reqs = self.num_reqs
+        if self.num_rows != num_reqs:
             raise ArgumentError(
                 f"{type(self).__name__}.{operation}: a batch padded from {self.num_reqs} to {self.num_rows} rows",
                 value=self.num_rows,
                 remedy="keep the batch from before `pad`; a padded one is for one launch",
             )
-        return self.num_reqs
+        return num_reqs
 
     def _check_same_rows(self, value: object, operation: str, column: str | None = None) -> None:
         """Refuses a value whose rows are of other requests; one that does not say is taken as it is."""

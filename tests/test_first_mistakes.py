@@ -369,7 +369,6 @@ CALLS = {
     "batch.update(seq_lens=[1, 2])": ("expected Rows.update(column, rows, values)", "batch.replace(seq_lens=...)"),
     "batch.filter()": ("expected Rows.filter(keep)", "batch.filter(keep)"),
     "batch.advance(seq_lens=1)": ("expected Rows.advance(columns, n=1)", "batch.advance('seq_lens', 1)"),
-    "batch.next_batch([0])": ("expected Rows.next_batch(*, keep=None", "batch.next_batch(keep=[0])"),
     "Rows.build()": ("expected Rows.build(runtime, /, **columns)", "Rows.build(runtime, slots=..., seq_lens=..."),
     "Rows()": ("Rows cannot be called directly", "Rows.build(runtime, ...)"),
     "MirroredTensor([1, 2])": ("cannot be called directly", "MirroredTensor.from_host(runtime, [1, 2])"),
@@ -406,6 +405,7 @@ PLAIN = {
     "pool.free(batch.slots, rt.record())": "expected SlotPool.free(slots, *, after=None), as in pool.free(slots",
     "pages.extend(batch.slots)": "expected PagePool.extend(slots, total_lens), as in pages.extend(batch.slots, ",
     "batch.upload(1)": "expected Batch.upload(*, writes=(), extras=None), as in batch.upload(writes=[entry], extras={",
+    "batch.next_batch([0])": "expected Batch.next_batch(*, keep=None, joining=None, advance=(), n=1), as in batch",
     "batch.objects()": "expected Batch.objects(column); Python says of this call: Batch.objects() missing",
 }
 
@@ -420,7 +420,7 @@ def test_a_method_without_a_wrapper_says_its_signature() -> None:
         with pytest.raises(TypeError) as caught:
             eval(line, {"rt": rt, "pool": pool, "pages": pages, "batch": batch})
         assert str(caught.value).startswith(says), (line, str(caught.value))
-    for method in (SlotPool.take, SlotPool.free, PagePool.extend, Batch.upload):
+    for method in (SlotPool.take, SlotPool.free, PagePool.extend, Batch.upload, Batch.next_batch):
         assert not hasattr(method, "__wrapped__")
 
 

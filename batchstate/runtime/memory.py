@@ -53,12 +53,14 @@ class StagingBlock:
 
     def write(self, array: npt.NDArray[Any], start: int) -> None:
         """Copies the elements of an array, in order, to where byte `start` is."""
-        if not array.size:
-            return
-        if not array.flags.c_contiguous:
-            array = np.ascontiguousarray(array)
+        try:
+            contents = array.data.cast("B")
+        except TypeError:  # not contiguous, or without elements
+            if not array.size:
+                return
+            contents = np.ascontiguousarray(array).data.cast("B")
         # Takes half as long as an assignment to a typed view of the block, for which numpy makes three objects.
-        self._memory[start : start + array.nbytes] = array.data.cast("B")
+        self._memory[start : start + contents.nbytes] = contents
 
 
 @final
@@ -158,7 +160,7 @@ def packed_places(arrays: Sequence[npt.NDArray[Any]]) -> tuple[list[Place], int]
         if dtype.kind not in "biuf":  # the bytes of an object are its address
             torch_dtype(dtype)
         places.append((size, dtype, array.shape))
-        size += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        size += array.nbytes + ALIGNMENT - 1 & -ALIGNMENT
     return places, size
 
 
