@@ -56,9 +56,17 @@ def some_requests(
 
 
 def right_answers(model: Model, requests: Sequence[Request], eos: Collection[int] = ()) -> list[list[int]]:
-    """What transformers answers."""
-    prompts = [request.prompt for request in requests]
-    return generate(model, prompts, [request.max_new_tokens for request in requests], eos_token_ids=eos)
+    """What transformers answers; it is asked once for the same requests."""
+    prompts = tuple(tuple(request.prompt) for request in requests)
+    answers = _answers(model, prompts, tuple(request.max_new_tokens for request in requests), frozenset(eos))
+    return [list(answer) for answer in answers]
+
+
+@functools.cache
+def _answers(
+    model: Model, prompts: tuple[tuple[int, ...], ...], limits: tuple[int, ...], eos: frozenset[int]
+) -> list[list[int]]:
+    return generate(model, prompts, limits, eos_token_ids=eos)
 
 
 def outputs(requests: Sequence[Request]) -> list[list[int]]:

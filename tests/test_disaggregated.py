@@ -34,7 +34,7 @@ from examples.disaggregated.prefill import PrefillWorker
 from examples.disaggregated.report import Report
 from examples.disaggregated.worker import Parts, agreed, requests_of, shared_of
 from examples.engine.model import Model
-from examples.engine.reference import generate
+from tests.engine_cases import model_of, right_answers
 
 ROOT = Path(__file__).parent.parent
 FIGURES = {
@@ -89,7 +89,7 @@ class Both:
             runtimes = [open_device(device, seed=seed, steps_in_flight=2 * workers)] * workers
         else:
             runtimes = [open_device(device, seed=seed) for _ in range(workers)]
-        self.model = Model.random("llama", device=runtimes[0].device)
+        self.model = model_of("llama", str(runtimes[0].device))
         self.requests = requests_of(options, self.model)
         with contextlib.ExitStack() as windows:
             windows.enter_context(checks(options.checks))
@@ -115,8 +115,7 @@ class Both:
 
     def mismatches(self) -> int:
         """Requests whose tokens differ from those of transformers."""
-        prompts, limits = [one.prompt for one in self.requests], [one.max_new_tokens for one in self.requests]
-        expected = generate(self.model, prompts, limits, eos_token_ids=())
+        expected = right_answers(self.model, self.requests)
         return sum(one.output != tokens for one, tokens in zip(self.requests, expected, strict=True))
 
     def _add(self, prefill: PrefillWorker) -> None:
