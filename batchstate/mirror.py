@@ -1002,12 +1002,12 @@ class MirroredTensor(HostValues):
         """
         if not levels.cheap:
             return
+        where = self._where(operation)
         if levels.full:
-            self._check_fully(self._where(operation))  # first: it says which row
-        if self._device.existing is not None:
-            self._device.check_count(self._where(operation))
+            self._check_fully(where)  # first: it says which row
+        self._device.check_count(where)
         if self._host_tensor is not None and not self._host_tensor.is_inference():
-            invariants.mirror_foreign_write("host", 0, self._host_tensor._version, **self._where(operation))
+            invariants.mirror_foreign_write("host", 0, self._host_tensor._version, **where)
 
     def _check_fully(self, where: Where) -> None:
         host, device = self._host, self._device.existing
