@@ -360,7 +360,7 @@ def test_a_script_in_one_order(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "--baseline with sim" in capsys.readouterr().err
 
 
-def test_a_test_suite_in_one_order(pytester: pytest.Pytester) -> None:
+def test_a_test_suite_in_one_order(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """`pytest --batchstate-device sim:lazy --cuda-on-cpu`: a test fails where its values are wrong."""
     pytester.makepyfile("""
         import torch
@@ -380,5 +380,7 @@ def test_a_test_suite_in_one_order(pytester: pytest.Pytester) -> None:
         def test_is_ordered():
             assert total(ordered=True) == 4
     """)
-    result = pytester.runpytest("-p", "no:cacheprovider", "--batchstate-device", "sim:lazy", "--cuda-on-cpu")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    plugins = ("-p", "batchstate.testing.pytest.plugin", "-p", "no:cacheprovider")
+    result = pytester.runpytest(*plugins, "--batchstate-device", "sim:lazy", "--cuda-on-cpu")
     result.assert_outcomes(passed=1, failed=1)

@@ -20,6 +20,31 @@ WAYS = ("event", "event by stream", "stream", "event on the host", "stream on th
 """How a stream comes behind another one."""
 
 
+def come_behind(stream: Any, last: Any, way: str, buffer: torch.Tensor) -> None:
+    """Orders what a stream does next behind all that another one has, which has used a buffer last."""
+    event: Any = cuda.Event()
+    if way == "event":
+        with cuda.stream(last):
+            event.record()
+        with cuda.stream(stream):
+            event.wait()
+    elif way == "event by stream":
+        event.record(last)
+        event.wait(stream)
+    elif way == "stream":
+        stream.wait_stream(last)
+    elif way == "event on the host":
+        event.record(last)
+        event.synchronize()
+    elif way == "stream on the host":
+        last.synchronize()
+    elif way == "device":
+        cuda.synchronize()
+    else:
+        with cuda.stream(last):
+            buffer.cpu()
+
+
 @final
 class PlainTorchMachine(Machine):
     """Streams that take turns with one buffer, and memory that passes between them and the host."""
@@ -42,27 +67,7 @@ class PlainTorchMachine(Machine):
 
     def _behind(self, stream: Any, way: str) -> None:
         """Orders what a stream does next behind the last use of the buffer."""
-        event: Any = cuda.Event()
-        if way == "event":
-            with cuda.stream(self.last):
-                event.record()
-            with cuda.stream(stream):
-                event.wait()
-        elif way == "event by stream":
-            event.record(self.last)
-            event.wait(stream)
-        elif way == "stream":
-            stream.wait_stream(self.last)
-        elif way == "event on the host":
-            event.record(self.last)
-            event.synchronize()
-        elif way == "stream on the host":
-            self.last.synchronize()
-        elif way == "device":
-            cuda.synchronize()
-        else:
-            with cuda.stream(self.last):
-                self.buffer.cpu()
+        come_behind(stream, self.last, way, self.buffer)
         self.reached(f"behind by {way}", stream != self.last)
         self.last = stream
 
