@@ -494,10 +494,13 @@ class PagePool(Guided):
         """
         operation = "take_requests"
         what = f"{self.name}: {operation}"
-        given = as_array(total_lens, what)
-        if given.ndim != 1:
-            raise ShapeError(f"{what} of {total_lens!r}", value=total_lens, remedy="pass one length per request")
-        totals = amounts(given, given.size, what)
+        if type(total_lens) is np.ndarray and total_lens.ndim == 1 and total_lens.dtype is ONE.dtype:
+            totals: Ints = total_lens.copy()
+        else:
+            given = as_array(total_lens, what)
+            if given.ndim != 1:
+                raise ShapeError(f"{what} of {total_lens!r}", value=total_lens, remedy="pass one length per request")
+            totals = amounts(given, given.size, what)
         self.transaction.enter(operation)
         self._references.query_fences()
         self._check_lengths(totals, totals, operation)
