@@ -6,7 +6,7 @@ waited for, since its own order does.
 """
 
 import enum
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import attrs
@@ -55,7 +55,8 @@ class Publication:
         stream: where it was enqueued.
         fence: behind it.
         ordered: keys of the streams that are ordered behind it.
-        reads: for each stream that has read some of it, a fence behind the last such read; None until one is needed.
+        reads: for each stream that has read some of it, a fence behind the last such read; until one is needed, the
+            number of the last publish before that.
         ordered_reads: pairs of a stream that has read, and the key of a stream that is ordered behind that read.
         published: for each field its entries, and the rows int64[n] that this publish wrote.
     """
@@ -65,7 +66,7 @@ class Publication:
     stream: Stream
     fence: Fence
     ordered: set[object]
-    reads: dict[Stream, Fence | None] = attrs.field(factory=dict)
+    reads: dict[Stream, Fence | int] = attrs.field(factory=dict)
     ordered_reads: set[tuple[Stream, object]] = attrs.field(factory=set)
     published: "list[tuple[Entries, Ints]]" = attrs.field(factory=list)
 
@@ -77,23 +78,31 @@ class Publication:
     def read_fence(self, reader: Stream, runtime: Runtime) -> Fence:
         """A fence behind the last read on the stream `reader`, recorded when it is first asked for."""
         fence = self.reads[reader]
-        if fence is None:
+        if isinstance(fence, int):
             fence = self.reads[reader] = runtime.record(reader)
         return fence
 
-    def needed(self, runtime: Runtime) -> bool:
-        """Whether an entry comes from it, or a writer may have to wait for it or for a read of it. Never waits."""
+    def needed(self, runtime: Runtime, complete: Mapping[object, int]) -> bool:
+        """Whether an entry comes from it, or a writer may have to wait for it or for a read of it. Never waits.
+
+        `complete` is the last complete publish of each stream, by its key: what that stream was given before has run.
+        """
         number = self.number
+        if number > complete.get(self.stream.key, 0):
+            return True
         for entries, rows in self.published:
-            if 1 in (entries.last_writer[rows] == number).tobytes():
-                break
-        else:  # each row has a later writer, who has waited for all of it
-            return not self.fence.query()
-        return (
-            any(1 in (entries.number[rows] == number).tobytes() for entries, rows in self.published)
-            or not self.fence.query()
-            or not all(self.read_fence(reader, runtime).query() for reader in self.reads)
-        )
+            if 1 in (entries.number[rows] == number).tobytes():
+                return True
+        for reader, fence in self.reads.items():
+            if isinstance(fence, int):
+                if fence < complete.get(reader.key, 0):
+                    continue
+                if not any(1 in (entries.last_writer[rows] == number).tobytes() for entries, rows in self.published):
+                    continue  # each row has a later writer, who has waited for the read
+                fence = runtime.record(reader)
+            if not fence.query():
+                return True
+        return False
 
 
 @final
@@ -411,7 +420,7 @@ class RelayEntries(SlotListener):
             # In this order: a stream that is not known to be ordered behind the read waits once more.
             if publication.ordered_reads:
                 publication.ordered_reads = {pair for pair in publication.ordered_reads if pair[0] != stream}
-            publication.reads[stream] = fence
+            publication.reads[stream] = self._count if fence is None else fence
 
     def take(self, rows: Ints, names: Iterable[str], reader: int) -> None:
         """Notes that `reader` has taken entries."""
@@ -456,7 +465,11 @@ class RelayEntries(SlotListener):
     def prune(self) -> None:
         """Now and then forgets the publishes not needed, so that one costs O(rows). Queries fences."""
         if len(self.publications) >= self.prune_at:
-            self.publications = {n: one for n, one in self.publications.items() if one.needed(self._runtime)}
+            complete: dict[object, int] = {}
+            for number, one in reversed(self.publications.items()):
+                if one.stream.key not in complete and one.fence.query():
+                    complete[one.stream.key] = number
+            self.publications = {n: one for n, one in self.publications.items() if one.needed(self._runtime, complete)}
             self._by_fence = {id(one.fence): one for one in self.publications.values()}
             self.prune_at = max(16, 2 * len(self.publications))
 
