@@ -6,17 +6,17 @@ One step, in the order in which it happens::
               the fence of the last step, which may still read them
     retract   when the next tokens do not fit into the pages, the youngest rows give theirs back and wait again
     admit     waiting requests join while slots, pages and this step's tokens last
-    extend    each row gets page space for the tokens it computes now: one to decode, a chunk to prefill
-    upload    every column, the table writes and the step's own inputs cross in one copy
+    plan      each row gets page space for the tokens it computes now: one to decode, a chunk to prefill; every
+              column, the table writes and the step's own inputs cross in one copy
     forward   (the model would run here) and a fence is recorded after it
 
-Leave, retract and admit are ordinary operations of an immutable batch, on the host (`scheduler`). The one upload tells
+Leave, retract and admit are ordinary operations of an immutable batch, on the host (`scheduler`). The one copy tells
 the device of all of them at once, and only of the result.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from typing import final
+from typing import cast, final
 
 import attrs
 import numpy as np
@@ -27,6 +27,7 @@ from batchstate.errors import ArgumentError
 from batchstate.kv.pages import PagePool
 from batchstate.pools import SlotPool
 from batchstate.runtime import Fence, Runtime
+from batchstate.step import StepPlanner
 from batchstate.traffic.scheduler import BatchScheduler, ScheduledBatch, StepPlan
 from batchstate.traffic.workload import Workload
 
@@ -138,8 +139,8 @@ class RunningBatch(ScheduledBatch):
     A column that is added here takes part in every operation, and need not be added anywhere else.
     """
 
-    max_new_tokens = mirrored(torch.int64)
-    """Tokens of the whole answer."""
+    max_seq_lens = mirrored(torch.int64)
+    """Tokens of the prompt and the whole answer, of which the last is never computed: nobody asks what follows it."""
     priority = mirrored(torch.int32)
     temperature = mirrored(torch.float32, pad=1.0)
     top_p = mirrored(torch.float32, pad=1.0)
@@ -253,6 +254,7 @@ class TrafficEngine(BatchScheduler[RunningBatch, Request]):
             req_to_token=self.req_to_token,
         )
         super().__init__(pages, RunningBatch.empty(runtime), max_tokens_per_step=settings.max_tokens_per_step)
+        self._planner = StepPlanner(RunningBatch, pages=pages, has_ids=False)
         self.finished = 0
         self.aborted = 0
         self._hung_up: set[Request] = set()
@@ -298,7 +300,7 @@ class TrafficEngine(BatchScheduler[RunningBatch, Request]):
     def leave(self) -> None:
         """Gives back the rows of requests whose answer is complete or whose client hung up."""
         batch = self.batch
-        leaves = batch.num_generated.np == batch.max_new_tokens.np
+        leaves = batch.seq_lens.np + 1 == batch.max_seq_lens.np
         if self._hung_up:
             leaves |= np.fromiter((request in self._hung_up for request in batch.requests), np.bool_, len(batch))
         if leaves.any():
@@ -318,8 +320,7 @@ class TrafficEngine(BatchScheduler[RunningBatch, Request]):
             slots=slots,
             seq_lens=[0] * len(requests),
             prefill_lens=[request.tokens_to_prefill for request in requests],
-            num_generated=[request.num_generated for request in requests],
-            max_new_tokens=[request.answer_tokens for request in requests],
+            max_seq_lens=[request.prompt_tokens + request.answer_tokens for request in requests],
             priority=[request.priority for request in requests],
             temperature=[params.temperature for params in sampling],
             top_p=[params.top_p for params in sampling],
@@ -338,29 +339,11 @@ class TrafficEngine(BatchScheduler[RunningBatch, Request]):
         while len(self._in_flight) >= runtime.steps_in_flight:
             self._in_flight.popleft().wait()
         runtime.next_step()
-
-        if plan.only_decodes:  # nearly always: one token a row, in and out
-            generated = len(self.batch)
-            batch = self.batch.advance(("seq_lens", "num_generated"), 1)
-            extension = self.when_free(lambda: self.pages.advance(batch.slots, 1))
-        else:
-            generates = plan.generates
-            generated = int(generates.sum())
-            batch = self.batch.advance({"seq_lens": plan.chunks, "num_generated": generates})
-            extension = self.when_free(lambda: self.pages.advance(batch.slots, plan.chunks))
-        query_start_loc = np.zeros(len(batch) + 1, np.int32)
-        np.cumsum(plan.chunks, out=query_start_loc[1:])
-        batch.upload(
-            writes=[extension.entry()],
-            extras={
-                "positions": extension.positions,  # int64[tokens]
-                "out_cache_loc": extension.locations.np,  # int64[tokens]
-                "query_start_loc": query_start_loc,  # int32[rows + 1]
-            },
-        )
-        # The forward would run here, on the tensors that `upload` returned and the device sides of `batch`.
+        samples = plan.samples
+        step = self.when_free(lambda: self._planner.plan(self.batch, plan.chunks, samples=samples))
+        # The forward would run here, on `step.inputs()` and the device sides of `step.batch`.
         forward_done = runtime.record()
         self.req_to_token.read_until(forward_done)
         self._in_flight.append(forward_done)
-        self.batch = batch
-        return StepResult(len(batch), len(extension), generated)
+        self.batch = cast(RunningBatch, step.batch)
+        return StepResult(len(self.batch), int(plan.chunks.sum()), int(np.count_nonzero(samples)))

@@ -42,15 +42,10 @@ class StepPlan:
     new_pages: Ints
 
     @property
-    def only_decodes(self) -> bool:
-        """Whether every row computes and generates exactly one token."""
-        return int(self.remaining.max(initial=1)) == 1
-
-    @property
-    def generates(self) -> Ints:
-        """1 for each row whose next token comes out of this step, else 0; int64[rows]."""
-        generates: Ints = (self.chunks == self.remaining).astype(np.int64)
-        return generates
+    def samples(self) -> Mask:
+        """Whether the next token of each row comes out of this step, bool[rows]."""
+        samples: Mask = self.chunks == self.remaining
+        return samples
 
 
 def plan_step(seq_lens: Ints, prefill_lens: Ints, *, budget: int, page_size: int) -> StepPlan:
@@ -120,8 +115,6 @@ class ScheduledBatch(Batch):
     """Tokens whose KV is computed, those of the step under way included."""
     prefill_lens = mirrored(torch.int64)
     """Tokens to prefill: the prompt, and for a request that was retracted its answer up to then."""
-    num_generated = mirrored(torch.int64)
-    """Tokens of the answer so far."""
     requests = host_list()
     """The request objects, on the host only."""
 
@@ -236,19 +229,18 @@ class BatchScheduler(Generic[B, R]):
         """Takes rows out of the batch and returns their requests; slots and pages are freed behind `last_step`."""
         leaving = self.batch.filter(leaves)
         requests: Sequence[R] = leaving.requests
-        for request, num_generated in zip(requests, leaving.num_generated.np.tolist(), strict=True):
-            request.num_generated = num_generated
+        for request, length in zip(requests, leaving.seq_lens.np.tolist(), strict=True):
+            request.num_generated += max(length + 1 - request.tokens_to_prefill, 0)
         self.pages.release_requests(leaving.slots, after=self.last_step)
         self.batch = self.batch.filter(~leaves)
         return requests
 
     def _admit(self, plan: StepPlan) -> bool:
         """Lets waiting requests join while this step's tokens, the slots and the pages last. Whether any did."""
-        tokens = self._max_tokens_per_step - int(plan.remaining.sum())
-        if not self.waiting or tokens <= 0:
+        if not self.waiting:
             return False
-        slots = self.slots_available
-        if not slots:
+        tokens, slots = self._max_tokens_per_step - int(plan.remaining.sum()), self.slots_available
+        if tokens <= 0 or not slots:
             return False
         # What the running rows take up to their next token is reserved. What their answers will take is not: that
         # would leave pages idle. Where it comes to that, `schedule` retracts.

@@ -222,7 +222,9 @@ class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
     def _launch(self, plan: StepPlan) -> None:
         while self.steps.depth >= DEPTH:
             self.steps.complete()
-        batch = self.batch.advance({"seq_lens": plan.chunks, "num_generated": plan.generates, "bound_lens": 2})
+        batch = self.batch.advance(
+            {"seq_lens": plan.chunks, "num_generated": plan.samples.astype(int), "bound_lens": 2}
+        )
         extension = self.when_free(lambda: self.pages.advance(batch.slots, plan.chunks))
         self._listener.on_extend(batch, extension)
         self._writes.append(self.window.entry(extension.locations, None, in_window(extension)))

@@ -72,6 +72,7 @@ class Arrival(Enum):
 class OverlapBatch(ScheduledBatch):
     """The running requests."""
 
+    num_generated = mirrored(torch.int64)
     temperature = mirrored(torch.float32, pad=1.0)
     odd = mirrored(torch.int64, contract="upper_bound")  # steps with an odd mix, of which the host counts all
     last = device_only(torch.int64)  # the mix of the last step
@@ -657,9 +658,9 @@ class OverlapEngine(BatchScheduler[OverlapBatch, OverlapRequest]):
         """All requests grow; one upload; the forward; and speculative locations are given back."""
         pages, queries, requests = self.pages, step.chunks, self.batch.requests
         ids = [one.ids(query) for one, query in zip(requests, queries.tolist(), strict=True)]
-        ends = step.generates.astype(np.bool_)
+        ends = step.samples
         sampling = np.flatnonzero(ends).tolist()
-        batch = self.batch.advance({"seq_lens": queries, "num_generated": step.generates, "odd": 1})
+        batch = self.batch.advance({"seq_lens": queries, "num_generated": step.samples.astype(int), "odd": 1})
         self.ages = self.ages + 1
         lens = np.array(batch.seq_lens.np)
         missing = pages_for(lens + 1, pages.page_size) - step.owned_pages
