@@ -34,6 +34,8 @@ _MEANT = {
     "update": "for a whole column, batch.replace({key}=...); for some rows, batch.update({key!r}, rows, values)",
     "advance": "name the column: batch.advance({key!r}, {value})",
 }
+_SYNONYMS = {"watch": {"columns": "rows", "twins": "pairs", "methods": "after", "hooks": "after", "keys": "key"}}
+"""Arguments by other words than their own, which they do not resemble."""
 _EXAMPLES = {
     "watch": "watch(Engine, num_rows='num_reqs', after=['step'], pairs=[('seq_lens_cpu', 'seq_lens')])",
     "Twin": "Twin('seq_lens_cpu', 'seq_lens'), the names of both attributes",
@@ -178,7 +180,8 @@ def _refused(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwa
     elif unknown and (meant := _MEANT.get(name) or _MEANT.get(function.__name__)):
         told = [meant.format(key=unknown[0], value=shown(kwargs[unknown[0]]))]
     elif unknown:
-        told = [one_of(names, unknown[0]) if names else "leave the arguments out"]
+        meant_by = _SYNONYMS.get(name, {}).get(unknown[0], unknown[0])
+        told = [one_of(names, meant_by) if names else "leave the arguments out"]
     elif len(args) > len(places) and by_name:
         first = [shown(one) if _is_plain(one) else key for one, key in zip(args, places, strict=False)]
         if by_name[0] in kwargs or (not first and not isinstance(args[0], list)):

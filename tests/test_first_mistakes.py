@@ -298,6 +298,7 @@ MORE = {
     "watch(Engine, num_rows='n', after=['step'])": ("no column is declared", "name columns in `pairs`"),
     "watch(Engine, num_rows=3, after=['step'])": ("`num_rows` is 3", "pass a name of an attribute, or a function"),
     "watch(Engine, num_rows='n', after=['step'], pairs=('a', 'b'))": ("expected a list of pairs", "pairs=[(host"),
+    "watch(Engine, num_rows='n', after=['step'], columns=['a'])": ("columns=['a']", "did you mean 'rows'?"),
     "watch(Engine, num_rows='n', after=['step'], pair=[('a', 'b')])": ("pair=[('a', 'b')]", "did you mean 'pairs'?"),
     "watch_slots(Engine)": ("expected watch_slots(cls, *, after, live, free", "`after`, `live` and `free` are missing"),
     "audit(Engine)": ("expected a subclass of Batch", "use `watch`"),

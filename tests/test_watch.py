@@ -707,6 +707,81 @@ def test_threads(full: None) -> None:
     assert watching.counters.calls == watching.counters.checked == 160
 
 
+class Made(Engine):
+    """Batches that class methods make, of lists of batches."""
+
+    short = False
+
+    @classmethod
+    def of(cls, lengths: list[int]) -> "Made":
+        batch = cls(lengths)
+        if cls.short:
+            batch.seq_lens_cpu = batch.seq_lens_cpu[1:]
+        return batch
+
+    @classmethod
+    def joined(cls, batches: list["Made"]) -> "Made":
+        whole = cls([])
+        for one in batches:
+            whole.merge_batch(one)
+        if cls.short:
+            whole.sampling.temperatures = whole.sampling.temperatures.flip(0)
+        return whole
+
+    def split(self) -> list["Made"]:
+        parts = [copy.copy(self), copy.copy(self)]
+        for row, part in enumerate(parts):
+            part.sampling = copy.copy(self.sampling)
+            part.extra = dict(self.extra)
+            part.filter_batch([row])
+        if self.short:
+            parts[1].seq_lens = parts[1].seq_lens + 1
+        return parts
+
+
+@pytest.mark.parametrize("method", ["of", "joined", "split"])
+def test_what_class_methods_return_and_lists_hold_is_checked(
+    full: None, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Checked are a batch that a class method makes, those in a list that is passed, and each of a returned list."""
+
+    def call() -> object:
+        if method == "of":
+            return Made.of([3, 4])
+        return Made.joined([Made([3]), Made([4])]) if method == "joined" else Made([3, 4]).split()
+
+    hooks: dict[str, Any] = {"after": [method], "moves": [] if method == "of" else [method], "adds": {}}
+    with watched(Made, **hooks) as watching:
+        call()
+        assert watching.counters.checked == watching.counters.calls == 1
+        monkeypatch.setattr(Made, "short", True)
+        with pytest.raises(Violation) as caught:
+            call()
+    expected = {"of": Code.ROW_COUNT, "joined": Code.ROW_KEPT, "split": Code.MIRROR_EQUAL}
+    assert caught.value.code is expected[method]
+
+
+def test_a_short_column_behind_a_moving_method_is_found(full: None) -> None:
+    """A method in `moves` and not in `after` that leaves a column too short is named; a device side may be late."""
+
+    class Late(Engine):
+        def filter_batch(self, keep: list[int]) -> None:
+            before = self.seq_lens
+            super().filter_batch(keep)
+            self.seq_lens = before[:1]
+            self.sampling.temperatures = self.sampling.temperatures[: self.kept]
+
+        kept = 2
+
+    with watched(Late, after=["prepare_for_decode"], moves=["filter_batch"], adds={}):
+        batch = Late([3, 4, 5])
+        batch.filter_batch([0, 2])
+        Late.kept = 1
+        with pytest.raises(Violation) as caught:
+            Late([3, 4, 5]).filter_batch([0, 2])
+    assert (caught.value.code, caught.value.column) == (Code.ROW_COUNT, "sampling.temperatures")
+
+
 def test_objects_are_copied_pickled_and_die() -> None:
     """A watch keeps nothing of the objects: copies are watched, pickles need no watch, and the dead are gone."""
     with watched():

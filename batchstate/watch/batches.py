@@ -115,6 +115,16 @@ class Watched(Hooked):
         added = declared.adds.get(name)
         moving = added is not None or name in declared.moves
 
+        def look(out: Any, place: Place, full: bool, step: int, kept: list[Rows] | None = None) -> None:
+            now: Rows | None = None
+            if after:
+                names = (added if moving else ()) if full else ()
+                now = self.ask(ended, declared.check, out, place, full=full, names=names)
+                if audit is not None:
+                    self.ask(ended, audit.sample, out, place, step)
+            if kept:
+                self.ask(ended, declared.check_kept, kept, out, added, place, whole=after, now=now)
+
         def run(step: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if audit is not None and self.pending:
                 self.ask(began, audit.compare, step)
@@ -122,8 +132,18 @@ class Watched(Hooked):
                     return function(*args, **kwargs)
             subject = args[0] if args else None
             if not isinstance(subject, cls):
-                subject = next((one for one in (*args, *kwargs.values()) if isinstance(one, cls)), None)
-            if subject is None or not self.enter(subject):
+                subject = next(iter(_objects(cls, (*args, *kwargs.values()))), None)
+                if subject is None:
+                    result = function(*args, **kwargs)
+                    for out in _objects(cls, (result,)) if after else ():
+                        if self.enter(out):
+                            place, full = Place(self.name, ended, step, report), levels.full and audit is None
+                            try:
+                                look(out, place, full, step)
+                            finally:
+                                self.leave(out, compared=full and place.compared)
+                    return result
+            if not self.enter(subject):
                 return function(*args, **kwargs)
             full, place = levels.full and audit is None, Place(self.name, ended, step, report)
             compared = False
@@ -136,23 +156,27 @@ class Watched(Hooked):
                         self.ask(began, audit.sample, subject, first, step)
                 kept: list[Rows] | None = None
                 if full and moving:
-                    subjects = [one for one in (*args, *kwargs.values()) if isinstance(one, cls)]
+                    subjects = _objects(cls, (*args, *kwargs.values()))
                     kept = self.ask(began, lambda: [declared.snapshot(one, names=added) for one in subjects])
                 result = function(*args, **kwargs)
-                out = result if isinstance(result, cls) else subject
-                now: Rows | None = None
-                if after:
-                    names = (added if moving else ()) if full else ()
-                    now = self.ask(ended, declared.check, out, place, full=full, names=names)
-                    if audit is not None:
-                        self.ask(ended, audit.sample, out, place, step)
-                if kept:
-                    self.ask(ended, declared.check_kept, kept, out, added, place, whole=after, now=now)
+                for out in ([] if result is None else _objects(cls, (result,))) or [subject]:
+                    look(out, place, full, step, kept)
                 return result
             finally:
                 self.leave(subject, compared=full and (compared or place.compared))
 
         return run
+
+
+def _objects(cls: type, values: Iterable[Any]) -> list[Any]:
+    """Those of a class among some values, and in lists and tuples of them."""
+    found = []
+    for value in values:
+        if isinstance(value, cls):
+            found.append(value)
+        elif isinstance(value, list | tuple) and value and isinstance(value[0], cls):
+            found += value
+    return found
 
 
 @final

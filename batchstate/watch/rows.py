@@ -768,6 +768,13 @@ class Declaration:
             f"line that changes {pair.host!r} or {pair.device!r} without the other",
         )
 
+    def _check_short(self, names: Collection[str], batch: Any, now: Rows, n: int, place: Place) -> None:
+        """Asks of columns that could not be read whole: those of the host, since the device sides may come later."""
+        for name in sorted(set(names).difference(now.columns, (pair.device for pair in self.pairs))):
+            value = self.columns[name](batch)
+            if value is not None and self.uses(name, batch):
+                self._check_column(name, value, n, place)
+
     def check_kept(
         self,
         before: list[Rows],
@@ -793,6 +800,7 @@ class Declaration:
             if not n:
                 return
             now = self.snapshot(batch, n, names=added, copied=False)
+            self._check_short({name for part in before for name in part.columns}, batch, now, n, place)
         behind = frozenset() if whole else {pair.device for pair in self.pairs}
         for part in before:
             rows = part.in_both(now)

@@ -165,7 +165,7 @@ class Rows:
         """The rows of the requests that are in `now` too, here and there: slices or row numbers; None if none is."""
         old, new = self.requests, now.requests
         n, m = len(old), len(new)
-        if n and type(None) not in {*map(type, old), *map(type, new)}:
+        if n and type(None) not in set(map(type, old)):  # so that none of `new` is taken for the same
             for first in {0, m - n} if n <= m else ():  # as they were, or joined by others
                 if all(map(is_, old, new[first : first + n])):
                     return slice(None), slice(first, first + n)
