@@ -158,14 +158,16 @@ def identity(value: object) -> tuple[int, ...]:
 
 
 def snapshot() -> dict[tuple[str, ...], tuple[int, ...]]:
-    """Identity of every function and attribute of the library."""
+    """Identity of every function and attribute of the library; those of a class once, wherever it is imported."""
     found: dict[tuple[str, ...], tuple[int, ...]] = {}
+    seen = set[type]()
     for module_name, module in sorted(sys.modules.items()):
         if not module_name.startswith("batchstate."):
             continue
         for name, value in vars(module).items():
             found[module_name, name] = identity(value)
-            if inspect.isclass(value) and value.__module__.startswith("batchstate."):
+            if inspect.isclass(value) and value.__module__.startswith("batchstate.") and value not in seen:
+                seen.add(value)
                 found.update({(module_name, name, key): identity(one) for key, one in vars(value).items()})
     return found
 
