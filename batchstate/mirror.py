@@ -292,7 +292,6 @@ class MirroredTensor(HostValues):
 
     __slots__ = (
         "__weakref__",
-        "_device",
         "_exposed",
         "_generations",
         "_host",
@@ -301,6 +300,7 @@ class MirroredTensor(HostValues):
         "_pool_id",
         "_row_set",
         "_seen",
+        "_side",
         "_windows",
         "contract",
         "dtype",
@@ -342,7 +342,7 @@ class MirroredTensor(HostValues):
         self.version = runtime.new_version()
         self._host = host
         self._host_tensor: torch.Tensor | None = None
-        self._device = DeviceSide(functools.partial(_uploaded, runtime, host)) if device is None else device
+        self._side = device
         self._windows = windows
         self._generations = generations
         self._pool_id = pool_id
@@ -519,6 +519,18 @@ class MirroredTensor(HostValues):
         self._check_fresh("device")
         return self._own_device()
 
+    @property
+    def _device(self) -> DeviceSide:
+        """The device side: of a host side alone made when it is first asked for, since most handles never cross."""
+        side = self._side
+        if side is None:
+            side = self._side = DeviceSide(functools.partial(_uploaded, self.runtime, self._host))
+        return side
+
+    def _existing(self) -> torch.Tensor | None:
+        """The device side if it exists already; see `DeviceSide.existing`."""
+        return None if self._side is None else self._side.existing
+
     def _own_device(self) -> torch.Tensor:
         self._plain = 0
         return self._device.tensor(self.runtime)
@@ -692,7 +704,7 @@ class MirroredTensor(HostValues):
             host = np.concatenate([value._host_side() for value in values])
         device = None
         if contract in (Contract.UPPER_BOUND, Contract.DEVICE_ONLY) or any(
-            value._device.existing is not None for value in values
+            value._existing() is not None for value in values
         ):
             first.runtime.refuse_capture("a merge")  # its kernel would not run now, and its result would be kept
             parts = [value._own_device() for value in values]
@@ -1005,12 +1017,13 @@ class MirroredTensor(HostValues):
         where = self._where(operation)
         if levels.full:
             self._check_fully(where)  # first: it says which row
-        self._device.check_count(where)
+        if self._side is not None:
+            self._side.check_count(where)
         if self._host_tensor is not None and not self._host_tensor.is_inference():
             invariants.mirror_foreign_write("host", 0, self._host_tensor._version, **where)
 
     def _check_fully(self, where: Where) -> None:
-        host, device = self._host, self._device.existing
+        host, device = self._host, self._existing()
         if host is not None and self._seen is not None:
             invariants.mirror_foreign_write("host", self._seen, host, **where)
         if device is None or self.open_windows or self.runtime.checks_suspended():
@@ -1033,7 +1046,7 @@ class MirroredTensor(HostValues):
     def _device_if_needed(self) -> torch.Tensor | None:
         """The device side, safe on the current stream, if it exists already or the host side could not make it."""
         of_its_own = self.contract in (Contract.UPPER_BOUND, Contract.DEVICE_ONLY)  # such as a batch gathers late
-        return self._device.tensor(self.runtime) if of_its_own or self._device.existing is not None else None
+        return self._device.tensor(self.runtime) if of_its_own or self._existing() is not None else None
 
     def _derived(
         self,
