@@ -123,6 +123,7 @@ def fake_accelerator(monkeypatch: pytest.MonkeyPatch) -> tuple[AcceleratorRuntim
     """An accelerator runtime whose memory is CPU memory, and the stand-in that it takes for torch's device module."""
     module = FakeModule()
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.delattr(torch._C, "_cuda_getCurrentStream", raising=False)  # of the real module
     runtime = AcceleratorRuntime(torch.device("cpu"))
     runtime.device = torch.device("cpu")
     monkeypatch.setattr(runtime, "_pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
