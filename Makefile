@@ -18,8 +18,10 @@ ifeq ($(PY),$(VENVPY))
 READY := $(STAMP)
 endif
 
-# Where pytest-xdist is there the tests share the cores, and a GPU: each process takes a context of it. ARGS='-n 2' asks for fewer.
-PARALLEL = $(shell $(PY) -c 'import os, xdist; print("-n", min($(if $(DEVICE),12,4), len(os.sched_getaffinity(0))), "--dist loadfile --no-loadscope-reorder")' 2>/dev/null)
+# Where pytest-xdist is there the tests share the cores; a GPU too, of which each process takes up to 2 GiB.
+CORES    = len(os.sched_getaffinity(0))
+MOST     = $(if $(filter cuda%,$(DEVICE)),min(12, torch.cuda.mem_get_info()[1] >> 31),4)
+PARALLEL = $(shell $(PY) -c 'import os, torch, xdist; print("-n", min($(MOST), $(CORES)), "--dist loadfile --no-loadscope-reorder")' 2>/dev/null)
 
 ON_DEVICE := $(if $(DEVICE),--device $(DEVICE))
 PIP := $(VENVPY) -m pip --disable-pip-version-check --quiet install --constraint constraints.txt

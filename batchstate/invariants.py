@@ -1140,6 +1140,7 @@ def transfer_bounds(
 def transfer_late_write(locations: Ints, changed: Mask, **where: Unpack[Where]) -> Breach | None:
     """Memory without an owner does not change. `changed` bool[n] says so of host locations integer[n].
 
+    Asked of memory that the host can address; of an accelerator's own (`KVBuffer(on_device=True)`) nothing is known.
     Cost: reads the memory that is freed and handed out. Broken by reusing a run while a peer may still write into it.
     """
     if (row := first_row(changed)) is None:

@@ -232,14 +232,23 @@ class WatchedMachine(Machine):
     @rule(length=st.integers(1, 7), accept=st.booleans(), leaves=st.booleans())
     def produce(self, length: int, accept: bool, leaves: bool) -> None:
         """A step of the batch that is audited, in which a request joins and one may leave."""
-        self.production.merge(self._new([length], Production))
+        production = self.production
+        production.merge(self._new([length], Production))
+        self._arrive()
         if accept:
-            self.production.accept()
+            production.accept()
         else:
-            self.production.step()
-        if leaves or len(self.production) > 3:
-            self.production.filter(list(range(1, len(self.production))))
+            production.step()
+        self._arrive()
+        if leaves or len(production) > 3:
+            production.filter(list(range(1, len(production))))
+            self._arrive()
         self.reached("a sample compared", self.audited.counters.compared > 0)
+
+    def _arrive(self) -> None:
+        """The sample of a call is there in the next one, also where an accelerator takes its time."""
+        if self.rt.device.type != "cpu":
+            self.rt.synchronize()
 
     @rule(number=st.integers(1, 3), shares=st.booleans(), data=st.data())
     def allocate(self, number: int, shares: bool, data: st.DataObject) -> None:
