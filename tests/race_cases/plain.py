@@ -5,7 +5,7 @@ from typing import Any, TypeAlias, final
 import torch
 
 from batchstate.runtime import AcceleratorRuntime, CpuRuntime, Stream
-from batchstate.testing.cuda import CudaRuntime, CudaSimRuntime
+from batchstate.testing.cuda import CudaRuntime, CudaSimRuntime, WatchedCuda
 from batchstate.testing.race import RaceRuntime
 from batchstate.testing.sim import SimRuntime
 from batchstate.testing.tracing.dispatch import is_raw
@@ -40,13 +40,13 @@ class PlainAccelerator(AcceleratorRuntime):
 
 @final
 class PlainCuda(AcceleratorRuntime):
-    """Says everything in plain `torch.cuda`, in a window of `cuda_on_cpu`: what the detector sees is torch alone.
+    """Says everything in plain `torch.cuda`, in a window that watches `torch.cuda`: the detector sees torch alone.
 
     Args:
         window: names the streams in reports, and is told of kernels that torch does not see.
     """
 
-    def __init__(self, window: CudaRuntime | CudaSimRuntime) -> None:
+    def __init__(self, window: CudaRuntime | CudaSimRuntime | WatchedCuda) -> None:
         self._window = window
         super().__init__(torch.device("cuda"))
 

@@ -73,18 +73,19 @@ def slice_against_whole(rt: CaseRuntime, racy: bool, left: Stream, right: Stream
         return [torch.cat([numbers[:2], numbers[3:]])]
 
 
-@pair(RaceKind.WRITE_AFTER_WRITE, "left: copy_", "right: copy_", "element 4")
+@pair(RaceKind.WRITE_AFTER_WRITE, "left: fill_", "right: fill_", "element 4")
 def adjacent_elements(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> Values:
-    """Elements of one vector, written one by one.
+    """Elements of one vector, written one by one; each is a slice, as `lengths[4] = 7` would wait for the device.
 
     Racy: the same element.
     Safe: neighbours, which share no byte.
     """
     lengths = vector(rt, dtype=torch.int32)
     with rt.use(left):
-        lengths[4] = 7
+        lengths[4:5] = 7
     with rt.use(right):
-        lengths[4 if racy else 5] = 8
+        at = 4 if racy else 5
+        lengths[at : at + 1] = 8
     return [lengths]
 
 

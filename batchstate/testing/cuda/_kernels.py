@@ -51,7 +51,7 @@ def declared_kernel(
                 return function(*values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)))
 
             with rt.lock:
-                return rt.launch(
+                launched: T = rt.launch(
                     raw_kernel(kernel),
                     *args,
                     *kwargs.values(),
@@ -59,6 +59,7 @@ def declared_kernel(
                     writes=_tensors(given, writes),
                     name=function.__name__,
                 )
+                return launched
 
         return launch
 

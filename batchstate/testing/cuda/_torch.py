@@ -92,7 +92,7 @@ def replaced(rt: "CudaWindow[Any]", stands_for: Mapping[str, Callable[..., Any]]
             (torch.amp.autocast_mode.autocast, {"__init__": _autocast(torch.amp.autocast_mode.autocast.__init__)}),
         ):
             for name, value in attributes.items():
-                _replace(stack, owner, name, value)
+                replace(stack, owner, name, value)
         _forget_functions()
         stack.callback(_forget_functions)
         yield
@@ -119,7 +119,7 @@ def _forget_stream() -> None:
         module.get_cuda_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
-def _replace(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+def replace(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
     before = vars(owner).get(name, _MISSING)
     setattr(owner, name, value)
     if before is _MISSING:
@@ -159,7 +159,7 @@ def _stand_in(stack: contextlib.ExitStack, name: str, function: Callable[..., An
             value=name,
             remedy="name an attribute as `package.module.attribute` or an operator as `namespace::operator`",
         )
-    _replace(stack, owner, attribute, function)
+    replace(stack, owner, attribute, function)
 
 
 # The C functions
@@ -427,13 +427,6 @@ def _of_tensors(rt: "CudaWindow[Any]") -> Attributes:
         given = {"dtype": self.dtype, "device": self.device, **{k: v for k, v in kwargs.items() if v is not None}}
         return torch.tensor(data, **given)
 
-    def set_item(self: torch.Tensor, key: Any, value: Any) -> None:
-        if not isinstance(value, torch.Tensor) and on_device(self):
-            with tracer.filling():
-                _base.__setitem__(self, key, value)
-        else:
-            _base.__setitem__(self, key, value)
-
     def type_name(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
         if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
             kind = _base.type(torch.empty(0), "torch." + dtype.removeprefix("torch.cuda.")).dtype
@@ -467,7 +460,6 @@ def _of_tensors(rt: "CudaWindow[Any]") -> Attributes:
         "pin_memory": lambda self, device=None: tracer.pin(self),
         "is_pinned": lambda self, device=None: tracer.kind_of(self) is MemoryKind.PINNED,
         "record_stream": record_stream,
-        "__setitem__": set_item,
         "type_as": cast_like,
         "new_tensor": new_tensor,
         "type": type_name,

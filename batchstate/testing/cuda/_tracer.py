@@ -1,9 +1,8 @@
 """Which memory is `cuda:0`'s, and every operation of torch on it, by the word `device=` that the code itself says."""
 
 import abc
-import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,7 +57,6 @@ class CudaTracer(Tracer[A]):
         self.lock = threading.RLock()
         self.ended = False
         self._beside_a_gpu = torch.cuda.is_available()
-        self._filling = threading.local()
         self._captures: dict[int, Any] = {}  # thread -> what it captures
 
     # Memory
@@ -108,7 +106,7 @@ class CudaTracer(Tracer[A]):
         if place is not None:
             if place.type not in ("cuda", "cpu"):
                 return func(*args, **kwargs)
-            if place.type == "cuda":
+            if place.type == "cuda" and self.on_cpu:
                 check_declared(place)
                 named["device"] = CPU
         with self.lock:
@@ -123,8 +121,9 @@ class CudaTracer(Tracer[A]):
         if kwargs.get("pin_memory"):
             if to_device:
                 raise RuntimeError(f"{operation.name}: only dense CPU tensors can be pinned, and device= says {place}")
-            return self.keep(func(*args, **{**kwargs, "pin_memory": False}), MemoryKind.PINNED)
-        crosses = operation.name == "copy_" and self._crosses(args[0], args[1]) and not self._fills(args[1])
+            kwargs = {**kwargs, "pin_memory": False} if self.on_cpu else kwargs
+            return self.keep(func(*args, **kwargs), MemoryKind.PINNED)
+        crosses = operation.name == "copy_" and self._crosses(args[0], args[1])
         moves = operation.name == "_to_copy" and of_device is not to_device
         if capturing and (of_device or to_device):
             self._check_capture(call, copies=crosses or moves)
@@ -151,19 +150,6 @@ class CudaTracer(Tracer[A]):
 
     def _crosses(self, target: torch.Tensor, source: torch.Tensor) -> bool:
         return (self.kind_of(target) is MemoryKind.DEVICE) is not (self.kind_of(source) is MemoryKind.DEVICE)
-
-    def _fills(self, source: torch.Tensor) -> bool:
-        """Whether a copy is of a number that is put into a tensor: on a device torch makes that a fill."""
-        return source.ndim == 0 and getattr(self._filling, "now", False)
-
-    @contextlib.contextmanager
-    def filling(self) -> Iterator[None]:
-        """A window of this thread in which a number is put into a tensor of the device."""
-        self._filling.now = True
-        try:
-            yield
-        finally:
-            self._filling.now = False
 
     def _moved(self, source: torch.Tensor, kwargs: Mapping[str, Any], to_device: bool) -> torch.Tensor:
         """`.to(...)` to the other side."""

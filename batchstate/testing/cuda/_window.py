@@ -9,14 +9,14 @@ from typing import Any, TypeVar, final
 import torch
 
 from batchstate.errors import ArgumentError
-from batchstate.runtime import CpuRuntime, Fence, Stream
+from batchstate.runtime import CpuRuntime, Fence, Runtime, Stream
 from batchstate.testing.cuda._torch import replaced
 from batchstate.testing.cuda._tracer import CudaTracer, NotModelledError
 from batchstate.testing.tracing.clocks import HOST, unused_name
 from batchstate.testing.tracing.dispatch import dispatching
 from batchstate.testing.tracing.runtime import TracedRuntime
 
-_open: list["CudaWindow[Any]"] = []
+_open: list[Any] = []
 """The window that is open in this process, if one is."""
 
 
@@ -88,19 +88,18 @@ class CudaWindow(TracedRuntime[S]):
 
     @contextlib.contextmanager
     def _tracing(self) -> Iterator[None]:
-        if _open:
-            raise ArgumentError(
-                "cuda_on_cpu inside of cuda_on_cpu", value=_open[0], remedy="use the runtime of the window that is open"
-            )
         if torch.cuda.is_available():
             torch.cuda.init()  # type: ignore[no-untyped-call]  # torch does that once, and not inside of a window
-        _open.append(self)
         try:
-            with replaced(self, self._stands_for), _in_new_threads(self), dispatching(self._tracer):
+            with (
+                only_window(self),
+                replaced(self, self._stands_for),
+                in_new_threads(self._tracer),
+                dispatching(self._tracer),
+            ):
                 yield
         finally:
             self._tracer.ended = True
-            _open.clear()
 
     # Streams
 
@@ -229,13 +228,31 @@ class CudaWindow(TracedRuntime[S]):
         return {**dict.fromkeys(names, bytes_of), **dict.fromkeys(others, nothing), **single, **counts}
 
 
-def open_window() -> CudaWindow[Any] | None:
+def open_window() -> Any:
     """The runtime of the window that is open, or None."""
     return _open[0] if _open else None
 
 
 @contextlib.contextmanager
-def _in_new_threads(rt: CudaWindow[Any]) -> Iterator[None]:
+def only_window(rt: Runtime) -> Iterator[None]:
+    """The time in which a runtime has the window that there is in a process.
+
+    Raises:
+        ArgumentError: another one is open.
+    """
+    if _open:
+        raise ArgumentError(
+            "cuda_on_cpu inside of cuda_on_cpu", value=_open[0], remedy="use the runtime of the window that is open"
+        )
+    _open.append(rt)
+    try:
+        yield
+    finally:
+        _open.clear()
+
+
+@contextlib.contextmanager
+def in_new_threads(tracer: CudaTracer[Any]) -> Iterator[None]:
     """A window in which threads that start are traced too: torch's modes are of one thread each."""
     start = threading.Thread.start
 
@@ -243,8 +260,8 @@ def _in_new_threads(rt: CudaWindow[Any]) -> Iterator[None]:
         run = self.run
 
         def traced_run() -> None:
-            del self.run
-            with dispatching(rt.tracer):
+            vars(self).pop("run", None)
+            with dispatching(tracer):
                 run()
 
         self.run = traced_run  # type: ignore[method-assign]

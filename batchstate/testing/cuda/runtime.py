@@ -1,46 +1,29 @@
 """`cuda_on_cpu`: a window in which plain torch code that says `cuda` runs on a CPU, and races in it are found."""
 
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, Literal, final, overload
 
 from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError
 from batchstate.runtime import Stream
 from batchstate.testing.cuda._hints import torch_hint_for
+from batchstate.testing.cuda._plain import PlainRaceRuntime
 from batchstate.testing.cuda._race import CudaRaceTracer
 from batchstate.testing.cuda._sim import CudaSimTracer
 from batchstate.testing.cuda._window import CudaWindow
 from batchstate.testing.devices import PROMPT, RACE, SIM
-from batchstate.testing.race.detector import OnRace, Race
+from batchstate.testing.race.detector import OnRace
 from batchstate.testing.race.report import EventKind
-from batchstate.testing.race.runtime import RaceRuntime
 from batchstate.testing.sim.device import DeviceStream
 from batchstate.testing.sim.runtime import SimRuntime
 from batchstate.testing.tracing.clocks import StreamClock
 
 
 @final
-class CudaRuntime(CudaWindow[StreamClock], RaceRuntime):
+class CudaRuntime(CudaWindow[StreamClock], PlainRaceRuntime):
     """The race detector behind `torch.cuda`. Made by `cuda_on_cpu`."""
 
     _tracer: CudaRaceTracer
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Ends the window; torch is as it was.
-
-        Raises:
-            Race: one was raised in the window and the code caught it, or the source of a copy had changed; not where
-                an error ends the window, which gets a note of what was found.
-        """
-        super().__exit__(kind, error, traceback)
-        if error is not None:
-            if self.races and not isinstance(error, Race):
-                error.add_note(f"cuda_on_cpu had found {len(self.races)} race(s) by then; the first:\n{self.races[0]}")
-        elif self._detector.raised:
-            raise self._detector.raised[0]
 
     def _new_tracer(self) -> CudaRaceTracer:
         return CudaRaceTracer(self._detector, self._inner, self._known_stream, self._note_sync)

@@ -39,7 +39,7 @@ class _Landing:
     allocation: RaceAllocation
     region: ByteRegion
     tensor: torch.Tensor
-    values: torch.Tensor
+    values: torch.Tensor | None
     checksum: int
     disturbed: bool = False
 
@@ -60,22 +60,33 @@ class HostMemory:
     def reads(self, entry: Entry, allocation: RaceAllocation, region: ByteRegion, tensor: torch.Tensor) -> None:
         """A copy to the device reads `tensor` when it runs: what lands there before it is there by then."""
         self.ordered(entry.stream, allocation, region)
+        by_device = [one for one in self._landings if one.allocation is allocation and one.values is None]
+        if any(one.region.overlaps(region) for one in by_device):
+            return  # what a device brings at a time of its own has no checksum
         self._sources.append(_Source(entry, allocation, region, tensor, _checksum(tensor)))
 
     def ordered(self, stream: StreamClock, allocation: RaceAllocation, region: ByteRegion) -> None:
         """A stream is about to access host memory: what lands there before it, and is ordered so, is there by then."""
         for landing in [one for one in self._landings if one.allocation is allocation and one.region.overlaps(region)]:
-            if stream.knows(landing.entry.stream.number, landing.entry.number):
+            if landing.values is not None and stream.knows(landing.entry.stream.number, landing.entry.number):
                 self._landings.remove(landing)
                 self._land(landing)
 
     def lands(
-        self, entry: Entry, allocation: RaceAllocation, region: ByteRegion, tensor: torch.Tensor, values: torch.Tensor
+        self,
+        entry: Entry,
+        allocation: RaceAllocation,
+        region: ByteRegion,
+        tensor: torch.Tensor,
+        values: torch.Tensor | None,
     ) -> None:
-        """A copy to the host brings `values` into `tensor` when it runs."""
+        """A copy to the host brings `values` into `tensor` when it runs; None where a device does that itself."""
         self.overwritten(allocation, region)
-        _poison(tensor)
-        self._landings.append(_Landing(entry, allocation, region, tensor, values, _checksum(tensor)))
+        if values is not None:
+            _poison(tensor)
+        self._landings.append(
+            _Landing(entry, allocation, region, tensor, values, 0 if values is None else _checksum(tensor))
+        )
 
     def overwritten(self, allocation: RaceAllocation, region: ByteRegion) -> None:
         """A write that the detector sees: what came unseen before is checked now, and this write is not blamed for it.
@@ -121,6 +132,8 @@ class HostMemory:
             self._unseen(source, RaceKind.STAGING_REFILLED, "reads")
 
     def _land(self, landing: _Landing) -> None:
+        if landing.values is None:
+            return
         changed = not landing.disturbed and _checksum(landing.tensor) != landing.checksum
         landing.tensor.copy_(landing.values)
         self._sources = deque(

@@ -193,6 +193,8 @@ class RaceTracer(Tracer[RaceAllocation]):
     def _on_device(self, call: TracedCall) -> Any:
         __tracebackhide__ = True
         operation, func, args, kwargs, tensors = call
+        if self._converts(call):
+            return self._converted(args[0], kwargs)
         accesses, waits = [], False
         if tensors:
             accesses = operation.accesses(args, kwargs, self._read_index)
@@ -202,14 +204,12 @@ class RaceTracer(Tracer[RaceAllocation]):
         result = func(*args, **kwargs)
         self.end(entry, checked)
         for one in tensors_in(result):
-            if self.allocations.of(one) is None and (self.on_cpu or one.device.type != "cpu"):
+            if self.allocations.of(one) is None and (self.on_cpu or self.kind_of(one) is MemoryKind.DEVICE):
                 allocation = self.allocate_on_device(one, entry)
                 if operation.name in _EMPTY:
                     self.detector.unwritten(allocation, entry)
         if waits:
             self._synchronise(operation.name, entry.stream.seen)
-        elif operation.name == "_to_copy" and not self.on_cpu:
-            self._converted(entry, args[0], result, bool(kwargs.get("non_blocking", False)))
         return result
 
     def _read_index(self, index: torch.Tensor) -> Any:
@@ -266,6 +266,8 @@ class RaceTracer(Tracer[RaceAllocation]):
 
     def _on_host(self, call: TracedCall) -> Any:
         operation, func, args, kwargs, tensors = call
+        if self._converts(call):
+            return self._converted(args[0], kwargs)
         kinds = [self.kind_of(one) for one in tensors]
         if MemoryKind.PINNED in kinds:
             for tensor, region, writes in operation.accesses(args, kwargs, self._read_index):
@@ -280,8 +282,6 @@ class RaceTracer(Tracer[RaceAllocation]):
                     entry = self.access(EventKind.OPERATION, operation.name, ())
                     if known is None:
                         self.allocate_on_device(one, entry)
-                    if operation.name == "_to_copy":
-                        self._converted(entry, args[0], one, bool(kwargs.get("non_blocking", False)))
             elif not from_host:
                 self._undecided(known or self.allocate(one, MemoryKind.UNDECIDED), one, operation.name)
             elif known is None:
@@ -320,8 +320,10 @@ class RaceTracer(Tracer[RaceAllocation]):
         """
         self._reads_source(self._transfer(EventKind.COPY_TO_DEVICE, source, target), source)
 
-    def copied_to_host(self, source: torch.Tensor, target: torch.Tensor, values: torch.Tensor) -> None:
-        """A copy of device memory to pinned memory was enqueued on the current stream; `values` is what it brings.
+    def copied_to_host(self, source: torch.Tensor, target: torch.Tensor, values: torch.Tensor | None) -> None:
+        """A copy of device memory to pinned memory is enqueued on the current stream.
+
+        `values` is what it brings; None where a device brings it.
 
         Raises:
             Race: it may come across another access.
@@ -351,7 +353,7 @@ class RaceTracer(Tracer[RaceAllocation]):
         # From pageable memory the host waits for the stream and until the source was taken, not for the copy.
         staged = to_device and non_blocking
         self._synchronise("copy_", before if staged else entry.stream.seen)
-        target.copy_(source)
+        target.copy_(source, non_blocking)
 
     def _brought_to_host(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         values = self.keep(tensor.detach().to(dtype, copy=True), MemoryKind.HOST)
@@ -369,22 +371,42 @@ class RaceTracer(Tracer[RaceAllocation]):
             self.keep(tensor, MemoryKind.PINNED)
         return self.kind_of(tensor) is MemoryKind.PINNED
 
-    def _converted(self, entry: Entry, source: torch.Tensor, result: torch.Tensor, non_blocking: bool) -> None:
-        """`_to_copy` of an accelerator has made `result`, here or there."""
-        here, there = source.device.type == "cpu", result.device.type == "cpu"
-        if here == there:
-            return
-        if not (non_blocking and self._is_pinned(source if here else result)):
-            self._synchronise("_to_copy", entry.stream.seen)
-        elif here:
+    def _converts(self, call: TracedCall) -> bool:
+        """Whether a call is `.to(...)` from one side of an accelerator to the other."""
+        if self.on_cpu or call.operation.name != "_to_copy":
+            return False
+        place = call.kwargs.get("device")
+        return place is not None and (place.type == "cpu") is (self.kind_of(call.args[0]) is MemoryKind.DEVICE)
+
+    def _converted(self, source: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor:
+        """`.to(...)` to the other side of an accelerator, which torch runs."""
+        to_device, non_blocking = kwargs["device"].type != "cpu", bool(kwargs.get("non_blocking", False))
+        pinned = non_blocking and (not to_device or self._is_pinned(source))
+        made = self.access(EventKind.ALLOCATION, "empty", ()) if to_device else None
+        before, region = list(self.current().seen), of_tensor(source)
+        kind = EventKind.COPY_TO_DEVICE if to_device else EventKind.COPY_TO_HOST
+        accesses = [MemoryAccess(source, region, False)] if region is not None and self._is_checked(source) else []
+        entry, checked = self.begin(kind, str(kind), accesses)
+        result: torch.Tensor = torch.ops.aten._to_copy.default(source, **kwargs)
+        region = of_tensor(result)
+        if region is not None and (to_device or pinned):
+            known = self.allocate(result, MemoryKind.PINNED) if made is None else self.allocate_on_device(result, made)
+            checked.append((known, region, True))
+            entry.writes = (*entry.writes, (known.name, region))
+            if not to_device:
+                with untraced():
+                    self.host_memory.lands(entry, known, region, result, self._held_back(result))
+        self.end(entry, checked)
+        if to_device and pinned:
             self._reads_source(entry, source)
-        elif (region := of_tensor(result)) is not None:
-            self._inner._wait_for_device()  # orders nothing: the tool looks at what the copy brings
-            allocation = self.allocations.of(result) or self.allocate(result, MemoryKind.PINNED)
-            entry.writes = (*entry.writes, (allocation.name, region))
-            self.detector.check(entry, [(allocation, region, True)])
-            with untraced():
-                self.host_memory.lands(entry, allocation, region, result, result.clone())
+        elif not pinned:  # from pageable memory the host waits for the stream, not for the copy
+            self._synchronise("_to_copy", before if to_device and non_blocking else entry.stream.seen)
+        return result
+
+    def _held_back(self, result: torch.Tensor) -> torch.Tensor | None:
+        """What a copy of torch's brings to the host, which finds poison until it has waited; None: it finds that."""
+        self._inner._wait_for_device()  # orders nothing: the tool looks at what the copy brings
+        return result.clone()
 
     def _transfer(self, kind: EventKind, source: torch.Tensor, target: torch.Tensor) -> Entry:
         accesses = []

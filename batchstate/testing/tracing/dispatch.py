@@ -21,10 +21,10 @@ from batchstate.testing.tracing.operations import Operation, tensors_in, tensors
 HOST_CALLS = frozenset(("__array__", "cpu", "is_pinned", "numpy", "pin_memory", "record_stream", "to", "tolist"))
 """Calls of tensors that may bring numbers to the host, or say who else uses the memory."""
 
-FACTORIES = frozenset(("__setitem__", "as_tensor", "asarray", "tensor"))
-"""Calls that lift numbers to a tensor wherever `device=` says, or where the tensor is that they are written into.
+FACTORIES = frozenset(("as_tensor", "asarray", "tensor"))
+"""Calls that lift numbers to a tensor wherever `device=` says.
 
-What is lifted outside of them comes from numpy."""
+What is lifted outside of them is the host's: it comes from numpy, or is a number that is put into a tensor."""
 
 
 class TracedCall(NamedTuple):

@@ -1,0 +1,210 @@
+"""`watch_cuda`: a window in which the race detector watches plain torch code on a GPU, and torch runs as it is."""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, final
+
+import torch
+
+from batchstate._guidance import shows_signature
+from batchstate.errors import ArgumentError
+from batchstate.runtime import AcceleratorRuntime, Fence
+from batchstate.testing.cuda._hints import torch_hint_for
+from batchstate.testing.cuda._observed import NativeFence, observed
+from batchstate.testing.cuda._plain import PlainRaceRuntime
+from batchstate.testing.cuda._watch_tracer import Node, WatchTracer
+from batchstate.testing.cuda._window import in_new_threads, only_window
+from batchstate.testing.devices import PROMPT, RACE
+from batchstate.testing.race.detector import OnRace
+from batchstate.testing.race.report import EventKind
+from batchstate.testing.race.runtime import RaceFence
+from batchstate.testing.tracing.clocks import StreamClock, unused_name
+from batchstate.testing.tracing.dispatch import dispatching, untraced
+from batchstate.testing.tracing.memory import MemoryKind
+
+
+@final
+class WatchedCuda(PlainRaceRuntime):
+    """The race detector beside `torch.cuda`. Made by `watch_cuda`.
+
+    Attributes:
+        lock: held while the detector is told of something; threads are one host.
+    """
+
+    _tracer: WatchTracer
+
+    def __init__(self, **given: Any) -> None:
+        if not torch.cuda.is_available():
+            raise ArgumentError(
+                "watch_cuda where torch has no GPU",
+                value=torch.__version__,
+                remedy="use `cuda_on_cpu`, which needs none",
+            )
+        self._names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._recordings: weakref.WeakKeyDictionary[Any, RaceFence] = weakref.WeakKeyDictionary()
+        self._graphs: weakref.WeakKeyDictionary[Any, list[Node]] = weakref.WeakKeyDictionary()
+        self._polled: dict[int, RaceFence] = {}
+        self._unnamed = 0
+        super().__init__(AcceleratorRuntime(torch.device("cuda")), **given)
+        self.lock = self._tracer.lock
+
+    def _new_tracer(self) -> WatchTracer:
+        return WatchTracer(self._detector, self._inner, self._known_stream, self._note_sync)
+
+    @contextlib.contextmanager
+    def _tracing(self) -> Iterator[None]:
+        with only_window(self), observed(self), in_new_threads(self._tracer), dispatching(self._tracer):
+            try:
+                yield
+            finally:
+                self._tracer.ended = True
+
+    # Streams
+
+    @property
+    def capturing(self) -> bool:
+        """Whether this thread captures a graph."""
+        return self._tracer.capture is not None
+
+    def new_stream(self, stream: Any, name: str | None) -> None:
+        """A stream was made. Torch has few, and may give one out again: its first name stays."""
+        with self.lock:
+            self._unnamed += 1
+            key = (stream.device_index, stream.stream_id)
+            if key not in self._streams:
+                self._streams[key] = self._new_stream(name or f"stream {self._unnamed}")
+
+    def name_stream(self, stream: Any, name: str) -> None:
+        """Says what reports call a stream whose name is not seen: one made in a list, or by a library."""
+        known = self._of(stream)
+        known.name = unused_name(name, [one.name for one in self._detector.clocks.streams if one is not known])
+
+    def _of(self, stream: Any) -> StreamClock:
+        return self._known_stream(self.current_stream if stream is None else stream)
+
+    def end_of(self, stream: Any) -> RaceFence:
+        """All that a stream has by now."""
+        with self.lock:
+            return self._fence(self._of(stream), "all of the stream", stream.query)
+
+    def host_waited(self, fence: RaceFence | None) -> None:
+        """The host has waited for a fence; None for an event that was never recorded."""
+        if fence is not None:
+            with self.lock:
+                self._host_joins(fence)
+
+    def stream_done(self, stream: Any, query: Callable[[Any], bool]) -> bool:
+        """`stream.query()`."""
+        with self.lock:
+            clock = self._of(stream)
+            if self._detector.clocks.host.knows(clock.number, clock.work):
+                return query(stream)
+            asked = self._polled.get(clock.number)
+            if asked is None or asked.query():  # what came behind it may not have run
+                asked = self._polled[clock.number] = self._fence(clock, "all of the stream", lambda: query(stream))
+            return asked.query()
+
+    def all_is_over(self) -> None:
+        """`torch.cuda.synchronize()` has returned."""
+        with self.lock:
+            self._in_flight.note()
+            self._detector.event(self._detector.clocks.host, EventKind.WAIT, "wait for the device")
+            for stream in self._detector.clocks.streams[1:]:
+                self._tracer.host_waits(stream.seen)
+
+    # Events
+
+    def new_event(self, event: Any, name: str | None) -> None:
+        """An event was made."""
+        self._names[event] = "an event" if name is None else f"event {name}"
+
+    def fence_of(self, event: Any) -> RaceFence | None:
+        """The last recording of an event; None before the first."""
+        return self._recordings.get(event)
+
+    def recorded_event(self, event: Any, stream: Any, query: Callable[[Any], bool]) -> None:
+        """`event.record(stream)` has happened. Inside of a capture it belongs to the graph."""
+        if not self.capturing:
+            known = weakref.ref(event)
+            with self.lock:
+                name = self._names.get(event, "an event")
+                self._recordings[event] = self._fence(self._of(stream), name, lambda: query(known()))
+
+    def stream_waits(self, event: Any, stream: Any) -> None:
+        """`event.wait(stream)` has happened."""
+        fence = self.fence_of(event)
+        if fence is not None and not self.capturing:
+            with self.lock:
+                clock = self._of(stream)
+                entry = self._detector.event(clock, EventKind.WAIT, f"wait for {fence.name}", waits_for=fence.event)
+                self._note_wait(entry, clock, fence)
+                clock.join(fence.seen)
+
+    def _fence(self, clock: StreamClock, name: str, query: Callable[[], bool]) -> RaceFence:
+        entry = self._detector.event(clock, EventKind.FENCE, name)
+        inner: Fence = NativeFence(query)
+        return RaceFence(name, entry.number, clock.number, list(clock.seen), self, inner, self._patience)
+
+    # Memory and graphs
+
+    def host_reads(self, tensor: torch.Tensor, name: str) -> None:
+        """The host is about to read a tensor in a way that torch does not dispatch: it counts where that is pinned."""
+        if self._tracer.kind_of(tensor) is MemoryKind.PINNED:
+            with self.lock:
+                self._tracer.host_accesses(tensor, name, writes=False)
+
+    def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
+        """`tensor.record_stream(stream)` has happened."""
+        if self._tracer.on_device(tensor):
+            with self.lock, untraced():
+                self._tracer.keep_for(tensor, self._of(stream))
+
+    def capture_begins(self, graph: Any) -> None:
+        """What this thread launches from now on belongs to a graph."""
+        self._graphs[graph] = self._tracer.begin_capture()
+
+    def capture_ends(self) -> None:
+        """What it launches happens again."""
+        self._tracer.end_capture()
+
+    def replays(self, graph: Any) -> None:
+        """A graph is about to be launched.
+
+        Raises:
+            Race: one of its accesses is not ordered.
+        """
+        self._tracer.replay(self._graphs.get(graph, []))
+
+
+@shows_signature
+def watch_cuda(
+    device: Literal["race", "race:prompt"] = "race", *, on_race: OnRace = "raise", note_waits: bool = False
+) -> WatchedCuda:
+    """A window in which the race detector watches plain torch code on a GPU.
+
+    As `cuda_on_cpu`, with the same findings, but the code runs on the GPU: torch's own calls go through, and what they
+    order and access is noted. Nothing waits that would not wait without it.
+
+    Example:
+        with watch_cuda(on_race="collect") as rt:
+            engine.run()
+        for race in rt.races:
+            print(race)
+
+    Args:
+        device: `"race"`: an event that is asked is complete once the host has waited for it, or for what lies behind
+            it; `"race:prompt"`: as soon as the GPU says so.
+        on_race: see `cuda_on_cpu`.
+        note_waits: see `RaceRuntime`.
+
+    Returns:
+        the runtime, for `with`.
+
+    Raises:
+        ArgumentError: there is no GPU, or on entry: a window is open.
+    """
+    if device not in (RACE, f"{RACE}:{PROMPT}"):
+        raise ArgumentError(f"watch_cuda of device {device!r}", value=device, remedy="use 'race' or 'race:prompt'")
+    fences: Literal["eager", "lazy"] = "lazy" if device == RACE else "eager"
+    return WatchedCuda(on_race=on_race, fences=fences, note_waits=note_waits, hint_for=torch_hint_for)

@@ -1,0 +1,126 @@
+"""`watch_cuda`, which watches plain torch code on a GPU: here over a window of `cuda_on_cpu`, which judges too."""
+
+# mypy: disable-error-code="no-untyped-call"
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.cuda import Event, Stream, current_stream, synchronize
+
+from batchstate.errors import ArgumentError
+from batchstate.testing.cuda import CudaRuntime, WatchedCuda, _observed, _streams, _watch_tracer, _window, cuda_on_cpu, watch_cuda
+from batchstate.testing.race import Race, RaceReport
+from tests.cuda_idioms import IDIOMS
+from tests.race_cases import CASES, Case
+from tests.race_cases.plain import PlainCuda
+from tests.test_cuda_on_cpu import attributes, left_over
+
+
+@contextlib.contextmanager
+def watched(gpu: Any = "race", **given: Any) -> Iterator[tuple[WatchedCuda, CudaRuntime]]:
+    """A window of `watch_cuda` in one of `cuda_on_cpu`, which stands for the GPU; and both runtimes."""
+    with cuda_on_cpu(gpu, on_race="collect") as device, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_window, "_open", [])
+        patch.setattr(_observed, "KINDS", (_streams._Stream, _streams._Event, _streams._Graph))
+        patch.setattr(_watch_tracer.WatchTracer, "on_device", lambda self, tensor: device.tracer.on_device(tensor))
+        with watch_cuda(**{"on_race": "collect", **given}) as rt:
+            yield rt, device
+
+
+def said(race: RaceReport) -> tuple[object, ...]:
+    """All that a report says of a race, but for the numbers of events and tensors, and where the window ended."""
+    accesses = [
+        (one.lane, one.does, one.operation, one.site.partition(" and ")[0], one.caller)
+        for one in (race.first, race.second)
+    ]
+    return race.kind, race.rows, race.missing, race.suggestion, *accesses
+
+
+@pytest.mark.parametrize("name", IDIOMS)
+def test_an_idiom_races_or_not(name: str) -> None:
+    """The same is found as by `cuda_on_cpu`, in the same words; the safe twin has nothing."""
+    kind, program = IDIOMS[name]
+    for racy in (True, False):
+        with watched() as (rt, device):
+            program(racy)
+        assert {race.kind for race in rt.races} == ({kind} if racy and kind else set())
+        assert [said(race) for race in rt.races] == [said(race) for race in device.races]
+        assert rt.accesses
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=[case.name for case in CASES.values()])
+def test_race_cases_in_plain_torch(case: Case) -> None:
+    """Both sides of all pairs: the one race that is there, in the words of `cuda_on_cpu`."""
+    with cuda_on_cpu(on_race="collect") as device:
+        case.run(PlainCuda(device))
+    with watched() as (rt, _):
+        case.run(PlainCuda(rt))
+    unseen = case.pair == "landing written through numpy"  # nothing shows it where the GPU itself lands on top
+    assert [said(race) for race in rt.races] == [said(race) for race in device.races if not unseen]
+    assert bool(rt.races) is (case.racy and not unseen)
+
+
+def test_torch_is_left_as_it_was() -> None:
+    """Also where the code fails, which gets a note of what was found."""
+    before = attributes()
+    with pytest.raises(ZeroDivisionError) as caught, watched():
+        print(IDIOMS["wait_stream_before_the_launch"][1](True).tolist()[0] / 0)
+    assert "1 race(s) had been found" in "".join(caught.value.__notes__)
+    assert left_over(before) == []
+
+
+def test_the_first_race_is_raised_and_told_again_at_the_end() -> None:
+    """Code that catches every exception does not hide it."""
+    with pytest.raises(Race, match="nothing orders"), watched(on_race="raise"), contextlib.suppress(Race):
+        IDIOMS["kv_offload"][1](True)
+
+
+def test_prompt_answers_as_the_gpu_does() -> None:
+    """An event that is asked is complete when the GPU says so; by default once the host has waited."""
+
+    def asked() -> tuple[bool, bool, bool]:
+        side, out, done = Stream(), torch.zeros(4, device="cuda"), Event()
+        never = done.query()
+        with torch.cuda.stream(side):
+            out.fill_(1)
+            done.record()
+        answers = never, done.query(), side.query()
+        synchronize()
+        assert done.query()
+        assert side.query()
+        return answers
+
+    for device, answers in (("race", (True, False, False)), ("race:prompt", (True, True, True))):
+        with watched("race:prompt", device=device):
+            assert asked() == answers
+
+
+def test_watching_adds_no_wait() -> None:
+    """The device under it is asked to wait as often as without, and sees as many operations."""
+
+    def counted(*, watch: bool) -> tuple[object, ...]:
+        with watched() if watch else cuda_on_cpu(on_race="collect") as opened:
+            device = opened[1] if isinstance(opened, tuple) else opened
+            for _, program in IDIOMS.values():
+                program(False)
+        return device.counters.forced_syncs, device.counters.fence_waits, device.waited_at.total(), device.accesses
+
+    assert counted(watch=True) == counted(watch=False)
+
+
+def test_what_is_not_possible_is_refused() -> None:
+    """Without a GPU, a second window, a device of another tool."""
+    if not torch.cuda.is_available():
+        with pytest.raises(ArgumentError, match="torch has no GPU"):
+            watch_cuda()
+    with pytest.raises(ArgumentError, match="watch_cuda of device 'sim'"):
+        watch_cuda("sim")  # type: ignore[arg-type]
+    with watched() as (rt, _):
+        with pytest.raises(ArgumentError, match="inside of"), watch_cuda():
+            pass
+        assert current_stream().query()
+        with pytest.raises(ArgumentError, match="entered twice"), rt:
+            pass
