@@ -4,14 +4,25 @@
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.cuda import Event, Stream, current_stream, synchronize
 
+from batchstate.cli import main
 from batchstate.errors import ArgumentError
-from batchstate.testing.cuda import CudaRuntime, WatchedCuda, _observed, _streams, _watch_tracer, _window, cuda_on_cpu, watch_cuda
+from batchstate.testing.cuda import (
+    CudaRuntime,
+    WatchedCuda,
+    _observed,
+    _streams,
+    _watch_tracer,
+    _window,
+    cuda_on_cpu,
+    watch_cuda,
+)
 from batchstate.testing.race import Race, RaceReport
 from tests.cuda_idioms import IDIOMS
 from tests.race_cases import CASES, Case
@@ -78,7 +89,7 @@ def test_the_first_race_is_raised_and_told_again_at_the_end() -> None:
         IDIOMS["kv_offload"][1](True)
 
 
-def test_prompt_answers_as_the_gpu_does() -> None:
+def test_eager_fences_answer_as_the_gpu_does() -> None:
     """An event that is asked is complete when the GPU says so; by default once the host has waited."""
 
     def asked() -> tuple[bool, bool, bool]:
@@ -93,8 +104,8 @@ def test_prompt_answers_as_the_gpu_does() -> None:
         assert side.query()
         return answers
 
-    for device, answers in (("race", (True, False, False)), ("race:prompt", (True, True, True))):
-        with watched("race:prompt", device=device):
+    for fences, answers in (("lazy", (True, False, False)), ("eager", (True, True, True))):
+        with watched("race:prompt", fences=fences):
             assert asked() == answers
 
 
@@ -112,15 +123,41 @@ def test_watching_adds_no_wait() -> None:
 
 
 def test_what_is_not_possible_is_refused() -> None:
-    """Without a GPU, a second window, a device of another tool."""
+    """Without a GPU, a second window."""
     if not torch.cuda.is_available():
         with pytest.raises(ArgumentError, match="torch has no GPU"):
             watch_cuda()
-    with pytest.raises(ArgumentError, match="watch_cuda of device 'sim'"):
-        watch_cuda("sim")  # type: ignore[arg-type]
     with watched() as (rt, _):
         with pytest.raises(ArgumentError, match="inside of"), watch_cuda():
             pass
         assert current_stream().query()
         with pytest.raises(ArgumentError, match="entered twice"), rt:
             pass
+
+
+def test_a_script_runs_on_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`batchstate race run --device cuda`; without a GPU it says what needs none."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\nside = torch.cuda.Stream()\nout = torch.zeros(4, device='cuda')\n"
+        "with torch.cuda.stream(side):\n    out.fill_(1)\n",
+        encoding="utf-8",
+    )
+    if not torch.cuda.is_available():
+        assert main(["race", "run", "--device", "cuda", str(script)]) == 2
+        assert "use `cuda_on_cpu`" in capsys.readouterr().err
+    asked: list[Any] = []
+
+    @contextlib.contextmanager
+    def on_stand_in(**given: Any) -> Iterator[WatchedCuda]:
+        asked.append(given)
+        with watched(**given) as (rt, _):
+            yield rt
+
+    monkeypatch.setattr("batchstate.testing.cuda.watching.watch_cuda", on_stand_in)
+    monkeypatch.delattr("batchstate.testing.cuda.watch_cuda", raising=False)
+    assert main(["race", "run", "--device", "cuda:prompt", str(script)]) == 1
+    assert asked == [{"on_race": "collect", "fences": "eager"}]
+    assert "`side.wait_stream(torch.cuda.default_stream())` before fill_" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""`batchstate race run`: runs a script of plain torch code that says `cuda`, on a CPU, and reports its races.
+"""`batchstate race run`: runs a script of plain torch code that says `cuda`, on a CPU or a GPU, and reports its races.
 
 On the simulated device it reports in which orders of the streams the script comes to another result.
 """
@@ -16,7 +16,7 @@ from batchstate.cli._output import add_json, progress, write_json
 from batchstate.errors import ArgumentError
 
 NAME = "race run"
-SUMMARY = "run a script that says cuda on this CPU, and report every pair of accesses that nothing orders"
+SUMMARY = "run a script that says cuda on this CPU or GPU, and report every pair of accesses that nothing orders"
 
 _ORDERS = "batchstate race orders 1"
 """Format of the JSON of a run on the simulated device."""
@@ -48,7 +48,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--device",
         metavar="DEVICE",
         help="race (default) or race:prompt, where events are complete as soon as they are asked; sim:NAME, one order "
-        "of the streams; or sim: the script runs once in each order, and what it prints is compared",
+        "of the streams; sim: the script runs once in each order, and what it prints is compared; or cuda or "
+        "cuda:prompt: it runs on the GPU of this machine",
     )
     parser.add_argument("--seed", metavar="N", type=int, help="of the orders of sim that are drawn (default: 0)")
     parser.add_argument(
@@ -61,7 +62,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the script: 0 without findings that are new, 1 with some, 2 where it could not be run to its end."""
-    from batchstate.testing.cuda import CudaRuntime, cuda_on_cpu
+    from batchstate.testing.cuda import CudaSimRuntime, cuda_on_cpu, watch_cuda
     from batchstate.testing.race.findings import FORMAT, accepted_in, findings, identity
 
     arguments = _of_script(args)
@@ -75,9 +76,14 @@ def run(args: argparse.Namespace) -> int:
         )
     if device == "sim":
         return _compare(args.script, arguments, seed, args.json)
-    with cuda_on_cpu(device, on_race="collect", seed=seed) as rt:
+    watches = {"cuda": "lazy", "cuda:prompt": "eager"}
+    with (
+        watch_cuda(on_race="collect", fences=watches[device])
+        if device in watches
+        else cuda_on_cpu(device, on_race="collect", seed=seed)
+    ) as rt:
         error = _run(args.script, arguments)
-    if not isinstance(rt, CudaRuntime):
+    if isinstance(rt, CudaSimRuntime):
         write_json(args.json, {"format": _ORDERS, "script": str(args.script), "device": device, "error": error})
         print(f"batchstate: {args.script} on {device}: {error or 'it came to its end'}", file=sys.stderr)
         return 0 if error is None else 1

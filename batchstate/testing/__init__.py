@@ -1,10 +1,10 @@
 """For tests of engines: strategies, state machines, fences completed by hand, and guards.
 
 Begin with `twin_machine` to fuzz a batch class of your own and `pool_machine` to fuzz a pool, with `RaceRuntime` to
-find races between streams, or `cuda_on_cpu` to find them in plain torch code, with `no_hidden_sync` to guard a step
-loop, and with `ManualFence` where a test has to say when a step ends, or with `LateRuntime` where it has to say so of
-every fence. Runtimes, fences and the guard need
-nothing else; all other names need hypothesis (extra `testing`) and are imported when first used.
+find races between streams, or `cuda_on_cpu` to find them in plain torch code (on a GPU `watch_cuda`), with
+`no_hidden_sync` to guard a step loop, and with `ManualFence` where a test has to say when a step ends, or with
+`LateRuntime` where it has to say so of every fence. Runtimes, fences and the guard need nothing else; all other names
+need hypothesis (extra `testing`) and are imported when first used.
 """
 
 from typing import TYPE_CHECKING
@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from batchstate.testing.cuda import CudaRuntime as CudaRuntime
     from batchstate.testing.cuda import CudaSimRuntime as CudaSimRuntime
+    from batchstate.testing.cuda import WatchedCuda as WatchedCuda
     from batchstate.testing.cuda import cuda_on_cpu as cuda_on_cpu
     from batchstate.testing.cuda import declared_kernel as declared_kernel
+    from batchstate.testing.cuda import watch_cuda as watch_cuda
     from batchstate.testing.devices import open_device as open_device
     from batchstate.testing.devices import window_of as window_of
     from batchstate.testing.fences import LateRuntime as LateRuntime
@@ -63,7 +65,7 @@ else:
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "cuda": "CudaRuntime CudaSimRuntime cuda_on_cpu declared_kernel",
+            "cuda": "CudaRuntime CudaSimRuntime WatchedCuda cuda_on_cpu declared_kernel watch_cuda",
             "devices": "open_device window_of",
             "fences": "LateRuntime ManualFence ManualStream",
             "machine": "DisagreementError Machine Misuse OpenRuntime MachineSession session",

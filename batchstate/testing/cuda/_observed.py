@@ -1,14 +1,14 @@
 """What code says to `torch.cuda` about streams, events and graphs of a GPU, told to the race detector.
 
 Each function and method runs as it would; what it orders is noted. They are replaced where `torch.cuda` has them as
-Python, so that names the code has imported early go on working. All attributes are put back later.
+Python, so that names the code has imported early go on working. All attributes are put back later. What is known of an
+event lies in its attributes: torch 2.11 frees events without clearing the weak references to them.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
-import attrs
 import torch
 
 from batchstate.testing.cuda._names import assigned_name
@@ -21,21 +21,6 @@ if TYPE_CHECKING:
 
 KINDS: tuple[Any, Any, Any] = torch.cuda.Stream, torch.cuda.Event, torch.cuda.CUDAGraph
 """Classes whose methods are noted."""
-
-
-@final
-@attrs.frozen
-class NativeFence:
-    """What a fence of the detector asks on the device.
-
-    Attributes:
-        query: of the event or stream itself.
-    """
-
-    query: Callable[[], bool]
-
-    def wait(self) -> None:
-        """The host has waited already, outside of the lock."""
 
 
 @contextlib.contextmanager
@@ -116,7 +101,7 @@ def _stream_methods(rt: "WatchedCuda", kind: Any) -> dict[str, Any]:
         synchronize(self)
         rt.host_waited(fence)
 
-    return {"query": lambda self: rt.stream_done(self, query), "synchronize": waits}
+    return {"query": lambda self: rt.stream_done(self, lambda: query(self)), "synchronize": waits}
 
 
 def _event_methods(rt: "WatchedCuda", kind: Any) -> dict[str, Any]:
@@ -124,7 +109,7 @@ def _event_methods(rt: "WatchedCuda", kind: Any) -> dict[str, Any]:
 
     def recorded(self: Any, stream: Any = None) -> None:
         record(self, stream)
-        rt.recorded_event(self, stream, query)
+        rt.recorded_event(self, stream)
 
     def waited(self: Any, stream: Any = None) -> None:
         wait(self, stream)
@@ -136,9 +121,7 @@ def _event_methods(rt: "WatchedCuda", kind: Any) -> dict[str, Any]:
         rt.host_waited(fence)
 
     def asked(self: Any) -> bool:
-        fence = rt.fence_of(self)
-        with rt.lock:
-            return bool(query(self) if fence is None else fence.query())
+        return rt.event_done(self, lambda: query(self))
 
     return {"record": recorded, "wait": waited, "query": asked, "synchronize": waits}
 

@@ -1,27 +1,39 @@
 """`watch_cuda`: a window in which the race detector watches plain torch code on a GPU, and torch runs as it is."""
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, final
 
+import attrs
 import torch
 
 from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError
-from batchstate.runtime import AcceleratorRuntime, Fence
+from batchstate.runtime import AcceleratorRuntime, DoneFence, Fence
 from batchstate.testing.cuda._hints import torch_hint_for
-from batchstate.testing.cuda._observed import NativeFence, observed
+from batchstate.testing.cuda._observed import observed
 from batchstate.testing.cuda._plain import PlainRaceRuntime
-from batchstate.testing.cuda._watch_tracer import Node, WatchTracer
+from batchstate.testing.cuda._watch_tracer import WatchTracer
 from batchstate.testing.cuda._window import in_new_threads, only_window
-from batchstate.testing.devices import PROMPT, RACE
 from batchstate.testing.race.detector import OnRace
 from batchstate.testing.race.report import EventKind
 from batchstate.testing.race.runtime import RaceFence
 from batchstate.testing.tracing.clocks import StreamClock, unused_name
 from batchstate.testing.tracing.dispatch import dispatching, untraced
 from batchstate.testing.tracing.memory import MemoryKind
+
+_DONE: Fence = DoneFence()
+
+
+@final
+@attrs.frozen
+class _Native:
+    """What a fence asks on the GPU, while it is asked."""
+
+    query: Callable[[], bool]
+
+    def wait(self) -> None:
+        """The host waits elsewhere, outside of the lock."""
 
 
 @final
@@ -41,9 +53,6 @@ class WatchedCuda(PlainRaceRuntime):
                 value=torch.__version__,
                 remedy="use `cuda_on_cpu`, which needs none",
             )
-        self._names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-        self._recordings: weakref.WeakKeyDictionary[Any, RaceFence] = weakref.WeakKeyDictionary()
-        self._graphs: weakref.WeakKeyDictionary[Any, list[Node]] = weakref.WeakKeyDictionary()
         self._polled: dict[int, RaceFence] = {}
         self._unnamed = 0
         super().__init__(AcceleratorRuntime(torch.device("cuda")), **given)
@@ -86,7 +95,7 @@ class WatchedCuda(PlainRaceRuntime):
     def end_of(self, stream: Any) -> RaceFence:
         """All that a stream has by now."""
         with self.lock:
-            return self._fence(self._of(stream), "all of the stream", stream.query)
+            return self._fence(self._of(stream), "all of the stream")
 
     def host_waited(self, fence: RaceFence | None) -> None:
         """The host has waited for a fence; None for an event that was never recorded."""
@@ -94,16 +103,24 @@ class WatchedCuda(PlainRaceRuntime):
             with self.lock:
                 self._host_joins(fence)
 
-    def stream_done(self, stream: Any, query: Callable[[Any], bool]) -> bool:
-        """`stream.query()`."""
+    def stream_done(self, stream: Any, query: Callable[[], bool]) -> bool:
+        """`stream.query()`, which is `query`."""
         with self.lock:
             clock = self._of(stream)
             if self._detector.clocks.host.knows(clock.number, clock.work):
-                return query(stream)
+                return query()
             asked = self._polled.get(clock.number)
-            if asked is None or asked.query():  # what came behind it may not have run
-                asked = self._polled[clock.number] = self._fence(clock, "all of the stream", lambda: query(stream))
-            return asked.query()
+            if asked is None or self._asked(asked, query):  # what came behind it may not have run
+                asked = self._polled[clock.number] = self._fence(clock, "all of the stream")
+            return self._asked(asked, query)
+
+    def _asked(self, fence: RaceFence, query: Callable[[], bool]) -> bool:
+        """Whether a fence is complete as far as the host may know; `query` asks the GPU."""
+        fence._inner = _Native(query)
+        try:
+            return fence.query()
+        finally:
+            fence._inner = _DONE
 
     def all_is_over(self) -> None:
         """`torch.cuda.synchronize()` has returned."""
@@ -117,19 +134,25 @@ class WatchedCuda(PlainRaceRuntime):
 
     def new_event(self, event: Any, name: str | None) -> None:
         """An event was made."""
-        self._names[event] = "an event" if name is None else f"event {name}"
+        event._batchstate_name = "an event" if name is None else f"event {name}"
 
     def fence_of(self, event: Any) -> RaceFence | None:
         """The last recording of an event; None before the first."""
-        return self._recordings.get(event)
+        fence: RaceFence | None = getattr(event, "_batchstate_fence", None)
+        return fence if fence is not None and fence.owner is self else None
 
-    def recorded_event(self, event: Any, stream: Any, query: Callable[[Any], bool]) -> None:
+    def recorded_event(self, event: Any, stream: Any) -> None:
         """`event.record(stream)` has happened. Inside of a capture it belongs to the graph."""
         if not self.capturing:
-            known = weakref.ref(event)
             with self.lock:
-                name = self._names.get(event, "an event")
-                self._recordings[event] = self._fence(self._of(stream), name, lambda: query(known()))
+                name = getattr(event, "_batchstate_name", "an event")
+                event._batchstate_fence = self._fence(self._of(stream), name)
+
+    def event_done(self, event: Any, query: Callable[[], bool]) -> bool:
+        """`event.query()`, which is `query`."""
+        with self.lock:
+            fence = self.fence_of(event)
+            return query() if fence is None else self._asked(fence, query)
 
     def stream_waits(self, event: Any, stream: Any) -> None:
         """`event.wait(stream)` has happened."""
@@ -141,10 +164,9 @@ class WatchedCuda(PlainRaceRuntime):
                 self._note_wait(entry, clock, fence)
                 clock.join(fence.seen)
 
-    def _fence(self, clock: StreamClock, name: str, query: Callable[[], bool]) -> RaceFence:
+    def _fence(self, clock: StreamClock, name: str) -> RaceFence:
         entry = self._detector.event(clock, EventKind.FENCE, name)
-        inner: Fence = NativeFence(query)
-        return RaceFence(name, entry.number, clock.number, list(clock.seen), self, inner, self._patience)
+        return RaceFence(name, entry.number, clock.number, list(clock.seen), self, _DONE, self._patience)
 
     # Memory and graphs
 
@@ -162,7 +184,7 @@ class WatchedCuda(PlainRaceRuntime):
 
     def capture_begins(self, graph: Any) -> None:
         """What this thread launches from now on belongs to a graph."""
-        self._graphs[graph] = self._tracer.begin_capture()
+        graph._batchstate_capture = self._tracer.begin_capture()
 
     def capture_ends(self) -> None:
         """What it launches happens again."""
@@ -174,17 +196,17 @@ class WatchedCuda(PlainRaceRuntime):
         Raises:
             Race: one of its accesses is not ordered.
         """
-        self._tracer.replay(self._graphs.get(graph, []))
+        self._tracer.replay(getattr(graph, "_batchstate_capture", []))
 
 
 @shows_signature
 def watch_cuda(
-    device: Literal["race", "race:prompt"] = "race", *, on_race: OnRace = "raise", note_waits: bool = False
+    *, on_race: OnRace = "raise", fences: Literal["lazy", "eager"] = "lazy", note_waits: bool = False
 ) -> WatchedCuda:
     """A window in which the race detector watches plain torch code on a GPU.
 
     As `cuda_on_cpu`, with the same findings, but the code runs on the GPU: torch's own calls go through, and what they
-    order and access is noted. Nothing waits that would not wait without it.
+    order and access is noted. The host waits where it would wait without it.
 
     Example:
         with watch_cuda(on_race="collect") as rt:
@@ -193,9 +215,9 @@ def watch_cuda(
             print(race)
 
     Args:
-        device: `"race"`: an event that is asked is complete once the host has waited for it, or for what lies behind
-            it; `"race:prompt"`: as soon as the GPU says so.
         on_race: see `cuda_on_cpu`.
+        fences: what an event or a stream answers that is asked (`query()`). With `"lazy"` it is complete once the host
+            has waited for it, or for something behind it; with `"eager"` as soon as the GPU says so.
         note_waits: see `RaceRuntime`.
 
     Returns:
@@ -204,7 +226,4 @@ def watch_cuda(
     Raises:
         ArgumentError: there is no GPU, or on entry: a window is open.
     """
-    if device not in (RACE, f"{RACE}:{PROMPT}"):
-        raise ArgumentError(f"watch_cuda of device {device!r}", value=device, remedy="use 'race' or 'race:prompt'")
-    fences: Literal["eager", "lazy"] = "lazy" if device == RACE else "eager"
     return WatchedCuda(on_race=on_race, fences=fences, note_waits=note_waits, hint_for=torch_hint_for)
