@@ -10,7 +10,7 @@ import subprocess
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from batchstate.cli._output import add_json, progress, write_json
 from batchstate.errors import ArgumentError
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if device == "sim":
         return _compare(args.script, arguments, seed, args.json)
-    watches = {"cuda": "lazy", "cuda:prompt": "eager"}
+    watches: dict[str, Literal["lazy", "eager"]] = {"cuda": "lazy", "cuda:prompt": "eager"}
     with (
         watch_cuda(on_race="collect", fences=watches[device])
         if device in watches
