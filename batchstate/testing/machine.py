@@ -22,6 +22,8 @@ from batchstate.testing.devices import window_of
 from batchstate.testing.fences import LateRuntime
 from batchstate.violations import Code, Violation
 
+T = TypeVar("T")
+
 OpenRuntime = Callable[[], Runtime]
 """Opens the runtime of one example: this is where the race detector or a simulated device is chosen."""
 
@@ -270,6 +272,12 @@ class Machine(RuleBasedStateMachine):
                 disagree(f"accepted what should be refused with one of {_names(expected)}")
             agree(before, self.snapshot(), "a refused call changed something")
 
+    def refuses(self, misuse: "Misuse[T]", it: T) -> None:
+        """A misuse, where it is one of `it`, is `refused`."""
+        if misuse.applies(it):
+            with self.refused(*misuse.expected):
+                misuse.call(it)
+
 
 def _is_one_of(error: BatchStateError, expected: tuple[Expected, ...]) -> bool:
     if isinstance(error, Violation):
@@ -279,9 +287,6 @@ def _is_one_of(error: BatchStateError, expected: tuple[Expected, ...]) -> bool:
 
 def _names(expected: tuple[Expected, ...]) -> str:
     return ", ".join(one.value if isinstance(one, Code) else one.__name__ for one in expected)
-
-
-T = TypeVar("T")
 
 
 @final

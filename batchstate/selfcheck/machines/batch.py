@@ -871,9 +871,7 @@ class BatchMachine(Machine):
     @rule(one=BATCHES, misuse=st.sampled_from(MISUSES))
     def misuse(self, one: Rows, misuse: Misuse[Decode]) -> None:
         """What cannot be meant is refused, and changes nothing."""
-        if misuse.applies(one.batch):
-            with self.refused(*misuse.expected):
-                misuse.call(one.batch)
+        self.refuses(misuse, one.batch)
 
 
 def _rows(keep: Any) -> list[int]:

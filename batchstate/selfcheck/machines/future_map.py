@@ -1196,7 +1196,4 @@ class FutureMapMachine(Machine):
     @rule(misuse=st.sampled_from(MISUSES))
     def misuse(self, misuse: Misuse[RelayCase]) -> None:
         """What cannot be meant is refused, and changes nothing."""
-        case = RelayCase(self.relay, self._handles(self.requests), self.foreign)
-        if misuse.applies(case):
-            with self.refused(*misuse.expected):
-                misuse.call(case)
+        self.refuses(misuse, RelayCase(self.relay, self._handles(self.requests), self.foreign))

@@ -1136,7 +1136,4 @@ class HostTierMachine(Machine):
     @rule(data=st.data(), misuse=st.sampled_from(MISUSES))
     def misuse(self, data: st.DataObject, misuse: Misuse[It]) -> None:
         """A call that cannot be meant is refused, and changes nothing."""
-        it = (self.tier, self._some(data, self.requests)[0].slot)
-        if misuse.applies(it):
-            with self.refused(*misuse.expected):
-                misuse.call(it)
+        self.refuses(misuse, (self.tier, self._some(data, self.requests)[0].slot))

@@ -547,9 +547,7 @@ class MirroredTensorMachine(Machine):
     @rule(one=VALUES, misuse=st.sampled_from(MISUSES))
     def misuse(self, one: Modelled, misuse: Misuse[MirroredTensor]) -> None:
         """What cannot be meant is refused, and changes nothing."""
-        if misuse.applies(one.value):
-            with self.refused(*misuse.expected):
-                misuse.call(one.value)
+        self.refuses(misuse, one.value)
 
 
 def _alike(one: Modelled, other: Modelled) -> bool:

@@ -15,11 +15,11 @@ from batchstate.indices import Handles, Locations, Pages, Slots
 from batchstate.kv.leases import PageLease
 from batchstate.kv.pages import Extension, PagePool
 from batchstate.pools import SlotPool
-from batchstate.selfcheck.machines.pools import PoolMachine
+from batchstate.selfcheck.machines.pools import PagesMachine
 from batchstate.tables import Table
 from batchstate.testing.fences import ManualFence
 from batchstate.testing.machine import Misuse, agree, agree_on, disagree
-from batchstate.testing.models import AllocatorModel, snapshot_pages, snapshot_slots
+from batchstate.testing.models import AllocatorModel
 from batchstate.violations import Code
 
 
@@ -297,7 +297,7 @@ _NAMED = 12
 """Rows that are remembered, of pages that were given out lately."""
 
 
-class PagePoolMachine(PoolMachine):
+class PagePoolMachine(PagesMachine):
     """Requests that grow, commit, speculate, share and leave, in a pool too small for all of them."""
 
     NAME = "page_pool"
@@ -333,10 +333,7 @@ class PagePoolMachine(PoolMachine):
     @initialize(size=st.integers(2, 4), num_pages=st.integers(3, 8), page_size=st.integers(1, 3))
     def begin(self, size: int, num_pages: int, page_size: int) -> None:
         """Opens a pool of slots and a pool of pages."""
-        self.open()
-        self.slots = SlotPool(self.rt, size)
-        self.most = 4 * page_size - (page_size > 1)
-        self.pages = PagePool(self.rt, self.slots, num_pages, page_size, max_tokens_per_request=self.most)
+        self.open_pages(size, num_pages, page_size, 4 * page_size - (page_size > 1))
         self.table = self.slots.table("req_to_token", (self.most,), holds="location", host=True)
         tensor = self.rt.device_zeros((self.pages.location_capacity,), torch.int64)
         self.by_location = self.pages.adopt(tensor, "by location", by="location")
@@ -346,8 +343,7 @@ class PagePoolMachine(PoolMachine):
         self.by_page = self.pages.table("by page", (), torch.int64, by="page", host=True)
         self.rows: dict[tuple[Table, int], tuple[int, int]] = {}  # (table, row) -> generation of the writer, value
         self.named: list[tuple[Table, Handles]] = []  # rows that were given to a request
-        self.kv = self.rt.device_zeros((self.pages.location_capacity,), torch.int64, name="kv")
-        self._settle()
+        self.settle()
         self.launches, self.cleared = True, False
         self.model = PageModel(self.pages, AllocatorModel(num_pages))
         self.held: dict[int, Slots] = {}
@@ -357,7 +353,6 @@ class PagePoolMachine(PoolMachine):
     def check(self) -> None:
         """Pages, lengths, and every invariant of both pools."""
         super().check()
-        self.slots.verify()
         self.model.check()
         for slot, handle in self.held.items():
             holding = self.model.requests[slot]
@@ -371,10 +366,6 @@ class PagePoolMachine(PoolMachine):
             with self.refused(Code.SLOT_CONSERVATION):
                 self.pages.expect_idle()
         self.reached("a page held by three", any(self.model.holders(page) > 2 for page in self.model.allocator.live))
-
-    def snapshot(self) -> object:
-        """Both pools."""
-        return snapshot_slots(self.slots), snapshot_pages(self.pages)
 
     def handles(self, slots: list[int]) -> Slots:
         """The handles of live slots."""
@@ -527,21 +518,9 @@ class PagePoolMachine(PoolMachine):
     def _launch(self, holding: Holding, length: int, side: bool = False) -> None:
         """Reads the tokens that are written, and writes those up to `length`."""
         for position in range(holding.front * self.pages.page_size, length):
-            at = self.model.location(holding, position)
-            place = self.kv[at : at + 1]
-            if position < holding.written:
-                self.rt.launch(place.clone, reads=(place,), name="forward reads KV")
-            else:
-                self.rt.launch(place.fill_, holding.stamps[position], writes=(place,), name="forward writes KV")
+            written = position < holding.written
+            self.use_kv(self.model.location(holding, position), None if written else holding.stamps[position])
         holding.written, holding.side = length, side
-
-    def _settle(self) -> None:
-        """Orders both streams, as fences of forwards do for pages that are given back."""
-        for side in (False, True):
-            with self.on(side):
-                behind = self.rt.record()
-            with self.on(not side):
-                self.rt.wait(behind)
 
     def _allowed(self, slots: list[int], lengths: list[int], call: Callable[[], object], *, writes: bool) -> bool:
         """Whether a call that grows requests is to be refused; if so, it is tried."""
@@ -612,7 +591,7 @@ class PagePoolMachine(PoolMachine):
     def truncate(self, data: st.DataObject, back: int) -> None:
         """Tokens are taken back after rejected speculation."""
         slots, fence = self.some(data), self.fence(data)
-        self._settle()
+        self.settle()
         lengths = [max(0, len(self.model.requests[slot].stamps) - back) for slot in slots]
         first = [self.model.requests[slot].front * self.pages.page_size for slot in slots]
         if any(length < least for length, least in zip(lengths, first, strict=True)):
@@ -632,7 +611,7 @@ class PagePoolMachine(PoolMachine):
         before = [len(self.model.requests[slot].stamps) for slot in slots]
         if self.extend_to(slots, [length + drafts for length in before]):
             fence = self.steps.record()
-            self._settle()
+            self.settle()
             kept = np.array([length + min(accepted, drafts) for length in before], dtype=np.int64)
             self.pages.truncate(self.handles(slots), kept, after=fence)
             for slot, length in zip(slots, kept.tolist(), strict=True):
@@ -646,7 +625,7 @@ class PagePoolMachine(PoolMachine):
         slots, fence = self.some(data)[:1], self.fence(data)
         for length in range(len(self.model.requests[slots[0]].stamps) + 1, self.most + 1):
             self.extend_to(slots, [length])
-        self._settle()
+        self.settle()
         totals = [max(0, len(self.model.requests[slot].stamps) - back) for slot in slots]
         firsts = [max(0, total - window) for total in totals]
         least = [self.model.requests[slot].front * self.pages.page_size for slot in slots]
@@ -816,7 +795,7 @@ class PagePoolMachine(PoolMachine):
         length = len(holding.stamps)
         if then != "write on":
             length = max(0, length - 1 if length % size else pages * size - 1)
-            self._settle()
+            self.settle()
             self.pages.truncate(self.held[slot], length)
             self.model.cut(slot, length, None)
         self.extend_to([slot], [min(length + 1, self.most)])
@@ -827,7 +806,7 @@ class PagePoolMachine(PoolMachine):
         """The cache forgets a prefix, once."""
         at = data.draw(st.integers(0, len(self.model.leases) - 1), label="lease")
         fence = self.fence(data)
-        self._settle()
+        self.settle()
         lease, holding = self.model.leases.pop(at)
         lease.release(after=fence)
         self.model.drop(holding.pages, fence)
@@ -847,7 +826,7 @@ class PagePoolMachine(PoolMachine):
                 self.pages.release_requests(self.gone[-1])
 
     def _finish(self, slots: list[int], fence: ManualFence | None) -> None:
-        self._settle()
+        self.settle()
         owned = sum(page > 0 for slot in slots for page in self.model.requests[slot].pages)
         if owned:
             with self.refused(Code.SLOT_CONSERVATION):
@@ -863,7 +842,7 @@ class PagePoolMachine(PoolMachine):
     @rule(behind=st.booleans())
     def clear(self, behind: bool) -> None:
         """Both pools begin anew, once: requests and leases are gone; refused while something waits for a step."""
-        self._settle()
+        self.settle()
         if behind and self.held:
             self._finish([next(iter(self.held))], self.steps.record())
         if self.slots.stats.pending or self.pages.stats.pending:
@@ -892,7 +871,7 @@ class PagePoolMachine(PoolMachine):
     def release(self, data: st.DataObject) -> None:
         """Requests give their pages back and keep their slots."""
         slots, fence = self.some(data), self.fence(data)
-        self._settle()
+        self.settle()
         self.pages.release(self.handles(slots), after=fence)
         for slot in slots:
             self.model.cut(slot, 0, fence)

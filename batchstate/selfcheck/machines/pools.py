@@ -15,11 +15,12 @@ from batchstate.columns import slot_column
 from batchstate.errors import ArgumentError, DtypeError, PoolExhaustedError, RowIndexError, ShapeError
 from batchstate.hybrid import HybridSlotPool
 from batchstate.indices import Pages, Slots
+from batchstate.kv.pages import PagePool
 from batchstate.pools import SlotPool, SlotStats
 from batchstate.tables import Table, TableRows, TableWrite
 from batchstate.testing.fences import ManualFence, ManualStream
 from batchstate.testing.machine import Machine, Misuse, agree, agree_on
-from batchstate.testing.models import AllocatorModel, snapshot_slots, snapshot_table
+from batchstate.testing.models import AllocatorModel, snapshot_pages, snapshot_slots, snapshot_table
 from batchstate.violations import Code
 
 Ints = npt.NDArray[np.int64]
@@ -66,9 +67,44 @@ class PoolMachine(Machine):
     def misuse(self, data: st.DataObject) -> None:
         """What cannot be meant is refused, and changes nothing."""
         misuse, it = data.draw(st.sampled_from(self.MISUSES), label="misuse"), self.misused(data)
-        if it is not None and misuse.applies(it):
-            with self.refused(*misuse.expected):
-                misuse.call(it)
+        if it is not None:
+            self.refuses(misuse, it)
+
+
+class PagesMachine(PoolMachine):
+    """Pages of requests, and KV on them that forwards on two streams write."""
+
+    def open_pages(self, size: int, num_pages: int, page_size: int, most: int) -> None:
+        """Opens a pool of slots, one of pages, and KV by location; a request has at most `most` tokens."""
+        self.open()
+        self.slots, self.most = SlotPool(self.rt, size), most
+        self.pages = PagePool(self.rt, self.slots, num_pages, page_size, max_tokens_per_request=most)
+        self.kv = self.rt.device_zeros((self.pages.location_capacity,), torch.int64, name="kv")
+
+    def check(self) -> None:
+        """Every invariant of both pools."""
+        super().check()
+        self.slots.verify()
+
+    def snapshot(self) -> tuple[object, ...]:
+        """Both pools."""
+        return snapshot_slots(self.slots), snapshot_pages(self.pages)
+
+    def use_kv(self, location: int, value: int | None) -> None:
+        """A forward reads what is written at a location, or writes a value there."""
+        place = self.kv[location : location + 1]
+        if value is None:
+            self.rt.launch(place.clone, reads=(place,), name="forward reads KV")
+        else:
+            self.rt.launch(place.fill_, value, writes=(place,), name="forward writes KV")
+
+    def settle(self) -> None:
+        """Orders both streams, as fences of forwards do for pages that are given back."""
+        for side in (False, True):
+            with self.on(side):
+                behind = self.rt.record()
+            with self.on(not side):
+                self.rt.wait(behind)
 
 
 @attrs.define

@@ -3,7 +3,6 @@
 from typing import Any, final
 
 import attrs
-import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
@@ -11,13 +10,10 @@ from batchstate import levels
 from batchstate.errors import ArgumentError, DtypeError, PoolExhaustedError
 from batchstate.indices import Slots
 from batchstate.kv.leases import PageLease
-from batchstate.kv.pages import PagePool
 from batchstate.kv.prefix_cache import PrefixCache
-from batchstate.pools import SlotPool
-from batchstate.selfcheck.machines.pools import PoolMachine
+from batchstate.selfcheck.machines.pools import PagesMachine
 from batchstate.testing.fences import ManualFence
 from batchstate.testing.machine import Misuse, agree
-from batchstate.testing.models import snapshot_pages, snapshot_slots
 from batchstate.violations import Code
 
 Key = tuple[int, ...]
@@ -77,7 +73,7 @@ _MISUSES: tuple[Misuse[It], ...] = (
 )
 
 
-class PrefixCacheMachine(PoolMachine):
+class PrefixCacheMachine(PagesMachine):
     """Requests over few tokens, so that many begin alike, in a pool in which cached pages are evicted all the time."""
 
     NAME = "prefix_cache"
@@ -102,13 +98,9 @@ class PrefixCacheMachine(PoolMachine):
     @initialize(size=st.integers(2, 4), num_pages=st.integers(4, 9), page_size=st.integers(1, 3))
     def begin(self, size: int, num_pages: int, page_size: int) -> None:
         """Opens a pool of slots, one of pages, and a cache."""
-        self.open()
-        self.slots = SlotPool(self.rt, size)
-        self.most = 4 * page_size
-        self.pages = PagePool(self.rt, self.slots, num_pages, page_size, max_tokens_per_request=self.most)
+        self.open_pages(size, num_pages, page_size, 4 * page_size)
+        self.settle()
         self.cache = PrefixCache(self.pages, notices=True)
-        self.kv = self.rt.device_zeros((self.pages.location_capacity,), torch.int64, name="kv")
-        self._settle()
         self.requests: dict[int, Held] = {}
         self.leases: list[Held] = []
         self.keys: dict[Key, int] = {}  # the cache, key -> page
@@ -122,14 +114,13 @@ class PrefixCacheMachine(PoolMachine):
         slot = self._some(data)
         return None if slot is None else (self.cache, self.requests[slot].owner)
 
-    def snapshot(self) -> object:
+    def snapshot(self) -> tuple[object, ...]:
         """Both pools and the cache, with the order of eviction."""
-        return snapshot_slots(self.slots), snapshot_pages(self.pages), dict(self.cache._cached.pages), self._evictions()
+        return *super().snapshot(), dict(self.cache._cached.pages), self._evictions()
 
     def check(self) -> None:
         """Who holds which page, what lies on it, and every invariant."""
         super().check()
-        self.slots.verify()
         rows = [page for row in self.pages.page_table.tolist() for page in row if page]
         held = rows + [page for lease in self.leases for page in self._pages(lease)]
         stats = self.pages.stats
@@ -241,28 +232,17 @@ class PrefixCacheMachine(PoolMachine):
             self.pages.commit(one.owner, len(one.tokens))
             for at in range(len(one.tokens)):
                 location = pages[at // size] * size + at % size
-                place = self.kv[location : location + 1]
-                if at < one.written:
-                    self.rt.launch(place.clone, reads=(place,), name="forward reads KV")
-                else:
+                if at >= one.written:
                     self.memory[location] = tuple(one.tokens[: at + 1])
-                    self.rt.launch(place.fill_, at, writes=(place,), name="forward writes KV")
+                self.use_kv(location, None if at < one.written else at)
         one.written, one.side = len(one.tokens), side
-
-    def _settle(self) -> None:
-        """Orders both streams, as fences of forwards do for pages that are given back."""
-        for side in (False, True):
-            with self.on(side):
-                behind = self.rt.record()
-            with self.on(not side):
-                self.rt.wait(behind)
 
     def _dropped(self, pages: list[int], fence: ManualFence | None) -> None:
         for page in pages:
             self.behind.setdefault(page, []).extend(() if fence is None else (fence,))
 
     def _leave(self, slot: int, fence: ManualFence | None) -> None:
-        self._settle()
+        self.settle()
         one = self.requests.pop(slot)
         self._dropped(self._pages(one), fence)
         self.pages.release_requests(one.owner, after=fence)
@@ -305,7 +285,7 @@ class PrefixCacheMachine(PoolMachine):
         slot = self._some(data)
         if slot is not None:
             one, fence = self.requests[slot], self.fence(data)
-            self._settle()
+            self.settle()
             before, length = self._pages(one), max(0, len(one.tokens) - back)
             self.pages.truncate(one.owner, length, after=fence)
             self._dropped(before[-(-length // self.pages.page_size) :], fence)
@@ -388,7 +368,7 @@ class PrefixCacheMachine(PoolMachine):
         self._insert(one, keys)
 
     def _rebase(self, one: Held, fence: ManualFence | None) -> None:
-        self._settle()
+        self.settle()
         keys, before, size = self._keys(one.tokens[: one.written]), self._pages(one), self.pages.page_size
         lease, length = self._match(keys), len(keys) * size
         moved = self.pages.rebase(one.owner, lease, length, after=fence)
@@ -468,7 +448,7 @@ class PrefixCacheMachine(PoolMachine):
     def release(self, data: st.DataObject) -> None:
         """A lease is given back."""
         fence = self.fence(data)
-        self._settle()
+        self.settle()
         one = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1), label="lease"))
         self._dropped(one.owner.pages.tolist(), fence)
         one.owner.release(after=fence)
@@ -505,7 +485,7 @@ class PrefixCacheMachine(PoolMachine):
         """Slots, pages and cache begin anew, if nothing waits."""
         if self.slots.stats.pending or self.pages.stats.pending or self.steps.depth:
             return
-        self._settle()
+        self.settle()
         self.slots.clear()
         self.requests.clear()
         self.leases.clear()
