@@ -537,7 +537,7 @@ class FutureMap(Guided):
                 launched += several
             stream = self.runtime.current_stream
             from_host = len(known) == len(names)
-            fence, readers = self.runtime.record(), HOST if from_host else 0
+            fence, readers = self.runtime.record(stream), HOST if from_host else 0
             publication = self._entries.publish(rows, generations, names, fence, stream, readers)
             if not from_host:
                 self._entries.take(rows, known, HOST)

@@ -450,6 +450,8 @@ class StepPlanner(Guided):
                 advanced = batch._sent(moved, upload, OPERATION)  # at `full` it is compared, before it is committed
             if entries is not None:
                 first = entries.launch(slots.device[rows.size - arrived :], crossed)
+            if first is not None and written is not None:
+                self._table.note_fence(first.fence)  # which is behind the scatter of the table too
         except BaseException:
             if self._slots.transaction.operation is None:  # else a part was interrupted
                 pages.truncate(self._handles(batch), start)
@@ -549,7 +551,7 @@ class StepPlanner(Guided):
             block.write(array, place[0])
         upload = runtime.send(block, nbytes, places)
         if scattered is not None:
-            table.scatter(upload.shared(base), upload.shared(base + 1), *scattered)
+            table.scatter(upload.shared(base), upload.shared(base + 1), *scattered, fenced=not values)
         for i, write in enumerate(writes):
             write.table.launch_checked(
                 write, upload.shared(first_write + 2 * i), upload.shared(first_write + 2 * i + 1)

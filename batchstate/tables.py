@@ -444,6 +444,8 @@ class Table(Guided):
         at: Ints,
         written: Array,
         owners: Sequence[tuple[Ints, Array]],
+        *,
+        fenced: bool = True,
     ) -> None:
         """Launches a checked write. For the library.
 
@@ -453,6 +455,7 @@ class Table(Guided):
             at: the index on the host.
             written: the values on the host.
             owners: rows int64[k] and the generations that they are written for from now on.
+            fenced: whether a fence is recorded behind it; else `note_fence` tells of one behind more than that.
         """
         transaction, reads = self.space.transaction, (index, values)
         self._fixed.await_readers()
@@ -462,12 +465,19 @@ class Table(Guided):
         except Exception:
             transaction.operation = None
             raise
-        self._fixed.note_write()
+        if fenced:
+            self._fixed.note_write()
+        else:
+            self._fixed.note_unfenced_write()
         if self._host is not None:
             self._host.reshape(-1)[at] = written
         for rows, generations in owners:
             self._note_rows(rows, generations)
         transaction.operation = None
+
+    def note_fence(self, fence: Fence) -> None:
+        """A fence behind the last write, recorded on its stream. For the library."""
+        self._fixed.note_write(fence)
 
     def _note_rows(self, rows: Ints, generations: Ints) -> None:
         """The rows int64[n] are written for owners of these generations from now on."""

@@ -850,11 +850,13 @@ class FixedMemory:
 
     def await_readers(self) -> None:
         """Orders what the current stream does next behind forwards that read, and behind writes from other streams."""
+        current = self.runtime.current_stream
+        if not self._readers and current is self._last_writer:
+            return
         if self.runtime.capturing:
             return  # a captured stream may not wait for what lies outside its graph: its replay is ordered instead
         if self._readers:
             self._forget_finished_readers()
-        current = self.runtime.current_stream
         for fence, waited in self._readers:
             if current not in waited:
                 self.runtime.wait(fence, stream=current)
@@ -863,9 +865,19 @@ class FixedMemory:
             self.ordered()
             self._last_writer = current
 
-    def note_write(self) -> None:
-        """The next reader on another stream waits for this write, and for nothing behind it."""
-        self._written = None if self.runtime.capturing else self.runtime.record()
+    def note_write(self, fence: Fence | None = None) -> None:
+        """The next reader on another stream waits for this write, and for nothing behind it.
+
+        `fence` is behind it and what was launched with it; by default one is recorded now.
+        """
+        if fence is None and not self.runtime.capturing:
+            fence = self.runtime.record(self._last_writer)
+        self._written = fence
+        self._synchronised = set()
+
+    def note_unfenced_write(self) -> None:
+        """The same before there is a fence: until `note_write` tells of it, all that the stream has is waited for."""
+        self._written = None
         self._synchronised = set()
 
     def note_foreign_write(self) -> None:
