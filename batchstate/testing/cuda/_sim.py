@@ -1,12 +1,10 @@
 """The simulated device's part of a window: operations run late, in the order of a scheduler."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import attrs
 import torch
 
-from batchstate._source_lines import source_line
 from batchstate.testing.cuda._tracer import CudaTracer
 from batchstate.testing.sim.calls import Call
 from batchstate.testing.sim.device import Task
@@ -14,15 +12,6 @@ from batchstate.testing.sim.shapes import NewTensor
 from batchstate.testing.sim.tracer import SimAllocation, SimTracer, new_seed
 from batchstate.testing.tracing.dispatch import TracedCall
 from batchstate.testing.tracing.memory import MemoryKind
-
-
-class _Recorded(NamedTuple):
-    """One operation of a graph; as in `Task`."""
-
-    name: str
-    work: Callable[[], None]
-    writes: Callable[[], Sequence[Any]]
-    reads_host: object
 
 
 @final
@@ -41,7 +30,7 @@ class CudaSimTracer(CudaTracer[SimAllocation], SimTracer):
 
     # Graphs
 
-    def _new_capture(self) -> list[_Recorded]:
+    def _new_capture(self) -> list[Task]:
         return []
 
     def _captured(self, call: TracedCall, *, copies: bool) -> Any:
@@ -49,28 +38,20 @@ class CudaSimTracer(CudaTracer[SimAllocation], SimTracer):
             return self._copy(call.args[0], call.args[1], True)
         return self._on_device(call)
 
-    def enqueue(
-        self,
-        name: str,
-        work: Callable[[], None],
-        writes: Callable[[], Sequence[Any]],
-        *,
-        reads_host: object = None,
-        dormant: bool = False,
-    ) -> Task:
-        """Something for the current stream to do, or for the graph that this thread captures; see `Task`."""
+    def _enqueue(self, task: Task) -> None:
         if self.capture is None:
-            return super().enqueue(name, work, writes, reads_host=reads_host, dormant=dormant)
-        self.capture.append(_Recorded(name, work, writes, reads_host))
-        return Task(name, 0, source_line(2), work, writes, reads_host)
+            super()._enqueue(task)
+        else:
+            self.capture.append(task)
 
-    def replay(self, capture: list[_Recorded]) -> None:
+    def replay(self, capture: list[Task]) -> None:
         """Enqueues what a graph has recorded; its random numbers are drawn anew."""
         with self.lock:
-            for name, work, writes, reads_host in capture:
+            for task in capture:
+                work = task.work
                 if isinstance(work, Call) and work.seed is not None:
                     work = attrs.evolve(work, seed=new_seed())
-                self.enqueue(f"{name} (graph)", work, writes, reads_host=reads_host)
+                self.enqueue(f"{task.name} (graph)", work, task.writes, reads_host=task.reads_host)
 
     def _wait(self) -> None:
         self.refuse_capture("the host waits for the device")

@@ -15,7 +15,8 @@ from typing import Literal, final
 
 from batchstate import invariants
 from batchstate._source_lines import SourceLine, source_line
-from batchstate.testing.race.history import Entry, HintFor, History, Used, hint_for, rows_of
+from batchstate.testing.race.hints import HintFor, hint_for
+from batchstate.testing.race.history import Entry, History, Used, rows_of
 from batchstate.testing.race.report import Access, EventKind, RaceKind, RaceReport
 from batchstate.testing.race.waits import WORK, Waits
 from batchstate.testing.tracing.clocks import HOST, Clocks, StreamClock

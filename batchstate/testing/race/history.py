@@ -1,14 +1,14 @@
-"""The newest events of a run, and what they say is missing: the fence that was meant, where there is one."""
+"""The newest events of a run, and in words which memory they touched."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, final
+from collections.abc import Iterator, Sequence
+from typing import final
 
 import torch
 
 from batchstate._source_lines import SourceLine
-from batchstate.testing.race.report import Access, Event, EventKind, RaceKind
-from batchstate.testing.tracing.clocks import HOST, StreamClock
+from batchstate.testing.race.report import Access, Event, EventKind
+from batchstate.testing.tracing.clocks import StreamClock
 from batchstate.testing.tracing.memory import Name
 from batchstate.testing.tracing.regions import ByteRegion
 
@@ -113,6 +113,20 @@ class History:
                 return entry if entry.step == step else None
         return None
 
+    def waited_too_early(self, stream: StreamClock, first: Access, second: Access) -> Entry | None:
+        """A fence of the first access's stream and step that the second waited for, and that lies before the access."""
+        for entry in self.newest_first():
+            if entry.number < first.event:
+                return None
+            waits = entry.kind is EventKind.WAIT and entry.stream.name == second.lane and entry.number < second.event
+            if waits and entry.waits_for is not None:
+                fence = self.find(entry.waits_for)
+                if fence is None or fence.stream is not stream or fence.step != first.step:
+                    continue
+                if fence.number < first.event:
+                    return fence
+        return None
+
     def newest_first(self) -> Iterator[Entry]:
         """All events, backwards."""
         return reversed(self._entries)
@@ -159,72 +173,3 @@ def _listed(word: str, intervals: Sequence[tuple[int, int]], left_out: int) -> s
     more = len(intervals) - len(parts) + left_out
     many = len(intervals) > 1 or intervals[0][1] - intervals[0][0] > 1
     return f"{word}{'s' if many else ''} {', '.join(parts)}{f' and {more} more' if more else ''}"
-
-
-class Hint(NamedTuple):
-    """The edge that is not there, and how to add it."""
-
-    missing: str
-    suggestion: str
-
-
-def hint_for(
-    history: History,
-    stream: StreamClock,
-    kind: RaceKind,
-    first: Access,
-    second: Access,
-    dropped: SourceLine | None = None,
-) -> Hint:
-    """What to do about two accesses.
-
-    `stream` is that of the first access; `dropped` is where the last tensor of freed memory was dropped.
-    """
-    behind = history.fence_behind(stream, first.event, first.step)
-    if kind is RaceKind.FREED_IN_USE and first.does != "allocates":
-        where = "" if dropped is None or dropped.line is None else f", dropped at {dropped.line},"
-        hold = "" if behind is None else f", or keep the tensor until {behind.name} is complete"
-        return Hint(
-            f"nothing keeps the memory{where} until stream {first.lane!r} is done with it",
-            f"hand the tensor over with `Runtime.use_on_current_stream` (on an accelerator also `record_stream`) "
-            f"before {first.operation} on {first.lane!r}{hold}",
-        )
-    if kind is RaceKind.UNWRITTEN_READ:
-        return Hint(
-            f"nothing writes any of it between {first.operation} and {second.operation}",
-            "write it first, allocate it with zeros, or read only what was written",
-        )
-    who = "the host" if second.lane == HOST else f"stream {second.lane!r}"
-    where = "on the host" if second.lane == HOST else f"on stream {second.lane!r}"
-    early = waited_too_early(history, stream, first, second)
-    if early is not None:
-        return Hint(
-            f"{who} waits for {early.name}, which was recorded before {first.operation} on stream {first.lane!r}",
-            f"record the fence after {first.operation}: "
-            f"{early.name} (recorded at {early.source_line.line}) comes before it",
-        )
-    if behind is None:
-        what = f"record a fence on stream {first.lane!r} after {first.operation}, and wait for it"
-    else:
-        what = f"wait for {behind.name} (recorded on stream {first.lane!r} at {behind.source_line.line})"
-    return Hint(
-        f"{who} never waits for {first.operation} on stream {first.lane!r}",
-        f"{what} {where} before {second.operation}",
-    )
-
-
-HintFor = Callable[[History, StreamClock, RaceKind, Access, Access, SourceLine | None], Hint]
-"""As `hint_for`: the same in the words of another interface."""
-
-
-def waited_too_early(history: History, stream: StreamClock, first: Access, second: Access) -> Entry | None:
-    """A fence of the first access's stream and step that the second one waited for, and that lies before the access."""
-    for entry in history.newest_first():
-        if entry.number < first.event:
-            return None
-        waits = entry.kind is EventKind.WAIT and entry.stream.name == second.lane and entry.number < second.event
-        if waits and entry.waits_for is not None:
-            fence = history.find(entry.waits_for)
-            if fence is not None and fence.stream is stream and fence.number < first.event and fence.step == first.step:
-                return fence
-    return None

@@ -15,12 +15,13 @@ import torch
 
 from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError
-from batchstate.runtime import CpuRuntime, Fence, MappedMemory, Runtime, Stream, check_runtime
+from batchstate.runtime import Fence, MappedMemory, Runtime, Stream, check_runtime
 from batchstate.runtime.base import Array
 from batchstate.runtime.fences import foreign_fence
 from batchstate.runtime.memory import StagingBlock
 from batchstate.testing.race.detector import Detector, OnRace
-from batchstate.testing.race.history import Entry, HintFor, hint_for
+from batchstate.testing.race.hints import HintFor, hint_for
+from batchstate.testing.race.history import Entry
 from batchstate.testing.race.report import EventKind, RaceReport
 from batchstate.testing.race.tracer import RaceTracer
 from batchstate.testing.race.waits import Waits, WideWait
@@ -161,6 +162,8 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         synchronised: calls of torch that made the host wait, by name. They count as forced syncs.
     """
 
+    _tracer: RaceTracer
+
     def __init__(
         self,
         inner: Runtime | None = None,
@@ -187,8 +190,7 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         self._fences = 0
         self._patience = 1 if fences == "eager" else None
         self._in_flight = InFlight(self._detector.clocks)
-        super().__init__(CpuRuntime(steps_in_flight=steps_in_flight) if inner is None else inner)
-        self._tracer: RaceTracer = self._new_tracer()
+        super().__init__(inner, steps_in_flight)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -247,11 +249,6 @@ class RaceRuntime(TracedRuntime[StreamClock]):
     def in_flight_depth(self) -> int:
         """Steps with work of which the host does not know that it has run, the present one included."""
         return self._in_flight.now
-
-    @property
-    def in_flight_depth_max(self) -> int:
-        """The most steps that were under way at once, as far as the host knew."""
-        return max(self.in_flight_depths, default=0)
 
     @property
     def in_flight_depths(self) -> list[int]:

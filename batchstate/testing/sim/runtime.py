@@ -53,6 +53,8 @@ class SimRuntime(TracedRuntime[DeviceStream]):
         synchronised: calls of torch that made the host wait for the current stream, by name.
     """
 
+    _tracer: SimTracer
+
     def __init__(
         self,
         inner: CpuRuntime | None = None,
@@ -68,8 +70,7 @@ class SimRuntime(TracedRuntime[DeviceStream]):
         self._fences = itertools.count(1)
         self._mapped_at: set[int] = set()
         self._speculative = SpeculativeRead(self._device, lambda memory: memory.ctypes.data in self._mapped_at)
-        super().__init__(CpuRuntime(steps_in_flight=steps_in_flight) if inner is None else inner)
-        self._tracer: SimTracer = self._new_tracer()
+        super().__init__(inner, steps_in_flight)
 
     def _new_tracer(self) -> SimTracer:
         return SimTracer(*self._of_tracer())
@@ -119,11 +120,6 @@ class SimRuntime(TracedRuntime[DeviceStream]):
     def in_flight_depth(self) -> int:
         """Steps of which something has not run."""
         return self._device.depth
-
-    @property
-    def in_flight_depth_max(self) -> int:
-        """The most such steps there ever were."""
-        return max(self.in_flight_depths, default=0)
 
     @property
     def in_flight_depths(self) -> list[int]:

@@ -188,8 +188,11 @@ class SimTracer(Tracer[SimAllocation]):
     ) -> Task:
         """Something for the current stream to do; see `Task`."""
         task = Task(name, self._step(), source_line(2), work, writes, reads_host, dormant)
-        self._device.enqueue(self._current(), task)
+        self._enqueue(task)
         return task
+
+    def _enqueue(self, task: Task) -> None:
+        self._device.enqueue(self._current(), task)
 
     def _on_device(self, call: TracedCall) -> Any:
         operation, func, args, kwargs, _ = call

@@ -10,7 +10,7 @@ import torch
 
 from batchstate._source_lines import SourceLine, source_line
 from batchstate.errors import ArgumentError
-from batchstate.runtime import Fence, Runtime, Stream
+from batchstate.runtime import CpuRuntime, Fence, Runtime, Stream
 from batchstate.testing.tracing.dispatch import Tracer, tracing, untraced
 from batchstate.testing.tracing.memory import MemoryKind
 
@@ -82,7 +82,8 @@ class TracedRuntime(Runtime, Generic[S]):
     """A runtime that is told of every operation of torch in a `with` window of it.
 
     Args:
-        inner: has the streams and their windows.
+        inner: has the streams and their windows; None for a CPU.
+        steps_in_flight: of that CPU.
 
     Attributes:
         waited_at: calls of torch that made the host wait, by name and source line. They count as forced syncs.
@@ -90,7 +91,8 @@ class TracedRuntime(Runtime, Generic[S]):
 
     _tracer: Tracer[Any]
 
-    def __init__(self, inner: Runtime) -> None:
+    def __init__(self, inner: Runtime | None, steps_in_flight: int) -> None:
+        inner = CpuRuntime(steps_in_flight=steps_in_flight) if inner is None else inner
         self.waited_at: Counter[tuple[str, SourceLine]] = Counter()
         self._inner = inner
         self._streams: dict[object, S] = {}
@@ -98,6 +100,7 @@ class TracedRuntime(Runtime, Generic[S]):
         self._entered = False
         super().__init__(inner.device, steps_in_flight=inner.steps_in_flight)
         self._streams[inner.current_stream.key] = self._new_stream(inner.current_stream.name)
+        self._tracer = self._new_tracer()
 
     def __enter__(self) -> Self:
         """From now on the tool is told of the operations of this thread."""
@@ -118,6 +121,10 @@ class TracedRuntime(Runtime, Generic[S]):
         window, self._window = self._window, None
         if window is not None:
             window.close()
+
+    @abc.abstractmethod
+    def _new_tracer(self) -> Tracer[Any]:
+        """What is told of operations."""
 
     @abc.abstractmethod
     def _new_stream(self, name: str) -> S:
@@ -159,6 +166,16 @@ class TracedRuntime(Runtime, Generic[S]):
     def pageable_copies(self) -> int:
         """Copies from memory that a factory made (`torch.tensor`), asked not to block: the host waits all the same."""
         return self._tracer.pageable_copies
+
+    @property
+    @abc.abstractmethod
+    def in_flight_depths(self) -> list[int]:
+        """The most steps that were under way at once, of each step with work, oldest first."""
+
+    @property
+    def in_flight_depth_max(self) -> int:
+        """The most of them."""
+        return max(self.in_flight_depths, default=0)
 
     # For tests that model what an engine does itself
 
