@@ -115,40 +115,20 @@ class Watched(Hooked):
         added = declared.adds.get(name)
         moving = added is not None or name in declared.moves
 
-        def look(out: Any, place: Place, full: bool, step: int, kept: list[Rows] | None = None) -> None:
-            now: Rows | None = None
-            if after:
-                names = (added if moving else ()) if full else ()
-                now = self.ask(ended, declared.check, out, place, full=full, names=names)
-                if audit is not None:
-                    self.ask(ended, audit.sample, out, place, step)
-            if kept:
-                self.ask(ended, declared.check_kept, kept, out, added, place, whole=after, now=now)
-
         def run(step: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if audit is not None and self.pending:
                 self.ask(began, audit.compare, step)
                 if not self.due(step):
                     return function(*args, **kwargs)
             subject = args[0] if args else None
-            if not isinstance(subject, cls):
+            if not isinstance(subject, cls):  # a function, or a class method, which may make one
                 subject = next(iter(_objects(cls, (*args, *kwargs.values()))), None)
-                if subject is None:
-                    result = function(*args, **kwargs)
-                    for out in _objects(cls, (result,)) if after else ():
-                        if self.enter(out):
-                            place, full = Place(self.name, ended, step, report), levels.full and audit is None
-                            try:
-                                look(out, place, full, step)
-                            finally:
-                                self.leave(out, compared=full and place.compared)
-                    return result
             if not self.enter(subject):
                 return function(*args, **kwargs)
             full, place = levels.full and audit is None, Place(self.name, ended, step, report)
-            compared = False
+            compared, checked = False, subject is not None
             try:
-                if before:
+                if before and checked:
                     first = Place(self.name, began, step, report)
                     self.ask(began, declared.check, subject, first, full=full)
                     compared = first.compared
@@ -159,11 +139,19 @@ class Watched(Hooked):
                     subjects = _objects(cls, (*args, *kwargs.values()))
                     kept = self.ask(began, lambda: [declared.snapshot(one, names=added) for one in subjects])
                 result = function(*args, **kwargs)
-                for out in ([] if result is None else _objects(cls, (result,))) or [subject]:
-                    look(out, place, full, step, kept)
+                outs = [subject] if result is None else _objects(cls, (result,)) or [subject]
+                for out in outs if checked or (after and outs[0] is not None) else ():
+                    checked, now = True, None
+                    if after:
+                        names = (added if moving else ()) if full else ()
+                        now = self.ask(ended, declared.check, out, place, full=full, names=names)
+                        if audit is not None:
+                            self.ask(ended, audit.sample, out, place, step)
+                    if kept:
+                        self.ask(ended, declared.check_kept, kept, out, added, place, whole=after, now=now)
                 return result
             finally:
-                self.leave(subject, compared=full and (compared or place.compared))
+                self.leave(subject, checked=checked, compared=full and (compared or place.compared))
 
         return run
 

@@ -190,22 +190,20 @@ class Hooked:
             del stop  # its traceback has this frame
 
     def enter(self, subject: object) -> bool:
-        """Whether this thread is not yet inside a checked call of this object; marks it if so, and counts it."""
+        """Whether this thread is not yet inside a checked call of this object; marks it if so."""
         inside: set[int] | None = getattr(self._thread, "inside", None)
         if inside is None:
             inside = self._thread.inside = set()
         if id(subject) in inside:
             return False
         inside.add(id(subject))
-        with self.lock:
-            self.counters.checked += 1
         return True
 
-    def leave(self, subject: object, *, compared: bool = False) -> None:
-        """Ends what `enter` began."""
-        if compared:
-            with self.lock:
-                self.counters.compared += 1
+    def leave(self, subject: object, *, checked: bool = True, compared: bool = False) -> None:
+        """Ends what `enter` began, and counts it."""
+        with self.lock:
+            self.counters.checked += checked
+            self.counters.compared += compared
         self._thread.inside.discard(id(subject))
 
 

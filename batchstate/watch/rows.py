@@ -567,18 +567,17 @@ class Declaration:
         return now
 
     def _check_lengths(self, names: Sequence[str], values: Sequence[Any], n: int, place: Place) -> None:
-        dtypes, buffers, tensor, array = self.dtypes, self.buffers, torch.Tensor, np.ndarray
+        known, buffers, tensor, array = self.dtypes.get, self.buffers, torch.Tensor, np.ndarray
         for name, value in zip(names, values, strict=True):
             kind = type(value)
             if kind is tensor or kind is array:
-                shape = value.shape
-                rows = shape[0] if shape else -1
+                if value.dtype is known(name) and value.ndim:
+                    rows = value.shape[0]
+                    if rows == n or (buffers and rows > n):
+                        continue
             elif value is None or (kind is list and len(value) == n):
                 continue
-            else:
-                rows = -1
-            if not (rows == n or (buffers and rows > n)) or dtypes.get(name) is not value.dtype:
-                self._check_column(name, value, n, place)
+            self._check_column(name, value, n, place)
 
     def _check_column(self, name: str, value: Any, n: int, place: Place) -> None:
         """Asks of one column what `_check_lengths` sees at once of those that are as they should be."""

@@ -53,6 +53,7 @@ def found_of(engine: Any, *, seeds: int, examples: int, fuzz_deletions: bool) ->
 
 WAYS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "bare": None,
+    "bare again": None,
     "off": ("off", {}),
     "cheap": ("cheap", {}),
     "full": ("full", {}),
@@ -69,16 +70,19 @@ def cost_of(engine: Any, *, num_rows: int, rounds: int) -> dict[str, Any]:
     """A round of watched operations in each way, the ways taking turns: CPU time to the bare one, and Python calls.
 
     Of each of the steps of a turn the least time in any turn counts. What other processes do to the caches of a core,
-    and pauses of the garbage collector, only ever add.
+    and pauses of the garbage collector, only ever add. What an engine has in `BY_HAND` are checks without this library.
     """
     step = engine.step_of(num_rows)
-    seconds = {way: [float("inf")] * STEPS for way in WAYS}
+    by_hand = getattr(engine, "BY_HAND", {})
+    seconds = {way: [float("inf")] * STEPS for way in (*WAYS, *by_hand)}
     calls: dict[str, int] = {}
     watches = contextlib.ExitStack()
     for turn in range(rounds):
-        for way, options in WAYS.items():
+        for way, options in (WAYS | by_hand).items():
             with watches:
-                if options is not None:
+                if callable(options):
+                    watches.enter_context(options())
+                elif options is not None:
                     watches.enter_context(checks(options[0]))
                     watches.enter_context(engine.declare(**options[1]))
                 for _ in range(WARM_UP):
