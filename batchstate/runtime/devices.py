@@ -212,7 +212,8 @@ class AcceleratorRuntime(Runtime):
 
     def record(self, stream: Stream | None = None) -> Fence:
         """An event recorded on `stream`."""
-        self.refuse_capture("recording a fence")  # the event would belong to the graph, and could not be asked
+        if self._module.is_current_stream_capturing():  # the event would belong to the graph, and could not be asked
+            self.refuse_capture("recording a fence")
         event = self._module.Event()
         event.record((stream or self.current_stream).native)
         return EventFence(event, self.counters)
