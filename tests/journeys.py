@@ -135,7 +135,7 @@ def kv_row_between_workers() -> Steps:
 
 
 JOURNEYS: dict[Journey, int] = {
-    keep_through_filter: 9,
+    keep_through_filter: 8,
     slot_from_take_to_reap: 10,
     token_to_the_host: 13,
     page_to_the_device: 16,
