@@ -20,6 +20,10 @@ Ints = npt.NDArray[np.int64]
 
 _WHAT, _IDS = "StepPlanner", "input_ids"
 
+NAMES = {"positions", "query_start_loc", "kv_lens", "slot_mapping", "last_token_indices", _IDS}
+NAMES |= {"sample_slots", "relay_slots", "relay_tokens"}
+"""What `StepTokens.arrays` may name."""
+
 
 def each_puts_in_one(n: int, query_lens: object, prompt_ids: Sequence[object] | None, samples: object) -> bool:
     """Whether each of `n` requests puts in the one token that the relay has for it, and samples."""
@@ -28,7 +32,7 @@ def each_puts_in_one(n: int, query_lens: object, prompt_ids: Sequence[object] | 
             return False
     elif not isinstance(query_lens, np.ndarray) or query_lens.shape != (n,) or np.count_nonzero(query_lens != 1):
         return False
-    if prompt_ids is not None and (len(prompt_ids) != n or any(ids is not None for ids in prompt_ids)):
+    if prompt_ids is not None and (len(prompt_ids) != n or [1 for ids in prompt_ids if ids is not None]):
         return False
     return samples is None or (
         isinstance(samples, np.ndarray)
@@ -97,7 +101,7 @@ class StepTokens:
         counts.cumsum(out=starts[1:])
         ids, known = None, False
         if has_ids and relay_rows.size < n:
-            known = prompts is not None and any(one is not None and len(one) for one in given)
+            known = int(starts[-1]) > relay_rows.size  # these put in one token each
             if prompts is not None and known:
                 ids = prompts.laid_out(given, starts, int(starts[-1]))
                 ids[starts[relay_rows]] = 0

@@ -43,6 +43,16 @@ class Extras(Mapping[str, torch.Tensor]):
             raise KeyError(f"no extra {name!r}; {one_of(self._places, name) if self._places else 'there are none'}")
         return self._runtime.use_part_on_current_stream(self._upload, place)
 
+    def several(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Several of them, safe on the current stream after one look. For the library."""
+        packed, places = self._upload, self._places
+        if packed is None or self._runtime is None:
+            return {}
+        self._runtime.use_on_current_stream(
+            packed.buffer, packed.stream, packed.ready, synchronised=packed.synchronised
+        )
+        return {name: packed.view(places[name]) for name in names}
+
     def side(self, name: str) -> DeviceSide:
         """The same as the device side of a value, with the fence recorded after the copy. For the library."""
         if self._upload is None:

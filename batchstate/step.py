@@ -43,7 +43,7 @@ from batchstate._planned_step import (
 )
 from batchstate._relay import HOST, Publication, PublishedRows
 from batchstate._rows import GENERATION_SUFFIX, RowState
-from batchstate._step_tokens import StepTokens, each_puts_in_one
+from batchstate._step_tokens import NAMES, StepTokens, each_puts_in_one
 from batchstate._upload import NO_EXTRAS, Extras, extra_array, joined_writes
 from batchstate.batch import Batch
 from batchstate.columns import MirroredColumn
@@ -393,6 +393,13 @@ class StepPlanner(Guided):
         batch._begin(OPERATION)
         joined = joined_writes(runtime, writes) if writes else ()
         arrays = batch._checked_extras(extras, OPERATION) if extras else {}
+        if tokens is not None and not NAMES.isdisjoint(arrays):
+            taken = sorted(NAMES.intersection(arrays))
+            raise DeclarationError(
+                f"StepPlanner: plan with extras named {', '.join(taken)}",
+                value=taken,
+                remedy="rename them: the arrays that the planner sends to the forward have these names",
+            )
         state = batch._state
         requests = before = steps.requests
         same = requests is not None and requests.row_set.number == batch._row_number
@@ -439,9 +446,8 @@ class StepPlanner(Guided):
             if written is None and not (joined or arrays or entries or planned):
                 upload, uploaded = requests.layout.send(runtime, columns, beside), NO_EXTRAS
             else:
-                named = {**planned, **arrays} if planned else arrays
                 upload, uploaded, crossed = self._sent(
-                    requests, columns, beside, written, joined, named, values, arrived
+                    requests, columns, beside, planned, written, joined, arrays, values, arrived
                 )
             slots = requests.slots if same and tokens is None else self._uploaded_slots(requests, upload)
             if own:
@@ -499,6 +505,7 @@ class StepPlanner(Guided):
         requests: StepRequests,
         columns: Sequence[Array],
         beside: Sequence[Ints],
+        planned: dict[str, Array],
         written: Written | None,
         writes: Sequence[TableWrite],
         extras: Mapping[str, object],
@@ -507,7 +514,8 @@ class StepPlanner(Guided):
     ) -> tuple[PackedUpload, Extras, list[torch.Tensor]]:
         """One copy of the columns, of what the forward takes besides, and of what is added; then the table's scatters.
 
-        `beside` are what the layout has places for beside the columns, if anything; `written` is for the token table.
+        `beside` are what the layout has places for beside the columns, if anything; what the forward takes besides is
+        `planned`. `written` is for the token table.
         The last `arrived` requests have joined, and `values` are theirs. Returns these last.
         """
         runtime, table, layout = self._runtime, self._table, requests.layout
@@ -540,6 +548,9 @@ class StepPlanner(Guided):
         for name in extras:
             named[name] = base + len(further)
             further.append(extra_array(name, extras[name]))
+        for name, array in planned.items():
+            named[name] = base + len(further)
+            further.append(array)
         places, nbytes = layout.places, layout.nbytes if beside else layout.columns_nbytes
         if further:
             added, size = packed_places(further)
@@ -559,7 +570,7 @@ class StepPlanner(Guided):
         crossed = [upload.shared(first_value + i) for i, _ in enumerate(values)]
         uploaded = NO_EXTRAS
         if named:
-            uploaded = Extras(runtime, upload, named, dict(extras), row_set=requests.row_set)
+            uploaded = Extras(runtime, upload, named, {**extras, **planned}, row_set=requests.row_set)
         return upload, uploaded, crossed
 
     def _uploaded_slots(self, requests: StepRequests, upload: PackedUpload) -> Slots:

@@ -233,7 +233,7 @@ class ForwardInputs:
             sampled_slots=slots if sampled is plan.slots else _uploaded_handles(sampled, uploaded, "sample_slots"),
             ids=_ids(plan, uploaded, known, relayed, sources, put_in) if plan.has_ids else None,
             arrays=arrays,
-            **{name: uploaded[name] for name in _TENSORS if name in plan.extras},
+            **uploaded.several([name for name in _TENSORS if name in plan.extras]),
         )
         if plan.bounded and sources.lengths is not None:
             lengths = sources.gather(relayed, sources.lengths)

@@ -80,13 +80,14 @@ class TokenArray:
                 remedy="pass a list with the values of each request, and None for those that have none here",
             )
         dtype = numpy_dtype(self.dtype)
-        known: list[Array | None] = []
-        for row, (values, query) in enumerate(zip(rows, query_lens.tolist(), strict=True)):
+        known: list[Array | None] = [None] * num_reqs
+        lengths = query_lens.tolist()
+        for row, values in enumerate(rows):
             if values is None:
-                known.append(None)
                 continue
+            query = lengths[row]
             if type(values) is np.ndarray and values.dtype is dtype and values.shape == (query, *self.shape):
-                known.append(values)  # it is copied when it is laid out
+                known[row] = values  # it is copied when it is laid out
                 continue
             array: Array = converted(values, dtype, f"{what} of row {row}")
             if array.shape == (0,) and self.shape:
@@ -105,7 +106,7 @@ class TokenArray:
                     value=len(array),
                     remedy="pass exactly those of this chunk",
                 )
-            known.append(array)
+            known[row] = array
         return known
 
     def laid_out(self, known: Sequence[Array | None], starts: Ints, size: int) -> Array:

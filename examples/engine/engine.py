@@ -218,12 +218,12 @@ class Engine:
             return
         outputs = step.results[self.scheduler.forward.results[0]].np.reshape(len(step.sampling), -1)
         lens = step.results["seq_lens"].np if self.settings.num_drafts else step.plan.seq_lens[step.plan.sample_rows]
-        for row, request in enumerate(step.sampling):
+        for request, tokens, length in zip(step.sampling, outputs.tolist(), lens.tolist(), strict=True):
             request.in_flight -= 1
             if request.state in ("waiting", "running"):
-                new = int(lens[row]) + 1 - len(request.prompt) - len(request.output)
+                new = length + 1 - len(request.prompt) - len(request.output)
                 self.accepted_drafts += new - 1
-                self._take(request, outputs[row, :new].tolist())
+                self._take(request, tokens[:new])
         if self.settings.num_drafts:
             self._tighten(step)
 

@@ -107,13 +107,10 @@ class Scheduler:
 
     def prompt_ids(self, queries: Ints) -> list[Ints | None]:
         """For each request the ids that the host puts in, or None for what the relay has."""
-        ids: list[Ints | None] = []
-        before, fill = self.batch.seq_lens.np.tolist(), self.batch.fill_lens.np.tolist()
-        for row, request in enumerate(self.batch.requests):
-            query = int(queries[row])
-            known = before[row] < fill[row] or query == 0
-            ids.append(self._fill_ids[request][before[row] : before[row] + query] if known else None)
-        return ids
+        begin, fill = self.batch.seq_lens.np, self.batch.fill_lens.np
+        known = ((begin < fill) | (queries == 0)).tolist()
+        rows = zip(self.batch.requests, known, begin.tolist(), (begin + queries).tolist(), strict=True)
+        return [self._fill_ids[request][first:stop] if here else None for request, here, first, stop in rows]
 
     def samples(self, queries: Ints) -> npt.NDArray[np.bool_]:
         """Requests that get a token: those that decode, and new ones with the last chunk of their prompt."""
@@ -131,16 +128,17 @@ class Scheduler:
     def _queries(self) -> Ints:
         before, fill = self.batch.seq_lens.np, self.batch.fill_lens.np
         fills = before < fill
-        queries = np.where(fills, 0, self.settings.decode_len)
+        queries: Ints = np.where(fills, 0, self.settings.decode_len)
         if not self.settings.num_drafts:  # all tokens of these are on their way
-            queries = np.where(before >= self.batch.kv_limits.np, 0, queries)
-        if fills.any() and not self.settings.mixed:
-            queries = np.zeros_like(queries)
+            queries[before >= self.batch.kv_limits.np] = 0
+        if not fills.any():
+            return queries
+        if not self.settings.mixed:
+            queries[:] = 0
         left = np.where(fills, fill - before, 0)
         spare = max(self.settings.max_tokens_per_step - int(queries.sum()), 1)
-        chunks: Ints = np.clip(spare - (np.cumsum(left) - left), 0, left)
-        result: Ints = np.where(fills, chunks, queries)
-        return result
+        queries += np.minimum(np.maximum(spare - (left.cumsum() - left), 0), left)
+        return queries
 
     def _that_fit(self, queries: Ints) -> int:
         """How many of the oldest requests have pages for their tokens, counting pages that steps in flight hold."""
@@ -173,6 +171,8 @@ class Scheduler:
         size = settings.page_size
         tokens = settings.max_tokens_per_step - int(queries.sum())
         room = stats.free + stats.pending
+        if not self.waiting or tokens <= 0 or not room:
+            return False
         growth = -(-(self.batch.seq_lens.np + np.maximum(queries, settings.decode_len)) // size)
         pages = self._pages_left() - int(np.maximum(growth - self.pages.allocated(self.batch.slots) // size, 0).sum())
         joining: list[Request] = []
