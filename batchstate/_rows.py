@@ -358,7 +358,11 @@ class RowState:
             for rows in self.device.values():
                 if len(rows.rows) != num_rows:
                     return False
-        return not self.objects or {len(objects) for objects in self.objects.values()} == {num_reqs}
+        if self.objects:
+            for objects in self.objects.values():
+                if len(objects) != num_reqs:
+                    return False
+        return True
 
     def lengths(self) -> dict[str, int]:
         """Rows of each group, counted on its own."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from batchstate.runtime import Runtime
+from benchmarks.adoption import placeholders
 from benchmarks.baselines.free_lists import PopList
 from benchmarks.baselines.persistent_buffers import PersistentBuffers, PinnedPair
 from benchmarks.baselines.staged_slots import StagedSlots
@@ -68,6 +69,22 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(installed, "version_of", lambda distribution: "0")
 
     return install
+
+
+def test_modules_that_an_engine_lacks_are_stood_in_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`stand_in` puts one finder behind all others, however often it is called."""
+    monkeypatch.setattr(torch, "compile", torch.compile)
+    for name in ("zeros", "empty", "ones", "tensor", "full"):
+        monkeypatch.setattr(torch, name, getattr(torch, name))
+    placeholders.stand_in()
+    finders = [*sys.meta_path]
+    try:
+        placeholders.stand_in()
+        assert sys.meta_path == finders
+        with pytest.raises(ModuleNotFoundError, match="no_such_module"):  # which no engine has asked for
+            importlib.import_module("no_such_module")
+    finally:
+        sys.meta_path.remove(finders[-1])
 
 
 # By hand

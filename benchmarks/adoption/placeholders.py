@@ -1,6 +1,6 @@
 """Modules that an engine imports and its batch state does not use: empty stand-ins, so that the rest can be imported.
 
-What is installed is imported as it is. `stand_in` is called once, before the engine is imported.
+What is installed is imported as it is. `stand_in` is called before the engine is imported.
 """
 
 import importlib
@@ -125,7 +125,9 @@ def _engine_asks() -> bool:
 
 
 def stand_in() -> None:
-    """From here on an engine's import finds a stand-in for each module that is not installed."""
+    """From here on an engine's import finds a stand-in for each module that is not installed. Once is enough."""
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
     torch: Any = importlib.import_module("torch")
     importlib.import_module("transformers").AutoProcessor  # noqa: B018 - loaded now, it sees what is really installed
     for name in ("torch._inductor.runtime.triton_compat", "torch._inductor.output_code"):

@@ -21,9 +21,10 @@ from batchstate.indices import Slots
 from batchstate.levels import Level, checks
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
+from benchmarks.adoption.placeholders import stand_in
 from benchmarks.baselines.free_lists import FreeListBaseline, shuffled
 from benchmarks.comparisons import Absent, Asked, Comparison, require_equal
-from benchmarks.peers.installed import named, or_absent, peer, theirs
+from benchmarks.peers.installed import named, or_absent, peer, theirs, version_of
 from benchmarks.pools import all_numbers
 from benchmarks.timing import Contender
 
@@ -69,6 +70,8 @@ class RealScheduleBatch:
     ) -> None:
         self._keep = np.flatnonzero(keep).tolist()
         leaving = np.flatnonzero(~keep).tolist()
+        if version_of("sglang") is not None:
+            stand_in()  # its batch uses few of the modules that it imports
         modules = [
             peer("sglang", f"sglang.srt.{name}")
             for name in (
