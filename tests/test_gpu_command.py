@@ -27,6 +27,7 @@ from benchmarks.gpu.report import page, remark
 from benchmarks.gpu.stages import capture, machine, profiler, race, rates, suite, sync
 from benchmarks.gpu.steps import Serving
 from examples.engine import serving
+from tests import idiom_verdicts
 from tests.race_cases import CASES
 from tests.race_cases.tools import Says, Verdict
 from tests.race_cases.verdicts import Column, Made, Table
@@ -275,6 +276,17 @@ def test_a_detector_that_errs_and_a_sanitizer_that_sees_nothing_are_found() -> N
         race._sanitizer(notes, Table({"sanitizer": Column(made, verdicts)}))
         assert len(notes.problems) == problems
         assert notes.figures["sanitizer"]["races"] == sum(case.racy for case in CASES.values())
+
+
+def test_a_watch_that_errs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong verdict of `watch_cuda` on an idiom fails the stage."""
+    right = dict.fromkeys(idiom_verdicts.TOOLS["watched"], Verdict(Says.NONE))
+    found = Table({"watched": Column(Made("2026-01-01", "a machine", "2.11"), right)})
+    monkeypatch.setattr(idiom_verdicts, "table", lambda: found)
+    notes = Notes()
+    race._idioms(notes)
+    assert any("watch_cuda is wrong about" in one for one in notes.problems)
+    assert "watched: right about 35 of 70 idioms" in notes.figures["idioms"]["said"]
 
 
 def test_a_graph_is_captured_and_what_may_not_be_in_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,10 @@
 # mypy: disable-error-code="no-untyped-call"
 
 import contextlib
+import faulthandler
+import io
+import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,9 +28,12 @@ from batchstate.testing.cuda import (
     watch_cuda,
 )
 from batchstate.testing.race import Race, RaceReport
+from tests import idiom_verdicts
 from tests.cuda_idioms import IDIOMS
 from tests.race_cases import CASES, Case
 from tests.race_cases.plain import PlainCuda
+from tests.race_cases.tools import Says, Verdict
+from tests.race_cases.verdicts import Column, Made, Table
 from tests.test_cuda_on_cpu import attributes, left_over
 
 
@@ -55,7 +62,9 @@ def test_an_idiom_races_or_not(name: str) -> None:
     """The same is found as by `cuda_on_cpu`, in the same words; the safe twin has nothing."""
     kind, program = IDIOMS[name]
     for racy in (True, False):
-        with watched() as (rt, device):
+        with cuda_on_cpu(on_race="collect") as device:
+            program(racy)
+        with watched() as (rt, _):
             program(racy)
         assert {race.kind for race in rt.races} == ({kind} if racy and kind else set())
         assert [said(race) for race in rt.races] == [said(race) for race in device.races]
@@ -110,16 +119,21 @@ def test_eager_fences_answer_as_the_gpu_does() -> None:
 
 
 def test_watching_adds_no_wait() -> None:
-    """The device under it is asked to wait as often as without, and sees as many operations."""
+    """The device under it waits as often as without, and sees as many operations, but where it looks at an index."""
 
-    def counted(*, watch: bool) -> tuple[object, ...]:
-        with watched() if watch else cuda_on_cpu(on_race="collect") as opened:
-            device = opened[1] if isinstance(opened, tuple) else opened
-            for _, program in IDIOMS.values():
-                program(False)
+    def counted(device: CudaRuntime) -> tuple[int, ...]:
         return device.counters.forced_syncs, device.counters.fence_waits, device.waited_at.total(), device.accesses
 
-    assert counted(watch=True) == counted(watch=False)
+    looked = []
+    for name, (_, program) in IDIOMS.items():
+        with cuda_on_cpu(on_race="collect") as plain:
+            program(False)
+        with watched() as (rt, device):
+            program(False)
+        syncs, *others = counted(device)
+        assert (syncs - rt.lookups, *others) == counted(plain), name
+        looked += [name] * bool(rt.lookups)
+    assert looked == ["rows_of_two_requests"]
 
 
 def test_what_is_not_possible_is_refused() -> None:
@@ -161,3 +175,93 @@ def test_a_script_runs_on_the_gpu(
     assert main(["race", "run", "--device", "cuda:prompt", str(script)]) == 1
     assert asked == [{"on_race": "collect", "fences": "eager"}]
     assert "`side.wait_stream(torch.cuda.default_stream())` before fill_" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_nothing_waits() -> None:
+    """A kernel of a second still runs when everything behind it was enqueued and watched, in sync-debug mode too."""
+    cuda: Any = torch.cuda
+    with watch_cuda(on_race="collect") as rt:
+        side, done = Stream(), Event()
+        table, index = torch.zeros(64, 8, device="cuda"), torch.tensor([1, 3], device="cuda")
+        host, back = torch.ones(64, 8).pin_memory(), torch.zeros(64, 8).pin_memory()
+
+        def step() -> torch.Tensor:
+            rt.next_step()
+            table.copy_(host, non_blocking=True)
+            picked = table.index_select(0, index)
+            table[3:4] = 7.0
+            side.wait_stream(current_stream())
+            with torch.cuda.stream(side):
+                back.copy_(table, non_blocking=True)
+                moved = picked.to("cpu", non_blocking=True)
+                picked.record_stream(side)
+                done.record()
+            current_stream().wait_event(done)
+            return moved
+
+        kept = [step() for _ in range(4)]  # what the allocators ask the driver for may wait
+        cuda.synchronize()
+        kept.clear()
+        depths = []
+        cuda.set_sync_debug_mode("error")
+        try:
+            cuda._sleep(2_000_000_000)
+            for _ in range(3):
+                kept.append(step())
+                depths.append(rt.in_flight_depth)
+        finally:
+            cuda.set_sync_debug_mode("default")
+        assert not super(Event, done).query()
+        done.synchronize()
+        assert all((one == 1).all() for one in kept)
+        assert back[3].tolist() == [7.0] * 8
+    assert rt.races == ()
+    assert depths == [1, 2, 3]
+    assert rt.lookups == 0
+
+
+# Beside torch's sanitizer
+
+
+def test_verdicts_on_the_idioms() -> None:
+    """What `watch_cuda` says is right of each idiom and pair; here the window stands over one of `cuda_on_cpu`."""
+
+    @contextlib.contextmanager
+    def window() -> Iterator[WatchedCuda]:
+        with watched() as (rt, _):
+            yield rt
+
+    found = {name: idiom_verdicts.watched(name, window) for name in idiom_verdicts.TOOLS["watched"][::7]}
+    assert [name for name, verdict in found.items() if not idiom_verdicts.right(name, verdict)] == []
+    assert {verdict.says for verdict in found.values()} == {Says.RACE, Says.NONE}
+
+
+def test_a_table_of_verdicts_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missed race, one that was made up, and a program that ended its process."""
+    racy, safe, *_ = idiom_verdicts.IDIOM_NAMES
+    said = dict.fromkeys(idiom_verdicts.TOOLS["watched"], Verdict(Says.NONE))
+    said[safe] = Verdict(Says.RACE, "read after write")
+    table = Table({"watched": Column(Made("2026-01-02", "a machine", "2.13.0"), said)})
+    lines = list(idiom_verdicts.lines(table))
+    assert f"{racy:58} watched: missed" in lines
+    assert f"{safe:58} watched: false alarm: read after write" in lines
+    assert f"  wrong: {safe}: race read after write" in lines
+    assert "watched: right about 35 of 70 idioms" in lines
+    assert not idiom_verdicts.right(racy, Verdict(Says.ERROR, "the process ended"))
+    monkeypatch.setattr(idiom_verdicts, "table", lambda tools: table)
+    monkeypatch.setattr(sys, "argv", ["idiom_verdicts"])
+    assert idiom_verdicts.main() == 1
+
+
+def test_a_child_prints_its_verdicts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line for each program; what fails is an error of that program."""
+    names = idiom_verdicts.IDIOM_NAMES[:2]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(names)))
+    monkeypatch.setattr(sys, "argv", ["idiom_verdicts", "--child", "watched"])
+    monkeypatch.setattr(faulthandler, "enable", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert idiom_verdicts.main() == 0
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["case"] for one in said] == names
+    assert {one["says"] for one in said} == {"error"}

@@ -89,6 +89,11 @@ class WatchedCuda(PlainRaceRuntime):
         known = self._of(stream)
         known.name = unused_name(name, [one.name for one in self._detector.clocks.streams if one is not known])
 
+    @property
+    def lookups(self) -> int:
+        """Times that the tool has waited for the GPU: for an index, where nothing orders it and an access elsewhere."""
+        return self._tracer.lookups
+
     def _of(self, stream: Any) -> StreamClock:
         return self._known_stream(self.current_stream if stream is None else stream)
 
@@ -206,7 +211,8 @@ def watch_cuda(
     """A window in which the race detector watches plain torch code on a GPU.
 
     As `cuda_on_cpu`, with the same findings, but the code runs on the GPU: torch's own calls go through, and what they
-    order and access is noted. The host waits where it would wait without it.
+    order and access is noted. The host waits where it would wait without it, and where two streams access one tensor
+    in parts that an index names and nothing orders them: then the values of the indices are looked at (`lookups`).
 
     Example:
         with watch_cuda(on_race="collect") as rt:

@@ -54,7 +54,8 @@ class _Block:
 
     def behind(self, older: "_Block") -> "_Block":
         """Both in one, without those older accesses that a newer one covers: they are found through that."""
-        allocation = [at for at, region in enumerate(older.regions) if not self.union.covers(region)]
+        exact = not any(region.late for region in self.regions)
+        allocation = [at for at, region in enumerate(older.regions) if not (exact and self.union.covers(region))]
         events = [older.events[at] for at in allocation] + self.events
         return _Block(events, [older.regions[at] for at in allocation] + self.regions)
 
@@ -106,7 +107,7 @@ class Log:
         events, regions = self.events, self.regions
         if events:
             last = regions[-1]
-            if region.starts is None and region.lo <= last.lo and last.hi <= region.hi:
+            if region.starts is None and not region.late and region.lo <= last.lo and last.hi <= region.hi:
                 events[-1], regions[-1] = event, region  # what conflicts with the older one conflicts with this one
                 return
         events.append(event)
@@ -314,7 +315,7 @@ class Detector:
     def _check_written(self, allocation: RaceAllocation, fresh: Entry, entry: Entry, region: ByteRegion) -> None:
         """A read of fresh memory finds something that was written; padded rows beside written ones do not count."""
         __tracebackhide__ = True
-        if allocation.written is None or not allocation.written.overlaps(region):
+        if allocation.written is None or not allocation.written.overlaps(region.brief() if region.late else region):
             self.report(
                 RaceKind.UNWRITTEN_READ,
                 allocation,

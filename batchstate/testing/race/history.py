@@ -146,6 +146,7 @@ def described(name: Name, region: ByteRegion) -> str:
 
 def rows_of(name: Name, region: ByteRegion) -> str:
     """Which rows, elements or bytes a region is, seen as the tensor that the memory was first seen as."""
+    region = region.exact() or region
     row = name.dtype.itemsize
     for length in name.shape[1:]:
         row *= length

@@ -197,8 +197,7 @@ class RaceTracer(Tracer[RaceAllocation]):
             return self._converted(args[0], kwargs)
         accesses, waits = [], False
         if tensors:
-            accesses = operation.accesses(args, kwargs, self._read_index)
-            accesses = [one for one in accesses if self._is_checked(one.tensor)]
+            accesses = [one for one in self._accesses(call) if self._is_checked(one.tensor)]
             waits = operation.waits(args, kwargs, self.kind_of)  # before undecided operands become the device's
         entry, checked = self.begin(EventKind.OPERATION, operation.name, accesses)
         result = func(*args, **kwargs)
@@ -211,6 +210,9 @@ class RaceTracer(Tracer[RaceAllocation]):
         if waits:
             self._synchronise(operation.name, entry.stream.seen)
         return result
+
+    def _accesses(self, call: TracedCall) -> list[MemoryAccess]:
+        return call.operation.accesses(call.args, call.kwargs, self._read_index)
 
     def _read_index(self, index: torch.Tensor) -> Any:
         """The values of an index, whichever stream made it: the tool's own look, which orders nothing."""

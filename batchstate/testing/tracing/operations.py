@@ -127,7 +127,7 @@ class Operation:
             if self._only_shapes and not writes and not isinstance(key, str):
                 continue
             for tensor in tensors_in(value):
-                region = self._named(args, read_index) if key == 0 and self._precise else of_tensor(tensor)
+                region = self.parts(args, read_index) if key == 0 and self._precise else of_tensor(tensor)
                 if region is not None:
                     found.append(MemoryAccess(tensor, region, writes))
         return found
@@ -162,7 +162,12 @@ class Operation:
         given = args[self._dropout] if self._dropout < len(args) else None
         return bool(kwargs.get("dropout_p", given))
 
-    def _named(self, args: Sequence[Any], read_index: ReadIndex) -> ByteRegion | None:
+    @property
+    def index_at(self) -> int | None:
+        """Which argument is the index by which a call accesses its first one in part; None where it does as a whole."""
+        return None if self._precise is None else 2 if self._precise in (_along, _elements) else 1
+
+    def parts(self, args: Sequence[Any], read_index: ReadIndex) -> ByteRegion | None:
         """The bytes that an index names; the whole tensor where it names none, so that torch may say what is wrong."""
         try:
             return None if self._precise is None else self._precise(args, read_index)

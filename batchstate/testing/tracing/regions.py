@@ -1,8 +1,8 @@
 """Which bytes of a piece of memory an operation accesses: disjoint intervals, exact for rows, columns and elements."""
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, Optional, final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,6 @@ MOST_INTERVALS = 1 << 20
 """Beyond so many, a region is what lies between its first and its last byte."""
 
 
-@final
 class ByteRegion:
     """Bytes of one piece of memory, `[start, end)`, as sorted intervals with gaps between them.
 
@@ -25,9 +24,11 @@ class ByteRegion:
         lo, hi: of the whole.
         starts, ends: int64[n] of each interval; None where there is one.
         more: intervals that were left out; 0 but for what `brief` returns.
+        late: whether the intervals are looked up when they matter.
     """
 
     __slots__ = ("ends", "hi", "lo", "more", "starts")
+    late: ClassVar[bool] = False
 
     def __init__(self, lo: int, hi: int, starts: Ints | None = None, ends: Ints | None = None) -> None:
         self.lo = lo
@@ -59,10 +60,17 @@ class ByteRegion:
             return np.array([self.lo], np.int64), np.array([self.hi], np.int64)
         return self.starts, self.ends
 
+    def exact(self) -> Optional["ByteRegion"]:
+        """The region with its intervals; None where it has none."""
+        return self
+
     def overlaps(self, other: "ByteRegion") -> bool:
         """Whether any byte is in both."""
         if self.hi <= other.lo or other.hi <= self.lo:
             return False
+        if self.late or other.late:
+            mine, others = self.exact(), other.exact()
+            return mine is not None and others is not None and mine.overlaps(others)
         if self.starts is None and other.starts is None:
             return True
         few, many = (self, other) if self._count() <= other._count() else (other, self)
@@ -77,6 +85,9 @@ class ByteRegion:
 
     def common(self, other: "ByteRegion") -> "ByteRegion | None":
         """The bytes in both, or None."""
+        if self.late or other.late:
+            mine, others = self.exact(), other.exact()
+            return None if mine is None or others is None else mine.common(others)
         found = []
         starts, ends = other.bounds()
         for lo, hi in self.intervals():
@@ -102,6 +113,34 @@ class ByteRegion:
 
     def _count(self) -> int:
         return 1 if self.starts is None else len(self.starts)
+
+
+@final
+class LateRegion(ByteRegion):
+    """Some bytes of a region, looked up when it matters whether others are among them. Until then it is all of them.
+
+    Args:
+        whole: all of them.
+        find: looks them up; None where there are none.
+    """
+
+    __slots__ = ("_find", "_found")
+    late: ClassVar[bool] = True
+
+    def __init__(self, whole: ByteRegion, find: Callable[[], ByteRegion | None]) -> None:
+        super().__init__(whole.lo, whole.hi)
+        self._find: Callable[[], ByteRegion | None] | None = find
+        self._found: ByteRegion | None = None
+
+    def exact(self) -> ByteRegion | None:
+        """The bytes themselves."""
+        if self._find is not None:
+            self._found, self._find = self._find(), None
+        return self._found
+
+    def brief(self) -> ByteRegion:
+        """All of the region: a report does not look them up."""
+        return ByteRegion(self.lo, self.hi)
 
 
 def union(intervals: Iterable[tuple[int, int]]) -> ByteRegion:

@@ -7,6 +7,7 @@ from hypothesis.database import InMemoryExampleDatabase
 from batchstate.runtime import open_runtime
 from batchstate.selfcheck.fuzzing import fuzz
 from benchmarks.gpu.outcome import Notes, Setting
+from tests import idiom_verdicts
 from tests.race_cases import CASES
 from tests.race_cases.tools import Says
 from tests.race_cases.verdicts import Column, Table, run_tools
@@ -28,6 +29,7 @@ def run(setting: Setting, notes: Notes) -> None:
         table = _judged(notes, "sanitizer", table)
         if "sanitizer" in table.columns:
             _sanitizer(notes, table)
+        _idioms(notes)
 
 
 def _judged(notes: Notes, tool: str, table: Table) -> Table:
@@ -61,6 +63,15 @@ def _sanitizer(notes: Notes, table: Table) -> None:
         "errors": errors,
     }
     notes.require(bool(found), "the sanitizer found none of the races")
+
+
+def _idioms(notes: Notes) -> None:
+    """Plain torch, watched, has to be judged rightly; what the sanitizer says of the idioms stands beside it."""
+    table = idiom_verdicts.table()
+    notes.figures["idioms"] = {"table": table.as_dict(), "said": list(idiom_verdicts.lines(table))}
+    watched = table.columns["watched"].verdicts
+    wrong = [name for name, verdict in watched.items() if not idiom_verdicts.right(name, verdict)]
+    notes.require(not wrong, f"watch_cuda is wrong about {len(wrong)} programs: {', '.join(wrong[:5])}")
 
 
 def _fuzzed(notes: Notes, device: str, machines: Sequence[str], setting: Setting) -> None:
