@@ -316,6 +316,36 @@ def test_a_graph_is_captured_and_what_may_not_be_in_it_is_refused(monkeypatch: p
     assert done[:4] == ["begin", "body", "end", "replay"]
 
 
+@pytest.mark.parametrize("xdist", [False, True])
+def test_processes_share_the_suite(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, xdist: bool) -> None:
+    """All tests of the files are run once, dealt out by file, or one by one where pytest-xdist is there."""
+    if xdist:
+        pytest.importorskip("xdist")
+    else:
+        monkeypatch.setattr(suite, "find_spec", lambda name: None)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "conftest.py").write_text("def pytest_addoption(parser): parser.addoption('--device')\n")
+    for name in ("one", "two"):
+        (tmp_path / "tests" / f"test_{name}.py").write_text(f"def test_{name}(): pass\n")
+    monkeypatch.setattr(suite, "ROOT", tmp_path)
+    monkeypatch.setattr(suite, "FILES", ("one", "two"))
+    monkeypatch.setattr(suite.os, "sched_getaffinity", lambda process: range(3))
+    started: list[list[str]] = []
+    popen = subprocess.Popen
+
+    def noted(command: list[str], **options: Any) -> Any:
+        started.append(command)
+        return popen(command, **options)
+
+    monkeypatch.setattr(suite.subprocess, "Popen", noted)
+    suite.run(Setting("cpu", seconds=120.0), notes := Notes())
+    assert notes.problems == []
+    assert notes.figures["processes"] == 2
+    assert [("-n" in command) for command in started] == ([True] if xdist else [False, False])
+    assert sum(command.count("tests/test_one.py") for command in started) == 1
+    assert (notes.figures["passed"], notes.figures["tests"], notes.figures["left out"]) == (2, 2, [])
+
+
 def test_failures_of_the_suite_are_told(tmp_path: Path) -> None:
     """Names and messages of what failed, and what was skipped and why, out of pytest's own report."""
     report = tmp_path / "report.xml"

@@ -164,8 +164,8 @@ class NixlEngine(Engine):
     Args:
         interface: network interface that is listened on and connected from; without one, peers are processes of this
             machine and user, and no port is opened. Both sides say the same.
-        tls: UCX transports, with commas. By default shared memory, `tcp` with an interface, and `cuda` where torch is
-            built for it. Any that is not of one machine is taken to open a port; keep `tcp` among these.
+        tls: UCX transports, with commas. By default shared memory, `tcp` with an interface, and `cuda` where torch
+            has a GPU. Any that is not of one machine is taken to open a port; keep `tcp` among these.
         progress_us: how often NIXL's thread looks, in microseconds. Without a port there is no thread.
         trusted_network: that only workers who may write here reach the interface: a firewall, or a network namespace of
             its own, keeps all others out, processes of this machine among them.
@@ -191,7 +191,7 @@ class NixlEngine(Engine):
         *,
         trusted_network: bool = False,
     ) -> None:
-        wanted = tls or "cma,posix" + (",tcp" if interface else "") + (",cuda" if torch.version.cuda else "")
+        wanted = tls or "cma,posix" + (",tcp" if interface else "") + (",cuda" if torch.cuda.is_available() else "")
         used = os.environ.get("UCX_TLS", wanted)
         self.has_port = not _WITHOUT_PORT.issuperset(one.strip() for one in used.split(","))
         if self.has_port:

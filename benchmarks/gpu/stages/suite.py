@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -56,7 +57,7 @@ HANGS = 100
 
 
 def run(setting: Setting, notes: Notes) -> None:
-    """Runs the files, dealt out to processes, and reads their reports."""
+    """Runs the files and reads the reports. Tests are dealt out to processes; without pytest-xdist, whole files are."""
     files = [f"tests/test_{name}.py" for name in (QUICK if setting.quick else FILES)]
     there = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").glob("test_*.py"))
     notes.figures["left out"] = [file for file in there if file not in files]
@@ -64,22 +65,23 @@ def run(setting: Setting, notes: Notes) -> None:
     notes.require(not missing, f"no such test files: {missing}")
     workers = min(len(files), MOST_PROCESSES, max(1, len(os.sched_getaffinity(0)) * 3 // 4))
     notes.figures["processes"] = workers
-    shares = [[file for file in files[i::workers] if file not in missing] for i in range(workers)]
+    parts = 1 if find_spec("xdist") else workers
+    shares = [[file for file in files[i::parts] if file not in missing] for i in range(parts)]
     with tempfile.TemporaryDirectory() as folder:
-        reports = [Path(folder, f"{i}.xml") for i in range(workers)]
-        endings = _run(shares, reports, setting)
+        reports = [Path(folder, f"{i}.xml") for i in range(parts)]
+        endings = _run(shares, reports, setting, ["-n", str(workers)] if parts < workers else [])
         for share, ending in zip(shares, endings, strict=True):
             notes.require(ending in ("0", "1"), f"pytest of {len(share)} files ended with {ending}")
         _read(notes, [report for report in reports if report.exists()])
 
 
-def _run(shares: Sequence[Sequence[str]], reports: Sequence[Path], setting: Setting) -> list[str]:
+def _run(shares: Sequence[Sequence[str]], reports: Sequence[Path], setting: Setting, xdist: Sequence[str]) -> list[str]:
     """How each process ended: pytest's exit code, or that its time was up."""
     end = time.monotonic() + setting.seconds - END
     options = ["-q", "-p", "no:cacheprovider", "-o", f"faulthandler_timeout={HANGS}", "--device", setting.device]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "pytest", *options, f"--junitxml={report}", *share],
+            [sys.executable, "-m", "pytest", *options, *xdist, f"--junitxml={report}", *share],
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
         )
