@@ -482,6 +482,7 @@ def test_what_cannot_work_is_told_before_anything_is_started(
     message: str,
 ) -> None:
     """Heads that cannot be shared, an address of another machine, an engine that is not installed: one line, and 2."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")  # a build for CUDA, on a machine with or without a GPU
     monkeypatch.setitem(sys.modules, "nixl", None)
     monkeypatch.setattr(ForkServerProcess, "start", lambda _: pytest.fail("a worker was started"))
     assert main(["--device", torch_device_of(device), *arguments]) == 2

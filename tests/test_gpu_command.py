@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -329,7 +330,7 @@ def test_processes_share_the_suite(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         (tmp_path / "tests" / f"test_{name}.py").write_text(f"def test_{name}(): pass\n")
     monkeypatch.setattr(suite, "ROOT", tmp_path)
     monkeypatch.setattr(suite, "FILES", ("one", "two"))
-    monkeypatch.setattr(suite.os, "sched_getaffinity", lambda process: range(3))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(3))
     started: list[list[str]] = []
     popen = subprocess.Popen
 
@@ -337,7 +338,7 @@ def test_processes_share_the_suite(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         started.append(command)
         return popen(command, **options)
 
-    monkeypatch.setattr(suite.subprocess, "Popen", noted)
+    monkeypatch.setattr(subprocess, "Popen", noted)
     suite.run(Setting("cpu", seconds=120.0), notes := Notes())
     assert notes.problems == []
     assert notes.figures["processes"] == 2
