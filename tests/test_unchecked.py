@@ -15,7 +15,7 @@ import batchstate
 from batchstate import traffic
 from batchstate.levels import checks
 from benchmarks.builds.deleted_checks import LEVELS, without_checks
-from benchmarks.builds.unchecked import Build, library_without_checks, second_build, unchecked_build
+from benchmarks.builds.unchecked import Build, second_build, unchecked_build
 
 PACKAGE = Path(batchstate.__file__).parent
 
@@ -120,7 +120,7 @@ def test_nothing_of_the_build_asks_a_level() -> None:
             for node in ast.walk(tree)
         )
 
-    stripped = library_without_checks()
+    stripped = without_checks(PACKAGE)
     assert asked([ast.parse(file.read_text()) for file in stripped]) > 40
     assert asked(list(stripped.values())) == 0
 

@@ -19,7 +19,7 @@ from types import CodeType, ModuleType
 from typing import Any, final
 
 import batchstate
-from benchmarks.builds.deleted_checks import Sources, without_checks
+from benchmarks.builds.deleted_checks import without_checks
 
 PACKAGES = {"batchstate": Path(batchstate.__file__).parent, "benchmarks": Path(__file__).parents[1]}
 """Packages that a copy has: ours, and what measures it."""
@@ -59,7 +59,7 @@ class Build:
 
     def code(self, file: Path) -> CodeType:
         """What the file says in this copy."""
-        code = None if self._checked else _without_checks(file)
+        code = None if self._checked else _deleted().get(file)
         copied: CodeType = self._named(code or _as_it_is(file))
         return copied
 
@@ -92,15 +92,8 @@ def _as_it_is(file: Path) -> CodeType:
 
 
 @functools.cache
-def library_without_checks() -> Sources:
-    """Its modules, parsed once in a process."""
-    return without_checks(PACKAGES["batchstate"])
-
-
-@functools.cache
-def _without_checks(file: Path) -> CodeType | None:
-    tree = library_without_checks().get(file)
-    return None if tree is None else _compiled(file, tree)
+def _deleted() -> dict[Path, CodeType]:
+    return {file: _compiled(file, tree) for file, tree in without_checks(PACKAGES["batchstate"]).items()}
 
 
 @functools.cache
