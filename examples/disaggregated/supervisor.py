@@ -117,9 +117,9 @@ class Supervisor:
         """Kills what still runs. All are stopped first: one that outlived another for a moment would report its end."""
         running = [child.process for child in self._children if child.process.is_alive()]
         for number in (signal.SIGSTOP, signal.SIGKILL):
-            for process in running:
+            for pid in (process.pid for process in running if process.pid is not None):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid or 0, number)
+                    os.kill(pid, number)
         for process in running:
             process.join(ENDS_IN)
         for child in self._children:
