@@ -8,7 +8,7 @@ Where a part is None, the column is not in use, and nothing is asked of it. A fu
 import contextlib
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import compress
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, TypeAlias, final
 
 import attrs
@@ -50,25 +50,31 @@ requests alone is one question together."""
 
 @final
 class _Path:
-    """Reads a path step by step: through dictionaries, by number, and past a part that is None."""
+    """Reads a path step by step: through dictionaries, by number, and past a part that is None. Remembers the steps."""
 
     def __init__(self, path: str) -> None:
         self._parts = path.split(".")
-        self._at_once = attrgetter(path) if _is_plain(path) else None
+        self._steps: list[Get] = [attrgetter(path)] if _is_plain(path) else []
 
     def __call__(self, batch: Any) -> Any:
-        if self._at_once is not None:
+        if self._steps:
             try:
-                return self._at_once(batch)
-            except AttributeError:
+                value = batch
+                for step in self._steps:
+                    value = step(value)
+                return value
+            except (AttributeError, LookupError, TypeError):  # of a part that is None, or another thing than before
                 pass
+        steps: list[Get] = []
         for part in self._parts:
             if batch is None:
                 return None
             if isinstance(batch, Mapping):
-                batch = batch[part] if part in batch else batch[int(part)] if part.isdigit() else batch[part]
+                steps.append(itemgetter(int(part) if part.isdigit() and part not in batch else part))
             else:
-                batch = batch[int(part)] if part.isdigit() else getattr(batch, part)
+                steps.append(itemgetter(int(part)) if part.isdigit() else attrgetter(part))
+            batch = steps[-1](batch)
+        self._steps = steps
         return batch
 
 
