@@ -745,6 +745,29 @@ def test_one_stream_waits_for_nothing(lanes: Lanes) -> None:
         assert waited == []
 
 
+@pytest.mark.parametrize("over", [False, True])
+def test_a_read_is_waited_for_however_many_publishes_follow(
+    lanes: Lanes, over: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream reads, and publishes nothing: who writes for the slot's next owner waits for that, until it is over."""
+    forward, other = lanes.settled("forward", "other")
+    relay, pool = lanes.relay, lanes.pool
+    monkeypatch.setattr(lanes.module.Event, "query", lambda event: over or event.stream is not other.native)
+    lens = torch.tensor([5], dtype=torch.int32)
+    first, second = pool.take(1), pool.take(1)
+    lanes.on(forward, lambda: relay.publish(first, lens=lens))
+    lanes.on(other, lambda: relay.gather(first, "lens"))
+    pool.free(first)
+    for _ in range(100):
+        lanes.on(forward, lambda: (relay.publish(second, lens=lens), relay.gather(second, "lens")))
+    assert len(relay._entries.publications) <= 20
+    again = pool.take(1)
+    assert again.np.tolist() == first.np.tolist()
+    lanes.on(forward, lambda: again.device)
+    _, waited, _ = lanes.on(forward, lambda: relay.publish(again, lens=lens))
+    assert [event.stream for event in waited] == ([] if over else [other.native])
+
+
 def test_a_publish_comes_behind_the_one_before_it_though_nothing_was_gathered_between(lanes: Lanes) -> None:
     """Each publish on another stream waits for the last one into its entries, and for no earlier one."""
     one, two = lanes.settled("one", "two")

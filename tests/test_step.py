@@ -422,7 +422,7 @@ def test_what_a_plan_shares_with_its_step_is_read_only(rt: Runtime) -> None:
         world.batch = step.batch  # type: ignore[assignment]
 
 
-MOST_CALLS = 135
+MOST_CALLS = 130
 MOST_CALLS_MIXED = 683
 
 

@@ -238,7 +238,7 @@ def test_parts_of_a_step_ask_each_question_once(rt: Runtime) -> None:
     assert sum(small.values()) <= 610
 
 
-MOST_WITH_CHURN = 420
+MOST_WITH_CHURN = 370
 """Python functions of the library that a decode step with arrivals calls: admission, batch, plan, inputs, results."""
 
 
