@@ -759,7 +759,8 @@ def test_a_read_is_waited_for_however_many_publishes_follow(
     lanes.on(other, lambda: relay.gather(first, "lens"))
     pool.free(first)
     for _ in range(100):
-        lanes.on(forward, lambda: (relay.publish(second, lens=lens), relay.gather(second, "lens")))
+        lanes.on(forward, lambda: relay.publish(second, lens=lens))
+        lanes.on(forward, lambda: relay.gather(second, "lens"))
     assert len(relay._entries.publications) <= 20
     again = pool.take(1)
     assert again.np.tolist() == first.np.tolist()
