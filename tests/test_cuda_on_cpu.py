@@ -306,6 +306,52 @@ def test_what_is_not_modelled_is_said_by_name() -> None:
         assert torch.cuda.current_blas_handle() == 17
 
 
+def test_functions_of_a_build_with_cuda_are_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the window answers are replaced, the others refused by name; afterwards all are there again."""
+    called: list[str] = []
+    functions: Any = torch._C
+    for name in ("_cuda_synchronize", "_cuda_lock_mutex"):
+        monkeypatch.setattr(torch._C, name, lambda *_, name=name: called.append(name), raising=False)
+    before = dict(vars(torch._C))
+    with cuda_on_cpu():
+        synchronize()
+        with pytest.raises(ArgumentError, match=r"no model of torch\._C\._cuda_lock_mutex"):
+            functions._cuda_lock_mutex()
+    assert called == []
+    assert dict(vars(torch._C)) == before
+
+
+def test_streams_of_a_window_pass_for_those_of_torch() -> None:
+    """On any build, whatever the class of torch is made of; what it has besides is refused by name."""
+    torch_stream: Any = Stream
+
+    class Mine(Stream):
+        pass
+
+    with cuda_on_cpu():
+        side, event = Stream(priority=-1), Event(enable_timing=True)
+        assert isinstance(side, Stream)
+        assert isinstance(event, Event)
+        assert isinstance(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph)
+        assert isinstance(torch.cuda.MemPool(), torch.cuda.MemPool)
+        assert side == torch.cuda.ExternalStream(side.cuda_stream)
+        assert side != current_stream()
+        assert torch_stream.priority_range() == (0, -5)
+        with side:
+            assert current_stream() == side
+        for use, name in (
+            (Mine, "Mine, a subclass of Stream"),
+            (lambda: torch.cuda.ExternalStream(12345), "no stream 0x3039"),
+            (lambda: torch.cuda.CUDAGraph().debug_dump("graph"), "CUDAGraph.debug_dump"),
+            (lambda: event.ipc_handle(), "Event.ipc_handle"),
+        ):
+            with pytest.raises(ArgumentError, match=name):
+                use()
+        assert not hasattr(side, "no_such_thing")
+        with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+            assert torch.ones(2, device="cuda").tolist() == [1, 1]
+
+
 @declared_kernel(reads=["source"], writes=["target"])
 def foreign_copy(source: torch.Tensor, target: torch.Tensor) -> None:
     """A kernel that torch does not see."""

@@ -54,6 +54,15 @@ class _Made:
             )
         return self._window
 
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(self._OF_TORCH, name):
+            raise NotModelledError(
+                f"cuda_on_cpu has no model of {self._OF_TORCH.__name__}.{name}",
+                value=name,
+                remedy="leave it out where `torch.cuda.get_device_name()` is that of the window",
+            )
+        raise AttributeError(f"{self._OF_TORCH.__name__!r} object has no attribute {name!r}")
+
 
 @final
 class _Stream(_Made):
