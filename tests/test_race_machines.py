@@ -13,7 +13,7 @@ WAITS = {"watched": {"index"}}
 """Calls of torch that may wait: the class that is watched is not of this library, and indexes with a list."""
 
 
-UNSEEN = ("slot_pool", "strangers", "ranks", "plain_torch", "plain_torch_on_sim")
+UNSEEN = ("slot_pool", "strangers", "ranks", "plain_torch", "plain_torch_on_sim", "plain_torch_watched")
 """Machines without device memory, and those with runtimes of their own."""
 
 

@@ -17,16 +17,8 @@ from torch.cuda import Event, Stream, current_stream, synchronize
 
 from batchstate.cli import main
 from batchstate.errors import ArgumentError
-from batchstate.testing.cuda import (
-    CudaRuntime,
-    WatchedCuda,
-    _observed,
-    _streams,
-    _watch_tracer,
-    _window,
-    cuda_on_cpu,
-    watch_cuda,
-)
+from batchstate.selfcheck._stand_in_gpu import watched_over
+from batchstate.testing.cuda import CudaRuntime, WatchedCuda, cuda_on_cpu, declared_kernel, watch_cuda
 from batchstate.testing.race import Race, RaceReport
 from tests import idiom_verdicts
 from tests.cuda_idioms import IDIOMS
@@ -40,12 +32,8 @@ from tests.test_cuda_on_cpu import attributes, left_over
 @contextlib.contextmanager
 def watched(gpu: Any = "race", **given: Any) -> Iterator[tuple[WatchedCuda, CudaRuntime]]:
     """A window of `watch_cuda` in one of `cuda_on_cpu`, which stands for the GPU; and both runtimes."""
-    with cuda_on_cpu(gpu, on_race="collect") as device, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_window, "_open", [])
-        patch.setattr(_observed, "KINDS", (_streams._Stream, _streams._Event, _streams._Graph))
-        patch.setattr(_watch_tracer.WatchTracer, "on_device", lambda self, tensor: device.tracer.on_device(tensor))
-        with watch_cuda(**{"on_race": "collect", **given}) as rt:
-            yield rt, device
+    with cuda_on_cpu(gpu, on_race="collect") as device, watched_over(device, **{"on_race": "collect", **given}) as rt:
+        yield rt, device
 
 
 def said(race: RaceReport) -> tuple[object, ...]:
@@ -134,6 +122,24 @@ def test_watching_adds_no_wait() -> None:
         assert (syncs - rt.lookups, *others) == counted(plain), name
         looked += [name] * bool(rt.lookups)
     assert looked == ["rows_of_two_requests"]
+
+
+def test_a_kernel_that_torch_does_not_see_is_declared() -> None:
+    """What it reads and writes counts, on the stream that is current."""
+
+    @declared_kernel(reads=["source"], writes=["out"])
+    def doubled(source: torch.Tensor, out: torch.Tensor) -> None:
+        out.numpy()[:] = source.numpy() * 2
+
+    with watched() as (rt, _):
+        side = Stream()
+        source, out = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
+        synchronize()
+        with torch.cuda.stream(side):
+            doubled(source, out)
+        assert rt.races == ()
+        source.zero_()
+    assert [(str(race.kind), race.first.operation) for race in rt.races] == [("write after read", "doubled")]
 
 
 def test_what_is_not_possible_is_refused() -> None:

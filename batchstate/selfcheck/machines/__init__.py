@@ -10,6 +10,7 @@ from batchstate.selfcheck.machines.overlap import OverlapMachine
 from batchstate.selfcheck.machines.page_pool import PagePoolMachine
 from batchstate.selfcheck.machines.plain_torch import PlainTorchMachine
 from batchstate.selfcheck.machines.plain_torch_on_sim import PlainTorchOnSimMachine
+from batchstate.selfcheck.machines.plain_torch_watched import PlainTorchWatchedMachine
 from batchstate.selfcheck.machines.pools import HybridMachine, SlotPoolMachine
 from batchstate.selfcheck.machines.prefix_cache import PrefixCacheMachine
 from batchstate.selfcheck.machines.ranks import RanksMachine
@@ -40,6 +41,7 @@ _ALL: tuple[type[Machine], ...] = (
     WatchedMachine,
     PlainTorchMachine,
     PlainTorchOnSimMachine,
+    PlainTorchWatchedMachine,
 )
 
 MACHINES: dict[str, type[Machine]] = {machine.NAME: machine for machine in _ALL}

@@ -3,7 +3,7 @@
 The code knows nothing of this library and has no race, so its mutants show which edges the front end has to see.
 """
 
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,7 +45,6 @@ def come_behind(stream: Any, last: Any, way: str, buffer: torch.Tensor) -> None:
             buffer.cpu()
 
 
-@final
 class PlainTorchMachine(Machine):
     """Streams that take turns with one buffer, and memory that passes between them and the host."""
 
@@ -56,7 +55,7 @@ class PlainTorchMachine(Machine):
     def begin(self) -> None:
         """A buffer, three streams and a graph."""
         self._windows.enter_context(levels.checks(self.session.level))
-        self.rt = self._windows.enter_context(cuda_on_cpu())
+        self._open()
         self.streams: list[Any] = [cuda.current_stream(), cuda.Stream(), cuda.Stream()]
         self.buffer = torch.zeros(4, device="cuda")
         self.graph: Any = cuda.CUDAGraph()
@@ -64,6 +63,10 @@ class PlainTorchMachine(Machine):
             self.buffer.add_(1)
         self.last = self.streams[0]
         self.used = 0
+
+    def _open(self) -> None:
+        """Opens the window of the tool."""
+        self._windows.enter_context(cuda_on_cpu())
 
     def _behind(self, stream: Any, way: str) -> None:
         """Orders what a stream does next behind the last use of the buffer."""
