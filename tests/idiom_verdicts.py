@@ -100,6 +100,7 @@ def verdicts(tool: str, names: Sequence[str]) -> dict[str, Verdict]:
             [sys.executable, "-m", "tests.idiom_verdicts", "--child", tool],
             input=json.dumps(list(waiting)),
             stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if tool == "sanitizer" else None,  # it prints what it raises
             text=True,
             check=False,
             env={**os.environ, **({sanitizer.SWITCH: "1"} if tool == "sanitizer" else {})},
