@@ -130,6 +130,19 @@ def test_torch_says_that_there_is_a_device() -> None:
     assert not made[3].is_cuda
 
 
+def test_an_element_that_is_set_to_a_number_waits() -> None:
+    """On a GPU torch copies the number from pageable memory, and fills where a part is set: a race may be hidden so."""
+    for key, waits in ((4, 1), (slice(4, 5), 0)):
+        with cuda_on_cpu(on_race="collect") as rt:
+            side, lengths = Stream(), torch.zeros(8, device="cuda")
+            synchronize()
+            with torch.cuda.stream(side):
+                lengths[key] = 7
+            lengths[key] = 8
+        assert rt.synchronised["copy_"] == 2 * waits
+        assert bool(rt.races) is not bool(waits)
+
+
 def test_a_graph_runs_when_it_is_replayed() -> None:
     """Capturing changes nothing; what would wait for the device is refused while it lasts."""
     with cuda_on_cpu():
