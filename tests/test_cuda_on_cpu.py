@@ -4,6 +4,7 @@
 
 import contextlib
 import copy
+import gc
 import importlib
 import sys
 import threading
@@ -53,6 +54,8 @@ def left_over(before: list[dict[str, Any]]) -> list[str]:
 def attributes() -> list[dict[str, Any]]:
     """What torch has now."""
     importlib.import_module("torch._dynamo")  # which replaces functions of torch itself
+    if GPU:
+        torch.cuda.init()  # as a window does
     return [dict(vars(one)) for one in _LOOKED_AT]
 
 
@@ -526,19 +529,22 @@ def test_what_it_costs_in_calls() -> None:
 
 
 def _calls(program: Any) -> int:
-    """Functions that ten runs of a program enter, by run."""
+    """Functions that ten runs of a program enter, by run, once it has run: what is kept then is not made again."""
+    program()
     count = 0
 
     def seen(_: Any, event: str, __: Any) -> None:
         nonlocal count
         count += event in ("call", "c_call")
 
+    gc.disable()  # Hypothesis and others have callbacks there
     sys.setprofile(seen)
     try:
         for _ in range(10):
             program()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count // 10
 
 
