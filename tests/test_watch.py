@@ -469,6 +469,56 @@ def test_cheap_makes_few_python_calls() -> None:
     assert calls <= 14
 
 
+def test_between_samples_a_call_costs_one_call_of_python() -> None:
+    """With `lag` and `every` a call that takes no sample runs the hook and the method, and nothing else."""
+    names: list[str] = []
+
+    def note(frame: Any, event: str, arg: Any) -> None:
+        if event == "call":
+            names.append(frame.f_code.co_name)
+
+    batch = Engine([3, 4])
+    with checks("cheap"), watched(lag=1, every=100) as watching:
+        for _ in range(3):  # a sample, its comparison
+            batch.prepare_for_decode()
+        sys.setprofile(note)
+        try:
+            batch.prepare_for_decode()
+        finally:
+            sys.setprofile(None)
+    assert names == ["watched", "prepare_for_decode"]
+    assert (watching.counters.calls, watching.counters.samples, watching.counters.compared) == (4, 1, 1)
+
+
+def test_cheap_asks_what_follows_from_the_requests_in_one_question() -> None:
+    """At `cheap` one call asks all values that are declared over the requests, so that a wrong last one is found."""
+    flags = {name: over_requests(any, lambda req: req.length > 3) for name in ("first", "second", "third")}
+    with checks("cheap"), watched(implied=flags, derived={}) as watching:
+        batch: Any = Engine([3, 5])
+        batch.first = batch.second = True
+        batch.third = False
+        for _ in range(3):
+            watching.check(batch)
+        with pytest.raises(Violation) as caught:
+            watching.check(batch)
+    assert (caught.value.code, caught.value.column) == (Code.DERIVED_STALE, "third")
+
+
+def test_a_path_finds_its_way_anew(full: None) -> None:
+    """A dictionary on a path may become an object, or None, and a dictionary again: the column is read each time."""
+    batch: Any = Engine([3, 4])
+    with watched(rows=["extra.masks"], indices={}, moves=[], adds={}) as watching:
+        for extra in ({"masks": [1]}, dataclasses.make_dataclass("Extra", ["masks"])([1]), {"masks": [1]}):
+            batch.extra = {"masks": [1, 2]}
+            watching.check(batch)
+            batch.extra = None
+            watching.check(batch)
+            batch.extra = extra
+            with pytest.raises(Violation) as caught:
+                watching.check(batch)
+            assert (caught.value.code, caught.value.column) == (Code.ROW_COUNT, "extra.masks")
+
+
 def test_full_makes_few_python_calls(full: None) -> None:
     """A checked call at `full` makes at most as many calls of Python functions as it did, whatever the rows."""
     calls: list[int] = []
