@@ -47,10 +47,11 @@ from batchstate.errors import (
     one_of,
 )
 from batchstate.indices import Slots
+from batchstate.invariants import times_checked
 from batchstate.mirror import Contract, DeviceSide, MirroredTensor, ReadyTensor
 from batchstate.runtime import Runtime, numpy_dtype
 from batchstate.runtime.memory import ALIGNMENT
-from batchstate.violations import Where
+from batchstate.violations import Code, Where
 
 GENERATION_SUFFIX = ".generation"
 """Names the hidden column that carries the generations of a slot column."""
@@ -61,6 +62,8 @@ MOST_SOURCES = 8
 Objects = npt.NDArray[np.object_]
 
 _NOTHING = np.zeros((), dtype=np.int64)
+
+_ROW_COUNT = Code.ROW_COUNT
 
 
 @attrs.frozen
@@ -350,7 +353,10 @@ class RowState:
         return values.reshape(len(values), *place.shape) if place.shape else values
 
     def have(self, num_rows: int, num_reqs: int) -> bool:
-        """Whether each part of each column has as many rows as the batch, and objects for each request."""
+        """Whether each part of each column has as many rows as the batch, and objects for each request: ROW_COUNT.
+
+        Counts it if so; else it counts none: check each for its report.
+        """
         for group in self.groups:
             if group.shape[1] != num_rows:
                 return False
@@ -362,6 +368,7 @@ class RowState:
             for objects in self.objects.values():
                 if len(objects) != num_reqs:
                     return False
+        times_checked[_ROW_COUNT] += 1
         return True
 
     def lengths(self) -> dict[str, int]:

@@ -56,15 +56,13 @@ from batchstate.mirror import Contract, DeviceSide, MirroredTensor, StaleWindow,
 from batchstate.nvtx import ranges
 from batchstate.runtime import PackedUpload, Runtime, check_runtime
 from batchstate.tables import TableWrite
-from batchstate.violations import Code, Where
+from batchstate.violations import Where
 
 __all__ = ["Batch", "Extras"]
 
 Windows = Mapping[str, tuple[StaleWindow, ...]]
 
 NO_WINDOWS: Windows = MappingProxyType({})
-
-_ROW_COUNT = Code.ROW_COUNT
 
 _MERGE = "`batch.merge(other)` returns a batch with the rows of both"
 _ADVANCE = "`batch.advance('column', n)` adds to a column"
@@ -125,6 +123,7 @@ class Batch(metaclass=BatchType):
         "_crossed",
         "_device",
         "_exposed",
+        "_most_slot",
         "_pool_id",
         "_row_number",
         "_row_set",
@@ -182,6 +181,7 @@ class Batch(metaclass=BatchType):
         self._device: BatchDevice | None = None  # once it is used
         self._crossed: PackedUpload | None = None  # the copy that has all columns, where a step sent them
         self._pool_id = pool_id
+        self._most_slot: int | None = None  # none of the slots is above it, once that is known
         self._windows = windows
         self._values: dict[str, Any] = {}
         self._exposed: list[MirroredTensor] = []  # values that can be written from outside, or have stale windows
@@ -948,7 +948,6 @@ class Batch(metaclass=BatchType):
     def _check_rows(self, operation: str) -> None:
         state = self._state
         if state.have(self.num_rows, self.num_reqs):
-            invariants.times_checked[_ROW_COUNT] += 1
             return
         where = self._where(operation)
         # Counted apart: a bounded column has rows on both sides, under one name.
@@ -963,7 +962,9 @@ class Batch(metaclass=BatchType):
         slots = self._state.column(self._slot_column)
         if self.num_reqs != self.num_rows:
             slots = slots[: self.num_reqs]
-        if not invariants.live_slots_hold(slots):
+        if self._most_slot is None:
+            self._most_slot = slots.item(slots.argmax()) if slots.size else 0
+        if not invariants.live_slots_hold(slots, self._most_slot):
             where = self._where(operation, self._slot_column)
             invariants.sentinel_escaped(slots, **where)
             invariants.slot_zero_allocated(slots, **where)
@@ -998,6 +999,7 @@ class Batch(metaclass=BatchType):
         to the same requests as before. The columns that did not change keep their device side. The requests of `joined`
         come behind `num_reqs` of this one.
         """
+        slots_stay = pool_id is None
         if pool_id is None:
             pool_id = self._pool_id
         if windows is None:
@@ -1017,12 +1019,17 @@ class Batch(metaclass=BatchType):
             windows,
             self._row_number if same_rows or not moved else 0,
         )
+        if slots_stay:  # some of them, and of those of `joined`
+            most = self._most_slot
+            if joined is not None and most is not None:
+                most = None if joined._most_slot is None else max(most, joined._most_slot)
+            batch._most_slot = most
         changed = state.changed
         if changed is not None and (self._device is not None or self._crossed is not None):
             batch._device = self.device_side.kept(state, changed)
         if levels.full:
             batch.check(operation)
-        elif levels.cheap and moved:
+        elif levels.cheap and moved and not state.have(batch.num_rows, num_reqs):
             batch._check_rows(operation)
         if levels.cheap and joined is not None and joined.num_reqs:
             batch._check_slots(operation)
@@ -1033,7 +1040,7 @@ class Batch(metaclass=BatchType):
         batch = type(self)(
             self.runtime, state, self.num_reqs, self.num_rows, self._pool_id, NO_WINDOWS, self._row_number
         )
-        batch._crossed, batch._row_set = crossed, self._row_set
+        batch._crossed, batch._row_set, batch._most_slot = crossed, self._row_set, self._most_slot
         if levels.full:
             batch.check(operation)
         return batch

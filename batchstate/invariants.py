@@ -524,14 +524,14 @@ _SENTINEL_ESCAPED, _SLOT_ZERO_ALLOCATED = Code.SENTINEL_ESCAPED, Code.SLOT_ZERO_
 _SLOT_SHARED = Code.SLOT_SHARED
 
 
-def live_slots_hold(slots: Ints) -> bool:
+def live_slots_hold(slots: Ints, most: int) -> bool:
     """Whether the slots of live requests, int64[n], keep SENTINEL_ESCAPED, SLOT_ZERO_ALLOCATED and SLOT_SHARED.
 
     One pass instead of three, for batches, which check them in each step. Counts all three if they hold; else it
-    counts none: check each for its report.
+    counts none: check each for its report. None of the slots is above `most`.
     """
     if slots.size:
-        if slots.item(slots.argmax()) > _DENSE * slots.size + _FEW:
+        if most > _DENSE * slots.size + _FEW:
             in_order = slots.copy()
             in_order.sort()
             hold = in_order.item(0) > 0 and 1 not in (in_order[1:] == in_order[:-1]).tobytes()

@@ -676,7 +676,7 @@ def test_one_look_at_live_slots_answers_for_three_invariants(numbers: list[int],
     slots = np.array([*numbers, far + 9] if far else numbers, dtype=np.int64)
     three = (invariants.sentinel_escaped, invariants.slot_zero_allocated, invariants.slot_shared)
     before = dict(invariants.times_checked)
-    hold = invariants.live_slots_hold(slots)
+    hold = invariants.live_slots_hold(slots, max(slots.tolist(), default=0))
     assert {code for code, times in invariants.times_checked.items() if times > before[code]} == (
         {one.code for one in three} if hold else set()
     )
