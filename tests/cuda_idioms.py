@@ -438,10 +438,11 @@ def rows_of_two_requests(racy: bool) -> Any:
     """Two streams write rows of one table by index."""
     side, table = torch.cuda.Stream(), torch.zeros(8, 2, device="cuda")
     mine, theirs = torch.tensor([1, 2], device="cuda"), torch.tensor([2 if racy else 3, 4], device="cuda")
+    ones, twos = torch.ones(2, 2, device="cuda"), torch.full((2, 2), 2.0, device="cuda")
     torch.cuda.synchronize()
-    table[mine] = 1.0
+    table[mine] = ones
     with torch.cuda.stream(side):
-        table[theirs] = 2.0
+        table[theirs] = twos
     torch.cuda.synchronize()
     return table
 

@@ -146,6 +146,26 @@ def test_an_element_that_is_set_to_a_number_waits() -> None:
         assert bool(rt.races) is not bool(waits)
 
 
+def test_rows_that_are_set_to_a_number_wait_where_indices_name_them() -> None:
+    """The number is copied to the device first, from pageable memory; where a mask names the rows, torch fills them."""
+    for make, value, waits in (
+        (lambda: torch.tensor([1, 2], device="cuda"), 7, 1),
+        (lambda: torch.tensor([1, 2], device="cuda"), torch.full((), 7), 1),
+        (lambda: torch.arange(8, device="cuda") < 2, 7, 0),
+    ):
+        with cuda_on_cpu() as rt:
+            lengths, rows = torch.zeros(8, dtype=torch.int64, device="cuda"), make()
+            before = sum(rt.synchronised.values())
+            lengths[rows] = value
+            assert sum(rt.synchronised.values()) - before == waits
+            assert lengths.cpu().sum() == 14
+        with cuda_on_cpu() as rt:
+            lengths, rows, one = torch.zeros(8, dtype=torch.int64, device="cuda"), make(), torch.full((), 7, device="cuda")
+            before = sum(rt.synchronised.values())
+            lengths[rows] = one
+            assert sum(rt.synchronised.values()) - before == (1 - waits), "a value of the device, where a mask says"
+
+
 def test_a_graph_runs_when_it_is_replayed() -> None:
     """Capturing changes nothing; what would wait for the device is refused while it lasts."""
     with cuda_on_cpu():

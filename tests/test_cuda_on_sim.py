@@ -47,7 +47,7 @@ SHOWN = {
     "kv_offload": "oldest random priority pct",
     "one_landing_for_two_steps": "random priority pct",
     "pipeline_of_two_streams": "newest random priority pct",
-    "rows_of_two_requests": "priority pct",
+    "rows_of_two_requests": "random priority pct",
     "weights_loaded_on_the_default_stream": "priority pct",
     "a_safe_module_moved_and_run": "",
     "empty_that_is_not_filled": " ".join(PORTFOLIO),

@@ -527,7 +527,7 @@ class SlotPoolMachine(SlotMachine):
         if self.good(slots):
             one = self._one(data)
             if one.table.host_memory is None and data.draw(st.booleans(), label="by a kernel"):
-                one.table.memory[slots.device] = 7
+                one.table.memory.index_fill_(0, slots.device, 7)
                 one.table.note_write(slots)
                 one.write(slots, None, 7)
             else:

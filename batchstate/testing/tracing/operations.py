@@ -33,6 +33,7 @@ WAITS = frozenset(
         "argwhere",
         "bincount",
         "equal",
+        "histc",
         "is_nonzero",
         "masked_select",
         "nonzero",
@@ -150,10 +151,9 @@ class Operation:
         indices = [one for one in args[1] if one is not None]
         if self.takes_host_index and any(one.ndim and kind_of(one) in HOST_KINDS for one in indices):
             return True
-        if not any(one.dtype in (torch.bool, torch.uint8) for one in indices):
-            return False
-        # One number put where a mask says is a plain fill.
-        return not (len(args) > 2 and args[2].ndim == 0 and kind_of(args[2]) is not MemoryKind.DEVICE)
+        by_mask = any(one.dtype in (torch.bool, torch.uint8) for one in indices)
+        number = len(args) > 2 and args[2].ndim == 0 and kind_of(args[2]) is not MemoryKind.DEVICE
+        return by_mask is not number  # a number put where a mask says is a fill; where indices say, it is copied first
 
     def draws(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call draws random numbers. Attention does only where it is told to drop something."""
