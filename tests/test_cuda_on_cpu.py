@@ -150,7 +150,6 @@ def test_rows_that_are_set_to_a_number_wait_where_indices_name_them() -> None:
     """The number is copied to the device first, from pageable memory; where a mask names the rows, torch fills them."""
     for make, value, waits in (
         (lambda: torch.tensor([1, 2], device="cuda"), 7, 1),
-        (lambda: torch.tensor([1, 2], device="cuda"), torch.full((), 7), 1),
         (lambda: torch.arange(8, device="cuda") < 2, 7, 0),
     ):
         with cuda_on_cpu() as rt:
@@ -160,7 +159,8 @@ def test_rows_that_are_set_to_a_number_wait_where_indices_name_them() -> None:
             assert sum(rt.synchronised.values()) - before == waits
             assert lengths.cpu().sum() == 14
         with cuda_on_cpu() as rt:
-            lengths, rows, one = torch.zeros(8, dtype=torch.int64, device="cuda"), make(), torch.full((), 7, device="cuda")
+            lengths, rows = torch.zeros(8, dtype=torch.int64, device="cuda"), make()
+            one = torch.full((), 7, device="cuda")
             before = sum(rt.synchronised.values())
             lengths[rows] = one
             assert sum(rt.synchronised.values()) - before == (1 - waits), "a value of the device, where a mask says"
