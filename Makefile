@@ -94,7 +94,7 @@ fuzz: $(READY)  ## look for a batch history that breaks an invariant
 bench: $(READY)  ## measure what the operations and the checks cost
 	@$(PY) -m benchmarks $(ON_DEVICE) $(ARGS)
 
-gpu: $(READY)  ## what only a GPU can show, in eight minutes; ARGS='--json FILE' keeps every figure
+gpu: $(READY)  ## what only a GPU can show, in ten minutes; ARGS='--json FILE' keeps every figure
 	@$(PY) -m benchmarks.gpu $(ON_DEVICE) $(ARGS)
 
 # Released engines without their dependencies, in an environment of their own. torch goes first, as above.

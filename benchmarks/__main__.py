@@ -67,11 +67,16 @@ def _measured(args: argparse.Namespace) -> int:
         print("\n".join(work.name for work in chosen))
         return 0
     facts, results = machine(runtime), Results()
+
+    def write() -> None:
+        write_json(args.json, {"machine": facts, "commit": facts["commit"], "quick": args.quick, **results.as_json()})
+
     with one_thread(), progress("benchmarks", len(chosen)) as update:
         for done, work in enumerate(chosen):
             update(done, work.name)
             with no_collector():
                 work.measure(results)
+            write()  # now: a run that is ended keeps what it has measured
     show(facts, results.lines)
     show_counts(results.counts)
     if args.plots is not None:
@@ -80,7 +85,6 @@ def _measured(args: argparse.Namespace) -> int:
         if not results.scaling:
             print("no plot was drawn: nothing that was measured is named 'scaling of ...'")
     print(f"\n{summary([*results.lines, *results.counts], quick=args.quick)}")
-    write_json(args.json, {"machine": facts, "commit": facts["commit"], "quick": args.quick, **results.as_json()})
     return 0
 
 

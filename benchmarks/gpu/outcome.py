@@ -120,7 +120,7 @@ STAGES: Mapping[str, Stage] = {
         Stage("capture", "a captured graph replays steps from fixed addresses", 50),
         Stage("engine", "every token of an engine one step ahead", 90),
         Stage("race", "the race detector beside torch's sanitizer", 110),
-        Stage("rates", "the benchmarks", 170),
+        Stage("rates", "the benchmarks", 240),
         Stage("suite", "the tests on the device", 260),
     )
 }
