@@ -107,7 +107,10 @@ def _details(name: str, outcome: Outcome) -> Iterator[str]:
     figures = outcome.figures
     if outcome.state != "ok":
         yield from ("```text", outcome.why, "```")
-    elif name == "profiler":
+        if not (name == "rates" and figures.get("rows")):
+            return
+        yield ""
+    if name == "profiler":
         yield from _table(("a step of", "operations dispatched", "kernels", "copies"), _profiled(figures))
     elif name == "engine":
         runs = [(what, one) for what, one in figures.items() if isinstance(one, dict)]
