@@ -80,7 +80,8 @@ def strided(draw: st.DrawFn) -> torch.Tensor:
     """A view with any shape, strides and offset, also overlapping itself."""
     dtype = draw(st.sampled_from([torch.uint8, torch.int16, torch.float32, torch.int64]))
     shape = draw(st.lists(st.integers(0, 4), max_size=3))
-    stride = [draw(st.integers(0, 9)) for _ in shape]
+    contiguous = list(torch.empty(shape).stride())
+    stride = contiguous if draw(st.booleans()) else [draw(st.integers(0, 9)) for _ in shape]
     offset = draw(st.integers(0, 5))
     return torch.zeros(200, dtype=dtype).as_strided(shape, stride, offset)
 

@@ -20,7 +20,7 @@ class CudaRaceTracer(CudaTracer[RaceAllocation], RaceTracer):
     """Tells the detector of every access of code that names its devices."""
 
     def _is_checked(self, tensor: torch.Tensor) -> bool:
-        return self.allocations.of(tensor) is not None
+        return False
 
     def _on_host(self, call: TracedCall) -> Any:
         operation, func, args, kwargs, tensors = call
@@ -53,7 +53,7 @@ class CudaRaceTracer(CudaTracer[RaceAllocation], RaceTracer):
                 capture.keep(one)
         with untraced():
             result = func(*args, **kwargs)
-        results = list(tensors_in(result)) if isinstance(result, torch.Tensor | tuple | list) else []
+        results = list(tensors_in(result))
         new = [self.allocations.of(one) is None for one in results]
         for one, is_new in zip(results, new, strict=True):
             if is_new:  # of the graph's own pool, which no stream gets back
@@ -80,7 +80,6 @@ class CudaRaceTracer(CudaTracer[RaceAllocation], RaceTracer):
             self._copy(node.args[0], node.args[1], True)
             return
         accesses = node.operation.accesses(node.args, node.kwargs, self._read_index)
-        accesses = [one for one in accesses if self._is_checked(one.tensor)]
         for one, is_new in zip(node.results, node.new, strict=True):
             if is_new and (region := of_tensor(one)) is not None:
                 accesses.append(MemoryAccess(one, region, True))

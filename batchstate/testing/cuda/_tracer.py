@@ -102,20 +102,22 @@ class CudaTracer(Tracer[A]):
                 return result if pinned is None else pinned
             return result
         tensors = tensors_of(args, kwargs)
-        place, named = kwargs.get("device"), dict(kwargs)
+        place = kwargs.get("device")
         if place is not None:
             if place.type not in ("cuda", "cpu"):
                 return func(*args, **kwargs)
             if place.type == "cuda" and self.on_cpu:
                 check_declared(place)
-                named["device"] = CPU
+                kwargs = {**kwargs, "device": CPU}
         with self.lock:
-            return self._operation(TracedCall(operation, func, args, named, tensors), place)
+            return self._operation(TracedCall(operation, func, args, kwargs, tensors), place)
 
     def _operation(self, call: TracedCall, place: torch.device | None) -> Any:
         __tracebackhide__ = True
         operation, func, args, kwargs, tensors = call
-        of_device = any(self.kind_of(one) is MemoryKind.DEVICE for one in tensors)
+        kinds = [self.kind_of(one) for one in tensors]
+        of_device = MemoryKind.DEVICE in kinds
+        mixed = of_device and kinds.count(MemoryKind.DEVICE) < len(kinds)
         to_device = of_device if place is None else place.type == "cuda"
         capturing = self._captures and self.capture is not None
         if kwargs.get("pin_memory"):
@@ -137,10 +139,9 @@ class CudaTracer(Tracer[A]):
                 self.operation(torch.ops.aten.copy_.default, (target, source, *args[2:]), kwargs, False)
             return None
         if not to_device:
-            if of_device and place is None:
-                self._refuse_host_operands(operation, args, tensors)
             return self._on_host(call)
-        self._refuse_host_operands(operation, args, tensors if of_device else [])
+        if mixed:
+            self._refuse_host_operands(operation, args, tensors)
         result = self._on_device(call)
         if isinstance(result, torch.Tensor) and result.layout is not torch.strided:
             raise NotImplementedError(
@@ -164,8 +165,6 @@ class CudaTracer(Tracer[A]):
         return self._brought_to_host("to", source, made["dtype"])
 
     def _refuse_host_operands(self, operation: Operation, args: Sequence[Any], tensors: list[torch.Tensor]) -> None:
-        if not tensors:
-            return
         try:
             super()._refuse_host_operands(operation, args, tensors)
         except DeviceError as error:
@@ -189,8 +188,12 @@ class CudaTracer(Tracer[A]):
     def to_list(self, tensor: torch.Tensor) -> Any:
         """What `Tensor.tolist` returns; the host waits for a tensor of the device."""
         with self.lock, untraced():
-            done, result = self.host_call("tolist", (tensor,), {})
-            return result if done else tensor.tolist()
+            kind = self.kind_of(tensor)
+            if kind is MemoryKind.DEVICE:
+                return self._brought_to_host("tolist", tensor, tensor.dtype).tolist()
+            if kind is MemoryKind.PINNED:
+                self._read_by_host(tensor, "tolist")
+            return tensor.tolist()
 
     # Graphs
 

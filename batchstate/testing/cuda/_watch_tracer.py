@@ -51,7 +51,7 @@ class WatchTracer(CudaTracer[RaceAllocation], RaceTracer):
         return tensor.device.type == self.device.type
 
     def _is_checked(self, tensor: torch.Tensor) -> bool:
-        return self.on_device(tensor) or self.allocations.of(tensor) is not None
+        return self.on_device(tensor)
 
     def _refuse_host_operands(self, operation: Operation, args: Sequence[Any], tensors: list[torch.Tensor]) -> None:
         """Torch refuses them itself."""
@@ -118,8 +118,9 @@ class WatchTracer(CudaTracer[RaceAllocation], RaceTracer):
         operation, func, args, kwargs, _ = call
         accesses: Checked = []
         for one in operation.accesses(args, kwargs, _unknown):
-            if self._is_pinned(one.tensor) or self._is_checked(one.tensor):
-                accesses.append((self._accessed(one.tensor), one.region, one.writes))
+            self._is_pinned(one.tensor)  # which is known from then on
+            if (memory := self._accessed(one.tensor)) is not None:
+                accesses.append((memory, one.region, one.writes))
         result = func(*args, **kwargs)
         for made in tensors_in(result):
             if self.on_device(made) and self.allocations.of(made) is None and (region := of_tensor(made)) is not None:

@@ -192,7 +192,8 @@ class RaceAllocation(Allocation):
     def __init__(
         self, name: Name, kind: MemoryKind, allocated_on: StreamClock | None, allocated_at: SourceLine | None
     ) -> None:
-        super().__init__(kind)
+        self.kind = kind
+        self.nbytes = 0
         self.name = name
         self.allocated_on = allocated_on
         self.allocated_at = allocated_at
@@ -403,15 +404,21 @@ class Detector:
         stream = allocation.allocated_on if allocation.kind is MemoryKind.DEVICE else None
         if stream is None:
             return
-        got_back = self._got_back.setdefault(stream.number, {})
+        own, foreign = stream.number, False
+        got_back = self._got_back.get(own)
+        if got_back is None:
+            got_back = self._got_back[own] = {}
+        fresh = 0 if allocation.fresh is None else allocation.fresh.number
         for logs in (allocation.writes, allocation.reads):
             for other, log in logs.items():
-                if self.waits is not None and other != stream.number:
-                    self.waits.needs(stream.number, other, log.newest(), None)
-                used = allocation.fresh is None or allocation.fresh.number != log.newest()
-                if used and other not in allocation.kept_for:
-                    got_back[other] = max(got_back.get(other, 0), log.newest())
-        if self.unordered(allocation, stream) is not None:
+                newest = log.events[-1]
+                if other != own:
+                    foreign = True
+                    if self.waits is not None:
+                        self.waits.needs(own, other, newest, None)
+                if newest != fresh and newest > got_back.get(other, 0) and other not in allocation.kept_for:
+                    got_back[other] = newest
+        if foreign and self.unordered(allocation, stream) is not None:
             allocation.dropped = source_line(2)
             self._freed.setdefault(stream.number, []).append(allocation)
 

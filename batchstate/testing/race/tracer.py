@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from batchstate._source_lines import SourceLine, source_line
+from batchstate._source_lines import source_line
 from batchstate.errors import ArgumentError
 from batchstate.runtime import Runtime
 from batchstate.testing.race.detector import Detector, RaceAllocation
@@ -80,10 +80,10 @@ class RaceTracer(Tracer[RaceAllocation]):
         self.allocate(tensor, kind)
         return tensor
 
-    def allocate(self, tensor: torch.Tensor, kind: MemoryKind, at: SourceLine | None = None) -> RaceAllocation:
+    def allocate(self, tensor: torch.Tensor, kind: MemoryKind) -> RaceAllocation:
         """Notes whose memory a new tensor is, and where it was made."""
         stream = None if kind in HOST_KINDS else self.current()
-        return self.allocations.add(tensor, RaceAllocation(self._name(tensor), kind, stream, at or source_line(2)))
+        return self.allocations.add(tensor, RaceAllocation(self._name(tensor), kind, stream, source_line(2)))
 
     def allocate_on_device(self, tensor: torch.Tensor, entry: Entry) -> RaceAllocation:
         """New device memory, written by an event.
@@ -92,7 +92,8 @@ class RaceTracer(Tracer[RaceAllocation]):
             Race: it may be memory that another stream still uses.
         """
         __tracebackhide__ = True
-        allocation = self.allocate(tensor, MemoryKind.DEVICE, entry.source_line)
+        allocation = RaceAllocation(self._name(tensor), MemoryKind.DEVICE, entry.stream, entry.source_line)
+        self.allocations.add(tensor, allocation)
         region = of_tensor(tensor)
         if region is not None:
             entry.writes = (*entry.writes, (allocation.name, region))
@@ -123,31 +124,45 @@ class RaceTracer(Tracer[RaceAllocation]):
         self.pieces += 1
         return Name(self.pieces, tensor)
 
-    def _accessed(self, tensor: torch.Tensor) -> RaceAllocation:
-        """Pinned memory stays the host's, also where a copy of the device accesses it."""
+    def _accessed(self, tensor: torch.Tensor) -> RaceAllocation | None:
+        """The memory that a stream accesses; None where that is not checked.
+
+        Pinned memory stays the host's, also where a copy of the device accesses it.
+        """
         known = self.allocations.of(tensor)
-        return self.use_on_device(tensor) if known is None or known.kind is MemoryKind.UNDECIDED else known
+        if known is None:
+            return self.use_on_device(tensor) if self._is_checked(tensor) else None
+        return self.use_on_device(tensor) if known.kind is MemoryKind.UNDECIDED else known
 
     def _is_checked(self, tensor: torch.Tensor) -> bool:
-        """Whether accesses to the memory are checked: pageable memory of the host is not the device's to access."""
-        return self.on_cpu or tensor.device.type != "cpu" or self.allocations.of(tensor) is not None
+        """Whether accesses to memory that was never seen are checked: pageable memory is not the device's to access."""
+        return self.on_cpu or tensor.device.type != "cpu"
 
     # Accesses of streams
 
     def begin(self, kind: EventKind, name: str, accesses: Sequence[MemoryAccess]) -> tuple[Entry, Checked]:
         """Something on the current stream is about to access memory; `end` it once that has happened.
 
+        Accesses to memory that is not checked are left out.
+
         Raises:
             Race: one of the accesses is not ordered.
         """
         __tracebackhide__ = True
-        checked = [(self._accessed(one.tensor), one.region, one.writes) for one in accesses]
+        checked: Checked = []
+        read: list[tuple[Name, ByteRegion]] = []
+        written: list[tuple[Name, ByteRegion]] = []
+        for tensor, region, writes in accesses:
+            memory = self._accessed(tensor)
+            if memory is not None:
+                checked.append((memory, region, writes))
+                (written if writes else read).append((memory.name, region.brief()))
         entry = self.detector.event(
             self.current(),
             kind,
             name if self.launched is None else f"{name} ({self.launched})",
-            reads=[(memory.name, region.brief()) for memory, region, writes in checked if not writes],
-            writes=[(memory.name, region.brief()) for memory, region, writes in checked if writes],
+            reads=read,
+            writes=written,
             at=source_line(2),
         )
         self.detector.check(entry, checked)
@@ -195,9 +210,10 @@ class RaceTracer(Tracer[RaceAllocation]):
         operation, func, args, kwargs, tensors = call
         if self._converts(call):
             return self._converted(args[0], kwargs)
-        accesses, waits = [], False
+        accesses: Sequence[MemoryAccess] = ()
+        waits = False
         if tensors:
-            accesses = [one for one in self._accesses(call) if self._is_checked(one.tensor)]
+            accesses = self._accesses(call)
             waits = operation.waits(args, kwargs, self.kind_of)  # before undecided operands become the device's
         entry, checked = self.begin(EventKind.OPERATION, operation.name, accesses)
         result = func(*args, **kwargs)
@@ -387,7 +403,7 @@ class RaceTracer(Tracer[RaceAllocation]):
         made = self.access(EventKind.ALLOCATION, "empty", ()) if to_device else None
         before, region = list(self.current().seen), of_tensor(source)
         kind = EventKind.COPY_TO_DEVICE if to_device else EventKind.COPY_TO_HOST
-        accesses = [MemoryAccess(source, region, False)] if region is not None and self._is_checked(source) else []
+        accesses = [MemoryAccess(source, region, False)] if region is not None else []
         entry, checked = self.begin(kind, str(kind), accesses)
         result: torch.Tensor = torch.ops.aten._to_copy.default(source, **kwargs)
         region = of_tensor(result)
@@ -414,7 +430,7 @@ class RaceTracer(Tracer[RaceAllocation]):
         accesses = []
         for one, writes in ((source, False), (target, True)):
             region = of_tensor(one)
-            if region is not None and self._is_checked(one):
+            if region is not None:
                 accesses.append(MemoryAccess(one, region, writes))
         return self.access(kind, str(kind), accesses)
 

@@ -339,11 +339,21 @@ def dispatching(tracer: Tracer[Any]) -> contextlib.AbstractContextManager[Any]:
     return _Dispatched(tracer)
 
 
-@contextlib.contextmanager
-def untraced() -> Iterator[None]:
+@final
+class untraced:  # noqa: N801 - used as a function is
     """A window in which operations are the tool's own."""
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-        yield
+
+    __slots__ = ("_calls", "_dispatch")
+
+    def __enter__(self) -> None:
+        c: Any = torch._C
+        self._calls, self._dispatch = c.DisableTorchFunction(), c._DisableTorchDispatch()
+        self._calls.__enter__()
+        self._dispatch.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._dispatch.__exit__(*error)
+        self._calls.__exit__(*error)
 
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -23,6 +23,8 @@ class MemoryKind(enum.Enum):
     UNDECIDED = "undecided"
 
 
+_STRIDED = torch.strided
+
 HOST_KINDS = (MemoryKind.HOST, MemoryKind.PINNED)
 
 
@@ -96,7 +98,7 @@ class Allocations(Generic[A]):
 
     def of(self, tensor: torch.Tensor) -> A | None:
         """The memory of a tensor, or None: never seen."""
-        if tensor.layout is not torch.strided or tensor.is_nested:
+        if tensor.layout is not _STRIDED or tensor.is_nested:
             return None  # sparse: several pieces, of which each has its own
         found = self._known.get(tensor.untyped_storage()._cdata)
         return None if found is None else found[1]

@@ -1,6 +1,6 @@
 """What one operation of torch reads and writes, read off its schema; for index operations, which rows."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -58,6 +58,9 @@ _NO_ACCESS = frozenset(
 )
 """Operations that read and write no element, though their schemas do not say so."""
 
+_STRIDED = torch.strided
+_LISTS = (list, tuple)
+
 _BY_MASK = ("index", "index_put_", "index_put", "_unsafe_index", "_index_put_impl_")
 
 
@@ -76,6 +79,7 @@ class Operation:
     _known: dict[Any, "Operation"] = {}  # noqa: RUF012 - one for the process: schemas do not change
 
     __slots__ = (
+        "_by_mask",
         "_draws",
         "_dropout",
         "_only_shapes",
@@ -106,6 +110,7 @@ class Operation:
         is_view = torch.Tag.inplace_view in func.tags or (bool(aliases) and not any(one.is_write for one in aliases))
         self.is_metadata = is_view or self.name in _NO_ACCESS
         self.takes_host_index = self.name in ("index", "index_put_", "_index_put_impl_", "_unsafe_index")
+        self._by_mask = self.name in _BY_MASK
         self._waits = self.name in WAITS
         self._only_shapes = self.name.startswith("new_") or self.name.endswith("_like")
         self._precise = _PRECISE.get(self.name)
@@ -123,11 +128,15 @@ class Operation:
     def accesses(self, args: Sequence[Any], kwargs: Mapping[str, Any], read_index: ReadIndex) -> list[MemoryAccess]:
         """Every access of a call to memory that was there before."""
         found: list[MemoryAccess] = []
-        for key, value in (*enumerate(args), *kwargs.items()):
-            writes = key in self.written
+        written = self.written
+        for key, value in (*enumerate(args), *kwargs.items()) if kwargs else enumerate(args):
+            tensors = tensors_in(value)
+            if not tensors:
+                continue
+            writes = key in written
             if self._only_shapes and not writes and not isinstance(key, str):
                 continue
-            for tensor in tensors_in(value):
+            for tensor in tensors:
                 region = self.parts(args, read_index) if key == 0 and self._precise else of_tensor(tensor)
                 if region is not None:
                     found.append(MemoryAccess(tensor, region, writes))
@@ -146,7 +155,7 @@ class Operation:
             return True
         if self.name == "repeat_interleave":
             return kwargs.get("output_size") is None
-        if self.name not in _BY_MASK:
+        if not self._by_mask:
             return False
         indices = [one for one in args[1] if one is not None]
         if self.takes_host_index and any(one.ndim and kind_of(one) in HOST_KINDS for one in indices):
@@ -175,23 +184,20 @@ class Operation:
             return of_tensor(args[0])
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Sequence[torch.Tensor]:
     """The tensors among an argument that lie in one piece of memory: sparse ones do not."""
     if isinstance(value, torch.Tensor):
-        if value.layout is torch.strided and not value.is_nested:
-            yield value
-    elif isinstance(value, list | tuple):
-        for one in value:
-            if isinstance(one, torch.Tensor) and one.layout is torch.strided and not one.is_nested:
-                yield one
+        return (value,) if value.layout is _STRIDED and not value.is_nested else ()
+    if isinstance(value, _LISTS):
+        return [one for one in value if isinstance(one, torch.Tensor) and one.layout is _STRIDED and not one.is_nested]
+    return ()
 
 
 def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors among all arguments of a call."""
     found: list[torch.Tensor] = []
     for value in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(value, torch.Tensor | list | tuple):
-            found += tensors_in(value)
+        found += tensors_in(value)
     return found
 
 

@@ -1,5 +1,6 @@
 """Which bytes of a piece of memory an operation accesses: disjoint intervals, exact for rows, columns and elements."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Optional, final
@@ -10,11 +11,17 @@ import torch
 
 Ints = npt.NDArray[np.int64]
 
+_STRIDED = torch.strided
+
 BRIEF = 12
 """Intervals that are kept for reports."""
 
 MOST_INTERVALS = 1 << 20
 """Beyond so many, a region is what lies between its first and its last byte."""
+
+
+_FEW = 64
+"""Positions of an index that are looked at one by one."""
 
 
 class ByteRegion:
@@ -183,15 +190,15 @@ def of_places(places: Ints, length: int) -> ByteRegion | None:
 
 def of_tensor(tensor: torch.Tensor) -> ByteRegion | None:
     """Every element of a tensor; None where it has none."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
+    if tensor.layout is not _STRIDED or tensor.is_nested:
         return None  # several pieces of memory, of which each is a tensor of its own
-    size = tensor.element_size()
-    count = tensor.numel()
-    if not count:
+    nbytes = tensor.nbytes
+    if not nbytes:
         return None
+    size = tensor.element_size()
     start = int(tensor.storage_offset()) * size
     if tensor.is_contiguous():
-        return ByteRegion(start, start + count * size)
+        return ByteRegion(start, start + nbytes)
     places, run = _spread(tuple(tensor.shape), tensor.stride())
     return of_places(start + places * size, run * size)
 
@@ -210,6 +217,8 @@ def of_index(tensor: torch.Tensor, indices: dict[int, Ints]) -> ByteRegion | Non
     shape, stride = tuple(tensor.shape), tensor.stride()
     if not tensor.numel() or not indices:
         return of_tensor(tensor)
+    if len(indices) == 1 and 0 in indices and indices[0].size <= min(_FEW, MOST_INTERVALS) and tensor.is_contiguous():
+        return _of_few_rows(tensor, indices[0])
     chosen: Any = 0
     for dim, positions in indices.items():
         if positions.size and not -shape[dim] <= positions.min() <= positions.max() < shape[dim]:
@@ -222,6 +231,27 @@ def of_index(tensor: torch.Tensor, indices: dict[int, Ints]) -> ByteRegion | Non
         return of_tensor(tensor)
     every = np.add.outer(chosen, places).reshape(-1) if places.size > 1 else chosen + places[0]
     return of_places((tensor.storage_offset() + every) * size, run * size)
+
+
+def _of_few_rows(tensor: torch.Tensor, positions: Ints) -> ByteRegion | None:
+    """Some rows of a contiguous tensor; so few that numpy takes longer."""
+    length = int(tensor.shape[0])
+    rows = sorted({row + length if row < 0 else row for row in positions.reshape(-1).tolist()})
+    if not rows:
+        return None
+    if rows[0] < 0 or rows[-1] >= length:
+        return of_tensor(tensor)
+    firsts, lasts = [rows[0]], []
+    for row, following in itertools.pairwise(rows):
+        if following != row + 1:
+            lasts.append(row + 1)
+            firsts.append(following)
+    lasts.append(rows[-1] + 1)
+    start, size = int(tensor.storage_offset()) * tensor.element_size(), tensor.nbytes // length
+    lo, hi = start + firsts[0] * size, start + lasts[-1] * size
+    if len(firsts) == 1:
+        return ByteRegion(lo, hi)
+    return ByteRegion(lo, hi, start + np.array(firsts, np.int64) * size, start + np.array(lasts, np.int64) * size)
 
 
 def of_elements(tensor: torch.Tensor, dim: int, index: Ints) -> ByteRegion | None:
