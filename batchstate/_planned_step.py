@@ -18,7 +18,7 @@ from batchstate._upload import Extras
 from batchstate.batch import Batch
 from batchstate.errors import ArgumentError
 from batchstate.forward.inputs import ForwardInputs
-from batchstate.forward.plan import ForwardPlan
+from batchstate.forward.plan import ForwardPlan, handles_of
 from batchstate.indices import Slots
 from batchstate.invariants import times_checked
 from batchstate.kv.pages import PagePool
@@ -56,6 +56,7 @@ class Declared:
     lengths: str | None
     results: tuple[str, ...]
     has_ids: bool
+    window: int | None
 
     def published_rows(self, rows: Ints, generations: Ints) -> PublishedRows | None:
         """What is remembered of the ids of some requests; None without a relay."""
@@ -66,7 +67,7 @@ class Declared:
     ) -> "Prefetched | None":
         """Publishes, and sends the results to the host; see `PlannedStep.publish`.
 
-        `known` are the entries of the ids for these requests, whose handles are checked.
+        `known` are the entries of the ids for these requests.
         """
         if self.relay is None:
             raise ArgumentError(
@@ -161,7 +162,7 @@ class PlannedStep:
         """
         declared, sampled, known = self._declared, self._sampled, None
         if self._checked and len(sampled):
-            known = declared.published_rows(declared.pages.slots.rows_of(sampled, "publish"), sampled.generations)
+            known = declared.published_rows(sampled.np, sampled.generations)
         if known is not None:
             known.live = sampled
         self._results = declared.publish(sampled, values, known)
@@ -400,7 +401,9 @@ class DecodeStep(PlannedStep):
         self._used, self._checked, self._sampled = False, True, requests.slots
 
     def _made_plan(self) -> ForwardPlan:
-        requests, pages, n = self._requests, self._declared.pages, self._lens.size
+        requests, declared, pages, n = self._requests, self._declared, self._declared.pages, self._lens.size
+        everyone = requests.layout.everyone
+        relayed = everyone if declared.has_ids else everyone[:0]
         for shared in (self._lens, self._locations):  # with the batch, and with the step after this one
             shared.setflags(write=False)
         origin = Origin(OPERATION, self.step, requests.row_set, pages.epochs, self._changed)
@@ -412,16 +415,30 @@ class DecodeStep(PlannedStep):
             query_lens=requests.layout.ones,
             seq_lens=self._lens,
             bounds=None,
-            relay_rows=requests.layout.everyone,
-            relayed=requests.slots,
-            sample_rows=requests.layout.everyone,
+            relay_rows=relayed,
+            relayed=handles_of(requests.slots, relayed),
+            sample_rows=everyone,
             sampled_slots=requests.slots,
-            extras=DerivedArrays({"slot_mapping": self._locations}, origin),
+            extras=DerivedArrays(self._arrays(), origin),
             origin=origin,
             shares=self._shared,
             pages=pages,
+            has_ids=declared.has_ids,
+            deferred=False,
+            reach=declared.window,
             used=self._used,
         )
+
+    def _arrays(self) -> dict[str, Array]:
+        """What the forward takes, by name: other ranks get it with the plan."""
+        lens = self._lens
+        return {
+            "positions": lens - ONE,
+            "query_start_loc": np.arange(lens.size + 1, dtype=np.int32),
+            "kv_lens": lens.astype(np.int32),
+            "last_token_indices": self._requests.layout.everyone,
+            "slot_mapping": self._locations,
+        }
 
     def inputs(self) -> ForwardInputs:
         """As of any step."""
@@ -438,6 +455,7 @@ class DecodeStep(PlannedStep):
             times_checked[_DERIVED_STALE] += levels.cheap
             times_checked[_CONSUMED] += levels.cheap
         else:
+            pages.slots.check_rows(requests.rows, requests.generations, "inputs")
             self.plan.check(None, "inputs")
             self.plan.check_unused()
         stream = runtime.current_stream
@@ -469,9 +487,7 @@ class DecodeStep(PlannedStep):
             ids=ids,
         )
         if levels.full:
-            ends = np.arange(lens.size + 1)
-            sent = {"positions": lens - 1, "kv_lens": lens, "query_start_loc": ends, "last_token_indices": ends[:-1]}
-            inputs.check(runtime, sent)
+            inputs.check(runtime)
         begin = None if requests.launched is self._before else lens - ONE
         requests.launched = self.batch._state if pages.writes.launched(requests.rows, lens, begin) else None
         return inputs

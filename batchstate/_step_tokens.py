@@ -30,7 +30,12 @@ def each_puts_in_one(n: int, query_lens: object, prompt_ids: Sequence[object] | 
     if type(query_lens) is int:
         if query_lens != 1:
             return False
-    elif not isinstance(query_lens, np.ndarray) or query_lens.shape != (n,) or np.count_nonzero(query_lens != 1):
+    elif (
+        not isinstance(query_lens, np.ndarray)
+        or query_lens.dtype.kind not in "iu"
+        or query_lens.shape != (n,)
+        or np.count_nonzero(query_lens != 1)
+    ):
         return False
     if prompt_ids is not None and (len(prompt_ids) != n or [1 for ids in prompt_ids if ids is not None]):
         return False

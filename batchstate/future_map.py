@@ -171,11 +171,6 @@ class SelectedRecord:
     rows: torch.Tensor
     places: Sequence[tuple[slice, RelayField]]
 
-    def columns(self) -> list[torch.Tensor]:
-        """Each field [n, *shape] on the device, as a view."""
-        n = self.rows.shape[0]
-        return [self.rows[:, place].view(field.dtype).view(n, *field.shape) for place, field in self.places]
-
     def split(self, rows: Array) -> list[Array]:
         """Each field [n, *shape] on the host, in memory of its own; `rows` has what came of the bytes."""
         n = len(rows)
@@ -656,7 +651,7 @@ class FutureMap(Guided):
     def publish_again(
         self, known: PublishedRows, field: str, values: torch.Tensor, *, to_host: bool
     ) -> Prefetched | None:
-        """`publish` of checked values int64[n] for checked handles, and with `to_host` one copy of them to the host."""
+        """`publish` of checked values int64[n] for handles of this pool, and with `to_host` one copy to the host."""
         if levels.full:
             known.live.check("publish")
         if self._transaction.operation is not None:
@@ -670,7 +665,10 @@ class FutureMap(Guided):
         stream = runtime.current_stream
         if to_host and not values.is_contiguous():
             values = values.contiguous()
-        if known.unchanged and known.taken & declared.readers == declared.readers:
+        unchanged = known.unchanged
+        if not unchanged:  # else all are there: entries change when their slot is freed
+            self.slots.check_rows(known.rows, known.generations, "publish")
+        if unchanged and known.taken & declared.readers == declared.readers:
             times_checked[UNREAD_OVERWRITTEN] += levels.cheap
         else:
             entries.check_overwrite(known.rows, names)
@@ -731,16 +729,17 @@ class FutureMap(Guided):
             stream = self.runtime.current_stream
             self._entries.wait_to_read(publications, stream, "prefetch")
             record = self._selected_record(fields, index) if len(fields) > 1 else None
-            rows = [self._select(name, index) for name in fields] if record is None else record.columns()
+            rows = [self._select(name, index) for name in fields] if record is None else [record.rows]
             read = self.runtime.record(stream)
             self._entries.note_read(publications, stream, read)
-            download = self.runtime.download(rows if record is None else [record.rows], name=self.name)
+            download = self.runtime.download(rows, name=self.name)
         self._transaction.operation = "prefetch"
         self._entries.take(live.np, fields, HOST)
         self._transaction.operation = None
         declared = {name: self._fields[name] for name in fields}
         label = self._entries.label
-        return Prefetched(live, declared, rows, (self._private, read), download, publications, label, record)
+        sides = rows if record is None else [None] * len(fields)
+        return Prefetched(live, declared, sides, (self._private, read), download, publications, label, record)
 
     def resolve(self, slots: Slots, field: str) -> MirroredTensor:
         """One field as an exact value, both sides from one read of the relay. Waits for its publish and its copy.

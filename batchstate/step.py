@@ -47,7 +47,7 @@ from batchstate._step_tokens import NAMES, StepTokens, each_puts_in_one
 from batchstate._upload import NO_EXTRAS, Extras, extra_array, joined_writes
 from batchstate.batch import Batch
 from batchstate.columns import MirroredColumn
-from batchstate.errors import ArgumentError, DeclarationError, one_of
+from batchstate.errors import ArgumentError, DeclarationError, DeviceError, one_of
 from batchstate.forward.plan import ForwardPlan, checked_layouts
 from batchstate.forward.token_array import TokenArray
 from batchstate.future_map import FutureMap
@@ -55,7 +55,7 @@ from batchstate.indices import Slots
 from batchstate.kv.pages import PagePool
 from batchstate.mirror import Contract, DeviceSide, ReadyTensor
 from batchstate.nvtx import ranges
-from batchstate.runtime import Fence, PackedUpload
+from batchstate.runtime import Fence, PackedUpload, check_fence
 from batchstate.runtime.memory import packed_places
 from batchstate.tables import Table, TableWrite
 
@@ -127,9 +127,9 @@ class StepPlanner(Guided):
         self._has_ids, self._int32, self._kv_offset = has_ids, tuple(int32), kv_offset
         self._kind, self._slot_column, self._seq_lens = batch, batch._slot_column, seq_lens
         names = (ids,) if isinstance(ids, str) else tuple(ids)
-        self._declared = Declared(pages, relay, names, lengths, tuple(results), has_ids)
+        reach = None if window is None else counted(window, "StepPlanner: window", least=1)
+        self._declared = Declared(pages, relay, names, lengths, tuple(results), has_ids, reach)
         self._layouts = checked_layouts(layouts, int32, "StepPlanner")
-        self._window = None if window is None else counted(window, "StepPlanner: window", least=1)
         fields = {} if relay is None else relay.fields
         for name in (*names, *results, *(() if lengths is None else (lengths,))):
             if name not in fields:
@@ -186,7 +186,7 @@ class StepPlanner(Guided):
             keep: those that stay, as for `Batch.filter`; all by default. The others are released once the step is sent,
                 as by `SlotPool.release_requests`, and what they had can be taken from the next step on.
             joining: requests that come after those, as for `Batch.merge`.
-            after: the forward-done fence of the last forward of those that leave.
+            after: the forward-done fence of the last forward of those that leave, if any do.
             published: relay field -> host values, one entry for each request that joins: what its first step starts
                 from, if no forward here has published that. They cross in the same copy.
             query_lens: tokens that each puts in, as for `ForwardPlan.of`.
@@ -200,6 +200,7 @@ class StepPlanner(Guided):
 
         Raises:
             ArgumentError: a batch of another class than the planner was declared for.
+            DeviceError: a batch of another runtime.
             CaptureError: the stream is being captured.
             As `PagePool.advance`, `Batch.advance`, `ForwardPlan.of` and `Batch.upload`. No token was committed.
         """
@@ -212,6 +213,8 @@ class StepPlanner(Guided):
                 value=batch,
                 remedy=f"pass what `{self._kind.__name__}.build` returned; each batch class has a planner of its own",
             )
+        if batch.runtime is not self._runtime:
+            raise DeviceError(f"StepPlanner: {batch!r} has another runtime", value=batch, remedy="use one runtime")
         if writes:
             batch._check_writes(writes, OPERATION)
         if levels.full:
@@ -220,6 +223,8 @@ class StepPlanner(Guided):
         given = batch
         if keep is not None or joining is not None:
             batch, leaving = self._turned_over(batch, keep, joining, after)
+        if after is not None and leaving is None:
+            check_fence(after, f"StepPlanner: {OPERATION}")  # of none that leaves: engines pass it in each step
         own = batch is not given  # which no caller has seen
         arrived = 0 if joining is None else joining.num_reqs
         if published is not None and self._relay is None:
@@ -228,11 +233,11 @@ class StepPlanner(Guided):
                 value=published,
                 remedy="declare the planner with one: relay=...",
             )
-        if joining is None if published is not None else after is not None and leaving is None:
+        if joining is None and published is not None:
             raise ArgumentError(
-                "StepPlanner: plan with published= or after=, and none joins or leaves",
-                value=after if published is None else published,
-                remedy="pass joining= with the requests that are published, keep= with those that stay",
+                "StepPlanner: plan with published=, and none joins",
+                value=published,
+                remedy="pass joining= with the requests that are published",
             )
         steps, n = self._steps, batch.num_reqs
         if steps is not None and pad_rows is None and pad_tokens is None and not token_arrays and self._fits(batch):
@@ -330,7 +335,7 @@ class StepPlanner(Guided):
                 has_ids=self._has_ids,
                 deferred=False,
                 int32=self._int32,
-                window=self._window,
+                window=self._declared.window,
                 pad_tokens=tokens,
                 layouts=self._layouts,
             )
@@ -428,7 +433,7 @@ class StepPlanner(Guided):
         planned: dict[str, Array] = {}
         values = entries.arrays if entries is not None else ()
         if tokens is None:
-            pages.check_readable(rows, start, OPERATION, window=self._window)
+            pages.check_readable(rows, start, OPERATION, window=self._declared.window)
             lens += ONE
             if requests.state is not state or requests.epoch != pages.epochs.last:
                 requests.steps = 0
@@ -436,7 +441,7 @@ class StepPlanner(Guided):
             beside = start, locations, lens
         else:
             fed = tokens.counts > 0
-            pages.check_readable(rows[fed], start[fed], OPERATION, window=self._window)
+            pages.check_readable(rows[fed], start[fed], OPERATION, window=self._declared.window)
             lens += tokens.counts
             positions, locations, written = requests.places_of_all(pages, start, lens, tokens.counts)
             planned = tokens.arrays(rows, positions, locations, lens)
@@ -485,7 +490,7 @@ class StepPlanner(Guided):
         for shared in (lens, locations):  # with the batch and the plan
             shared.setflags(write=False)
         origin = Origin(OPERATION, runtime.step, requests.row_set, pages.epochs, pages.epochs.last)
-        plan = tokens.plan(slots, lens, planned, pages, origin, has_ids=self._has_ids, reach=self._window)
+        plan = tokens.plan(slots, lens, planned, pages, origin, has_ids=self._has_ids, reach=self._declared.window)
         return PlannedStep(self._declared, advanced, advanced, plan, uploaded, checked=True)
 
     def _entries_of_those_that_stay(
@@ -530,6 +535,8 @@ class StepPlanner(Guided):
                 if new.size:
                     there = self._pages.token_rows(rows[new], requests.row_width)
                     index, places_written = (np.concatenate(pair) for pair in zip(written[1:], there, strict=True))
+                    if planned:  # one that puts in nothing is no owner yet
+                        owners.append((rows[new], generations[new]))
             own = [write for write in writes if write.table is table] if writes else ()  # one at most: they are joined
             if own:
                 writes = [write for write in writes if write.table is not table]

@@ -983,3 +983,20 @@ def test_there_are_no_bounds_of_indices(rt: Runtime) -> None:
     """Slots are exact or nothing: a bound of an index would name another request's row."""
     with pytest.raises(ContractError, match="no bound"):
         SlotPool(rt, 4).take(1).weaken("upper_bound")
+
+
+def test_fields_that_were_prefetched_together_are_values_of_their_own(rt: Runtime) -> None:
+    """Each device side is contiguous, as kernels take it, and a write into one is reported of that one alone."""
+    slots = SlotPool(rt, 8)
+    fields = {"a": relay_field(torch.int64, read_by="both"), "b": relay_field(torch.int32, (2,), read_by="both")}
+    relay, live = FutureMap(slots, fields), slots.take(3)
+    a, b = (torch.arange(n, device=rt.device) for n in (3, 6))
+    relay.publish(live, a=a, b=b.to(torch.int32).view(3, 2))
+    found = relay.prefetch(live, "a", "b")
+    for name in ("a", "b"):
+        assert found[name].device.is_contiguous()
+        assert rt.inspect(found[name].device).tolist() == found[name].np.tolist()
+    found["a"].device.add_(1)
+    with checks("cheap"):
+        found["b"].check("test")
+        refused(Code.MIRROR_FOREIGN_WRITE, lambda: found["a"].check("test"))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from batchstate import (
     Batch,
     Code,
+    ForwardPlan,
     FutureMap,
     PagePool,
     PoolExhaustedError,
@@ -29,7 +30,7 @@ from batchstate import (
     slot_column,
 )
 from batchstate._planned_step import DecodeStep
-from batchstate.errors import ArgumentError, BatchStateError, CaptureError, DeclarationError
+from batchstate.errors import ArgumentError, BatchStateError, CaptureError, DeclarationError, DeviceError, DtypeError
 from batchstate.indices import Slots
 from batchstate.invariants import times_checked
 from batchstate.selfcheck.machines.failures import PlantedError, failing
@@ -923,7 +924,7 @@ def test_a_turn_over_that_fails_changes_nothing(rt: Runtime, in_one_piece: bool,
         {"published": {"tokens": [1]}},
         {"joining": None},
         {"keep": [0, 5]},
-        {"published": None, "keep": None, "joining": None, "after": rt.record()},
+        {"published": None, "keep": None, "joining": None, "after": 3},
         {"joining": RunningToo.empty(rt)},
     ]
     for options in wrong:
@@ -1090,3 +1091,103 @@ def test_tokens_of_a_step_that_was_never_launched_are_not_written(dropped: int, 
         with pytest.raises(Violation) as caught:
             world.pages.hold(world.batch.filter([0]).slots, 8)
         assert caught.value.code is Code.PAGE_UNWRITTEN
+
+
+@pytest.mark.parametrize("in_one_piece", [True, False])
+def test_what_a_step_finds_is_published_for_its_own_requests_alone(rt: Runtime, in_one_piece: bool) -> None:
+    """A request that has left since the step was planned has no entry, and whoever has its slot keeps its own."""
+    for level in ("off", "cheap"):
+        with checks(level):
+            world = World.of(rt, in_one_piece=in_one_piece)
+            world.join([3, 4])
+            step = world.planner.plan(world.batch)
+            ids = step.inputs().input_ids + 1
+            world.pages.release_requests(world.batch.filter([0]).slots)
+            refused(Code.SLOT_STALE_HANDLE, lambda step=step, ids=ids: step.publish(last=ids))  # type: ignore[misc]
+            later = world.slots.take(1)
+            world.relay.publish(later, last=[70])
+            refused(Code.SLOT_STALE_HANDLE, lambda step=step, ids=ids: step.publish(last=ids))  # type: ignore[misc]
+            assert rt.inspect(world.relay.gather(later, "last")).tolist() == [70]
+
+
+@pytest.mark.parametrize("in_one_piece", [True, False])
+def test_no_inputs_for_requests_that_left(rt: Runtime, in_one_piece: bool) -> None:
+    """At any level, as by the parts."""
+    with checks("off"):
+        world = World.of(rt, in_one_piece=in_one_piece)
+        world.join([3, 4])
+        step = world.planner.plan(world.batch)
+        world.pages.release_requests(world.batch.filter([0]).slots)
+        refused(Code.SLOT_STALE_HANDLE, step.inputs)
+
+
+def test_a_batch_of_another_runtime_is_refused() -> None:
+    """Also one whose rows have the same number there, as after the same calls."""
+    with open_runtime("cpu") as one, open_runtime("cpu") as other:
+        worlds = [World.of(rt) for rt in (one, other)]
+        for world in worlds:
+            world.join([3, 4])
+            world.step()
+        with pytest.raises(DeviceError):
+            worlds[0].planner.plan(worlds[1].batch)
+
+
+@pytest.mark.parametrize("has_ids", [True, False])
+def test_another_rank_has_the_inputs_of_a_planned_step(rt: Runtime, has_ids: bool) -> None:
+    """The plan of a step in one piece says what the plan of the parts does, and travels as that does."""
+    for chunks in (False, True):
+        found = []
+        for in_one_piece in (True, False):
+            ranks = [World.of(rt, in_one_piece=in_one_piece) for _ in range(2)]
+            for world in ranks:
+                world.join([3, 4])
+            first, other = ranks
+            options: dict[str, Any] = {"relay": first.relay, "ids": "last"} if has_ids else {"has_ids": False}
+            planner = StepPlanner(Running, pages=first.pages, window=4, **options)
+            if not in_one_piece:
+                planner._steps = None
+            plan = planner.plan(first.batch, 0 if chunks else 1, samples=np.full(2, not chunks)).plan
+            other.pages.advance(other.batch.slots, 0 if chunks else 1)
+            theirs = ForwardPlan.from_bytes(plan.to_bytes(), other.slots, pages=other.pages)
+            names = "has_ids", "deferred", "int32", "relay_rows", "sample_rows", "query_lens", "seq_lens", "_reach"
+            found.append([np.asarray(getattr(theirs, name)).tolist() for name in names])
+            inputs = other.relay.resolve_forward_inputs(theirs, theirs.upload(), ids="last" if has_ids else ())
+            for name in ("slots", "positions", "query_start_loc", "kv_lens", "last_token_indices", "slot_mapping"):
+                tensor = getattr(inputs, name)
+                found[-1].append([str(tensor.dtype), *rt.inspect(tensor).tolist()])
+            if has_ids:
+                found[-1].append(rt.inspect(inputs.input_ids).tolist())
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("query_lens", [np.ones(2), np.ones(2, np.bool_), np.array([1, 1], object)])
+def test_counts_of_tokens_are_integers_in_a_decode_step_too(rt: Runtime, query_lens: Any) -> None:
+    """Whatever number an array holds, one of floats, booleans or objects is refused."""
+    world = World.of(rt)
+    world.join([3, 4])
+    with pytest.raises(DtypeError):
+        world.planner.plan(world.batch, query_lens)
+
+
+def test_a_fence_for_those_that_leave_where_none_does(rt: Runtime) -> None:
+    """An engine passes it in each step; what is no fence is refused nevertheless."""
+    world = World.of(rt)
+    world.join([3, 4])
+    for keep in (None, np.ones(2, np.bool_)):
+        with pytest.raises(ArgumentError, match="fence"):
+            world.planner.plan(world.batch, keep=keep, after=3)  # type: ignore[arg-type]
+        world.step(keep=keep, after=rt.record())
+    assert world.batch.seq_lens.np.tolist() == [5, 6]
+
+
+@pytest.mark.parametrize("in_one_piece", [True, False])
+def test_the_row_of_a_request_that_arrives_and_pauses_is_written(rt: Runtime, in_one_piece: bool) -> None:
+    """It is sent with the step in which the request joins, and the request is its owner from then on."""
+    world = World.of(rt, in_one_piece=in_one_piece)
+    world.join([3])
+    joining = world.arrived([6]).merge(world.prompted([4]))
+    samples = np.array([True, False, False])
+    step = world.planner.plan(world.batch, [1, 0, 0], prompt_ids=[None] * 3, samples=samples, joining=joining)
+    table = world.pages.req_to_token
+    assert table is not None
+    assert table.written(step.batch["slots"]).tolist() == [True, True, False]  # type: ignore[arg-type]

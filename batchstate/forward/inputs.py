@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import Array, put_rows, select_rows
+from batchstate._arrays import put_rows, select_rows
 from batchstate._upload import Extras
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, ShapeError
 from batchstate.forward.plan import NO_END, ForwardPlan
@@ -243,14 +243,14 @@ class ForwardInputs:
         plan.note_written()
         return inputs
 
-    def check(self, runtime: Runtime, sent: Mapping[str, Array] | None = None) -> None:
+    def check(self, runtime: Runtime) -> None:
         """For the library: nothing was written since it was sent, and the token table agrees with the pages.
 
-        Also no id is a stand-in. Reads device memory. `sent` are arrays that crossed beside those of the plan.
+        Also no id is a stand-in. Reads device memory.
         """
         if runtime.checks_suspended():
             return
-        self._check_sent(runtime, {**self.plan.extras, **({} if sent is None else sent)})
+        self._check_sent(runtime)
         self._check_locations(runtime)
         if self.plan.pages is not None:
             self.plan.pages.check_kv("resolve_forward_inputs")
@@ -277,10 +277,10 @@ class ForwardInputs:
             column: Where = {**where, "column": "slot_mapping"}
             invariants.mirror_equal(plan.locations_at(positions), found, **column)
 
-    def _check_sent(self, runtime: Runtime, sent: Mapping[str, Array]) -> None:
+    def _check_sent(self, runtime: Runtime) -> None:
         """What the forward reads is what was sent, but for ids, and for what true lengths have set right."""
         corrected = _CORRECTED if self.plan.bounded else ("input_ids",)
-        for name, array in sent.items():
+        for name, array in self.plan.extras.items():
             tensor = getattr(self, name, None)
             if tensor is not None and name not in corrected:
                 device = runtime.inspect(tensor)
