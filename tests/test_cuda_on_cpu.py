@@ -342,6 +342,76 @@ def test_what_is_not_modelled_is_said_by_name() -> None:
         assert torch.cuda.current_blas_handle() == 17
 
 
+def test_each_thread_leaves_the_streams_that_it_has_entered() -> None:
+    """`with stream:` of two threads that overlap: each has the stream again that was its own before."""
+    entered, left = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with Stream():
+            entered.set()
+            left.wait(10)
+        seen.append(current_stream() == torch.cuda.default_stream())
+
+    seen: list[bool] = []
+    with cuda_on_cpu():
+        thread, mine = threading.Thread(target=other), Stream()
+        with torch.cuda.stream(mine):
+            with Stream():
+                thread.start()
+                entered.wait(10)
+            seen.append(current_stream() == mine)
+        left.set()
+        thread.join()
+    assert seen == [True, True]
+
+
+def test_random_numbers_of_the_device_come_from_its_generator() -> None:
+    """A seed and a state that `torch.cuda` is given are those of what is drawn on `cuda`."""
+    with cuda_on_cpu():
+        torch.cuda.manual_seed(3)
+        state = torch.cuda.get_rng_state()
+        first = torch.rand(4, device="cuda").tolist()
+        torch.cuda.set_rng_state(state)
+        assert torch.rand(4, device="cuda").tolist() == first
+        torch.cuda.manual_seed(3)
+        assert torch.rand(4, device="cuda").tolist() == first
+
+
+def test_tensors_of_a_transform_say_where_they_lie() -> None:
+    """Inside of `vmap` and `grad`, and of what `torch.jit.script` is given in the window."""
+
+    def plus_one(x: Any) -> Any:
+        return x + torch.ones(3, device=x.device)
+
+    with cuda_on_cpu():
+        x = torch.zeros(2, 3, device="cuda")
+        assert torch.vmap(plus_one)(x).is_cuda
+        assert torch.func.grad(lambda x: plus_one(x).sum())(x).is_cuda
+        assert torch.jit.script(plus_one)(x).is_cuda
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_host_memory_is_pinned_by_its_address(waits: bool) -> None:
+    """`cudaHostRegister`: a copy from there is asynchronous, and refilling it before it has run is a race."""
+    with cuda_on_cpu(on_race="collect") as rt:
+        staging, runtime = torch.zeros(8), torch.cuda.cudart()
+        assert int(runtime.cudaHostRegister(staging.data_ptr(), staging.nbytes, 0)) == 0
+        assert staging[2:].is_pinned()
+        assert not torch.zeros(8).is_pinned()
+        landed = staging.to("cuda", non_blocking=True)
+        if waits:
+            current_stream().synchronize()
+        staging.fill_(1)
+        assert int(runtime.cudaHostUnregister(staging.data_ptr())) == 0
+        torch.cuda.profiler.start()
+        torch.cuda.profiler.stop()
+        for missing in (lambda: runtime.cudaStreamCreate(0), lambda: torch.cuda.get_device_properties(0).uuid):
+            with pytest.raises(ArgumentError, match="no model of"):
+                missing()
+        del landed
+    assert [race.kind for race in rt.races] == ([] if waits else [RaceKind.STAGING_REFILLED])
+
+
 def test_functions_of_a_build_with_cuda_are_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that the window answers are replaced, the others refused by name; afterwards all are there again."""
     called: list[str] = []

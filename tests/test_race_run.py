@@ -130,6 +130,30 @@ def test_an_engine_that_dies_keeps_its_findings(script: Script, capsys: pytest.C
     assert "it ended with 'dead'" in printed.err
 
 
+def test_a_server_that_is_interrupted_keeps_its_findings(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ctrl-C is how a server ends: what was found by then is printed."""
+    assert main(["race", "run", script("step(ordered=False)\nraise KeyboardInterrupt")]) == 2
+    printed = capsys.readouterr()
+    assert "missing    stream 'side' never waits" in printed.out
+    assert "it was interrupted" in printed.err
+
+
+def test_threads_of_a_script_run_to_their_end(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also those that are still running where the script ends: Python waits for them too, but for daemons."""
+    source = """
+        import threading, time
+
+        def late():
+            time.sleep(0.3)
+            step(ordered=False)
+
+        step(ordered=True)
+        threading.Thread(target=late).start()
+    """
+    assert main(["race", "run", script(source)]) == 1
+    assert "clone on 'side'" in capsys.readouterr().out
+
+
 def test_wrong_files_are_refused(script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No script, and a baseline that is none: exit 2, before anything runs."""
     assert main(["race", "run", str(tmp_path / "none.py")]) == 2

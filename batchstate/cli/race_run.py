@@ -8,6 +8,7 @@ import itertools
 import runpy
 import subprocess
 import sys
+import threading
 import traceback
 from pathlib import Path
 from typing import Any, Literal
@@ -182,12 +183,25 @@ def _run(script: Path, arguments: list[str]) -> str | None:
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        finally:
+            _wait_for_threads()
     except SystemExit as end:
         return None if end.code in (None, 0) else f"it ended with {end.code!r}"
+    except KeyboardInterrupt:  # as a server is ended: what was found by then is reported
+        return "it was interrupted"
     except Exception as error:
         traceback.print_exc()
         return f"it ended with {type(error).__name__}: {error}"
     finally:
         sys.argv, sys.path[:] = argv, path
     return None
+
+
+def _wait_for_threads() -> None:
+    """Waits for the threads of a script, but for daemons, as Python does."""
+    own = threading.current_thread()
+    while alive := [one for one in threading.enumerate() if one is not own and not one.daemon]:
+        for one in alive:
+            one.join()

@@ -86,12 +86,12 @@ class _Stream(_Made):
         return 0, self.cuda_stream
 
     def __enter__(self) -> "_Stream":
-        self._rt.stack.append(self._rt.current_id)
+        self._rt.entered.before.append(self._rt.current_id)
         self._rt.set_current(self.stream_id)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._rt.set_current(self._rt.stack.pop())
+        self._rt.set_current(self._rt.entered.before.pop())
 
     def wait_event(self, event: Any) -> None:
         event.wait(self)

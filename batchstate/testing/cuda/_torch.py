@@ -41,6 +41,7 @@ _REFUSED = ("_cuda_", "_accelerator_get", "_accelerator_set")
 _POOLS = (
     "_cuda_beginAllocateCurrentThreadToPool",
     "_cuda_beginAllocateToPool",
+    "_cuda_endAllocateCurrentStreamToPool",
     "_cuda_endAllocateToPool",
     "_cuda_releasePool",
 )
@@ -88,6 +89,7 @@ def replaced(rt: "CudaWindow[Any]", stands_for: Mapping[str, Callable[..., Any]]
             (cuda.nvtx, {"_nvtx": _Silent()}),
             (torch.Tensor, _of_tensors(rt)),
             (torch, _of_torch()),
+            (torch.jit, {"script": _as_it_is}),
             (torch.version, {"cuda": _VERSION}),
             (torch.amp.autocast_mode.autocast, {"__init__": _autocast(torch.amp.autocast_mode.autocast.__init__)}),
         ):
@@ -207,6 +209,7 @@ def _answers(rt: "CudaWindow[Any]") -> Attributes:
         "_cuda_set_sync_debug_mode": _nothing,
         "_cuda_get_sync_debug_mode": lambda: 0,
         "_cuda_sleep": _nothing,
+        **dict.fromkeys(_POOLS, _nothing),
         "_get_accelerator": lambda *_: torch.device("cuda"),
         "_accelerator_getAccelerator": lambda: torch.device("cuda"),
         "_accelerator_getDeviceIndex": lambda: 0,
@@ -219,6 +222,8 @@ def _answers(rt: "CudaWindow[Any]") -> Attributes:
         "_accelerator_isAllocatorInitialized": lambda: True,
         "_accelerator_emptyCache": _nothing,
         "_accelerator_emptyHostCache": _nothing,
+        "_accelerator_setAllocatorSettings": _nothing,
+        "_accelerator_getAllocatorSettings": str,
         "_accelerator_getDeviceStats": rt.memory_stats,
         "_accelerator_resetPeakStats": rt.reset_peak,
         "_accelerator_resetAccumulatedStats": _nothing,
@@ -228,7 +233,7 @@ def _answers(rt: "CudaWindow[Any]") -> Attributes:
 
 def _of_cuda(rt: "CudaWindow[Any]") -> Attributes:
     major, minor = rt.capability
-    properties = SimpleNamespace(
+    properties = _Declared(
         name=rt.name,
         major=major,
         minor=minor,
@@ -252,10 +257,15 @@ def _of_cuda(rt: "CudaWindow[Any]") -> Attributes:
         "_exchange_device": _exchange_device,
         "_maybe_exchange_device": lambda index: _exchange_device(index),  # dynamo tells the two apart
         "_get_device_properties": lambda index: properties,
-        "_cudart": SimpleNamespace(
-            cudaMemGetInfo=rt.memory_info, cudaProfilerStart=lambda: 0, cudaProfilerStop=lambda: 0
+        "_cudart": _Declared(
+            cudaError=SimpleNamespace(success=0),
+            cudaHostRegister=rt.tracer.register,
+            cudaHostUnregister=rt.tracer.unregister,
+            cudaMemGetInfo=rt.memory_info,
+            cudaProfilerStart=lambda: 0,
+            cudaProfilerStop=lambda: 0,
         ),
-        "default_generators": (torch.Generator(),),
+        "default_generators": (torch.default_generator,),  # that of the CPU, which draws
     }
 
 
@@ -268,6 +278,15 @@ def _exchange_device(index: int) -> int:
 
 def _nothing(*_: object, **__: object) -> None:
     return None
+
+
+class _Declared(SimpleNamespace):
+    """What is known of a device, or of its runtime."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotModelledError(
+            f"cuda_on_cpu has no model of {name}", value=name, remedy="leave it out, or replace its caller: `stands_for`"
+        )
 
 
 class _Silent:
@@ -330,6 +349,11 @@ def device_of(device: Any) -> torch.device:
 def _eager(model: Any = None, **_: Any) -> Any:
     """What `torch.compile` returns: the code itself. What a compiler makes of it for a GPU does not run here."""
     return _eager if model is None else model
+
+
+def _as_it_is(obj: Any, *_: object, **__: object) -> Any:
+    """What `torch.jit.script` returns: inside of a script, a tensor's `.device` is that of the CPU."""
+    return obj
 
 
 def _autocast(init: Callable[..., None]) -> Callable[..., None]:

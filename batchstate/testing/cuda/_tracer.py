@@ -19,6 +19,8 @@ CPU = torch.device("cpu")
 
 
 _is_cuda = torch._C.TensorBase.is_cuda.__get__  # type: ignore[attr-defined]
+_is_cpu = torch._C.TensorBase.is_cpu.__get__  # type: ignore[attr-defined]
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 class NotModelledError(ArgumentError, AttributeError):
@@ -58,6 +60,7 @@ class CudaTracer(Tracer[A]):
         self.ended = False
         self._beside_a_gpu = torch.cuda.is_available()
         self._captures: dict[int, Any] = {}  # thread -> what it captures
+        self._registered: dict[int, int] = {}  # where host memory that is pinned by its address begins -> its end
 
     # Memory
 
@@ -68,8 +71,11 @@ class CudaTracer(Tracer[A]):
             ArgumentError: it lies on a real GPU: it was made outside of the window.
         """
         known = self.allocations.of(tensor)
-        if known is not None:
+        if known is not None and not (self._registered and known.kind is MemoryKind.HOST):
             return known.kind
+        if self._registered and _is_cpu(tensor) and self._is_registered(tensor):
+            self.keep(tensor, MemoryKind.PINNED)
+            return MemoryKind.PINNED
         if self._beside_a_gpu and _is_cuda(tensor):
             raise ArgumentError(
                 f"a tensor {list(tensor.shape)} of the GPU of this machine, in a window of `cuda_on_cpu`",
@@ -82,9 +88,25 @@ class CudaTracer(Tracer[A]):
         """Whether a tensor lies on the device. Cheap."""
         try:
             found = self.allocations.of(tensor)
-        except (RuntimeError, NotImplementedError):  # without a storage: a wrapper of another library
+        except (RuntimeError, NotImplementedError):  # without a storage: a wrapper, of torch or another library
+            if _is_wrapped(tensor):
+                return self.on_device(torch._C._functorch.get_unwrapped(tensor))
             return False
         return found is not None and found.kind is MemoryKind.DEVICE
+
+    def register(self, address: int, nbytes: int, flags: int = 0) -> int:
+        """`cudaHostRegister`: host memory is pinned from now on; returns 0, for success."""
+        self._registered[address] = address + nbytes
+        return 0
+
+    def unregister(self, address: int) -> int:
+        """`cudaHostUnregister`; what was seen of the memory counts as pinned until it is gone."""
+        self._registered.pop(address, None)
+        return 0
+
+    def _is_registered(self, tensor: torch.Tensor) -> bool:
+        start = tensor.data_ptr()
+        return any(first <= start < end for first, end in self._registered.items())
 
     # Operations
 

@@ -39,6 +39,14 @@ class ThreadedCpu(CpuRuntime):
         self._local.stream = stream
 
 
+@final
+class Entered(threading.local):
+    """Numbers of the streams that were current before each `with stream:`, of each thread."""
+
+    def __init__(self) -> None:
+        self.before: list[int] = []
+
+
 S = TypeVar("S")
 
 
@@ -52,7 +60,7 @@ class CudaWindow(TracedRuntime[S]):
     Attributes:
         name, memory, capability: of the device, as `torch.cuda` answers.
         lock: held while something of the device happens; threads take turns.
-        stack: streams that `with stream:` will make current again.
+        entered: streams that `with stream:` will make current again.
     """
 
     _tracer: CudaTracer[Any]
@@ -71,7 +79,7 @@ class CudaWindow(TracedRuntime[S]):
         self._polled: dict[int, Fence] = {}
         super().__init__(ThreadedCpu(), **given)
         self.lock = self._tracer.lock
-        self.stack: list[int] = []
+        self.entered = Entered()
         first = self._inner.current_stream
         self._numbers: dict[object, int] = {first.key: 0}
         self._by_number: list[Stream] = [first]
