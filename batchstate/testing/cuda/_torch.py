@@ -285,7 +285,7 @@ class _Declared(SimpleNamespace):
 
     def __getattr__(self, name: str) -> Any:
         raise NotModelledError(
-            f"cuda_on_cpu has no model of {name}", value=name, remedy="leave it out, or replace its caller: `stands_for`"
+            f"cuda_on_cpu has no model of {name}", value=name, remedy="leave it out, or replace its caller"
         )
 
 
