@@ -193,7 +193,8 @@ class Engine:
             )
         )
         scheduler.writes = []
-        step = Step(planned, [batch.requests[row] for row in sampling])
+        requests = batch.requests
+        step = Step(planned, [requests[row] for row in sampling])
         start = time.perf_counter()
         after = scheduler.forward.run(step)
         self.host_seconds -= time.perf_counter() - start
@@ -223,17 +224,14 @@ class Engine:
             if request.state in ("waiting", "running"):
                 new = length + 1 - len(request.prompt) - len(request.output)
                 self.accepted_drafts += new - 1
-                self._take(request, tokens[:new])
+                waits = request.state == "waiting"  # it was retracted while this step was in flight
+                request.append(tokens[:new], self.eos_token_ids)
+                if request.state == "finished":
+                    del self._requests[request.number]
+                    if waits:
+                        self.scheduler.waiting.remove(request)
         if self.settings.num_drafts:
             self._tighten(step)
-
-    def _take(self, request: Request, tokens: list[int]) -> None:
-        waits = request.state == "waiting"  # it was retracted while this step was in flight
-        request.append(tokens, self.eos_token_ids)
-        if request.state == "finished":
-            del self._requests[request.number]
-            if waits:
-                self.scheduler.waiting.remove(request)
 
     def _tighten(self, step: Step) -> None:
         """Brings the host's bounds of the lengths down to what is now certain, and gives back pages beyond."""

@@ -13,6 +13,7 @@ request will have, or, with speculation, how many at most.
 
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import TypeVar, final
 
 import attrs
@@ -142,9 +143,13 @@ class Scheduler:
 
     def _that_fit(self, queries: Ints) -> int:
         """How many of the oldest requests have pages for their tokens, counting pages that steps in flight hold."""
-        size = self.settings.page_size
-        wanted = -(-(self.batch.seq_lens.np + queries) // size) - self.pages.allocated(self.batch.slots) // size
-        return int(np.searchsorted(np.cumsum(np.maximum(wanted, 0)), self._pages_left(), side="right"))
+        return int(np.searchsorted(self._more_pages(queries).cumsum(), self._pages_left(), side="right"))
+
+    def _more_pages(self, tokens: Ints) -> Ints:
+        """Pages that so many further tokens of each request need."""
+        lens, size = self.batch.seq_lens.np, self.settings.page_size
+        more: Ints = -lens // size - -(lens + tokens) // size
+        return more
 
     def _pages_left(self) -> int:
         stats = self.pages.stats
@@ -167,22 +172,20 @@ class Scheduler:
         return list(leaving.requests)
 
     def _admit(self, queries: Ints) -> bool:
-        settings, stats = self.settings, self.slots.stats
-        size = settings.page_size
+        settings, size = self.settings, self.settings.page_size
         tokens = settings.max_tokens_per_step - int(queries.sum())
-        room = stats.free + stats.pending
+        room = settings.max_running - len(self.batch)
         if not self.waiting or tokens <= 0 or not room:
             return False
-        growth = -(-(self.batch.seq_lens.np + np.maximum(queries, settings.decode_len)) // size)
-        pages = self._pages_left() - int(np.maximum(growth - self.pages.allocated(self.batch.slots) // size, 0).sum())
+        pages = self._pages_left() - int(self._more_pages(np.maximum(queries, settings.decode_len)).sum())
         joining: list[Request] = []
-        for request in [one for one in self.waiting if not one.in_flight]:
+        for request in list(islice((one for one in self.waiting if not one.in_flight), room)):
             needed = -(-(request.kv_len + settings.decode_len) // size)
-            if tokens <= 0 or not room or needed > pages:
+            if tokens <= 0 or needed > pages:
                 break
             self.waiting.remove(request)
             joining.append(request)
-            tokens, room, pages = tokens - request.kv_len, room - 1, pages - needed
+            tokens, pages = tokens - request.kv_len, pages - needed
         if joining:
             self._join(joining)
         return bool(joining)
