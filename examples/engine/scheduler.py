@@ -117,8 +117,7 @@ class Scheduler:
         """Requests that get a token: those that decode, and new ones with the last chunk of their prompt."""
         before, fill = self.batch.seq_lens.np, self.batch.fill_lens.np
         new = np.array([not request.output for request in self.batch.requests], np.bool_)
-        fills = before < fill
-        samples: npt.NDArray[np.bool_] = (queries > 0) & np.where(fills, new & (before + queries == fill), True)
+        samples: npt.NDArray[np.bool_] = (queries > 0) & ((before >= fill) | (new & (before + queries == fill)))
         return samples
 
     def _leave(self) -> None:
